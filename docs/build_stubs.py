@@ -21,7 +21,7 @@ from torchrl_llm_kl._registry import Spec
 from torchrl_llm_kl.advantages import advantage_spec, available_advantages, get_advantage
 from torchrl_llm_kl.advantages._registry import _REGISTRY as ADVANTAGES
 from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm
-from torchrl_llm_kl.algorithms._algorithm import AMBIGUOUS
+from torchrl_llm_kl.algorithms._algorithm import AMBIGUOUS, FIELDS
 from torchrl_llm_kl.estimators import available_estimators, get_estimator
 from torchrl_llm_kl.losses import AGGREGATIONS, available_objectives, get_objective, spec_of
 
@@ -132,7 +132,7 @@ def algorithms() -> list[str]:
             if all(name in other for other in parts.values()) or (part, name) in AMBIGUOUS:
                 types[f"{part}_{name}"] |= members
     for field in fields(Algorithm):
-        if field.name not in ("name", "sources"):
+        if field.name in FIELDS:
             types[field.name] = {str(field.type)}
     doc = """The settings of :func:`make_algorithm` that change a preset.
 

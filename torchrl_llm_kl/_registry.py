@@ -189,6 +189,7 @@ class Spec:
         aliases: names in other libraries -> own names, one or several at once.
         obsolete: hyper-parameters of other libraries that have no effect here -> the reason.
         refused: unsupported ones -> (the one harmless value, the alternative).
+        only_with: hyper-parameters that only some settings use -> (the hyper-parameter that decides, its values).
         source: where the formula comes from: the paragraph "Source: ..." at the end of its docstring.
         needs: inputs that it always requires.
         types: hyper-parameter -> its type, as annotated.
@@ -205,6 +206,7 @@ class Spec:
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     obsolete: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, tuple[object, str]] = field(default_factory=dict)
+    only_with: Mapping[str, tuple[str, tuple[object, ...]]] = field(default_factory=dict)
     source: str = ""
     needs: tuple[str, ...] = ()
     types: Mapping[str, object] = field(default_factory=dict)
@@ -276,6 +278,24 @@ class Spec:
             else:
                 out |= self._translated(key, value, given)
         return out
+
+    def unused(self, given: Mapping[str, object]) -> list[str]:
+        """Those of ``given``, under own names, that differ from their defaults and that the others make ineffective."""
+        deciding = {key: self.only_with[key] for key in given if key in self.only_with}
+        return [
+            key
+            for key, (name, values) in deciding.items()
+            if given.get(name, self.defaults[name]) not in values and given[key] != self.defaults[key]
+        ]
+
+    def check_used(self, given: Mapping[str, object]) -> None:
+        """Raise a ValueError for a hyper-parameter, under its own name, that the others make ineffective."""
+        for key in self.unused(given):
+            name, values = self.only_with[key]
+            raise ValueError(
+                f"{self.name}: {key}={given[key]!r} has no effect with {name}={given.get(name, self.defaults[name])!r}: leave "
+                f"{key} out, or pass {name}={' or '.join(map(repr, values))}."
+            )
 
     def _translated(self, key: str, value: object, given: Mapping[str, object]) -> dict[str, Any]:
         targets = self._targets(key)

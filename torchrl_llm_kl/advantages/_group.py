@@ -255,7 +255,11 @@ def asymre(reward: Tensor, group: Tensor, *, baseline_shift: float = -0.1) -> Te
     return torch.where(groups.size > 1, groups.centred(reward) - baseline_shift, 0)
 
 
-@advantage("rec", "outcome")
+@advantage(
+    "rec",
+    "outcome",
+    only_with={"epsilon": ("std_normalize", (True,)), "generator": ("drop", ("balance",))},
+)
 def rec(
     reward: Tensor,
     group: Tensor,
@@ -311,7 +315,13 @@ def _surplus(groups: Groups, negative: Tensor, generator: torch.Generator | None
 # ------------------------------------------------------------------ the best of a group, several rewards
 
 
-@advantage("pass_at_k", "outcome", "grpo_passk", aliases={"norm_adv_by_std_in_grpo": "std_normalize"})
+@advantage(
+    "pass_at_k",
+    "outcome",
+    "grpo_passk",
+    aliases={"norm_adv_by_std_in_grpo": "std_normalize"},
+    only_with={"epsilon": ("std_normalize", (True,))},
+)
 def pass_at_k(reward: Tensor, group: Tensor, *, std_normalize: bool = False, epsilon: Amount = 1e-6) -> Tensor:
     r"""What a sequence adds to the best reward of its group: ``max(r) - max(r of the others)``.
 

@@ -40,7 +40,8 @@ class AdvantageSpec(Spec):
     """The inputs, outputs and hyper-parameters of an advantage.
 
     Args:
-        name, hyper, aliases, obsolete, refused, source, needs, types, defaults: see :class:`~torchrl_llm_kl._registry.Spec`.
+        name, hyper, aliases, obsolete, refused, only_with, source, needs, types, defaults: see
+            :class:`~torchrl_llm_kl._registry.Spec`.
         kind: ``"outcome"``: one number per sequence, ``[B]``; ``"token"``: one per token, ``[*B, T]`` with a mask;
             ``"trajectory"``: one per step of trajectories of several sequences, ``[B]``.
         per_sequence: inputs of an advantage of tokens that hold one number per sequence, ``[*B]``.
@@ -78,6 +79,7 @@ def advantage(
     aliases: Mapping[str, str] | None = None,
     obsolete: Mapping[str, str] | None = None,
     refused: Mapping[str, tuple[object, str]] | None = None,
+    only_with: Mapping[str, tuple[str, tuple[object, ...]]] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Turn a pure function into a registered advantage; see :class:`AdvantageSpec` for the arguments.
 
@@ -110,7 +112,7 @@ def advantage(
             "kept": kept,
         }
         foreign = {"aliases": aliases_of(aliases), "obsolete": obsolete or {}, "refused": refused or {}}
-        spec = AdvantageSpec(name, **facts, **foreign).reading(function, inputs)  # type: ignore[arg-type]
+        spec = AdvantageSpec(name, only_with=only_with or {}, **facts, **foreign).reading(function, inputs)  # type: ignore[arg-type]
         needs = spec.needs
 
         @wraps(function)

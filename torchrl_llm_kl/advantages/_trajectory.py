@@ -74,6 +74,7 @@ def step_wise_grpo(
 @advantage(
     "gigpo",
     "trajectory",
+    only_with={"epsilon": ("fnorm", ("std",))},
     obsolete={
         "step_reward_key": "rewards are passed, not looked up; a transform reads keys={'reward': ...}",
         "env_state_hash_key": "states are passed, not looked up; a transform reads keys={'state': ...}",

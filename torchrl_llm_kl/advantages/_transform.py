@@ -120,6 +120,7 @@ class Advantage(Transform):
         self._function = get_advantage(name)
         self.spec = spec = advantage_spec(self._function)
         self.hyper = spec.translate(hyper)
+        spec.check_used(self.hyper)
         check_choice((None, *get_args(Layout)), layout=layout)
         if spec.kind == "token" and layout == "sequence":
             raise ValueError(f"{spec.name} has one number per token: layout must be 'token', got 'sequence'.")

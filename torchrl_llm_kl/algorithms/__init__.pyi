@@ -150,7 +150,6 @@ class AlgorithmOverrides(TypedDict, total=False):
     clip_ratio_high: Tensor | float | nn.Module | None
     clip_ratio_low: Tensor | float | nn.Module | None
     coeff: Tensor | float | nn.Module
-    compute_advantage_in_trainer: bool
     cov_high: Tensor | float | nn.Module
     cov_low: Tensor | float | nn.Module
     cpo_alpha: Tensor | float | nn.Module
@@ -178,7 +177,6 @@ class AlgorithmOverrides(TypedDict, total=False):
     epsilon_low: Tensor | float | nn.Module
     epsilon_low_prime: Tensor | float | nn.Module
     expert_aggregation: Aggregation | None
-    expert_data_ratio: float
     f_alpha: Tensor | float | nn.Module
     f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
@@ -250,7 +248,6 @@ class AlgorithmOverrides(TypedDict, total=False):
     ratio_max: Tensor | float | nn.Module | None
     regularizer: Literal["none", "k2", "forward-kl"]
     regularizer_coef: Tensor | float | nn.Module
-    repeat_times: int
     reward_weights: Sequence[float] | None
     roles: dict | None
     sapo_temperature_neg: Tensor | float | nn.Module

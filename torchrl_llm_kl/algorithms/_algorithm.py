@@ -19,6 +19,8 @@ from torchrl_llm_kl.estimators import EstimatorName, check_penalty
 from torchrl_llm_kl.losses import Aggregation, ObjectiveArgs, ObjectiveName, spec_of
 
 Coefficient = float | Tensor | nn.Module
+#: Place of a KL -> its estimator where only the weight is given: the mean gradient there is the reverse KL's.
+USUAL_ESTIMATORS: Mapping[str, EstimatorName] = {"kl_loss": "k2", "kl_reward": "k1"}
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,12 @@ class Algorithm:
         aggregation: how terms are summed over tokens; None for the objective's own way.
         max_len: length limit of the sampler in tokens, for aggregations that divide by it.
         kl_loss: estimator of the KL to the reference in the loss, or a function of the same signature; ``"none"`` for no KL.
-        kl_loss_coeff: its weight: a number, a tensor or a coefficient module.
-        kl_reward: estimator of the KL to the reference in the reward; ``"none"`` for no KL.
-        kl_reward_coeff: its weight.
+        kl_loss_coeff: its weight: a number, a tensor or a coefficient module. Given to :func:`make_algorithm` for a preset
+            without this KL, it adds one with the estimator ``"k2"``.
+        kl_reward: estimator of the KL to the reference in the reward; ``"none"`` for no KL. Something must read the reward: the
+            advantage, or ``keep_best``.
+        kl_reward_coeff: its weight. Given to :func:`make_algorithm` for a preset without this KL, it adds one with the
+            estimator ``"k1"``.
         entropy_coeff: weight of the entropy bonus.
         leave_out_experts: restrict KL and entropy to tokens that the policy sampled.
         keep_best: train only on the best answers of each group.
@@ -55,7 +60,7 @@ class Algorithm:
         sources: field -> source of its value; a preset of this package has one for each value that is not the default.
 
     Raises:
-        ValueError: if a value is out of range, or ``use_reference=False`` contradicts a KL.
+        ValueError: if a value is out of range or has no effect, or ``use_reference=False`` contradicts a KL.
         TypeError: if a coefficient is not a number, tensor or module.
 
     Example:
@@ -94,6 +99,7 @@ class Algorithm:
         check_range(0, 1, expert_data_ratio=self.expert_data_ratio)
         for name in ("kl_loss_coeff", "kl_reward_coeff", "entropy_coeff"):
             _check_coefficient(name, getattr(self, name))
+        self._check_effects()
         derived = self.derived
         for name, needed in derived.items():
             if getattr(self, name) is None:
@@ -103,6 +109,24 @@ class Algorithm:
                 f"{self.name} compares with a reference (kl_loss={self.kl_loss!r}, kl_reward={self.kl_reward!r}, "
                 f"objective={self.objective!r}) but use_reference=False: set use_reference=True, or kl_loss and kl_reward to "
                 "'none'."
+            )
+
+    def _check_effects(self) -> None:
+        for place, usual in USUAL_ESTIMATORS.items():
+            coeff, default = getattr(self, f"{place}_coeff"), _DEFAULTS[f"{place}_coeff"]
+            if getattr(self, place) == "none" and (isinstance(coeff, (Tensor, nn.Module)) or coeff != default):
+                raise ValueError(
+                    f"{place}_coeff={coeff!r} is the weight of a KL, and {place}='none' leaves it out: pass {place}={usual!r}, "
+                    f"or leave {place}_coeff out."
+                )
+        if self.kl_reward != "none" and not self.reads_reward:
+            raise ValueError(
+                f"kl_reward={self.kl_reward!r} has no effect: nothing in {self.name} reads the reward that it changes. Leave "
+                "kl_reward and kl_reward_coeff out; kl_loss='k2' puts a KL into the loss."
+            )
+        if self.advantage_args and self.advantage is None:
+            raise ValueError(
+                f"advantage_args={dict(self.advantage_args)} has no effect: {self.name} has no advantage. Leave it out."
             )
 
     def _check_top_k(self) -> None:
@@ -122,6 +146,13 @@ class Algorithm:
                 )
 
     @property
+    def reads_reward(self) -> bool:
+        """Whether something is computed from the reward: by the advantage, or by a user's own if the objective reads one."""
+        if self.advantage is None:
+            return self.keep_best or "advantage" in spec_of(self.objective).needs
+        return self.keep_best or not {"reward", "rewards"}.isdisjoint(advantage_spec(self.advantage).needs)
+
+    @property
     def distils(self) -> bool:
         """Whether the objective reads a teacher's distribution."""
         return "distribution" in spec_of(self.objective).hyper
@@ -135,6 +166,11 @@ class Algorithm:
     def distils_exactly(self) -> bool:
         """Whether the loss compares whole distributions with a teacher's."""
         return self.distils and not self.top_k
+
+    @property
+    def summed(self) -> Aggregation:
+        """The aggregation of its terms: its own, or else the objective's."""
+        return self.aggregation or spec_of(self.objective).aggregation
 
     @property
     def derived(self) -> dict[str, bool]:
@@ -186,6 +222,9 @@ class Algorithm:
         return self.use_reference or self.schema == "distill"
 
 
+_DEFAULTS = {f.name: f.default for f in fields(Algorithm)}
+
+
 def _check_coefficient(name: str, value: object) -> None:
     if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
         value = value.item()
@@ -208,7 +247,14 @@ AMBIGUOUS: Mapping[tuple[str, str], tuple[str, str]] = {
     (row["part"], row["name"]): (row["here"], row["elsewhere"]) for row in read_table("algorithms/ambiguous.csv")
 }
 
-_FIELDS = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "sources"))
+#: Fields that describe the loop around the loss, which nothing here computes with -> where the loop sets them.
+_OF_LOOP = {
+    "repeat_times": "the sampler draws the answers, and group_size= or group_key= of make_algorithm shows which are compared",
+    "expert_data_ratio": "pass it to mix_buffers, which draws the batches",
+    "compute_advantage_in_trainer": "it informs a trainer about the preset",
+}
+#: Fields that make_algorithm takes.
+FIELDS = tuple(name for name in _DEFAULTS if name not in ("name", "sources", *_OF_LOOP))
 #: Advantages of distillation on sampled tokens -> ``beta`` of the same divergence over a teacher's top k; None: their own.
 _BETA_OF_ADVANTAGE = {"on_policy_distill": 1.0, "jsd": None}
 
@@ -229,29 +275,59 @@ def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algor
     """A preset with some values changed; see :class:`AlgorithmOverrides`.
 
     ``objective_args`` and ``advantage_args`` add to the preset's. ``use_reference`` and ``use_critic`` follow from the
-    changed fields, unless they are given.
+    changed fields, unless they are given. The weight of a KL that the preset lacks adds it, with the usual estimator.
 
     Raises:
         TypeError: for an unknown or ambiguous setting, or one given under two names.
+        ValueError: for a setting without an effect.
     """
+    for name in overrides.keys() & _OF_LOOP.keys():
+        raise ValueError(f"{name} has no effect on what make_algorithm builds: {_OF_LOOP[name]}. Leave {name} out.")
     args = {name: dict(overrides.get(name) or {}) for name in ("objective_args", "advantage_args")}
-    changes = {name: value for name, value in overrides.items() if name in _FIELDS and name not in args}
+    changes = {name: value for name, value in overrides.items() if name in FIELDS and name not in args}
     changes |= _of_top_k(algorithm, changes)
     for part in ("objective", "advantage"):  # a replacement has other hyper-parameters
         if changes.get(part, getattr(algorithm, part)) != getattr(algorithm, part):
             changes.setdefault(f"{part}_args", {})
+    for place, usual in USUAL_ESTIMATORS.items():
+        coeff = f"{place}_coeff"
+        if coeff in changes and getattr(algorithm, place) == "none":
+            changes.setdefault(place, usual)
+        elif changes.get(place) == "none":
+            changes.setdefault(coeff, _DEFAULTS[coeff])
     for name, value in algorithm.derived.items():
         if getattr(algorithm, name) == value:
             changes.setdefault(name, None)
     changed = replace(algorithm, **changes)
+    _check_changes(algorithm, changed)
     for name, value in overrides.items():
-        if name not in _FIELDS:
+        if name not in FIELDS:
             part, own = _owner(changed, name)
             if own in args[part]:
                 raise TypeError(f"{name!r} and {part}={{{own!r}: ...}} are the same setting: pass one of them.")
             args[part][own] = value
     merged: Json = {name: {**getattr(changed, name), **more} for name, more in args.items()}
     return replace(changed, **merged)
+
+
+def _check_changes(preset: Algorithm, changed: Algorithm) -> None:
+    """Raise for a changed flag that concerns nothing here; a preset may hold it for changes to come."""
+    name = changed.name
+    if (
+        changed.leave_out_experts != preset.leave_out_experts
+        and changed.kl_loss == "none"
+        and changed.entropy_coeff == 0
+    ):
+        raise ValueError(
+            f"leave_out_experts={changed.leave_out_experts} has no effect: {name} has neither a KL in the loss nor an entropy "
+            "bonus. Leave it out, or pass kl_loss= or entropy_coeff= too."
+        )
+    if (
+        changed.use_reference > preset.use_reference
+        and changed.schema == "distill"
+        and not changed.derived["use_reference"]
+    ):
+        raise ValueError(f"use_reference=True has no effect: {name} scores its teacher anyway. Leave it out.")
 
 
 def _owner(algorithm: Algorithm, name: str) -> tuple[str, str]:
@@ -277,9 +353,9 @@ def _owner(algorithm: Algorithm, name: str) -> tuple[str, str]:
     part, _, own = name.partition("_")
     if own in accepted.get(part, ()):
         return f"{part}_args", own
-    known = [*_FIELDS, *accepted["objective"], *accepted["advantage"]]
+    known = [*FIELDS, *accepted["objective"], *accepted["advantage"]]
     raise TypeError(
         f"{algorithm.name} has no setting {name!r}.{foreign_hint(name, known) or did_you_mean(name, known)} "
-        f"Settings: {', '.join(_FIELDS)}; of the objective: {', '.join(accepted['objective']) or 'none'}; "
+        f"Settings: {', '.join(FIELDS)}; of the objective: {', '.join(accepted['objective']) or 'none'}; "
         f"of the advantage: {', '.join(accepted['advantage']) or 'none'}."
     )

@@ -56,6 +56,7 @@ from torchrl_llm_kl.transforms import (
     RetrieveLogProb,
     RetrieveValue,
     RoutedExperts,
+    SamplerLogProbs,
     TopK,
 )
 
@@ -105,20 +106,24 @@ def make_algorithm(
             ...), ``tokens_per_batch``, ...
         context: the prompt after which the reference scores the same response, such as one with the solution: a function of the
             conversation, or an entry with token ids; see :class:`~torchrl_llm_kl.RetrieveLogProb`.
-        overrides: changes of the preset; see :class:`AlgorithmOverrides`.
+        overrides: changes of the preset; see :class:`AlgorithmOverrides`. Each changes something that is computed or required,
+            or raises an error. ``kl_loss_coeff`` adds a KL with ``"k2"`` to the loss of a preset that has none there, and
+            ``kl_reward_coeff`` one with ``"k1"`` to its reward, beside a KL in the loss.
 
     Returns:
         :class:`AlgorithmParts`: ``prepare(batch)`` scores and writes advantages, ``loss(batch)`` returns the loss terms.
 
     Raises:
-        ValueError: if a required model is missing or a model would be unused; if a scorer's settings differ from the actor's;
-            if the reference is the actor, without a ``context``, or has another vocabulary; for groups of one answer.
+        ValueError: if a required model is missing, or a model or setting has no effect; if a scorer's settings differ from the
+            actor's; if the reference is the actor, without a ``context``, or has another vocabulary; for groups of one answer.
         TypeError: for an unknown or ambiguous setting (the message has both meanings), or an argument of this function in
             ``loss_args``.
 
     Warns:
         KLPlacementWarning: if an estimator is used where its gradient is not the reverse KL's.
-        SamplerMismatchWarning: if the actor or ``gen_model`` is a wrapper that is known to sample otherwise than is scored.
+        SamplerMismatchWarning: if the actor or ``gen_model`` is a wrapper that is known to sample otherwise than is scored. Of
+            a model without a wrapper :attr:`~AlgorithmParts.kl_transform` warns at its first step, in the env of a collector
+            whose policy wraps it.
 
     Example:
         >>> import torch
@@ -149,6 +154,8 @@ def make_algorithm(
         if group_key is not None or group_size is not None:
             raise ValueError(f"{preset.name} does not compare within groups: leave out group_key and group_size.")
         grouping = {}
+    if group_size is not None:
+        preset = replace(preset, repeat_times=group_size)
     loss_args = dict(loss_args or {})
     _check_loss_args(loss_args)
     loss_args["options"], options = options, _options(actor, options)
@@ -178,6 +185,13 @@ def make_algorithm(
             **{**preset.objective_args, **loss_args},
         )
     advantage = None if preset.advantage is None else _advantage(preset, grouping, masking_strategy)
+    critic_loss = None if critic is None else ValueLoss(critic, masking_strategy=masking_strategy)
+    if advantage is not None and not {*advantage.out_keys} & {
+        key for part in (loss, critic_loss) if part is not None for key in part.in_keys
+    }:
+        raise ValueError(
+            f"advantage={preset.advantage!r} has no effect: the objective {preset.objective} reads no advantage. Leave it out."
+        )
     scope: Scope = "full" if masking_strategy == "rlhf" else "turn"
     kl_transform = _kl_transform(
         preset,
@@ -186,6 +200,7 @@ def make_algorithm(
         read={key for part in (loss, advantage) if part is not None for key in part.in_keys},
         in_loss=in_loss,
         context=context,
+        own_model=gen_model is not None,
         adapters=reference.adapters if isinstance(reference, LogProbScorer) else False,  # of the actor's own model
         options=options,
         # A copy of the policy behind a service would not be trained.
@@ -199,7 +214,7 @@ def make_algorithm(
         value_transform=None if critic is None else RetrieveValue(critic, scope=scope),
         advantage=advantage,
         selection=KeepBest(**grouping) if preset.keep_best else None,
-        critic_loss=None if critic is None else ValueLoss(critic, masking_strategy=masking_strategy),
+        critic_loss=critic_loss,
     )
 
 
@@ -222,11 +237,12 @@ def _advantage(preset: Algorithm, grouping: _Grouping, masking_strategy: Masking
     return Advantage(preset.advantage, **grouping, keys=keys, **hyper)  # type: ignore[arg-type]
 
 
-# What an advantage reads beside log-probs -> what scores it.
+# What an advantage or a correction reads beside the policy's log-probs -> what writes it.
 _SCORED: dict[NestedKey, type[Extra]] = {
     ("next", "entropy"): Entropy,
     ("next", "moments", "collision"): Moments,
     ("next", "moments", "discriminator"): Moments,
+    ("next", "sampler_log_probs", "full"): SamplerLogProbs,
 }
 
 
@@ -238,13 +254,15 @@ def _kl_transform(
     read: set[NestedKey],
     in_loss: bool,
     context: Context | None,
+    own_model: bool,
     adapters: bool | str,
     options: ScoreOptions,
     own: Json,
 ) -> RetrieveKL | RetrieveLogProb | None:
     """What scores the policy, its reference or both before the loss; None if the loss and the data hold all.
 
-    ``read`` are the entries that loss and advantage read; ``in_loss``: the loss scores the reference itself.
+    ``read`` are the entries that loss and advantage read; ``in_loss``: the loss scores the reference itself; ``own_model``:
+    another model than the actor is to score the policy's tokens.
     """
     extras = [kind() for kind in dict.fromkeys(kind for key, kind in _SCORED.items() if key in read)]
     charged, exact = preset.kl_reward != "none", preset.distils_exactly
@@ -252,6 +270,10 @@ def _kl_transform(
     scored_there = exact or (preset.kl_loss == "exact" and not preset.top_k)
     ref = preset.needs_reference and reference != "data"
     ref = ref and (charged or not scored_there or ("next", "ref_log_probs", "full") in read)
+    if own_model and not (ref and isinstance(reference, str)) and not (old and reference != "data"):
+        raise ValueError(
+            f"gen_model has no effect: log-probs of the policy are not scored for {preset.name}. Leave it out."
+        )
     if context is not None and (not ref or in_loss):
         where = "the loss scores it on the data's own prompts" if in_loss else "none is scored"
         advice = (
@@ -336,9 +358,9 @@ def _check_models(
             "the entries that RetrieveLogProb(teacher, extras=[TopK(...)]) writes."
         )
     if reference is not None and not needs:
+        places = "kl_loss='k2'" + " or kl_reward='k1'" * preset.reads_reward
         raise ValueError(
-            f"{name} uses no reference model: leave it out, pass use_reference=True to log the KL, or place the KL "
-            "(kl_loss='k2' or kl_reward='k1')."
+            f"{name} uses no reference model: leave it out, pass use_reference=True to log the KL, or place the KL ({places})."
         )
     check_not_a_name("base", "data", reference=reference)
     if of_data and preset.kl_reward != "none":

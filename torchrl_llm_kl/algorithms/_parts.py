@@ -337,7 +337,7 @@ class AlgorithmParts:
         if found is None or (found != own and not _is_marked(batch, mark)):
             batch = transform(batch)
         elif missing:
-            batch = _with(batch, transform(batch.copy()), missing)
+            batch = _with(batch, transform(_without(batch, own)), missing)
         _mark(batch, mark)
         return batch
 
@@ -364,7 +364,7 @@ class AlgorithmParts:
             missing = missing | {key for key in of_ref if find_key(batch, key) is None}
         if missing:
             scorer = ref if missing <= of_ref and not transform.side_by_side else transform
-            batch = _with(batch, scorer(batch.copy()), missing)
+            batch = _with(batch, scorer(_without(batch, _next(gen.log_probs_full_key))), missing)
         if not recompute or exact:
             return batch
         located = gen.locate(batch)
@@ -410,6 +410,11 @@ def _with(batch: TensorDictBase, scored: TensorDictBase, keys: Collection[Nested
     found = [key for key in (find_key(scored, key) for key in keys) if key is not None]
     own_leaves(batch, *found)
     return batch.update(scored.select(*found))
+
+
+def _without(batch: TensorDictBase, key: NestedKey) -> TensorDictBase:
+    """A copy without the policy's scores, which are not to be taken for log-probs that the sampler stored."""
+    return batch.copy().exclude(key, inplace=True)
 
 
 def _is_marked(batch: TensorDictBase, key: NestedKey) -> bool:

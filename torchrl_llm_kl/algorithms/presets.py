@@ -100,7 +100,7 @@ def _row(preset: Algorithm) -> list[str]:
         _call(preset.objective, preset.objective_args),
         advantage,
         "; ".join(kl) or "none",
-        f"`{preset.aggregation or spec.aggregation}`",
+        f"`{preset.summed}`",
         str(preset.repeat_times),
         f"`{preset.schema}`",
     ]

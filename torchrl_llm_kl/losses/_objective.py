@@ -84,7 +84,8 @@ class ObjectiveSpec(Spec):
     """Metadata of an objective.
 
     Args:
-        name, hyper, aliases, obsolete, refused, source, needs, types, defaults: see :class:`~torchrl_llm_kl._registry.Spec`.
+        name, hyper, aliases, obsolete, refused, only_with, source, needs, types, defaults: see
+            :class:`~torchrl_llm_kl._registry.Spec`.
         aggregation: how its source aggregates over tokens.
         per_row: its inputs of one value per sequence, ``[*B]``.
         needs_if: inputs that some settings require -> (hyper-parameter or several, test of their values).
@@ -145,6 +146,7 @@ def objective(
     aliases: Mapping[str, str | Sequence[str]] | None = None,
     obsolete: Mapping[str, str] | None = None,
     needs_if: Conditions | None = None,
+    only_with: Mapping[str, tuple[str, tuple[object, ...]]] | None = None,
     once: Once | None = None,
     together: int = 1,
 ) -> Callable[[Callable[P, Terms]], Callable[P, Terms]]:
@@ -193,6 +195,7 @@ def objective(
         obsolete=obsolete or {},
         aggregation=aggregation,
         needs_if=needs_if or {},
+        only_with=only_with or {},
         once=once,
         together=together,
     )

@@ -113,12 +113,13 @@ class PolicyLoss(TokenLoss):
             :class:`~torchrl_llm_kl.losses.TopEntropyMask`. verl's settings (``rollout_is="token"``, ``rollout_rs=...``) add
             theirs; see :func:`~torchrl_llm_kl.losses.rollout_corrections`.
         aggregation: see :func:`~torchrl_llm_kl.losses.aggregate`; by default the objective's own.
-        max_len: the longest possible response in tokens; required by ``seq-mean-token-sum-norm``.
+        max_len: the longest possible response in tokens; required by ``seq-mean-token-sum-norm``, refused without it.
         masking_strategy: which tokens are trained. ``"sft"``: the response of each step; ``"rlhf"``: all assistant turns,
             earlier ones too; ``"generic"``: all but the first token of each sequence. An optional entry ``loss_mask``
             removes tokens from these.
         reference: a model or scorer with the same vocabulary, for an exact KL, and for reference log-probs that the data
-            lacks. Its parameters are not trained. For a distillation with ``distribution="exact"`` it is the teacher.
+            lacks; refused if no part reads either. Its parameters are not trained. For a distillation with
+            ``distribution="exact"`` it is the teacher.
         options: how the policy is scored, such as ``ScoreOptions(Sampling(0.7, top_k=50), dtype=torch.bfloat16)``: log-probs,
             entropies and KLs are over what temperature, top-k, top-p and min-p of its ``sampling`` leave, and what the sampler
             recorded (entry ``kept``) is replayed where the data holds it. ``entropy=True`` reports the policy's entropy even
@@ -149,7 +150,8 @@ class PolicyLoss(TokenLoss):
 
     Raises:
         TypeError: for an unknown hyper-parameter.
-        ValueError: if one is out of range; on data, if lengths differ or a masked-in number is not finite.
+        ValueError: if one is out of range, or an argument has no effect; on data, if lengths differ or a masked-in number is
+            not finite.
         KeyError: on data, if a required entry is missing.
 
     Warns:
@@ -207,6 +209,7 @@ class PolicyLoss(TokenLoss):
         rollout: Json = {name: own.pop(name) for name in RolloutArgs.__annotations__ if name in own}
         if spec is not None:
             own = spec.translate(own)
+            spec.check_used(own)
             aggregation = aggregation or spec.aggregation
         factors = [x if isinstance(x, Part) else Correction(x) for x in (*corrections, *rollout_corrections(**rollout))]
         parts = [term if isinstance(term, Part) else TermPart(term) for term in terms]
@@ -226,7 +229,9 @@ class PolicyLoss(TokenLoss):
             prefix = name_of(part.function).removesuffix("_bonus")
             exposed |= {f"{prefix}_{name}": (part, name) for name in part.names}
         self._check_reference()
-        self._dry_run()
+        if reference is not None and self._needs.isdisjoint(("ref_log_prob", "kl", "teacher_divergence")):
+            raise ValueError("reference has no effect: no part of the loss compares with it. Leave reference out.")
+        self._check_max_len(self._dry_run()[1])
         self._expose(exposed)
         if self._needs & {"advantage", "old_log_prob"}:  # of samples of the policy
             warn_of_mismatch(self.actor_network, self.sampling, trains=True, stacklevel=2)
@@ -395,14 +400,14 @@ class PolicyLoss(TokenLoss):
     def out_keys(self) -> list[NestedKey]:
         """The terms as ``loss_<name>``, and the metrics."""
         given = self.__dict__.get("_out_keys")
-        return self._dry_run() if given is None else given
+        return self._dry_run()[0] if given is None else given
 
     @out_keys.setter
     def out_keys(self, values: Sequence[NestedKey] | None) -> None:
         self.__dict__["_out_keys"] = None if values is None else list(values)
 
-    def _dry_run(self, teachers: int | None = None) -> list[NestedKey]:
-        """The outputs under the current hyper-parameters, found by a dry run on two dummy tokens."""
+    def _dry_run(self, teachers: int | None = None) -> tuple[list[NestedKey], list[Aggregation]]:
+        """The outputs under the current hyper-parameters and the aggregation of each term, by a dry run on dummy tokens."""
         weights = [found for part in self._parts if (found := part.hyper.get("teacher_weights"))]
         teachers = teachers or (len(weights[0]) if weights else 1)
         inputs = dummy_inputs(teachers=teachers, device=device_of(*self._parts))
@@ -419,7 +424,8 @@ class PolicyLoss(TokenLoss):
             known.add("ref_log_prob")  # scored along with an exact KL
         given: dict[str, Any] = {name: value for name, value in inputs.given.items() if name in known}
         common = common_metrics(LossInputs(**given))
-        return [*(f"loss_{name}" for name in names), *merge_metrics(terms, {**common, **metrics})]
+        keys: list[NestedKey] = [*(f"loss_{name}" for name in names), *merge_metrics(terms, {**common, **metrics})]
+        return keys, [self._mode(term) for term in terms]
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> LossOutput:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args, overload
 
 import torch
@@ -128,11 +128,18 @@ class TokenLoss(LossModule):
         super().__init__()
         check_aggregation(aggregation)
         check_choice(get_args(MaskingStrategy), masking_strategy=masking_strategy)
-        if aggregation == "seq-mean-token-sum-norm" and max_len is None:
-            raise ValueError(
-                f"aggregation {aggregation!r} divides by the longest response that is sampled: pass max_len=."
-            )
         self.aggregation, self.max_len, self.masking_strategy = aggregation, max_len, masking_strategy
+
+    def _check_max_len(self, modes: Collection[Aggregation]) -> None:
+        """Raise unless there is a ``max_len`` exactly if one of the aggregations of the terms divides by it."""
+        divides, mode = "seq-mean-token-sum-norm" in modes, "aggregation='seq-mean-token-sum-norm'"
+        if divides and self.max_len is None:
+            raise ValueError(f"{mode} divides by the longest response that is sampled: pass max_len=.")
+        if self.max_len is not None and not divides:
+            raise ValueError(
+                f"max_len={self.max_len} has no effect: aggregation {self.aggregation!r} does not divide by it. Leave max_len "
+                f"out, or pass {mode}."
+            )
 
     @property
     def functional(self) -> bool:

@@ -142,6 +142,7 @@ class ValueLoss(TokenLoss):
     ) -> None:
         check_not_a_name(critic=critic)
         super().__init__(aggregation=aggregation, max_len=max_len, masking_strategy=masking_strategy)
+        self._check_max_len([aggregation])
         self.critic_network = critic
         self.error = Part(value_error, _INPUTS, clip_value=clip_value, coeff=coeff)
         self._expose({name: (self.error, name) for name in self.error.names})

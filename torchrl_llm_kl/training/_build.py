@@ -175,6 +175,8 @@ def _bind(
     preset, charged = get_algorithm(config.algorithm.name), _charged(config)  # type: ignore[arg-type]
     settings = {f"kl_{place}": estimator for place, estimator in _estimators(config).items()}
     settings |= {f"kl_{place}_coeff": coefficient for place in charged} | config.algorithm.args
+    if apply_overrides(preset, settings).summed == "seq-mean-token-sum-norm":
+        settings["max_len"] = config.sampler.max_new_tokens
     return make_algorithm(
         config.algorithm.name,  # type: ignore[arg-type]
         policy,
@@ -182,7 +184,6 @@ def _bind(
         critic=critic,
         group_key="group" if preset.compares_answers else None,
         options=ScoreOptions(sampling_of(config)),
-        max_len=config.sampler.max_new_tokens,
         **settings,
     )
 

@@ -38,6 +38,8 @@ from torchrl_llm_kl.scoring import (
     Scores,
     check_distributions,
     evaluating,
+    is_wrapper,
+    unwrap,
     warn_of_mismatch,
 )
 from torchrl_llm_kl.transforms._base import (
@@ -277,7 +279,8 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
 
     Warns:
         SamplerMismatchWarning: once, if a wrapper or its model's ``generation_config`` says that tokens are not sampled from
-            the distribution that is scored, for instance because transformers' default top-k of 50 applies.
+            the distribution that is scored, for instance because transformers' default top-k of 50 applies. The wrapper is the
+            model, or the policy of the collector around the env if that wraps the model.
 
     Example:
         >>> from torchrl_llm_kl import Entropy
@@ -427,10 +430,18 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
         return self._ref_slot.get(extra.reference, options=options)
 
     def compare_sampler(self, stacklevel: int = 2) -> None:
-        """Warn once if the model's wrapper samples otherwise than is scored."""
-        if not self._compared:
-            self._compared = True
-            warn_of_mismatch(self._scored_model(), self.options.sampling, stacklevel=stacklevel + 1)
+        """Warn once if the model's wrapper, or the collector's policy that wraps it, samples otherwise than is scored."""
+        if self._compared:
+            return
+        model = sampler = self._scored_model()
+        if not is_wrapper(model):
+            try:
+                sampler = collector_policy(self)
+            except NoCollectorError:  # a later call may be in a collector
+                return
+        self._compared = True
+        if sampler is model or (is_wrapper(sampler) and unwrap(sampler) is model):
+            warn_of_mismatch(sampler, self.options.sampling, stacklevel=stacklevel + 1)
 
     def _scored_model(self) -> Model:
         return self.model if hasattr(self, "model") else collector_policy(self)

@@ -132,6 +132,34 @@ def test_corrections_of_vllms_log_probs(trl: Any, model: nn.Module, batch: Any, 
     assert "loss_args" not in from_trl({"use_vllm": True, "vllm_importance_sampling_correction": False}).overrides
 
 
+def test_the_transform_of_a_corrected_algorithm_moves_vllms_log_probs(
+    model: nn.Module, batch: dict[str, Tensor]
+) -> None:
+    """The sampler's are under ``("log_probs", "full")``, as vLLM's wrapper stores them; the trainer's replace them."""
+    parts = from_trl({"use_vllm": True, "num_generations": 2, "vllm_importance_sampling_mode": "token_truncate"}).make(
+        model
+    )
+    rows = rollouts(batch).unbind(0)
+    for i, row in enumerate(rows):
+        row["log_probs"] = row["next"].pop("sampler_log_probs")
+        row["next", "reward"], row["query"] = torch.tensor([i / ROWS]), torch.tensor(i // 2)
+        del row["next", "log_probs"]
+    out = parts.loss(parts.prepare(lazy_stack(rows)))
+    ratio = (scored(model, batch)[0].detach() - batch["sampler"])[batch["mask"]].exp()
+    assert_near(out["weight_mean"].double(), ratio.mean(), dtype=torch.float32, size=ratio.numel())
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "rloo"])
+def test_limits_and_engines_of_the_sampler_are_not_called_ineffective(trainer: Any) -> None:
+    found = from_trl({"max_completion_length": 256, "use_vllm": True}, trainer=trainer)
+    notes = {row.name: row.note for row in found.outside if row.given}
+    assert notes["max_completion_length"].endswith("`max_new_tokens` of the sampler")
+    assert (trainer == "grpo") == ("use_vllm" in {row.name for row in found.translated})
+    assert notes.get("use_vllm", "start the sampler so") == "start the sampler so"
+    found = from_trl({"max_completion_length": 256, "loss_type": "dr_grpo"})
+    assert found.overrides["max_len"] == 256
+
+
 def test_advantages_by_hand(model: nn.Module) -> None:
     """Standard deviations of (1, 0) and (2, 2) are 1/sqrt(2) and 0; of all four, sqrt(11/12)."""
     for scale, sigma in (("group", 0.5**0.5), ("batch", (11 / 12) ** 0.5), (False, None), ("none", None)):

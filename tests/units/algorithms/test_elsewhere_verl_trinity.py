@@ -63,7 +63,7 @@ def test_verls_defaults() -> None:
     objective = {"objective": "ppo", **dict.fromkeys(("clip_low", "clip_high"), 0.2), "clip_ratio_c": 3.0}
     objective["aggregation"] = "token-mean"
     advantage = {"advantage": "gae", "gamma": 1.0, "lam": 1.0, "whiten": True}
-    others = {"kl_loss": "none", "kl_reward": "none", "entropy_coeff": 0, "repeat_times": 1, "options": ScoreOptions()}
+    others = {"kl_loss": "none", "kl_reward": "none", "entropy_coeff": 0, "options": ScoreOptions()}
     assert found.overrides == objective | advantage | others
 
 
@@ -83,13 +83,12 @@ def test_verls_defaults() -> None:
         (of_type("dapo"), "dapo", {"objective": "ppo", "objective_args": PPO, "aggregation": "token-mean"}),
         (TRINITYS, "dapo", {"kl_loss": "k2", "kl_loss_coeff": 0.1}),
         (of_type("ppo", advantage_fn_args=GAE), "ppo", {"advantage_args": {**GAE, "whiten": True}}),
-        (of_type("grpo", repeat_times=8), "grpo", {"group_size": 8, "repeat_times": 8}),
+        (of_type("grpo", repeat_times=8), "grpo", {"group_size": 8}),
         (of_type("grpo", advantage_fn_args=STD), "grpo", {"advantage_args": {"std": "batch", "epsilon": 1e-4}}),
         (of_type("reinforceplusplus", kl_penalty_fn="k1"), "reinforce_plus_plus", {"kl_reward_coeff": 1e-3}),
         (of_type("reinforceplusplus", kl_penalty_fn="k1"), "reinforce_plus_plus", {"kl_reward": "k1"}),
         (of_type("grpo", kl_penalty_fn="k1"), "grpo", {"kl_reward": "none"}),
         (of_type("grpo_verl", kl_penalty_fn="k1"), "grpo", {"kl_reward": "k1"}),
-        (of_type("mix", sample_strategy_args={"expert_data_ratio": 0.3}), "mix", {"expert_data_ratio": 0.3}),
         (of_type("raft"), "raft", {"keep_best": False}),
         (of_type("asymre", entropy_loss_fn_args={"entropy_coef": 0.1}), "asymre", {"entropy_coeff": 0.0}),
         (of_type("grpo", rollout_correction={"rollout_is": "token"}), "grpo", {"loss_args": {"rollout_is": "token"}}),

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict, TensorDictBase
 from test_prepare import READ
+from torch import nn
 
 from refused import refused
 from torchrl_llm_kl import LogProbScorer, Sampling, ScoreOptions
 from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm, AlgorithmParts, UnknownAlgorithmError, make_algorithm
-from torchrl_llm_kl.losses import KLPlacementWarning
-from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
+from torchrl_llm_kl.estimators import PIKLCoefficient
+from torchrl_llm_kl.losses import ImportanceWeights, KLPlacementWarning
+from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue, SamplerLogProbs
 from toy_tasks import TabularCritic, chain
 from toy_training import made as made_by_lab
 
@@ -61,9 +64,9 @@ def test_fields_and_hyper_parameters_find_their_place() -> None:
     assert parts.advantage.hyper == {"std": "batch", "epsilon": 0.01}
     assert parts.algorithm.objective_args == {"mu": 0.3, "clip_high": 0.4}
     assert ALGORITHMS["mix"].objective_args == {}
-    changes: dict[str, Any] = {"repeat_times": 5, "objective": "cispo", "aggregation": "seq-mean-token-sum"}
+    changes: dict[str, Any] = {"objective": "cispo", "aggregation": "seq-mean-token-sum"}
     changes |= {"kl_loss": "exact", "kl_loss_coeff": 0.2, "kl_reward": "k1", "kl_reward_coeff": 0.3}
-    changes |= {"entropy_coeff": 0.4, "leave_out_experts": True, "expert_data_ratio": 0.25, "advantage": "grpo"}
+    changes |= {"entropy_coeff": 0.4, "leave_out_experts": True, "advantage": "grpo"}
     clip, args = {"clip_range_high": 0.1, "clip_range_low": 0.9}, {"std_cal_level": "batch", "epsilon": 1e-3}
     parts = made(**changes, objective_args=clip, advantage_args=args)
     assert changes.items() <= vars(parts.algorithm).items()
@@ -148,6 +151,146 @@ def test_a_top_k_replaces_the_advantage() -> None:
     torch.testing.assert_close(given.loss(given.prepare(data)).total_loss, parts.loss(data).total_loss)
 
 
+def token_log_probs(model: nn.Module, td: TensorDictBase) -> torch.Tensor:
+    """Of each response token, from one plain forward; float64 ``[B, T - 1]``, 0 at padding."""
+    full = td["tokens", "full"]
+    each = model(full)[0][:, :-1].double().log_softmax(-1).gather(-1, full[:, 1:, None]).squeeze(-1)
+    return each.masked_fill(~td["masks", "all_attention_mask"][:, 1:], 0)
+
+
+@pytest.mark.parametrize("coeff", [0.5, PIKLCoefficient(init=0.5, target=0.1)], ids=["number", "module"])
+def test_the_weight_of_a_kl_in_the_reward_charges_it(coeff: Any) -> None:
+    actor, uniform = TASK.policy(), TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
+    parts = make_algorithm("grpo", actor, reference=uniform, group_key="query", kl_reward_coeff=coeff)
+    assert (parts.algorithm.kl_loss, parts.algorithm.kl_reward) == ("k2", "k1")
+    assert "kl_reward='k1', kl_reward_coeff=" in repr(parts)
+    td = TASK.sample(actor, 32, torch.Generator().manual_seed(0), 2)
+    outcome = td["next", "reward"].sum(-1)
+    kl = (token_log_probs(actor, td) - token_log_probs(uniform, td)).sum(-1)
+    charged = parts.prepare(td)["next", "reward"].sum((1, 2))
+    torch.testing.assert_close(charged.double(), outcome.double() - 0.5 * kl, atol=1e-5, rtol=1e-5)
+    assert made("opo", kl_reward_coeff=0.5, group_size=2).algorithm.kl_loss == "none"
+    # The preset's estimator, or the one that is given, stays.
+    assert made("grpo", kl_loss_coeff=0.5).algorithm.kl_loss == "k2"
+    assert made("grpo", kl_reward_coeff=0.5, kl_reward="k3").algorithm.kl_reward == "k3"
+    mine = Algorithm("mine", "ppo", advantage="rloo", kl_loss="k3+", kl_loss_coeff=0.2)
+    assert made(mine, kl_loss_coeff=0.5).algorithm.kl_loss == "k3+"
+    assert made(mine, kl_loss="none", kl_reward="k1").algorithm.kl_loss_coeff == 1e-3  # of no KL
+
+
+def test_the_weight_of_a_kl_in_the_loss_adds_it_and_needs_a_reference() -> None:
+    actor, uniform = TASK.policy(), TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
+    with pytest.raises(ValueError, match="dapo compares with a reference model: pass reference="):
+        make_algorithm("dapo", actor, kl_loss_coeff=0.5)
+    parts = make_algorithm("dapo", actor, reference=uniform, group_key="query", kl_loss_coeff=0.5)
+    assert "kl_loss='k2', kl_loss_coeff=0.5" in repr(parts)
+    td = TASK.sample(actor, 32, torch.Generator().manual_seed(0), 2)
+    difference = token_log_probs(actor, td) - token_log_probs(uniform, td)
+    expected = 0.5 * (difference.square() / 2).sum() / td["masks", "all_attention_mask"][:, 1:].sum()
+    found = parts.loss(parts.prepare(td))["loss_kl_to_ref"]
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+WITHOUT_REWARD = (
+    "sft",
+    "dpo",
+    "simpo",
+    "cpo",
+    "orpo",
+    "tpo",
+    "kto",
+    "bco",
+    "on_policy_distill",
+    "iw_opd",
+    "jsd",
+    "gkd",
+)
+test_a_kl_in_a_reward_that_nothing_reads = refused(
+    lambda name, settings: made(name, **settings),
+    *((name, {"kl_reward": "k1"}, f"kl_reward='k1' has no effect: nothing in {name} reads") for name in WITHOUT_REWARD),
+    ("dpo", {"kl_reward_coeff": 0.1}, "nothing in dpo reads the reward that it changes. Leave"),
+)
+
+
+test_settings_without_effect = refused(
+    lambda name, settings: make_algorithm(name, TASK.policy(), **settings),
+    ("sft", {"advantage_args": {"gamma": 0.5}}, r"advantage_args=\{'gamma': 0.5\} has no effect: sft has no advantage"),
+    (
+        "dpo",
+        {"advantage": "grpo", "reference": TASK.policy()},
+        "advantage='grpo' has no effect: the objective dpo reads",
+    ),
+    ("dapo", {"max_len": 8}, "max_len=8 has no effect: aggregation 'token-mean' does not divide by it"),
+    ("dapo", {"kl_loss": "none", "kl_loss_coeff": 0.5}, "kl_loss_coeff=0.5 is the weight of a KL, and kl_loss='none'"),
+    (
+        "dapo",
+        {"leave_out_experts": True},
+        "leave_out_experts=True has no effect: dapo has neither a KL in the loss nor",
+    ),
+    ("gkd", {"use_reference": True}, "use_reference=True has no effect: gkd scores its teacher anyway"),
+    ("grpo", {"repeat_times": 8}, "repeat_times has no effect .* group_size= or group_key="),
+    ("mix", {"expert_data_ratio": 0.25}, "expert_data_ratio has no effect .* pass it to mix_buffers"),
+    ("rloo", {"compute_advantage_in_trainer": False}, "compute_advantage_in_trainer has no effect"),
+    ("sft", {"gen_model": TASK.policy()}, "gen_model has no effect: log-probs of the policy are not scored for sft"),
+    ("dpo", {"gen_model": TASK.policy(), "reference": TASK.policy()}, "gen_model has no effect"),
+    ("dapo", {"reference": TASK.policy()}, r"place the KL \(kl_loss='k2' or kl_reward='k1'\)"),
+    ("sft", {"reference": TASK.policy()}, r"place the KL \(kl_loss='k2'\)"),  # and nothing that would do nothing
+    (
+        "sapo",
+        {"objective": "ppo", "kl_loss": "none", "delta_sequence_masking": 0.5},
+        "pass enable_sequence_masking=True",
+    ),
+    ("opo", {"objective": "rec", "epsilon_high": 0.5}, "rec: epsilon_high=0.5 has no effect with clip_mode='none'"),
+    ("pass_at_k", {"kl_loss": "none", "advantage_args": {"epsilon": 0.5}}, "pass_at_k: epsilon=0.5 has no effect with"),
+)
+
+
+test_presets_with_settings_without_effect = refused(
+    lambda settings: Algorithm("mine", "gpg", **settings),
+    (
+        {"kl_reward_coeff": 0.05},
+        "kl_reward_coeff=0.05 is the weight of a KL, and kl_reward='none' .*pass kl_reward='k1'",
+    ),
+    (
+        {"kl_loss_coeff": torch.tensor(1e-3)},
+        "is the weight of a KL, and kl_loss='none' leaves it out: pass kl_loss='k2'",
+    ),
+    ({"kl_reward": "k1", "advantage": "jsd"}, "nothing in mine reads the reward"),
+    ({"advantage_args": {"std": "batch"}}, "has no effect: mine has no advantage"),
+)
+
+
+def test_the_size_of_a_group_is_the_number_of_answers() -> None:
+    assert made("grpo", group_size=4).algorithm.repeat_times == 4
+
+
+def test_a_correction_brings_the_log_probs_that_the_sampler_stored() -> None:
+    """``kl_transform`` moves them before it writes the trainer's; the weights are the ratio of both, by hand."""
+    sampler, actor = TASK.policy(), TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
+    td = TASK.sample(sampler, 32, torch.Generator().manual_seed(0), 2)
+    stored = torch.nn.functional.pad(token_log_probs(sampler, td), (1, 0)).float().detach()
+    td["log_probs"] = TensorDict(full=stored, batch_size=[32])
+    correction = ImportanceWeights(high=None)
+    parts = make_algorithm("dapo", actor, group_key="query", loss_args={"corrections": [correction]})
+    assert any(isinstance(extra, SamplerLogProbs) for extra in parts.kl_transform.extras)
+    out = parts.loss(parts.prepare(td.clone()))
+    real = td["masks", "all_attention_mask"][:, 1:]
+    ratio = (token_log_probs(actor, td) - token_log_probs(sampler, td)).exp()[real]
+    torch.testing.assert_close(out["weight_mean"].double(), ratio.mean(), atol=1e-5, rtol=1e-5)
+    # With a reference, and where an env has applied the transform.
+    parts = make_algorithm("grpo", actor, reference=sampler, group_key="query", loss_args={"rollout_is": "token"})
+    scored = parts.kl_transform(td.clone())
+    assert {("next", name, "full") for name in ("sampler_log_probs", "ref_log_probs")} <= set(scored.keys(True, True))
+    out = parts.loss(parts.prepare(scored))
+    torch.testing.assert_close(out["weight_mean"].double(), ratio.mean(), atol=1e-5, rtol=1e-5)
+    assert not any(isinstance(extra, SamplerLogProbs) for extra in made("grpo").kl_transform.extras)
+    # The trainer's own log-probs are not taken for the sampler's.
+    bare = RetrieveLogProb(actor, log_probs_full_key=("log_probs", "full"))(td.exclude("log_probs"))
+    for each in (parts, make_algorithm("dapo", actor, group_key="query", loss_args={"rollout_is": "token"})):
+        with pytest.raises(KeyError, match=r"the sampler's log-probs: expected them .*return_log_probs=True"):
+            each.prepare(bare.clone())
+
+
 test_impossible_settings = refused(
     lambda name, settings: made(name, **settings),
     ("grpo", {"reference": None}, r"grpo compares with a reference model: pass reference=.*kl_loss='none'"),
@@ -156,7 +299,7 @@ test_impossible_settings = refused(
     ("gkd", {"reference": "data"}, r"gkd compares whole distributions, which the data does not hold: .*top_k="),
     ("gkd", {"distribution": "top_k"}, r"distribution='top_k' contradicts top_k=0"),
     ("grpo", {"top_k": 4}, "top_k=4 has no effect on objective='ppo'"),
-    ("gkd", {"top_k": 4, "kl_reward": "k1", "use_reference": True}, r"top_k=4 beside log-probs of the sampler"),
+    ("gkd", {"top_k": 4, "loss_args": {"rollout_is": "token"}}, r"top_k=4 beside log-probs of the sampler"),
     ("dapo", {}, r"dapo uses no reference model: leave it out, pass use_reference=True"),
     ("grpo", {"reference": "actor"}, r"reference must be a model or 'base' or 'data', got 'actor'"),
     ("grpo", {"reference": "data", "kl_reward": "k1"}, r"kl_reward='k1' needs a reference model to score"),

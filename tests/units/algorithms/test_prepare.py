@@ -428,7 +428,7 @@ def test_an_exact_kl_scores_the_reference_in_the_loss_alone_and_others_where_the
         out = parts.loss(batch)
         assert reference.calls == 1
         assert float(out["kl_to_ref"]) == pytest.approx(0, abs=1e-6)
-    parts, _, reference = counted("jsd", kl_loss="exact", use_reference=True)
+    parts, _, reference = counted("jsd", kl_loss="exact")
     parts.prepare(rows_of_all())
     assert reference.calls == 1  # for the advantage
     # A reference without use is scored once, for the log.
@@ -439,7 +439,7 @@ def test_an_exact_kl_scores_the_reference_in_the_loss_alone_and_others_where_the
     assert (actor.calls, reference.calls) == (1, 1)
     assert "kl_to_ref" in out
     # A KL in the reward scores both.
-    for name in ("opmd", "dpo", "rec"):
+    for name in ("opmd", "rec"):
         kl_transform = made(name, TASK.policy(), TASK.policy(), kl_reward="k1", kl_loss="none").kl_transform
         assert isinstance(kl_transform, RetrieveKL)
         assert kl_transform.add_to_reward

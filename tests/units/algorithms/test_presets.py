@@ -133,8 +133,10 @@ def test_names_fields_and_hyper_parameters_are_typed_and_presets_are_read_only()
     assert set(get_args(algorithms.AlgorithmName)) == set(ALGORITHMS)
     assert set(get_args(SchemaName)) == set(SCHEMAS)
     known = {name for each in (ObjectiveArgs, AdvantageArgs) for name in each.__annotations__}
-    known |= {field.name for field in dataclasses.fields(Algorithm)} - {"name", "sources"}
+    of_loop = {"repeat_times", "expert_data_ratio", "compute_advantage_in_trainer"}
+    known |= {field.name for field in dataclasses.fields(Algorithm)} - {"name", "sources"} - of_loop
     assert known <= set(AlgorithmOverrides.__annotations__)
+    assert of_loop.isdisjoint(AlgorithmOverrides.__annotations__)
     with pytest.raises(TypeError):
         ALGORITHMS["mine"] = ALGORITHMS["ppo"]  # type: ignore[index]
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -227,6 +229,15 @@ def test_the_refused_names_are_those_with_another_meaning_and_prefixed_names_hav
     assert expected <= set(AlgorithmOverrides.__annotations__)
 
 
+#: Objective or advantage and its hyper-parameter -> the setting without which it has no effect.
+DECIDED_BY: dict[Any, dict[str, Any]] = {
+    ("opmd", "tau"): {"opmd_baseline": "logavgexp"},
+    ("gigpo", "epsilon"): {"fnorm": "std"},
+}
+DECIDED_BY |= {("rec", "temp"): {"weight": "advantage"}}
+DECIDED_BY |= {(name, "epsilon"): {"std_normalize": True} for name in ("rec", "pass_at_k")}
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_no_preset_accepts_an_ambiguous_name(name: str) -> None:
     """Every plain name of every preset: refused, or set where it belongs."""
@@ -240,7 +251,7 @@ def test_no_preset_accepts_an_ambiguous_name(name: str) -> None:
         with pytest.raises(TypeError, match=rf"'{hyper}' (has two meanings|is a hyper-parameter of the objective)"):
             made(name, TASK.policy(), TASK.policy(), **{hyper: 0.37})
         for part in owners:
-            more = {"opmd_baseline": "logavgexp"} if (part, hyper) == ("advantage", "tau") else {}
+            more = DECIDED_BY.get((getattr(preset, part), hyper), {})
             parts = made(name, TASK.policy(), TASK.policy(), **{f"{part}_{hyper}": 0.37}, **more)
             assert dict(getattr(parts.algorithm, f"{part}_args"))[hyper] == 0.37
 

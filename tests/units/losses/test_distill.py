@@ -213,7 +213,7 @@ def test_a_term_beside_another_objective(student: nn.Module, teacher: nn.Module)
 def test_micro_batches_add_up(student: nn.Module, teacher: nn.Module, aggregation: Any, distribution: Any) -> None:
     td = with_teacher(data(), teacher, 4).set("loss_mask", torch.tensor([1, 1, 0, 1, 1, 1]).bool())
     settings = {"distribution": distribution, "reference": teacher if distribution == "exact" else None}
-    loss = PolicyLoss(student, "distill", aggregation=aggregation, max_len=5, **settings)
+    loss = PolicyLoss(student, "distill", aggregation=aggregation, **settings)
     whole = loss(td)["loss_objective"]
     counted = loss.count(td)
     parts = sum(loss(counted[rows])["loss_objective"] for rows in torch.tensor([4, 0, 2, 5, 1, 3]).split([1, 3, 2]))

@@ -178,6 +178,21 @@ def test_warned_once(lab: Any, ref_model: nn.Module) -> None:
     assert warnings_of_50(partial(make_algorithm, "on_policy_distill", plain, reference=ref_model)) == 1
 
 
+def test_a_model_without_a_wrapper_is_compared_with_the_policy_of_the_collector(lab: Any, ref_model: nn.Module) -> None:
+    """As the guides write it: the algorithm gets the model, the collector a wrapper of it."""
+    grpo = partial(make_algorithm, "grpo", lab.gen_model, reference=ref_model, group_size=2)
+    teacher = make_algorithm("gkd", lab.gen_model, reference=ref_model, top_k=2)
+    for parts, expected in ((grpo(), 1), (grpo(options=ScoreOptions(Sampling(top_k=50))), 0), (teacher, 0)):
+        env, plain = lab.env(parts.kl_transform), lab.policy(True)
+        collector = LLMCollector(env, policy=plain, dialog_turns_per_batch=2, total_dialog_turns=4)
+        assert warnings_of_50(lambda collector=collector: list(collector)) == expected
+    warm = lab.policy(True)
+    warm.generate_kwargs |= {"top_k": lab.gen_model.config.vocab_size, "temperature": 0.7}
+    collector = LLMCollector(lab.env(grpo().kl_transform), policy=warm, dialog_turns_per_batch=2, total_dialog_turns=4)
+    (text,) = warned(lambda: list(collector), "sampler ")[1]
+    assert text.startswith("sampler uses temperature=0.7, scorer temperature=1.")
+
+
 def test_settings_follow(ref_model: nn.Module, policy_model: nn.Module) -> None:
     transform = RetrieveKL(policy_model, ref_model, options=ScoreOptions(SAMPLING))
     given = Sampling(0.9, top_k=4)

@@ -311,13 +311,14 @@ class Reader:
 
     def group(self, algorithm: AlgorithmName, name: str) -> None:
         """The number of answers to a prompt."""
-        answers = self.take(name)
+        answers = self[name]
         if isinstance(answers, bool) or not isinstance(answers, int) or answers < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {answers!r}.")
-        self.overrides["repeat_times"] = answers
         advantage = self.overrides.get("advantage", get_algorithm(algorithm).advantage)
         if answers > 1 and advantage is not None and "group" in advantage_spec(advantage).needs:
-            self.overrides["group_size"] = answers
+            self.copy(name, "group_size")
+        else:
+            self.out(name, "answers to each prompt, which the sampler draws and nothing compares")
 
     def finish(self, algorithm: AlgorithmName, sampling: Sampling | None = None) -> Translation:
         """Place what is left, and check that the algorithm exists."""
@@ -328,12 +329,12 @@ class Reader:
                 leaf = {known.rpartition(".")[2]: known for known in known}
                 near = did_you_mean(name, known) or did_you_mean(name.rpartition(".")[2], leaf)
                 self.place("refused", name, note=f"{self.library} has no such setting.{near}")
-            elif row.place in ("override", "sampling"):
-                note = f"no effect in {self.library} beside these settings: leave it out"
-                self.place("outside", name, note=note)
+            elif row.place in ("override", "sampling"):  # a limit of the sampler has an effect there
+                unused = f"no effect in {self.library} beside these settings: leave it out"
+                self.place("outside", name, note=row.note if "max_new_tokens" in row.note else unused)
             else:
                 self.place("outside" if self[name] == row.default else row.place, name)
-        checked = {x: y for x, y in self.overrides.items() if x not in _OF_MAKE and not isinstance(y, New)}
+        checked = {name: _fresh(value) for name, value in self.overrides.items() if name not in _OF_MAKE}
         apply_overrides(get_algorithm(algorithm), checked)
         lists: dict[Place, list[Setting]] = {"override": [], "sampling": [], "outside": [], "refused": []}
         for place, setting in self._placed.values():

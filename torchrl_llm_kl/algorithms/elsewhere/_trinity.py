@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_llm_kl._foreign import TRINITY
-from torchrl_llm_kl._registry import flatten, no_such
+from torchrl_llm_kl._registry import Spec, flatten, no_such
 from torchrl_llm_kl.advantages import advantage_spec
 from torchrl_llm_kl.algorithms.elsewhere._translation import New, Reader, Translation, read_mapping
 from torchrl_llm_kl.algorithms.presets import get_algorithm
@@ -146,9 +146,15 @@ def _objective(reader: Reader, default: str) -> str:
             f"Trinity's {name} needs clip_range, or clip_range_low and clip_range_high, in policy_loss_fn_args as soon as it "
             "holds anything: its default holds without any arguments alone."
         )
-    own = {**(_CONSTRUCTOR if written else _DEFAULT_ARGS).get(name, {}), **own}
+    own = _used(spec, {**(_CONSTRUCTOR if written else _DEFAULT_ARGS).get(name, {}), **own})
     reader.overrides |= {"objective": name, "objective_args": own}
     return str(name)
+
+
+def _used(spec: Spec, own: dict[str, object]) -> dict[str, object]:
+    """The hyper-parameters without those that have no effect beside the others, in Trinity neither."""
+    unused = spec.unused(own)
+    return {key: value for key, value in own.items() if key not in unused}
 
 
 def _advantage(reader: Reader, default: str) -> None:
@@ -172,7 +178,7 @@ def _advantage(reader: Reader, default: str) -> None:
         else:
             reader.take(f"{prefix}{key}", f"{spec.name}'s")
     kept = [key for key in known if key not in ineffective and key not in spec.refused]
-    own = spec.translate({key: known[key] for key in kept})
+    own = _used(spec, spec.translate({key: known[key] for key in kept}))
     if spec.name == "gae":
         own["whiten"] = True
     reader.overrides |= {"advantage": spec.name, "advantage_args": own}
@@ -227,7 +233,7 @@ def _entropy(reader: Reader) -> None:
         reader.overrides["entropy_coeff"] = 0.0
     else:
         reader.copy(coeff, "entropy_coeff")
-    if kind == "mix":
+    if kind == "mix" and (reader.overrides["entropy_coeff"] or reader.overrides.get("kl_loss", "none") != "none"):
         reader.overrides["leave_out_experts"] = True
 
 
@@ -268,6 +274,6 @@ def _mixture(reader: Reader, schema: str) -> None:
     if schema == "mix":
         if strategy is not None:
             reader.take("algorithm.sample_strategy")
-        reader.copy(ratio, "expert_data_ratio")
+        reader.place("outside", ratio)
     elif strategy is not None:
         reader.out("algorithm.sample_strategy", "the buffer of the loop decides which rows it draws")

@@ -46,7 +46,12 @@ def clipped_surrogate(
     return value, clip_fractions(low, clipped ^ low, mask, **dual)
 
 
-@objective("ppo", needs_if={"old_log_prob": ("fallback_to_policy_gradient", operator.not_)}, aliases=CLIP_ALIASES)
+@objective(
+    "ppo",
+    needs_if={"old_log_prob": ("fallback_to_policy_gradient", operator.not_)},
+    only_with={"delta_sequence_masking": ("enable_sequence_masking", (True,))},
+    aliases=CLIP_ALIASES,
+)
 def ppo(
     log_prob: Tensor,
     mask: Tensor,
@@ -235,7 +240,9 @@ def gmpo(
 
 
 @objective(
-    "cispo", aliases={**CLIP_ALIASES, "mask_clip_range_low": "mask_clip_low", "mask_clip_range_high": "mask_clip_high"}
+    "cispo",
+    aliases={**CLIP_ALIASES, "mask_clip_range_low": "mask_clip_low", "mask_clip_range_high": "mask_clip_high"},
+    only_with=dict.fromkeys(("mask_clip_low", "mask_clip_high"), ("enable_mask_clip", (True,))),
 )
 def cispo(
     log_prob: Tensor,

@@ -405,7 +405,19 @@ def _rec_reads_ratio(clip_mode: str, weight: str, regularizer: str) -> bool:
     return clip_mode != "none" or weight not in ("none", "advantage") or regularizer == "k2"
 
 
-@objective("rec", needs_if={"old_log_prob": (("clip_mode", "weight", "regularizer"), _rec_reads_ratio)})
+_CLIPPING = ("one-side", "two-side", "ring", "gspo-one-side")
+
+
+@objective(
+    "rec",
+    needs_if={"old_log_prob": (("clip_mode", "weight", "regularizer"), _rec_reads_ratio)},
+    only_with={
+        **dict.fromkeys(("epsilon_low", "epsilon_high"), ("clip_mode", _CLIPPING)),
+        **dict.fromkeys(("epsilon_low_prime", "epsilon_high_prime"), ("clip_mode", ("ring",))),
+        "temp": ("weight", ("advantage",)),
+        "regularizer_coef": ("regularizer", ("k2", "forward-kl")),
+    },
+)
 def rec(
     log_prob: Tensor,
     mask: Tensor,

@@ -232,6 +232,7 @@ def preference(
             aggregation="seq-mean-token-sum",
             aliases={**(_ALIASES if "f_divergence" in options else {}), **(aliases or {})},
             needs_if={"sharp_log_prob": ("weighting", _is_aligned)} if "weighting" in options else None,
+            only_with={"f_alpha": ("f_divergence", ("alpha_divergence",))} if "f_alpha" in options else None,
             once=once,
         )(whole)
 
