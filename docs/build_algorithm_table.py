@@ -42,7 +42,8 @@ for batch in collector:
 
 Any field of a preset and any hyper-parameter of its objective or advantage is accepted as a keyword argument; the
 docstrings of `torchrl_llm_kl.losses` and `torchrl_llm_kl.advantages` describe them. A preset is a typed, frozen dataclass:
-a type checker reports a wrong name. A name that another library gives to another setting (`epsilon`: the advantage's here,
+a type checker reports a wrong name. Each argument changes something that is computed or required, or raises an error with
+the reason: `dapo` refuses `max_len=`, which it does not divide by. A name that another library gives to another setting (`epsilon`: the advantage's here,
 the clip range in TRL) is refused with both meanings: pass `advantage_epsilon=` or `clip_low=` and `clip_high=`.
 Configurations of TRL, Trinity-RFT and verl translate as a whole: `from_trl(config).make(actor)` ([settings of other
 libraries](elsewhere.md)).
@@ -61,6 +62,10 @@ KL = """
 `kl_loss` is an estimator in the loss, `kl_reward` an estimator in the reward. In the loss, `k1` has a mean gradient of
 zero, `k3` has the gradient of the forward KL, and a clamped estimator has zero gradient while the clamp is active: each
 emits a warning at construction that recommends another ([estimators](estimators.md)).
+
+A weight adds its KL to a preset that has none in that place: `kl_loss_coeff=0.01` with `dapo` is `kl_loss="k2"` and needs a
+`reference`; `kl_reward_coeff=0.05` with `grpo` is `kl_reward="k1"`, beside the KL in its loss. Nothing reads the reward of
+`sft`, of the preference losses, and of distillation, so they refuse a KL there.
 
 The two places differ even with the right estimator. With `k1` in the reward, training converges to the optimum of
 "reward minus beta times KL" over whole answers, `pi_ref exp(r / beta)` normalised (also with advantages divided by a

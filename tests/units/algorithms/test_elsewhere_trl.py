@@ -132,13 +132,13 @@ def test_corrections_of_vllms_log_probs(trl: Any, model: nn.Module, batch: Any, 
     assert "loss_args" not in from_trl({"use_vllm": True, "vllm_importance_sampling_correction": False}).overrides
 
 
+@pytest.mark.filterwarnings("ignore:rows of one group")  # each row has its own prompt
 def test_the_transform_of_a_corrected_algorithm_moves_vllms_log_probs(
     model: nn.Module, batch: dict[str, Tensor]
 ) -> None:
     """The sampler's are under ``("log_probs", "full")``, as vLLM's wrapper stores them; the trainer's replace them."""
-    parts = from_trl({"use_vllm": True, "num_generations": 2, "vllm_importance_sampling_mode": "token_truncate"}).make(
-        model
-    )
+    found = from_trl({"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"})
+    parts = found.make(model, group_key="query")
     rows = rollouts(batch).unbind(0)
     for i, row in enumerate(rows):
         row["log_probs"] = row["next"].pop("sampler_log_probs")

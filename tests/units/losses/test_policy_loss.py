@@ -14,7 +14,15 @@ from torch.testing import assert_close
 from policy_batches import assert_loss, batch, gradients, responses, token_mean, total
 from refused import refused
 from torchrl_llm_kl import LogProbScorer, Sampling, ScoreOptions, losses
-from torchrl_llm_kl.losses import AdaptiveEntropyCoefficient, EntropyBonus, KLToReference, LossTerm, PolicyLoss
+from torchrl_llm_kl.losses import (
+    AdaptiveEntropyCoefficient,
+    EntropyBonus,
+    KLToReference,
+    LossTerm,
+    PolicyLoss,
+    ValueLoss,
+)
+from torchrl_llm_kl.scoring import TokenCritic
 from toy_models import tiny_model
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -464,8 +472,26 @@ test_refused_at_construction = refused(
     ({"terms": [EntropyBonus(0.1)] * 2}, "two terms of the loss are called 'entropy'"),
     ({"masking_strategy": "all"}, "masking_strategy must be one of 'sft', 'rlhf', 'generic', got 'all'"),
     ({"aggregation": "seq-mean-token-sum-norm"}, "pass max_len="),
+    ({"objective": "mix", "expert_aggregation": "seq-mean-token-sum-norm"}, "pass max_len="),
+    ({"max_len": 8}, "max_len=8 has no effect: aggregation 'token-mean' does not divide by it"),
+    ({"delta_sequence_masking": 0.2}, "has no effect with enable_sequence_masking=False: .* or pass enable_seq.*=True"),
+    ({"objective": "cispo", "mask_clip_range_low": 0.2}, "mask_clip_low=0.2 has no effect with enable_mask_clip=False"),
+    ({"objective": "dpo", "f_alpha": 0.2}, "f_alpha=0.2 has no effect with f_divergence='reverse_kl'"),
     ({"aggregation": "mean"}, "unknown aggregation 'mean'"),
 )
+
+
+def test_a_reference_and_a_length_are_taken_only_where_something_reads_them(model: nn.Module) -> None:
+    for objective in ("ppo", "sft", "simpo"):
+        with pytest.raises(ValueError, match="reference has no effect: no part of the loss compares with it"):
+            PolicyLoss(model, objective, reference=tiny_model(seed=1))
+    with pytest.raises(ValueError, match="max_len=8 has no effect"):
+        ValueLoss(TokenCritic(tiny_model().model), max_len=8)
+    # A term may be summed in a way of its own; a value that is the default's is no change.
+    norm: Any = "seq-mean-token-sum-norm"
+    assert PolicyLoss(model, "mix", expert_aggregation=norm, max_len=8).max_len == 8
+    assert float(PolicyLoss(model, "ppo", delta_sequence_masking=0.1).delta_sequence_masking) == pytest.approx(0.1)
+    assert PolicyLoss(model, "ppo", delta_sequence_masking=0.2, enable_sequence_masking=True).enable_sequence_masking
 
 
 def test_what_has_no_effect_warns(model: nn.Module) -> None:

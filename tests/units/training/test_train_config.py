@@ -220,6 +220,13 @@ def test_hyper_parameters(lab: Path, tmp_path: Path, change: str) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == ["metrics.jsonl"]
 
 
+@pytest.mark.parametrize("change", ["name=dr_grpo", "args={aggregation: seq-mean-token-sum-norm}", "name=dapo"])
+def test_the_limit_of_the_sampler_is_given_to_the_losses_that_divide_by_it(
+    lab: Path, tmp_path: Path, change: str
+) -> None:
+    assert load_inputs(settings(lab, tmp_path, f"algorithm.{change}"))
+
+
 def test_a_reference_of_another_vocabulary_and_a_folder_that_cannot_be(lab: Path, tmp_path: Path) -> None:
     shutil.copytree(lab / "model", other := tmp_path / "other")
     model = json.loads((other / "config.json").read_text())
