@@ -43,8 +43,9 @@ for batch in collector:
 Any field of a preset and any hyper-parameter of its objective or advantage is accepted as a keyword argument; the
 docstrings of `torchrl_llm_kl.losses` and `torchrl_llm_kl.advantages` describe them. A preset is a typed, frozen dataclass:
 a type checker reports a wrong name. Each argument changes something that is computed or required, or raises an error with
-the reason: `dapo` refuses `max_len=`, which it does not divide by. A name that another library gives to another setting (`epsilon`: the advantage's here,
-the clip range in TRL) is refused with both meanings: pass `advantage_epsilon=` or `clip_low=` and `clip_high=`.
+the reason: `dapo` refuses `max_len=`, which it does not divide by. A name that another library gives to another setting
+(`epsilon`: the advantage's here, the clip range in TRL) is refused with both meanings: pass `advantage_epsilon=` or
+`clip_low=` and `clip_high=`.
 Configurations of TRL, Trinity-RFT and verl translate as a whole: `from_trl(config).make(actor)` ([settings of other
 libraries](elsewhere.md)).
 
