@@ -185,10 +185,7 @@ def make_algorithm(
             **{**preset.objective_args, **loss_args},
         )
     advantage = None if preset.advantage is None else _advantage(preset, grouping, masking_strategy)
-    critic_loss = None if critic is None else ValueLoss(critic, masking_strategy=masking_strategy)
-    if advantage is not None and not {*advantage.out_keys} & {
-        key for part in (loss, critic_loss) if part is not None for key in part.in_keys
-    }:
+    if advantage is not None and critic is None and not any("advantage" in part.inputs for part in loss._parts):
         raise ValueError(
             f"advantage={preset.advantage!r} has no effect: the objective {preset.objective} reads no advantage. Leave it out."
         )
@@ -214,7 +211,7 @@ def make_algorithm(
         value_transform=None if critic is None else RetrieveValue(critic, scope=scope),
         advantage=advantage,
         selection=KeepBest(**grouping) if preset.keep_best else None,
-        critic_loss=critic_loss,
+        critic_loss=None if critic is None else ValueLoss(critic, masking_strategy=masking_strategy),
     )
 
 

@@ -260,6 +260,13 @@ test_presets_with_settings_without_effect = refused(
 )
 
 
+def test_an_advantage_may_go_to_an_entry_that_the_loss_reads_later() -> None:
+    parts = made("opo", reference=None, group_key="query", advantage_args={"keys": {"advantage": "other"}})
+    parts.loss.set_keys(advantage="other")
+    td = parts.prepare(TASK.sample(TASK.policy(), 16, torch.Generator().manual_seed(0), 2))
+    assert parts.loss(td).total_loss.isfinite()
+
+
 def test_the_size_of_a_group_is_the_number_of_answers() -> None:
     assert made("grpo", group_size=4).algorithm.repeat_times == 4
 
