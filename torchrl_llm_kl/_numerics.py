@@ -82,6 +82,31 @@ def check_range(low: float = -math.inf, high: float = math.inf, *, above: float 
         Range(low, high, above).check(name, value)
 
 
+#: Types that models compute in; torch has others, of 8 bits and fewer, for storage.
+FLOAT_TYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+}
+#: The smallest temperature: logits over a smaller one overflow float32.
+COLDEST = 1e-6
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise a ValueError for a temperature that is not a finite number of at least :data:`COLDEST`."""
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"temperature must be a positive number, got {temperature}: greedy sampling has no log-prob.")
+    if temperature < COLDEST:
+        raise ValueError(f"temperature must be at least {COLDEST:g}, got {temperature}: the logits would overflow.")
+
+
+def check_float_type(**named: object) -> None:
+    """Raise a ValueError unless each named value is one of :data:`FLOAT_TYPES`."""
+    for name, dtype in named.items():
+        if dtype not in FLOAT_TYPES.values():
+            raise ValueError(
+                f"{name} must be one of {', '.join(f'torch.{x}' for x in FLOAT_TYPES)}, got {dtype!r:.80}."
+            )
+
+
 def check_choice(choices: Sequence[str | None], **named: object) -> None:
     """Raise a ValueError unless each named value is one of ``choices``."""
     for name, value in named.items():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict, Unpack
 
-from torchrl_llm_kl._numerics import check_choice, wide_dtype
+from torchrl_llm_kl._numerics import check_choice, check_float_type, check_temperature, wide_dtype
 from torchrl_llm_kl.head._kept import find_kept, kept_scores, most_kept
 from torchrl_llm_kl.head._operators import sweep, top_k
 from torchrl_llm_kl.head._shards import Slice, local_part
@@ -266,7 +266,7 @@ def logits_kl(
             f"logits has shape {tuple(logits.shape)} and ref_logits has shape {tuple(ref_logits.shape)}; expected the "
             "same [N, V] with V at least 1. Flatten the positions first."
         )
-    _check_temperature(temperature)
+    check_temperature(temperature)
     dtype = wide_dtype(logits.dtype, ref_logits.dtype)
     policy, ref = (Head(each, None, None, dtype, float(temperature)) for each in (logits, ref_logits))
     kl = sweep(Plan(_tile_sizes(chunk, logits), shares=_shares(direction, beta)), None, policy, ref).kl
@@ -406,7 +406,7 @@ def _prepare(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{prefix}bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},), as the weight.")
-    _check_temperature(temperature)
+    check_temperature(temperature)
     if soft_cap is not None and not 0 < soft_cap < float("inf"):
         raise ValueError(f"{prefix}soft_cap must be positive and finite, or None for no cap, got {soft_cap}.")
     for name, tensor in (("hidden", hidden), ("weight", weight)):
@@ -414,8 +414,7 @@ def _prepare(
             raise TypeError(f"{prefix}{name} has dtype {tensor.dtype}; expected a floating-point dtype.")
     device = hidden.device.type
     if product_dtype is not None:
-        if not product_dtype.is_floating_point:
-            raise TypeError(f"product_dtype is {product_dtype}; expected a floating-point dtype.")
+        check_float_type(product_dtype=product_dtype)
     elif torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
         product_dtype = torch.get_autocast_dtype(device)
     elif hidden.dtype != weight.dtype:
@@ -454,11 +453,6 @@ def _same_slice(plan: Plan, part: Slice | None, ref: Head, ref_part: Slice | Non
 
 def _describe(part: Slice | None) -> str:
     return "whole" if part is None else f"sharded over ranks {part.ranks}"
-
-
-def _check_temperature(temperature: float) -> None:
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature must be positive, got {temperature}; expected a finite number above 0.")
 
 
 def _check_truncation(truncation: Truncation | None, kept: Kept | None, head: Head, part: Slice | None) -> Truncation:

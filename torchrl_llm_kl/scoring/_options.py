@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypedDict, cast, get_args
 
 import torch
 
-from torchrl_llm_kl._numerics import check_choice, check_range
+from torchrl_llm_kl._numerics import FLOAT_TYPES, check_choice, check_float_type, check_range
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.head import Direction
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 #: Bytes of keys and values that a scorer caches by default: 256 MiB.
 DEFAULT_MEMORY = 256 * 2**20
-_FLOAT_TYPES = {
-    name: found for name, found in vars(torch).items() if isinstance(found, torch.dtype) and found.is_floating_point
-}
 #: Of the options, those that decide the scores of given tokens and travel to another process.
 SHARED = ("sampling", "adapters", "dtype", "deterministic", "entropy", "top_k", "moments", "record_routing", "remember")
 
@@ -127,8 +124,8 @@ class ScoreOptions:
             raise TypeError(f"adapters must be True, False or a name, got {short(self.adapters)}: False is the base.")
         if isinstance(self.adapters, str) and not (self.adapters and is_text(self.adapters)):
             raise ValueError(f"adapters must be a name of 1 to {MAX_TEXT} characters, got {short(self.adapters)}.")
-        if not (self.dtype is None or (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point)):
-            raise ValueError(f"dtype must be a floating-point type such as torch.bfloat16, got {short(self.dtype)}.")
+        if self.dtype is not None:
+            check_float_type(dtype=self.dtype)
 
     @property
     def temperature(self) -> float:
@@ -178,9 +175,8 @@ class ScoreOptions:
             return _DEFAULTS
         found = dict(given)
         if "dtype" in found:
-            if not isinstance(name := found["dtype"], str) or name not in _FLOAT_TYPES:
-                raise ValueError(f"dtype must name a floating-point type such as 'bfloat16', got {short(name)}.")
-            found["dtype"] = _FLOAT_TYPES[name]
+            check_choice(tuple(FLOAT_TYPES), dtype=found["dtype"])
+            found["dtype"] = FLOAT_TYPES[found["dtype"]]
         if "sampling" in found:
             sampling = found["sampling"]
             if not isinstance(sampling, Mapping) or not sampling.keys() <= vars(Sampling()).keys():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_choice, widen
+from torchrl_llm_kl._numerics import check_choice, check_temperature, widen
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.head import Truncation, floor_of
 
@@ -69,10 +68,7 @@ class Sampling:
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ValueError(f"{name} must be a number, {off:g} or None to turn it off, got {given!r}.")
             object.__setattr__(self, name, value if name == "top_k" else float(value))
-        if not (self.temperature > 0 and math.isfinite(self.temperature)):
-            raise ValueError(
-                f"temperature must be a positive number, got {self.temperature}: greedy sampling has no log-prob."
-            )
+        check_temperature(self.temperature)
         if not isinstance(self.top_k, int) or self.top_k < 0:
             raise ValueError(f"top_k must be a whole number, 0 for all tokens, got {self.top_k!r}.")
         if not 0 < self.top_p <= 1:

@@ -117,7 +117,7 @@ OUT_OF_RANGE = [
     ({"direction": "backward"}, "direction must be one of 'reverse', 'forward', 'jensen_shannon', got 'backward'"),
     ({"beta": 0.0}, r"beta must be inside \(0, 1\), got 0.0"),
     ({"beta": 1.0}, r"beta must be inside \(0, 1\), got 1.0"),
-    ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+    ({"temperature": 0.0}, "temperature must be a positive number, got 0.0"),
     ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
 ]
 test_options_out_of_range_and_logits_that_disagree = refused(

@@ -358,7 +358,9 @@ test_error_messages = refused(
     (linear_log_prob, (HIDDEN, WEIGHT, TARGETS * 0 + V), {}, "from 101 to 101; expected 0 to 100"),
     (linear_log_prob, (HIDDEN, WEIGHT.double(), TARGETS), {}, TypeError, "float32.*float64.*product_dtype"),
     (linear_log_prob, (HIDDEN.long(), WEIGHT, TARGETS), {}, TypeError, "hidden has dtype torch.int64"),
-    (linear_log_prob, HEAD, {"product_dtype": torch.int8}, TypeError, "product_dtype is"),
+    (linear_log_prob, HEAD, {"product_dtype": torch.int8}, "product_dtype must be one of .*got torch.int8"),
+    (linear_log_prob, HEAD, {"product_dtype": torch.float8_e5m2}, "product_dtype must be one of"),
+    (linear_log_prob, HEAD, {"temperature": 1e-40}, "temperature must be at least 1e-06"),
     (linear_log_prob, HEAD, {"temperature": 0.0}, "temperature.*got 0.0"),
     (linear_log_prob, HEAD, {"temperature": math.nan}, "temperature.*got nan"),
     (linear_log_prob, HEAD, {"soft_cap": 0.0}, "soft_cap.*None.*got 0.0"),
@@ -387,7 +389,7 @@ test_error_messages = refused(
     (layer.logits_kl, (torch.zeros(2, 5), torch.zeros(2, 6)), {}, r"\(2, 5\).*\(2, 6\).*\[N, V\]"),
     (layer.logits_kl, (torch.zeros(1, 2, 5), torch.zeros(1, 2, 5)), {}, r"\(1, 2, 5\).*Flatten"),
     (layer.logits_kl, (torch.zeros(2, 0), torch.zeros(2, 0)), {}, "V at least 1"),
-    (layer.logits_kl, LOGITS, {"temperature": math.inf}, "temperature must be positive, got inf; expected a finite"),
+    (layer.logits_kl, LOGITS, {"temperature": math.inf}, "temperature must be a positive number, got inf"),
     (layer.logits_kl, LOGITS, {"chunk": (3, 0)}, r"chunk is \(3, 0\); expected"),
 )
 

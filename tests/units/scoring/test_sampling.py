@@ -275,6 +275,7 @@ def test_a_distillation_needs_the_whole_distribution(kind):
     ("arguments", "match"),
     [
         ({"temperature": 0.0}, "greedy sampling has no log-prob"),
+        ({"temperature": 1e-40}, "temperature must be at least 1e-06, got 1e-40: the logits would overflow"),
         ({"temperature": "1"}, "temperature must be a number, 1 or None to turn it off, got '1'"),
         ({"temperature": True}, "temperature must be a number, .* got True"),
         ({"temperature": math.nan}, "temperature must be a positive number, got nan"),

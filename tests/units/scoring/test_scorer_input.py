@@ -203,8 +203,8 @@ def test_the_name_of_a_model(make, expected, tmp_path, monkeypatch):
         ("tokens_per_batch", 0, ValueError, "tokens_per_batch must be at least 1, got 0"),
         ("head_chunk", 0, ValueError, "head_chunk must be at least 1, got 0"),
         *(
-            ("dtype", value, ValueError, f"must be a floating-point type such as torch.bfloat16, got {value!r}")
-            for value in (torch.int8, torch.bool, "bfloat16")
+            ("dtype", value, ValueError, f"dtype must be one of torch.bfloat16, .*torch.float64, got {value!r}")
+            for value in (torch.int8, torch.bool, torch.float8_e4m3fn, "bfloat16")
         ),
         ("adapters", 3, TypeError, "adapters must be True, False or a name, got 3"),
         ("adapters", False, ValueError, "has no PEFT adapters to switch off"),
