@@ -60,6 +60,7 @@ from torchrl_llm_kl.scoring._bytes import (
     unpack as unpack,
 )
 from torchrl_llm_kl.scoring._mismatch import (
+    warn_of_chatml as warn_of_chatml,
     warn_of_mismatch as warn_of_mismatch,
 )
 from torchrl_llm_kl.scoring._model import (

@@ -105,6 +105,31 @@ def mismatch_of(model: object, scored: Sampling, *, trains: bool = False) -> str
     )
 
 
+def warn_of_chatml(wrapper: object, stacklevel: int = 1) -> None:
+    """Warn if torchrl renders a wrapper's conversations as ChatML, and its markers are no tokens of the model.
+
+    torchrl does so for every tokenizer without a template with ``{% generation %}`` blocks, but for a few families.
+    """
+    tokenizer, marker = getattr(wrapper, "tokenizer", None), "<|im_start|>"
+    if tokenizer is None or getattr(wrapper, "input_mode", None) != "history":
+        return
+    if len(tokenizer(marker, add_special_tokens=False)["input_ids"]) == 1:
+        return
+    from torchrl.data.llm import History
+
+    named = {name: getattr(wrapper, name, None) for name in ("chat_template", "chat_template_name")}
+    text = History(role=["user"], content=["?"], batch_size=1).apply_chat_template(
+        tokenizer=tokenizer, tokenize=False, **named
+    )
+    if marker in text:
+        warnings.warn(
+            f"torchrl renders the conversations of this policy as ChatML, and {marker!r} is no token of its tokenizer: the "
+            "model has not been trained on such markers. Use torchrl_llm_kl.make_env, which renders with the model's own "
+            "template, or pass chat_template= to the policy's wrapper (docs/own_task.md).",
+            stacklevel=stacklevel + 1,
+        )
+
+
 def warn_of_mismatch(model: object, scored: Sampling, *, trains: bool = False, stacklevel: int = 1) -> None:
     """Warn if tokens that ``model`` generates are known to be sampled otherwise than they are ``scored``."""
     if problem := mismatch_of(model, scored, trains=trains):

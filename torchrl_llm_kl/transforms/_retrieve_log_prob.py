@@ -40,6 +40,7 @@ from torchrl_llm_kl.scoring import (
     evaluating,
     is_wrapper,
     unwrap,
+    warn_of_chatml,
     warn_of_mismatch,
 )
 from torchrl_llm_kl.transforms._base import (
@@ -442,6 +443,7 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
         self._compared = True
         if sampler is model or (is_wrapper(sampler) and unwrap(sampler) is model):
             warn_of_mismatch(sampler, self.options.sampling, stacklevel=stacklevel + 1)
+            warn_of_chatml(sampler, stacklevel=stacklevel + 1)
 
     def _scored_model(self) -> Model:
         return self.model if hasattr(self, "model") else collector_policy(self)

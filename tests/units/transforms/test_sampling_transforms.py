@@ -17,10 +17,11 @@ from closeness import assert_near
 from refused import warned
 from torchrl_llm_kl import LogProbScorer, PolicyLoss, Sampling, ScoreOptions, make_algorithm
 from torchrl_llm_kl.losses import KLToReference
-from torchrl_llm_kl.scoring import truncate
+from torchrl_llm_kl.scoring import truncate, warn_of_chatml
 from torchrl_llm_kl.transforms import RecordKept, RetrieveKL, RetrieveLogProb
 from toy_models import OUTPUTS, tiny_model
-from toy_rollouts import steps
+from toy_rollouts import make_policy, steps
+from toy_tokenizer import build_tokenizer
 
 SAMPLING = Sampling(0.8, top_p=0.8)
 PROMPTS = torch.tensor([[3, 4, 5, 6], [0, 7, 8, 9], [3, 4, 5, 6]])
@@ -191,6 +192,32 @@ def test_a_model_without_a_wrapper_is_compared_with_the_policy_of_the_collector(
     collector = LLMCollector(lab.env(grpo().kl_transform), policy=warm, dialog_turns_per_batch=2, total_dialog_turns=4)
     (text,) = warned(lambda: list(collector), "sampler ")[1]
     assert text.startswith("sampler uses temperature=0.7, scorer temperature=1.")
+
+
+def test_a_base_model_on_chatml_is_warned_of(lab: Any) -> None:
+    """torchrl renders ChatML for a tokenizer that does not know its markers; not with a template of the model's own."""
+    strange, known = build_tokenizer(None, (), eos_token="</s>"), build_tokenizer(None)
+    template = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    own = build_tokenizer(template, (), eos_token="</s>")
+    for tokenizer, options, expected in (
+        (strange, {}, 1),
+        (known, {}, 0),
+        (own, {}, 0),
+        (strange, {"chat_template": template}, 0),
+        (strange, {"input_mode": "text"}, 0),
+    ):
+        policy = make_policy(lab.gen_model, tokenizer, pad_output=True, **options)
+        found = warned(partial(warn_of_chatml, policy), "as ChatML")[1]
+        assert len(found) == expected, options
+    text = "renders the conversations of this policy as ChatML, and '<|im_start|>' is no token of its tokenizer"
+    transform = RetrieveLogProb(lab.gen_model)
+    collector = LLMCollector(
+        lab.env(transform),
+        policy=make_policy(lab.gen_model, strange, pad_output=True),
+        dialog_turns_per_batch=2,
+        total_dialog_turns=2,
+    )
+    assert text in warned(lambda: list(collector), "as ChatML")[1][0]
 
 
 def test_settings_follow(ref_model: nn.Module, policy_model: nn.Module) -> None:
