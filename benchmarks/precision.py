@@ -10,6 +10,7 @@ import random
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.data import REAL_ANSWERS
 from benchmarks.environment import machine
@@ -35,6 +37,7 @@ from matplotlib.ticker import MaxNLocator
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, PLOT = "precision.md", "precision.png"
 START, END = "<!-- measured: `python -m benchmarks.precision --write` -->", "<!-- end of measured -->"
+START_CHECKPOINT = "<!-- measured: `python -m benchmarks.precision --checkpoint FOLDER --write` -->"
 
 Document = tuple[str, list[str], str]  # a prompt, answers for training, and one answer for tuning or held out
 
@@ -54,8 +57,12 @@ class Sizes:
     held_out: int = 64
     documents: int | None = None
     repeats: int = 3
+    checkpoint: str | None = None  # a pre-trained model in place of one that is trained here
 
 
+OF_CHECKPOINT = Sizes(
+    training_steps=0, tuning_steps=(1, 4), tuning_rate=2e-6, batch=(4, 64), held_out=12, documents=60, repeats=1
+)
 SMALLEST = Sizes(
     replace(QUICK, vocab=300),
     training_steps=20,
@@ -109,13 +116,12 @@ def corpus(sizes: Sizes) -> Corpus:
     tuning, training = rest[: len(rest) // 4], rest[len(rest) // 4 :]
     learned = [f"{question}\n{answer}\n\n" for question, answers, _ in training for answer in answers]
     tuned = [f"{question}\n{answer}\n\n" for question, _, answer in tuning]
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(learned, vocab_size=sizes.model.vocab, show_progress=False)
+    encode, begin = _encoder(sizes, learned)
 
     def ids(text: str) -> Tensor:
-        return torch.tensor(tokenizer.encode(text).ids)
+        return torch.tensor(encode(text))
 
-    pairs = [(ids(question + "\n"), ids(answer + "\n\n")) for question, _, answer in held_out]
+    pairs = [(torch.tensor(begin + encode(q + "\n")), ids(answer + "\n\n")) for q, _, answer in held_out]
     mask = torch.cat([torch.arange(len(q) + len(a)) >= len(q) for q, a in pairs])
     return Corpus(
         torch.cat([ids(text) for text in learned]),
@@ -124,6 +130,16 @@ def corpus(sizes: Sizes) -> Corpus:
         mask,
         source,
     )
+
+
+def _encoder(sizes: Sizes, learned: list[str]) -> tuple[Callable[[str], list[int]], list[int]]:
+    """A function from a text to token ids, and the ids before the first text."""
+    if sizes.checkpoint is not None:
+        pretrained = AutoTokenizer.from_pretrained(sizes.checkpoint)
+        return partial(pretrained.encode, add_special_tokens=False), pretrained.encode("")
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(learned, vocab_size=sizes.model.vocab, show_progress=False)
+    return lambda text: tokenizer.encode(text).ids, []
 
 
 # ---------------------------------------------------------------------- models
@@ -167,9 +183,11 @@ def in_double(model: Any) -> Any:
     """A float64 copy with torch's norms, since transformers' norms always compute in float32."""
     model = copy.deepcopy(model).double()
     for name, module in list(model.named_modules()):
-        if type(module).__name__.endswith("RMSNorm"):
-            norm = torch.nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon, dtype=torch.float64)
-            norm.weight = module.weight
+        if (name_of := type(module).__name__).endswith("RMSNorm"):
+            eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
+            norm = torch.nn.RMSNorm(module.weight.shape, eps=eps, dtype=torch.float64)
+            # Gemma stores the weight less 1.
+            norm.weight = torch.nn.Parameter(module.weight + name_of.startswith("Gemma"))
             model.set_submodule(name, norm)
     return model
 
@@ -245,7 +263,10 @@ class Measured:
 def measure(sizes: Sizes, progress: Progress) -> Measured:
     """Train the reference, tune policies from it, and score the held-out answers under all of them."""
     text = corpus(sizes)
-    reference = qwen2(sizes.model)
+    if sizes.checkpoint is None:
+        reference = qwen2(sizes.model)
+    else:
+        reference = AutoModelForCausalLM.from_pretrained(sizes.checkpoint, dtype=torch.float32)
     rates = one_cycle(sizes.training_steps, sizes.training_rate)
     task = progress.add_task("train the reference", total=len(rates))
     for loss in train(reference, text.training, sizes.batch, rates, muon_and_adam(reference)):
@@ -404,11 +425,11 @@ def print_tables(found: Measured, console: Console) -> None:
         console.print(table)
 
 
-def write_page(found: Measured, page: Path) -> None:
+def write_page(found: Measured, page: Path, start: str = START) -> None:
     """Write the tables between the markers of the page."""
-    before, rest = page.read_text(encoding="utf-8").split(START)
-    _, after = rest.split(END)
-    page.write_text(f"{before}{START}\n\n{markdown(found)}\n\n{END}{after}", encoding="utf-8")
+    before, _, rest = page.read_text(encoding="utf-8").partition(start)
+    after = rest.partition(END)[2]
+    page.write_text(f"{before}{start}\n\n{markdown(found)}\n\n{END}{after}", encoding="utf-8")
 
 
 _COLORS = {"float32": "tab:gray", "bf16 products": "tab:blue", "bf16 model": "tab:orange", ".bfloat16()": "tab:red"}
@@ -450,15 +471,19 @@ def main(
     quick: Annotated[bool, typer.Option(help="Use the smallest sizes, as a smoke test.")] = False,
     threads: Annotated[int, typer.Option(min=1, help="Number of torch threads.")] = 1,
     docs: Annotated[Path, typer.Option(help="The folder of the page.")] = DOCS,
+    checkpoint: Annotated[str | None, typer.Option(help="A pre-trained model, in place of one trained here.")] = None,
 ) -> None:
     """Measure the errors of log-probs and KL in bfloat16, on real text."""
     torch.set_num_threads(threads)
     console = Console()
     columns = (TextColumn("{task.description:<32}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        found = measure(SMALLEST if quick else Sizes(), progress)
+        sizes = SMALLEST if quick else Sizes() if checkpoint is None else replace(OF_CHECKPOINT, checkpoint=checkpoint)
+        found = measure(sizes, progress)
     print_tables(found, console)
-    if write:
+    if write and checkpoint is not None:
+        write_page(found, docs / PAGE, START_CHECKPOINT)
+    elif write:
         write_page(found, docs / PAGE)
         save_plot(found, docs / PLOT)
         console.print(f"wrote {docs / PAGE} and {docs / PLOT}")
