@@ -214,14 +214,15 @@ class Spec:
 
     def reading(self: S, function: Callable[..., object], inputs: Sequence[str]) -> S:
         """A copy with what signature and docstring say: parameters that are not among ``inputs`` are hyper-parameters."""
-        parameters, empty = signature_of(function), inspect.Parameter.empty
+        empty = inspect.Parameter.empty
+        parameters = {key: x for key, x in signature_of(function).items() if x.kind is not x.VAR_KEYWORD}
         _, found, source = inspect.cleandoc(function.__doc__ or "").rpartition("\n\nSource: ")
         hyper = tuple(key for key in parameters if key not in inputs)
         return replace(
             self,
             hyper=hyper,
             source=" ".join(source.split()).removesuffix(".") if found else "",
-            needs=tuple(key for key in inputs if parameters[key].default is empty),
+            needs=tuple(key for key in inputs if key in parameters and parameters[key].default is empty),
             types={key: parameters[key].annotation for key in hyper},
             defaults={key: parameters[key].default for key in hyper if parameters[key].default is not empty},
         )

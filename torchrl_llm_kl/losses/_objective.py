@@ -247,7 +247,9 @@ _SHARED_DOC = "Inputs, shapes and errors are as for every objective: see :func:`
 
 def _checked(spec: ObjectiveSpec, formula: Callable[..., Terms]) -> Callable[..., Terms]:
     """``formula`` after the checks of the protocol."""
-    own = [key for key in INPUTS if key in inspect.signature(formula).parameters]
+    parameters = inspect.signature(formula).parameters
+    takes_any = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+    own = [key for key in INPUTS if key in parameters or takes_any]
     spec = spec.reading(formula, own)
     spec = replace(spec, needs=spec.needs[2:], per_row=tuple(key for key in PER_ROW if key in own))
 
@@ -259,8 +261,9 @@ def _checked(spec: ObjectiveSpec, formula: Callable[..., Terms]) -> Callable[...
         found = {key: value for key, value in given.items() if key in INPUTS}
         inputs = LossInputs(log_prob, mask, **found, is_clean=is_clean)
         inputs.check(spec.name)
-        for key in inputs.given.keys() - {*SHARED, *own}:
-            raise TypeError(no_such(f"{spec.name} has no input", key, own))
+        for key in inputs.given:
+            if key not in {*SHARED, *own}:
+                raise TypeError(no_such(f"{spec.name} has no input", key, own))
         for key in spec.required(hyper):
             if getattr(inputs, key) is None:
                 set_to = [f"{name}={({**spec.defaults, **hyper})[name]!r}" for name in spec.deciding(key)]

@@ -22,6 +22,7 @@ from torchrl_llm_kl.losses import (
     PolicyLoss,
     ValueLoss,
 )
+from torchrl_llm_kl.losses._objective import _REGISTRY
 from torchrl_llm_kl.scoring import TokenCritic
 from toy_models import tiny_model
 
@@ -434,6 +435,31 @@ def test_functions_of_ones_own(model: nn.Module) -> None:
         with pytest.raises(KeyError, match="advantage" if function is takes_all else "needs advantage"):
             loss(data.exclude("advantage"))
         repr(loss)
+
+
+def test_a_registered_function_that_takes_any_other_input(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of one value per token or per sequence reach it cleaned; unknown hyper-parameters are still refused."""
+    monkeypatch.setattr(_REGISTRY, "_items", dict(_REGISTRY._items))
+    seen: dict[str, Tensor] = {}
+
+    @losses.objective("shifted")
+    def shifted(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, baseline: float = 0.0, **rest: Tensor) -> Any:
+        seen.update(rest)
+        return (LossTerm("objective", -(advantage - baseline) * log_prob, mask),)
+
+    spec = losses.spec_of(shifted)
+    assert (spec.hyper, spec.needs, spec.defaults) == (("baseline",), ("advantage",), {"baseline": 0.0})
+    data = batch()
+    expected = token_mean(model, data, lambda row: -(row["advantage"] - 0.5) * row["log_prob"])
+    assert_close(objective(model, data, "shifted", baseline=0.5), expected, **CLOSE)
+    assert {"old_log_prob", "ref_log_prob"} <= set(seen)
+    pair_id, log_prob, mask = torch.arange(1), torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, False]])
+    old = torch.tensor([[-3.0, torch.nan]])
+    shifted(log_prob, mask, advantage=log_prob, pair_id=pair_id, old_log_prob=old)
+    assert seen["pair_id"] is pair_id
+    assert seen["old_log_prob"].tolist() == [[-3.0, 0.0]]
+    with pytest.raises(TypeError, match="shifted has no hyper-parameter 'basline'"):
+        shifted(log_prob, mask, advantage=log_prob, basline=1.0)
 
 
 def test_metrics_stay_finite_and_the_sample_size_below_1(model: nn.Module) -> None:
