@@ -42,7 +42,7 @@ from torchrl_llm_kl.rollouts._entries import (
     describe_entries as describe_entries,
     find_log_probs as find_log_probs,
     is_distributed as is_distributed,
-    leading_zeros as leading_zeros,
+    leading_unscored as leading_unscored,
     leaves as leaves,
     outcomes as outcomes,
     read_result as read_result,

@@ -217,18 +217,19 @@ def _at_responses(
     )
 
 
-def leading_zeros(values: Tensor, tokens: Ragged) -> Tensor:
-    """True before the first token, other than a sequence's very first, whose value is not exactly 0; ``[N]``.
+def leading_unscored(values: Tensor, tokens: Ragged) -> Tensor:
+    """True before the first token, other than a sequence's very first, whose log-prob is neither exactly 0 nor NaN; ``[N]``.
 
-    An engine's wrapper fills in 0 for prompts that were not scored. All False in a sequence that holds zeros alone.
+    An engine's wrapper fills in 0 (SGLang's) or NaN (vLLM's) for prompts that were not scored. All False in a sequence
+    that holds nothing else.
 
     Example:
         >>> tokens = Ragged.from_list([torch.tensor([7, 8, 9]), torch.tensor([5, 6])])
-        >>> leading_zeros(torch.tensor([0.0, 0.0, -1.0, 0.0, 0.0]), tokens).tolist()
+        >>> leading_unscored(torch.tensor([torch.nan, 0.0, -1.0, 0.0, 0.0]), tokens).tolist()
         [True, True, False, False, False]
     """
-    none = torch.zeros_like(tokens.lengths)
-    at = torch.where((values != 0) & (tokens.positions > 0), tokens.lengths[tokens.sequence_ids] - tokens.positions, 0)
+    none, scored = torch.zeros_like(tokens.lengths), (values != 0) & ~values.isnan() & (tokens.positions > 0)
+    at = torch.where(scored, tokens.lengths[tokens.sequence_ids] - tokens.positions, 0)
     left = none.scatter_reduce(0, tokens.sequence_ids, at, "amax")  # tokens from the first score on
     return tokens.first(torch.where(left > 0, tokens.lengths - left, 0))
 

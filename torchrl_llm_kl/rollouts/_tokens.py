@@ -20,7 +20,7 @@ from torch import Tensor
 from torchrl_llm_kl._numerics import check_choice, send
 from torchrl_llm_kl._typing import ImageRows
 from torchrl_llm_kl.ragged import Ragged, has_entry, on_host, read_column, read_ragged, same_rows
-from torchrl_llm_kl.rollouts._entries import MissingEntryError, describe_entries, leading_zeros, sequence_ids_of
+from torchrl_llm_kl.rollouts._entries import MissingEntryError, describe_entries, leading_unscored, sequence_ids_of
 from torchrl_llm_kl.rollouts._keys import TOKENS_FULL, ModelInterface, sub_key
 from torchrl_llm_kl.rollouts._records import read_images
 from torchrl_llm_kl.rollouts._rendered import Scope, TokenisingOptions, render_history, render_text
@@ -402,8 +402,8 @@ class TokenReader:
         """Tokens whose log-prob under ``key`` the sampler never computed, each row judged alone; ``[N]``.
 
         NaN at the first token of a response; and, unless a transform wrote the entry, exactly 0 there
-        (torchrl's wrappers; see :func:`zeros_of_first_tokens`) or in a whole prompt (SGLang's), which ``"rlhf"`` and
-        ``"generic"`` train on too.
+        (torchrl's wrappers; see :func:`zeros_of_first_tokens`). ``"rlhf"`` and ``"generic"`` train on prompts too, where
+        wrappers fill in 0 or NaN for a whole prompt (see :func:`leading_unscored`).
         """
         every = tokens.positions > 0 if responses is None else responses.mask
         first = _first_of_runs(every, tokens) if responses is None else responses.first_of_runs
@@ -411,7 +411,7 @@ class TokenReader:
         if _of_transform(key):
             return unscored
         if self.strategy != "sft":
-            prompts = leading_zeros(log_prob, tokens)
+            prompts = leading_unscored(log_prob, tokens)
             unscored, every = unscored | prompts, every & ~prompts
         return unscored | zeros_of_first_tokens(log_prob, every, tokens)
 
@@ -427,13 +427,16 @@ class TokenReader:
         """
         if (_of_transform(key) and unscored.device.type != "cpu") or not bool(unscored.any()):
             return
-        prompts = unscored & leading_zeros(log_prob, tokens) if self.strategy != "sft" else torch.zeros_like(unscored)
+        has_prompts = self.strategy != "sft" and not _of_transform(key)
+        prompts = unscored & leading_unscored(log_prob, tokens) if has_prompts else torch.zeros_like(unscored)
         found = {
-            "exactly 0 for the first {} tokens of prompts: the sampler returned no scores of prompts": prompts,
+            "0 or NaN for the first {} tokens of prompts: the sampler returned no scores of prompts": prompts,
             "exactly 0 for the first generated token of {} responses: torchrl's wrappers never compute it": (
                 unscored & ~prompts & (log_prob == 0)
             ),
-            "NaN for the first generated token of {} responses: it was not scored": unscored & log_prob.isnan(),
+            "NaN for the first generated token of {} responses: it was not scored": unscored
+            & ~prompts
+            & log_prob.isnan(),
         }
         for text, left_out in found.items():
             if number := int(left_out.sum()):

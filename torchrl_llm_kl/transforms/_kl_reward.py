@@ -22,7 +22,7 @@ from torchrl_llm_kl.rollouts import (
     TokenisingOptions,
     describe_entries,
     find_log_probs,
-    leading_zeros,
+    leading_unscored,
     per_token,
     read_result,
     response_mask,
@@ -249,7 +249,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
     def _policy_log_probs(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> tuple[Tensor, Tensor]:
         """Log-probs of the policy at the located tokens, 0 at others, and a mask of the known ones; both ``[N]``.
 
-        An engine's wrapper stores exactly 0 for prompts that it did not score, and torchrl's for the first generated token. A
+        An engine's wrapper stores 0 or NaN for prompts that it did not score, and torchrl's 0 for the first generated token. A
         KL of ``0 - ref_log_prob`` would charge such a token with the reference's whole log-prob.
         """
         key, tokens, known = self.log_prob_full_key, located.tokens, torch.ones_like(located.mask)
@@ -262,9 +262,9 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
                 gen, _ = check_pair(gen, tokens, padding_side=self._options.padding_side)
             values, unscored = gen.values, ~known
             if not self.assistant_only or self.scope == "full":
-                unscored = leading_zeros(values, tokens)
+                unscored = leading_unscored(values, tokens)
                 unscored = unscored if response is None else unscored & ~response
-            text = "the first {} tokens of prompts: the policy's engine returned no scores of prompts. Those tokens are"
+            text = "0 or NaN for the first {} tokens of prompts: its engine returned no scores of prompts. Those tokens are"
         else:
             found = find_log_probs(td, key)
             if found is None:
@@ -275,10 +275,10 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
             key, values = found, per_token(td, found, tokens, response).float()
             known = ~values.isnan() if response is None else response
             unscored = zeros_of_first_tokens(values, known, tokens)
-            text = "the first generated token of {} sequences: torchrl never computes it. That token is"
+            text = "exactly 0 for the first generated token of {} sequences: torchrl never computes it. That token is"
         if skipped := int((located.mask & unscored).sum()):
             warnings.warn(
-                f"{key!r} holds exactly 0 for {text.format(skipped)} left out of the KL; RetrieveKL scores every token.",
+                f"{key!r} holds {text.format(skipped)} left out of the KL; RetrieveKL scores every token.",
                 stacklevel=2,
             )
         known = known & ~unscored

@@ -1,6 +1,7 @@
 """torchrl's losses and ``PolicyLoss`` on entries of the transforms, as in docs/recipes.md and the table of docs/torchrl.md."""
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -399,32 +400,48 @@ def test_the_kl_in_the_reward_reads_either_side_of_next(policy_model: nn.Module,
 NO_SCORES = "returned no scores of prompts"
 
 
-def without_prompt_scores(model: nn.Module, layout: str) -> TensorDictBase:
-    """As SGLang's wrapper stores it: 0 for the whole prompt, whose last token but one the assistant wrote."""
+def without_prompt_scores(model: nn.Module, layout: str, filled_in: float = 0.0) -> TensorDictBase:
+    """As SGLang's wrapper stores it (vLLM's: NaN): 0 for the whole prompt, whose last token but one the assistant wrote."""
     masks = [torch.arange(len(p) + len(r)) >= max(len(p) - 2, 1) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     pairs = zip(WHOLE, PROMPTS, strict=True)
-    rows = [plain_log_probs(model, row) * (torch.arange(len(row)) >= len(p)) for row, p in pairs]
+    rows = [plain_log_probs(model, row).where(torch.arange(len(row)) >= len(p), filled_in) for row, p in pairs]
     entries = {"advantage": torch.tensor([[1.0], [-2.0]]), "masks__all_assistant_mask": masks, "log_probs__full": rows}
     return tokens(layout, PROMPTS, RESPONSES, **entries)
 
 
+@pytest.mark.parametrize("filled_in", [0.0, math.nan])
 @pytest.mark.parametrize(
     ("layout", "strategy", "left_out"), [("padded", "rlhf", 2), ("lazy", "generic", 2), ("lazy", "sft", 0)]
 )
-def test_prompts_without_scores_are_left_out(policy_model, layout, strategy, left_out):
+def test_prompts_without_scores_are_left_out(policy_model, layout, strategy, left_out, filled_in):
     """Of the first prompt's tokens 1 and 2; the second prompt is a single token. A ratio of exp(log_prob) is below 1."""
-    data, loss = without_prompt_scores(policy_model, layout), PolicyLoss(policy_model, masking_strategy=strategy)
+    data = without_prompt_scores(policy_model, layout, filled_in)
+    loss = PolicyLoss(policy_model, masking_strategy=strategy)
     out, found = warned(lambda: loss(data), NO_SCORES)
     assert [f"the first {left_out} tokens of prompts" in text for text in found] == [True] * bool(left_out)
     assert out["num_tokens"] == 5
     assert_near((out["ratio_min"], out["ratio_max"]), (torch.tensor(1.0), torch.tensor(1.0)), **FORWARD)
 
 
+@pytest.mark.parametrize("strategy", ["rlhf", "generic"])
+def test_nan_after_the_first_score_is_an_error(policy_model, strategy):
+    """Also in a sequence that holds nothing but NaN, whose response was not scored either."""
+    rows = [[math.nan, math.nan, -1.0, math.nan, -1.0], [math.nan] * 4]
+    for row, position in ((0, 3), (1, 2)):
+        data = without_prompt_scores(policy_model, "lazy", math.nan)
+        data[row]["log_probs", "full"][:] = torch.tensor(rows[row])
+        loss = PolicyLoss(policy_model, masking_strategy=strategy)
+        with pytest.raises(ValueError, match=f"nan at sequence {row}, position {position}"):
+            warned(lambda: loss(data), NO_SCORES)  # noqa: B023
+
+
+@pytest.mark.parametrize("filled_in", [0.0, math.nan])
 @pytest.mark.parametrize(
     ("layout", "settings"), [("padded", {"scope": "full"}), ("lazy", {"assistant_only": False}), ("padded", {})]
 )
-def test_the_kl_of_prompts_without_scores_is_0(policy_model, ref_model, layout, settings):
-    data, transform = without_prompt_scores(policy_model, layout), KLRewardTransform(ref_model, **settings)
+def test_the_kl_of_prompts_without_scores_is_0(policy_model, ref_model, layout, settings, filled_in):
+    data = without_prompt_scores(policy_model, layout, filled_in)
+    transform = KLRewardTransform(ref_model, **settings)
     own = [plain_log_probs(policy_model, row) for row in WHOLE]
     if layout == "lazy":  # a response may begin with a token that is certain
         own[1][1] = data[1]["log_probs", "full"][1] = 0.0
