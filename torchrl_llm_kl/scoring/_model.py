@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal, cast
 
 import torch
@@ -161,9 +162,25 @@ def check_has_adapters(model: nn.Module, adapters: bool | str = False) -> None:
         raise ValueError(f"{type(model).__name__} has adapters merged into its weights: call unmerge_adapter() first.")
 
 
+def check_base_is_frozen(model: nn.Module) -> None:
+    """Raise a ValueError if parameters outside the adapters are trained: a step would move the model without adapters."""
+    names = set[str](getattr(model, "peft_config", ())).union(*map(_adapter_names, adapter_layers(model)))
+    holders = [module for module in model.modules() if isinstance(module, (nn.ModuleDict, nn.ParameterDict))]
+    # PEFT keeps the parameters of an adapter under its name: layer.lora_A["default"], model.prompt_encoder["default"].
+    owned = {id(x) for each in holders for name, x in each.named_parameters() if name.split(".")[0] in names}
+    trained = [name for name, x in model.named_parameters() if x.requires_grad and id(x) not in owned]
+    if trained:
+        raise ValueError(
+            f"{len(trained)} parameters of {type(model).__name__} outside its adapters are trained, "
+            f"{', '.join(trained[:3])}{', ...' if len(trained) > 3 else ''}: each step would move the reference, which is "
+            "the same model with other adapters. Freeze them (requires_grad_(False); with LoRA bias='none' and "
+            "modules_to_save=[...]), or pass a frozen copy of the model as the reference."
+        )
+
+
 def _adapter_names(layer: object) -> set[str]:
     """The adapters that a layer of PEFT holds."""
-    held = (getattr(layer, name) for name in getattr(layer, "adapter_layer_names", ()))
+    held = (attrgetter(name)(layer) for name in getattr(layer, "adapter_layer_names", ()))  # some names are dotted
     names = {name for each in held if isinstance(each, (nn.ModuleDict, nn.ParameterDict)) for name in each}
     return names | own_adapters(layer)
 

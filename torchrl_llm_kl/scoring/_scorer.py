@@ -24,6 +24,7 @@ from torchrl_llm_kl.scoring._mismatch import SamplerMismatchWarning
 from torchrl_llm_kl.scoring._model import (
     Route,
     Setup,
+    check_base_is_frozen,
     check_has_adapters,
     frequency_switches,
     is_offloaded,
@@ -161,10 +162,11 @@ class LogProbScorer(Scorer):
     def check(
         self, options: ScoreOptions, request: ScoreRequest | None = None, *, reference: Scorer | None = None
     ) -> None:
-        """Also raises for adapters that the model does not have."""
+        """Also raises for adapters that the model does not have, and for a reference that training would move."""
         super().check(options, request, reference=reference)
         if options.adapters is not True:
             check_has_adapters(self.model, options.adapters)
+            check_base_is_frozen(self.model)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -343,6 +345,7 @@ class LogProbScorer(Scorer):
             raise ValueError(
                 f"an exact KL needs whole distributions, and {reference.place} returns log-probs only: {reference.instead}."
             )
+        reference.check(reference.options)
         if reference.sampling.truncates:
             raise ValueError(
                 f"the reference is scored with {reference.sampling}, and the KL may be infinite: leave its sampling= out. "

@@ -326,6 +326,13 @@ def test_adapters_that_cannot_follow_are_refused() -> None:
         ReferenceUpdater(tiny_model("qwen2"), policy, decay=0.5)
 
 
+def step() -> TensorDict:
+    """A step with a prompt of two tokens and a reward of 1."""
+    data = TensorDict(tokens=TensorDict(prompt=IDS[None, :2], full=IDS[None], batch_size=[1]), batch_size=[1])
+    data["next"] = TensorDict(reward=torch.ones(1, 1), batch_size=[1])
+    return data
+
+
 def with_two_adapters() -> tuple[Any, Any]:
     """A model with the adapters "default" (active) and "ref", partly on other layers, and a copy with "ref" active."""
     model = lora(tiny_model("qwen2"), target_modules=["q_proj", "v_proj", "up_proj"])
@@ -385,6 +392,79 @@ def test_whole_layers_of_a_named_adapter() -> None:
     assert torch.equal(plain_log_probs(model, IDS), before)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_tokens_that_each_adapter_embeds_for_itself(tied: bool) -> None:
+    """With ``trainable_token_indices``; a tied head reads the same rows."""
+    tokens = {"trainable_token_indices": [9, 40]}
+    model = lora(tiny_model("qwen2", tie_word_embeddings=tied), **tokens)
+    model.add_adapter("ref", lora(model, **tokens))
+    rng = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "trainable_tokens_delta" in name:
+            parameter.data += torch.randn(parameter.shape, generator=rng)
+    alone = copy.deepcopy(model)
+    alone.set_adapter("ref")
+    before = plain_log_probs(model, IDS)
+    assert (plain_log_probs(alone, IDS) - before).abs().max() > 0.05
+    for name, want in {"ref": plain_log_probs(alone, IDS), "default": before}.items():
+        assert_near(LogProbScorer(model, adapters=name).score(ONE).values, want, **FORWARD)
+    assert torch.equal(plain_log_probs(model, IDS), before)
+
+
+TRAINED_BESIDE = {
+    "bias='all'": (lambda model: lora(model, bias="all"), r"6 parameters of PeftModel .*\.q_proj\.base_layer\.bias, "),
+    "bias='lora_only'": (
+        lambda model: lora(model, bias="lora_only"),
+        r"2 parameters .*1\.self_attn\.q_proj\.base_layer\.bias:",
+    ),
+    "norm": (
+        lambda model: lora(model).requires_grad_(),
+        r"outside its adapters .*\.\.\.: each step would move the reference",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED_BESIDE)
+def test_a_reference_that_training_would_move_is_refused(name: str) -> None:
+    """At construction, and later in the next call. Parameters that belong to an adapter may be trained."""
+    make, message = TRAINED_BESIDE[name]
+    model = make(tiny_model("qwen2"))
+    for adapters in (False, "default"):
+        with pytest.raises(ValueError, match=message):
+            LogProbScorer(model, adapters=adapters)
+    with pytest.raises(ValueError, match=r"Freeze them \(requires_grad_\(False\).*or pass a frozen copy"):
+        RetrieveKL(model, "base")(step())
+    LogProbScorer(model).score(ONE)
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in parameter_name)
+    scorer = LogProbScorer(model, adapters=False)
+    assert_near(scorer.score(ONE).values, plain_log_probs(tiny_model("qwen2"), IDS), **FORWARD)
+    model.get_base_model().model.norm.weight.requires_grad_()
+    with pytest.raises(ValueError, match=r"1 parameters .*model\.norm\.weight: each step"):
+        scorer.score(ONE)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: each step"):
+        LogProbScorer(model).evaluate(ONE, reference=scorer)
+
+
+@pytest.mark.parametrize(
+    "kind", ["PromptTuningConfig", "PrefixTuningConfig", "IA3Config", "LNTuningConfig", "TrainableTokensConfig"]
+)
+def test_parameters_of_every_kind_of_adapter_may_be_trained(kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    settings = {
+        "PromptTuningConfig": {"num_virtual_tokens": 2},
+        "PrefixTuningConfig": {"num_virtual_tokens": 2},
+        "IA3Config": {"target_modules": ["k_proj"], "feedforward_modules": []},
+        "LNTuningConfig": {"target_modules": ["norm"]},
+        "TrainableTokensConfig": {"target_modules": ["embed_tokens"], "token_indices": [9]},
+    }[kind]
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **settings)
+    model = peft.get_peft_model(tiny_model("qwen2"), config).eval()
+    assert any(parameter.requires_grad for parameter in model.parameters())
+    found = LogProbScorer(model, adapters=False).score(ONE).values
+    assert_near(found, plain_log_probs(tiny_model("qwen2"), IDS), **FORWARD)
+
+
 def test_adapters_that_are_refused() -> None:
     model, _ = with_two_adapters()
     for adapters, message in [
@@ -411,8 +491,7 @@ def test_adapters_that_are_refused() -> None:
 @pytest.mark.filterwarnings("ignore:KL estimator 'k2' in the reward")
 def test_a_policy_against_its_own_named_adapter() -> None:
     model, alone = with_two_adapters()
-    data = TensorDict(tokens=TensorDict(prompt=IDS[None, :2], full=IDS[None], batch_size=[1]), batch_size=[1])
-    data["next"] = TensorDict(reward=torch.ones(1, 1), batch_size=[1])
+    data = step()
     transform = RetrieveKL(model, "base", extras=[Adapters("ref", of="reference")])
     found = transform(data.clone())
     assert_near(found["next", "log_probs", "full"][0, 2:], plain_log_probs(model, IDS)[2:], **FORWARD)
