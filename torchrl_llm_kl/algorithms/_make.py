@@ -36,9 +36,10 @@ from torchrl_llm_kl.scoring import (
     LogProbScorer,
     Model,
     ModelOrScorer,
-    RememberedModel,
     SamplerMismatchWarning,
     ScoreOptions,
+    check_vocabularies,
+    inner_module,
     is_wrapper,
     output_size,
     trains_with,
@@ -376,13 +377,9 @@ def _check_models(
         )
 
 
-# Rows that pad a head: two heads of one tokenizer may differ by as many, and by this share of the larger one.
-_MOST_PADDING, _MOST_PADDED = 1024, 0.02
-
-
 def _check_reference(preset: Algorithm, actor: object, reference: object, context: Context | None) -> None:
     """Raise if the reference is the policy itself, or of another vocabulary; models of other processes are not looked at."""
-    policy, other = _inner(actor), _inner(reference)
+    policy, other = inner_module(actor), inner_module(reference)
     if not (isinstance(policy, nn.Module) and isinstance(other, nn.Module)):
         return
     # After another prompt the policy teaches itself; other adapters of the same model are another model.
@@ -394,19 +391,13 @@ def _check_reference(preset: Algorithm, actor: object, reference: object, contex
             "the actor without its adapters."
         )
     size, expected = output_size(other), output_size(policy)
-    if size is None or expected is None or size == expected:
-        return
-    if preset.distils_exactly or preset.kl_loss == "exact":
-        what = "a comparison of whole distributions needs the same tokens in both"
-        advice = " If one head is only padded, cut it."
-    elif abs(size - expected) > min(_MOST_PADDING, _MOST_PADDED * max(size, expected)):
-        what, advice = "they differ by more than padding, so that ids stand for other tokens", ""
-    else:
-        return
-    raise ValueError(
-        f"reference has a vocabulary of {size} tokens, and the actor one of {expected}: {what}. Pass a reference with the "
-        f"actor's tokenizer.{advice}"
-    )
+    if (preset.distils_exactly or preset.kl_loss == "exact") and None not in (size, expected) and size != expected:
+        raise ValueError(
+            f"reference has a vocabulary of {size} tokens, and the policy one of {expected}: a comparison of whole "
+            "distributions needs the same tokens in both. Pass a reference with the policy's tokenizer. If one head is only "
+            "padded, cut it."
+        )
+    check_vocabularies(actor, reference)
 
 
 # Arguments of PolicyLoss that make_algorithm sets -> what to do instead.
@@ -453,7 +444,11 @@ def _to_score(model: Any, options: ScoreOptions, name: str) -> Any:
 
 def _reference_to_score(actor: object, reference: Reference | None, options: ScoreOptions) -> Reference | None:
     """The reference in the form that the transforms accept: ``"base"`` for the actor's model with other adapters, or none."""
-    if isinstance(reference, LogProbScorer) and reference.adapters is not True and _inner(reference) is _inner(actor):
+    if (
+        isinstance(reference, LogProbScorer)
+        and reference.adapters is not True
+        and inner_module(reference) is inner_module(actor)
+    ):
         _check_same_settings(reference, options, "reference")
         return "base"
     return _to_score(reference, options, "reference")
@@ -466,7 +461,7 @@ def _reference_of_loss(
     if not isinstance(reference, str):
         return reference
     plain = options.but(sampling=options.sampling.of_reference, adapters=False)
-    return LogProbScorer(_inner(actor), plain) if reference == "base" else None
+    return LogProbScorer(inner_module(actor), plain) if reference == "base" else None
 
 
 def _check_same_settings(scorer: LogProbScorer, options: ScoreOptions, name: str) -> None:
@@ -483,10 +478,3 @@ def _check_same_settings(scorer: LogProbScorer, options: ScoreOptions, name: str
                 f"{name} is a scorer with {setting}={own}, and the actor has {setting}={actors}: their difference in rounding "
                 f"would count as KL. Give both the same (options=ScoreOptions({setting}=...) for the actor)."
             )
-
-
-def _inner(model: object) -> Any:
-    if isinstance(model, (LogProbScorer, RememberedModel)):
-        return _inner(model.model)
-    inner = unwrap(model) if is_wrapper(model) else None
-    return model if inner is None else inner

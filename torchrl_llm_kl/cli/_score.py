@@ -40,6 +40,7 @@ from torchrl_llm_kl.scoring import (
     ScoreRequest,
     Scores,
     ScoreStore,
+    check_vocabularies,
     position_limit,
     vocab_size,
 )
@@ -152,6 +153,7 @@ class Run:
         self.batch_tokens = forward
         make = partial(LogProbScorer, temperature=options.temperature, tokens_per_batch=forward, memory=0)
         self.scorers = [make(model) for model in self.models]
+        check_vocabularies(self.models[0], self.models[-1])
         sizes = [vocab_size(model) for model in self.models]
         self.estimators = self._estimators(sizes)
         self.store = None if options.store_folder is None else ScoreStore(options.store_folder)

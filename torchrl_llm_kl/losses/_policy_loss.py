@@ -69,6 +69,7 @@ from torchrl_llm_kl.scoring import (
     Scorer,
     ScorerSlot,
     check_distributions,
+    check_vocabularies,
     log_probs_only,
     warn_of_mismatch,
 )
@@ -256,6 +257,7 @@ class PolicyLoss(TokenLoss):
             self.convert_to_functional(actor, "actor_network", create_target_params=False)
         else:
             self.actor_network = actor
+        check_vocabularies(actor, reference)
         self.__dict__["_reference"] = reference  # no submodule: its parameters are not trained
         if not isinstance(reference, nn.Module):  # cheap to check now
             self._reference_scorer  # noqa: B018

@@ -60,6 +60,8 @@ from torchrl_llm_kl.scoring._bytes import (
     unpack as unpack,
 )
 from torchrl_llm_kl.scoring._mismatch import (
+    check_vocabularies as check_vocabularies,
+    inner_module as inner_module,
     warn_of_chatml as warn_of_chatml,
     warn_of_mismatch as warn_of_mismatch,
 )

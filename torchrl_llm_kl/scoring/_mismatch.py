@@ -1,4 +1,4 @@
-"""The sampler of a model's wrapper, and whether what it samples is what is scored."""
+"""Whether two models fit together: the sampler and the scored distribution, the vocabularies of policy and reference."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
+
+from torch import nn
 
 from torchrl_llm_kl._typing import Json
+from torchrl_llm_kl.scoring._model import output_size
+from torchrl_llm_kl.scoring._protocol import Scorer
 from torchrl_llm_kl.scoring._sampling import NEUTRAL, OTHERS, TRANSFORMERS, Sampling
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
 
 _DOCS = "docs/sampling.md"
+# Rows that pad a head: two heads of one tokenizer may differ by as many, and by this share of the larger one. As large a
+# share of a tokenizer's names may differ: families rename their reserved tokens.
+_MOST_PADDING, _MOST_PADDED = 1024, 0.02
 
 
 class SamplerMismatchWarning(UserWarning):
@@ -134,3 +141,40 @@ def warn_of_mismatch(model: object, scored: Sampling, *, trains: bool = False, s
     """Warn if tokens that ``model`` generates are known to be sampled otherwise than they are ``scored``."""
     if problem := mismatch_of(model, scored, trains=trains):
         warnings.warn(problem, SamplerMismatchWarning, stacklevel=stacklevel + 1)
+
+
+def inner_module(model: object) -> Any:
+    """The model inside scorers, remembered models and wrappers; a wrapper of another backend itself, None for a service."""
+    while isinstance(model, Scorer) or hasattr(model, "make_scorer"):
+        model = getattr(model, "model", None)
+    inner = unwrap(model) if is_wrapper(model) else None
+    return model if inner is None else inner
+
+
+def check_vocabularies(policy: object, reference: object) -> None:
+    """Raise a ValueError if token ids are other tokens for the reference. Models of other processes are not looked at.
+
+    Two tokenizers are compared by their tokens. Without them sizes decide, which may differ by padding.
+    """
+    ours, theirs = (
+        getattr(getattr(model, "tokenizer", None), "get_vocab", dict[str, int])() for model in (policy, reference)
+    )
+    advice = "Pass a reference with the policy's tokenizer."
+    if ours and theirs:
+        names = {index: token for token, index in theirs.items()}
+        other = [(index, token) for token, index in ours.items() if names.get(index, token) != token]
+        if len(other) > _MOST_PADDED * min(len(ours), len(theirs)):
+            index, token = min(other)
+            raise ValueError(
+                f"the tokenizers of policy and reference give other tokens to {len(other)} ids: id {index} is {token!r} for "
+                f"the policy and {names[index]!r} for the reference. {advice}"
+            )
+        return
+    models = [inner_module(model) for model in (policy, reference)]
+    expected, size = (output_size(model) if isinstance(model, nn.Module) else None for model in models)
+    if expected and size and abs(size - expected) > min(_MOST_PADDING, _MOST_PADDED * max(size, expected)):
+        raise ValueError(
+            f"reference has a vocabulary of {size} tokens, and the policy one of {expected}: they differ by more than "
+            f"padding, so that ids stand for other tokens. {advice} If one vocabulary extends the other, pass wrappers with "
+            "their tokenizers, which are compared instead."
+        )

@@ -26,6 +26,7 @@ from torchrl_llm_kl.scoring import (
     Scores,
     check_distributions,
     check_replays,
+    check_vocabularies,
     log_probs_only,
 )
 from torchrl_llm_kl.transforms._base import RayVariant, ServiceBackend, StepMixin, resolve_factory
@@ -105,8 +106,9 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         :class:`RetrieveLogProb` of the policy has.
 
     Raises:
-        ValueError: at construction, for models that generate, differ in ``pad_output``, or write to one key; on data, see
-            :class:`RetrieveLogProb` and :class:`KLComputation`.
+        ValueError: at construction, for models that generate, differ in ``pad_output``, write to one key, or have other
+            vocabularies (a policy of a collector: at the first step); on data, see :class:`RetrieveLogProb` and
+            :class:`KLComputation`.
 
     Example:
         >>> from tensordict import TensorDict
@@ -210,7 +212,9 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         )
         for each in self.transforms[:_KL]:
             each.read_conversation(history_key)
-        self._base, self._extras = base, extras
+        self._base, self._extras, self._compared_vocabularies = base, extras, False
+        if not isinstance(gen_model, str):
+            self._check_vocabularies()
         if self.side_by_side:
             self._check_side_by_side()
 
@@ -285,6 +289,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Locate once, score twice, compare."""
         gen, ref, kl = self.transforms
+        self._check_vocabularies()
         located = gen.locate(td)
         if not located.sampled and not gen.tokenises_like(ref):
             _check_same_tokens(located, ref.locate(td))
@@ -305,6 +310,12 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
             penalty = kl.estimate(scores.log_prob, ref_log_prob, kl.read_old(td, next_td, scores.log_prob))
         outputs |= {gen.log_probs_full_key: scores.log_prob, ref.log_probs_full_key: ref_log_prob}
         return outputs | kl.charged(next_td, penalty, located.host_mask) | gen.written(td, located, scores)
+
+    def _check_vocabularies(self) -> None:
+        """Once, when both models are known: a collector's policy is found at the first step."""
+        if not self._compared_vocabularies and not self._base:
+            check_vocabularies(*(part._scored_model() for part in self.transforms[:_KL]))
+        self._compared_vocabularies = True
 
     def _check_side_by_side(self) -> None:
         """Raise a ValueError for what one pass over both models cannot do."""

@@ -128,12 +128,15 @@ def test_the_summary_by_hand_and_what_is_left_out_of_it(cli, tmp_path, data, out
     assert set(read_jsonl(out)[0]) == KEYS - {"ref_log_prob", "kl"}
     assert ("nan" in text, "KL" in text, "perplexity" in text) == (False, False, True)
     wider = make_model(make_tokenizer(), seed=2)
-    wider.resize_token_embeddings(wider.config.vocab_size + 8)
+    wider.resize_token_embeddings(wider.config.vocab_size + 4)
     wider.save_pretrained(tmp_path / "wider")
     words = ["score", model, data, "--reference", tmp_path / "wider", "--out", out]
     cli(*words)
     assert list(read_jsonl(out)[0]["kl"]) == ["k1", "k3"]
     assert "leave exact out" in error_of(cli(*words, "--estimator", "exact", code=2))
+    wider.resize_token_embeddings(2 * wider.config.vocab_size)
+    wider.save_pretrained(tmp_path / "wider")
+    assert "they differ by more than padding" in error_of(cli(*words, code=2))
     # counts 1, 2, 3 and sums 2, 2, 5. Mean per token 9 / 6; residuals 0.5, -1, 0.5; s.e. sqrt(1.5 * 3 / 2) / 6
     expected = {
         "per_token": 1.5,

@@ -8,10 +8,20 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
+from torchrl.collectors.llm import LLMCollector
 
 from layouts import joined, lay_out
 from template_pairs import assistant, user
-from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
+from torchrl_llm_kl import (
+    KLComputation,
+    KLRewardTransform,
+    LogProbScorer,
+    PolicyLoss,
+    RetrieveKL,
+    RetrieveLogProb,
+)
+from torchrl_llm_kl.losses import KLToReference
+from toy_models import tiny_model
 from toy_rollouts import histories, make_model, make_scoring_pair, make_scoring_wrapper
 from toy_tokenizer import CHATML, build_tokenizer
 
@@ -292,3 +302,60 @@ def test_no_template_and_no_tokenizer(lab: Any, name: str) -> None:
         wrapper.tokenizer = None
     with assert_refused(ValueError, data, "tokenizer=None … Pass `tokenizer=`"):
         make(name, lab, wrappers)(data)
+
+
+# ------------------------------------------------------------------ models of other vocabularies
+
+
+def with_vocabulary(vocab: dict[str, int], model: Any, **settings: Any) -> Any:
+    """A wrapper whose tokenizer has these tokens."""
+    tokenizer = build_tokenizer(CHATML)
+    tokenizer.get_vocab = lambda: vocab
+    return make_scoring_wrapper(model, tokenizer, pad_output=False, **settings)
+
+
+def test_a_reference_of_another_vocabulary_is_refused_for_sampled_estimators() -> None:
+    """Whether the policy's or the reference's is larger, by a transform and by a loss; a padded head is accepted."""
+    small, padded, large = (tiny_model(vocab_size=size) for size in (1000, 1016, 2000))
+    for policy, reference, sizes in ((small, large, (2000, 1000)), (large, small, (1000, 2000))):
+        message = "reference has a vocabulary of {} tokens, and the policy one of {}: they differ by more than padding"
+        with pytest.raises(ValueError, match=message.format(*sizes)):
+            RetrieveKL(policy, reference)
+        with pytest.raises(ValueError, match=message.format(*sizes)):
+            PolicyLoss(policy, "gpg", reference=LogProbScorer(reference), terms=[KLToReference(0.1, "k2")])
+    RetrieveKL(small, padded)(build("nested"))
+    PolicyLoss(small, "gpg", reference=padded, terms=[KLToReference(0.1, "k2")])
+
+
+def test_an_id_that_only_the_policy_has_is_an_error() -> None:
+    """Row 0, token 3 is 1010: in the padding of one head, and outside the other."""
+    policy, reference = tiny_model(vocab_size=1016), tiny_model(vocab_size=1000)
+    columns = columns_of()
+    columns[FULL][0][3] = 1010
+    with pytest.raises(ValueError, match=r"token id 1010 at sequence 0, position 3 is outside .*vocabulary of 1000"):
+        RetrieveKL(policy, reference)(build("nested", columns))
+
+
+def test_tokenizers_decide_over_sizes() -> None:
+    """One that extends the other fits a model of twice the size; other names of the same ids are refused at any size."""
+    small, large = tiny_model(vocab_size=1000), tiny_model(vocab_size=2000)
+    words = {f"word {i}": i for i in range(1000)}
+    extended = words | {f"new {i}": i for i in range(1000, 2000)}
+    shifted = {f"word {i}": i + 7 for i in range(993)} | {f"control {i}": i for i in range(7)}
+    renamed = {f"reserved {i}" if i > 995 else word: i for word, i in words.items()}
+    policy = with_vocabulary(words, small)
+    for vocab, model in ((extended, large), (renamed, tiny_model(vocab_size=1000, seed=1))):
+        RetrieveKL(policy, with_vocabulary(vocab, model, log_probs_key="ref_log_probs"))(build("nested"))
+    message = (
+        "give other tokens to 1000 ids: id 0 is 'word 0' for the policy and 'control 0' for the reference. Pass a ref"
+    )
+    with pytest.raises(ValueError, match=message):
+        RetrieveKL(policy, with_vocabulary(shifted, tiny_model(vocab_size=1000), log_probs_key="ref_log_probs"))
+
+
+def test_the_vocabulary_of_a_collectors_policy_is_compared_at_its_first_step(lab: Any) -> None:
+    env, policy = lab.env(RetrieveKL("from_collector", tiny_model(vocab_size=2000))), lab.policy(True)
+    collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=2, total_dialog_turns=2)
+    with pytest.raises(ValueError, match="vocabulary of 2000 tokens, and the policy one of"):
+        list(collector)
+    collector.shutdown()
