@@ -171,7 +171,7 @@ def _plain(run: Run, row: int, token: int) -> Tensor:
     """Logits of the model's own forward of the sequence alone, over the temperature; ``[1, V]``, on the CPU."""
     (setup,), (routing,), tokens = run.setups, run.routings, run.request.tokens
     first, images = int(tokens.offsets[row]), next(iter(run.images), None)
-    last = int(tokens.lengths[row]) - (images is None) if run.request.whole or images is not None else token
+    last = int(tokens.lengths[row]) if run.request.whole or images is not None else token
     here = torch.arange(first, first + last)
     with setup.active(), routing.forward(here, setup.device) if routing else nullcontext():
         ids = send(tokens.values[here], setup.device)

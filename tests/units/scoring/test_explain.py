@@ -123,3 +123,21 @@ def test_what_is_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             asked.explain(ROWS, row, token)
+
+
+@pytest.mark.parametrize("length", [8, 9, 10])
+def test_frequencies_that_depend_on_the_length_are_those_of_the_whole_sequence(length: int) -> None:
+    """With longrope, other frequencies apply from 9 tokens on: those of a forward of all tokens, the last one included."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+    model = tiny_model("llama", head_dim=8, max_position_embeddings=64, rope_parameters=rope)
+    row = torch.tensor(ROWS[0][:length])
+    with torch.no_grad():
+        log_probs = model(input_ids=row[None]).logits[0].log_softmax(-1)
+        cut = model(input_ids=row[None, :-1]).logits[0].log_softmax(-1)
+    for token in (length - 1, 4):
+        found = LogProbScorer(model).explain([row], row=0, token=token)
+        for got in (found.plain, found.log_prob):
+            assert_near(torch.tensor(got), log_probs[token - 1, row[token]], **FORWARD)
+        if length == 9:  # a forward without the last token has the others
+            assert (log_probs[token - 1] - cut[token - 1])[row[token]].abs() > 0.01
