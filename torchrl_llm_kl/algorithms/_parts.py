@@ -369,7 +369,7 @@ class AlgorithmParts:
             return batch
         located = gen.locate(batch)
         places = [key for key in (found, *(find_key(batch, key) for key in of_ref)) if key is not None]
-        stored, of_reference = (per_token(batch, key, located.tokens, located.mask) for key in places)
+        stored, of_reference = (per_token(batch, key, located.tokens, located.mask, repeats=False) for key in places)
         unscored = self.loss._reader.unscored(stored, located.tokens, located, places[0])
         data = located.tokens.like(torch.where(located.mask & ~unscored, stored, of_reference))  # a KL of 0 elsewhere
         return _with(batch, kl(write_ragged(batch.copy(), places[0], data.slots(), data.container)), of_kl)

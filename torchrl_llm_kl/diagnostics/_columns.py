@@ -175,7 +175,8 @@ def read_columns(
         found = _find(tensordict, name, key)
         try:
             if found is not None:
-                values = per_token(tensordict, found, tokens, mask if responses is None else responses, fill=math.nan)
+                within, repeats = mask if responses is None else responses, not name.endswith("log_prob")
+                values = per_token(tensordict, found, tokens, within, fill=math.nan, repeats=repeats)
                 columns[name] = _widened(values)
         except ValueError as error:
             if strict:

@@ -517,7 +517,8 @@ class PolicyLoss(TokenLoss):
                     raise ValueError(f"{found!r} must hold one value for each sequence: it is read as {name}.")
                 rows[name] = value
                 continue
-            flat[name] = per_token(td, found, tokens, within, fill=0.0 if name in MASKS else math.nan).detach()
+            fill, repeats = 0.0 if name in MASKS else math.nan, name not in _LOG_PROBS
+            flat[name] = per_token(td, found, tokens, within, fill=fill, repeats=repeats).detach()
             places[name] = found
         teachers = read_top_k(td, self._teachers, tokens, within) if "teacher_outcomes" in needs else None
         flat |= {name: as_mask(flat[name], getattr(self.tensor_keys, name)) for name in MASKS if name in flat}

@@ -123,11 +123,12 @@ def per_token(
     *,
     fill: float = math.nan,
     features: int = 0,
+    repeats: bool = True,
 ) -> Tensor:
     """An entry at each token; ``[N]``.
 
-    One number per sequence is repeated for all of its tokens. Rows shorter than their sequence hold only the response, from
-    its first token on.
+    One number per sequence is repeated for all of its tokens, if the entry ``repeats``. Rows shorter than their sequence hold
+    only the response, from its first token on.
 
     Args:
         td: the data, which holds ``key``.
@@ -138,6 +139,8 @@ def per_token(
     Keyword Args:
         fill: for tokens that a shorter row does not cover.
         features: dimensions after the tokens: 1 for the ``k`` numbers of a top k, ``[N, k]``.
+        repeats: False for an entry that is never of a whole sequence, such as a log-prob: one number is then that of a single
+            token, the response.
 
     Raises:
         ValueError: if a row is longer than its tokens, holds another number of dimensions per token, or fits no place in its
@@ -150,7 +153,7 @@ def per_token(
         >>> per_token(TensorDict(x=torch.tensor([1.0, 2.0]), batch_size=[2]), "x", tokens, None).tolist()
         [1.0, 1.0, 2.0]
     """
-    whole = None if features else per_sequence(td, key)
+    whole = per_sequence(td, key) if repeats and not features else None
     if whole is not None:
         return whole.to(tokens.values.device)[tokens.sequence_ids]
     data = read_of(td, key, tokens)

@@ -55,7 +55,7 @@ def read_kept(
     if ids_key is None or counts_key is None:
         return None
     ids = read_of(td, ids_key, tokens)
-    counts = per_token(td, counts_key, tokens, responses, fill=0).long().cpu()
+    counts = per_token(td, counts_key, tokens, responses, fill=0, repeats=False).long().cpu()
     needed, held = segment_sum(counts, tokens.lengths.cpu()), ids.lengths.cpu()
     short = (needed > held).nonzero()
     if len(short):
@@ -243,7 +243,7 @@ def read_top_k(
         ]
         ids = per_token(td, entries[0], tokens, responses, fill=0, features=1)
         log_probs = per_token(td, entries[1], tokens, responses, features=1).detach()
-        rest = per_token(td, entries[2], tokens, responses).detach().to(log_probs.dtype)
+        rest = per_token(td, entries[2], tokens, responses, repeats=False).detach().to(log_probs.dtype)
         if ids.shape != log_probs.shape:
             shapes = f"{tuple(ids.shape[1:])} and {tuple(log_probs.shape[1:])}"
             raise ValueError(f"{entries[0]!r} and {entries[1]!r} hold {shapes} numbers per token: expected the same k.")

@@ -389,7 +389,7 @@ class SamplerLogProbs(Extra):
             )
         tokens, mask = located.tokens, located.mask
         responses = response_mask(td, tokens, transform._interface())
-        values = per_token(td, found, tokens, responses).detach().float()
+        values = per_token(td, found, tokens, responses, repeats=False).detach().float()
         values = values.masked_fill(zeros_of_first_tokens(values, mask, tokens), torch.nan)
         return {self.key: tokens.like(torch.where(mask, values, 0))}
 

@@ -272,7 +272,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
                     f"the policy's log-probs are missing: expected {key!r}, found: {describe_entries(td, next_td)}. Collect "
                     "with return_log_probs=True, put RetrieveLogProb before, or use RetrieveKL, which scores both."
                 )
-            key, values = found, per_token(td, found, tokens, response).float()
+            key, values = found, per_token(td, found, tokens, response, repeats=False).float()
             known = ~values.isnan() if response is None else response
             unscored = zeros_of_first_tokens(values, known, tokens)
             text = "exactly 0 for the first generated token of {} sequences: torchrl never computes it. That token is"

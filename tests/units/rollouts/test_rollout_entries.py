@@ -94,6 +94,27 @@ def test_values_at_each_token() -> None:
             assert per_token(under_x(value), "x", tokens, RESPONSES, fill=-9).tolist() == expected, name
 
 
+@pytest.mark.parametrize("layout", ["dense", "lazy"])
+def test_one_number_for_each_response_of_one_token(layout: str) -> None:
+    """It is that token's, and no number of the prompt: counts of kept tokens, log-probs."""
+    full = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    tokens, responses = Ragged.from_padded(full), torch.tensor([False, False, False, True] * 2)
+    counts, ids, log_probs = (
+        torch.tensor([[3], [2]]),
+        torch.tensor([[4, 9, 11], [8, 12, -1]]),
+        torch.tensor([[-1.0], [-2.0]]),
+    )
+    entries = {("kept", "counts"): counts, ("kept", "ids"): ids, "x": log_probs}
+    data = TensorDict(entries, batch_size=[2])
+    if layout == "lazy":
+        data = lazy_stack([TensorDict({key: value[i] for key, value in entries.items()}) for i in range(2)])
+    found = per_token(data, "x", tokens, responses, fill=-9.0, repeats=False)
+    assert found.tolist() == [-9, -9, -9, -1, -9, -9, -9, -2]
+    ids_found, offsets = rollouts.read_kept(data, "kept", tokens, responses)
+    assert ids_found.tolist() == [4, 9, 11, 8, 12]
+    assert offsets.tolist() == [0, 0, 0, 0, 3, 3, 3, 3, 5]
+
+
 def test_a_pad_token_that_was_sampled_first_leaves_the_response_where_it_is() -> None:
     """Prompts of one and two tokens to the left, responses to the right; the first one begins with a pad token."""
     keep = torch.tensor([[False, True, False, True, True], [True] * 5])

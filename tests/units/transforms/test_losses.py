@@ -423,6 +423,27 @@ def test_prompts_without_scores_are_left_out(policy_model, layout, strategy, lef
     assert_near((out["ratio_min"], out["ratio_max"]), (torch.tensor(1.0), torch.tensor(1.0)), **FORWARD)
 
 
+def test_log_probs_of_responses_of_one_token_are_not_those_of_the_prompt(policy_model):
+    """The ratio of each response is exp(0.3); a prompt token with the response's log-prob would have another."""
+    rows = [torch.tensor([7, 8, 9, 11]), torch.tensor([5, 6, 13, 14])]
+    masks = [torch.tensor([False, True, False, True])] * 2
+    old = [plain_log_probs(policy_model, row)[3:] - SHIFT for row in rows]
+    entries = {
+        "advantage": torch.tensor([[1.0], [-2.0]]),
+        "masks__all_assistant_mask": masks,
+        "log_probs__response": old,
+    }
+    data = tokens("padded", [row[:3].tolist() for row in rows], [row[3:].tolist() for row in rows], **entries)
+    loss = PolicyLoss(policy_model, masking_strategy="generic")
+    out, found = warned(lambda: loss(data), NO_SCORES)
+    assert ["the first 4 tokens of prompts" in text for text in found] == [True]
+    assert out["num_tokens"] == 2
+    ratio = torch.tensor(SHIFT).exp()
+    assert_near((out["ratio_min"], out["ratio_max"]), (ratio, ratio), **FORWARD)
+    with pytest.raises(ValueError, match=r"'response'\) must have the length of the tokens: sequence 0 has 1 values"):
+        PolicyLoss(policy_model, masking_strategy="rlhf")(data)  # which trains on token 1 too
+
+
 @pytest.mark.parametrize("strategy", ["rlhf", "generic"])
 def test_nan_after_the_first_score_is_an_error(policy_model, strategy):
     """Also in a sequence that holds nothing but NaN, whose response was not scored either."""
