@@ -94,7 +94,7 @@ def plan_steps(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | 
             width = max(longest, 1 if node < 0 and not first else MIN_LENGTH)
             rows = 1 if first else max(1, tokens_per_batch // width)
             if cached is not None:
-                rows = min(rows, sum(lengths[x] == longest for x in leaves))
+                rows = min(rows, sum((done[x], lengths[x]) == (first, longest) for x in leaves))
             steps.append(Step(leaves[:rows], -1 if first else past, width, first))
             leaves = leaves[rows:]
         waiting += [(x, past) for x in reversed(nodes) if x in children]

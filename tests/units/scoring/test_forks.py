@@ -176,6 +176,29 @@ def test_the_turns_of_a_conversation_continue_from_the_last_state(family: str, k
     assert seen == [40 + 4 + 4 + 8, 7 + 7 + 2 + 3, 2 + 4 + (1 + 6) + 2]
 
 
+def test_a_step_has_leaves_with_as_many_tokens_left_and_as_many_cached() -> None:
+    """Of three answers to one prompt, two have two tokens left, but one of these follows a cached token."""
+    tokens = Ragged.from_list([torch.tensor([1, 2, 3, *end]) for end in ([4, 5], [6], [7, 8, 9])])
+    tree = PrefixTree.build(tokens, tokens.lengths, min_shared=3)
+    assert (tree.length.tolist(), tree.parent.tolist()) == ([3, 2, 1, 3], [-1, 0, 0, 0])
+    steps = plan_steps(tree, 1024, cached=[3, 0, 0, 1])
+    assert [(step.nodes, step.width, step.first) for step in steps] == [([1], 2, 0), ([2], 2, 0), ([3], 2, 1)]
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
+@pytest.mark.parametrize(("first", "ends"), [(3, (2, 3)), (2, (2, 3, 4)), (2, (3, 3, 2, 3))])
+def test_a_second_turn_beside_other_answers_to_the_prompt(family: str, first: int, ends: tuple[int, ...]) -> None:
+    """Every other row continues the answer of the first call; the same call again is scored from what both cached."""
+    model = stateful_model(family)
+    scorer, (answer,) = LogProbScorer(model), answers(first)
+    more = random_sequences(*ends, seed=5).to_list()
+    batch = Ragged.from_list([torch.cat([answer[: 40 if i % 2 else None], end]) for i, end in enumerate(more)])
+    want = plain_log_probs(model, batch).detach()
+    for rows in ([answer], batch, batch):
+        found = scorer.score(rows, remember=True).values
+    assert_near(found, want, **FORWARD)
+
+
 @pytest.mark.parametrize("first", [1, 46])
 def test_a_turn_that_was_written_anew_does_not_continue_from_its_state(first: int) -> None:
     """The cached tokens end in the middle of a stretch, where no state is; the first others need not be scored."""
