@@ -20,19 +20,24 @@ def total_of(scorer):
     return float(scorer.score(sequences()).values.sum())
 
 
-def test_a_forked_child_gets_an_error_at_once(shared, drivers):
+@pytest.mark.parametrize("copied", ["remote", "copy.copy(remote)", "pickle.loads(pickle.dumps(remote))"])
+def test_a_forked_child_gets_an_error_at_once(shared, drivers, copied):
+    """Also with a copy of the model, which never was connected itself."""
     found = drivers().run(
         f"""
+        import copy, pickle, signal
         remote = {handle_of(shared.model)}
         first = total(remote)
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
+            signal.alarm(20)
             try:
-                total(remote)
+                total({copied})
             except ServiceError as error:
                 os.write(write, str(error).encode())
             os._exit(0)
+        os.close(write)
         print(os.read(read, 10_000).decode(), first == total(remote))
         """
     )

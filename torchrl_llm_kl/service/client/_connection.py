@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.service._actors import actor_of
@@ -41,12 +42,13 @@ class Connection:
         newest: latest version of the weights that this client has seen.
     """
 
+    _of_parent: ClassVar[bool] = False  # whether Ray here is connected by a parent process only
+
     def __init__(self, spec: ServiceSpec, make: Callable[[], Any] | None = None) -> None:
         self.spec, self.make = spec, make  # a factory that only the process which passed it has
         self._lock = threading.RLock()
         self._controller: Any = None
         self._session = self._place = self._closed = ""
-        self._pid = 0
         self._down: dict[int, float] = {}  # replicas that did not answer, or were not ready, and when
         self._table: tuple[float, Json] = (0.0, {})  # the last one, and when it came
         self.retries = self.newest = 0
@@ -56,7 +58,7 @@ class Connection:
 
     def check_not_forked(self) -> None:
         """A :class:`ServiceError` in a child that was forked from a connected process, where calls would hang."""
-        if self._pid not in (0, os.getpid()):
+        if Connection._of_parent:
             raise ServiceError(
                 f"process {os.getpid()} was forked from one that was connected to Ray, whose connection does not survive a "
                 "fork: start it with multiprocessing's 'spawn' or 'forkserver' method, or fork before the service is used."
@@ -85,7 +87,7 @@ class Connection:
                 new = self.spec.factory is not None or self.make is not None
             self.spec = replace(self.spec, address=context.gcs_address)
             self._enter(new=new, timeout=timeout)
-            self._place, self._session, self._pid = place, _session(), os.getpid()
+            self._place, self._session = place, _session()
 
     def _enter(self, *, new: bool, timeout: float) -> None:
         patience, key = Patience(timeout, f"joining the service {self.spec.name!r}"), uuid.uuid4().hex
@@ -325,6 +327,15 @@ class Connection:
                 _LOG.warning("the service %s%s", self.spec.name, why)
                 next_look = time.monotonic() + 30.0
             time.sleep(0.1)
+
+
+def _after_fork() -> None:
+    """Runs in each forked child: Ray counts as connected there if the parent was, and every call would hang."""
+    ray = sys.modules.get("ray")
+    Connection._of_parent = ray is not None and ray.is_initialized()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _session() -> str:
