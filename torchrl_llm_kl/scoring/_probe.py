@@ -40,8 +40,9 @@ from torchrl_llm_kl.scoring._wrapping import Ranks, inside
 # Beginnings of the first answer that are padded beside three whole answers.
 _BEGINNINGS = (7, 3)
 
-# In order of preference. In some attention (eager, sliding window, float64) padding without a key to attend to is NaN,
-# so a mask may hurt; and a model may use its own position numbering.
+# In order of preference. A model may use its own position numbering. In some attention (eager, float64) padding with no
+# key inside a sliding window is NaN, and so are gradients through it: models with a window get a mask last. The probe's
+# sequences are too short to show it.
 _HEAD_ROUTES = (Route("head"), Route("head", mask=False), Route("head", positions=False))
 _FULL_ROUTES = (Route("full"), Route("full", mask=False), Route("full", positions=False))
 
@@ -61,10 +62,13 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
     head = find_head(model)
     has_parts = find_body(model) is not None and head is not None
     name = type(model).__name__
+    head_routes, full_routes = (
+        sorted(routes, key=lambda route: route.mask and has_window(model)) for routes in (_HEAD_ROUTES, _FULL_ROUTES)
+    )
     complaint = "" if has_parts else f"{name} does not expose its body and head (get_decoder, get_output_embeddings)"
     vocab = _predicted_vocab(model)
     if vocab is None or not probe:
-        return Route("head" if has_parts else "full"), complaint or None
+        return (head_routes if has_parts else full_routes)[0], complaint or None
 
     setup = Setup(model, Route("full"), model_device(model, torch.device("cpu")), ScoreOptions(dtype=dtype))
     ranks = Ranks([model])
@@ -76,20 +80,20 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
         plain = _plain(model, answers[0], request)
         first_equal = partial(_first_equal, setup=setup, ranks=ranks, request=request, plain=plain, vocab=vocab)
         if has_parts:
-            route, found = inside([(model, *body_and_head(model))], partial(first_equal, _HEAD_ROUTES))
+            route, found = inside([(model, *body_and_head(model))], partial(first_equal, head_routes))
             if route is not None:
                 return route, None
             complaint = (
                 f"the head of {name}, applied to its body, does not reproduce the model's own log-probs: {found}"
             )
         # Outside, since these call the model itself.
-        route, found = first_equal(_FULL_ROUTES)
+        route, found = first_equal(full_routes)
     if route is None:
         complaint += (
             f"; nor does its forward on padded sequences ({found}): scores may be wrong, is the model causal and "
         )
         complaint += "deterministic?"
-    return route or Route("full"), complaint
+    return route or full_routes[0], complaint
 
 
 def _predicted_vocab(model: nn.Module) -> int | None:

@@ -1,6 +1,8 @@
 """The fast path and packs prove themselves on each model; otherwise the scorer warns, or pads, and stays right."""
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +23,7 @@ from scoring_reference import (
 )
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import _model
-from toy_models import BACKWARD, FORWARD, altered, tiny_model
+from toy_models import BACKWARD, FORWARD, VOCAB_SIZE, altered, tiny_model
 
 
 def scaling_its_logits(factor: float) -> nn.Module:
@@ -257,6 +259,38 @@ def test_no_false_alarm_in_any_precision(family: str, dtype: torch.dtype, width:
     assert scorer.path == "head"
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert scorer.score(random_sequences(5)).values.dtype == wide
+
+
+def modern_bert() -> nn.Module:
+    """A decoder without separate body and head, whose last layer has a window of 16 tokens."""
+    from transformers import AutoModelForCausalLM, ModernBertDecoderConfig
+
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "pad_token_id"), 0)
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
+    layers = {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"], "local_attention": 32}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(ModernBertDecoderConfig(**ends, **sizes, **layers)).eval()
+
+
+WINDOWS: dict[str, Callable[[], nn.Module]] = {
+    "modern_bert": modern_bert,
+    "mistral": partial(tiny_model, "mistral", sliding_window=16),
+    "gemma2": partial(tiny_model, "gemma2", sliding_window=16, layer_types=["full_attention", "sliding_attention"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
+@pytest.mark.parametrize(("name", "probe"), [*((name, True) for name in WINDOWS), ("mistral", False)])
+def test_padding_outside_a_window_has_no_gradient(name: str, probe: bool) -> None:
+    """In float64, eager attention of a position whose window holds padding only is NaN. Rows of 60 and 3 tokens."""
+    model: Any = WINDOWS[name]().double()
+    model.set_attn_implementation("eager")
+    batch = Ragged.from_list([ids(60, 1), ids(3, 2)])
+    found = LogProbScorer(model, share_prefixes=False, probe=probe).score(batch, grad=True).values
+    want = plain_log_probs(model, batch)
+    assert_near(found.float(), want, **FORWARD)
+    got, expected = (torch.autograd.grad(x.sum(), list(model.parameters())) for x in (found, want))
+    assert_near(list(got), list(expected), **BACKWARD, dtype=torch.float32)
 
 
 def with_its_own_mask() -> nn.Module:
