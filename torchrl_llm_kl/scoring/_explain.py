@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import send, widen
-from torchrl_llm_kl.head import dropped
+from torchrl_llm_kl.head import dropped, log_softmax
 from torchrl_llm_kl.scoring._model import (
     Setup,
     call,
@@ -132,9 +132,8 @@ def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: S
         plain = _plain(run, row, token)
         plain_out, _ = _left_out(run, plain, element)
         target = int(request.tokens.values[element])
-        normaliser, plain_normaliser = (
-            x.masked_fill(y, -torch.inf).logsumexp(-1)[0] for x, y in ((logits, out), (plain, plain_out))
-        )
+        normaliser = logits.masked_fill(out, -torch.inf).logsumexp(-1)[0]
+        plain = log_softmax(plain.masked_fill(plain_out, -torch.inf))
     attended, elsewhere = found.attended(element - 1)
     return Explanation(
         row=row,
@@ -154,7 +153,7 @@ def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: S
         logit=float(logits[0, target]) * options.temperature,
         log_normaliser=float(normaliser),
         log_prob=float(log_prob),
-        plain=float(plain[0, target] - plain_normaliser),
+        plain=float(plain[0, target]),
     )
 
 
