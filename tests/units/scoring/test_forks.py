@@ -16,7 +16,7 @@ from scoring_reference import plain_log_probs, random_sequences
 from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import ScoreRequest
-from torchrl_llm_kl.scoring._forks import ForkedPass, plan_steps
+from torchrl_llm_kl.scoring._forks import ForkedPass, cache_argument, plan_steps
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from toy_models import BACKWARD, FORKED_FAMILIES, FORWARD, UNFORKED_FAMILIES, VOCAB_SIZE, stateful_model
@@ -65,6 +65,36 @@ def test_against_plain_forwards_of_one_row(family: str) -> None:
     want = plain_log_probs(model, batch, batch.positions >= 30)
     assert_near(found, want, **FORWARD)
     assert_near(gradients(model, found), gradients(model, want), **WHOLE)
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("family", FORKED_FAMILIES)
+def test_no_name_that_transformers_gave_up_is_used(family: str) -> None:
+    model = stateful_model(family)
+    scorer = LogProbScorer(model)
+    assert scorer.shares_prefixes
+    scorer.score(group(), remember=True)
+
+
+@pytest.mark.parametrize(
+    ("takes", "name"),
+    [
+        ("cache", "cache"),
+        ("cache_params", "cache_params"),
+        ("past_key_values", "past_key_values"),
+        ("x", "past_key_values"),
+    ],
+)
+def test_the_argument_that_takes_the_states(takes: str, name: str) -> None:
+    """transformers 5.24 has one name for all families, earlier releases had two."""
+    body = torch.nn.Linear(1, 1)
+    body.forward = {  # type: ignore[method-assign]
+        "cache": lambda input_ids, cache=None: None,
+        "cache_params": lambda input_ids, cache_params=None: None,
+        "past_key_values": lambda input_ids, past_key_values=None: None,
+        "x": lambda input_ids, **options: None,
+    }[takes]
+    assert cache_argument(body) == name
 
 
 @pytest.mark.parametrize("family", [x for x in FORKED_FAMILIES if x not in ("qwen3_next", "granitemoehybrid")])
