@@ -100,7 +100,7 @@ profile: $(READY)  ## Profile this library's side of each workload; writes bench
 bench-gpu: $(READY)  ## Compare speed and memory with torchrl on a CUDA device; writes benchmarks/cuda/RESULTS.md
 	$(BIN)/python -m benchmarks run --device cuda $(ARGS)
 
-bench-ray: $(READY)  ## Compare the Ray service with torchrl's and count the replicas needed; writes benchmarks/RAY.md
+bench-ray: $(READY)  ## Compare the Ray service with torchrl's; writes benchmarks/RAY.md
 	$(BIN)/python -m benchmarks.ray run $(ARGS)
 
 lint: $(READY)  ## Check style and formatting

@@ -1,4 +1,4 @@
-"""The Ray service compared with torchrl's: ``python -m benchmarks.ray run``, ``... capacity``, ``... render``."""
+"""The Ray service compared with torchrl's: ``python -m benchmarks.ray run`` and ``... render``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.ray.capacity import Limits, Work, replicas_needed, with_model
 from benchmarks.ray.measure import PARTS, measure, whole
-from benchmarks.ray.plot import PLOT, save_plot
-from benchmarks.ray.report import markdown, print_answer, print_tables
+from benchmarks.ray.report import markdown, print_tables
 from benchmarks.ray.results import RESULTS, RayRun
 
 PAGE = "RAY.md"
 HERE = Path(__file__).parents[1]
-PICTURES = HERE.parent / "docs"
 QUICK = HERE.parent / "runs" / "bench-ray"
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
@@ -29,7 +26,7 @@ Part = Enum("Part", {part: part for part in PARTS}, type=str)  # type: ignore[mi
 
 Out = Annotated[
     Path | None,
-    typer.Option(help="Folder for the results; by default benchmarks/ and docs/, runs/bench-ray for quick runs."),
+    typer.Option(help="Folder for the results; by default benchmarks/, runs/bench-ray for quick runs."),
 ]
 
 
@@ -41,7 +38,7 @@ def run(
     seconds: Annotated[float, typer.Option(min=0.1, help="Seconds per window.")] = 2.5,
     out: Out = None,
 ) -> None:
-    """Measure, and write ray.json, RAY.md and ray_capacity.png.
+    """Measure, and write ray.json and RAY.md.
 
     With --only, the other parts in ray.json are kept if they were measured on the same machine with the same settings.
     """
@@ -64,55 +61,14 @@ def run(
 
         done = measure(empty, asked, quick=quick, rounds=rounds, seconds=seconds, on_step=on_step)
         progress.update(task, description="done", completed=progress.tasks[0].total)
-    _write(done if earlier is None else earlier.updated(done), folder, out, console)
+    _write(done if earlier is None else earlier.updated(done), folder, console)
 
 
 @app.command()
 def render(out: Out = None) -> None:
-    """Rewrite RAY.md and ray_capacity.png from ray.json."""
+    """Rewrite RAY.md from ray.json."""
     folder = out or HERE
-    _write(_load(folder), folder, out, Console())
-
-
-@app.command()
-def capacity(
-    collectors: Annotated[int, typer.Option(min=1, help="Number of collectors.")],
-    tokens_per_second: Annotated[
-        float, typer.Option(min=0.001, help="Tokens per second that each collector generates.")
-    ],
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences per request.")] = Work.sequences,
-    prompt: Annotated[int, typer.Option(min=0, help="Tokens per prompt.")] = Work.prompt,
-    response: Annotated[int, typer.Option(min=1, help="Tokens per response.")] = Work.response,
-    prompts: Annotated[int, typer.Option(min=1, help="Distinct prompts per request.")] = Work.prompts,
-    lost: Annotated[
-        float, typer.Option(help="Share of a collector's time that it may lose to waiting for others.")
-    ] = Limits.lost,
-    p99_ms: Annotated[float | None, typer.Option(help="Milliseconds that 99 of 100 requests may take.")] = None,
-    fixed_ms: Annotated[
-        float | None, typer.Option(help="Milliseconds per batch of your model, instead of the calibrated ones.")
-    ] = None,
-    model_tokens_per_second: Annotated[
-        float | None, typer.Option(min=1, help="Tokens per second of your model, instead of the calibrated ones.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of ray.json.")] = None,
-) -> None:
-    """Predict the number of replicas for a number of collectors."""
-    console = Console()
-    calibration = _load(out or HERE).calibration
-    if calibration is None:
-        raise typer.BadParameter(f"{RESULTS} holds no calibration: run `python -m benchmarks.ray run --only capacity`.")
-    replica, link = calibration.model()
-    replica = with_model(replica, fixed=None if fixed_ms is None else fixed_ms / 1e3, rate=model_tokens_per_second)
-    work = Work(tokens_per_second, sequences, prompt, response, prompts)
-    limits = Limits(lost, None if p99_ms is None else p99_ms / 1e3)
-    with console.status("simulating"):
-        answer = replicas_needed(work, collectors, replica, link, limits)
-    print_answer(answer, console)
-    if answer.replicas is None:
-        console.print(
-            "No number of replicas keeps within the limits: even a dedicated service is too slow for a collector."
-        )
-        raise typer.Exit(1)
+    _write(_load(folder), folder, Console())
 
 
 def _load(folder: Path) -> RayRun:
@@ -121,16 +77,11 @@ def _load(folder: Path) -> RayRun:
     return RayRun.load(folder)
 
 
-def _write(result: RayRun, folder: Path, out: Path | None, console: Console) -> None:
+def _write(result: RayRun, folder: Path, console: Console) -> None:
     print_tables(result, console)
     result.save(folder)
     (folder / PAGE).write_text(markdown(result), encoding="utf-8")
-    pictures = PICTURES if folder == HERE else folder
-    written = [folder / RESULTS, folder / PAGE]
-    if result.answers:
-        save_plot(result, pictures)
-        written.append(pictures / PLOT)
-    console.print(f"written: {', '.join(map(os.path.relpath, written))}")
+    console.print(f"written: {', '.join(os.path.relpath(folder / name) for name in (RESULTS, PAGE))}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,11 @@ from torchrl_llm_kl import Ragged
 _HEAD_START = 0.1  # seconds for the start message to reach all clients
 
 
+def quantile(values: Sequence[float], share: float) -> float:
+    """The quantile of the values: one of them, the next larger where it falls between two."""
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
+
+
 @dataclass(frozen=True)
 class Window:
     """Calls in a window of time.

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.agreement import largest_difference
-from benchmarks.ray.callers import Callers
-from benchmarks.ray.events import quantile
+from benchmarks.ray.callers import Callers, quantile
 from benchmarks.ray.sides import SEQUENCES, SERVED, Served, Sides, data, numbers
 from benchmarks.ray.wire import bytes_of
 from benchmarks.workloads.base import OURS, THEIRS

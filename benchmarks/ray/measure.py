@@ -10,9 +10,7 @@ from importlib.metadata import version
 import torch
 
 from benchmarks import environment
-from benchmarks.ray.calibration import QUICK_PLAN, Plan, calibrate
 from benchmarks.ray.callers import Callers
-from benchmarks.ray.capacity import COLLECTORS, SPEEDS, Limits, answers_for
 from benchmarks.ray.cluster import NICENESS, cluster
 from benchmarks.ray.comparison import Case, bytes_on_wire, check_agreement, compare
 from benchmarks.ray.faults import STEPS as FAULT_STEPS, faults
@@ -23,7 +21,7 @@ from benchmarks.ray.scale import STEPS, scale
 from benchmarks.ray.sides import SERVED, Sides, size_of
 from benchmarks.workloads.base import OURS
 
-PARTS = ("calls", "processor", "overhead", "scale", "capacity", "faults")
+PARTS = ("calls", "processor", "overhead", "scale", "faults")
 LENGTHS, QUICK_LENGTHS = (32, 512), (16,)
 _QUIET = 10.0  # seconds after which the service no longer counts a caller as recent
 
@@ -52,13 +50,10 @@ def measure(
     size, lengths = size_of(quick), QUICK_LENGTHS if quick else LENGTHS
     rounds, seconds = (1, 0.4) if quick else (rounds, seconds)
     counts = (1, 2) if quick else (1, MANY)
-    plan = QUICK_PLAN if quick else Plan()
-    collectors, speeds = ((1, 10, 100), SPEEDS[:1]) if quick else (COLLECTORS, SPEEDS)
-    calls, processor, idle, many, capacity, failing = (part in parts for part in PARTS)
+    calls, processor, idle, many, failing = (part in parts for part in PARTS)
     windows = 2 * len(SERVED) * len(lengths) * len(counts) * (rounds + 1)
     total = 4 + calls * (windows + 1) + idle * len(lengths) + many * STEPS + failing * FAULT_STEPS
     total += processor * 2 * len(SERVED) * len(lengths)
-    total += capacity * (plan.windows + len(collectors) * len(speeds))
 
     def step(what: str) -> None:
         on_step(what, total)
@@ -83,10 +78,10 @@ def measure(
             found = replace(found, scale=scale(size, quick=quick, seconds=8 * seconds, repeats=rounds, on_step=step))
         if failing:
             found = replace(found, faults=faults(size, quick=quick, on_step=step))
-        if calls or processor or capacity:
+        if calls or processor:
             last_call = time.monotonic()
             step("starting callers")
-            callers = Callers(max(max(counts), max(plan.clients)), sides)
+            callers = Callers(max(counts), sides)
             if calls:
                 step("until it is quiet")
                 time.sleep(0 if quick else max(0.0, last_call + _QUIET - time.monotonic()))
@@ -106,18 +101,4 @@ def measure(
                 cases = [Case(served, max(counts), length) for served in SERVED for length in lengths]
                 times = processor_times(callers, cases, seconds=2 * seconds, on_window=step)
                 found = replace(found, processor=tuple(times))
-            if capacity:
-                calibration, checks = calibrate(callers, size, plan, on_window=step)
-                found = replace(found, calibration=calibration, checks=tuple(checks))
-    if capacity:
-        assert found.calibration is not None
-        step("simulating")
-        answers = answers_for(
-            speeds,
-            collectors,
-            *found.calibration.model(),
-            Limits(),
-            on_answer=lambda a: step(f"simulating {a.collectors:,} collectors"),
-        )
-        found = replace(found, answers=tuple(answers))
     return found

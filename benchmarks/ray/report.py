@@ -8,8 +8,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.ray.calibration import Check
-from benchmarks.ray.capacity import Answer, Limits, Work
 from benchmarks.ray.comparison import Calls
 from benchmarks.ray.overhead import Overhead
 from benchmarks.ray.processor import CALLER, MODEL, OTHERS
@@ -31,17 +29,6 @@ both compute the same numbers{difference}.
 both models and a factory for each; other arguments fail at construction or at the first call. *Reference served*: only
 the log-probs of the reference, for a policy whose log-probs came with the samples. torchrl has no working transform for
 this: here its `RayTransform` wraps its `RetrieveLogProb`, as in its other Ray transforms.
-"""
-
-_CAPACITY = """## How many replicas
-
-A discrete-event simulation (`benchmarks/ray/events.py`): each collector generates {sequences} answers of {response}
-tokens to a prompt of {prompt}, requests the scores of all {tokens:,} tokens, and waits. Each prompt goes to one of the
-replicas, which batch requests like the service. The result is the smallest number of replicas at which a collector
-loses at most {lost:.0%} more of its time than with a dedicated service.
-`python -m benchmarks.ray capacity --collectors N --tokens-per-second L` covers other settings, and models of another speed.
-
-![Replicas for up to 10,000 collectors, and predictions beside real runs](../docs/ray_capacity.png)
 """
 
 _FAULTS = """Eight callers in one process score 4 x 32 tokens without a pause, each row on a new service. Every answer is
@@ -77,18 +64,8 @@ def print_tables(run: RayRun, console: Console) -> None:
         _print(console, "Bytes of a call", *_bytes(run))
     if run.faults:
         _print(console, "Faults", *_faults(run))
-    if run.checks:
-        _print(console, "Predictions beside real runs", *_checks(run.checks))
-    if run.answers:
-        _print(console, "Replicas", *_answers(run.answers))
     for goal in run.goals:
         console.print(f"[{'green' if goal.met else 'red'}]{_verdict(goal)}[/]: {_goal(goal)} ({goal.what})")
-
-
-def print_answer(answer: Answer, console: Console) -> None:
-    """Print one answer."""
-    header, rows = _answers([answer])
-    _print(console, "Replicas", header, rows)
 
 
 def markdown(run: RayRun) -> str:
@@ -136,8 +113,6 @@ def markdown(run: RayRun) -> str:
     if run.bytes:
         header, rows = _bytes(run)
         parts += ["## Bytes of a call\n\nPickled as Ray does.\n", markdown_table(list(header), rows)]
-    if run.calibration is not None:
-        parts += [_capacity(run), *_calibration(run)]
     where = {**run.machine, **run.settings, **run.versions}
     parts += ["## Where\n", markdown_table(["", ""], [[name, value] for name, value in where.items()])]
     return "\n".join(parts)
@@ -240,84 +215,11 @@ def _bytes(run: RayRun) -> tuple[tuple[str, ...], list[list[str]]]:
     return header, rows
 
 
-def _capacity(run: RayRun) -> str:
-    work, limits = Work(0.0), Limits()
-    text = _CAPACITY.format(
-        sequences=work.sequences, response=work.response, prompt=work.prompt, tokens=work.tokens, lost=limits.lost
-    )
-    header, rows = _answers(run.answers)
-    return text + "\n" + markdown_table(list(header), rows)
-
-
-def _answers(answers: Sequence[Answer]) -> tuple[tuple[str, ...], list[list[str]]]:
-    header = ("tokens/s", "collectors", "replicas", "waiting", "alone", "p50 ms", "p99 ms", "busy", "requests/batch")
-    rows = [
-        [
-            f"{a.tokens_per_second:,.0f}",
-            f"{a.collectors:,}",
-            "no number" if a.replicas is None else f"{a.replicas:,}",
-            f"{a.lost:.1%}",
-            f"{a.lost_alone:.1%}",
-            f"{1e3 * a.latency_p50:,.0f}",
-            f"{1e3 * a.latency_p99:,.0f}",
-            f"{a.busy:.0%}",
-            f"{a.requests_per_batch:.2f}",
-        ]
-        for a in answers
-    ]
-    return header, rows
-
-
 def _faults(run: RayRun) -> tuple[list[str], list[list[str]]]:
     header = ["fault", "answers", "lost", "wrong", "slowest s", "load", ""]
     rows = [
         [f.what, f"{f.answers:,}", str(f.lost), str(f.wrong), f"{f.slowest:.1f}", f"{f.load:.0f}", f.note]
         for f in run.faults
-    ]
-    return header, rows
-
-
-def _calibration(run: RayRun) -> list[str]:
-    assert run.calibration is not None
-    replica, link = run.calibration.model()[0], sorted(run.calibration.links)
-    text = (
-        f"## Calibration\n\nA batch takes {1e3 * replica.fixed:.2f} ms, {1e3 * replica.each:.2f} ms more for each request, and "
-        f"a second more for each {replica.rate:,.0f} tokens: fitted to batches of several sizes, of which the worst is "
-        f"{run.calibration.largest_error:.0%} off. Beside queue and model a call takes {1e3 * link[len(link) // 2]:.2f} ms in "
-        f"the median. The service waits up to {1e3 * replica.max_wait:g} ms for callers of the last {replica.lately:g} s, and "
-        f"takes up to {replica.max_tokens:,.0f} tokens at once.\n"
-    )
-    header, rows = _checks(run.checks)
-    return [text, "### Predictions beside real runs\n", markdown_table(list(header), rows)] if rows else [text]
-
-
-def _checks(checks: Sequence[Check]) -> tuple[tuple[str, ...], list[list[str]]]:
-    header = (
-        "clients",
-        "pause ms",
-        "calls/s",
-        "predicted",
-        "error",
-        "latency ms",
-        "predicted",
-        "error",
-        "p99 ms",
-        "predicted",
-    )
-    rows = [
-        [
-            str(c.clients),
-            f"{1e3 * c.think:g}",
-            f"{c.throughput:.1f}",
-            f"{c.predicted_throughput:.1f}",
-            f"{c.errors[0]:+.0%}",
-            f"{1e3 * c.latency:.1f}",
-            f"{1e3 * c.predicted_latency:.1f}",
-            f"{c.errors[1]:+.0%}",
-            f"{1e3 * c.latency_p99:.1f}",
-            f"{1e3 * c.predicted_latency_p99:.1f}",
-        ]
-        for c in checks
     ]
     return header, rows
 

@@ -1,4 +1,4 @@
-"""All measurements and predictions, as JSON from which the page is rendered and capacity questions are answered."""
+"""All measurements, as JSON from which the page is rendered."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ray.calibration import Calibration, Check
-from benchmarks.ray.capacity import Answer
 from benchmarks.ray.comparison import Bytes, Calls, Case, Line
 from benchmarks.ray.faults import Fault
 from benchmarks.ray.overhead import Overhead
@@ -38,9 +36,6 @@ class RayRun:
         bytes: on the wire.
         overheads: of a call over a local scorer.
         scale: many callers, prompts and replicas.
-        calibration: of the event model.
-        checks: of its predictions.
-        answers: numbers of replicas.
         faults: what callers noticed of them.
     """
 
@@ -55,9 +50,6 @@ class RayRun:
     bytes: tuple[Bytes, ...] = ()
     overheads: tuple[Overhead, ...] = ()
     scale: Scale | None = None
-    calibration: Calibration | None = None
-    checks: tuple[Check, ...] = ()
-    answers: tuple[Answer, ...] = ()
     faults: tuple[Fault, ...] = ()
 
     @property
@@ -107,20 +99,16 @@ class RayRun:
     def load(cls, folder: Path) -> RayRun:
         """Read a run that :meth:`save` wrote."""
         data = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
-        kinds: dict[str, Any] = {"bytes": Bytes, "overheads": Overhead, "checks": Check}
-        kinds |= {"answers": Answer, "faults": Fault}
+        kinds: dict[str, Any] = {"bytes": Bytes, "overheads": Overhead, "faults": Fault}
         parts = {name: tuple(kind(**item) for item in data.get(name, ())) for name, kind in kinds.items()}
         lines = tuple(Line(Case(**x["case"]), Calls(**x["theirs"]), Calls(**x["ours"])) for x in data["lines"])
         processor = tuple(Processor(**{**x, "case": Case(**x["case"])}) for x in data.get("processor", ()))
         scale = data.get("scale") and Scale.read(data["scale"])
-        calibration = data["calibration"] and Calibration(**data["calibration"])
         parts |= {"lines": lines, "processor": processor}
-        return cls(**{**data, **parts, "scale": scale, "calibration": calibration})
+        return cls(**{**data, **parts, "scale": scale})
 
 
-_PARTS = (
-    *("difference", "lines", "processor", "bytes", "overheads", "scale", "calibration", "checks", "answers", "faults"),
-)
+_PARTS = ("difference", "lines", "processor", "bytes", "overheads", "scale", "faults")
 
 
 def served(name: str) -> str:

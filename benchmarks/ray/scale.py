@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.measure import Contender, alternate
 from benchmarks.models import ModelSize
-from benchmarks.ray.events import quantile
+from benchmarks.ray.callers import quantile
 from benchmarks.ray.overhead import NoMemory
 from benchmarks.ray.sides import reference
 from benchmarks.results import Goal
