@@ -37,7 +37,7 @@ PACKAGES = ("torch", "tensordict", "torchrl", "transformers", "ray", "peft", "tr
 #: The distribution of a package in the column ``beyond``, if another one than its releases.
 NIGHTLY = {"torchrl": "torchrl-nightly"}
 EXTRAS = ("ray", "lora")
-TOOLS = ("pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "rich>=13", "typer>=0.12", "pyarrow>=15")
+TOOLS = ("pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "rich>=13", "typer>=0.12", "pyarrow>=15", "pillow")
 #: What the package is for, from token ids to losses, without the tutorials, the tools around it and other libraries.
 CORE = (
     *(

@@ -61,7 +61,7 @@ class Sizes:
 
 
 OF_CHECKPOINT = Sizes(
-    training_steps=0, tuning_steps=(1, 4), tuning_rate=2e-6, batch=(4, 64), held_out=12, documents=60, repeats=1
+    training_steps=0, tuning_steps=(1, 4, 16), tuning_rate=2e-6, batch=(4, 64), held_out=12, documents=60, repeats=1
 )
 SMALLEST = Sizes(
     replace(QUICK, vocab=300),

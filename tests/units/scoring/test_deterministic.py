@@ -16,6 +16,7 @@ from closeness import assert_near, needs_equal_rows
 from layouts import tokens
 from scoring_reference import plain_log_probs, random_sequences
 from torchrl_llm_kl import LogProbScorer, PolicyLoss, Ragged, RetrieveKL, ScoreOptions, make_algorithm
+from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.scoring import _attention, _invariant, _passes, _probe, _scorer
 from torchrl_llm_kl.scoring._attention import PackLayout, PackPiece
 from torchrl_llm_kl.scoring._scores import Reading, Scores
@@ -296,7 +297,9 @@ def test_settings_reach_every_scorer(model: nn.Module, monkeypatch: pytest.Monke
     rows = rows_of(9, 40)
     data = tokens("padded", [row[:3].tolist() for row in rows], [row[3:].tolist() for row in rows])
     assert not kl(data)["kl_penalty"].any()
-    loss = PolicyLoss(model, "ppo", options=ScoreOptions(deterministic=True), reference=model)
+    loss = PolicyLoss(
+        model, "ppo", terms=[KLToReference(0.1)], options=ScoreOptions(deterministic=True), reference=model
+    )
     assert [loss.scorer.deterministic, loss._reference_scorer.deterministic] == [True] * 2
     assert PolicyLoss(LogProbScorer(model, deterministic=True), "ppo")._sharp_scorer.deterministic
     with pytest.raises(ValueError, match=r"own settings: set its options there"):
