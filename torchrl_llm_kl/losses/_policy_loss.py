@@ -50,6 +50,7 @@ from torchrl_llm_kl.rollouts import (
     ResponseTokens,
     find_key,
     find_log_probs,
+    find_result,
     mismatch,
     per_sequence,
     per_token,
@@ -137,7 +138,8 @@ class PolicyLoss(TokenLoss):
     (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``loss_mask``, ``selected``, ``pair_id``,
     ``chosen``, ``reference_point``, ``match_id``, ``denominators``, ``kept`` (the parent of ``"counts"`` and ``"ids"``),
     ``top_k`` (a teacher's, the key of :class:`~torchrl_llm_kl.TopK`; a list of keys for several teachers),
-    ``routed_experts``, ``images``. An entry is also found on the other side of ``"next"``, and log-probs also under
+    ``routed_experts``, ``images``. An entry is also found on the other side of ``"next"``; ``top_k``, ``kept`` and
+    ``routed_experts`` are read below ``"next"`` first, where an env writes them. Log-probs are also found under
     ``"response"`` without a ``"full"``, as TorchRL's wrappers store them. Where the data holds ``routed_experts``
     ``[*B, T, L, k]``, the actor, a mixture of experts, uses these experts; see ``docs/routing.md``.
 
@@ -611,7 +613,7 @@ class PolicyLoss(TokenLoss):
     def _replayed(self, td: TensorDictBase, tokens: Ragged) -> dict[str, Any]:
         """The images; and what the sampler recorded: the tokens that it kept, if something is left out, and its routing."""
         keys, truncates = self.tensor_keys, self.sampling.truncates
-        routed = find_key(td, keys.routed_experts)
+        routed = find_result(td, keys.routed_experts)
         if routed is None and self._is_set("routed_experts"):
             routed = require_key(
                 td, keys.routed_experts, "a replay of routing", "Store it, or leave its key as it was."

@@ -41,6 +41,7 @@ from torchrl_llm_kl.rollouts._context import (
 from torchrl_llm_kl.rollouts._entries import (
     describe_entries as describe_entries,
     find_log_probs as find_log_probs,
+    find_result as find_result,
     is_distributed as is_distributed,
     leading_unscored as leading_unscored,
     leaves as leaves,

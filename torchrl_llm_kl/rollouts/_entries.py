@@ -49,6 +49,22 @@ def find_key(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
     return None
 
 
+def find_result(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
+    """:func:`find_key` for an entry that a transform writes for a step: below ``"next"`` before the root.
+
+    An env declares the entries of its transforms, so the root holds them too: empty after a reset, and of the step before in
+    later turns.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> td = TensorDict(entropy=torch.ones(2, 0), next=TensorDict(entropy=torch.ones(2, 3)), batch_size=[2])
+        >>> find_result(td, "entropy")
+        ('next', 'entropy')
+    """
+    path = _path(key)
+    return find_key(td, path if path[0] == "next" else ("next", *path))
+
+
 def _path(key: NestedKey) -> tuple[str, ...]:
     path = unravel_key(key)
     return (path,) if isinstance(path, str) else path

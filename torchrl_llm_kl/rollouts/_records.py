@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from torchrl_llm_kl._typing import ImageRows
 from torchrl_llm_kl.ragged import Dense, Node, Ragged, Rows, node_of, segment_sum, unbind_rows, write_ragged
-from torchrl_llm_kl.rollouts._entries import find_key, leaves, per_token, read_of, require_key
+from torchrl_llm_kl.rollouts._entries import find_result, leaves, per_token, read_of, require_key
 from torchrl_llm_kl.rollouts._keys import sub_key
 
 # ------------------------------------------------------------------ kept tokens
@@ -37,7 +37,7 @@ def read_kept(
 
     Args:
         td: the data.
-        key: parent of both entries, also found on the other side of ``"next"``.
+        key: parent of both entries, read below ``"next"`` before the root.
         tokens: all tokens.
         responses: True at response tokens; bool ``[N]``; where ``counts`` are of the response alone.
 
@@ -51,7 +51,7 @@ def read_kept(
         >>> [x.tolist() for x in read_kept(TensorDict(kept=kept, batch_size=[1]), "kept", tokens)]
         [[5, 6, 7], [0, 0, 2, 3]]
     """
-    ids_key, counts_key = (find_key(td, sub_key(key, name)) for name in ("ids", "counts"))
+    ids_key, counts_key = (find_result(td, sub_key(key, name)) for name in ("ids", "counts"))
     if ids_key is None or counts_key is None:
         return None
     ids = read_of(td, ids_key, tokens)
@@ -97,7 +97,7 @@ def read_routing(td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: 
 
     Args:
         td: the data.
-        key: the entry, also found on the other side of ``"next"``.
+        key: the entry, read below ``"next"`` before the root.
         tokens: all tokens.
         responses: True at response tokens; bool ``[N]``; where the entry is of the response alone, from its first token on.
 
@@ -111,7 +111,7 @@ def read_routing(td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: 
         >>> read_routing(data, "routed_experts", Ragged.from_list([torch.tensor([5, 6, 7])])).tolist()
         [[[3, 1]], [[0, 2]], [[-1, -1]]]
     """
-    found = find_key(td, key)
+    found = find_result(td, key)
     if found is None:
         return None
     data = read_of(td, found, tokens)
@@ -218,7 +218,8 @@ def read_top_k(
 
     Args:
         td: the data.
-        keys: one for each teacher, the key of its :class:`~torchrl_llm_kl.TopK`; their ``k`` may differ.
+        keys: one for each teacher, the key of its :class:`~torchrl_llm_kl.TopK`, read below ``"next"`` before the root; their
+            ``k`` may differ.
         tokens: all tokens.
         responses: True at response tokens; bool ``[N]``; None if unknown.
 
@@ -239,7 +240,8 @@ def read_top_k(
     teachers = []
     for key in keys:
         entries = [
-            require_key(td, name, "a distillation needs a teacher's top k", advice) for name in top_k_entries(key)
+            find_result(td, name) or require_key(td, name, "a distillation needs a teacher's top k", advice)
+            for name in top_k_entries(key)
         ]
         ids = per_token(td, entries[0], tokens, responses, fill=0, features=1)
         log_probs = per_token(td, entries[1], tokens, responses, features=1).detach()

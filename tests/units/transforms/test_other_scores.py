@@ -1,5 +1,6 @@
 """Scores beside the log-prob of a token: the exact KL, the top k, the sampler's log-probs."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.modules.llm.policies.common import LogProbs
 
 from closeness import assert_near
+from head_reference import collapse, gkd_of
 from layouts import PROMPTS, RESPONSES, at_responses, tokens
-from torchrl_llm_kl import RetrieveKL
+from torchrl_llm_kl import PolicyLoss, RetrieveKL, make_algorithm
 from torchrl_llm_kl.scoring import RememberedModel
 from torchrl_llm_kl.transforms import Entropy, ExactKL, KLComputation, RetrieveLogProb, SamplerLogProbs, TopK
 from toy_models import BACKWARD, FORWARD, VOCAB_SIZE, tiny_model
@@ -134,6 +136,33 @@ def test_beside_the_log_probs_of_a_policy() -> None:
     copy = lazy_stack([step.clone() for step in found.unbind(0)]).clone()
     assert copy[1][LOG_PROBS].shape == (4, K)
     assert copy[1]["log_probs", "full"].ne(0).sum() == 2
+
+
+@pytest.mark.filterwarnings("ignore:the top k below")
+@pytest.mark.parametrize(
+    ("name", "beta", "padded"), [("gkd", 0.0, True), ("on_policy_distill", 1.0, False)], indirect=["padded"]
+)
+def test_a_distillation_from_an_env(lab: Any, name: str, beta: float, padded: bool) -> None:
+    """The root holds the top k of the turn before, and none in the first turn."""
+    wide, teacher = copy.deepcopy(lab.gen_model).double(), copy.deepcopy(lab.ref_model).double()
+    settings = {"beta": beta} if name == "gkd" else {}
+    parts = make_algorithm(name, lab.gen_model, reference=lab.ref_model, top_k=K, **settings)
+    rollout = lab.collect(parts.kl_transform, pad_output=padded, turns=2)
+    batch, values = flat(rollout), []
+    for step in steps(rollout):
+        real = step["masks", "all_attention_mask"]
+        ids, answer = step["tokens", "full"][real][None], int(real[len(step["tokens", "prompt"]) :].sum())
+        with torch.no_grad():
+            log_q, log_p = (m(ids).logits[0, -answer - 1 : -1].log_softmax(-1) for m in (wide, teacher))
+        top = log_p.topk(K, -1).indices
+        values.append(gkd_of(*(collapse(x, top) for x in (log_q, log_p)), beta))
+    want = torch.cat(values).mean()
+    assert len(values) == 4
+    assert_near(parts.loss(parts.prepare(batch))["loss_objective"], want.float(), **FORWARD)
+    loss = PolicyLoss(lab.gen_model, "distill", beta=beta)  # under a key of one's own
+    loss.set_keys(top_k="teacher")
+    own = lab.collect(RetrieveLogProb(lab.ref_model, extras=[TopK(K, "teacher")]), pad_output=padded, turns=2)
+    assert_near(loss(flat(own))["loss_objective"], want.float(), **FORWARD)
 
 
 def test_a_top_k_that_is_refused() -> None:

@@ -94,6 +94,11 @@ def test_a_first_scoring_is_recorded(layout: str, model: nn.Module, later: nn.Mo
     assert torch.equal(recorded(again), want.values)
 
 
+def responses_of(row: TensorDictBase) -> Tensor:
+    """The tokens after the prompt that are no padding."""
+    return row["masks", ATTENTION] & (torch.arange(len(row["tokens", "full"])) >= len(row["tokens", "prompt"]))
+
+
 def test_in_an_env(lab: Any) -> None:
     """Each turn is recorded anew, and replayed outside."""
     policy_model = make_model(lab.tokenizer, 0, "deepseek_v3")
@@ -109,6 +114,11 @@ def test_in_an_env(lab: Any) -> None:
     found = RetrieveLogProb(policy_model, extras=[RoutedExperts(KEY)])(flat(td))
     for row, step in zip(found.unbind(0), steps(td), strict=True):
         assert_near(row["next", "log_probs", "full"], step["next", "log_probs", "full"], **FORWARD)
+    # The loss replays the record of the step itself: the root has that of the turn before.
+    later = perturbed(policy_model)
+    by_step = RetrieveLogProb(later, extras=[RoutedExperts(KEY)])(flat(td))
+    log_probs = torch.cat([row["next", "log_probs", "full"][responses_of(row)] for row in steps(by_step)])
+    assert_near(PolicyLoss(later, "sft")(flat(td))["loss_objective"], -log_probs.mean(), **FORWARD)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "exact"])
