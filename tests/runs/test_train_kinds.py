@@ -166,6 +166,22 @@ def test_a_teacher(lab: Path, tmp_path: Path, name: str, zero: str) -> None:
     assert abs(result.rows[0][zero]) < 1e-4
 
 
+@pytest.mark.parametrize("name", ["gkd", "on_policy_distill"])
+def test_a_teacher_of_top_tokens_without_a_reward(lab: Path, tmp_path: Path, name: str) -> None:
+    """Nothing is evaluated, and no figure is about a reward; the student is its teacher until the first update."""
+    changes = (f"algorithm.name={name}", f"algorithm.teacher={lab / 'model'}", "algorithm.args={top_k: 16}")
+    quiet = ("algorithm.minibatches=1", "logging.doctor_every=1", "run.steps=2", "optimizer.warmup_steps=0")
+    result, said = go(lab, tmp_path, *changes, *quiet, "reward.functions=null", kl={})
+    assert (result.outcome, result.step, result.evaluations) == ("finished", 2, [])
+    first = result.rows[0]
+    assert abs(first["loss_objective"]) < 1e-4
+    assert 0 < first["captured_mass"] < 1
+    assert not [key for key in first if "reward" in key]
+    assert "reward" not in "".join(said)
+    assert (tmp_path / "final" / "README.md").exists()
+    assert (tmp_path / "diagnosis.txt").exists()
+
+
 TEACHER = ["algorithm.name=gkd", "algorithm.teacher=t", "kl.place=preset", "kl.target=null", "kl.controller_args={}"]
 NO_HORIZON = ["kl.controller_args={}", "kl.controller_args.horizon=0"]
 LOW = r"0 < kl.controller_args.low <= kl.coefficient <= .*, got kl.controller_args.low=0.2, kl.coefficient=0.1"

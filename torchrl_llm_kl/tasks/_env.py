@@ -75,7 +75,7 @@ class Turns:
 
 def make_env(
     prompts: DataSource | Prompts,
-    reward: Reward | FunctionReward,
+    reward: Reward | FunctionReward | None,
     tokenizer: Tokenizer,
     *,
     group_size: int = 8,
@@ -104,7 +104,7 @@ def make_env(
             with ``prompt`` or ``question`` (text) or ``messages``; all its other columns are metadata, among them ``answer``.
         reward: a function ``(question, answer, metadata) -> number``, sync or async; named parts ``{name: function}`` or
             ``{name: (weight, function)}``; or a :class:`FunctionReward`. ``answer`` is what the policy wrote; the expected
-            one of the row is ``metadata["answer"]``.
+            one of the row is ``metadata["answer"]``. None for answers that a teacher judges: the data has no rewards then.
         tokenizer: of the policy, with its chat template.
 
     Keyword Args:
@@ -182,9 +182,9 @@ def make_env(
         input_mode=input_mode,
         template_kwargs=template_kwargs or {},
     )
-    if not isinstance(reward, FunctionReward):
+    if reward is not None and not isinstance(reward, FunctionReward):
         reward = FunctionReward(reward, timeout=timeout, tokenizer=tokenizer)
-    env = TransformedEnv(base, Compose(reward))
+    env = TransformedEnv(base, Compose(*[] if reward is None else [reward]))
     for transform in appended:
         env = env.append_transform(transform)
     return env

@@ -357,8 +357,8 @@ def _run_file(path: Path) -> ModuleType:
     return module
 
 
-def load_reward(config: TrainConfig) -> Reward:
-    """The reward of a configuration, as :func:`~torchrl_llm_kl.tasks.make_env` takes it.
+def load_reward(config: TrainConfig) -> Reward | None:
+    """The reward of a configuration, as :func:`~torchrl_llm_kl.tasks.make_env` takes it; None if only a teacher judges.
 
     Raises:
         ConfigError: if a part is not a function.
@@ -367,6 +367,8 @@ def load_reward(config: TrainConfig) -> Reward:
         >>> reward = load_reward(config)  # doctest: +SKIP
     """
     functions = config.reward.functions
+    if functions is None:
+        return None
     if isinstance(functions, str):
         return load_function(functions)
     parts: dict[str, tuple[float, Callable[..., object]]] = {}
@@ -387,14 +389,14 @@ def load_reward(config: TrainConfig) -> Reward:
 def load_prompts(config: TrainConfig) -> tuple[Prompts, Prompts | None]:
     """The prompts to train on and the held-out ones, if there are any.
 
-    A share is held out by a permutation that is the same in every run.
+    A share is held out by a permutation that is the same in every run; none without a reward to evaluate.
 
     Example:
         >>> prompts, held_out = load_prompts(config)  # doctest: +SKIP
     """
     data = config.data
     prompts, held_out = Prompts(data.prompts), None if data.held_out is None else Prompts(data.held_out)
-    if held_out is None and data.held_out_share and len(prompts) > 1:
+    if held_out is None and data.held_out_share and len(prompts) > 1 and config.reward.functions is not None:
         count = min(len(prompts) - 1, max(1, round(data.held_out_share * len(prompts))))
         order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0)).tolist()
         prompts, held_out = _some(prompts, sorted(order[count:])), _some(prompts, sorted(order[:count]))
@@ -421,7 +423,7 @@ def file_digests(config: TrainConfig) -> dict[str, str]:
 def reward_scripts(config: TrainConfig) -> list[str]:
     """The files with reward functions, as the configuration has them."""
     functions = config.reward.functions
-    parts = [functions] if isinstance(functions, str) else functions.values()
+    parts = list(functions.values()) if isinstance(functions, Mapping) else [functions] if functions else []
     places = [part.get("function") if isinstance(part, Mapping) else part for part in parts]
     return [name for place in places if (name := str(place).rpartition(":")[0]).endswith(".py")]
 

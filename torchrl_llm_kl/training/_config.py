@@ -87,7 +87,7 @@ class DataConfig:
 class RewardConfig:
     """What an answer is worth."""
 
-    functions: Any = REQUIRED  # a text, or a mapping: OmegaConf knows no such union
+    functions: Any = None  # a text, or a mapping: OmegaConf knows no such union
     timeout: float = 30.0
 
 
@@ -636,6 +636,7 @@ def _check_together(config: TrainConfig) -> None:
     place, functions = reference.name, config.reward.functions
     moves = reference.decay is not None or reference.reset_every is not None
     apart = reference.service is not None
+    unjudged = functions is None and config.algorithm.teacher is not None  # the teacher takes the place of rewards
     refuse(
         config,
         betas=len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas),
@@ -651,7 +652,8 @@ def _check_together(config: TrainConfig) -> None:
         warmup=config.optimizer.warmup_steps >= config.run.steps,
         loggers_twice=len(set(loggers)) < len(loggers),
         best_of_none=config.checkpoints.final == "best" and not config.evaluation.every,
-        reward=not isinstance(functions, (str, Mapping)) or not functions,
+        reward=not (isinstance(functions, (str, Mapping)) and functions) and not unjudged,
+        held_out_without_reward=unjudged and config.data.held_out is not None,
     )
     known = ("csv", "tensorboard", "wandb", "mlflow")
     for name in loggers:

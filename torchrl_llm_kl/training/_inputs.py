@@ -42,14 +42,14 @@ class RunInputs:
     Args:
         prompts: to train on.
         held_out: for the evaluation; None if there are none.
-        reward: as :func:`~torchrl_llm_kl.tasks.make_env` takes it.
+        reward: as :func:`~torchrl_llm_kl.tasks.make_env` takes it; None if only a teacher judges.
         files: SHA-256 of the files with prompts and rewards, by path.
         tokenizer: of the policy.
     """
 
     prompts: Prompts
     held_out: Prompts | None
-    reward: Reward
+    reward: Reward | None
     files: dict[str, str]
     tokenizer: PreTrainedTokenizerBase
 
@@ -157,7 +157,7 @@ def _check_models(config: TrainConfig) -> None:
     check_parts(config, policy, reference)
 
 
-def _render_first(config: TrainConfig, prompts: Prompts, reward: Reward, tokenizer: PreTrainedTokenizerBase) -> None:
+def _render_first(config: TrainConfig, prompts: Prompts, reward: Reward | None, tokenizer: PreTrainedTokenizerBase) -> None:
     """Build the env of some prompts, which renders the first."""
     with tensordict.set_list_to_stack(True):
         try:

@@ -522,7 +522,7 @@ def _finish(run: Run, checkpoints: Checkpoints, result: TrainResult) -> TrainRes
     rows, evaluations = run.rows.rows, run.evaluations.rows
     curves = out / "curves.png"
     try:
-        if rows:
+        if rows and "reward" in rows[0]:
             names = ("step", "reward", "low/reward", "high/reward")
             held_out = [tuple(row[name] for name in names if name in row) for row in evaluations]
             plot_curves(rows, curves, kl_target=config.kl.target, held_out=held_out, title=config.algorithm.name)

@@ -37,6 +37,7 @@ LOSS_KEYS = (
     ("kept", "counts"),
     ("kept", "ids"),
     "top_k",
+    ("next", "top_k"),
     "routed_experts",
     "images",
     "advantage",
@@ -269,7 +270,7 @@ def step_figures(
         compares: whether the algorithm compares the answers of a group; else the answers of the whole step are one group.
 
     Returns:
-        ``reward`` and each named part ``reward/<name>``; with an entry ``"group"``, ``equal_rewards``, the share of groups
+        ``reward`` and each named part ``reward/<name>``, if there are rewards; with an entry ``"group"``, ``equal_rewards``, the share of groups
         whose answers all have the same reward, before a KL is charged; ``kl``, nats per answer; with a coefficient
         ``coefficient`` and, if it is charged to the reward, ``penalised_reward``; ``reward_failures``; ``answer_tokens`` and
         ``tokens`` of all answers.
@@ -281,8 +282,9 @@ def step_figures(
         {'reward': 0.5, 'kl': 0.4...}
     """
     after = batch["next"]
-    rewards = after["reward"].flatten(1).sum(-1)
-    figures = {"reward": rewards.mean().item()}
+    judged = "reward" in after.keys()  # noqa: SIM118  # of a TensorDict
+    rewards = after["reward"].flatten(1).sum(-1) if judged else torch.zeros(len(batch))
+    figures = {"reward": rewards.mean().item()} if judged else {}
     group, earned, rounding = batch.get("group", None), rewards, torch.zeros_like(rewards)
     if "kl_penalty" in after.keys():  # noqa: SIM118  # of a TensorDict
         per_token = after["kl_penalty"].flatten(1)
@@ -295,7 +297,7 @@ def step_figures(
                 rounding = 1e-5 * (rewards.abs() + value * per_token.abs().sum(-1))
             figures["coefficient"] = value
         figures["kl"] = kl
-    if group is not None:
+    if group is not None and judged:
         group = group.flatten()
         figures["equal_rewards"] = _equal_share(earned, rounding, group if compares else torch.zeros_like(group))
     parts = after.get("rewards", None)

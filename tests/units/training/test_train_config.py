@@ -152,6 +152,13 @@ def test_all_unknown_keys_what_is_missing_what_has_changed_and_no_file(tmp_path:
         read_config({"model": {"name": "m"}, "reward": "r.py:f"})
     with pytest.raises(ConfigError, match=r"model\.name is missing"):
         TrainConfig()
+    least = {"model": {"name": "m"}, "data": {"prompts": "p.jsonl"}}
+    with pytest.raises(ConfigError, match=r"^reward\.functions is None: expected .* with algorithm\.teacher needs none\.$"):
+        read_config(least)
+    taught = {**least, "algorithm": {"name": "gkd", "teacher": "t"}}
+    assert read_config(taught).reward.functions is None
+    with pytest.raises(ConfigError, match=r"^data\.held_out is for evaluations of the reward, and the run has none"):
+        read_config(taught, ["data.held_out=h.jsonl"])
     # numbers that no setting can hold, also where no YAML is read
     sections = {"model": ModelConfig("m"), "data": DataConfig("p.jsonl")}
     with pytest.raises(ConfigError, match=r"run\.steps is a whole number of 33220 bits: expected one of at most 64\."):
