@@ -157,7 +157,9 @@ def _check_models(config: TrainConfig) -> None:
     check_parts(config, policy, reference)
 
 
-def _render_first(config: TrainConfig, prompts: Prompts, reward: Reward | None, tokenizer: PreTrainedTokenizerBase) -> None:
+def _render_first(
+    config: TrainConfig, prompts: Prompts, reward: Reward | None, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Build the env of some prompts, which renders the first."""
     with tensordict.set_list_to_stack(True):
         try:

@@ -270,10 +270,10 @@ def step_figures(
         compares: whether the algorithm compares the answers of a group; else the answers of the whole step are one group.
 
     Returns:
-        ``reward`` and each named part ``reward/<name>``, if there are rewards; with an entry ``"group"``, ``equal_rewards``, the share of groups
-        whose answers all have the same reward, before a KL is charged; ``kl``, nats per answer; with a coefficient
-        ``coefficient`` and, if it is charged to the reward, ``penalised_reward``; ``reward_failures``; ``answer_tokens`` and
-        ``tokens`` of all answers.
+        ``reward`` and each named part ``reward/<name>``, if there are rewards; with an entry ``"group"``, ``equal_rewards``,
+        the share of groups whose answers all have the same reward, before a KL is charged; ``kl``, nats per answer; with a
+        coefficient ``coefficient`` and, if it is charged to the reward, ``penalised_reward``; ``reward_failures``;
+        ``answer_tokens`` and ``tokens`` of all answers.
 
     Example:
         >>> from tensordict import TensorDict

@@ -153,7 +153,9 @@ def test_all_unknown_keys_what_is_missing_what_has_changed_and_no_file(tmp_path:
     with pytest.raises(ConfigError, match=r"model\.name is missing"):
         TrainConfig()
     least = {"model": {"name": "m"}, "data": {"prompts": "p.jsonl"}}
-    with pytest.raises(ConfigError, match=r"^reward\.functions is None: expected .* with algorithm\.teacher needs none\.$"):
+    with pytest.raises(
+        ConfigError, match=r"^reward\.functions is None: expected .* with algorithm\.teacher needs none\.$"
+    ):
         read_config(least)
     taught = {**least, "algorithm": {"name": "gkd", "teacher": "t"}}
     assert read_config(taught).reward.functions is None
