@@ -93,7 +93,6 @@ PARTS: dict[str, Callable[[World], Any]] = {
     "sampler": _sampler,
     "optimizer": lambda world: torch.optim.AdamW(world.model.parameters(), lr=1e-4),
     "rollouts": lambda world: world.sample(pad_output=False),
-    "padded": lambda world: world.with_kl(world.sample(pad_output=True)),
     "batch": _batch,
     "grpo": lambda world: make_algorithm("grpo", world.model, reference=world.reference, group_size=8),
     "buffer": lambda world: ReplayBuffer(storage=LazyStackStorage(64), batch_size=8),
@@ -110,7 +109,7 @@ PREAMBLES = {
     "docs/doctor.md": "batch policy=model reference tokenizer buffer",
     "docs/elsewhere.md": "actor=model reference",
     "docs/inspector.md": "batch tokenizer model reference step_100=model",
-    "docs/kl_study.md": "model reference batch=padded",
+    "docs/kl_study.md": "model reference batch",
     "docs/logging.md": "parts=grpo tokenizer",
     "docs/lora.md": "batch=rollouts",
     "docs/losses.md": "model reference share=batch grpo optimizer buffer",
@@ -151,7 +150,7 @@ def own(page: str, world: World) -> dict[str, Any]:
             return {"step_200": world.new_model(2)}
         case "docs/logging.md":
             coefficient = torchrl_llm_kl.FixedKLCoefficient(0.1)
-            return {"collector": [world.padded], "loss": world.grpo.loss, "advance": print, "coefficient": coefficient}
+            return {"collector": [world.batch], "loss": world.grpo.loss, "advance": print, "coefficient": coefficient}
         case "docs/losses.md":
             _one_rank()
             batch = world.batch.clone()

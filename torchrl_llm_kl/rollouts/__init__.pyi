@@ -30,6 +30,7 @@ from torchrl_llm_kl.rollouts._rewards import (
 from torchrl_llm_kl.rollouts._tokens import (
     Located as Located,
     MaskingStrategy as MaskingStrategy,
+    batch_mean as batch_mean,
     locate as locate,
 )
 

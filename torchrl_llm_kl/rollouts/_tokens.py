@@ -17,10 +17,18 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_choice, send
+from torchrl_llm_kl._numerics import check_choice, masked_mean, send, widen
 from torchrl_llm_kl._typing import ImageRows
 from torchrl_llm_kl.ragged import Ragged, has_entry, on_host, read_column, read_ragged, same_rows
-from torchrl_llm_kl.rollouts._entries import MissingEntryError, describe_entries, leading_unscored, sequence_ids_of
+from torchrl_llm_kl.rollouts._entries import (
+    MissingEntryError,
+    describe_entries,
+    leading_unscored,
+    outcomes,
+    per_token,
+    require_key,
+    sequence_ids_of,
+)
 from torchrl_llm_kl.rollouts._keys import TOKENS_FULL, ModelInterface, sub_key
 from torchrl_llm_kl.rollouts._records import read_images
 from torchrl_llm_kl.rollouts._rendered import Scope, TokenisingOptions, render_history, render_text
@@ -450,3 +458,43 @@ class TokenReader:
 def _of_transform(key: NestedKey) -> bool:
     """Whether an entry was written by a transform, which scores every token, to judge by its key."""
     return isinstance(key, tuple) and key[0] == "next" and key[-1] != "response"
+
+
+# ------------------------------------------------------------------ means
+
+
+def batch_mean(td: TensorDictBase, key: NestedKey, *, per: Literal["sequence", "token"] = "sequence") -> Tensor:
+    """The mean of an entry over a batch whose answers may differ in length, in any layout; for a log or a coefficient.
+
+    Args:
+        td: the batch, with its tokens and the prompt or the mask that marks the responses.
+        key: the entry: one number per token or per sequence, also found on the other side of ``"next"``.
+
+    Keyword Args:
+        per: ``"sequence"``: the mean over sequences of the sum over their tokens, such as the KL in nats per answer;
+            ``"token"``: the mean over all response tokens.
+
+    Returns:
+        0-dim, float32 or wider, without graph; NaN per sequence of no rows, 0 per token of no response tokens.
+
+    Raises:
+        KeyError: if the entry is missing.
+        ValueError: if it has another length than the tokens.
+
+    Example:
+        >>> from tensordict import TensorDict, lazy_stack
+        >>> def row(prompt, full, kl):
+        ...     tokens = TensorDict(prompt=torch.tensor(prompt), full=torch.tensor(full))
+        ...     return TensorDict(tokens=tokens, next=TensorDict(kl_penalty=torch.tensor(kl)))
+        >>> rows = [row([3], [3, 4, 5], [0.0, 0.2, 0.4]), row([3], [3, 6], [0.0, 0.3])]
+        >>> batch = lazy_stack(rows)
+        >>> batch_mean(batch, ("next", "kl_penalty")), batch_mean(batch, ("next", "kl_penalty"), per="token")
+        (tensor(0.4500), tensor(0.3000))
+    """
+    check_choice(("sequence", "token"), per=per)
+    found = require_key(td, key, "the entry is missing", "Add the transform that writes it, or correct the key.")
+    if per == "sequence":
+        return outcomes(td, read_column(td, found), f"{found!r}").mean()
+    located = locate(td)
+    values = per_token(td, found, located.tokens, located.mask)
+    return masked_mean(widen(values.detach())[0], located.mask.to(values.device))

@@ -8,11 +8,21 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data.llm import History
 
+import layouts
+from closeness import assert_near
 from template_pairs import assistant, user
 from torchrl_llm_kl import rollouts
 from torchrl_llm_kl.masks import history_to_messages
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.rollouts import describe_entries, find_key, per_sequence, per_token, require_key, with_a_row
+from torchrl_llm_kl.rollouts import (
+    batch_mean,
+    describe_entries,
+    find_key,
+    per_sequence,
+    per_token,
+    require_key,
+    with_a_row,
+)
 from torchrl_llm_kl.rollouts._rendered import row_histories
 
 
@@ -190,3 +200,21 @@ def test_histories_lose_placeholders_alone() -> None:
     found = row_histories(TensorDict(history=History.from_chats(padded), batch_size=[2]), "history")
     assert [history_to_messages(row) for row in found] == chats
     assert [row.batch_size for row in found] == [(2,), (1,)]
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_means_of_answers_of_unequal_length(layout: str) -> None:
+    """Of 2, 4 and 1 tokens: sums of 0.3, 1.0 and 0.8; padding holds numbers that must not count."""
+    kl = [[0.0, 0.0, 0.0, 0.1, 0.2], [0.0, 0.1, 0.2, 0.3, 0.4], [0.0, 0.0, 0.8]]
+    batch = layouts.tokens(layout, fill=9.0, kl_penalty=kl)
+    assert_near(batch_mean(batch, ("next", "kl_penalty")), torch.tensor(2.1 / 3), terms=7)
+    assert_near(batch_mean(batch, "kl_penalty", per="token"), torch.tensor(2.1 / 7), terms=7)
+    batch = batch.set("outcome", torch.tensor([[1.0], [0.0], [0.5]]))  # a number for each sequence
+    assert_near(batch_mean(batch, "outcome"), torch.tensor(0.5))
+
+
+def test_a_mean_that_cannot_be_taken() -> None:
+    with pytest.raises(KeyError, match="the entry is missing: expected 'kl' in the TensorDict"):
+        batch_mean(layouts.tokens("lazy"), "kl")
+    with pytest.raises(ValueError, match="per must be one of 'sequence', 'token', got 'row'"):
+        batch_mean(layouts.tokens("lazy"), "kl", per="row")  # type: ignore[arg-type]
