@@ -60,8 +60,10 @@ out = gkd.loss(batch)  # loss_objective, captured_mass, ...
 out.total_loss.backward()
 ```
 
-Without `make_algorithm`: `RetrieveLogProb(teacher, top_k=64)` or `RayRetrieveLogProb(..., top_k=64)` writes [the
-entries](ray.md#a-teachers-distribution), and `PolicyLoss(student, "distill", beta=0.5)` reads them.
+In an env append `gkd.kl_transform`: it scores the teacher at each step, and `prepare` keeps its scores.
+
+Without `make_algorithm`: `RetrieveLogProb(teacher, extras=[TopK(64)])`, or `RayRetrieveLogProb` with the same extra,
+writes [the entries](ray.md#a-teachers-distribution), and `PolicyLoss(student, "distill", beta=0.5)` reads them.
 `PolicyLoss(student, "distill", distribution="exact", reference=teacher)` uses the whole distribution. The term
 `DivergenceToTeacher(coeff, beta)` adds the same value to another objective: `PolicyLoss(actor, "dapo",
 terms=[DivergenceToTeacher(0.1, beta=1.0)])`.

@@ -3,11 +3,13 @@
 import ast
 import base64
 import importlib
+import inspect
 import re
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +32,7 @@ import torchrl_llm_kl
 from code_blocks import PAGES, all_blocks, save_checkpoint
 from image_models import image_model, image_processor
 from project import PROJECT
-from torchrl_llm_kl import Advantage, LogProbScorer, RetrieveKL, Sampling, diagnostics, make_algorithm
+from torchrl_llm_kl import Advantage, LogProbScorer, RetrieveKL, Sampling, diagnostics, make_algorithm, service
 from torchrl_llm_kl.cli._commands import app
 from toy_rollouts import collect, flat, make_env, make_model, make_policy, make_tokenizer
 
@@ -308,6 +310,100 @@ def test_blocks_that_are_not_run_import_what_exists() -> None:
             if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in ("torchrl", "torchrl_llm_kl"):
                 module = importlib.import_module(str(node.module))
                 assert all(hasattr(module, alias.name) for alias in node.names), f"{block.page}:{block.line}"
+
+
+#: Their further arguments are those of the local transform, and of the service.
+OVER_RAY: dict[Any, Any] = {
+    service.RayRetrieveLogProb: torchrl_llm_kl.RetrieveLogProb,
+    service.RayRetrieveKL: RetrieveKL,
+    service.RayKLRewardTransform: torchrl_llm_kl.KLRewardTransform,
+}
+
+
+class Callables:
+    """What code that is not run may call: public functions and classes, their methods, and what a block imports."""
+
+    def __init__(self) -> None:
+        self.named: dict[str, list[Any]] = {}
+        self.methods: dict[str, list[Any]] = {}
+        layers = [path.parent.name for path in (PROJECT / "torchrl_llm_kl").glob("*/__init__.pyi")]
+        for layer in [torchrl_llm_kl, *(importlib.import_module(f"torchrl_llm_kl.{name}") for name in layers)]:
+            for name in layer.__all__:
+                value = getattr(layer, name)
+                if isinstance(value, type) or inspect.isfunction(value):
+                    self.named.setdefault(name, []).append(value)
+                for method, function in inspect.getmembers(value, inspect.isroutine) if isinstance(value, type) else ():
+                    self.methods.setdefault(method, []).append(function)
+
+    def keywords(self, function: Any) -> set[str] | None:
+        """The names of its arguments, also those of an unpacked TypedDict; None for any."""
+        try:
+            parameters = inspect.signature(function).parameters
+        except (TypeError, ValueError):  # written in C
+            return None
+        names = set(parameters)
+        for rest in [each for each in parameters.values() if each.kind is each.VAR_KEYWORD]:
+            if function in OVER_RAY:
+                more = [self.keywords(each) for each in (OVER_RAY[function], service.ScoringService)]
+                names |= set().union(*(each or () for each in more))
+                continue
+            unpacked = re.fullmatch(r"Unpack\[(\w+)\]", str(rest.annotation))
+            module = inspect.getmodule(function)
+            fields = unpacked and (self.named.get(unpacked[1]) or [getattr(module, unpacked[1], None)])[0]
+            if fields is None:
+                return None
+            names |= set(fields.__annotations__)
+        return names
+
+    def unknown_in(self, code: str) -> list[str]:
+        """Keywords that no callable of this name takes; names of others are not looked at."""
+        found, tree = [], ast.parse(code)
+        named = dict(self.named)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("torchrl"):
+                module = importlib.import_module(str(node.module))
+                named |= {alias.asname or alias.name: [getattr(module, alias.name)] for alias in node.names}
+        for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
+            function, given = call.func, {word.arg for word in call.keywords if word.arg}
+            if isinstance(function, ast.Name) and function.id == "partial":
+                function = call.args[0]
+            match function:
+                case ast.Name(id=name):
+                    known = named.get(name, [])
+                case ast.Attribute(attr=name):
+                    known = self.methods.get(name, [])
+                case _:
+                    continue
+            taken = [self.keywords(each) for each in known]
+            if given and taken and not any(names is None or given <= names for names in taken):
+                found.append(ast.unparse(call))
+        return found
+
+
+#: Calls in the text that show an error.
+REFUSED = {'make_algorithm("grpo", actor, num_generations=8)'}
+
+
+def test_code_that_is_not_run_passes_arguments_that_exist() -> None:
+    """In blocks that are not run, which compile, and in calls in the text. CHANGELOG.md names arguments of earlier releases."""
+    callables, seen, wrong = Callables(), 0, []
+    for block in [block for block in PYTHON if block.reason]:
+        compile(block.code, block.page, "exec")
+        wrong += [f"{block.page}:{block.line}: {call}" for call in callables.unknown_in(block.code)]
+    for page in [page for page in PAGES if page.name != "CHANGELOG.md"]:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        for code in {" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)} - REFUSED:
+            with suppress(SyntaxError):  # a path, a command, a part of an expression
+                wrong += [f"{page.name}: {call}" for call in callables.unknown_in(code)]
+                seen += "=" in code
+    assert wrong == []
+    assert seen > 100
+    for mistake in (
+        "RetrieveLogProb(t, top_k=64)",
+        "partial(RayRetrieveLogProb, top_k=64)",
+        "scorer.evaluate(x, topk=64)",
+    ):
+        assert callables.unknown_in(mistake), mistake
 
 
 _PROGRAMS = ("make", "torchrl-llm-kl", "python", "pip", "torchrun")

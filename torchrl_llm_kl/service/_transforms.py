@@ -161,7 +161,7 @@ def _served(
         if kwargs.get("estimator") == "exact" or find(kwargs.get("extras", ()), ExactKL) is not None:
             raise ValueError(
                 "an exact KL needs the models in this process: a service sends log-probs, entropies and, with "
-                "top_k=, the most probable tokens and the log-prob of the rest. Use a local transform, or "
+                "TopK(...), the most probable tokens and the log-prob of the rest. Use a local transform, or "
                 "RayRetrieveLogProb(extras=[TopK(...)])."
             )
         model, factory, _ = models[policy]
