@@ -64,6 +64,16 @@ def did_you_mean(name: object, known: Iterable[str | None]) -> str:
     return f" Did you mean {near!r}?" if near else ""
 
 
+def install_hint(extra: str) -> str:
+    """A part of a message: how to install an extra. No package index has the package.
+
+    Example:
+        >>> install_hint("ray")
+        "run pip install '.[ray]' in the checkout of torchrl-llm-kl"
+    """
+    return f"run pip install '.[{extra}]' in the checkout of torchrl-llm-kl"
+
+
 def no_such(what: str, name: object, known: Iterable[object], *, also: Iterable[str] = (), hint: str = "") -> str:
     """A message on an unknown name: the suggestion first, then all that would be accepted.
 

@@ -6,6 +6,8 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
+from torchrl_llm_kl._registry import install_hint
+
 __all__ = ["main"]
 
 #: Packages of the extra ``cli`` without which no command runs.
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(
-            f"torchrl-llm-kl: the command line needs {' and '.join(missing)}: pip install 'torchrl-llm-kl[cli]'.",
+            f"torchrl-llm-kl: the command line needs {' and '.join(missing)}: {install_hint('cli')}.",
             file=sys.stderr,
         )
         return 2

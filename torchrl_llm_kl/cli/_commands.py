@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from torchrl_llm_kl._registry import install_hint
 from torchrl_llm_kl.cli._console import (
     EXIT_CODES,
     FOUND,
@@ -196,7 +197,7 @@ def train(
 ) -> None:
     """Train a model on prompts with a reward, near a reference; exits with 1 if the KL blew up."""
     if importlib.util.find_spec("omegaconf") is None:
-        raise CommandError("this command needs omegaconf: pip install 'torchrl-llm-kl[train]'.")
+        raise CommandError(f"this command needs omegaconf: {install_hint('train')}.")
     if config is None and not example:
         raise CommandError(f"name the file with the settings; {PROGRAM} train --example > config.yaml writes one.")
     from torchrl_llm_kl.tasks import RewardError

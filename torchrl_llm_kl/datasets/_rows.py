@@ -17,6 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from torchrl_llm_kl._registry import install_hint
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.masks import history_to_messages
 
@@ -272,9 +273,7 @@ class FileRows(Rows):
         try:
             import pyarrow.parquet as parquet
         except ModuleNotFoundError:
-            raise ImportError(
-                f"{self.path} is a Parquet file, which needs pyarrow: pip install 'torchrl-llm-kl[data]'."
-            ) from None
+            raise ImportError(f"{self.path} is a Parquet file, which needs pyarrow: {install_hint('data')}.") from None
         try:
             return parquet.ParquetFile(self.path)
         except (OSError, ValueError) as error:

@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl._registry import install_hint
 from torchrl_llm_kl.diagnostics._columns import Reading, TokenColumns, check_reading, read_columns
 from torchrl_llm_kl.diagnostics._page import Excerpt, View, _resource, excerpts, render_excerpt, write_page
 from torchrl_llm_kl.diagnostics._quantities import STEPS, Quantity, Side, available, scale_of
@@ -80,7 +81,7 @@ class Inspection:
             console: a ``rich.console.Console``.
 
         Raises:
-            ImportError: if rich is not installed (``pip install 'torchrl-llm-kl[cli]'``).
+            ImportError: if rich is not installed, which the extra ``cli`` brings.
             KeyError: if the batch does not have this quantity.
         """
         rendered = render_terminal(self._view, self._quantity(quantity), rollouts, around)
@@ -210,8 +211,7 @@ def render_terminal(view: View, quantity: Quantity, rollouts: int, around: int) 
         from rich.console import Group
         from rich.text import Text
     except ImportError as error:
-        advice = "`pip install 'torchrl-llm-kl[cli]'`, or open the HTML page"
-        raise ImportError(f"rich is not installed: {advice}.") from error
+        raise ImportError(f"rich is not installed: {install_hint('cli')}, or open the HTML page.") from error
     colours = _colours()
     parts = [Text.assemble(*_legend(view, quantity, colours))]
     for excerpt in excerpts(view, quantity, rollouts, around):

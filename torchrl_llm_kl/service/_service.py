@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchrl_llm_kl._numerics import check_choice, check_not_a_name, check_range
+from torchrl_llm_kl._registry import install_hint
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY
 from torchrl_llm_kl.service._source import describe_source
@@ -201,6 +202,6 @@ def _pickled(factory: Callable[[], Any]) -> bytes:
     try:
         import ray
     except ImportError as error:
-        raise ImportError("a service needs Ray: pip install 'torchrl-llm-kl[ray]'.") from error
+        raise ImportError(f"a service needs Ray: {install_hint('ray')}.") from error
     packed: bytes = ray.cloudpickle.dumps(factory)
     return packed

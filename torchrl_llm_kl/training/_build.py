@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from torchrl_llm_kl._registry import first_sentence, no_such
+from torchrl_llm_kl._registry import first_sentence, install_hint, no_such
 from torchrl_llm_kl.algorithms import AlgorithmParts, apply_overrides, get_algorithm, make_algorithm
 from torchrl_llm_kl.estimators import (
     AdaptiveKLCoefficient,
@@ -94,7 +94,7 @@ def _has_gpu() -> bool:
 def check_ray() -> None:
     """Raise if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError("reference.service needs ray: pip install 'torchrl-llm-kl[ray]'.")
+        raise ConfigError(f"reference.service needs ray: {install_hint('ray')}.")
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_llm_kl._registry import first_sentence, no_such
+from torchrl_llm_kl._registry import first_sentence, install_hint, no_such
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.training._checkpoints import flush_folder
 
@@ -226,7 +226,7 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig, folder: Path | None
     try:
         from peft import LoraConfig as Settings, PeftModel, get_peft_model
     except ImportError as error:
-        raise ModelError("lora needs peft: pip install 'torchrl-llm-kl[lora]'.") from error
+        raise ModelError(f"lora needs peft: {install_hint('lora')}.") from error
     if folder is not None:
         return PeftModel.from_pretrained(model, folder, is_trainable=True)
     targets = lora.targets[0] if lora.targets == ["all-linear"] else list(lora.targets)

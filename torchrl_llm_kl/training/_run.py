@@ -22,6 +22,7 @@ from torchrl.envs import EnvBase
 from torchrl.modules.llm import TransformersWrapper
 
 from torchrl_llm_kl._files import replacing
+from torchrl_llm_kl._registry import install_hint
 from torchrl_llm_kl.algorithms import get_algorithm
 from torchrl_llm_kl.diagnostics import RunMonitor, log_metrics, status_line
 from torchrl_llm_kl.scoring import ReferenceUpdater
@@ -527,7 +528,7 @@ def _finish(run: Run, checkpoints: Checkpoints, result: TrainResult) -> TrainRes
             held_out = [tuple(row[name] for name in names if name in row) for row in evaluations]
             plot_curves(rows, curves, kl_target=config.kl.target, held_out=held_out, title=config.algorithm.name)
     except ImportError:
-        run.say("curves.png is left out: it needs matplotlib (pip install 'torchrl-llm-kl[train]').")
+        run.say(f"curves.png is left out: it needs matplotlib: {install_hint('train')}.")
     chosen = checkpoints.latest()
     if config.checkpoints.final == "best" and run.best is not None:
         chosen = checkpoints.at(run.best) or chosen

@@ -77,7 +77,7 @@ def test_a_warning_is_one_line_and_so_are_no_command_a_wrong_one_and_a_missing_e
     own = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "typer" else own(name))
     assert main(["version"]) == 2
-    said = "torchrl-llm-kl: the command line needs typer: pip install 'torchrl-llm-kl[cli]'.\n"
+    said = "torchrl-llm-kl: the command line needs typer: run pip install '.[cli]' in the checkout of torchrl-llm-kl.\n"
     assert capsys.readouterr().err == said
 
 

@@ -246,6 +246,6 @@ def test_without_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("torchrl_llm_kl.configs")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "hydra", None)
-    message = r"^config groups need hydra-core: pip install 'torchrl-llm-kl\[hydra\]'\.$"
+    message = r"^config groups need hydra-core: run pip install '\.\[hydra\]' in the checkout of torchrl-llm-kl\.$"
     with pytest.raises(ImportError, match=message):
         importlib.import_module("torchrl_llm_kl.configs")

@@ -236,5 +236,5 @@ def test_a_terminal_shows_coloured_tokens(monkeypatch: pytest.MonkeyPatch) -> No
     console.print(inspection)
     assert "rollout 0" in console.export_text()
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(ImportError, match=r"pip install 'torchrl-llm-kl\[cli\]'"):
+    with pytest.raises(ImportError, match=r"run pip install '\.\[cli\]' in the checkout"):
         inspection.print()

@@ -90,7 +90,7 @@ def test_what_clients_of_one_name_must_share():
 def test_without_ray_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     for given in ({"factory": model}, {"model": model()}):
-        with pytest.raises(ImportError, match=r"pip install 'torchrl-llm-kl\[ray\]'"):
+        with pytest.raises(ImportError, match=r"run pip install '\.\[ray\]' in the checkout"):
             ScoringService(**given)
 
 

@@ -76,7 +76,7 @@ def test_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(error, match=message):
             read_rows(source)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ImportError, match=r"pip install 'torchrl-llm-kl\[data\]'"):
+    with pytest.raises(ImportError, match=r"run pip install '\.\[data\]' in the checkout"):
         read_rows(tmp_path / "bad")
 
 

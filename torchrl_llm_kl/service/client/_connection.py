@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from torchrl_llm_kl._registry import install_hint
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.service._actors import actor_of
 from torchrl_llm_kl.service._controller import FAILED, READY, SILENT, controller_of
@@ -72,7 +73,7 @@ class Connection:
         try:
             import ray
         except ImportError as error:
-            raise ImportError("a service needs Ray: pip install 'torchrl-llm-kl[ray]'.") from error
+            raise ImportError(f"a service needs Ray: {install_hint('ray')}.") from error
         if self._session and self._session == _session():
             return
         with self._lock:
