@@ -281,6 +281,10 @@ def test_the_python_of_a_page_runs(page: str, surroundings: None) -> None:
         assert len(names["answers"]) == len(names["buffer"]) == 8
     if page == "docs/distillation.md":
         assert 0.6 < float(names["out"]["captured_mass"]) < 1
+    if page in ("docs/contexts.md", "docs/multi_turn.md", "docs/own_task.md"):
+        assert not names["policy"].return_log_probs, (
+            "transforms score; a wrapper keeps the logits of the whole vocabulary"
+        )
 
 
 def test_the_doctor_looks_before_the_first_step(surroundings: None, monkeypatch: pytest.MonkeyPatch) -> None:

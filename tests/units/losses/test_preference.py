@@ -81,7 +81,7 @@ def test_by_hand(name: str, hyper: dict[str, Any], value: float, on_chosen: floa
 
 
 def test_each_pair_has_its_own_loss_and_rewards() -> None:
-    """Differences of 2 and -1: Trinity adds them up to one pair with 1, whose loss is 0.3133. A tie is a failure."""
+    """Differences of 2 and -1: Trinity adds them up to one pair with 1, whose loss is 0.3133. A tie is half right."""
     (term,) = losses.dpo(**rows(1.5, -0.5, -0.25, 0.75), beta=1.0)
     assert_close(term.value.detach(), column([0.1269280, 1.3132617]), rtol=1e-6, atol=1e-7)
     assert_close(mean(term).item(), 0.7200949, rtol=1e-6, atol=1e-7)
@@ -91,7 +91,9 @@ def test_each_pair_has_its_own_loss_and_rewards() -> None:
     data["mask"][5] = False
     expected = {"chosen_reward": 1.0, "rejected_reward": 1.0, "reward_margin": 0.0, "reward_accuracy": 0.5}
     assert numbers(losses.dpo(**data, beta=0.5)[0]) == expected
-    assert losses.dpo(**rows(0.5, 0.5, 1.0, 0.5))[0].metrics["reward_accuracy"] == 0.5
+    # Two ties; a tie, a right order and a wrong one; a tie and a right order.
+    for differences, share in (((0.5, 0.5, 0.0, 0.0), 0.5), ((0, 0, 2, 1, 1, 2), 0.5), ((0.5, 0.5, 1.0, 0.5), 0.75)):
+        assert losses.dpo(**rows(*differences))[0].metrics["reward_accuracy"] == share
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -244,11 +244,12 @@ def finish(result: PerPair, pairs: Pairs) -> Terms:
     value, *others = result if isinstance(result, tuple) else (result,)
     mask = pairs.mask
     won, lost = pairs.beta * pairs.chosen.detach(), pairs.beta * pairs.rejected.detach()
+    margin = won - lost
     metrics = {
         "chosen_reward": masked_mean(won, mask),
         "rejected_reward": masked_mean(lost, mask),
-        "reward_margin": masked_mean(won - lost, mask),
-        "reward_accuracy": masked_mean((won > lost).to(won.dtype), mask),
+        "reward_margin": masked_mean(margin, mask),
+        "reward_accuracy": masked_mean((margin.sign() + 1) / 2, mask),  # a tie is half right
     }
     if pairs.weight is not None:
         value = pairs.weight * value
