@@ -229,10 +229,17 @@ def _at_responses(
         return out if keep is None else tokens.at_slots(out)
     too_long = widths > row_lengths
     row = int(too_long.nonzero()[0]) if bool(too_long.any()) else 0
+    advice = (
+        "Rows of the response alone must begin with its first token: pass nested rows of exactly its length, or one value "
+        "per token of the sequence."
+    )
+    if widths[row] == 0 and _path(key)[0] != "next":
+        advice = (
+            f"The reset of an env leaves empty rows at the root: pass {('next', *_path(key))!r}, where a step's are."
+        )
     raise ValueError(
         f"{key!r} must have the length of the tokens: sequence {row} has {int(widths[row])} values and "
-        f"{int(row_lengths[row])} tokens. Rows of the response alone must begin with its first token: pass "
-        "nested rows of exactly its length, or one value per token of the sequence."
+        f"{int(row_lengths[row])} tokens. {advice}"
     )
 
 

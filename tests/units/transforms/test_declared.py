@@ -16,9 +16,10 @@ from closeness import assert_near
 from layouts import tokens
 from refused import warned
 from torchrl_llm_kl import AdaptiveKLCoefficient, ExactKL, Extra, KLComputation, KLKeys, KLRewardTransform, RetrieveKL
+from torchrl_llm_kl.rollouts import batch_mean
 from torchrl_llm_kl.transforms import RetrieveLogProb, RoutedExperts, TopK
 from toy_models import FORWARD
-from toy_rollouts import Outcome, make_model, make_scoring_wrapper, steps
+from toy_rollouts import Outcome, flat, make_model, make_scoring_wrapper, steps
 
 # ------------------------------------------------------------------ what is declared is produced
 K = 3
@@ -92,8 +93,12 @@ def test_defect_06_declared_is_produced(lab: Any, name: str, input_mode: str, pa
 
 
 def test_the_column_of_an_extra_of_a_user(lab: Any) -> None:
-    """In an env, with the sum of squares of each distribution."""
-    for step in steps(lab.collect(RetrieveLogProb(lab.ref_model, extras=[Collision()]))):
+    """In an env, with the sum of squares of each distribution. At the root a reset has left empty rows."""
+    data = lab.collect(RetrieveLogProb(lab.ref_model, extras=[Collision()]))
+    with pytest.raises(ValueError, match=r"empty rows at the root: pass \('next', 'mine', 'collision'\)"):
+        batch_mean(flat(data), ("mine", "collision"), per="token")
+    assert 0 < float(batch_mean(flat(data), ("next", "mine", "collision"), per="token")) < 1
+    for step in steps(data):
         start, ids = len(step["tokens", "prompt"]), step["tokens", "full"]
         with torch.no_grad():
             want = lab.ref_model(input_ids=ids[None]).logits[0, start - 1 : -1].softmax(-1).square().sum(-1)
