@@ -12,11 +12,14 @@ import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class PrivateNameError(RuntimeError):
@@ -34,7 +37,7 @@ class PrivateNameError(RuntimeError):
 def private(owner: str, name: str) -> Any:
     """The attribute ``name``, dots included, of the module ``owner``; a :class:`PrivateNameError` if there is none."""
     try:
-        found: Any = import_module(owner)
+        found: object = import_module(owner)
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError):
@@ -137,7 +140,7 @@ def tensor_leaves(tree: object) -> list[Tensor]:
     return [leaf for leaf in private("torch.utils._pytree", "tree_leaves")(tree) if isinstance(leaf, Tensor)]
 
 
-def register_tree(*functions: Any) -> None:
+def register_tree(*functions: object) -> None:
     """Teach torch to look into a container, as DDP does. If gone: the import of the losses fails."""
     private("torch.utils._pytree", "register_pytree_node")(*functions)
 
@@ -182,7 +185,7 @@ WRAPPED = ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrappe
 _ZERO3_GROUP, _ZERO_GROUP = "ds_process_group", "_dp_group"
 
 
-def deepspeed_groups(parameter: nn.Parameter) -> list[Any]:
+def deepspeed_groups(parameter: nn.Parameter) -> list[ProcessGroup]:
     """The process groups of a parameter: of ZeRO-3, and of ZeRO-1 and 2, whose backward is in step.
 
     If gone: an error for a parameter of ZeRO-3.
@@ -244,14 +247,14 @@ def own_adapters(layer: object) -> set[str]:
     return set(names or ())
 
 
-def activate_adapters(layer: Any, names: list[str] | None) -> None:
+def activate_adapters(layer: object, names: object) -> None:
     """Make adapters of a PEFT layer active without making them trainable. If gone: an error."""
     if not hasattr(layer, _ACTIVE_ADAPTER):
         raise PrivateNameError("peft.BaseTunerLayer", _ACTIVE_ADAPTER)
     setattr(layer, _ACTIVE_ADAPTER, names)
 
 
-def active_adapters(layer: Any) -> Any:
+def active_adapters(layer: object) -> object:
     """The value that :func:`activate_adapters` replaces."""
     return getattr(layer, _ACTIVE_ADAPTER, None)
 
@@ -271,7 +274,7 @@ def is_remote(wrapper: object) -> bool:
     return True
 
 
-def container_of(transform: Any) -> Any:
+def container_of(transform: object) -> Any:
     """What holds a transform or an env: a composition or an env; None if nothing does. If gone: an error for a transform."""
     if hasattr(type(transform), "set_container") and not hasattr(transform, "_container"):
         raise PrivateNameError("torchrl.envs.Transform", "_container")
@@ -285,18 +288,11 @@ def chat_templates() -> Mapping[str, str]:
     return templates
 
 
-def tensors_of_class(value: Any) -> Any:
-    """The TensorDict inside a tensorclass. If gone: an error for data with tensorclasses, such as histories."""
-    try:
-        return value._tensordict
-    except AttributeError:
-        raise PrivateNameError("tensordict.tensorclass", "_tensordict") from None
+def part_of_class(value: object, name: Literal["_tensordict", "_non_tensordict"]) -> Any:
+    """Of a tensorclass the TensorDict inside it, or the fields that are neither tensors nor TensorDicts.
 
-
-def others_of_class(value: Any) -> dict[str, object]:
-    """The fields of a tensorclass that are neither tensors nor TensorDicts. If gone: an error."""
-    try:
-        fields: dict[str, object] = value._non_tensordict
-    except AttributeError:
-        raise PrivateNameError("tensordict.tensorclass", "_non_tensordict") from None
-    return fields
+    If gone: an error for data with tensorclasses, such as histories.
+    """
+    if not hasattr(value, name):
+        raise PrivateNameError("tensordict.tensorclass", name)
+    return getattr(value, name)

@@ -26,7 +26,7 @@ from tensordict import (
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import to_host
-from torchrl_llm_kl._private import others_of_class, tensors_of_class
+from torchrl_llm_kl._private import part_of_class
 from torchrl_llm_kl.ragged._containers import Container, Dense, Rows, same_rows, split_rows
 from torchrl_llm_kl.ragged._ragged import Ragged
 
@@ -347,12 +347,13 @@ def _plain(nodes: Sequence[Node]) -> bool:
 
 def node_of(value: Node) -> Node:
     """The TensorDict inside a tensorclass; any other value unchanged."""
-    return tensors_of_class(value) if is_tensorclass(value) and not is_non_tensor(value) else value
+    return part_of_class(value, "_tensordict") if is_tensorclass(value) and not is_non_tensor(value) else value
 
 
 def fields_of(value: Node) -> dict[str, object]:
     """The fields of a tensorclass that are neither tensors nor TensorDicts."""
-    return others_of_class(value)
+    fields: dict[str, object] = part_of_class(value, "_non_tensordict")
+    return fields
 
 
 def _read_rows(nodes: Sequence[Node], path: tuple[str, ...]) -> list[Node] | None:

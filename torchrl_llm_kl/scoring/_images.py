@@ -418,9 +418,9 @@ def _watched(decoder: nn.Module | None) -> Iterator[Json]:
     assert decoder is not None, "packs need a body"
     seen: Json = {}
 
-    def forward(*_: object, **given: Any) -> BaseModelOutputWithPast:
-        seen.update(given)
-        return BaseModelOutputWithPast(last_hidden_state=given.get("inputs_embeds"))
+    def forward(*_: object, inputs_embeds: Tensor | None = None, **given: object) -> BaseModelOutputWithPast:
+        seen.update(given, inputs_embeds=inputs_embeds)
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
 
     before = decoder.__dict__.get("forward")
     decoder.__dict__["forward"] = forward

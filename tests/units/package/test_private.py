@@ -141,8 +141,8 @@ ERRORS |= {
     "_remote_wrapper": (nothing, remote),
     "_container": (nothing, lambda: _private.container_of(type("Bare", (), {"set_container": None})())),
     "_CHAT_TEMPLATES": (delete("torchrl.data.llm.history", "_CHAT_TEMPLATES"), _private.chat_templates),
-    "_tensordict": (nothing, lambda: _private.tensors_of_class(SimpleNamespace())),
-    "_non_tensordict": (nothing, lambda: _private.others_of_class(SimpleNamespace())),
+    "_tensordict": (nothing, lambda: _private.part_of_class(SimpleNamespace(), "_tensordict")),
+    "_non_tensordict": (nothing, lambda: _private.part_of_class(SimpleNamespace(), "_non_tensordict")),
 }
 
 
