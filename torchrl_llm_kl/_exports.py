@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+#: Modules that fill a registry of a layer below them, named by the root package; :func:`load_plugins` imports them.
+PLUGINS: list[str] = []
 _REST = "# isort: split"  # what a stub imports after it is for other layers, and not public
 
 
@@ -39,6 +41,12 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], object], Callab
 
     own = [name for name, module in public.items() if module != package]
     return load, lambda: sorted({*home, *types}), sorted({*own, *types})
+
+
+def load_plugins() -> None:
+    """Import the modules that fill registries, where a registry is read for a name that it may not hold yet."""
+    for module in PLUGINS:
+        import_module(module)
 
 
 def _imports(stub: str) -> dict[str, str]:

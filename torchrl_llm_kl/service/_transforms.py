@@ -15,7 +15,15 @@ from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.service._service import ScoringService
 from torchrl_llm_kl.service._spec import ActorOptions
 from torchrl_llm_kl.service.client._remote import RemoteModel
-from torchrl_llm_kl.transforms import ExactKL, KLRewardTransform, RayVariant, RetrieveKL, RetrieveLogProb, find
+from torchrl_llm_kl.transforms import (
+    RAY_VARIANTS,
+    ExactKL,
+    KLRewardTransform,
+    RayVariant,
+    RetrieveKL,
+    RetrieveLogProb,
+    find,
+)
 
 #: Options of Ray's actors; ``memory`` is another thing there.
 ACTOR_OPTIONS = tuple(ActorOptions.__annotations__)
@@ -26,6 +34,11 @@ SERVICE_ARGS = [name for name in SERVICE_ARGS if name not in ("model", "factory"
 
 class Served(RayVariant):
     """Construction of a Ray variant: the backend is Ray, and the options of its actors are arguments of the service."""
+
+    def __init__(cls, name: str, bases: tuple[type, ...], *rest: Any) -> None:
+        super().__init__(name, bases, *rest)
+        if not isinstance(bases[0], Served):  # a user's subclass of a variant
+            RAY_VARIANTS[bases[0]] = cls
 
     def __call__(
         cls,

@@ -34,6 +34,7 @@ from torchrl_llm_kl.transforms._retrieve_log_prob import (
 # isort: split
 # For the layers above, not public:
 from torchrl_llm_kl.transforms._base import (
+    RAY_VARIANTS as RAY_VARIANTS,
     RayVariant as RayVariant,
 )
 from torchrl_llm_kl.transforms._extras import (

@@ -14,7 +14,7 @@ from torchrl._utils import _RayServiceMetaClass
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, EnvBase, Transform
 
-import torchrl_llm_kl
+from torchrl_llm_kl._exports import load_plugins
 from torchrl_llm_kl._numerics import read_device
 from torchrl_llm_kl._private import container_of
 from torchrl_llm_kl.ragged import Ragged, Rows, own_leaves, read_node, write_ragged
@@ -256,6 +256,8 @@ def to_device(model: T, device: torch.device | str | None) -> T:
     return model.to(read_device(device))
 
 
+#: A transform -> its variant whose models are behind a service on Ray. The service fills it.
+RAY_VARIANTS: dict[type, type] = {}
 #: Where the models of a transform are: in this process, or behind a service on Ray.
 ServiceBackend = Literal["direct", "ray"]
 
@@ -271,12 +273,10 @@ class RayVariant(_RayServiceMetaClass, ABCMeta):
 
     @property
     def _RayServiceClass(cls) -> type:  # the name that torchrl reads
-        service = torchrl_llm_kl.service  # the root package loads a layer on first use
-        variants = (service.RayKLRewardTransform, service.RayRetrieveKL, service.RayRetrieveLogProb)
-        for variant in variants:
-            if cls in variant.__bases__:
-                return variant
+        load_plugins()
+        if cls in RAY_VARIANTS:
+            return RAY_VARIANTS[cls]
         raise TypeError(
             f"{cls.__name__} does not support service_backend='ray': it has no variant for Ray. Derive it from one of "
-            f"{[variant.__name__ for variant in variants]}, or pass it the model of a ScoringService."
+            f"{sorted(variant.__name__ for variant in RAY_VARIANTS.values())}, or pass it the model of a ScoringService."
         )
