@@ -92,7 +92,7 @@ COLDEST = 1e-6
 
 def check_temperature(temperature: float) -> None:
     """Raise a ValueError for a temperature that is not a finite number of at least :data:`COLDEST`."""
-    if not (temperature > 0 and math.isfinite(temperature)):
+    if not 0 < temperature < math.inf:  # no function of math: torch.compile traces this
         raise ValueError(f"temperature must be a positive number, got {temperature}: greedy sampling has no log-prob.")
     if temperature < COLDEST:
         raise ValueError(f"temperature must be at least {COLDEST:g}, got {temperature}: the logits would overflow.")

@@ -208,8 +208,7 @@ def _difference(side: _Side, other: _Side, out: Tensor) -> Tensor:
     """``p - q``, in ``out [n, v]``; from the log-probs where both may round to 1."""
     torch.sub(side.prob, other.prob, out=out)
     rows, place = most_probable(side.prob, side.prob.amax(-1))
-    log_p, log_q = (each.log_prob[rows].gather(1, place) for each in (side, other))
-    out[rows, place.squeeze(1)] = (log_p.expm1() - log_q.expm1()).squeeze(1)
+    out[rows, place] = side.log_prob[rows, place].expm1() - other.log_prob[rows, place].expm1()
     return out
 
 
