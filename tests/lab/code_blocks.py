@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensordict
 
@@ -38,10 +38,10 @@ def all_blocks(*languages: str) -> list[Block]:
     return [block for block in found if block.language in languages]
 
 
-def save_checkpoint(folder: Path) -> None:
-    """A tiny model with its tokenizer, for the example to load."""
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer, seed=0)
+def save_checkpoint(folder: Path, tokenizer: Any = None, family: str = "qwen2") -> None:
+    """A tiny model with its tokenizer, for the example to load; a family may have a tokenizer class of its own."""
+    tokenizer = make_tokenizer() if tokenizer is None else tokenizer
+    model = make_model(tokenizer, 0, family)
     model.config.max_position_embeddings = 2048
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
@@ -57,7 +57,7 @@ def example(folder: Path) -> str:
     return text.replace(hub, repr(str(folder)))
 
 
-def run_example(folder: Path) -> None:
-    save_checkpoint(folder)
+def run_example(folder: Path, tokenizer: Any = None, family: str = "qwen2") -> None:
+    save_checkpoint(folder, tokenizer, family)
     with tensordict.set_list_to_stack(tensordict.list_to_stack()):
         exec(compile(example(folder), "README.md", "exec"), {})

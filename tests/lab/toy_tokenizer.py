@@ -1,8 +1,8 @@
-"""A byte-level tokenizer for tests: every byte is a token, so any text round-trips, without a model hub."""
+"""Tokenizers for tests, without a model hub: a byte-level one, and one that adds BOS. Any text round-trips."""
 
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 CHATML = (
@@ -41,6 +41,28 @@ def build_tokenizer(
         **{name: token for name, token in special.items() if token is not None},
     )
     fast.add_special_tokens({"additional_special_tokens": list(extra_special_tokens)})
+    fast.chat_template = chat_template
+    return fast
+
+
+def build_bos_tokenizer(chat_template: str | None = CHATML, *, name_or_path: str = "toy") -> PreTrainedTokenizerFast:
+    """A tokenizer as SentencePiece builds them: it adds BOS to text, has pad != eos, and bytes for unknown characters.
+
+    Ids: ``<pad>`` 0, ``<eos>`` 1, ``<bos>`` 2, ``<unk>`` 3, the bytes from 4 on, then letters, then ChatML's tokens.
+    """
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
+    pieces = [*special.values(), *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghijklmnopqrstuvwxyz"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", vocab["<bos>"])]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, name_or_path=name_or_path, **special
+    )
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     fast.chat_template = chat_template
     return fast
 

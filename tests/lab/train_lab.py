@@ -36,9 +36,9 @@ def digits(question, answer, metadata):
 ANSWERS, HELD_OUT = 8, 4
 
 
-def build_lab(folder: Path) -> Path:
-    tokenizer = make_tokenizer()
-    make_model(tokenizer, seed=0).save_pretrained(folder / "model")
+def build_lab(folder: Path, tokenizer: Any = None, family: str = "qwen2") -> Path:
+    tokenizer = make_tokenizer() if tokenizer is None else tokenizer
+    make_model(tokenizer, 0, family).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rows = [{"question": f"say {i}", "answer": chr(97 + i)} for i in range(20)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -26,7 +26,20 @@ from torchrl_llm_kl.cli._commands import app
 from torchrl_llm_kl.training import Checkpoints, CheckpointWarning, ConfigError, ModelError, read_config, train
 from torchrl_llm_kl.training._build import file_digests, load_prompts
 from torchrl_llm_kl.training._report import summary
-from train_lab import ANSWERS, HELD_OUT, assert_same_run, ended_after, figures, go, same, settings, steps_in, weights
+from toy_tokenizer import build_bos_tokenizer
+from train_lab import (
+    ANSWERS,
+    HELD_OUT,
+    assert_same_run,
+    build_lab,
+    ended_after,
+    figures,
+    go,
+    same,
+    settings,
+    steps_in,
+    weights,
+)
 from waits import LONG, until
 
 pytestmark = pytest.mark.usefixtures("_no_curves")
@@ -48,6 +61,18 @@ def test_the_figures_of_a_run(whole: Path) -> None:
         assert ANSWERS <= row["answer_tokens"] <= ANSWERS * 6
     assert len({row["coefficient"] for row in rows}) > 1
     assert steps_in(whole) == [f"step-00000{step}" for step in range(5) if step or evaluations[0]["reward"] >= 0][-5:]
+
+
+def test_a_run_with_a_tokenizer_that_adds_bos(tmp_path: Path) -> None:
+    """Prompts of unequal lengths: the first policy is the reference, so that their KL is 0 if both see the same prompts."""
+    lab = build_lab(tmp_path, build_bos_tokenizer(), "llama")
+    rows = [{"question": "say it" + " again" * (i % 3), "answer": "a"} for i in range(20)]
+    (lab / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result, _ = go(lab, tmp_path / "out", *SHORT, "run.steps=2", "logging.doctor_every=1")
+    assert result.outcome == "finished"
+    first, second = figures(tmp_path / "out" / "metrics.jsonl")
+    assert first["kl"] == pytest.approx(0, abs=1e-4)
+    assert abs(second["kl"]) > 1e-4, "the policy has moved"
 
 
 def test_the_evaluation_by_hand(lab: Path, whole: Path) -> None:

@@ -1,6 +1,7 @@
 """The README's example, with a tiny checkpoint in place of the hub's; loops of all docs, and tests that they name."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,16 @@ from code_blocks import run_example
 from project import PROJECT
 from torchrl_llm_kl import Diagnosis, PolicyLoss, diagnose
 from toy_rollouts import make_tokenizer
+from toy_tokenizer import build_bos_tokenizer
 
 
 @pytest.mark.smoke
-def test_the_example_of_the_readme_runs(tmp_path: Path, capsys: Any) -> None:
-    run_example(tmp_path)
+@pytest.mark.parametrize(
+    ("build", "family"), [(make_tokenizer, "qwen2"), (build_bos_tokenizer, "llama")], ids=["plain", "adds_bos"]
+)
+def test_the_example_of_the_readme_runs(tmp_path: Path, capsys: Any, build: Callable[[], Any], family: str) -> None:
+    torch.manual_seed(0)
+    run_example(tmp_path, build(), family)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("reward")]
     (_, entropy, kl), (*_, moved) = ([float(x) for x in re.findall(r"[\d.]+(?:e[-+]\d+)?", line)] for line in lines)
     assert entropy > 1, "the first batch shows something"

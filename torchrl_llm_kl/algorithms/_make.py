@@ -42,6 +42,7 @@ from torchrl_llm_kl.scoring import (
     inner_module,
     is_wrapper,
     output_size,
+    repair_padding,
     trains_with,
     unwrap,
     warn_of_mismatch,
@@ -325,6 +326,7 @@ class _WrappedModel:
     """Scores the model inside a TorchRL wrapper with the wrapper's keys and template, even if the wrapper generates."""
 
     def __init__(self, wrapper: nn.Module) -> None:
+        repair_padding(wrapper)
         self.wrapper = wrapper
 
     @property

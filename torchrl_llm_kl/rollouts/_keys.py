@@ -38,6 +38,7 @@ class ModelInterface:
         layout: of nested output, if it does not pad.
         tokenizer: for text and conversations; None if there is none.
         template_kwargs: the chat template's arguments.
+        bos: the id of the beginning-of-text token; None if it is not known.
 
     Example:
         >>> ModelInterface().tokens_full
@@ -57,6 +58,7 @@ class ModelInterface:
     layout: torch.layout = torch.strided
     tokenizer: Tokenizer | None = None
     template_kwargs: Json = field(default_factory=dict)
+    bos: int | None = None
 
     @classmethod
     def of(cls, model: Any) -> ModelInterface:
@@ -65,7 +67,8 @@ class ModelInterface:
         if isinstance(known, cls):
             return known
         if not hasattr(model, "input_mode"):
-            return cls()
+            bos = getattr(getattr(model, "config", None), "bos_token_id", None)
+            return cls(bos=bos if isinstance(bos, int) else None)
         # A generating policy reads the prompt; score it on the sibling entry "full".
         generates = getattr(model, "generate", False) is True
         input_key = model.input_key if hasattr(model, "input_key") else model.in_keys[0]
@@ -83,6 +86,7 @@ class ModelInterface:
             layout=getattr(model, "layout", None) or torch.strided,
             tokenizer=getattr(model, "tokenizer", None),
             template_kwargs=given("chat_template", "chat_template_name"),
+            bos=getattr(getattr(model, "tokenizer", None), "bos_token_id", None),
             **given("tokens_key", "text_key", "masks_key", "history_key", "attention_mask_key", "log_probs_key"),
         )
 

@@ -126,6 +126,7 @@ def locate(
         if sampled.values.is_floating_point():
             raise TypeError(f"expected integer token ids under {key!r}, found {sampled.values.dtype}.")
         mask = sampled.positions > 0
+        _check_beginnings(sampled, interface.bos)
         if assistant_only:
             mask = mask & _mask_of_sampled(td, sampled, interface, scope, options)
         return Located(sampled, mask, key, sampled=True)
@@ -143,6 +144,26 @@ def locate(
         f"nothing to score: expected {' or '.join(expected)} in the TensorDict, found: {describe_entries(td)}. Run the "
         "policy first, or give the model the `input_key` that holds the data."
     )
+
+
+_BOS_AS_PADDING = (
+    "torchrl's wrapper pads with the first id of tokenizer(tokenizer.pad_token), which is BOS if the tokenizer adds one, and "
+    "stores this padding as tokens: set policy.padding_value = tokenizer.pad_token_id before sampling."
+)
+
+
+def _check_beginnings(tokens: Ragged, bos: int | None) -> None:
+    """Raise if BOS precedes some sequences more often than others, or three times: then it is padding."""
+    if bos is None or not tokens.values.numel():
+        return
+    others = torch.where(tokens.values == bos, tokens.lengths[tokens.sequence_ids], tokens.positions)
+    runs = tokens.lengths.scatter_reduce(0, tokens.sequence_ids, others, "amin")
+    most, least = int(runs.max()), int(runs[tokens.lengths > 0].min())
+    if most > 2 or least < most:
+        raise ValueError(
+            f"sequence {int(runs.argmax())} begins with {most} beginning-of-text tokens (id {bos}), and another with {least}. "
+            f"All prompts must begin alike. {_BOS_AS_PADDING}"
+        )
 
 
 # ------------------------------------------------------------------ the assistant's tokens
@@ -219,11 +240,19 @@ def response_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface)
     differs[in_prompt] = prompt.slots() != every.values[in_prompt]
     at = int(differs.nonzero()[0])
     row, position = int(every.sequence_ids[at]), int(every.positions[at])
+    whole, own = every.to_list()[row], prompt.to_list()[row]
+    after = int((whole != whole[0]).long().argmax())  # where the first run of equal tokens ends
+    moved = any(torch.equal(own, whole[n : n + len(own)]) for n in range(1, after + 1))
     raise ValueError(
-        f"sequence {row}, position {position}: the sampled sequence does not start with {key!r}. Pad both the same way, "
-        "or neither; if pad_token == eos_token, give the tokenizer another pad token: torchrl drops end tokens from "
-        "unpadded sequences."
+        f"sequence {row}, position {position}: the sampled sequence does not start with {key!r}. "
+        + (f"Token {int(whole[0])} precedes it. {_BOS_AS_PADDING}" if moved else _UNLIKE_PROMPT)
     )
+
+
+_UNLIKE_PROMPT = (
+    "Pad both the same way, or neither; if pad_token == eos_token, give the tokenizer another pad token: torchrl drops end "
+    "tokens from unpadded sequences."
+)
 
 
 def prompt_ids(td: TensorDictBase) -> Tensor | None:

@@ -107,6 +107,7 @@ from torchrl_llm_kl.scoring._wrapper import (
     check_replays as check_replays,
     is_wrapper as is_wrapper,
     log_probs_only as log_probs_only,
+    repair_padding as repair_padding,
     unwrap as unwrap,
 )
 from torchrl_llm_kl.scoring._wrapping import (

@@ -38,6 +38,17 @@ def unwrap(wrapper: object) -> nn.Module | None:
     return inner if of_transformers or hasattr(inner, "get_output_embeddings") else None
 
 
+def repair_padding(wrapper: object) -> None:
+    """Make a wrapper pad prompts with its tokenizer's padding token.
+
+    torchrl takes the first id of the *encoded* padding token instead, which is BOS if the tokenizer adds one.
+    """
+    tokenizer, padding = getattr(wrapper, "tokenizer", None), getattr(wrapper, "padding_value", None)
+    pad = getattr(tokenizer, "pad_token_id", None)
+    if is_wrapper(wrapper) and None not in (pad, padding) and padding == getattr(tokenizer, "bos_token_id", None):
+        vars(wrapper)["padding_value"] = pad  # plain attributes, also in a module
+
+
 def log_probs_only(model: object) -> bool:
     """Whether a model returns log-probs but no distributions: it is of another backend, or in another process."""
     return unwrap(model) is None if is_wrapper(model) else getattr(model, "log_probs_only", False) is True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
@@ -19,7 +20,7 @@ from torchrl_llm_kl._numerics import read_device
 from torchrl_llm_kl._private import container_of
 from torchrl_llm_kl.ragged import Ragged, Rows, own_leaves, read_node, write_ragged
 from torchrl_llm_kl.rollouts import Scope, with_a_row
-from torchrl_llm_kl.scoring import Model
+from torchrl_llm_kl.scoring import Model, repair_padding
 
 T = TypeVar("T")
 #: Setting -> a function that checks a new value and returns it in its stored form.
@@ -147,6 +148,8 @@ class StepTransform(StepMixin, Transform):
         return observation_spec
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        with suppress(NoCollectorError):  # before the policy's first answer
+            repair_padding(collector_policy(self))
         # After a reset the declared entries exist, with length 0.
         lengths = torch.zeros(tensordict_reset.batch_size.numel(), dtype=torch.long)
         for key, features in self.token_entries.items():

@@ -11,13 +11,15 @@ from torch.testing import assert_close
 from torchrl.collectors.llm import LLMCollector
 from torchrl.envs import StepCounter, check_env_specs
 
+from closeness import assert_near
 from refused import refused
 from task_lab import BOT, END, HERMES, add, call, last_user, make_tokenizer, scripted_policy
 from torchrl_llm_kl import FunctionReward, KLComputation, RetrieveKL, RetrieveLogProb, RewardError, make_algorithm
 from torchrl_llm_kl.masks import MissingChatTemplateError
 from torchrl_llm_kl.tasks import PromptOrder, Turns, make_env, whole_groups
-from toy_rollouts import make_model, make_policy, response_log_probs, steps
-from toy_tokenizer import CHATML
+from toy_models import FORWARD
+from toy_rollouts import make_model, make_policy, plain_log_probs, response_log_probs, steps
+from toy_tokenizer import CHATML, build_bos_tokenizer
 
 ROWS = [{"question": f"q{i}", "answer": f"a{i}", "row": i} for i in range(5)]
 SUMS = [{"question": "1 2", "answer": "It is 4."}, {"question": "5 5", "answer": "It is 10."}]
@@ -383,3 +385,25 @@ def test_templates_that_hide_tools_and_lists_that_are_no_stacks(tokenizer: Any) 
         tool_env(make_tokenizer(CHATML))
     with set_list_to_stack(False), pytest.raises(RuntimeError, match=r"set_list_to_stack\(True\)"):
         task_env(ROWS, right, tokenizer)
+
+
+@pytest.mark.parametrize("input_mode", ["text", "history"])
+def test_a_tokenizer_that_adds_bos(input_mode: Any) -> None:
+    """Prompts of unequal lengths: their KL to the policy's own weights is 0 in a collector's batch."""
+    tokenizer = build_bos_tokenizer()
+    model, reference = (make_model(tokenizer, seed=0) for _ in range(2))
+    policy = make_policy(model, tokenizer, pad_output=True, input_mode=input_mode)
+    rows = [{"question": "why" * n, "answer": ""} for n in (1, 4)]
+    env = make_env(rows, lambda *_: 1.0, tokenizer, group_size=2, num_prompts=2, input_mode=input_mode)
+    env = env.append_transform(RetrieveKL(model, reference, add_to_reward=False))
+    found = collected(env, policy, 4)
+    for row in found:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": row["query"]}], tokenize=False, add_generation_prompt=True
+        )
+        prompt_ids = tokenizer.encode(prompt, add_special_tokens=input_mode == "text")
+        answer = row["tokens", "response"][row["tokens", "response"] != tokenizer.pad_token_id]
+        want = plain_log_probs(model, torch.cat([answer.new_tensor(prompt_ids), answer]))[len(prompt_ids) :]
+        scored = row["next", "log_probs", "full"]
+        assert_near(scored[scored != 0], want, **FORWARD)
+    assert len({len(row["query"]) for row in found}) == 2

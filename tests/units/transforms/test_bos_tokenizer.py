@@ -1,0 +1,103 @@
+"""Rollouts with a tokenizer that adds BOS: torchrl's wrapper would pad prompts with BOS, and store it as tokens."""
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer
+
+from closeness import assert_near
+from torchrl_llm_kl import RetrieveKL, RetrieveLogProb, make_algorithm
+from toy_models import FORWARD
+from toy_rollouts import flat, make_env, make_model, make_policy, plain_log_probs, steps
+from toy_tokenizer import build_bos_tokenizer
+
+WRAPPED = pytest.mark.parametrize("pad_output", [True, False], ids=["padded", "nested"])
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return build_bos_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def models(tokenizer: Any) -> list[Any]:
+    made = [make_model(tokenizer, seed) for seed in (0, 1)]
+    for model in made:
+        model.config.bos_token_id = tokenizer.bos_token_id
+    return made
+
+
+def check(batch: TensorDictBase, model: Any, tokenizer: Any, key: Any) -> int:
+    """Log-probs of each response are a plain forward's over its own prompt; the number of different prompt lengths."""
+    lengths = set()
+    for step in steps(batch):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": step["query"]}], tokenize=False, add_generation_prompt=True
+        )
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+        response = step["tokens", "response"]
+        response = response[response != tokenizer.pad_token_id]
+        want = plain_log_probs(model, torch.cat([response.new_tensor(prompt), response]))[len(prompt) :]
+        got = step[key][step[key] != 0]
+        assert_near(got, want, **FORWARD)
+        lengths.add(len(prompt))
+    return len(lengths)
+
+
+@WRAPPED
+def test_a_collector_pads_with_the_padding_token(tokenizer: Any, models: list[Any], pad_output: bool) -> None:
+    """The transform finds the collector's policy, before its first answer."""
+    policy = make_policy(models[0], tokenizer, pad_output=pad_output)
+    assert policy.padding_value == tokenizer.bos_token_id, "torchrl pads with the padding token: remove the repair"
+    env = make_env(tokenizer, RetrieveKL("from_collector", models[1], add_to_reward=False))
+    collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=4, total_dialog_turns=4)
+    for batch in collector:
+        assert check(batch, models[0], tokenizer, ("next", "log_probs", "full")) > 1
+        assert check(batch, models[1], tokenizer, ("next", "ref_log_probs", "full")) > 1
+    collector.shutdown()
+
+
+@WRAPPED
+def test_the_policy_of_an_algorithm_pads_with_the_padding_token(
+    tokenizer: Any, models: list[Any], pad_output: bool
+) -> None:
+    policy = make_policy(models[0], tokenizer, pad_output=pad_output)
+    grpo = make_algorithm("grpo", policy, reference=models[1], group_size=2, kl_loss_coeff=0.01)
+    batch = flat(make_env(tokenizer, group=2, envs=4).rollout(1, policy))
+    assert check(grpo.prepare(batch), models[1], tokenizer, ("next", "ref_log_probs", "full")) > 1
+    assert bool(grpo.loss(grpo.prepare(batch)).total_loss.isfinite())
+
+
+@WRAPPED
+@pytest.mark.parametrize("place", ["called", "buffer"])
+def test_prompts_that_were_padded_with_bos_are_refused(
+    tokenizer: Any, models: list[Any], pad_output: bool, place: str
+) -> None:
+    """No transform knew the wrapper when it sampled."""
+    batch = flat(make_env(tokenizer, envs=4).rollout(1, make_policy(models[0], tokenizer, pad_output=pad_output)))
+    transform = RetrieveLogProb(models[1])
+    buffer = ReplayBuffer(storage=LazyStackStorage(4), batch_size=4)
+    buffer.append_transform(transform, invert=True)
+    with pytest.raises(ValueError, match=r"policy\.padding_value = tokenizer\.pad_token_id before sampling"):
+        {"called": transform, "buffer": buffer.extend}[place](batch)
+
+
+def test_unknown_bos_before_a_sequence_is_named(tokenizer: Any, models: list[Any]) -> None:
+    """Without a tokenizer and with a model that does not state its BOS, the prompt shows it."""
+    batch = flat(make_env(tokenizer, envs=4).rollout(1, make_policy(models[0], tokenizer, pad_output=False)))
+    with pytest.raises(ValueError, match=r"Token 2 precedes it.*policy\.padding_value"):
+        RetrieveLogProb(make_model(tokenizer, seed=1))(batch)
+
+
+def test_prompts_that_all_begin_with_two_bos_are_scored(tokenizer: Any, models: list[Any]) -> None:
+    """A template and a tokenizer may both add it; three are padding."""
+    ids = torch.tensor([[2, 2, 264, 265, 266], [2, 2, 267, 268, 269]])
+    batch = TensorDict.from_dict({"tokens": {"prompt": ids[:, :4], "full": ids}}, batch_size=[2])
+    want = torch.stack([plain_log_probs(models[0], row) for row in ids])[:, 4]
+    assert_near(RetrieveLogProb(models[0])(batch)["log_probs", "full"][:, 4], want, **FORWARD)
+    batch["tokens", "full"][:, 2] = batch["tokens", "prompt"][:, 2] = 2
+    with pytest.raises(ValueError, match="begins with 3 beginning-of-text tokens"):
+        RetrieveLogProb(models[0])(batch)
