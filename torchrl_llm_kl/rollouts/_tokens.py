@@ -153,17 +153,24 @@ _BOS_AS_PADDING = (
 
 
 def _check_beginnings(tokens: Ragged, bos: int | None) -> None:
-    """Raise if BOS precedes some sequences more often than others, or three times: then it is padding."""
+    """Raise where BOS was used as padding: before some sequences more often than before others, or three times.
+
+    A single one before some sequences is a warning: prompts that were cut on the left have none.
+    """
     if bos is None or not tokens.values.numel():
         return
     others = torch.where(tokens.values == bos, tokens.lengths[tokens.sequence_ids], tokens.positions)
     runs = tokens.lengths.scatter_reduce(0, tokens.sequence_ids, others, "amin")
     most, least = int(runs.max()), int(runs[tokens.lengths > 0].min())
-    if most > 2 or least < most:
-        raise ValueError(
-            f"sequence {int(runs.argmax())} begins with {most} beginning-of-text tokens (id {bos}), and another with {least}. "
-            f"All prompts must begin alike. {_BOS_AS_PADDING}"
-        )
+    if most <= 2 and least == most:
+        return
+    text = (
+        f"sequence {int(runs.argmax())} begins with {most} beginning-of-text tokens (id {bos}), and another with {least}. "
+        f"All prompts must begin alike. {_BOS_AS_PADDING}"
+    )
+    if most > 1:
+        raise ValueError(text)
+    warnings.warn(text, stacklevel=3)
 
 
 # ------------------------------------------------------------------ the assistant's tokens

@@ -101,3 +101,13 @@ def test_prompts_that_all_begin_with_two_bos_are_scored(tokenizer: Any, models: 
     batch["tokens", "full"][:, 2] = batch["tokens", "prompt"][:, 2] = 2
     with pytest.raises(ValueError, match="begins with 3 beginning-of-text tokens"):
         RetrieveLogProb(models[0])(batch)
+
+
+def test_a_prompt_that_was_cut_on_the_left_lacks_bos(models: list[Any]) -> None:
+    """It is scored as it is; a single BOS before another one may also be padding, which a warning says."""
+    ids = torch.tensor([[2, 270, 264, 265, 266], [271, 272, 267, 268, 269]])
+    batch = TensorDict.from_dict({"tokens": {"prompt": ids[:, :4], "full": ids}}, batch_size=[2])
+    want = torch.stack([plain_log_probs(models[0], row) for row in ids])[:, 4]
+    with pytest.warns(UserWarning, match="begins with 1 beginning-of-text tokens .id 2., and another with 0"):
+        found = RetrieveLogProb(models[0])(batch)["log_probs", "full"][:, 4]
+    assert_near(found, want, **FORWARD)
