@@ -126,13 +126,15 @@ def tiny_model(family: str = "qwen2", *, seed: int = 0, **overrides: Any) -> nn.
     return _random(family, seed, config)
 
 
-def stateful_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, experts: bool = False) -> Any:
+def stateful_model(
+    family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, experts: bool = False, **overrides: Any
+) -> Any:
     """A model of :data:`FORKED_FAMILIES`, :data:`UNFORKED_FAMILIES` or, with ``experts``, :data:`ROUTED_FAMILIES`.
 
     Its weights are large enough for states to matter.
     """
     own = (_ROUTED if experts else _STATEFUL)[family]
-    return _random(family, seed, _COMMON | {"initializer_range": 0.1} | own, dtype)
+    return _random(family, seed, _COMMON | {"initializer_range": 0.1} | own | overrides, dtype)
 
 
 def _random(family: str, seed: int, config: dict[str, Any], dtype: torch.dtype | None = None) -> Any:

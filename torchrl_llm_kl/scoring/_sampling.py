@@ -90,7 +90,9 @@ class Sampling:
     def generate_kwargs(self, model: PreTrainedModel, **others: Any) -> dict[str, Any]:
         """Arguments of transformers' ``generate`` with which ``model`` samples from this distribution.
 
-        They override the model's ``generation_config`` and transformers' own defaults (a top-k of 50).
+        They override the model's ``generation_config`` and transformers' own defaults (a top-k of 50). Without a top-k, it is
+        the size of the vocabulary, since the constructor of torchrl's wrapper refuses 0, and drops ``min_p``. A wrapper is
+        faster with ``wrapper.generate_kwargs["top_k"] = 0`` after its construction.
 
         Args:
             model: a transformers model, for the size of its vocabulary.

@@ -91,7 +91,8 @@ def make_env(
     r"""An env that poses prompts in groups and rewards the answers by Python functions.
 
     Each step poses ``num_prompts`` prompts ``group_size`` times each and ends with their answers. The env renders prompts
-    with the tokenizer's own chat template; the policy is a torchrl wrapper with the same ``input_mode``. Run it with an
+    with the tokenizer's own chat template; the policy is a torchrl wrapper with the same ``input_mode``, such as
+    :func:`~torchrl_llm_kl.training.make_sampler`, which forwards each prompt once for all its answers. Run the env with an
     ``LLMCollector``.
 
     With ``turns`` an answer that calls tools, or that a user answers, is followed by another one. Each turn is a step:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchrl.envs import EnvBase
 from torchrl.modules.llm import TransformersWrapper
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.algorithms import AlgorithmParts
 from torchrl_llm_kl.diagnostics import RunMonitor
 from torchrl_llm_kl.scoring import LogProbScorer, Sampling
@@ -50,14 +51,23 @@ LOSS_KEYS = (
 
 
 class _Sampler(TransformersWrapper):
-    """A wrapper whose attention mask has each sampled token, up to the one that ends the answer.
+    """A wrapper that passes all arguments to ``generate``, forwards equal prompts once, and masks each sampled token.
 
-    torchrl's leaves out what equals the padding token: where that ends answers too, as it often does, no end would be trained.
+    torchrl's constructor refuses a top-k of 0 and drops arguments that it does not list, such as ``min_p``. Its attention mask
+    leaves out what equals the padding token: where that ends answers too, as it often does, no end would be trained.
     """
+
+    generate_kwargs: dict[str, Any]
+
+    def __init__(self, *args: Any, generate_kwargs: dict[str, Any], **settings: Any) -> None:
+        taken = {name: value for name, value in generate_kwargs.items() if name != "top_k"}
+        super().__init__(*args, generate_kwargs=taken, **settings)
+        self.generate_kwargs = {**generate_kwargs, **self.generate_kwargs}
 
     def forward(self, tensordict: TensorDictBase, **kwargs: object) -> TensorDictBase:
         """Write the answers."""
-        out = super().forward(tensordict, **kwargs)
+        with _equal_prompts_once(self.model):
+            out = super().forward(tensordict, **kwargs)
         full, width = out["tokens", "full"], out["tokens", "prompt"].shape[-1]
         ends = self.model.generation_config.eos_token_id
         ends = torch.as_tensor([] if ends is None else ends, dtype=full.dtype, device=full.device)
@@ -68,13 +78,56 @@ class _Sampler(TransformersWrapper):
         return out
 
 
+@contextmanager
+def _equal_prompts_once(model: Any) -> Iterator[None]:
+    """Context: the first forward of ``generate`` runs over one row of neighbours with equal tokens, then repeats its states.
+
+    Later forwards continue each row from its own copy. A model with states outside a ``DynamicCache`` runs as without it.
+    """
+    from transformers import DynamicCache
+
+    states: Any = None
+    rows: Tensor | None = None  # the number of each row's prompt, while the first forward runs
+
+    def before(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        nonlocal states, rows
+        own.pop().remove()
+        ids, mask = given.get("input_ids"), given.get("attention_mask")
+        states = next((value for value in given.values() if type(value) is DynamicCache), None)
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.ndim}
+        elsewhere = any(
+            hasattr(part, "_setup_cache") for part in model.modules()
+        )  # states in layers, as in RecurrentGemma
+        if elsewhere or states is None or ids is None or any(len(value) != len(ids) for value in tensors.values()):
+            return args, given
+        prompts = ids if mask is None else torch.cat([ids, mask], 1)
+        _, rows = prompts.unique_consecutive(dim=0, return_inverse=True)
+        first = rows.diff(prepend=rows.new_full((1,), -1)) > 0
+        return args, {**given, **{name: value[first] for name, value in tensors.items()}}
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        own.pop().remove()
+        if rows is not None:
+            output.logits = output.logits[rows]
+            states.reorder_cache(rows)
+
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # whose generate PEFT's calls
+    own = [model.register_forward_hook(after), model.register_forward_pre_hook(before, with_kwargs=True)]
+    try:
+        yield
+    finally:
+        for hook in own:
+            hook.remove()
+
+
 def make_sampler(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_new_tokens: int, sampling: Sampling | None = None
 ) -> TransformersWrapper:
     """A torchrl policy that writes answers with a transformers model, for the envs of :func:`~torchrl_llm_kl.tasks.make_env`.
 
     It records no log-probs, which the transforms compute. Each sampled token is in the attention mask, also one that is the
-    padding token, up to the first that ends the answer (``eos_token_id`` of the model's ``generation_config``).
+    padding token, up to the first that ends the answer (``eos_token_id`` of the model's ``generation_config``). Neighbours with
+    the same prompt share its forward.
 
     Args:
         model: a transformers model; it is not copied.
@@ -87,7 +140,9 @@ def make_sampler(
     Example:
         >>> sampler = make_sampler(model, tokenizer, max_new_tokens=64, sampling=Sampling())  # doctest: +SKIP
     """
-    drawn = {"do_sample": False, "repetition_penalty": 1.0} if sampling is None else sampling.generate_kwargs(model)
+    drawn: Json = {"do_sample": False, "repetition_penalty": 1.0}
+    if sampling is not None:  # a top-k of the whole vocabulary would sort it at each token
+        drawn = {**sampling.generate_kwargs(model), "top_k": sampling.top_k}
     return _Sampler(
         model,
         tokenizer=tokenizer,

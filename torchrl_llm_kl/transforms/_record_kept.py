@@ -16,9 +16,9 @@ class RecordKept:
     """A logits processor of transformers that samples as told and records which tokens could have been drawn.
 
     It applies temperature, top-k, top-p and min-p itself, since transformers runs its own after all processors that are given
-    to ``generate``: leave them off there (``do_sample=True, top_k=0, top_p=1.0, temperature=1.0``; torchrl's wrapper takes no
-    0, but ``top_k=model.config.vocab_size``). The record of one ``generate`` call replaces the previous one. A token of
-    8 kept ones takes 36 bytes.
+    to ``generate``: leave them off there (``do_sample=True, top_k=0, top_p=1.0, temperature=1.0``). The constructor of
+    torchrl's wrapper refuses a top-k of 0: set ``wrapper.generate_kwargs["top_k"]`` afterwards. The record of one
+    ``generate`` call replaces the previous one. A token of 8 kept ones takes 36 bytes.
 
     Args:
         sampling: how to sample.

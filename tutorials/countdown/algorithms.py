@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from torchrl_llm_kl import AdaptiveKLCoefficient, PIKLCoefficient, Sampling, ScoreOptions
-from torchrl_llm_kl.algorithms import ALGORITHMS, AlgorithmParts, get_algorithm, make_algorithm
+from torchrl_llm_kl.algorithms import ALGORITHMS, AlgorithmParts, apply_overrides, get_algorithm, make_algorithm
 from torchrl_llm_kl.scoring import TokenCritic
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def build(
             f"kl_{place}_coeff": coefficient for place, kl in (("loss", kl_loss), ("reward", kl_reward)) if kl != "none"
         }
         preset = replace(preset, kl_loss=kl_loss, kl_reward=kl_reward, use_reference=None)
+    if apply_overrides(preset, settings).summed == "seq-mean-token-sum-norm":
+        settings["max_len"] = max_new_tokens
     return make_algorithm(
         name,
         policy,
@@ -71,7 +73,6 @@ def build(
         critic=TokenCritic(copy.deepcopy(policy)) if preset.use_critic else None,
         gen_model="from_collector" if preset.use_reference and in_collector else None,
         group_key="group" if preset.compares_answers else None,
-        max_len=max_new_tokens,
         options=ScoreOptions(Sampling(temperature)),
         **settings,
     )
