@@ -49,6 +49,9 @@ class Scoring:
         False
     )
     tokenizer: Annotated[str | None, typer.Option(help="Another tokenizer than the model's.")] = None
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A file with the chat template of conversations. Default: the tokenizer's.")
+    ] = None
     dtype: Annotated[str, typer.Option(help="Of the weights: auto (as saved), float32, bfloat16 or float16.")] = "auto"
     device: Annotated[str | None, typer.Option(help="Such as cuda:1. Default: the accelerator, if there is one.")] = (
         None

@@ -25,13 +25,14 @@ from torch import Tensor
 
 from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._numerics import all_finite
-from torchrl_llm_kl._registry import did_you_mean
+from torchrl_llm_kl._registry import did_you_mean, first_sentence
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.cli._console import FOUND, INTERRUPTED, CommandError, print_json, print_table, say
 from torchrl_llm_kl.cli._options import Scoring
 from torchrl_llm_kl.datasets import Answer, Encoder, FileRows, Skip, Skipped
 from torchrl_llm_kl.diagnostics import TokenColumns
 from torchrl_llm_kl.estimators import EstimatorName, get_estimator
+from torchrl_llm_kl.masks import MissingChatTemplateError
 from torchrl_llm_kl.ragged import Ragged, segment_sum
 from torchrl_llm_kl.scoring import (
     LogProbScorer,
@@ -82,6 +83,9 @@ def score(options: Scoring) -> None:
         rest = f"; {folder} holds them, and the same command continues" if folder else " (--store keeps them)"
         say(f"interrupted after {at:,} of {total:,} rows{rest}.")
         raise typer.Exit(INTERRUPTED) from None
+    except MissingChatTemplateError as error:
+        advice = "Pass --chat-template FILE, or --tokenizer with the name of a tokenizer that has one"
+        raise CommandError(f"{first_sentence(error)} {advice}.") from error
     _print_summary(summary, options, run)
     if options.html is not None:
         run.write_html(options.html, total)
@@ -131,6 +135,10 @@ def _check(options: Scoring) -> None:
     if out is not None and out.exists() and out.stat().st_size and not earlier:
         advice = "it would be replaced. Pass another --out, or remove the file"
         raise CommandError(f"--out {out} exists, and {store} holds no scores of an earlier run: {advice}.")
+    if options.chat_template is not None and not options.chat_template.is_file():
+        raise CommandError(
+            f"--chat-template {options.chat_template} is no file: pass one, such as chat_template.jinja."
+        )
     for model in (options.model, options.reference):
         if model is not None:
             check_model(model)
@@ -147,6 +155,8 @@ class Run:
         text = source.layout != "tokens"
         wants_tokenizer = text or options.html is not None or options.tokenizer is not None
         self.tokenizer = load_tokenizer(options.tokenizer or options.model) if wants_tokenizer else None
+        if options.chat_template is not None and self.tokenizer is not None:
+            self.tokenizer.chat_template = options.chat_template.read_text(encoding="utf-8")
         names = [options.model] if options.reference is None else [options.model, options.reference]
         self.models = [load_model(name, dtype=options.dtype, device=options.device) for name in names]
         forward = options.batch_tokens or (1024 if self.models[0].device.type == "cpu" else 16384)

@@ -6,13 +6,14 @@ import html
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 from torchrl.envs import Transform
 from typing_extensions import Unpack
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _LOGGER = logging.getLogger(__name__)
+_TAIL = 64  # tokens at the end of an answer, in which a text that ends it is looked for
 
 
 class DiagnosisWarning(UserWarning):
@@ -129,6 +131,7 @@ def diagnose(
     tokenizer: Tokenizer | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    end: Sequence[str] = (),
     **reading: Unpack[Reading],
 ) -> Diagnosis:
     """Measure a batch of rollouts and name what is wrong with it.
@@ -151,6 +154,7 @@ def diagnose(
         tokenizer: by default the policy wrapper's: for retokenisation, truncated answers and templates.
         clip_low: the objective's lower bound of the ratio is ``1 - clip_low``, for the share of clipped tokens.
         clip_high: its upper bound is ``1 + clip_high``.
+        end: texts that end an answer, besides the tokenizer's own end tokens, as :func:`make_sampler` takes them.
         **reading: arguments of :func:`read_columns`. ``policy`` is the trainer's, which is compared with the sampler's
             log-probs; without it fewer causes can be told apart. ``options`` is by default the tokenizer.
 
@@ -192,7 +196,8 @@ def diagnose(
         columns = _read(batch, reading)
         key = sub_key(interface.history_key, "prompt")
         conversations = read_conversations(batch, key, missing_ok=True)
-    measures = measure(columns, clip_low=clip_low, clip_high=clip_high, end=_ends(tokenizer))
+    ended = None if tokenizer is None or not end else _ended(columns, tokenizer, end)
+    measures = measure(columns, clip_low=clip_low, clip_high=clip_high, end=_ends(tokenizer), ended=ended)
     if tokenizer is not None:
         measures |= retokenised(columns, tokenizer)
     table = Table.of(columns)
@@ -233,6 +238,13 @@ def _ends(tokenizer: Tokenizer | None) -> list[int] | None:
     names: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     known += [names[name] for name in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>") if name in names]
     return known or None
+
+
+def _ended(columns: TokenColumns, tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:
+    """Whether each sequence's last masked-in tokens have one of the texts; bool ``[S]``."""
+    answers = columns.mask.split(columns.tokens.lengths.tolist())
+    tails = [row[mask][-_TAIL:].tolist() for row, mask in zip(columns.tokens.to_list(), answers, strict=True)]
+    return torch.tensor([any(text in tokenizer.decode(tail) for text in texts) for tail in tails])
 
 
 # ------------------------------------------------------------------ every few batches

@@ -70,6 +70,7 @@ class RunMonitor:
             no page is written.
         tokenizer: of the policy; the page needs it, and the doctor for causes in text.
         kl_target: shown beside the KL.
+        end: texts that end an answer, besides the tokenizer's own end tokens.
         **reading: arguments of :func:`~torchrl_llm_kl.diagnostics.read_columns`. Without a policy nothing is scored: the
             batch's own entries are shown.
 
@@ -97,6 +98,7 @@ class RunMonitor:
         folder: str | Path | None = None,
         tokenizer: Tokenizer | None = None,
         kl_target: float | None = None,
+        end: Sequence[str] = (),
         **reading: Unpack[Reading],
     ) -> None:
         check_reading(reading)
@@ -105,7 +107,7 @@ class RunMonitor:
             raise ValueError("the page of a batch shows text: pass tokenizer=, or folder=None for numbers alone.")
         self.loggers = tuple(loggers) if isinstance(loggers, (list, tuple)) else () if loggers is None else (loggers,)
         self.folder = None if folder is None else Path(folder)
-        self.every, self.tokenizer, self.kl_target = every, tokenizer, kl_target
+        self.every, self.tokenizer, self.kl_target, self.end = every, tokenizer, kl_target, end
         if tokenizer is not None:
             reading.setdefault("options", TokenisingOptions(tokenizer))
         self._reading = reading
@@ -161,7 +163,7 @@ class RunMonitor:
         data: TensorDictBase | TokenColumns = batch
         if self._reading.get("policy") is not None:  # one forward serves both
             data = read_columns(batch, **self._reading, strict=False)
-        self.diagnosis = found = diagnose(data, tokenizer=self.tokenizer, **self._reading)
+        self.diagnosis = found = diagnose(data, tokenizer=self.tokenizer, end=self.end, **self._reading)
         report = f"step {step}\n{found}\n"
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -194,7 +194,12 @@ def _k3(log_ratio: Tensor) -> float:
 
 
 def measure(
-    columns: TokenColumns, *, clip_low: float = 0.2, clip_high: float = 0.2, end: Sequence[int] | None = None
+    columns: TokenColumns,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    end: Sequence[int] | None = None,
+    ended: Tensor | None = None,
 ) -> dict[str, float]:
     """All measures of a batch whose columns are there.
 
@@ -205,6 +210,7 @@ def measure(
         clip_low: the objective's lower bound of the ratio is ``1 - clip_low``.
         clip_high: its upper bound is ``1 + clip_high``.
         end: ids of tokens that end an answer, for the share of truncated ones.
+        ended: answers that are known to be whole; bool, one for each sequence.
 
     Returns:
         Numbers by name; a family whose columns are missing has none. ``docs/doctor.md`` lists them.
@@ -222,7 +228,7 @@ def measure(
     for family in (_of_numbers, mismatch_measures, surprisal_measures, drift_measures, kl_measures):
         out |= family(table)
     out |= clip_measures(table, clip_low, clip_high)
-    out |= answer_measures(columns, end)
+    out |= answer_measures(columns, end, ended)
     return {name: value for name, value in out.items() if not math.isnan(value)}
 
 
@@ -351,11 +357,13 @@ def kl_measures(table: Table) -> dict[str, float]:
     return out
 
 
-def answer_measures(columns: TokenColumns, end: Sequence[int] | None = None) -> dict[str, float]:
+def answer_measures(
+    columns: TokenColumns, end: Sequence[int] | None = None, ended: Tensor | None = None
+) -> dict[str, float]:
     """Answers and groups: lengths, truncated answers, duplicated prompts, groups whose rewards are all equal.
 
-    An answer is truncated if its last token ends no turn (``end``), and ``answers/at_limit`` is the share as long as the
-    longest. A group is the answers to one prompt.
+    An answer is truncated if its last token ends no turn (``end``) and it is not ``ended``. ``answers/at_limit`` is the share
+    as long as the longest. A group is the answers to one prompt.
     """
     tokens, mask = columns.tokens, columns.mask
     counts = segment_sum(mask.long(), tokens.lengths)
@@ -371,7 +379,10 @@ def answer_measures(columns: TokenColumns, end: Sequence[int] | None = None) -> 
             stops = torch.as_tensor(end, device=mask.device).reshape(-1)
             # the end token itself, or whitespace of the template after it
             near = torch.stack([tokens.values[(last - back).clamp(min=0)] for back in (0, 1)], 1)
-            out["answers/truncated"] = _mean((~torch.isin(near, stops).any(-1)).double())
+            whole = torch.isin(near, stops).any(-1)
+            if ended is not None:
+                whole |= ended.to(mask.device)[answered]
+            out["answers/truncated"] = _mean((~whole).double())
     if columns.prompts is not None and columns.prompts.numel():
         _, group, sizes = columns.prompts.unique(return_inverse=True, return_counts=True)
         out |= {"groups/number": float(sizes.numel()), "groups/size": _mean(sizes.double())}

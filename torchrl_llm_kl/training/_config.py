@@ -108,6 +108,7 @@ class SamplerConfig:
     """How answers are drawn; they are scored under the same distribution."""
 
     max_new_tokens: int = 256
+    end: list[str] = field(default_factory=list)
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -407,7 +408,8 @@ def differences(old: Mapping[str, object], new: TrainConfig) -> list[str]:
     Those that a resumed run may change are left out.
     """
     before, now = (
-        {key: None if value == {} else value for key, value in flatten(each).items()} for each in (old, new.to_dict())
+        {key: None if value in ({}, []) else value for key, value in flatten(each).items()}
+        for each in (old, new.to_dict())
     )
     changing = {key for key, each in SETTINGS.items() if each.may_change}
     keys = [key for key in {**now, **before} if ".".join(key.split(".")[:2]) not in changing]
@@ -650,6 +652,7 @@ def _check_together(config: TrainConfig) -> None:
         service_without_model=apart and place in ("base", "none"),
         minibatches=config.algorithm.minibatches > config.data.num_prompts * config.data.group_size,
         warmup=config.optimizer.warmup_steps >= config.run.steps,
+        empty_end="" in config.sampler.end,
         loggers_twice=len(set(loggers)) < len(loggers),
         best_of_none=config.checkpoints.final == "best" and not config.evaluation.every,
         reward=not (isinstance(functions, (str, Mapping)) and functions) and not unjudged,

@@ -187,7 +187,11 @@ def chat_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """
     tokenizer = load_tokenizer(name)
     if tokenizer.chat_template is None:
-        raise ModelError(f"the tokenizer of {name!r} has no chat template: choose an instruction-tuned model.")
+        raise ModelError(
+            f"the tokenizer of {name!r} has no chat template, so it renders no conversations. Choose an instruction-tuned "
+            "model, or save the tokenizer to a folder, write a template to chat_template.jinja there, and set model.tokenizer "
+            "to the folder. A base model may need sampler.end too, the texts that end an answer."
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"

@@ -201,8 +201,8 @@ class Run:
 
     def _sampler(self, *, greedy: bool) -> TransformersWrapper:
         sampling = None if greedy else sampling_of(self.config)
-        length = self.config.sampler.max_new_tokens
-        return make_sampler(self.policy, self.tokenizer, max_new_tokens=length, sampling=sampling)
+        length, end = self.config.sampler.max_new_tokens, self.config.sampler.end
+        return make_sampler(self.policy, self.tokenizer, max_new_tokens=length, sampling=sampling, end=end)
 
     def _updater(self) -> ReferenceUpdater | None:
         about = self.config.reference
@@ -226,6 +226,7 @@ class Run:
             tokenizer=self.tokenizer,
             policy=self.policy,
             kl_target=self.config.kl.target,
+            end=self.config.sampler.end,
             sampling=sampling_of(self.config),
         )
 

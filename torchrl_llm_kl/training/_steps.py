@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -69,9 +70,11 @@ class _Sampler(TransformersWrapper):
         with _equal_prompts_once(self.model):
             out = super().forward(tensordict, **kwargs)
         full, width = out["tokens", "full"], out["tokens", "prompt"].shape[-1]
-        ends = self.model.generation_config.eos_token_id
+        ends = self.generate_kwargs.get("eos_token_id", self.model.generation_config.eos_token_id)
         ends = torch.as_tensor([] if ends is None else ends, dtype=full.dtype, device=full.device)
         ended = torch.isin(full[..., width:], ends).long()
+        for stops, last in product(self.generate_kwargs.get("stopping_criteria", ()), range(width, full.shape[-1])):
+            ended[..., last - width] |= stops(full[..., : last + 1], None)
         mask = out["masks", "all_attention_mask"].clone()
         mask[..., width:] = ended.cumsum(-1) == ended  # nothing before it ended the answer
         out.set(("masks", "all_attention_mask"), mask)
@@ -121,13 +124,18 @@ def _equal_prompts_once(model: Any) -> Iterator[None]:
 
 
 def make_sampler(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_new_tokens: int, sampling: Sampling | None = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    end: Sequence[str] = (),
 ) -> TransformersWrapper:
     """A torchrl policy that writes answers with a transformers model, for the envs of :func:`~torchrl_llm_kl.tasks.make_env`.
 
     It records no log-probs, which the transforms compute. Each sampled token is in the attention mask, also one that is the
-    padding token, up to the first that ends the answer (``eos_token_id`` of the model's ``generation_config``). Neighbours with
-    the same prompt share its forward.
+    padding token, up to the first that ends the answer (``eos_token_id`` of the model's ``generation_config``, and ``end``).
+    Neighbours with the same prompt share its forward.
 
     Args:
         model: a transformers model; it is not copied.
@@ -136,6 +144,8 @@ def make_sampler(
     Keyword Args:
         max_new_tokens: longest answer.
         sampling: the distribution they are drawn from; None for the most probable tokens.
+        end: texts that also end an answer; each may be a special token, a part of a token, or several tokens. The answer
+            includes them.
 
     Example:
         >>> sampler = make_sampler(model, tokenizer, max_new_tokens=64, sampling=Sampling())  # doctest: +SKIP
@@ -143,6 +153,8 @@ def make_sampler(
     drawn: Json = {"do_sample": False, "repetition_penalty": 1.0}
     if sampling is not None:  # a top-k of the whole vocabulary would sort it at each token
         drawn = {**sampling.generate_kwargs(model), "top_k": sampling.top_k}
+    if end:
+        drawn |= _ending(model, tokenizer, end)
     return _Sampler(
         model,
         tokenizer=tokenizer,
@@ -153,6 +165,18 @@ def make_sampler(
         pad_output=True,  # plain tensors: prompts padded on the left, answers on the right
         device=model.device if model.device.type != "cpu" else None,
     )
+
+
+def _ending(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Json:
+    """Arguments of ``generate`` with which texts end an answer, besides the model's own end tokens."""
+    from transformers import StoppingCriteriaList
+    from transformers.generation import StopStringCriteria
+
+    own = model.generation_config.eos_token_id  # with one, generate pads what has ended
+    return {
+        "eos_token_id": tokenizer.eos_token_id if own is None else own,
+        "stopping_criteria": StoppingCriteriaList([StopStringCriteria(tokenizer, list(texts))]),
+    }
 
 
 def forget_scores(env: EnvBase) -> None:

@@ -342,3 +342,15 @@ def test_no_file_is_written_over_another(cli, tmp_path, data, model, options, me
     assert data.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl", "folder", "notes"]
     assert (tmp_path / "notes").read_text() == "mine"
+
+
+def test_a_chat_template_from_a_file(checkpoints: Path, data: Path, tmp_path: Path, cli: Cli) -> None:
+    """Scores with a tokenizer without a template are those with the tokenizer's own, once it is passed as a file."""
+    shutil.copytree(checkpoints / "model", base := tmp_path / "base")
+    (base / "chat_template.jinja").rename(template := tmp_path / "template.jinja")
+    assert "--chat-template FILE" in error_of(cli("score", base, data, code=2))
+    outs = [tmp_path / "own.jsonl", tmp_path / "given.jsonl"]
+    cli("score", checkpoints / "model", data, "--out", outs[0])
+    cli("score", base, data, "--out", outs[1], "--chat-template", template)
+    assert read_jsonl(outs[1]) == read_jsonl(outs[0])
+    assert "is no file" in error_of(cli("score", base, data, "--chat-template", tmp_path / "nowhere", code=2))

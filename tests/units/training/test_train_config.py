@@ -94,6 +94,7 @@ def test_braces_empty_a_setting_and_a_value_in_braces_is_added() -> None:
         ("optimizer.lr=0", "optimizer.lr is 0: expected more than 0."),
         ("optimizer.lr=inf", "optimizer.lr is inf: expected a finite number."),
         ("sampler.top_p=1.5", "sampler.top_p is 1.5: expected at most 1."),
+        ('sampler.end=["\\n", ""]', "sampler.end has an empty text"),
         ("data.group_size=0", "data.group_size is 0: expected at least 1."),
         ("kl.place=los", "choose one of preset, loss, reward, none. Did you mean 'loss'?"),
         ("optimizer.betas=[0.9]", "expected two numbers"),
@@ -170,6 +171,9 @@ def test_all_unknown_keys_what_is_missing_what_has_changed_and_no_file(tmp_path:
     old = read_config(LEAST).to_dict()
     allowed = ["run.steps=200", "logging.loggers=[csv]", "checkpoints.keep=5", "kl.stop_above=3", "run.out=elsewhere"]
     assert differences(old, read_config(LEAST, allowed)) == []
+    del old["sampler"]["end"]  # as in checkpoints of before it was a setting
+    assert differences(old, read_config(LEAST)) == []
+    assert differences(old, read_config(LEAST, ["sampler.end=[x]"])) == ["sampler.end: None, now ['x']"]
     changed = read_config(LEAST, ["optimizer.lr=1e-5", "algorithm.args.clip_high=0.3", "lora.r=4", "run.steps=7"])
     lora, found = ([x for x in differences(old, changed) if ("lora" in x) == of_lora] for of_lora in (True, False))
     assert set(found) == {"optimizer.lr: 1e-06, now 1e-05", "algorithm.args.clip_high: None, now 0.3"}

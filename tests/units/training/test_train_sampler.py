@@ -1,5 +1,6 @@
 """The policy that writes a run's answers: what reaches ``generate``, and prompts that are forwarded once."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +9,12 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_llm_kl import Sampling
+from torchrl_llm_kl.diagnostics import diagnose
 from torchrl_llm_kl.tasks import PromptOrder, make_env
-from torchrl_llm_kl.training import make_sampler
+from torchrl_llm_kl.training import ModelError, chat_tokenizer, make_sampler
 from toy_models import stateful_model, tiny_model, with_lora
 from toy_rollouts import make_model, make_tokenizer
+from toy_tokenizer import build_tokenizer
 
 #: Prompts of three lengths, so that those of two groups are padded.
 PROMPTS = ["hi", "a longer one", "the longest of the three"]
@@ -19,12 +22,14 @@ PROMPTS = ["hi", "a longer one", "the longest of the three"]
 ATTENTION = ("qwen2", "gpt2", "mistral", "gpt_oss")
 
 
-def answers(model: Any, tokenizer: Any, sampling: Sampling | None, group_size: int = 4) -> TensorDictBase:
+def answers(
+    model: Any, tokenizer: Any, sampling: Sampling | None, *, length: int = 6, end: list[str] | None = None
+) -> TensorDictBase:
     """The first step on the prompts, by torch's generator of seed 0."""
     with tensordict.set_list_to_stack(True):
         order = PromptOrder(seed=None)
-        env = make_env(PROMPTS, lambda q, a, m: 0.0, tokenizer, group_size=group_size, num_prompts=3, order=order)
-        sampler = make_sampler(model, tokenizer, max_new_tokens=6, sampling=sampling)
+        env = make_env(PROMPTS, lambda q, a, m: 0.0, tokenizer, group_size=4, num_prompts=3, order=order)
+        sampler = make_sampler(model, tokenizer, max_new_tokens=length, sampling=sampling, end=end or ())
         torch.manual_seed(0)
         return env.rollout(1, sampler).reshape(-1)
 
@@ -96,3 +101,52 @@ def test_different_prompts_are_each_forwarded() -> None:
         alone = [sampler(tensordict.TensorDict({("text", "prompt"): [text]}, batch_size=[1])) for text in texts]
     for row, single in enumerate(alone):
         assert together["text", "response"][row] == single["text", "response"][0]
+
+
+@pytest.mark.parametrize("end", [["\n"], ["ab", "<|im_start|>"], ["<|im_start|>"]])
+def test_texts_that_end_an_answer(end: list[str]) -> None:
+    """A text may be a part of a token or several tokens. Each answer ends at the first token that completes one.
+
+    As in Gemma's tokenizer, runs of newlines are added tokens, which are not special.
+    """
+    tokenizer = build_tokenizer(pad_token="<|pad|>")
+    tokenizer.add_tokens(["\n", "\n\n"])
+    model: Any = make_model(tokenizer, seed=0)
+    favoured = [tokenizer.get_vocab()[token] for token in ("a", "b", "\n\n", "<|im_start|>")]
+    model.lm_head = Favouring(model.lm_head, favoured)
+    step = answers(model, tokenizer, Sampling(), length=40, end=end)
+    width = step["tokens", "prompt"].shape[-1]
+    lengths = []
+    for ids, mask in zip(
+        step["tokens", "full"][:, width:], step["masks", "all_attention_mask"][:, width:], strict=True
+    ):
+        texts = [tokenizer.decode(ids[: i + 1]) for i in range(len(ids))]
+        ended = [i for i, text in enumerate(texts) if any(each in text for each in [*end, "<|im_end|>"])]
+        lengths.append(ended[0] + 1 if ended else len(ids))
+        assert mask.tolist() == [i < lengths[-1] for i in range(len(ids))]
+        assert set(ids[lengths[-1] :].tolist()) <= {tokenizer.pad_token_id}
+    assert min(lengths) < 40
+    diagnosis = diagnose(step, tokenizer=tokenizer, end=end)
+    assert diagnosis.measures["answers/truncated"] == pytest.approx(sum(each == 40 for each in lengths) / 12)
+
+
+class Favouring(torch.nn.Module):
+    """A head whose logits of some tokens are higher."""
+
+    def __init__(self, head: torch.nn.Module, tokens: list[int]) -> None:
+        super().__init__()
+        self.head, self.tokens = head, tokens
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.head(hidden).clone()
+        logits[..., self.tokens] += 4.0
+        return logits
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused_with_the_ways_out(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ModelError, match=r"no chat template.*chat_template\.jinja.*model\.tokenizer.*sampler\.end"):
+        chat_tokenizer(str(tmp_path))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert chat_tokenizer(str(tmp_path)).chat_template == "{{ messages[0].content }}"
