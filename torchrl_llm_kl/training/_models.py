@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -231,14 +232,16 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig, folder: Path | None
         from peft import LoraConfig as Settings, PeftModel, get_peft_model
     except ImportError as error:
         raise ModelError(f"lora needs peft: {install_hint('lora')}.") from error
-    if folder is not None:
-        return PeftModel.from_pretrained(model, folder, is_trainable=True)
     targets = lora.targets[0] if lora.targets == ["all-linear"] else list(lora.targets)
     settings = Settings(r=lora.r, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM")  # type: ignore[arg-type]
-    try:
-        return get_peft_model(model, settings)
-    except ValueError as error:
-        raise ModelError(f"lora.targets is {lora.targets}: {first_sentence(error)}") from error
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # which PEFT reads
+        if folder is not None:
+            return PeftModel.from_pretrained(model, folder, is_trainable=True)
+        try:
+            return get_peft_model(model, settings)
+        except ValueError as error:
+            raise ModelError(f"lora.targets is {lora.targets}: {first_sentence(error)}") from error
 
 
 def _checkpoint_layers(policy: Any) -> None:

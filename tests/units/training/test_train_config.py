@@ -16,6 +16,7 @@ from torchrl_llm_kl import Sampling, training
 from torchrl_llm_kl.tasks import PromptOrder, make_env
 from torchrl_llm_kl.training import ConfigError, TrainConfig, load_inputs, make_sampler, read_config, train
 from torchrl_llm_kl.training._config import DataConfig, ModelConfig, RewardConfig, RunConfig, differences
+from torchrl_llm_kl.training._models import export_policy, load_policy, save_policy
 from toy_rollouts import make_model, make_tokenizer
 from toy_tokenizer import build_tokenizer
 from train_lab import build_lab, go, settings
@@ -291,3 +292,12 @@ def test_the_doctor_finds_no_fault_in_a_truncated_sampler(lab, tmp_path, monkeyp
         assert row["doctor/surprisal/entropy"] < 1.7, "of five tokens at most"  # log 5 = 1.609
     report = (tmp_path / "diagnosis.txt").read_text()
     assert ("no fault" in report, "nan:" in report) == (True, False)
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_adapters_are_checked_loaded_and_merged_without_a_warning_of_other_libraries(lab: Path, tmp_path: Path) -> None:
+    config = settings(lab, tmp_path / "out", "lora.r=4", "model.gradient_checkpointing=true")
+    tokenizer = load_inputs(config).tokenizer
+    save_policy(load_policy(config), tokenizer, tmp_path / "saved")
+    export_policy(config, tmp_path / "saved", tokenizer, tmp_path / "final")
+    assert (tmp_path / "final" / "config.json").exists()
