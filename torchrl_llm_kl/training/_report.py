@@ -124,15 +124,21 @@ def progress(
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
     start, terminal = time.monotonic(), Console(file=stream)
     clock = clock or (lambda: time.monotonic() - start)
     bar = Progress(
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=12),
         MofNCompleteColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),
-        TextColumn("{task.fields[status]}", markup=False),
+        # What is left of the line, so that step and time are never cut.
+        TextColumn(
+            "{task.fields[status]}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        ),
+        expand=True,
+        speed_estimate_period=3600.0,  # seconds; rich forgets steps that are longer than its default of 30
         console=terminal,
         disable=not (shown and terminal.is_terminal),
         get_time=clock,

@@ -1,6 +1,7 @@
 """What a run writes for people: intervals of small evaluations, times of progress, the axes of the curves."""
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,25 @@ def test_the_progress_shows_the_time_of_the_clock() -> None:
             seconds.append(now)
             advance("KL 0.1")
     assert out.getvalue() == "grpo: 3 of 3, 1 h 0 min  KL 0.1\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_narrow_terminal_cuts_the_status_not_the_step_or_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"COLUMNS": "80", "LINES": "24", "TERM": "xterm", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    out, seconds = Terminal(), [0.0]
+    status = "reward 0.25  KL 0.617/0.5  coefficient 0.093  clipped 6.2%  ESS 0.99"
+    with progress("on_policy_distill", 100, stream=out, clock=lambda: seconds[-1]) as advance:
+        for now in (60.0, 120.0, 180.0):
+            seconds.append(now)
+            advance(status)
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n").strip().splitlines()[-1]
+    assert re.search(r"on_policy_distill .* 3/100 1:37:00 reward 0\.25  KL 0\.6", last), last
+    assert len(last.rstrip()) <= 80
 
 
 def test_the_curves_name_what_the_coefficient_weighs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
