@@ -211,8 +211,12 @@ def train(
     settings = read_config(source, given if source else [config, *given])
     if dry_run:
         with redirect_stdout(sys.stderr):  # of reward files
-            load_inputs(settings)
+            inputs = load_inputs(settings)
         print(settings.to_yaml(), end="")
+        say(
+            f"memory: at least {inputs.memory / 1e9:.3g} GB for weights, gradients and the optimiser's state; activations, "
+            f"which micro-batches limit, and the sampler's caches come on top. Disk: up to {inputs.disk / 1e9:.3g} GB."
+        )
         return
     try:
         result = run_training(settings, fresh=fresh, say=say)

@@ -8,12 +8,13 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
+from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._typing import Json
 
 RECORD = "checkpoint.json"
@@ -32,11 +33,13 @@ class Checkpoint:
         folder: with its files.
         step: steps that were done.
         numbers: what was saved with it: plain values.
+        resumes: whether it has all that a run needs to go on from it.
     """
 
     folder: Path
     step: int
     numbers: Json
+    resumes: bool = True
 
 
 class Checkpoints:
@@ -51,6 +54,8 @@ class Checkpoints:
 
     Keyword Args:
         keep: how many of the last ones are kept.
+        to_resume: files that only a resumed run reads, such as the optimiser's state. A checkpoint loses them when it is not
+            among the last ones any more and kept as the best.
 
     Raises:
         ValueError: if ``keep`` is less than 1.
@@ -69,10 +74,10 @@ class Checkpoints:
         (30, {'reward': 3.0}, '1 2 3')
     """
 
-    def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
+    def __init__(self, folder: str | Path, *, keep: int = 2, to_resume: Collection[str] = ()) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}: expected at least 1, the last checkpoint.")
-        self.folder, self.keep = Path(folder), keep
+        self.folder, self.keep, self.to_resume = Path(folder), keep, frozenset(to_resume)
         for left in (*self.folder.glob(".new-*"), *self.folder.glob(".old-*")):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -111,20 +116,20 @@ class Checkpoints:
         self._remove(path)
         new.rename(path)
         flush_folder(self.folder)
-        kept = {each.name for each in self.paths()[-self.keep :]}
-        kept |= {f"step-{best:06d}"} if best is not None else set()
-        for other in self.paths():
-            if other.name not in kept:
+        for other in self.paths()[: -self.keep]:
+            if best is None or other.name != f"step-{best:06d}":
                 self._remove(other)
+            elif self.to_resume:
+                self._reduce(other)
 
     def latest(self) -> Checkpoint | None:
-        """The last whole checkpoint; None if there is none.
+        """The last whole checkpoint from which a run can go on; None if there is none.
 
         Warns:
             CheckpointWarning: for each later one that is damaged, with what is wrong; it is left where it is.
         """
         found = (self._whole(path, ": taking the one before.") for path in reversed(self.paths()))
-        return next((each for each in found if each is not None), None)
+        return next((each for each in found if each is not None and each.resumes), None)
 
     def at(self, step: int) -> Checkpoint | None:
         """The checkpoint of a step; None if it is not there or damaged.
@@ -147,7 +152,7 @@ class Checkpoints:
     def read(path: Path) -> Checkpoint | str:
         """The checkpoint in a folder, or what is wrong with it."""
         try:
-            step, numbers, files = _read_record(path / RECORD)
+            step, numbers, files, resumes = _read_record(path / RECORD)
         except (OSError, ValueError, RecursionError) as error:
             return f"{RECORD}: {error}"
         if (name_of := _NAME.fullmatch(path.name)) and int(name_of[1]) != step:
@@ -163,7 +168,17 @@ class Checkpoints:
                     return f"{name} has another content"
         except OSError as error:
             return f"{name}: {error}"
-        return Checkpoint(path, step, numbers)
+        return Checkpoint(path, step, numbers, resumes)
+
+    def _reduce(self, path: Path) -> None:
+        """Remove the files that only a resumed run reads: the record names them no more before the first is gone."""
+        with suppress(OSError, ValueError, RecursionError):  # a damaged one is left as it is
+            step, numbers, files, _ = _read_record(path / RECORD)
+            left = {name: entry for name, entry in files.items() if name not in self.to_resume}
+            with replacing(path / RECORD) as part:
+                part.write_bytes(_record_of({"step": step, "numbers": numbers, "files": left, "resumes": False}))
+            for name in self.to_resume:
+                (path / name).unlink(missing_ok=True)
 
     def _remove(self, path: Path) -> None:
         """Remove a checkpoint: its name is gone before its first file is."""
@@ -180,8 +195,8 @@ def _record_of(values: Mapping[str, object]) -> bytes:
     return (json.dumps(sealed, indent=1) + "\n").encode()
 
 
-def _read_record(file: Path) -> tuple[int, Json, dict[str, tuple[int, int]]]:
-    """Step, numbers and files of a record.
+def _read_record(file: Path) -> tuple[int, Json, dict[str, tuple[int, int]], bool]:
+    """Step, numbers and files of a record, and whether a run can go on from them.
 
     Raises:
         OSError: if it cannot be read.
@@ -203,7 +218,7 @@ def _read_record(file: Path) -> tuple[int, Json, dict[str, tuple[int, int]]]:
     for name, entry in files.items():
         if not (isinstance(entry, list) and len(entry) == 2 and all(map(_is_count, entry))):
             raise ValueError(f"the entry of {name}: expected a size and a checksum")
-    return step, numbers, files
+    return step, numbers, files, values.get("resumes", True) is True
 
 
 def _is_count(value: object) -> TypeGuard[int]:

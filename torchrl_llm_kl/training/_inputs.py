@@ -14,6 +14,7 @@ import torch
 from jinja2 import TemplateError
 
 from torchrl_llm_kl._registry import first_sentence
+from torchrl_llm_kl.algorithms import get_algorithm
 from torchrl_llm_kl.tasks import Prompts, make_env
 from torchrl_llm_kl.training._build import (
     check_algorithm,
@@ -30,7 +31,7 @@ from torchrl_llm_kl.training._models import ModelError, chat_tokenizer, check_de
 from torchrl_llm_kl.training._steps import seed_everything
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from torchrl_llm_kl.training._build import Reward
 
@@ -45,6 +46,8 @@ class RunInputs:
         reward: as :func:`~torchrl_llm_kl.tasks.make_env` takes it; None if only a teacher judges.
         files: SHA-256 of the files with prompts and rewards, by path.
         tokenizer: of the policy.
+        memory: bytes of weights, gradients and the optimiser's state, of all models; activations and caches come on top.
+        disk: most bytes of checkpoints and the final model at a time.
     """
 
     prompts: Prompts
@@ -52,6 +55,8 @@ class RunInputs:
     reward: Reward | None
     files: dict[str, str]
     tokenizer: PreTrainedTokenizerBase
+    memory: int
+    disk: int
 
 
 def load_inputs(config: TrainConfig) -> RunInputs:
@@ -81,14 +86,14 @@ def load_inputs(config: TrainConfig) -> RunInputs:
         check_ray()
     prompts, held_out = load_prompts(config)
     refuse(config, best_of_no_prompts=held_out is None and config.checkpoints.final == "best")
-    _check_models(config)
+    memory, disk = _estimate(config, *_check_models(config))
     tokenizer = chat_tokenizer(config.model.tokenizer or config.model.name)
     seed_everything(config.run.seed)  # a module of rewards may draw
     reward, files = load_reward(config), file_digests(config)
     for some in (prompts, held_out):
         if some is not None:
             _render_first(config, some, reward, tokenizer)
-    return RunInputs(prompts, held_out, reward, files, tokenizer)
+    return RunInputs(prompts, held_out, reward, files, tokenizer, memory, disk)
 
 
 def check_folder(out: Path) -> None:
@@ -139,7 +144,8 @@ def _models(config: TrainConfig) -> Iterator[tuple[str, str | None]]:
     yield "algorithm.teacher", config.algorithm.teacher
 
 
-def _check_models(config: TrainConfig) -> None:
+def _check_models(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The policy and its reference, or the teacher, without weights."""
     found = {}
     for key, name in _models(config):
         if name is None or key == "model.tokenizer":  # which is loaded
@@ -155,6 +161,27 @@ def _check_models(config: TrainConfig) -> None:
     with torch.device("meta"):
         reference = AutoModelForCausalLM.from_config(other)
     check_parts(config, policy, reference)
+    return policy, reference
+
+
+def _estimate(config: TrainConfig, policy: PreTrainedModel, reference: PreTrainedModel) -> tuple[int, int]:
+    """Bytes of memory and of disk that a run needs, by the number of its parameters."""
+
+    def size(model: PreTrainedModel, *, trained: bool = False) -> int:
+        dtype = model.config.dtype if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+        numbers = sum(each.numel() for each in model.parameters() if each.requires_grad or not trained)
+        return numbers * (dtype or torch.float32).itemsize
+
+    whole, trained, states = size(policy), size(policy, trained=True), 0 if config.optimizer.name == "sgd" else 2
+    saved = (1 + states) * trained
+    memory = whole + saved
+    own = config.reference.name == "base" or (config.reference.name == "start" and config.lora is not None)
+    elsewhere = config.reference.service is not None or config.reference.name == "none" or own
+    memory += 0 if elsewhere and config.algorithm.teacher is None else size(reference)
+    if get_algorithm(config.algorithm.name).use_critic:  # type: ignore[arg-type]
+        memory, saved = memory + (2 + states) * size(reference), saved + (1 + states) * size(reference)
+    best = trained if config.evaluation.every else 0
+    return memory, (config.checkpoints.keep + 1) * saved + best + whole
 
 
 def _render_first(

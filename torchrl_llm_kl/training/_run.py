@@ -70,6 +70,9 @@ from torchrl_llm_kl.transforms import RetrieveKL
 WRITTEN: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "evaluations.jsonl", "checkpoints", "logs")
 WRITTEN += ("curves.png", "rollouts.html", "diagnosis.txt", "final")
 
+#: Files of a checkpoint that its model does not need.
+_TO_RESUME = ("state.pt", "critic.safetensors")
+
 #: The first line of a run's own config.yaml.
 _ALL_SETTINGS = "# All settings of the run in this folder; each start of it writes them anew.\n"
 
@@ -447,7 +450,7 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
         with replacing(settings) as part:
             part.write_text(_ALL_SETTINGS + config.to_yaml(), encoding="utf-8")
 
-    checkpoints = Checkpoints(out / "checkpoints", keep=config.checkpoints.keep)
+    checkpoints = Checkpoints(out / "checkpoints", keep=config.checkpoints.keep, to_resume=_TO_RESUME)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torchrl|tensordict|transformers")
         warnings.filterwarnings("ignore", message="size_average and reduce")  # from torchrl's cross_entropy

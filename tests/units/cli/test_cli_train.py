@@ -1,5 +1,6 @@
 """``train``: settings are printed, checked and followed; the exit codes of whole runs: tests/runs/test_train_run.py."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def test_a_dry_run_prints_the_resolved_settings_and_writes_nothing(cli: Cli, fil
     (tmp_path / "talks.py").write_text("print('loading')\ndef f(q, a, m):\n    raise SystemExit(3)\n")
     result = cli("train", file, f"reward={tmp_path / 'talks.py'}:f", "--dry-run")
     assert result.stdout.startswith("model:\n")
+    assert re.search(r"memory: at least .* GB .*Disk: up to .* GB", result.stderr)
     assert "loading" in result.stderr
 
 

@@ -36,6 +36,41 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == names(checkpoints)
 
 
+def test_a_checkpoint_that_is_only_the_best_loses_what_resuming_needs(tmp_path: Path) -> None:
+    """It stays whole, and no run goes on from it, also where all later ones are damaged."""
+    checkpoints = Checkpoints(tmp_path, keep=2, to_resume=("b.txt", "not there"))
+    for step in (10, 20, 30):
+        write(checkpoints, step, best=10)
+    files = [sorted(path.name for path in folder.iterdir()) for folder in checkpoints.paths()]
+    assert files == [["checkpoint.json", "model"], *[["b.txt", "checkpoint.json", "model"]] * 2]
+    best, last = checkpoints.at(10), checkpoints.latest()
+    assert best is not None
+    assert last is not None
+    assert (best.resumes, last.resumes, last.step, best.numbers) == (False, True, 30, {"at": 10})
+    write(checkpoints, 40, best=10)
+    assert checkpoints.at(10) == best
+    for step in (30, 40):
+        (tmp_path / f"step-{step:06}" / "b.txt").unlink()
+    with pytest.warns(CheckpointWarning, match="b.txt is missing"):
+        assert checkpoints.latest() is None
+
+
+def test_a_kill_between_the_record_and_the_files_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1, to_resume=("b.txt",))
+    write(checkpoints, 10, best=10)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            write(checkpoints, 20, best=10)
+    found = checkpoints.at(10)
+    assert found is not None
+    assert (found.resumes, (tmp_path / "step-000010" / "b.txt").exists()) == (False, True)
+    write(checkpoints, 30, best=10)
+    assert not (tmp_path / "step-000010" / "b.txt").exists()
+
+
 def test_an_error_while_writing_or_a_kill_leaves_nothing(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     write(checkpoints, 1)

@@ -301,3 +301,27 @@ def test_adapters_are_checked_loaded_and_merged_without_a_warning_of_other_libra
     save_policy(load_policy(config), tokenizer, tmp_path / "saved")
     export_policy(config, tmp_path / "saved", tokenizer, tmp_path / "final")
     assert (tmp_path / "final" / "config.json").exists()
+
+
+def test_memory_and_disk_of_a_run_by_hand(lab: Path, tmp_path: Path) -> None:
+    """Four bytes for each number: weights, gradient, Adam's two, a reference. A checkpoint holds weights and Adam's two."""
+    model = load_policy(settings(lab, tmp_path)).num_parameters()
+    adapters = sum(
+        each.numel() for each in load_policy(settings(lab, tmp_path, "lora.r=4")).parameters() if each.requires_grad
+    )
+    keep, none = (
+        "checkpoints.keep=2",
+        ("reference.name=none", "kl.place=none", "kl.target=null", "kl.controller_args={}"),
+    )
+    critic = ("algorithm.name=ppo", "evaluation.every=0")
+    for changes, memory, disk in (
+        ((), 5 * model, 3 * 3 * model + model + model),
+        (("optimizer.name=sgd", "evaluation.every=0"), 3 * model, 3 * model + model),
+        (none, 4 * model, 11 * model),
+        (("lora.r=4",), model + 4 * adapters, 3 * 3 * adapters + adapters + model + adapters),
+        (critic, 9 * model, 3 * 6 * model + model),
+    ):
+        inputs = load_inputs(settings(lab, tmp_path / "out", keep, *changes))
+        assert (inputs.memory, inputs.disk) == (4 * memory, 4 * disk), changes
+    half = load_inputs(settings(lab, tmp_path / "out", keep, "model.dtype=bfloat16"))
+    assert half.memory == 2 * 5 * model
