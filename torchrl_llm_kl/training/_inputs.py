@@ -170,7 +170,7 @@ def _estimate(config: TrainConfig, policy: PreTrainedModel, reference: PreTraine
     def size(model: PreTrainedModel, *, trained: bool = False) -> int:
         dtype = model.config.dtype if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
         numbers = sum(each.numel() for each in model.parameters() if each.requires_grad or not trained)
-        return numbers * (dtype or torch.float32).itemsize
+        return numbers * (dtype if isinstance(dtype, torch.dtype) else torch.float32).itemsize
 
     whole, trained, states = size(policy), size(policy, trained=True), 0 if config.optimizer.name == "sgd" else 2
     saved = (1 + states) * trained
