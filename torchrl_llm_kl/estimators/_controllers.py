@@ -19,6 +19,8 @@ DualParametrisation = Literal["log", "softplus"]
 
 _FAR_BELOW = 0.1  # of the target: a KL below this, or a negative estimate, counts as this
 _RISEN = 0.5  # of the target: a KL that reaches it has risen from 0
+_RUNS_AWAY = (2.0, 1.5)  # of the target: PI control answers a KL and an average above them with the step below at least
+_BRAKE = math.log(1.5)
 
 
 class _KLController(_Coefficient):
@@ -88,7 +90,7 @@ class _KLController(_Coefficient):
         mass = self.smoothing * self.mass + (1 - self.smoothing)
         average = self.average + (kl - self.average) * ((1 - self.smoothing) / mass)
         warming = (self.warmup_left > 0) & (average < _RISEN * self.target)
-        step = self._step(average).clamp(-self.max_step, self.max_step)
+        step = self._bounded(self._step(average), kl, average)
         value = torch.where(warming, self.value, self._moved(step).clamp(self.low, self.high))
         left = torch.where(warming, self.warmup_left - 1, 0)
         state = {"value": value, "average": average, "mass": mass, "warmup_left": left}
@@ -98,6 +100,10 @@ class _KLController(_Coefficient):
     @abstractmethod
     def _step(self, average: Tensor) -> Tensor:
         """The step before it is clipped; ``self.average`` is still the previous average."""
+
+    def _bounded(self, step: Tensor, kl: Tensor, average: Tensor) -> Tensor:
+        """The step within its bounds; ``kl`` is that of the last batch, and ``self.average`` still the previous average."""
+        return step.clamp(-self.max_step, self.max_step)
 
     def _moved(self, step: Tensor) -> Tensor:
         """The coefficient after a step in its logarithm."""
@@ -150,6 +156,9 @@ class PIKLCoefficient(_KLController):
     answers a KL that moves, before it passes the target; the second removes what error remains. The step starts from the
     coefficient in use, so that a clipped step, or time spent at a bound, does not wind the integral up.
 
+    A KL runs away if it is above twice the target, its average is above 1.5 times the target, and it does not fall, as from a
+    start that is far too small. The update then multiplies by at least 1.5, whatever ``max_step`` is.
+
     A KL starts at 0 and needs some steps to rise, whatever the coefficient. During the warm-up ``init`` is held: until the
     average has reached half the target, for ``warmup`` updates at most.
 
@@ -166,7 +175,7 @@ class PIKLCoefficient(_KLController):
         proportional: gain on the change of the error, dimensionless, at least 0.
         integral: gain on the error, per update, positive.
         smoothing: weight of the past in the moving average of the KL, at least 0 and below 1; 0.8 averages about 5 updates.
-        max_step: largest change of the coefficient's logarithm in one update; 0.1 is about 10 %.
+        max_step: largest change of the coefficient's logarithm in one update, unless the KL runs away; 0.1 is about 10 %.
         warmup: most updates during which ``init`` is held while the KL rises from 0.
         low: smallest coefficient.
         high: largest coefficient.
@@ -208,6 +217,13 @@ class PIKLCoefficient(_KLController):
         error, before = self._error(average), self._error(self.average)
         moved = torch.where(self.mass > 0, error - before, 0)  # nothing came before the first
         return self.proportional * moved + self.integral * error
+
+    def _bounded(self, step: Tensor, kl: Tensor, average: Tensor) -> Tensor:
+        bounded = super()._bounded(step, kl, average)
+        # One noisy batch is no reason, and a KL that falls already follows the coefficient late.
+        above = (kl > _RUNS_AWAY[0] * self.target) & (average > _RUNS_AWAY[1] * self.target)
+        runs_away = above & (kl >= self.average)
+        return torch.where(runs_away, bounded.clamp(min=_BRAKE), bounded)
 
     def _error(self, average: Tensor) -> Tensor:
         return (average / self.target).clamp(min=_FAR_BELOW).log()

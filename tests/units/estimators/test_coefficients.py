@@ -123,6 +123,19 @@ def test_bounds_and_clipped_steps_wind_nothing_up():
     assert values(coefficient, [0.0] * 40 + [1.0])[-2:] == pytest.approx([0.15, 0.15 * 2**0.1])
 
 
+def test_a_kl_that_runs_away_raises_the_coefficient_by_half():
+    """Above twice the target while it does not fall; the last batch is the average here. One noisy batch changes little."""
+    coefficient = pi()
+    falling, below = 0.5 * math.log(1.1 / 1.3) + 0.1 * math.log(2.2), 0.1
+    steps = [math.log(1.5), math.log(1.5), falling, math.log(1.5), -0.1]
+    expected = [0.2 * math.exp(sum(steps[: i + 1])) for i in range(len(steps))]
+    assert values(coefficient, [1.2, 1.3, 1.1, 1.1, 0.2]) == pytest.approx(expected)
+    assert values(pi(max_step=2.0, integral=1.0), [50.0]) == pytest.approx([0.2 * math.exp(2.0)])  # larger than by half
+    noisy = values(pi(smoothing=0.9), [0.5] * 20 + [1.1])  # the average is 0.57
+    assert noisy[-1] < 0.2 * math.exp(0.1)
+    assert values(pi(), [1.0]) == pytest.approx([0.2 * math.exp(below * math.log(2))])  # not above
+
+
 # ------------------------------------------------------------------ step responses
 TARGET = 0.5
 
@@ -181,6 +194,15 @@ def test_step_response(case, factor, equilibrium):
     assert max(seen) < peaks[factor] * TARGET
     assert max(abs(kl / TARGET - 1) for kl in seen[settles:]) < 0.02
     assert float(coefficient()) == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.parametrize(("equilibrium", "peak", "updates"), [(gaussian, 3.3, 15), (softmax, 2.05, 3)])
+def test_a_start_that_is_far_too_small_is_left_quickly(equilibrium, peak, updates):
+    """A fifth of the right coefficient. With steps of 10 %: peaks of 4.4 and 2.1 targets, 34 and 9 updates above two."""
+    seen = response(PIKLCoefficient(at_target(equilibrium) / 5, TARGET), equilibrium, 260)
+    assert max(seen) < peak * TARGET
+    assert sum(kl > 2 * TARGET for kl in seen) < updates
+    assert max(abs(kl / TARGET - 1) for kl in seen[220:]) < 0.02
 
 
 @pytest.mark.parametrize("equilibrium", [gaussian, softmax])
