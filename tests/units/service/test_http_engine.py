@@ -209,7 +209,7 @@ def test_a_batch_waits_once_for_a_server_that_is_down(server):
 
 def test_a_server_that_comes_back_with_another_model(server):
     """It is noticed by a connection that is lost, by a request that is repeated, or by new connections between two calls."""
-    for fails, rows, delay in (([0], ONE_ROW, 0.0), ([503], ONE_ROW, 0.0), ([], ROWS, 0.5)):
+    for fails, rows, delay in (([0], ONE_ROW, 0.0), ([503], ONE_ROW, 0.0), ([], ROWS, 1.5)):
         found = engine(server)
         with server.set(fails=fails, seed=1, delay=delay), pytest.raises(ServiceError, match="with another model, by"):
             scored(found, rows)
