@@ -22,7 +22,7 @@ from torchrl_llm_kl.scoring._images import RowImages
 #: Token ids to score: sequences without padding; a list of them; or ``[*B, T]`` with an attention mask.
 Sequences = Ragged | Tensor | Sequence[Tensor | Sequence[int]]
 #: Tokens to score: one bool for each token, flat or in the form of the token ids.
-TokenMask = Tensor | Sequence[Tensor | Sequence[bool]]
+TokenMask = Ragged | Tensor | Sequence[Tensor | Sequence[bool]]
 #: Chosen experts of each token, layer and slot: ``[N, L, k]``; ``[*B, T, L, k]``; or a tensor ``[T, L, k]`` for each sequence.
 RoutedExperts = Ragged | Tensor | Sequence[Tensor]
 #: An optional field of a request.
@@ -110,8 +110,10 @@ def _read_padded(ids: Tensor, mask: TokenMask | None, attention_mask: Tensor | N
     return tokens, mask if mask is None or isinstance(mask, Tensor) else _mask_of_rows(mask, tokens)
 
 
-def _mask_of_rows(mask: Sequence[Tensor | Sequence[bool]], tokens: Ragged) -> Tensor:
-    flat = Ragged.from_list([_row(i, row, torch.bool) for i, row in enumerate(mask)])
+def _mask_of_rows(mask: Ragged | Sequence[Tensor | Sequence[bool]], tokens: Ragged) -> Tensor:
+    flat = (
+        mask if isinstance(mask, Ragged) else Ragged.from_list([_row(i, row, torch.bool) for i, row in enumerate(mask)])
+    )
     found, expected = flat.sizes, tokens.sizes
     if found != expected:
         raise ValueError(f"the mask must have one bool for each token, rows of {expected}, got rows of {found}.")

@@ -93,6 +93,8 @@ LEFT_MASK = torch.zeros(4, 4, dtype=torch.bool).masked_scatter(LEFT_REAL > 0, FL
         (LEFT, LEFT_REAL, FLAT),
         (LEFT, LEFT_REAL, [torch.tensor(row, dtype=torch.bool) for row in MASK_ROWS]),
         (TOKENS, None, MASK_ROWS),
+        (TOKENS, None, TOKENS.like(FLAT)),
+        (LEFT, LEFT_REAL, TOKENS.like(FLAT)),
     ],
 )
 def test_every_form_of_the_mask(scorer, want, ids, attention, mask):
