@@ -83,6 +83,17 @@ def test_the_numbers_of_every_token_equal_the_tensors(tab: Tab, columns: TokenCo
         assert f"turn {columns.turns[i] + 1}" in where
 
 
+def test_the_list_shows_the_end_of_the_prompt_and_the_answer(show: Show) -> None:
+    """All prompts begin alike, and differ in their last word."""
+    words = Words(
+        "Answer the question that follows in a few words, and think before you do. ", "One?", "Two?", " Yes", "No"
+    )
+    mask = torch.tensor([False, False, True, True] * 2)
+    tab = show(letters([0, 1, 3, 4], [0, 2, 4, 4], mask=mask), words)
+    texts = [text.split("you do. ")[1] for text in tab.page.locator("#list .row p").all_inner_texts()]
+    assert texts == ["One? → YesNo", "Two? → NoNo"]
+
+
 def test_numbers_that_are_rare(show: Show) -> None:
     values = [0.0, INF, -INF, NAN, 1e-45, -3.4028234663852886e38, 0.1, 16777216.0, -0.0]
     tab = show(letters(list(range(len(values))), advantage=values), Words(*"abcdefghi"))

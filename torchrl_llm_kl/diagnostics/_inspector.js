@@ -251,13 +251,17 @@ function redrawList() {
   renderList();
 }
 
-/** How a rollout begins, without special tokens and roles. */
+/** The end of a rollout's prompt and the start of its answer, without special tokens: prompts of one data set begin alike. */
 function preview(row) {
-  const side = sides[0];
+  const side = sides[0], start = side.offsets[row], first = start + side.firsts[row];
   if (!side.ids) return "";
-  let text = "";
-  for (let i = side.offsets[row]; i < side.offsets[row + 1] && text.length < 110; i++) if (!special.has(side.ids[i])) text += shownOf(side.ids[i]).slice(0, 110);
-  return text.replace(/[↵\s]+/g, " ").replace(/^ ?(system|user) /, "");
+  const shown = (i) => special.has(side.ids[i]) ? "" : shownOf(side.ids[i]).slice(0, 110);
+  const plain = (text) => text.replace(/[↵\s]+/g, " ").trim();
+  let i = first, prompt = "", answer = "";
+  while (i > start && prompt.length < 60) prompt = shown(--i) + prompt;
+  for (let at = first; at < side.offsets[row + 1] && answer.length < 110; at++) answer += shown(at);
+  prompt = plain(prompt).replace(/ assistant$/, "");
+  return `${i > start || prompt.length > 60 ? "…" : ""}${prompt.slice(-60)} → ${plain(answer)}`;
 }
 
 function scrollToRow(row) {

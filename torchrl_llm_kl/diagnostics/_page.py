@@ -132,7 +132,7 @@ def _meta(view: View) -> dict[str, object]:
 
 
 def _side(side: Side, quantities: Sequence[Quantity], width: int, bins: int) -> dict[str, object]:
-    nothing = torch.full((side.count,), math.nan)
+    tokens, nothing = side.source.tokens, torch.full((side.count,), math.nan)
     scored = torch.bincount(side.rows[side.mask], minlength=side.count).float()
     numeric = [quantity for quantity in quantities if quantity.numeric]
     summaries = [summary for quantity in numeric for summary in side.summary(quantity)]
@@ -141,7 +141,8 @@ def _side(side: Side, quantities: Sequence[Quantity], width: int, bins: int) -> 
     turn_count = int(turns.max()) + 1 if turns.numel() else 0
     worst = {quantity.name: side.worst(quantity, _WORST) for quantity in numeric}
     return {
-        "lengths": [int(n) for n in side.source.tokens.lengths.tolist()],
+        "lengths": [int(n) for n in tokens.lengths.tolist()],
+        "firsts": [int(row.long().argmax()) if row.any() else len(row) for row in tokens.like(side.mask).to_list()],
         "prompts": side.prompts,
         "parts": {visible(name): _floats(values) for name, values in side.parts.items()},
         "sampled": side.source.sampled,

@@ -128,6 +128,15 @@ def decode_page(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     return json.loads(meta), {name: zlib.decompress(base64.b64decode(data), -15) for name, data in parts}
 
 
+def test_the_list_is_given_where_answers_begin(tmp_path: Path) -> None:
+    """The first scored token of each rollout; its length if none is."""
+    tokens = Ragged.from_list([torch.tensor([0, 1, 2, 3]), torch.tensor([1, 2]), torch.tensor([2, 0, 3])])
+    mask = torch.tensor([0, 0, 1, 1, 0, 0, 0, 1, 0]).bool()
+    columns = TokenColumns(tokens, mask, {"entropy": torch.ones(9)})
+    inspect_tokens(columns, Words(*"abcd"), tmp_path / "x.html")
+    assert decode_page(tmp_path / "x.html")[0]["sides"][0]["firsts"] == [2, 2, 1]
+
+
 def test_the_page_holds_the_numbers_of_an_environment_s_rollouts(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     policy, reference = make_model(tokenizer, 0), make_model(tokenizer, 1)
