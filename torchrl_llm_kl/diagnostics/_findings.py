@@ -25,8 +25,13 @@ from torchrl_llm_kl.scoring import NOT_TEXT, ModelOrScorer
 FLOORS = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 #: Where the precision is not known.
 UNKNOWN_FLOOR = 4e-2
+#: Multiple of the policy's own noise that counts as a difference: another engine rounds as much as other packs do.
+NOISES = 2.5
 #: Surprisal minus entropy that counts, in nats and in (normal) standard errors.
 SMALLEST_GAP, LARGEST_Z = 0.02, 4.75
+#: Rounding that correlates with the difference is low precision from so many standard errors on, and possible before; the
+#: largest ratio of their sizes.
+LEAST_Z, POSSIBLE_Z, EQUAL_SIZE = 3.0, 1.5, 1.6
 #: Share of the squared difference that a cause must explain to be named, and at which the search ends.
 NAMED, CERTAIN = 0.6, 0.99
 #: Share of the tokens that are few; share of the squared difference that those without one may have together.
@@ -73,9 +78,14 @@ class Case:
     moved: bool = False
 
     @property
-    def floor(self) -> float:
-        """The smallest difference that counts, nats."""
+    def least_floor(self) -> float:
+        """The smallest difference that counts for a policy without noise of its own, nats."""
         return UNKNOWN_FLOOR if self.rescorer is None else FLOORS.get(self.rescorer.dtype, UNKNOWN_FLOOR)
+
+    @property
+    def floor(self) -> float:
+        """The smallest difference that counts, nats: a multiple of the policy's noise, for which it is scored again."""
+        return max(self.least_floor, 0.0 if self.rescorer is None else NOISES * self.rescorer.noise)
 
 
 def find(case: Case) -> list[Finding]:
@@ -154,6 +164,8 @@ def _weights(model: object) -> set[int]:
     return {p.data_ptr() for p in model.parameters() if p.numel()} if isinstance(model, nn.Module) else set()
 
 
+#: Share of the answers that are shorter than the longest, and have no end token, at which end tokens are missing.
+WITHOUT_END = 0.3
 #: Notes about answers and groups: cause, the measure that shows it, and where it begins.
 NOTES = (
     ("truncated_answers", "answers/truncated", 0.5),
@@ -165,12 +177,20 @@ NOTES = (
 
 def notes(case: Case) -> list[Finding]:
     """Things about answers and groups that are not errors."""
-    at_limit = case.measures.get("answers/at_limit", 0.0) > 0.3  # many answers of exactly the longest length
-    return [
-        finding(cause, min(0.95, 0.5 + share / 2), {name: share})
-        for cause, name, limit in NOTES
-        if (share := case.measures.get(name, 0.0)) > limit and (at_limit or cause != "truncated_answers")
-    ]
+    at_limit = case.measures.get("answers/at_limit", 0.0)
+    found = []
+    for cause, name, limit in NOTES:
+        share = case.measures.get(name, 0.0)
+        evidence = {name: share}
+        if cause == "truncated_answers":
+            evidence |= {"answers/at_limit": at_limit}
+            if share - at_limit > WITHOUT_END:
+                cause = "no_end_tokens"
+            elif at_limit <= 0.3:
+                continue
+        if share > limit:
+            found.append(finding(cause, min(0.95, 0.5 + share / 2), evidence))
+    return found
 
 
 # ------------------------------------------------------------------ sampler against trainer
@@ -224,7 +244,7 @@ def explain_mismatch(case: Case) -> list[Finding]:
     if trainer is None or recorded is None:
         return zeros_alone(case)
     whole = Difference(case.table, trainer[1].isfinite() & recorded[1].isfinite())
-    if whole.rms <= case.floor:
+    if whole.rms <= case.least_floor or whole.rms <= case.floor:  # the second scores again
         return []
     found, rest = _zeros(case, whole)
     found = _greedy(case, found) + _zeros_of_trainer(case, whole)
@@ -521,8 +541,10 @@ def _precision(again: Again) -> list[Finding]:
     evidence = {"explained": share, "correlation": correlation.value, "z": correlation.z, "size_of_rounding": size}
     if share > NAMED:
         return [finding("low_precision", _confidence(share), evidence)]
-    if correlation.z > LARGEST_Z and correlation.value > 0.4 and 0.4 < size < 2.5:  # other kernels round otherwise
-        return [finding("low_precision", 0.5 + 0.3 * correlation.value, evidence)]
+    # Other kernels round otherwise: over many layers little of the rounding is common, but it is as large.
+    if correlation.z > POSSIBLE_Z and 1 / EQUAL_SIZE < size < EQUAL_SIZE:
+        confidence = 0.6 + 0.3 * correlation.value if correlation.z > LEAST_Z else 0.45  # more tokens would tell
+        return [finding("low_precision", confidence, evidence)]
     return []
 
 

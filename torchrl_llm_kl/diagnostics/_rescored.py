@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -130,6 +131,14 @@ class Rescorer:
         return self.at(self.sampling.temperature)[0]
 
     @cached_property
+    def noise(self) -> float:
+        """The largest root mean square of differences between scores of the policy in three arrangements; nats."""
+        packs: tuple[Json, ...] = ({}, {"tokens_per_batch": 64}, {"share_prefixes": False})
+        scores = [self._run(self._make(**how), temperature=self.sampling.temperature) for how in packs]
+        log_probs = [self._flat(each.log_prob) for each in scores]
+        return max(float((a - b).square().mean().sqrt()) for a, b in combinations(log_probs, 2))
+
+    @cached_property
     def top(self) -> Top:
         """The most probable tokens of each position at the scored temperature."""
         k = min(self.vocab, MOST_TOP)
@@ -236,43 +245,53 @@ class Rescorer:
         Yields:
             A name, log-probs ``[m]``, and where they are known; bool ``[m]``: the first answers, of one turn each.
         """
-        answers = []
+        answers, parsed = [], []
         for i, (ids, mask) in enumerate(zip(self.ids, self.masks, strict=True)):
             first = int(mask.long().argmax())
             prompt = ids[:first].tolist()
             messages = conversations[self.rows[i]] if conversations is not None else parse_prompt(tokenizer, prompt)
-            if messages and bool(mask[first:].all()):
-                answers.append((i, prompt, ids[first:], messages))
-            if len(answers) == MOST_PROMPTS:
+            row = (i, prompt, ids[first:], messages or [])
+            if bool(mask[first:].all()) and prompt:
+                answers.append(row)
+                parsed += [row] if messages else []
+            if len(parsed) == MOST_PROMPTS:
                 break
-        if not answers:
-            return
-        seen = {tuple(tuple(prompt) for _, prompt, _, _ in answers)}
-        chosen = {i for i, *_ in answers}
-        known = torch.cat([torch.full((int(mask.sum()),), i in chosen) for i, mask in enumerate(self.masks)])
+        shifted = [(name, render, answers[:MOST_PROMPTS]) for name, render in other_beginnings(tokenizer)]
+        rendered = [(name, render, parsed) for name, render in renderers(tokenizer)]
+        seen = {tuple(tuple(prompt) for _, prompt, _, _ in rows) for rows in (answers[:MOST_PROMPTS], parsed)}
         scorer = self._make(sampling=self.sampling)
-        for name, render in renderers(tokenizer):
+        for name, render, chosen in [*shifted, *rendered]:
             try:
-                prompts = [render(prompt, messages) for _, prompt, _, messages in answers]
+                prompts = [render(prompt, messages) for _, prompt, _, messages in chosen]
             except Exception:  # a template may refuse a conversation in any way it likes
                 continue
             key = tuple(map(tuple, prompts))
             if key in seen or not all(prompts):
                 continue
             seen.add(key)
-            rows = [torch.cat([own[2].new_tensor(p), own[2]]) for p, own in zip(prompts, answers, strict=True)]
+            rows = [torch.cat([own[2].new_tensor(p), own[2]]) for p, own in zip(prompts, chosen, strict=True)]
             masks = [torch.arange(len(row), device=row.device) >= len(p) for row, p in zip(rows, prompts, strict=True)]
             try:
                 scores = scorer.score(rows, masks)
             except ValueError:  # too long for the model
                 continue
             self.forwards += 1
+            at = {i for i, *_ in chosen}
+            known = torch.cat([torch.full((int(mask.sum()),), i in at) for i, mask in enumerate(self.masks)])
             out = torch.full(known.shape, math.nan, dtype=torch.float64)
             out[known] = scores.values[torch.cat(masks)].cpu().double()
             yield name, out, known
 
 
 Renderer = Callable[[list[int], list[Json]], list[int]]
+
+
+def other_beginnings(tokenizer: Any) -> Iterator[tuple[str, Renderer]]:
+    """Prompts with one beginning-of-text token more or less, of any text: a template and a tokenizer may each add one."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is not None:
+        yield "one beginning-of-text token more", lambda prompt, _: [bos, *prompt]
+        yield "one beginning-of-text token less", lambda prompt, _: prompt[prompt[0] == bos :]
 
 
 def renderers(tokenizer: Any) -> Iterator[tuple[str, Renderer]]:
@@ -298,9 +317,6 @@ def renderers(tokenizer: Any) -> Iterator[tuple[str, Renderer]]:
         yield "the tokenizer's template without generation prompt", template(None, add_generation_prompt=False)
         yield "the tokenizer's template with a system prompt", template(None, system=True)
         yield "the tokenizer's template with enable_thinking=False", template(None, enable_thinking=False)
-    bos = getattr(tokenizer, "bos_token_id", None)
-    if bos is not None:
-        yield "another beginning-of-text token", lambda prompt, _: prompt[1:] if prompt[0] == bos else [bos, *prompt]
     for name, text in COMMON_TEMPLATES.items():
         yield name, template(text)
 
