@@ -95,7 +95,7 @@ def test_help_and_page_name_commands_and_options_that_exist(cli: Cli) -> None:
     assert all(f"`{name} " in page or f"`{name}`" in page for name in COMMANDS)
     documented = page[page.index("## score") : page.index("## check")]
     of_score = options["score"] - {"--help", "--json"}
-    assert {option for option in of_score if option not in documented} == {"--tokenizer"}
+    assert {option for option in of_score if option not in documented} == set()
 
 
 class Terminal(io.StringIO):
