@@ -13,20 +13,39 @@ from torch import Tensor
 
 from seeded import clean, make_model, make_prompts, make_tokenizer, sample
 from torchrl_llm_kl import LogProbScorer, diagnose
+from torchrl_llm_kl.diagnostics._rescored import Rescorer
 from toy_rollouts import make_model as make_bos_model, plain_log_probs
 from toy_tokenizer import CHATML, build_bos_tokenizer
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_one_set_of_weights_in_bfloat16_has_no_older_ones(family: str) -> None:
-    """Twelve layers round more than two: transformers' decode and the packs differ by 0.05 nats."""
+    """Twelve layers round more than two: transformers' decode and the packs differ by 0.05 nats on newer processors.
+
+    Older ones have no products in bfloat16, and round alike in all shapes.
+    """
     model = make_model(family, 2, num_hidden_layers=12).to(torch.bfloat16)
-    batch = sample(model, make_prompts(3, 2), 2).batch()
+    batch = sample(model, make_prompts(2, 2), 2).batch()
     diagnosis = diagnose(batch, policy=model, tokenizer=make_tokenizer())
-    assert diagnosis.measures["mismatch/rms"] > 0.04
     assert diagnosis.faults == (), diagnosis
-    other = make_model(family, 3, num_hidden_layers=12).to(torch.bfloat16)
-    assert diagnose(batch, policy=other, tokenizer=make_tokenizer()).worst is not None
+    assert diagnosis.forwards == (3 if diagnosis.measures["mismatch/rms"] > 0.04 else 0)
+
+
+@pytest.mark.parametrize(("noise", "faults"), [(0.05, False), (0.01, True)])
+def test_a_difference_counts_from_a_multiple_of_the_noise(
+    noise: float, faults: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A difference of 0.08 nats: 1.6 and 8 times the noise."""
+    monkeypatch.setattr(Rescorer, "noise", noise)
+    _, rollout = clean("llama", 3)
+    model = make_model("llama", 3).to(torch.bfloat16)
+    rng = torch.Generator().manual_seed(1)
+    rows = [torch.cat(pair) for pair in zip(rollout.prompts, rollout.answers, strict=True)]
+    exact = [plain_log_probs(model, row)[-len(x) :] for row, x in zip(rows, rollout.answers, strict=True)]
+    recorded = [x + 0.08 * torch.randn(len(x), generator=rng) for x in exact]
+    diagnosis = diagnose(replace(rollout, log_probs=recorded).batch(), policy=model, tokenizer=make_tokenizer())
+    assert diagnosis.measures["mismatch/rms"] == pytest.approx(0.08, abs=0.01)
+    assert bool(diagnosis.faults) == faults, diagnosis
 
 
 @pytest.mark.parametrize("common", [0.25, 0.0])
