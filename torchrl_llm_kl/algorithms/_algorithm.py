@@ -114,7 +114,7 @@ class Algorithm:
     def _check_effects(self) -> None:
         for place, usual in USUAL_ESTIMATORS.items():
             coeff, default = getattr(self, f"{place}_coeff"), _DEFAULTS[f"{place}_coeff"]
-            if getattr(self, place) == "none" and (isinstance(coeff, (Tensor, nn.Module)) or coeff != default):
+            if getattr(self, place) == "none" and (isinstance(coeff, (Tensor, nn.Module)) or coeff not in (default, 0)):
                 raise ValueError(
                     f"{place}_coeff={coeff!r} is the weight of a KL, and {place}='none' leaves it out: pass {place}={usual!r}, "
                     f"or leave {place}_coeff out."
@@ -291,7 +291,8 @@ def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algor
             changes.setdefault(f"{part}_args", {})
     for place, usual in USUAL_ESTIMATORS.items():
         coeff = f"{place}_coeff"
-        if coeff in changes and getattr(algorithm, place) == "none":
+        weight = changes.get(coeff, 0)
+        if getattr(algorithm, place) == "none" and (isinstance(weight, (Tensor, nn.Module)) or weight != 0):
             changes.setdefault(place, usual)
         elif changes.get(place) == "none":
             changes.setdefault(coeff, _DEFAULTS[coeff])

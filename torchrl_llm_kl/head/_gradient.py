@@ -208,8 +208,9 @@ def _difference(side: _Side, other: _Side, out: Tensor) -> Tensor:
     """``p - q``, in ``out [n, v]``; from the log-probs where both may round to 1."""
     torch.sub(side.prob, other.prob, out=out)
     rows, place = most_probable(side.prob, side.prob.amax(-1))
-    out[rows, place] = side.log_prob[rows, place].expm1() - other.log_prob[rows, place].expm1()
-    return out
+    log_p, log_q, some = (x if rows is None else x[rows] for x in (side.log_prob, other.log_prob, out))
+    some.scatter_(1, place, log_p.gather(1, place).expm1() - log_q.gather(1, place).expm1())
+    return some if rows is None else out.index_copy_(0, rows, some)
 
 
 class _HeadGradient:

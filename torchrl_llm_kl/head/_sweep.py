@@ -138,9 +138,11 @@ class Softmax:
         rest = best.reciprocal().sub_(1.0)
         # The digits of a small rest matter only beside the largest logit so far.
         likely, place = most_probable(prob, best if first else best.masked_fill(top < self.top[rows], 0.0))
-        prob[likely, place] = 0.0
-        rest[likely] = (prob[likely] if prob.device.type == "cpu" else prob).sum(-1) / best[likely]
-        prob[likely, place] = best[likely]
+        if likely is None:
+            rest = prob.scatter_(1, place, 0.0).sum(-1) / best
+            prob.scatter_(1, place, best.unsqueeze(1))
+        else:
+            rest[likely] = prob[likely].scatter_(1, place, 0.0).sum(-1) / best[likely]
         rest.masked_fill_(top.isneginf(), -1.0)
         top = top.clamp(min=self.lowest)
         if first:

@@ -219,16 +219,16 @@ def without_ids(values: Tensor, ids: Tensor, cols: slice, out: Tensor) -> Tensor
     return out.copy_(values).scatter_add_(1, index, ruled_out)
 
 
-def most_probable(prob: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of ``prob [n, v]`` whose largest value ``best [n]`` is nearly 1, and its place; ``[k]`` each.
+def most_probable(prob: Tensor, best: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Rows of ``prob [n, v]`` whose largest value ``best [n]`` is nearly 1, and its place; ``[k]`` and ``[k, 1]``.
 
-    Above 0.9: elsewhere the difference from 1 has six digits in float32. On an accelerator all rows, since to choose some
-    would be a host sync.
+    Above 0.9: elsewhere the difference from 1 has six digits in float32. On an accelerator all rows (None), since to choose
+    some would be a host sync.
     """
     if prob.device.type == "cpu":
         rows = (best > 0.9).nonzero().squeeze(1)
-        return rows, prob[rows].argmax(-1)
-    return torch.arange(len(best), device=best.device), prob.argmax(-1)
+        return rows, prob[rows].argmax(-1, keepdim=True)
+    return None, prob.argmax(-1, keepdim=True)
 
 
 def log_ratio_to_mixture(plan: Plan, log_probs: Sequence[Tensor], i: int, out: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ def locate(
         if sampled.values.is_floating_point():
             raise TypeError(f"expected integer token ids under {key!r}, found {sampled.values.dtype}.")
         mask = sampled.positions > 0
-        _check_beginnings(sampled, interface.bos)
+        _check_beginnings(sampled, read_ragged(td, interface.prompt_tokens), interface.bos)
         if assistant_only:
             mask = mask & _mask_of_sampled(td, sampled, interface, scope, options)
         return Located(sampled, mask, key, sampled=True)
@@ -152,16 +152,19 @@ _BOS_AS_PADDING = (
 )
 
 
-def _check_beginnings(tokens: Ragged, bos: int | None) -> None:
-    """Raise where BOS was used as padding: before some sequences more often than before others, or three times.
+def _check_beginnings(tokens: Ragged, prompts: Ragged | None, bos: int | None) -> None:
+    """Raise where BOS was used as padding: before some prompts more often than before others, or three times.
 
-    A single one before some sequences is a warning: prompts that were cut on the left have none.
+    A single one before some prompts is a warning: prompts that were cut on the left have none. An answer may begin with it,
+    where it also ends answers.
     """
-    if bos is None or not tokens.values.numel():
+    if bos is None or prompts is None or not tokens.values.numel() or len(prompts.lengths) != len(tokens.lengths):
         return
-    others = torch.where(tokens.values == bos, tokens.lengths[tokens.sequence_ids], tokens.positions)
-    runs = tokens.lengths.scatter_reduce(0, tokens.sequence_ids, others, "amin")
-    most, least = int(runs.max()), int(runs[tokens.lengths > 0].min())
+    ends = torch.minimum(prompts.lengths, tokens.lengths)
+    here = (tokens.values == bos) & (tokens.positions < ends[tokens.sequence_ids])
+    others = torch.where(here, ends[tokens.sequence_ids], tokens.positions)
+    runs = ends.scatter_reduce(0, tokens.sequence_ids, others, "amin")
+    most, least = int(runs.max()), int(runs[ends > 0].min()) if bool((ends > 0).any()) else 0
     if most <= 2 and least == most:
         return
     text = (
@@ -529,6 +532,8 @@ def batch_mean(td: TensorDictBase, key: NestedKey, *, per: Literal["sequence", "
     """
     check_choice(("sequence", "token"), per=per)
     found = require_key(td, key, "the entry is missing", "Add the transform that writes it, or correct the key.")
+    if td.numel() == 0:
+        return torch.tensor(float("nan") if per == "sequence" else 0.0)
     if per == "sequence":
         return outcomes(td, read_column(td, found), f"{found!r}").mean()
     located = locate(td)

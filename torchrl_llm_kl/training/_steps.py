@@ -101,7 +101,12 @@ def _equal_prompts_once(model: Any) -> Iterator[None]:
         elsewhere = any(
             hasattr(part, "_setup_cache") for part in model.modules()
         )  # states in layers, as in RecurrentGemma
-        if elsewhere or states is None or ids is None or any(len(value) != len(ids) for value in tensors.values()):
+        if (
+            elsewhere
+            or states is None
+            or ids is None
+            or not all(_by_row(name, value, len(ids)) for name, value in tensors.items())
+        ):
             return args, given
         prompts = ids if mask is None else torch.cat([ids, mask], 1)
         _, rows = prompts.unique_consecutive(dim=0, return_inverse=True)
@@ -121,6 +126,11 @@ def _equal_prompts_once(model: Any) -> Iterator[None]:
     finally:
         for hook in own:
             hook.remove()
+
+
+def _by_row(name: str, value: Tensor, count: int) -> bool:
+    """Whether an argument's first dimension is that of the ``count`` rows. Positions of image-text models have planes there."""
+    return len(value) == count and (name != "position_ids" or value.ndim == 2)
 
 
 def make_sampler(

@@ -191,6 +191,16 @@ def test_the_weight_of_a_kl_in_the_loss_adds_it_and_needs_a_reference() -> None:
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_weight_of_0_adds_no_kl() -> None:
+    """A sweep over weights begins at 0; beside "none" it contradicts nothing."""
+    actor = TASK.policy()
+    for given in ({"kl_loss_coeff": 0.0}, {"kl_loss": "none", "kl_loss_coeff": 0.0}, {"kl_reward_coeff": 0}):
+        found = make_algorithm("dapo", actor, **given).algorithm
+        assert (found.kl_loss, found.kl_reward) == ("none", "none")
+    with pytest.raises(ValueError, match="kl_loss='none' leaves it out"):
+        make_algorithm("dapo", actor, kl_loss="none", kl_loss_coeff=0.5)
+
+
 WITHOUT_REWARD = (
     "sft",
     "dpo",

@@ -213,6 +213,13 @@ def test_means_of_answers_of_unequal_length(layout: str) -> None:
     assert_near(batch_mean(batch, "outcome"), torch.tensor(0.5))
 
 
+def test_a_mean_over_no_rows() -> None:
+    td = layouts.tokens("padded")
+    td = td.set("r", torch.ones(td.batch_size))[:0]
+    assert batch_mean(td, "r").isnan()
+    assert batch_mean(td, "r", per="token") == 0
+
+
 def test_a_mean_that_cannot_be_taken() -> None:
     with pytest.raises(KeyError, match="the entry is missing: expected 'kl' in the TensorDict"):
         batch_mean(layouts.tokens("lazy"), "kl")

@@ -8,6 +8,7 @@ import tensordict
 import torch
 from tensordict import TensorDictBase
 
+from image_models import image_model
 from torchrl_llm_kl import Sampling
 from torchrl_llm_kl.diagnostics import diagnose
 from torchrl_llm_kl.tasks import PromptOrder, make_env
@@ -88,6 +89,26 @@ def test_equal_prompts_are_forwarded_once(family: str, rows: int) -> None:
         **{"do_sample": True, "top_k": 0, "max_new_tokens": 6, "pad_token_id": tokenizer.pad_token_id},
     )
     assert torch.equal(step["tokens", "full"], plain)
+
+
+@pytest.mark.parametrize("group_size", [3, 4])
+def test_positions_with_planes_are_no_rows(group_size: int) -> None:
+    """Qwen2-VL numbers positions in ``[4, rows, tokens]``: four planes are not four rows."""
+    tokenizer = make_tokenizer()
+    model: Any = image_model("qwen2_vl")
+    model.resize_token_embeddings(len(tokenizer))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    with tensordict.set_list_to_stack(True):
+        env = make_env(["hi"], lambda q, a, m: 0.0, tokenizer, group_size=group_size, num_prompts=1)
+        torch.manual_seed(0)
+        step = env.rollout(1, make_sampler(model, tokenizer, max_new_tokens=4, sampling=Sampling())).reshape(-1)
+    width = step["tokens", "prompt"].shape[-1]
+    torch.manual_seed(0)
+    ends = {"do_sample": True, "top_k": 0, "max_new_tokens": 4, "pad_token_id": tokenizer.pad_token_id}
+    mask = step["masks", "all_attention_mask"][:, :width].long()
+    assert torch.equal(
+        step["tokens", "full"], model.generate(input_ids=step["tokens", "prompt"], attention_mask=mask, **ends)
+    )
 
 
 def test_different_prompts_are_each_forwarded() -> None:

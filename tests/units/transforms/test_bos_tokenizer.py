@@ -1,10 +1,11 @@
 """Rollouts with a tokenizer that adds BOS: torchrl's wrapper would pad prompts with BOS, and store it as tokens."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
@@ -111,3 +112,16 @@ def test_a_prompt_that_was_cut_on_the_left_lacks_bos(models: list[Any]) -> None:
     with pytest.warns(UserWarning, match="begins with 1 beginning-of-text tokens .id 2., and another with 0"):
         found = RetrieveLogProb(models[0])(batch)["log_probs", "full"][:, 4]
     assert_near(found, want, **FORWARD)
+
+
+def test_an_answer_may_begin_with_bos(models: list[Any]) -> None:
+    """GPT-2's BOS ends answers too: one that ends at once follows the prompt's."""
+    rows = [[2, 5, 6, 2], [2, 2], [2, 7, 2]]
+    batch = lazy_stack(
+        [TensorDict(tokens=TensorDict(prompt=torch.tensor([2]), full=torch.tensor(row))) for row in rows]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = RetrieveLogProb(models[0])(batch).get(("log_probs", "full"), as_list=True)
+    for row, got in zip(rows, found, strict=True):
+        assert_near(got, plain_log_probs(models[0], torch.tensor(row)), **FORWARD)
