@@ -532,7 +532,7 @@ def batch_mean(td: TensorDictBase, key: NestedKey, *, per: Literal["sequence", "
     """
     check_choice(("sequence", "token"), per=per)
     found = require_key(td, key, "the entry is missing", "Add the transform that writes it, or correct the key.")
-    if td.numel() == 0:
+    if 0 in td.batch_size:
         return torch.tensor(float("nan") if per == "sequence" else 0.0)
     if per == "sequence":
         return outcomes(td, read_column(td, found), f"{found!r}").mean()
