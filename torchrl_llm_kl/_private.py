@@ -288,11 +288,12 @@ def chat_templates() -> Mapping[str, str]:
     return templates
 
 
-def part_of_class(value: object, name: Literal["_tensordict", "_non_tensordict"]) -> Any:
+def part_of_class(value: object, name: Literal["_tensordict", "_non_tensordict"]) -> object:
     """Of a tensorclass the TensorDict inside it, or the fields that are neither tensors nor TensorDicts.
 
     If gone: an error for data with tensorclasses, such as histories.
     """
     if not hasattr(value, name):
         raise PrivateNameError("tensordict.tensorclass", name)
-    return getattr(value, name)
+    part: object = getattr(value, name)
+    return part

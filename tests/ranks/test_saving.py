@@ -1,6 +1,5 @@
 """A run that is saved on some ranks and continued on others ends as one process that never stopped."""
 
-import math
 import shutil
 import sys
 
@@ -72,8 +71,8 @@ def test_the_run_alone_moves_and_samples(alone):
     assert all(abs(row["kl"]) > 1e-3 for row in rows[1:])
     assert len({row["answer_tokens"] for row in rows}) > 1
     assert 0 < rows[0]["reward"] < 1
-    # The first step is held at the start, then each update takes the largest step.
-    assert [row["coefficient"] for row in rows] == pytest.approx([0.2, 0.2, 0.2 * math.exp(0.1)], rel=1e-5)
+    # The first step is held at the start; then the KL is far above its target, and the coefficient grows by half.
+    assert [row["coefficient"] for row in rows] == pytest.approx([0.2, 0.2, 0.3], rel=1e-5)
     moved = alone["weights"]["policy.lm_head.weight"] - alone["weights"]["reference.lm_head.weight"]
     assert moved.abs().max() > 1e-3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from tensordict import NestedKey
 from torch import nn
@@ -463,7 +463,7 @@ def _reference_of_loss(
     if not isinstance(reference, str):
         return reference
     plain = options.but(sampling=options.sampling.of_reference, adapters=False)
-    return LogProbScorer(inner_module(actor), plain) if reference == "base" else None
+    return LogProbScorer(cast(nn.Module, inner_module(actor)), plain) if reference == "base" else None
 
 
 def _check_same_settings(scorer: LogProbScorer, options: ScoreOptions, name: str) -> None:

@@ -286,7 +286,7 @@ class Rescorer:
 Renderer = Callable[[list[int], list[Json]], list[int]]
 
 
-def other_beginnings(tokenizer: Any) -> Iterator[tuple[str, Renderer]]:
+def other_beginnings(tokenizer: object) -> Iterator[tuple[str, Renderer]]:
     """Prompts with one beginning-of-text token more or less, of any text: a template and a tokenizer may each add one."""
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from tensordict import (
@@ -352,8 +352,7 @@ def node_of(value: Node) -> Node:
 
 def fields_of(value: Node) -> dict[str, object]:
     """The fields of a tensorclass that are neither tensors nor TensorDicts."""
-    fields: dict[str, object] = part_of_class(value, "_non_tensordict")
-    return fields
+    return cast("dict[str, object]", part_of_class(value, "_non_tensordict"))
 
 
 def _read_rows(nodes: Sequence[Node], path: tuple[str, ...]) -> list[Node] | None:

@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -143,7 +143,7 @@ def warn_of_mismatch(model: object, scored: Sampling, *, trains: bool = False, s
         warnings.warn(problem, SamplerMismatchWarning, stacklevel=stacklevel + 1)
 
 
-def inner_module(model: object) -> Any:
+def inner_module(model: object) -> object:
     """The model inside scorers, remembered models and wrappers; a wrapper of another backend itself, None for a service."""
     while isinstance(model, Scorer) or hasattr(model, "make_scorer"):
         model = getattr(model, "model", None)

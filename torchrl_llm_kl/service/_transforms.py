@@ -35,8 +35,8 @@ SERVICE_ARGS = [name for name in SERVICE_ARGS if name not in ("model", "factory"
 class Served(RayVariant):
     """Construction of a Ray variant: the backend is Ray, and the options of its actors are arguments of the service."""
 
-    def __init__(cls, name: str, bases: tuple[type, ...], *rest: Any) -> None:
-        super().__init__(name, bases, *rest)
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: Json) -> None:
+        super().__init__(name, bases, namespace)
         if not isinstance(bases[0], Served):  # a user's subclass of a variant
             RAY_VARIANTS[bases[0]] = cls
 

@@ -58,9 +58,9 @@ class _Sampler(TransformersWrapper):
     leaves out what equals the padding token: where that ends answers too, as it often does, no end would be trained.
     """
 
-    generate_kwargs: dict[str, Any]
+    generate_kwargs: Json
 
-    def __init__(self, *args: Any, generate_kwargs: dict[str, Any], **settings: Any) -> None:
+    def __init__(self, *args: Any, generate_kwargs: Json, **settings: Any) -> None:
         taken = {name: value for name, value in generate_kwargs.items() if name != "top_k"}
         super().__init__(*args, generate_kwargs=taken, **settings)
         self.generate_kwargs = {**generate_kwargs, **self.generate_kwargs}
@@ -89,37 +89,32 @@ def _equal_prompts_once(model: Any) -> Iterator[None]:
     """
     from transformers import DynamicCache
 
-    states: Any = None
+    states: DynamicCache | None = None
     rows: Tensor | None = None  # the number of each row's prompt, while the first forward runs
 
-    def before(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before(_: nn.Module, args: tuple[object, ...], given: Json) -> tuple[tuple[object, ...], Json]:
         nonlocal states, rows
         own.pop().remove()
         ids, mask = given.get("input_ids"), given.get("attention_mask")
         states = next((value for value in given.values() if type(value) is DynamicCache), None)
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.ndim}
-        elsewhere = any(
-            hasattr(part, "_setup_cache") for part in model.modules()
-        )  # states in layers, as in RecurrentGemma
-        if (
-            elsewhere
-            or states is None
-            or ids is None
-            or not all(_by_row(name, value, len(ids)) for name, value in tensors.items())
-        ):
+        if states is None or ids is None or not all(_by_row(name, x, len(ids)) for name, x in tensors.items()):
             return args, given
         prompts = ids if mask is None else torch.cat([ids, mask], 1)
         _, rows = prompts.unique_consecutive(dim=0, return_inverse=True)
         first = rows.diff(prepend=rows.new_full((1,), -1)) > 0
         return args, {**given, **{name: value[first] for name, value in tensors.items()}}
 
-    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after(_: nn.Module, args: tuple[object, ...], output: Any) -> None:
         own.pop().remove()
-        if rows is not None:
+        if rows is not None and states is not None:
             output.logits = output.logits[rows]
-            states.reorder_cache(rows)
+            states.reorder_cache(rows)  # type: ignore[arg-type]
 
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # whose generate PEFT's calls
+    if model.config.model_type == "recurrent_gemma":  # which keeps states in its layers
+        yield
+        return
     own = [model.register_forward_hook(after), model.register_forward_pre_hook(before, with_kwargs=True)]
     try:
         yield
