@@ -121,7 +121,7 @@ class Softmax:
         return self.rest + 1.0
 
     def log_total(self, rows: slice | None = None) -> Tensor:
-        """The log of :attr:`total`, as exact where it is near 0; of some positions."""
+        """The log of :attr:`total`, at all positions or some ``rows``; it keeps its digits near 0."""
         return (self.rest if rows is None else self.rest[rows]).log1p()
 
     def choose(self, logits: Tensor, targets: Tensor, rows: slice, cols: slice) -> None:

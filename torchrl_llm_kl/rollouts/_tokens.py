@@ -168,8 +168,8 @@ def _check_beginnings(tokens: Ragged, prompts: Ragged | None, bos: int | None) -
     if most <= 2 and least == most:
         return
     text = (
-        f"sequence {int(runs.argmax())} begins with {most} beginning-of-text tokens (id {bos}), and another with {least}. "
-        f"All prompts must begin alike. {_BOS_AS_PADDING}"
+        f"sequence {int(runs.argmax())} begins with {most} beginning-of-text tokens (id {bos}), and the fewest of any sequence "
+        f"are {least}; expected the same number, at most 2, in each. {_BOS_AS_PADDING}"
     )
     if most > 1:
         raise ValueError(text)

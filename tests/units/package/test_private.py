@@ -215,8 +215,11 @@ def test_products_without_onednn(monkeypatch: Patch) -> None:
 def test_marks_of_dynamic_sizes(monkeypatch: Patch) -> None:
     import torch._dynamo
 
+    marked, unmarked = torch.zeros(2, 2), torch.zeros(2, 2)
+    _private.mark_dynamic(marked, 1)
     monkeypatch.delattr(torch._dynamo, "maybe_mark_dynamic")
-    _private.mark_dynamic(torch.zeros(2, 2), 1)
+    _private.mark_dynamic(unmarked, 1)
+    assert set(vars(marked)) > set(vars(unmarked))
 
 
 @pytest.mark.parametrize("name", ["ATTENTION", "FLASH"])

@@ -109,7 +109,9 @@ def test_a_prompt_that_was_cut_on_the_left_lacks_bos(models: list[Any]) -> None:
     ids = torch.tensor([[2, 270, 264, 265, 266], [271, 272, 267, 268, 269]])
     batch = TensorDict.from_dict({"tokens": {"prompt": ids[:, :4], "full": ids}}, batch_size=[2])
     want = torch.stack([plain_log_probs(models[0], row) for row in ids])[:, 4]
-    with pytest.warns(UserWarning, match="begins with 1 beginning-of-text tokens .id 2., and another with 0"):
+    with pytest.warns(
+        UserWarning, match="begins with 1 beginning-of-text tokens .id 2., and the fewest of any sequence are 0"
+    ):
         found = RetrieveLogProb(models[0])(batch)["log_probs", "full"][:, 4]
     assert_near(found, want, **FORWARD)
 
