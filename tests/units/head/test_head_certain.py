@@ -1,6 +1,6 @@
 """Nearly certain tokens: log-probs, entropies, divergences and gradients below the rounding error of 1, against float64."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +18,9 @@ from torchrl_llm_kl.head import (
     log_softmax,
     logits_kl,
 )
+from torchrl_llm_kl.head._shards import join
+from torchrl_llm_kl.head._sweep import forward_sweep
+from torchrl_llm_kl.head._tiles import Head, Plan
 
 #: Nats between the largest logit and the others.
 MARGINS = (0.0, 1.0, 5.0, 10.0, 17.0, 20.0, 30.0, 50.0, 80.0, 100.0)
@@ -166,3 +169,33 @@ def test_logits_one_ulp_apart_under_top_k(low: float) -> None:
         kept = linear_kept(hidden, weight, Truncation(top_k=1))
         assert kept is not None
         assert kept.ids.tolist() == [int(row.argmax())]
+
+
+class Gathered(NamedTuple):
+    """One of two slices of a vocabulary; ``sent`` is what both sent, in a first pass without the other's."""
+
+    first: int
+    size: int
+    vocab: int
+    sent: dict[int, Tensor]
+
+    def gather(self, values: Tensor) -> Tensor:
+        self.sent[self.first] = values
+        return torch.stack([self.sent[first] for first in (0, 20) if first in self.sent])
+
+
+def test_slices_of_a_vocabulary_are_joined_without_rounding() -> None:
+    """Tensor parallel: each slice sweeps its own tokens, and one holds the nearly certain token."""
+    (hidden, weight), logits = heads(0)
+    log_p = exact_log_softmax(logits)
+    plan, sent = Plan(CHUNK, entropy=True), dict[int, Tensor]()
+    for first, last in ((0, 20), (20, V), (0, 20)):
+        part: Any = Gathered(first, last - first, V, sent)
+        swept, statistics = forward_sweep(plan, PLACES - first, [Head(hidden, weight[first:last], None, torch.float32)])
+        found, (_, log_total) = join(part, plan, PLACES - first, [*swept, *statistics])
+    assert found.log_prob is not None
+    assert found.entropy is not None
+    want = log_p.gather(1, PLACES.unsqueeze(1)).squeeze(1)
+    assert_exact(found.log_prob, want)
+    assert_exact(log_total, -want)
+    assert_exact(found.entropy, -(log_p.exp() * log_p).sum(1))
