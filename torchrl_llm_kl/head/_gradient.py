@@ -21,7 +21,6 @@ from torchrl_llm_kl.head._tiles import (
     Plan,
     Result,
     log_ratio_to_mixture,
-    most_probable,
     support_of,
     tiles,
     without_ids,
@@ -207,8 +206,11 @@ def _product_gradient(
 def _difference(side: _Side, other: _Side, out: Tensor) -> Tensor:
     """``p - q``, in ``out [n, v]``; from the log-probs where both may round to 1."""
     torch.sub(side.prob, other.prob, out=out)
-    rows, place = most_probable(side.prob, side.prob.amax(-1))
-    log_p, log_q, some = (x if rows is None else x[rows] for x in (side.log_prob, other.log_prob, out))
+    rows = None  # On an accelerator all: to choose some would be a host sync.
+    if out.device.type == "cpu":
+        rows = (side.prob.amax(-1) > 0.9).nonzero().squeeze(1)
+    prob, log_p, log_q, some = (x if rows is None else x[rows] for x in (side.prob, side.log_prob, other.log_prob, out))
+    place = prob.argmax(-1, keepdim=True)
     some.scatter_(1, place, log_p.gather(1, place).expm1() - log_q.gather(1, place).expm1())
     return some if rows is None else out.index_copy_(0, rows, some)
 

@@ -14,7 +14,7 @@ from torchrl_llm_kl.head._tiles import (
     Plan,
     Result,
     log_ratio_to_mixture,
-    most_probable,
+    rest_of,
     support_of,
     tiles,
     without_ids,
@@ -133,16 +133,8 @@ class Softmax:
     def absorb(self, logits: Tensor, prob: Tensor, rows: slice, *, first: bool) -> _Joint:
         """Add a tile, the ``first`` of its rows or not, and fill ``prob`` with its softmax: NaN without a possible token."""
         torch.softmax(logits, -1, out=prob)
-        top, best = logits.amax(-1), prob.amax(-1)
-        # The largest probability is exp(0) / sum. One fused kernel beats maximum, difference, exp and sum.
-        rest = best.reciprocal().sub_(1.0)
-        # The digits of a small rest matter only beside the largest logit so far.
-        likely, place = most_probable(prob, best if first else best.masked_fill(top < self.top[rows], 0.0))
-        if likely is None:
-            rest = prob.scatter_(1, place, 0.0).sum(-1) / best
-            prob.scatter_(1, place, best.unsqueeze(1))
-        else:
-            rest[likely] = prob[likely].scatter_(1, place, 0.0).sum(-1) / best[likely]
+        top = logits.amax(-1)
+        rest = rest_of(prob, None if first else top >= self.top[rows])
         rest.masked_fill_(top.isneginf(), -1.0)
         top = top.clamp(min=self.lowest)
         if first:

@@ -219,16 +219,26 @@ def without_ids(values: Tensor, ids: Tensor, cols: slice, out: Tensor) -> Tensor
     return out.copy_(values).scatter_add_(1, index, ruled_out)
 
 
-def most_probable(prob: Tensor, best: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Rows of ``prob [n, v]`` whose largest value ``best [n]`` is nearly 1, and its place; ``[k]`` and ``[k, 1]``.
+def rest_of(prob: Tensor, matters: Tensor | None) -> Tensor:
+    """Sum of all probabilities but the largest, relative to the largest; from ``prob [n, v]`` to ``[n]``.
 
-    Above 0.9: elsewhere the difference from 1 has six digits in float32. On an accelerator all rows (None), since to choose
-    some would be a host sync.
+    It keeps its digits where the largest is nearly 1, in the rows where that ``matters`` (None: in all): above 0.9, since
+    elsewhere the difference from 1 has six digits in float32. On an accelerator it does so in every row: to choose some would
+    be a host sync. ``prob`` is as before afterwards.
     """
-    if prob.device.type == "cpu":
-        rows = (best > 0.9).nonzero().squeeze(1)
-        return rows, prob[rows].argmax(-1, keepdim=True)
-    return None, prob.argmax(-1, keepdim=True)
+    if prob.device.type != "cpu":
+        best, place = prob.max(-1, keepdim=True)
+        rest = prob.scatter_(1, place, 0.0).sum(-1).div_(best.squeeze(1))
+        prob.scatter_(1, place, best)
+        return rest
+    best = prob.amax(-1)
+    # The largest probability is exp(0) / sum. One fused kernel beats maximum, difference, exp and sum.
+    rest = best.reciprocal().sub_(1.0)
+    likely = best > 0.9
+    rows = (likely if matters is None else likely & matters).nonzero().squeeze(1)
+    chosen = prob[rows]
+    rest[rows] = chosen.scatter_(1, chosen.argmax(-1, keepdim=True), 0.0).sum(-1) / best[rows]
+    return rest
 
 
 def log_ratio_to_mixture(plan: Plan, log_probs: Sequence[Tensor], i: int, out: Tensor) -> Tensor:
