@@ -161,14 +161,14 @@ def finite_total(*tensors: Tensor) -> Tensor:
     return functools.reduce(torch.add, sums) if sums else torch.zeros(())
 
 
-#: What the message of :func:`check_finite` contains, also where it comes from another process.
-NOT_FINITE = "expected a finite number"
+class NotFiniteError(ValueError):
+    """A number is NaN or infinite; raised by :func:`check_finite`."""
 
 
 def check_finite(
     named: Mapping[str, Tensor], *, read: Tensor | None = None, place: Callable[[int], str], advice: str
 ) -> None:
-    """Raise a ValueError that names the first NaN or infinite number; one host synchronisation if all are finite.
+    """Raise a :class:`NotFiniteError` that names the first NaN or infinite number; one host synchronisation if all are finite.
 
     Args:
         named: tensors of one shape; the keys name them in the message.
@@ -183,7 +183,7 @@ def check_finite(
         >>> check_finite({"the reward": torch.tensor([0.0, torch.nan])}, place="row {}".format, advice="Drop the row.")
         Traceback (most recent call last):
         ...
-        ValueError: the reward is nan at row 1: expected a finite number. Drop the row.
+        torchrl_llm_kl._numerics.NotFiniteError: the reward is nan at row 1: expected a finite number. Drop the row.
     """
     if not named:
         return
@@ -195,7 +195,7 @@ def check_finite(
         if bool(bad.any()):
             at = int(bad.nonzero()[0])
             found = float(value.reshape(-1)[at])
-            raise ValueError(f"{name} is {found} at {place(at)}: {NOT_FINITE}. {advice}")
+            raise NotFiniteError(f"{name} is {found} at {place(at)}: expected a finite number. {advice}")
 
 
 # ------------------------------------------------------------------ between the host and an accelerator

@@ -1,8 +1,8 @@
 """Ceilings of host syncs and kernels, by operation. ``test_budgets.py`` holds them; lower one when an operation got cheaper.
 
 A sync is a wait of the host for the device. Kernels of transformers' own code are not counted, but for ``PACKED``. Each
-operation runs a second time, after what happens only once. Three kernels of each score are the price of a sum that leaves the largest
-probability out (``rest_of``), without which the log-prob of a nearly certain token has no digits.
+operation runs a second time, after what happens only once. Three kernels of each score are the price of a sum that leaves the
+largest probability out (``rest_of``), without which the log-prob of a nearly certain token has no digits.
 """
 
 from typing import NamedTuple

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import TypedDict
 
-from torchrl_llm_kl._numerics import NOT_FINITE
+from torchrl_llm_kl._numerics import NotFiniteError
 from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl._typing import ImageRows
 from torchrl_llm_kl.ragged import Ragged, on_host, read_column
@@ -34,7 +34,7 @@ from torchrl_llm_kl.rollouts import (
     response_mask,
     zeros_of_first_tokens,
 )
-from torchrl_llm_kl.scoring import NOT_TEXT, LogProbScorer, ModelOrScorer, Sampling, as_sampling, log_probs_only
+from torchrl_llm_kl.scoring import LogProbScorer, ModelOrScorer, NotTextError, Sampling, as_sampling, log_probs_only
 
 #: Entries that are read into columns, by column: where TorchRL's wrappers and this package's transforms and losses keep them.
 KEYS: Mapping[str, NestedKey] = {
@@ -65,7 +65,8 @@ class TokenColumns:
         rows: numbers per sequence by name, ``[S]``: ``reward``, the outcome, and ``reward/<name>``, its named parts.
         prompts: equal numbers for equal prompts; int64 ``[S]``, or None if the data does not show the prompts.
         sampled: False if the tokens were rendered from text.
-        unread: with ``strict=False``, why an entry fits no token, by column; under ``log_prob``, that a model's are not finite.
+        unread: with ``strict=False``, the error of each entry that fits no token, by column; under ``log_prob``, the error of
+            scoring.
         has_images: whether rows have images.
     """
 
@@ -75,7 +76,7 @@ class TokenColumns:
     rows: dict[str, Tensor] = field(default_factory=dict)
     prompts: Tensor | None = None
     sampled: bool = True
-    unread: dict[str, str] = field(default_factory=dict)
+    unread: dict[str, ValueError] = field(default_factory=dict)
     has_images: bool = False
 
     @property
@@ -170,7 +171,7 @@ def read_columns(
     responses = response_mask(tensordict, tokens, interface) if located.sampled else None
     at_reward = wanted.pop("reward")
     columns: dict[str, Tensor] = {}
-    unread: dict[str, str] = {}
+    unread: dict[str, ValueError] = {}
     for name, key in wanted.items():
         found = _find(tensordict, name, key)
         try:
@@ -181,7 +182,7 @@ def read_columns(
         except ValueError as error:
             if strict:
                 raise
-            unread[name] = str(error)
+            unread[name] = error
     if "sampler_log_prob" in columns:
         # torchrl's wrappers never compute these
         never = zeros_of_first_tokens(columns["sampler_log_prob"], mask, tokens)
@@ -189,10 +190,10 @@ def read_columns(
     images = read_images(tensordict, "images") or located.images
     try:
         columns |= _score(tokens, mask, images, policy, reference, as_sampling(temperature, sampling))
-    except ValueError as error:
-        if strict or not any(known in str(error) for known in (NOT_FINITE, NOT_TEXT)):
+    except (NotFiniteError, NotTextError) as error:
+        if strict:
             raise
-        unread["log_prob"] = str(error)
+        unread["log_prob"] = error
     rows: dict[str, Tensor] = {}
     if (reward := find_key(tensordict, at_reward)) is not None:
         rows["reward"] = outcomes(tensordict, read_column(tensordict, reward), f"{reward!r}")

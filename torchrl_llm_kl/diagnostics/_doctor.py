@@ -204,7 +204,7 @@ def diagnose(
     models = (
         x.model if isinstance(x, LogProbScorer) else unwrap(x) if is_wrapper(x) else x for x in (policy, reference)
     )
-    problems = [text for model in models if (text := not_text(columns.tokens, placeholders(model)))]
+    problems = [error for model in models if (error := not_text(columns.tokens, placeholders(model)))]
     problems = [] if columns.has_images else problems
     unread = {**columns.unread, **({"log_prob": problems[0]} if problems else {})}
     rescorer = None

@@ -19,7 +19,8 @@ from torchrl_llm_kl.diagnostics._columns import TokenColumns
 from torchrl_llm_kl.diagnostics._measures import Table, clustered_mean, retokenised, surprisal_gap
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
 from torchrl_llm_kl.masks import Tokenizer
-from torchrl_llm_kl.scoring import NOT_TEXT, ModelOrScorer
+from torchrl_llm_kl.rollouts import MisalignedEntryError
+from torchrl_llm_kl.scoring import ModelOrScorer, NotTextError
 
 #: Smallest root mean square of log-ratios that counts as a difference, in nats, by the policy's precision.
 FLOORS = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -62,7 +63,7 @@ class Case:
         reference: the reference that was given.
         tokenizer: or None.
         conversations: the messages of each prompt, or None.
-        unread: error texts of columns that fit no token, by name.
+        unread: the errors of columns that fit no token, by name.
         moved: whether the policy is found to differ from the one of the trainer's log-probs.
     """
 
@@ -74,7 +75,7 @@ class Case:
     reference: ModelOrScorer | None = None
     tokenizer: Tokenizer | None = None
     conversations: list[list[Json]] | None = None
-    unread: Mapping[str, str] = field(default_factory=dict)
+    unread: Mapping[str, ValueError] = field(default_factory=dict)
     moved: bool = False
 
     @property
@@ -107,13 +108,13 @@ def find(case: Case) -> list[Finding]:
 def unreadable(case: Case) -> list[Finding]:
     """Columns that do not fit the tokens, and models whose log-probs are not finite."""
     out = []
-    for name, text in case.unread.items():
+    for name, error in case.unread.items():
+        cause, confidence = "unreadable", 0.9
         if name == "log_prob":  # scored here
-            out.append(finding("not_text" if NOT_TEXT in text else "nan", 0.95, {"column": name, "error": text}))
-            continue
-        lengths = "sequence" in text and "values" in text
-        cause = "retokenised" if lengths and name in ("sampler_log_prob", "old_log_prob") else "unreadable"
-        out.append(finding(cause, 0.8 if cause == "retokenised" else 0.9, {"column": name, "error": text}))
+            cause, confidence = "not_text" if isinstance(error, NotTextError) else "nan", 0.95
+        elif isinstance(error, MisalignedEntryError) and name in ("sampler_log_prob", "old_log_prob"):
+            cause, confidence = "retokenised", 0.8
+        out.append(finding(cause, confidence, {"column": name, "error": str(error)}))
     if not case.columns.sampled and case.table.recorded is not None:
         tokens = "rendered from text, with log-probs of sampled tokens beside them"
         out.append(finding("retokenised", 0.6, {"tokens": tokens}))

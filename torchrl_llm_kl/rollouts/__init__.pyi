@@ -6,6 +6,7 @@ from torchrl_llm_kl.rollouts._context import (
     in_context as in_context,
 )
 from torchrl_llm_kl.rollouts._entries import (
+    MisalignedEntryError as MisalignedEntryError,
     MissingEntryError as MissingEntryError,
     find_key as find_key,
     per_sequence as per_sequence,

@@ -32,6 +32,10 @@ class MissingEntryError(KeyError):
         return str(self.args[0])
 
 
+class MisalignedEntryError(ValueError):
+    """The rows of an entry have other lengths than the tokens, or the response, of their sequences."""
+
+
 def find_key(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
     """``key`` if ``td`` holds it, else the key on the other side of ``"next"`` if ``td`` holds that, else None.
 
@@ -237,7 +241,7 @@ def _at_responses(
         advice = (
             f"The reset of an env leaves empty rows at the root: pass {('next', *_path(key))!r}, where a step's are."
         )
-    raise ValueError(
+    raise MisalignedEntryError(
         f"{key!r} must have the length of the tokens: sequence {row} has {int(widths[row])} values and "
         f"{int(row_lengths[row])} tokens. {advice}"
     )

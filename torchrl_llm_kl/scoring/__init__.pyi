@@ -85,7 +85,7 @@ from torchrl_llm_kl.scoring._remembered import (
     Lookup as Lookup,
 )
 from torchrl_llm_kl.scoring._request import (
-    NOT_TEXT as NOT_TEXT,
+    NotTextError as NotTextError,
     RequestFields as RequestFields,
     Sequences as Sequences,
     TokenMask as TokenMask,

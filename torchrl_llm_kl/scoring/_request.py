@@ -39,8 +39,8 @@ class RequestFields(TypedDict, total=False):
     images: ImageRows | RowImages | None
 
 
-#: What the error of :func:`not_text` contains, also where it comes from another process.
-NOT_TEXT = "stands for what is not text"
+class NotTextError(ValueError):
+    """A token stands for an image or other contents that are missing; see :func:`not_text`."""
 
 
 def read_sequences(
@@ -481,7 +481,7 @@ class ScoreRequest:
         return _place(self.tokens, element)
 
 
-def not_text(tokens: Ragged, placeholders: Mapping[int, str]) -> str | None:
+def not_text(tokens: Ragged, placeholders: Mapping[int, str]) -> NotTextError | None:
     """The error of the first token that stands for an image or the like without its pixels; None without one."""
     if not placeholders:
         return None
@@ -490,10 +490,10 @@ def not_text(tokens: Ragged, placeholders: Mapping[int, str]) -> str | None:
         return None
     element = int(found.nonzero()[0])
     token = int(tokens.values[element])
-    return (
-        f"token id {token} at {_place(tokens, element)} is the model's {placeholders[token]}: it {NOT_TEXT}, such as an "
-        'image, and its pixels are missing. Pass images= (the entry "images" of data) for an image, and leave sequences with '
-        "video or sound out."
+    return NotTextError(
+        f"token id {token} at {_place(tokens, element)} is the model's {placeholders[token]}: it stands for what is not "
+        'text, such as an image, and its pixels are missing. Pass images= (the entry "images" of data) for an image, and '
+        "leave sequences with video or sound out."
     )
 
 

@@ -380,7 +380,7 @@ class LogProbScorer(Scorer):
         if request.images is not None:
             forbidden.pop(ImageModel.of(self.model).token, None)
         if (problem := not_text(request.tokens, forbidden)) is not None:
-            raise ValueError(problem)
+            raise problem
         request.check_lengths(position_limit(self.model))
 
     def _rounding(self, options: ScoreOptions) -> str:
