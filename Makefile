@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo demo-ray demo-fsdp demo-text demo-image study study-target test test-all test-rest test-device test-numeric test-slow test-peers engines durations mutants matrix nightly bench profile bench-gpu bench-ray lint types stubs docs site clean
+.PHONY: help setup demo demo-ray demo-fsdp demo-text demo-image study study-target test test-all test-rest test-device test-numeric test-slow test-peers engines durations mutants matrix nightly bench bench-gpu bench-ray lint types stubs docs site clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -93,9 +93,6 @@ nightly: $(READY)  ## Test today's releases and torchrl's nightly, beyond the bo
 # On a shared machine, set OMP_WAIT_POLICY=passive: spinning threads keep the ones they wait for off the cores.
 bench: $(READY)  ## Compare speed and memory with torchrl on the CPU; writes benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks run $(ARGS)
-
-profile: $(READY)  ## Profile this library's side of each workload; writes benchmarks/TIME.md (on a shared machine: ARGS="--threads 1")
-	$(BIN)/python -m benchmarks.profiling $(ARGS)
 
 bench-gpu: $(READY)  ## Compare speed and memory with torchrl on a CUDA device; writes benchmarks/cuda/RESULTS.md
 	$(BIN)/python -m benchmarks run --device cuda $(ARGS)

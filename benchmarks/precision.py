@@ -14,12 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -30,12 +26,8 @@ from benchmarks.measure import Contender, HostMeter, alternate
 from benchmarks.models import QUICK, ModelSize, qwen2
 from torchrl_llm_kl import LogProbScorer, Ragged, get_estimator
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.ticker import MaxNLocator
-
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE, PLOT = "precision.md", "precision.png"
+PAGE = "precision.md"
 START, END = "<!-- measured: `python -m benchmarks.precision --write` -->", "<!-- end of measured -->"
 START_CHECKPOINT = "<!-- measured: `python -m benchmarks.precision --checkpoint FOLDER --write` -->"
 
@@ -145,10 +137,8 @@ def _encoder(sizes: Sizes, learned: list[str]) -> tuple[Callable[[str], list[int
 # ---------------------------------------------------------------------- models
 
 
-def train(
-    model: Any, stream: Tensor, batch: tuple[int, int], rates: list[float], optimizers: list[Any]
-) -> Iterator[float]:
-    """Take one step per learning rate, in mixed precision on random crops of the stream; yield the losses."""
+def train(model: Any, stream: Tensor, batch: tuple[int, int], rates: list[float], optimizers: list[Any]) -> None:
+    """Take one step per learning rate, in mixed precision on random crops of the stream."""
     rows, length = batch
     model.train()
     for rate in rates:
@@ -161,7 +151,6 @@ def train(
             optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
             optimizer.zero_grad()
-        yield loss.item()
     model.eval()
 
 
@@ -260,7 +249,7 @@ class Measured:
         return self.readings[max(self.readings)]
 
 
-def measure(sizes: Sizes, progress: Progress) -> Measured:
+def measure(sizes: Sizes) -> Measured:
     """Train the reference, tune policies from it, and score the held-out answers under all of them."""
     text = corpus(sizes)
     if sizes.checkpoint is None:
@@ -268,35 +257,21 @@ def measure(sizes: Sizes, progress: Progress) -> Measured:
     else:
         reference = AutoModelForCausalLM.from_pretrained(sizes.checkpoint, dtype=torch.float32)
     rates = one_cycle(sizes.training_steps, sizes.training_rate)
-    task = progress.add_task("train the reference", total=len(rates))
-    for loss in train(reference, text.training, sizes.batch, rates, muon_and_adam(reference)):
-        progress.update(task, advance=1, description=f"train the reference: loss {loss:.2f}")
+    train(reference, text.training, sizes.batch, rates, muon_and_adam(reference))
 
     policy, policies = copy.deepcopy(reference), {}
-    rates = [sizes.tuning_rate] * max(sizes.tuning_steps)
-    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
-    task = progress.add_task("tune the policy", total=len(rates))
-    for step, loss in enumerate(train(policy, text.tuning, sizes.batch, rates, [optimizer]), 1):
-        progress.update(task, advance=1, description=f"tune the policy: loss {loss:.2f}")
-        if step in sizes.tuning_steps:
-            policies[step] = copy.deepcopy(policy).eval()
-
-    task = progress.add_task("score", total=len(_ALL) * len(policies) + 2 * len(SETTINGS))
-    readings: dict[int, dict[str, Reading]] = {step: {} for step in policies}
-    for step, tuned in policies.items():
-        for name, scorer in _ALL.items():
-            readings[step][name] = read(scorer(tuned), scorer(reference), text)
-            progress.update(task, advance=1, description=f"score in {name}")
-    last = policies[max(policies)]
-    scorers = {name: scorer(last) for name, scorer in SETTINGS.items()}
-    against = {}
-    for name, scorer in scorers.items():
-        against[name] = read(scorer, LogProbScorer(last), text)
-        progress.advance(task)
-    progress.update(task, description="measure the time of scoring")
+    optimizer, before = torch.optim.AdamW(policy.parameters(), weight_decay=0.0), 0
+    for steps in sizes.tuning_steps:
+        train(policy, text.tuning, sizes.batch, [sizes.tuning_rate] * (steps - before), [optimizer])
+        policies[steps], before = copy.deepcopy(policy), steps
+    readings = {
+        steps: {name: read(scorer(tuned), scorer(reference), text) for name, scorer in _ALL.items()}
+        for steps, tuned in policies.items()
+    }
+    scorers = {name: scorer(policy) for name, scorer in SETTINGS.items()}
+    against = {name: read(scorer, LogProbScorer(policy), text) for name, scorer in scorers.items()}
     timed = {name: Contender(lambda _, s=s: s.score(text.held_out, text.mask)) for name, s in scorers.items()}
     seconds = {name: m.seconds for name, m in alternate(timed, HostMeter(), repeats=sizes.repeats).items()}
-    progress.update(task, advance=len(SETTINGS))
     return Measured(readings, against, seconds, text.held_out.sequence_ids[text.mask], text.source)
 
 
@@ -415,16 +390,6 @@ def markdown(found: Measured) -> str:
     return "\n".join(lines)
 
 
-def print_tables(found: Measured, console: Console) -> None:
-    """Print the description and both tables."""
-    console.print(described(found))
-    for title, rows in zip(_TITLES, (of_last_policy(found), of_all_policies(found)), strict=True):
-        table = Table(title, *SETTINGS)
-        for label, cells in rows:
-            table.add_row(label, *cells)
-        console.print(table)
-
-
 def write_page(found: Measured, page: Path, start: str = START) -> None:
     """Write the tables between the markers of the page."""
     before, _, rest = page.read_text(encoding="utf-8").partition(start)
@@ -432,61 +397,19 @@ def write_page(found: Measured, page: Path, start: str = START) -> None:
     page.write_text(f"{before}{start}\n\n{markdown(found)}\n\n{END}{after}", encoding="utf-8")
 
 
-_COLORS = {"float32": "tab:gray", "bf16 products": "tab:blue", "bf16 model": "tab:orange", ".bfloat16()": "tab:red"}
-
-
-def save_plot(found: Measured, path: Path) -> None:
-    """Plot the errors of log-probs, of the KL of each answer, and of the mean KL by distance from the reference."""
-    figure, (errors, answers, means) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
-    truth, kinds = found.last[TRUTH], ("bf16 products", "bf16 model")
-    off = {name: (found.last[name].log_prob - truth.log_prob).numpy() for name in kinds}
-    colors = [_COLORS[name] for name in kinds]
-    errors.hist(list(off.values()), bins=80, histtype="step", log=True, color=colors, label=list(kinds))
-    errors.set(xlabel="error of a token's log-prob, nats", ylabel="tokens")
-    errors.xaxis.set_major_locator(MaxNLocator(5))
-
-    exact = by_sequence(truth.kl["exact"], found.rows)
-    for name in reversed(kinds):
-        wrong = by_sequence(found.last[name].kl["exact"], found.rows) - exact
-        answers.scatter(exact, wrong, s=14, color=_COLORS[name], alpha=0.8, label=name)
-    answers.axhline(0, color="black", linewidth=0.8)
-    answers.set(xlabel="exact KL of an answer in float64, nats", ylabel="its error, nats")
-
-    kl = [readings[TRUTH].kl["exact"].mean().item() for readings in found.readings.values()]
-    means.plot(kl, kl, color="black", linestyle=":", linewidth=0.8, label="as large as the KL")
-    for name, color in _COLORS.items():
-        mine = (readings[name].kl["exact"].mean().item() for readings in found.readings.values())
-        means.plot(kl, [abs(x - true) for x, true in zip(mine, kl, strict=True)], marker="o", color=color, label=name)
-    means.set(xscale="log", yscale="log", xlabel="exact KL of a token, nats", ylabel="error of its mean, absolute")
-    for axis in (errors, answers, means):
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
-    means.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.35))
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def main(
-    write: Annotated[bool, typer.Option("--write", help="Write the tables and the plot to the docs.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the tables into docs/precision.md.")] = False,
     quick: Annotated[bool, typer.Option(help="Use the smallest sizes, as a smoke test.")] = False,
-    threads: Annotated[int, typer.Option(min=1, help="Number of torch threads.")] = 1,
     docs: Annotated[Path, typer.Option(help="The folder of the page.")] = DOCS,
     checkpoint: Annotated[str | None, typer.Option(help="A pre-trained model, in place of one trained here.")] = None,
 ) -> None:
-    """Measure the errors of log-probs and KL in bfloat16, on real text."""
-    torch.set_num_threads(threads)
-    console = Console()
-    columns = (TextColumn("{task.description:<32}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        sizes = SMALLEST if quick else Sizes() if checkpoint is None else replace(OF_CHECKPOINT, checkpoint=checkpoint)
-        found = measure(sizes, progress)
-    print_tables(found, console)
-    if write and checkpoint is not None:
-        write_page(found, docs / PAGE, START_CHECKPOINT)
-    elif write:
-        write_page(found, docs / PAGE)
-        save_plot(found, docs / PLOT)
-        console.print(f"wrote {docs / PAGE} and {docs / PLOT}")
+    """Measure the errors of log-probs and KL in bfloat16, on real text and one thread."""
+    torch.set_num_threads(1)
+    sizes = SMALLEST if quick else Sizes() if checkpoint is None else replace(OF_CHECKPOINT, checkpoint=checkpoint)
+    measured = measure(sizes)
+    print(markdown(measured))
+    if write:
+        write_page(measured, docs / PAGE, START if checkpoint is None else START_CHECKPOINT)
 
 
 if __name__ == "__main__":

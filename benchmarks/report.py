@@ -19,7 +19,7 @@ Written by `{command}`; do not edit.
 torchrl {torchrl} and this library do the same work on the same data, interleaved in one process; figures are medians, with the
 quartiles of the speed-up over the runs. Each comparison first checks that both compute the same numbers, up to the difference
 in the table. Memory is the peak above the memory that the process held before. Scoring without a loss runs under `no_grad` in
-torchrl, which otherwise keeps the graphs of both models. [Where the time goes](TIME.md), [how it grows](SCALING.md).
+torchrl, which otherwise keeps the graphs of both models.
 """
 
 
@@ -67,8 +67,6 @@ def markdown(run: Run) -> str:
     parts.append("## Targets\n")
     goals = [[f"**{r.name}**", g.what, f"{g.found:.3g}", _target(g), _verdict(g)] for r in run.results for g in r.goals]
     parts.append(markdown_table(["", "figure", "found", "target", ""], goals))
-    if any(result.outcome.roofline for result in run.results):
-        parts.append(_roofline(run))
     parts += [_turns(result) for result in run.results if result.outcome.turns]
     if run.settings.get("quick") != "yes" and not all(goal.met for result in run.results for goal in result.goals):
         parts.append(PROFILE.read_text(encoding="utf-8"))
@@ -78,28 +76,6 @@ def markdown(run: Run) -> str:
     where = {**run.machine, **run.settings, **run.versions}
     parts.append(markdown_table(["", ""], [[name, value] for name, value in where.items()]))
     return "\n".join(parts)
-
-
-def _roofline(run: Run) -> str:
-    lines = [
-        "## Beside a matrix product\n",
-        "The multiply-adds that the work needs once (every distinct prefix through the body, the head where a token is",
-        "scored, both models), at the speed of the best bare float32 matrix product that was measured in between:\n",
-    ]
-    rows = [
-        [
-            f"**{result.name}**",
-            f"{roof.multiply_adds / 1e9:,.3g}",
-            f"{roof.product_flops / 1e9:,.0f}",
-            f"{2 * roof.multiply_adds / roof.product_flops:.3g} s",
-            f"{roof.seconds:.3g} s",
-            f"{roof.fraction:.0%}",
-        ]
-        for result in run.results
-        if (roof := result.outcome.roofline) is not None
-    ]
-    header = ["", "10^9 multiply-adds", "product, GFLOP/s", "products alone", "here", "of the product's speed"]
-    return "\n".join(lines) + "\n" + markdown_table(header, rows)
 
 
 def _turns(result: Result) -> str:

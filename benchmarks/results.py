@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Measured
-from benchmarks.roofline import Roofline
 
 RESULTS = "results.json"
 
@@ -21,13 +20,11 @@ class Targets:
     Args:
         faster: minimum speed-up.
         smaller: minimum factor of peak memory saved.
-        roofline: minimum fraction of the speed of a bare matrix product.
         growth: maximum time of a new token in the last turn, relative to the first turn.
     """
 
     faster: float | None = None
     smaller: float | None = None
-    roofline: float | None = None
     growth: float | None = None
 
 
@@ -69,7 +66,6 @@ class Outcome:
         theirs: measured for the peer.
         ours: measured for this library.
         difference: the largest between the numbers of the two; None if the workload computes none.
-        roofline: of this library.
         turns: of a conversation.
         notes: remarks for the reader.
         others: measured for further contenders that do the same work.
@@ -80,7 +76,6 @@ class Outcome:
     theirs: Measured
     ours: Measured
     difference: float | None = None
-    roofline: Roofline | None = None
     turns: Turns | None = None
     notes: tuple[str, ...] = ()
     others: dict[str, Measured] = field(default_factory=dict)
@@ -121,14 +116,12 @@ class Result:
     @property
     def goals(self) -> list[Goal]:
         """The figures that have a target."""
-        targets, roofline, turns = self.targets, self.outcome.roofline, self.outcome.turns
+        targets, turns = self.targets, self.outcome.turns
         goals = list(self.outcome.further)
         if targets.faster is not None:
             goals.append(Goal("times faster", "faster", self.faster, targets.faster))
         if targets.smaller is not None and self.smaller is not None:
             goals.append(Goal("times less memory", "memory", self.smaller, targets.smaller))
-        if targets.roofline is not None and roofline is not None:
-            goals.append(Goal("of a matrix product's speed", "product", roofline.fraction, targets.roofline))
         if targets.growth is not None and turns is not None:
             found = turns.growth(turns.ours)
             goals.append(
@@ -179,7 +172,6 @@ def _result(data: dict[str, Any]) -> Result:
             theirs=Measured(**outcome["theirs"]),
             ours=Measured(**outcome["ours"]),
             difference=outcome["difference"],
-            roofline=outcome["roofline"] and Roofline(**outcome["roofline"]),
             turns=outcome["turns"] and Turns(**outcome["turns"]),
             notes=tuple(outcome["notes"]),
             others={name: Measured(**other) for name, other in outcome.get("others", {}).items()},

@@ -19,7 +19,6 @@ from benchmarks.data import Batch, grouped, independent, one_prompt
 from benchmarks.measure import Contender, Measured
 from benchmarks.models import ModelSize, checkpoint_layers, qwen2, tokenizer
 from benchmarks.results import Outcome, Targets
-from benchmarks.roofline import BodyShape, needed_multiply_adds, padded_multiply_adds
 from benchmarks.workloads.base import OURS, Settings, Workload
 from benchmarks.workloads.loss import check_gradients, mib_of
 from torchrl_llm_kl import LogProbScorer, PolicyLoss
@@ -60,7 +59,6 @@ def score(make: Make, full: ModelSize, settings: Settings) -> Outcome:
         took.pop(COMPACT),
         took.pop(OURS),
         difference,
-        notes=(_bound(batch, model),),
         others=took,
     )
 
@@ -111,7 +109,6 @@ def train(make: Make, full: ModelSize, checkpoint: bool, settings: Settings) -> 
             f"gradients of all parameters agree to {of_gradients:.1e} of their largest entry",
             f"all peaks hold the gradients, {mib_of(model):.0f} MiB",
             "TRL computes the entropy too, for its log",
-            _bound(batch, model),
         ),
         others=took,
     )
@@ -216,16 +213,6 @@ def _rollouts(batch: Batch, inputs: dict[str, Tensor], device: torch.device) -> 
     data["next", "log_probs"] = {"full": torch.where(batch.padded_response().to(device), old, 0)}
     data["advantage"] = inputs["advantages"]
     return data
-
-
-def _bound(batch: Batch, model: Any) -> str:
-    """What sharing prefixes and leaving out padding can save at most, at equal speed of the products."""
-    shape, (sequences, response) = BodyShape.of(model.config), batch.ragged()
-    scored = [row.tolist() for row in sequences.like(response).to_list()]
-    needed = needed_multiply_adds([row.tolist() for row in sequences.to_list()], scored, shape)
-    rows, width = batch.padded_response().shape
-    padded = padded_multiply_adds(rows, width, int(response.sum()), shape)
-    return f"TRL multiplies {padded / needed:.1f} times as much as the work needs"
 
 
 def _backward(loss: Tensor) -> Tensor:
