@@ -107,22 +107,9 @@ lint: $(READY)  ## Check style and formatting
 types: $(READY)  ## Check types
 	$(BIN)/mypy
 
-docs: $(READY)  ## Regenerate the generated pages, tables, pictures and notebooks in docs/, and build the site in site/
+docs: $(READY)  ## Write the tables and notebooks of docs/, and build the site in site/
 	$(BIN)/python docs/build_stubs.py
-	$(BIN)/python docs/build_architecture.py
-	$(BIN)/python docs/build_api.py
-	$(BIN)/python docs/build_estimator_table.py
-	$(BIN)/python docs/build_distillation_table.py
-	$(BIN)/python docs/build_metrics_table.py
-	$(BIN)/python docs/build_objective_table.py
-	$(BIN)/python docs/build_log_probs.py
-	$(BIN)/python docs/build_chat_template_table.py
-	$(BIN)/python docs/build_algorithm_table.py
-	$(BIN)/python docs/build_doctor_table.py
-	$(BIN)/python docs/build_elsewhere_table.py
-	$(BIN)/python docs/build_train_table.py
-	$(BIN)/python docs/build_paper_index.py
-	$(BIN)/python docs/build_concept_figures.py
+	$(BIN)/python docs/build_pages.py
 	$(BIN)/python docs/build_notebooks.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -1,13 +1,11 @@
-"""Draw ``docs/architecture.png`` and write the table of ``docs/architecture.md`` from the package's own imports.
+"""The layers of the package and their imports, read from the code; ``build_pages.py`` writes the table of the page.
 
-Run ``make docs`` after a change to the layers. ``tests/site/test_layers.py`` checks the code against :data:`LAYERS`.
+``tests/site/test_layers.py`` checks the code against :data:`LAYERS`.
 """
 
 from __future__ import annotations
 
 import ast
-import re
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -15,8 +13,6 @@ from pathlib import Path
 
 PACKAGE = "torchrl_llm_kl"
 ROOT = Path(__file__).parents[1] / PACKAGE
-PAGE = Path(__file__).with_name("architecture.md")
-PICTURE = Path(__file__).with_name("architecture.png")
 
 #: The layers from bottom to top. Those in one row do not import one another; each may import from every row before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
@@ -102,87 +98,11 @@ def edges() -> dict[str, set[str]]:
     return out
 
 
-def size(layer: str) -> tuple[int, int]:
-    """Files and lines of a layer."""
-    files = [path for module, path in modules().items() if layer_of(module) == layer]
-    return len(files), sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
-
-
 def table() -> str:
     """The layers from top to bottom, as Markdown."""
-    rows = ["| layer | holds | imports | files | lines |", "|---|---|---|---|---|"]
+    rows = ["| layer | holds | imports |", "|---|---|---|"]
     order = [layer for row in LAYERS for layer in row]
     for layer in reversed(order):
         below = [f"`{other}`" for other in order if other in edges()[layer] and not other.startswith("_")]
-        files, lines = size(layer)
-        rows.append(f"| `{layer}` | {HOLDS[layer]} | {', '.join(below) or '—'} | {files} | {round(lines, -1)} |")
+        rows.append(f"| `{layer}` | {HOLDS[layer]} | {', '.join(below) or '—'} |")
     return "\n".join(rows) + "\n"
-
-
-def write_page() -> None:
-    """Replace the table in the page."""
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(
-        re.sub(r"(<!-- table -->\n).*?(<!-- end -->)", lambda m: m[1] + table() + m[2], text, flags=re.DOTALL),
-        encoding="utf-8",
-    )
-
-
-def reduced() -> dict[str, set[str]]:
-    """Layer -> the layers it imports that no other of its imports brings along; base modules left out."""
-    direct = {layer: {other for other in targets if not other.startswith("_")} for layer, targets in edges().items()}
-
-    def reachable(layer: str) -> set[str]:
-        return direct.get(layer, set()).union(*(reachable(other) for other in direct.get(layer, ())))
-
-    return {
-        layer: {t for t in targets if not any(t in reachable(other) for other in targets - {t})}
-        for layer, targets in direct.items()
-    }
-
-
-def draw() -> None:
-    """Layers as boxes, imports as arrows from the importer to what it imports."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.patches import FancyBboxPatch
-
-    colours = ["#f8f8f8", "#f0f0f0", "#e8e8e8", "#dbe9f6", "#cfe3d4", "#e4d7ef", "#fbe3c4", "#d8e8f0", "#f6d5d5"]
-    step, half = 1.7, 0.42
-    figure, axes = plt.subplots(figsize=(14.5, 12))
-    place: dict[str, tuple[float, float]] = {}
-    for height, row in enumerate(LAYERS):
-        for i, layer in enumerate(row):
-            x, y = 6 + 4.1 * (i - (len(row) - 1) / 2), step * height
-            place[layer] = (x, y)
-            box = FancyBboxPatch(
-                (x - 1.85, y - half), 3.7, 2 * half, boxstyle="round,pad=0.02,rounding_size=0.1",
-                facecolor=colours[height], edgecolor="#555555", zorder=2,
-            )  # fmt: skip
-            axes.add_patch(box)
-            axes.text(x, y + 0.18, layer, ha="center", va="center", weight="bold", size=11, zorder=3)
-            lines = textwrap.fill(HOLDS[layer], 42)
-            axes.text(x, y - 0.13, lines, ha="center", va="center", size=7.8, zorder=3)
-    for layer, targets in reduced().items():
-        for target in sorted(targets):
-            (x0, y0), (x1, y1) = place[layer], place[target]
-            lean = 0.12 * (x1 - x0)  # arrows leave and arrive apart from one another
-            axes.annotate(
-                "", xy=(x1 - lean, y1 + half + 0.02), xytext=(x0 + lean, y0 - half - 0.02), zorder=1,
-                arrowprops={"arrowstyle": "-|>", "color": "#333333", "lw": 1.2, "shrinkA": 0, "shrinkB": 0},
-            )  # fmt: skip
-    note = "an arrow goes from the importer to what it imports; imports that another one brings along are left out"
-    axes.text(6, -0.75, f"any layer may use the base modules; {note}", ha="center", size=8, color="#444444")
-    axes.set_xlim(-2.3, 14.3)
-    axes.set_ylim(-1.0, step * (len(LAYERS) - 1) + 0.6)
-    axes.axis("off")
-    figure.tight_layout()
-    figure.savefig(PICTURE, dpi=110, metadata={"Software": None})
-    plt.close(figure)
-
-
-if __name__ == "__main__":
-    write_page()
-    draw()

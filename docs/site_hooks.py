@@ -38,8 +38,6 @@ PAGES = {
     "README.md": "source/overview.md",
     "benchmarks/RESULTS.md": "benchmarks/RESULTS.md",
     "benchmarks/RAY.md": "benchmarks/RAY.md",
-    "benchmarks/TIME.md": "benchmarks/TIME.md",
-    "benchmarks/SCALING.md": "benchmarks/SCALING.md",
     "benchmarks/profile.md": "benchmarks/profile.md",
 }
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash", ".md": "markdown"}

@@ -1,6 +1,6 @@
 """Faults seeded into real rollouts of small models: each case returns a batch, and the arguments of ``diagnose``.
 
-``python docs/build_doctor_table.py`` tabulates what is named; ``test_seeded_faults.py`` tests it.
+``python docs/build_pages.py doctor`` tabulates what is named; ``test_seeded_faults.py`` tests it.
 """
 
 import copy

@@ -27,18 +27,21 @@ from torchrl_llm_kl.tasks import reward_metrics
 from torchrl_llm_kl.training import example_config, read_config
 from torchrl_llm_kl.training._run import WRITTEN
 
-SCRIPTS = "algorithm_table api distillation_table elsewhere_table estimator_table metrics_table "
-SCRIPTS += "objective_table paper_index train_table"
+build = script("docs/build_pages.py")
 
 
 def page(name: str) -> str:
     return (PROJECT / "docs" / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", SCRIPTS.split())
+@pytest.mark.parametrize("name", sorted(set(build.TABLES) - {"chat_templates", "doctor"}))
 def test_a_page_is_up_to_date(name: str) -> None:
-    build = script(f"docs/build_{name}.py")
-    assert build.PAGE.read_text(encoding="utf-8") == build.render(), f"run docs/build_{name}.py"
+    assert page(f"{name}.md") == build.render(name), f"run `python docs/build_pages.py {name}`"
+
+
+def test_a_page_without_a_place_for_its_table() -> None:
+    with pytest.raises(ValueError, match="no place for the table 'estimators'"):
+        build.render("estimators", "# KL estimators\n")
 
 
 def test_schulmans_table() -> None:
@@ -46,7 +49,7 @@ def test_schulmans_table() -> None:
 
     Half a unit of the last printed digit; the published bias of k2 is sampled (the integral is 0.0025).
     """
-    measure = script("docs/build_estimator_table.py").gaussian_bias_and_std
+    measure = build.gaussian_bias_and_std
     table = {(0.1, "k1"): (0.0, 20.0), (0.1, "k2"): (0.002, 1.42), (0.1, "k3"): (0.0, 1.42)}
     table |= {(1.0, "k1"): (0.0, 2.0), (1.0, "k2"): (0.25, 1.73), (1.0, "k3"): (0.0, 1.7)}
     for (shift, name), want in table.items():
@@ -66,7 +69,6 @@ def test_every_row_of_the_estimators_has_every_column() -> None:
 @pytest.mark.parametrize(("exponent", "k"), [(2.0, 1), (1.1, 64)])
 def test_captured_mass_and_forward_kl_by_hand(exponent: float, k: int) -> None:
     """Sums over Python numbers."""
-    build = script("docs/build_distillation_table.py")
     p = [rank**-exponent for rank in range(1, build.VOCAB + 1)]
     q = [rank ** (-0.9 * exponent) * math.exp(0.7 * math.sin(1.7 * rank)) for rank in range(1, build.VOCAB + 1)]
     p, q = ([x / total for x in values] for values in (p, q) for total in [math.fsum(values)])
@@ -81,9 +83,8 @@ def test_captured_mass_and_forward_kl_by_hand(exponent: float, k: int) -> None:
 
 
 def test_the_bias_falls_with_k() -> None:
-    build = script("docs/build_distillation_table.py")
     for exponent in build.TEACHERS.values():
-        rows = [line.strip("| ").split(" | ") for line in build.table(exponent).splitlines()[2:]]
+        rows = [line.strip("| ").split(" | ") for line in build.bias_table(exponent).splitlines()[2:]]
         columns = torch.tensor([[float(cell) for cell in row[1:]] for row in rows]).T
         assert (columns[:4].diff() >= 0).all()  # captured mass and values
         assert (columns[4:].diff() <= 0).all()  # gradients
@@ -159,7 +160,7 @@ def test_reported_and_described_metrics_are_the_same() -> None:
 
 
 def papers() -> str:
-    return script("docs/build_paper_index.py").PAGE.read_text(encoding="utf-8")
+    return page("papers.md")
 
 
 def test_every_paper_that_the_code_names_is_listed() -> None:

@@ -170,7 +170,7 @@ def test_tables() -> None:
         *LEARNED.values(),
     ):
         assert part in table
-    page = script("docs/build_algorithm_table.py")
+    page = script("docs/build_pages.py")
     assert "| `ppo` | yes | yes |  | yes | yes |" in page.flag_table()
     assert "| `dpo` |  | yes |  |  |  |" in page.flag_table()
     assert "| `sft` | `objective` |" in page.source_table()

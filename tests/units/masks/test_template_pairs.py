@@ -1,7 +1,5 @@
 """TRL's marked templates as the oracle for masks found on the models' own, unmarked templates."""
 
-import importlib.util
-
 import pytest
 
 pytest.importorskip("trl", reason="TRL's chat templates are the oracle")
@@ -10,7 +8,7 @@ import transformers
 from packaging.version import Version
 
 import template_pairs
-from project import PROJECT, tables
+from project import PROJECT, script, tables
 from template_pairs import CALL, CONVERSATIONS, assistant, conversation, masked_by, read, tokenizer_for, user
 from torchrl_llm_kl.masks import render_conversation
 
@@ -118,11 +116,9 @@ def test_masked_text():
 
 
 def test_the_published_table_is_current():
-    path = PROJECT / "docs" / "build_chat_template_table.py"
-    spec = importlib.util.spec_from_file_location("build_chat_template_table", path)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    page = script.PAGE.read_text(encoding="utf-8")
+    page = (PROJECT / "docs" / "chat_templates.md").read_text(encoding="utf-8")
     if f"TRL {template_pairs.version()} " not in page:
         pytest.skip(f"the page is of another TRL version than {template_pairs.version()}")
-    assert page == script.build(script.published()), "run `python docs/build_chat_template_table.py`"
+    assert page == script("docs/build_pages.py").render("chat_templates"), (
+        "run `python docs/build_pages.py chat_templates`"
+    )

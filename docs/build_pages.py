@@ -1,0 +1,546 @@
+"""Write the tables of the pages from the code: ``python docs/build_pages.py [PAGE ...]``.
+
+A page holds its own prose, and a table stands between ``<!-- name -->`` and ``<!-- end -->``. Each function of :data:`TABLES`
+returns one table. A test fails while a page is out of date. The doctor's table samples 280 batches, in minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import json
+import math
+import re
+import sys
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+DOCS = Path(__file__).resolve().parent
+sys.path[:0] = [str(DOCS), str(DOCS.parent / "tests" / "lab")]
+
+import build_api  # noqa: E402
+import build_architecture  # noqa: E402
+
+from torchrl_llm_kl import diagnose  # noqa: E402
+from torchrl_llm_kl._foreign import (  # noqa: E402
+    NEMO,
+    PRIME,
+    SLIME,
+    TRAINING,
+    TRINITY,
+    TRL,
+    VERL,
+    Foreign,
+    foreign_hint,
+)
+from torchrl_llm_kl.advantages import advantage_spec, available_advantages, get_advantage  # noqa: E402
+from torchrl_llm_kl.algorithms import ALGORITHMS, SCHEMAS, algorithm_table, from_trl  # noqa: E402
+from torchrl_llm_kl.cli import main as command_line  # noqa: E402
+from torchrl_llm_kl.diagnostics import METRICS, Origin  # noqa: E402
+from torchrl_llm_kl.estimators import EstimatorName, estimator_table, get_estimator, top_k_divergence  # noqa: E402
+from torchrl_llm_kl.losses import LossInputs, available_objectives, get_objective, spec_of  # noqa: E402
+from torchrl_llm_kl.training import settings_table  # noqa: E402
+
+
+def markdown(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """A table."""
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def cell(text: str) -> str:
+    """Text of a docstring for a cell: code in single backticks, roles as code, no bars."""
+    text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", " ".join(text.split()).replace("``", "`"))
+    return text.replace("|", "\\|")
+
+
+# ------------------------------------------------------------------ algorithms.md
+
+FLAGS = ("use_critic", "use_reference", "use_rollout", "compute_advantage_in_trainer", "can_balance_batch")
+
+
+def algorithms() -> str:
+    """The presets, with the results of the learning tests."""
+    from learned import LEARNED
+
+    return algorithm_table(LEARNED)
+
+
+def flag_table() -> str:
+    """The flags of each algorithm."""
+    rows = [
+        [f"`{name}`", *("yes" if getattr(preset, flag) else "" for flag in FLAGS)]
+        for name, preset in ALGORITHMS.items()
+    ]
+    return markdown(["algorithm", *(f"`{flag}`" for flag in FLAGS)], rows)
+
+
+def source_table() -> str:
+    """The source of each value."""
+    sources = {name: preset.sources for name, preset in ALGORITHMS.items()}
+    rows = [[f"`{name}`", f"`{field}`", text] for name, own in sources.items() for field, text in own.items()]
+    return markdown(["algorithm", "value", "source"], rows)
+
+
+def schema_tables() -> str:
+    """The entries that each schema requires."""
+    return "\n".join(f"**`{name}`**\n\n{schema.table()}" for name, schema in SCHEMAS.items())
+
+
+# ------------------------------------------------------------------ estimators.md
+
+
+def gaussian_bias_and_std(name: EstimatorName, shift: float) -> tuple[float, float]:
+    """Bias and standard deviation over the true KL of N(0, 1) and N(shift, 1): trapezoid rule, +-12 deviations."""
+    x = torch.linspace(-12.0, 12.0, 20_001, dtype=torch.float64)
+    log_p, log_q = (-0.5 * (x - mean) ** 2 - 0.5 * math.log(2 * math.pi) for mean in (0.0, shift))
+    estimate, density = get_estimator(name)(log_p, log_q), log_p.exp()
+    mean = torch.trapezoid(density * estimate, x).item()
+    variance = torch.trapezoid(density * (estimate - mean) ** 2, x).item()
+    true_kl = shift**2 / 2
+    return mean / true_kl - 1, math.sqrt(variance) / true_kl
+
+
+def spread_table() -> str:
+    """Bias and spread of the estimators."""
+    shifts = (0.1, 1.0)
+    names: tuple[EstimatorName, ...] = ("k1", "k2", "k3", "low_var_kl", "abs")
+    titles = [f"{what}, m = {m:g}" for m in shifts for what in ("bias", "std")]
+    rows = []
+    for name in names:
+        # Adding 0.0 turns a rounded -0.0 into 0.0.
+        cells = (f"{round(number, 4) + 0.0:.4f}" for m in shifts for number in gaussian_bias_and_std(name, m))
+        rows.append([f"`{name}`", *cells])
+    return markdown(["name", *titles], rows)
+
+
+# ------------------------------------------------------------------ distillation.md
+
+VOCAB = 20_000
+SIZES = (1, 4, 16, 64, 256, 1024, VOCAB)
+BETAS = {0.0: "forward", 0.5: "beta 0.5", 1.0: "reverse"}
+#: How fast the teacher's probabilities fall: the exponent of Zipf's law.
+TEACHERS = {"sharp": 2.0, "medium": 1.5, "flat": 1.1}
+
+
+def distributions(exponent: float) -> tuple[Tensor, Tensor]:
+    """Logits of the student and of the teacher, whose tokens are in order; ``[VOCAB]`` each, float64."""
+    rank = torch.arange(1, VOCAB + 1, dtype=torch.float64)
+    teacher = -exponent * rank.log()
+    return 0.9 * teacher + 0.7 * torch.sin(1.7 * rank), teacher
+
+
+def outcomes(log_probs: Tensor, k: int) -> Tensor:
+    """The first ``k`` log-probs, and the log-prob of the rest."""
+    rest = log_probs[k:].logsumexp(-1) if k < VOCAB else log_probs.new_tensor(-torch.inf)
+    return torch.cat([log_probs[:k], rest.unsqueeze(-1)])
+
+
+def measure(exponent: float, k: int, beta: float) -> tuple[float, Tensor, float]:
+    """Divergence, its gradient with respect to the student's logits, and the captured mass."""
+    logits, teacher = distributions(exponent)
+    logits.requires_grad_()
+    of_teacher = outcomes(teacher.log_softmax(-1), k)
+    value = top_k_divergence(outcomes(logits.log_softmax(-1), k), of_teacher, beta=beta)
+    (gradient,) = torch.autograd.grad(value, logits)
+    return value.item(), gradient, of_teacher[:-1].exp().sum().item()
+
+
+def bias_table(exponent: float) -> str:
+    """The bias of a divergence over the top k, by k."""
+    exact = {beta: measure(exponent, VOCAB, beta)[:2] for beta in BETAS}
+    rows = []
+    for k in SIZES:
+        measured = {beta: measure(exponent, k, beta) for beta in BETAS}
+        values = [measured[beta][0] / exact[beta][0] for beta in BETAS]
+        errors = [float((measured[beta][1] - exact[beta][1]).norm() / exact[beta][1].norm()) for beta in BETAS]
+        rows.append([f"{k:,}", *(f"{number:.3f}" for number in (measured[0.0][2], *values, *errors))])
+    titles = [f"{part}, {name}" for part in ("value", "gradient") for name in BETAS.values()]
+    return markdown(["k", "captured mass", *titles], rows)
+
+
+# ------------------------------------------------------------------ metrics.md
+
+
+def metric_table(origin: str) -> str:
+    """The metrics of one origin."""
+    rows = [
+        [f"`{name}`", *map(cell, (metric.formula, metric.unit, metric.normal, metric.deviation, metric.remedy))]
+        for name, metric in METRICS.items()
+        if metric.origin == origin
+    ]
+    return markdown(["metric", "formula", "unit", "normal", "otherwise", "what to do"], rows)
+
+
+# ------------------------------------------------------------------ losses.md
+
+#: Families whose objectives compare answers; all others have a value for each token.
+OF_ANSWERS = ("_preference", "_relative", "_without_reference")
+
+
+def input_table() -> str:
+    """The fields of ``LossInputs``, with shapes and meanings."""
+    doc = inspect.getdoc(LossInputs) or ""
+    args = re.findall(
+        r"^    (\w+): (.*(?:\n      .*)*)$", doc.partition("Args:")[2].partition("Example:")[0], re.MULTILINE
+    )
+    rows = []
+    for field, (name, text) in zip(fields(LossInputs), args, strict=True):
+        assert field.name == name
+        text = re.sub(
+            r"; (?:(bool|integers) )?(?:``\[[^`]*``|same shape)\.?",
+            lambda kind: f" ({kind[1]})" if kind[1] else "",
+            text,
+        )
+        rows.append([f"`{name}`", f"`{field.metadata['shape']}`", cell(text).rstrip(".")])
+    return markdown(["input", "shape", "meaning"], rows)
+
+
+def objective_table(*, of_answers: bool) -> str:
+    """Name, first sentence and defaults of each objective of some families."""
+    rows = []
+    for name in available_objectives():
+        function, spec = get_objective(name), spec_of(name)  # type: ignore[arg-type, call-overload]
+        if (function.__module__.rpartition(".")[2] in OF_ANSWERS) == of_answers:
+            first = (inspect.getdoc(function) or "").partition("\n\n")[0]
+            shown = ", ".join(f"`{key}={value}`" for key, value in spec.defaults.items())
+            rows.append([f"`{name}`", cell(first), shown])
+    return markdown(["name", "", "defaults"], rows)
+
+
+# ------------------------------------------------------------------ elsewhere.md
+
+EXAMPLE = {"beta": 0.04, "epsilon_high": 0.28, "num_generations": 8, "top_p": 0.95, "learning_rate": 1e-6}
+PLACES = {
+    "override": "Translated",
+    "sampling": "Sampled",
+    "outside": "Outside: settings of the loop",
+    "refused": "Refused",
+}
+LIBRARIES = {"Trinity-RFT": TRINITY, "verl": VERL, "prime-rl": PRIME, "NeMo-RL": NEMO, "slime": SLIME}
+
+
+def shown_default(row: Foreign) -> str:
+    """The default, for settings that are translated."""
+    return f"`{row.default!r}`" if row.place in ("override", "sampling") and not row.name.endswith("*") else ""
+
+
+def foreign_rows(library: str) -> list[Foreign]:
+    """A library's settings; equal settings of several TRL trainers are listed once."""
+    if library != "TRL":
+        return [*LIBRARIES[library].values()]
+    rows: dict[tuple[str, ...], Foreign] = {}
+    for row in (*(row for trainer in TRL.values() for row in trainer.values()), *TRAINING.values()):
+        key = (row.name, row.place, row.here, row.note, *((shown_default(row),) if row.place == "override" else ()))
+        rows.setdefault(key, row)
+    return [*rows.values()]
+
+
+def library_tables(library: str) -> str:
+    """Theirs, the default there, ours, and a note, by place."""
+    parts = []
+    for place, title in PLACES.items():
+        rows = []
+        for row in [row for row in foreign_rows(library) if row.place == place]:
+            trainer = f" ({row.section})" if row.section not in ("", "GRPO") else ""
+            here = f"`{row.here}`" if row.here else "—"
+            rows.append([f"`{row.name}`{trainer}", shown_default(row), here, row.note.replace("|", "\\|")])
+        if rows:
+            parts.append(f"\n### {library}: {title.lower()}\n\n{markdown(['theirs', 'default', 'here', ''], rows)}")
+    return "".join(parts)
+
+
+# ------------------------------------------------------------------ doctor.md
+
+
+def fault_table() -> str:
+    """The first finding for each seeded fault, once in each family, and its confidence; and alarms of clean batches."""
+    from seeded import FAMILIES, FAULTS, SETTINGS, clean_batches, make_tokenizer
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    rows = []
+    for name, (seed_it, _) in FAULTS.items():
+        first: Counter[str] = Counter()
+        least = 1.0
+        for seed, family in enumerate(FAMILIES):
+            batch, given = seed_it(family, seed)
+            worst = diagnose(batch, tokenizer=make_tokenizer(), **given).worst
+            first["nothing" if worst is None else f"`{worst.cause}`"] += 1
+            least = min(least, 0.0 if worst is None else worst.confidence)
+        named = ", ".join(f"{cause} {count} of {len(FAMILIES)}" for cause, count in first.most_common())
+        how = (seed_it.__doc__ or "").split("\n")[0].rstrip(".")
+        rows.append([name, how, named, f"{least:.2f} or more"])
+    alarms, scores, each = 0, [0.0], 40
+    for family in FAMILIES:
+        for batch, given in clean_batches(family, 1, each):
+            diagnosis = diagnose(batch, tokenizer=make_tokenizer(), **given)
+            alarms += bool(diagnosis.faults)
+            scores.append(abs(diagnosis.measures["surprisal/z"]))
+    settings = ", ".join(f"`{setting}`" for setting in SETTINGS)
+    return (
+        f"\nFamilies: {', '.join(FAMILIES)}.\n\n{markdown(['fault', 'how it is seeded', 'named first', 'confidence'], rows)}"
+        f"\nClean batches with an alarm: {alarms} of {len(scores) - 1}, {each} of each family, sampled and scored with "
+        f"{settings}. The largest `surprisal/z` among them is {max(scores):.1f}.\n\n"
+    )
+
+
+# ------------------------------------------------------------------ papers.md
+
+#: Papers that the sources name only by their number.
+CITED = {"2512.21852": "Shah et al. 2025, 'A Comedy of Estimators'"}
+_ARXIV = r"arXiv:? ?(\d{4}\.\d{4,5})"
+_SAME = re.compile(r"\bthe (?:same (?:paper|papers|section|algorithm)|paper|authors)\b")
+
+
+class Use(NamedTuple):
+    """A source of one thing, as the code states it."""
+
+    name: str
+    text: str
+    cites: bool = True  # False: the text says "the same paper", and the numbers after it were added
+
+
+@cache
+def settings(name: str) -> dict[str, dict[str, Any]]:
+    """The settings of a preset, each with value and source, as the command line prints them."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = command_line(["algorithms", name, "--json"])
+    if code:
+        raise RuntimeError(f"torchrl-llm-kl algorithms {name} --json ended with code {code}: see its message above.")
+    return dict(json.loads(out.getvalue())["settings"])
+
+
+def by_source(name: str) -> dict[str, str]:
+    """Source -> the values of a preset that have it, without settings that nobody prescribes."""
+    preset = ALGORITHMS[name]
+    parts = {"objective": spec_of(get_objective(preset.objective)).source}  # type: ignore[union-attr]
+    if preset.advantage is not None:
+        parts["advantage"] = advantage_spec(get_advantage(preset.advantage)).source
+    values: dict[str, list[str]] = defaultdict(list)
+    for setting, row in settings(name).items():
+        source = row["source"]
+        if source.startswith("default of"):
+            source = parts[setting.partition(".")[0]]
+        if source not in ("default", "follows from the others", ""):
+            values[source.replace("``", "`")].append(f"`{setting}={row['value']}`")
+    return {source: ", ".join(some) for source, some in values.items()}
+
+
+def documented() -> Iterator[Use]:
+    """Public names, other than objectives and advantages, whose docstring states a source."""
+    registered = {get_objective(name) for name in available_objectives()}
+    registered |= {get_advantage(name) for name in available_advantages()}
+    seen = set[str]()
+    for layer in build_api.ORDER:
+        for name, thing in build_api.public_names(layer).items():
+            if thing in registered if inspect.isfunction(thing) else not inspect.isclass(thing):
+                continue
+            source = re.search(r"^Sources?: (.*?)(?:\n\n|\Z)", inspect.getdoc(thing) or "", re.DOTALL | re.MULTILINE)
+            if source and name not in seen:
+                seen.add(name)
+                yield Use(name, re.sub(r"\s+", " ", source[1]).replace("``", "`"))
+
+
+def every_use() -> Iterator[Use]:
+    """Each statement of a source."""
+    for name, preset in ALGORITHMS.items():
+        before = ""
+        for text in preset.sources.values():
+            own = bool(re.search(_ARXIV, text))
+            before = text if own else before
+            numbers = re.findall(_ARXIV, before) if _SAME.search(text) and not own else []
+            yield Use(name, " ".join([text, *(f"arXiv {number}" for number in numbers)]), cites=own)
+    for name in available_objectives():
+        yield Use(name, spec_of(get_objective(name)).source)  # type: ignore[union-attr]
+    for name in available_advantages():
+        yield Use(name, advantage_spec(get_advantage(name)).source)
+    yield from documented()
+
+
+def citation(text: str, number: str) -> str:
+    """The authors, the year and, if it is given, the name of a paper, from a statement of a source."""
+    number = re.escape(number)
+    text = text.replace("`", "")
+    named = re.search(rf"([A-Z][^;:()]*?),? \((?:([^();]*?):? )?arXiv:? ?{number}", text)
+    if named:
+        name = (named[2] or "").strip(" ,")
+        authors = re.sub(r'"(.*)"?$', r"'\1'", named[1].strip()).replace("\"'", "'")
+        return f"{authors} ({name})" if name and not name.startswith("arXiv") else authors
+    bare = re.search(rf"([A-Z][^;:()]*?), arXiv:? ?{number}", text)
+    return bare[1] if bare else ""
+
+
+def paper_table() -> str:
+    """The papers, oldest first, with how each is cited and the names that use it."""
+    cited: dict[str, list[str]] = defaultdict(list)
+    users: dict[str, list[str]] = defaultdict(list)
+    for name, text, cites in every_use():
+        for number in re.findall(_ARXIV, text):
+            cited[number].append(citation(text, number) if cites else "")
+            if name not in users[number]:
+                users[number].append(name)
+    rows = []
+    for number, names in sorted(users.items()):
+        authors = max([*cited[number], CITED.get(number, "")], key=len)
+        uses = ", ".join(f"`{name}`" for name in names)
+        rows.append([f"[{number}](https://arxiv.org/abs/{number})", authors.replace("|", "\\|"), uses])
+    return markdown(["paper", "", "used by"], rows)
+
+
+def linked(text: str) -> str:
+    """A source for a cell, with numbers of papers as links."""
+    return re.sub(_ARXIV, r"[arXiv \1](https://arxiv.org/abs/\1)", text).replace("|", "\\|")
+
+
+def values_of_algorithms() -> str:
+    """For each algorithm its values, by source."""
+    parts = []
+    for name in ALGORITHMS:
+        rows = [[values, linked(source)] for source, values in by_source(name).items()]
+        parts.append(f"### `{name}`\n\n{markdown(['values', 'source'], rows)}")
+    return "\n".join(parts)
+
+
+def unused(kind: str) -> str:
+    """The defaults of the objectives or advantages that no preset uses."""
+    used = {getattr(preset, kind) for preset in ALGORITHMS.values()}
+    rows = []
+    for name in sorted(set(available_objectives() if kind == "objective" else available_advantages()) - used):
+        if kind == "objective":
+            spec = spec_of(get_objective(name))
+            assert spec is not None
+            values, source = dict(spec.defaults), spec.source
+        else:
+            own, parameters = advantage_spec(get_advantage(name)), inspect.signature(get_advantage(name)).parameters
+            values = {key: parameters[key].default for key in own.hyper if key in parameters}
+            source = own.source
+        shown = [f"`{key}={value}`" for key, value in values.items() if value is not inspect.Parameter.empty]
+        rows.append([f"`{name}`", ", ".join(shown) or "none", linked(source.replace("``", "`"))])
+    return markdown([kind, "defaults", "source"], rows)
+
+
+def other_sources() -> str:
+    """Other public names whose docstring has a source."""
+    return markdown(["name", "source"], [[f"`{use.name}`", linked(use.text)] for use in documented()])
+
+
+# ------------------------------------------------------------------ chat_templates.md
+
+
+def corpus_table() -> str | None:
+    """One row per chat template of the packages, after the totals; None without the packages."""
+    import template_corpus
+    import template_oracle
+
+    statuses = ("right", "refused", "error", "silent", "open")
+    totals: Counter[str] = Counter()
+    rows, versions, left_out = [], Counter[str](), []
+    for name, source in template_corpus.templates().items():
+        package, _, template = name.partition("__")
+        tested = template_oracle.Template(name, source)
+        if not tested.is_chat:
+            left_out.append(f"`{template}`")
+            continue
+        checked = {kind: template_oracle.check(tested, kind) for kind in template_oracle.CONVERSATIONS}
+        count = Counter(outcome.status for outcome in checked.values())
+        totals += count
+        versions[package] += 1
+        errors = ", ".join(kind for kind, outcome in checked.items() if outcome.status in statuses[2:])
+        counts = [str(count[status]) for status in statuses]
+        rows.append([template, " ".join(package.rsplit("-", 1)), *counts, errors or "-"])
+    if not rows:
+        return None
+    summary = ", ".join(f"{totals[status]} {status}" for status in statuses)
+    packages = ", ".join(f"{' '.join(package.rsplit('-', 1))} ({count})" for package, count in versions.items())
+    return (
+        f"**{len(rows)} templates, {sum(totals.values())} masks: {summary}.**\n\nPackages: {packages}.\n\n"
+        + markdown(["template", "package", *statuses, "which"], rows)
+        + f"\nNot counted, since they do not show both a question and its answer: {', '.join(left_out)}.\n"
+    )
+
+
+def pair_table() -> str:
+    """TRL's marked templates beside the masks of this package."""
+    import template_pairs
+
+    rows = []
+    for template in template_pairs.pairs():
+        compared = {kind: template_pairs.compare(template, kind) for kind in template_pairs.CONVERSATIONS}
+        kinds: dict[str, list[str]] = defaultdict(list)
+        for kind, outcome in compared.items():
+            kinds[outcome.status].append(kind)
+        only_trl = sorted({text for outcome in compared.values() for text in outcome.only_trl})
+        marked = ", ".join(f"`{text!r}`".replace("|", "\\|") for text in only_trl)
+        columns = [", ".join(kinds["agrees"]), marked, ", ".join(kinds["texts differ"]), ", ".join(kinds["refused"])]
+        rows.append([template, *(column or "-" for column in columns)])
+    return markdown(["template", "agrees on", "only TRL marks", "texts differ", "refused"], rows)
+
+
+# ------------------------------------------------------------------ the pages
+
+#: Page -> name of a table in it -> the function that writes it.
+TABLES: dict[str, dict[str, Callable[[], str | None]]] = {
+    "algorithms": {
+        "algorithms": algorithms,
+        "flags": flag_table,
+        "sources": source_table,
+        "schemas": schema_tables,
+    },
+    "api": {layer: partial(build_api.table, layer) for layer in build_api.ORDER},
+    "architecture": {"layers": build_architecture.table},
+    "chat_templates": {"corpus": corpus_table, "pairs": pair_table},
+    "distillation": {name: partial(bias_table, exponent) for name, exponent in TEACHERS.items()},
+    "doctor": {"faults": fault_table},
+    "elsewhere": {
+        "hint": lambda: f"> {foreign_hint('num_generations').strip()}\n",
+        "translation": lambda: f"`print(from_trl({EXAMPLE!r}))`:\n\n```\n{from_trl(EXAMPLE)}\n```\n",
+        **{name: partial(library_tables, name) for name in ("TRL", *LIBRARIES)},
+    },
+    "estimators": {"estimators": estimator_table, "spread": spread_table},
+    "losses": {
+        "inputs": input_table,
+        "objectives": partial(objective_table, of_answers=False),
+        "preferences": partial(objective_table, of_answers=True),
+    },
+    "metrics": {origin: partial(metric_table, origin) for origin in get_args(Origin)},
+    "papers": {
+        "papers": paper_table,
+        "values": values_of_algorithms,
+        "objectives": partial(unused, "objective"),
+        "advantages": partial(unused, "advantage"),
+        "others": other_sources,
+    },
+    "train": {"settings": settings_table},
+}
+
+
+def render(page: str, text: str | None = None) -> str:
+    """A page with its tables of today; a table that cannot be made here stays as it is."""
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8") if text is None else text
+    for name, make in TABLES[page].items():
+        table = make()
+        before, mark, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        if not mark or not end:
+            raise ValueError(
+                f"docs/{page}.md has no place for the table {name!r}: add <!-- {name} --> and <!-- end -->."
+            )
+        if table is not None:
+            text = f"{before}{mark}{table.rstrip()}\n{end}{after}" if table.strip() else text
+    return text
+
+
+if __name__ == "__main__":
+    for page in sys.argv[1:] or TABLES:
+        (DOCS / f"{page}.md").write_text(render(page), encoding="utf-8")
