@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.environment import machine
 from benchmarks.measure import Contender, HostMeter, Measured, alternate
-from torchrl_llm_kl import LogProbScorer
+from torchrl_llm_kl import LogProbScorer, ScoreRequest
 
 OWN, OURS = "a forward per answer", "LogProbScorer"
 KINDS = ("scores", "scores and gradient")
@@ -60,7 +60,7 @@ def measure(layers: int, hidden: int, groups: int, answers: int, length: int, re
     masks = [torch.arange(len(row)) >= len(row) - length for row in ids]
 
     def ours(grad: bool) -> list[Tensor]:
-        log_probs = scorer.score(ids, masks, images=images, grad=grad)
+        log_probs = scorer.score(ScoreRequest.of(ids, masks, images=images), grad=grad)
         if grad:
             log_probs.values.sum().backward()
         return [row[-length:].detach() for row in log_probs.to_list()]

@@ -12,7 +12,7 @@ from layouts import tokens
 from parity import CPU, gradients, same_on_both, to
 from scoring_reference import FakeBackend, FullLogits, conversation, engine, random_mask
 from torchrl_llm_kl import LogProbScorer, Ragged, RememberedModel, Sampling, prepare_reference
-from torchrl_llm_kl.scoring import ReferenceUpdater, TokenCritic
+from torchrl_llm_kl.scoring import ReferenceUpdater, ScoreRequest, TokenCritic
 from toy_models import EXPERT_FAMILIES, FAMILIES, VOCAB_SIZE, tiny_model, with_lora
 
 pytestmark = pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
@@ -90,7 +90,7 @@ def test_scores_with_images(model_at, at, family, convolutions_on_the_host):
     weight = next(p for name, p in model.named_parameters() if "patch_embed" in name)
     scorer = LogProbScorer(model.to(model_at))
     ragged = Ragged.from_list([torch.tensor(row, device=at) for row in rows])
-    found = scorer.score(ragged, images=images, grad=True).values
+    found = scorer.score(ScoreRequest.of(ragged, images=images), grad=True).values
     assert found.device == at
     (gradient,) = torch.autograd.grad(found.sum(), [weight])
     largest = gradient.abs().max()
@@ -156,7 +156,7 @@ def test_checkpointing(model_at, at):
 def test_routing_is_recorded_and_replayed(model_at, at, family):
     model = tiny_model(family).to(model_at)
     recorded = everything(LogProbScorer(model), at, record_routing=True)
-    replayed = LogProbScorer(model).score(to(BATCH, at), to(MASK, at), routing=recorded.routing)
+    replayed = LogProbScorer(model).score(ScoreRequest.of(to(BATCH, at), to(MASK, at), routing=recorded.routing))
     return recorded, replayed
 
 
@@ -164,7 +164,7 @@ def test_routing_is_recorded_and_replayed(model_at, at, family):
 def test_kept_tokens_are_replayed(model_at, at):
     policy, reference = (LogProbScorer(tiny_model(seed=seed).to(model_at), sampling=TRUNCATED) for seed in range(2))
     found = everything(policy, at, return_kept=True)
-    return reference.evaluate(to(BATCH, at), to(MASK, at), kept=found.kept, entropy=True)
+    return reference.evaluate(ScoreRequest.of(to(BATCH, at), to(MASK, at), kept=found.kept), entropy=True)
 
 
 @same_on_both()

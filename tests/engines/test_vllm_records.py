@@ -19,7 +19,7 @@ from routed_by_hand import by_hand, perturbed
 from seeded import make_prompts
 from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveLogProb, RoutedExperts, Sampling
 from torchrl_llm_kl.head import Kept
-from torchrl_llm_kl.scoring import ScoreOptions
+from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest
 from vllm_server import VllmServer, make, serving
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -73,10 +73,10 @@ def test_experts_are_replayed(choices: list[tuple[Tensor, dict[str, Any]]], poli
     records = [experts_of(choice) for _, choice in choices]
     assert [record.shape for record in records] == [(len(row) - 1, 3, 2) for row in rows]
     tokens = Ragged.from_list(rows)
-    found = LogProbScorer(policy, sampling=SAMPLING).evaluate(tokens, mask, routing=records)
+    found = LogProbScorer(policy, sampling=SAMPLING).evaluate(ScoreRequest.of(tokens, mask, routing=records))
     torch.testing.assert_close(found.log_prob.values[mask], theirs, rtol=0, atol=1e-5)
     other = perturbed(policy)
-    found = LogProbScorer(other).evaluate(tokens, mask, routing=records)
+    found = LogProbScorer(other).evaluate(ScoreRequest.of(tokens, mask, routing=records))
     routed = [record[:, :2].long() for record in records]  # the last layer is dense
     with torch.no_grad():
         want, _ = by_hand("qwen3_moe", other, rows, [torch.cat([x, x[-1:]]) for x in routed])
@@ -103,7 +103,7 @@ def test_kept_tokens_are_replayed(choices: list[tuple[Tensor, dict[str, Any]]], 
     kept, tokens = kept_of(choices, mask), Ragged.from_list(rows)
     assert kept.offsets.diff()[mask].eq(SAMPLING.top_k).all()
     scorer = LogProbScorer(policy, sampling=SAMPLING)
-    replayed = scorer.evaluate(tokens, mask, kept=kept)
+    replayed = scorer.evaluate(ScoreRequest.of(tokens, mask, kept=kept))
     torch.testing.assert_close(replayed.log_prob.values[mask], theirs, rtol=0, atol=1e-5)
     own = scorer.evaluate(tokens, mask, return_kept=True).kept
     assert own.ids.reshape(-1, 5).sort().values.equal(kept.ids.reshape(-1, 5).sort().values)

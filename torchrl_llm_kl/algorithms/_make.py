@@ -200,7 +200,9 @@ def make_algorithm(
         in_loss=in_loss,
         context=context,
         own_model=gen_model is not None,
-        adapters=reference.adapters if isinstance(reference, LogProbScorer) else False,  # of the actor's own model
+        adapters=reference.options.adapters
+        if isinstance(reference, LogProbScorer)
+        else False,  # of the actor's own model
         options=options,
         # A copy of the policy behind a service would not be trained.
         own={"scope": scope, "assistant_only": masking_strategy != "generic", "service_backend": "direct"},
@@ -385,7 +387,7 @@ def _check_reference(preset: Algorithm, actor: object, reference: object, contex
     if not (isinstance(policy, nn.Module) and isinstance(other, nn.Module)):
         return
     # After another prompt the policy teaches itself; other adapters of the same model are another model.
-    switched = isinstance(reference, LogProbScorer) and reference.adapters is not True
+    switched = isinstance(reference, LogProbScorer) and reference.options.adapters is not True
     if context is None and not switched and trains_with(policy, other):
         how = "is the actor itself" if policy is other else "holds the actor's own parameters"
         raise ValueError(
@@ -427,7 +429,8 @@ def _check_loss_args(loss_args: Json) -> None:
 def _options(actor: Any, given: ScoreOptions | None) -> ScoreOptions:
     """How every model is scored: as an actor that is a scorer is, else as requested."""
     if isinstance(actor, LogProbScorer):
-        return ScoreOptions(actor.sampling, dtype=actor.dtype, deterministic=actor.deterministic)
+        own = actor.options
+        return ScoreOptions(own.sampling, dtype=own.dtype, deterministic=own.deterministic)
     return ScoreOptions() if given is None else check_actor_options(given).but(entropy=False)
 
 
@@ -435,9 +438,9 @@ def _to_score(model: Any, options: ScoreOptions, name: str) -> Any:
     """Convert a model, a scorer or a wrapper to the form that the transforms accept."""
     if isinstance(model, LogProbScorer):
         _check_same_settings(model, options, name)
-        if model.adapters is not True:
+        if model.options.adapters is not True:
             raise ValueError(
-                f"{name} is a scorer with adapters={model.adapters!r} of a model that is not the actor's: "
+                f"{name} is a scorer with adapters={model.options.adapters!r} of a model that is not the actor's: "
                 "pass a model without adapters, or with this one active."
             )
         return model.model
@@ -448,7 +451,7 @@ def _reference_to_score(actor: object, reference: Reference | None, options: Sco
     """The reference in the form that the transforms accept: ``"base"`` for the actor's model with other adapters, or none."""
     if (
         isinstance(reference, LogProbScorer)
-        and reference.adapters is not True
+        and reference.options.adapters is not True
         and inner_module(reference) is inner_module(actor)
     ):
         _check_same_settings(reference, options, "reference")
@@ -468,13 +471,13 @@ def _reference_of_loss(
 
 def _check_same_settings(scorer: LogProbScorer, options: ScoreOptions, name: str) -> None:
     temperature = options.sampling.temperature
-    if scorer.temperature != temperature:
+    if scorer.options.temperature != temperature:
         raise ValueError(
-            f"{name} is a scorer with temperature {scorer.temperature:g}, and the actor is scored at {temperature:g}: a KL "
-            "compares the two at the sampler's temperature."
+            f"{name} is a scorer with temperature {scorer.options.temperature:g}, and the actor is scored at {temperature:g}: "
+            "a KL compares the two at the sampler's temperature."
         )
     for setting in ("dtype", "deterministic"):
-        own, actors = getattr(scorer, setting), getattr(options, setting)
+        own, actors = getattr(scorer.options, setting), getattr(options, setting)
         if own != actors:
             raise ValueError(
                 f"{name} is a scorer with {setting}={own}, and the actor has {setting}={actors}: their difference in rounding "

@@ -34,7 +34,15 @@ from torchrl_llm_kl.rollouts import (
     response_mask,
     zeros_of_first_tokens,
 )
-from torchrl_llm_kl.scoring import LogProbScorer, ModelOrScorer, NotTextError, Sampling, as_sampling, log_probs_only
+from torchrl_llm_kl.scoring import (
+    LogProbScorer,
+    ModelOrScorer,
+    NotTextError,
+    Sampling,
+    ScoreRequest,
+    as_sampling,
+    log_probs_only,
+)
 
 #: Entries that are read into columns, by column: where TorchRL's wrappers and this package's transforms and losses keep them.
 KEYS: Mapping[str, NestedKey] = {
@@ -241,15 +249,17 @@ def _score(
         return model if model is None or isinstance(model, LogProbScorer) else LogProbScorer(model, sampling=sampling)
 
     own, other = scorer(policy, scored), scorer(reference, scored.of_reference)
-    out: dict[str, Ragged | None] = {}
+    if own is None and other is None:
+        return {}
+    request, out = ScoreRequest.of(tokens, mask, images=images), dict[str, Ragged | None]()
     if any(log_probs_only(each.model) for each in (own, other) if each is not None):
-        alone = {"log_prob": own, "ref_log_prob": other}  # a model of another backend has no distributions
-        out = {name: each.score(tokens, mask, images=images) for name, each in alone.items() if each is not None}
+        separate = {"log_prob": own, "ref_log_prob": other}  # a model of another backend has no distributions
+        out = {name: each.score(request) for name, each in separate.items() if each is not None}
     elif own is not None:
-        scores = own.evaluate(tokens, mask, entropy=True, reference=other, images=images)
+        scores = own.evaluate(request, entropy=True, reference=other)
         out = {name: getattr(scores, name) for name in ("log_prob", "entropy", "ref_log_prob", "kl")}
     elif other is not None:
-        out = {"ref_log_prob": other.score(tokens, mask, images=images)}
+        out = {"ref_log_prob": other.score(request)}
     return {name: _widened(x.values).masked_fill(~mask, math.nan) for name, x in out.items() if x is not None}
 
 

@@ -184,7 +184,7 @@ def diagnose(
     check_reading(reading)
     policy, reference = reading.get("policy"), reading.get("reference")
     scored = as_sampling(reading.get("temperature", 1.0), reading.get("sampling"))
-    scored = policy.sampling if isinstance(policy, LogProbScorer) else scored
+    scored = policy.options.sampling if isinstance(policy, LogProbScorer) else scored
     interface = ModelInterface.of(policy.model if isinstance(policy, LogProbScorer) else policy)
     tokenizer = interface.tokenizer if tokenizer is None else tokenizer
     conversations = None

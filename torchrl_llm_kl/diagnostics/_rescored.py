@@ -66,7 +66,7 @@ class Rescorer:
 
     def __init__(self, policy: ModelOrScorer, columns: TokenColumns, table: Table, sampling: Sampling) -> None:
         self.policy = policy.model if isinstance(policy, LogProbScorer) else policy
-        self.adapters = policy.adapters if isinstance(policy, LogProbScorer) else True
+        self.adapters = policy.options.adapters if isinstance(policy, LogProbScorer) else True
         self.sampling = sampling
         tokens = columns.tokens
         answered = tokens.like(columns.mask.long()).sum() > 0

@@ -68,6 +68,7 @@ from torchrl_llm_kl.scoring import (
     Sampling,
     ScoreOptions,
     Scorer,
+    ScoreRequest,
     ScorerSlot,
     check_distributions,
     check_vocabularies,
@@ -264,10 +265,10 @@ class PolicyLoss(TokenLoss):
         if not isinstance(reference, nn.Module):  # cheap to check now
             self._reference_scorer  # noqa: B018
         temperature = self.sampling.temperature
-        if isinstance(reference, LogProbScorer) and reference.temperature != temperature:
+        if isinstance(reference, LogProbScorer) and reference.options.temperature != temperature:
             raise ValueError(
-                f"the policy is scored at temperature {temperature:g} and the reference at {reference.temperature:g}: a KL "
-                "compares the two at one temperature, the sampler's."
+                f"the policy is scored at temperature {temperature:g} and the reference at "
+                f"{reference.options.temperature:g}: a KL compares the two at one temperature, the sampler's."
             )
 
     @property
@@ -649,21 +650,19 @@ class PolicyLoss(TokenLoss):
         own = self.actor_network_params if self._functional else None
         with contextlib.nullcontext() if own is None else own.to_module(self.actor_network):
             scores = self.scorer.evaluate(
-                response.tokens,
-                response.host_mask,
+                ScoreRequest.of(response.tokens, response.host_mask, top_ids=top_ids, **replayed),
                 entropy=self.options.entropy or "entropy" in needs,
-                top_ids=top_ids,
                 grad=torch.is_grad_enabled(),
                 **exact,
-                **replayed,
             )
             ref = scores.ref_log_prob
             if ref is None and reference is not None and ref_here:
                 kept = replayed.get("kept", scores.kept) if apart else None
-                ref = reference.score(response.tokens, response.host_mask, kept=kept, images=replayed.get("images"))
+                images = replayed.get("images")
+                ref = reference.score(ScoreRequest.of(response.tokens, response.host_mask, kept=kept, images=images))
             sharp = None
             if "sharp_log_prob" in needs:
-                sharp = self._sharp_scorer.score(response.tokens, response.host_mask, **replayed)
+                sharp = self._sharp_scorer.score(ScoreRequest.of(response.tokens, response.host_mask, **replayed))
         found = {
             "log_prob": scores.log_prob,
             "entropy": scores.entropy,

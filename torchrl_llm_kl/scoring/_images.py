@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchrl_llm_kl._numerics import send
 from torchrl_llm_kl._typing import ImageRows, Json
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._bytes import MAX_DIMS, Arrays, ProtocolError
+from torchrl_llm_kl.scoring._fields import Arrays, FieldKind, array_of
 from torchrl_llm_kl.scoring._model import Setup, call, find_body
 from torchrl_llm_kl.scoring._wrapping import unwrapped
 
@@ -67,12 +67,12 @@ class RowImages:
         if isinstance(rows, RowImages):
             return rows if len(rows.index) else None
         known: dict[object, list[tuple[Mapping[str, Tensor], bytes]]] = {}  # rows may share memory
-        held = [{} if record is None else _tensors(record, row) for row, record in enumerate(rows)]
         every: list[list[tuple[Mapping[str, Tensor], bytes]]] = []
-        for row, tensors in enumerate(held):
+        for row, record in enumerate(rows):
+            tensors = {} if record is None else _row_tensors(record, row)
             same = tuple((name, t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in sorted(tensors.items()))
             if same not in known:
-                known[same] = [(image, _digest(image)) for image in (_split(tensors, row) if tensors else [])]
+                known[same] = [(image, _digest_of(image)) for image in (_images_of(tensors, row) if tensors else [])]
             every.append(known[same])
         flat = [image for images in every for image in images]
         index = torch.arange(len(flat))
@@ -86,63 +86,72 @@ class RowImages:
     def of_row(self, row: int) -> list[int]:
         """Which distinct images a row has, in order."""
         first = int(self.counts[:row].sum())
-        found: list[int] = self.index[first : first + int(self.counts[row])].tolist()
-        return found
+        images: list[int] = self.index[first : first + int(self.counts[row])].tolist()
+        return images
 
-    def select(self, rows: Tensor) -> RowImages | None:
-        """The images of ``rows``, in that order; None if there are none."""
-        chosen = [self.of_row(row) for row in rows.tolist()]
+
+class ImageField(FieldKind[RowImages]):
+    """The images of each sequence."""
+
+    def check(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> RowImages | None:
+        """See :class:`FieldKind`."""
+        return RowImages.of(cast("ImageRows | RowImages", given), tokens.num_sequences)
+
+    def select(self, value: RowImages, elements: Tensor, rows: Tensor) -> RowImages | None:
+        """See :class:`FieldKind`; None if no row has an image."""
+        chosen = [value.of_row(row) for row in rows.tolist()]
         index = torch.tensor([i for images in chosen for i in images], dtype=torch.long)
-        return _tidy(self.inputs, self.digests, index, list(map(len, chosen))) if len(index) else None
+        return _tidy(value.inputs, value.digests, index, list(map(len, chosen))) if len(index) else None
 
-    @staticmethod
-    def concat(parts: Sequence[RowImages]) -> RowImages:
-        """The rows of several."""
-        starts = np.cumsum([0, *(len(part.inputs) for part in parts)])
-        index = torch.cat([part.index + int(start) for part, start in zip(parts, starts, strict=False)])
-        inputs = [image for part in parts for image in part.inputs]
-        digests = [digest for part in parts for digest in part.digests]
-        return _tidy(inputs, digests, index, torch.cat([part.counts for part in parts]).tolist())
+    def concat(self, values: Sequence[RowImages]) -> RowImages:
+        """See :class:`FieldKind`."""
+        starts = np.cumsum([0, *(len(part.inputs) for part in values)])
+        index = torch.cat([part.index + int(start) for part, start in zip(values, starts, strict=False)])
+        inputs = [image for part in values for image in part.inputs]
+        digests = [digest for part in values for digest in part.digests]
+        return _tidy(inputs, digests, index, torch.cat([part.counts for part in values]).tolist())
 
-    def sizes(self) -> Tensor:
-        """How many numbers are sent for each row, about: an image counts for its rows together; ``[S]``."""
-        numbers = torch.tensor([sum(t.numel() for t in image.values()) for image in self.inputs])
-        rows = torch.repeat_interleave(torch.arange(len(self.counts)), self.counts)
-        each = (numbers // torch.bincount(self.index))[self.index]
-        return torch.zeros_like(self.counts).index_add_(0, rows, each)
+    def form(self, value: RowImages) -> tuple[object, ...]:
+        """The processor's names."""
+        return value.names
 
-    def pack(self, name: str) -> dict[str, np.ndarray]:
-        """The arrays that are sent: each distinct image once."""
-        found = {f"{name}_counts": self.counts.int().numpy(), f"{name}_index": self.index.int().numpy()}
-        for each in self.names:
-            tensors = [image[each] for image in self.inputs]
-            found[f"{name}.{each}"] = torch.cat([t.flatten() for t in tensors]).numpy()
-            found[f"{name}.{each}.shapes"] = np.array([t.shape for t in tensors], "i4").reshape(len(tensors), -1)
-        return found
+    def sizes(self, value: RowImages, tokens: Ragged) -> Tensor:
+        """See :class:`FieldKind`; an image counts once for all of its rows."""
+        numbers = torch.tensor([sum(t.numel() for t in image.values()) for image in value.inputs])
+        rows = torch.repeat_interleave(torch.arange(len(value.counts)), value.counts)
+        each = (numbers // torch.bincount(value.index))[value.index]
+        return torch.zeros_like(value.counts).index_add_(0, rows, each)
 
-    @classmethod
-    def unpack(cls, name: str, arrays: Arrays, count: int) -> RowImages:
-        """The images of the arrays; a :class:`ProtocolError` for others."""
-        counts = arrays.take(f"{name}_counts", "i", count).astype(np.int64)
-        if counts.size and int(counts.min()) < 0:
-            raise ProtocolError(f"a request holds {int(counts.min())} images for a sequence, expected at least 0.")
-        index = arrays.take(f"{name}_index", "i", int(counts.sum())).astype(np.int64)
-        names = [each for each in arrays.found if each.startswith(f"{name}.") and not each.endswith(".shapes")]
+    def pack(self, value: RowImages, mask: Tensor) -> dict[str, np.ndarray]:
+        """Each distinct image once: by the processor's names, all numbers end to end, and the shapes."""
+        arrays = {"counts": value.counts.int().numpy(), "index": value.index.int().numpy()}
+        for name in value.names:
+            tensors = [image[name] for image in value.inputs]
+            arrays[name] = torch.cat([t.flatten() for t in tensors]).numpy()
+            arrays[f"{name}.shapes"] = np.array([t.shape for t in tensors], "i4").reshape(len(tensors), -1)
+        return arrays
+
+    def unpack(self, arrays: Arrays, tokens: Ragged, mask: Tensor) -> RowImages:
+        """See :class:`FieldKind`."""
+        counts = array_of(arrays, "counts", tokens.num_sequences)
+        index = array_of(arrays, "index", int(counts.sum()))
         columns: dict[str, list[Tensor]] = {}
-        for each in names:
-            data, shapes = arrays.take(each, "iuf", None), arrays.take(f"{each}.shapes", "i", None, None).astype(object)
-            sizes = shapes.prod(1).tolist()  # of Python's numbers
-            if shapes.shape[1] > MAX_DIMS or (shapes < 0).any() or sum(sizes) != len(data):
-                raise ProtocolError(f"a request holds {len(data)} numbers in {each:.40}, and shapes of others.")
-            flat = torch.from_numpy(data.astype(data.dtype.newbyteorder("="))).split(sizes)
-            columns[each.removeprefix(f"{name}.")] = [x.reshape(n) for x, n in zip(flat, shapes.tolist(), strict=True)]
+        for name in arrays.keys() - {"counts", "index"}:
+            if not name.endswith(".shapes"):
+                shapes = arrays[f"{name}.shapes"]
+                flat = torch.from_numpy(arrays[name].copy()).split(shapes.prod(1).tolist())
+                columns[name] = [x.reshape(n) for x, n in zip(flat, shapes.tolist(), strict=True)]
         number = {len(column) for column in columns.values()}
-        if len(number) != 1 or (index.size and not (int(index.min()) >= 0 and int(index.max()) < max(number))):
-            raise ProtocolError(f"a request holds {sorted(number)} images and an index of others.")
+        if len(number) != 1 or (len(index) and not (int(index.min()) >= 0 and int(index.max()) < max(number))):
+            raise ValueError(f"a request holds {sorted(number)} images and an index of others.")
         inputs = [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
         for image in inputs:
             _check_image(image, "of a request")
-        return _tidy(inputs, [_digest(image) for image in inputs], torch.from_numpy(index), counts.tolist())
+        return _tidy(inputs, [_digest_of(image) for image in inputs], index, counts.tolist())
+
+    def moved(self, name: str, value: RowImages, source: Tensor, target: Tensor) -> RowImages:
+        """See :class:`FieldKind`; the placeholders of the new prompts are counted when they are scored."""
+        return value
 
 
 def _tidy(
@@ -151,43 +160,45 @@ def _tidy(
     """Images of which equal ones are one, and none is unused."""
     place: dict[bytes, int] = {}
     kept: list[int] = []
-    found: list[int] = []
+    new_index: list[int] = []
     for i in index.tolist():
         if digests[i] not in place:
             place[digests[i]] = len(kept)
             kept.append(i)
-        found.append(place[digests[i]])
+        new_index.append(place[digests[i]])
     chosen = tuple(inputs[i] for i in kept)
     if len(names := {tuple(sorted(image)) for image in chosen}) > 1:
         raise ValueError(f"images of one request have the names {sorted(names)}: expected those of one processor.")
-    index = torch.tensor(found, dtype=torch.long)
+    index = torch.tensor(new_index, dtype=torch.long)
     return RowImages(chosen, tuple(place), index, torch.tensor(list(counts), dtype=torch.long))
 
 
-def _tensors(record: Mapping[str, object], row: int) -> dict[str, Tensor]:
+def _row_tensors(record: Mapping[str, object], row: int) -> dict[str, Tensor]:
     """What a processor returned for a row's images, on the CPU, in numpy's types."""
     if not hasattr(record, "items"):
         raise TypeError(f"images of row {row}: expected a processor's output or None, got {type(record).__name__}.")
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in record.items():
         if name in _OF_TOKENS or value is None:
             continue
         if not str(name).isidentifier() or "video" in name or "audio" in name or "input_features" in name:
             raise ValueError(
-                f"images of row {row} have an entry {name!r:.40}: expected images alone, no video or sound."
+                f"images of row {row} have an entry {name!r:.40}: expected only images, no video or sound."
             )
         try:
             tensor = torch.as_tensor(value).detach().cpu()
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"images of row {row}: {name} is no tensor (return_tensors='pt'): {error!s:.80}") from None
         tensor = tensor.to({torch.bfloat16: torch.float32, torch.bool: torch.uint8}.get(tensor.dtype, tensor.dtype))
-        found[name] = tensor
-    if found and _PIXELS not in found:
-        raise ValueError(f"images of row {row} have {sorted(found)}, expected {_PIXELS} as the processor returns them.")
-    return found
+        tensors[name] = tensor
+    if tensors and _PIXELS not in tensors:
+        raise ValueError(
+            f"images of row {row} have {sorted(tensors)}, expected {_PIXELS} as the processor returns them."
+        )
+    return tensors
 
 
-def _split(tensors: Mapping[str, Tensor], row: int) -> list[dict[str, Tensor]]:
+def _images_of(tensors: Mapping[str, Tensor], row: int) -> list[dict[str, Tensor]]:
     """The images of a row apart."""
     pixels, grid = tensors[_PIXELS], tensors.get(_GRID)
     where = f"of row {row}"
@@ -233,14 +244,14 @@ def _check_image(image: Mapping[str, Tensor], where: str) -> None:
         )
 
 
-def _digest(image: Mapping[str, Tensor]) -> bytes:
+def _digest_of(image: Mapping[str, Tensor]) -> bytes:
     """Equal for images of the same content."""
-    found = blake2b(digest_size=16)
+    digest = blake2b(digest_size=16)
     for name in sorted(image):
         tensor = image[name]
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        found.update(tensor.contiguous().numpy().data)
-    return found.digest()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.contiguous().numpy().data)
+    return digest.digest()
 
 
 # ------------------------------------------------------------------ a model with images
@@ -277,7 +288,7 @@ class ImageModel:
         for i, image in enumerate(images.inputs):
             shapes = tuple((name, t.shape) for name, t in sorted(image.items()) if _GRID not in image)
             groups.setdefault((shapes, int(image.get(_ALONE, 0))), []).append(i)
-        found: list[list[Tensor]] = [[]] * len(images.inputs)
+        features: list[list[Tensor]] = [[]] * len(images.inputs)
         for group in groups.values():
             some = [images.inputs[i] for i in group]
             given: Json = {}
@@ -291,8 +302,8 @@ class ImageModel:
             out = self.body.get_image_features(**given, return_dict=True)
             deep = getattr(out, "deepstack_features", None) or []
             for place, i in enumerate(group):
-                found[i] = [out.pooler_output[place], *(layer[place] for layer in deep)]
-        return found
+                features[i] = [out.pooler_output[place], *(layer[place] for layer in deep)]
+        return features
 
 
 class ImageInputs:
@@ -307,12 +318,14 @@ class ImageInputs:
         expected = torch.tensor(
             [sum(len(self.features[i][0]) for i in images.of_row(r)) for r in range(len(tokens.lengths))]
         )
-        found = torch.zeros_like(tokens.lengths).index_add_(0, tokens.sequence_ids, self.places.long())
-        if len(wrong := (found != expected).nonzero()):
+        placed = torch.zeros_like(tokens.lengths).index_add_(0, tokens.sequence_ids, self.places.long())
+        wrong = (placed != expected).nonzero()
+        if len(wrong):
             row = int(wrong[0])
             raise ValueError(
-                f"sequence {row} has {int(found[row])} image tokens (id {self.model.token}), and its {int(images.counts[row])} "
-                f"images have {int(expected[row])} features: pass the ids and the images of one output of the processor."
+                f"sequence {row} has {int(placed[row])} image tokens (id {self.model.token}), and its "
+                f"{int(images.counts[row])} images have {int(expected[row])} features: "
+                "pass the ids and the images of one output of the processor."
             )
 
     def keys(self) -> Tensor:
@@ -399,15 +412,15 @@ class ImageInputs:
     def of_pack(self, elements: Tensor) -> Json:
         """The language model's inputs for the tokens at flat ``elements [n]``."""
         at = send(self._place[elements], self.setup.device)
-        found: Json = {name: x[at][None] for name, x in self._inputs.items()}
-        positions = found["position_ids"]
-        found["position_ids"] = positions[..., 0] if positions.shape[-1] == 1 else positions.permute(2, 0, 1)
+        inputs: Json = {name: x[at][None] for name, x in self._inputs.items()}
+        positions = inputs["position_ids"]
+        inputs["position_ids"] = positions[..., 0] if positions.shape[-1] == 1 else positions.permute(2, 0, 1)
         deep = self._deep_place[elements]
         if bool((deep >= 0).any()):
-            found["visual_pos_masks"] = send(deep >= 0, self.setup.device)[None]
+            inputs["visual_pos_masks"] = send(deep >= 0, self.setup.device)[None]
             some = send(deep[deep >= 0], self.setup.device)
-            found["deepstack_visual_embeds"] = [layer[some] for layer in self._deep]
-        return found
+            inputs["deepstack_visual_embeds"] = [layer[some] for layer in self._deep]
+        return inputs
 
 
 @contextmanager

@@ -139,7 +139,8 @@ class ScoreOptions:
         """
         known = Changes.__annotations__
         for name in changes.keys() - known.keys():
-            raise TypeError(f"unknown option {name!r}.{did_you_mean(name, known)}")
+            hint = did_you_mean(name, known) or " Records of tokens are passed in a request: ScoreRequest.of(...)."
+            raise TypeError(f"unknown option {name!r}.{hint}")
         given: Json = {**changes}
         temperature = given.pop("temperature", self.temperature)
         if given.get("sampling") is not None:

@@ -5,19 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl._typing import ImageRows
-from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._images import RowImages
 from torchrl_llm_kl.scoring._options import Changes, ScoreOptions
-from torchrl_llm_kl.scoring._request import RequestFields, RoutedExperts, ScoreRequest, Sequences, TokenMask
+from torchrl_llm_kl.scoring._request import FIELDS, ScoreRequest, Sequences, TokenMask, read_request
 from torchrl_llm_kl.scoring._sampling import Sampling
 from torchrl_llm_kl.scoring._scores import Scores
 
@@ -28,7 +23,7 @@ if TYPE_CHECKING:
 FEATURES = frozenset(
     {
         *("temperature", "truncation", "adapters", "dtype", "deterministic", "grad", "reference"),
-        *("entropy", "top_k", "moments", "return_kept", "record_routing", *ScoreRequest.optional()),
+        *("entropy", "top_k", "moments", "return_kept", "record_routing", *FIELDS),
     }
 )
 _NEUTRAL = ScoreOptions()
@@ -38,8 +33,8 @@ _FIELDS = Changes.__annotations__.keys() - {"memory"}
 class Scorer(ABC):
     """Scores token ids under a model, here or elsewhere.
 
-    The fields of :class:`ScoreOptions` (and the temperature of its ``sampling``) are attributes too, which may be set at any
-    time: the next call follows, and a value that the constructor would refuse is refused.
+    Its :attr:`options` are one frozen record. Set another one, ``scorer.options = scorer.options.but(temperature=0.7)``, or
+    pass changes for one call.
 
     Attributes:
         model: what is scored.
@@ -59,44 +54,23 @@ class Scorer(ABC):
         [tensor([ 0.0000, -1.5000, -1.5000])]
     """
 
+    __slots__ = ("__weakref__", "_options")
+
     model: Any
     path: str | None
     offers: frozenset[str] = FEATURES
     place: str = "this scorer"
     instead: str = "score the transformers model in this process, with a LogProbScorer"
 
-    temperature: float
-    sampling: Sampling
-    adapters: bool | str
-    dtype: torch.dtype | None
-    deterministic: bool
-
     @property
     def options(self) -> ScoreOptions:
         """How it scores where a call does not say otherwise."""
-        options: ScoreOptions = self.__dict__["_options"]
-        return options
+        return self._options
 
     @options.setter
     def options(self, options: ScoreOptions) -> None:
         self.check(options)
-        self.__dict__["_options"] = options
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _FIELDS and "_options" in self.__dict__:
-            return getattr(self.options, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        declared = any(name in (*vars(kind), *vars(kind).get("__annotations__", ())) for kind in type(self).__mro__)
-        if name in _FIELDS or (name == "memory" and not declared):  # a LogProbScorer has its cache there
-            self.options = self.options.but(**{name: value})
-            return
-        if not declared and (near := get_close_matches(name, _FIELDS, 1, 0.85)):
-            raise AttributeError(f"a {type(self).__name__} has no setting {name!r}. Did you mean {near[0]!r}?")
-        if name == "model" and "model" in self.__dict__:
-            raise AttributeError("model is fixed: a scorer checks its model when it is built. Build a new one.")
-        super().__setattr__(name, value)
+        self._options = options
 
     # ------------------------------------------------------------------ scores
 
@@ -121,26 +95,21 @@ class Scorer(ABC):
 
     def score(
         self,
-        sequences: Sequences,
+        sequences: Sequences | ScoreRequest,
         mask: TokenMask | None = None,
         *,
         attention_mask: Tensor | None = None,
-        kept: Kept | None = None,
-        routing: RoutedExperts | None = None,
-        images: ImageRows | RowImages | None = None,
         **changes: Unpack[Changes],
     ) -> Ragged:
         """Log-probs of the masked-in tokens.
 
         Args:
-            sequences: see :meth:`ScoreRequest.of`.
-            mask: see :meth:`ScoreRequest.of`.
+            sequences: token ids of any form that :meth:`ScoreRequest.of` takes, or a request, which also holds the mask and
+                records of the tokens.
+            mask: True at tokens to score; by default all but the first of each sequence.
 
         Keyword Args:
-            attention_mask: see :meth:`ScoreRequest.of`.
-            kept: see :meth:`ScoreRequest.of`.
-            routing: see :meth:`ScoreRequest.of`.
-            images: see :meth:`ScoreRequest.of`.
+            attention_mask: of padded token ids; 1 at tokens, 0 at padding.
             changes: fields of :class:`ScoreOptions` for this call, and ``temperature``.
 
         Returns:
@@ -163,38 +132,26 @@ class Scorer(ABC):
             tensor([[ 0.0000, -1.3863, -1.3863],
                     [ 0.0000, -1.3863,  0.0000]])
         """
-        return self.evaluate(
-            sequences, mask, attention_mask=attention_mask, kept=kept, routing=routing, images=images, **changes
-        ).log_prob
+        return self.evaluate(sequences, mask, attention_mask=attention_mask, **changes).log_prob
 
     def evaluate(
         self,
-        sequences: Sequences,
+        sequences: Sequences | ScoreRequest,
         mask: TokenMask | None = None,
         *,
         attention_mask: Tensor | None = None,
         reference: Scorer | None = None,
-        kept: Kept | None = None,
-        top_ids: Tensor | None = None,
-        routing: RoutedExperts | None = None,
-        ref_routing: RoutedExperts | None = None,
-        images: ImageRows | RowImages | None = None,
         **changes: Unpack[Changes],
     ) -> Scores:
         """Log-probs, and the other scores that the options ask for, from one forward of the body.
 
         Args:
-            sequences: see :meth:`ScoreRequest.of`.
-            mask: see :meth:`ScoreRequest.of`.
+            sequences: token ids or a request, as for :meth:`score`.
+            mask: as for :meth:`score`.
 
         Keyword Args:
-            attention_mask: see :meth:`ScoreRequest.of`.
-            reference: see :meth:`run`.
-            kept: see :meth:`ScoreRequest.of`.
-            top_ids: see :meth:`ScoreRequest.of`.
-            routing: see :meth:`ScoreRequest.of`.
-            ref_routing: see :meth:`ScoreRequest.of`.
-            images: see :meth:`ScoreRequest.of`.
+            attention_mask: as for :meth:`score`.
+            reference: the scorer of a model to compare with; see :meth:`run`.
             changes: fields of :class:`ScoreOptions` for this call, and ``temperature``.
 
         Returns:
@@ -214,14 +171,12 @@ class Scorer(ABC):
             >>> first = scorer.evaluate(answers, record_routing=True)
             >>> first.routing.values.shape  # tokens, layers, experts of a token
             torch.Size([5, 2, 2])
-            >>> again = scorer.score(answers, routing=first.routing, grad=True)
+            >>> again = scorer.score(ScoreRequest.of(answers, routing=first.routing), grad=True)
             >>> torch.equal(again.values, first.log_prob.values)
             True
         """
         with self.together(reference):
-            options = self.options.but(**changes)
-            fields = RequestFields(kept=kept, top_ids=top_ids, routing=routing, ref_routing=ref_routing, images=images)
-            request = ScoreRequest.of(sequences, mask, attention_mask=attention_mask, **fields)
+            options, request = self.options.but(**changes), read_request(sequences, mask, attention_mask)
         return self.run(request, options, reference=reference)
 
     def forget(self) -> None:  # noqa: B027

@@ -13,20 +13,16 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_finite, check_is_mask, to_host
-from torchrl_llm_kl._typing import ImageRows, Json
+from torchrl_llm_kl._typing import ImageRows
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Dense, Ragged, Rows
-from torchrl_llm_kl.scoring._bytes import MAX_DIMS, Arrays, ProtocolError
-from torchrl_llm_kl.scoring._images import RowImages
+from torchrl_llm_kl.scoring._fields import ExpertIds, FieldKind, KeptIds, RoutedExperts, TokenIntegers, narrow, place_of
+from torchrl_llm_kl.scoring._images import ImageField, RowImages
 
 #: Token ids to score: sequences without padding; a list of them; or ``[*B, T]`` with an attention mask.
 Sequences = Ragged | Tensor | Sequence[Tensor | Sequence[int]]
 #: Tokens to score: one bool for each token, flat or in the form of the token ids.
 TokenMask = Ragged | Tensor | Sequence[Tensor | Sequence[bool]]
-#: Chosen experts of each token, layer and slot: ``[N, L, k]``; ``[*B, T, L, k]``; or a tensor ``[T, L, k]`` for each sequence.
-RoutedExperts = Ragged | Tensor | Sequence[Tensor]
-#: An optional field of a request.
-Recorded = Kept | Tensor | RowImages
 
 
 class RequestFields(TypedDict, total=False):
@@ -114,9 +110,10 @@ def _mask_of_rows(mask: Ragged | Sequence[Tensor | Sequence[bool]], tokens: Ragg
     flat = (
         mask if isinstance(mask, Ragged) else Ragged.from_list([_row(i, row, torch.bool) for i, row in enumerate(mask)])
     )
-    found, expected = flat.sizes, tokens.sizes
-    if found != expected:
-        raise ValueError(f"the mask must have one bool for each token, rows of {expected}, got rows of {found}.")
+    if flat.sizes != tokens.sizes:
+        raise ValueError(
+            f"the mask must have one bool for each token, rows of {tokens.sizes}, got rows of {flat.sizes}."
+        )
     return flat.values
 
 
@@ -140,87 +137,6 @@ class PaddedBatch(NamedTuple):
     sources: Tensor  # the flat index of the token in each slot, -1 at padding; [b, T]
 
 
-# ------------------------------------------------------------------ what is recorded for each token
-
-
-# An optional field holds integers ``[N, *F]``, of as many dimensions ``F`` as its ``dims`` say, none of size 0, read in its
-# ``dtype`` (None: as they were sent); or, without ``dims``, token ids for each scored token, as many as it has, or images.
-
-
-def _select(value: Recorded, elements: Tensor, rows: Tensor) -> Recorded | None:
-    """The part of the tokens at flat ``elements``, which are those of ``rows``."""
-    if isinstance(value, RowImages):
-        return value.select(rows)
-    return value.take(elements) if isinstance(value, Kept) else value[elements]
-
-
-def _concat(values: Sequence[Recorded]) -> Recorded:
-    """The field of several requests."""
-    if images := [x for x in values if isinstance(x, RowImages)]:
-        return RowImages.concat(images)
-    kept = [x for x in values if isinstance(x, Kept)]
-    if not kept:
-        return torch.cat([x for x in values if isinstance(x, Tensor)])
-    return Kept.of(torch.cat([x.ids for x in kept]), torch.cat([x.offsets.diff() for x in kept]))
-
-
-def _form(value: Recorded) -> tuple[object, ...]:
-    """The sizes, or names, that fields must share to be joined."""
-    if isinstance(value, RowImages):
-        return value.names
-    return () if isinstance(value, Kept) else tuple(value.shape[1:])
-
-
-def _sizes(value: Recorded, tokens: Ragged) -> Tensor:
-    """How many numbers are sent for each sequence, about; ``[S]``."""
-    if isinstance(value, RowImages):
-        return value.sizes()
-    if isinstance(value, Kept):
-        return value.offsets[tokens.offsets].diff()
-    return tokens.lengths * value.shape[1:].numel()
-
-
-def _pack(name: str, value: Recorded, mask: Tensor) -> dict[str, np.ndarray]:
-    """The arrays that are sent; ``mask [N]`` is True at scored tokens."""
-    if isinstance(value, RowImages):
-        return value.pack(name)
-    if not isinstance(value, Kept):
-        return {name: _narrow(value).numpy()}
-    chosen = value.take(mask.nonzero().squeeze(-1))
-    if len(chosen.ids) and not (int(chosen.ids.min()) >= 0 and int(chosen.ids.max()) < 2**31):
-        found = f"token ids from {int(chosen.ids.min())} to {int(chosen.ids.max())}"
-        raise ValueError(f"{name}.ids holds {found}: expected 0 to 2^31 - 1.")
-    return {f"{name}_counts": chosen.offsets.diff().int().numpy(), f"{name}_ids": chosen.ids.int().numpy()}
-
-
-def _unpack(name: str, arrays: Arrays, mask: Tensor, rows: int) -> Recorded:
-    """The field of the arrays."""
-    about = _OPTIONAL[name]
-    if about.get("of_rows"):
-        return RowImages.unpack(name, arrays, rows)
-    if about["dims"] is not None:
-        sizes = arrays.found[name].shape[1:] if name in arrays else ()
-        found = torch.from_numpy(arrays.take(name, "i", len(mask), *sizes).copy())
-        if len(sizes) not in about["dims"] or 0 in sizes:
-            raise ProtocolError(f"a request holds {name} of the shape {tuple(found.shape)}, expected some for each.")
-        return found.to(about.get("dtype", found.dtype))
-    counts = arrays.take(f"{name}_counts", "i", int(mask.sum())).astype(np.int64)
-    if counts.size and int(counts.min()) < 0:
-        raise ProtocolError(f"a request has {int(counts.min())} {name} tokens for one token, expected at least 0.")
-    ids = arrays.take(f"{name}_ids", "i", int(counts.sum())).astype(np.int64)
-    if ids.size and int(ids.min()) < 0:
-        raise ProtocolError(f"a request holds token id {int(ids.min())} in {name}, expected at least 0.")
-    every = torch.zeros(len(mask), dtype=torch.long)
-    every[mask] = torch.from_numpy(counts)
-    return Kept.of(torch.from_numpy(ids), every)
-
-
-def _narrow(values: Tensor) -> Tensor:
-    """Integers in at most 4 bytes each where they fit."""
-    fits = values.numel() == 0 or (int(values.max()) < 2**31 and int(values.min()) >= -(2**31))
-    return values.int() if values.dtype == torch.long and fits else values
-
-
 # ------------------------------------------------------------------ the request
 
 
@@ -228,8 +144,8 @@ def _narrow(values: Tensor) -> Tensor:
 class ScoreRequest:
     """Token ids of ``S`` sequences laid end to end, ``N`` in all, and the tokens among them to score. On the CPU.
 
-    Build one with :meth:`of`, which takes every form of token ids. A new field needs its dimensions here, its reading in
-    :meth:`of` and the place that uses it: cutting, joining and sending follow from the declaration.
+    Build one with :meth:`of`, which takes every form of token ids. An optional field is declared with its
+    :class:`~torchrl_llm_kl.scoring._fields.FieldKind`, which checks, cuts, joins and sends it.
 
     Attributes:
         tokens: int64 ids; ``values [N]``.
@@ -250,11 +166,11 @@ class ScoreRequest:
     tokens: Ragged
     mask: Tensor
     layout: Ragged
-    kept: Kept | None = field(default=None, metadata={"dims": None})
-    top_ids: Tensor | None = field(default=None, metadata={"dims": range(1, MAX_DIMS), "dtype": torch.long})
-    routing: Tensor | None = field(default=None, metadata={"dims": range(2, 3)})
-    ref_routing: Tensor | None = field(default=None, metadata={"dims": range(2, 3)})
-    images: RowImages | None = field(default=None, metadata={"dims": None, "of_rows": True})
+    kept: Kept | None = field(default=None, metadata={"kind": KeptIds()})
+    top_ids: Tensor | None = field(default=None, metadata={"kind": TokenIntegers(at_least=1)})
+    routing: Tensor | None = field(default=None, metadata={"kind": ExpertIds(at_least=2)})
+    ref_routing: Tensor | None = field(default=None, metadata={"kind": ExpertIds(at_least=2)})
+    images: RowImages | None = field(default=None, metadata={"kind": ImageField()})
     whole: bool = False  # forward scored sequences to their end: for models whose positions depend on the length
 
     @classmethod
@@ -306,28 +222,22 @@ class ScoreRequest:
         host, *masks = layout.to_host(*([] if flat is None else [flat]))
         tokens = Ragged(host.values.detach().long(), host.lengths, layout.container, host.keep)
         scored = _checked_mask(tokens, masks[0]) if masks else _all_but_first(tokens)
-        experts = (None if record is None else flat_record(record, tokens) for record in (routing, ref_routing))
-        kept = None if kept is None else check_kept(kept, tokens, scored)
-        top_ids = None if top_ids is None else _checked_top_ids(top_ids, tokens)
-        held = None if images is None else RowImages.of(images, tokens.num_sequences)
-        return cls(tokens, scored, layout, kept, top_ids, next(experts), next(experts), held)
+        every = {"kept": kept, "top_ids": top_ids, "routing": routing, "ref_routing": ref_routing, "images": images}
+        given = {name: value for name, value in every.items() if value is not None}
+        checked: dict[str, Any] = {name: FIELDS[name].check(name, x, tokens, scored) for name, x in given.items()}
+        return cls(tokens, scored, layout, **checked)
 
     # ------------------------------------------------------------------ optional fields
 
-    @staticmethod
-    def optional() -> tuple[str, ...]:
-        """The names of the optional fields."""
-        return tuple(_OPTIONAL)
-
     @property
-    def recorded(self) -> dict[str, Recorded]:
+    def recorded(self) -> dict[str, Any]:
         """The optional fields that are given, by name."""
-        return {name: value for name in _OPTIONAL if (value := getattr(self, name)) is not None}
+        return {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
 
     @property
     def form(self) -> tuple[tuple[str, tuple[object, ...]], ...]:
         """What requests must share to be joined."""
-        return tuple((name, _form(value)) for name, value in self.recorded.items())
+        return tuple((name, FIELDS[name].form(value)) for name, value in self.recorded.items())
 
     def elements(self, rows: Tensor) -> Tensor:
         """Flat indices of the tokens of sequences ``rows``, in that order."""
@@ -339,7 +249,9 @@ class ScoreRequest:
         """The sequences ``rows``, in that order."""
         elements = self.elements(rows)
         tokens = _laid_out(self.tokens.values[elements], self.tokens.lengths[rows])
-        chosen: Json = {name: _select(value, elements, rows) for name, value in self.recorded.items()}
+        chosen: dict[str, Any] = {
+            name: FIELDS[name].select(value, elements, rows) for name, value in self.recorded.items()
+        }
         return replace(self, tokens=tokens, mask=self.mask[elements], layout=tokens, **chosen)
 
     @staticmethod
@@ -351,15 +263,15 @@ class ScoreRequest:
         every = [(request.tokens.values, request.tokens.lengths, request.mask) for request in requests]
         values, lengths, mask = map(torch.cat, zip(*every, strict=True))
         tokens, first = _laid_out(values, lengths), requests[0]
-        joined: dict[str, Any] = {name: _concat([getattr(each, name) for each in requests]) for name in first.recorded}
+        joined = {name: FIELDS[name].concat([getattr(each, name) for each in requests]) for name in first.recorded}
         return replace(first, tokens=tokens, mask=mask, layout=tokens, **joined)
 
     def sizes(self) -> Tensor:
         """How many numbers are sent for each sequence, about; ``[S]``."""
-        found = self.tokens.lengths
-        for value in self.recorded.values():
-            found = found + _sizes(value, self.tokens)
-        return found
+        sizes = self.tokens.lengths
+        for name, value in self.recorded.items():
+            sizes = sizes + FIELDS[name].sizes(value, self.tokens)
+        return sizes
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """The request as arrays: 4 or 8 bytes for a token, 8 for a sequence, a bit for a token, and the optional fields.
@@ -367,40 +279,35 @@ class ScoreRequest:
         A :class:`~torchrl_llm_kl.head.Kept` takes 4 bytes for each scored token and for each one that was kept, as does each
         of the ``top_ids``.
         """
-        found = {
+        arrays = {
             "lengths": self.tokens.lengths.numpy(),
-            "tokens": _narrow(self.tokens.values).numpy(),
+            "tokens": narrow(self.tokens.values).numpy(),
             "mask": np.packbits(self.mask.numpy()),
         }
         for name, value in self.recorded.items():
-            found |= _pack(name, value, self.mask)
-        return found
+            packed = FIELDS[name].pack(value, self.mask)
+            arrays |= {f"{name}.{part}".rstrip("."): array for part, array in packed.items()}
+        return arrays
 
     @classmethod
-    def from_arrays(cls, arrays: Arrays, names: Sequence[str]) -> ScoreRequest:
-        """The request of :meth:`to_arrays` with the optional fields ``names``; a :class:`ProtocolError` for another."""
-        lengths, values = arrays.take("lengths", "i", None).astype(np.int64), arrays.take("tokens", "i", None)
-        count = len(values)
-        if lengths.size and not (int(lengths.min()) >= 0 and int(lengths.max()) <= count):
-            wrong = lengths[(lengths < 0) | (lengths > count)][0]
-            raise ProtocolError(f"a request holds a sequence of length {wrong}, expected 0 to its {count} tokens.")
-        if (total := int(lengths.sum())) != count:
-            raise ProtocolError(f"the lengths of a request add up to {total}, expected its {count} tokens.")
-        bits = arrays.take("mask", "u", (count + 7) // 8)
-        if bits.dtype != np.uint8 or (count % 8 and int(bits[-1]) & (0xFF >> count % 8)):
-            raise ProtocolError(f"the mask of a request has bits after its {count} tokens, expected zeros there.")
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> ScoreRequest:
+        """The request of :meth:`to_arrays`, checked as :meth:`of` checks it; a ValueError for other arrays."""
+        lengths, values, bits = (arrays[name] for name in ("lengths", "tokens", "mask"))
+        count, parts = len(values), {name: dict[str, np.ndarray]() for name in FIELDS}
+        if (lengths < 0).any() or lengths.sum() != count or bits.shape != ((count + 7) // 8,):
+            raise ValueError(
+                f"a request has {count} tokens, {len(bits)} bytes of a mask and the lengths {lengths.tolist()!s:.60}: expected "
+                "lengths that add up to the tokens, and a bit for each."
+            )
+        for name in arrays.keys() - {"lengths", "tokens", "mask"}:
+            owner, _, part = name.partition(".")
+            if owner not in parts:
+                raise ValueError(f"a request has an unknown array {name!r:.60}.")
+            parts[owner][part] = arrays[name]
         mask = torch.from_numpy(np.unpackbits(bits, count=count).astype(bool))
-        tokens = _laid_out(torch.from_numpy(values.astype(np.int64)), torch.from_numpy(lengths))
-        try:
-            fields: Json = {name: _unpack(name, arrays, mask, len(lengths)) for name in names}
-            found = cls(tokens, mask, tokens, **fields)
-            arrays.end()
-            _checked_mask(tokens, mask)
-            if found.kept is not None:
-                check_kept(found.kept, tokens, mask)
-        except ValueError as error:
-            raise ProtocolError(f"{error!s:.300}") from None
-        return found
+        tokens = _laid_out(torch.from_numpy(values.copy()), torch.from_numpy(lengths.astype(np.int64)))
+        given: dict[str, Any] = {name: FIELDS[name].unpack(own, tokens, mask) for name, own in parts.items() if own}
+        return cls.of(tokens, mask, **given)
 
     # ------------------------------------------------------------------ the tokens to forward
 
@@ -412,8 +319,8 @@ class ScoreRequest:
         """
         tokens = self.tokens
         last_scored = torch.where(self.mask, tokens.positions, 0)
-        found = torch.zeros_like(tokens.lengths).scatter_reduce(0, tokens.sequence_ids, last_scored, "amax")
-        return torch.where(found > 0, tokens.lengths, 0) if self.whole else found
+        needed = torch.zeros_like(tokens.lengths).scatter_reduce(0, tokens.sequence_ids, last_scored, "amax")
+        return torch.where(needed > 0, tokens.lengths, 0) if self.whole else needed
 
     def before(self, element: Tensor) -> tuple[Tensor, Tensor]:
         """Sequence and position of the token that predicts each flat element; ``[K]`` each."""
@@ -478,72 +385,33 @@ class ScoreRequest:
 
     def locate(self, element: int) -> str:
         """Sequence and position of a flat element, for errors."""
-        return _place(self.tokens, element)
+        return place_of(self.tokens, element)
 
 
 def not_text(tokens: Ragged, placeholders: Mapping[int, str]) -> NotTextError | None:
     """The error of the first token that stands for an image or the like without its pixels; None without one."""
     if not placeholders:
         return None
-    found = torch.isin(tokens.values, torch.tensor(list(placeholders), device=tokens.values.device))
-    if not bool(found.any()):
+    stands_for = torch.isin(tokens.values, torch.tensor(list(placeholders), device=tokens.values.device))
+    if not bool(stands_for.any()):
         return None
-    element = int(found.nonzero()[0])
+    element = int(stands_for.nonzero()[0])
     token = int(tokens.values[element])
     return NotTextError(
-        f"token id {token} at {_place(tokens, element)} is the model's {placeholders[token]}: it stands for what is not "
+        f"token id {token} at {place_of(tokens, element)} is the model's {placeholders[token]}: it stands for what is not "
         'text, such as an image, and its pixels are missing. Pass images= (the entry "images" of data) for an image, and '
         "leave sequences with video or sound out."
     )
 
 
-def _place(tokens: Ragged, element: int) -> str:
-    return f"sequence {int(tokens.sequence_ids[element])}, position {int(tokens.positions[element])}"
-
-
-def check_kept(kept: Kept, tokens: Ragged, mask: Tensor) -> Kept:
-    """Recorded tokens on the CPU; a ValueError unless they belong to ``tokens`` where the boolean ``mask [N]`` is True.
-
-    Example:
-        >>> tokens, mask = Ragged.from_list([torch.tensor([3, 6])]), torch.tensor([False, True])
-        >>> check_kept(Kept(torch.tensor([5, 6]), torch.tensor([0, 0, 2])), tokens, mask).ids.tolist()
-        [5, 6]
-    """
-    kept = Kept(kept.ids.detach().cpu().long(), kept.offsets.cpu().long())
-    values, count = tokens.values.detach().cpu(), tokens.values.shape[0]
-    if kept.offsets.shape != (count + 1,) or int(kept.offsets[0]) != 0 or int(kept.offsets[-1]) > len(kept.ids):
-        raise ValueError(
-            f"kept.offsets must hold {count + 1} numbers from 0 to at most {len(kept.ids)}, got {tuple(kept.offsets.shape)}."
-        )
-    counts = kept.offsets.diff()
-    if bool((counts < 0).any()):
-        raise ValueError("kept.offsets must not descend.")
-    kept = kept._replace(ids=kept.ids[: int(kept.offsets[-1])])
-    rows = kept.rows
-    found = torch.zeros(count, dtype=torch.bool)
-    found[rows[kept.ids == values[rows]]] = True
-    lost = (mask.cpu() & ~found).nonzero()
-    if len(lost):
-        element = int(lost[0])
-        raise ValueError(
-            f"token {int(values[element])} at {_place(tokens, element)} is not among the {int(counts[element])} recorded "
-            "as kept there: check that rows and positions match the token ids, or mask out tokens that were not sampled."
-        )
-    return kept
-
-
-_OPTIONAL = {each.name: each.metadata for each in fields(ScoreRequest) if "dims" in each.metadata}
+#: The optional fields and their kinds, by name.
+FIELDS: Mapping[str, FieldKind[Any]] = {
+    each.name: each.metadata["kind"] for each in fields(ScoreRequest) if "kind" in each.metadata
+}
 
 
 def _laid_out(values: Tensor, lengths: Tensor) -> Ragged:
     return Ragged(values, None, Rows(lengths.tolist(), torch.Size([len(lengths)]), values.device))
-
-
-def _checked_top_ids(top_ids: Tensor, tokens: Ragged) -> Tensor:
-    count = tokens.values.shape[0]
-    if top_ids.ndim < 2 or top_ids.shape[0] != count or top_ids.shape[1:].numel() == 0:
-        raise ValueError(f"top_ids has shape {tuple(top_ids.shape)}: expected ({count}, ..., k), ids for each token.")
-    return top_ids.detach().cpu().long()
 
 
 def _first_tokens(tokens: Ragged) -> Tensor:
@@ -569,47 +437,12 @@ def _checked_mask(tokens: Ragged, mask: Tensor) -> Tensor:
     return mask
 
 
-def flat_record(routing: RoutedExperts, tokens: Ragged) -> Tensor:
-    """Experts of any accepted form in the order of the tokens, -1 for a last token that has none; integers ``[N, *, *]``.
-
-    Example:
-        >>> tokens = Ragged.from_list([torch.tensor([5, 6]), torch.tensor([7])])
-        >>> flat_record([torch.tensor([[[3, 1]]]), torch.tensor([[[0, 2]]])], tokens).tolist()
-        [[[3, 1]], [[-1, -1]], [[0, 2]]]
-    """
-    count = tokens.values.shape[0]
-    if isinstance(routing, Tensor) and routing.is_nested:
-        routing = Ragged.from_nested(routing)
-    if isinstance(routing, Ragged):
-        routing = routing.to_list()
-    if isinstance(routing, Tensor):
-        values = routing.detach().cpu()
-        slots = tokens.container.batch_shape.numel(), sum(tokens.container.row_sizes)
-        if values.ndim > 3 and (values.shape[:-3].numel(), values.shape[:-2].numel()) == slots:
-            values = values.flatten(0, -3) if tokens.keep is None else values.flatten(0, -3)[tokens.keep]
-        if values.ndim != 3 or values.shape[0] != count:
-            raise ValueError(f"the record has shape {tuple(routing.shape)}: expected ({count}, layers, experts).")
-        return _signed(values)
-    rows = [torch.as_tensor(row).detach().cpu() for row in routing]
-    lengths = tokens.lengths.tolist()
-    if len(rows) != len(lengths):
-        raise ValueError(
-            f"the record has {len(rows)} sequences, the tokens have {len(lengths)}: expected one for each."
-        )
-    for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        if row.ndim != 3 or row.shape[0] not in (length, length - 1):
-            raise ValueError(
-                f"the record of sequence {i} has shape {tuple(row.shape)}: expected ({length}, layers, experts), or "
-                f"{max(length - 1, 0)} rows if the last token was not forwarded."
-            )
-    joined = Ragged.from_list([_signed(row) for row in rows])
-    out = joined.values.new_full((count, *joined.values.shape[1:]), -1)
-    out[tokens.first(joined.lengths)] = joined.values
-    return out
-
-
-def _signed(values: Tensor) -> Tensor:
-    if values.is_floating_point() or values.dtype == torch.bool:
-        raise ValueError(f"the record holds {values.dtype}: expected integers, the ids of experts.")
-    wider = {torch.uint8: torch.int16, torch.uint16: torch.int32, torch.uint32: torch.int64}
-    return values.to(wider.get(values.dtype, values.dtype))
+def read_request(
+    sequences: Sequences | ScoreRequest, mask: TokenMask | None, attention_mask: Tensor | None
+) -> ScoreRequest:
+    """The request, or one of token ids and masks; a TypeError for a request and a mask."""
+    if not isinstance(sequences, ScoreRequest):
+        return ScoreRequest.of(sequences, mask, attention_mask=attention_mask)
+    if mask is not None or attention_mask is not None:
+        raise TypeError("a ScoreRequest holds its own mask: leave mask and attention_mask out.")
+    return sequences

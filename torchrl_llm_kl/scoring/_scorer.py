@@ -13,12 +13,10 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name, check_range, finite_total, to_host
 from torchrl_llm_kl._private import compiled_call
-from torchrl_llm_kl._typing import ImageRows
-from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring._cache import PrefixKVCache
 from torchrl_llm_kl.scoring._explain import Explanation, explain
 from torchrl_llm_kl.scoring._forks import has_state
-from torchrl_llm_kl.scoring._images import ImageModel, RowImages
+from torchrl_llm_kl.scoring._images import ImageModel
 from torchrl_llm_kl.scoring._invariant import PACK, check_pack, circumstances, drops, obstacle
 from torchrl_llm_kl.scoring._mismatch import SamplerMismatchWarning
 from torchrl_llm_kl.scoring._model import (
@@ -39,7 +37,7 @@ from torchrl_llm_kl.scoring._options import Changes, ScoreOptions
 from torchrl_llm_kl.scoring._passes import Run
 from torchrl_llm_kl.scoring._probe import choose_route, find_variance
 from torchrl_llm_kl.scoring._protocol import Model, Scorer
-from torchrl_llm_kl.scoring._request import RequestFields, RoutedExperts, ScoreRequest, Sequences, TokenMask, not_text
+from torchrl_llm_kl.scoring._request import ScoreRequest, Sequences, TokenMask, not_text, read_request
 from torchrl_llm_kl.scoring._routing import Routers, Routing
 from torchrl_llm_kl.scoring._sampling import Sampling
 from torchrl_llm_kl.scoring._scores import Scores, kept_of
@@ -103,12 +101,15 @@ class LogProbScorer(Scorer):
         [tensor([0.0000, 1.3863])]
     """
 
-    memory: PrefixKVCache
-    tokens_per_batch: int | None
-    head_chunk: int
-    probe: bool
-    share_prefixes: bool
-    forwards: int
+    # No other attribute can be set: a setting that is none would have no effect.
+    __slots__ = (
+        *("_complaint", "_memory", "_model", "_proof", "_route", "_warned_apart", "_warned_outside", "_wrapper"),
+        *("forwards", "head_chunk", "instead", "offers", "place", "probe", "share_prefixes", "tokens_per_batch"),
+    )
+
+    offers: frozenset[str]
+    place: str
+    instead: str
 
     def __init__(
         self,
@@ -123,7 +124,8 @@ class LogProbScorer(Scorer):
     ) -> None:
         check_not_a_name(model=model)
         inner = unwrap(model) if is_wrapper(model) else None
-        self.model = model if inner is None else inner
+        self._model = model if inner is None else inner
+        self.offers, self.place, self.instead = Scorer.offers, Scorer.place, Scorer.instead
         if not isinstance(self.model, nn.Module) and not is_wrapper(self.model):
             raise TypeError(
                 f"model must be a wrapper or another torch module that returns logits, got {type(model).__name__}."
@@ -134,7 +136,8 @@ class LogProbScorer(Scorer):
             # vLLM's logprobs_mode is of sampled tokens: those of a prompt are of the model itself.
             self.instead = "score the transformers model"
         options = (options or ScoreOptions()).but(**changes)
-        self.memory = PrefixKVCache(options.memory)
+        check_range(1, tokens_per_batch=tokens_per_batch, head_chunk=head_chunk)
+        self._memory = PrefixKVCache(options.memory)
         self.options = options
         self.tokens_per_batch, self.head_chunk = tokens_per_batch, head_chunk
         self.probe, self.share_prefixes = probe, share_prefixes
@@ -152,12 +155,15 @@ class LogProbScorer(Scorer):
         if options.deterministic and self._route is not None:
             self._setup(torch.device("cpu"), options.but(grad=False))
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("tokens_per_batch", "head_chunk"):
-            check_range(1, **{name: value})
-        elif name == "memory" and not isinstance(value, PrefixKVCache):
-            raise TypeError(f"memory is the scorer's cache, got {value!r}: set memory.limit, in bytes.")
-        super().__setattr__(name, value)
+    @property
+    def model(self) -> Any:
+        """What is scored; fixed, since it is checked when the scorer is built."""
+        return self._model
+
+    @property
+    def memory(self) -> PrefixKVCache:
+        """The cache of ``remember``."""
+        return self._memory
 
     def check(
         self, options: ScoreOptions, request: ScoreRequest | None = None, *, reference: Scorer | None = None
@@ -240,24 +246,18 @@ class LogProbScorer(Scorer):
         mask: TokenMask | None = None,
         *,
         attention_mask: Tensor | None = None,
-        kept: Kept | None = None,
-        routing: RoutedExperts | None = None,
-        images: ImageRows | RowImages | None = None,
         **changes: Unpack[Changes],
     ) -> Explanation:
-        """How the log-prob of one token comes about, beside a forward of its sequence alone by the model itself.
+        """How the log-prob of one token comes about, beside the model's own forward of only its sequence.
 
         Args:
-            sequences: see :meth:`ScoreRequest.of`; or a request, without the arguments for one.
+            sequences: token ids or a request, as for :meth:`score`.
             row: which sequence, from 0.
             token: which of its tokens, from 1: the first has no prefix.
-            mask: see :meth:`ScoreRequest.of`.
+            mask: as for :meth:`score`.
 
         Keyword Args:
-            attention_mask: see :meth:`ScoreRequest.of`.
-            kept: see :meth:`ScoreRequest.of`.
-            routing: see :meth:`ScoreRequest.of`.
-            images: see :meth:`ScoreRequest.of`.
+            attention_mask: as for :meth:`score`.
             changes: fields of :class:`ScoreOptions`, and ``temperature``.
 
         Returns:
@@ -274,10 +274,8 @@ class LogProbScorer(Scorer):
             >>> print(f"{found.log_prob:.4f} {found.difference:.4f} {found.attended}")
             -1.3863 0.0000 2
         """
-        if not isinstance(sequences, ScoreRequest):
-            fields = RequestFields(kept=kept, routing=routing, images=images)
-            sequences = ScoreRequest.of(sequences, mask, attention_mask=attention_mask, **fields)
-        return explain(self, sequences, row, token, self.options.but(**changes))
+        request = read_request(sequences, mask, attention_mask)
+        return explain(self, request, row, token, self.options.but(**changes))
 
     def forget(self) -> None:
         """See :meth:`Scorer.forget`."""
@@ -346,19 +344,21 @@ class LogProbScorer(Scorer):
                 f"an exact KL needs whole distributions, and {reference.place} returns log-probs only: {reference.instead}."
             )
         reference.check(reference.options)
-        if reference.sampling.truncates:
+        if reference.options.sampling.truncates:
             raise ValueError(
-                f"the reference is scored with {reference.sampling}, and the KL may be infinite: leave its sampling= out. "
+                f"the reference is scored with {reference.options.sampling}, so that the KL may be infinite: leave that out. "
                 'Sampling(reference="kept") of the policy compares over what it keeps.'
             )
-        if options.temperature == self.temperature != reference.temperature:
+        if options.temperature == self.options.temperature != reference.options.temperature:
             raise ValueError(
-                f"scored at temperature {self.temperature} and the reference at {reference.temperature}: give both one."
+                f"The policy is scored at temperature {options.temperature} and the reference at "
+                f"{reference.options.temperature}: give both one."
             )
         ours, theirs = self._rounding(options), reference._rounding(reference.options)
         if ours != theirs:
             raise ValueError(
-                f"scored with {ours} and {theirs}: their difference in rounding would count as KL. Give both the same."
+                f"The policy uses {ours} and the reference {theirs}. Their rounding difference would appear as KL. Use the "
+                "same for both."
             )
 
     def _routing(self, request: ScoreRequest, record: Tensor | None, records: bool = False) -> Routing | None:
@@ -419,7 +419,7 @@ class LogProbScorer(Scorer):
 
     def _choose_route(self) -> Route:
         with locked(self.model):
-            route, complaint = choose_route(self.model, probe=self.probe, dtype=self.dtype)
+            route, complaint = choose_route(self.model, probe=self.probe, dtype=self.options.dtype)
         self._complaint = complaint
         if complaint:
             warnings.warn(

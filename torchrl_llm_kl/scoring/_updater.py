@@ -98,7 +98,7 @@ class ReferenceUpdater:
         if decay is not None and not 0 <= decay < 1:
             raise ValueError(f"decay, of the old reference, must be at least 0 and less than 1, got {decay}.")
         self.decay, self.every, self.reset_every, self.steps = decay, every, reset_every, 0
-        adapter = reference.adapters if isinstance(reference, LogProbScorer) else True
+        adapter = reference.options.adapters if isinstance(reference, LogProbScorer) else True
         self._policy = _module(policy, "policy")
         self._service = reference if isinstance(reference, Service) else None
         self._reference = self._policy if self._service is not None else _module(reference, "reference")

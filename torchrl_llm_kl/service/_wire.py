@@ -106,14 +106,17 @@ class Request:
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout <= MAX_TIMEOUT:
             raise head.wrong("timeout", timeout, f"a number of seconds from 0 to {MAX_TIMEOUT:g}")
         head.end()
-        known = [name for name in ScoreRequest.optional() if isinstance(recorded, list) and name in recorded]
-        if recorded != known:
-            raise head.wrong("recorded", recorded, f"some of {', '.join(ScoreRequest.optional())}, in this order")
         try:
             options = checked_top_k(ScoreOptions.from_dict(given))
         except ValueError as error:
             raise ProtocolError(f"a request holds invalid options: {error!s:.300}") from None
-        return cls(ScoreRequest.from_arrays(arrays, known), options, version, **rest)
+        try:
+            scored = ScoreRequest.from_arrays(arrays.found)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
+            raise ProtocolError(f"{error!s:.300}") from None
+        if recorded != list(scored.recorded):
+            raise head.wrong("recorded", recorded, f"the fields {', '.join(scored.recorded)}")
+        return cls(scored, options, version, **rest)
 
 
 def checked_top_k(options: ScoreOptions) -> ScoreOptions:

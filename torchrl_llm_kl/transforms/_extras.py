@@ -38,7 +38,6 @@ from torchrl_llm_kl.rollouts import (
 )
 from torchrl_llm_kl.scoring import (
     Changes,
-    LogProbScorer,
     Model,
     RequestFields,
     Routers,
@@ -217,7 +216,7 @@ class ExactKL(_OfScores):
         key: where it goes.
     """
 
-    reference: Model | LogProbScorer
+    reference: Model
     key: NestedKey = ("exact_kl", "full")
     scores: ClassVar[tuple[str, ...]] = ("kl",)
 

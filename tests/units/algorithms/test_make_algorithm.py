@@ -110,7 +110,7 @@ def test_arguments_for_the_loss_and_the_masks() -> None:
     assert parts.loss.scorer.tokens_per_batch == 64
     parts = made("ppo", critic=TabularCritic(TASK), masking_strategy="rlhf", options=ScoreOptions(Sampling(0.5)))
     assert parts.loss.masking_strategy == parts.critic_loss.masking_strategy == "rlhf"
-    assert parts.loss.scorer.temperature == 0.5
+    assert parts.loss.scorer.options.temperature == 0.5
     # An exact KL is given the reference and does not train it.
     reference = TASK.policy()
     parts = made(reference=reference, kl_loss="exact")

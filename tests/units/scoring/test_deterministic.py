@@ -80,7 +80,7 @@ def differing(scorer: LogProbScorer, mine: list[Tensor], number: int, vocab: int
     alone = [bits(scorer.evaluate([row], **options), 0) for row in mine]
     count = 0
     for i, (rows, places, masks) in enumerate(packs(mine, number, vocab)):
-        scores = scorer.evaluate(rows, masks, grad=i % 5 == 0 and scorer.adapters is True, **options)
+        scores = scorer.evaluate(rows, masks, grad=i % 5 == 0 and scorer.options.adapters is True, **options)
         for want, place in zip(alone, places, strict=True):
             count += not all(torch.equal(a, b) for a, b in zip(bits(scores, place), want, strict=True))
     return count
@@ -112,10 +112,10 @@ def test_bits_of_windows_soft_caps_scaled_logits_modules_and_adapters(build: Any
     scorer = LogProbScorer(build(), deterministic=True, **settings)
     assert scorer.path == "head"
     assert differing(scorer, rows, 4, entropy=True) == 0
-    plain = scorer.model if scorer.adapters is True else long()
-    want = plain_log_probs(plain, Ragged.from_list(rows), temperature=scorer.temperature)
+    plain = scorer.model if scorer.options.adapters is True else long()
+    want = plain_log_probs(plain, Ragged.from_list(rows), temperature=scorer.options.temperature)
     assert_near(scorer.score(rows).values, want, **FORWARD)
-    if scorer.adapters is not True:
+    if scorer.options.adapters is not True:
         assert torch.equal(scorer.score(rows).values, LogProbScorer(plain, deterministic=True).score(rows).values)
 
 
@@ -279,7 +279,7 @@ def test_no_other_budget_after_out_of_memory_and_an_exact_kl_needs_both_alike(fi
         raise torch.OutOfMemoryError
 
     for reference in (LogProbScorer(other), LogProbScorer(other, deterministic=True, tokens_per_batch=128)):
-        with pytest.raises(ValueError, match="their difference in rounding would count as KL"):
+        with pytest.raises(ValueError, match="Their rounding difference would appear as KL"):
             fixed.evaluate(ROW, reference=reference)
     default = LogProbScorer(fixed.model, deterministic=True, tokens_per_batch=256)
     assert not fixed.evaluate(ROW, reference=default).kl.values.any()
@@ -293,15 +293,15 @@ def test_settings_reach_every_scorer(model: nn.Module, monkeypatch: pytest.Monke
     """So the first ratio of a step is 1 and the KL of a copy 0: old log-probs have the bits of current ones."""
     monkeypatch.setattr(_scorer, "find_variance", lambda *_: None)
     kl = RetrieveKL(model, copy.deepcopy(model), estimator="exact", options=ScoreOptions(deterministic=True))
-    assert [kl[0].scorer.deterministic, kl[1].scorer.deterministic] == [True] * 2
+    assert [kl[0].scorer.options.deterministic, kl[1].scorer.options.deterministic] == [True] * 2
     rows = rows_of(9, 40)
     data = tokens("padded", [row[:3].tolist() for row in rows], [row[3:].tolist() for row in rows])
     assert not kl(data)["kl_penalty"].any()
     loss = PolicyLoss(
         model, "ppo", terms=[KLToReference(0.1)], options=ScoreOptions(deterministic=True), reference=model
     )
-    assert [loss.scorer.deterministic, loss._reference_scorer.deterministic] == [True] * 2
-    assert PolicyLoss(LogProbScorer(model, deterministic=True), "ppo")._sharp_scorer.deterministic
+    assert [loss.scorer.options.deterministic, loss._reference_scorer.options.deterministic] == [True] * 2
+    assert PolicyLoss(LogProbScorer(model, deterministic=True), "ppo")._sharp_scorer.options.deterministic
     with pytest.raises(ValueError, match=r"own settings: set its options there"):
         PolicyLoss(LogProbScorer(model), "ppo", options=ScoreOptions(deterministic=True))
     options = {"reference": LogProbScorer(model), "group_size": 2, "options": ScoreOptions(deterministic=True)}

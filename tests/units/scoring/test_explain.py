@@ -106,8 +106,8 @@ def test_experts_are_replayed_by_both() -> None:
     model = tiny_model("mixtral")
     scorer = LogProbScorer(model)
     record = torch.rand(52, 3, 6, generator=torch.Generator().manual_seed(0)).argsort(-1)[..., :2]
-    found, own = (scorer.explain(ROWS, 0, 24, routing=routing) for routing in (record, None))
-    assert found.log_prob == float(scorer.score(ROWS, routing=record).values[24])
+    found, own = (scorer.explain(ScoreRequest.of(ROWS, routing=routing), 0, 24) for routing in (record, None))
+    assert found.log_prob == float(scorer.score(ScoreRequest.of(ROWS, routing=record)).values[24])
     assert_near(torch.tensor(found.log_prob), torch.tensor(found.plain), **FORWARD)
     assert abs(found.log_prob - own.log_prob) > 1e-3
 

@@ -9,7 +9,7 @@ import torch
 
 from image_models import FAMILIES, IMAGE, image_model, joined, num_placeholders, own_log_probs, picture
 from torchrl_llm_kl import LogProbScorer, RememberedModel, ScoreRequest
-from torchrl_llm_kl.scoring._bytes import Arrays, ProtocolError
+from torchrl_llm_kl.scoring._bytes import ProtocolError
 from torchrl_llm_kl.scoring._images import RowImages, _is_causal
 from torchrl_llm_kl.service._wire import Request
 
@@ -62,7 +62,7 @@ def counted(monkeypatch, model):
 def test_scores_are_the_models_own(family, share):
     model, (ids, images) = model_of(family), rows_of(family)
     scorer = LogProbScorer(model, share_prefixes=share, tokens_per_batch=50)
-    found = scorer.score(ids, images=images).to_list()
+    found = scorer.score(ScoreRequest.of(ids, images=images)).to_list()
     for row, record, got in zip(ids, images, found, strict=True):
         want = own_log_probs(family, model, row, record).detach()
         text = torch.tensor(row[1:]) != IMAGE
@@ -73,7 +73,7 @@ def test_scores_are_the_models_own(family, share):
 @pytest.mark.parametrize(("family", "kind"), [("qwen3_vl", "pack"), ("gemma3", "micro-batch")])
 def test_a_score_with_images_is_explained(family, kind):
     ids, images = rows_of(family)
-    found = LogProbScorer(model_of(family)).explain(ids[:4], 2, len(ids[2]) - 1, images=images[:4])
+    found = LogProbScorer(model_of(family)).explain(ScoreRequest.of(ids[:4], images=images[:4]), 2, len(ids[2]) - 1)
     assert abs(found.difference) < 1e-5
     assert (found.kind, found.attended) == (kind, len(ids[2]) - 1)
 
@@ -90,7 +90,7 @@ def test_gradients_are_the_models_own(family, monkeypatch):
     weights = {name: weight for name, weight in model.named_parameters() if not name.endswith("k_proj.bias")}
     expected = torch.autograd.grad(own, [*weights.values()], allow_unused=True)
     calls = counted(monkeypatch, model)
-    total = LogProbScorer(model).score(ids, images=images, grad=True).values.sum()
+    total = LogProbScorer(model).score(ScoreRequest.of(ids, images=images), grad=True).values.sum()
     found = torch.autograd.grad(total, [*weights.values()], allow_unused=True)
     assert sum(calls) == 2
     for name, a, b in zip(weights, expected, found, strict=True):
@@ -110,7 +110,7 @@ def test_each_distinct_image_is_encoded_once(monkeypatch):
     scorer = LogProbScorer(model)
     for options in ({}, {"grad": True}):
         calls.clear()
-        scorer.score(ids, images=copies, **options)
+        scorer.score(ScoreRequest.of(ids, images=copies), **options)
         assert sum(calls) == 2
     calls.clear()
     for row, record in zip(ids, copies, strict=True):
@@ -119,9 +119,9 @@ def test_each_distinct_image_is_encoded_once(monkeypatch):
     # With a reference, each model encodes its own.
     calls.clear()
     other = LogProbScorer(image_model("qwen2_5_vl", seed=1))
-    both = scorer.evaluate(ids, images=copies, reference=other)
+    both = scorer.evaluate(ScoreRequest.of(ids, images=copies), reference=other)
     assert sum(calls) == 2
-    assert torch.equal(both.ref_log_prob.values, other.score(ids, images=copies).values)
+    assert torch.equal(both.ref_log_prob.values, other.score(ScoreRequest.of(ids, images=copies)).values)
 
 
 def test_the_whole_output_of_a_processor_will_do():
@@ -130,9 +130,9 @@ def test_the_whole_output_of_a_processor_will_do():
     ids = torch.tensor([row_of("qwen2_5_vl", image)])
     output = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).long()}
     scorer, rows = LogProbScorer(model), ids.tolist()
-    expected = scorer.score(rows, images=[image]).values
+    expected = scorer.score(ScoreRequest.of(rows, images=[image])).values
     for images in ([{**output, **image, "pixel_values_videos": None}], ScoreRequest.of(rows, images=[image]).images):
-        assert torch.equal(scorer.score(rows, images=images).values, expected)
+        assert torch.equal(scorer.score(ScoreRequest.of(rows, images=images)).values, expected)
     assert ScoreRequest.of(rows, images=[None]).images is None
 
 
@@ -156,12 +156,12 @@ def test_equal_ids_with_other_pixels_are_other_prefixes(family, tmp_path):
     row = row_of(family, images[0])
     want = torch.stack([own_log_probs(family, model, row, image) for image in images])[:, -3:].detach()
     assert (want[0] - want[1]).abs().max() > 0.1
-    together = LogProbScorer(model).score([row] * 2, images=images)
+    together = LogProbScorer(model).score(ScoreRequest.of([row] * 2, images=images))
     assert torch.allclose(torch.stack(together.to_list())[:, -3:], want, atol=1e-5)
     remembering, store = LogProbScorer(model, remember=True), RememberedModel(model, tmp_path)
     for scorer in (remembering, store.make_scorer()):
         for image, expected in zip(images * 2, [*want, *want], strict=True):
-            (found,) = scorer.score([row], images=[image]).to_list()
+            (found,) = scorer.score(ScoreRequest.of([row], images=[image])).to_list()
             assert torch.allclose(found[-3:], expected, atol=1e-5)
     assert remembering.memory.tokens_recalled >= 2 * (len(row) - 1)  # the second time
     assert store.store.tokens_recalled * 2 == store.store.tokens_seen
@@ -173,9 +173,9 @@ def test_a_conversation_with_one_more_image_continues():
     ids = row_of("qwen3_vl", first)
     longer = [*ids, 7, *[IMAGE] * 8, 8, 30, 31]
     scorer = LogProbScorer(model, remember=True)
-    scorer.score([ids], images=[first])
+    scorer.score(ScoreRequest.of([ids], images=[first]))
     images = {name: torch.cat([first[name], second[name]]) for name in first}
-    (found,) = scorer.score([longer], images=[images]).to_list()
+    (found,) = scorer.score(ScoreRequest.of([longer], images=[images])).to_list()
     assert scorer.memory.tokens_recalled == len(ids) - 1
     want = own_log_probs("qwen3_vl", model, longer, images).detach()
     assert torch.allclose(found[-2:], want[-2:], atol=1e-5)
@@ -201,9 +201,9 @@ def test_what_does_not_fit_names_the_row():
         ([[*good, 6]], [image], "video_token_id"),
     ):
         with pytest.raises(ValueError, match=message):
-            scorer.score(ids, images=images)
+            scorer.score(ScoreRequest.of(ids, images=images))
     with pytest.raises(TypeError, match="images of row 1: expected a processor's output"):
-        scorer.score([good, good], images=[image, pixels])
+        scorer.score(ScoreRequest.of([good, good], images=[image, pixels]))
     with pytest.raises(ValueError, match="images of one request have the names"):
         ScoreRequest.of([good, good], images=[image, picture("gemma3", 1)])
 
@@ -212,13 +212,13 @@ def test_who_takes_no_images_says_so():
     image = picture("qwen2_5_vl", 1)
     row = row_of("qwen2_5_vl", image)
     with pytest.raises(ValueError, match="deterministic=True with images"):
-        LogProbScorer(model_of("qwen2_5_vl")).score([row], images=[image], deterministic=True)
+        LogProbScorer(model_of("qwen2_5_vl")).score(ScoreRequest.of([row], images=[image]), deterministic=True)
     text = torch.nn.Module()
     text.forward = lambda input_ids: (torch.zeros(*input_ids.shape, 40),)
     with pytest.warns(UserWarning, match="full forward"):
         scorer = LogProbScorer(text)
     with pytest.raises(ValueError, match="expected an image-text model of the families"):
-        scorer.score([row], images=[image])
+        scorer.score(ScoreRequest.of([row], images=[image]))
 
 
 @pytest.mark.filterwarnings("default:Image tokens attend")
@@ -226,11 +226,11 @@ def test_bidirectional_images_take_the_padded_route_and_say_so():
     model, image = model_of("gemma3"), picture("gemma3", 1)
     scorer = LogProbScorer(model)
     with pytest.warns(UserWarning, match="Gemma3ForConditionalGeneration is given images") as seen:
-        scorer.score([row_of("gemma3", image)] * 2, images=[image] * 2)
+        scorer.score(ScoreRequest.of([row_of("gemma3", image)] * 2, images=[image] * 2))
     assert len(seen) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        scorer.score([row_of("gemma3", image)] * 2, images=[image] * 2)
+        scorer.score(ScoreRequest.of([row_of("gemma3", image)] * 2, images=[image] * 2))
     assert scorer.explain([[1, *SHARED]], 0, 3).kind == "pack"  # text still shares prefixes
 
 
@@ -241,7 +241,7 @@ def test_the_model_is_left_as_it_was():
     model.model.rope_deltas = before = torch.tensor([[5]])
     state = model.model.language_model.__dict__.keys()
     for share in (True, False):
-        LogProbScorer(model, share_prefixes=share).score([row], images=[image])
+        LogProbScorer(model, share_prefixes=share).score(ScoreRequest.of([row], images=[image]))
     assert model.model.rope_deltas is before
     assert "forward" not in state
     model.model.rope_deltas = None
@@ -251,7 +251,7 @@ def test_a_row_with_nothing_to_score_needs_no_forward():
     model, image = model_of("smolvlm"), picture("smolvlm", 1)
     row = row_of("smolvlm", image)
     masks = [torch.zeros(len(row), dtype=torch.bool), torch.arange(len(row)) == len(row) - 1]
-    found = LogProbScorer(model).score([row, row], masks, images=[image, image]).to_list()
+    found = LogProbScorer(model).score(ScoreRequest.of([row, row], masks, images=[image, image])).to_list()
     want = own_log_probs("smolvlm", model, row, image)[-1]
     assert not found[0].any()
     assert abs(float(found[1][-1] - want.detach())) < 1e-5
@@ -282,9 +282,9 @@ def test_an_image_is_sent_once():
 def test_an_image_that_is_not_there_is_refused(index):
     request = ScoreRequest.of([[1, 2]], images=[picture("gemma3", 1)])
     arrays = request.to_arrays()
-    arrays["images_index"] = arrays["images_index"] * 0 + index
-    with pytest.raises(ProtocolError, match=r"holds \[1\] images and an index of others"):
-        ScoreRequest.from_arrays(Arrays(arrays, "request"), ["images"])
+    arrays["images.index"] = arrays["images.index"] * 0 + index
+    with pytest.raises(ValueError, match=r"holds \[1\] images and an index of others"):
+        ScoreRequest.from_arrays(arrays)
 
 
 def test_damaged_images_are_read_or_refused():
@@ -310,12 +310,13 @@ def test_damaged_images_are_read_or_refused():
 
 def test_equal_images_of_several_requests_are_one():
     image, other = picture("gemma3", 1), picture("gemma3", 2)
-    parts = [ScoreRequest.of([[1, 2]] * 2, images=x).images for x in ([image, other], [None, image])]
-    whole = RowImages.concat(parts)
+    parts = [ScoreRequest.of([[1, 2]] * 2, images=x) for x in ([image, other], [None, image])]
+    request = ScoreRequest.concat(parts)
+    whole = request.images
     assert len(whole.inputs) == 2
     assert whole.index.tolist() == [0, 1, 0]
     assert whole.counts.tolist() == [1, 1, 0, 1]
-    assert whole.select(torch.tensor([3, 2])).index.tolist() == [0]
+    assert request.select(torch.tensor([3, 2])).images.index.tolist() == [0]
 
 
 def test_rows_that_share_memory_or_take_it_over_are_told_apart():
@@ -336,7 +337,7 @@ def test_every_family_is_sent_and_a_part_without_images_too(family):
     ids = [row_of(family, image) for image in images]
     request = Request.unpack(Request(ScoreRequest.of(ids, images=images)).pack()).scored
     scorer = LogProbScorer(model_of(family))
-    assert torch.equal(scorer.run(request).log_prob.values, scorer.score(ids, images=images).values)
+    assert torch.equal(scorer.run(request).log_prob.values, scorer.score(ScoreRequest.of(ids, images=images)).values)
     text = request.select(torch.tensor([1]))
     assert text.images is None
     assert Request.unpack(Request(text).pack()).scored.tokens.values.tolist() == ids[1]

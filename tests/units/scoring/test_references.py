@@ -500,6 +500,6 @@ def test_a_policy_against_its_own_named_adapter() -> None:
     for each in (found, *(parts.kl_transform(data.clone()) for parts in made)):
         assert_near(each["next", "ref_log_probs", "full"][0, 2:], plain_log_probs(alone, IDS)[2:], **FORWARD)
     transform.options = transform.options.but(adapters=False)
-    assert [part.scorer.adapters for part in transform.transforms[:2]] == [False, "ref"]
+    assert [part.scorer.options.adapters for part in transform.transforms[:2]] == [False, "ref"]
     with pytest.raises(ValueError, match=r"Adapters\(True, of=\"reference\"\) is the policy itself"):
         RetrieveKL(model, "base", extras=[Adapters(True, of="reference")])

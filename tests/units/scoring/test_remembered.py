@@ -213,13 +213,13 @@ def test_a_setting_changed_later_is_what_is_scored_and_stored(remember: Remember
         ("sampling", None, Sampling(1.5)),
         ("temperature", 1, Sampling()),
     ]:
-        setattr(scorer, name, value)
-        assert (scorer.sampling, scorer.temperature) == (sampling, sampling.temperature)
+        scorer.options = scorer.options.but(**{name: value})
+        assert (scorer.options.sampling, scorer.options.temperature) == (sampling, sampling.temperature)
         wanted[sampling] = assert_as_plain(scorer, model, sampling=sampling)
-        scorer.inner.temperature = 0.25  # past the scorer, whose own counts
+        scorer.inner.options = scorer.inner.options.but(temperature=0.25)  # past the scorer, whose own counts
         assert_as_plain(scorer, model, sampling=sampling)
     assert not torch.equal(wanted[Sampling()], wanted[Sampling(2.0)])
-    scorer.dtype = torch.bfloat16
+    scorer.options = scorer.options.but(dtype=torch.bfloat16)
     assert not torch.equal(scorer.score(SEQUENCES).values, wanted[Sampling()])
     calls = forwards(model)
     for sampling, values in wanted.items():
@@ -234,10 +234,10 @@ def test_scores_over_a_record_are_not_remembered(remember: Remember) -> None:
     scorer, count = remember(model), len(SEQUENCES.values)
     own = SEQUENCES.values.repeat_interleave(2) + torch.tensor([0, 1]).repeat(count)
     kept = Kept(own % 97, torch.arange(count + 1) * 2)  # each token and the next id
-    over = scorer.score(SEQUENCES, kept=kept)
+    over = scorer.score(ScoreRequest.of(SEQUENCES, kept=kept))
     plain = assert_as_plain(scorer, model)
     assert not torch.allclose(over.values, plain)
-    assert torch.equal(scorer.score(SEQUENCES, kept=kept).values, over.values)
+    assert torch.equal(scorer.score(ScoreRequest.of(SEQUENCES, kept=kept)).values, over.values)
 
 
 class Scaled(nn.Module):
@@ -282,7 +282,7 @@ def test_another_backend_needs_a_stated_fingerprint(tmp_path: Path) -> None:
     assert_near(first.values, plain_log_probs(module, SEQUENCES).detach(), **FORWARD)
     sent = len(backend.requests)
     with pytest.raises(ValueError, match=r"temperature=2\.0 cannot be had from FakeBackend"):
-        scorer.temperature = 2.0
+        scorer.options = scorer.options.but(temperature=2.0)
     assert torch.equal(scorer.score(SEQUENCES).values, first.values)
     assert len(backend.requests) == sent
     RememberedModel(wrapper, scorer.model.store, fingerprint="step 200").make_scorer().score(SEQUENCES)

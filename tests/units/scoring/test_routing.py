@@ -17,9 +17,8 @@ from refused import refused
 from routed_by_hand import by_hand, perturbed, routers
 from scoring_reference import SHARED, FakeBackend, assert_scores, body_tokens, conversation, engine, ids, make_scorer
 from torchrl_llm_kl import LogProbScorer, Ragged
-from torchrl_llm_kl.scoring import RememberedModel
+from torchrl_llm_kl.scoring import RememberedModel, ScoreRequest
 from torchrl_llm_kl.scoring._model import text_config
-from torchrl_llm_kl.scoring._request import flat_record
 from torchrl_llm_kl.scoring._routing import Routers, tell_apart
 from toy_models import EXPERT_FAMILIES, FORWARD, ROUTED_FAMILIES, altered, stateful_model, tiny_model, with_lora
 
@@ -92,14 +91,14 @@ def test_own_routing_is_recorded_and_replayed_changes_no_bit(family: str, kind: 
         assert scorer.shares_prefixes
         assert_scores(scorer, model, ROWS)
     first = scorer.evaluate(TOKENS, entropy=True, record_routing=True, grad=True)
-    again = scorer.evaluate(TOKENS, entropy=True, routing=first.routing, grad=True)
+    again = scorer.evaluate(ScoreRequest.of(TOKENS, routing=first.routing), entropy=True, grad=True)
     assert torch.equal(first.log_prob.values, again.log_prob.values)
     assert torch.equal(first.entropy.values, again.entropy.values)
     parts = [(each.log_prob.values, each.entropy.values) for each in (again, first)]
     assert_same(gradients(model, *parts[0]), gradients(model, *parts[1]))
-    scorer.dtype = torch.bfloat16
+    scorer.options = scorer.options.but(dtype=torch.bfloat16)
     half = scorer.evaluate(TOKENS, record_routing=True)
-    assert torch.equal(scorer.score(TOKENS, routing=half.routing).values, half.log_prob.values)
+    assert torch.equal(scorer.score(ScoreRequest.of(TOKENS, routing=half.routing)).values, half.log_prob.values)
 
 
 @pytest.mark.parametrize("of", ["another sampler", "chance"])
@@ -115,7 +114,7 @@ def test_replayed_experts_have_the_models_own_weights(family: str, kind: str, of
         records = own_experts(sampler, SOME)
         flips = (torch.cat(own_experts(model, SOME)).sort(-1).values != torch.cat(records).sort(-1).values).any(-1)
         assert 0.1 < float(flips.double().mean()) < 1
-    found = scorer.evaluate(SOME_TOKENS, routing=records, entropy=True, grad=True)
+    found = scorer.evaluate(ScoreRequest.of(SOME_TOKENS, routing=records), entropy=True, grad=True)
     got, want = (found.log_prob.values, found.entropy.values), by_hand(family, model, SOME, records)
     assert float((scorer.score(SOME_TOKENS).values - want[0].detach()).abs().max()) > 0.1
     for a, b in zip(got, want, strict=True):
@@ -129,7 +128,7 @@ def test_prompts_are_shared_where_they_are_routed_alike() -> None:
     record = scorer.evaluate(TOKENS, record_routing=True).routing
 
     def cost(**options: Any) -> int:
-        return body_tokens(model, lambda: scorer.score(TOKENS, **options))
+        return body_tokens(model, lambda: scorer.score(ScoreRequest.of(TOKENS, **options)))
 
     assert cost() == cost(routing=record) == SHARED
     assert cost(routing=random_experts(ROWS, 3)) == sum(len(row) - 1 for row in ROWS)
@@ -152,7 +151,7 @@ def test_tokens_and_layers_without_a_record(kind: str) -> None:
         record[:20] = -1
         record[:, 1] = -1
     scorer = make_scorer(model, kind, **SMALL)
-    found = scorer.evaluate(tokens, routing=records, record_routing=True)
+    found = scorer.evaluate(ScoreRequest.of(tokens, routing=records), record_routing=True)
     used = found.routing.to_list()
     for record, chosen in zip(records, used, strict=True):
         assert torch.equal(chosen[20:-1, [0, 2]].long(), record[20:-1, [0, 2]])
@@ -177,13 +176,13 @@ def test_engines_forms() -> None:
     records = routing.to_list()
     of_vllm = [np.pad(record[:-1].numpy().astype(np.uint8), ((0, 0), (1, 0), (0, 0))) for record in records]
     scorer = LogProbScorer(perturbed(model))
-    expected = scorer.score(TOKENS, routing=routing).values
+    expected = scorer.score(ScoreRequest.of(TOKENS, routing=routing)).values
     assert not torch.equal(scorer.score(TOKENS).values, expected)
     for form in [of_vllm, records, routing.values, torch.cat(records).long(), routing.to_nested()]:
-        assert torch.equal(scorer.score(TOKENS, routing=form).values, expected)
+        assert torch.equal(scorer.score(ScoreRequest.of(TOKENS, routing=form)).values, expected)
     padded, real = TOKENS.to_padded(side="left"), TOKENS.padding_mask(side="left").long()
     for form in [of_vllm, routing.to_padded(side="left")]:
-        assert torch.equal(scorer.score(padded, attention_mask=real, routing=form).values, expected)
+        assert torch.equal(scorer.score(ScoreRequest.of(padded, attention_mask=real, routing=form)).values, expected)
 
 
 def test_dtype_of_a_record_and_parts() -> None:
@@ -191,7 +190,7 @@ def test_dtype_of_a_record_and_parts() -> None:
     scorer = LogProbScorer(tiny_model("mixtral", num_local_experts=129))
     first = scorer.evaluate([ROWS[0]], record_routing=True)
     assert first.routing.values.dtype == torch.int16
-    assert torch.equal(scorer.score([ROWS[0]], routing=first.routing).values, first.log_prob.values)
+    assert torch.equal(scorer.score(ScoreRequest.of([ROWS[0]], routing=first.routing)).values, first.log_prob.values)
     config = Gemma3Config(text_config={"num_hidden_layers": 3}, vision_config={"num_hidden_layers": 5})
     assert text_config(SimpleNamespace(config=config)).num_hidden_layers == 3
     # Tokens are told apart where they or their experts differ.
@@ -220,7 +219,7 @@ def test_checkpoints_replay(checkpointed: Any, reentrant: bool, share: bool) -> 
         weights = list(model.parameters())
         if change:
             checkpointed(model, reentrant)
-        scores = scorer.evaluate(TOKENS, routing=records, record_routing=True, grad=True)
+        scores = scorer.evaluate(ScoreRequest.of(TOKENS, routing=records), record_routing=True, grad=True)
         forwards = len(calls)
         (WEIGHTS * scores.log_prob.values).sum().backward()
         assert (len(calls) > forwards) is change, "layers are computed again in the backward"
@@ -233,7 +232,7 @@ def test_checkpoints_replay(checkpointed: Any, reentrant: bool, share: bool) -> 
     model = tiny_model("mixtral").train()
     in_own_code(model, reentrant=False)
     with pytest.raises(ValueError, match="checkpoint in their own code"):
-        LogProbScorer(model, share_prefixes=share).score(TOKENS, routing=records, grad=True)
+        LogProbScorer(model, share_prefixes=share).score(ScoreRequest.of(TOKENS, routing=records), grad=True)
 
 
 def test_the_references_own_routing() -> None:
@@ -242,14 +241,16 @@ def test_the_references_own_routing() -> None:
     records, others = random_experts(ROWS, 3, seed=1), random_experts(ROWS, 3, seed=2)
     near: dict[str, Any] = {"size": 16, "dtype": torch.float32}
     for options in ({}, {"ref_routing": others}):
-        found = scorer.evaluate(TOKENS, routing=records, reference=ref_scorer, **options)
-        assert_near(found.log_prob.values, scorer.score(TOKENS, routing=records).values, **near)
-        want = ref_scorer.score(TOKENS, routing=options.get("ref_routing")).values
+        found = scorer.evaluate(ScoreRequest.of(TOKENS, routing=records, **options), reference=ref_scorer)
+        assert_near(found.log_prob.values, scorer.score(ScoreRequest.of(TOKENS, routing=records)).values, **near)
+        want = ref_scorer.score(ScoreRequest.of(TOKENS, routing=options.get("ref_routing"))).values
         assert_near(found.ref_log_prob.values, want, **near)
-    same = scorer.evaluate(TOKENS, routing=records, reference=LogProbScorer(model), ref_routing=records).kl.values
+    same = scorer.evaluate(
+        ScoreRequest.of(TOKENS, routing=records, ref_routing=records), reference=LogProbScorer(model)
+    ).kl.values
     assert_near(same, torch.zeros_like(same), **near)
     with pytest.raises(ValueError, match="no reference= is given"):
-        scorer.evaluate(TOKENS, ref_routing=records)
+        scorer.evaluate(ScoreRequest.of(TOKENS, ref_routing=records))
 
 
 def test_adapters_and_the_base_as_reference() -> None:
@@ -260,22 +261,22 @@ def test_adapters_and_the_base_as_reference() -> None:
     policy = with_lora(plain, target_modules=["q_proj", "v_proj"])
     scorer, base = LogProbScorer(policy), LogProbScorer(policy, adapters=False)
     first = scorer.evaluate(TOKENS, record_routing=True)
-    assert torch.equal(scorer.score(TOKENS, routing=first.routing).values, first.log_prob.values)
+    assert torch.equal(scorer.score(ScoreRequest.of(TOKENS, routing=first.routing)).values, first.log_prob.values)
     records = random_experts(ROWS, 3)
-    found = scorer.evaluate(TOKENS, routing=records, reference=base)
+    found = scorer.evaluate(ScoreRequest.of(TOKENS, routing=records), reference=base)
     assert_near(found.ref_log_prob.values, own, **FORWARD)
-    assert_near(found.log_prob.values, scorer.score(TOKENS, routing=records).values, **FORWARD)
+    assert_near(found.log_prob.values, scorer.score(ScoreRequest.of(TOKENS, routing=records)).values, **FORWARD)
     assert float((found.log_prob.values - first.log_prob.values).abs().max()) > 0.1
 
 
 def test_caches_of_prefixes_and_scores_are_left_alone(tmp_path: Any) -> None:
     """What they hold is of the model's own routing."""
     model, records = tiny_model("mixtral"), random_experts(ROWS, 3)
-    want = LogProbScorer(model).score(TOKENS, routing=records).values
+    want = LogProbScorer(model).score(ScoreRequest.of(TOKENS, routing=records)).values
     cached, stored = LogProbScorer(model), RememberedModel(model, tmp_path).make_scorer()
     for scorer, options in ((cached, {"remember": True}), (stored, {})):
         own = scorer.score(TOKENS, **options).values
-        assert torch.equal(scorer.score(TOKENS, routing=records, **options).values, want)
+        assert torch.equal(scorer.score(ScoreRequest.of(TOKENS, routing=records), **options).values, want)
         assert_near(scorer.score(TOKENS, **options).values, own, **FORWARD)
     assert cached.memory.tokens_recalled > 0
     assert stored.evaluate(TOKENS, record_routing=True).routing is not None
@@ -295,11 +296,11 @@ def test_nothing_stays_on_the_model_and_another_thread_routes_by_itself() -> Non
         thread.join()
 
     with model.model.layers[1].register_forward_hook(meanwhile):
-        scorer.score(TOKENS, routing=records)
+        scorer.score(ScoreRequest.of(TOKENS, routing=records))
     assert all(map(torch.equal, found[0], want))
     last = routers(model)[2]
     with last.register_forward_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
-        scorer.score(TOKENS, routing=records)
+        scorer.score(ScoreRequest.of(TOKENS, routing=records))
     assert [(dict(m.__dict__), len(m._forward_hooks)) for m in model.modules()] == before
     assert torch.equal(scorer.score(TOKENS).values, own)
 
@@ -316,7 +317,9 @@ def test_other_families_replay_as_if_their_own_top_k_had_chosen(family: str, mon
     scorer = LogProbScorer(model)
     batch, routing = Ragged.from_list(rows), Ragged.from_list(records)
     held, want = list[Tensor](), list[Tensor]()
-    tokens = body_tokens(model, lambda: held.append(scorer.score(batch, routing=routing, grad=True).values))
+    tokens = body_tokens(
+        model, lambda: held.append(scorer.score(ScoreRequest.of(batch, routing=routing), grad=True).values)
+    )
     (found,) = held
     assert tokens == 40 + 5 + 8 + (3 if scorer._route.sharing == "forks" else 0)  # padded to the longest
     plain = torch.topk
@@ -367,10 +370,11 @@ def test_models_that_are_refused(message: str) -> None:
     make = REFUSED[message]
     replayed_only = "weigh experts as" in message
     scorer = LogProbScorer(make(), probe=not replayed_only)
-    options: list[dict[str, Any]] = [{"routing": random_experts(ROWS, 3)}, {"record_routing": True}]
-    for option in options[: 1 if replayed_only else 2]:
+    with pytest.raises(ValueError, match=message):
+        scorer.evaluate(ScoreRequest.of(TOKENS, routing=random_experts(ROWS, 3)))
+    if not replayed_only:
         with pytest.raises(ValueError, match=message):
-            scorer.evaluate(TOKENS, **option)
+            scorer.evaluate(TOKENS, record_routing=True)
 
 
 def put(row: int, t: int, layer: int, value: list[int]) -> Any:
@@ -382,14 +386,16 @@ def put(row: int, t: int, layer: int, value: list[int]) -> Any:
 
 
 def replayed(change: Any) -> None:
-    LogProbScorer(tiny_model("mixtral"), probe=False).score(TOKENS, routing=change(random_experts(ROWS, 3)))
+    LogProbScorer(tiny_model("mixtral"), probe=False).score(
+        ScoreRequest.of(TOKENS, routing=change(random_experts(ROWS, 3)))
+    )
 
 
 test_records_that_are_refused = refused(
     replayed,
     (lambda r: [x[:, :2] for x in r], "record has 2 layers, and MixtralForCausalLM has 3: expected one for each"),
     (lambda r: [x[..., :1] for x in r], "has 1 experts for each token and layer, and MixtralForCausalLM chooses 2"),
-    (lambda r: r[:-1], "the record has 7 sequences, the tokens have 8"),
+    (lambda r: r[:-1], "routing has 7 sequences, the tokens have 8"),
     (lambda r: [*r[:2], r[2][:-2], *r[3:]], r"2 has shape \(39, 3, 2\): expected \(41, .*experts\), or 40"),
     (lambda r: torch.cat(r)[1:], r"shape \(195, 3, 2\): expected \(196, layers, experts\)"),
     (lambda r: torch.cat(r).float(), "holds torch.float32: expected integers"),
@@ -405,9 +411,12 @@ def test_tokens_that_need_no_forward_are_not_checked() -> None:
     """Engines fill the place of the last token with zeros."""
     scorer, want = LogProbScorer(tiny_model("mixtral")), random_experts(ROWS, 3)
     filled = [torch.cat([record[:-1], torch.zeros_like(record[-1:])]) for record in want]
-    assert torch.equal(scorer.score(TOKENS, routing=filled).values, scorer.score(TOKENS, routing=want).values)
+    assert torch.equal(
+        scorer.score(ScoreRequest.of(TOKENS, routing=filled)).values,
+        scorer.score(ScoreRequest.of(TOKENS, routing=want)).values,
+    )
     nothing = torch.zeros_like(TOKENS.positions, dtype=torch.bool)
-    found = scorer.evaluate(TOKENS, nothing, routing=want, record_routing=True)
+    found = scorer.evaluate(ScoreRequest.of(TOKENS, nothing, routing=want), record_routing=True)
     assert bool((found.routing.values == -1).all())
-    alone = flat_record([torch.zeros(0, 3, 2, dtype=torch.int8)], Ragged.from_list([ids(1, 0)]))
+    alone = ScoreRequest.of(Ragged.from_list([ids(1, 0)]), routing=[torch.zeros(0, 3, 2, dtype=torch.int8)]).routing
     assert alone.tolist() == [[[-1] * 2] * 3]

@@ -16,7 +16,7 @@ from scoring_reference import FullLogits, ids, make_scorer, random_mask, random_
 from torchrl_llm_kl import LogProbScorer, RememberedModel, RetrieveLogProb, Sampling, ScoreOptions
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring import SamplerMismatchWarning, as_sampling, warn_of_mismatch
+from torchrl_llm_kl.scoring import SamplerMismatchWarning, ScoreRequest, as_sampling, warn_of_mismatch
 from torchrl_llm_kl.scoring._mismatch import mismatch_of, sampler_of
 from toy_models import FORWARD, OUTPUTS, VOCAB_SIZE, tiny_model
 
@@ -141,7 +141,9 @@ def test_deterministic():
     with pytest.raises(ValueError, match="deterministic=True with return_kept=True"):
         scorer.evaluate(rows, return_kept=True)
     with pytest.raises(ValueError, match="deterministic=True with kept="):
-        LogProbScorer(model, deterministic=True).score(rows, kept=random_record(Ragged.from_list(rows)))
+        LogProbScorer(model, deterministic=True).score(
+            ScoreRequest.of(rows, kept=random_record(Ragged.from_list(rows)))
+        )
 
 
 def test_cache_and_store_know_the_sampler(tmp_path):
@@ -151,7 +153,7 @@ def test_cache_and_store_know_the_sampler(tmp_path):
         wanted[sampling] = LogProbScorer(model, sampling=sampling).score(rows).values
     scorer, memory = LogProbScorer(model), RememberedModel(model, tmp_path)
     for sampling in [*wanted, *wanted]:
-        scorer.sampling = sampling
+        scorer.options = scorer.options.but(sampling=sampling)
         assert_near(scorer.score(rows, remember=True).values, wanted[sampling], **FORWARD)
         assert_near(memory.make_scorer(sampling=sampling).score(rows).values, wanted[sampling], **FORWARD)
     assert memory.store.tokens_recalled == 4 * 29
@@ -198,7 +200,7 @@ def test_the_tokens_that_are_left_can_be_returned(sampling, kind):
     want = torch.cat([torch.nn.functional.pad(keep, (0, 0, 1, 0)) for keep in keeps]) & mask[:, None]
     for found_ids, keep in zip(kept.ids.split(kept.offsets.diff().tolist()), want, strict=True):
         assert sorted(found_ids.tolist()) == keep.nonzero().squeeze(-1).tolist()
-    again = scorer.evaluate(tokens, mask, kept=kept, return_kept=True)
+    again = scorer.evaluate(ScoreRequest.of(tokens, mask, kept=kept), return_kept=True)
     assert torch.equal(again.kept.ids, kept.ids)
     assert torch.equal(again.kept.offsets, kept.offsets)
     assert_near(again.log_prob.values, found.log_prob.values, **ROUNDED)
@@ -213,7 +215,7 @@ def test_replay(kind):
     scorer = make_scorer(model, kind, sampling=Sampling(0.7, top_k=3, reference="kept"), tokens_per_batch=8)
     cached = kind == "cached"
     own = scorer.score(tokens, remember=cached).values
-    found = scorer.evaluate(tokens, mask, entropy=True, kept=record, grad=not cached, remember=cached)
+    found = scorer.evaluate(ScoreRequest.of(tokens, mask, kept=record), entropy=True, grad=not cached, remember=cached)
     keep = torch.zeros(tokens.values.shape[0], VOCAB_SIZE, dtype=torch.bool)
     keep[record.rows, record.ids] = True
     keeps = [kept[1:] for kept in tokens.like(keep).to_list()]
@@ -224,7 +226,9 @@ def test_replay(kind):
         assert_near(scorer.score(tokens, remember=True).values, own, **ROUNDED)
     else:
         assert_same_gradients(got.sum(), want.sum(), model)
-        kl = scorer.evaluate(tokens, mask, kept=record, reference=make_scorer(ref, kind, temperature=0.7)).kl.values
+        kl = scorer.evaluate(
+            ScoreRequest.of(tokens, mask, kept=record), reference=make_scorer(ref, kind, temperature=0.7)
+        ).kl.values
         assert float(kl.min()) >= -1e-9
 
 
@@ -239,9 +243,12 @@ def test_refusals():
         ("infinite where the policy is truncated", lambda: truncated.evaluate(tokens, **whole)),
         ("two temperatures", lambda: LogProbScorer(model, temperature=0.5, sampling=Sampling(0.7))),
         ("which leaves every token: there is nothing to return", lambda: warm.evaluate(tokens, return_kept=True)),
-        (r"at sequence 0, position \d.*kept there", lambda: plain.score(random_sequences(5, 4, seed=1), kept=record)),
-        (r"must not descend|from 0 to", lambda: plain.score(tokens, kept=shifted)),
-        (r"must hold 10 numbers", lambda: plain.score(tokens, kept=short)),
+        (
+            r"at sequence 0, position \d.*kept there",
+            lambda: plain.score(ScoreRequest.of(random_sequences(5, 4, seed=1), kept=record)),
+        ),
+        (r"must not descend|from 0 to", lambda: plain.score(ScoreRequest.of(tokens, kept=shifted))),
+        (r"must hold 10 numbers", lambda: plain.score(ScoreRequest.of(tokens, kept=short))),
     ]:
         with pytest.raises(ValueError, match=message):
             call()
@@ -255,16 +262,16 @@ def test_a_distillation_needs_the_whole_distribution(kind):
     """A truncated student is refused; a temperature alone divides its logits."""
     model, tokens = tiny_model().double(), random_sequences(5, 4)
     top_ids = torch.tensor([3, 8]).expand(len(tokens.values), 2)
-    scorer, truncation, found = LogProbScorer(model), {"kept": random_record(tokens)}, "kept="
+    scorer, kept, found = LogProbScorer(model), random_record(tokens), "kept="
     if kind != "replay":
         scorer = LogProbScorer(model if kind == "tiles" else FullLogits(model), sampling=Sampling(top_p=0.9))
-        truncation, found = {}, "Sampling(top_p=0.9)"
+        kept, found = None, "Sampling(top_p=0.9)"
     teacher = {"reference": LogProbScorer(tiny_model(seed=1).double()), "direction": "jensen_shannon"}
-    for what, asked in {"top_ids=": {"top_ids": top_ids}, "direction='jensen_shannon'": teacher}.items():
+    for what, given, options in (("top_ids=", top_ids, {}), ("direction='jensen_shannon'", None, teacher)):
         message = re.escape(f"{what} with {found}: a teacher's tokens") + ".*Sampling.temperature"
         with pytest.raises(ValueError, match=message):
-            scorer.evaluate(tokens, **asked, **truncation)
-    warm = LogProbScorer(scorer.model, sampling=Sampling(0.6)).evaluate(tokens, top_ids=top_ids).outcomes
+            scorer.evaluate(ScoreRequest.of(tokens, top_ids=given, kept=kept), **options)
+    warm = LogProbScorer(scorer.model, temperature=0.6).evaluate(ScoreRequest.of(tokens, top_ids=top_ids)).outcomes
     for row, outcomes in zip(tokens.to_list(), warm.to_list(), strict=True):
         log_p = (plain_logits(model, row) / 0.6).log_softmax(-1).detach()
         others = log_p.index_fill(-1, torch.tensor([3, 8]), -torch.inf).logsumexp(-1, keepdim=True)
@@ -313,14 +320,14 @@ def test_settings_in_other_forms():
     assert {type(found.temperature), type(found.top_p), type(found.min_p)} == {float}
     model = tiny_model()
     for settings in ({"temperature": None}, {"sampling": Sampling(None, top_k=-1, top_p=None, min_p=None)}):
-        assert LogProbScorer(model, **settings).sampling == Sampling()
+        assert LogProbScorer(model, **settings).options.sampling == Sampling()
     transform = RetrieveLogProb(model, options=ScoreOptions(Sampling(None)))
-    assert transform.scorer.temperature == 1.0
+    assert transform.scorer.options.temperature == 1.0
     transform.options = transform.options.but(temperature=0.5).but(temperature=None)
-    assert transform.scorer.sampling == Sampling()
+    assert transform.scorer.options.sampling == Sampling()
     scorer = LogProbScorer(model, temperature=0.5)
-    scorer.temperature = None
-    assert scorer.sampling == Sampling()
+    scorer.options = scorer.options.but(temperature=None)
+    assert scorer.options.sampling == Sampling()
 
 
 def test_none_is_off_in_transformers():

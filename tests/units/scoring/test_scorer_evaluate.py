@@ -11,14 +11,15 @@ from torch.testing import assert_close
 
 from closeness import assert_near
 from scoring_reference import SHARED, Recurrent, assert_gradients, body_tokens, conversation, random_sequences
-from torchrl_llm_kl import LogProbScorer, Ragged
+from torchrl_llm_kl import LogProbScorer, Ragged, ScoreRequest
 from toy_models import FAMILIES, FORWARD, VOCAB_SIZE, stateful_model, tiny_model, with_lora
 
 pytestmark = pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
 ROWS = conversation()
 BATCH = Ragged.from_list(ROWS)
 TOP_IDS = (7 * torch.arange(len(BATCH.values)).unsqueeze(-1) + torch.tensor([0, 13, 26, 39])) % VOCAB_SIZE
-EVERYTHING: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True, "top_ids": TOP_IDS}
+REQUEST = ScoreRequest.of(BATCH, top_ids=TOP_IDS)
+EVERYTHING: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True}
 HOT, SMALL = {"temperature": 0.7}, {"tokens_per_batch": 9, "head_chunk": 4}
 CHUNKS = {"tokens_per_batch": 64, "head_chunk": 5}
 LLAMA = partial(tiny_model, "llama")
@@ -37,10 +38,11 @@ def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def assert_exact(scorer: Any, reference: Any, temperature: float = 1.0, direction: Any = "reverse") -> None:
     mask = (BATCH.positions > 0) & (torch.arange(len(BATCH.values)) % 4 != 0)
-    got = scorer.evaluate(BATCH, mask, reference=reference, direction=direction, **EVERYTHING)
+    request = ScoreRequest.of(BATCH, mask, top_ids=TOP_IDS)
+    got = scorer.evaluate(request, reference=reference, direction=direction, **EVERYTHING)
     assert_near(got.log_prob.values, scorer.score(BATCH, mask).values, **FORWARD)
     assert_near(got.ref_log_prob.values, reference.score(BATCH, mask).values, **FORWARD)
-    alone = scorer.evaluate(BATCH, mask, top_ids=TOP_IDS)  # in the sweep of the log-probs
+    alone = scorer.evaluate(request)  # in the sweep of the log-probs
     assert_near(alone.outcomes.values, got.outcomes.values, **FORWARD)
     assert all(not column.values[~mask].any() for name, column in got.per_token.items() if name != "routing")
     asked = mask[BATCH.positions > 0]  # of the places that predict
@@ -117,7 +119,7 @@ def test_one_forward_of_each_body_and_conversations_that_go_on_use_both_caches()
     model, ref, row = LLAMA(), LLAMA(seed=1), torch.arange(30)
     scorer, reference = LogProbScorer(model), LogProbScorer(ref)
     for each in (model, ref):
-        assert body_tokens(each, lambda: scorer.evaluate(BATCH, reference=reference, **EVERYTHING)) == SHARED
+        assert body_tokens(each, lambda: scorer.evaluate(REQUEST, reference=reference, **EVERYTHING)) == SHARED
     scorer.evaluate(Ragged.from_list([row[:20]]), reference=reference, remember=True)
     batch = Ragged.from_list([row])
     new = batch.positions >= 22
@@ -138,9 +140,9 @@ def test_a_temperature_of_one_call() -> None:
     """For both models, whatever their own temperatures are."""
     models = tiny_model("llama"), tiny_model("llama", seed=1)
     scorer, reference = LogProbScorer(models[0], temperature=0.7), LogProbScorer(models[1])
-    found = scorer.evaluate(BATCH, reference=reference, temperature=1.6, **EVERYTHING)
+    found = scorer.evaluate(REQUEST, reference=reference, temperature=1.6, **EVERYTHING)
     hot = [LogProbScorer(model, temperature=1.6) for model in models]
-    expected = hot[0].evaluate(BATCH, reference=hot[1], **EVERYTHING)
+    expected = hot[0].evaluate(REQUEST, reference=hot[1], **EVERYTHING)
     pairs = zip(found.per_token.values(), expected.per_token.values(), strict=True)
     assert all(torch.equal(a.values, b.values) for a, b in pairs)
     assert_near(scorer.score(BATCH, temperature=1.6).values, expected.log_prob.values, **FORWARD)
@@ -173,9 +175,9 @@ def test_nothing_to_score_is_all_zeros(make: Any, options: dict[str, bool]) -> N
     scorer = LogProbScorer(make())
     for lengths in ((0,), (0, 0), (1, 1), (1, 0, 1), (5,)):
         batch, n = random_sequences(*lengths), sum(lengths)
-        everything = {**EVERYTHING, "top_ids": torch.zeros(n, 3, dtype=torch.long), **options}
         mask = torch.zeros(n, dtype=torch.bool) if lengths == (5,) else None
-        got = scorer.evaluate(batch, mask, reference=scorer, **everything)
+        request = ScoreRequest.of(batch, mask, top_ids=torch.zeros(n, 3, dtype=torch.long))
+        got = scorer.evaluate(request, reference=scorer, **EVERYTHING, **options)
         assert (got.top_indices.values.shape, got.outcomes.values.shape) == ((n, 3), (n, 4))
         for column in (*got.per_token.values(), scorer.score(batch, mask, **options)):
             assert torch.equal(column.values, torch.zeros_like(column.values))

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -22,9 +23,10 @@ from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.ragged._containers import Rows
 from torchrl_llm_kl.scoring import RememberedModel, Sampling, ScoreOptions, ScoreRequest, fingerprint_of, placeholders
-from torchrl_llm_kl.scoring._bytes import Arrays
-from torchrl_llm_kl.scoring._images import RowImages
+from torchrl_llm_kl.scoring._fields import ExpertIds, KeptIds, TokenIntegers
+from torchrl_llm_kl.scoring._images import ImageField, RowImages
 from torchrl_llm_kl.scoring._options import SHARED
+from torchrl_llm_kl.scoring._request import FIELDS
 from torchrl_llm_kl.transforms import ExactKL, KLRewardTransform, RetrieveKL, RetrieveLogProb
 from toy_models import FORWARD, tiny_model
 from toy_tokenizer import build_tokenizer
@@ -218,12 +220,13 @@ def test_settings_are_checked_at_once_and_when_set_later(name, value, error, mes
     model, rows = tiny_model(), random_sequences(5, 3)
     with pytest.raises(error, match=message):
         LogProbScorer(model, **{name: value})
+    if name in ("tokens_per_batch", "head_chunk"):
+        return
     scorer = LogProbScorer(model)
-    before, values = getattr(scorer, name), scorer.score(rows).values
-    later = "memory is the scorer's cache, got -1: set memory.limit" if name == "memory" else message
-    with pytest.raises(TypeError if name == "memory" else error, match=later):
-        setattr(scorer, name, value)
-    assert getattr(scorer, name) is before or getattr(scorer, name) == before
+    before, values = scorer.options, scorer.score(rows).values
+    with pytest.raises(error, match=message):
+        scorer.options = scorer.options.but(**{name: value})
+    assert scorer.options == before
     assert torch.equal(scorer.score(rows).values, values)
 
 
@@ -232,12 +235,14 @@ def test_settings_set_later_are_followed_and_others_fixed():
     changes = {"dtype": torch.bfloat16, "sampling": Sampling(0.5), "tokens_per_batch": 4, "share_prefixes": False}
     for name, value in changes.items():
         scorer, built = LogProbScorer(tiny_model()), LogProbScorer(tiny_model(), **{name: value})
-        setattr(scorer, name, value)
+        if name in ScoreOptions.__annotations__:
+            scorer.options = scorer.options.but(**{name: value})
+        else:
+            setattr(scorer, name, value)
         assert torch.equal(scorer.score(rows).values, built.score(rows).values)
         assert scorer.forwards == built.forwards
-    fixed = {"model": "model is fixed", "path": "path", "temprature": "Did you mean 'temperature'"}
-    for name, message in fixed.items():
-        with pytest.raises(AttributeError, match=message):
+    for name in ("model", "path", "temperature", "sampling", "memory", "temprature"):
+        with pytest.raises(AttributeError, match=name):
             setattr(scorer, name, "full")
 
 
@@ -353,7 +358,7 @@ def test_a_setting_that_a_backend_cannot_follow(module, backend, remote, name):
     shown = re.escape(f"{value}" if name == "sampling" else f"{name}={value!r}")
     for ask in (
         lambda: LogProbScorer(FakeBackend(backend, **SETTINGS), **{name: value}),
-        lambda: setattr(remote, name, value),
+        lambda: setattr(remote, "options", remote.options.but(**{name: value})),
         lambda: remote.score(sequences, **{name: value}),
     ):
         with pytest.raises(ValueError, match=f"{shown} cannot be had from FakeBackend.*score the transformers model"):
@@ -491,11 +496,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "lists": lambda: Kept(torch.tensor([4, 20, 7, 21, 10, 22, 11]), torch.nn.functional.pad(COUNTS.cumsum(0), (1, 0))),
     "images": lambda: RowImages.of([{"pixel_values": x} for x in _PIXELS] + [None, {"pixel_values": _PIXELS[0]}], 4),
 }
-FIELDS = {
-    each.name: "images" if each.metadata.get("of_rows") else "integers" if each.metadata["dims"] else "lists"
-    for each in fields(ScoreRequest)
-    if "dims" in each.metadata
-}
+KINDS = {TokenIntegers: "integers", ExpertIds: "integers", KeptIds: "lists", ImageField: "images"}
 
 
 def rows(request: ScoreRequest, name: str) -> list[Any]:
@@ -517,8 +518,7 @@ def every(request: ScoreRequest) -> list[list[Any]]:
 
 
 def test_a_request_is_cut_joined_and_sent() -> None:
-    assert set(FIELDS) == set(ScoreRequest.optional())
-    request = replace(REQUEST, **{name: VALUES[kind]() for name, kind in FIELDS.items()})
+    request = replace(REQUEST, **{name: VALUES[KINDS[type(kind)]]() for name, kind in FIELDS.items()})
     assert request.recorded.keys() == FIELDS.keys()
     whole = every(request)
     first, second = request.select(torch.tensor([3, 0])), request.select(torch.tensor([2, 1]))
@@ -527,11 +527,40 @@ def test_a_request_is_cut_joined_and_sent() -> None:
     for name in FIELDS:  # alone, too
         alone = replace(REQUEST, **{name: getattr(request, name)})
         for each, names in ((request, [*FIELDS]), (alone, [name])):
-            found = ScoreRequest.from_arrays(Arrays(each.to_arrays(), "request"), names)
+            found = ScoreRequest.from_arrays(each.to_arrays())
             assert found.recorded.keys() == set(names)
             assert all(rows(found, x) == rows(each, x) for x in names)
         with pytest.raises(ValueError, match="requests with the same fields"):
             ScoreRequest.concat([request, alone])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("lengths", lambda x: x + 1, "expected lengths that add up to the tokens"),
+        ("lengths", lambda x: np.array([3, 3, -1, 4]), "expected lengths that add up to the tokens"),
+        ("mask", lambda x: x[:1], "a bit for each"),
+        ("pixels", lambda x: np.zeros(1), "unknown array 'pixels'"),
+        ("kept.counts", lambda x: x[:-1], "the array 'counts' of a request must hold 4 integers, it is int32 .3,."),
+        ("kept.ids", lambda x: x[:-1], "the array 'ids' of a request must hold 7 integers"),
+        ("kept.ids", lambda x: x * 0 - 1, "kept holds token id -1, expected at least 0"),
+        ("kept.ids", lambda x: x * 0, "token 4 at sequence 0, position 1 is not among the 2 recorded as kept there"),
+        ("top_ids", lambda x: x[1:], r"top_ids has shape \(8, 2, 3\): expected \(9, ..., k\)"),
+        ("top_ids", lambda x: x[:, :0], r"top_ids has shape \(9, 0, 3\)"),
+        ("top_ids", lambda x: x / 2, "top_ids must be a tensor of integers, got torch.float64"),
+        ("routing", lambda x: x[..., 0], r"routing has shape \(9, 2\): expected \(9, layers, experts\)"),
+        ("images.index", lambda x: x + 7, "2 images|and an index of others"),
+    ],
+)
+def test_arrays_of_another_request(name: str, change: Callable[[Any], Any], message: str) -> None:
+    arrays = replace(REQUEST, **{field: VALUES[KINDS[type(kind)]]() for field, kind in FIELDS.items()}).to_arrays()
+    with pytest.raises(ValueError, match=message):
+        ScoreRequest.from_arrays({**arrays, name: change(arrays.get(name))})
+
+
+def test_a_request_holds_its_own_mask(scorer) -> None:
+    with pytest.raises(TypeError, match="holds its own mask"):
+        scorer.score(ScoreRequest.of(ROWS), MASK_ROWS)
 
 
 #: A value of each option that is not its default, by name or by type.

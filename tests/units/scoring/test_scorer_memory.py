@@ -164,7 +164,7 @@ def test_the_least_recently_used_is_evicted_first(model: Any) -> None:
     assert len(scorer.memory) == 2
     for row, tokens in ((a, 0), (c, 0), (b, 13)):
         twin = copy.copy(scorer)
-        twin.memory = copy.deepcopy(scorer.memory)
+        twin._memory = copy.deepcopy(scorer.memory)
         assert cost(twin, row) == tokens
     for room in (1, 5):
         scorer = LogProbScorer(model, memory=room * TOKEN_BYTES)
@@ -207,12 +207,12 @@ def test_adapters_and_surroundings_clear_the_cache_and_another_temperature_has_o
     with model.disable_adapter():
         assert_exact(scorer, model, [second])
     assert_exact(scorer, model, [second])
-    scorer.adapters = False
+    scorer.options = scorer.options.but(adapters=False)
     assert_exact(scorer, tiny_model("llama"), [first])
-    scorer.adapters = True
+    scorer.options = scorer.options.but(adapters=True)
     assert_exact(scorer, model, [first])
     rows = Ragged.from_list([first])
-    scorer.temperature = 0.5
+    scorer.options = scorer.options.but(temperature=0.5)
     want = LogProbScorer(model, temperature=0.5).score(rows).values
     assert_near(scorer.score(rows, remember=True).values, want, **FORWARD)
     with torch.autocast("cpu", torch.bfloat16):

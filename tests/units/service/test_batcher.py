@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from load import assert_same, record_of, request_of
 from remote_models import model
-from torchrl_llm_kl import LogProbScorer, Ragged
+from torchrl_llm_kl import LogProbScorer, Ragged, ScoreRequest
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.service import PoisonedRequest, ServiceClosedError
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceTimeout
@@ -244,7 +244,7 @@ def test_parts_join_to_the_whole(rows, limit, masked, data):
     ids = [[token, *(1000 + 100 * token + i for i in range(token % 3))] for token in flat]
     offsets = torch.tensor([0, *itertools.accumulate(map(len, ids))])
     kept = Kept(torch.tensor([i for some in ids for i in some], dtype=torch.long), offsets)
-    records = {"kept": kept, "top_ids": 7 * torch.tensor(flat).reshape(-1, 1)} if masked else {}
+    records = {"kept": kept, "top_ids": 7 * torch.tensor(flat, dtype=torch.long).reshape(-1, 1)} if masked else {}
     whole = sent(rows, mask, records=records)
     pieces = Pieces(whole, limit)
     assert sum(pieces.sizes) == whole.num_tokens
@@ -291,11 +291,11 @@ def random_rows(count, seed=0):
     return [torch.randint(97, (int(n),), generator=rng).tolist() for n in torch.randint(2, 30, (count,), generator=rng)]
 
 
-def scores_of(made, rows, mask=None, **options):
+def scores_of(made, rows, mask=None, records=None, **options):
     """Values at the scored tokens."""
     data = Ragged.from_list([torch.tensor(row) for row in rows])
     chosen = data.positions > 0 if mask is None else torch.tensor([bit for row in mask for bit in row])
-    found = LogProbScorer(made).evaluate(data, chosen, **options)
+    found = LogProbScorer(made).evaluate(ScoreRequest.of(data, chosen, **records or {}), **options)
     return {name: value.values[chosen] for name, value in found.per_token.items()}
 
 
@@ -312,7 +312,7 @@ async def test_scores_in_pieces_are_those_of_the_whole(entropy, kept):
     assert len(batches) > 4
     assert len(batches[0]) == 2, "the small request shares the first batch"
     for answer, *given_rows, record in zip(answers, (rows, small), (mask, None), (records, {}), strict=True):
-        assert_same(answer.columns, scores_of(model(), *given_rows, entropy=entropy, **record))
+        assert_same(answer.columns, scores_of(model(), *given_rows, records=record, entropy=entropy))
     rows[41] = [5, 6, 1000]
     (bad, good), _ = await in_pieces(core, sent(rows), sent([[1, 2]]))
     assert isinstance(bad, ValueError)

@@ -74,9 +74,10 @@ def records_of(made):
 def test_moments_outcomes_and_routing_equal_those_of_the_local_scorer(loop, mask):
     made = tiny_model("mixtral")
     records, local, there = records_of(made), LogProbScorer(made), loop.serve(made).make_scorer()
-    for given in ({"moments": True}, *({name: value} for name, value in records.items()), {"moments": True, **records}):
-        found = there.evaluate(ROWS, mask, **given)
-        assert_local(found, local.evaluate(ROWS, mask, **given))
+    for given, moments in (({}, True), *(({name: value}, False) for name, value in records.items()), (records, True)):
+        request = ScoreRequest.of(ROWS, mask, **given)
+        found = there.evaluate(request, moments=moments)
+        assert_local(found, local.evaluate(request, moments=moments))
     assert found.outcomes.values.shape == (9, 3, 3)
     own = local.score(ROWS, mask).values
     assert float((found.log_prob.values - own).abs().max()) > 1e-3, "other experts"
@@ -104,7 +105,7 @@ def test_what_is_refused(loop, monkeypatch):
     with pytest.raises(ValueError, match=f"reference=... {HERE}"):
         scorer.evaluate(ROWS, reference=LogProbScorer(model()))
     with pytest.raises(ValueError, match="is dense: it has no router"):
-        scorer.evaluate(ROWS, routing=torch.zeros(9, 1, 1, dtype=torch.int8))
+        scorer.evaluate(ScoreRequest.of(ROWS, routing=torch.zeros(9, 1, 1, dtype=torch.int8)))
     short = Reply({"log_prob": torch.zeros(7)}, 0)
     monkeypatch.setattr(_remote.Exchange, "replies", lambda self: [short] * len(self.parts))
     with pytest.raises(ProtocolError, match="it answers another request"):
@@ -130,7 +131,7 @@ def test_an_engine_without_distributions(loop):
     assert (type(top), str(top)) == (ValueError, "top_k=2 cannot be had from Plain: ask for less.")
     scorer, loop.cores["model"] = loop.serve(model()).make_scorer(), core
     with pytest.raises(ValueError, match=r"kept=... cannot be had from Plain: ask for less"):
-        scorer.evaluate([[3, 4, 5]], kept=record_of([torch.tensor([3, 4, 5])]))
+        scorer.evaluate(ScoreRequest.of([[3, 4, 5]], kept=record_of([torch.tensor([3, 4, 5])])))
     assert scorer.evaluate([[3, 4, 5]]).log_prob.values.shape == (3,)
 
 
@@ -159,15 +160,15 @@ def test_scores_equal_masked_softmaxes_and_the_local_scorer(loop, dtype, masked)
     kept = record_of(rows)
     mask = [[i > 0 and (i + j) % 3 > 0 for i in range(len(row))] for j, row in enumerate(rows)] if masked else None
     scorer = loop.serve(made).make_scorer(**settings)
-    found = scorer.evaluate(rows, mask, kept=kept, entropy=True)
-    local = LogProbScorer(made, **settings).evaluate(rows, mask, kept=kept, entropy=True)
+    found = scorer.evaluate(ScoreRequest.of(rows, mask, kept=kept), entropy=True)
+    local = LogProbScorer(made, **settings).evaluate(ScoreRequest.of(rows, mask, kept=kept), entropy=True)
     scored = local.log_prob.values != 0
     assert scored.sum() > 10
     for name, exact in zip(("log_prob", "entropy"), by_hand(made, rows, kept, 0.7), strict=True):
         got, want = getattr(found, name).values, getattr(local, name).values
         assert_close(got, want, atol=1e-6, rtol=1e-6, check_dtype=False)
         assert_close(got[scored].double(), exact[scored], atol=2e-5 if dtype == torch.float32 else 1e-9, rtol=0)
-    assert torch.equal(scorer.score(rows, mask, kept=kept).values, found.log_prob.values)
+    assert torch.equal(scorer.score(ScoreRequest.of(rows, mask, kept=kept)).values, found.log_prob.values)
 
 
 def test_a_batch_of_requests_with_and_without_a_record():
@@ -205,15 +206,16 @@ def test_what_cannot_be_replayed(loop):
     for message, options in {
         "token 5 at sequence 1, position 2 is not among the 1 recorded as kept there": {"kept": other},
         r"kept\.offsets must hold 6 numbers": {"kept": other._replace(offsets=torch.arange(5))},
-        r"kept\.ids holds token ids from -4 to 5": {"kept": Kept(torch.tensor([1, 2, 3, 4, 5, -4]), last)},
+        r"kept holds token id -4, expected at least 0": {"kept": Kept(torch.tensor([1, 2, 3, 4, 5, -4]), last)},
         "to 97; expected 0 to 96": {"kept": Kept(torch.tensor([1, 2, 3, 4, 5, 97]), last)},
-        "top_k= is of all tokens": {"kept": right, "top_k": 3},
         "teacher's tokens that are left out": {"kept": right, "top_ids": torch.ones(5, 1, dtype=torch.long)},
     }.items():
         with pytest.raises(ValueError, match=message):
-            scorer.evaluate(rows, **options)
+            scorer.evaluate(ScoreRequest.of(rows, **options))
+    with pytest.raises(ValueError, match="top_k= is of all tokens"):
+        scorer.evaluate(ScoreRequest.of(rows, kept=right), top_k=3)
     with pytest.raises(ValueError, match="deterministic=True with kept="):
-        loop.serve(model().float()).make_scorer(deterministic=True).evaluate(rows, kept=right)
+        loop.serve(model().float()).make_scorer(deterministic=True).evaluate(ScoreRequest.of(rows, kept=right))
 
 
 def test_requests_are_divided_by_what_is_sent(monkeypatch):

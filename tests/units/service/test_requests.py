@@ -180,7 +180,7 @@ def test_options_set_later_travel():
     changes |= {"adapters": ["mine"], "deterministic": [True], "remember": [True]}
     order = ["temperature", "sampling", "temperature", "sampling", "dtype", "adapters", "deterministic", "remember"]
     for name in order:
-        setattr(remote, name, changes[name].pop(0))
+        remote.options = remote.options.but(**{name: changes[name].pop(0)})
         remote.score(data)
     sampled = [Sampling(2.0), Sampling(0.5, **truncated), Sampling(0.75, **truncated), *[Sampling(0.75)] * 5]
     assert [answer.request.options.sampling for answer in found.sent] == sampled
@@ -192,7 +192,7 @@ def test_options_set_later_travel():
         ("grad", True, "grad=True cannot be had from a service"),
     ):
         with pytest.raises(ValueError, match=message):
-            setattr(remote, name, wrong)
+            remote.options = remote.options.but(**{name: wrong})
     assert remote.options == last
     with pytest.raises(TypeError, match="mask must be boolean"):
         remote.score(data, torch.ones(3))

@@ -11,7 +11,16 @@ from torch.testing import assert_close
 from closeness import assert_near
 from layouts import at_responses, joined, tokens
 from routed_by_hand import perturbed, routers
-from torchrl_llm_kl import AfterPrompt, LogProbScorer, PolicyLoss, Ragged, RetrieveKL, RetrieveLogProb, RoutedExperts
+from torchrl_llm_kl import (
+    AfterPrompt,
+    LogProbScorer,
+    PolicyLoss,
+    Ragged,
+    RetrieveKL,
+    RetrieveLogProb,
+    RoutedExperts,
+    ScoreRequest,
+)
 from torchrl_llm_kl.algorithms import make_algorithm
 from torchrl_llm_kl.losses import KLToReference, LossInputs
 from torchrl_llm_kl.ragged import read_ragged
@@ -54,7 +63,7 @@ RECORD = random_record()
 
 def replayed(model: nn.Module, record: Any = None, **options: Any) -> Tensor:
     """The log-probs under a record at the scored tokens; without one the model routes by itself."""
-    return LogProbScorer(model).score(TOKENS, MASK, routing=record, **options).values[MASK]
+    return LogProbScorer(model).score(ScoreRequest.of(TOKENS, MASK, routing=record), **options).values[MASK]
 
 
 def scored(td: TensorDictBase, key: Any = FULL) -> Tensor:
@@ -224,7 +233,7 @@ def test_half_the_temperature_is_replayed_too(later: nn.Module) -> None:
     loss = PolicyLoss(later, "dpo", weighting="aligned")
     inputs = LossInputs(torch.zeros(response.mask.shape), response.mask)
     found = loss._score(response, inputs, routing=record).sharp_log_prob
-    want = LogProbScorer(later, temperature=0.5).score(TOKENS, MASK, routing=record)
+    want = LogProbScorer(later, temperature=0.5).score(ScoreRequest.of(TOKENS, MASK, routing=record))
     assert_near(found, response.gather(want.values), **FORWARD)
 
 

@@ -231,7 +231,7 @@ def test_settings_follow(ref_model: nn.Module, policy_model: nn.Module) -> None:
     ):
         transform.options = options
         for again in (transform, copy.deepcopy(transform), pickle.loads(pickle.dumps(transform))):
-            found = [part.scorer.sampling for part in again.transforms[:2]]
+            found = [part.scorer.options.sampling for part in again.transforms[:2]]
             own = [policy, Sampling(policy.temperature)]
             assert found == own == [again.options.sampling, again[1].options.sampling]
     with pytest.raises(ValueError, match="two temperatures"):
@@ -257,9 +257,12 @@ def test_make_algorithm(ref_model: nn.Module, policy_model: nn.Module) -> None:
     two: Any = {"reference": ref_model, "group_size": 2, "options": ScoreOptions(SAMPLING)}
     parts = make_algorithm("grpo", policy_model, **two)
     assert parts.loss.sampling == SAMPLING
-    assert (parts.kl_transform[0].scorer.sampling, parts.kl_transform[1].scorer.sampling) == (SAMPLING, Sampling(0.8))
+    assert (parts.kl_transform[0].scorer.options.sampling, parts.kl_transform[1].scorer.options.sampling) == (
+        SAMPLING,
+        Sampling(0.8),
+    )
     exact = make_algorithm("grpo", policy_model, **two, kl_loss="exact")
-    assert exact.loss._reference_scorer.sampling == Sampling(0.8)
+    assert exact.loss._reference_scorer.options.sampling == Sampling(0.8)
     scorer = LogProbScorer(policy_model, sampling=SAMPLING)
     assert make_algorithm("grpo", scorer, group_size=2, kl_loss="none").loss.sampling == SAMPLING
     with pytest.raises(ValueError, match="actor is a scorer with its own settings"):

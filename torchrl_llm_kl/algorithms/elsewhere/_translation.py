@@ -115,7 +115,7 @@ class Translation:
         own = self.overrides
         if "group_key" in more:
             own.pop("group_size", None)
-        if isinstance(actor, LogProbScorer) and actor.temperature == self.sampling.temperature:
+        if isinstance(actor, LogProbScorer) and actor.options.temperature == self.sampling.temperature:
             own.pop("options", None)  # it has its own
         ours, theirs = own.pop("loss_args", {}), more.pop("loss_args", None) or {}
         both = [*ours.get("corrections", ()), *theirs.get("corrections", ())]

@@ -169,6 +169,7 @@ class RemoteScorer(Scorer):
         "it sends scores of single tokens. Score the transformers model in this process, with a LogProbScorer, or compare "
         "distributions by their most probable tokens, top_k="
     )
+    __slots__ = ("model",)  # other attributes cannot be set: they would have no effect
     model: RemoteModel
 
     def __init__(self, model: RemoteModel, options: ScoreOptions) -> None:

@@ -1,0 +1,238 @@
+"""The kinds of optional fields of a request: how each is read, cut, joined and sent.
+
+Shapes: ``N`` tokens of ``S`` sequences; ``F`` the dimensions of a field after the tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Generic, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl.head import Kept
+from torchrl_llm_kl.ragged import Ragged
+
+T = TypeVar("T")
+#: Chosen experts of each token, layer and slot: ``[N, L, k]``; ``[*B, T, L, k]``; or a tensor ``[T, L, k]`` for each sequence.
+RoutedExperts: TypeAlias = Ragged | Tensor | Sequence[Tensor]
+#: The arrays of one field, by the part of their names after the field's.
+Arrays: TypeAlias = Mapping[str, np.ndarray]
+
+
+class FieldKind(ABC, Generic[T]):
+    """What a :class:`ScoreRequest` does with a field of one kind; it loops over its fields and calls only these methods."""
+
+    @abstractmethod
+    def check(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> T | None:
+        """The field on the CPU, from any accepted form; a ValueError unless it belongs to these tokens and their mask."""
+
+    @abstractmethod
+    def select(self, value: T, elements: Tensor, rows: Tensor) -> T | None:
+        """The part of the tokens at flat ``elements``, which are those of the sequences ``rows``."""
+
+    @abstractmethod
+    def concat(self, values: Sequence[T]) -> T:
+        """The field of several requests with one :meth:`form`."""
+
+    def form(self, value: T) -> tuple[object, ...]:
+        """The sizes, or names, that fields must share to be joined."""
+        return ()
+
+    @abstractmethod
+    def sizes(self, value: T, tokens: Ragged) -> Tensor:
+        """How many numbers are sent for each sequence, about; ``[S]``."""
+
+    @abstractmethod
+    def pack(self, value: T, mask: Tensor) -> dict[str, np.ndarray]:
+        """The arrays that are sent, by the part of their names after the field's; ``mask [N]`` is True at scored tokens."""
+
+    @abstractmethod
+    def unpack(self, arrays: Arrays, tokens: Ragged, mask: Tensor) -> object:
+        """The field of the arrays, in a form that :meth:`check` takes."""
+
+    def moved(self, name: str, value: T, source: Tensor, target: Tensor) -> T:
+        """The field after the prompts were replaced: scored tokens are at ``target [M]`` in place of ``source [N]``."""
+        raise ValueError(
+            f"{name} was recorded for the sampled prompt, and the response is scored after another prompt (AfterPrompt). "
+            "Leave out one of them."
+        )
+
+
+def narrow(values: Tensor) -> Tensor:
+    """Integers in at most 4 bytes each where they fit."""
+    fits = values.numel() == 0 or (int(values.max()) < 2**31 and int(values.min()) >= -(2**31))
+    return values.int() if values.dtype == torch.long and fits else values
+
+
+def array_of(arrays: Arrays, name: str, count: int) -> Tensor:
+    """An array of ``count`` integers as int64; a ValueError for another."""
+    array = arrays.get(name)
+    if array is None or array.dtype.kind != "i" or array.shape != (count,):
+        shown = "missing" if array is None else f"{array.dtype} {array.shape}"
+        raise ValueError(f"the array {name!r} of a request must hold {count} integers, it is {shown}.")
+    return torch.from_numpy(array.astype(np.int64))
+
+
+# ------------------------------------------------------------------ integers of each token
+
+
+class TokenIntegers(FieldKind[Tensor]):
+    """Integers ``[N, *F]``, with ``at_least`` dimensions ``F``, none of size 0."""
+
+    def __init__(self, at_least: int) -> None:
+        self.at_least = at_least
+
+    def check(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> Tensor | None:
+        """See :class:`FieldKind`."""
+        if not isinstance(given, Tensor) or given.is_floating_point() or given.dtype == torch.bool:
+            kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
+            raise ValueError(f"{name} must be a tensor of integers, got {kind}.")
+        count, shape = tokens.values.shape[0], tuple(given.shape)
+        if len(shape) <= self.at_least or shape[0] != count or 0 in shape[1:]:
+            raise ValueError(f"{name} has shape {shape}: expected ({count}, ..., k), integers for each token.")
+        return given.detach().cpu().long()
+
+    def select(self, value: Tensor, elements: Tensor, rows: Tensor) -> Tensor:
+        """See :class:`FieldKind`."""
+        return value[elements]
+
+    def concat(self, values: Sequence[Tensor]) -> Tensor:
+        """See :class:`FieldKind`."""
+        return torch.cat(list(values))
+
+    def form(self, value: Tensor) -> tuple[object, ...]:
+        """The sizes ``F``."""
+        return tuple(value.shape[1:])
+
+    def sizes(self, value: Tensor, tokens: Ragged) -> Tensor:
+        """See :class:`FieldKind`."""
+        return tokens.lengths * value.shape[1:].numel()
+
+    def pack(self, value: Tensor, mask: Tensor) -> dict[str, np.ndarray]:
+        """See :class:`FieldKind`."""
+        return {"": narrow(value).numpy()}
+
+    def unpack(self, arrays: Arrays, tokens: Ragged, mask: Tensor) -> Tensor:
+        """See :class:`FieldKind`."""
+        return torch.from_numpy(arrays[""].copy())
+
+
+class ExpertIds(TokenIntegers):
+    """The experts of each token, layer and slot; ``[N, L, k]`` in the dtype of the record, -1 where the router chooses."""
+
+    def check(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> Tensor:
+        """See :class:`FieldKind`; ``given`` is of any form of :data:`RoutedExperts`."""
+        count = tokens.values.shape[0]
+        if isinstance(given, Tensor) and given.is_nested:
+            given = Ragged.from_nested(given)
+        if isinstance(given, Tensor):
+            values = given.detach().cpu()
+            slots = tokens.container.batch_shape.numel(), sum(tokens.container.row_sizes)
+            if values.ndim > 3 and (values.shape[:-3].numel(), values.shape[:-2].numel()) == slots:
+                values = values.flatten(0, -3) if tokens.keep is None else values.flatten(0, -3)[tokens.keep]
+            if values.ndim != 3 or values.shape[0] != count or 0 in values.shape[1:]:
+                raise ValueError(f"{name} has shape {tuple(given.shape)}: expected ({count}, layers, experts).")
+            return _signed(name, values)
+        given = given.to_list() if isinstance(given, Ragged) else given
+        assert isinstance(given, Sequence), "a sequence of tensors"
+        rows = [torch.as_tensor(row).detach().cpu() for row in given]
+        lengths = tokens.lengths.tolist()
+        if len(rows) != len(lengths):
+            raise ValueError(
+                f"{name} has {len(rows)} sequences, the tokens have {len(lengths)}: expected one for each."
+            )
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            if row.ndim != 3 or row.shape[0] not in (length, length - 1):
+                raise ValueError(
+                    f"{name} of sequence {i} has shape {tuple(row.shape)}: expected ({length}, layers, experts), or "
+                    f"{max(length - 1, 0)} rows if the last token was not forwarded."
+                )
+        joined = Ragged.from_list([_signed(name, row) for row in rows])
+        out = joined.values.new_full((count, *joined.values.shape[1:]), -1)
+        out[tokens.first(joined.lengths)] = joined.values
+        return out
+
+
+def _signed(name: str, values: Tensor) -> Tensor:
+    if values.is_floating_point() or values.dtype == torch.bool:
+        raise ValueError(f"{name} holds {values.dtype}: expected integers, the ids of experts.")
+    wider = {torch.uint8: torch.int16, torch.uint16: torch.int32, torch.uint32: torch.int64}
+    return values.to(wider.get(values.dtype, values.dtype))
+
+
+# ------------------------------------------------------------------ tokens that a sampler kept
+
+
+class KeptIds(FieldKind[Kept]):
+    """Tokens that the sampler could have drawn at each token."""
+
+    def check(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> Kept:
+        """See :class:`FieldKind`: each scored token is among those that were kept for it."""
+        assert isinstance(given, Kept)
+        ids, offsets = given.ids.detach().cpu().long(), given.offsets.cpu().long()
+        values, count = tokens.values, tokens.values.shape[0]
+        if offsets.shape != (count + 1,) or int(offsets[0]) != 0 or int(offsets[-1]) > len(ids):
+            raise ValueError(
+                f"{name}.offsets must hold {count + 1} numbers from 0 to at most {len(ids)}, got {tuple(offsets.shape)}."
+            )
+        counts = offsets.diff()
+        if bool((counts < 0).any()):
+            raise ValueError(f"{name}.offsets must not descend.")
+        kept = Kept(ids[: int(offsets[-1])], offsets)
+        if bool((kept.ids < 0).any()):
+            raise ValueError(f"{name} holds token id {int(kept.ids.min())}, expected at least 0.")
+        rows = kept.rows
+        is_kept = torch.zeros(count, dtype=torch.bool)
+        is_kept[rows[kept.ids == values[rows]]] = True
+        missing = (mask & ~is_kept).nonzero()
+        if len(missing):
+            element = int(missing[0])
+            raise ValueError(
+                f"token {int(values[element])} at {place_of(tokens, element)} is not among the {int(counts[element])} recorded "
+                "as kept there: check that rows and positions match the token ids, or mask out tokens that were not sampled."
+            )
+        return kept
+
+    def select(self, value: Kept, elements: Tensor, rows: Tensor) -> Kept:
+        """See :class:`FieldKind`."""
+        return value.take(elements)
+
+    def concat(self, values: Sequence[Kept]) -> Kept:
+        """See :class:`FieldKind`."""
+        return Kept.of(torch.cat([x.ids for x in values]), torch.cat([x.offsets.diff() for x in values]))
+
+    def sizes(self, value: Kept, tokens: Ragged) -> Tensor:
+        """See :class:`FieldKind`."""
+        return value.offsets[tokens.offsets].diff()
+
+    def pack(self, value: Kept, mask: Tensor) -> dict[str, np.ndarray]:
+        """Those of scored tokens."""
+        scored = value.take(mask.nonzero().squeeze(-1))
+        return {"counts": scored.offsets.diff().int().numpy(), "ids": narrow(scored.ids).numpy()}
+
+    def unpack(self, arrays: Arrays, tokens: Ragged, mask: Tensor) -> Kept:
+        """See :class:`FieldKind`."""
+        counts = array_of(arrays, "counts", int(mask.sum()))
+        return spread_kept(array_of(arrays, "ids", int(counts.sum())), counts, mask)
+
+    def moved(self, name: str, value: Kept, source: Tensor, target: Tensor) -> Kept:
+        """See :class:`FieldKind`."""
+        device = value.offsets.device
+        scored = value.take(source.to(device).nonzero().squeeze(-1))
+        return spread_kept(scored.ids, scored.offsets.diff(), target.to(device))
+
+
+def spread_kept(ids: Tensor, counts: Tensor, mask: Tensor) -> Kept:
+    """The record of all ``N`` tokens from that of the tokens where ``mask [N]`` is True; none elsewhere."""
+    every = torch.zeros(len(mask), dtype=torch.long, device=mask.device)
+    every[mask] = counts
+    return Kept.of(ids, every)
+
+
+def place_of(tokens: Ragged, element: int) -> str:
+    """Sequence and position of a flat element, for errors."""
+    return f"sequence {int(tokens.sequence_ids[element])}, position {int(tokens.positions[element])}"
