@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 import torch
@@ -23,6 +23,10 @@ from torchrl_llm_kl.scoring._images import ImageField, RowImages
 Sequences = Ragged | Tensor | Sequence[Tensor | Sequence[int]]
 #: Tokens to score: one bool for each token, flat or in the form of the token ids.
 TokenMask = Ragged | Tensor | Sequence[Tensor | Sequence[bool]]
+
+
+#: The optional fields of a request by name, each a value of its kind.
+FieldValues: TypeAlias = dict[str, Any]
 
 
 class RequestFields(TypedDict, total=False):
@@ -224,13 +228,13 @@ class ScoreRequest:
         scored = _checked_mask(tokens, masks[0]) if masks else _all_but_first(tokens)
         every = {"kept": kept, "top_ids": top_ids, "routing": routing, "ref_routing": ref_routing, "images": images}
         given = {name: value for name, value in every.items() if value is not None}
-        checked: dict[str, Any] = {name: FIELDS[name].check(name, x, tokens, scored) for name, x in given.items()}
+        checked: FieldValues = {name: FIELDS[name].check(name, x, tokens, scored) for name, x in given.items()}
         return cls(tokens, scored, layout, **checked)
 
     # ------------------------------------------------------------------ optional fields
 
     @property
-    def recorded(self) -> dict[str, Any]:
+    def recorded(self) -> FieldValues:
         """The optional fields that are given, by name."""
         return {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
 
@@ -249,7 +253,7 @@ class ScoreRequest:
         """The sequences ``rows``, in that order."""
         elements = self.elements(rows)
         tokens = _laid_out(self.tokens.values[elements], self.tokens.lengths[rows])
-        chosen: dict[str, Any] = {
+        chosen: FieldValues = {
             name: FIELDS[name].select(value, elements, rows) for name, value in self.recorded.items()
         }
         return replace(self, tokens=tokens, mask=self.mask[elements], layout=tokens, **chosen)
@@ -306,7 +310,7 @@ class ScoreRequest:
             parts[owner][part] = arrays[name]
         mask = torch.from_numpy(np.unpackbits(bits, count=count).astype(bool))
         tokens = _laid_out(torch.from_numpy(values.copy()), torch.from_numpy(lengths.astype(np.int64)))
-        given: dict[str, Any] = {name: FIELDS[name].unpack(own, tokens, mask) for name, own in parts.items() if own}
+        given: FieldValues = {name: FIELDS[name].unpack(own, tokens, mask) for name, own in parts.items() if own}
         return cls.of(tokens, mask, **given)
 
     # ------------------------------------------------------------------ the tokens to forward
