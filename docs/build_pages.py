@@ -253,7 +253,7 @@ def library_tables(library: str) -> str:
         rows = []
         for row in [row for row in foreign_rows(library) if row.place == place]:
             trainer = f" ({row.section})" if row.section not in ("", "GRPO") else ""
-            here = f"`{row.here}`" if row.here else "—"
+            here = ", ".join(f"`{path}`" for path in row.here.split()) or "—"
             rows.append([f"`{row.name}`{trainer}", shown_default(row), here, row.note.replace("|", "\\|")])
         if rows:
             parts.append(f"\n### {library}: {title.lower()}\n\n{markdown(['theirs', 'default', 'here', ''], rows)}")

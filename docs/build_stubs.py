@@ -21,7 +21,7 @@ from torchrl_llm_kl._registry import Spec
 from torchrl_llm_kl.advantages import advantage_spec, available_advantages, get_advantage
 from torchrl_llm_kl.advantages._registry import _REGISTRY as ADVANTAGES
 from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm
-from torchrl_llm_kl.algorithms._algorithm import AMBIGUOUS, FIELDS
+from torchrl_llm_kl.algorithms._algorithm import FIELDS
 from torchrl_llm_kl.estimators import available_estimators, get_estimator
 from torchrl_llm_kl.losses import AGGREGATIONS, available_objectives, get_objective, spec_of
 
@@ -121,25 +121,8 @@ def advantages() -> list[str]:
 
 def algorithms() -> list[str]:
     """Types of the algorithms."""
-    parts = {
-        "objective": of_objectives(),
-        "advantage": types_of(map(advantage_spec, available_advantages())),  # type: ignore[arg-type]
-    }
-    types: dict[str, set[str]] = defaultdict(set)
-    for part, own in parts.items():
-        for name, members in own.items():
-            types[name] |= members
-            if all(name in other for other in parts.values()) or (part, name) in AMBIGUOUS:
-                types[f"{part}_{name}"] |= members
-    for field in fields(Algorithm):
-        if field.name in FIELDS:
-            types[field.name] = {str(field.type)}
-    doc = """The settings of :func:`make_algorithm` that change a preset.
-
-    Fields of :class:`Algorithm`, and hyper-parameters of its objective or advantage. ``objective_<name>`` and
-    ``advantage_<name>`` say which part's hyper-parameter is meant, and are required where both have the name, or where
-    another library gives it to another setting (``epsilon``: TRL's clip range).
-    """
+    types = {field.name: {str(field.type)} for field in fields(Algorithm) if field.name in FIELDS}
+    doc = "Fields of :class:`Algorithm` that :func:`make_algorithm` changes in a preset."
     return [literal("AlgorithmName", "Every preset.", sorted(ALGORITHMS)), typed_dict("AlgorithmOverrides", doc, types)]
 
 
@@ -160,8 +143,7 @@ IMPORTED = {
     "advantages": "from collections.abc import Sequence\nfrom typing import Any, Literal, TypedDict\n\n"
     "from torch import Generator, Tensor\n",
     "estimators": "from typing import Literal\n",
-    "algorithms": "from collections.abc import Callable, Sequence\nfrom typing import Any, Literal, TypedDict\n\n"
-    "from torch import Generator, Tensor, nn\n",
+    "algorithms": "from collections.abc import Callable\nfrom typing import Literal, TypedDict\n\nfrom torch import Tensor\n",
 }
 PRIVATE = {
     "algorithms": {

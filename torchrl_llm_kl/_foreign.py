@@ -1,20 +1,21 @@
 """Settings of other libraries: their names there and here, with their defaults and what becomes of them.
 
-One table for each library, ``elsewhere/*.csv``: for the hints of error messages, the translations (``algorithms.from_trl``) and
-``docs/elsewhere.md``. Read from TRL 1.16.0, Trinity-RFT 0.6.0, verl 0.9.1, prime-rl 0.8, NeMo-RL 0.6 and slime 0.3.
+There is one table for each library, ``elsewhere/*.csv``. It serves the hints of error messages, the translations
+(``algorithms.from_trl``) and ``docs/elsewhere.md``. The releases are TRL 1.16.0, Trinity-RFT 0.6.0, verl 0.9.1, prime-rl 0.8,
+NeMo-RL 0.6, slime 0.3 and torchrl 0.14.1.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Literal, get_args
 
-Library = Literal["TRL", "Trinity-RFT", "verl", "prime-rl", "NeMo-RL", "slime"]
+Library = Literal["TRL", "Trinity-RFT", "verl", "prime-rl", "NeMo-RL", "slime", "torchrl"]
 #: Where a setting goes: ``override``: an argument of make_algorithm; ``sampling``: the distribution that tokens are drawn from;
 #: ``outside``: the loop around the loss; ``refused``: nowhere.
 Place = Literal["override", "sampling", "outside", "refused"]
@@ -24,8 +25,9 @@ Place = Literal["override", "sampling", "outside", "refused"]
 class Foreign:
     """A setting of another library.
 
-    ``name`` is its path there; one that ends in ``.*`` stands for all below it. ``here`` is what it is called in this package,
-    ``note`` what to do with it or why there is none.
+    ``name`` is its path in that library; a path that ends in ``.*`` stands for all settings below it. ``here`` are its paths
+    in the arguments of ``make_algorithm``, separated by spaces (``objective_args.clip_low``), or another name in this package.
+    ``note`` is advice, or the reason why there is no counterpart.
     """
 
     library: Library
@@ -40,6 +42,22 @@ class Foreign:
     def leaf(self) -> str:
         """The last part of the path."""
         return self.name.rpartition(".")[2]
+
+    @property
+    def own_names(self) -> list[str]:
+        """The last parts of its paths in this package."""
+        return [path.rpartition(".")[2] for path in self.here.split()]
+
+    def counterpart(self, accepted: Collection[str]) -> str:
+        """Its names in this package with the argument that holds them, such as ``"'clip_low' of objective_args"``.
+
+        ``accepted`` are the names that the caller's function accepts; these need no argument.
+        """
+        names = " and ".join(map(repr, self.own_names))
+        place = self.here.split()[0].rpartition(".")[0]
+        if set(self.own_names) <= set(accepted) or not self.here.islower() or "[" in self.here:
+            return f"{names} here"
+        return f"{names} of {place or 'make_algorithm'}"
 
 
 def read_table(path: str) -> Iterator[dict[str, str]]:
@@ -65,12 +83,14 @@ TRL: Mapping[str, Mapping[str, Foreign]] = {
 #: What to do with some of transformers' TrainingArguments; all of them belong to the loop.
 TRAINING: Mapping[str, Foreign] = MappingProxyType({row.name: row for own, row in _TRL if not own})
 #: Trinity-RFT's section ``algorithm`` and the other sections; verl's settings, by their path in its configuration;
-#: prime-rl's, NeMo-RL's and slime's.
-TRINITY, VERL, PRIME, NEMO, SLIME = (
+#: prime-rl's, NeMo-RL's, slime's and torchrl's.
+TRINITY, VERL, PRIME, NEMO, SLIME, TORCHRL = (
     MappingProxyType({row.name: row for _, row in _read(library)}) for library in get_args(Library)[1:]
 )
 #: All settings of all libraries.
-FOREIGN = tuple(row for rows in (*TRL.values(), TRAINING, TRINITY, VERL, PRIME, NEMO, SLIME) for row in rows.values())
+FOREIGN = tuple(
+    row for rows in (*TRL.values(), TRAINING, TRINITY, VERL, PRIME, NEMO, SLIME, TORCHRL) for row in rows.values()
+)
 
 
 def find_row(rows: Mapping[str, Foreign], name: str) -> Foreign | None:
@@ -82,36 +102,44 @@ def find_row(rows: Mapping[str, Foreign], name: str) -> Foreign | None:
     return next((rows[section] for section in sections if section in rows), None)
 
 
-def foreign_hint(name: str, known: Iterable[str] = ()) -> str:
-    """The end of a message about an unknown name: what it is called here, if another library has it; else empty.
+#: The libraries whose names error messages explain. The others share most names with these.
+_HINTED: tuple[Library, ...] = ("TRL", "Trinity-RFT", "verl", "prime-rl", "torchrl")
 
-    ``known`` are the names that would be accepted: of several, those are said first.
+
+def foreign_hint(name: str, known: Iterable[str] = ()) -> str:
+    """The end of a message about an unknown name: its name in this package, if another library has the setting.
+
+    ``known`` are the names that the caller accepts. If a library has several settings of the name, those come first.
+    The hint is empty if no library has the name.
 
     Example:
         >>> foreign_hint("kl_loss_coef")
         " verl's 'kl_loss_coef' is 'kl_loss_coeff' of make_algorithm."
+        >>> foreign_hint("clip_range", ["clip_low", "clip_high"])
+        " Trinity-RFT's 'clip_range' is 'clip_low' and 'clip_high' here."
     """
     if name == "temperature":
         return " A setting of the sampler: options=ScoreOptions(Sampling(temperature=...)) of PolicyLoss and make_algorithm."
     accepted = set(known)
-    said = []
-    for library in ("TRL", "Trinity-RFT", "verl"):
-        rows = [row for row in FOREIGN if row.library == library and row.leaf == name]
-        if not any(row.here for row in rows):
-            if rows:
-                what = "belongs to the loop around the loss" if rows[0].place == "outside" else "has no counterpart"
-                said.append(f" {library}'s {name!r} {what}: {rows[0].note}.")
-            continue
-        places: dict[str, list[Foreign]] = {}
-        named = [row for row in rows if row.here]
-        for row in sorted(named, key=lambda row: (row.here == name, row.here not in accepted)):
-            places.setdefault(row.here, []).append(row)
-        (here, (first, *_)), *others = places.items()
-        if here == name:  # under its own name everywhere: not for this algorithm
-            continue
-        more = [f"{', '.join(row.section for row in same)}: {other!r}" for other, same in others if same[0].section]
-        of = " of make_algorithm" if here.isidentifier() and here.islower() and here not in accepted else " here"
-        also = f" ({'; '.join(more)})" if more else ""
-        note = f"{', ' if first.note.startswith('and ') else ': '}{first.note}" if first.note else ""
-        said.append(f" {library}'s {name!r} is {here!r}{of}{also}{note}.")
-    return "".join(said)
+    by_library = (
+        (library, [row for row in FOREIGN if row.library == library and row.leaf == name]) for library in _HINTED
+    )
+    return "".join(_hint(library, name, rows, accepted) for library, rows in by_library if rows)
+
+
+def _hint(library: Library, name: str, rows: Sequence[Foreign], accepted: Collection[str]) -> str:
+    """One sentence about the settings of a library that have the name; empty if they have the same name here."""
+    named = [row for row in rows if row.here]
+    if not named:
+        what = "belongs to the loop around the loss" if rows[0].place == "outside" else "has no counterpart"
+        return f" {library}'s {name!r} {what}: {rows[0].note}."
+    by_counterpart: dict[str, list[Foreign]] = {}
+    for row in sorted(named, key=lambda row: (row.own_names == [name], not accepted.issuperset(row.own_names))):
+        by_counterpart.setdefault(row.here, []).append(row)
+    (first, *_), *others = by_counterpart.values()
+    if first.own_names == [name]:  # another objective or advantage has it
+        return ""
+    more = [f"{', '.join(row.section for row in same)}: {same[0].counterpart(accepted)}" for same in others]
+    also = f" ({'; '.join(more)})" if more and others[0][0].section else ""
+    note = f"{', ' if first.note.startswith('and ') else ': '}{first.note}" if first.note else ""
+    return f" {library}'s {name!r} is {first.counterpart(accepted)}{also}{note}."

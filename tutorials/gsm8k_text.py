@@ -109,7 +109,7 @@ def run(
     # DPO: pairs in one line, too. `prepare` scores the reference once.
     say((seed, "pairs", 0, 1, "tokens and log-probs of the reference"))
     reference = copy.deepcopy(model).requires_grad_(False)
-    dpo = make_algorithm("dpo", model, reference=reference, beta=settings.beta)
+    dpo = make_algorithm("dpo", model, reference=reference, objective_args={"beta": settings.beta})
     data = from_pairs(paths["train_pairs"], tokenizer)
     learn("DPO", dpo, data, settings.dpo_epochs, settings.dpo_rows, settings.dpo_lr)
     policy = save("dpo")

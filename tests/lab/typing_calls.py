@@ -11,8 +11,16 @@ from torchrl_llm_kl.transforms import KLComputation, KLRewardTransform, Retrieve
 
 
 def right(model: nn.Module, batch: TensorDictBase) -> TensorDictBase:
-    make_algorithm("grpo", model, reference=model, group_size=8, clip_high=0.28, kl_loss="k2", std="batch")
-    make_algorithm("ppo", model, reference=model, critic=model, objective_args={"clip_range": 0.1})
+    make_algorithm(
+        "grpo",
+        model,
+        reference=model,
+        group_size=8,
+        objective_args={"clip_high": 0.28},
+        advantage_args={"std": "batch"},
+        kl_loss="k2",
+    )
+    make_algorithm("ppo", model, reference=model, critic=model, objective_args={"clip_low": 0.1})
     make_algorithm(Algorithm("mine", "cispo", {"clip_high": 0.3}, "rloo", kl_reward="k1"), model, reference=model)
     RetrieveKL(model, model, estimator="k3+", scope="full", options=ScoreOptions(Sampling(0.7)))(batch)
     RetrieveLogProb(model, detach=False, options=ScoreOptions(memory=0))
@@ -21,7 +29,7 @@ def right(model: nn.Module, batch: TensorDictBase) -> TensorDictBase:
     KLRewardTransform(model, coef=0.1, reward_placement="broadcast")
     Advantage("grpo", group_size=4, std="batch")
     PolicyLoss(
-        model, "ppo", clip_range=0.1, aggregation="token-mean", terms=[KLToReference(0.1, "k2"), EntropyBonus(0.1)]
+        model, "ppo", clip_low=0.1, aggregation="token-mean", terms=[KLToReference(0.1, "k2"), EntropyBonus(0.1)]
     )
     get_objective("gspo"), get_advantage("gae"), get_estimator("low_var_kl"), get_algorithm("dapo")
     out = PolicyLoss(model, "gpg")(batch)
@@ -31,7 +39,10 @@ def right(model: nn.Module, batch: TensorDictBase) -> TensorDictBase:
 def wrong(model: nn.Module) -> None:
     make_algorithm("grpoo", model, reference=model)  # reported
     make_algorithm("grpo", model, reference=model, group_sise=8)  # reported
-    make_algorithm("grpo", model, reference=model, clip_hihg=0.28)  # reported
+    make_algorithm("grpo", model, reference=model, objective_args={"clip_hihg": 0.28})  # reported
+    make_algorithm("grpo", model, reference=model, advantage_args={"sdt": "batch"})  # reported
+    make_algorithm("grpo", model, reference=model, advantage_args={"std": "bacth"})  # reported
+    make_algorithm("grpo", model, reference=model, clip_high=0.28)  # reported
     make_algorithm("grpo", model, reference=model, kl_loss="k9")  # reported
     make_algorithm("grpo", model, reference=model, masking_strategy="response")  # reported
     make_algorithm("grpo", model, reference=model, aggregation="mean")  # reported

@@ -82,7 +82,7 @@ def test_optima_of_preferences(name: str, task: Task, settings: Any, how: Any, t
     if name == "tpo":  # the preferred answer again, as the third of each pair
         rows = torch.arange(len(data)).view(-1, 2)
         data = data[torch.cat([rows, rows[:, :1]], 1).flatten()]
-    found = learned(task, name, data=data, how=how, **settings)
+    found = learned(task, name, data=data, how=how, objective_args=settings)
     assert total_variation(found, target(task)) < 0.01
     for other, distance in others.items():
         assert total_variation(other(task), target(task)) > distance
@@ -93,7 +93,7 @@ def test_orpo_learns_between_the_likelihood_and_the_odds() -> None:
     reference = torch.tensor([[0.3, 0.7], [0.8, 0.2]], dtype=torch.float64).log()
     task = Task(2, (0, 1), ((0,), (1,)), torch.zeros_like(reference), reference)
     data = preferred(task, torch.tensor([[4, 1], [2, 3]]))
-    found = learned(task, "orpo", data=data, beta=0.5, how={"steps": 45})
+    found = learned(task, "orpo", data=data, objective_args={"beta": 0.5}, how={"steps": 45})
     low, high, share = torch.tensor(-9.0), torch.tensor([9.0, 9.0]).double(), torch.tensor([0.8, 0.4]).double()
     for _ in range(80):
         y = (low + high) / 2  # log odds: the slope of the likelihood, and of 0.5 times that of twice the log odds
@@ -111,7 +111,7 @@ def test_bco_learns_pi_star_of_the_odds_of_the_labels() -> None:
     answers = torch.cat([torch.arange(5).repeat_interleave(good), torch.arange(5).repeat_interleave(bad)])
     data = task.batch(torch.zeros_like(answers), answers).exclude(("next", "reward"))
     data["chosen"] = torch.arange(len(answers)) < int(good.sum())
-    found = learned(task, "bco", data=data, beta=beta, how={"steps": 60})
+    found = learned(task, "bco", data=data, objective_args={"beta": beta}, how={"steps": 60})
     target = pi_star(task, beta, (good / bad).double().log().expand(2, -1))
     assert total_variation(task.reference[:1], target[:1]) > 0.2
     assert total_variation(found[:1], target[:1]) < 0.01
@@ -124,7 +124,9 @@ def test_kto_learns_the_desirable_answer() -> None:
     data = task.batch(prompts, torch.arange(13).repeat(2)).exclude(("next", "reward"))
     data["chosen"] = (task.reward == task.reward.amax(-1, keepdim=True)).flatten()
     actor = task.policy()
-    parts = make_algorithm("kto", actor, reference=task.policy(), beta=0.5, desirable_weight=12.0)
+    parts = make_algorithm(
+        "kto", actor, reference=task.policy(), objective_args={"beta": 0.5, "desirable_weight": 12.0}
+    )
     assert best_probability(task, task.reference) < 0.2
     first = parts.prepare(data.clone())["reference_point"]
     train(parts, lambda rng: data.clone(), steps=30, micro_batches=2)
@@ -145,7 +147,7 @@ def test_the_answer_of_experts_is_learned(name: str, settings: dict[str, float],
     task, settings = chain(), settings if succeeds else {"mu": 0.0}
     actor = unlikely(task)
     reference: Any = {} if name == "echo" else {"reference": unlikely(task)}
-    parts = make_algorithm(name, actor, **reference, group_key="query", **settings)
+    parts = make_algorithm(name, actor, **reference, group_key="query", objective_args=settings)
     assert best_probability(task, task.log_probs(actor)) < MIN_P / 2
     steps = 50 if name == "mix_chord" else 40
     train(parts, lambda rng: mixed(task, actor, rng), steps=steps, optimiser=torch.optim.Adam, lr=0.4, micro_batches=2)
@@ -165,8 +167,8 @@ def test_the_answer_of_experts_is_learned(name: str, settings: dict[str, float],
         ("gkd", {}, True, 60.0),
         ("gkd", {}, False, 60.0),
         # The vocabulary has one token more than the top 3.
-        ("gkd", {"top_k": 3, "beta": 0.0}, False, 20.0),
-        ("gkd", {"top_k": 3, "beta": 0.8}, True, 60.0),
+        ("gkd", {"top_k": 3, "objective_args": {"beta": 0.0}}, False, 20.0),
+        ("gkd", {"top_k": 3, "objective_args": {"beta": 0.8}}, True, 60.0),
         ("on_policy_distill", {"top_k": 3}, False, 20.0),
         ("jsd", {"top_k": 3}, True, 60.0),
     ],

@@ -124,7 +124,7 @@ def test_vapo_finds_the_best_answer_and_imitates_right_ones() -> None:
     parts = make_algorithm("vapo", actor, critic=TabularCritic(task))
     train(parts, lambda rng: batch(actor, rng, 1.0, 1.0), **{**ADAM, "lr": 0.15, "steps": 30, "epochs": 2})
     assert best_probability(task, task.log_probs(actor)) > 0.9
-    parts = make_algorithm("vapo", imitator, advantage="reinforce", mu=1.0)
+    parts = make_algorithm("vapo", imitator, advantage="reinforce", objective_args={"mu": 1.0})
     train(parts, lambda rng: batch(other, rng, 0.0, 0.0), steps=80, lr=30.0)
     assert total_variation(task.reference, right) > 0.3
     assert total_variation(task.log_probs(imitator), right) < 0.03
@@ -160,7 +160,11 @@ def test_a2po_is_a_regression_on_pi_star_whoever_sampled(own: bool) -> None:
         data["reward_baseline"] = value[(data["tokens", "prompt"] == task.prompts[1]).long()]
         return data
 
-    train(make_algorithm("a2po", actor, reference=task.policy(), beta=beta), collect, **{**ADAM, "steps": 60})
+    train(
+        make_algorithm("a2po", actor, reference=task.policy(), objective_args={"beta": beta}),
+        collect,
+        **{**ADAM, "steps": 60},
+    )
     target = pi_star(task, beta)
     assert total_variation(task.reference, target) > 0.5
     assert total_variation(task.log_probs(actor), target) < 0.01
@@ -199,7 +203,7 @@ def test_less_entropy_is_lost_while_failures_are_left_out() -> None:
     """After as many steps, clip_v's policy has more entropy than grpo's, which clip_v without a limit is otherwise."""
     task = chain()
     entropy = {}
-    for name, hyper in (("grpo", {"kl_loss": "none"}), ("clip_v", {"mu": 0.5, "max_frac": 1.0})):
+    for name, hyper in (("grpo", {"kl_loss": "none"}), ("clip_v", {"advantage_args": {"mu": 0.5, "max_frac": 1.0}})):
         log_p = learned(task, name, how={**ADAM, "steps": 10}, use_reference=False, **hyper)
         entropy[name] = float(-(log_p.exp() * log_p).sum(-1).mean())
     assert entropy["clip_v"] > entropy["grpo"] + 0.05
@@ -279,7 +283,7 @@ def test_the_best_trajectory_is_found(name: str, settings: Any, rewards: Rewards
         # Groups of two and rewards of 0 and 1: (r - r') / sqrt(2).
         ("multi_step_grpo", {"group_size": 2}, 0.25, 2**-0.5, AT_THE_END, 0.04),
         # The trajectory counts once and the step half, of the rewards from a step on.
-        ("gigpo", {"group_size": 256, "omega": 0.5}, 0.5, 1.5, AT_EACH_STEP, 0.03),
+        ("gigpo", {"group_size": 256, "advantage_args": {"omega": 0.5}}, 0.5, 1.5, AT_EACH_STEP, 0.03),
     ],
 )
 def test_optima_of_a_strong_kl(name: str, settings: Any, beta: float, gain: float, rewards: Any, bound: Any) -> None:

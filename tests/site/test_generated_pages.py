@@ -92,9 +92,12 @@ def test_the_bias_falls_with_k() -> None:
 
 
 def test_other_libraries_settings_have_names_that_exist_or_say_what_to_do() -> None:
-    """An identifier in small letters is an argument of make_algorithm."""
+    """A path in small letters is an argument of make_algorithm, or a setting of a part."""
     accepted = {*AlgorithmOverrides.__annotations__, *make_algorithm.__annotations__}
-    assert {row.here for row in FOREIGN if re.fullmatch("[a-z_]+", row.here)} - accepted == set()
+    accepted |= {f"objective_args.{name}" for name in losses.ObjectiveArgs.__annotations__}
+    accepted |= {f"advantage_args.{name}" for name in advantages.AdvantageArgs.__annotations__}
+    paths = {path for row in FOREIGN for path in row.here.split()}
+    assert {path for path in paths if re.fullmatch("[a-z_.]+", path)} - accepted == set()
     assert not [row.name for row in FOREIGN if row.place in ("outside", "refused") and not row.note]
     assert not [row.name for row in FOREIGN if row.place in ("override", "sampling") and not row.here]
     assert foreign_hint("n").startswith(" verl's 'n' is 'group_size'")

@@ -1,9 +1,9 @@
 """Names of the package: it loads them on first use, type checkers read them here."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypedDict
+from collections.abc import Callable
+from typing import Literal, TypedDict
 
-from torch import Generator, Tensor, nn
+from torch import Tensor
 
 from torchrl_llm_kl.advantages import (
     AdvantageArgs,
@@ -113,174 +113,22 @@ AlgorithmName = Literal[
 ]
 
 class AlgorithmOverrides(TypedDict, total=False):
-    """The settings of :func:`make_algorithm` that change a preset.
-
-    Fields of :class:`Algorithm`, and hyper-parameters of its objective or advantage. ``objective_<name>`` and
-    ``advantage_<name>`` say which part's hyper-parameter is meant, and are required where both have the name, or where
-    another library gives it to another setting (``epsilon``: TRL's clip range).
-    """
+    """Fields of :class:`Algorithm` that :func:`make_algorithm` changes in a preset."""
 
     advantage: AdvantageName | None
     advantage_args: AdvantageArgs
-    advantage_beta: float
-    advantage_epsilon: float
-    advantage_kl_coef: float
-    advantage_mu: Tensor | float
-    advantage_tau: float
-    advantage_threshold: Tensor | float | nn.Module
     aggregation: Aggregation | None
-    alpha: Tensor | float | nn.Module | None
-    amplification: float
-    baseline_shift: float
-    beta: Tensor | float | nn.Module
-    beta2: Tensor | float | nn.Module
-    chunk_size: Any
-    clip_cov_lb: Tensor | float | nn.Module
-    clip_cov_ratio: float
-    clip_cov_ub: Tensor | float | nn.Module
-    clip_epsilon: Tensor | float | nn.Module | None
-    clip_high: Tensor | float | nn.Module | None
-    clip_low: Tensor | float | nn.Module | None
-    clip_mode: Literal["none", "one-side", "two-side", "ring", "gspo-one-side"]
-    clip_range: Tensor | float | nn.Module | None
-    clip_range_high: Tensor | float | nn.Module | None
-    clip_range_low: Tensor | float | nn.Module | None
-    clip_ratio: Tensor | float | nn.Module | None
-    clip_ratio_c: Tensor | float | nn.Module | None
-    clip_ratio_high: Tensor | float | nn.Module | None
-    clip_ratio_low: Tensor | float | nn.Module | None
-    coeff: Tensor | float | nn.Module
-    cov_high: Tensor | float | nn.Module
-    cov_low: Tensor | float | nn.Module
-    cpo_alpha: Tensor | float | nn.Module
-    cutoff_prob: Tensor | float | nn.Module
-    decay: float
-    delta_sequence_masking: Tensor | float | nn.Module
-    desirable_weight: Tensor | float | nn.Module
-    discopop_tau: Tensor | float | nn.Module
-    distillation_is_clip: Tensor | float | nn.Module | None
-    distribution: Literal["top_k", "exact"]
-    divergence: Literal["tv", "kl"]
-    dppo_mask_high: Tensor | float | nn.Module | None
-    dppo_mask_low: Tensor | float | nn.Module
-    dro_beta: Tensor | float | nn.Module
-    drop: Literal["balance"] | None
-    enable_mask_clip: bool
-    enable_phi_function: bool
-    enable_sequence_masking: bool
-    enable_step_norm: bool
     entropy_coeff: Coefficient
-    env_state_hash_key: Any
-    epsilon: Tensor | float | nn.Module
-    epsilon_high: Tensor | float | nn.Module
-    epsilon_high_prime: Tensor | float | nn.Module
-    epsilon_low: Tensor | float | nn.Module
-    epsilon_low_prime: Tensor | float | nn.Module
-    expert_aggregation: Aggregation | None
-    f_alpha: Tensor | float | nn.Module
-    f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
-    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
-    fallback_to_policy_gradient: bool
-    fnorm: Literal["none", "std"]
-    fraction: float
-    gamma: float
-    gdpo_reward_keys: Any
-    gdpo_reward_weights: Sequence[float] | None
-    generator: Generator | None
-    grpo_loss_agg_mode: Aggregation | None
-    handle_zero_tail: bool
-    ipo_threshold: Tensor | float | nn.Module | None
-    iw_opd_epsilon: Any
-    iw_opd_gamma: float
-    k_neg: Tensor | float | nn.Module
-    k_pos: Tensor | float | nn.Module
     keep_best: bool
-    kl_coef: float
-    kl_cov_ratio: float
     kl_loss: EstimatorName | Callable[..., Tensor]
     kl_loss_coeff: Coefficient
     kl_reward: EstimatorName
     kl_reward_coeff: Coefficient
-    kl_tau: Tensor | float | nn.Module
-    label_smoothing: Tensor | float | nn.Module
-    lam: float
-    lambda_coef: float
-    lambda_neg: Tensor | float | nn.Module
-    lambda_pos: Tensor | float | nn.Module
-    ld_alpha: Tensor | float | nn.Module | None
     leave_out_experts: bool
-    length_normalised: bool
-    level: Literal["token", "sequence"]
-    lmbda: float
-    log_prob_min: Tensor | float | nn.Module | None
-    log_prob_min_clamp: Tensor | float | nn.Module | None
-    loss: Literal["logistic", "hinge", "ipo"]
-    loss_max_clamp: Tensor | float | nn.Module | None
-    loss_weights: Sequence[float] | None
-    losses: Sequence[str]
-    margin: Tensor | float | nn.Module
-    mask_clip_high: Tensor | float | nn.Module
-    mask_clip_low: Tensor | float | nn.Module
-    mask_clip_range_high: Tensor | float | nn.Module
-    mask_clip_range_low: Tensor | float | nn.Module
-    max_frac: float
     max_len: int | None
-    mu: Tensor | float | nn.Module
-    ngpus_trainer: Any
-    nll_aggregation: Aggregation | None
-    nll_coeff: Tensor | float | nn.Module
-    norm_adv_by_std_in_grpo: bool
     objective: ObjectiveName
     objective_args: ObjectiveArgs
-    objective_beta: Tensor | float | nn.Module
-    objective_coeff: Tensor | float | nn.Module
-    objective_epsilon: Tensor | float | nn.Module
-    objective_mu: Tensor | float | nn.Module
-    objective_tau: Tensor | float | nn.Module
-    objective_temp: Tensor | float | nn.Module
-    omega: float
-    one_sided: bool
-    opmd_baseline: Literal["mean", "logavgexp"]
-    ppo_kl_coef: Tensor | float | nn.Module
-    ppo_micro_batch_size_per_gpu: Any
-    ppo_mini_batch_size: Any
-    rank_penalty: float | None
-    ratio_max: Tensor | float | nn.Module | None
-    regularizer: Literal["none", "k2", "forward-kl"]
-    regularizer_coef: Tensor | float | nn.Module
-    reward_weights: Sequence[float] | None
-    roles: dict | None
-    sapo_temperature_neg: Tensor | float | nn.Module
-    sapo_temperature_pos: Tensor | float | nn.Module
     schema: SchemaName
-    sft_loss_agg_mode: Aggregation | None
-    simpo_gamma: Tensor | float | nn.Module
-    std: Literal["group", "batch"]
-    std_cal_level: Literal["group", "batch"]
-    std_normalize: bool
-    std_threshold: float | None
-    step_reward_key: Any
-    tau: Tensor | float | nn.Module
-    tau_neg: Tensor | float | nn.Module
-    tau_pos: Tensor | float | nn.Module
-    teacher_weights: Sequence[float] | None
-    temp: Tensor | float | nn.Module
     top_k: int
-    tpo_alpha: Tensor | float | nn.Module
-    tpo_l_gamma: Tensor | float | nn.Module
-    train_batch_size_expert: Any
-    train_batch_size_usual: Any
-    undesirable_weight: Tensor | float | nn.Module
     use_critic: bool
-    use_dynamic_bsz: Any
     use_reference: bool
-    usual_aggregation: Aggregation | None
-    value_max: Tensor | float | nn.Module | None
-    vespo_k_neg: Tensor | float | nn.Module
-    vespo_k_pos: Tensor | float | nn.Module
-    vespo_lambda_neg: Tensor | float | nn.Module
-    vespo_lambda_pos: Tensor | float | nn.Module
-    weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"]
-    weighting: Literal["none", "probability", "aligned"]
-    weights: Sequence[float] | None
-    whiten: bool

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from torchrl_llm_kl._foreign import foreign_hint, read_table
+from torchrl_llm_kl._foreign import foreign_hint
 from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl._typing import Json
@@ -95,55 +95,15 @@ class Algorithm:
     def __post_init__(self) -> None:
         check_choice(tuple(SCHEMAS), schema=self.schema)
         check_range(1, repeat_times=self.repeat_times)
-        self._check_top_k()
         check_range(0, 1, expert_data_ratio=self.expert_data_ratio)
         for name in ("kl_loss_coeff", "kl_reward_coeff", "entropy_coeff"):
             _check_coefficient(name, getattr(self, name))
-        self._check_effects()
-        derived = self.derived
-        for name, needed in derived.items():
+        for name, needed in self.derived.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, needed)
-        if derived["use_reference"] and not self.use_reference:
-            raise ValueError(
-                f"{self.name} compares with a reference (kl_loss={self.kl_loss!r}, kl_reward={self.kl_reward!r}, "
-                f"objective={self.objective!r}) but use_reference=False: set use_reference=True, or kl_loss and kl_reward to "
-                "'none'."
-            )
-
-    def _check_effects(self) -> None:
-        for place, usual in USUAL_ESTIMATORS.items():
-            coeff, default = getattr(self, f"{place}_coeff"), _DEFAULTS[f"{place}_coeff"]
-            if getattr(self, place) == "none" and (isinstance(coeff, (Tensor, nn.Module)) or coeff not in (default, 0)):
-                raise ValueError(
-                    f"{place}_coeff={coeff!r} is the weight of a KL, and {place}='none' leaves it out: pass {place}={usual!r}, "
-                    f"or leave {place}_coeff out."
-                )
-        if self.kl_reward != "none" and not self.reads_reward:
-            raise ValueError(
-                f"kl_reward={self.kl_reward!r} has no effect: nothing in {self.name} reads the reward that it changes. Leave "
-                "kl_reward and kl_reward_coeff out; kl_loss='k2' puts a KL into the loss."
-            )
-        if self.advantage_args and self.advantage is None:
-            raise ValueError(
-                f"advantage_args={dict(self.advantage_args)} has no effect: {self.name} has no advantage. Leave it out."
-            )
-
-    def _check_top_k(self) -> None:
-        top_k = self.top_k
-        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0:
-            raise ValueError(f"top_k must be a whole number of at least 0, got {top_k!r}.")
-        if top_k and not self.distils:
-            raise ValueError(
-                f"top_k={top_k} has no effect on objective={self.objective!r}: choose 'distill', or pass top_k= to "
-                "make_algorithm with gkd, on_policy_distill or jsd."
-            )
-        if self.distils:
-            distribution = self.objective_args.get("distribution", self.distribution)
-            if distribution != self.distribution:
-                raise ValueError(
-                    f"distribution={distribution!r} contradicts top_k={top_k}: it is {self.distribution!r} then; leave it out."
-                )
+        for rule in _RULES:
+            if rule.broken(self):
+                raise ValueError(rule.message.format(a=self))
 
     @property
     def reads_reward(self) -> bool:
@@ -225,6 +185,64 @@ class Algorithm:
 _DEFAULTS = {f.name: f.default for f in fields(Algorithm)}
 
 
+class Rule(NamedTuple):
+    """Fields that contradict one another: a test of the algorithm ``a``, and the message, in the syntax of ``str.format``."""
+
+    broken: Callable[[Algorithm], bool]
+    message: str
+
+
+def _is_set(coeff: Coefficient, usual: object) -> bool:
+    """Whether a weight is neither 0 nor the default. A tensor is not read, since that would be a host sync."""
+    return isinstance(coeff, (Tensor, nn.Module)) or coeff not in (usual, 0)
+
+
+_RULES = (
+    Rule(
+        lambda a: isinstance(a.top_k, bool) or not isinstance(a.top_k, int) or a.top_k < 0,
+        "top_k must be a whole number of at least 0, got {a.top_k!r}.",
+    ),
+    Rule(
+        lambda a: bool(a.top_k) and not a.distils,
+        "top_k={a.top_k} has no effect on objective={a.objective!r}: choose 'distill', or pass top_k= to make_algorithm with "
+        "gkd, on_policy_distill or jsd.",
+    ),
+    Rule(
+        lambda a: a.distils and a.objective_args.get("distribution", a.distribution) != a.distribution,
+        "distribution={a.objective_args[distribution]!r} contradicts top_k={a.top_k}: leave it out, it follows from top_k.",
+    ),
+    Rule(
+        lambda a: a.kl_loss == "none" and _is_set(a.kl_loss_coeff, _DEFAULTS["kl_loss_coeff"]),
+        "kl_loss_coeff={a.kl_loss_coeff!r} is the weight of a KL, and kl_loss='none' leaves it out: pass kl_loss='k2', or "
+        "leave kl_loss_coeff out.",
+    ),
+    Rule(
+        lambda a: a.kl_reward == "none" and _is_set(a.kl_reward_coeff, _DEFAULTS["kl_reward_coeff"]),
+        "kl_reward_coeff={a.kl_reward_coeff!r} is the weight of a KL, and kl_reward='none' leaves it out: pass "
+        "kl_reward='k1', or leave kl_reward_coeff out.",
+    ),
+    Rule(
+        lambda a: a.kl_reward != "none" and not a.reads_reward,
+        "kl_reward={a.kl_reward!r} has no effect: nothing in {a.name} reads the reward that it changes. Leave kl_reward and "
+        "kl_reward_coeff out; kl_loss='k2' puts a KL into the loss.",
+    ),
+    Rule(
+        lambda a: a.advantage is None and bool(a.advantage_args),
+        "advantage_args={a.advantage_args} has no effect: {a.name} has no advantage. Leave it out.",
+    ),
+    Rule(
+        lambda a: a.derived["use_reference"] and not a.use_reference,
+        "{a.name} compares with a reference (kl_loss={a.kl_loss!r}, kl_reward={a.kl_reward!r}, objective={a.objective!r}) but "
+        "use_reference=False: set use_reference=True, or kl_loss and kl_reward to 'none'.",
+    ),
+    Rule(
+        lambda a: a.kl_reward != "none" and a.advantage is not None and "rewards" in advantage_spec(a.advantage).needs,
+        "kl_reward={a.kl_reward!r} adds the KL to one reward, and {a.advantage} normalises several separately: pass "
+        "kl_reward='none', and kl_loss= for a KL in the loss.",
+    ),
+)
+
+
 def _check_coefficient(name: str, value: object) -> None:
     if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
         value = value.item()
@@ -240,13 +258,6 @@ def _check_coefficient(name: str, value: object) -> None:
 
 # ------------------------------------------------------------------ overrides
 
-
-#: Hyper-parameters whose plain name other libraries give to another setting: (part, name) -> (its meaning here, the other
-#: meaning and its name here). ``objective_<name>`` or ``advantage_<name>`` says which part is meant.
-AMBIGUOUS: Mapping[tuple[str, str], tuple[str, str]] = {
-    (row["part"], row["name"]): (row["here"], row["elsewhere"]) for row in read_table("algorithms/ambiguous.csv")
-}
-
 #: Fields that describe the loop around the loss, which nothing here computes with -> where the loop sets them.
 _OF_LOOP = {
     "repeat_times": "the sampler draws the answers, and group_size= or group_key= of make_algorithm shows which are compared",
@@ -259,104 +270,80 @@ FIELDS = tuple(name for name in _DEFAULTS if name not in ("name", "sources", *_O
 _BETA_OF_ADVANTAGE = {"on_policy_distill": 1.0, "jsd": None}
 
 
-def _of_top_k(algorithm: Algorithm, changes: Mapping[str, Any]) -> Json:
+def apply_overrides(preset: Algorithm, overrides: Mapping[str, Any]) -> Algorithm:
+    """A preset with some fields changed; see :class:`AlgorithmOverrides`.
+
+    ``objective_args`` and ``advantage_args`` are merged into the preset's key by key. ``use_reference`` and ``use_critic``
+    follow from the changed fields, unless they are given. The weight of a KL that the preset lacks adds this KL with the
+    usual estimator.
+
+    Raises:
+        TypeError: for a name that is not a field.
+        ValueError: for a setting without an effect.
+    """
+    for name in overrides:
+        _check_name(preset, name, overrides)
+    distilled = _of_top_k(preset, overrides)
+    changes: Json = {**overrides, **distilled}
+    for part in ("objective", "advantage"):
+        now, args = getattr(preset, part), f"{part}_args"
+        kept = getattr(preset, args) if changes.get(part, now) == now else {}  # another one has other settings
+        changes[args] = {**kept, **distilled.get(args, {}), **(overrides.get(args) or {})}
+    for place, usual in USUAL_ESTIMATORS.items():
+        coeff = f"{place}_coeff"
+        if getattr(preset, place) == "none" and _is_set(changes.get(coeff, 0), 0):
+            changes.setdefault(place, usual)
+        elif changes.get(place) == "none":
+            changes.setdefault(coeff, _DEFAULTS[coeff])
+    for name, value in preset.derived.items():
+        if getattr(preset, name) == value:
+            changes.setdefault(name, None)
+    changed = replace(preset, **changes)
+    _check_flags(preset, changed)
+    return changed
+
+
+def _of_top_k(preset: Algorithm, overrides: Mapping[str, Any]) -> Json:
     """The changes that make a distillation on sampled tokens one over a teacher's top k."""
-    advantage = changes.get("advantage", algorithm.advantage)
-    if not changes.get("top_k") or "objective" in changes or advantage not in _BETA_OF_ADVANTAGE:
+    advantage = overrides.get("advantage", preset.advantage)
+    if not overrides.get("top_k") or "objective" in overrides or advantage not in _BETA_OF_ADVANTAGE:
         return {}
     beta: object = _BETA_OF_ADVANTAGE[advantage]
     if beta is None:
-        beta = algorithm.advantage_args.get("beta", advantage_spec(advantage).defaults["beta"])
+        beta = preset.advantage_args.get("beta", advantage_spec(advantage).defaults["beta"])
     distilled = {"objective": "distill", "objective_args": {"beta": beta}, "advantage": None}
     return {**distilled, "compute_advantage_in_trainer": False}
 
 
-def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algorithm:
-    """A preset with some values changed; see :class:`AlgorithmOverrides`.
-
-    ``objective_args`` and ``advantage_args`` add to the preset's. ``use_reference`` and ``use_critic`` follow from the
-    changed fields, unless they are given. The weight of a KL that the preset lacks adds it, with the usual estimator.
-
-    Raises:
-        TypeError: for an unknown or ambiguous setting, or one given under two names.
-        ValueError: for a setting without an effect.
-    """
-    for name in overrides.keys() & _OF_LOOP.keys():
-        raise ValueError(f"{name} has no effect on what make_algorithm builds: {_OF_LOOP[name]}. Leave {name} out.")
-    args = {name: dict(overrides.get(name) or {}) for name in ("objective_args", "advantage_args")}
-    changes = {name: value for name, value in overrides.items() if name in FIELDS and name not in args}
-    changes |= _of_top_k(algorithm, changes)
-    for part in ("objective", "advantage"):  # a replacement has other hyper-parameters
-        if changes.get(part, getattr(algorithm, part)) != getattr(algorithm, part):
-            changes.setdefault(f"{part}_args", {})
-    for place, usual in USUAL_ESTIMATORS.items():
-        coeff = f"{place}_coeff"
-        weight = changes.get(coeff, 0)
-        if getattr(algorithm, place) == "none" and (isinstance(weight, (Tensor, nn.Module)) or weight != 0):
-            changes.setdefault(place, usual)
-        elif changes.get(place) == "none":
-            changes.setdefault(coeff, _DEFAULTS[coeff])
-    for name, value in algorithm.derived.items():
-        if getattr(algorithm, name) == value:
-            changes.setdefault(name, None)
-    changed = replace(algorithm, **changes)
-    _check_changes(algorithm, changed)
-    for name, value in overrides.items():
-        if name not in FIELDS:
-            part, own = _owner(changed, name)
-            if own in args[part]:
-                raise TypeError(f"{name!r} and {part}={{{own!r}: ...}} are the same setting: pass one of them.")
-            args[part][own] = value
-    merged: Json = {name: {**getattr(changed, name), **more} for name, more in args.items()}
-    return replace(changed, **merged)
-
-
-def _check_changes(preset: Algorithm, changed: Algorithm) -> None:
+def _check_flags(preset: Algorithm, changed: Algorithm) -> None:
     """Raise for a changed flag that concerns nothing here; a preset may hold it for changes to come."""
     name = changed.name
-    if (
-        changed.leave_out_experts != preset.leave_out_experts
-        and changed.kl_loss == "none"
-        and changed.entropy_coeff == 0
-    ):
+    compares = changed.kl_loss != "none" or changed.entropy_coeff != 0
+    if changed.leave_out_experts != preset.leave_out_experts and not compares:
         raise ValueError(
             f"leave_out_experts={changed.leave_out_experts} has no effect: {name} has neither a KL in the loss nor an entropy "
             "bonus. Leave it out, or pass kl_loss= or entropy_coeff= too."
         )
-    if (
-        changed.use_reference > preset.use_reference
-        and changed.schema == "distill"
-        and not changed.derived["use_reference"]
-    ):
+    scores_teacher = changed.schema == "distill" and not changed.derived["use_reference"]
+    if changed.use_reference > preset.use_reference and scores_teacher:
         raise ValueError(f"use_reference=True has no effect: {name} scores its teacher anyway. Leave it out.")
 
 
-def _owner(algorithm: Algorithm, name: str) -> tuple[str, str]:
-    """``"objective_args"`` or ``"advantage_args"``, whichever has the hyper-parameter, and its name there."""
-    accepted = {"objective": spec_of(algorithm.objective).accepted, "advantage": ()}
-    if algorithm.advantage is not None:
-        accepted["advantage"] = advantage_spec(algorithm.advantage).accepted
-    owners = [part for part, names in accepted.items() if name in names]
-    if len(owners) == 2:
-        raise TypeError(
-            f"{name!r} is a hyper-parameter of the objective {algorithm.objective} and of the advantage "
-            f"{algorithm.advantage}: pass objective_{name}=... or advantage_{name}=..., or both."
-        )
+def _check_name(preset: Algorithm, name: str, overrides: Mapping[str, Any]) -> None:
+    """Raise unless ``name`` is a field that an override may change; the message says which part has the setting."""
+    if name in FIELDS:
+        return
+    if name in _OF_LOOP:
+        raise ValueError(f"{name} has no effect on what make_algorithm builds: {_OF_LOOP[name]}. Leave {name} out.")
+    objective, advantage = (overrides.get(part, getattr(preset, part)) for part in ("objective", "advantage"))
+    settings = {"objective": spec_of(objective).hyper}
+    if advantage is not None:
+        settings["advantage"] = advantage_spec(advantage).hyper
+    owners = [part for part, names in settings.items() if name in names]
     if owners:
-        (part,) = owners
-        if (part, name) in AMBIGUOUS:
-            here, elsewhere = AMBIGUOUS[part, name]
-            raise TypeError(
-                f"{name!r} has two meanings: for {here} of the {part} {getattr(algorithm, part)} pass {part}_{name}=...; for "
-                f"{elsewhere}."
-            )
-        return f"{part}_args", name
-    part, _, own = name.partition("_")
-    if own in accepted.get(part, ()):
-        return f"{part}_args", own
-    known = [*FIELDS, *accepted["objective"], *accepted["advantage"]]
-    raise TypeError(
-        f"{algorithm.name} has no setting {name!r}.{foreign_hint(name, known) or did_you_mean(name, known)} "
-        f"Settings: {', '.join(FIELDS)}; of the objective: {', '.join(accepted['objective']) or 'none'}; "
-        f"of the advantage: {', '.join(accepted['advantage']) or 'none'}."
-    )
+        advice = " or ".join(f"{part}_args={{{name!r}: {overrides[name]!r}}}" for part in owners)
+        raise TypeError(f"{name} is a setting of the {' and of the '.join(owners)}: pass {advice}.")
+    listed = "".join(f"; of {part}_args: {', '.join(names) or 'none'}" for part, names in settings.items())
+    known = [*FIELDS, *(name for names in settings.values() for name in names)]
+    hint = foreign_hint(name, FIELDS) or did_you_mean(name, known)
+    raise TypeError(f"{preset.name} has no setting {name!r}.{hint} Settings: {', '.join(FIELDS)}{listed}.")

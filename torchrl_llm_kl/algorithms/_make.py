@@ -110,7 +110,8 @@ def make_algorithm(
             conversation, or an entry with token ids; see :class:`~torchrl_llm_kl.RetrieveLogProb`.
         overrides: changes of the preset; see :class:`AlgorithmOverrides`. Each changes something that is computed or required,
             or raises an error. ``kl_loss_coeff`` adds a KL with ``"k2"`` to the loss of a preset that has none there, and
-            ``kl_reward_coeff`` one with ``"k1"`` to its reward, beside a KL in the loss.
+            ``kl_reward_coeff`` one with ``"k1"`` to its reward, beside a KL in the loss. Settings of the objective and the
+            advantage are in ``objective_args`` and ``advantage_args``, which are merged into the preset's.
 
     Returns:
         :class:`AlgorithmParts`: ``prepare(batch)`` scores and writes advantages, ``loss(batch)`` returns the loss terms.
@@ -118,8 +119,8 @@ def make_algorithm(
     Raises:
         ValueError: if a required model is missing, or a model or setting has no effect; if a scorer's settings differ from the
             actor's; if the reference is the actor, without a ``context``, or has another vocabulary; for groups of one answer.
-        TypeError: for an unknown or ambiguous setting (the message has both meanings), or an argument of this function in
-            ``loss_args``.
+        TypeError: for an unknown setting, a setting of the objective or the advantage outside ``objective_args`` and
+            ``advantage_args``, or an argument of this function in ``loss_args``.
 
     Warns:
         KLPlacementWarning: if an estimator is used where its gradient is not the reverse KL's.
@@ -134,7 +135,7 @@ def make_algorithm(
         >>> config = Qwen2Config(vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
         ...     num_attention_heads=2, num_key_value_heads=1)
         >>> actor, reference = Qwen2ForCausalLM(config), Qwen2ForCausalLM(config)
-        >>> grpo = make_algorithm("grpo", actor, reference=reference, group_size=2, clip_high=0.28)
+        >>> grpo = make_algorithm("grpo", actor, reference=reference, group_size=2, objective_args={"clip_high": 0.28})
         >>> full = torch.tensor([[3, 4, 5], [3, 4, 6]])
         >>> tokens = TensorDict(prompt=full[:, :2], full=full, batch_size=[2])
         >>> reward = torch.tensor([[1.0], [0.0]])
@@ -227,11 +228,6 @@ class _Grouping(TypedDict, total=False):
 def _advantage(preset: Algorithm, grouping: _Grouping, masking_strategy: MaskingStrategy) -> Advantage:
     assert preset.advantage is not None
     spec, hyper = advantage_spec(preset.advantage), {**preset.advantage_args}
-    if "rewards" in spec.needs and preset.kl_reward != "none":
-        raise ValueError(
-            f"kl_reward={preset.kl_reward!r} adds the KL to one reward, and {spec.name} normalises several apart: pass "
-            "kl_reward='none', and kl_loss= for a KL in the loss."
-        )
     keys: Any = hyper.pop("keys", {})
     if spec.kind == "token" and masking_strategy == "rlhf":
         keys = {"mask": ("masks", "all_assistant_mask"), **keys}
@@ -423,7 +419,7 @@ def _check_loss_args(loss_args: Json) -> None:
             raise TypeError(f"loss_args must not hold {name!r}: {advice}.")
         if name not in known:
             unknown = no_such("loss_args must not hold", name, known, hint=foreign_hint(name, known))
-            raise TypeError(f"{unknown} Hyper-parameters of the objective go to make_algorithm itself.")
+            raise TypeError(f"{unknown} Settings of the objective go to objective_args of make_algorithm.")
 
 
 def _options(actor: Any, given: ScoreOptions | None) -> ScoreOptions:

@@ -234,11 +234,11 @@ class AlgorithmParts:
             >>> from torchrl_llm_kl.estimators import ScheduledCoefficient
             >>> settings = {"group_size": 8, "kl_loss": "none"}
             >>> mu = ScheduledCoefficient(0.9, 0.1, decay=100)
-            >>> chord = make_algorithm("mix_chord", torch.nn.Embedding(9, 9), mu=mu, **settings)
+            >>> chord = make_algorithm("mix_chord", torch.nn.Embedding(9, 9), objective_args={"mu": mu}, **settings)
             >>> mu.update(steps=40)
             >>> saved = chord.state_dict()  # torch.save, or torch.distributed.checkpoint.save({"parts": chord, ...})
             >>> again = ScheduledCoefficient(0.9, 0.1, decay=100)
-            >>> chord = make_algorithm("mix_chord", torch.nn.Embedding(9, 9), mu=again, **settings)
+            >>> chord = make_algorithm("mix_chord", torch.nn.Embedding(9, 9), objective_args={"mu": again}, **settings)
             >>> chord.load_state_dict(saved)
             >>> again.step
             tensor(40)

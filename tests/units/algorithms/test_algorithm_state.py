@@ -94,7 +94,7 @@ KINDS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "KL in the loss": ("grpo", lambda: in_loss(ziegler(), entropy_coeff=AdaptiveEntropyCoefficient(target=3.0))),
     "PI control in the reward": ("grpo", lambda: in_reward(estimators.PIKLCoefficient(0.3, target=0.05, warmup=2))),
     "dual ascent in the loss": ("grpo", lambda: in_loss(estimators.DualKLCoefficient(0.3, target=0.05, warmup=2))),
-    "schedule": ("mix_chord", lambda: {"mu": ScheduledCoefficient(0.6, warmup=2, decay=4)}),
+    "schedule": ("mix_chord", lambda: {"objective_args": {"mu": ScheduledCoefficient(0.6, warmup=2, decay=4)}}),
     "critic": ("ppo", lambda: in_reward(ziegler())),
     "moving reference": ("grpo", lambda: in_reward(ziegler())),
 }

@@ -30,6 +30,12 @@ CASES = tables(__file__)
 del CASES["bases"]
 
 
+def at(overrides: Any, path: str) -> Any:
+    """The override at a path such as ``objective_args.clip_low``."""
+    part, _, own = path.rpartition(".")
+    return (overrides[part] if part else overrides)[own]
+
+
 def translated(name: str) -> Any:
     return FUNCTIONS[re.split(",| ", name)[0]](CASES[name][1])
 
@@ -39,7 +45,7 @@ def test_presets_overrides_and_what_is_refused(name: str) -> None:
     algorithm, settings, overrides, refused = CASES[name]
     found = translated(name)
     assert found.algorithm == algorithm
-    assert {key: found.overrides[key] for key in overrides} == overrides
+    assert {path: at(found.overrides, path) for path in overrides} == overrides
     assert {row.name for row in found.refused} == set(refused)
     lists = (found.translated, found.sampled, found.outside, found.refused)
     placed = [row.name for rows in lists for row in rows if row.given]

@@ -297,7 +297,7 @@ def test_orpo(model: nn.Module, batch: dict[str, Tensor], configured: Any) -> No
     """TRL's likelihood includes the prompt: of prompts of one token, which nothing predicts, it is the answer's."""
     found = from_trl(configured("orpo", beta=0.3))
     (row,) = found.translated
-    assert row.note == "TRL's likelihood covers prompt and answer, here the answer alone"
+    assert row.note == "TRL's likelihood covers prompt and answer, here it covers only the answer"
     made = bare_trainer("orpo", beta=0.3)
     short = {**batch, "ids": batch["ids"][:, PROMPT - 1 :]}
     expected = with_gradients(model, lambda: made.get_batch_loss_metrics(model, columns(batch, 1))[0])
@@ -462,10 +462,10 @@ def test_overrides_and_further_arguments_of_make_algorithm(model: nn.Module) -> 
     assert found.overrides["entropy_coeff"] is not found.overrides["entropy_coeff"]
     found = from_trl({"num_generations": 4, "temperature": 0.7, "top_k": 5, "use_vllm": True})
     assert found.make(model).loss.sampling.top_k == 0  # as TRL scores
-    more = {"group_key": "query", "loss_args": {"functional": True}, "clip_low": 0.1}
+    more = {"group_key": "query", "loss_args": {"functional": True}, "objective_args": {"clip_low": 0.1}}
     parts = found.make(model, options=ScoreOptions(found.sampling, dtype=torch.float32), **more)
     assert (parts.loss.sampling.temperature, parts.loss.sampling.top_k) == (0.7, 5)
-    assert float(parts.loss.clip_low) == pytest.approx(0.1)
+    assert (float(parts.loss.clip_low), float(parts.loss.clip_high)) == (pytest.approx(0.1), pytest.approx(0.2))
     assert len(parts.loss.corrections) == 1
     both = found.make(model, loss_args={"corrections": [ImportanceWeights(high=1.5)]}).loss.corrections
     assert [float(each.high) for each in both] == [3.0, 1.5]

@@ -28,6 +28,8 @@ NORM = [GRPO, f"{A}.loss_agg_mode=seq-mean-token-sum-norm", "data.max_response_l
 GAE, STD = {"gamma": 0.9, "lam": 0.8}, {"std_cal_level": "batch", "epsilon": 1e-4}
 DUPLICATES = "advantage_fn_args.duplicate_experiences"
 PPO = {"clip_low": 0.2, "clip_high": 0.2, "clip_ratio_c": 3.0}  # of Trinity's dapo too
+OF_CLIPPED = {"clip_low": 0.1, "clip_high": 0.3, "clip_ratio_c": 1.5}
+DEFAULT_GAE = {"gamma": 1.0, "lam": 1.0, "whiten": True}
 TWO_MEANS = "by seq-mean-token-mean and the KL and entropy by token-mean"
 
 
@@ -60,9 +62,8 @@ def test_the_loss_by_hand(model: nn.Module, batch: dict[str, Tensor], library: s
 def test_verls_defaults() -> None:
     found = from_verl({})
     assert found.algorithm == "ppo"
-    objective = {"objective": "ppo", **dict.fromkeys(("clip_low", "clip_high"), 0.2), "clip_ratio_c": 3.0}
-    objective["aggregation"] = "token-mean"
-    advantage = {"advantage": "gae", "gamma": 1.0, "lam": 1.0, "whiten": True}
+    objective = {"objective": "ppo", "objective_args": PPO, "aggregation": "token-mean"}
+    advantage = {"advantage": "gae", "advantage_args": {"gamma": 1.0, "lam": 1.0, "whiten": True}}
     others = {"kl_loss": "none", "kl_reward": "none", "entropy_coeff": 0, "options": ScoreOptions()}
     assert found.overrides == objective | advantage | others
 
@@ -72,13 +73,17 @@ def test_verls_defaults() -> None:
     [
         ([GRPO, f"{G}.norm_adv_by_std_in_grpo=False"], "grpo", {"advantage": "dr_grpo"}),
         ([f"{G}.adv_estimator=rloo", f"{R}.n=4"], "rloo", {"advantage": "rloo", "group_size": 4}),
-        ([f"{G}.adv_estimator=grpo_passk"], "pass_at_k", {"std_normalize": True}),
-        ([f"{G}.adv_estimator=reinforce_plus_plus", f"{G}.gamma=0.9"], "reinforce_plus_plus", {"gamma": 0.9}),
-        ([f"{G}.adv_estimator=gae", f"{G}.lam=0.95"], "ppo", {"lam": 0.95, "whiten": True}),
+        ([f"{G}.adv_estimator=grpo_passk"], "pass_at_k", {"advantage_args": {"std_normalize": True}}),
+        (
+            [f"{G}.adv_estimator=reinforce_plus_plus", f"{G}.gamma=0.9"],
+            "reinforce_plus_plus",
+            {"advantage_args": {"gamma": 0.9}},
+        ),
+        ([f"{G}.adv_estimator=gae", f"{G}.lam=0.95"], "ppo", {"advantage_args": {**DEFAULT_GAE, "lam": 0.95}}),
         ([*KL_REWARD, f"{G}.kl_ctrl.kl_coef=0.01"], "grpo", {"kl_reward": "low_var_kl", "kl_reward_coeff": 0.01}),
         (NORM, "grpo", {"aggregation": "seq-mean-token-sum-norm", "max_len": 2048}),
         (CORRECTED, "grpo", {"loss_args": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}}),
-        (CLIPPED, "grpo", {"clip_low": 0.1, "clip_high": 0.3, "clip_ratio_c": 1.5, "aggregation": "token-mean"}),
+        (CLIPPED, "grpo", {"objective_args": OF_CLIPPED, "aggregation": "token-mean"}),
         (CLIPPED, "grpo", {"kl_loss": "low_var_kl", "kl_loss_coeff": 0.001, "options": ScoreOptions(Sampling(0.8))}),
         (of_type("dapo"), "dapo", {"objective": "ppo", "objective_args": PPO, "aggregation": "token-mean"}),
         (TRINITYS, "dapo", {"kl_loss": "k2", "kl_loss_coeff": 0.1}),
@@ -136,7 +141,7 @@ def test_the_same_of_verl_from_a_file_yaml_a_mapping_and_overrides(tmp_path: Pat
     listed = [GRPO, f"+{A}.optim.lr=1e-6", f"++{A}.clip_ratio_high=0.28"]
     for other in (text, file, str(file), nested, listed):
         found = from_verl(other)
-        assert found.overrides["clip_high"] == 0.28
+        assert found.overrides["objective_args"]["clip_high"] == 0.28
         assert [(row.name, row.value) for row in found.outside] == [(f"{A}.optim.lr", 1e-6)]
         assert repr(found.recipe) == repr(from_verl(nested).recipe)
 
@@ -144,7 +149,6 @@ def test_the_same_of_verl_from_a_file_yaml_a_mapping_and_overrides(tmp_path: Pat
 def test_the_schedule_of_trinitys_chord_is_a_coefficient() -> None:
     args = {"clip_range": 0.2, "mu_peak": 0.9, "mu_valley": 0.05, "mu_warmup_steps": 2, "mu_decay_steps": 4}
     found = from_trinity(of_type("mix_chord", policy_loss_fn_args=args))
-    assert "mu" not in found.overrides["objective_args"]
     mu = found.make(nn.Linear(1, 1), reference="data").loss.mu
     assert (mu.peak, mu.valley, mu.warmup, mu.decay) == (0.9, 0.05, 2, 4)
     assert mu() == 0

@@ -57,8 +57,9 @@ def test_parts_are_those_of_the_preset(name: str) -> None:
 
 
 def test_fields_and_hyper_parameters_find_their_place() -> None:
-    more = {"advantage_epsilon": 0.01, "kl_loss_coeff": 0.2, "entropy_coeff": 0.05}
-    parts = made("mix", mu=0.3, clip_high=0.4, std="batch", **more)
+    args: dict[str, Any] = {"advantage_args": {"epsilon": 0.01, "std": "batch"}}
+    args["objective_args"] = {"mu": 0.3, "clip_high": 0.4}
+    parts = made("mix", **args, kl_loss_coeff=0.2, entropy_coeff=0.05)
     assert numbers(parts, "mu", "clip_low", "clip_high") == [0.3, 0.2, 0.4]
     assert numbers(parts, "kl_to_ref_coeff", "entropy_coeff") == [0.2, 0.05]
     assert parts.advantage.hyper == {"std": "batch", "epsilon": 0.01}
@@ -67,18 +68,17 @@ def test_fields_and_hyper_parameters_find_their_place() -> None:
     changes: dict[str, Any] = {"objective": "cispo", "aggregation": "seq-mean-token-sum"}
     changes |= {"kl_loss": "exact", "kl_loss_coeff": 0.2, "kl_reward": "k1", "kl_reward_coeff": 0.3}
     changes |= {"entropy_coeff": 0.4, "leave_out_experts": True, "advantage": "grpo"}
-    clip, args = {"clip_range_high": 0.1, "clip_range_low": 0.9}, {"std_cal_level": "batch", "epsilon": 1e-3}
+    clip, args = {"clip_high": 0.1, "clip_low": 0.9}, {"std": "batch", "epsilon": 1e-3}
     parts = made(**changes, objective_args=clip, advantage_args=args)
     assert changes.items() <= vars(parts.algorithm).items()
     assert parts.loss.aggregation == "seq-mean-token-sum"
     assert numbers(parts, "clip_low", "clip_high") == [0.9, 0.1]
     assert parts.advantage.hyper == {"std": "batch", "epsilon": 1e-3}
-    assert numbers(made(objective_args={"clip_range": 0.1}), "clip_low", "clip_high") == [0.1, 0.1]
     # Another objective or advantage leaves the old one's settings.
     parts = made("ppo", advantage="rloo", use_critic=False)
     assert parts.algorithm.advantage_args == {}
     assert ALGORITHMS["ppo"].advantage_args == {"whiten": True}
-    parts = made("grpo", objective="gspo", advantage="dr_grpo", clip_low=0.1)
+    parts = made("grpo", objective="gspo", advantage="dr_grpo", objective_args={"clip_low": 0.1})
     assert parts.loss.objective.function.__name__ == "gspo"
     assert parts.loss.aggregation == "seq-mean-token-mean"
     assert numbers(parts, "clip_low") == [0.1]
@@ -95,7 +95,9 @@ def test_a_reference_and_a_critic_are_needed_where_something_reads_them() -> Non
     assert made("ppo", advantage="rloo").critic_loss is None
     # A preset of one's own.
     kl: dict[str, Any] = {"use_reference": True, "kl_reward": "k1", "kl_reward_coeff": 0.3}
-    parts = made(Algorithm("mine", "cispo", {"clip_high": 0.5}, "rloo", **kl), group_size=2, clip_high=0.6)
+    parts = made(
+        Algorithm("mine", "cispo", {"clip_high": 0.5}, "rloo", **kl), group_size=2, objective_args={"clip_high": 0.6}
+    )
     assert numbers(parts, "clip_high") == [0.6]
     assert parts.algorithm.name == "mine"
 
@@ -138,7 +140,12 @@ def test_old_log_probs_have_the_temperature_of_an_actor_that_is_a_scorer() -> No
 
 def test_a_top_k_replaces_the_advantage() -> None:
     jsd, distill = ("jsd", {"advantage_args": {}}, 0.5), "on_policy_distill"
-    for name, settings, beta in (("gkd", {}, 0.5), jsd, (distill, {}, 1.0), (distill, {"beta": 0.7}, 0.7)):
+    for name, settings, beta in (
+        ("gkd", {}, 0.5),
+        jsd,
+        (distill, {}, 1.0),
+        (distill, {"objective_args": {"beta": 0.7}}, 0.7),
+    ):
         parts, without = made(name, top_k=2, **settings), made(name, top_k=0)
         assert (parts.algorithm.objective, parts.loss.distribution, parts.advantage) == ("distill", "top_k", None)
         assert numbers(parts, "beta") == [beta]
@@ -247,10 +254,14 @@ test_settings_without_effect = refused(
     ("sft", {"reference": TASK.policy()}, r"place the KL \(kl_loss='k2'\)"),  # and nothing that would do nothing
     (
         "sapo",
-        {"objective": "ppo", "kl_loss": "none", "delta_sequence_masking": 0.5},
+        {"objective": "ppo", "kl_loss": "none", "objective_args": {"delta_sequence_masking": 0.5}},
         "pass enable_sequence_masking=True",
     ),
-    ("opo", {"objective": "rec", "epsilon_high": 0.5}, "rec: epsilon_high=0.5 has no effect with clip_mode='none'"),
+    (
+        "opo",
+        {"objective": "rec", "objective_args": {"epsilon_high": 0.5}},
+        "rec: epsilon_high=0.5 has no effect with clip_mode='none'",
+    ),
     ("pass_at_k", {"kl_loss": "none", "advantage_args": {"epsilon": 0.5}}, "pass_at_k: epsilon=0.5 has no effect with"),
 )
 
@@ -314,7 +325,7 @@ test_impossible_settings = refused(
     ("jsd", {"reference": None}, r"jsd compares with a teacher: pass reference=, or reference='data'"),
     ("gkd", {"reference": None}, r"gkd compares with a teacher: pass .* reference='data' .*top k \(with top_k=\)"),
     ("gkd", {"reference": "data"}, r"gkd compares whole distributions, which the data does not hold: .*top_k="),
-    ("gkd", {"distribution": "top_k"}, r"distribution='top_k' contradicts top_k=0"),
+    ("gkd", {"objective_args": {"distribution": "top_k"}}, r"distribution='top_k' contradicts top_k=0"),
     ("grpo", {"top_k": 4}, "top_k=4 has no effect on objective='ppo'"),
     ("gkd", {"top_k": 4, "loss_args": {"rollout_is": "token"}}, r"top_k=4 beside log-probs of the sampler"),
     ("dapo", {}, r"dapo uses no reference model: leave it out, pass use_reference=True"),
@@ -325,7 +336,7 @@ test_impossible_settings = refused(
     ("grpo", {"use_reference": False}, r"grpo compares with a reference \(kl_loss='k2'.*set use_reference=True"),
     ("grpo", {"kl_loss": "none"}, r"grpo uses no reference model"),
     ("grpo", {"group_key": "query", "group_size": 2}, r"got both group_key='query' and group_size=2"),
-    ("grpo", {"clip_low": 1.5}, r"clip_low must .*got 1.5"),
+    ("grpo", {"objective_args": {"clip_low": 1.5}}, r"clip_low must .*got 1.5"),
     ("grpo", {"objective": "pp"}, r"unknown objective 'pp'"),
     ("grpo", {"advantage": "gropo"}, r"unknown advantage 'gropo'.*Did you mean 'grpo'"),
     ("grpo", {"aggregation": "token_mean"}, r"aggregation 'token_mean'\. Did you mean 'token-mean'\? Known"),
@@ -337,16 +348,34 @@ test_impossible_settings = refused(
     ("grpo", {"kl_loss_coeff": torch.tensor(-1.0)}, r"kl_loss_coeff must be a finite number of at least 0, got -1.0"),
     ("grpo", {"kl_reward_coeff": float("nan")}, r"kl_reward_coeff must be a finite number of at least 0, got nan"),
     ("grpo", {"entropy_coeff": float("inf")}, r"entropy_coeff must be a finite number, got inf"),
-    ("gdpo", {"kl_reward": "k1"}, r"kl_reward='k1' adds the KL to one reward.*pass kl_reward='none'"),
+    (
+        "gdpo",
+        {"kl_reward": "k1"},
+        r"kl_reward='k1' adds the KL to one reward.*gdpo normalises several .*pass kl_reward='none'",
+    ),
     ("dr_grpo", {"reference": None}, r"divides by the longest response that is sampled: pass max_len="),
 )
 
 
 test_unknown_settings = refused(
     lambda settings: made(**settings),
-    ({"clip_hihg": 0.1}, r"^grpo has no .*'clip_hihg'\. Did you mean 'clip_high'\? Settings: .*objective: clip"),
+    ({"clip_hihg": 0.1}, r"^grpo has no .*'clip_hihg'\. Did you mean 'clip_high'\? Settings: .*objective_args: clip"),
+    ({"clip_high": 0.3}, r"^clip_high is a setting of the objective: pass objective_args=\{'clip_high': 0.3\}\.$"),
+    ({"std": "batch"}, r"^std is a setting of the advantage: pass advantage_args=\{'std': 'batch'\}\.$"),
+    (
+        {"objective": "cispo", "mask_clip_low": 0.5},
+        r"^mask_clip_low is a setting of the objective: pass objective_args=",
+    ),
+    (
+        {"objective": "opmd", "advantage": "opmd", "tau": 2},
+        r"^tau is .* objective and of the advantage: .* or advantage_args",
+    ),
+    (
+        {"objective_args": {"epsilon": 0.2}},
+        r"no hyper-parameter 'epsilon'\. TRL's 'epsilon' is 'clip_low' and 'clip_high' here",
+    ),
     ({"kl_los": "k2"}, r"grpo has no setting 'kl_los'.*Did you mean 'kl_loss'\?"),
-    ({"beta": 0.1}, r"grpo has no setting 'beta'.*of the advantage: epsilon, std"),
+    ({"beta": 0.1}, r"grpo has no setting 'beta'.*of advantage_args: epsilon, std"),
     ({"old_log_prob": 1.0}, r"grpo has no setting 'old_log_prob'"),
     ({"objective_args": {"clip_hihg": 0.1}}, r"no hyper-parameter 'clip_hihg'.*Did you mean 'clip_high'\?"),
     ({"advantage_args": {"espilon": 0.1}}, r"'espilon'.*Did you mean 'epsilon'\?"),
@@ -357,17 +386,20 @@ test_unknown_settings = refused(
 )
 
 
-def test_a_setting_that_two_parts_have() -> None:
-    of_both = r"'tau' is .* the objective opmd and of the advantage opmd: pass objective_tau=\.+ or adv"
-    with pytest.raises(TypeError, match=of_both):
-        made("opmd", tau=0.5)
-    by_part = {"objective_args": {"tau": 0.5}, "advantage_args": {"tau": 2.0}}
-    for settings in (by_part, {"objective_tau": 0.5, "advantage_tau": 2.0}):
-        parts = made("opmd", opmd_baseline="logavgexp", **settings)
-        assert numbers(parts, "tau") == [0.5]
-        assert parts.advantage.hyper["tau"] == 2.0
-    with pytest.raises(TypeError, match=r"'advantage_tau' and advantage_args=\{'tau': \.\.\.\} are the same setting"):
-        made("opmd", advantage_tau=0.5, advantage_args={"tau": 2.0})
+def test_each_part_has_its_own_settings_and_they_are_merged_into_the_presets() -> None:
+    args: dict[str, Any] = {
+        "objective_args": {"tau": 0.5},
+        "advantage_args": {"opmd_baseline": "logavgexp", "tau": 2.0},
+    }
+    parts = made("opmd", **args)
+    assert numbers(parts, "tau") == [0.5]
+    assert parts.advantage.hyper["tau"] == 2.0
+    parts = made("ppo", critic=TabularCritic(TASK), advantage_args={"lam": 0.9})
+    assert parts.advantage.hyper == {"whiten": True, "lam": 0.9}  # the preset's and the override's
+    mine = Algorithm("mine", "ppo", {"clip_low": 0.1, "clip_high": 0.3}, "grpo")
+    assert numbers(made(mine, reference=None, objective_args={"clip_high": 0.4}), "clip_low", "clip_high") == [0.1, 0.4]
+    changed = made(mine, reference=None, objective="cispo", objective_args={"clip_high": 0.4})
+    assert changed.algorithm.objective_args == {"clip_high": 0.4}  # another objective does not keep them
 
 
 def test_estimators_out_of_place_warn_when_the_algorithm_is_made() -> None:

@@ -56,7 +56,7 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 def algorithm(name: str) -> AlgorithmParts:
     given: dict[str, Any] = {"ppo": {"critic": TabularCritic(TASK)}, "grpo": {"group_key": "query"}}.get(name, {})
-    given |= {"mu": 0.35} if name == "mix_chord" else {}
+    given |= {"objective_args": {"mu": 0.35}} if name == "mix_chord" else {}
     return make_algorithm(name, TASK.policy(), reference=None if name == "sft" else TASK.policy(), **given)
 
 
@@ -162,7 +162,7 @@ def test_the_answers_of_a_pair_stay_together() -> None:
 
 
 def test_the_answers_of_a_triple_stay_together() -> None:
-    parts = make_algorithm("tpo", TASK.policy(), beta=0.5)
+    parts = make_algorithm("tpo", TASK.policy(), objective_args={"beta": 0.5})
     data = TASK.sample(TASK.policy(), 24, torch.Generator().manual_seed(0))
     data["number"] = torch.arange(24)
     batch = parts.prepare(data)

@@ -134,7 +134,7 @@ HINTS = {
     "reference": "pass reference=",
     "masking_strategy": "pass masking_strategy=",
     "max_len": "pass max_len=",
-    "clip_low": "Hyper-parameters of the objective go to make_algorithm itself",
+    "clip_low": "Settings of the objective go to objective_args of make_algorithm",
 }
 test_loss_args_refuse_arguments_of_make_algorithm = refused(
     lambda name: outcome(tiny_model(), reference=tiny_model(seed=1), loss_args={name: None}),

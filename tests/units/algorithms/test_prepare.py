@@ -360,7 +360,7 @@ def labelled() -> TensorDict:
 def test_the_reference_point_is_computed_before_the_batch_is_split() -> None:
     """Of the reference itself the KL is 0; half way between the log-ratios of both kinds it is not."""
     for name, actor, reference in (("kto", uniform(), TASK.policy()), ("bco", TASK.policy(), uniform())):
-        parts = make_algorithm(name, actor, reference=reference, beta=0.3)
+        parts = make_algorithm(name, actor, reference=reference, objective_args={"beta": 0.3})
         batch = parts.prepare(labelled(), count=True)
         assert batch["reference_point"].shape == (16,)
         assert len(batch["reference_point"].unique()) == 1

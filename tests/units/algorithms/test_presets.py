@@ -1,30 +1,18 @@
-"""The values of each preset: a change of a default is a change here; and names that mean something else elsewhere.
-
-A plain name that another library gives to another setting is refused, with both meanings; a prefix says which. A name that
-another library has too is in ``SAME`` or ``OTHER``; a new one fails a test here until somebody has looked at it.
-"""
+"""The values of each preset: a change of a default is a change here."""
 
 import dataclasses
-import inspect
 from typing import Any, get_args
 
 import pytest
-import torchrl.envs.llm.transforms
-import torchrl.objectives.llm
-from test_prepare import made
-from torchrl.objectives.value import GAE
 
 from learned import LEARNED
 from project import script
 from refused import refused
 from torchrl_llm_kl import algorithms
-from torchrl_llm_kl._foreign import TRL
-from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, advantage_spec, available_advantages, get_advantage
+from torchrl_llm_kl.advantages import available_advantages
 from torchrl_llm_kl.algorithms import ALGORITHMS, SCHEMAS, Algorithm, AlgorithmOverrides, algorithm_table
-from torchrl_llm_kl.algorithms._algorithm import AMBIGUOUS
 from torchrl_llm_kl.algorithms._schema import SchemaName
-from torchrl_llm_kl.losses import ObjectiveArgs, available_objectives, get_objective, spec_of
-from toy_tasks import chain
+from torchrl_llm_kl.losses import available_objectives
 
 #: name, objective, advantage, KL in the loss, answers to each prompt, schema, flags: C critic, R reference, X rollouts beside
 #: experts, T advantages in the trainer, B rows may be balanced. The flags are Trinity-RFT 0.6.0's, from ``algorithm.py``,
@@ -132,11 +120,9 @@ def test_names_fields_and_hyper_parameters_are_typed_and_presets_are_read_only()
     assert set(ALGORITHMS) == set(PRESETS) == set(LEARNED)
     assert set(get_args(algorithms.AlgorithmName)) == set(ALGORITHMS)
     assert set(get_args(SchemaName)) == set(SCHEMAS)
-    known = {name for each in (ObjectiveArgs, AdvantageArgs) for name in each.__annotations__}
     of_loop = {"repeat_times", "expert_data_ratio", "compute_advantage_in_trainer"}
-    known |= {field.name for field in dataclasses.fields(Algorithm)} - {"name", "sources"} - of_loop
-    assert known <= set(AlgorithmOverrides.__annotations__)
-    assert of_loop.isdisjoint(AlgorithmOverrides.__annotations__)
+    known = {field.name for field in dataclasses.fields(Algorithm)} - {"name", "sources"} - of_loop
+    assert set(AlgorithmOverrides.__annotations__) == known
     with pytest.raises(TypeError):
         ALGORITHMS["mine"] = ALGORITHMS["ppo"]  # type: ignore[index]
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -174,113 +160,3 @@ def test_tables() -> None:
     assert "| `ppo` | yes | yes |  | yes | yes |" in page.flag_table()
     assert "| `dpo` |  | yes |  |  |  |" in page.flag_table()
     assert "| `sft` | `objective` |" in page.source_table()
-
-
-TASK = chain()
-#: Names of hyper-parameters that torchrl, TRL, verl or Trinity-RFT have too, for the same thing. ``gamma`` and ``lam`` are
-#: discount and lambda everywhere, per step of the advantage: token or turn. TRL's ``lmbda``, of distillation, is refused there.
-SAME = {
-    "advantage": "gamma iw_opd_gamma lam lmbda reward_weights",
-    "objective": "alpha beta beta2 clip_epsilon cpo_alpha desirable_weight discopop_tau epsilon epsilon_high f_divergence_type"
-    " label_smoothing ld_alpha loss_weights simpo_gamma tpo_alpha tpo_l_gamma undesirable_weight",
-}
-#: Names that mean something else in one of them: all read ``temp`` as the sampler's, DRO's paper has another ``tau``.
-OTHER = {"advantage": "beta epsilon kl_coef tau", "objective": "coeff temp"}
-SAME_KEYS, OTHER_KEYS = ({(part, name) for part in x for name in x[part].split()} for x in (SAME, OTHER))
-
-
-def accepted(part: str) -> set[str]:
-    """The plain names of every hyper-parameter of a part, under its own name or another library's."""
-    if part == "advantage":
-        specs = [advantage_spec(get_advantage(name)) for name in get_args(AdvantageName)]
-    else:
-        specs = [spec_of(get_objective(name)) for name in available_objectives()]  # type: ignore[misc]
-    return {name for spec in specs for name in (*spec.hyper, *spec.aliases)}
-
-
-def torchrl_settings() -> set[str]:
-    """Arguments of torchrl's LLM losses and transforms and of its GAE."""
-    modules = (torchrl.objectives.llm, torchrl.envs.llm.transforms)
-    classes = [x for module in modules for x in vars(module).values() if inspect.isclass(x)]
-    return {name for x in [GAE, *classes] for name in inspect.signature(x.__init__).parameters}
-
-
-def test_names_that_another_library_has_too_were_looked_at() -> None:
-    for library, theirs, some, same in (
-        ("torchrl", torchrl_settings(), {"coeff", "clip_epsilon", "gamma", "lmbda"}, "generator"),
-        # TRL's names of these objectives' own hyper-parameters, translated by us.
-        ("TRL", {x for rows in TRL.values() for x in rows}, {"epsilon", "beta"}, ("vespo_", "sapo_temperature_")),
-    ):
-        assert some <= theirs
-        for part in ("objective", "advantage"):
-            looked_at = {name for own, name in SAME_KEYS | OTHER_KEYS if own == part}
-            shared = {name for name in (accepted(part) & theirs) - looked_at if not name.startswith(same)}
-            assert not shared, f"{library} has {shared} too: the same setting? Add it to SAME or OTHER."
-
-
-def test_the_refused_names_are_those_with_another_meaning_and_prefixed_names_have_types() -> None:
-    assert all(name in accepted(part) for part, name in SAME_KEYS | OTHER_KEYS)
-    assert set(AMBIGUOUS) == OTHER_KEYS
-    both = accepted("objective") & accepted("advantage")
-    expected = {f"{part}_{name}" for name in both for part in ("objective", "advantage")}
-    expected |= {f"{part}_{name}" for part, name in AMBIGUOUS}
-    own = {"objective": "beta coeff epsilon mu tau temp", "advantage": "beta epsilon kl_coef mu tau"}
-    assert expected == {f"{part}_{name}" for part, names in own.items() for name in names.split()}
-    assert expected <= set(AlgorithmOverrides.__annotations__)
-
-
-#: Objective or advantage and its hyper-parameter -> the setting without which it has no effect.
-DECIDED_BY: dict[Any, dict[str, Any]] = {
-    ("opmd", "tau"): {"opmd_baseline": "logavgexp"},
-    ("gigpo", "epsilon"): {"fnorm": "std"},
-}
-DECIDED_BY |= {("rec", "temp"): {"weight": "advantage"}}
-DECIDED_BY |= {(name, "epsilon"): {"std_normalize": True} for name in ("rec", "pass_at_k")}
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_no_preset_accepts_an_ambiguous_name(name: str) -> None:
-    """Every plain name of every preset: refused, or set where it belongs."""
-    preset = ALGORITHMS[name]
-    objective = set(spec_of(get_objective(preset.objective)).hyper)  # type: ignore[union-attr]
-    advantage = set(advantage_spec(get_advantage(preset.advantage)).hyper) if preset.advantage else set()
-    for hyper in sorted(objective | advantage):
-        owners = {part for part, names in (("objective", objective), ("advantage", advantage)) if hyper in names}
-        if len(owners) == 1 and not any((part, hyper) in AMBIGUOUS for part in owners):
-            continue
-        with pytest.raises(TypeError, match=rf"'{hyper}' (has two meanings|is a hyper-parameter of the objective)"):
-            made(name, TASK.policy(), TASK.policy(), **{hyper: 0.37})
-        for part in owners:
-            more = DECIDED_BY.get((getattr(preset, part), hyper), {})
-            parts = made(name, TASK.policy(), TASK.policy(), **{f"{part}_{hyper}": 0.37}, **more)
-            assert dict(getattr(parts.algorithm, f"{part}_args"))[hyper] == 0.37
-
-
-test_both_meanings_are_named = refused(
-    lambda name, settings: made(name, TASK.policy(), TASK.policy(), **settings),
-    ("grpo", {"epsilon": 0.2}, r"to the standard deviation of the advantage grpo pass advantage_epsilon=\.+; "),
-    ("grpo", {"epsilon": 0.2}, r"for the clip range of the ratio \(TRL\) pass clip_low= and clip_high="),
-    ("jsd", {"beta": 0.1}, r"weight in the mixture .* advantage_beta=.* KL to the reference \(TRL\) pass kl_l"),
-    ("on_policy_distill", {"kl_coef": 0.1}, r"advantage_kl_coef=.*weight of a KL penalty \(verl, Trinity-RFT\)"),
-    ("rec", {"temp": 0.7}, r"exp\(A / temp\) .* pass objective_temp=.*sampler's temperature pass options="),
-    ("grpo", {"objective": "kl_cov", "coeff": 0.1}, r"pass objective_coeff=.*pass kl_reward_coeff="),
-    ("dro", {"tau": 5.0}, r"soft-max baseline of the advantage opmd pass advantage_tau=.*\(DRO\) pass beta="),
-    error=TypeError,
-)
-
-
-def test_each_meaning_can_be_set() -> None:
-    both = {"advantage": "grpo", "objective_epsilon": 0.4, "advantage_epsilon": 0.01}
-    for name, settings, loss, advantage in (
-        ("grpo", {"advantage_epsilon": 0.3, "clip_low": 0.1}, {"clip_low": 0.1}, {"epsilon": 0.3}),
-        ("sppo", {"epsilon": 0.4}, {"epsilon": 0.4}, {}),  # TRL's meaning and Trinity's: nothing to confuse
-        ("sppo", both, {"epsilon": 0.4}, {"epsilon": 0.01}),
-    ):
-        parts = made(name, TASK.policy(), TASK.policy() if name == "grpo" else None, **settings)
-        assert parts.advantage.hyper == advantage
-        assert {key: round(float(getattr(parts.loss, key)), 6) for key in loss} == loss
-    # A prefix of the wrong part is unknown.
-    with pytest.raises(TypeError, match="grpo has no setting 'objective_epsilon'"):
-        made("grpo", TASK.policy(), TASK.policy(), objective_epsilon=0.1)
-    threshold = algorithms.make_algorithm("topr", TASK.policy(), reference=TASK.policy(), advantage_threshold=0.5).loss
-    assert float(threshold.advantage_threshold) == 0.5  # the objective's own name, not a prefix

@@ -125,7 +125,7 @@ def test_dpo_equals_plain_torch_and_its_parts_add_up() -> None:
     sums = torch.stack([answer_log_probs(m, piece).sum() for m in (model, reference) for piece in pieces]).view(2, 3, 2)
     margin = beta * ((sums[0, :, 0] - sums[1, :, 0]) - (sums[0, :, 1] - sums[1, :, 1]))
     expected = -margin.sigmoid().log().mean()
-    dpo = make_algorithm("dpo", model, reference=reference, beta=beta)
+    dpo = make_algorithm("dpo", model, reference=reference, objective_args={"beta": beta})
     pairs: Any = from_pairs(PAIRS, TOKENIZER)
     assert pairs.batch_size == (3, 2)
     shuffled = pairs.reshape(-1)[torch.tensor([3, 0, 4, 2, 5, 1])]
@@ -139,7 +139,7 @@ def test_dpo_equals_plain_torch_and_its_parts_add_up() -> None:
     assert len(parts) == 3
     assert_close(sum(parts), dpo.loss(batch).total_loss)
     assert [len(part) for part in dpo.minibatches(batch, size=4)] == [4, 2]
-    kto = make_algorithm("kto", model, reference=reference, beta=0.3)
+    kto = make_algorithm("kto", model, reference=reference, objective_args={"beta": 0.3})
     batch = kto.prepare(from_pairs(PAIRS, TOKENIZER).reshape(-1))
     assert batch["chosen"].tolist() == [True, False] * 3
     assert kto.loss(batch).total_loss.isfinite()

@@ -25,11 +25,11 @@ LEAST: dict[str, Any] = {"model": {"name": "m"}, "data": {"prompts": "p.jsonl"},
 
 
 def test_defaults_and_overrides_which_survive_yaml_and_the_example(tmp_path, monkeypatch):
-    changes = ["optimizer.lr=1e-5", "algorithm.args.clip_high=0.28", "lora.r=4", "lora.targets=[q_proj]"]
+    changes = ["optimizer.lr=1e-5", "algorithm.args.objective_args.clip_high=0.28", "lora.r=4", "lora.targets=[q_proj]"]
     config = read_config(LEAST, [*changes, "kl.target=0.5", "evaluation.greedy=false", "run.seed=7"])
     assert (config.model.name, config.data.prompts, config.reward.functions) == ("m", "p.jsonl", "r.py:f")
     assert (config.optimizer.lr, config.optimizer.betas) == (1e-5, [0.9, 0.999])
-    assert (config.algorithm.name, config.algorithm.args) == ("grpo", {"clip_high": 0.28})
+    assert (config.algorithm.name, config.algorithm.args) == ("grpo", {"objective_args": {"clip_high": 0.28}})
     assert (config.lora.r, config.lora.alpha, config.kl.target) == (4, 32.0, 0.5)
     file = tmp_path / "run.yaml"
     file.write_text(config.to_yaml())
@@ -216,10 +216,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 HYPER = {
-    "{std: bacth}": "std must be one of 'group', 'batch', got 'bacth'",
+    "{advantage_args: {std: bacth}}": "std must be one of 'group', 'batch', got 'bacth'",
     "{aggregation: token_mean}": "'token_mean'",
-    "{clip_low: 1.5}": "clip_low must be",
-    "{clip_low: x}": "clip_low",
+    "{objective_args: {clip_low: 1.5}}": "clip_low must be",
+    "{objective_args: {clip_low: x}}": "clip_low",
 }
 
 

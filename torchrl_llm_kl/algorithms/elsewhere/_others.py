@@ -39,7 +39,7 @@ def from_prime_rl(config: str | os.PathLike[str] | Mapping[str, object]) -> Tran
 
     Example:
         >>> found = from_prime_rl({"orchestrator": {"group_size": 8, "algo": {"type": "max_rl"}}})
-        >>> found.algorithm, found.overrides["objective"], found.overrides["clip_low"]
+        >>> found.algorithm, found.overrides["objective"], found.overrides["objective_args"]["clip_low"]
         ('maxrl', 'mask_ipo', 0.2)
     """
     if not isinstance(config, Mapping):
@@ -62,9 +62,9 @@ def from_prime_rl(config: str | os.PathLike[str] | Mapping[str, object]) -> Tran
     weights = {role: name for role in ROLES if (name := f"{_ALGO}roles.{role}.alpha") in reader.given}
     if algorithm == "echo" and weights:
         shares = {role: reader.take(name) for role, name in weights.items()}
-        reader.overrides["mu"] = mu = max(shares.values())
+        reader.objective["mu"] = mu = max(shares.values())
         if len(shares) > 1:
-            reader.overrides["roles"] = {role: share / mu for role, share in shares.items()}
+            reader.objective["roles"] = {role: share / mu for role, share in shares.items()}
             for name in weights.values():
                 reader.refuse(
                     name, "`roles` divides each role by its own tokens, prime-rl all by the tokens of all roles"
@@ -116,8 +116,8 @@ def from_nemo_rl(config: str | os.PathLike[str] | Mapping[str, object]) -> Trans
 
     Example:
         >>> found = from_nemo_rl({"grpo": {"normalize_rewards": False}, "loss_fn": {"ratio_clip_max": 0.28}})
-        >>> found.algorithm, found.overrides["advantage"], found.overrides["clip_high"], found.refused
-        ('grpo', 'rloo', 0.28, ())
+        >>> found.algorithm, found.overrides["advantage"], found.overrides["objective_args"]
+        ('grpo', 'rloo', {'clip_low': 0.2, 'clip_high': 0.28, 'clip_ratio_c': None})
     """
     given = flatten(read_mapping(config, "a configuration of NeMo-RL"))
     references = {name: value for name, value in given.items() if "${" in str(value)}
@@ -133,12 +133,12 @@ def from_nemo_rl(config: str | os.PathLike[str] | Mapping[str, object]) -> Trans
     objective = next((own for flag, own in flags.items() if reader.take(f"{_F}{flag}")), "ppo")
     reader.choose(f"{_F}disable_ppo_ratio", objective)
     for name, own in (("ratio_clip_c", "clip_ratio_c"), ("positive_example_nll_weight", "mu")):
-        if reader[f"{_F}{name}"] and own not in reader.overrides:
+        if reader[f"{_F}{name}"] and own not in reader.objective:
             reader.refuse(f"{_F}{name}", f"{objective} has no {own} here")
     by_token = reader.take(f"{_F}token_level_loss")
     reader.overrides |= {"aggregation": "token-mean" if by_token else "seq-mean-token-mean", "kl_loss": "none"}
     if reader.take(f"{_F}reference_policy_kl_penalty"):
-        reader.copy(f"{_F}reference_policy_kl_penalty", "kl_loss_coeff")
+        reader.copy(f"{_F}reference_policy_kl_penalty")
         kind = reader.take(f"{_F}reference_policy_kl_type")
         reader.known("reference_policy_kl_type", kind, ("k1", "k2", "k3"))
         clamps = {own: reader.take(f"{_F}kl_{own}_value") for own in ("input_clamp", "output_clamp")}
@@ -199,8 +199,8 @@ def from_slime(arguments: Mapping[str, object]) -> Translation:
 
     Example:
         >>> found = from_slime({"n_samples_per_prompt": 8, "eps_clip_high": 0.28, "grpo_std_normalization": False})
-        >>> found.algorithm, found.overrides["advantage"], found.overrides["clip_high"], found.overrides["aggregation"]
-        ('grpo', 'dr_grpo', 0.28, 'seq-mean-token-mean')
+        >>> found.algorithm, found.overrides["advantage"], found.overrides["objective_args"]["clip_high"]
+        ('grpo', 'dr_grpo', 0.28)
     """
     if not isinstance(arguments, Mapping):
         raise TypeError(f"expected arguments of slime as a mapping, got {type(arguments).__name__}: pass vars(args).")
@@ -213,8 +213,11 @@ def from_slime(arguments: Mapping[str, object]) -> Translation:
     if loss == "sft_loss":
         return reader.finish("sft")
     algorithm = cast("Any", reader.choose("advantage_estimator").here)
-    own, low, high = reader.overrides, reader.take("eps_clip"), reader["eps_clip_high"]
-    own |= {"clip_low": low, "clip_high": low if high is None else reader.take("eps_clip_high"), "kl_loss": "none"}
+    own = reader.overrides
+    own["kl_loss"] = "none"
+    reader.copy("eps_clip")
+    if reader["eps_clip_high"] is not None:
+        reader.copy("eps_clip_high")
     if own["objective"] != "ppo" and reader["eps_clip_c"] is not None:
         reader.refuse("eps_clip_c", f"{own['objective']} has no dual clip here")
     whitens = own["advantage"].startswith("reinforce_plus_plus")
@@ -233,8 +236,8 @@ def from_slime(arguments: Mapping[str, object]) -> Translation:
         own["kl_loss"] = UNCLAMPED_K3 if unbiased else estimator
         if unbiased and estimator != "k3":
             reader.refuse("use_unbiased_kl", f"times the ratio here is k3 alone, not {estimator}")
-        reader.copy("kl_loss_coef", "kl_loss_coeff")
-    reader.copy("entropy_coef", "entropy_coeff")
+        reader.copy("kl_loss_coef")
+    reader.copy("entropy_coef")
     if reader.take("use_tis"):
         low, high = reader.take("tis_clip_low") or None, reader.take("tis_clip")
         reader.correct(ImportanceWeights, level="token", mode="truncate", low=low, high=high)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torchrl_llm_kl._foreign import Foreign, Library, Place, find_row, read_table
 from torchrl_llm_kl._registry import did_you_mean, no_such
@@ -91,8 +91,9 @@ class Translation:
 
         Keyword Args:
             without_refused: make it without the settings that are refused.
-            more: further arguments, such as ``reference=`` and ``critic=``; they replace overrides of the same name.
-                ``loss_args`` add to the translation's, ``group_key`` takes the place of ``group_size``.
+            more: further arguments, such as ``reference=`` and ``critic=``. They replace overrides of the same name;
+                ``objective_args``, ``advantage_args`` and ``loss_args`` are merged key by key, and ``group_key`` replaces
+                ``group_size``.
 
         Raises:
             ValueError: if settings are refused, with the reasons.
@@ -113,6 +114,9 @@ class Translation:
                 "without_refused=True to train without them."
             )
         own = self.overrides
+        for part in ("objective_args", "advantage_args"):
+            if part in own and part in more:
+                more[part] = {**own[part], **more[part]}
         if "group_key" in more:
             own.pop("group_size", None)
         if isinstance(actor, LogProbScorer) and actor.options.temperature == self.sampling.temperature:
@@ -139,7 +143,7 @@ class Translation:
 
 
 def _what(row: Setting) -> str:
-    here = f"-> {row.here}" if row.here else ""
+    here = f"-> {', '.join(row.here.split())}" if row.here else ""
     default = "" if row.given else "default"
     return "; ".join(filter(None, (here, row.note, default)))
 
@@ -177,23 +181,30 @@ def show(value: object) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """A value of a setting: what it is called here, the arguments that it stands for, and the settings that go with it."""
+    """A value of a setting.
+
+    Args:
+        here: its name in this package.
+        overrides: the arguments that it stands for, by path.
+        passed: settings that take effect with it -> their paths; empty for those of the setting's row.
+        note: advice.
+    """
 
     here: str
-    overrides: Mapping[str, Any]
-    passed: tuple[tuple[str, str], ...]
+    overrides: Mapping[str, object]
+    passed: Mapping[str, str]
     note: str
 
 
 def _choices() -> dict[tuple[str, ...], dict[str, Choice]]:
     """Library, trainer and setting -> value -> what it stands for."""
-    found: dict[tuple[str, ...], dict[str, Choice]] = {}
+    choices: dict[tuple[str, ...], dict[str, Choice]] = {}
     for row in read_table("elsewhere/choices.csv"):
         overrides = json.loads(row["overrides"] or "{}")
-        passed = tuple((theirs, own) for theirs, _, own in (pair.partition("=") for pair in row["passed"].split()))
-        same = found.setdefault((row["library"], row["trainer"], row["setting"]), {})
+        passed = {theirs: own for theirs, _, own in (pair.partition("=") for pair in row["passed"].split())}
+        same = choices.setdefault((row["library"], row["trainer"], row["setting"]), {})
         same[row["value"]] = Choice(row["here"], overrides, passed, row["note"])
-    return found
+    return choices
 
 
 CHOICES = _choices()
@@ -227,9 +238,26 @@ class Reader:
         self.place("override", name, note=note)
         return self[name]
 
-    def copy(self, name: str, own: str) -> None:
-        """Pass a setting on under its own name here."""
-        self.overrides[own] = self.take(name)
+    @property
+    def objective(self) -> Json:
+        """The settings of the objective."""
+        return cast(Json, self.overrides.setdefault("objective_args", {}))
+
+    @property
+    def advantage(self) -> Json:
+        """The settings of the advantage."""
+        return cast(Json, self.overrides.setdefault("advantage_args", {}))
+
+    def set(self, path: str, value: object) -> None:
+        """Set an argument of make_algorithm, or the setting of a part: ``objective_args.clip_low``."""
+        part, _, own = path.rpartition(".")
+        {"": self.overrides, "objective_args": self.objective, "advantage_args": self.advantage}[part][own] = value
+
+    def copy(self, *names: str) -> None:
+        """Pass settings on to the paths of their rows."""
+        for name in names:
+            for path in self.rows[name].here.split():
+                self.set(path, self.take(name))
 
     def choose(self, name: str, value: Any = ..., *, note: str = "") -> Choice:
         """Translate a setting with a few values by the table of choices; ``value`` replaces the one that was given."""
@@ -238,9 +266,13 @@ class Reader:
         self.known(name.rpartition(".")[2], value, choices)
         choice = choices[value]
         self.take(name, note or choice.note)
-        self.overrides |= choice.overrides
-        for theirs, own in choice.passed:
-            self.copy(theirs, own)
+        for path, value in choice.overrides.items():
+            self.set(path, value)
+        for theirs, own in choice.passed.items():
+            if own:
+                self.set(own, self.take(theirs))
+            else:
+                self.copy(theirs)
         return choice
 
     def known(self, name: str, value: object, known: Iterable[str]) -> None:
@@ -316,7 +348,7 @@ class Reader:
             raise ValueError(f"{name} must be a whole number of at least 1, got {answers!r}.")
         advantage = self.overrides.get("advantage", get_algorithm(algorithm).advantage)
         if answers > 1 and advantage is not None and "group" in advantage_spec(advantage).needs:
-            self.copy(name, "group_size")
+            self.copy(name)
         else:
             self.out(name, "answers to each prompt, which the sampler draws and nothing compares")
 
@@ -334,6 +366,7 @@ class Reader:
                 self.place("outside", name, note=row.note if "max_new_tokens" in row.note else unused)
             else:
                 self.place("outside" if self[name] == row.default else row.place, name)
+        self.overrides = {name: value for name, value in self.overrides.items() if value != {}}
         checked = {name: _fresh(value) for name, value in self.overrides.items() if name not in _OF_MAKE}
         apply_overrides(get_algorithm(algorithm), checked)
         lists: dict[Place, list[Setting]] = {"override": [], "sampling": [], "outside": [], "refused": []}

@@ -105,10 +105,18 @@ def from_trinity(config: str | os.PathLike[str] | Mapping[str, object]) -> Trans
     return reader.finish(algorithm, reader.sample("model.temperature", "model.top_p", "model.top_k"))
 
 
-def _arguments(reader: Reader, prefix: str) -> dict[str, object]:
-    """The arguments below a path, without those that the table places elsewhere."""
-    names = [name for name in reader.given if name.startswith(prefix)]
-    return {name.removeprefix(prefix): reader.given[name] for name in names if name not in reader.rows}
+def _arguments(reader: Reader, spec: Spec, prefix: str) -> dict[str, object]:
+    """Trinity's arguments of a function, under the names of its hyper-parameters. A null leaves the default."""
+    given: dict[str, object] = {}
+    rows = {name: reader.rows.get(name) for name in reader.given if name.startswith(prefix)}
+    owns = {name: row.own_names if row else [name.removeprefix(prefix)] for name, row in rows.items()}
+    # A bound of one side replaces a bound of both.
+    for name, own in sorted(owns.items(), key=lambda item: -len(item[1])):
+        if own and set(own) <= {*spec.hyper}:
+            reader.take(name, f"{spec.name}'s")
+            if reader[name] is not None or own == ["clip_ratio_c"]:
+                given |= dict.fromkeys(own, reader[name])
+    return given
 
 
 def _written(reader: Reader) -> bool:
@@ -128,26 +136,23 @@ def _objective(reader: Reader, default: str) -> str:
         reader.take("algorithm.policy_loss_fn", notes[name])
     elif reader["algorithm.policy_loss_fn"]:
         reader.take("algorithm.policy_loss_fn")
-    given = {key: value for key, value in _arguments(reader, _P).items() if key != "loss_agg_mode"}
-    written = _written(reader)
-    for key in given:
-        if key in spec.accepted:
-            reader.take(f"{_P}{key}", f"{name}'s")
-    schedule = {_SCHEDULE[key]: given[key] for key in given if name == "mix_chord" and key in _SCHEDULE}
+    schedule: dict[str, object] = {}
+    for key, own_name in _SCHEDULE.items() if name == "mix_chord" else ():
+        if f"{_P}{key}" in reader.given:
+            schedule[own_name] = reader.take(
+                f"{_P}{key}", "a `ScheduledCoefficient`: call its `update` after each step"
+            )
+    written, own = _written(reader), _arguments(reader, spec, _P)
     if schedule:
-        for key in _SCHEDULE.keys() & given:
-            reader.take(f"{_P}{key}", "a `ScheduledCoefficient`: call its `update` after each step")
-        reader.overrides["mu"] = New(ScheduledCoefficient, **schedule)
-    known = {key: value for key, value in given.items() if key in spec.accepted}
-    own = spec.translate({key: value for key, value in known.items() if value is not None})
-    own |= {key: None for key in known if known[key] is None and key == "clip_ratio_c"}
+        own["mu"] = New(ScheduledCoefficient, **schedule)
     if written and name in _NEED_CLIP and not {"clip_low", "clip_high"} <= own.keys():
         raise ValueError(
             f"Trinity's {name} needs clip_range, or clip_range_low and clip_range_high, in policy_loss_fn_args as soon as it "
             "holds anything: its default holds without any arguments alone."
         )
     own = _used(spec, {**(_CONSTRUCTOR if written else _DEFAULT_ARGS).get(name, {}), **own})
-    reader.overrides |= {"objective": name, "objective_args": own}
+    reader.overrides["objective"] = name
+    reader.objective.update(own)
     return str(name)
 
 
@@ -167,21 +172,11 @@ def _advantage(reader: Reader, default: str) -> None:
         raise ValueError(f"algorithm.advantage_fn: {error}") from None
     if given:
         reader.take("algorithm.advantage_fn")
-    prefix = "algorithm.advantage_fn_args."
-    known = {key: value for key, value in _arguments(reader, prefix).items() if key in spec.accepted}
-    ineffective = [key for key in known if key in spec.obsolete]
-    for key in known:
-        if key in ineffective:
-            reader.out(f"{prefix}{key}", f"nothing: {spec.obsolete[key]}")
-        elif key in spec.refused and known[key] != spec.refused[key][0]:
-            reader.refuse(f"{prefix}{key}", spec.refused[key][1])
-        else:
-            reader.take(f"{prefix}{key}", f"{spec.name}'s")
-    kept = [key for key in known if key not in ineffective and key not in spec.refused]
-    own = _used(spec, spec.translate({key: known[key] for key in kept}))
+    own = _used(spec, _arguments(reader, spec, "algorithm.advantage_fn_args."))
     if spec.name == "gae":
         own["whiten"] = True
-    reader.overrides |= {"advantage": spec.name, "advantage_args": own}
+    reader.overrides["advantage"] = spec.name
+    reader.advantage.update(own)
 
 
 def _kl(reader: Reader, place: str, trains: dict[str, object]) -> None:
@@ -232,7 +227,7 @@ def _entropy(reader: Reader) -> None:
     if kind == "none" or (kind is None and without):
         reader.overrides["entropy_coeff"] = 0.0
     else:
-        reader.copy(coeff, "entropy_coeff")
+        reader.copy(coeff)
     if kind == "mix" and (reader.overrides["entropy_coeff"] or reader.overrides.get("kl_loss", "none") != "none"):
         reader.overrides["leave_out_experts"] = True
 

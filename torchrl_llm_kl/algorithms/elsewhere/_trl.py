@@ -47,8 +47,8 @@ def from_trl(config: Any, *, trainer: Trainer = "grpo") -> Translation:
 
     Example:
         >>> found = from_trl({"beta": 0.04, "epsilon_high": 0.28, "learning_rate": 1e-6, "num_generations": 8})
-        >>> found.algorithm, found.overrides["clip_high"], found.overrides["kl_loss_coeff"], found.overrides["group_size"]
-        ('dapo', 0.28, 0.04, 8)
+        >>> found.algorithm, found.overrides["objective_args"]["clip_high"], found.overrides["kl_loss_coeff"]
+        ('dapo', 0.28, 0.04)
         >>> [(row.name, row.note) for row in found.outside]
         [('learning_rate', 'the optimiser and its schedule')]
         >>> from_trl({"num_generation": 8}).refused[0].note
@@ -121,7 +121,7 @@ def _grpo(reader: Reader) -> Translation:
     kind, level = reader["loss_type"], reader.choose("importance_sampling_level").here
     choice = reader.choose("loss_type")
     algorithm: Any = choice.here
-    objective, aggregation = choice.overrides["objective"], choice.overrides["aggregation"]
+    objective, aggregation = str(choice.overrides["objective"]), str(choice.overrides["aggregation"])
     if level == "sequence" and objective in ("ppo", "dapo", "dr_grpo"):
         objective = "luspo" if kind == "luspo" else "gspo"
         algorithm = "gspo" if kind == "grpo" else algorithm
@@ -143,7 +143,7 @@ def _max_len(reader: Reader) -> None:
     if reader["max_completion_length"] is None:
         reader.refuse("max_completion_length", "the loss divides by it: pass a number")
     else:
-        reader.copy("max_completion_length", "max_len")
+        reader.copy("max_completion_length")
 
 
 def _bounds(reader: Reader) -> tuple[float, float]:
@@ -161,9 +161,9 @@ def _grpo_bounds(reader: Reader, kind: str, objective: str) -> None:
     if objective == "cispo":
         name = "epsilon" if reader["epsilon_high"] is None else "epsilon_high"
         bound = reader.take(name)
-        reader.overrides["clip_low"] = 1.0
+        reader.objective["clip_low"] = 1.0
         if bound >= 1:
-            reader.overrides["clip_high"] = bound - 1
+            reader.objective["clip_high"] = bound - 1
         else:
             reader.refuse(
                 name,
@@ -172,23 +172,23 @@ def _grpo_bounds(reader: Reader, kind: str, objective: str) -> None:
             )
     else:
         low, high = _bounds(reader)
-        reader.overrides |= {"clip_low": low, "clip_high": high}
+        reader.objective.update(clip_low=low, clip_high=high)
         if objective in ("ppo", "dapo", "dr_grpo"):
-            reader.overrides["clip_ratio_c"] = None
+            reader.objective["clip_ratio_c"] = None
         delta = reader["delta"]
         if delta is not None and objective in ("gspo", "luspo"):
             reader.refuse("delta", "a sequence's ratio has no dual clip here")
         elif delta is not None and delta < 1 + high:
             reader.refuse("delta", f"it bounds gains too, below 1 + epsilon_high = {1 + high:g}: pass at least that")
         elif delta is not None:
-            reader.copy("delta", "clip_ratio_c")
+            reader.copy("delta")
 
 
 def _grpo_advantage(reader: Reader) -> None:
     if reader["multi_objective_aggregation"] != "sum_then_normalize":
         reader.choose("multi_objective_aggregation")
         if reader["reward_weights"] is not None:
-            reader.copy("reward_weights", "reward_weights")
+            reader.copy("reward_weights")
         return
     reader.out("reward_weights", "weigh the rewards before they are added up")
     scale = reader["scale_rewards"]
@@ -226,7 +226,7 @@ def _grpo_entropy(reader: Reader, aggregation: str) -> None:
         settings = {own: reader.take(name) for name, own in names.items()}
         reader.overrides["entropy_coeff"] = New(AdaptiveEntropyCoefficient, **settings)
     else:
-        reader.copy("entropy_coef", "entropy_coeff")
+        reader.copy("entropy_coef")
 
 
 def _grpo_corrections(reader: Reader, kind: str) -> None:
@@ -270,9 +270,9 @@ def _vllm_weights(reader: Reader) -> None:
 
 
 def _rloo(reader: Reader) -> Translation:
-    reader.overrides |= {"objective": "ppo", "aggregation": "seq-mean-token-sum", "clip_ratio_c": None}
+    reader.overrides |= {"objective": "ppo", "aggregation": "seq-mean-token-sum"}
     low, high = _bounds(reader)
-    reader.overrides |= {"clip_low": low, "clip_high": high}
+    reader.objective.update(clip_low=low, clip_high=high, clip_ratio_c=None)
     steps = reader["steps_per_generation"] or 1
     accumulated: Any = reader.given.get("gradient_accumulation_steps", 1)
     reused = "num_iterations" if reader["num_iterations"] > 1 else "steps_per_generation"
@@ -297,22 +297,23 @@ def _dpo(reader: Reader) -> Translation:
     kinds = [given] if isinstance(given, str) else list(given)
     parts = [reader.choose("loss_type", kind) for kind in kinds or [None]]
     if len(parts) > 1 or parts[0].here == "sft":
-        names = [part.here + "_norm" * ("length_normalised" in part.overrides) for part in parts]
-        reader.overrides |= {"objective": "preference_sum", "losses": names}
-        reader.overrides.pop("length_normalised", None)
+        names = [part.here + "_norm" * ("objective_args.length_normalised" in part.overrides) for part in parts]
+        reader.overrides["objective"] = "preference_sum"
+        reader.objective["losses"] = names
+        reader.objective.pop("length_normalised", None)
         if {"aot", "aot_unpaired"} & {*names}:
             reader.refuse("loss_type", "aot compares whole batches: by itself alone")
         if reader["loss_weights"] is not None:
-            reader.copy("loss_weights", "weights")
+            reader.copy("loss_weights")
         if "sft" in names and reader["use_weighting"]:
             reader.refuse("use_weighting", "TRL weighs the likelihood too, here the pairs alone")
         if reader["f_divergence_type"] != "reverse_kl":
             reader.refuse("f_divergence_type", "a sum of losses has the reverse KL here")
     spec = spec_of(reader.overrides["objective"])
-    reader.copy("beta", "beta")
+    reader.copy("beta")
     if reader["ld_alpha"] is not None:
         _option(reader, spec.hyper, "ld_alpha", "ld_alpha", reader["ld_alpha"])
-    if reader["use_weighting"] and "sft" not in reader.overrides.get("losses", ()):
+    if reader["use_weighting"] and "sft" not in reader.objective.get("losses", ()):
         _option(reader, spec.hyper, "use_weighting", "weighting", "aligned")
     divergence, alpha = reader["f_divergence_type"], reader["f_alpha_divergence_coef"]
     if divergence != "reverse_kl" and "f_divergence" in spec.hyper:
@@ -324,23 +325,22 @@ def _dpo(reader: Reader) -> Translation:
             elif alpha == 1:
                 divergence = "reverse_kl"
             else:
-                reader.overrides["f_alpha"] = 1 - alpha
-        reader.overrides["f_divergence"] = divergence
+                reader.objective["f_alpha"] = 1 - alpha
+        reader.objective["f_divergence"] = divergence
     return reader.finish("dpo")
 
 
 def _option(reader: Reader, accepted: Collection[str], name: str, own: str, value: object) -> None:
     if own in accepted:
         reader.take(name)
-        reader.overrides[own] = value
+        reader.objective[own] = value
     else:
         reader.refuse(name, f"{reader.overrides['objective']} has no {own} here")
 
 
 def _kto(reader: Reader) -> Translation:
     reader.choose("loss_type")
-    for name in ("beta", "desirable_weight", "undesirable_weight"):
-        reader.copy(name, name)
+    reader.copy("beta", "desirable_weight", "undesirable_weight")
     return reader.finish("kto")
 
 
@@ -353,10 +353,11 @@ def _sft(reader: Reader) -> Translation:
 def _cpo(reader: Reader) -> Translation:
     preset: Any = reader.choose("loss_type").here
     if reader["alpha"] != 0:
-        reader.copy("alpha", "alpha")
-    reader.copy("beta", "beta")
+        reader.copy("alpha")
+    reader.copy("beta")
     if preset == "cpo":
-        reader.overrides |= {"nll_coeff": reader.take("cpo_alpha"), "nll_aggregation": "token-mean"}
+        reader.copy("cpo_alpha")
+        reader.objective["nll_aggregation"] = "token-mean"
     elif reader["loss_type"] == "simpo" and reader["cpo_alpha"] != 0:
         reader.refuse("cpo_alpha", "simpo has no likelihood beside it: 0, which alphapo implies, is SimPO's own loss")
     elif reader["loss_type"] == "simpo":
@@ -365,13 +366,13 @@ def _cpo(reader: Reader) -> Translation:
 
 
 def _orpo(reader: Reader) -> Translation:
-    reader.overrides["beta"] = reader.take("beta", "TRL's likelihood covers prompt and answer, here the answer alone")
-    reader.overrides["nll_aggregation"] = "token-mean"
+    beta = reader.take("beta", "TRL's likelihood covers prompt and answer, here it covers only the answer")
+    reader.objective.update(beta=beta, nll_aggregation="token-mean")
     return reader.finish("orpo")
 
 
 def _gkd(reader: Reader) -> Translation:
-    reader.copy("beta", "beta")
+    reader.copy("beta")
     reader.overrides["aggregation"] = "token-mean"
     reader.place("outside", "lmbda", "seq_kd")
     if "temperature" in reader.given:
@@ -380,7 +381,7 @@ def _gkd(reader: Reader) -> Translation:
 
 
 def _distillation(reader: Reader) -> Translation:
-    reader.copy("beta", "beta")
+    reader.copy("beta")
     reader.overrides["aggregation"] = "token-mean"
     return reader.finish("gkd", reader.sample("temperature", "top_p", "top_k", "min_p"))
 
@@ -391,7 +392,7 @@ def _tpo(reader: Reader) -> Translation:
 
 
 def _a2po(reader: Reader) -> Translation:
-    reader.copy("beta2", "beta")
+    reader.copy("beta2")
     return reader.finish("a2po", reader.sample("temperature", "top_p", "top_k"))
 
 
@@ -399,7 +400,7 @@ def _iw_opd(reader: Reader) -> Translation:
     reader.known("distillation_objective", reader["distillation_objective"], ("iw_opd", "jsd"))
     if reader.take("distillation_objective") == "jsd":
         reader.refuse("distillation_objective", "the divergence is gkd's: trainer='distillation'")
-    reader.copy("iw_opd_gamma", "amplification")
+    reader.copy("iw_opd_gamma")
     return reader.finish("iw_opd", reader.sample("temperature", "top_p", "top_k"))
 
 

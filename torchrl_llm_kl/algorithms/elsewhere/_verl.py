@@ -39,8 +39,8 @@ def from_verl(config: str | os.PathLike[str] | Mapping[str, object] | Sequence[s
     Example:
         >>> found = from_verl(["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8",
         ...     "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.clip_ratio_high=0.28"])
-        >>> found.algorithm, found.overrides["group_size"], found.overrides["kl_loss"], found.overrides["clip_high"]
-        ('grpo', 8, 'low_var_kl', 0.28)
+        >>> found.algorithm, found.overrides["kl_loss"], found.overrides["objective_args"]["clip_high"]
+        ('grpo', 'low_var_kl', 0.28)
         >>> print(from_verl(["actor_rollout_ref.actor.clip_ratio=0.3"]).outside[0].note)
         no effect in verl while clip_ratio_low and clip_ratio_high are numbers, as by default: set these
     """
@@ -57,7 +57,7 @@ def from_verl(config: str | os.PathLike[str] | Mapping[str, object] | Sequence[s
     if mode in _CLIPPED:
         _clip(reader)
     _kl(reader)
-    reader.copy(f"{_A}entropy_coeff", "entropy_coeff")
+    reader.copy(f"{_A}entropy_coeff")
     _aggregation(reader, mode)
     reader.verls_corrections(_C)
     for section, switch in (("distillation.", "distillation.enabled"), (f"{_G}pf_ppo.", f"{_G}use_pf_ppo")):
@@ -102,7 +102,7 @@ def _advantage(reader: Reader) -> AlgorithmName:
         reader.overrides["advantage"] = "dr_grpo"
     if choice.here == "gdpo":
         if reader[f"{_G}gdpo_reward_weights"] is not None:
-            reader.copy(f"{_G}gdpo_reward_weights", "reward_weights")
+            reader.copy(f"{_G}gdpo_reward_weights")
         if not reader[divides]:
             reader.refuse(
                 divides, "without the division the rewards are not normalised apart: add them up, use dr_grpo"
@@ -115,7 +115,7 @@ def _clip(reader: Reader) -> None:
     both = f"{_A}clip_ratio"
     bounds = [reader.take(both) if reader.take(name) is None else reader[name] for name in _CLIP]
     reader.out(both, "no effect in verl while clip_ratio_low and clip_ratio_high are numbers, as by default: set these")
-    reader.overrides |= dict(zip(("clip_low", "clip_high"), bounds, strict=True))
+    reader.objective.update(zip(("clip_low", "clip_high"), bounds, strict=True))
 
 
 def _estimator(reader: Reader, name: str) -> str:
@@ -131,7 +131,7 @@ def _kl(reader: Reader) -> None:
     reader.overrides["kl_loss"] = "none"
     if reader[f"{_A}use_kl_loss"]:
         reader.overrides["kl_loss"] = _estimator(reader, f"{_A}kl_loss_type")
-        reader.copy(f"{_A}kl_loss_coef", "kl_loss_coeff")
+        reader.copy(f"{_A}kl_loss_coef")
     reader.take(f"{_G}use_kl_in_reward")
     reader.overrides["kl_reward"] = "none"
     if reader[f"{_G}use_kl_in_reward"]:
@@ -155,7 +155,7 @@ def _aggregation(reader: Reader, mode: str) -> None:
     if aggregation == "seq-mean-token-sum-norm":
         lengths = (f"{_A}loss_scale_factor", f"{_R}response_length", "data.max_response_length")
         length = next(name for name in lengths if reader[name] is not None)
-        reader.copy(length, "max_len")
+        reader.copy(length)
     # sapo and geo_mean ignore it; one number per sequence has the same mean by token-mean and by sequences.
     own = {"sapo": ("seq-mean-token-mean",), "geo_mean": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
     if aggregation not in own.get(mode, (aggregation,)):
