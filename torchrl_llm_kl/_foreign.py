@@ -127,7 +127,7 @@ def foreign_hint(name: str, known: Iterable[str] = ()) -> str:
     return "".join(_hint(library, name, rows, accepted) for library, rows in by_library if rows)
 
 
-def _hint(library: Library, name: str, rows: Sequence[Foreign], accepted: Collection[str]) -> str:
+def _hint(library: Library, name: str, rows: Sequence[Foreign], accepted: set[str]) -> str:
     """One sentence about the settings of a library that have the name; empty if they have the same name here."""
     named = [row for row in rows if row.here]
     if not named:
