@@ -184,7 +184,7 @@ def inspect_tokens(
         if isinstance(data, TokenColumns):
             if given:
                 raise TypeError(
-                    f"{sorted(given)} say how a batch is read, but columns were given: pass them to read_columns."
+                    f"{sorted(given)} set how a batch is read, but columns were given: pass them to read_columns."
                 )
             sides.append(Side(data, clip_low, clip_high))
         elif data is not None:

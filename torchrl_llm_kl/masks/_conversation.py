@@ -151,8 +151,8 @@ def render_conversations(
                     "It writes no content and no end-of-turn token: pass the model's own template (`chat_template=`)."
                 )
             raise EmptyAssistantMaskError(
-                f"conversation {index} has {turns} assistant turn{'s' * (turns > 1)}, but {renderer.name} renders none "
-                f"of their tokens (located by: {located_by}). {reason}"
+                f"conversation {index} has {turns} assistant turns, but {renderer.name} renders none of their tokens (located "
+                f"by: {located_by}). {reason}"
             )
         results.append(RenderedConversation(text, token_ids, mask, spans, located_by))
     return results

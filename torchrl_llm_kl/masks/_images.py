@@ -49,7 +49,7 @@ def _part(part: object, images: list[object]) -> object:
         raise ValueError(f"a message has a part of type {kind!r}: expected text and images.")
     if not isinstance(part, Mapping) or kind not in ("image", "image_url"):
         return part
-    source = next((value for name in _SOURCES if (value := part.get(name)) is not None), None)
+    source = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
     source = source.get("url") if isinstance(source, Mapping) else source
     if source is None:  # no pixels to lose: the text of a placeholder
         return part
@@ -75,12 +75,12 @@ def encode_images(
         AssistantMaskError: if the processor does not say where it writes the placeholders, or tokenises otherwise.
     """
     options = {"return_text_replacement_offsets": True, "add_special_tokens": False, "return_tensors": "pt"}
-    found = processor(text=[text], images=[list(images)], **options)
-    (moves,) = found.get("text_replacement_offsets") or [[]]
+    inputs = processor(text=[text], images=[list(images)], **options)
+    (moves,) = inputs.get("text_replacement_offsets") or [[]]
     if len(moves) != len(images):
         raise AssistantMaskError(
-            f"{type(processor).__name__} says where it wrote {len(moves)} of {len(images)} images: expected a processor of "
-            "transformers 5.23 or later, and a template that writes one placeholder for each image."
+            f"{type(processor).__name__} reports the places of {len(moves)} of {len(images)} images: use transformers 5.23 or "
+            "later, and a template with one placeholder for each."
         )
     ends, gained, pieces, last = [], [0], [], 0
     for move in moves:
@@ -92,7 +92,7 @@ def encode_images(
     whole = "".join([*pieces, text[last:]])
     moved = [[tuple(x + gained[bisect_right(ends, x)] for x in span) for span in some] for some in spans]
     pairs = encode_with_mask(processor.tokenizer, [whole] * len(spans), moved)  # type: ignore[arg-type]
-    ids = torch.as_tensor(found["input_ids"]).reshape(-1)
+    ids = torch.as_tensor(inputs["input_ids"]).reshape(-1)
     if any(not torch.equal(each, ids) for each, _ in pairs):
         raise AssistantMaskError(f"{type(processor).__name__} tokenises the text otherwise than its tokenizer.")
-    return pairs, {name: value for name, value in found.items() if name not in _OF_TOKENS}
+    return pairs, {name: value for name, value in inputs.items() if name not in _OF_TOKENS}

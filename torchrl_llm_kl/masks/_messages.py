@@ -59,8 +59,8 @@ def history_to_messages(history: History) -> list[Any]:
 
     if not isinstance(history, _History):
         raise TypeError(
-            f"expected a torchrl.data.llm.History, found {type(history).__name__}. A list of message dicts needs no "
-            "conversion; a ChatHistory holds several histories: pass its `.full`, `.prompt` or `.response`."
+            f"expected a torchrl.data.llm.History, found {type(history).__name__}; of a ChatHistory, pass `.full` or "
+            "`.prompt`."
         )
     nested = history.tolist(tolist_first=True)
     return _clean([nested] if isinstance(nested, dict) else nested)
@@ -79,9 +79,8 @@ def _clean(nested: list[Any]) -> list[Any]:
 def check_messages(messages: object, index: int) -> None:
     """Raise unless conversation ``index`` is a non-empty list of dicts with a role."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        found = type(messages).__name__
         raise TypeError(
-            f"conversation {index} is a {found}; expected message dicts: convert with history_to_messages()."
+            f"conversation {index} is a {type(messages).__name__}; expected message dicts: convert with history_to_messages()."
         )
     if not messages:
         raise ValueError(f"conversation {index} has no messages; expected at least one.")

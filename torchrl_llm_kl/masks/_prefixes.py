@@ -172,7 +172,7 @@ def _may_end_earlier(message: Message, tail: str) -> bool:
     tokens = _TOKENS.findall(tail)
     if len(tokens) < 2 or message.get("tool_calls") or not re.search(r"\s", tail.rstrip()):
         return False
-    own = [value for field in SPOKEN if isinstance(value := message.get(field), str)]
+    own = [value for value in map(message.get, SPOKEN) if isinstance(value, str)]
     return not (tokens[-2].startswith(("</", "[/")) or any(tokens[-2] in value for value in own))
 
 
@@ -280,7 +280,8 @@ def _known_prompts(chat: Renderings) -> Iterator[str]:
 
 def headers_of(prompts: Iterable[str]) -> set[str]:
     """The beginnings of generation prompts: the first name, with the next one if it is a word."""
-    return {prompt[: match.end()].lstrip() for prompt in prompts if (match := _HEADER.search(prompt))}
+    matches = filter(None, map(_HEADER.search, prompts))
+    return {match.string[: match.end()].lstrip() for match in matches}
 
 
 def holds(text: str, headers: set[str]) -> bool:

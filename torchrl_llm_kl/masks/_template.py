@@ -58,8 +58,7 @@ class Renderer:
         reserved = sorted(_RESERVED & set(template_kwargs))
         if reserved:
             raise TypeError(
-                f"{', '.join(reserved)}: not a template variable. The conversation is always rendered whole and "
-                "tokenised once; pad, truncate or convert the result."
+                f"{', '.join(reserved)}: not a template variable. Pad, truncate or convert the result instead."
             )
         self.tokenizer = tokenizer
         self._source, self.name = _resolve(tokenizer, chat_template, tools)
@@ -228,8 +227,8 @@ def _resolve(tokenizer: Tokenizer, chat_template: str | None, tools: Sequence[ob
     own = getattr(tokenizer, "chat_template", None)
     if chat_template is None and not own:
         raise MissingChatTemplateError(
-            f"{type(tokenizer).__name__} ({getattr(tokenizer, 'name_or_path', '') or 'unnamed'}) has no chat template. "
-            "Pass `chat_template=` (the model's template, as a string), or set `tokenizer.chat_template`."
+            f"{type(tokenizer).__name__} ({getattr(tokenizer, 'name_or_path', '') or 'unnamed'}) has no chat template: pass "
+            "`chat_template=`."
         )
     if isinstance(own, Mapping):
         name = chat_template
@@ -244,9 +243,9 @@ def _resolve(tokenizer: Tokenizer, chat_template: str | None, tools: Sequence[ob
     template = str(own if chat_template is None else chat_template)
     origin = "the tokenizer's chat template" if chat_template is None else "the chat template passed"
     if "{" not in template:
+        names = sorted(own) if isinstance(own, Mapping) else "one unnamed template" if own else "none"
         raise MissingChatTemplateError(
-            f"`chat_template={template!r}` is not a template, and the tokenizer has none of that name "
-            f"(it has {sorted(own) if isinstance(own, Mapping) else 'one unnamed template' if own else 'none'})."
+            f"`chat_template={template!r}` is neither a template nor the name of one of the tokenizer's: {names}."
         )
     return template, f"{origin} ({_fingerprint(template)})"
 
@@ -281,17 +280,17 @@ class Trace:
 
     @cached_property
     def _by_message(self) -> dict[tuple[str, int], list[Span]]:
-        found: dict[tuple[str, int], list[Span]] = {}
+        by_message: dict[tuple[str, int], list[Span]] = {}
         for kind, index, start, end in self.spans:
             if kind == BLOCK or self.text[start:end].strip():
-                found.setdefault((kind, index), []).append((start, end))
-        return found
+                by_message.setdefault((kind, index), []).append((start, end))
+        return by_message
 
     def inside(self, span: Span) -> set[int]:
         """Messages of which a span that is not blank lies inside of ``span``."""
         starts, spans = self._in_order
-        found = spans[bisect_left(starts, span[0]) : bisect_right(starts, span[1])]
-        return {index for _, end, index in found if end <= span[1]}
+        near = spans[bisect_left(starts, span[0]) : bisect_right(starts, span[1])]
+        return {index for _, end, index in near if end <= span[1]}
 
     @cached_property
     def _in_order(self) -> tuple[list[int], list[tuple[int, int, int]]]:
@@ -303,11 +302,11 @@ class Trace:
     @cached_property
     def loop_ends(self) -> dict[int, int]:
         """The first message whose body of a loop ends at a position."""
-        found: dict[int, int] = {}
+        ends: dict[int, int] = {}
         for kind, index, _, end in self.spans:
             if kind == LOOP:
-                found[end] = min(index, found.get(end, index))
-        return found
+                ends[end] = min(index, ends.get(end, index))
+        return ends
 
     def marks_of(self, message: int) -> list[tuple[int, Mark]]:
         """The marks of one message, in text order."""
@@ -315,10 +314,10 @@ class Trace:
 
     @cached_property
     def _marks_by_message(self) -> dict[int, list[tuple[int, Mark]]]:
-        found: dict[int, list[tuple[int, Mark]]] = {}
+        by_message: dict[int, list[tuple[int, Mark]]] = {}
         for position, mark in self.marks:
-            found.setdefault(mark.message, []).append((position, mark))
-        return found
+            by_message.setdefault(mark.message, []).append((position, mark))
+        return by_message
 
     def marks_in(self, low: int, high: int) -> tuple[tuple[int, Mark], ...]:
         """The marks from ``low`` to ``high``, both included."""
@@ -511,16 +510,18 @@ def _dependents(body: Sequence[nodes.Node], names: set[str]) -> set[int]:
     """
     reads = [_names(statement, read=True) for statement in body]
     dependents: set[int] = set()
-    while found := {k for k, read in enumerate(reads) if read & names} - dependents:
-        dependents |= found
-        names = names.union(*(_names(body[k], read=False) for k in found))
-    return dependents
+    while True:
+        added = {k for k, read in enumerate(reads) if read & names} - dependents
+        if not added:
+            return dependents
+        dependents |= added
+        names = names.union(*(_names(body[k], read=False) for k in added))
 
 
 def _names(statement: nodes.Node, *, read: bool) -> set[str]:
     """The names that a statement reads, or those that it sets."""
-    found: Any = nodes.Scope([statement]).find_all((nodes.Name, nodes.NSRef, nodes.Macro))
-    return {node.name for node in found if (isinstance(node, nodes.Name) and node.ctx == "load") == read}
+    named: Any = nodes.Scope([statement]).find_all((nodes.Name, nodes.NSRef, nodes.Macro))
+    return {node.name for node in named if (isinstance(node, nodes.Name) and node.ctx == "load") == read}
 
 
 class _GenerationBlock(Extension):

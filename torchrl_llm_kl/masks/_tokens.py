@@ -66,8 +66,8 @@ def mask_from_prompt_lengths(prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
     """
     if prompt_lengths.ndim != 1 or prompt_lengths.shape != lengths.shape:
         raise ValueError(
-            f"prompt_lengths has shape {tuple(prompt_lengths.shape)} and lengths {tuple(lengths.shape)}; expected [S] "
-            "for both, one entry per sequence. Flatten batch dimensions first."
+            f"prompt_lengths has shape {tuple(prompt_lengths.shape)} and lengths {tuple(lengths.shape)}; expected [S] for "
+            "both."
         )
     for name, value in (("prompt_lengths", prompt_lengths), ("lengths", lengths)):
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
@@ -77,8 +77,8 @@ def mask_from_prompt_lengths(prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
     if wrong.any():
         sequence = int(wrong.nonzero()[0, 0])
         raise ValueError(
-            f"sequence {sequence} has prompt length {int(prompt_lengths[sequence])} and length {int(lengths[sequence])}"
-            "; expected 0 <= prompt length <= length. `lengths` counts prompt and response together."
+            f"sequence {sequence} has prompt length {int(prompt_lengths[sequence])} and length {int(lengths[sequence])}; "
+            "expected 0 <= prompt length <= length."
         )
     first_response = lengths.cumsum(0) - lengths + prompt_lengths.clamp(min=1)
     position = torch.arange(int(lengths.sum()), device=lengths.device)
@@ -137,8 +137,7 @@ def _mask_by_pieces(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> t
     if ids != whole:
         at = next((k for k, (a, b) in enumerate(zip(ids, whole, strict=False)) if a != b), min(len(ids), len(whole)))
         raise AssistantMaskError(
-            f"{type(tokenizer).__name__} returns no character offsets, and tokenising the conversation in pieces changes "
-            f"token {at} of {len(whole)}, so characters cannot be mapped to tokens. Use the fast version of the "
-            "tokenizer (AutoTokenizer.from_pretrained(..., use_fast=True))."
+            f"{type(tokenizer).__name__} has no character offsets, and token {at} of {len(whole)} changes when the text is "
+            "cut: use the fast tokenizer (use_fast=True)."
         )
     return torch.tensor(whole, dtype=torch.long), torch.tensor(mask, dtype=torch.bool)

@@ -301,8 +301,8 @@ def _header_length(chat: Renderings, trace: Trace, turn: int, written: Span) -> 
         return partial if constant is None else min(partial, constant)
     if constant is None:
         raise TurnNotFoundError(
-            f"message {turn} (assistant): {chat.renderer.name} shows no generation prompt at its start, so its header "
-            "cannot be told from the model's output. Pass a template with {% generation %} blocks as `chat_template=`."
+            f"message {turn} (assistant): {chat.renderer.name} shows no generation prompt at its start. Pass a template with "
+            f"{{% generation %}} blocks."
         )
     return constant
 
@@ -372,8 +372,8 @@ def _spans_of_blocks(chat: Renderings, whole: Trace, turn: int) -> tuple[Span, .
     text = whole.text
     if not whole.spans:
         raise TurnNotFoundError(
-            f"{chat.renderer.name} renders another text when its {{% generation %}} blocks are traced. Keep side effects "
-            "(assignments that later turns read) out of the blocks."
+            f"{chat.renderer.name} renders another text when its {{% generation %}} blocks are traced: keep assignments out "
+            "of the blocks."
         )
     spans: list[Span] = []
     for start, end in whole.of(BLOCK):
@@ -383,9 +383,7 @@ def _spans_of_blocks(chat: Renderings, whole: Trace, turn: int) -> tuple[Span, .
         after = re.compile(CONTROL).match(text, end)
         if after and not re.search(rf"(?:{CONTROL})\Z", text[max([start, *(p for p, _ in inside)]) : stripped]):
             if after[0] != chat.eos_token:
-                raise not_found(
-                    chat, turn, f"{after[0]!r} after its {{% generation %}} block may be a header or its end"
-                )
+                raise not_found(chat, turn, f"{after[0]!r} after its generation block may be a header or its end")
             stripped = after.end()
         held = {mark.message for p, mark in whole.marks if start < p < stripped}
         if any(chat.messages[message].get("role") != ASSISTANT for message in held):

@@ -58,9 +58,7 @@ def check_context(context: Any) -> Context:
     )
     if callable(context) or is_key:
         return context
-    raise TypeError(
-        f"the prompt must be a function History -> History or the key of an entry with token ids, got {context!r}."
-    )
+    raise TypeError(f"the prompt must be a function or the key of an entry with token ids, got {context!r}.")
 
 
 def in_context(
@@ -106,10 +104,7 @@ def in_context(
     early = mask & (tokens.positions < starts[tokens.sequence_ids])
     if bool(early.any()):
         row = int(tokens.sequence_ids[early.nonzero()[0, 0]])
-        raise ValueError(
-            f"sequence {row}: a context replaces the prompt, and the tokens to score include {int(early.sum())} of prompts. "
-            "Score the assistant's tokens alone: assistant_only=True."
-        )
+        raise ValueError(f"sequence {row}: a context replaces the prompt, so set assistant_only=True.")
     kept = [row[start:] for row, start in zip(tokens.to_list(), starts.tolist(), strict=True)]
     if callable(context):
         prompts = _prompts_of(td, context, located, kept, interface, options)
@@ -138,10 +133,7 @@ def _all_replies(td: TensorDictBase, located: Located, interface: ModelInterface
         return locate(td, interface, scope="full", options=options).mask
     response = response_mask(td, located.tokens, interface)
     if response is None:
-        raise ValueError(
-            f"a context replaces the prompt, and the data does not show where it ends: found neither "
-            f"{interface.prompt_tokens!r} nor {interface.assistant_mask!r}. Add one of them."
-        )
+        raise ValueError("a context replaces the prompt, whose end is unknown: add its tokens or a mask.")
     return response
 
 
@@ -156,21 +148,16 @@ def _is_text(located: Located, interface: ModelInterface) -> bool:
 
 def _prompt_entry(td: TensorDictBase, key: NestedKey, tokens: Ragged) -> list[Tensor]:
     """The ids under ``key``, a row for each sequence."""
-    found = require_key(td, key, "the context is missing", "Store the ids of the other prompts, or pass a function.")
+    entry = require_key(td, key, "the context is missing", "Store the ids of the other prompts, or pass a function.")
     # Beside a key at the root, that name is the mask of the sampled tokens.
-    nested = isinstance(key, tuple) and len(key) > 1 and isinstance(found, tuple)
-    prompts = read_ragged(td, found, (*found[:-1], "attention_mask") if nested else None)
+    nested = isinstance(key, tuple) and len(key) > 1 and isinstance(entry, tuple)
+    prompts = read_ragged(td, entry, (*entry[:-1], "attention_mask") if nested else None)
     assert prompts is not None
     values = prompts.values
     if values.ndim != 1 or values.is_floating_point() or values.dtype == torch.bool:
-        raise TypeError(
-            f"expected token ids under {found!r}, one row for each sequence, found {values.dtype} with "
-            f"{values.ndim - 1} more dimensions."
-        )
+        raise TypeError(f"expected rows of token ids under {entry!r}, found {values.dtype} {list(values.shape)}.")
     if prompts.num_sequences != tokens.num_sequences:
-        raise ValueError(
-            f"{found!r} has {prompts.num_sequences} prompts, expected one for each of {tokens.num_sequences} sequences."
-        )
+        raise ValueError(f"{key!r} has {prompts.num_sequences} prompts for {tokens.num_sequences} sequences.")
     return prompts.to_list()
 
 
@@ -194,15 +181,9 @@ def _prompts_of(
     full, prompt = (sub_key(interface.history_key, name) for name in ("full", "prompt"))
     key = located.source if not located.sampled else full if has_entry(td, full) else prompt
     if _is_text(located, interface) or not has_entry(td, key):
-        raise MissingEntryError(
-            f"a context function needs the conversation: expected {full!r} in the TensorDict, found: "
-            f"{describe_entries(td)}. Pass the key of an entry with token ids instead, such as ('teacher', 'input_ids')."
-        )
+        raise MissingEntryError(f"a context function needs {full!r}, found: {describe_entries(td)}.")
     if not options.can_tokenise(interface):
-        raise ValueError(
-            "a context function returns messages, and a tokenizer to render them is missing: pass tokenizer= to the "
-            "transform or to the model's wrapper, or the key of an entry with token ids."
-        )
+        raise ValueError("a context function needs a tokenizer: pass tokenizer=, or a key of token ids.")
     conversations = _called(context, td, key)
     for row, messages in enumerate(conversations):
         if split_images(messages)[1]:
@@ -218,13 +199,13 @@ def _prompts_of(
         start = [*one.assistant_mask.tolist(), True].index(True)
         prompts.append(one.token_ids[:start])
         replies.append(one.token_ids[start:])
-    found, expected = Ragged.from_list(replies), Ragged.from_list([row.cpu().long() for row in kept])
-    if (difference := first_difference(found, expected)) is not None:
+    expected = Ragged.from_list([row.cpu().long() for row in kept])
+    difference = first_difference(Ragged.from_list(replies), expected)
+    if difference is not None:
         row, at = difference
         raise ValueError(
-            f"sequence {row}: after the context the template renders other tokens from the assistant's first one on: found "
-            f"{replies[row][at : at + 4].tolist()} {at} tokens later, expected {kept[row][at : at + 4].tolist()}. Store the "
-            "sampled tokens, which stay as they are."
+            f"sequence {row}: after the context the template renders other tokens of the assistant, {at} tokens after its "
+            "first: store the sampled tokens."
         )
     return prompts
 
@@ -244,13 +225,10 @@ def _called(context: Callable[..., object], td: TensorDictBase, key: NestedKey) 
             at = next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
             a, b = (part[at] if at < len(part) else "no message" for part in (old, new))
             raise ValueError(
-                f"sequence {i}: the context function may change the messages before the assistant's first one only. From "
-                f"there on, message {at} was {a!r:.120} and it returned {b!r:.120}."
+                f"sequence {i}: the context function changed message {at} of the answer from {a!r:.120} to {b!r:.120}."
             )
         if _replies_from(after) == 0:
-            raise ValueError(
-                f"sequence {i}: the context function returned no message before the assistant's first one."
-            )
+            raise ValueError(f"sequence {i}: the context function returned no message before the assistant's.")
         out.append(after)
     return out
 
@@ -263,8 +241,7 @@ def _messages(returned: object, row: int) -> list[Json]:
     if not isinstance(returned, History) or returned.batch_dims != 1:
         shape = f" of batch size {tuple(returned.batch_size)}" if isinstance(returned, History) else ""
         raise TypeError(
-            f"sequence {row}: the context function must return one conversation, a History of batch size [messages] or a "
-            f"list of message dicts, got {type(returned).__name__}{shape}."
+            f"sequence {row}: the context function must return a History [messages], got {type(returned).__name__}{shape}."
         )
     return history_to_messages(returned)
 

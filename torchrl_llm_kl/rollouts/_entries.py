@@ -85,9 +85,9 @@ def find_log_probs(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
         >>> find_log_probs(td, ("next", "log_probs", "full"))
         ('log_probs', 'response')
     """
-    found, path = find_key(td, key), _path(key)
-    if found is not None or len(path) < 2 or path[-1] != "full":
-        return found
+    full, path = find_key(td, key), _path(key)
+    if full is not None or len(path) < 2 or path[-1] != "full":
+        return full
     return find_key(td, (*path[:-1], "response"))
 
 
@@ -99,10 +99,10 @@ def require_key(td: TensorDictBase, key: NestedKey, what: str, advice: str) -> N
         >>> require_key(TensorDict(next=TensorDict(reward=torch.ones(1))), "reward", "no reward", "Add one.")
         ('next', 'reward')
     """
-    found = find_key(td, key)
-    if found is None:
+    entry = find_key(td, key)
+    if entry is None:
         raise MissingEntryError(f"{what}: expected {key!r} in the TensorDict, found: {describe_entries(td)}. {advice}")
-    return found
+    return entry
 
 
 def read_result(td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> Ragged | None:
@@ -179,8 +179,8 @@ def per_token(
     data = read_of(td, key, tokens)
     values = data.slots()
     if features and values.ndim != 1 + features:
-        found = tuple(values.shape[1:])
-        raise ValueError(f"{key!r} must have {features} dimension after the tokens, found {found or 'none'}.")
+        shape = tuple(values.shape[1:])
+        raise ValueError(f"{key!r} must have {features} dimension after the tokens, found {shape or 'none'}.")
     if values.ndim > 1 and not features:
         if values[0].numel() != 1:
             raise ValueError(f"{key!r} must hold one number per token, found rows of {tuple(values.shape[1:])} each.")
@@ -347,8 +347,8 @@ def outcomes(td: TensorDictBase, value: object, what: str) -> Tensor:
         row = next(i for i, (a, b) in enumerate(zip(counts, expected, strict=True)) if a != b)
         shape = tuple(value.shape) if isinstance(value, Tensor) and not value.is_nested else f"rows of {counts}"
         raise ValueError(
-            f"{what} has shape {shape}: expected one number per sequence or one per token; sequence {row} has "
-            f"{counts[row]} numbers and {expected[row]} tokens. Add up several rewards, with their weights, first."
+            f"{what} has shape {shape}: expected one number per sequence or per token; sequence {row} has {expected[row]} "
+            "tokens."
         )
     return _sums(flat if tokens.keep is None else torch.where(tokens.keep.to(flat.device), flat, 0), counts)
 

@@ -60,10 +60,7 @@ def read_kept(
     short = (needed > held).nonzero()
     if len(short):
         row = int(short[0])
-        raise ValueError(
-            f"{ids_key!r} holds {int(held[row])} ids for sequence {row}, and {counts_key!r} there add up to "
-            f"{int(needed[row])}: expected at least as many. One of them was cut or belongs to other data."
-        )
+        raise ValueError(f"{ids_key!r} has {int(held[row])} ids for sequence {row}, {counts_key!r} {int(needed[row])}.")
     flat = Ragged(ids.values.reshape(-1).cpu(), held, ids.container).first(needed)
     return ids.values.reshape(-1).cpu()[flat].long(), pad(counts.cumsum(0), (1, 0))
 
@@ -111,14 +108,14 @@ def read_routing(td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: 
         >>> read_routing(data, "routed_experts", Ragged.from_list([torch.tensor([5, 6, 7])])).tolist()
         [[[3, 1]], [[0, 2]], [[-1, -1]]]
     """
-    found = find_result(td, key)
-    if found is None:
+    entry = find_result(td, key)
+    if entry is None:
         return None
-    data = read_of(td, found, tokens)
+    data = read_of(td, entry, tokens)
     values = data.slots().cpu()
     if values.ndim != 3 or values.is_floating_point() or values.dtype == torch.bool:
         raise ValueError(
-            f"{found!r} must hold integers [layers, experts] for each token, found {list(values.shape[1:])} of {values.dtype}."
+            f"{entry!r} must hold integers [layers, experts] for each token, found {list(values.shape[1:])} of {values.dtype}."
         )
     values = values.to(torch.int16 if values.element_size() == 1 else torch.int32)  # unsigned ones hold no -1
     widths, keep = data.container.row_lengths.cpu(), None if tokens.keep is None else tokens.keep.cpu()
@@ -139,8 +136,8 @@ def read_routing(td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: 
             return out[keep] if places is slots and keep is not None else out
     row = int((slots.lengths != widths).nonzero()[0])
     raise ValueError(
-        f"{found!r} must have the length of the tokens, all rows with or all without the last one: sequence {row} has "
-        f"{int(widths[row])} rows and {int(slots.lengths[row])} tokens. Rows of the response alone begin with its first token."
+        f"{key!r} must have a row for each token but the last: sequence {row} has {int(widths[row])} rows and "
+        f"{int(slots.lengths[row])} tokens."
     )
 
 
@@ -232,8 +229,8 @@ def read_top_k(
         >>> tokens = Ragged.from_list([torch.tensor([7, 8])])
         >>> top = TensorDict(ids=torch.tensor([[[0], [8]]]), log_probs=torch.tensor([[[0.0], [-0.1]]]),
         ...     rest_log_prob=torch.tensor([[0.0, -2.4]]), batch_size=[1])
-        >>> found = read_top_k(TensorDict(top_k=top, batch_size=[1]), ["top_k"], tokens, None)
-        >>> found.ids[1].tolist(), found.log_probs[1]
+        >>> outcomes = read_top_k(TensorDict(top_k=top, batch_size=[1]), ["top_k"], tokens, None)
+        >>> outcomes.ids[1].tolist(), outcomes.log_probs[1]
         ([[8]], tensor([[-0.1000, -2.4000]]))
     """
     advice = "RetrieveLogProb(teacher, extras=[TopK(64)]) or RayRetrieveLogProb writes it; say where with set_keys(top_k=...)."

@@ -81,11 +81,10 @@ class TokenisingOptions:
         """
         kwargs = dict(tokenizer_kwargs or {})
         for name, allowed in _IMPLIED.items():
-            if name in kwargs and (value := kwargs.pop(name)) not in allowed:
+            value = kwargs.pop(name, allowed[0])
+            if value not in allowed:
                 raise ValueError(
-                    f"tokenizer_kwargs[{name!r}]={value!r} is not supported: the transform needs "
-                    f"{' or '.join(map(repr, allowed))}. Leave it out; padding of the output follows the data and the "
-                    "model's `pad_output`."
+                    f"tokenizer_kwargs[{name!r}]={value!r} is not supported: leave it out, the default is {allowed[0]!r}."
                 )
         return cls(tokenizer, check_padding_side(padding_side), kwargs)
 
@@ -102,8 +101,7 @@ class TokenisingOptions:
         tokenizer = self.tokenizer if self.tokenizer is not None else interface.tokenizer
         if tokenizer is None:
             raise ValueError(
-                "the data holds no token ids and a tokenizer to create them is missing: found tokenizer=None. Pass "
-                "`tokenizer=` to the transform or to the model's wrapper."
+                "the data holds no token ids, and tokenizer=None. Pass `tokenizer=` to the transform or the wrapper."
             )
         kwargs = {**interface.template_kwargs, **self.template_kwargs}
         if is_processor(tokenizer):
@@ -143,7 +141,7 @@ def render_history(
     tokenizer, kwargs = options.resolve(interface)
     processor = options.tokenizer or interface.tokenizer
     apart = [split_images(messages) for messages in read_conversations(td, key)]
-    conversations, images = [messages for messages, _ in apart], [found for _, found in apart]
+    conversations, images = [messages for messages, _ in apart], [some for _, some in apart]
     add_generation_prompt = kwargs.pop("add_generation_prompt", False) or add_generation_prompt
     rendered = render_conversations(
         tokenizer, conversations, add_generation_prompt=add_generation_prompt, assistant_mask=assistant_only, **kwargs
@@ -160,10 +158,7 @@ def render_history(
     inputs: list[Mapping[str, object] | None] = [None] * len(rendered)
     for row, some in enumerate(images):
         if some and not is_processor(processor):
-            raise ValueError(
-                f"sequence {row}: its conversation has {len(some)} images, and the tokenizer takes none: pass the model's "
-                "processor as `tokenizer=`, or store the sampled tokens and the images."
-            )
+            raise ValueError(f"sequence {row} has {len(some)} images: pass the model's processor as `tokenizer=`.")
         if some:
             ((ids[row], masks[row]),), inputs[row] = encode_images(processor, rendered[row].text, some, spans[row])
     if not assistant_only:
@@ -181,19 +176,13 @@ def _response_masks(
     """Masks and spans of the turns after the prompt, whose spans come first in a conversation."""
     for row, (conversation, prompt) in enumerate(zip(conversations, prompts, strict=True)):
         if conversation[: len(prompt)] != prompt:
-            raise ValueError(
-                f"sequence {row}: the full conversation does not start with its prompt, which hides where the response "
-                f"begins: found {len(conversation)} and {len(prompt)} messages. Use scope='full', or store sampled tokens."
-            )
+            raise ValueError(f"sequence {row}: the conversation does not start with its prompt: use scope='full'.")
     earlier = [len(r.assistant_spans) for r in render_conversations(tokenizer, prompts, **kwargs)]
     spans: list[Sequence[tuple[int, int]]] = [r.assistant_spans[n:] for r, n in zip(rendered, earlier, strict=True)]
     masks = [mask for _, mask in encode_with_mask(tokenizer, [r.text for r in rendered], spans)]
     for row, (conversation, prompt, mask) in enumerate(zip(conversations, prompts, masks, strict=True)):
         if not mask.any() and any(message["role"] == "assistant" for message in conversation[len(prompt) :]):
-            raise ValueError(
-                f"sequence {row}: the chat template renders nothing of the response {conversation[-1].get('content')!r}, which "
-                "leaves no token to score. Use a template that renders it, or store sampled tokens."
-            )
+            raise ValueError(f"sequence {row}: the chat template renders nothing of the response: use one that does.")
     return masks, spans
 
 
@@ -253,20 +242,17 @@ def render_text(
     """Tokenise the texts under ``key``; the assistant's part follows the prompt's text. Returns as :func:`render_history`."""
     tokenizer, _ = options.resolve(interface)
     if options.template_kwargs:
-        raise ValueError(
-            f"tokenizer_kwargs {sorted(options.template_kwargs)} belong to a chat template, and input_mode='text' renders "
-            "none: leave them out, or use input_mode='history'."
-        )
+        raise ValueError(f"input_mode='text' renders no template: leave out {sorted(options.template_kwargs)}.")
     texts = _texts(read_column(td, key), td, key)
     starts = [0] * len(texts)
     if assistant_only:
         prompt_key = sub_key(interface.text_key, "prompt")
         column = read_column(td, prompt_key)
         if column is None or scope == "full":
+            reason = f": found no {prompt_key!r} beside it" if column is None else " in earlier turns (scope='full')"
             raise ValueError(
-                f"cannot tell which part of {key!r} the assistant wrote"
-                + (f": found no {prompt_key!r} beside it." if column is None else " in earlier turns (scope='full').")
-                + " Use input_mode='history', store sampled tokens, or set assistant_only=False."
+                f"cannot tell which part of {key!r} the assistant wrote{reason}. Use input_mode='history', or set "
+                "assistant_only=False."
             )
         prompts = _texts(column, td, prompt_key)
         starts = [_common_prefix(text, prompts[row], row) for row, text in enumerate(texts)]

@@ -70,9 +70,9 @@ class ResponseTokens:
         out: dict[str, Tensor] = {}
         for dtype in {x.dtype: None for x in named.values()}:
             columns = {name: x for name, x in named.items() if x.dtype == dtype}
-            found = torch.stack(list(columns.values()))[:, self.elements]
-            dense = found.new_zeros(len(columns), *self.mask.shape)
-            dense.flatten(1)[:, self._places] = found
+            picked = torch.stack(list(columns.values()))[:, self.elements]
+            dense = picked.new_zeros(len(columns), *self.mask.shape)
+            dense.flatten(1)[:, self._places] = picked
             out |= dict(zip(columns, dense.unbind(), strict=True))
         return out
 

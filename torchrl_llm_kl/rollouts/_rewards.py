@@ -54,10 +54,10 @@ def token_reward(reward: object, like: Ragged, mask: Tensor | None, placement: R
     elif like.keep is not None and counts == like.sizes:  # rows without the padding of the tokens
         values = flat
     else:
-        found = tuple(reward.shape) if isinstance(reward, Tensor) and not reward.is_nested else counts
+        shape = tuple(reward.shape) if isinstance(reward, Tensor) and not reward.is_nested else counts
         raise ValueError(
-            f"The rewards have shape {found} but the kl has {sizes} tokens per sequence. The rewards should have one number "
-            "per sequence, or one more dimension than the KL: [*B, T, 1], one number per token."
+            f"The rewards have shape {shape} but the kl has {sizes} tokens per sequence: expected one number per sequence, or "
+            "[*B, T, 1]."
         )
     return like.like(values.unsqueeze(-1))
 
@@ -67,15 +67,14 @@ def _place(outcome: Tensor, like: Ragged, mask: Tensor | None, placement: Reward
         return outcome[like.sequence_ids]
     host = like.outline
     for row in [row for row, size in enumerate(host.sizes) if size == 0]:
-        if value := float(outcome[row]):
-            raise ValueError(
-                f"sequence {row} has no token to hold its reward of {value:g}: drop empty sequences first."
-            )
+        value = float(outcome[row])
+        if value:
+            raise ValueError(f"sequence {row} has no token for its reward of {value:g}: drop empty sequences first.")
     last = host.offsets[1:] - 1
     if mask is not None:  # the last response token, if there is one
-        found = torch.where(mask.cpu(), host.positions, -1)
-        found = torch.full_like(last, -1).scatter_reduce(0, host.sequence_ids, found, "amax")
-        last = torch.where(found < 0, last, host.offsets[:-1] + found)
+        places = torch.where(mask.cpu(), host.positions, -1)
+        places = torch.full_like(last, -1).scatter_reduce(0, host.sequence_ids, places, "amax")
+        last = torch.where(places < 0, last, host.offsets[:-1] + places)
     placed = outcome.new_zeros(like.values.shape[0])
     # An empty sequence adds its outcome, 0, to a token of another sequence.
     return placed.index_add_(0, send(last.clamp(min=0), outcome.device), outcome) if placed.numel() else placed
@@ -116,8 +115,7 @@ def read_denominators(td: TensorDictBase, key: NestedKey, terms: Sequence[tuple[
     for name, mode in terms:
         if f"{name}/{mode}" not in stored:
             raise ValueError(
-                f"the batch was counted for {', '.join(sorted(stored - {_BATCH}))} but not for {name}/{mode}: count it with "
-                "this loss."
+                f"the batch was counted for {', '.join(sorted(stored - {_BATCH}))}, not for {name}/{mode}."
             )
     columns = {name: _numbers(td, sub_key(key, f"{name}/{mode}")) for name, mode in terms}
     ids = _numbers(td, sub_key(key, _BATCH))
@@ -125,10 +123,9 @@ def read_denominators(td: TensorDictBase, key: NestedKey, terms: Sequence[tuple[
     if ids.device.type != "cpu":
         return {name: torch.where(apart, torch.nan, values[0]) for name, values in columns.items()}
     if bool(apart):
-        found = "; ".join(f"{values.unique().tolist()} of {name}" for name, values in columns.items())
+        counts = "; ".join(f"{values.unique().tolist()} of {name}" for name, values in columns.items())
         raise ValueError(
-            f"rows of {len(ids.unique())} batches that were counted apart: found denominators {found}. Concatenate the batch "
-            "of one optimiser step first, then count it."
+            f"rows of {len(ids.unique())} batches that were counted apart ({counts}): concatenate them, then count."
         )
     return {name: values[0] for name, values in columns.items()}
 

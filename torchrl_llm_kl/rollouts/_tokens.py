@@ -115,12 +115,12 @@ def locate(
     attention = attention if has_entry(td, attention) else interface.attention_mask_key
     (host,) = on_host(td, interface.token_keys)
     if host is not td:
-        found = locate(host, interface, assistant_only=assistant_only, scope=scope, options=options)
-        data = read_ragged(td, found.source) if found.sampled else None
+        located = locate(host, interface, assistant_only=assistant_only, scope=scope, options=options)
+        data = read_ragged(td, located.source) if located.sampled else None
         if data is None or data.values.device.type == "cpu":
-            return found
-        tokens = Ragged.on_device_of(found.tokens, data.slots(), data.container)
-        return replace(found, tokens=tokens, mask=send(found.mask, data.values.device), on_host=found.mask)
+            return located
+        tokens = Ragged.on_device_of(located.tokens, data.slots(), data.container)
+        return replace(located, tokens=tokens, mask=send(located.mask, data.values.device), on_host=located.mask)
     sampled = read_ragged(td, key, attention)
     if sampled is not None:
         if sampled.values.is_floating_point():
@@ -140,10 +140,8 @@ def locate(
             tokens, mask, images = render(td, interface, options, key=key, scope=scope, assistant_only=assistant_only)
             return Located(tokens, mask & (tokens.positions > 0), key, sampled=False, images=images)
     expected = sorted({str(interface.tokens_full), str(interface.input_key)})
-    raise MissingEntryError(
-        f"nothing to score: expected {' or '.join(expected)} in the TensorDict, found: {describe_entries(td)}. Run the "
-        "policy first, or give the model the `input_key` that holds the data."
-    )
+    places = " or ".join(expected)
+    raise MissingEntryError(f"nothing to score: found {describe_entries(td)}. Run the policy first, or store {places}.")
 
 
 _BOS_AS_PADDING = (
@@ -197,9 +195,7 @@ def _mask_of_sampled(
         if first_difference(rendered, tokens) is None:
             return mask
     raise ValueError(
-        f"cannot tell which tokens the assistant produced: found {interface.tokens_full!r}, but neither "
-        f"{interface.prompt_tokens!r} nor {interface.assistant_mask!r} nor a history that renders to these tokens. Add one "
-        "of them, or set assistant_only=False."
+        f"cannot tell which tokens the assistant produced: add {interface.prompt_tokens!r} or {interface.assistant_mask!r}."
     )
 
 
@@ -235,10 +231,7 @@ def response_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface)
     too_long = widths > every.lengths
     if bool(too_long.any()):
         row = int(too_long.nonzero()[0])
-        raise ValueError(
-            f"sequence {row}: {key!r} has {int(widths[row])} tokens, more than the {int(every.lengths[row])} of the "
-            "whole sequence. A rollout's full tokens are prompt + response: pass both from the same step."
-        )
+        raise ValueError(f"sequence {row}: {key!r} has {int(widths[row])} tokens, the whole {int(every.lengths[row])}.")
     in_prompt = every.first(widths)
     if torch.equal(prompt.slots(), every.values[in_prompt]):
         return ~in_prompt if tokens.keep is None else ~in_prompt[tokens.keep]
@@ -291,11 +284,11 @@ def prompt_ids(td: TensorDictBase) -> Tensor | None:
     prompts = _rows_at(tokens, ~response)
     if len(response) == int(response.sum()):
         return None
-    found = sequence_ids_of(prompts, len(prompts), "the prompt")
-    if (images := read_images(td, "images")) is None:
-        return found
-    contents = sequence_ids_of([_checksum(row) for row in images], len(prompts), "the images")
-    return torch.stack([found, contents]).unique(dim=1, return_inverse=True)[1]
+    of_tokens, images = sequence_ids_of(prompts, len(prompts), "the prompt"), read_images(td, "images")
+    if images is None:
+        return of_tokens
+    of_images = sequence_ids_of([_checksum(row) for row in images], len(prompts), "the images")
+    return torch.stack([of_tokens, of_images]).unique(dim=1, return_inverse=True)[1]
 
 
 def _checksum(images: Mapping[str, object] | None) -> str:
@@ -311,15 +304,12 @@ def _rows_at(tokens: Ragged, mask: Tensor) -> list[Tensor]:
 def _given_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -> Tensor | None:
     """The data's own assistant mask at the kept tokens; ``[N]``."""
     key = interface.assistant_mask
-    found = read_ragged(td, key)
-    if found is None:
+    given = read_ragged(td, key)
+    if given is None:
         return None
-    if not same_rows(tokens.container, found.container):
-        raise ValueError(
-            f"{key!r} must have the length of the tokens: found row lengths {found.container.row_sizes}, "
-            f"expected {tokens.container.row_sizes}."
-        )
-    slots = found.slots().bool()
+    if not same_rows(tokens.container, given.container):
+        raise ValueError(f"{key!r} must have rows of {tokens.container.row_sizes}, found {given.container.row_sizes}.")
+    slots = given.slots().bool()
     return slots if tokens.keep is None else slots[tokens.keep]
 
 
@@ -328,14 +318,15 @@ def _check_given(mask: Tensor, response: Tensor | None, tokens: Ragged, interfac
     spoken = tokens.lengths > 0 if response is None else tokens.like(response.long()).sum() > 0
     empty = spoken & (tokens.like(mask.long()).sum() == 0)
     if bool(empty.any()):
-        template = interface.template_kwargs.get("chat_template_name")
-        template = template or getattr(interface.tokenizer, "chat_template", None)
+        names = (
+            interface.template_kwargs.get("chat_template_name"),
+            getattr(interface.tokenizer, "chat_template", None),
+        )
+        shown = next((repr(str(name)[:60]) for name in names if name), "(unknown)")
+        where = "" if response is None else " in its response"
         raise ValueError(
-            f"sequence {int(empty.nonzero()[0])}: {interface.assistant_mask!r} is False everywhere"
-            f"{'' if response is None else ' in its response'}: the template "
-            f"{repr(str(template)[:60]) if template else '(unknown)'} marked no assistant turn. Remove the mask entry to use "
-            "the prompt's length instead, or mask with this package's render_conversations; a conversation without "
-            "assistant turns needs assistant_only=False."
+            f"sequence {int(empty.nonzero()[0])}: {interface.assistant_mask!r} is False everywhere{where}: the template "
+            f"{shown} marked no assistant turn. Remove the mask to use the prompt's length, or set assistant_only=False."
         )
 
 
@@ -346,16 +337,15 @@ def _with_earlier_turns(
     key = sub_key(interface.history_key, "prompt")
     if not options.can_tokenise(interface) or not has_entry(td, key):
         raise ValueError(
-            f"scope='full' scores the assistant turns inside the prompt too, and the data does not show where they are: "
-            f"found neither {interface.assistant_mask!r} nor {key!r} with a tokenizer. Add one of them, or use scope='turn'."
+            f"scope='full' needs {interface.assistant_mask!r}, or {key!r} and a tokenizer; or use scope='turn'."
         )
     rendered, mask, _ = render_history(td, interface, options, scope="full", key=key, add_generation_prompt=True)
     in_prompt = ~response
     difference = first_difference(rendered, Ragged.from_list(_rows_at(tokens, in_prompt)))
     if difference is not None:
         raise ValueError(
-            f"scope='full': rendering {key!r} again produces other tokens than the prompt that was sampled from, first at "
-            f"sequence {difference[0]}, position {difference[1]}. Use scope='turn', or store {interface.assistant_mask!r}."
+            f"scope='full': {key!r} renders to other tokens than the prompt, first at sequence {difference[0]}, position "
+            f"{difference[1]}."
         )
     out = response.clone()
     out[in_prompt] = mask
@@ -415,10 +405,7 @@ class TokenReader:
         if interface.input_mode == "tokens":
             return cls(replace(interface, input_key=tokens_key), strategy)
         if not isinstance(tokens_key, tuple) or tokens_key[-1] != "full":
-            raise ValueError(
-                f"an actor of input_mode={interface.input_mode!r} needs the whole sequences under (..., 'full'), got "
-                f"the key {tokens_key!r}."
-            )
+            raise ValueError(f"the actor needs sequences under (..., 'full'), got the key {tokens_key!r}.")
         parent = tokens_key[0] if len(tokens_key) == 2 else tokens_key[:-1]
         return cls(replace(interface, tokens_key=parent), strategy)
 
@@ -476,17 +463,15 @@ class TokenReader:
             return
         has_prompts = self.strategy != "sft" and not _of_transform(key)
         prompts = unscored & leading_unscored(log_prob, tokens) if has_prompts else torch.zeros_like(unscored)
-        found = {
+        first, of_responses = unscored & ~prompts, "for the first generated token of {} responses"
+        reasons = {
             "0 or NaN for the first {} tokens of prompts: the sampler returned no scores of prompts": prompts,
-            "exactly 0 for the first generated token of {} responses: torchrl's wrappers never compute it": (
-                unscored & ~prompts & (log_prob == 0)
-            ),
-            "NaN for the first generated token of {} responses: it was not scored": unscored
-            & ~prompts
-            & log_prob.isnan(),
+            f"exactly 0 {of_responses}: torchrl's wrappers never compute it": first & (log_prob == 0),
+            f"NaN {of_responses}: it was not scored": first & log_prob.isnan(),
         }
-        for text, left_out in found.items():
-            if number := int(left_out.sum()):
+        for text, left_out in reasons.items():
+            number = int(left_out.sum())
+            if number:
                 warnings.warn(
                     f"{key!r} holds {text.format(number)}. Those tokens are left out of the loss; RetrieveKL and "
                     "RetrieveLogProb score every token, with scope='full' also the tokens of earlier turns.",
@@ -531,11 +516,11 @@ def batch_mean(td: TensorDictBase, key: NestedKey, *, per: Literal["sequence", "
         (tensor(0.4500), tensor(0.3000))
     """
     check_choice(("sequence", "token"), per=per)
-    found = require_key(td, key, "the entry is missing", "Add the transform that writes it, or correct the key.")
+    key = require_key(td, key, "the entry is missing", "Add the transform that writes it, or correct the key.")
     if 0 in td.batch_size:
         return torch.tensor(float("nan") if per == "sequence" else 0.0)
     if per == "sequence":
-        return outcomes(td, read_column(td, found), f"{found!r}").mean()
+        return outcomes(td, read_column(td, key), f"{key!r}").mean()
     located = locate(td)
-    values = per_token(td, found, located.tokens, located.mask)
+    values = per_token(td, key, located.tokens, located.mask)
     return masked_mean(widen(values.detach())[0], located.mask.to(values.device))

@@ -47,7 +47,7 @@ test_arguments = refused(
         ("jsd", {}, ("next", "ref_log_probs"), r"the teacher_log_prob is missing.*RetrieveKL\(policy, teacher\)"),
         ("on_policy_distill", {}, ("next", "log_probs"), r"old_log_prob is missing: expected \('next', 'log_probs'"),
         ("gae", {"keys": {"mask": "m"}}, "none", "the mask is missing: expected 'm' in the TensorDict, found: "),
-        ("gae", {}, ("tokens", "full"), r"nothing to score: expected \('tokens', 'full'\)"),
+        ("gae", {}, ("tokens", "full"), r"nothing to score: .* or store \('tokens', 'full'\)"),
         ("gigpo", {"keys": {"run": "query"}}, "none", "the state is missing: expected 'state'.*the env's state"),
         ("step_wise_grpo", {"keys": {"run": "r"}}, "none", "the run is missing: expected 'r'"),
         ("clip_b", {}, ("next", "entropy"), "the entropy is missing: .*Entropy"),
@@ -120,7 +120,7 @@ def test_lengths_that_are_not_those_of_the_tokens() -> None:
         with pytest.raises(ValueError, match=message):
             Advantage("gae")(data)
     data["next", "reward"] = torch.ones(3, 2)
-    with pytest.raises(ValueError, match=r"the reward has shape \(3, 2\): .*sequence 0 has 2 numbers and 5 tokens"):
+    with pytest.raises(ValueError, match=r"the reward has shape \(3, 2\): .*sequence 0 has 5 tokens"):
         Advantage("rloo")(data)
 
 

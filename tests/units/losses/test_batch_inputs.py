@@ -174,16 +174,16 @@ def test_terms_have_denominators_of_their_own(model: nn.Module) -> None:
 def test_rows_counted_apart_or_for_another_loss_are_refused(model: nn.Module) -> None:
     loss, twins, data = reduced(model, "token-mean"), reduced(model, "seq-mean-token-sum"), batch()
     parts = [loss.count(data[rows].clone()) for rows in (slice(2), slice(2, 6))]
-    with pytest.raises(ValueError, match=r"rows of 2 batches that were counted apart: .* denominators \[8.0, 12.0\]"):
+    with pytest.raises(ValueError, match=r"rows of 2 batches that were counted apart \(.*\[8.0, 12.0\]"):
         loss(torch.cat(parts))
-    with pytest.raises(ValueError, match="but not for objective/seq-mean-token-sum: count it with this loss"):
+    with pytest.raises(ValueError, match="not for objective/seq-mean-token-sum"):
         twins(parts[0])
     assert total(twins(twins.count(parts[0]))).isfinite()
     equal = torch.cat([twins.count(data[rows].clone()) for rows in ([0, 1], [2, 3])])
-    with pytest.raises(ValueError, match=r"rows of 2 batches .* denominators \[2.0\] of objective"):
+    with pytest.raises(ValueError, match=r"rows of 2 batches .* \(\[2.0\] of objective"):
         twins(equal)
     del parts[1]["denominators", "entropy/token-mean"]
-    with pytest.raises(ValueError, match=r"was counted for kl_to_ref/token-mean, .* but not for entropy/token-mean"):
+    with pytest.raises(ValueError, match=r"was counted for kl_to_ref/token-mean, .* not for entropy/token-mean"):
         PolicyLoss(model, terms=[EntropyBonus(0.1)])(parts[1])
 
 

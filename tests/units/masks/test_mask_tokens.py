@@ -101,7 +101,7 @@ def test_every_token_of_a_character_is_masked_in_and_the_first_never_also_withou
     assert (render_conversation(tokenizer, [user("x")]).token_ids == tokenizer.bos_token_id).sum() == 1
     ((ids, mask),) = encode_with_mask(without_offsets(lambda text: list(map(ord, text))), ["abcde"], [[(1, 2), (3, 5)]])
     assert (ids.tolist(), mask.int().tolist()) == ([97, 98, 99, 100, 101], [0, 1, 0, 1, 1])
-    with pytest.raises(masks.AssistantMaskError, match=r"changes token 1 of 3.*fast version"):
+    with pytest.raises(masks.AssistantMaskError, match=r"token 1 of 3 changes.*fast tokenizer"):
         encode_with_mask(without_offsets(lambda text: list(map(len, text.split()))), ["one two six"], [[(5, 9)]])
 
 
@@ -121,7 +121,7 @@ def test_masks_from_lengths_of_prompts():
         ([1, 4], [2, 3], "sequence 1 has prompt length 4 and length 3"),
         ([-1], [2], "sequence 0 has prompt length -1"),
         ([1], [2, 3], r"shape \(1,\) and lengths \(2,\)"),
-        ([[1]], [[2]], "Flatten batch dimensions"),
+        ([[1]], [[2]], r"expected \[S\] for both"),
     ):
         with pytest.raises(ValueError, match=message):
             mask_from_prompt_lengths(torch.tensor(prompts), torch.tensor(lengths))

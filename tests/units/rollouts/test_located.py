@@ -66,8 +66,8 @@ CHAT = CHATS[0]
 @pytest.mark.parametrize(
     ("template", "full", "message"),
     [
-        (SILENT, [*CHAT[:3], {**CHAT[3], "content": ""}], "the chat template renders nothing of the response ''"),
-        (CHATML, CHAT[2:], "the full conversation does not start with its prompt"),
+        (SILENT, [*CHAT[:3], {**CHAT[3], "content": ""}], "the chat template renders nothing of the response"),
+        (CHATML, CHAT[2:], "the conversation does not start with its prompt"),
     ],
 )
 def test_a_response_that_cannot_be_found(template: str, full: list[Any], message: str, ref_model: Any) -> None:
@@ -131,8 +131,8 @@ def test_sampled_tokens(data: TensorDictBase, scope: Any, want: list[Any], ref_m
 @pytest.mark.parametrize(
     ("data", "scope", "message"),
     [
-        (tokens(full=FULL, prompt=PROMPTS), "full", r"scope='full' scores .* found neither"),
-        (tokens([[0, 1, 1], [0, 1, 0]], full=FULL), "turn", r"found row lengths \[3, 3\], expected \[4, 4\]"),
+        (tokens(full=FULL, prompt=PROMPTS), "full", r"scope='full' needs .*all_assistant_mask"),
+        (tokens([[0, 1, 1], [0, 1, 0]], full=FULL), "turn", r"rows of \[4, 4\], found \[3, 3\]"),
         (tokens([GIVEN[0], [0, 0, 0, 0]], full=FULL), "turn", "sequence 1: .* is False everywhere"),
     ],
 )

@@ -283,12 +283,12 @@ def changed(at: int, **message: Any) -> Callable[[History], Any]:
 @pytest.mark.parametrize(
     ("context", "error", "message"),
     [
-        (changed(1, content="six"), ValueError, r"may change the messages before .* 0 was .*'two'.* returned .*'six'"),
-        (changed(1, role="user"), ValueError, r"message 0 was .*'two'.* it returned 'no message'"),
-        (lambda h: history_to_messages(h)[:1], ValueError, r"message 0 was .*'two'.* it returned 'no message'"),
-        (lambda h: [*history_to_messages(h), *CHAT[:1]], ValueError, r"message 1 was 'no message'"),
-        (lambda h: history_to_messages(h)[1:], ValueError, "returned no message before the assistant's first one"),
-        (lambda h: "a prompt", TypeError, "must return one conversation, .* got str"),
+        (changed(1, content="six"), ValueError, r"changed message 0 of the answer from .*'two'.* to .*'six'"),
+        (changed(1, role="user"), ValueError, r"message 0 of the answer from .*'two'.* to 'no message'"),
+        (lambda h: history_to_messages(h)[:1], ValueError, r"message 0 of the answer from .*'two'.* to 'no message'"),
+        (lambda h: [*history_to_messages(h), *CHAT[:1]], ValueError, r"message 1 of the answer from 'no message'"),
+        (lambda h: history_to_messages(h)[1:], ValueError, "returned no message before the assistant's"),
+        (lambda h: "a prompt", TypeError, r"must return a History \[messages\], got str"),
         (lambda h: torch.stack([h, h]), TypeError, r"got History of batch size \(2, 2\)"),
         ("nowhere", KeyError, "the context is missing: expected 'nowhere'"),
     ],
@@ -309,10 +309,10 @@ def test_a_function_needs_a_conversation_and_a_tokenizer_and_cannot_change_the_d
     model, data = make_model(tokenizer, seed=1), conversation(tokenizer)
     RetrieveLogProb(model, tokenizer=tokenizer, extras=[AfterPrompt(in_place)])(data)
     assert history_to_messages(data[0]["history", "full"])[0]["content"] == "one?"
-    with pytest.raises(ValueError, match="a tokenizer to render them is missing"):
+    with pytest.raises(ValueError, match="a context function needs a tokenizer"):
         RetrieveLogProb(model, extras=[AfterPrompt(with_hint)])(data)
     del data["history"]
-    with pytest.raises(KeyError, match=r"a context function needs the conversation: expected \('history', 'full'\)"):
+    with pytest.raises(KeyError, match=r"a context function needs \('history', 'full'\)"):
         RetrieveLogProb(model, tokenizer=tokenizer, extras=[AfterPrompt(with_hint)])(data)
 
 
@@ -322,10 +322,10 @@ FULL_IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
 @pytest.mark.parametrize(
     ("hint", "settings", "error", "message"),
     [
-        (torch.ones(2, 3), {}, TypeError, r"expected token ids under 'hint', one row .* found torch\.float32"),
+        (torch.ones(2, 3), {}, TypeError, r"expected rows of token ids under 'hint', found torch\.float32"),
         (torch.zeros(2, 0).long(), {}, ValueError, "sequence 0: the context has no tokens, and the first response"),
-        (FULL_IDS, {"assistant_only": False}, ValueError, r"score include 2 of prompts.* assistant_only=True"),
-        (None, {"assistant_only": False}, ValueError, "the data does not show where it ends: found neither"),
+        (FULL_IDS, {"assistant_only": False}, ValueError, r"a context replaces the prompt, so set assistant_only=True"),
+        (None, {"assistant_only": False}, ValueError, "a context replaces the prompt, whose end is unknown"),
     ],
 )
 def test_entries_that_are_refused(hint: Any, settings: Any, error: type[Exception], message: str) -> None:
@@ -337,7 +337,7 @@ def test_entries_that_are_refused(hint: Any, settings: Any, error: type[Exceptio
 
 @pytest.mark.parametrize("prompt", [5, (), None, ("hint", 5)])
 def test_a_prompt_is_a_function_or_a_key(prompt: Any) -> None:
-    with pytest.raises(TypeError, match=r"must be a function History -> History or the key of .*, got"):
+    with pytest.raises(TypeError, match=r"must be a function or the key of .*, got"):
         AfterPrompt(prompt)
 
 

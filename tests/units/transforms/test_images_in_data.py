@@ -195,7 +195,7 @@ def test_a_history_is_rendered_with_its_images():
         assert torch.equal(a["log_probs", "full"], b["log_probs", "full"])
     assert not torch.equal(out[0]["log_probs", "full"], out[1]["log_probs", "full"])
     template = {"chat_template": processor.chat_template}
-    with pytest.raises(ValueError, match="sequence 0: its conversation has 1 images, and the tokenizer takes none"):
+    with pytest.raises(ValueError, match="sequence 0 has 1 images: pass the model's processor"):
         RetrieveLogProb(model, tokenizer=processor.tokenizer, tokenizer_kwargs=template)(data.clone())
     context = RetrieveLogProb(model, tokenizer=processor, extras=[AfterPrompt(lambda history: history)])
     with pytest.raises(ValueError, match="sequence 0: a context function takes text alone"):
