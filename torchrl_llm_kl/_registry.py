@@ -113,9 +113,8 @@ def first_sentence(error: BaseException) -> str:
         >>> first_sentence(OSError("No such model.  Check the name."))
         'No such model.'
     """
-    text = " ".join(str(error).split())
-    end = text.find(". ")
-    return text if end < 0 else text[: end + 1]
+    text, dot, _ = " ".join(str(error).split()).partition(". ")
+    return text + dot.strip()
 
 
 def flatten(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:

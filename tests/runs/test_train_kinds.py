@@ -15,8 +15,10 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from torchrl_llm_kl.training import ConfigError, ModelError, Run
-from torchrl_llm_kl.training._build import check_algorithm, load_function, load_reward
+from torchrl_llm_kl.training._build import plan_algorithm
+from torchrl_llm_kl.training._inputs import load_inputs, load_reward
 from torchrl_llm_kl.training._models import load_policy
+from torchrl_llm_kl.training._user_code import load_function
 from train_lab import ended_after, figures, go, same, settings, steps_in, weights
 
 pytest.importorskip("omegaconf")
@@ -149,7 +151,7 @@ def test_two_rewards_with_weights_and_no_reference(lab: Path, tmp_path: Path) ->
     """Without a reference no KL is measured."""
     functions = f"{{vowels: {lab}/rewards.py:vowels, digits: {{function: {lab}/rewards.py:digits, weight: 0.5}}}}"
     changes = ("reference.name=none", "algorithm.name=dapo", "kl.place=preset", "run.steps=2", "evaluation.every=2")
-    result, _ = go(lab, tmp_path, f"reward.functions={functions}", *changes, kl={})
+    result, _ = go(lab, tmp_path, "reward=null", f"reward.functions={functions}", *changes, kl={})
     for row in result.rows:
         assert row["reward"] == pytest.approx(row["reward/vowels"] + 0.5 * row["reward/digits"], abs=1e-5)
     assert {"reward/vowels", "reward/digits"} <= figures(tmp_path / "evaluations.jsonl")[0].keys()
@@ -171,7 +173,7 @@ def test_a_teacher_of_top_tokens_without_a_reward(lab: Path, tmp_path: Path, nam
     """Nothing is evaluated, and no figure is about a reward; the student is its teacher until the first update."""
     changes = (f"algorithm.name={name}", f"algorithm.teacher={lab / 'model'}", "algorithm.args={top_k: 16}")
     quiet = ("algorithm.minibatches=1", "logging.doctor_every=1", "run.steps=2", "optimizer.warmup_steps=0")
-    result, said = go(lab, tmp_path, *changes, *quiet, "reward.functions=null", kl={})
+    result, said = go(lab, tmp_path, *changes, *quiet, "reward=null", kl={})
     assert (result.outcome, result.step, result.evaluations) == ("finished", 2, [])
     first = result.rows[0]
     assert abs(first["loss_objective"]) < 1e-4
@@ -182,9 +184,59 @@ def test_a_teacher_of_top_tokens_without_a_reward(lab: Path, tmp_path: Path, nam
     assert (tmp_path / "diagnosis.txt").exists()
 
 
+MINE = """
+from torchrl_llm_kl.advantages import advantage
+from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm
+from torchrl_llm_kl.losses import LossTerm, objective
+
+runs = []
+runs.append("once")
+
+
+@objective("clipped_mine")
+def clipped_mine(log_prob, mask, *, old_log_prob, advantage, clip=0.2):
+    ratio = (log_prob - old_log_prob).exp()
+    return (LossTerm("objective", -(ratio.clamp(1 - clip, 1 + clip) * advantage), mask),)
+
+
+@advantage("centred_mine", "outcome")
+def centred_mine(reward):
+    return reward - reward.mean()
+
+
+ALGORITHMS.add("mine", Algorithm("mine", objective="clipped_mine", advantage="centred_mine", kl_loss="k2"))
+
+
+def vowels(question, answer, metadata):
+    return sum(letter in "aeiou" for letter in answer) / 6 * len(runs)
+"""
+
+
+def test_a_run_imports_the_user_s_code_first(lab: Path, tmp_path: Path) -> None:
+    """Registered names are known, a function is named by its file, and the file runs once for all of them."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(MINE)
+    short = ("optimizer.warmup_steps=0", "evaluation.every=0", f"reward={mine}:vowels")
+    named = (*short, f"imports=[{mine}]", "algorithm.name=mine")
+    kl: dict[str, Any] = {"coefficient": 0.1}
+    first = go(lab, tmp_path / "named", *named, "run.steps=1", kl=kl)[0].rows[0]
+    places = (f"algorithm.args.objective={mine}:clipped_mine", f"algorithm.args.advantage={mine}:centred_mine")
+    other = go(lab, tmp_path / "placed", *short, *places, "run.steps=1", kl={**kl, "place": "loss"})[0].rows[0]
+    assert first["loss_objective"] == other["loss_objective"] != 0
+    assert first["coefficient"] == pytest.approx(0.1)
+    assert 0 < first["reward"] <= 1, "the file ran once"
+    mine.write_text(MINE + "# changed")
+    _, said = go(lab, tmp_path / "named", *named, "run.steps=2", kl=kl)
+    assert any(line.startswith(f"{mine} has changed since") for line in said)
+    with pytest.raises(ConfigError, match="math:sqrt, which is not registered: decorate it with @objective"):
+        plan_algorithm(settings(lab, lab / "none", "algorithm.args.objective=math:sqrt"))
+    with pytest.raises(ConfigError, match="there is no file nowhere"):
+        load_inputs(settings(lab, lab / "none", "imports=[nowhere.py]"))
+
+
 TEACHER = ["algorithm.name=gkd", "algorithm.teacher=t", "kl.place=preset", "kl.target=null", "kl.controller_args={}"]
 NO_HORIZON = ["kl.controller_args={}", "kl.controller_args.horizon=0"]
-LOW = r"0 < kl.controller_args.low <= kl.coefficient <= .*, got kl.controller_args.low=0.2, kl.coefficient=0.1"
+LOW = r"'low': 0.2}, init is kl.coefficient, .*0 < low <= init <= .*, got low=0.2, init=0.1"
 
 
 @pytest.mark.parametrize(
@@ -202,7 +254,7 @@ LOW = r"0 < kl.controller_args.low <= kl.coefficient <= .*, got kl.controller_ar
         (["kl.controller_args.warmupp=0"], "kl.controller_args .*warmupp"),
         (["kl.coefficient=0"], r"^kl.coefficient is 0 and kl.target .*leave it out for 0.1, or leave kl.target out.$"),
         (["kl.controller_args.low=0.2"], LOW),
-        ([*NO_HORIZON, "kl.controller=ziegler"], "kl.controller_args.horizon must be finite"),
+        ([*NO_HORIZON, "kl.controller=ziegler"], r"kl.controller_args is {'horizon': 0}, .*: horizon must be finite"),
         ([*TEACHER, "reference.decay=0.9"], "takes the place of the reference"),
         ([*TEACHER, "reference.reset_every=2"], "takes the place of the reference"),
         ([*TEACHER, "reference.service=shared"], "takes the place of the reference"),
@@ -210,7 +262,7 @@ LOW = r"0 < kl.controller_args.low <= kl.coefficient <= .*, got kl.controller_ar
 )
 def test_algorithms_that_a_configuration_cannot_describe(lab: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_algorithm(settings(lab, lab / "none", *overrides))
+        plan_algorithm(settings(lab, lab / "none", *overrides))
 
 
 def test_a_file_of_rewards_runs_once_and_imports_what_is_beside_it(lab: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -220,7 +272,7 @@ def test_a_file_of_rewards_runs_once_and_imports_what_is_beside_it(lab: Path, tm
     (tmp_path / "mine.py").write_text(text + "def g(q, a, m):\n    return f(q, a, m) * len(runs)\n")
     functions = f"{{f: {tmp_path / 'mine.py'}:f, g: {tmp_path / '.' / 'mine.py'}:g}}"
     monkeypatch.setattr(sys, "path", list(sys.path))
-    parts = load_reward(settings(lab, lab / "none", f"reward.functions={functions}"))
+    parts = load_reward(settings(lab, lab / "none", "reward=null", f"reward.functions={functions}"))
     (_, f), (_, g) = parts["f"], parts["g"]
     assert f.__globals__ is g.__globals__
     assert (f("", "abc", {}), g("", "abc", {})) == (3.0, 3.0)

@@ -24,8 +24,9 @@ from typer.testing import CliRunner
 from torchrl_llm_kl import FixedKLCoefficient, training
 from torchrl_llm_kl.cli._commands import app
 from torchrl_llm_kl.training import Checkpoints, CheckpointWarning, ConfigError, ModelError, read_config, train
-from torchrl_llm_kl.training._build import file_digests, load_prompts
+from torchrl_llm_kl.training._inputs import load_prompts
 from torchrl_llm_kl.training._report import summary
+from torchrl_llm_kl.training._user_code import file_digests
 from toy_tokenizer import build_bos_tokenizer
 from train_lab import (
     ANSWERS,
@@ -258,7 +259,7 @@ def test_what_a_fresh_run_reads_is_not_moved(lab: Path, tmp_path: Path) -> None:
         "model.tokenizer": out / "logs" / ".." / "final",
         "reference.name": tmp_path / "link" / "final",
         "data.prompts": out / "logs" / "p.jsonl",
-        "reward.functions": f"{out / 'logs' / 'r.py'}:f",
+        "reward.function": f"{out / 'logs' / 'r.py'}:f",
     }.items():
         wrong = rf"^{re.escape(key)}.* which this run would move or replace: copy it"
         for fresh in (True, False):

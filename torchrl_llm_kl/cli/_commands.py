@@ -26,7 +26,7 @@ from torchrl_llm_kl.cli._console import (
     say,
     takes,
 )
-from torchrl_llm_kl.cli._options import Json, Scoring, Temperature
+from torchrl_llm_kl.cli._options import AsJson, ScoreArguments, Temperature
 
 app = typer.Typer(
     name=PROGRAM,
@@ -70,7 +70,7 @@ def root(
 
 @app.command()
 def algorithms(
-    name: Annotated[str | None, typer.Argument(help="A preset; all of them without.")] = None, as_json: Json = False
+    name: Annotated[str | None, typer.Argument(help="A preset; all of them without.")] = None, as_json: AsJson = False
 ) -> None:
     """List the presets, or one with its settings, the source of each value, and what it needs."""
     from torchrl_llm_kl.cli._tables import show_algorithm, show_algorithms
@@ -82,7 +82,7 @@ def algorithms(
 
 
 @app.command()
-def estimators(as_json: Json = False) -> None:
+def estimators(as_json: AsJson = False) -> None:
     """List the KL estimators: bias, gradients, and where each may be used."""
     from torchrl_llm_kl.cli._tables import show_estimators
 
@@ -92,7 +92,7 @@ def estimators(as_json: Json = False) -> None:
 @app.command()
 def version(
     everything: Annotated[bool, typer.Option("--all", help="Also of what it runs on, for a bug report.")] = False,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print the version."""
     from torchrl_llm_kl.cli._tables import show_version
@@ -103,13 +103,13 @@ def version(
 # ------------------------------------------------------------------ scores
 
 
-@app.command()
-@takes(Scoring)
-def score(**given: Any) -> None:
+@app.command("score")
+@takes(ScoreArguments)
+def score_answers(**given: Any) -> None:
     """Score the answers in a file: log-prob, perplexity, and KL to a reference with standard errors."""
-    from torchrl_llm_kl.cli._score import score as run_score
+    from torchrl_llm_kl.cli._score import score_file
 
-    run_score(Scoring(**given))
+    score_file(ScoreArguments(**given))
 
 
 # ------------------------------------------------------------------ batches
@@ -123,7 +123,7 @@ def check(
     tokenizer: Annotated[str | None, typer.Option(help="The tokenizer, for checks of text and masks.")] = None,
     temperature: Temperature = 1.0,
     trust: Trust = False,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Look for what is wrong with a batch of rollouts; exits with 1 if there is a fault."""
     from torchrl_llm_kl.datasets import load_batch
@@ -133,15 +133,15 @@ def check(
     td = load_batch(batch, trust=trust)
     own, other = (None if name is None else load_model(name) for name in (policy, reference))
     words = None if tokenizer is None else load_tokenizer(tokenizer)
-    found = diagnose(td, policy=own, reference=other, tokenizer=words, temperature=temperature)
+    diagnosis = diagnose(td, policy=own, reference=other, tokenizer=words, temperature=temperature)
     out = console()
     if as_json:
-        print_json(found.to_dict())
+        print_json(diagnosis.to_dict())
     elif out.is_terminal:
-        out.print(found)
+        out.print(diagnosis)
     else:
-        print(found)
-    if found.exit_code:  # notes are not faults
+        print(diagnosis)
+    if diagnosis.exit_code:  # notes are not faults
         raise typer.Exit(FOUND)
 
 
@@ -169,18 +169,18 @@ def inspect(
     beside = None if other is None else load_batch(other, trust=trust)
     own, known = (None if name is None else load_model(name) for name in (policy, reference))
     reading: Reading = {"policy": own, "reference": known, "temperature": temperature}
-    found = inspect_tokens(td, load_tokenizer(tokenizer), html=html, other=beside, **reading)
+    page = inspect_tokens(td, load_tokenizer(tokenizer), html=html, other=beside, **reading)
     if html is not None:
         print(f"wrote {html}")
     else:
-        found.print(console=console())
+        page.print(console=console())
 
 
 # ------------------------------------------------------------------ runs
 
 
-@app.command()
-def train(
+@app.command("train")
+def run_training(
     config: Annotated[
         str | None, typer.Argument(metavar="[CONFIG.yaml]", help="The settings; --example prints some to start from.")
     ] = None,
@@ -201,7 +201,7 @@ def train(
     if config is None and not example:
         raise CommandError(f"name the file with the settings; {PROGRAM} train --example > config.yaml writes one.")
     from torchrl_llm_kl.tasks import RewardError
-    from torchrl_llm_kl.training import example_config, load_inputs, read_config, train as run_training
+    from torchrl_llm_kl.training import example_config, load_inputs, read_config, train
 
     if example or config is None:
         print(example_config(), end="")
@@ -219,7 +219,7 @@ def train(
         )
         return
     try:
-        result = run_training(settings, fresh=fresh, say=say)
+        result = train(settings, fresh=fresh, say=say)
     except RewardError as error:
         raise CommandError(str(error)) from error
     if result.final is not None:
@@ -238,7 +238,7 @@ def templates(
     conversation: Annotated[
         Path | None, typer.Option(help="A JSON file of messages. Default: a short conversation of two turns.")
     ] = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Render a conversation on a model's chat template and show which tokens are masked in."""
     from torchrl_llm_kl.cli._templates import show_template

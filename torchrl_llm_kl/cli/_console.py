@@ -109,11 +109,11 @@ def takes(options: type) -> Callable[[F], F]:
 
 
 def _report(error: Exception) -> int:
-    """Say what went wrong; returns the exit code."""
+    """Print an error as one line; returns the exit code."""
+    from torchrl_llm_kl.ragged import EntryTypeError
+
     text = str(error.args[0]) if type(error) is KeyError and error.args else str(error)
-    # The library's own errors of type say what was expected; others are mistakes of code.
-    of_input = isinstance(error, _OF_INPUT) or (isinstance(error, TypeError) and text.startswith("expected "))
-    if isinstance(error, CommandError) or (of_input and text):
+    if text and isinstance(error, (CommandError, EntryTypeError, *_OF_INPUT)):
         say(text)
         return WRONG_INPUT
     say(f"{type(error).__name__}: {text or 'no message'} (unexpected; {PROGRAM} --debug ... shows the traceback).")

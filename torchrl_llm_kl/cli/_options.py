@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Temperature = Annotated[float, typer.Option(help="The sampler's temperature: divides the logits.")]
 
 
 @dataclass(frozen=True)
-class Scoring:
-    """What ``score`` was asked for; ``docs/cli.md`` explains each."""
+class ScoreArguments:
+    """The arguments of ``score``; ``docs/cli.md`` explains each."""
 
     model: Annotated[str, typer.Argument(help="The model: a folder, or a name on the hub.")]
     data: Annotated[
@@ -31,11 +31,14 @@ class Scoring:
     ] = None
     temperature: Temperature = 1.0
     out: Annotated[
-        Path | None, typer.Option(help="Write a JSON line for each answer; an earlier file is replaced.")
+        Path | None,
+        typer.Option(dir_okay=False, help="Write a JSON line for each answer; an earlier file is replaced."),
     ] = None
     store: Annotated[
         Path | None,
-        typer.Option(help="Folder of remembered scores: what is there is not scored again. Default: beside --out."),
+        typer.Option(
+            file_okay=False, help="Folder of remembered scores, which are not computed again. Default: beside --out."
+        ),
     ] = None
     html: Annotated[Path | None, typer.Option(help="Write a page with the tokens of the first answers.")] = None
     limit: Annotated[int | None, typer.Option(min=1, help="Score the first rows only.")] = None
@@ -50,13 +53,18 @@ class Scoring:
     )
     tokenizer: Annotated[str | None, typer.Option(help="Another tokenizer than the model's.")] = None
     chat_template: Annotated[
-        Path | None, typer.Option(help="A file with the chat template of conversations. Default: the tokenizer's.")
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="A file with the chat template of conversations. Default: the tokenizer's.",
+        ),
     ] = None
     dtype: Annotated[str, typer.Option(help="Of the weights: auto (as saved), float32, bfloat16 or float16.")] = "auto"
     device: Annotated[str | None, typer.Option(help="Such as cuda:1. Default: the accelerator, if there is one.")] = (
         None
     )
-    as_json: Json = False
+    as_json: AsJson = False
 
     @property
     def estimators(self) -> tuple[str, ...]:

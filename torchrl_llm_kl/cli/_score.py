@@ -1,8 +1,8 @@
 """``score``: log-probs and KLs of the answers in a file.
 
-The answers are scored in batches of consecutive rows, whose borders depend on the data and the settings alone. Scores go
-to a :class:`ScoreStore` batch by batch, so that a run that was ended reads what it had; the output replaces an earlier one
-when it is whole.
+The answers are scored in batches of consecutive rows, whose borders depend only on the data and the settings. Scores go
+to a :class:`ScoreStore` batch by batch, so that the next call continues an interrupted one. The output replaces an earlier
+one once it is complete.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from itertools import combinations, islice
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import typer
@@ -25,10 +26,10 @@ from torch import Tensor
 
 from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._numerics import all_finite
-from torchrl_llm_kl._registry import did_you_mean, first_sentence
+from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.cli._console import FOUND, INTERRUPTED, CommandError, print_json, print_table, say
-from torchrl_llm_kl.cli._options import Scoring
+from torchrl_llm_kl.cli._options import ScoreArguments
 from torchrl_llm_kl.datasets import Answer, Encoder, FileRows, Skip, Skipped
 from torchrl_llm_kl.diagnostics import TokenColumns
 from torchrl_llm_kl.estimators import EstimatorName, get_estimator
@@ -47,7 +48,7 @@ from torchrl_llm_kl.scoring import (
 )
 from torchrl_llm_kl.training import check_model, load_model, load_tokenizer, progress
 
-#: Estimators of log-probs alone. Those with a ``+`` have the values of these; ``corrected_k3`` needs the sampler's log-probs.
+#: Estimators of log-probs only. Those with a ``+`` have the values of these; ``corrected_k3`` needs the sampler's log-probs.
 ESTIMATORS = ("k1", "k2", "k3", "low_var_kl", "abs", "exact")
 _DEFAULT = ("k1", "k3")  # and `exact`, where both models have one vocabulary
 _PACKS_PER_BATCH = 4  # forwards between two writes to the store
@@ -55,27 +56,41 @@ _ROWS_PER_BATCH = 1024
 HTML_ANSWERS = 200
 
 
-def score(options: Scoring) -> None:
+class ScoredAnswer(NamedTuple):
+    """The scores of an answer.
+
+    Args:
+        answer: its tokens and mask.
+        sums: over its scored tokens, in nats, by name: ``log_prob``, ``ref_log_prob`` and the estimators.
+        per_token: the same for each token, ``[T]``, 0 outside the mask.
+    """
+
+    answer: Answer
+    sums: dict[str, float]
+    per_token: dict[str, Tensor]
+
+
+def score_file(options: ScoreArguments) -> None:
     """Score a file, and print a summary.
 
     Raises:
         CommandError: if an option or the data is wrong.
         typer.Exit: with 1 if nothing could be scored, 130 if interrupted.
     """
-    _check(options)
+    _check_arguments(options)
     source = FileRows(options.data)
     _ = source.layout  # raises before a model is loaded
-    run = Run(options, source)
+    scorer = FileScorer(options, source)
     summary = Summary()
     total = source.total if options.limit is None else min(source.total, options.limit)
     at = 0
     try:
         with progress("score", total, stream=sys.stderr) as advance, _output(options.out) as write:
-            for items, end in run.batches(total):
-                records = run.score(items)
-                write(records)
-                for record in records:
-                    summary.add(record)
+            for items, end in scorer.batches(total):
+                scored = scorer.score(items)
+                write(_to_json(item, per_token=options.per_token) for item in scored)
+                for item in scored:
+                    summary.add(item)
                 advance(f"{summary.scored_tokens:,} tokens scored", end - at)
                 at = end
     except KeyboardInterrupt:
@@ -84,11 +99,13 @@ def score(options: Scoring) -> None:
         say(f"interrupted after {at:,} of {total:,} rows{rest}.")
         raise typer.Exit(INTERRUPTED) from None
     except MissingChatTemplateError as error:
-        advice = "Pass --chat-template FILE, or --tokenizer with the name of a tokenizer that has one"
-        raise CommandError(f"{first_sentence(error)} {advice}.") from error
-    _print_summary(summary, options, run)
+        raise CommandError(
+            f"the tokenizer of {options.tokenizer or options.model} has no chat template: pass --chat-template FILE, or "
+            "--tokenizer with the name of a tokenizer that has one."
+        ) from error
+    _print_summary(summary, options, scorer.estimators)
     if options.html is not None:
-        run.write_html(options.html, total)
+        scorer.write_html(options.html, total)
     if not summary.scored:
         say(f"nothing in {options.data} could be scored: the reasons are above.")
         raise typer.Exit(FOUND)
@@ -96,7 +113,7 @@ def score(options: Scoring) -> None:
 
 @contextmanager
 def _output(path: Path | None) -> Iterator[Callable[[Iterable[Json]], None]]:
-    """Yield a function that takes records: lines of the output, which is there once it is whole."""
+    """Yield a function that takes records: lines of the output, which replaces an earlier one once it is complete."""
     if path is None:
         yield lambda records: None
         return
@@ -104,41 +121,29 @@ def _output(path: Path | None) -> Iterator[Callable[[Iterable[Json]], None]]:
         yield lambda records: file.writelines(json.dumps(record) + "\n" for record in records)
 
 
-def _check(options: Scoring) -> None:
+def _check_arguments(options: ScoreArguments) -> None:
     """Raise for options that contradict one another, before anything is loaded."""
     for name in options.estimators:
         if name not in ESTIMATORS:
-            if name not in ("corrected_k3", "none") and not name.endswith("+"):
-                get_estimator(cast(EstimatorName, name))  # the error that suggests the nearest name
-            known = f"{did_you_mean(name, ESTIMATORS)} Choose among {', '.join(ESTIMATORS)}."
-            raise CommandError(f"--estimator {name} cannot be computed from log-probs alone.{known}")
+            raise CommandError(no_such("--estimator takes estimators of log-probs only, not", name, ESTIMATORS))
     if options.estimators and options.reference is None:
         raise CommandError(
             f"--estimator {','.join(options.estimators)} compares with a reference: add --reference MODEL, or leave it out."
         )
     if not (math.isfinite(options.temperature) and options.temperature > 0):
         raise CommandError(f"--temperature {options.temperature:g} is not greater than 0: pass the sampler's.")
-    if options.out is not None and options.out.is_dir():
-        raise CommandError(f"--out {options.out} is a folder: pass a file, such as {options.out / 'scores.jsonl'}.")
-    for path in (options.out, options.html):
+    store, out = options.store_folder, options.out
+    for path in (out, options.html):
         if path is not None and not path.parent.is_dir():
             raise CommandError(f"there is no folder {path.parent} for {path.name}: create it first.")
-    store = options.store_folder
-    if store is not None and store.exists() and not store.is_dir():
-        raise CommandError(f"the folder of scores, {store}, is a file: pass another --store.")
-    given = {"DATA": options.data, "--out": options.out, "--html": options.html, "the folder of scores": store}
-    files = [(name, path.resolve()) for name, path in given.items() if path is not None]
-    for (name, path), (other, same) in combinations(files, 2):
+    named = {"DATA": options.data, "--out": out, "--html": options.html, "the folder of scores": store}
+    places = [(name, path.resolve()) for name, path in named.items() if path is not None]
+    for (name, path), (other, same) in combinations(places, 2):
         if path == same:
             raise CommandError(f"{name} and {other} are one file, {path}: it would be overwritten. Pass another path.")
-    earlier, out = store is not None and store.exists(), options.out
-    if out is not None and out.exists() and out.stat().st_size and not earlier:
+    if out is not None and out.exists() and out.stat().st_size and not (store is not None and store.exists()):
         advice = "it would be replaced. Pass another --out, or remove the file"
         raise CommandError(f"--out {out} exists, and {store} holds no scores of an earlier run: {advice}.")
-    if options.chat_template is not None and not options.chat_template.is_file():
-        raise CommandError(
-            f"--chat-template {options.chat_template} is no file: pass one, such as chat_template.jinja."
-        )
     for model in (options.model, options.reference):
         if model is not None:
             check_model(model)
@@ -147,21 +152,19 @@ def _check(options: Scoring) -> None:
 # ------------------------------------------------------------------ the models and their batches
 
 
-class Run:
-    """The loaded models, and what they make of rows."""
+class FileScorer:
+    """The loaded models of a call, and the scores of its rows."""
 
-    def __init__(self, options: Scoring, source: FileRows) -> None:
+    def __init__(self, options: ScoreArguments, source: FileRows) -> None:
         self.options, self.source = options, source
-        text = source.layout != "tokens"
-        wants_tokenizer = text or options.html is not None or options.tokenizer is not None
+        wants_tokenizer = source.layout != "tokens" or options.html is not None or options.tokenizer is not None
         self.tokenizer = load_tokenizer(options.tokenizer or options.model) if wants_tokenizer else None
         if options.chat_template is not None and self.tokenizer is not None:
             self.tokenizer.chat_template = options.chat_template.read_text(encoding="utf-8")
         names = [options.model] if options.reference is None else [options.model, options.reference]
         self.models = [load_model(name, dtype=options.dtype, device=options.device) for name in names]
-        forward = options.batch_tokens or (1024 if self.models[0].device.type == "cpu" else 16384)
-        self.batch_tokens = forward
-        make = partial(LogProbScorer, temperature=options.temperature, tokens_per_batch=forward, memory=0)
+        self.batch_tokens = options.batch_tokens or (1024 if self.models[0].device.type == "cpu" else 16384)
+        make = partial(LogProbScorer, temperature=options.temperature, tokens_per_batch=self.batch_tokens, memory=0)
         self.scorers = [make(model) for model in self.models]
         check_vocabularies(self.models[0], self.models[-1])
         sizes = [vocab_size(model) for model in self.models]
@@ -178,8 +181,8 @@ class Run:
             return ()
         same = sizes[0] == sizes[1]
         if "exact" in self.options.estimators and not same:
-            found = f"{self.options.model} has {sizes[0]} tokens and {self.options.reference} {sizes[1]}"
-            raise CommandError(f"--estimator exact compares whole vocabularies, but {found}: leave exact out.")
+            counts = f"{self.options.model} has {sizes[0]} tokens and {self.options.reference} {sizes[1]}"
+            raise CommandError(f"--estimator exact compares whole vocabularies, but {counts}: leave exact out.")
         return self.options.estimators or (*_DEFAULT, *(("exact",) if same else ()))
 
     def batches(self, end: int) -> Iterator[tuple[list[Answer | Skip], int]]:
@@ -198,12 +201,24 @@ class Run:
             yield items, last
 
     @torch.no_grad()
-    def score(self, items: Sequence[Answer | Skip]) -> list[Json]:
-        """One record for each answer or skip; sums over its scored tokens in nats, added in float64."""
+    def score(self, items: Sequence[Answer | Skip]) -> list[ScoredAnswer | Skip]:
+        """Scores of the answers, beside the sequences that are left out; sums are added in float64."""
         answers = [item for item in items if isinstance(item, Answer)]
-        columns = self.columns(answers) if answers else {}
-        scored = iter(self._records(answers, columns) if answers else [])
-        return [next(scored) if isinstance(item, Answer) else _skip_record(item) for item in items]
+        if not answers:
+            return [item for item in items if isinstance(item, Skip)]
+        columns = self.columns(answers)
+        lengths = torch.tensor([len(answer.tokens) for answer in answers])
+        sums = {name: segment_sum(values, lengths).tolist() for name, values in columns.items()}
+        per_token = {name: values.split(lengths.tolist()) for name, values in columns.items()}
+        scored = (
+            ScoredAnswer(
+                answer,
+                {name: values[i] for name, values in sums.items()},
+                {name: values[i] for name, values in per_token.items()},
+            )
+            for i, answer in enumerate(answers)
+        )
+        return [next(scored) if isinstance(item, Answer) else item for item in items]
 
     def columns(self, answers: Sequence[Answer]) -> dict[str, Tensor]:
         """Scores of all tokens of some answers, by name; float64 ``[N]``, 0 outside the masks."""
@@ -211,21 +226,22 @@ class Run:
         mask = torch.cat([answer.mask for answer in answers])
         request = ScoreRequest.of([answer.tokens for answer in answers], mask)
         if self.store is None:
-            found = self._computed(request, rows)
+            scores = self._computed(request, rows)
         else:
             lookup = Lookup(self.store, request, self.contexts)
             if not lookup.complete:
                 lookup.take(self._computed(lookup.missing(), rows))
                 lookup.store_new()
-            found = lookup.scores(None)
-        columns = {name: values.values.double().cpu() for name, values in found.per_token.items()}
+            scores = lookup.scores(None)
+        columns = {name: values.values.double().cpu() for name, values in scores.per_token.items()}
         if "kl" in columns:
             columns["exact"] = columns.pop("kl")
         for name in self.estimators:
             if name != "exact":
                 estimate = get_estimator(cast(EstimatorName, name))(columns["log_prob"], columns["ref_log_prob"])
                 columns[name] = estimate.masked_fill(~mask, 0.0)
-        return columns
+        names = ("log_prob", "ref_log_prob", *self.estimators)
+        return {name: columns[name] for name in names if name in columns}
 
     def _contexts(self, store: ScoreStore) -> dict[str, bytes]:
         """For each column that is computed, the digest of all that it depends on besides the tokens."""
@@ -241,38 +257,21 @@ class Run:
         by = ""
         try:
             if others and "exact" in self.estimators:
-                found = model.run(request, reference=others[0])
+                scores = model.run(request, reference=others[0])
             else:
-                found = model.run(request)
+                scores = model.run(request)
                 by = f" by {self.options.reference}"
-                found = found._replace(ref_log_prob=others[0].run(request).log_prob) if others else found
+                scores = scores._replace(ref_log_prob=others[0].run(request).log_prob) if others else scores
         except ValueError as error:
             raise CommandError(f"{rows} cannot be scored{by}: {error}") from error
-        for name, values in found.per_token.items():  # the model's own have been looked at
+        for name, values in scores.per_token.items():  # the scorer has checked the model's own
             if not all_finite(values.values):
-                by, value = f"by {self.options.reference}", float(values.values[~values.values.isfinite()][0])
-                where = f"its {'exact' if name == 'kl' else name} is {value} at a token"
-                advice = "Look for NaN weights, or a token that it forbids."
-                raise CommandError(f"{rows} cannot be scored {by}: {where}. {advice}")
-        return found
-
-    def _records(self, answers: Sequence[Answer], columns: Mapping[str, Tensor]) -> Iterator[Json]:
-        lengths = torch.tensor([len(answer.tokens) for answer in answers])
-        sums = {name: segment_sum(values, lengths).tolist() for name, values in columns.items()}
-        by_row = {name: values.split(lengths.tolist()) for name, values in columns.items()}
-        for i, answer in enumerate(answers):
-            record: Json = {"index": answer.index}
-            record |= {"answer": answer.part} if answer.part else {}
-            record |= {"num_tokens": len(answer.tokens), "num_scored": int(answer.mask.sum())}
-            record |= {name: sums[name][i] for name in ("log_prob", "ref_log_prob") if name in sums}
-            if self.estimators:
-                record["kl"] = {name: sums[name][i] for name in self.estimators}
-            if self.options.per_token:
-                record |= {"input_ids": answer.tokens.tolist(), "mask": answer.mask.int().tolist()}
-                for name, key in (("log_prob", "log_probs"), ("ref_log_prob", "ref_log_probs"), ("exact", "exact_kl")):
-                    if name in by_row:
-                        record[key] = [round(value, 7) for value in by_row[name][i].tolist()]
-            yield record
+                value = float(values.values[~values.values.isfinite()][0])
+                raise CommandError(
+                    f"{rows} cannot be scored by {self.options.reference}: its {'exact' if name == 'kl' else name} is {value} "
+                    "at a token. Look for NaN weights, or a token that it forbids."
+                )
+        return scores
 
     def write_html(self, path: Path, total: int) -> None:
         """A page of the first answers with their scores."""
@@ -284,72 +283,107 @@ class Run:
             return
         mask = torch.cat([answer.mask for answer in answers])
         names = {"log_prob": "log_prob", "ref_log_prob": "ref_log_prob", "exact": "kl"}
-        found = self.columns(answers)
-        columns = {name: found[own].float().masked_fill(~mask, math.nan) for own, name in names.items() if own in found}
+        scores = self.columns(answers)
+        columns = {names[own]: scores[own].float().masked_fill(~mask, math.nan) for own in names if own in scores}
         shown = TokenColumns(Ragged.from_list([answer.tokens for answer in answers]), mask, columns)
         inspect_tokens(shown, self.tokenizer, html=path, title=self.options.model)
         say(f"wrote {path} with {len(answers)} answers.")
 
 
-def _skip_record(skip: Skip) -> Json:
-    record: Json = {"index": skip.index}
-    record |= {"answer": skip.part} if skip.part else {}
-    record |= {"skipped": skip.reason, "place": skip.place}
-    return record | ({"detail": skip.detail} if skip.detail else {})
+def _to_json(item: ScoredAnswer | Skip, *, per_token: bool) -> Json:
+    """The line of the output for an answer, or for a sequence that is left out."""
+    if isinstance(item, Skip):
+        skipped = {"answer": item.part, "skipped": item.reason, "place": item.place, "detail": item.detail}
+        return {"index": item.index, **{name: text for name, text in skipped.items() if text}}
+    answer, sums, columns = item
+    line: Json = {"index": answer.index} | ({"answer": answer.part} if answer.part else {})
+    line |= {"num_tokens": len(answer.tokens), "num_scored": int(answer.mask.sum())}
+    line |= {name: value for name, value in sums.items() if name not in ESTIMATORS}
+    if "ref_log_prob" in sums:
+        line["kl"] = {name: value for name, value in sums.items() if name in ESTIMATORS}
+    if per_token:
+        line |= {"input_ids": answer.tokens.tolist(), "mask": answer.mask.int().tolist()}
+        for name, key in (("log_prob", "log_probs"), ("ref_log_prob", "ref_log_probs"), ("exact", "exact_kl")):
+            if name in columns:
+                line[key] = [round(value, 7) for value in columns[name].tolist()]
+    return line
 
 
 # ------------------------------------------------------------------ the summary
 
 
-def means(counts: Sequence[float], sums: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """Means per token and per answer with standard errors, by name.
+class Mean(NamedTuple):
+    """Means per token and per answer with their standard errors; NaN for the errors of a single answer."""
+
+    per_token: float
+    per_token_error: float
+    per_answer: float
+    per_answer_error: float
+
+
+def mean_of_answers(counts: Sequence[float], sums: Sequence[float]) -> Mean:
+    """Means per token and per answer.
 
     Answers are taken as independent, the tokens of an answer as dependent: the error per token is the error of a ratio of two
-    sums over answers (Cochran 1977, eq. 6.13). NaN for a single answer.
+    sums over answers (Cochran 1977, eq. 6.13).
 
     Args:
         counts: tokens of each answer.
-        sums: over the tokens of each answer, by name.
+        sums: over the tokens of each answer.
+
+    Example:
+        >>> mean_of_answers([1, 2, 3], [2.0, 2.0, 5.0]).per_token
+        1.5
     """
-    lengths = torch.tensor(counts, dtype=torch.float64)
+    lengths, values = torch.tensor(counts, dtype=torch.float64), torch.tensor(sums, dtype=torch.float64)
     number, tokens = len(lengths), lengths.sum()
-    out = {}
-    for name, held in sums.items():
-        values = torch.tensor(held, dtype=torch.float64)
-        per_token, per_answer = values.sum() / tokens, values.mean()
+    per_token = values.sum() / tokens
+    token_error = answer_error = math.nan
+    if number > 1:
         spread = (values - per_token * lengths).square().sum()
-        out[name] = {
-            "per_token": float(per_token),
-            "per_token_error": float((spread * number / (number - 1)).sqrt() / tokens) if number > 1 else math.nan,
-            "per_answer": float(per_answer),
-            "per_answer_error": float(values.std() / number**0.5) if number > 1 else math.nan,
-        }
-    return out
+        token_error = float((spread * number / (number - 1)).sqrt() / tokens)
+        answer_error = float(values.std() / number**0.5)
+    return Mean(float(per_token), token_error, float(values.mean()), answer_error)
 
 
+@dataclass
 class Summary:
-    """Counts and means of a run, from its records."""
+    """Counts and means of the answers of a file.
 
-    def __init__(self) -> None:
-        self.scored = self.scored_tokens = self.tokens = 0
-        self.skipped = Skipped()
-        #: All answers, and the chosen and the rejected ones -> name -> a number for each answer.
-        self.answers: dict[str, dict[str, array[float]]] = {}
+    Args:
+        scored: number of answers.
+        scored_tokens: of them.
+        tokens: of them, prompts included.
+        skipped: sequences that are left out.
+        answers: ``"all"``, ``"chosen"`` and ``"rejected"`` -> name -> a number for each answer.
+    """
 
-    def add(self, record: Json) -> None:
-        """Count one record."""
-        if "skipped" in record:
-            part, detail = record.get("answer", ""), record.get("detail", "")
-            self.skipped.add(record["skipped"], record["place"], part=part, detail=detail)
+    scored: int = 0
+    scored_tokens: int = 0
+    tokens: int = 0
+    skipped: Skipped = field(default_factory=Skipped)
+    answers: dict[str, dict[str, array[float]]] = field(default_factory=dict)
+
+    def add(self, item: ScoredAnswer | Skip) -> None:
+        """Count one answer."""
+        if isinstance(item, Skip):
+            self.skipped.add(item)
             return
+        count = int(item.answer.mask.sum())
         self.scored += 1
-        self.scored_tokens += record["num_scored"]
-        self.tokens += record["num_tokens"]
-        values: Json = {name: record[name] for name in ("num_scored", "log_prob", "ref_log_prob") if name in record}
-        values |= {f"KL {name}": value for name, value in record.get("kl", {}).items()}
-        for part in {"all", record.get("answer") or "all"}:
-            for name, value in values.items():
-                self.answers.setdefault(part, {}).setdefault(name, array("d")).append(value)
+        self.scored_tokens += count
+        self.tokens += len(item.answer.tokens)
+        for part in {"all", item.answer.part or "all"}:
+            columns = self.answers.setdefault(part, {})
+            for name, value in {"num_scored": count, **item.sums}.items():
+                columns.setdefault(name, array("d")).append(value)
+
+    def means(self, part: str) -> dict[str, Mean]:
+        """The mean of each score, by its label in JSON."""
+        columns = self.answers[part]
+        means = {name: mean_of_answers(columns["num_scored"], sums) for name, sums in columns.items()}
+        del means["num_scored"]
+        return {f"KL {name}" if name in ESTIMATORS else name: mean for name, mean in means.items()}
 
     def to_dict(self) -> Json:
         """All of it, for JSON."""
@@ -358,52 +392,49 @@ class Summary:
             "skipped": self.skipped.to_dict(),
             "tokens": self.tokens,
             "scored_tokens": self.scored_tokens,
-            "answers": {part: self._measures(**self.answers[part]) for part in sorted(self.answers)},
+            "answers": {part: self._measures(part) for part in sorted(self.answers)},
         }
 
-    @staticmethod
-    def _measures(num_scored: Sequence[float], **sums: Sequence[float]) -> Json:
-        found: Json = {"count": len(num_scored), **means(num_scored, sums)}
-        for name, key in (("perplexity", "log_prob"), ("ref_perplexity", "ref_log_prob")):
-            if key in found:
-                value = math.exp(min(-found[key]["per_token"], 700.0))  # NaN stays one
-                found[name] = {"value": value, "error": value * found[key]["per_token_error"]}
-        return found
+    def _measures(self, part: str) -> Json:
+        means = self.means(part)
+        perplexities = {name: {"value": value, "error": error} for name, (value, error) in _perplexities(means).items()}
+        count = len(self.answers[part]["num_scored"])
+        return {"count": count, **{name: mean._asdict() for name, mean in means.items()}, **perplexities}
+
+
+def _perplexities(means: Mapping[str, Mean]) -> dict[str, tuple[float, float]]:
+    """The perplexity of each model with its standard error, by name in JSON."""
+    names = {"perplexity": "log_prob", "ref_perplexity": "ref_log_prob"}
+    values = {name: math.exp(min(-means[key].per_token, 700.0)) for name, key in names.items() if key in means}
+    return {name: (value, value * means[names[name]].per_token_error) for name, value in values.items()}
 
 
 _LABELS = {"log_prob": "log-prob", "ref_log_prob": "log-prob, reference"}
+_LABELS |= {"perplexity": "perplexity", "ref_perplexity": "perplexity, reference"}
 
 
-def _print_summary(summary: Summary, options: Scoring, run: Run) -> None:
+def _print_summary(summary: Summary, options: ScoreArguments, estimators: Sequence[str]) -> None:
     if options.as_json:
         about = {"model": options.model, "reference": options.reference, "data": str(options.data)}
         print_json({**about, "temperature": options.temperature, **summary.to_dict()})
         return
-    found = summary.to_dict()
-    for part, measures in found["answers"].items():
-        if len(found["answers"]) > 1:
-            print(f"{part} answers: {measures['count']:,}")
-        rows = [
-            [_LABELS.get(name, name), *(_number(mean[key]) for key in mean)]
-            for name, mean in measures.items()
-            if isinstance(mean, dict) and "per_token" in mean
-        ]
-        rows += [
-            [label, _number(measures[name]["value"]), _number(measures[name]["error"]), "", ""]
-            for name, label in (("perplexity", "perplexity"), ("ref_perplexity", "perplexity, reference"))
-            if name in measures
-        ]
+    for part in sorted(summary.answers):
+        if len(summary.answers) > 1:
+            print(f"{part} answers: {len(summary.answers[part]['num_scored']):,}")
+        means = summary.means(part)
+        rows = [[_LABELS.get(name, name), *map(_four_digits, mean)] for name, mean in means.items()]
+        rows += [[_LABELS[name], *map(_four_digits, pair), "", ""] for name, pair in _perplexities(means).items()]
         print_table(["nats", "per token", "s.e.", "per answer", "s.e."], rows, right=1)
         print()
     print(f"scored {summary.scored:,} answers, {summary.scored_tokens:,} of their {summary.tokens:,} tokens")
     if summary.skipped.total:
         print(summary.skipped)
-    if run.estimators:
+    if estimators:
         print(
             f"The KLs estimate KL({options.model} || {options.reference}) if the former sampled the answers, at temperature "
             f"{options.temperature:g}."
         )
 
 
-def _number(value: float) -> str:
+def _four_digits(value: float) -> str:
     return "" if math.isnan(value) else f"{value:.4g}" if abs(value) < 1e-3 and value else f"{value:,.4f}"

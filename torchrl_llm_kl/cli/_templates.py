@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,14 +16,14 @@ from torchrl_llm_kl.training import load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SAMPLE = (
+SAMPLE: tuple[Json, ...] = (
     {"role": "system", "content": "You answer briefly."},
     {"role": "user", "content": "What is 2 + 2?"},
     {"role": "assistant", "content": "It is 4."},
     {"role": "user", "content": "And twice that?"},
     {"role": "assistant", "content": "It is 8."},
 )
-_FOUND_BY = {
+_LOCATED_BY = {
     "marks": "the template's {% generation %} blocks",
     "trace": "the template's loop over the messages",
     "prefixes": "renderings of the conversation up to each turn",
@@ -32,6 +33,31 @@ _FOUND_BY = {
 OPEN, CLOSE = "[[", "]]"
 
 
+@dataclass(frozen=True)
+class Turn:
+    """A turn of the assistant: its place in the text, and its masked-in tokens."""
+
+    characters: tuple[int, int]
+    num_tokens: int
+    last_id: int | None
+    last_token: str
+    ends_in_special_token: bool
+
+
+@dataclass(frozen=True)
+class TemplateReport:
+    """A conversation on a template. ``located_by`` is the way in which the turns were found."""
+
+    tokenizer: str
+    num_messages: int
+    num_tokens: int
+    num_masked_in: int
+    located_by: str
+    note: str
+    text: str
+    turns: list[Turn]
+
+
 def show_template(name: str, conversation: Path | None, as_json: bool) -> None:
     """Render and print.
 
@@ -39,23 +65,22 @@ def show_template(name: str, conversation: Path | None, as_json: bool) -> None:
         CommandError: if the file holds no conversation.
         AssistantMaskError: if the template does not show which tokens are the assistant's.
     """
-    tokenizer = load_tokenizer(name)
-    messages = list(SAMPLE) if conversation is None else read_conversation(conversation)
-    found = describe(tokenizer, messages, sample=conversation is None)
+    messages = None if conversation is None else read_conversation(conversation)
+    report = describe(load_tokenizer(name), name, messages)
     if as_json:
-        print_json({"tokenizer": name, **found})
+        print_json(asdict(report))
         return
-    turns = found["turns"]
-    print(f"{name}: {found['num_messages']} messages, {found['num_tokens']} tokens, {found['num_masked_in']} masked in")
-    print(f"turns found by: {_FOUND_BY.get(found['located_by'], found['located_by'])}")
-    if found["note"]:
-        print(found["note"])
+    turns = report.turns
+    print(f"{name}: {report.num_messages} messages, {report.num_tokens} tokens, {report.num_masked_in} masked in")
+    print(f"turns found by: {_LOCATED_BY.get(report.located_by, report.located_by)}")
+    if report.note:
+        print(report.note)
     print()
-    _print_text(found["text"], [tuple(turn["characters"]) for turn in turns])
+    _print_text(report.text, [turn.characters for turn in turns])
     print()
     for number, turn in enumerate(turns, 1):
-        print(f"turn {number}: {turn['num_tokens']} tokens, the last is {turn['last_token']!r} (id {turn['last_id']})")
-    ended = sum(turn["ends_in_special_token"] for turn in turns)
+        print(f"turn {number}: {turn.num_tokens} tokens, the last is {turn.last_token!r} (id {turn.last_id})")
+    ended = sum(turn.ends_in_special_token for turn in turns)
     if turns and ended == len(turns):
         print("The end-of-turn token is masked in, as the model must emit it.")
     elif turns:
@@ -69,34 +94,30 @@ def read_conversation(path: Path) -> list[Json]:
     """The messages of a JSON file: a list, an object with ``messages``, or the first such line of a JSONL file."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise CommandError(f"cannot read {path}: {error.strerror or error}.") from error
-    except UnicodeDecodeError as error:
-        raise CommandError(f"{path} is not UTF-8: save it as such.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"cannot read {path}: {error}.") from error
+    value = None
     for part in (text, text.strip().partition("\n")[0]):
         with suppress(ValueError):
             value = json.loads(part)
             break
-    else:
-        raise CommandError(f"{path} is not JSON: expected a list of messages, or an object with `messages`.")
-    if isinstance(value, Mapping):
-        value = value.get("messages")
-    if not isinstance(value, list) or not value:
-        raise CommandError(f"{path} holds no messages: expected a list of objects with `role` and `content`.")
-    return value
+    messages = value.get("messages") if isinstance(value, Mapping) else value
+    if not isinstance(messages, list) or not messages:
+        raise CommandError(f"{path} holds no messages: expected a JSON list of objects with `role` and `content`.")
+    return messages
 
 
-def describe(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Json], *, sample: bool = False) -> Json:
-    """Text, tokens and turns of a conversation on the tokenizer's template; a sample is changed if the template refuses it."""
+def describe(tokenizer: PreTrainedTokenizerBase, name: str, given: Sequence[Json] | None = None) -> TemplateReport:
+    """Text, tokens and turns of a conversation on the tokenizer's template; of a sample, if none is given."""
     from torchrl_llm_kl.masks import AssistantMaskError, encode_with_mask, render_conversation
 
-    note = ""
+    note, messages = "", list(SAMPLE) if given is None else given
     try:
         rendered = render_conversation(tokenizer, messages)
     except AssistantMaskError:
         raise
-    except Exception as error:  # whatever a template raises
-        if not sample:
+    except Exception as error:  # a template may raise anything
+        if given is not None:
             raise CommandError(f"the template refuses this conversation: {error}") from error
         messages = [message for message in messages if message["role"] != "system"]
         note = f"without the system message, which the template refuses: {' '.join(str(error).split())}"
@@ -107,27 +128,20 @@ def describe(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Json], *, sa
         ((ids, mask),) = encode_with_mask(tokenizer, [rendered.text], [[span]])
         own = ids[mask].tolist()
         last = own[-1] if own else None
-        turn = {"characters": list(span), "num_tokens": len(own), "last_id": last}
-        turn |= {"last_token": tokenizer.convert_ids_to_tokens(own[-1]) if own else ""}
-        turns.append({**turn, "ends_in_special_token": last in special})
-    return {
-        "num_messages": len(messages),
-        "num_tokens": len(rendered.token_ids),
-        "num_masked_in": int(rendered.assistant_mask.sum()),
-        "located_by": rendered.located_by,
-        "note": note,
-        "text": rendered.text,
-        "turns": turns,
-    }
+        token = "" if last is None else str(tokenizer.convert_ids_to_tokens(last))
+        turns.append(Turn(span, len(own), last, token, last in special))
+    masked_in = int(rendered.assistant_mask.sum())
+    counts = len(messages), len(rendered.token_ids), masked_in
+    return TemplateReport(name, *counts, rendered.located_by, note, rendered.text, turns)
 
 
-def _print_text(text: str, spans: Sequence[tuple[int, ...]]) -> None:
-    """The text with its spans in colour, or in brackets without colour; what is invisible is escaped."""
-    colour, at = shows_colour(), 0
+def _print_text(text: str, spans: Sequence[tuple[int, int]]) -> None:
+    """The text with its spans in colour, or in brackets without colour; invisible characters are escaped."""
     from rich.text import Text
 
     from torchrl_llm_kl.diagnostics import escaped
 
+    colour, at = shows_colour(), 0
     opened, closed, outside, inside = ("", "", "dim", "bold green") if colour else (OPEN, CLOSE, "", "")
     out = Text()
     for start, end in spans:

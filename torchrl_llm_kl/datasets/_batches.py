@@ -258,31 +258,31 @@ def _encode(rows: Rows, encoder: Encoder, on_skip: OnSkip) -> tuple[list[list[An
         maker = f": use {_MAKERS[rows.layout][0]}" if rows.layout in _MAKERS else ""
         raise DataError(f"the first row of {rows.name} holds {rows.layout}, expected {encoder.layout}{maker}.")
     skipped = Skipped()
-    kept: list[list[Answer]] = []
+    usable: list[list[Answer]] = []
     values: list[Mapping[str, object]] = []
     for row in rows:
-        found = encoder.encode(row)
-        answers = [item for item in found if isinstance(item, Answer)]
-        skips = [item for item in found if isinstance(item, Skip)]
+        encoded = encoder.encode(row)
+        answers = [item for item in encoded if isinstance(item, Answer)]
+        skips = [item for item in encoded if isinstance(item, Skip)]
         if len(answers) == 2 and torch.equal(answers[0].tokens, answers[1].tokens):
             skips = [Skip(row.index, "", row.place, "equal answers", "both answers have the same tokens")]
         for skip in skips[:1]:
             if on_skip == "raise":
                 part, detail = f" ({skip.part})" if skip.part else "", f": {skip.detail}" if skip.detail else ""
                 raise DataError(f"{row.place} of {rows.name}{part}, {skip.reason}{detail.rstrip('.')}.")
-            skipped.add(skip.reason, skip.place, part=skip.part, detail=skip.detail)
+            skipped.add(skip)
         if not skips:
             skipped.cut += sum(answer.cut for answer in answers)
-            kept.append(answers)
+            usable.append(answers)
             values.append(row.value if isinstance(row.value, Mapping) else {})
-    if not kept:
+    if not usable:
         raise DataError(f"no row of {rows.name} can be used:\n{skipped}")
     if callable(on_skip):
         on_skip(skipped)
     elif skipped.total or skipped.cut:
         warnings.warn(SkippedRowsWarning(rows.name, skipped), stacklevel=3)
     names = dict.fromkeys(name for value in values for name in value if name not in _MAKERS[encoder.layout][1])
-    return kept, {str(name): _column([value.get(name) for value in values]) for name in names}
+    return usable, {str(name): _column([value.get(name) for value in values]) for name in names}
 
 
 # ------------------------------------------------------------------ TensorDicts

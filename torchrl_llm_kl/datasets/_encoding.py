@@ -84,6 +84,11 @@ class Skip:
     reason: Reason
     detail: str = ""
 
+    @property
+    def where(self) -> str:
+        """The place of the row, and the part."""
+        return f"{self.place} ({self.part})" if self.part else self.place
+
 
 class EncodingArgs(TypedDict, total=False):
     """How text becomes tokens; the arguments of :class:`Encoder` beside layout and tokenizer."""
@@ -340,7 +345,7 @@ class Skipped:
 
     Example:
         >>> skipped = Skipped()
-        >>> skipped.add("empty", "line 4", detail="no text to score")
+        >>> skipped.add(Skip(3, "", "line 4", "empty", "no text to score"))
         >>> print(skipped)
         skipped 1, empty: line 4: no text to score
         >>> skipped.total, skipped.counts["empty"]
@@ -356,12 +361,12 @@ class Skipped:
         """The number of sequences that were left out."""
         return self.counts.total()
 
-    def add(self, reason: str, place: str, *, part: str = "", detail: str = "") -> None:
+    def add(self, skip: Skip) -> None:
         """Count one sequence."""
-        self.counts[reason] += 1
-        places = self.places.setdefault(reason, [])
+        self.counts[skip.reason] += 1
+        places = self.places.setdefault(skip.reason, [])
         if len(places) < _PLACES:
-            places.append(f"{place}{f' ({part})' if part else ''}{f': {detail}' if detail else ''}")
+            places.append(f"{skip.where}{f': {skip.detail}' if skip.detail else ''}")
 
     def to_dict(self) -> Json:
         """Counts and first places by reason, for JSON."""

@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import sha256
 from itertools import islice
 from os import PathLike
 from pathlib import Path
@@ -237,9 +236,6 @@ class FileRows(Rows):
     Args:
         path: the file; Parquet is recognised by its content.
 
-    Attributes:
-        digest: of the file's bytes; hexadecimal SHA-256.
-
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -256,7 +252,7 @@ class FileRows(Rows):
         try:
             if path.is_dir():
                 raise DataError(f"{path} is a folder, expected a JSONL or Parquet file.")
-            self.digest, lines, start = _read_through(path)
+            lines, start = _read_through(path)
         except OSError as error:
             if not isinstance(error, FileNotFoundError) and error.errno != errno.ENAMETOOLONG:
                 raise
@@ -299,15 +295,14 @@ class FileRows(Rows):
                 index += 1
 
 
-def _read_through(path: Path) -> tuple[str, int, bytes]:
-    """Digest, number of lines that are not blank, and the first bytes."""
-    digest, count, start = sha256(), 0, b""
+def _read_through(path: Path) -> tuple[int, bytes]:
+    """The number of lines that are not blank, and the first bytes."""
+    count, start = 0, b""
     with path.open("rb") as file:
         for line in file:
             start = start or line[:4]
-            digest.update(line)
             count += bool(line.strip())
-    return digest.hexdigest(), count, start
+    return count, start
 
 
 def _parse(index: int, place: str, line: bytes) -> Row:

@@ -27,6 +27,7 @@ from torchrl_llm_kl.ragged._tensordict import (
 # isort: split
 # For the layers above, not public:
 from torchrl_llm_kl.ragged._tensordict import (
+    EntryTypeError as EntryTypeError,
     Node as Node,
     fields_of as fields_of,
     node_of as node_of,

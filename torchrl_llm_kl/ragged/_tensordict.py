@@ -37,6 +37,10 @@ Node: TypeAlias = Any
 _Tree = dict[str, "_Tree"]
 
 
+class EntryTypeError(TypeError):
+    """An entry of a TensorDict holds data of another type than is read from it."""
+
+
 # ------------------------------------------------------------------ reading
 
 
@@ -59,7 +63,9 @@ def read_column(td: TensorDictBase, key: NestedKey) -> Node | None:
     if len(path) == 1 or value is None:
         return value
     if not isinstance(value, TensorDictBase):
-        raise TypeError(f"expected a nested TensorDict under {path[0]!r} to hold {key!r}, got {type(value).__name__}.")
+        raise EntryTypeError(
+            f"expected a nested TensorDict under {path[0]!r} to hold {key!r}, got {type(value).__name__}."
+        )
     return read_column(value, path[1:])
 
 
@@ -150,10 +156,10 @@ def read_ragged(td: TensorDictBase, key: NestedKey, mask_key: NestedKey | None =
 def _from_column(value: object, batch_size: torch.Size, key: object) -> Ragged:
     if isinstance(value, list):
         if not all(issubclass(kind, Tensor) for kind in set(map(type, value))):
-            raise TypeError(f"expected tensors under {key!r}, got {type(value[0]).__name__}.")
+            raise EntryTypeError(f"expected tensors under {key!r}, got {type(value[0]).__name__}.")
         return Ragged.from_list(value, batch_size)
     if not isinstance(value, Tensor):
-        raise TypeError(f"expected a tensor under {key!r}, got {type(value).__name__}.")
+        raise EntryTypeError(f"expected a tensor under {key!r}, got {type(value).__name__}.")
     if value.is_nested:
         return Ragged.from_nested(value)
     if value.ndim <= len(batch_size):
@@ -386,7 +392,7 @@ def _tensordicts(nodes: Sequence[Node], path: tuple[str, ...]) -> list[TensorDic
     nodes = [node_of(node) for node in nodes]
     for node in nodes:
         if not isinstance(node, TensorDictBase):
-            raise TypeError(f"expected a nested TensorDict under {path[-1]!r}, got {type(node).__name__}.")
+            raise EntryTypeError(f"expected a nested TensorDict under {path[-1]!r}, got {type(node).__name__}.")
     return nodes
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.masks import history_to_messages, render_conversations, split_images
-from torchrl_llm_kl.ragged import Ragged, has_entry, read_ragged
+from torchrl_llm_kl.ragged import EntryTypeError, Ragged, has_entry, read_ragged
 from torchrl_llm_kl.rollouts._entries import MissingEntryError, describe_entries, require_key
 from torchrl_llm_kl.rollouts._keys import ModelInterface, sub_key
 from torchrl_llm_kl.rollouts._rendered import TokenisingOptions, read_conversations, row_histories
@@ -155,7 +155,7 @@ def _prompt_entry(td: TensorDictBase, key: NestedKey, tokens: Ragged) -> list[Te
     assert prompts is not None
     values = prompts.values
     if values.ndim != 1 or values.is_floating_point() or values.dtype == torch.bool:
-        raise TypeError(f"expected rows of token ids under {entry!r}, found {values.dtype} {list(values.shape)}.")
+        raise EntryTypeError(f"expected rows of token ids under {entry!r}, found {values.dtype} {list(values.shape)}.")
     if prompts.num_sequences != tokens.num_sequences:
         raise ValueError(f"{key!r} has {prompts.num_sequences} prompts for {tokens.num_sequences} sequences.")
     return prompts.to_list()

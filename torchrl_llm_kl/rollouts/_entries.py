@@ -18,7 +18,17 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, is_non_tensor, unr
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import send, widen
-from torchrl_llm_kl.ragged import Dense, Node, Ragged, read_column, read_node, read_ragged, same_rows, segment_sum
+from torchrl_llm_kl.ragged import (
+    Dense,
+    EntryTypeError,
+    Node,
+    Ragged,
+    read_column,
+    read_node,
+    read_ragged,
+    same_rows,
+    segment_sum,
+)
 from torchrl_llm_kl.rollouts._keys import ATTENTION_MASK, TOKENS_FULL
 
 # ------------------------------------------------------------------ lookup
@@ -281,7 +291,7 @@ def per_sequence(td: TensorDictBase, key: NestedKey) -> Tensor | None:
             return None
         return torch.stack([leaf.reshape(()) for leaf in column])
     if not isinstance(column, Tensor):
-        raise TypeError(f"expected a tensor under {key!r}, found {type(column).__name__}.")
+        raise EntryTypeError(f"expected a tensor under {key!r}, found {type(column).__name__}.")
     return None if column.is_nested or column.numel() != td.batch_size.numel() else column.reshape(-1)
 
 

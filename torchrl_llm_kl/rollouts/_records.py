@@ -23,7 +23,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchrl_llm_kl._typing import ImageRows
-from torchrl_llm_kl.ragged import Dense, Node, Ragged, Rows, node_of, segment_sum, unbind_rows, write_ragged
+from torchrl_llm_kl.ragged import (
+    Dense,
+    EntryTypeError,
+    Node,
+    Ragged,
+    Rows,
+    node_of,
+    segment_sum,
+    unbind_rows,
+    write_ragged,
+)
 from torchrl_llm_kl.rollouts._entries import find_result, leaves, per_token, read_of, require_key
 from torchrl_llm_kl.rollouts._keys import sub_key
 
@@ -182,7 +192,9 @@ def _image_rows(td: Node, path: tuple[str, ...]) -> ImageRows:
             return _image_rows(value, path[1:])
         rows = [value] if isinstance(value, Mapping) else list(leaves(value))
         if len(path) > 1 or len(rows) != count or not all(row is None or isinstance(row, Mapping) for row in rows):
-            raise TypeError(f"expected the images of {count} rows under {path[0]!r}, dicts or None, got {value!r:.60}.")
+            raise EntryTypeError(
+                f"expected the images of {count} rows under {path[0]!r}, dicts or None, got {value!r:.60}."
+            )
         return rows
     columns = {name: unbind_rows(value, td.batch_size) for name, value in td.items()}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)] or [None] * count

@@ -26,6 +26,7 @@ from torchrl_llm_kl.masks import (
 )
 from torchrl_llm_kl.ragged import (
     Dense,
+    EntryTypeError,
     Jagged,
     Node,
     PaddingSide,
@@ -223,7 +224,7 @@ def _as_history(value: object, key: NestedKey) -> History:
     if isinstance(value, TensorDictBase):
         return History.from_tensordict(value)
     if not isinstance(value, History):
-        raise TypeError(f"expected a torchrl History under {key!r}, found {type(value).__name__}.")
+        raise EntryTypeError(f"expected a torchrl History under {key!r}, found {type(value).__name__}.")
     return value
 
 
@@ -265,7 +266,9 @@ def _texts(column: Node, td: TensorDictBase, key: NestedKey) -> list[str]:
     flat = list(leaves(column))
     if len(flat) != td.batch_size.numel() or not all(isinstance(text, str) for text in flat):
         kinds = sorted({type(text).__name__ for text in flat})
-        raise TypeError(f"expected {td.batch_size.numel()} strings under {key!r}, found {len(flat)} of type {kinds}.")
+        raise EntryTypeError(
+            f"expected {td.batch_size.numel()} strings under {key!r}, found {len(flat)} of type {kinds}."
+        )
     return flat
 
 

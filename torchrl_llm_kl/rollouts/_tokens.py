@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_choice, masked_mean, send, widen
 from torchrl_llm_kl._typing import ImageRows
-from torchrl_llm_kl.ragged import Ragged, has_entry, on_host, read_column, read_ragged, same_rows
+from torchrl_llm_kl.ragged import EntryTypeError, Ragged, has_entry, on_host, read_column, read_ragged, same_rows
 from torchrl_llm_kl.rollouts._entries import (
     MissingEntryError,
     describe_entries,
@@ -124,7 +124,7 @@ def locate(
     sampled = read_ragged(td, key, attention)
     if sampled is not None:
         if sampled.values.is_floating_point():
-            raise TypeError(f"expected integer token ids under {key!r}, found {sampled.values.dtype}.")
+            raise EntryTypeError(f"expected integer token ids under {key!r}, found {sampled.values.dtype}.")
         mask = sampled.positions > 0
         _check_beginnings(sampled, read_ragged(td, interface.prompt_tokens), interface.bos)
         if assistant_only:

@@ -1,52 +1,62 @@
-"""From a configuration to the parts of a run: algorithm, KL, rewards, prompts, loggers."""
+"""From a configuration to an algorithm with its models: the reference, the KL and its coefficient."""
 
 from __future__ import annotations
 
 import copy
-import importlib
 import importlib.util
-import inspect
-import math
-import os
-import re
-import shutil
-import sys
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal, cast
 
 import torch
 from torch import nn
 
-from torchrl_llm_kl._registry import first_sentence, install_hint, no_such
-from torchrl_llm_kl.algorithms import AlgorithmParts, apply_overrides, get_algorithm, make_algorithm
+from torchrl_llm_kl._registry import install_hint
+from torchrl_llm_kl._typing import Json
+from torchrl_llm_kl.advantages import advantage_spec
+from torchrl_llm_kl.algorithms import Algorithm, AlgorithmParts, apply_overrides, get_algorithm, make_algorithm
 from torchrl_llm_kl.estimators import (
     AdaptiveKLCoefficient,
     DualKLCoefficient,
+    EstimatorName,
     PIKLCoefficient,
     as_coefficient,
+    available_estimators,
     get_estimator,
 )
-from torchrl_llm_kl.scoring import Model, Sampling, ScoreOptions, TokenCritic
-from torchrl_llm_kl.tasks import Prompts
-from torchrl_llm_kl.training._config import SETTINGS, ConfigError, TrainConfig, refuse
+from torchrl_llm_kl.losses import spec_of
+from torchrl_llm_kl.scoring import Model, ReferenceUpdater, Sampling, ScoreOptions, TokenCritic
+from torchrl_llm_kl.training._config import ConfigError, TrainConfig, refuse
 from torchrl_llm_kl.training._models import load_model
+from torchrl_llm_kl.training._user_code import FUNCTIONS_OF_ALGORITHM, is_place, load_function
 from torchrl_llm_kl.transforms import RetrieveKL
 
-if TYPE_CHECKING:
-    from torchrl.record.loggers import Logger
-    from torchrl.record.loggers.mlflow import MLFlowLogger
+Reference = Model | Literal["base"]
 
+#: Arguments of :func:`make_algorithm` -> the settings that a configuration has for them.
+_OWN_SETTINGS = {
+    "reference": "reference.name",
+    "group_size": "data.group_size",
+    "repeat_times": "data.group_size",
+    "max_len": "sampler.max_new_tokens",
+    "temperature": "sampler.temperature",
+    "sampling": "sampler.temperature, top_k, top_p and min_p",
+    "kl_loss_coeff": "kl.coefficient",
+    "kl_reward_coeff": "kl.coefficient",
+    "kl_loss": "kl.place and kl.estimator",
+    "kl_reward": "kl.place and kl.estimator",
+}
+#: Schemas of data that a run does not have -> the reason.
+_NEEDS_MORE = {
+    **dict.fromkeys(("sft", "dpo", "unpaired"), "learns from given answers and needs no rewards"),
+    "mix": "needs answers of experts beside the policy's own",
+    "trajectory": "compares the steps of an env, whose states a prompt does not have",
+    "rewards": "scales several rewards separately, and a run has their sum",
+}
 
-#: A function, or weights and functions by name.
-Reward = Callable[..., object] | dict[str, tuple[float, Callable[..., object]]]
-
-# ------------------------------------------------------------------ the reference, the KL and the algorithm
+# ------------------------------------------------------------------ the reference
 
 
 def sampling_of(config: TrainConfig) -> Sampling:
@@ -59,7 +69,7 @@ def sampling_of(config: TrainConfig) -> Sampling:
     return Sampling(sampler.temperature, top_k=sampler.top_k, top_p=sampler.top_p, min_p=sampler.min_p)
 
 
-def load_reference(config: TrainConfig) -> Model | Literal["base"] | None:
+def load_reference(config: TrainConfig) -> Reference | None:
     """The reference of a run: a frozen model, ``"base"`` for the policy without its adapters, a service's, or None.
 
     Args:
@@ -69,138 +79,142 @@ def load_reference(config: TrainConfig) -> Model | Literal["base"] | None:
         >>> reference = load_reference(config)  # doctest: +SKIP
     """
     settings = config.reference
-    name = config.model.name if settings.name == "start" else settings.name
-    if name == "none" or config.algorithm.teacher is not None:  # the teacher takes its place
+    if settings.name == "none" or config.algorithm.teacher is not None:  # the teacher takes its place
         return None
-    if settings.service is None and (name == "base" or (settings.name == "start" and config.lora is not None)):
+    if settings.service is None and config.starts_from_base:
         return "base"
+    name = config.model.name if settings.name == "start" else settings.name
     if Path(name).is_dir():
         name = str(Path(name).resolve())  # a service's process may run in another folder, and sharing runs too
     load = partial(load_model, name, dtype=config.model.dtype, attention=config.model.attention)
     if settings.service is None:
         return load(device=config.model.device)
-    check_ray()
     from torchrl_llm_kl.service import ScoringService
 
-    return ScoringService(factory=load, name=settings.service, num_gpus=float(_has_gpu())).model
-
-
-def _has_gpu() -> bool:
-    """Whether Ray finds what it calls a GPU here."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator is not None and accelerator.type in ("cuda", "xpu")
+    has_gpu = accelerator is not None and accelerator.type in ("cuda", "xpu")  # the types that Ray counts as GPUs
+    return ScoringService(factory=load, name=settings.service, num_gpus=float(has_gpu)).model
 
 
-def check_ray() -> None:
-    """Raise if Ray is not installed."""
-    if importlib.util.find_spec("ray") is None:
+def check_ray(config: TrainConfig) -> None:
+    """Raise if a run needs Ray, which is not installed."""
+    if config.reference.service is not None and importlib.util.find_spec("ray") is None:
         raise ConfigError(f"reference.service needs ray: {install_hint('ray')}.")
+
+
+# ------------------------------------------------------------------ the algorithm
 
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """An algorithm with what measures and controls its KL.
+    """An algorithm with the parts that measure and control its KL.
 
     Args:
         parts: the algorithm, bound to its models.
         kl: scores the answers in the env; None without a reference.
         coefficient: of the KL; None if nothing is charged.
         charged: whether the KL is subtracted from the rewards.
+        updater: moves the reference; None for a fixed one.
     """
 
     parts: AlgorithmParts
     kl: RetrieveKL | None
     coefficient: nn.Module | None
     charged: bool
+    updater: ReferenceUpdater | None
 
 
-def build_training(config: TrainConfig, policy: nn.Module, reference: Model | Literal["base"] | None) -> Training:
-    """Bind the algorithm of a configuration to its models.
-
-    Args:
-        config: of the run.
-        policy: the model that is trained.
-        reference: of :func:`load_reference`.
-
-    Raises:
-        ConfigError: if the algorithm needs what a configuration cannot give, or has no KL to hold at a target.
-
-    Example:
-        >>> training = build_training(config, policy, reference)  # doctest: +SKIP
-    """
-    check_algorithm(config)
-    preset = get_algorithm(config.algorithm.name)  # type: ignore[arg-type]
-    model, coefficient, critic = config.model, _coefficient(config), None
-    if distils := preset.schema == "distill":
-        reference = load_model(str(config.algorithm.teacher), dtype="auto", device=model.device)
-    if preset.use_critic:  # with a second body, of the weights before training
-        body = load_model(model.name, dtype=model.dtype, device=model.device)
-        critic = TokenCritic(body.requires_grad_(True))
-    parts = _bind(config, policy, reference, critic, coefficient)
-    kl = parts.kl_transform
-    if not isinstance(kl, RetrieveKL):
-        kl = None if reference is None or distils else measured_kl(config, policy, reference)
-    return Training(parts, kl, coefficient, "reward" in _charged(config))
-
-
-def check_parts(config: TrainConfig, policy: nn.Module, reference: nn.Module) -> None:
-    """Bind the algorithm to models without weights, so that what it refuses is said before any are loaded.
+@dataclass(frozen=True, eq=False)
+class AlgorithmPlan:
+    """The algorithm of a configuration before it has models; :func:`plan_algorithm` makes it.
 
     Args:
         config: of the run.
-        policy: on the meta device.
-        reference: another model there, or the teacher's.
-
-    Raises:
-        ConfigError: says what it refuses.
+        algorithm: the preset with the configuration's changes.
+        coefficient: of the KL; None if nothing is charged.
     """
-    preset = get_algorithm(config.algorithm.name)  # type: ignore[arg-type]
-    critic = TokenCritic(copy.deepcopy(policy)) if preset.use_critic else None
-    try:
-        _bind(config, policy, reference, critic, _coefficient(config))
-    except (TypeError, ValueError, KeyError) as error:
-        given = config.algorithm.args
-        place = f"algorithm.args is {given}" if given else f"algorithm.name is {preset.name}"
-        raise ConfigError(f"{place}: {first_sentence(error)}") from error
+
+    config: TrainConfig
+    algorithm: Algorithm
+    coefficient: nn.Module | None
+
+    @property
+    def distils(self) -> bool:
+        """Whether the reference is a teacher."""
+        return self.algorithm.schema == "distill"
+
+    def build(self, policy: nn.Module, reference: Reference | None) -> Training:
+        """Bind the algorithm to its models.
+
+        Args:
+            policy: the model that is trained.
+            reference: of :func:`load_reference`.
+        """
+        config, critic, moved = self.config, None, reference
+        if self.distils:
+            reference = load_model(str(config.algorithm.teacher), dtype="auto", device=config.model.device)
+        if self.algorithm.use_critic:  # with a second body, of the weights before training
+            body = load_model(config.model.name, dtype=config.model.dtype, device=config.model.device)
+            critic = TokenCritic(body.requires_grad_(True))
+        parts = self._bind(policy, reference, critic)
+        kl = parts.kl_transform
+        if not isinstance(kl, RetrieveKL):
+            kl = None if reference is None or self.distils else measured_kl(config, policy, reference)
+        about, updater = config.reference, None
+        if about.moves:
+            assert isinstance(moved, nn.Module)
+            updater = ReferenceUpdater(
+                moved, policy, decay=about.decay, every=about.every, reset_every=about.reset_every
+            )
+        return Training(parts, kl, self.coefficient, self.algorithm.kl_reward != "none", updater)
+
+    def check(self, policy: nn.Module, reference: nn.Module) -> None:
+        """Bind the algorithm to models without weights: it refuses here, before any are loaded.
+
+        Args:
+            policy: on the meta device.
+            reference: another model there, or the teacher's.
+
+        Raises:
+            ConfigError: says what it refuses.
+        """
+        critic = TokenCritic(copy.deepcopy(policy)) if self.algorithm.use_critic else None
+        try:
+            self._bind(policy, reference, critic)
+        except (TypeError, ValueError, KeyError) as error:
+            args = self.config.algorithm.args
+            given = f"algorithm.args is {args}" if args else f"algorithm.name is {self.algorithm.name}"
+            raise ConfigError(f"{given}: {error}") from error
+
+    def _bind(self, policy: nn.Module, reference: Reference | None, critic: TokenCritic | None) -> AlgorithmParts:
+        charged = self.coefficient is not None
+        return make_algorithm(
+            self.algorithm,
+            policy,
+            reference=reference if charged or self.distils else None,
+            critic=critic,
+            group_key="group" if self.algorithm.compares_answers else None,
+            options=ScoreOptions(sampling_of(self.config)),
+        )
 
 
-def _bind(
-    config: TrainConfig,
-    policy: nn.Module,
-    reference: Model | Literal["base"] | None,
-    critic: TokenCritic | None,
-    coefficient: nn.Module | None,
-) -> AlgorithmParts:
-    """The algorithm of a configuration with its models; ``reference`` may be a teacher."""
-    preset, charged = get_algorithm(config.algorithm.name), _charged(config)  # type: ignore[arg-type]
-    settings = {f"kl_{place}": estimator for place, estimator in _estimators(config).items()}
-    settings |= {f"kl_{place}_coeff": coefficient for place in charged} | config.algorithm.args
-    if apply_overrides(preset, settings).summed == "seq-mean-token-sum-norm":
-        settings["max_len"] = config.sampler.max_new_tokens
-    return make_algorithm(
-        config.algorithm.name,  # type: ignore[arg-type]
-        policy,
-        reference=reference if charged or preset.schema == "distill" else None,
-        critic=critic,
-        group_key="group" if preset.compares_answers else None,
-        options=ScoreOptions(sampling_of(config)),
-        **settings,
-    )
-
-
-def measured_kl(config: TrainConfig, policy: nn.Module, reference: Model | str, **settings: Any) -> RetrieveKL:
+def measured_kl(
+    config: TrainConfig, policy: nn.Module, reference: Model | str, estimator: EstimatorName = "k1"
+) -> RetrieveKL:
     """A transform that measures the KL and charges nothing.
 
     Example:
         >>> kl = measured_kl(config, policy, reference)  # doctest: +SKIP
     """
     options = ScoreOptions(sampling_of(config))
-    # A copy of the policy behind a service would not be trained.
-    return RetrieveKL(policy, reference, add_to_reward=False, options=options, service_backend="direct", **settings)
+    # A copy of the policy in a service would not be trained.
+    return RetrieveKL(
+        policy, reference, add_to_reward=False, options=options, service_backend="direct", estimator=estimator
+    )
 
 
-def check_algorithm(config: TrainConfig) -> None:
-    """Raise for an algorithm that needs what a configuration cannot give.
+def plan_algorithm(config: TrainConfig) -> AlgorithmPlan:
+    """The algorithm of a configuration; an error if a run cannot have it.
 
     Raises:
         ConfigError: says what it needs, and where it can be trained.
@@ -208,295 +222,116 @@ def check_algorithm(config: TrainConfig) -> None:
     Example:
         >>> from torchrl_llm_kl.training import read_config
         >>> source = {"model": {"name": "m"}, "data": {"prompts": "p.jsonl"}, "reward": "r.py:f", "algorithm": {"name": "dpo"}}
-        >>> check_algorithm(read_config(source))
+        >>> plan_algorithm(read_config(source))
         Traceback (most recent call last):
         ...
         torchrl_llm_kl.training._config.ConfigError: algorithm.name is dpo, which learns from given answers and needs...
     """
-    name, kl, reference, teacher = config.algorithm.name, config.kl, config.reference, config.algorithm.teacher
+    name, kl, about, teacher = config.algorithm.name, config.kl, config.reference, config.algorithm.teacher
     preset = get_algorithm(name)  # type: ignore[arg-type]
-    needs_more = ("sft", "dpo", "unpaired", "mix", "trajectory", "rewards")
-    refuse(config, **{schema: preset.schema == schema for schema in needs_more})
-    for argument in sorted(config.algorithm.args):
-        if places := [key for key, about in SETTINGS.items() if argument in about.args]:
-            raise ConfigError(f"algorithm.args has {argument}: set {' and '.join(places)} instead.")
     distils = preset.schema == "distill"
     refuse(
-        config,
-        teacher_missing=distils and teacher is None,
-        teacher_unused=teacher is not None and not distils,
-        teacher_and_kl=distils and (kl.place in ("loss", "reward") or kl.target is not None),
-        teacher_and_reference=distils and not (reference.service is reference.decay is reference.reset_every is None),
+        (
+            preset.schema in _NEEDS_MORE,
+            f"algorithm.name is {name}, which {_NEEDS_MORE.get(preset.schema)}: choose one that learns from the policy's own "
+            f"answers, such as grpo, or write the loop yourself with make_algorithm({name!r}, ...).",
+        ),
+        *(
+            (argument in config.algorithm.args, f"algorithm.args has {argument}: set {setting} instead.")
+            for argument, setting in _OWN_SETTINGS.items()
+        ),
+        (
+            distils and teacher is None,
+            f"algorithm.name is {name}, which learns from a teacher: set algorithm.teacher to its folder or hub name.",
+        ),
+        (
+            teacher is not None and not distils,
+            f"algorithm.teacher is set, and {name} has no teacher: choose on_policy_distill, jsd or gkd, or leave it out.",
+        ),
+        (
+            distils and (kl.place in ("loss", "reward") or kl.target is not None),
+            f"{name} compares with its teacher: leave kl.place and kl.target out.",
+        ),
+        (
+            distils and (about.service is not None or about.moves),
+            f"{name} compares with its teacher, which takes the place of the reference: leave reference.service, "
+            "reference.decay and reference.reset_every out.",
+        ),
     )
-    try:
-        preset.check_group_size(config.data.group_size, name="data.group_size")
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    charged = bool(_charged(config))
+    estimators = _estimators(config, preset)
     refuse(
-        config,
-        nothing_charged=not (charged or kl.target is kl.coefficient is kl.estimator is None),
-        charged_without_reference=charged and reference.name == "none",
+        (
+            not estimators and not (kl.target is kl.coefficient is kl.estimator is None),
+            f"{name} has no KL penalty, so that kl.target, kl.coefficient and kl.estimator have no effect: set kl.place to "
+            "loss or reward, or leave them out.",
+        ),
+        (
+            estimators and about.name == "none",
+            f"{name} charges a KL, and reference.name is none: set reference.name=start, or kl.place=none.",
+        ),
     )
+    coefficient = None
+    if estimators:
+        coefficient = _coefficient(config, getattr(preset, f"{next(iter(estimators))}_coeff"))
+    changes: Json = {"kl_loss": "none", "kl_reward": "none", **estimators}
+    changes |= {f"{place}_coeff": coefficient for place in estimators}
+    changes |= {key: _registered(key, value) for key, value in config.algorithm.args.items()}
     try:
-        apply_overrides(preset, config.algorithm.args)
+        if apply_overrides(preset, changes).summed == "seq-mean-token-sum-norm":
+            changes["max_len"] = config.sampler.max_new_tokens
+        algorithm = apply_overrides(preset, changes)
+        algorithm.check_group_size(config.data.group_size, name="data.group_size")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"algorithm.args is {config.algorithm.args}: {error}") from error
-    for estimator in _estimators(config).values():
-        get_estimator(estimator)
-    _coefficient(config)
+    return AlgorithmPlan(config, algorithm, coefficient)
 
 
-def _estimators(config: TrainConfig) -> dict[str, Any]:
-    """The estimator of each place, ``"none"`` without a KL there."""
-    kl, preset = config.kl, get_algorithm(config.algorithm.name)  # type: ignore[arg-type]
-    found: Mapping[str, object]
-    if kl.place == "preset":
-        found = {"loss": preset.kl_loss, "reward": preset.kl_reward}
-    else:
-        found = {place: usual if place == kl.place else "none" for place, usual in (("loss", "k2"), ("reward", "k1"))}
-    return {
-        place: estimator if estimator == "none" else kl.estimator or estimator for place, estimator in found.items()
-    }
+def _registered(key: str, value: object) -> object:
+    """A setting of the algorithm. A function in the user's code is replaced by the name under which it is registered."""
+    if key not in FUNCTIONS_OF_ALGORITHM or not is_place(value):
+        return value
+    function = load_function(str(value))
+    spec = spec_of(function) if key == "objective" else advantage_spec(function)
+    if spec is None:
+        raise ConfigError(f"algorithm.args.{key} is {value}, which is not registered: decorate it with @{key}(name).")
+    return spec.name
 
 
-def _charged(config: TrainConfig) -> list[str]:
-    """The places where a KL is charged."""
-    return [place for place, estimator in _estimators(config).items() if estimator != "none"]
+def _estimators(config: TrainConfig, preset: Algorithm) -> dict[str, object]:
+    """The estimator at each place where a KL is charged: ``kl_loss``, ``kl_reward``."""
+    kl, places = config.kl, {"kl_loss": preset.kl_loss, "kl_reward": preset.kl_reward}
+    if kl.place != "preset":
+        usual: dict[str, EstimatorName] = {"loss": "k2", "reward": "k1"}
+        places = {f"kl_{place}": estimator for place, estimator in usual.items() if place == kl.place}
+    own: object = kl.estimator
+    if is_place(own):
+        function = load_function(str(own))
+        names = (name for name in available_estimators() if get_estimator(name) is function)
+        own = next(names, function)
+    elif own is not None:
+        get_estimator(cast(EstimatorName, own))  # an unknown name is refused here
+    return {place: own or estimator for place, estimator in places.items() if estimator != "none"}
 
 
-def _coefficient(config: TrainConfig) -> nn.Module | None:
-    """The coefficient: adaptive with a target, else the configuration's number or the preset's; None if nothing is charged."""
-    kl, charged = config.kl, _charged(config)
-    if not charged:
-        return None
+def _coefficient(config: TrainConfig, usual: float) -> nn.Module:
+    """The coefficient of a KL: adaptive with a target, else the configuration's number or the preset's."""
+    kl = config.kl
     if kl.target is None:
-        preset = get_algorithm(config.algorithm.name)  # type: ignore[arg-type]
-        return as_coefficient(getattr(preset, f"kl_{charged[0]}_coeff") if kl.coefficient is None else kl.coefficient)
-    refuse(config, coefficient_of_0=kl.coefficient == 0)
-    settings = {"init": 0.1 if kl.coefficient is None else kl.coefficient, "target": kl.target, **kl.controller_args}
-    kind: type[nn.Module] = {"pi": PIKLCoefficient, "dual": DualKLCoefficient, "ziegler": AdaptiveKLCoefficient}[
-        kl.controller
-    ]
+        return as_coefficient(usual if kl.coefficient is None else kl.coefficient)
+    refuse(
+        (
+            kl.coefficient == 0,
+            f"kl.coefficient is 0 and kl.target is {kl.target:g}: the coefficient adapts in steps relative to itself, and one "
+            "of 0 would stay 0. Set it above 0, leave it out for 0.1, or leave kl.target out.",
+        )
+    )
+    kinds = {"pi": PIKLCoefficient, "dual": DualKLCoefficient, "ziegler": AdaptiveKLCoefficient}
+    kind: Callable[..., nn.Module] = kinds[kl.controller]
+    settings: Json = {"init": 0.1 if kl.coefficient is None else kl.coefficient, "target": kl.target}
     if kl.controller == "ziegler":  # changes by at most 10 % per step: 0.2 * n / horizon
-        settings = {"horizon": 2 * config.data.num_prompts * config.data.group_size, **settings}
+        settings["horizon"] = 2 * config.data.answers
     try:
-        return kind(**settings)
+        return kind(**{**settings, **kl.controller_args})
     except (TypeError, ValueError) as error:
-        own = {"init": "kl.coefficient", "target": "kl.target"}
-        text = re.sub(
-            rf"\b({'|'.join(inspect.signature(kind).parameters)})\b",
-            lambda found: own.get(found[0], f"kl.controller_args.{found[0]}"),
-            str(error).rstrip("."),
-        )
-        raise ConfigError(f"kl.controller_args is {kl.controller_args}: {text}.") from error
-
-
-# ------------------------------------------------------------------ rewards and prompts
-
-
-def load_function(place: str, files: dict[Path, ModuleType] | None = None) -> Callable[..., object]:
-    """The function of a text such as ``rewards.py:correct`` or ``package.rewards:correct``.
-
-    Args:
-        place: a file, or a module, and a name in it.
-        files: files that were run already; the function's is added. Without, the file is run anew.
-
-    Raises:
-        ConfigError: if the file, the module or the function does not exist, or the file fails.
-
-    Example:
-        >>> load_function("math:sqrt")(9.0)
-        3.0
-    """
-    where, colon, name = place.rpartition(":")
-    if not colon or not where or not name:
-        raise ConfigError(f"{place!r} names no function: write it as module.py:function or package.module:function.")
-    module = _module(where, {} if files is None else files)
-    found = getattr(module, name, None)
-    if not callable(found):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(no_such(f"{where} has no function", name, known))
-    return found
-
-
-def _module(where: str, files: dict[Path, ModuleType]) -> ModuleType:
-    if not where.endswith(".py"):
-        sys.path.insert(0, "")  # modules of the current folder, as with `python -m`
-        try:
-            return importlib.import_module(where)
-        except ImportError as error:
-            raise ConfigError(f"there is no module {where}: {error}.") from error
-        finally:
-            sys.path.remove("")
-    path = Path(where).expanduser().resolve()
-    if not path.is_file():
-        raise ConfigError(f"there is no file {where}: paths are relative to the folder where the command runs.")
-    if path not in files:
-        files[path] = _run_file(path)
-    return files[path]
-
-
-def _run_file(path: Path) -> ModuleType:
-    name = f"torchrl_llm_kl_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickles look there
-    beside = str(path.parent)  # what it imports, now or in a call
-    sys.path.insert(0, beside)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"{path} cannot be loaded: {type(error).__name__}: {error}.") from error
-    finally:
-        sys.path.remove(beside)
-        if beside not in sys.path:
-            sys.path.append(beside)
-    return module
-
-
-def load_reward(config: TrainConfig) -> Reward | None:
-    """The reward of a configuration, as :func:`~torchrl_llm_kl.tasks.make_env` takes it; None if only a teacher judges.
-
-    Raises:
-        ConfigError: if a part is not a function.
-
-    Example:
-        >>> reward = load_reward(config)  # doctest: +SKIP
-    """
-    functions = config.reward.functions
-    if functions is None:
-        return None
-    if isinstance(functions, str):
-        return load_function(functions)
-    parts: dict[str, tuple[float, Callable[..., object]]] = {}
-    files: dict[Path, ModuleType] = {}  # each is run once: it may load a model
-    for name, part in functions.items():
-        key, given = f"reward.functions.{name}", {"function": part} if isinstance(part, str) else part
-        match given:
-            case {"function": str(place), **others} if not others.keys() - {"weight"}:
-                weight = others.get("weight", 1.0)
-            case _:
-                raise ConfigError(f"{key} is {part!r}: expected module.py:function, or {{function: ..., weight: ...}}.")
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-            raise ConfigError(f"{key}.weight is {weight!r}: expected a finite number.")
-        parts[str(name)] = (float(weight), load_function(place, files))
-    return parts
-
-
-def load_prompts(config: TrainConfig) -> tuple[Prompts, Prompts | None]:
-    """The prompts to train on and the held-out ones, if there are any.
-
-    A share is held out by a permutation that is the same in every run; none without a reward to evaluate.
-
-    Example:
-        >>> prompts, held_out = load_prompts(config)  # doctest: +SKIP
-    """
-    data = config.data
-    prompts, held_out = Prompts(data.prompts), None if data.held_out is None else Prompts(data.held_out)
-    if held_out is None and data.held_out_share and len(prompts) > 1 and config.reward.functions is not None:
-        count = min(len(prompts) - 1, max(1, round(data.held_out_share * len(prompts))))
-        order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0)).tolist()
-        prompts, held_out = _some(prompts, sorted(order[count:])), _some(prompts, sorted(order[:count]))
-    number = config.evaluation.num_prompts
-    if held_out is not None and number is not None and number < len(held_out):
-        held_out = _some(held_out, list(range(number)))
-    return prompts, held_out
-
-
-def file_digests(config: TrainConfig) -> dict[str, str]:
-    """SHA-256 of the files with prompts and rewards, by path as the configuration has it: what a resumed run reads again.
-
-    Modules (``package.module:function``) and what a file imports are not among them.
-
-    Example:
-        >>> file_digests(config)  # doctest: +SKIP
-        {'prompts.jsonl': 'e3b0c442...', 'rewards.py': '9f86d081...'}
-    """
-    names = (config.data.prompts, config.data.held_out, *reward_scripts(config))
-    paths = {name: Path(name).expanduser() for name in names if name}
-    return {name: sha256(path.read_bytes()).hexdigest() for name, path in paths.items() if path.is_file()}
-
-
-def reward_scripts(config: TrainConfig) -> list[str]:
-    """The files with reward functions, as the configuration has them."""
-    functions = config.reward.functions
-    parts = list(functions.values()) if isinstance(functions, Mapping) else [functions] if functions else []
-    places = [part.get("function") if isinstance(part, Mapping) else part for part in parts]
-    return [name for place in places if (name := str(place).rpartition(":")[0]).endswith(".py")]
-
-
-def _some(prompts: Prompts, numbers: list[int]) -> Prompts:
-    return Prompts([{**prompts[i].metadata, "prompt": prompts[i].messages} for i in numbers])
-
-
-# ------------------------------------------------------------------ loggers
-
-
-def make_loggers(config: TrainConfig, folder: Path) -> list[Logger]:
-    """The loggers of torchrl; what an earlier process wrote to files in ``folder`` is removed, to be written again.
-
-    Raises:
-        ConfigError: if a logger's package is not installed.
-
-    Example:
-        >>> loggers = make_loggers(config, Path("runs/train/logs"))  # doctest: +SKIP
-    """
-    from torchrl.record.loggers import get_logger
-
-    check_loggers(config)
-    logging = config.logging
-    name = logging.name or Path(config.run.out).resolve().name
-    loggers = []
-    for kind in logging.loggers:
-        own = folder / kind
-        if kind in ("csv", "tensorboard"):
-            shutil.rmtree(own, ignore_errors=True)
-        own.mkdir(parents=True, exist_ok=True)
-        settings = {}
-        if kind == "wandb":
-            run_id = own / "id"
-            if not run_id.exists():
-                run_id.write_text(uuid.uuid4().hex[:12])
-            settings = {"id": run_id.read_text(), "project": logging.project, "config": config.to_dict()}
-        if kind == "mlflow":
-            loggers.append(_mlflow_logger(name, own, logging.project))
-        else:
-            loggers.append(get_logger(kind, str(own), name, wandb_kwargs=settings))
-    return loggers
-
-
-def check_loggers(config: TrainConfig) -> None:
-    """Raise if a logger's package is not installed."""
-    for kind in config.logging.loggers:
-        if kind != "csv" and importlib.util.find_spec(kind) is None:
-            raise ConfigError(f"logging.loggers has {kind!r}, which is not installed: pip install {kind}.")
-
-
-def _mlflow_logger(name: str, folder: Path, project: str) -> MLFlowLogger:
-    """The project is the experiment, and a process that resumes a run continues it there too."""
-    import mlflow
-    from torchrl.record.loggers.mlflow import MLFlowLogger
-
-    mlflow.end_run()  # of an earlier logger of this process
-    own, run_id = folder / "id", "MLFLOW_RUN_ID"  # which mlflow.start_run reads, and torchrl's logger calls
-    before = os.environ.get(run_id)
-    if own.exists():
-        os.environ[run_id] = own.read_text()
-    try:
-        # In a database: MLflow 3.10 and later refuse folders of files.
-        logger = MLFlowLogger(
-            project,
-            tracking_uri=f"sqlite:///{folder.resolve() / 'mlflow.db'}",
-            artifact_location=(folder / "artifacts").resolve().as_uri(),
-        )
-    finally:
-        os.environ.pop(run_id, None)
-        if before is not None:
-            os.environ[run_id] = before
-    if not own.exists():
-        mlflow.set_tag("mlflow.runName", name)
-        own.write_text(logger.experiment.info.run_id)
-    return logger
+        given = f"kl.controller_args is {kl.controller_args}, init is kl.coefficient, target is kl.target"
+        raise ConfigError(f"{given}: {error}") from error

@@ -1,4 +1,4 @@
-"""What a run reads, loaded and checked before its models: a mistake costs seconds, and nothing is written or moved."""
+"""The inputs of a run, loaded and checked before its models: a mistake costs seconds, and nothing is written or moved."""
 
 from __future__ import annotations
 
@@ -7,44 +7,38 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import tensordict
 import torch
 from jinja2 import TemplateError
 
-from torchrl_llm_kl._registry import first_sentence
-from torchrl_llm_kl.algorithms import get_algorithm
-from torchrl_llm_kl.tasks import Prompts, make_env
-from torchrl_llm_kl.training._build import (
-    check_algorithm,
-    check_loggers,
-    check_parts,
-    check_ray,
-    file_digests,
-    load_prompts,
-    load_reward,
-    reward_scripts,
-)
+from torchrl_llm_kl.tasks import Prompts, RewardFunction, make_env
+from torchrl_llm_kl.training._build import AlgorithmPlan, check_ray, plan_algorithm
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig, refuse
 from torchrl_llm_kl.training._models import ModelError, chat_tokenizer, check_device, check_policy, load_model_config
+from torchrl_llm_kl.training._report import check_loggers
 from torchrl_llm_kl.training._steps import seed_everything
+from torchrl_llm_kl.training._user_code import file_digests, import_code, load_function, user_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from torchrl_llm_kl.training._build import Reward
+#: Weights and functions by name; one function that is not named.
+LoadedReward = RewardFunction | dict[str, tuple[float, RewardFunction]]
 
 
 @dataclass(frozen=True, eq=False)
 class RunInputs:
-    """What a run reads but for its models.
+    """The inputs of a run except its models.
 
     Args:
         prompts: to train on.
         held_out: for the evaluation; None if there are none.
         reward: as :func:`~torchrl_llm_kl.tasks.make_env` takes it; None if only a teacher judges.
-        files: SHA-256 of the files with prompts and rewards, by path.
+        plan: the algorithm, before it has models.
+        files: SHA-256 of the files with prompts and of the user's code, by path.
         tokenizer: of the policy.
         memory: bytes of weights, gradients and the optimiser's state, of all models; activations and caches come on top.
         disk: most bytes of checkpoints and the final model at a time.
@@ -52,7 +46,8 @@ class RunInputs:
 
     prompts: Prompts
     held_out: Prompts | None
-    reward: Reward | None
+    reward: LoadedReward | None
+    plan: AlgorithmPlan
     files: dict[str, str]
     tokenizer: PreTrainedTokenizerBase
     memory: int
@@ -60,18 +55,18 @@ class RunInputs:
 
 
 def load_inputs(config: TrainConfig) -> RunInputs:
-    """Load what a run reads but for its models, and check all that needs no weights; writes nothing.
+    """Load the inputs of a run except its models, and make all checks that need no weights; writes nothing.
 
-    The algorithm, the device, the packages, the models' configurations, the adapters' layers, the prompts, the reward functions
-    and the tokenizer are checked, and the first prompt is rendered.
+    The user's files of ``imports`` run first. Then the algorithm, the device, the packages, the models' configurations, the
+    adapters' layers, the prompts, the reward functions and the tokenizer are checked, and the first prompt is rendered.
 
     Args:
         config: of the run.
 
     Raises:
-        ConfigError: for settings that no run can have, or a reward that is not there.
-        ModelError: for a model, a tokenizer or a device that is not there.
-        PromptError, FileNotFoundError: for prompts that are not there.
+        ConfigError: for settings that no run can have, or a file or function that does not exist.
+        ModelError: for a model, a tokenizer or a device that does not exist.
+        PromptError, FileNotFoundError: for prompts that do not exist.
 
     Example:
         >>> inputs = load_inputs(read_config("config.yaml"))  # doctest: +SKIP
@@ -79,21 +74,89 @@ def load_inputs(config: TrainConfig) -> RunInputs:
         190
     """
     check_folder(Path(config.run.out))
-    check_algorithm(config)
+    for place in config.imports:
+        import_code(place)
+    plan = plan_algorithm(config)
     check_device(config.model.device, name="model.device")
-    check_loggers(config)
-    if config.reference.service is not None:
-        check_ray()
+    check_loggers(config.logging.loggers)
+    check_ray(config)
     prompts, held_out = load_prompts(config)
-    refuse(config, best_of_no_prompts=held_out is None and config.checkpoints.final == "best")
-    memory, disk = _estimate(config, *_check_models(config))
+    refuse(
+        (
+            held_out is None and config.checkpoints.final == "best",
+            "checkpoints.final=best takes the best evaluation, and the run has no held-out prompts: set data.held_out or "
+            "data.held_out_share, or take last.",
+        )
+    )
+    policy, reference = _without_weights(config)
+    plan.check(policy, reference)
+    memory, disk = _estimate(plan, policy, reference)
     tokenizer = chat_tokenizer(config.model.tokenizer or config.model.name)
     seed_everything(config.run.seed)  # a module of rewards may draw
     reward, files = load_reward(config), file_digests(config)
     for some in (prompts, held_out):
         if some is not None:
             _render_first(config, some, reward, tokenizer)
-    return RunInputs(prompts, held_out, reward, files, tokenizer, memory, disk)
+    return RunInputs(prompts, held_out, reward, plan, files, tokenizer, memory, disk)
+
+
+# ------------------------------------------------------------------ prompts and rewards
+
+
+def load_prompts(config: TrainConfig) -> tuple[Prompts, Prompts | None]:
+    """The prompts to train on and the held-out ones, if there are any.
+
+    A share is held out by a permutation that is the same in every run; none without a reward to evaluate.
+
+    Example:
+        >>> prompts, held_out = load_prompts(config)  # doctest: +SKIP
+    """
+    data = config.data
+    prompts, held_out = Prompts(data.prompts), None if data.held_out is None else Prompts(data.held_out)
+    if held_out is None and data.held_out_share and len(prompts) > 1 and config.reward.parts:
+        count = min(len(prompts) - 1, max(1, round(data.held_out_share * len(prompts))))
+        order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0)).tolist()
+        prompts, held_out = _some(prompts, sorted(order[count:])), _some(prompts, sorted(order[:count]))
+    number = config.evaluation.num_prompts
+    if held_out is not None and number is not None and number < len(held_out):
+        held_out = _some(held_out, list(range(number)))
+    return prompts, held_out
+
+
+def _some(prompts: Prompts, numbers: list[int]) -> Prompts:
+    return Prompts([{**prompts[i].metadata, "prompt": prompts[i].messages} for i in numbers])
+
+
+def load_reward(config: TrainConfig) -> LoadedReward | None:
+    """The reward of a configuration, as :func:`~torchrl_llm_kl.tasks.make_env` takes it; None if only a teacher judges.
+
+    Raises:
+        ConfigError: if a part is not a function.
+
+    Example:
+        >>> reward = load_reward(config)  # doctest: +SKIP
+    """
+    if config.reward.function is not None:
+        return load_function(config.reward.function)
+    files: dict[Path, ModuleType] = {}  # each is run once: it may load a model
+    parts = {name: (part.weight, load_function(part.function, files)) for name, part in config.reward.parts.items()}
+    return parts or None
+
+
+def _render_first(
+    config: TrainConfig, prompts: Prompts, reward: LoadedReward | None, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Build the env of some prompts, which renders the first."""
+    system, timeout = config.data.system_prompt, config.reward.timeout
+    with tensordict.set_list_to_stack(True):
+        try:
+            make_env(prompts, reward, tokenizer, group_size=1, system_prompt=system, timeout=timeout)
+        except TemplateError as error:
+            advice = "change the prompts" if system is None else "change the prompts, or leave data.system_prompt out"
+            raise ConfigError(f"the tokenizer's chat template refuses the first prompt ({error}): {advice}.") from error
+
+
+# ------------------------------------------------------------------ the folder of the run
 
 
 def check_folder(out: Path) -> None:
@@ -109,30 +172,33 @@ def check_folder(out: Path) -> None:
         raise ConfigError(f"run.out is {out}, and nothing can be written in {place}: pass another folder.")
 
 
-def check_kept(config: TrainConfig, written: tuple[str, ...]) -> None:
-    """Raise if a run would move away or replace what it reads.
+def check_inputs_stay(config: TrainConfig, written: tuple[str, ...]) -> None:
+    """Raise if a run would move away or replace one of its inputs.
 
     Args:
         config: of the run.
-        written: what it writes into its folder.
+        written: names of the files and folders that it writes into its folder.
 
     Raises:
         ConfigError: names the setting.
     """
-    places = dict(_models(config)) | {"data.prompts": config.data.prompts, "data.held_out": config.data.held_out}
-    places |= {f"reward.functions ({script})": script for script in reward_scripts(config)}
-    for (key, value), name in product(places.items(), written):
+    places = [*_models(config), ("data.prompts", config.data.prompts), ("data.held_out", config.data.held_out)]
+    places += user_files(config)
+    for (key, value), name in product(places, written):
         if value is not None and _is_within(value, Path(config.run.out, name)):
             advice = "which this run would move or replace: copy it to another folder, or pass another run.out"
             raise ConfigError(f"{key} is {value}, of an earlier run in run.out, {advice}.")
 
 
 def _is_within(path: str, folder: Path) -> bool:
-    """Whether a file or folder is within another one, by its name or by what links point to."""
+    """Whether a file or folder is within another one, by its name or by the target of its links."""
     if not folder.exists():
         return False
     expanded = os.path.expanduser(path)
     return any(Path(whole(expanded)).is_relative_to(whole(folder)) for whole in (os.path.abspath, os.path.realpath))
+
+
+# ------------------------------------------------------------------ the models, without their weights
 
 
 def _models(config: TrainConfig) -> Iterator[tuple[str, str | None]]:
@@ -144,28 +210,26 @@ def _models(config: TrainConfig) -> Iterator[tuple[str, str | None]]:
     yield "algorithm.teacher", config.algorithm.teacher
 
 
-def _check_models(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The policy and its reference, or the teacher, without weights."""
-    found = {}
-    for key, name in _models(config):
-        if name is None or key == "model.tokenizer":  # which is loaded
-            continue
-        try:
-            found[key] = load_model_config(name)
-        except ModelError as error:
-            raise ModelError(f"{key}: {error}") from error
+def _without_weights(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The policy and its reference, or the teacher, on the meta device."""
     from transformers import AutoModelForCausalLM
 
-    policy = check_policy(config, found["model.name"])
-    other = found.get("algorithm.teacher", found.get("reference.name", found["model.name"]))
+    configs = {}
+    for key, name in _models(config):
+        if name is not None and key != "model.tokenizer":  # which is loaded
+            try:
+                configs[key] = load_model_config(name)
+            except ModelError as error:
+                raise ModelError(f"{key}: {error}") from error
+    policy = check_policy(config, configs["model.name"])
+    other = configs.get("algorithm.teacher", configs.get("reference.name", configs["model.name"]))
     with torch.device("meta"):
-        reference = AutoModelForCausalLM.from_config(other)
-    check_parts(config, policy, reference)
-    return policy, reference
+        return policy, AutoModelForCausalLM.from_config(other)
 
 
-def _estimate(config: TrainConfig, policy: PreTrainedModel, reference: PreTrainedModel) -> tuple[int, int]:
+def _estimate(plan: AlgorithmPlan, policy: PreTrainedModel, reference: PreTrainedModel) -> tuple[int, int]:
     """Bytes of memory and of disk that a run needs, by the number of its parameters."""
+    config = plan.config
 
     def size(model: PreTrainedModel, *, trained: bool = False) -> int:
         dtype = model.config.dtype if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
@@ -175,25 +239,10 @@ def _estimate(config: TrainConfig, policy: PreTrainedModel, reference: PreTraine
     whole, trained, states = size(policy), size(policy, trained=True), 0 if config.optimizer.name == "sgd" else 2
     saved = (1 + states) * trained
     memory = whole + saved
-    own = config.reference.name == "base" or (config.reference.name == "start" and config.lora is not None)
-    elsewhere = config.reference.service is not None or config.reference.name == "none" or own
-    memory += 0 if elsewhere and config.algorithm.teacher is None else size(reference)
-    if get_algorithm(config.algorithm.name).use_critic:  # type: ignore[arg-type]
+    elsewhere = config.reference.service is not None or config.reference.name == "none" or config.starts_from_base
+    if plan.distils or not elsewhere:
+        memory += size(reference)
+    if plan.algorithm.use_critic:
         memory, saved = memory + (2 + states) * size(reference), saved + (1 + states) * size(reference)
     best = trained if config.evaluation.every else 0
     return memory, (config.checkpoints.keep + 1) * saved + best + whole
-
-
-def _render_first(
-    config: TrainConfig, prompts: Prompts, reward: Reward | None, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Build the env of some prompts, which renders the first."""
-    with tensordict.set_list_to_stack(True):
-        try:
-            system, timeout = config.data.system_prompt, config.reward.timeout
-            make_env(prompts, reward, tokenizer, group_size=1, system_prompt=system, timeout=timeout)
-        except TemplateError as error:
-            system = "" if system is None else ", or leave data.system_prompt out"
-            raise ConfigError(
-                f"the tokenizer's chat template refuses the first prompt ({first_sentence(error)}): change the prompts{system}."
-            ) from error

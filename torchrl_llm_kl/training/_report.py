@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import os
 import platform
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -15,9 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from torchrl_llm_kl._files import replacing
+from torchrl_llm_kl.training._config import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from torchrl.record.loggers import Logger
+    from torchrl.record.loggers.mlflow import MLFlowLogger
 
     from torchrl_llm_kl.training._config import TrainConfig
 
@@ -158,6 +164,76 @@ def progress(
         task = bar.add_task(name, total=total, completed=done, status="")
         bar.tasks[task].start_time = 0.0  # the time in the end is the clock's
         yield advance
+
+
+# ------------------------------------------------------------------ loggers
+
+
+def make_loggers(config: TrainConfig, folder: Path) -> list[Logger]:
+    """The loggers of torchrl; what an earlier process wrote to files in ``folder`` is removed, to be written again.
+
+    Raises:
+        ConfigError: if a logger's package is not installed.
+
+    Example:
+        >>> loggers = make_loggers(config, Path("runs/train/logs"))  # doctest: +SKIP
+    """
+    from torchrl.record.loggers import get_logger
+
+    logging = config.logging
+    check_loggers(logging.loggers)
+    name = logging.name or Path(config.run.out).resolve().name
+    loggers = []
+    for kind in logging.loggers:
+        own = folder / kind
+        if kind in ("csv", "tensorboard"):
+            shutil.rmtree(own, ignore_errors=True)
+        own.mkdir(parents=True, exist_ok=True)
+        if kind == "mlflow":
+            loggers.append(_mlflow_logger(name, own, logging.project))
+            continue
+        settings = {}
+        if kind == "wandb":
+            run_id = own / "id"
+            if not run_id.exists():
+                run_id.write_text(uuid.uuid4().hex[:12])
+            settings = {"id": run_id.read_text(), "project": logging.project, "config": config.to_dict()}
+        loggers.append(get_logger(kind, str(own), name, wandb_kwargs=settings))
+    return loggers
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Raise if a logger's package is not installed."""
+    for kind in names:
+        if kind != "csv" and importlib.util.find_spec(kind) is None:
+            raise ConfigError(f"logging.loggers has {kind!r}, which is not installed: pip install {kind}.")
+
+
+def _mlflow_logger(name: str, folder: Path, project: str) -> MLFlowLogger:
+    """The project is the experiment, and a process that resumes a run continues it there too."""
+    import mlflow
+    from torchrl.record.loggers.mlflow import MLFlowLogger
+
+    mlflow.end_run()  # of an earlier logger of this process
+    own, run_id = folder / "id", "MLFLOW_RUN_ID"  # which mlflow.start_run reads, and torchrl's logger calls
+    before = os.environ.get(run_id)
+    if own.exists():
+        os.environ[run_id] = own.read_text()
+    try:
+        # In a database: MLflow 3.10 and later refuse folders of files.
+        logger = MLFlowLogger(
+            project,
+            tracking_uri=f"sqlite:///{folder.resolve() / 'mlflow.db'}",
+            artifact_location=(folder / "artifacts").resolve().as_uri(),
+        )
+    finally:
+        os.environ.pop(run_id, None)
+        if before is not None:
+            os.environ[run_id] = before
+    if not own.exists():
+        mlflow.set_tag("mlflow.runName", name)
+        own.write_text(logger.experiment.info.run_id)
+    return logger
 
 
 # ------------------------------------------------------------------ curves

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any, Literal
+from typing import Literal
 
 import tensordict
 import torch
@@ -23,26 +23,20 @@ from torchrl.modules.llm import TransformersWrapper
 
 from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._registry import install_hint
-from torchrl_llm_kl.algorithms import get_algorithm
 from torchrl_llm_kl.diagnostics import RunMonitor, log_metrics, status_line
-from torchrl_llm_kl.scoring import ReferenceUpdater
+from torchrl_llm_kl.estimators import EstimatorName
 from torchrl_llm_kl.tasks import PromptOrder, Prompts, make_env
-from torchrl_llm_kl.training._build import (
-    build_training,
-    load_reference,
-    make_loggers,
-    measured_kl,
-    sampling_of,
-)
+from torchrl_llm_kl.training._build import Reference, load_reference, measured_kl, sampling_of
 from torchrl_llm_kl.training._checkpoints import Checkpoint, Checkpoints
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig, differences
 from torchrl_llm_kl.training._evaluation import evaluate
-from torchrl_llm_kl.training._inputs import RunInputs, check_folder, check_kept, load_inputs
+from torchrl_llm_kl.training._inputs import RunInputs, check_folder, check_inputs_stay, load_inputs
 from torchrl_llm_kl.training._models import export_policy, load_policy, save_policy
 from torchrl_llm_kl.training._report import (
     Figures,
     FiguresFile,
     keep_earlier,
+    make_loggers,
     plot_curves,
     progress,
     read_figures,
@@ -171,10 +165,9 @@ class Run:
         self.tokenizer = self.inputs.tokenizer
         seed_everything(config.run.seed)
         self.policy = load_policy(config, None if saved is None else saved.folder / "model")
-        self.reference: Any = load_reference(config)
-        self.training = build_training(config, self.policy, self.reference)
-        self.parts = self.training.parts
-        self.updater = self._updater()
+        self.reference: Reference | None = load_reference(config)
+        self.training = self.inputs.plan.build(self.policy, self.reference)
+        self.parts, self.updater = self.training.parts, self.training.updater
         self.optimizer = make_optimizer(self.parts, config.optimizer)
         self.schedule = make_schedule(self.optimizer, config.optimizer, steps=config.run.steps, done=self.step)
         rows: list[Figures] = []
@@ -207,13 +200,6 @@ class Run:
         length, end = self.config.sampler.max_new_tokens, self.config.sampler.end
         return make_sampler(self.policy, self.tokenizer, max_new_tokens=length, sampling=sampling, end=end)
 
-    def _updater(self) -> ReferenceUpdater | None:
-        about = self.config.reference
-        if about.decay is about.reset_every is None:
-            return None
-        moves = partial(ReferenceUpdater, decay=about.decay, every=about.every, reset_every=about.reset_every)
-        return moves(self.reference, self.policy)
-
     def _monitor(self) -> RunMonitor:
         every, loggers = self.config.logging.doctor_every, make_loggers(self.config, self.out / "logs")
         earlier = [(row["step"], row) for row in self.rows.rows]  # of other processes
@@ -245,7 +231,7 @@ class Run:
             batch,
             coefficient=self.training.coefficient,
             charged=self.training.charged,
-            compares=get_algorithm(algorithm.name).compares_answers,  # type: ignore[arg-type]
+            compares=self.inputs.plan.algorithm.compares_answers,
         )
         if self.step == 0 and figures.get("equal_rewards") == 1 and algorithm.teacher is None:
             self.say(
@@ -298,8 +284,8 @@ class Run:
         if self.training.kl is not None and self.reference is not None:
             local = isinstance(self.reference, (str, torch.nn.Module))
             if local or not settings.greedy:  # of the most probable tokens, the exact KL alone means something
-                estimator = "exact" if settings.greedy else "k1"
-                kl = measured_kl(self.config, self.policy, self.reference, estimator=estimator)
+                estimator: EstimatorName = "exact" if settings.greedy else "k1"
+                kl = measured_kl(self.config, self.policy, self.reference, estimator)
         env = self._env(held_out, kl, PromptOrder(seed=None), min(settings.batch_size, len(held_out)), 1)
         sampler = self._sampler(greedy=settings.greedy)
         row = {"step": self.step, **evaluate(env, sampler, len(held_out), seed=self.config.run.seed)}
@@ -331,8 +317,9 @@ class Run:
 
     def close(self) -> None:
         """Leave the service of the reference, if there is one, which ends with its last run."""
-        if hasattr(self.reference, "close"):
-            self.reference.close()
+        close = getattr(self.reference, "close", None)
+        if close is not None:
+            close()
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -438,7 +425,7 @@ def train(
 def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Callable[..., Run]) -> TrainResult:
     saved = None if fresh else _saved(config, out)
     if saved is None:
-        check_kept(config, WRITTEN)
+        check_inputs_stay(config, WRITTEN)
 
     def begin() -> None:
         """Move what is in the way: the last thing before the run writes, so that nothing is moved for one that cannot begin."""

@@ -266,11 +266,10 @@ def test_a_conversation_of_one_s_own_whose_escape_sequences_do_not_reach_the_ter
         path.write_text(text)
         assert "[[bc<|im_end|>]]" in cli("templates", model, "--conversation", path).stdout
     for content, text in (
-        (b"nonsense", "is not JSON"),
-        (b"", "is not JSON"),
+        (b"nonsense", "no messages: expected a JSON list"),
         (b"{}", "no messages"),
         (b"[]", "no messages"),
-        (b'[{"role": "user", "content": "\xe9"}]', "is not UTF-8"),
+        (b'[{"role": "user", "content": "\xe9"}]', "cannot read"),
         (b'[{"role": "user"}]', "refuses this conversation"),
     ):
         path.write_bytes(content)

@@ -17,7 +17,7 @@ from cli_files import CHATS, Cli, error_of, read_jsonl, write_jsonl
 from closeness import assert_near
 from template_pairs import assistant, user
 from torchrl_llm_kl import LogProbScorer
-from torchrl_llm_kl.cli._score import means
+from torchrl_llm_kl.cli._score import mean_of_answers
 from toy_models import FORWARD
 from toy_rollouts import make_model, make_tokenizer
 
@@ -144,7 +144,7 @@ def test_the_summary_by_hand_and_what_is_left_out_of_it(cli, tmp_path, data, out
         "per_answer": 3.0,
         "per_answer_error": math.sqrt(3.0 / 3),  # the variance of 2, 2, 5 is 3
     }
-    assert means([1, 2, 3], {"KL k1": [2.0, 2.0, 5.0]})["KL k1"] == pytest.approx(expected)
+    assert mean_of_answers([1, 2, 3], [2.0, 2.0, 5.0])._asdict() == pytest.approx(expected)
 
 
 def test_pairs_are_summed_apart_and_token_ids_need_no_tokenizer(cli, tmp_path, out, model):
@@ -283,13 +283,13 @@ def test_errors_in_one_sentence(cli: Cli, tmp_path: Path, data: Path, model: str
         ([data, data], "is a file: pass the folder"),
         ([model, data, "--estimator", "k3"], "add --reference MODEL"),
         ([*pair, "--estimator", "k33"], "Did you mean 'k3'?"),
-        ([*pair, "--estimator", "corrected_k3"], "Choose among k1, k2"),
+        ([*pair, "--estimator", "corrected_k3"], "Known: k1, k2"),
         ([model, data, "--temperature", "0"], "is not greater than 0"),
         ([model, data, "--temperature", "nan"], "is not greater than 0"),
         ([model, data, "--temperature", "warm"], "(see torchrl-llm-kl score --help)"),
         ([model, data, "--dtype", "float8"], "Known: auto, float32"),
         ([model, data, "--out", tmp_path / "no" / "scores.jsonl"], "create it first"),
-        ([model, data, "--out", tmp_path / "folder"], "is a folder: pass a file"),
+        ([model, data, "--out", tmp_path / "folder"], "is a directory (see torchrl-llm-kl score --help)"),
         ([model, data, "--limit", "0"], "(see torchrl-llm-kl score --help)"),
         ([model], "Missing argument"),
         ([model, data, "--device", "cuda:99"], "cuda:99' is not a device of this process"),
@@ -330,7 +330,7 @@ def test_the_page_gets_the_scores_of_the_first_answers(cli, tmp_path, data, out,
         ("--out {0}/./folder/../chats.jsonl", "DATA and --out are one file"),
         ("--out {0}/scores --html {0}/scores", "--out and --html are one file"),
         ("--out {0}/scores --html {0}/scores.store", "--html and the folder of scores are one file"),
-        ("--store {0}/chats.jsonl", "the folder of scores, {0}/chats.jsonl, is a file"),
+        ("--store {0}/chats.jsonl", "{0}/chats.jsonl' is a file"),
         ("--out {0}/notes", "{0}/notes.store holds no scores of an earlier run: it would be replaced"),
     ],
 )
@@ -353,4 +353,4 @@ def test_a_chat_template_from_a_file(checkpoints: Path, data: Path, tmp_path: Pa
     cli("score", checkpoints / "model", data, "--out", outs[0])
     cli("score", base, data, "--out", outs[1], "--chat-template", template)
     assert read_jsonl(outs[1]) == read_jsonl(outs[0])
-    assert "is no file" in error_of(cli("score", base, data, "--chat-template", tmp_path / "nowhere", code=2))
+    assert "does not exist" in error_of(cli("score", base, data, "--chat-template", tmp_path / "nowhere", code=2))

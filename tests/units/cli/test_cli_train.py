@@ -34,7 +34,7 @@ def test_a_dry_run_prints_the_resolved_settings_and_writes_nothing(cli: Cli, fil
     assert not (tmp_path / "out").exists()
     values = read_config(file)
     least = [f"model.name={values.model.name}", f"data.prompts={values.data.prompts}"]
-    least.append(f"reward={values.reward.functions}")
+    least.append(f"reward={values.reward.function}")
     assert f"name: {values.model.name}\n" in cli("train", *least, "--dry-run").stdout
     (tmp_path / "lr=1").mkdir()  # an equals sign in the path of the file is no change
     copy = Path(shutil.copy(file, tmp_path / "lr=1" / "config.yaml"))
@@ -44,7 +44,7 @@ def test_a_dry_run_prints_the_resolved_settings_and_writes_nothing(cli: Cli, fil
     # a file of rewards that prints does not get between them, and none is called
     (tmp_path / "talks.py").write_text("print('loading')\ndef f(q, a, m):\n    raise SystemExit(3)\n")
     result = cli("train", file, f"reward={tmp_path / 'talks.py'}:f", "--dry-run")
-    assert result.stdout.startswith("model:\n")
+    assert result.stdout.startswith("imports: []\nmodel:\n")
     assert re.search(r"memory: at least .* GB .*Disk: up to .* GB", result.stderr)
     assert "loading" in result.stderr
 
@@ -58,8 +58,7 @@ NOT_THERE = {
     "reward={lab}/rewards.py:nothing": "has no function 'nothing'. Known: vowels, digits",
     "reward=no.such.module:f": "there is no module no.such.module",
     "reward=math": "names no function",
-    "reward.functions={{a: {{function: 3}}}}": "reward.functions.a is {{'function': 3}}: expected module.py:function",
-    "reward.functions={{a: {{function: math:sqrt, weight: 1e400}}}}": "weight is inf: expected a finite number",
+    "reward=null; reward.functions.a={{function: {lab}/rewards.py:vowels, weight: 1e400}}": "weight of 'a' must be a finite",
     "model.name=./nowhere": "model.name: there is no folder ./nowhere",
     "model.name={tmp}/empty": "model.name: the folder {tmp}/empty holds no model",
     "model.name={tmp}/light": "model.name: the folder {tmp}/light holds no weights",

@@ -1,7 +1,6 @@
 """A configuration is read with its types; what is wrong is named before weights are loaded or an earlier run is moved."""
 
 import json
-import os
 import shutil
 from dataclasses import fields
 from pathlib import Path
@@ -15,7 +14,7 @@ pytest.importorskip("omegaconf")
 from torchrl_llm_kl import Sampling, training
 from torchrl_llm_kl.tasks import PromptOrder, make_env
 from torchrl_llm_kl.training import ConfigError, TrainConfig, load_inputs, make_sampler, read_config, train
-from torchrl_llm_kl.training._config import DataConfig, ModelConfig, RewardConfig, RunConfig, differences
+from torchrl_llm_kl.training._config import DataConfig, ModelConfig, RewardConfig, RewardPart, differences
 from torchrl_llm_kl.training._models import export_policy, load_policy, save_policy
 from toy_rollouts import make_model, make_tokenizer
 from toy_tokenizer import build_tokenizer
@@ -27,7 +26,7 @@ LEAST: dict[str, Any] = {"model": {"name": "m"}, "data": {"prompts": "p.jsonl"},
 def test_defaults_and_overrides_which_survive_yaml_and_the_example(tmp_path, monkeypatch):
     changes = ["optimizer.lr=1e-5", "algorithm.args.objective_args.clip_high=0.28", "lora.r=4", "lora.targets=[q_proj]"]
     config = read_config(LEAST, [*changes, "kl.target=0.5", "evaluation.greedy=false", "run.seed=7"])
-    assert (config.model.name, config.data.prompts, config.reward.functions) == ("m", "p.jsonl", "r.py:f")
+    assert (config.model.name, config.data.prompts, config.reward.function) == ("m", "p.jsonl", "r.py:f")
     assert (config.optimizer.lr, config.optimizer.betas) == (1e-5, [0.9, 0.999])
     assert (config.algorithm.name, config.algorithm.args) == ("grpo", {"objective_args": {"clip_high": 0.28}})
     assert (config.lora.r, config.lora.alpha, config.kl.target) == (4, 32.0, 0.5)
@@ -40,7 +39,7 @@ def test_defaults_and_overrides_which_survive_yaml_and_the_example(tmp_path, mon
     changes = ["optimizer.lr=1e-5", "optimizer.lr=2e-5", "reward.functions.b={function: r.py:g, weight: 2}"]
     config = read_config(file, changes)
     assert (config.data.num_prompts, config.optimizer.lr, config.run.out) == (3, 2e-5, "runs/m")
-    assert config.reward.functions == {"a": "r.py:f", "b": {"function": "r.py:g", "weight": 2}}
+    assert config.reward.parts == {"a": RewardPart("r.py:f"), "b": RewardPart("r.py:g", weight=2.0)}
     monkeypatch.setenv("HOME", "/home/me")
     config = read_config(LEAST, ["model.name=~/m", "data.prompts=~/p.jsonl", "run.out=~/runs/x", "reference.name=~/m"])
     assert (config.model.name, config.data.prompts) == ("/home/me/m", "/home/me/p.jsonl")
@@ -81,63 +80,55 @@ def test_braces_empty_a_setting_and_a_value_in_braces_is_added() -> None:
     ("override", "message"),
     [
         ("optimizer.learning_rate=1e-5", "unknown key optimizer.learning_rate: did you mean optimizer.lr?"),
-        ("optimzer.lr=1", "unknown key optimzer: did you mean optimizer?"),
-        ("lr=1e-5", "unknown key lr: did you mean optimizer.lr?"),
+        ("optimzer.lr=1", "unknown key optimzer.lr: did you mean optimizer.lr?"),
         ("run.stps=3", "did you mean run.steps?"),
-        ("foo.bar=1", "there are model, lora, reference,"),
+        ("foo.bar=1", "a configuration has model, lora, reference,"),
         ("optimizer.foo=1", "optimizer has name, lr, critic_lr"),
-        ("optimizer=3", "optimizer is 3: expected a section with name, lr"),
-        ("optimizer.lr=fast", "optimizer.lr is 'fast': expected a number."),
-        ("evaluation.greedy=maybe", "evaluation.greedy is 'maybe': expected true or false."),
-        ("logging.loggers=csv", "logging.loggers is 'csv': expected a list, each text."),
-        ("algorithm.args=3", "algorithm.args is 3: expected names with values."),
+        ("optimizer=3", "optimizer is a section: expected the names name, lr"),
+        ("optimizer.lr=fast", "optimizer.lr is 'fast': Value 'fast' of type 'str' could not be converted to Float."),
+        ("logging.loggers=csv", "logging.loggers is 'csv': Invalid value"),
+        ("algorithm.args=3", "algorithm.args is 3: "),
+        ("run.steps=3; run.steps.a=1", "run.steps.a is 1: "),
+        (
+            "reward.functions={a: {function: f, weight: x}}",
+            "reward.functions is {'a': {'function': 'f', 'weight': 'x'}}: ",
+        ),
+        ("reward.functions={a: {weight: 1}}", "reward.functions.a.function is missing"),
+        ("reward.functions={a: f}", "reward.function and reward.functions are both set"),
+        ("reward=null", "reward.function is missing: set it to module.py:function"),
         ("optimizer.lr", "'optimizer.lr' changes no setting: write it as key=value"),
-        ("optimizer.lr=0", "optimizer.lr is 0: expected more than 0."),
-        ("optimizer.lr=inf", "optimizer.lr is inf: expected a finite number."),
-        ("sampler.top_p=1.5", "sampler.top_p is 1.5: expected at most 1."),
+        ("optimizer.betas[0]=0.8", "changes no setting: write it as key=value, such as optimizer.betas=[0.9, 0.95]"),
+        ("optimizer.lr=0", "optimizer.lr must be greater than 0, got 0.0."),
+        ("optimizer.lr=1e400", "optimizer.lr is inf: expected a finite number."),
+        ("sampler.top_p=1.5", "sampler.top_p must be greater than 0 and at most 1, got 1.5."),
+        ("kl.place=los", "kl.place must be one of 'preset', 'loss', 'reward', 'none', got 'los'. Did you mean 'loss'?"),
+        ("run.seed=9223372036854775808", "run.seed must be at least 0 and at most"),
+        (f"optimizer.lr={'9' * 400}", "int too large to convert to float"),
+        (
+            "run.steps=!!python/object/apply:os.system [ls]",
+            "python/object/apply:os.system' (line 1, column 1)): expected YAML",
+        ),
+        ("run.out=!!timestamp 2020-01-01", "(Value 'date' is not a supported primitive type): expected YAML"),
+        (
+            "model.name=${nothing.there}",
+            "model.name is '${nothing.there}': Interpolation key 'nothing.there' not found.",
+        ),
+        ("run.out=${run.out}", "run.out is '${run.out}': Recursive interpolation detected."),
         ('sampler.end=["\\n", ""]', "sampler.end has an empty text"),
-        ("data.group_size=0", "data.group_size is 0: expected at least 1."),
-        ("kl.place=los", "choose one of preset, loss, reward, none. Did you mean 'loss'?"),
         ("optimizer.betas=[0.9]", "expected two numbers"),
         ("logging.loggers=[csv,foo]", "logging.loggers has the unknown logger 'foo'"),
-        ("model.name=${nothing.there}", "nothing.there"),
+        ("logging.loggers=[csv,csv]", "loggers is ['csv', 'csv']: name each once"),
         ("reference.name=base", "reference.name=base is the model without its adapters"),
         ("reference.every=3", "set reference.decay"),
         ("optimizer.warmup_steps=100", "expected fewer than run.steps"),
         ("kl.controller_args={integral: 0.1}", "set kl.target"),
-        ("optimizer.betas[0]=0.8", "give the whole list"),
-        ("run.seed=9223372036854775808", "run.seed is 9.22337e+18: expected at most"),
-        ("logging.loggers=[csv,csv]", "loggers is ['csv', 'csv']: name each once"),
-        ("reward.functions=[]", "reward.functions is []: expected module.py:function"),
-        ("reward=null", "reward.functions is None: expected module.py:function"),
-        (f"run.steps={'9' * 400}", "run.steps is a whole number of 1329 bits: expected one of at most 64."),
-        (f"run.steps={'9' * 5000}", "99... has a value that cannot be read (Exceeds the limit"),
-        (f"optimizer.betas=[0.9, {'9' * 400}]", "optimizer.betas is a whole number of 1329 bits"),
-        ("reward.functions={a: {function: f, weight: %s}}" % ("9" * 400), "functions.a.weight is a whole number"),
-        ("run.steps=inf", "run.steps is 'inf': expected a whole number."),
-        ("optimizer.lr=1e400", "optimizer.lr is inf: expected a finite number."),
-        ("algorithm.args.clip_high=.nan", "algorithm.args.clip_high is nan: expected a finite number."),
-        (
-            "run.steps=!!python/object/apply:os.system [ls]",
-            "has a value that cannot be read (could not determine a constructor for the tag "
-            "'tag:yaml.org,2002:python/object/apply:os.system' (line 1, column 1)): expected YAML",
-        ),
-        ("run.out=!!timestamp 2020-01-01", "(Value 'date' is not a supported primitive type): expected YAML"),
-        ("run.out=*x", "has an alias (*name)"),
-        ("run.out=${", "'run.out=${' has a value that cannot be read"),
-        ("algorithm.args=&a {x: *a}", "has an alias (*name)"),
-        (f"algorithm.args.a={'[' * 400}{']' * 400}", "cannot be read (it is nested too deeply"),
-        (f"algorithm.args.a={'[' * 30}{']' * 30}", "args.a is nested too deeply: expected at most 20 levels."),
-        (f"algorithm.args.{'a.' * 90}b=1", "is nested too deeply: expected a key such as optimizer.lr."),
-        ("lora.targets={a: b}", "lora.targets is {'a': 'b'}: expected a list, each text."),
-        ("run.out=${run.out}", "run.out is '${run.out}': Recursive interpolation detected."),
-        ("kl.place=none; kl.target=0.5", "choose loss or reward, or drop the target"),
-        ("reference.name=none; kl.place=loss", "no KL to charge"),
+        ("algorithm.minibatches=65", "algorithm.minibatches is 65: a step has only 64 answers."),
+        ("kl.place=none; kl.target=0.5", "choose loss or reward, or drop kl.target"),
+        ("reference.name=none; kl.place=loss", "leaves no KL to charge"),
         ("lora.r=4; reference.decay=0.9", "train without lora"),
         ("reference.name=base; lora.r=4; reference.service=shared", "holds a separate model"),
         ("reference.service=shared; reference.decay=0.9", "for all runs that share it"),
         ("checkpoints.final=best; evaluation.every=0", "evaluate, or take last"),
-        (f"run.steps={'a' * 5000}", f"run.steps is '{'a' * 96}...: expected a whole number."),
     ],
 )
 def test_what_is_wrong_is_named(override: str, message: str) -> None:
@@ -154,21 +145,10 @@ def test_all_unknown_keys_what_is_missing_what_has_changed_and_no_file(tmp_path:
         read_config({"model": {"name": "m"}, "reward": "r.py:f"})
     with pytest.raises(ConfigError, match=r"model\.name is missing"):
         TrainConfig()
-    least = {"model": {"name": "m"}, "data": {"prompts": "p.jsonl"}}
-    with pytest.raises(
-        ConfigError, match=r"^reward\.functions is None: expected .* with algorithm\.teacher needs none\.$"
-    ):
-        read_config(least)
-    taught = {**least, "algorithm": {"name": "gkd", "teacher": "t"}}
-    assert read_config(taught).reward.functions is None
-    with pytest.raises(ConfigError, match=r"^data\.held_out is for evaluations of the reward, and the run has none"):
+    taught = {**LEAST, "reward": None, "algorithm": {"name": "gkd", "teacher": "t"}}
+    assert read_config(taught).reward.parts == {}
+    with pytest.raises(ConfigError, match=r"^data\.held_out evaluates the reward, and the run has none"):
         read_config(taught, ["data.held_out=h.jsonl"])
-    # numbers that no setting can hold, also where no YAML is read
-    sections = {"model": ModelConfig("m"), "data": DataConfig("p.jsonl")}
-    with pytest.raises(ConfigError, match=r"run\.steps is a whole number of 33220 bits: expected one of at most 64\."):
-        TrainConfig(**sections, reward=RewardConfig("r.py:f"), run=RunConfig(steps=10**10_000))
-    with pytest.raises(ConfigError, match=r"algorithm\.args\.a is nan: expected a finite number\."):
-        read_config({**LEAST, "algorithm": {"args": {"a": [1.0, float("nan")]}}})
     old = read_config(LEAST).to_dict()
     allowed = ["run.steps=200", "logging.loggers=[csv]", "checkpoints.keep=5", "kl.stop_above=3", "run.out=elsewhere"]
     assert differences(old, read_config(LEAST, allowed)) == []
@@ -181,24 +161,19 @@ def test_all_unknown_keys_what_is_missing_what_has_changed_and_no_file(tmp_path:
     assert any(each.startswith("lora.r: ") for each in lora)
     with pytest.raises(FileNotFoundError, match="there is no file"):
         read_config(tmp_path / "nothing.yaml")
-    os.mkfifo(tmp_path / "pipe.yaml")
-    for name, message in ((".", "is a folder"), ("pipe.yaml", r"pipe\.yaml is not a regular file")):
-        with pytest.raises(ConfigError, match=message):
-            read_config(tmp_path / name)
+    with pytest.raises(ConfigError, match="is not a file"):
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a: [", r"is not YAML with sections .*: .*\(line 1, column 5\)\.$"),
+        (b"a: [", r"is not YAML: .*\(line 1, column 5\); expected sections such as"),
         (b"- a\n", "holds a list: expected sections"),
-        (b"run: {steps: 3}\nrun: {steps: 4}", "is not YAML with sections .*duplicate key run"),
-        (b"run: {steps: " + b"9" * 5000 + b"}", "is not YAML with sections .*Exceeds the limit"),
-        (b"algorithm: {args: " + b"{a: " * 30 + b"1" + b"}" * 31, r"^algorithm\.args\.a.* is nested too deeply"),
-        (b"algorithm: {args: &a {x: *a}}", "has an alias"),
+        (b"run: {steps: 3}\nrun: {steps: 4}", "is not YAML: .*duplicate key run"),
+        (b"run: {steps: " + b"9" * 5000 + b"}", "is not YAML: .*Exceeds the limit"),
         (b"\x80\x02}q\x00.", "is neither YAML nor text"),
-        (b"a\0b", "is not YAML with sections .*special characters"),
-        (b" " * (1 << 20) + b" ", "has 1,048,577 bytes, too many for a configuration"),
+        (b"a\0b", "is not YAML: .*special characters"),
         (b"", r"model\.name is missing"),
     ],
 )

@@ -1,0 +1,132 @@
+"""The user's own code in a run: files that register names, and functions named as ``mine.py:function``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torchrl_llm_kl._registry import no_such
+from torchrl_llm_kl.training._config import ConfigError, TrainConfig
+
+#: Settings in ``algorithm.args`` that may name a function.
+FUNCTIONS_OF_ALGORITHM = ("objective", "advantage")
+
+#: Files that :func:`import_code` ran. A name can be registered once, so that each runs once in a process.
+_IMPORTED: dict[Path, ModuleType] = {}
+
+
+def import_code(place: str) -> ModuleType:
+    """Import a file (``mine.py``) or a module (``package.mine``), once in a process.
+
+    Raises:
+        ConfigError: if it does not exist, or fails.
+
+    Example:
+        >>> import_code("math").sqrt(9.0)
+        3.0
+    """
+    return _module(place, _IMPORTED)
+
+
+def load_function(place: str, files: dict[Path, ModuleType] | None = None) -> Callable[..., Any]:
+    """The function of a text such as ``rewards.py:correct`` or ``package.rewards:correct``.
+
+    Args:
+        place: a file, or a module, and a name in it.
+        files: files that were run already; the function's is added. Without, the file is run anew, unless
+            :func:`import_code` ran it.
+
+    Raises:
+        ConfigError: if the file, the module or the function does not exist, or the file fails.
+
+    Example:
+        >>> load_function("math:sqrt")(9.0)
+        3.0
+    """
+    where, _, name = place.rpartition(":")
+    if not where or not name:
+        raise ConfigError(f"{place!r} names no function: write it as module.py:function or package.module:function.")
+    values = vars(_module(where, {} if files is None else files))
+    if not callable(values.get(name)):
+        known = [key for key, value in values.items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(no_such(f"{where} has no function", name, known))
+    return values[name]
+
+
+def is_place(value: object) -> bool:
+    """Whether a value names a function in the user's code."""
+    return isinstance(value, str) and ":" in value
+
+
+def named_functions(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Key and place of each function in the user's code that a configuration names."""
+    yield from (("reward.function", part.function) for part in config.reward.parts.values())
+    values = {f"algorithm.args.{name}": config.algorithm.args.get(name) for name in FUNCTIONS_OF_ALGORITHM}
+    values["kl.estimator"] = config.kl.estimator
+    yield from ((key, str(value)) for key, value in values.items() if is_place(value))
+
+
+def user_files(config: TrainConfig) -> list[tuple[str, str]]:
+    """Key and path of the user's files, as the configuration has them; modules are left out."""
+    places = [(key, place.rpartition(":")[0]) for key, place in named_functions(config)]
+    places += [("imports", place) for place in config.imports]
+    return [(key, path) for key, path in places if path.endswith(".py")]
+
+
+def file_digests(config: TrainConfig) -> dict[str, str]:
+    """SHA-256 of the files with prompts and of the user's code, by path: a resumed run reads them again.
+
+    Modules (``package.module:function``) and files that a file imports are left out.
+
+    Example:
+        >>> file_digests(config)  # doctest: +SKIP
+        {'prompts.jsonl': 'e3b0c442...', 'rewards.py': '9f86d081...'}
+    """
+    names = (config.data.prompts, config.data.held_out, *(path for _, path in user_files(config)))
+    paths = {name: Path(name).expanduser() for name in names if name}
+    return {name: sha256(path.read_bytes()).hexdigest() for name, path in paths.items() if path.is_file()}
+
+
+def _module(where: str, files: dict[Path, ModuleType]) -> ModuleType:
+    if not where.endswith(".py"):
+        sys.path.insert(0, "")  # modules of the current folder, as with `python -m`
+        try:
+            return importlib.import_module(where)
+        except ImportError as error:
+            raise ConfigError(f"there is no module {where}: {error}.") from error
+        finally:
+            sys.path.remove("")
+    path = Path(where).expanduser().resolve()
+    if path in _IMPORTED:
+        return _IMPORTED[path]
+    if path not in files:
+        if not path.is_file():
+            raise ConfigError(f"there is no file {where}: paths are relative to the folder where the command runs.")
+        files[path] = _run_file(path)
+    return files[path]
+
+
+def _run_file(path: Path) -> ModuleType:
+    name = f"torchrl_llm_kl_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickles look there
+    beside = str(path.parent)  # for imports of its neighbours, now or in a call
+    sys.path.insert(0, beside)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be loaded: {type(error).__name__}: {error}.") from error
+    finally:
+        sys.path.remove(beside)
+        if beside not in sys.path:
+            sys.path.append(beside)
+    return module
