@@ -48,7 +48,7 @@ from torchrl_llm_kl.cli import main as command_line  # noqa: E402
 from torchrl_llm_kl.diagnostics import METRICS, Origin  # noqa: E402
 from torchrl_llm_kl.estimators import EstimatorName, estimator_table, get_estimator, top_k_divergence  # noqa: E402
 from torchrl_llm_kl.losses import LossInputs, available_objectives, get_objective, spec_of  # noqa: E402
-from torchrl_llm_kl.training import settings_table  # noqa: E402
+from torchrl_llm_kl.training import SETTINGS as RUN_SETTINGS, as_yaml  # noqa: E402
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
@@ -485,6 +485,18 @@ def pair_table() -> str:
         columns = [", ".join(kinds["agrees"]), marked, ", ".join(kinds["texts differ"]), ", ".join(kinds["refused"])]
         rows.append([template, *(column or "-" for column in columns)])
     return markdown(["template", "agrees on", "only TRL marks", "texts differ", "refused"], rows)
+
+
+# ------------------------------------------------------------------ train.md
+
+
+def settings_table() -> str:
+    """Every setting of a run: key, default and meaning."""
+    rows = []
+    for key, setting in RUN_SETTINGS.items():
+        default = "" if setting.default == "???" else f"`{as_yaml(setting.default)}`"
+        rows.append([f"`{key}`", default, setting.text])
+    return markdown(["key", "default", "meaning"], rows)
 
 
 # ------------------------------------------------------------------ the pages

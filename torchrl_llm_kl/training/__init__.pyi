@@ -46,7 +46,8 @@ from torchrl_llm_kl.training._steps import (
 # isort: split
 # For the layers above, not public:
 from torchrl_llm_kl.training._config import (
-    settings_table as settings_table,
+    SETTINGS as SETTINGS,
+    as_yaml as as_yaml,
 )
 from torchrl_llm_kl.training._inputs import (
     load_inputs as load_inputs,

@@ -372,6 +372,12 @@ class SettingFacts:
     example: str
 
     @property
+    def text(self) -> str:
+        """The meaning, and the choices if it has some."""
+        choices = [extra for extra in self.extras if isinstance(extra, Choice)]
+        return f"{self.meaning} ({', '.join(choices[0])})" if choices else self.meaning
+
+    @property
     def extras(self) -> list[object]:
         """The parts of its ``Annotated`` type: bounds, choices, whether it is a path."""
         return [extra for member in members_of(self.kind) for extra in get_args(member)[1:]]
@@ -387,13 +393,13 @@ def _settings() -> Iterator[SettingFacts]:
             if prefix or each.name not in _SECTIONS:
                 default = each.default if each.default_factory is MISSING else each.default_factory()
                 row = rows[f"{prefix}{each.name}"]
-                example = row["example"] or _as_yaml(default)
+                example = row["example"] or as_yaml(default)
                 yield SettingFacts(
                     row["key"], kinds[each.name], default, row["meaning"], tuple(row["also"].split()), example
                 )
 
 
-def _as_yaml(value: object) -> str:
+def as_yaml(value: object) -> str:
     import yaml
 
     text = yaml.safe_dump(value, default_flow_style=True, width=1000).strip()
@@ -467,28 +473,9 @@ def example_config() -> str:
             section = name
             lines.append(f"{name}:{' null' * absent}  # {(_SECTIONS[name].__doc__ or '').splitlines()[0]}")
         text = f"{'#' * absent}{'  ' * bool(name)}{leaf}: {about.example}"
-        first, *others = textwrap.wrap(_meaning(about), 74)
+        first, *others = textwrap.wrap(about.text, 74)
         lines += [f"{text}{' ' * max(2, 44 - len(text))}# {first}", *(f"{' ' * 44}# {line}" for line in others)]
     return "\n".join(lines) + "\n"
-
-
-def settings_table() -> str:
-    """A Markdown table of every setting: key, default and meaning.
-
-    Example:
-        >>> print(settings_table().splitlines()[3])
-        | `model.name` | | a folder of save_pretrained, or a name on the hub |
-    """
-    rows = ["| key | default | meaning |", "|---|---|---|"]
-    for each in SETTINGS.values():
-        shown = "" if each.default == REQUIRED else f"`{_as_yaml(each.default)}` "
-        rows.append(f"| `{each.key}` | {shown}| {_meaning(each)} |")
-    return "\n".join(rows) + "\n"
-
-
-def _meaning(about: SettingFacts) -> str:
-    choices = [extra for extra in about.extras if isinstance(extra, Choice)]
-    return f"{about.meaning} ({', '.join(choices[0])})" if choices else about.meaning
 
 
 # ------------------------------------------------------------------ reading
