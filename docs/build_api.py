@@ -26,7 +26,6 @@ ORDER = (
     "diagnostics",
     "training",
     "cli",
-    "configs",
     "masks",
     "rollouts",
     "ragged",

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("advantages", "transforms", "losses", "datasets"),
     ("algorithms", "service", "diagnostics", "tasks"),
     ("training",),
-    ("cli", "configs"),
+    ("cli",),
 )
 
 HOLDS = {
@@ -51,7 +51,6 @@ HOLDS = {
     "tasks": "your own task: prompts, rewards from functions, tools, as an env",
     "training": "a run from a configuration: loop, evaluation, checkpoints, a model card",
     "cli": "the command line",
-    "configs": "Hydra's config groups",
 }
 
 

@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import torchrl_llm_kl
 from torchrl_llm_kl._registry import Spec
 from torchrl_llm_kl.advantages import advantage_spec, available_advantages, get_advantage
-from torchrl_llm_kl.advantages._registry import _REGISTRY as ADVANTAGES
 from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm
 from torchrl_llm_kl.algorithms._algorithm import FIELDS
 from torchrl_llm_kl.estimators import available_estimators, get_estimator
@@ -111,10 +110,9 @@ def objectives() -> list[str]:
 def advantages() -> list[str]:
     """Types of the advantages."""
     types = types_of(map(advantage_spec, available_advantages()))  # type: ignore[arg-type]
-    doc = "Every hyper-parameter of every advantage, under each name that :class:`Advantage` accepts."
+    doc = "Every hyper-parameter of every advantage."
     return [
         literal("AdvantageName", "Every registered advantage.", available_advantages()),
-        literal("PeerName", "Names that Trinity-RFT and verl have for some advantages.", sorted(ADVANTAGES.aliases)),
         typed_dict("AdvantageArgs", doc, types),
     ]
 
@@ -140,7 +138,7 @@ LAYERS: dict[str, tuple[Callable[[], Iterable[Any]], Callable[[], list[str]]]] =
 IMPORTED = {
     "losses": "from collections.abc import Sequence\nfrom typing import Any, Literal, TypedDict\n\n"
     "from torch import Tensor, nn\n",
-    "advantages": "from collections.abc import Sequence\nfrom typing import Any, Literal, TypedDict\n\n"
+    "advantages": "from collections.abc import Sequence\nfrom typing import Literal, TypedDict\n\n"
     "from torch import Generator, Tensor\n",
     "estimators": "from typing import Literal\n",
     "algorithms": "from collections.abc import Callable\nfrom typing import Literal, TypedDict\n\nfrom torch import Tensor\n",

@@ -93,6 +93,37 @@ FOREIGN = tuple(
 )
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A value of a setting that has a few.
+
+    Args:
+        here: its name in this package.
+        overrides: the arguments of ``make_algorithm`` that it stands for, by path.
+        passed: settings that take effect with it -> their paths; empty for those of the setting's row.
+        note: advice.
+    """
+
+    here: str
+    overrides: Mapping[str, object]
+    passed: Mapping[str, str]
+    note: str
+
+
+def _choices() -> dict[tuple[str, ...], dict[str, Choice]]:
+    choices: dict[tuple[str, ...], dict[str, Choice]] = {}
+    for row in read_table("elsewhere/choices.csv"):
+        overrides = json.loads(row["overrides"] or "{}")
+        passed = {theirs: own for theirs, _, own in (pair.partition("=") for pair in row["passed"].split())}
+        same = choices.setdefault((row["library"], row["trainer"], row["setting"]), {})
+        same[row["value"]] = Choice(row["here"], overrides, passed, row["note"])
+    return choices
+
+
+#: Library, trainer and setting -> value -> its counterpart.
+CHOICES = _choices()
+
+
 def find_row(rows: Mapping[str, Foreign], name: str) -> Foreign | None:
     """The row of a setting, or of the nearest section that stands for all below it; None for an unknown one."""
     if name in rows:
@@ -100,6 +131,20 @@ def find_row(rows: Mapping[str, Foreign], name: str) -> Foreign | None:
     parts = name.split(".")
     sections = (".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))
     return next((rows[section] for section in sections if section in rows), None)
+
+
+def foreign_value(field: str, name: object) -> str:
+    """The end of a message about an unknown objective or advantage: its name in this package, if another library has it.
+
+    Example:
+        >>> foreign_value("advantage", "grpo_passk")
+        " verl's 'grpo_passk' is 'pass_at_k' here."
+    """
+    for (library, *_), choices in CHOICES.items():
+        own = choices[name].overrides.get(field) if isinstance(name, str) and name in choices else None
+        if own is not None:
+            return f" {library}'s {name!r} is {own!r} here."
+    return ""
 
 
 #: The libraries whose names error messages explain. The others share most names with these.

@@ -30,6 +30,7 @@ AboveOne = Annotated[Scalar, Range(above=1.0)]
 Amount = Annotated[float, Range(0.0)]
 PositiveAmount = Annotated[float, Range(above=0.0)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
+InnerShare = Annotated[float, Range(above=0.0, below=1.0)]
 
 # ------------------------------------------------------------------ checks
 

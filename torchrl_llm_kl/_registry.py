@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import UnionType
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from torchrl_llm_kl._foreign import foreign_hint
+from torchrl_llm_kl._foreign import foreign_hint, foreign_value
 
 T = TypeVar("T")
 
@@ -132,7 +132,7 @@ def flatten(settings: Mapping[str, object], prefix: str = "") -> dict[str, objec
 class Registry(Mapping[str, T], Generic[T]):
     """Named things of one kind; a read-only mapping with :meth:`add`.
 
-    Iteration yields the names in the order of :meth:`add`. ``[]`` accepts aliases too; ``in`` and iteration do not.
+    Iteration yields the names in the order of :meth:`add`.
 
     Args:
         kind: the noun for messages.
@@ -140,9 +140,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
     Example:
         >>> shapes = Registry[int]("shape")
-        >>> shapes.add("square", 4, "box")
-        4
-        >>> shapes["box"]
+        >>> shapes.add("square", 4)
         4
         >>> shapes["sqare"]
         Traceback (most recent call last):
@@ -153,27 +151,22 @@ class Registry(Mapping[str, T], Generic[T]):
     def __init__(self, kind: str, *, error: type[ValueError] = UnknownNameError) -> None:
         self.kind, self._error = kind, error
         self._items: dict[str, T] = {}
-        self.aliases: dict[str, str] = {}
 
-    def add(self, name: str, item: T, *aliases: str) -> T:
-        """Register ``item`` under a name, and under other names that iteration leaves out; return it.
+    def add(self, name: str, item: T) -> T:
+        """Register ``item`` under a name, and return it.
 
         Raises:
-            ValueError: if a name is taken.
+            ValueError: if the name is taken.
         """
-        for each in (name, *aliases):
-            if each in self._items or each in self.aliases:
-                raise ValueError(f"the {self.kind} {each!r} is registered already: choose another name.")
+        if name in self._items:
+            raise ValueError(f"the {self.kind} {name!r} is registered already: choose another name.")
         self._items[name] = item
-        self.aliases |= dict.fromkeys(aliases, name)
         return item
 
     def __getitem__(self, name: str) -> T:
-        own = self.aliases.get(name, name) if isinstance(name, str) else name
-        if isinstance(own, str) and own in self._items:
-            return self._items[own]
-        hint = did_you_mean(name, [*self._items, *self.aliases])
-        raise self._error(no_such(f"unknown {self.kind}", name, self._items, hint=hint))
+        if isinstance(name, str) and name in self._items:
+            return self._items[name]
+        raise self._error(no_such(f"unknown {self.kind}", name, self._items, hint=foreign_value(self.kind, name)))
 
     def __contains__(self, name: object) -> bool:
         return name in self._items
@@ -340,19 +333,23 @@ def signature_of(function: Callable[..., object]) -> Mapping[str, inspect.Parame
 
 
 class Range(NamedTuple):
-    """Numbers in ``[low, high]`` that are greater than ``above``: a part of an ``Annotated`` hyper-parameter."""
+    """Numbers in ``[low, high]`` and between ``above`` and ``below``, exclusive: a part of an ``Annotated`` hyper-parameter."""
 
     low: float = -math.inf
     high: float = math.inf
     above: float = -math.inf
+    below: float = math.inf
 
     def check(self, name: str, value: object) -> None:
-        """Raise a ValueError for a number outside. Tensors and None pass: reading a tensor would be a host sync."""
-        low, high, above = self
-        if isinstance(value, (int, float)) and not (low <= value <= high and value > above):
+        """Raise a ValueError for a number outside, a TypeError for a text. Reading a tensor would be a host sync: it passes."""
+        if isinstance(value, str):
+            raise TypeError(f"{name} must be a number, got {value!r}.")
+        low, high, above, below = self
+        if isinstance(value, (int, float)) and not (low <= value <= high and above < value < below):
             bounds = [f"at least {low:g}"] * (low > -math.inf)
             bounds += [f"greater than {above:g}"] * (above > -math.inf)
             bounds += [f"at most {high:g}"] * (high < math.inf)
+            bounds += [f"less than {below:g}"] * (below < math.inf)
             raise ValueError(f"{name} must be {' and '.join(bounds) or 'a number'}, got {value}.")
 
 

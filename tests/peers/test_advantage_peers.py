@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from torchrl.objectives.llm import MCAdvantage
 
 from peers import folder, load
-from torchrl_llm_kl.advantages import Advantage, advantage_spec, get_advantage, jsd
+from torchrl_llm_kl.advantages import Advantage, get_advantage, jsd
 
 FOLDER = "trinity.algorithm.advantage_fn"
 GROUP = [4, 4, 9, 4, 9, 2, 2, 2, 2]
@@ -45,10 +45,6 @@ TASK, RUN, STEP = [0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 2, 0, 1, 1, 1, 2], [0, 
 IDS = {"group": torch.tensor(TASK), "run": torch.tensor(RUN), "step": torch.tensor(STEP)}
 
 
-def own(name: str, hyper: dict[str, Any]) -> dict[str, Any]:
-    return advantage_spec(get_advantage(name)).translate(hyper)
-
-
 def experiences(task: list[int], run: list[int], step: list[int], reward: Tensor) -> list[Any]:
     return [
         SimpleNamespace(eid=SimpleNamespace(task=t, rid=(t, r), step=s), reward=x, action_mask=ONE, row=i, info=None)
@@ -71,22 +67,23 @@ def of_experiences(function: Any, items: list[Any]) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "hyper"),
     [
-        *(("grpo", {"epsilon": 0.3}), ("grpo", {"epsilon": 0.3, "std_cal_level": "batch"})),
+        *(("grpo", {"epsilon": 0.3}), ("grpo", {"epsilon": 0.3, "std": "batch"})),
         *(("opmd", {}), ("opmd", {"opmd_baseline": "logavgexp", "tau": 0.6}), ("asymre", {"baseline_shift": -0.3})),
         *(("rec", {}), ("rec", {"std_normalize": True, "epsilon": 0.4}), ("reinforce", {})),
         ("step_wise_grpo", {"epsilon": 0.3}),
         ("step_wise_grpo", {"epsilon": 0.3, "enable_step_norm": True}),
-        ("step_wise_grpo", {"epsilon": 0.3, "std_cal_level": "batch"}),
+        ("step_wise_grpo", {"epsilon": 0.3, "std": "batch"}),
     ],
 )
 def test_outcomes_and_steps(trinity: Any, name: str, hyper: dict[str, Any]) -> None:
     steps, suffix = name == "step_wise_grpo", "GroupedAdvantage" if name in ("grpo", "rec") else "GroupAdvantage"
     class_name = "StepWiseGRPOAdvantageFn" if steps else name.upper() + suffix
-    theirs = trinity(f"{'multi_step_grpo' if steps else name}_advantage", class_name, **hyper)
+    settings = {"std_cal_level" if key == "std" else key: value for key, value in hyper.items()}
+    theirs = trinity(f"{'multi_step_grpo' if steps else name}_advantage", class_name, **settings)
     rows = list(range(len(GROUP)))
     want = of_experiences(theirs, experiences(*((TASK, RUN, STEP) if steps else (GROUP, rows, rows)), REWARD))
     inputs = IDS if steps else {} if name == "reinforce" else {"group": torch.tensor(GROUP)}
-    assert_close(get_advantage(name)(reward=REWARD, **inputs, **own(name, hyper)), want, **CLOSE)
+    assert_close(get_advantage(name)(reward=REWARD, **inputs, **hyper), want, **CLOSE)
 
 
 @pytest.mark.parametrize("fnorm", ["none", "std"])
@@ -131,7 +128,9 @@ def test_tokens(trinity: Any, name: str, class_name: str, inputs: str, hyper: di
     mask = batch["response_mask"]
     theirs = of_batch(trinity(f"{name}_advantage", class_name, **hyper), batch)
     more = {"whiten": True} if name == "ppo" else {}
-    found = get_advantage(name)(*(batch[key] for key in inputs.split()), mask, **hyper, **more)
+    found = get_advantage("gae" if name == "ppo" else name)(
+        *(batch[key] for key in inputs.split()), mask, **hyper, **more
+    )
     ours, target = found if name == "ppo" else (found, None)
     assert_close(ours, theirs["advantages"] * mask, **CLOSE)
     assert target is None or torch.allclose(target, theirs["returns"] * mask, **CLOSE)
@@ -213,9 +212,9 @@ def test_opo_and_reinforce_plus_plus_baseline(verl: Any) -> None:
 
 @pytest.mark.parametrize("std", [False, True])
 def test_pass_at_k(verl: Any, std: bool) -> None:
-    settings = {"norm_adv_by_std_in_grpo": std}
+    settings, own = {"norm_adv_by_std_in_grpo": std}, {"std_normalize": True, "epsilon": 0.3} if std else {}
     want = of_verl(verl.compute_grpo_passk_outcome_advantage, epsilon=0.3, config=settings)
-    got = get_advantage("grpo_passk")(REWARD.double(), torch.tensor(GROUP), **own("pass_at_k", settings), epsilon=0.3)
+    got = get_advantage("pass_at_k")(REWARD.double(), torch.tensor(GROUP), **own)
     assert_close(got.unsqueeze(-1) * RESPONSE, want)
     with pytest.raises(ValueError, match="at least 2 samples"):  # here 0
         of_verl(verl.compute_grpo_passk_outcome_advantage, index=np.arange(9), config=settings)
@@ -231,8 +230,8 @@ def test_gdpo_where_every_response_has_one_token(verl: Any) -> None:
         "batch": {"prompts": torch.zeros(9, 2), "attention_mask": torch.ones(9, 3, dtype=torch.long)},
     }
     want = of_verl(verl.compute_gdpo_outcome_advantage, one, token_level_rewards=REWARD[:, None], epsilon=0.3, **given)
-    rewards, hyper = torch.stack([REWARD.double(), second], 1), own("gdpo", {"gdpo_reward_weights": [0.7, 0.4]})
-    got = get_advantage("gdpo")(rewards, torch.tensor(GROUP), **hyper, epsilon=0.3)
+    rewards = torch.stack([REWARD.double(), second], 1)
+    got = get_advantage("gdpo")(rewards, torch.tensor(GROUP), reward_weights=[0.7, 0.4], epsilon=0.3)
     # verl's epsilon is not in the deviation of the batch.
     plain = get_advantage("grpo")
     total = sum(w * plain(r, torch.tensor(GROUP), epsilon=0.3) for w, r in zip((0.7, 0.4), rewards.T, strict=True))
@@ -294,7 +293,7 @@ def test_clip_b_and_clip_v(trinity: Any, name: str, hyper: dict[str, float]) -> 
     theirs = of_batch(trinity(f"{name}_advantage", f"Clip{name[-1].upper()}AdvantageFn", **hyper), batch, GROUP)
     more = {"discriminator": nec} if name == "clipv" else {}
     given = {"old_log_prob": sampled, "entropy": entropy, "mask": RESPONSE.bool(), **more}
-    got = get_advantage(name)(REWARD, torch.tensor(GROUP), **given, **hyper)
+    got = get_advantage(name.replace("clip", "clip_"))(REWARD, torch.tensor(GROUP), **given, **hyper)
     assert_close(got, theirs["advantages"] * theirs["response_mask"], **CLOSE)
     plain = get_advantage("grpo")(REWARD, torch.tensor(GROUP), epsilon=0.3).unsqueeze(-1) * RESPONSE
     assert 0 < int((got != plain).sum()) < int((plain < 0).sum())

@@ -215,7 +215,7 @@ NOT_RUN = {
     ("docs/distributed.md", "needs DeepSpeed"): 1,
     ("docs/ray.md", "needs eight GPUs"): 1,
     ("docs/ray.md", "needs a server of vLLM"): 1,
-    ("docs/torchrl.md", "tests/units/configs composes it"): 1,
+    ("docs/torchrl.md", "tests/units/in_torchrl composes it"): 1,
     ("docs/torchrl.md", "tests/ray and tests/runs run it in actors or processes"): 3,
     ("docs/routing.md", "needs a server of vLLM"): 1,
     ("docs/sampling.md", "needs a server of vLLM"): 1,

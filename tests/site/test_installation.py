@@ -40,9 +40,7 @@ FROM_CHECKOUT = sorted({word for words in LINES for word in words if re.fullmatc
 
 def test_lines_name_what_an_index_or_the_checkout_has() -> None:
     """The package is on no index; all other names are packages of PyPI, or of PyTorch's index for processors."""
-    assert {".", ".[train]", ".[cli]", ".[data]", ".[lora]", ".[ray]", ".[hydra]", ".[train,lora]"} <= set(
-        FROM_CHECKOUT
-    )
+    assert {".", ".[train]", ".[cli]", ".[data]", ".[lora]", ".[ray]", ".[train,lora]"} <= set(FROM_CHECKOUT)
     known = {"torch", "torchvision", "wandb", "--index-url", INDEX, *FROM_CHECKOUT}
     assert {path: set(words) - known for words, path in LINES.items() if set(words) - known} == {}
     both = [words for words in LINES if "torch" in words]

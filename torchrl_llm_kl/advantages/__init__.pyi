@@ -1,7 +1,7 @@
 """Names of the package: it loads them on first use, type checkers read them here."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 from torch import Generator, Tensor
 
@@ -86,53 +86,30 @@ AdvantageName = Literal[
     "step_wise_grpo",
 ]
 
-#: Names that Trinity-RFT and verl have for some advantages.
-PeerName = Literal[
-    "clipb",
-    "clipv",
-    "grpo_passk",
-    "max_rl",
-    "multi_step_grpo",
-    "ppo",
-    "reinforceplusplus",
-    "tir_optimal_token_baseline",
-]
-
 class AdvantageArgs(TypedDict, total=False):
-    """Every hyper-parameter of every advantage, under each name that :class:`Advantage` accepts."""
+    """Every hyper-parameter of every advantage."""
 
     amplification: float
     baseline_shift: float
     beta: float
-    chunk_size: Any
     decay: float
     drop: Literal["balance"] | None
     enable_step_norm: bool
-    env_state_hash_key: Any
     epsilon: float
     fnorm: Literal["none", "std"]
     gamma: float
-    gdpo_reward_keys: Any
-    gdpo_reward_weights: Sequence[float] | None
     generator: Generator | None
     handle_zero_tail: bool
-    iw_opd_epsilon: Any
-    iw_opd_gamma: float
     kl_coef: float
     lam: float
-    lambda_coef: float
-    lmbda: float
     max_frac: float
     mu: Tensor | float
-    norm_adv_by_std_in_grpo: bool
     omega: float
     opmd_baseline: Literal["mean", "logavgexp"]
     rank_penalty: float | None
     reward_weights: Sequence[float] | None
     std: Literal["group", "batch"]
-    std_cal_level: Literal["group", "batch"]
     std_normalize: bool
     std_threshold: float | None
-    step_reward_key: Any
     tau: float
     whiten: bool

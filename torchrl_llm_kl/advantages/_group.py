@@ -34,20 +34,8 @@ from torchrl_llm_kl.advantages._registry import advantage, clean_rows
 
 # ------------------------------------------------------------------ the mean of the group as the baseline
 
-_DUPLICATES = (
-    False,
-    "a function of the batch cannot add rows to it. Keep the rows of informative_groups(reward, group), and fill the batch "
-    "with a sampler or with more rollouts",
-)
 
-
-@advantage(
-    "grpo",
-    "outcome",
-    optional={"mean_log_prob": "rank_penalty"},
-    aliases={"std_cal_level": "std"},
-    refused={"duplicate_experiences": _DUPLICATES},
-)
+@advantage("grpo", "outcome", optional={"mean_log_prob": "rank_penalty"})
 def grpo(
     reward: Tensor,
     group: Tensor,
@@ -147,7 +135,7 @@ def hierarchical_grpo(reward: Tensor, group: Tensor, role: Tensor) -> Tensor:
     return Groups(joined(group, role)).centred(reward)
 
 
-@advantage("maxrl", "outcome", "max_rl")
+@advantage("maxrl", "outcome")
 def maxrl(reward: Tensor, group: Tensor) -> Tensor:
     r"""``(r - mu) / mu``: GRPO divided by the mean of the group in place of its deviation. prime-rl: ``max_rl``.
 
@@ -192,7 +180,7 @@ def opo(reward: Tensor, group: Tensor, length: Tensor) -> Tensor:
     return above - groups.sum(length * above) / groups.sum(length).clamp(min=1)
 
 
-@advantage("opmd", "outcome")
+@advantage("opmd", "outcome", only_with={"tau": ("opmd_baseline", ("logavgexp",))})
 def opmd(
     reward: Tensor, group: Tensor, *, opmd_baseline: Literal["mean", "logavgexp"] = "mean", tau: PositiveAmount = 1.0
 ) -> Tensor:
@@ -203,7 +191,7 @@ def opmd(
 
     Hyper-parameters:
         opmd_baseline: ``"mean"`` or ``"logavgexp"``.
-        tau: weight of the KL penalty, in units of reward; for ``"logavgexp"`` alone, an error for another baseline.
+        tau: weight of the KL penalty, in units of reward; only for ``"logavgexp"``, an error for another baseline.
 
     Returns:
         ``[B]``; exactly 0 for a group of one, and for a group of equal rewards.
@@ -219,10 +207,6 @@ def opmd(
     """
     groups = Groups(group)
     if opmd_baseline == "mean":
-        if tau != 1.0:
-            raise ValueError(
-                f"tau={tau:g} has no effect on opmd_baseline='mean': pass opmd_baseline='logavgexp', or no tau."
-            )
         return groups.centred(reward)
     highest = groups.max(reward)
     return reward - highest - _above(groups, reward - highest, tau)
@@ -315,13 +299,7 @@ def _surplus(groups: Groups, negative: Tensor, generator: torch.Generator | None
 # ------------------------------------------------------------------ the best of a group, several rewards
 
 
-@advantage(
-    "pass_at_k",
-    "outcome",
-    "grpo_passk",
-    aliases={"norm_adv_by_std_in_grpo": "std_normalize"},
-    only_with={"epsilon": ("std_normalize", (True,))},
-)
+@advantage("pass_at_k", "outcome", only_with={"epsilon": ("std_normalize", (True,))})
 def pass_at_k(reward: Tensor, group: Tensor, *, std_normalize: bool = False, epsilon: Amount = 1e-6) -> Tensor:
     r"""What a sequence adds to the best reward of its group: ``max(r) - max(r of the others)``.
 
@@ -353,18 +331,7 @@ def pass_at_k(reward: Tensor, group: Tensor, *, std_normalize: bool = False, eps
     return normalised(gain, groups.std(reward), epsilon) if std_normalize else gain
 
 
-@advantage(
-    "gdpo",
-    "outcome",
-    aliases={"gdpo_reward_weights": "reward_weights"},
-    obsolete={"gdpo_reward_keys": "rewards are passed, not looked up; a transform reads keys={'rewards': [...]}"},
-    refused={
-        "norm_adv_by_std_in_grpo": (
-            True,
-            "without the division the rewards are not normalised apart: add them up and use dr_grpo",
-        )
-    },
-)
+@advantage("gdpo", "outcome")
 def gdpo(
     rewards: Tensor, group: Tensor, *, reward_weights: Sequence[float] | None = None, epsilon: Amount = 1e-6
 ) -> Tensor:

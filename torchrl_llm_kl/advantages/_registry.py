@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
@@ -14,10 +12,10 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_is_mask, check_same_shape, widen
-from torchrl_llm_kl._registry import Registry, Spec, UnknownNameError, aliases_of
+from torchrl_llm_kl._registry import Registry, Spec, UnknownNameError
 
 if TYPE_CHECKING:
-    from torchrl_llm_kl.advantages import AdvantageName, PeerName
+    from torchrl_llm_kl.advantages import AdvantageName
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,8 +38,7 @@ class AdvantageSpec(Spec):
     """The inputs, outputs and hyper-parameters of an advantage.
 
     Args:
-        name, hyper, aliases, obsolete, refused, only_with, source, needs, types, defaults: see
-            :class:`~torchrl_llm_kl._registry.Spec`.
+        name, hyper, only_with, source, needs, types, defaults: see :class:`~torchrl_llm_kl._registry.Spec`.
         kind: ``"outcome"``: one number per sequence, ``[B]``; ``"token"``: one per token, ``[*B, T]`` with a mask;
             ``"trajectory"``: one per step of trajectories of several sequences, ``[B]``.
         per_sequence: inputs of an advantage of tokens that hold one number per sequence, ``[*B]``.
@@ -71,27 +68,19 @@ _REGISTRY = Registry[Callable[..., Any]]("advantage", error=UnknownAdvantageErro
 def advantage(
     name: str,
     kind: Kind,
-    *elsewhere: str,
+    *,
     outputs: tuple[str, ...] = ("advantage",),
     kept: str | None = None,
     per_sequence: tuple[str, ...] = (),
     optional: Mapping[str, str] | None = None,
-    aliases: Mapping[str, str] | None = None,
-    obsolete: Mapping[str, str] | None = None,
-    refused: Mapping[str, tuple[object, str]] | None = None,
     only_with: Mapping[str, tuple[str, tuple[object, ...]]] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Turn a pure function into a registered advantage; see :class:`AdvantageSpec` for the arguments.
-
-    ``elsewhere`` are its names in other libraries, which :func:`get_advantage` accepts too.
 
     The decorated function receives clean inputs: all required ones, of equal shapes. Amounts are float32 or wider, without
     graph (an advantage is a weight and never differentiated), and for tokens exactly 0 where the mask is False. Identities
     are int64. A hyper-parameter that is annotated with a ``Literal`` has one of its values. The docstring ends
     with a paragraph ``Source: ...``.
-
-    A direct call accepts the function's own hyper-parameters only. :class:`~torchrl_llm_kl.advantages.Advantage` translates the
-    names of other libraries.
 
     Example:
         >>> @advantage("reinforce", "outcome")
@@ -103,38 +92,33 @@ def advantage(
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        inputs = [key for key in inspect.signature(function).parameters if key in INPUTS]
-        facts = {
-            "kind": kind,
-            "per_sequence": per_sequence,
-            "optional": optional or {},
-            "outputs": outputs,
-            "kept": kept,
-        }
-        foreign = {"aliases": aliases_of(aliases), "obsolete": obsolete or {}, "refused": refused or {}}
-        spec = AdvantageSpec(name, only_with=only_with or {}, **facts, **foreign).reading(function, inputs)  # type: ignore[arg-type]
-        needs = spec.needs
+        signature = inspect.signature(function)
+        inputs = [key for key in signature.parameters if key in INPUTS]
+        spec = AdvantageSpec(
+            name,
+            only_with=only_with or {},
+            kind=kind,
+            per_sequence=per_sequence,
+            optional=optional or {},
+            outputs=outputs,
+            kept=kept,
+        ).reading(function, inputs)
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> R:
-            if len(args) > len(needs):
-                raise TypeError(f"{name} takes {len(needs)} positional arguments, {', '.join(needs)}: got {len(args)}.")
-            given = dict(zip(needs, args, strict=False))
-            for key in kwargs:
-                if key in given:
-                    raise TypeError(f"{name} got {key!r} twice.")
-            given |= kwargs
-            tensors = {key: given.pop(key) for key in inputs if given.get(key) is not None}
-            hyper = {key: value for key, value in given.items() if key not in inputs}
+            hyper = {key: value for key, value in kwargs.items() if key not in inputs}
             spec.check(hyper)
-            for key in needs:
+            spec.check_used(hyper)
+            given = signature.bind_partial(*args, **{key: value for key, value in kwargs.items() if key in inputs})
+            tensors: dict[str, Tensor] = {key: x for key, x in given.arguments.items() if x is not None}
+            for key in spec.needs:
                 if key not in tensors:
                     raise ValueError(f"{name} needs {key}: pass {key}=, {_shape_of(key, spec)}.")
             clean = clean_tokens(tensors, per_sequence) if kind == "token" else clean_rows(tensors)
             return cast("Callable[..., R]", function)(**clean, **hyper)
 
         call.spec = spec  # type: ignore[attr-defined]
-        return cast("Callable[P, R]", _REGISTRY.add(name, call, *elsewhere))
+        return cast("Callable[P, R]", _REGISTRY.add(name, call))
 
     return decorate
 
@@ -145,7 +129,7 @@ def _shape_of(key: str, spec: AdvantageSpec) -> str:
     return "[B, R]" if key == "rewards" else "[B]"
 
 
-def advantage_spec(function: Callable[..., object] | AdvantageName | PeerName) -> AdvantageSpec:
+def advantage_spec(function: Callable[..., object] | AdvantageName) -> AdvantageSpec:
     """The spec of a registered advantage, or of the advantage of a name.
 
     Raises:
@@ -164,35 +148,8 @@ def advantage_spec(function: Callable[..., object] | AdvantageName | PeerName) -
     return spec
 
 
-def check_hyperparameters(function: Callable[..., object], inputs: Sequence[str], hyper: Mapping[str, Any]) -> None:
-    """Compute an advantage of this package for four rows, so that a value it refuses raises where it is given.
-
-    Args:
-        function: a registered advantage; one of a user's own may need other data, and is not called.
-        inputs: those that it reads.
-        hyper: its hyper-parameters. A generator draws nothing here.
-    """
-    if not function.__module__.startswith("torchrl_llm_kl.") or not hyper:
-        return
-    spec = advantage_spec(function)
-    row = torch.arange(4)
-    identities = {"group": row // 4, "run": row // 2, "step": row % 2, "state": row % 2, "role": row}
-    several = {"rewards": (4, len(hyper.get("reward_weights") or (1, 1)))}
-    data: dict[str, Tensor] = {}
-    for name in inputs:
-        shape = several.get(name, (4, 2) if spec.kind == "token" and name not in spec.per_sequence else (4,))
-        data[name] = torch.linspace(-1.0, 0.0, math.prod(shape)).reshape(shape)
-    data |= {name: identities[name] for name in identities if name in inputs}
-    if "mask" in inputs:
-        data["mask"] = torch.ones(4, 2, dtype=torch.bool)
-    settings = {key: torch.Generator() if isinstance(value, torch.Generator) else value for key, value in hyper.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        function(**data, **settings)
-
-
 def available_advantages() -> tuple[str, ...]:
-    """The names of all advantages, sorted. :func:`get_advantage` also accepts some names of Trinity-RFT and verl.
+    """The names of all advantages, sorted.
 
     Example:
         >>> available_advantages()[:3]
@@ -201,13 +158,8 @@ def available_advantages() -> tuple[str, ...]:
     return tuple(sorted(_REGISTRY))
 
 
-def get_advantage(name: AdvantageName | PeerName) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
-    """Look an advantage up by name.
-
-    Args:
-        name: one of :func:`available_advantages`; or Trinity-RFT's ``ppo`` (``gae``), ``reinforceplusplus``,
-            ``multi_step_grpo`` (``step_wise_grpo``), ``clipb``, ``clipv``; or verl's ``grpo_passk`` (``pass_at_k``),
-            ``tir_optimal_token_baseline`` (``optimal_token_baseline``); or prime-rl's ``max_rl`` (``maxrl``).
+def get_advantage(name: AdvantageName) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+    """Look an advantage up by name, one of :func:`available_advantages`.
 
     Returns:
         The function itself, always the same object; it can be pickled.
@@ -216,8 +168,8 @@ def get_advantage(name: AdvantageName | PeerName) -> Callable[..., Tensor | tupl
         UnknownAdvantageError: a ``ValueError``; lists the names and suggests the nearest one.
 
     Example:
-        >>> get_advantage("gae") is get_advantage("ppo")
-        True
+        >>> get_advantage("rloo")(torch.tensor([0.0, 1.0]), torch.tensor([5, 5]))
+        tensor([-1.,  1.])
     """
     return _REGISTRY[name]
 

@@ -31,14 +31,14 @@ import torch
 from torch import Tensor
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
-from torchrl_llm_kl._numerics import Amount, Fraction, NonNegative, masked_mean
+from torchrl_llm_kl._numerics import Amount, Fraction, InnerShare, NonNegative, masked_mean
 from torchrl_llm_kl.advantages._group import Groups, grpo
 from torchrl_llm_kl.advantages._registry import advantage
 
 # ------------------------------------------------------------------ returns
 
 
-@advantage("gae", "token", "ppo", outputs=("advantage", "value_target"), aliases={"lmbda": "lam"})
+@advantage("gae", "token", outputs=("advantage", "value_target"))
 def gae(
     reward: Tensor, value: Tensor, mask: Tensor, *, gamma: Fraction = 1.0, lam: Fraction = 1.0, whiten: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ def gae(
     return whitened(result, mask) if whiten else result, target
 
 
-@advantage("reinforce_plus_plus", "token", "reinforceplusplus")
+@advantage("reinforce_plus_plus", "token")
 def reinforce_plus_plus(reward: Tensor, mask: Tensor, *, gamma: Fraction = 1.0) -> Tensor:
     r"""The discounted sum of the rewards from each token on, whitened over the whole batch: no critic, no groups.
 
@@ -115,7 +115,7 @@ def reinforce_plus_plus_baseline(reward: Tensor, group: Tensor, mask: Tensor) ->
     return whitened(torch.where(several, centred, 0), several)
 
 
-@advantage("optimal_token_baseline", "token", "tir_optimal_token_baseline", per_sequence=("group",))
+@advantage("optimal_token_baseline", "token", per_sequence=("group",))
 def optimal_token_baseline(
     reward: Tensor,
     group: Tensor,
@@ -202,7 +202,7 @@ def _centred(value: Tensor, mask: Tensor) -> Tensor:
 # ------------------------------------------------------------------ control of the entropy
 
 
-@advantage("clip_b", "token", "clipb", per_sequence=("reward", "group"))
+@advantage("clip_b", "token", per_sequence=("reward", "group"))
 def clip_b(
     reward: Tensor,
     group: Tensor,
@@ -239,7 +239,7 @@ def clip_b(
     return torch.where((result < 0) & (score < -mu * _deviation(score, mask)), 0, result)
 
 
-@advantage("clip_v", "token", "clipv", per_sequence=("reward", "group"))
+@advantage("clip_v", "token", per_sequence=("reward", "group"))
 def clip_v(
     reward: Tensor,
     group: Tensor,
@@ -327,12 +327,7 @@ def on_policy_distill(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tens
     return kl_coef * (teacher_log_prob - old_log_prob)
 
 
-@advantage(
-    "iw_opd",
-    "token",
-    aliases={"iw_opd_gamma": "amplification"},
-    obsolete={"iw_opd_epsilon": "a sequence that differs nowhere has an advantage of 0 as it is"},
-)
+@advantage("iw_opd", "token")
 def iw_opd(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor, *, amplification: Amount = 0.5) -> Tensor:
     r"""``(1 + amplification (1 - s)) d`` with ``d = teacher_log_prob - old_log_prob``: more weight before the two part.
 
@@ -359,22 +354,9 @@ def iw_opd(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor, *, ampl
     return (1 + amplification * (1 - before)) * difference
 
 
-_TEMPERATURE = (
-    1.0,
-    "log-probs of the sampled tokens alone cannot be brought to another temperature. Pass log-probs that both models "
-    "were scored with at that temperature (RetrieveLogProb(..., options=ScoreOptions(Sampling(...))))",
-)
-
-
-@advantage(
-    "jsd",
-    "token",
-    aliases={"lambda_coef": "beta"},
-    obsolete={"chunk_size": "there is one number per token, and nothing to split into chunks"},
-    refused={"temperature": _TEMPERATURE},
-)
+@advantage("jsd", "token")
 def jsd(
-    old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor, *, beta: float = 0.5, kl_coef: float = 1.0
+    old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor, *, beta: InnerShare = 0.5, kl_coef: float = 1.0
 ) -> Tensor:
     r"""``kl_coef * (1 - beta) * (log M - log pi)`` with the mixture ``M = beta * teacher + (1 - beta) * pi``.
 
@@ -389,7 +371,7 @@ def jsd(
 
     Hyper-parameters:
         beta: weight of the teacher in the mixture, greater than 0 and less than 1: at both ends ``J`` is 0 whatever the
-            student does. Trinity: ``lambda_coef``.
+            student does (``on_policy_distill`` is for KL(student || teacher)). Trinity: ``lambda_coef``.
         kl_coef: factor.
 
     Returns:
@@ -402,10 +384,5 @@ def jsd(
 
     Source: Agarwal et al. 2023 (GKD, arXiv 2306.13649), section 2; the advantage is its exact policy gradient.
     """
-    if not 0 < beta < 1:
-        raise ValueError(
-            f"beta must be greater than 0 and less than 1, got {beta}: at both ends the divergence is 0 whatever the "
-            f"student does. For KL(student || teacher) use on_policy_distill."
-        )
     mixture = torch.logaddexp(math.log(beta) + teacher_log_prob, math.log1p(-beta) + old_log_prob)
     return torch.where(mask, kl_coef * (1 - beta) * (mixture - old_log_prob), 0)

@@ -31,7 +31,7 @@ from torchrl_llm_kl.advantages._registry import advantage
 from torchrl_llm_kl.advantages._token import estimate
 
 
-@advantage("step_wise_grpo", "trajectory", "multi_step_grpo", aliases={"std_cal_level": "std"})
+@advantage("step_wise_grpo", "trajectory")
 def step_wise_grpo(
     reward: Tensor,
     group: Tensor,
@@ -71,15 +71,7 @@ def step_wise_grpo(
     return result / runs.rows.size if enable_step_norm else result
 
 
-@advantage(
-    "gigpo",
-    "trajectory",
-    only_with={"epsilon": ("fnorm", ("std",))},
-    obsolete={
-        "step_reward_key": "rewards are passed, not looked up; a transform reads keys={'reward': ...}",
-        "env_state_hash_key": "states are passed, not looked up; a transform reads keys={'state': ...}",
-    },
-)
+@advantage("gigpo", "trajectory", only_with={"epsilon": ("fnorm", ("std",))})
 def gigpo(
     reward: Tensor,
     group: Tensor,

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torchrl.envs import Transform
 from typing_extensions import Unpack
 
-from torchrl_llm_kl._foreign import read_table
 from torchrl_llm_kl._numerics import check_choice, check_finite, check_range, send, widen
 from torchrl_llm_kl._registry import no_such
-from torchrl_llm_kl.advantages._registry import advantage_spec, check_hyperparameters, get_advantage
+from torchrl_llm_kl.advantages._registry import advantage_spec, get_advantage
 from torchrl_llm_kl.ragged import Ragged, on_host, own_leaves, read_column, read_ragged, same_rows, write_ragged
 from torchrl_llm_kl.rollouts import (
     ATTENTION_MASK,
@@ -38,18 +37,51 @@ from torchrl_llm_kl.rollouts import (
 )
 
 if TYPE_CHECKING:
-    from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, PeerName
+    from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName
 
 Layout = Literal["sequence", "token"]
 
-_ENTRIES = list(read_table("advantages/entries.csv"))
 #: The default key of each input and output. The mask, ``run`` and ``step`` have none: see
 #: :class:`~torchrl_llm_kl.advantages.Advantage`.
 DEFAULT_KEYS: dict[str, NestedKey] = {
-    row["name"]: unravel_key(tuple(row["key"].split())) for row in _ENTRIES if row["key"]
+    "reward": ("next", "reward"),
+    "rewards": ("next", "reward"),
+    "group": "query",
+    "baseline": "reward_baseline",
+    "value": ("next", "state_value"),
+    "old_log_prob": ("next", "log_probs", "full"),
+    "teacher_log_prob": ("next", "ref_log_probs", "full"),
+    "entropy": ("next", "entropy"),
+    "collision": ("next", "moments", "collision"),
+    "discriminator": ("next", "moments", "discriminator"),
+    "state": "state",
+    "role": "role",
+    "advantage": "advantage",
+    "value_target": "value_target",
 }
-#: Advice for a missing input.
-_ADVICE = {row["name"]: row["advice"] for row in _ENTRIES}
+#: Input -> the usual source of its entry, for the message about a missing one.
+_WRITERS = {
+    "reward": "Add a transform that writes rewards to the env",
+    "rewards": "Store several rewards of each sequence, [*B, R], or name an entry for each",
+    "group": "Pass group_key=, the entry that is equal for all answers to a prompt, or group_size= if they are consecutive",
+    "baseline": "Answer each prompt greedily once and store that reward",
+    "value": "Put RetrieveValue before",
+    "old_log_prob": "Put RetrieveLogProb (or RetrieveKL) of the policy before",
+    "teacher_log_prob": "Put RetrieveLogProb of the teacher before (RetrieveKL(policy, teacher) writes both)",
+    "entropy": "Put RetrieveLogProb(..., extras=[Entropy()]) of the policy before",
+    "collision": "Put RetrieveLogProb(..., extras=[Moments()]) of the policy before",
+    "discriminator": "Put RetrieveLogProb(..., extras=[Moments()]) of the policy before",
+    "state": "Store an integer or string that identifies the env's state before the step",
+    "role": "Store an integer or string that names the agent of each sequence",
+}
+
+
+def _advice(name: str) -> str:
+    """Advice for a missing input."""
+    corrected = f"keys={{{name!r}: {'[...]' if name == 'rewards' else '...'}}}"
+    if name not in _WRITERS:
+        return f"Correct {corrected}."
+    return f"{_WRITERS[name]}." if name == "group" else f"{_WRITERS[name]}, or pass {corrected}."
 
 
 class Advantage(Transform):
@@ -60,7 +92,7 @@ class Advantage(Transform):
     it raises an error.
 
     Args:
-        name: one of :func:`~torchrl_llm_kl.advantages.available_advantages`, or Trinity-RFT's or verl's name of one.
+        name: one of :func:`~torchrl_llm_kl.advantages.available_advantages`.
 
     Keyword Args:
         group_key: for advantages that compare within groups: an entry that is equal for the sequences of a group (integers,
@@ -73,7 +105,7 @@ class Advantage(Transform):
             in the layout of the tokens. Advantages of tokens have no other layout.
         keys: overrides of :data:`~torchrl_llm_kl.advantages.DEFAULT_KEYS`: input or output -> key. A missing entry is looked
             up on the other side of ``"next"``. ``"rewards"`` (for ``gdpo``) may be a list of keys, one for each reward.
-        hyper: hyper-parameters of the advantage, also under the names of torchrl, Trinity-RFT and verl; see its function.
+        hyper: hyper-parameters of the advantage; see its function.
 
     Shapes:
         A reward is one number per sequence, or one per token (as ``KLRewardTransform`` writes it), whose sum without padding
@@ -108,7 +140,7 @@ class Advantage(Transform):
 
     def __init__(
         self,
-        name: AdvantageName | PeerName,
+        name: AdvantageName,
         *,
         group_key: NestedKey | None = None,
         group_size: int | None = None,
@@ -119,14 +151,14 @@ class Advantage(Transform):
         super().__init__()
         self._function = get_advantage(name)
         self.spec = spec = advantage_spec(self._function)
-        self.hyper = spec.translate(hyper)
+        self.hyper = dict(hyper)
+        spec.check(self.hyper)
         spec.check_used(self.hyper)
         check_choice((None, *get_args(Layout)), layout=layout)
         if spec.kind == "token" and layout == "sequence":
             raise ValueError(f"{spec.name} has one number per token: layout must be 'token', got 'sequence'.")
         self.layout: Layout = "token" if spec.kind == "token" else layout or "sequence"
         self.inputs = (*spec.needs, *(key for key, cause in spec.optional.items() if self.hyper.get(cause) is not None))
-        check_hyperparameters(self._function, self.inputs, self.hyper)
         self.kept = None if spec.kept is None else Kept()
         self.keys = self._resolve_keys(keys or {})
         self.group_key, self.group_size = self._check_group(group_key, group_size)
@@ -274,7 +306,7 @@ class Advantage(Transform):
         if key is None:
             response = locate(td).response
         else:
-            key = require_key(td, key, "the mask is missing", _ADVICE["mask"])
+            key = require_key(td, key, "the mask is missing", _advice("mask"))
             slots, attention = read_ragged(td, key), read_ragged(td, ATTENTION_MASK)
             if slots is not None and attention is not None and same_rows(slots.container, attention.container):
                 slots = read_ragged(td, key, ATTENTION_MASK)  # without padding, like the tokens
@@ -304,7 +336,7 @@ class Advantage(Transform):
 
     def _token_input(self, td: TensorDictBase, name: str, response: ResponseTokens) -> Tensor:
         """One number per token; ``[N]``."""
-        key = require_key(td, self.keys[name], f"the {name} is missing", _ADVICE[name])
+        key = require_key(td, self.keys[name], f"the {name} is missing", _advice(name))
         if name == "reward":
             return token_reward(read_column(td, key), response.tokens, response.host_mask, "last").values.squeeze(-1)
         # A loss may repeat a sequence's number on its tokens, but one value or log-prob for a whole sequence is a mistake.
@@ -354,7 +386,7 @@ class Advantage(Transform):
         given = self.group_key if name == "group" else self.keys.get(name)
         if given is None:  # a trajectory's own place in the batch
             return _runs_along_time(td) if name == "run" else torch.arange(rows)
-        value = read_column(td, require_key(td, given, f"{what} is missing", _ADVICE[name]))
+        value = read_column(td, require_key(td, given, f"{what} is missing", _advice(name)))
         if name == "step":
             return sequence_integers(value, rows, what)
         if name in ("group", "run", "state", "role"):
@@ -369,7 +401,7 @@ class Advantage(Transform):
     def _roles(self, td: TensorDictBase) -> list[Hashable]:
         """The names of the agents, one for each row."""
         found = list(
-            leaves(read_column(td, require_key(td, self.keys["role"], "the role is missing", _ADVICE["role"])))
+            leaves(read_column(td, require_key(td, self.keys["role"], "the role is missing", _advice("role"))))
         )
         names = [name for x in found for name in (x.reshape(-1).tolist() if isinstance(x, Tensor) else [x])]
         rows = td.batch_size.numel()
@@ -381,7 +413,7 @@ class Advantage(Transform):
         """From an entry for each, or from one entry with all of them; ``[S, R]``."""
         columns, rows = [], td.batch_size.numel()
         for key in self._keys_of("rewards"):
-            found = require_key(td, key, "the rewards are missing", _ADVICE["rewards"])
+            found = require_key(td, key, "the rewards are missing", _advice("rewards"))
             value = read_column(td, found)
             if isinstance(self.keys["rewards"], list):
                 columns.append(outcomes(td, value, f"the reward {key!r}"))
@@ -418,7 +450,7 @@ class Advantage(Transform):
     def _features(self, td: TensorDictBase) -> tuple[int, ...]:
         """The shape of one row's advantage: the reward's if that is a single number."""
         name = "rewards" if "rewards" in self.inputs else "reward"
-        key = require_key(td, self._keys_of(name)[0], f"the {name} is missing", _ADVICE[name])
+        key = require_key(td, self._keys_of(name)[0], f"the {name} is missing", _advice(name))
         reward = read_column(td, key)
         shape = torch.Size()
         if isinstance(reward, list):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from functools import partial
+from typing import Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_llm_kl._foreign import read_table
 from torchrl_llm_kl._registry import Registry
 from torchrl_llm_kl.ragged import Node, read_column
 from torchrl_llm_kl.rollouts import describe_entries, find_key
@@ -155,17 +155,78 @@ def _widths(value: Node, td: TensorDictBase) -> list[int] | None:
 # ------------------------------------------------------------------ the schemas
 
 
-def _entries() -> Iterator[tuple[str, Entry]]:
-    """A name of a schema and an entry that it has, of each line of the table."""
-    for row in read_table("algorithms/schemas.csv"):
-        names, (*parents, leaf) = row.pop("schemas"), row.pop("key").split()
-        required = bool(row.pop("required"))
-        entry = Entry((*parents, leaf) if parents else leaf, required=required, **row)  # type: ignore[arg-type]
-        yield from ((name, entry) for name in names.split())
+_optional = partial(Entry, required=False)
+_OF_ALL = (
+    Entry(("tokens", "full"), "[*B, T]", "integer", "prompt and response, as they were sampled", "token"),
+    _optional(("tokens", "prompt"), "[*B, P]", "integer", "the prompt alone; the rest is the response", "token"),
+    _optional(("masks", "all_attention_mask"), "[*B, T]", "boolean", "False at padding; needed if padded", "token"),
+    _optional(("masks", "all_assistant_mask"), "[*B, T]", "boolean", "True at the assistant's tokens", "token"),
+    _optional("loss_mask", "[*B] or [*B, T]", "boolean", "False leaves a sequence or a token out", "either"),
+)
+_REWARD = Entry(
+    ("next", "reward"), "[*B, 1] or [*B, T, 1]", "number", "the outcome, or token rewards that add up to it", "either"
+)
+_QUERY = _optional("query", "[*B]", "identity", "equal for all answers to a prompt; or pass group_size", "either")
+_SAMPLER = _optional(("next", "log_probs", "full"), "[*B, T]", "number", "nats, of the policy that sampled", "either")
+_REFERENCE = _optional(("next", "ref_log_probs", "full"), "[*B, T]", "number", "nats, of the reference", "either")
 
-
+_OWN: dict[SchemaName, tuple[Entry, ...]] = {
+    "sft": (),
+    "dpo": (
+        _optional("pair_id", "[*B]", "integer", "equal for the two answers of a pair", "sequence"),
+        _optional("chosen", "[*B]", "boolean", "True for the better one", "sequence"),
+        _REFERENCE,
+    ),
+    "unpaired": (
+        Entry("chosen", "[*B]", "boolean", "True for a desirable answer, False for an undesirable one", "sequence"),
+        _optional(
+            "reference_point", "[*B]", "number", "nats, of the whole batch, if prepare cannot score it", "sequence"
+        ),
+        _REFERENCE,
+    ),
+    "experience": (
+        _optional("chosen", "[*B]", "boolean", "True for right answers (vapo)", "sequence"),
+        _optional("expert_mask", "[*B, T]", "boolean", "True for tokens of tools and users (echo)", "either"),
+        _optional("role", "[*B]", "identity", "the agent (rae, hierarchical_grpo)", "either"),
+        _optional("reward_baseline", "[*B]", "number", "of the prompt (remax, a2po)", "sequence"),
+        _REWARD,
+        _QUERY,
+        _SAMPLER,
+        _REFERENCE,
+    ),
+    "rewards": (
+        _optional(
+            ("next", "reward"), "[*B, R]", "number", "several rewards; or an entry for each, named by keys", "several"
+        ),
+        _QUERY,
+        _SAMPLER,
+        _REFERENCE,
+    ),
+    "mix": (
+        Entry("expert_mask", "[*B]", "boolean", "True for the answers of experts", "sequence"),
+        _REWARD,
+        _QUERY,
+        _SAMPLER,
+        _REFERENCE,
+    ),
+    "trajectory": (
+        _REWARD,
+        _optional("query", "[*B]", "identity", "the task; or pass group_size", "either"),
+        _optional("run", "[*B]", "identity", "the trajectory, if keys name it; or rows [*envs, steps]", "either"),
+        _optional("step", "[*B]", "integer", "the place in it, if keys name it", "sequence"),
+        _optional("state", "[*B]", "identity", "the env's state before the step (gigpo)", "either"),
+        _SAMPLER,
+        _REFERENCE,
+    ),
+    "distill": (
+        _SAMPLER,
+        _REFERENCE,
+        _optional(("top_k", "ids"), "[*B, T, k]", "integer", "a teacher's most probable tokens", "token"),
+        _optional(("top_k", "log_probs"), "[*B, T, k]", "number", "nats, of these under the teacher", "token"),
+        _optional(("top_k", "rest_log_prob"), "[*B, T]", "number", "nats, of all other tokens together", "token"),
+    ),
+}
 #: The kinds of data, by name.
 SCHEMAS: Registry[Schema] = Registry("schema")
-for _name in get_args(SchemaName):
-    _own = tuple(entry for name, entry in _entries() if name == _name)
-    SCHEMAS.add(_name, Schema(_name, _own, paired=_name == "dpo"))
+for _name, _own in _OWN.items():
+    SCHEMAS.add(_name, Schema(_name, _OF_ALL + _own, paired=_name == "dpo"))

@@ -183,7 +183,7 @@ test_hyper_parameters_out_of_range = refused(
     (lambda x, g, m: clip_v(x[:, 0], g, x, x, x, m, max_frac=1.5), "max_frac must be .* at most 1, got 1.5"),
     (lambda x, g, m: iw_opd(x, x, m, amplification=-0.1), "amplification must be at least 0, got -0.1"),
     *(  # at the ends the divergence is 0
-        (lambda x, g, m, b=b: jsd(x, x, m, beta=b), "beta must be greater than 0 and less than 1.*on_policy_dis")
+        (lambda x, g, m, b=b: jsd(x, x, m, beta=b), "beta must be greater than 0 and less than 1")
         for b in (0.0, 1.0, -0.1, 1.1)
     ),
 )
@@ -230,24 +230,16 @@ def test_distillation_by_hand() -> None:
     student, teacher = f64([[-1.0, -9.0, -2.0, -2.0], [-1.0] * 4]), f64([[-3.0, -1.0, -1.0, -1.0], [-1.0] * 4])
     assert_close(iw_opd(student, teacher, holes, amplification=0.8), f64([[-3.6, 0, 1.4, 1.2], [0.0] * 4]))
     assert_close(iw_opd(student, teacher, holes), f64([[-3.0, 0, 1.25, 1.125], [0.0] * 4]))
-    assert advantages.advantage_spec(iw_opd).translate({"iw_opd_gamma": 0.2}) == {"amplification": 0.2}
-    # Student 1/2, 1/2 and teacher 9/10, 1/10; beta 1/4: mixture 0.6, 0.4. Under Trinity's names too.
+    # Student 1/2, 1/2 and teacher 9/10, 1/10; beta 1/4: mixture 0.6, 0.4.
     student, teacher = f64([[0.5, 0.5, 0.5]]).log(), f64([[0.9, 0.1, 0.2]]).log()
     want = 2.0 * 0.75 * f64([[1.2, 0.8, 1.0]]).log()
-    translate = advantages.advantage_spec(jsd).translate
-    trinity = translate({"lambda_coef": 0.25, "kl_coef": 2.0, "temperature": 1.0, "chunk_size": None})
-    for hyper in ({"beta": 0.25, "kl_coef": 2.0}, trinity):
-        assert_close(jsd(student, teacher, mask, **hyper), want)
+    assert_close(jsd(student, teacher, mask, beta=0.25, kl_coef=2.0), want)
     # A token of teacher probability 0 has a finite advantage, and the student as its own teacher 0.
     x = torch.tensor([[-1.0]])
     assert_close(jsd(x, -torch.inf * torch.ones(1, 1), x < 0, beta=0.25), 0.75 * torch.tensor([[0.75]]).log())
     x = -torch.rand(2, 3, generator=torch.Generator().manual_seed(0))
     assert (advantages.on_policy_distill(x, x, x < 0) == 0).all()
     assert_near(jsd(x, x, x < 0, beta=0.3), torch.zeros(2, 3), size=1)
-    with pytest.raises(ValueError, match=r"temperature=2.0 is not supported.*scored with at that temperature"):
-        translate({"temperature": 2.0})
-    with pytest.warns(UserWarning, match="chunk_size has no effect here"):
-        assert translate({"chunk_size": 64}) == {}
 
 
 # ------------------------------------------------------------------ optimal token baseline

@@ -153,7 +153,7 @@ def rewarded(form: str) -> TensorDictBase:
 @pytest.mark.parametrize("form", ["one entry", "lazy", "two dimensions", "entries", "tokens"])
 def test_several_rewards_in_one_entry_or_in_one_each(form: str) -> None:
     keys = {"rewards": [("next", "accuracy"), ("next", "format")]} if form in ("entries", "tokens") else None
-    transform = Advantage("gdpo", gdpo_reward_weights=[2.0, 1.0], keys=keys)
+    transform = Advantage("gdpo", reward_weights=[2.0, 1.0], keys=keys)
     result = transform(rewarded(form))
     assert result["advantage"].shape == (*result.batch_size, 1)
     assert_close(result["advantage"].flatten(), WANT)
@@ -377,11 +377,11 @@ def test_rollouts_with_a_kl_in_the_reward(tokenizer: Any, policy_model: Any, ref
 
 
 def test_keys_name_copies_and_what_is_written() -> None:
-    transform = Advantage("ppo", gamma=0.9, lmbda=0.8)
+    transform = Advantage("gae", gamma=0.9, lam=0.8)
     assert repr(transform) == "Advantage('gae', layout='token', gamma=0.9, lam=0.8)"
     assert transform.in_keys == [("next", "reward"), ("next", "state_value")]
     assert transform.out_keys == ["advantage", "value_target"]
-    grouped = Advantage("grpo", group_size=4, std_cal_level="batch", duplicate_experiences=False)
+    grouped = Advantage("grpo", group_size=4, std="batch")
     assert repr(grouped) == "Advantage('grpo', group_size=4, layout='sequence', std='batch')"
     assert grouped.in_keys == [("next", "reward")]
     assert Advantage("grpo").in_keys == [("next", "reward"), "query"]

@@ -30,7 +30,6 @@ test_arguments = refused(
     ("grpo", {"keys": {"value": "v"}}, "grpo has no key 'value'.*Known: advantage, reward"),
     ("grpo", {"keys": {"mask": "m"}}, "grpo has no key 'mask'"),
     ("grpo", {"keys": {"group": "g"}}, "no key 'group'. Pass group_key=. Known: "),
-    ("jsd", {"temperature": 0.5}, "is not supported"),
     ("grpo", {"keys": {"reward": ["a", "b"]}}, r"'reward': \.\.\.\} must be one key, got the list \['a', 'b'\]"),
     ("gdpo", {"keys": {"rewards": []}}, r"keys=\{'rewards': \.\.\.\} must be one key, got the list \[\]"),
 )

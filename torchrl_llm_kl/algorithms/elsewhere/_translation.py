@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from torchrl_llm_kl._foreign import Foreign, Library, Place, find_row, read_table
+from torchrl_llm_kl._foreign import CHOICES, Choice, Foreign, Library, Place, find_row
 from torchrl_llm_kl._registry import did_you_mean, no_such
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.advantages import advantage_spec
@@ -177,37 +176,6 @@ def show(value: object) -> str:
 
 
 # ------------------------------------------------------------------ sorting
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A value of a setting.
-
-    Args:
-        here: its name in this package.
-        overrides: the arguments that it stands for, by path.
-        passed: settings that take effect with it -> their paths; empty for those of the setting's row.
-        note: advice.
-    """
-
-    here: str
-    overrides: Mapping[str, object]
-    passed: Mapping[str, str]
-    note: str
-
-
-def _choices() -> dict[tuple[str, ...], dict[str, Choice]]:
-    """Library, trainer and setting -> value -> what it stands for."""
-    choices: dict[tuple[str, ...], dict[str, Choice]] = {}
-    for row in read_table("elsewhere/choices.csv"):
-        overrides = json.loads(row["overrides"] or "{}")
-        passed = {theirs: own for theirs, _, own in (pair.partition("=") for pair in row["passed"].split())}
-        same = choices.setdefault((row["library"], row["trainer"], row["setting"]), {})
-        same[row["value"]] = Choice(row["here"], overrides, passed, row["note"])
-    return choices
-
-
-CHOICES = _choices()
 
 
 class Reader:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from torchrl_llm_kl._foreign import TRINITY
+from torchrl_llm_kl._foreign import CHOICES, TRINITY
 from torchrl_llm_kl._registry import Spec, flatten, no_such
 from torchrl_llm_kl.advantages import advantage_spec
 from torchrl_llm_kl.algorithms.elsewhere._translation import New, Reader, Translation, read_mapping
@@ -14,8 +14,6 @@ from torchrl_llm_kl.algorithms.presets import get_algorithm
 from torchrl_llm_kl.estimators import ScheduledCoefficient
 from torchrl_llm_kl.losses import spec_of
 
-#: Trinity's advantages that the registry has under another name.
-_ADVANTAGES = {"grpo_verl": "grpo", "opmd_verl": "opmd", "asymre_verl": "asymre"}
 #: Arguments of a loss in Trinity's constructors, which hold where some arguments are given; `default_args` holds elsewhere.
 _CONSTRUCTOR = {"rec": {"epsilon_low_prime": 0.4, "epsilon_high_prime": 0.4}}
 _DEFAULT_ARGS = {
@@ -165,7 +163,8 @@ def _used(spec: Spec, own: dict[str, object]) -> dict[str, object]:
 def _advantage(reader: Reader, default: str) -> None:
     """The advantage and its hyper-parameters."""
     given = reader["algorithm.advantage_fn"]
-    name: Any = _ADVANTAGES.get(given, given) or default
+    renamed = CHOICES["Trinity-RFT", "", "algorithm.advantage_fn"]
+    name: Any = renamed[given].here if given in renamed else given or default
     try:
         spec = advantage_spec(name)
     except ValueError as error:
