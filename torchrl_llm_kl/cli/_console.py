@@ -77,10 +77,10 @@ class Group(TyperGroup):
                     stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
             warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
             try:
-                found = super().invoke(ctx)
+                result = super().invoke(ctx)
                 if sys.stdout is not None:
                     sys.stdout.flush()  # a reader that is gone shows here, not at the end of the process
-                return found
+                return result
             except BrokenPipeError:
                 _hush()
                 code = BROKEN_PIPE

@@ -21,11 +21,11 @@ def show_algorithms(as_json: bool) -> None:
     from torchrl_llm_kl.algorithms import ALGORITHMS, algorithm_table
 
     if as_json:
-        print_json([_preset(preset) for preset in ALGORITHMS.values()])
+        print_json([_facts(preset) for preset in ALGORITHMS.values()])
         return
     header, rows = cells_of(algorithm_table())
     shown = [i for i, name in enumerate(header) if name != "sum over tokens"]  # mostly the objective's
-    table = [[*(row[i] for i in shown), _models(ALGORITHMS[row[0]])] for row in rows]
+    table = [[*(row[i] for i in shown), _other_models(ALGORITHMS[row[0]])] for row in rows]
     print_table([*(header[i] for i in shown), "models"], table)
 
 
@@ -38,24 +38,24 @@ def show_algorithm(name: str, as_json: bool) -> None:
     except UnknownAlgorithmError as error:
         raise CommandError(str(error)) from None
     if as_json:
-        print_json(_preset(preset))
+        print_json(_facts(preset))
         return
     print(f"{preset.name}\n")
     print_table(["needs", ""], list(_needs(preset).items()))
     print()
-    rows = [[key, *map(str, row.values())] for key, row in _settings(preset).items()]
+    rows = [[key, *map(str, row.values())] for key, row in _sources(preset).items()]
     print_table(["setting", "value", "source"], rows)
 
 
-def _models(preset: Algorithm) -> str:
+def _other_models(preset: Algorithm) -> str:
     """The models besides the policy."""
     teacher = "teacher" if preset.schema == "distill" else "reference"
-    found = [teacher] if preset.needs_reference else []
-    return ", ".join([*found, "critic"] if preset.use_critic else found) or "none"
+    models = [teacher] if preset.needs_reference else []
+    return ", ".join([*models, "critic"] if preset.use_critic else models) or "none"
 
 
-def _preset(preset: Algorithm) -> dict[str, object]:
-    return {"name": preset.name, "needs": _needs(preset), "settings": _settings(preset)}
+def _facts(preset: Algorithm) -> dict[str, object]:
+    return {"name": preset.name, "needs": _needs(preset), "settings": _sources(preset)}
 
 
 def _needs(preset: Algorithm) -> dict[str, str]:
@@ -66,7 +66,7 @@ def _needs(preset: Algorithm) -> dict[str, str]:
     keys = [entry.key for entry in schema.entries if entry.required]
     required = "; ".join(key if isinstance(key, str) else ", ".join(key) for key in keys)
     return {
-        "models besides the policy": _models(preset),
+        "models besides the policy": _other_models(preset),
         "answers of": "the policy" if preset.on_policy else "the data",
         "answers per prompt": f"{preset.repeat_times}{', compared as a group' * group}",
         "data": f"schema {preset.schema}: {required}{', in pairs of chosen and rejected' * schema.paired}",
@@ -74,7 +74,7 @@ def _needs(preset: Algorithm) -> dict[str, str]:
     }
 
 
-def _settings(preset: Algorithm) -> dict[str, dict[str, object]]:
+def _sources(preset: Algorithm) -> dict[str, dict[str, object]]:
     """Setting -> value and source, hyper-parameters of objective and advantage included."""
     from torchrl_llm_kl.advantages import advantage_spec, get_advantage
     from torchrl_llm_kl.losses import get_objective, spec_of
@@ -84,7 +84,7 @@ def _settings(preset: Algorithm) -> dict[str, dict[str, object]]:
     parts: dict[str, tuple[Spec, Mapping[str, object]]] = {"objective": (objective, preset.objective_args)}
     if preset.advantage is not None:
         parts["advantage"] = (advantage_spec(get_advantage(preset.advantage)), preset.advantage_args)
-    found: dict[str, tuple[object, str]] = {}
+    settings: dict[str, tuple[object, str]] = {}
     for name in (field.name for field in fields(preset)):
         if name in ("name", "sources", "objective_args", "advantage_args"):
             continue
@@ -92,11 +92,11 @@ def _settings(preset: Algorithm) -> dict[str, dict[str, object]]:
         if name == "aggregation" and value is None:
             value, usual = objective.aggregation, f"from {preset.objective}"
         spec, given = parts.get(name, (None, {}))
-        found[name] = (value, preset.sources.get(name) or (spec and spec.source) or usual)
+        settings[name] = (value, preset.sources.get(name) or (spec and spec.source) or usual)
         for key, setting in {**(spec.defaults if spec else {}), **given}.items():
             source = preset.sources.get(name, "preset") if key in given else f"default of {value}"
-            found[f"{name}.{key}"] = (setting, source)
-    return {key: {"value": value, "source": source.replace("``", "")} for key, (value, source) in found.items()}
+            settings[f"{name}.{key}"] = (setting, source)
+    return {key: {"value": value, "source": source.replace("``", "")} for key, (value, source) in settings.items()}
 
 
 # ------------------------------------------------------------------ estimators
@@ -142,15 +142,19 @@ def show_version(everything: bool, as_json: bool) -> None:
     from torchrl_llm_kl import __version__
     from torchrl_llm_kl.training import versions
 
-    found: dict[str, str] = {"torchrl-llm-kl": __version__}
+    installed: dict[str, str] = {"torchrl-llm-kl": __version__}
     if everything:
         here = versions(_PACKAGES)
-        found |= {name: here.get(name, "not installed") for name in _PACKAGES}
-        found |= {"python": platform.python_version(), "platform": platform.platform(), "accelerator": _accelerator()}
+        installed |= {name: here.get(name, "not installed") for name in _PACKAGES}
+        installed |= {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "accelerator": _accelerator(),
+        }
     if as_json:
-        print_json(found)
+        print_json(installed)
     elif everything:
-        print_table(["", "version"], [[name, text] for name, text in found.items()])
+        print_table(["", "version"], [[name, text] for name, text in installed.items()])
     else:
         print(f"torchrl-llm-kl {__version__}")
 
@@ -158,10 +162,10 @@ def show_version(everything: bool, as_json: bool) -> None:
 def _accelerator() -> str:
     import torch
 
-    found = torch.accelerator.current_accelerator()
-    if found is None:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
         return "none (torch is built without)"
     versions = (getattr(torch.version, kind, None) for kind in ("cuda", "hip", "xpu"))
-    kind = " ".join([found.type, *filter(None, versions)])
-    name = getattr(torch.get_device_module(found), "get_device_name", lambda i: found.type)
+    kind = " ".join([accelerator.type, *filter(None, versions)])
+    name = getattr(torch.get_device_module(accelerator), "get_device_name", lambda i: accelerator.type)
     return ", ".join([kind, *(name(i) for i in range(torch.accelerator.device_count()))])

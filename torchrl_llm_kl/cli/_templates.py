@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.cli._console import CommandError, console, print_json, shows_colour
+from torchrl_llm_kl.masks import AssistantMaskError, Message, encode_with_mask, render_conversation
 from torchrl_llm_kl.training import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SAMPLE: tuple[Json, ...] = (
+SAMPLE: tuple[Message, ...] = (
     {"role": "system", "content": "You answer briefly."},
     {"role": "user", "content": "What is 2 + 2?"},
     {"role": "assistant", "content": "It is 4."},
@@ -90,7 +90,7 @@ def show_template(name: str, conversation: Path | None, as_json: bool) -> None:
         )
 
 
-def read_conversation(path: Path) -> list[Json]:
+def read_conversation(path: Path) -> list[Message]:
     """The messages of a JSON file: a list, an object with ``messages``, or the first such line of a JSONL file."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -107,10 +107,8 @@ def read_conversation(path: Path) -> list[Json]:
     return messages
 
 
-def describe(tokenizer: PreTrainedTokenizerBase, name: str, given: Sequence[Json] | None = None) -> TemplateReport:
+def describe(tokenizer: PreTrainedTokenizerBase, name: str, given: Sequence[Message] | None = None) -> TemplateReport:
     """Text, tokens and turns of a conversation on the tokenizer's template; of a sample, if none is given."""
-    from torchrl_llm_kl.masks import AssistantMaskError, encode_with_mask, render_conversation
-
     note, messages = "", list(SAMPLE) if given is None else given
     try:
         rendered = render_conversation(tokenizer, messages)

@@ -96,7 +96,7 @@ def from_conversations(
         tensor([3])
     """
     encoder = Encoder("messages", tokenizer, **encoding)
-    stack, metadata = _encode(_named(data, messages=messages_key), encoder, on_skip)
+    stack, metadata = _encode_rows(_named(data, messages=messages_key), encoder, on_skip)
     return _stack([answer for (answer,) in stack], metadata)
 
 
@@ -143,7 +143,7 @@ def from_completions(
         ([0, 1, 0, 2, 3, 4], [0, 1, 0, 2])
     """
     encoder = Encoder("completion", tokenizer, **_with_eos(encoding))
-    stack, metadata = _encode(_named(data, prompt=prompt_key, completion=completion_key), encoder, on_skip)
+    stack, metadata = _encode_rows(_named(data, prompt=prompt_key, completion=completion_key), encoder, on_skip)
     return _stack([answer for (answer,) in stack], metadata)
 
 
@@ -197,7 +197,7 @@ def from_pairs(
     """
     encoder = Encoder("preference", tokenizer, **_with_eos(encoding))
     rows = _named(data, prompt=prompt_key, chosen=chosen_key, rejected=rejected_key)
-    stack, columns = _encode(rows, encoder, on_skip)
+    stack, columns = _encode_rows(rows, encoder, on_skip)
     pairs = []
     for i, answers in enumerate(stack):
         pair = _stack(answers, {name: column[i : i + 1] * 2 for name, column in columns.items()})
@@ -252,7 +252,7 @@ _MAKERS: dict[Layout, tuple[str, set[str]]] = {
 }
 
 
-def _encode(rows: Rows, encoder: Encoder, on_skip: OnSkip) -> tuple[list[list[Answer]], _Columns]:
+def _encode_rows(rows: Rows, encoder: Encoder, on_skip: OnSkip) -> tuple[list[list[Answer]], _Columns]:
     """The answers of each row that can be used, and the other columns of these rows."""
     if rows.layout != encoder.layout:
         maker = f": use {_MAKERS[rows.layout][0]}" if rows.layout in _MAKERS else ""
@@ -289,11 +289,11 @@ def _encode(rows: Rows, encoder: Encoder, on_skip: OnSkip) -> tuple[list[list[An
 
 
 def _stack(answers: Sequence[Answer], columns: _Columns) -> LazyStackedTensorDict:
-    rows = [_row(answer, {name: column[i] for name, column in columns.items()}) for i, answer in enumerate(answers)]
+    rows = [_row_of(answer, {name: column[i] for name, column in columns.items()}) for i, answer in enumerate(answers)]
     return lazy_stack(rows)
 
 
-def _row(answer: Answer, metadata: Mapping[str, object]) -> TensorDictBase:
+def _row_of(answer: Answer, metadata: Mapping[str, object]) -> TensorDictBase:
     prompt = int(answer.mask.int().argmax())  # the first trained token
     entries: dict[str, TensorDict] = {
         "tokens": TensorDict({"full": answer.tokens, "prompt": answer.tokens[:prompt]}),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from torchrl_llm_kl.datasets._rows import (
 )
 from torchrl_llm_kl.masks import (
     AssistantMaskError,
+    Message,
     MissingChatTemplateError,
     encode_images,
     encode_with_mask,
@@ -39,8 +40,14 @@ from torchrl_llm_kl.masks import (
     split_images,
 )
 
-#: Token ids, the mask of those to score, the mask of all that the assistant wrote, and what a processor returned for images.
-_Encoded = tuple[Tensor, Tensor, Tensor, Mapping[str, Tensor]]
+
+class _Encoded(NamedTuple):
+    """The tokens of an answer, as in :class:`Answer`, before it is cut."""
+
+    tokens: Tensor
+    mask: Tensor
+    assistant: Tensor
+    images: Mapping[str, Tensor] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,8 +201,7 @@ class Encoder:
         except RowError as error:
             return skip(error.reason, str(error))
         if self.vocab_size is not None and len(tokens) and int(tokens.max()) >= self.vocab_size:
-            found = f"token id {int(tokens.max())} is outside the vocabulary of {self.vocab_size}"
-            return skip("malformed", found)
+            return skip("malformed", f"token id {int(tokens.max())} is outside the vocabulary of {self.vocab_size}")
         length, most = len(tokens), self.max_length
         cut = most is not None and length > most
         if cut:
@@ -213,7 +219,7 @@ class Encoder:
         """Token ids, the mask of those to score, the mask of all that the assistant wrote, and the images."""
         if self.layout == "tokens":
             ids, mask = _of_ids(value)
-            return ids, mask, mask, {}
+            return _Encoded(ids, mask, mask)
         if self.layout == "messages":
             return self._of_messages([], read_messages(value["messages"], "messages"), value)
         name = part or "completion"
@@ -222,7 +228,7 @@ class Encoder:
             if not answer:
                 raise RowError("no text to score", "empty")
             if self.as_chat:
-                asked: list[Json] = [{"role": "user", "content": prompt}] if prompt else []
+                asked: list[Message] = [{"role": "user", "content": prompt}] if prompt else []
                 return self._of_messages(asked, [{"role": "assistant", "content": answer}], value)
             return self._of_text(prompt, answer)
         if isinstance(answer, str) and prompt is None:
@@ -237,7 +243,7 @@ class Encoder:
             return self._of_messages(answer[:shared], answer[shared:], value)
         return self._of_messages(read_messages(prompt, "prompt"), answer, value)
 
-    def _of_messages(self, prompt: list[Json], answer: list[Json], value: Mapping[str, object]) -> _Encoded:
+    def _of_messages(self, prompt: list[Message], answer: list[Message], value: Mapping[str, object]) -> _Encoded:
         """The assistant's turns of ``answer``, on the chat template."""
         if not answer:
             raise RowError("no message", "empty")
@@ -260,17 +266,15 @@ class Encoder:
                 before = render_conversation(self.tokenizer, whole[: len(prompt)], **options)
                 spans = every[len(before.assistant_spans) :]
             if images:
-                ((tokens, mask), (_, assistant)), found = encode_images(
+                ((tokens, mask), (_, assistant)), pixels = encode_images(
                     self._processor, rendered.text, images, spans, every
                 )
-                return tokens, mask, assistant, found
+                return _Encoded(tokens, mask, assistant, pixels)
             if spans is every:
-                return rendered.token_ids, rendered.assistant_mask, rendered.assistant_mask, {}
+                return _Encoded(rendered.token_ids, rendered.assistant_mask, rendered.assistant_mask)
             ((tokens, mask),) = encode_with_mask(self.tokenizer, [rendered.text], [spans])
-            return tokens, mask, rendered.assistant_mask, {}
-        except RowError:
-            raise
-        except MissingChatTemplateError:
+            return _Encoded(tokens, mask, rendered.assistant_mask)
+        except (RowError, MissingChatTemplateError):
             raise
         except AssistantMaskError as error:
             raise RowError(str(error), "template") from error
@@ -292,7 +296,7 @@ class Encoder:
             raise RowError("no token to score", "empty")
         if self.add_eos and int(tokens[-1]) != eos:
             tokens, mask = torch.cat([tokens, torch.tensor([eos])]), torch.cat([mask, torch.tensor([True])])
-        return tokens, mask, mask, {}
+        return _Encoded(tokens, mask, mask)
 
 
 def _of_ids(value: Mapping[str, object]) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,8 @@ unreadable as a whole raises.
 
 from __future__ import annotations
 
-import errno
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torchrl_llm_kl._registry import install_hint
-from torchrl_llm_kl._typing import Json
-from torchrl_llm_kl.masks import history_to_messages
+from torchrl_llm_kl.masks import Message, history_to_messages
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -85,7 +84,7 @@ def read_rows(source: DataSource) -> Rows:
     Raises:
         FileNotFoundError: if the file does not exist.
         ImportError: for a Parquet file without pyarrow.
-        DataError: a ``ValueError``; for a folder, an empty or a damaged file, or columns of unequal lengths.
+        DataError: a ``ValueError``; for a damaged file, or columns of unequal lengths.
         TypeError: for anything else.
 
     Example:
@@ -105,8 +104,6 @@ def read_rows(source: DataSource) -> Rows:
         return _IterableRows(_conversations(source), f"the {kind}")
     if isinstance(source, Mapping):
         return _IterableRows(_of_columns(source), "the columns")
-    if hasattr(source, "iterrows"):
-        raise TypeError(f"expected rows, found a {kind}, which iterates over columns: pass to_dict('records').")
     if not isinstance(source, Iterable) or isinstance(source, (bytes, bytearray)):
         raise TypeError(
             f"expected rows: a path, a dataset, a list of dicts, a dict of columns or a History, found {kind}."
@@ -148,12 +145,12 @@ class Rows:
         Raises:
             DataError: at the first row that cannot be read.
         """
-        found = []
+        values = []
         for row in self:
             if row.value is None:
                 raise self.error(row, row.problem)
-            found.append(row.value)
-        return found
+            values.append(row.value)
+        return values
 
     def error(self, row: Row, problem: str) -> DataError:
         """An error that names the row: ``line 3 of data.jsonl`` and the problem."""
@@ -198,17 +195,15 @@ class _IterableRows(Rows):
                 yield Row(index, place, None, problem)
 
 
-def _conversations(history: History) -> list[list[Json]]:
+def _conversations(history: History) -> list[list[Message]]:
     """The conversations of a History of any batch size."""
-    found = history_to_messages(history)
-    while found and isinstance(found[0], list) and found[0] and isinstance(found[0][0], list):
-        found = [conversation for several in found for conversation in several]
-    return [found] if found and not isinstance(found[0], list) else found
+    rows: list[Any] = history_to_messages(history)
+    while rows and isinstance(rows[0], list) and rows[0] and isinstance(rows[0][0], list):
+        rows = [conversation for several in rows for conversation in several]
+    return [rows] if rows and not isinstance(rows[0], list) else rows
 
 
 def _of_columns(columns: Mapping[str, object]) -> list[dict[str, object]]:
-    if columns and all(hasattr(value, "column_names") for value in columns.values()):
-        raise DataError(f"expected rows, found the splits {', '.join(map(str, columns))}: pass one of them.")
     lists: dict[str, Sequence[object]] = {}
     for name, value in columns.items():
         if is_history(value):
@@ -249,19 +244,11 @@ class FileRows(Rows):
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, str(path)
-        try:
-            if path.is_dir():
-                raise DataError(f"{path} is a folder, expected a JSONL or Parquet file.")
-            lines, start = _read_through(path)
-        except OSError as error:
-            if not isinstance(error, FileNotFoundError) and error.errno != errno.ENAMETOOLONG:
-                raise
-            name = str(path) if len(str(path)) < 200 else f"{str(path)[:60]}..."
+        if not os.path.isfile(path):  # unlike Path.is_file, also False for a name that is too long
             raise FileNotFoundError(
-                f"the file {name} does not exist: pass the path of a JSONL or Parquet file, or a list of rows."
-            ) from None
-        if not start:
-            raise DataError(f"{path} is empty: expected a JSON object on each line, or a Parquet file.")
+                f"there is no file {self.name:.200}: pass the path of a JSONL or Parquet file, or a list of rows."
+            )
+        lines, start = _read_through(path)
         self.parquet = start.startswith(b"PAR1")
         self.total = self._parquet_file().metadata.num_rows if self.parquet else lines
 
@@ -308,14 +295,10 @@ def _read_through(path: Path) -> tuple[int, bytes]:
 def _parse(index: int, place: str, line: bytes) -> Row:
     try:
         value = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        return Row(index, place, None, "is not UTF-8")
     except json.JSONDecodeError as error:
         return Row(index, place, None, f"is not JSON: {error.msg} at column {error.colno}")
-    except ValueError as error:  # a whole number of more digits than Python reads
+    except (ValueError, RecursionError) as error:  # not UTF-8, too many digits, or nested too deeply
         return Row(index, place, None, f"cannot be read: {error}")
-    except RecursionError:
-        return Row(index, place, None, "is not JSON: nested too deeply")
     if not isinstance(value, dict):
         return Row(index, place, None, f"is a JSON {type(value).__name__}, expected an object")
     return Row(index, place, value)
@@ -335,7 +318,7 @@ def as_list(value: object) -> object:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def read_messages(value: object, name: str) -> list[Json]:
+def read_messages(value: object, name: str) -> list[Message]:
     """Messages without the fields that Parquet fills with None; a RowError for anything else under ``name``."""
     if is_history(value):
         return history_to_messages(value)

@@ -24,6 +24,7 @@ from torchrl_llm_kl.masks._images import (
     split_images as split_images,
 )
 from torchrl_llm_kl.masks._messages import (
+    Message as Message,
     Tokenizer as Tokenizer,
 )
 from torchrl_llm_kl.masks._tokens import (

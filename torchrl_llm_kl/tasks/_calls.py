@@ -10,14 +10,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
-from torchrl_llm_kl._typing import Json
 
 #: Seconds beyond the time-outs of its calls after which an event loop counts as blocked.
 _GRACE = 5.0
@@ -36,7 +34,7 @@ class Call:
 
     function: Callable[..., Any]
     args: tuple[object, ...] = ()
-    kwargs: Json = field(default_factory=dict)
+    kwargs: Mapping[str, object] = field(default_factory=dict)
 
 
 class Caller:
@@ -62,7 +60,7 @@ class Caller:
         self.timeout, self.workers = timeout, workers
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def __getstate__(self) -> Json:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_loop": None}  # the copy makes its own
 
     def __call__(self, calls: Sequence[Call]) -> list[object]:
@@ -87,7 +85,7 @@ class Caller:
     def _run_sync(self, calls: list[Call]) -> list[object]:
         workers = self.workers or 1
         if self.timeout is None and workers == 1:
-            return [_run(call, (Exception, SystemExit)) for call in calls]  # generated code may call sys.exit
+            return [_result_of(call, (Exception, SystemExit)) for call in calls]  # generated code may call sys.exit
         results: list[object] = [None] * len(calls)
         todo = deque(enumerate(calls))
         running: dict[Future[object], tuple[int, float]] = {}  # place and time of its end at the latest
@@ -132,7 +130,7 @@ class Caller:
         return [future.result() if future.done() else blocked for future in futures]
 
 
-def _run(call: Call, catch: tuple[type[BaseException], ...]) -> object:
+def _result_of(call: Call, catch: tuple[type[BaseException], ...]) -> object:
     # A reward never needs a gradient, and the caller's grad mode does not reach its threads.
     try:
         with torch.no_grad():
@@ -145,7 +143,9 @@ def _in_thread(call: Call) -> Future[object]:
     future, context = Future[object](), contextvars.copy_context()
 
     def work() -> None:
-        future.set_result(context.run(_run, call, (BaseException,)))  # whatever it is, the caller waits for an end
+        future.set_result(
+            context.run(_result_of, call, (BaseException,))
+        )  # whatever it is, the caller waits for an end
 
     threading.Thread(target=work, daemon=True, name="reward").start()
     return future

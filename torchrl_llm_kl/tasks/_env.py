@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from tensordict import TensorDict, TensorDictBase, list_to_stack
@@ -18,15 +18,15 @@ from torchrl.modules.llm.policies import ChatHistory, Text
 from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.datasets import DataSource
-from torchrl_llm_kl.masks import MissingChatTemplateError, Tokenizer
+from torchrl_llm_kl.masks import Message, MissingChatTemplateError, Tokenizer
 from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, check_takes
 from torchrl_llm_kl.tasks._prompts import Prompt, PromptOrder, Prompts
-from torchrl_llm_kl.tasks._rewards import FailureLog, FunctionReward, Reward
+from torchrl_llm_kl.tasks._rewards import FailureLog, FunctionReward, Metadata, Reward
 from torchrl_llm_kl.tasks._rows import read_rows_of, stack_rows
 from torchrl_llm_kl.tasks._tools import Dialog, Parsed, ToolParser, Tools, as_unicode, strip_end
 
 #: ``(messages, metadata) -> str | None``: the user's next message, or None at the end; sync or async.
-Reply = Callable[[list[Json], Json], object]
+Reply = Callable[[list[Message], Metadata], object]
 #: What the policy reads: rendered text, or torchrl's ``History``.
 InputMode = Literal["text", "history"]
 
@@ -142,7 +142,7 @@ def make_env(
     Raises:
         PromptError: for a row without a prompt, or no rows.
         ValueError: for numbers out of range, or a chat template that is missing.
-        TypeError: for prompts, rewards, tokenizers or transforms of another type, or functions of other arguments.
+        TypeError: for prompts of another type, or functions of other arguments.
 
     Example:
         >>> import tensordict
@@ -169,8 +169,6 @@ def make_env(
             "torchrl's LLM components store lists of strings as stacks: call `tensordict.set_list_to_stack(True).set()` at the "
             "beginning of the script, or set LIST_TO_STACK=1."
         )
-    appended = _transforms(kl_transform)
-    _check_tokenizer(tokenizer)
     base = TaskEnv(
         prompts if isinstance(prompts, Prompts) else Prompts(prompts),
         tokenizer,
@@ -186,29 +184,26 @@ def make_env(
     if reward is not None and not isinstance(reward, FunctionReward):
         reward = FunctionReward(reward, timeout=timeout, tokenizer=tokenizer)
     env = TransformedEnv(base, Compose(*[] if reward is None else [reward]))
-    for transform in appended:
-        env = env.append_transform(transform)
+    for transform in kl_transform if isinstance(kl_transform, Sequence) else [kl_transform]:
+        if transform is not None:
+            env = env.append_transform(transform)
     return env
 
 
-def _check_tokenizer(tokenizer: object) -> None:
-    if not callable(getattr(tokenizer, "apply_chat_template", None)):
-        found = repr(tokenizer)[:60] if isinstance(tokenizer, (str, type(None))) else type(tokenizer).__name__
-        raise TypeError(
-            f"tokenizer must be a tokenizer of transformers, got {found}: load it with AutoTokenizer.from_pretrained(...)."
-        )
+class _Answered(NamedTuple):
+    """A row after an answer.
 
+    Args:
+        parsed: the answer's text and calls.
+        messages: the conversation with the answer.
+        metadata: the other columns of the prompt's row.
+        last: whether the limit of turns is reached.
+    """
 
-def _transforms(given: Transform | Sequence[Transform] | None) -> list[Transform]:
-    several = isinstance(given, Sequence) and not isinstance(given, Transform)
-    transforms = [] if given is None else list(given) if several else [given]
-    for transform in transforms:
-        if not isinstance(transform, Transform):
-            raise TypeError(
-                f"kl_transform must be a transform, a list of them or None, got {type(transform).__name__}. An algorithm has "
-                "one: make_algorithm(...).kl_transform."
-            )
-    return transforms
+    parsed: Parsed
+    messages: list[Message]
+    metadata: Metadata
+    last: bool
 
 
 class TaskEnv(ChatEnv):
@@ -330,7 +325,7 @@ class TaskEnv(ChatEnv):
             td.set("history", history)
         return td.to_lazystack(0)
 
-    def _conversation(self, prompt: Prompt) -> list[Json]:
+    def _conversation(self, prompt: Prompt) -> list[Message]:
         if self.system_prompt is None or prompt.messages[0]["role"] == "system":
             return prompt.messages
         return [{"role": "system", "content": self.system_prompt}, *prompt.messages]
@@ -359,64 +354,61 @@ class TaskEnv(ChatEnv):
 
     def _continue(self, td: TensorDictBase, next_td: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Write each row's next prompt and conversation; returns whether its episode ends, and by the limit of turns."""
-        assert self.dialog is not None
-        assert self.turns is not None
+        dialog, turns = self.dialog, self.turns
+        assert dialog is not None
+        assert turns is not None
         keys = (("text", "prompt"), ("text", "full"), "messages", "metadata", "step")
         prompts, texts, before, metadata, steps = (read_rows_of(td, key) or [] for key in keys)
-        answers = [text.removeprefix(prompt) for prompt, text in zip(prompts, texts, strict=True)]
-        answers = [strip_end(answer, self.dialog.special) for answer in answers]
-        parsed = [self.dialog.parse(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
-        messages = [
-            [*earlier, self.dialog.assistant(answer, found)]
-            for earlier, answer, found in zip(before, answers, parsed, strict=True)
-        ]
         step = torch.stack([torch.as_tensor(row).reshape(1) for row in steps]) + 1
-        last = (step >= self.turns.max_turns).flatten().tolist()
-        replies = self._replies(parsed, messages, metadata, last)
+        rows = []
+        for row, prompt in enumerate(prompts):
+            answer = strip_end(texts[row].removeprefix(prompt), dialog.special)
+            parsed = dialog.parse(prompt, answer)
+            messages = [*before[row], dialog.assistant(answer, parsed)]
+            rows.append(_Answered(parsed, messages, metadata[row], int(step[row]) >= turns.max_turns))
+        replies = self._replies(rows)
         for row, after in enumerate(replies):
             if not after:
                 continue
             try:
-                texts[row] = self.dialog.next_prompt(texts[row], messages[row], after)
-                messages[row] += after
+                texts[row] = dialog.next_prompt(texts[row], rows[row].messages, after)
+                rows[row].messages.extend(after)
             except Exception as error:  # a template may raise anything
                 replies[row] = None
-                found = f"{type(error).__name__}: {error}"
-                self._log.add(f"the template cannot continue row {row}, whose episode ends: {found}")
+                reason = f"{type(error).__name__}: {error}"
+                self._log.add(f"the template cannot continue row {row}, whose episode ends: {reason}")
         text = Text.from_tensordict(next_td.empty())
         text.prompt = texts
         next_td.set("text", text)
-        next_td.set("messages", stack_rows(messages))
+        next_td.set("messages", stack_rows(row.messages for row in rows))
         next_td.set("step", step.to(self.device or "cpu"))
         flags = torch.tensor([[not after for after in replies], [after is None for after in replies]])
         done, truncated = flags.unsqueeze(-1).to(self.device or "cpu")
         return done, truncated
 
-    def _replies(
-        self, parsed: list[Parsed], messages: list[list[Json]], metadata: list[Json], last: list[bool]
-    ) -> list[list[Json] | None]:
-        """What follows each answer: messages; empty at the end of the episode, None if only the limit of turns ends it."""
+    def _replies(self, rows: list[_Answered]) -> list[list[Message] | None]:
+        """The messages after each answer; empty at the end of the episode, None if only the limit of turns ends it."""
         assert self.dialog is not None
         assert self.turns is not None
-        after: list[list[Json] | None] = [
-            None if limit and found.calls else [] for limit, found in zip(last, parsed, strict=True)
-        ]
-        rows = [row for row, found in enumerate(parsed) if found.calls and not last[row]]
-        if rows and self.dialog.tools is not None:
-            for row, results in zip(rows, self.dialog.tools.run([parsed[row].calls for row in rows]), strict=True):
-                after[row] = self.dialog.tool_messages(parsed[row], results)
-        if (reply := self.turns.reply) is None:
+        after: list[list[Message] | None] = [None if row.last and row.parsed.calls else [] for row in rows]
+        calling = [i for i, row in enumerate(rows) if row.parsed.calls and not row.last]
+        if calling and self.dialog.tools is not None:
+            results = self.dialog.tools.run([rows[i].parsed.calls for i in calling])
+            for i, texts in zip(calling, results, strict=True):
+                after[i] = self.dialog.tool_messages(rows[i].parsed, texts)
+        reply = self.turns.reply
+        if reply is None:
             return after
-        rows = [row for row, found in enumerate(parsed) if not found.calls]
-        said = self._call_all([Call(reply, (list(messages[row]), dict(metadata[row]))) for row in rows])
-        for row, text in zip(rows, said, strict=True):
+        answered = [i for i, row in enumerate(rows) if not row.parsed.calls]
+        said = self._call_all([Call(reply, (list(rows[i].messages), dict(rows[i].metadata))) for i in answered])
+        for i, text in zip(answered, said, strict=True):
             if isinstance(text, str):
-                after[row] = None if last[row] else [{"role": "user", "content": as_unicode(text)}]
+                after[i] = None if rows[i].last else [{"role": "user", "content": as_unicode(text)}]
             elif text is not None:
                 error = f"it returned {text!r:.60}"
                 if isinstance(text, Failure):
                     error = f"{type(text.error).__name__}: {text.error}"
-                self._log.add(f"reply= failed in row {row}, whose episode ends: {error}")
+                self._log.add(f"reply= failed in row {i}, whose episode ends: {error}")
         return after
 
 

@@ -11,9 +11,8 @@ from typing import Any, overload
 import torch
 
 from torchrl_llm_kl._numerics import check_range
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.datasets import DataError, DataSource, RowError, as_list, check_unicode, read_messages, read_rows
-from torchrl_llm_kl.masks import split_images
+from torchrl_llm_kl.masks import Message, split_images
 
 #: The columns that may hold a prompt, the first of them that a row has.
 PROMPT_COLUMNS = ("prompt", "question", "messages")
@@ -34,8 +33,8 @@ class Prompt:
     """
 
     question: str
-    messages: list[Json] = field(default_factory=list)
-    metadata: Json = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
+    metadata: dict[str, object] = field(default_factory=dict)
 
 
 class Prompts(Sequence[Prompt]):
@@ -124,23 +123,22 @@ def _parsed(row: Mapping[object, object]) -> Prompt:
             "holds the question"
         )
     value = row[column]
-    messages = [{"role": "user", "content": value}] if isinstance(value, str) else read_messages(value, column)
+    messages: list[Message] = [{"role": "user", "content": value}]
+    if not isinstance(value, str):
+        messages = read_messages(value, column)
     if not messages or messages[-1]["role"] == "assistant":
-        found = "ends with the assistant's message" if messages else "is empty"
-        raise RowError(
-            f"has a `{column}` that {found}, expected the prompt alone. Put the expected answer into another column"
-        )
+        what = "ends with the assistant's message" if messages else "is empty"
+        raise RowError(f"has a `{column}` that {what}, expected a prompt. Put the expected answer into another column")
     if split_images(messages)[1]:
-        raise RowError(f"has images in `{column}`, and a task poses text alone. Leave such rows out")
+        raise RowError(f"has images in `{column}`, and a task poses only text. Leave such rows out")
     question = _question(messages, column)
     check_unicode(question)
     return Prompt(question, messages, {str(key): item for key, item in row.items() if key != column})
 
 
-def _question(messages: Sequence[Json], column: str) -> str:
+def _question(messages: Sequence[Message], column: str) -> str:
     """The text of the user's last message."""
-    content = next((message.get("content", "") for message in reversed(messages) if message["role"] == "user"), "")
-    content = as_list(content)
+    content = as_list(next((m.get("content", "") for m in reversed(messages) if m["role"] == "user"), ""))
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):

@@ -7,7 +7,7 @@ import math
 import numbers
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -16,7 +16,6 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform
 
 from torchrl_llm_kl._numerics import check_range
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import Node, read_column
 from torchrl_llm_kl.rollouts import MissingEntryError, describe_entries, read_conversations, sub_key
@@ -26,8 +25,10 @@ from torchrl_llm_kl.tasks._tools import special_tokens, strip_end
 
 logger = logging.getLogger("torchrl_llm_kl.tasks")
 
+#: The other columns of a prompt's row, by name, and ``messages``.
+Metadata = dict[str, Any]
 #: ``(question, answer, metadata) -> number``, or a dict of numbers; sync or async.
-RewardFunction = Callable[[str, str, Json], object]
+RewardFunction = Callable[[str, str, Metadata], object]
 #: One function, or named parts, each a function or a pair of its weight and the function.
 Reward = RewardFunction | Mapping[str, RewardFunction | tuple[float, RewardFunction]]
 
@@ -35,6 +36,18 @@ Reward = RewardFunction | Mapping[str, RewardFunction | tuple[float, RewardFunct
 _LARGEST = torch.finfo(torch.float32).max
 #: Seconds between two log lines about failures; those between are counted in the next one.
 _LOG_EVERY = 10.0
+
+
+class AnsweredRow(NamedTuple):
+    """The arguments of a reward function, and the number of their row in the batch."""
+
+    row: int
+    question: str
+    answer: str
+    metadata: Metadata
+
+    def __str__(self) -> str:
+        return f"row {self.row} (question {self.question[:60]!r}, answer {self.answer[:60]!r})"
 
 
 class RewardError(RuntimeError):
@@ -113,11 +126,8 @@ class FunctionReward(Transform):
     ) -> None:
         check_range(above=0.0, timeout=timeout)
         check_range(1, workers=workers)
-        self.functions, self.weights = _parts(reward, weights)
+        self.functions, self.weights = _read_reward(reward, weights)
         self.named = weights is not None or isinstance(reward, Mapping)
-        for name in self.names:
-            if not isinstance(name, str) or not name:
-                raise ValueError(f"the name of a reward must be a text, got {name!r}.")
         self.tokenizer = tokenizer
         self.question_key, self.answer_key = question_key, answer_key
         self.metadata_key, self.messages_key = metadata_key, messages_key
@@ -148,10 +158,9 @@ class FunctionReward(Transform):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Apply to collected data."""
-        next_td = tensordict.get("next", None)
-        if next_td is None:
-            tensordict.set("next", next_td := tensordict.empty())
-        tensordict.set("next", self._step(tensordict, next_td))
+        if "next" not in tensordict.keys():  # noqa: SIM118  # of a TensorDict
+            tensordict.set("next", tensordict.empty())
+        tensordict.set("next", self._step(tensordict, tensordict["next"]))
         return tensordict
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -162,12 +171,7 @@ class FunctionReward(Transform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         shape = tensordict.batch_size
-        questions = self._texts(tensordict, next_tensordict, self.question_key)
-        special = self._special()
-        answers = [strip_end(text, special) for text in self._answers(tensordict, next_tensordict)]
-        metadata = self._metadata(tensordict, next_tensordict, len(answers))
-        rows = [row for row, done in enumerate(_done(next_tensordict)) if done]
-        values, failures = self._evaluate(rows, questions, answers, metadata)
+        values, failures = self._evaluate(self._answered(tensordict, next_tensordict), shape.numel())
         total = torch.stack([weight * values[name] for name, weight in self.weights.items()]).sum(0)
         outputs = {self.reward_key: total, self.failures_key: failures}
         outputs |= {self.part_key(name): values[name] for name in self.names}
@@ -185,72 +189,76 @@ class FunctionReward(Transform):
 
     # ------------------------------------------------------------------ the calls
 
-    def _evaluate(
-        self, rows: list[int], questions: list[str], answers: list[str], metadata: list[Json]
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """The value of each part and the number of failures of each row; ``[B]`` each, 0 in rows that are not asked for."""
-        values = {name: torch.zeros(len(answers)) for name in self.weights}
-        failures = torch.zeros(len(answers), dtype=torch.int64)
+    def _evaluate(self, rows: list[AnsweredRow], count: int) -> tuple[dict[str, Tensor], Tensor]:
+        """The value of each part and the number of failures of each of ``count`` rows; ``[B]`` each, 0 in all other rows."""
+        values = {name: torch.zeros(count) for name in self.weights}
+        failures = torch.zeros(count, dtype=torch.int64)
         calls = [
-            Call(function, (questions[row], answers[row], dict(metadata[row])))
+            Call(function, (each.question, each.answer, dict(each.metadata)))
             for function in self.functions.values()
-            for row in rows
+            for each in rows
         ]
         results = iter(self._call_all(calls))
         for part in self.functions:
             names = [part] if part in self.weights else list(self.weights)
-            failed: list[tuple[int, BaseException]] = []
-            for row in rows:
-                result = self._numbers(next(results), part, names)
-                if isinstance(result, Failure):
-                    failures[row] += len(names)
-                    failed.append((row, result.error))
+            failed: list[tuple[AnsweredRow, BaseException]] = []
+            for each in rows:
+                numbers = self._numbers(next(results), part, names)
+                if isinstance(numbers, Failure):
+                    failures[each.row] += len(names)
+                    failed.append((each, numbers.error))
                 else:
-                    for name, value in zip(names, result, strict=True):
-                        values[name][row] = value
-            self._report(part, failed, len(rows), questions, answers)
+                    for name, value in zip(names, numbers, strict=True):
+                        values[name][each.row] = value
+            self._report(part, failed, len(rows))
         return values, failures
 
     def _numbers(self, result: object, part: str, names: list[str]) -> list[float] | Failure:
         """The numbers that a call returned, one for each of ``names``."""
         if isinstance(result, Failure):
             return result
-        found = f"a dict with {', '.join(map(repr, result))}" if isinstance(result, Mapping) else _short(result)
-        if part in self.weights:
-            if isinstance(result, Mapping):
-                return Failure(TypeError(f"returned {found}, expected a number: name its parts with weights={{...}}"))
-            values = [_number(result)]
-        elif isinstance(result, Mapping) and set(result) == set(names):
-            values = [_number(result[name]) for name in names]
-        else:
-            return Failure(TypeError(f"returned {found}, expected a dict with {', '.join(map(repr, names))}"))
-        wrong = next((value for value in values if isinstance(value, Failure)), None)
-        return wrong or [value for value in values if not isinstance(value, Failure)]
+        single = part in self.weights
+        if isinstance(result, Mapping) == single or (isinstance(result, Mapping) and set(result) != set(names)):
+            returned = (
+                f"a dict with {', '.join(map(repr, result))}" if isinstance(result, Mapping) else f"{result!r:.60}"
+            )
+            expected = "a number: name its parts with weights={...}" if single else f"a dict with {', '.join(names)}"
+            return Failure(TypeError(f"returned {returned}, expected {expected}"))
+        try:
+            return [_float32(result)] if single else [_float32(result[name]) for name in names]  # type: ignore[index]
+        except (TypeError, ValueError) as error:
+            return Failure(error)
 
-    def _report(
-        self,
-        part: str,
-        failed: list[tuple[int, BaseException]],
-        count: int,
-        questions: list[str],
-        answers: list[str],
-    ) -> None:
+    def _report(self, part: str, failed: list[tuple[AnsweredRow, BaseException]], count: int) -> None:
+        """Log the failures of a part; raise if it has never worked."""
         if len(failed) < count:
             self._worked.add(part)
         if not failed:
             return
         row, error = failed[0]
         what = f"the reward {part!r}" if part else "the reward function"
-        where = f"row {row} (question {questions[row][:60]!r}, answer {answers[row][:60]!r})"
+        reason = f"{type(error).__name__}: {error}".rstrip(": .")
         if part not in self._worked:
             raise RewardError(
-                f"{what} failed for all {count} answers of its first batch, first in {where}: {_describe(error)}."
+                f"{what} failed for all {count} answers of its first batch, first in {row}: {reason}."
             ) from error
-        self._log.add(
-            f"{what} failed for {len(failed)} of {count} answers, first in {where}: {_describe(error)}; they count as 0"
-        )
+        self._log.add(f"{what} failed for {len(failed)} of {count} answers, first in {row}: {reason}; they count as 0")
 
-    # ------------------------------------------------------------------ what is read
+    # ------------------------------------------------------------------ reading the data
+
+    def _answered(self, td: TensorDictBase, next_td: TensorDictBase) -> list[AnsweredRow]:
+        """The rows that end their episode here."""
+        questions = self._texts(td, next_td, self.question_key)
+        special = self._special()
+        answers = [strip_end(text, special) for text in self._answers(td, next_td)]
+        metadata = self._column(td, next_td, self.metadata_key) or [{} for _ in answers]
+        messages = self._column(next_td, td, self.messages_key)  # with the answer
+        given = [{} if messages is None else {"messages": list(messages[row])} for row in range(len(answers))]
+        return [
+            AnsweredRow(row, questions[row], answers[row], {**metadata[row], **given[row]})
+            for row, done in enumerate(_finished_rows(next_td))
+            if done
+        ]
 
     def _answers(self, td: TensorDictBase, next_td: TensorDictBase) -> list[str]:
         if self._column(td, next_td, self.answer_key) is None:
@@ -274,16 +282,8 @@ class FunctionReward(Transform):
         return texts
 
     def _column(self, td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> list[Node] | None:
-        found = read_rows_of(td, key)
-        return read_rows_of(next_td, key) if found is None else found
-
-    def _metadata(self, td: TensorDictBase, next_td: TensorDictBase, count: int) -> list[Json]:
-        found = self._column(td, next_td, self.metadata_key)
-        rows = [{} for _ in range(count)] if found is None else [dict(row) for row in found]
-        messages = self._column(next_td, td, self.messages_key)  # with the answer
-        return (
-            rows if messages is None else [{**row, "messages": list(m)} for row, m in zip(rows, messages, strict=True)]
-        )
+        column = read_rows_of(td, key)
+        return read_rows_of(next_td, key) if column is None else column
 
     def _special(self) -> tuple[str, ...]:
         tokenizer = self.tokenizer
@@ -292,60 +292,44 @@ class FunctionReward(Transform):
         return special_tokens(tokenizer)
 
 
-def _parts(reward: Reward, weights: Mapping[str, object] | None) -> tuple[dict[str, RewardFunction], dict[str, float]]:
-    """The functions by name (``""`` for one alone), and the weights of the numbers they return."""
-    functions: Json
-    given: Json
+def _read_reward(
+    reward: Reward, weights: Mapping[str, float] | None
+) -> tuple[dict[str, RewardFunction], dict[str, float]]:
+    """The functions by name (``""`` for a single one), and the weights of the numbers they return."""
     if isinstance(reward, Mapping):
         if weights is not None:
             raise ValueError(
                 "weights= belong to one function that returns a dict: give parts as {name: (weight, function)}."
             )
-        pairs = {
-            name: part if isinstance(part, tuple) and len(part) == 2 else (1.0, part) for name, part in reward.items()
-        }
+        pairs = {name: part if isinstance(part, tuple) else (1.0, part) for name, part in reward.items()}
         functions = {name: function for name, (_, function) in pairs.items()}
-        given = {name: weight for name, (weight, _) in pairs.items()}
+        factors: Mapping[str, float] = {name: weight for name, (weight, _) in pairs.items()}
     else:
-        functions, given = {"": reward}, {"": 1.0} if weights is None else dict(weights)
-    if not given:
+        functions, factors = {"": reward}, {"": 1.0} if weights is None else weights
+    if not factors:
         raise ValueError("no reward is given: expected a function, or named parts such as {'right': function}.")
     for name, function in functions.items():
         what = f"the reward {name!r}" if isinstance(reward, Mapping) else "reward"
         check_takes(function, what, "question", "answer", "metadata")
-    for name, weight in given.items():
-        if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not math.isfinite(weight):
+    for name, weight in factors.items():
+        if not math.isfinite(weight):
             raise ValueError(f"the weight of {name!r} must be a finite number, got {weight!r}.")
-    return functions, {name: float(weight) for name, weight in given.items()}
+    return functions, {name: float(weight) for name, weight in factors.items()}
 
 
-def _number(value: Any) -> float | Failure:
-    """A number that float32 holds, of Python, numpy or a tensor of one element."""
+def _float32(value: Any) -> float:
+    """A number that float32 holds, of Python, numpy or a tensor of one element; else a TypeError or a ValueError."""
     if hasattr(value, "item"):
-        if getattr(value, "size", 1) != 1 if not isinstance(value, Tensor) else value.numel() != 1:
-            return Failure(TypeError(f"returned an array of shape {tuple(value.shape)}, expected one number"))
-        value = value.item()
-    try:
-        number = float(value) if isinstance(value, numbers.Real) else math.nan
-    except OverflowError:
-        number = math.inf
-    if not abs(number) <= _LARGEST:
-        return Failure(ValueError(f"returned {_short(value)}, expected a finite number of at most {_LARGEST:.2g}"))
-    return number
+        try:
+            value = value.item()
+        except (RuntimeError, ValueError):
+            raise TypeError(f"returned an array of shape {tuple(value.shape)}, expected one number") from None
+    if not isinstance(value, numbers.Real) or not abs(value) <= _LARGEST:
+        raise ValueError(f"returned {value!r:.60}, expected a finite number of at most {_LARGEST:.2g}")
+    return float(value)
 
 
-def _short(value: object) -> str:
-    try:
-        return f"{value!r:.60}"
-    except ValueError:  # a whole number of more digits than Python writes
-        return "a number of thousands of digits"
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(": .")
-
-
-def _done(next_td: TensorDictBase) -> list[bool]:
+def _finished_rows(next_td: TensorDictBase) -> list[bool]:
     """Which rows end their episode here; all where the data does not say."""
     count = next_td.batch_size.numel()
     done = read_column(next_td, "done")
@@ -375,7 +359,7 @@ def reward_metrics(batch: TensorDictBase) -> dict[str, Tensor]:
         {'rewards/right': tensor(0.5000), 'reward_failures': tensor(0.5000)}
     """
     after = batch.reshape(-1)["next"]
-    done = torch.tensor(_done(after))
+    done = torch.tensor(_finished_rows(after))
 
     def finished(key: NestedKey) -> Tensor:
         column = read_column(after, key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import warnings
@@ -13,7 +14,7 @@ from itertools import islice, starmap
 from typing import Any
 
 from torchrl_llm_kl._typing import Json
-from torchrl_llm_kl.masks import Tokenizer, render_conversation
+from torchrl_llm_kl.masks import Message, Tokenizer, render_conversation
 from torchrl_llm_kl.tasks._calls import Call, Caller, Failure
 
 #: Reads the calls of an answer: text -> calls, each a :class:`ToolCall` or a dict with ``name`` and ``arguments``; torchrl's
@@ -32,7 +33,7 @@ class ToolCall:
     """
 
     name: str
-    arguments: Json = field(default_factory=dict)
+    arguments: dict[str, object] = field(default_factory=dict)
     error: str = ""
 
 
@@ -55,7 +56,7 @@ _MOST_CALLS = 1000
 _LONGEST_RESPONSE = 1 << 16
 
 
-def _call(value: object) -> ToolCall:
+def _read_call(value: object) -> ToolCall:
     """A call from any form of a parsed one."""
     if hasattr(value, "tool") and hasattr(value, "args"):  # torchrl's
         value = ToolCall(str(value.tool), dict(value.args))
@@ -87,8 +88,8 @@ def _not_too_deep(call: ToolCall) -> ToolCall:
 
 def _bounded(calls: Iterable[ToolCall]) -> list[ToolCall]:
     """The calls, or one that tells that there are too many."""
-    found = list(islice(calls, _MOST_CALLS + 1))
-    return found if len(found) <= _MOST_CALLS else [ToolCall("", error=f"an answer has at most {_MOST_CALLS} calls")]
+    first = list(islice(calls, _MOST_CALLS + 1))
+    return first if len(first) <= _MOST_CALLS else [ToolCall("", error=f"an answer has at most {_MOST_CALLS} calls")]
 
 
 def _read_json(text: str) -> object:
@@ -102,10 +103,10 @@ def _read_json(text: str) -> object:
 def _json_calls(text: str) -> Iterable[ToolCall]:
     """The calls of JSON text: one object or a list of them."""
     try:
-        found = _read_json(text)
+        value = _read_json(text)
     except ValueError as error:
         return [ToolCall("", error=f"the call is not JSON: {error}")]
-    return map(_call, found if isinstance(found, list) else [found])
+    return map(_read_call, value if isinstance(value, list) else [value])
 
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -113,17 +114,18 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 def _tagged_blocks(text: str, head: re.Pattern[str]) -> tuple[str, list[tuple[re.Match[str], str]]]:
     """What begins with ``<tool_call>`` and the head, up to ``</tool_call>`` or the end: the text around, heads and bodies."""
-    content, blocks, kept = [], [], 0
+    content, blocks, read = [], [], 0
     at = text.find(_OPEN)
     while at >= 0:
         after = at + len(_OPEN)
-        if found := head.match(text, after):
-            end = text.find(_CLOSE, found.end())
-            content.append(text[kept:at])
-            blocks.append((found, text[found.end() : end if end >= 0 else len(text)]))
-            kept = after = end + len(_CLOSE) if end >= 0 else len(text)
+        begin = head.match(text, after)
+        if begin is not None:
+            end = text.find(_CLOSE, begin.end())
+            content.append(text[read:at])
+            blocks.append((begin, text[begin.end() : end if end >= 0 else len(text)]))
+            read = after = end + len(_CLOSE) if end >= 0 else len(text)
         at = text.find(_OPEN, after)
-    return "".join([*content, text[kept:]]).strip(), blocks
+    return "".join([*content, text[read:]]).strip(), blocks
 
 
 _NO_HEAD = re.compile("")
@@ -155,7 +157,7 @@ def _mistral_calls(part: str) -> Iterable[ToolCall]:
     name, brace, rest = part.partition("{")
     if part.startswith("[") or not brace:
         return _json_calls(part)
-    return [_call({"name": name.removesuffix("[ARGS]").strip(), "arguments": brace + rest})]
+    return [_read_call({"name": name.removesuffix("[ARGS]").strip(), "arguments": brace + rest})]
 
 
 def parse_llama(text: str) -> Parsed:
@@ -190,8 +192,7 @@ def parse_tagged(text: str, schemas: Sequence[Json] = ()) -> Parsed:
     def call(head: re.Match[str], body: str) -> ToolCall:
         name = (head[1] or head[2]).strip()
         types = functions.get(name, {}).get("properties", {})
-        given = dict(_tagged_arguments(body))
-        arguments = {key: _value(value, types.get(key, {}).get("type")) for key, value in given.items()}
+        arguments = {key: _value(text, types.get(key, {}).get("type")) for key, text in _tagged_arguments(body)}
         return _not_too_deep(ToolCall(name, arguments))
 
     return Parsed(content, _bounded(starmap(call, blocks)))
@@ -223,40 +224,32 @@ def _tagged_arguments(body: str) -> Iterator[tuple[str, str]]:
 
 
 def _value(text: str, kind: object) -> object:
-    if kind == "string":
-        return text
-    for written in (text, _json_of_python(text)):  # some templates write True, others true
-        with suppress(ValueError):
-            return _read_json(written)
+    """The value of an argument: some templates write ``True``, others ``true``."""
+    if kind != "string":
+        for read in (_read_json, _read_python):
+            with suppress(ValueError):
+                return read(text)
     return text
 
 
-_PYTHON = re.compile(r"\b(?:True|False|None)\b|(['\"])((?:(?!\1)[^\\]|\\.)*)(\1)?", re.DOTALL)
-_ESCAPE = re.compile(r'"|\\.', re.DOTALL)
-_IN_JSON = {"True": "true", "False": "false", "None": "null", '"': '\\"', "\\'": "'", "\\x": "\\u00"}
-
-
-def _json_of_python(text: str) -> str:
-    """A value as Python prints it, in JSON; Python's own parser is slow, and deep on other text."""
-
-    def written(found: re.Match[str]) -> str:
-        if not found[3]:  # a word, or a string without end
-            return _IN_JSON.get(found[0], found[0])
-        return f'"{_ESCAPE.sub(lambda escape: _IN_JSON.get(escape[0], escape[0]), found[2])}"'
-
-    return _PYTHON.sub(written, text)
+def _read_python(text: str) -> object:
+    """A value as Python prints it, in the types of JSON; a ValueError for any other text."""
+    try:
+        return json.loads(json.dumps(ast.literal_eval(text)))
+    except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError(f"it is no value: {error}") from None
 
 
 def read_calls(parser: ToolParser, text: str) -> Parsed:
     """The calls of an answer by any parser; those inside ``<think>``, closed or not, are none."""
     thought, tag, answer = text.rpartition("</think>")
     answer, *unfinished = answer.partition("<think>")
-    found = parser(answer)
-    if isinstance(found, Mapping):
-        content, calls = str(found.get("text", "")), found.get("calls") or []
-    else:
-        content, calls = (found.content, found.calls) if isinstance(found, Parsed) else (answer, found or [])
-    return Parsed(thought + tag + content + "".join(unfinished), _bounded(map(_call, calls)))
+    parsed: Any = parser(answer)
+    if isinstance(parsed, Mapping):  # of torchrl's parsers
+        parsed = Parsed(str(parsed.get("text", "")), parsed.get("calls") or [])
+    elif not isinstance(parsed, Parsed):
+        parsed = Parsed(answer, parsed or [])
+    return Parsed(thought + tag + parsed.content + "".join(unfinished), _bounded(map(_read_call, parsed.calls)))
 
 
 # ------------------------------------------------------------------ tools
@@ -372,8 +365,8 @@ class Dialog:
         self._check()
 
     @property
-    def schemas(self) -> list[Any] | None:
-        """Of the tools, as the template gets them."""
+    def schemas(self) -> list[Json] | None:
+        """The tools, as the template gets them."""
         return None if self.tools is None else self.tools.schemas
 
     def parse(self, prompt: str, answer: str) -> Parsed:
@@ -383,34 +376,31 @@ class Dialog:
         try:
             if self._parser is not None:
                 thinks = prompt.rstrip().endswith("<think>")  # some templates begin the thought
-                found = read_calls(self._parser, f"<think>{answer}" if thinks else answer)
-                return Parsed(found.content.removeprefix("<think>") if thinks else found.content, found.calls)
+                parsed = read_calls(self._parser, f"<think>{answer}" if thinks else answer)
+                return Parsed(parsed.content.removeprefix("<think>") if thinks else parsed.content, parsed.calls)
             if len(answer) > _LONGEST_RESPONSE:  # the time of transformers' parser is quadratic in it
                 raise ValueError(f"an answer of {len(answer):,} characters is too long, {_LONGEST_RESPONSE:,} are read")
             message = self.tokenizer.parse_response(answer, prefix=prompt, tools=self.schemas)
-            calls = _bounded(_call(call) for call in message.get("tool_calls") or [])
+            calls = _bounded(_read_call(call) for call in message.get("tool_calls") or [])
             return Parsed(str(message.get("content") or ""), calls)
         except Exception as error:  # whatever an odd answer does to a parser
             return Parsed(answer, [ToolCall("", error=f"the call cannot be read: {type(error).__name__}: {error}")])
 
-    def assistant(self, answer: str, parsed: Parsed) -> Json:
+    def assistant(self, answer: str, parsed: Parsed) -> Message:
         """The message of an answer."""
         if not parsed.calls or any(call.error for call in parsed.calls):
             return {"role": "assistant", "content": answer}
-        calls = [
-            {"id": _call_id(i), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for i, call in enumerate(parsed.calls)
-        ]
+        calls = [_call_message(i, call.name, call.arguments) for i, call in enumerate(parsed.calls)]
         return {"role": "assistant", "content": parsed.content, "tool_calls": calls}
 
-    def tool_messages(self, parsed: Parsed, results: Sequence[str]) -> list[Json]:
+    def tool_messages(self, parsed: Parsed, results: Sequence[str]) -> list[Message]:
         """The messages with the results of an answer's calls."""
         return [
             {"role": "tool", "tool_call_id": _call_id(i), "name": call.name or "unknown", "content": result}
             for i, (call, result) in enumerate(zip(parsed.calls, results, strict=True))
         ]
 
-    def next_prompt(self, text: str, messages: Sequence[Json], replies: Sequence[Json]) -> str:
+    def next_prompt(self, text: str, messages: Sequence[Message], replies: Sequence[Message]) -> str:
         """The next prompt: ``text``, which ends with the policy's answer, and what the template writes after it.
 
         Args:
@@ -426,7 +416,7 @@ class Dialog:
         closing = own if self._closing else ""  # without an end token, a call may end with its own special token
         return text + ("" if text.endswith(self.special) else closing) + after
 
-    def _rendered(self, messages: Sequence[Json]) -> tuple[str, str]:
+    def _rendered(self, messages: Sequence[Message]) -> tuple[str, str]:
         """What the template writes for the last answer of a conversation, and after it."""
         rendered = render_conversation(
             self.tokenizer,
@@ -442,8 +432,8 @@ class Dialog:
 
     def _check(self) -> None:
         """Try the template on a short dialog, and find how it writes calls."""
-        question, mark = {"role": "user", "content": "?"}, "reply-7351"
-        answer = {"role": "assistant", "content": "x"}
+        question: Message = {"role": "user", "content": "?"}
+        answer, mark = {"role": "assistant", "content": "x"}, "reply-7351"
         try:
             turn, _ = self._try([question, answer, {"role": "user", "content": mark}], mark, "a user's reply")
         except ValueError:
@@ -473,7 +463,7 @@ class Dialog:
         if self._parser is None and not _knows_responses(self.tokenizer):
             self._parser = self._format(asked[:2], call)
 
-    def _try(self, messages: list[Json], mark: str, what: str) -> tuple[str, str]:
+    def _try(self, messages: list[Message], mark: str, what: str) -> tuple[str, str]:
         advice = "pass one that does, template_kwargs={'chat_template': ...}."
         try:
             turn, after = self._rendered(messages)
@@ -485,12 +475,12 @@ class Dialog:
             raise ValueError(f"the chat template does not render {what}: {advice}")
         return turn, after
 
-    def _format(self, messages: list[Json], call: ToolCall) -> ToolParser:
+    def _format(self, messages: list[Message], call: ToolCall) -> ToolParser:
         """The format in which the template writes a call; Hermes' if it writes none."""
         assert self.tools is not None
         if self._json_arguments:
-            function = messages[-1]["tool_calls"][0]["function"]
-            function["arguments"] = json.dumps(function["arguments"])
+            written_call = _call_message(0, call.name, json.dumps(call.arguments))
+            messages = [*messages[:-1], {**messages[-1], "tool_calls": [written_call]}]
         rendered = render_conversation(self.tokenizer, messages, tools=self.schemas, **self.template_kwargs)
         written = rendered.text[slice(*rendered.assistant_spans[-1])]
         if call.name not in written:
@@ -538,8 +528,8 @@ def strip_end(text: str, special: tuple[str, ...]) -> str:
         >>> strip_end("42<end><pad><pad>", ("<end>", "<pad>"))
         '42'
     """
-    found = _reversed(special).match(text[::-1])
-    return text[: len(text) - (found.end() if found else 0)]
+    end = _reversed(special).match(text[::-1])
+    return text[: len(text) - (end.end() if end else 0)]
 
 
 @lru_cache(maxsize=64)
@@ -548,27 +538,30 @@ def _reversed(tokens: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(f"(?:{'|'.join(re.escape(token[::-1]) for token in tokens)})*")
 
 
-def _stand_ins(messages: Sequence[Json], *, json_arguments: bool = False) -> list[Json]:
-    """Messages whose answers are a plain word: what follows an answer must not depend on what a policy wrote.
+def _stand_ins(messages: Sequence[Message], *, json_arguments: bool = False) -> list[Message]:
+    """Messages whose answers are a plain word: the text after an answer must not depend on the policy's words.
 
     Each result has its call, as templates demand, even if that could not be read.
     """
-    out: list[Json] = []
+    out: list[Message] = []
     answer: Json = {}  # the last one
-    for message in map(dict, messages):
+    for message in messages:
         if message["role"] == "assistant":
             message = answer = {"role": "assistant", "content": "x"}
         elif message["role"] == "tool" and out and out[-1]["role"] in ("assistant", "tool"):
-            arguments = "{}" if json_arguments else {}
-            function = {"name": message.get("name", "unknown"), "arguments": arguments}
-            call = {"id": message.get("tool_call_id", _call_id(0)), "type": "function", "function": function}
-            answer.setdefault("tool_calls", []).append(call)
+            call = _call_message(0, str(message.get("name", "unknown")), "{}" if json_arguments else {})
+            answer.setdefault("tool_calls", []).append({**call, "id": message.get("tool_call_id", call["id"])})
         out.append(message)
     return out
 
 
 def _knows_responses(tokenizer: object) -> bool:
     return getattr(tokenizer, "response_template", None) is not None and hasattr(tokenizer, "parse_response")
+
+
+def _call_message(index: int, name: str, arguments: object) -> Json:
+    """A call in the message of an answer, as chat templates read it."""
+    return {"id": _call_id(index), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _call_id(index: int) -> str:

@@ -10,9 +10,8 @@ import warnings
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeGuard
 
 from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._typing import Json
@@ -83,8 +82,10 @@ class Checkpoints:
 
     def paths(self) -> list[Path]:
         """The checkpoints' folders, from the first step to the last; whole or not."""
-        found = {path: int(name[1]) for path in self.folder.glob("step-*") if (name := _NAME.fullmatch(path.name))}
-        return sorted(found, key=found.__getitem__)
+        return sorted(
+            (path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name)),
+            key=lambda path: int(path.name.removeprefix("step-")),
+        )
 
     @contextmanager
     def writing(self, step: int, numbers: Mapping[str, object], *, best: int | None = None) -> Iterator[Path]:
@@ -106,7 +107,7 @@ class Checkpoints:
             yield new
             files = {str(file.relative_to(new)): _flushed(file) for file in sorted(new.rglob("*")) if file.is_file()}
             record = new / RECORD
-            record.write_bytes(_record_of({"step": step, "numbers": dict(numbers), "files": files}))
+            record.write_bytes(_Record(step, dict(numbers), files).to_bytes())
             _flushed(record)
             for inner in (*(each for each in new.rglob("*") if each.is_dir()), new):
                 flush_folder(inner)
@@ -128,8 +129,8 @@ class Checkpoints:
         Warns:
             CheckpointWarning: for each later one that is damaged, with what is wrong; it is left where it is.
         """
-        found = (self._whole(path, ": taking the one before.") for path in reversed(self.paths()))
-        return next((each for each in found if each is not None and each.resumes), None)
+        wholes = (self._whole(path, ": taking the one before.") for path in reversed(self.paths()))
+        return next((each for each in wholes if each is not None and each.resumes), None)
 
     def at(self, step: int) -> Checkpoint | None:
         """The checkpoint of a step; None if it is not there or damaged.
@@ -141,42 +142,44 @@ class Checkpoints:
         return self._whole(path, ".") if path.exists() else None
 
     def _whole(self, path: Path, then: str) -> Checkpoint | None:
-        """The checkpoint in a folder; None, and a warning with what is wrong, if it is damaged."""
-        found = self.read(path)
-        if isinstance(found, Checkpoint):
-            return found
-        warnings.warn(f"the checkpoint {path} is damaged ({found}){then}", CheckpointWarning, stacklevel=3)
-        return None
+        """The checkpoint in a folder; None, and a warning with the reason, if it is damaged."""
+        try:
+            return self.read(path)
+        except ValueError as error:
+            warnings.warn(f"the checkpoint {path} is damaged ({error}){then}", CheckpointWarning, stacklevel=3)
+            return None
 
     @staticmethod
-    def read(path: Path) -> Checkpoint | str:
-        """The checkpoint in a folder, or what is wrong with it."""
-        try:
-            step, numbers, files, resumes = _read_record(path / RECORD)
-        except (OSError, ValueError, RecursionError) as error:
-            return f"{RECORD}: {error}"
-        if (name_of := _NAME.fullmatch(path.name)) and int(name_of[1]) != step:
-            return f"{RECORD}: it is of step {step}"
-        try:
-            for name, (size, checksum) in files.items():
-                file = path / name
+    def read(path: Path) -> Checkpoint:
+        """The checkpoint in a folder.
+
+        Raises:
+            ValueError: if it is damaged; says which file, and how.
+        """
+        record = _Record.read(path / RECORD)
+        number = _NAME.fullmatch(path.name)
+        if number is not None and int(number[1]) != record.step:
+            raise ValueError(f"{RECORD}: it is of step {record.step}")
+        for name, (size, checksum) in record.files.items():
+            file = path / name
+            try:
                 if not file.is_file():
-                    return f"{name} is missing"
+                    raise ValueError(f"{name} is missing")
                 if file.stat().st_size != size:
-                    return f"{name} has {file.stat().st_size} bytes of {size}"
+                    raise ValueError(f"{name} has {file.stat().st_size} bytes of {size}")
                 if _checksum(file) != checksum:
-                    return f"{name} has another content"
-        except OSError as error:
-            return f"{name}: {error}"
-        return Checkpoint(path, step, numbers, resumes)
+                    raise ValueError(f"{name} has another content")
+            except OSError as error:
+                raise ValueError(f"{name}: {error}") from error
+        return Checkpoint(path, record.step, record.numbers, record.resumes)
 
     def _reduce(self, path: Path) -> None:
         """Remove the files that only a resumed run reads: the record names them no more before the first is gone."""
-        with suppress(OSError, ValueError, RecursionError):  # a damaged one is left as it is
-            step, numbers, files, _ = _read_record(path / RECORD)
-            left = {name: entry for name, entry in files.items() if name not in self.to_resume}
+        with suppress(ValueError):  # a damaged one is left as it is
+            record = _Record.read(path / RECORD)
+            left = {name: entry for name, entry in record.files.items() if name not in self.to_resume}
             with replacing(path / RECORD) as part:
-                part.write_bytes(_record_of({"step": step, "numbers": numbers, "files": left, "resumes": False}))
+                part.write_bytes(replace(record, files=left, resumes=False).to_bytes())
             for name in self.to_resume:
                 (path / name).unlink(missing_ok=True)
 
@@ -189,46 +192,53 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _record_of(values: Mapping[str, object]) -> bytes:
-    """The bytes of a record, with the checksum of its values."""
-    sealed = {**values, "checksum": zlib.crc32(json.dumps(values).encode())}
-    return (json.dumps(sealed, indent=1) + "\n").encode()
+@dataclass(frozen=True)
+class _Record:
+    """The content of ``checkpoint.json``.
 
-
-def _read_record(file: Path) -> tuple[int, Json, dict[str, tuple[int, int]], bool]:
-    """Step, numbers and files of a record, and whether a run can go on from them.
-
-    Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is not what :func:`_record_of` wrote, to the last bit, or has other values.
-        RecursionError: if it is nested too deeply.
+    Args:
+        step: steps that were done.
+        numbers: the plain values that were saved with the checkpoint.
+        files: size and checksum of each file, by path.
+        resumes: whether a run can go on from the checkpoint.
     """
-    if not file.is_file():  # to open a pipe would block
-        raise ValueError("there is no such file" if not file.exists() else "it is not a file")
-    data = file.read_bytes()
-    values = json.loads(data.decode())
-    if not isinstance(values, dict) or "checksum" not in values:
-        raise ValueError("it has no checksum: it is damaged, or of an earlier version")
-    del values["checksum"]
-    if data != _record_of(values):  # the values, their checksum or the text around them
-        raise ValueError("its checksum is of another content")
-    step, numbers, files = (values.get(name) for name in ("step", "numbers", "files"))
-    if not (_is_count(step) and isinstance(numbers, dict) and isinstance(files, dict)):
-        raise ValueError("expected a step, numbers and files")
-    for name, entry in files.items():
-        if not (isinstance(entry, list) and len(entry) == 2 and all(map(_is_count, entry))):
-            raise ValueError(f"the entry of {name}: expected a size and a checksum")
-    return step, numbers, files, values.get("resumes", True) is True
 
+    step: int
+    numbers: Json
+    files: dict[str, tuple[int, int]]
+    resumes: bool = True
 
-def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    def to_bytes(self) -> bytes:
+        """JSON with the checksum of its values."""
+        values = asdict(self)
+        return (json.dumps({**values, "checksum": zlib.crc32(json.dumps(values).encode())}, indent=1) + "\n").encode()
+
+    @classmethod
+    def read(cls, file: Path) -> _Record:
+        """The record of a file.
+
+        Raises:
+            ValueError: if it is not the output of :meth:`to_bytes`, to the last bit.
+        """
+        try:
+            if not file.is_file():  # to open a pipe would block
+                raise ValueError("there is no such file")
+            data = file.read_bytes()
+            values = json.loads(data.decode())
+            if not isinstance(values, dict) or values.pop("checksum", None) is None:
+                raise ValueError("it has no checksum: it is damaged, or of an earlier version")
+            record = cls(**values)
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{RECORD}: {error}") from error
+        if data != record.to_bytes():  # the values, their checksum or the text around them
+            raise ValueError(f"{RECORD}: its checksum is of another content")
+        return record
 
 
 def _checksum(file: Path) -> int:
     value = 0
     with file.open("rb") as data:
-        while block := data.read(1 << 22):
+        for block in iter(lambda: data.read(1 << 22), b""):
             value = zlib.crc32(block, value)
     return value
 

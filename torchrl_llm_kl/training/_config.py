@@ -423,7 +423,7 @@ _MAY_CHANGE |= {"checkpoints.keep", "checkpoints.final"}
 def _checked(key: str, value: object) -> object:
     """A value of a setting that is within its bounds and among its choices; a path with its home folder."""
     if value == REQUIRED:
-        raise ConfigError(_missing(key))
+        raise ConfigError(_missing_setting(key))
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{key} is {value}: expected a finite number.")
     try:
@@ -439,7 +439,7 @@ def _checked(key: str, value: object) -> object:
     return value
 
 
-def _missing(key: str) -> str:
+def _missing_setting(key: str) -> str:
     meaning = f" ({SETTINGS[key].meaning})" if key in SETTINGS else ""
     return f"{key} is missing: set it in the file, or pass {key}=...{meaning}."
 
@@ -525,7 +525,7 @@ def read_config(source: str | Path | Mapping[str, object] | None = None, overrid
         OmegaConf.resolve(config)
         return cast(TrainConfig, OmegaConf.to_object(config))
     except MissingMandatoryValue as error:
-        raise ConfigError(_missing(str(error.full_key))) from None
+        raise ConfigError(_missing_setting(str(error.full_key))) from None
     except OmegaConfBaseException as error:
         refer = ", ".join(f"{key} is {value!r}" for key, value in given if "${" in str(value))
         raise ConfigError(f"{refer}: {_first_line(error)}.") from None

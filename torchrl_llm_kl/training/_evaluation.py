@@ -50,13 +50,14 @@ def evaluate(env: EnvBase, sampler: TensorDictModuleBase, num_prompts: int, *, s
             done += len(batch)
             for name, values in _columns(batch).items():
                 columns.setdefault(name, []).extend(values.flatten().tolist())
-    found = {name: mean_and_error(values)[0] for name, values in columns.items()}
+    figures = {name: mean_and_error(values)[0] for name, values in columns.items()}
     if num_prompts > 1:
-        found["reward_error"] = mean_and_error(columns["reward"])[1]
+        figures["reward_error"] = mean_and_error(columns["reward"])[1]
     for name in [name for name in columns if name.startswith("reward")]:
-        if ends := interval(columns[name]):
-            found[f"low/{name}"], found[f"high/{name}"] = ends
-    return {**found, "num_prompts": num_prompts}
+        ends = interval(columns[name])
+        if ends is not None:
+            figures[f"low/{name}"], figures[f"high/{name}"] = ends
+    return {**figures, "num_prompts": num_prompts}
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
@@ -91,12 +92,12 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
 def _columns(batch: TensorDictBase) -> dict[str, torch.Tensor]:
     """Numbers of each answer, by name."""
     after = batch["next"]
-    found = {"reward": after["reward"].flatten(1).sum(-1)}
+    columns = {"reward": after["reward"].flatten(1).sum(-1)}
     parts = after.get("rewards", None)
     if parts is not None:
-        found |= {f"reward/{name}": parts[name].float() for name in parts.keys()}  # noqa: SIM118  # of a TensorDict
+        columns |= {f"reward/{name}": parts[name].float() for name in parts.keys()}  # noqa: SIM118  # of a TensorDict
     if "kl_penalty" in after.keys():  # noqa: SIM118
-        found["kl"] = after["kl_penalty"].flatten(1).sum(-1)
+        columns["kl"] = after["kl_penalty"].flatten(1).sum(-1)
     width = batch["tokens", "prompt"].shape[-1]
-    found["answer_tokens"] = batch["masks", "all_attention_mask"][:, width:].sum(-1).float()
-    return found
+    columns["answer_tokens"] = batch["masks", "all_attention_mask"][:, width:].sum(-1).float()
+    return columns

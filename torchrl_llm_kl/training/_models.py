@@ -107,7 +107,7 @@ def load_model_config(name: str) -> PreTrainedConfig:
 
     check_model(name)
     path = Path(name).expanduser()
-    if path.is_dir() and not any(found for kind in ("safetensors", "bin") for found in path.glob(f"*.{kind}")):
+    if path.is_dir() and not [*path.glob("*.safetensors"), *path.glob("*.bin")]:
         raise ModelError(f"the folder {name} holds no weights (*.safetensors): pass one that save_pretrained wrote.")
     try:
         if path.is_dir() and not (path / "config.json").exists():  # adapters, whose file names their model

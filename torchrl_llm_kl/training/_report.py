@@ -92,15 +92,15 @@ def keep_earlier(folder: Path, names: Sequence[str]) -> Path | None:
         >>> keep_earlier(folder, ["metrics.jsonl", "final"]).name
         'earlier-1'
     """
-    found = [folder / name for name in names if (folder / name).exists()]
-    if not found:
+    written = [folder / name for name in names if (folder / name).exists()]
+    if not written:
         return None
     number = 1
     while (folder / f"earlier-{number}").exists():
         number += 1
     earlier = folder / f"earlier-{number}"
     earlier.mkdir()
-    for path in found:
+    for path in written:
         path.rename(earlier / path.name)
     return earlier
 
@@ -313,7 +313,8 @@ def plot_curves(
         reward.plot(
             *zip(*(each[:2] for each in held_out), strict=True), "o", color="black", label=held_out_label, clip_on=False
         )
-    if intervals := [each for each in held_out if len(each) == 4]:
+    intervals = [each for each in held_out if len(each) == 4]
+    if intervals:
         places, _, lows, highs = zip(*intervals, strict=True)
         reward.vlines(places, lows, highs, color="black", linewidth=1, label="their 95 % interval", clip_on=False)
     for at, value, *_ in dict.fromkeys((held_out[0], held_out[-1])) if held_out else ():
@@ -366,7 +367,7 @@ def summary(
     Example:
         >>> summary(config, rows, evaluations)  # doctest: +SKIP
     """
-    found: dict[str, str] = {}
+    figures: dict[str, str] = {}
     by_step = {int(row["step"]): row for row in evaluations}
     at = len(rows) if chosen is None else chosen
     for label, step in (("before", min(by_step, default=-1)), ("after", at)):
@@ -374,19 +375,20 @@ def summary(
             row = by_step[step]
             held_out = counted(int(row["num_prompts"]), "held-out prompt")
             names = ["reward", *(name for name in row if name.startswith("reward/"))]
-            found |= {f"{x.removeprefix('reward/')} on {held_out}, {label}": with_interval(row, x) for x in names}
+            figures |= {f"{x.removeprefix('reward/')} on {held_out}, {label}": with_interval(row, x) for x in names}
     kls = [row.get("kl", math.nan) for row in rows[len(rows) // 2 :]]
-    if kls and not math.isnan(mean := sum(kls) / len(kls)):
+    mean = sum(kls) / max(1, len(kls))
+    if kls and not math.isnan(mean):
         target = "" if config.kl.target is None else f", target {config.kl.target:g}"
-        found["KL to the reference, mean of the last half"] = f"{mean:.3g} nats per answer{target}"
+        figures["KL to the reference, mean of the last half"] = f"{mean:.3g} nats per answer{target}"
     shares = [row["equal_rewards"] for row in rows if "equal_rewards" in row]
     if shares and config.algorithm.teacher is None:  # which needs no rewards
         share, nothing = sum(shares) / len(shares), "all: nothing was learnt from the rewards"
-        found["groups with equal rewards"] = nothing if share == 1 else f"{100 * share:.3g} %, mean of all steps"
+        figures["groups with equal rewards"] = nothing if share == 1 else f"{100 * share:.3g} %, mean of all steps"
     if rows:
         tokens, seconds = sum(row.get("tokens", 0.0) for row in rows), rows[-1]["seconds"]
-        found["training"] = f"{counted(len(rows), 'step')}, {counted(int(tokens), 'token')}, {lasting(seconds)}"
-    return found
+        figures["training"] = f"{counted(len(rows), 'step')}, {counted(int(tokens), 'token')}, {lasting(seconds)}"
+    return figures
 
 
 def with_interval(row: Figures, name: str = "reward") -> str:
@@ -488,8 +490,8 @@ def versions(
         >>> "torch" in versions()
         True
     """
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in packages:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            installed[name] = version(name)
+    return installed

@@ -309,9 +309,9 @@ class Run:
         last = [row["kl"] for row in rows[-kl.stop_after :] if "kl" in row]
         if limit is None or len(last) < kl.stop_after or any(value <= limit for value in last):
             return ""
-        found = ", ".join(f"{value:.3g}" for value in last)
+        shown = ", ".join(f"{value:.3g}" for value in last)
         return (
-            f"the KL was above kl.stop_above={limit:g} nats per answer in {kl.stop_after} steps in a row ({found}): lower "
+            f"the KL was above kl.stop_above={limit:g} nats per answer in {kl.stop_after} steps in a row ({shown}): lower "
             "optimizer.lr, or raise kl.coefficient."
         )
 
@@ -429,7 +429,8 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
 
     def begin() -> None:
         """Move what is in the way: the last thing before the run writes, so that nothing is moved for one that cannot begin."""
-        if fresh and (earlier := keep_earlier(out, WRITTEN)) is not None:
+        earlier = keep_earlier(out, WRITTEN) if fresh else None
+        if earlier is not None:
             say(f"{out} held an earlier run: moved it to {earlier}.")
         settings = out / "config.yaml"
         if settings.exists() and not settings.read_text(encoding="utf-8").startswith(_ALL_SETTINGS):
@@ -458,26 +459,26 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
         return result
     if outcome == "stopped":
         say(f"stopped after step {run.step} of {config.run.steps}: {why}")
-    return _finish(run, checkpoints, result)
+    return _write_final(run, checkpoints, result)
 
 
 def _saved(config: TrainConfig, out: Path) -> Checkpoint | None:
     """The checkpoint to go on from, of a run with the same settings."""
     checkpoints = Checkpoints(out / "checkpoints", keep=config.checkpoints.keep)
-    found = checkpoints.latest()
-    if found is None:
+    saved = checkpoints.latest()
+    if saved is None:
         if checkpoints.paths():
             raise ConfigError(f"no checkpoint in {checkpoints.folder} is whole: begin anew with --fresh.")
         return None
-    if not isinstance(found.numbers.get("config"), Mapping):
-        raise ConfigError(f"{found.folder} is of another program: pass another run.out, or begin anew with --fresh.")
-    different = differences(found.numbers["config"], config)
+    if not isinstance(saved.numbers.get("config"), Mapping):
+        raise ConfigError(f"{saved.folder} is of another program: pass another run.out, or begin anew with --fresh.")
+    different = differences(saved.numbers["config"], config)
     if different:
         raise ConfigError(
             f"{out} holds a run with other settings ({'; '.join(different)}): use those, another run.out, or begin anew with "
             "--fresh."
         )
-    return found
+    return saved
 
 
 def _steps(
@@ -508,7 +509,7 @@ def _steps(
         advance(status_line(row, kl_target=settings.kl.target))
 
 
-def _finish(run: Run, checkpoints: Checkpoints, result: TrainResult) -> TrainResult:
+def _write_final(run: Run, checkpoints: Checkpoints, result: TrainResult) -> TrainResult:
     """Write the curves and the final folder."""
     config, out = run.config, run.out
     rows, evaluations = run.rows.rows, run.evaluations.rows

@@ -98,7 +98,7 @@ def _equal_prompts_once(model: Any) -> Iterator[None]:
         ids, mask = given.get("input_ids"), given.get("attention_mask")
         states = next((value for value in given.values() if type(value) is DynamicCache), None)
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.ndim}
-        if states is None or ids is None or not all(_by_row(name, x, len(ids)) for name, x in tensors.items()):
+        if states is None or ids is None or not all(_has_rows(name, x, len(ids)) for name, x in tensors.items()):
             return args, given
         prompts = ids if mask is None else torch.cat([ids, mask], 1)
         _, rows = prompts.unique_consecutive(dim=0, return_inverse=True)
@@ -123,7 +123,7 @@ def _equal_prompts_once(model: Any) -> Iterator[None]:
             hook.remove()
 
 
-def _by_row(name: str, value: Tensor, count: int) -> bool:
+def _has_rows(name: str, value: Tensor, count: int) -> bool:
     """Whether an argument's first dimension is that of the ``count`` rows. Positions of image-text models have planes there."""
     return len(value) == count and (name != "position_ids" or value.ndim == 2)
 
@@ -248,7 +248,7 @@ def learn(
     Example:
         >>> learn(parts, loss_entries(parts.prepare(batch)), optimizer, minibatches=4)  # doctest: +SKIP
     """
-    with _training(parts):
+    with _in_training_mode(parts):
         for _ in range(epochs):
             for minibatch in parts.minibatches(batch, minibatches):
                 optimizer.zero_grad()
@@ -259,7 +259,7 @@ def learn(
                         output.total_loss.backward()
                         if monitor is not None:
                             monitor.add(output)
-                norms = [_clip(loss, max_grad_norm) for loss in parts.losses]
+                norms = [_clip_gradient(loss, max_grad_norm) for loss in parts.losses]
                 if monitor is not None:
                     monitor.add({"grad_norm": norms[0]})
                 if not all(bool(norm.isfinite()) for norm in norms):
@@ -272,7 +272,7 @@ def learn(
                     after_update()
 
 
-def _clip(loss: nn.Module, max_norm: float) -> Tensor:
+def _clip_gradient(loss: nn.Module, max_norm: float) -> Tensor:
     return torch.nn.utils.clip_grad_norm_(_trained(loss), max_norm or float("inf"))
 
 
@@ -281,7 +281,7 @@ def _trained(loss: nn.Module) -> list[nn.Parameter]:
 
 
 @contextmanager
-def _training(parts: AlgorithmParts) -> Iterator[None]:
+def _in_training_mode(parts: AlgorithmParts) -> Iterator[None]:
     """Training mode for a model that computes layers again in the backward: transformers does so in no other mode."""
     actor = getattr(parts.loss, "actor_network", None)
     if actor is None or not any(getattr(part, "gradient_checkpointing", False) for part in actor.modules()):
@@ -388,7 +388,8 @@ def step_figures(
     if parts is not None:
         figures |= {f"reward/{name}": parts[name].float().mean().item() for name in parts.keys()}  # noqa: SIM118
     failures = after.get("reward_failures", None)
-    if failures is not None and (count := float(failures.sum())):
+    count = 0.0 if failures is None else float(failures.sum())
+    if count:
         figures["reward_failures"] = count
     real = batch.get(("masks", "all_attention_mask"), None)
     if real is not None:

@@ -31,7 +31,7 @@ def import_code(place: str) -> ModuleType:
         >>> import_code("math").sqrt(9.0)
         3.0
     """
-    return _module(place, _IMPORTED)
+    return _user_module(place, _IMPORTED)
 
 
 def load_function(place: str, files: dict[Path, ModuleType] | None = None) -> Callable[..., Any]:
@@ -52,7 +52,7 @@ def load_function(place: str, files: dict[Path, ModuleType] | None = None) -> Ca
     where, _, name = place.rpartition(":")
     if not where or not name:
         raise ConfigError(f"{place!r} names no function: write it as module.py:function or package.module:function.")
-    values = vars(_module(where, {} if files is None else files))
+    values = vars(_user_module(where, {} if files is None else files))
     if not callable(values.get(name)):
         known = [key for key, value in values.items() if callable(value) and not key.startswith("_")]
         raise ConfigError(no_such(f"{where} has no function", name, known))
@@ -93,7 +93,7 @@ def file_digests(config: TrainConfig) -> dict[str, str]:
     return {name: sha256(path.read_bytes()).hexdigest() for name, path in paths.items() if path.is_file()}
 
 
-def _module(where: str, files: dict[Path, ModuleType]) -> ModuleType:
+def _user_module(where: str, files: dict[Path, ModuleType]) -> ModuleType:
     if not where.endswith(".py"):
         sys.path.insert(0, "")  # modules of the current folder, as with `python -m`
         try:

@@ -275,7 +275,7 @@ def test_errors_in_one_sentence(cli: Cli, tmp_path: Path, data: Path, model: str
     wrong = write_jsonl(tmp_path / "wrong.jsonl", [{"question": "hi", "answer": "ho"}])
     pair = [model, data, "--reference", reference]
     for words, text in (
-        ([model, tmp_path / "none.jsonl"], "does not exist"),
+        ([model, tmp_path / "none.jsonl"], "there is no file"),
         ([model, write_jsonl(tmp_path / "blank.jsonl", ["", " "])], "no row"),
         ([model, wrong], f"line 1 of {wrong} has the columns answer, question; expected `messages`"),
         ([tmp_path / "folder", data], "holds no model"),

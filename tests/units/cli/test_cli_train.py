@@ -52,7 +52,7 @@ def test_a_dry_run_prints_the_resolved_settings_and_writes_nothing(cli: Cli, fil
 #: A change of the settings, and what is said of it. Each is found without weights.
 NOT_THERE = {
     "data.prompts=nowhere.jsonl": "nowhere.jsonl",
-    "data.prompts={lab}": "is a folder",
+    "data.prompts={lab}": "there is no file",
     "data.prompts={tmp}/odd.jsonl": "line 1 of {tmp}/odd.jsonl has no prompt",
     "reward=nowhere.py:f": "there is no file nowhere.py",
     "reward={lab}/rewards.py:nothing": "has no function 'nothing'. Known: vowels, digits",

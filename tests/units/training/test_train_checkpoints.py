@@ -4,14 +4,14 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from torchrl_llm_kl.training import Checkpoint, Checkpoints, CheckpointWarning
-from torchrl_llm_kl.training._checkpoints import _record_of
+from torchrl_llm_kl.training import Checkpoints, CheckpointWarning
+from torchrl_llm_kl.training._checkpoints import _Record
 
 
 def write(checkpoints: Checkpoints, step: int, *, best: int | None = None, text: str = "weights") -> None:
@@ -106,11 +106,6 @@ def record(content: bytes) -> Callable[[Path], object]:
     return lambda folder: (folder / "checkpoint.json").write_bytes(content)
 
 
-def signed(**changes: Any) -> Callable[[Path], object]:
-    """A record with the right checksum."""
-    return record(_record_of({"step": 2, "numbers": {}, "files": {}, **changes}))
-
-
 #: What happens to a checkpoint, and what is said. Reading a pipe would block for ever, and a link to zeros never end.
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda folder: (folder / "model" / "a.txt").write_text("w"), r"model/a\.txt has 1 bytes of 9"),
@@ -129,16 +124,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a list": (record(b"[1]"), "no checksum"),
     "a long number": (record(b'{"step": ' + b"9" * 5000 + b"}"), "limit"),
     "an earlier version's": (record(b'{"step": 2, "numbers": {}, "files": {}}'), "of an earlier version"),
-    "more after it": (record(_record_of({"step": 2, "numbers": {}, "files": {}}) + b"\n"), "another content"),
-    "a step of text": (signed(step="2"), "expected a step"),
-    "a negative step": (signed(step=-2), "expected a step"),
-    "true": (signed(step=True), "expected a step"),
-    "numbers in a list": (signed(numbers=[[1, 2]]), "expected a step"),
-    "files in a list": (signed(files=["b.txt"]), "expected a step"),
-    "a file without a checksum": (signed(files={"b.txt": 5}), "a size and a checksum"),
-    "a size of text": (signed(files={"b.txt": ["5", 1]}), "a size and a checksum"),
-    "a name of no file": (signed(files={"\0": [5, 1]}), "missing"),
-    "a long name": (signed(files={"b" * 5000: [5, 1]}), "too long"),
+    "more after it": (record(_Record(2, {}, {}).to_bytes() + b"\n"), "another content"),
+    "other entries": (record(b'{"steps": 2, "checksum": 1}'), "unexpected keyword argument"),
+    "a name of no file": (record(_Record(2, {}, {"\0": (5, 1)}).to_bytes()), "missing"),
+    "a long name": (record(_Record(2, {}, {"b" * 5000: (5, 1)}).to_bytes()), "too long"),
 }
 
 
@@ -167,8 +156,9 @@ def test_no_flipped_bit_of_a_record_is_believed(tmp_path: Path, monkeypatch: pyt
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         monkeypatch.setattr(Path, "read_bytes", lambda self, found=bytes(flipped): found)  # faster than to write it
-        if isinstance(checkpoints.read(path), Checkpoint):
+        with suppress(ValueError):
+            checkpoints.read(path)
             believed.append(bit)
     assert not believed, f"{len(believed)} of {8 * len(data)}"
     monkeypatch.setattr(Path, "read_bytes", lambda self: data)
-    assert isinstance(checkpoints.read(path), Checkpoint)
+    assert checkpoints.read(path).step == 2
