@@ -324,7 +324,7 @@ def _float32(value: Any) -> float:
             value = value.item()
         except (RuntimeError, ValueError):
             raise TypeError(f"returned an array of shape {tuple(value.shape)}, expected one number") from None
-    if not isinstance(value, numbers.Real) or not abs(value) <= _LARGEST:
+    if not isinstance(value, numbers.Real) or not -_LARGEST <= value <= _LARGEST:
         raise ValueError(f"returned {value!r:.60}, expected a finite number of at most {_LARGEST:.2g}")
     return float(value)
 

@@ -365,7 +365,7 @@ class Dialog:
         self._check()
 
     @property
-    def schemas(self) -> list[Json] | None:
+    def schemas(self) -> list[Any] | None:
         """The tools, as the template gets them."""
         return None if self.tools is None else self.tools.schemas
 
@@ -432,7 +432,7 @@ class Dialog:
 
     def _check(self) -> None:
         """Try the template on a short dialog, and find how it writes calls."""
-        question: Message = {"role": "user", "content": "?"}
+        question = {"role": "user", "content": "?"}
         answer, mark = {"role": "assistant", "content": "x"}, "reply-7351"
         try:
             turn, _ = self._try([question, answer, {"role": "user", "content": mark}], mark, "a user's reply")
