@@ -226,7 +226,7 @@ class FunctionReward(Transform):
             return Failure(TypeError(f"returned {returned}, expected {expected}"))
         try:
             return [_float32(result)] if single else [_float32(result[name]) for name in names]  # type: ignore[index]
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             return Failure(error)
 
     def _report(self, part: str, failed: list[tuple[AnsweredRow, BaseException]], count: int) -> None:
@@ -324,7 +324,7 @@ def _float32(value: Any) -> float:
             value = value.item()
         except (RuntimeError, ValueError):
             raise TypeError(f"returned an array of shape {tuple(value.shape)}, expected one number") from None
-    if not isinstance(value, numbers.Real) or not -_LARGEST <= value <= _LARGEST:
+    if not (isinstance(value, numbers.Real) and abs(float(value)) <= _LARGEST):
         raise ValueError(f"returned {value!r:.60}, expected a finite number of at most {_LARGEST:.2g}")
     return float(value)
 
