@@ -1,9 +1,13 @@
 """Names of the package: it loads them on first use, type checkers read them here."""
 
-from torchrl_llm_kl.diagnostics._causes import (
+from torchrl_llm_kl.diagnostics._catalog import (
     CAUSES as CAUSES,
+    METRICS as METRICS,
     Cause as Cause,
     Finding as Finding,
+    Metric as Metric,
+    Origin as Origin,
+    describe_metric as describe_metric,
 )
 from torchrl_llm_kl.diagnostics._columns import (
     Reading as Reading,
@@ -30,18 +34,9 @@ from torchrl_llm_kl.diagnostics._live import (
 from torchrl_llm_kl.diagnostics._measures import (
     measure as measure,
 )
-from torchrl_llm_kl.diagnostics._metrics import (
-    METRICS as METRICS,
-    Metric as Metric,
-    Origin as Origin,
-    describe_metric as describe_metric,
-)
 
 # isort: split
 # For the layers above, not public:
-from torchrl_llm_kl.diagnostics._columns import (
-    KEYS as KEYS,
-)
-from torchrl_llm_kl.diagnostics._texts import (
+from torchrl_llm_kl.diagnostics._quantities import (
     escaped as escaped,
 )

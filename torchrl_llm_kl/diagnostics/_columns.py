@@ -44,17 +44,38 @@ from torchrl_llm_kl.scoring import (
     log_probs_only,
 )
 
-#: Entries that are read into columns, by column: where TorchRL's wrappers and this package's transforms and losses keep them.
-KEYS: Mapping[str, NestedKey] = {
-    "old_log_prob": ("next", "log_probs", "full"),
-    "sampler_log_prob": ("next", "sampler_log_probs", "full"),
-    "ref_log_prob": ("next", "ref_log_probs", "full"),
-    "kl_penalty": ("next", "kl_penalty"),
-    "entropy": ("next", "entropy"),
-    "advantage": "advantage",
-    "reward": ("next", "reward"),
+
+@dataclass(frozen=True)
+class Column:
+    """One number per token.
+
+    Args:
+        key: the entry of the data, where TorchRL's wrappers and this package's transforms and losses store it; None for a
+            column that is only computed.
+        label: its name on a page.
+        unit: of its numbers.
+    """
+
+    key: NestedKey | None
+    label: str
+    unit: str = "nats"
+
+
+#: The columns by name, in the order of a page.
+COLUMNS: Mapping[str, Column] = {
+    "log_prob": Column(None, "log-prob now"),
+    "old_log_prob": Column(("next", "log_probs", "full"), "log-prob old"),
+    "sampler_log_prob": Column(("next", "sampler_log_probs", "full"), "log-prob sampler"),
+    "ref_log_prob": Column(("next", "ref_log_probs", "full"), "log-prob reference"),
+    "entropy": Column(("next", "entropy"), "entropy"),
+    "kl": Column(None, "KL to the reference"),
+    "kl_penalty": Column(("next", "kl_penalty"), "KL penalty"),
+    "advantage": Column("advantage", "advantage", "reward"),
 }
-#: What an engine's wrapper itself stores: log-probs of the sampler, at the root.
+#: The entry of the reward, and those that ``keys=`` replaces, by name.
+_REWARD: NestedKey = ("next", "reward")
+_KEYS = {**{name: column.key for name, column in COLUMNS.items() if column.key is not None}, "reward": _REWARD}
+#: Log-probs of the sampler, as an engine's wrapper stores them at the root.
 _OF_WRAPPER: NestedKey = ("log_probs", "full")
 #: Where :class:`~torchrl_llm_kl.tasks.FunctionReward` stores the rewards of its functions, by name.
 _PARTS = ("next", "rewards")
@@ -147,7 +168,7 @@ def read_columns(
         reference: likewise: replaces ``ref_log_prob``, and with the policy adds ``kl``, exact.
         temperature: divides the logits; not for a scorer, which has its own.
         sampling: in its place; see :class:`~torchrl_llm_kl.Sampling`.
-        keys: other entries than in :data:`KEYS`, by column.
+        keys: other entries than those of :data:`COLUMNS`, and of ``"reward"``, by name.
         scope: ``"full"``: all turns of the assistant; ``"turn"``: the last response of each row.
         options: how text and conversations are rendered where the data holds no tokens.
         strict: False leaves out entries that fit no token, and scores that are not finite, and says why in ``unread``.
@@ -165,52 +186,59 @@ def read_columns(
         >>> columns.columns["old_log_prob"].tolist(), columns.places.tolist()
         ([0.0, 0.0, -1.0, -2.0], [-1, -1, 0, 1])
     """
-    unknown = set(keys or {}) - set(KEYS)
+    unknown = set(keys or {}) - set(_KEYS)
     if unknown:
-        raise KeyError(f"no column {sorted(unknown)}: expected some of {sorted(KEYS)}.")
+        raise KeyError(f"no column {sorted(unknown)}: expected some of {sorted(_KEYS)}.")
     interface = ModelInterface.of(policy.model if isinstance(policy, LogProbScorer) else policy)
-    wanted = {**KEYS, **(keys or {})}
-    # What a person reads is measured on the host: all that it takes comes there in one copy.
+    wanted = {**_KEYS, **(keys or {})}
+    # A person reads the result, so it is measured on the host. All entries come there in one copy.
     entries = [find_key(tensordict, key) for key in interface.token_keys]
     entries += [_find(tensordict, name, key) for name, key in wanted.items()]
     (tensordict,) = on_host(tensordict, [key for key in entries if key is not None])
     located = _locate(tensordict, interface, scope, options)
     tokens, mask = located.tokens, located.mask
-    responses = response_mask(tensordict, tokens, interface) if located.sampled else None
-    at_reward = wanted.pop("reward")
-    columns: dict[str, Tensor] = {}
-    unread: dict[str, ValueError] = {}
-    for name, key in wanted.items():
-        found = _find(tensordict, name, key)
-        try:
-            if found is not None:
-                within, repeats = mask if responses is None else responses, not name.endswith("log_prob")
-                values = per_token(tensordict, found, tokens, within, fill=math.nan, repeats=repeats)
-                columns[name] = _widened(values)
-        except ValueError as error:
-            if strict:
-                raise
-            unread[name] = error
-    if "sampler_log_prob" in columns:
-        # torchrl's wrappers never compute these
-        never = zeros_of_first_tokens(columns["sampler_log_prob"], mask, tokens)
-        columns["sampler_log_prob"] = columns["sampler_log_prob"].masked_fill(never, math.nan)
+    reward = find_key(tensordict, wanted.pop("reward"))
+    columns, unread = _stored(tensordict, located, interface, wanted)
+    if strict and unread:
+        raise next(iter(unread.values()))
     images = read_images(tensordict, "images") or located.images
     try:
-        columns |= _score(tokens, mask, images, policy, reference, as_sampling(temperature, sampling))
+        columns |= _scored(tokens, mask, images, policy, reference, as_sampling(temperature, sampling))
     except (NotFiniteError, NotTextError) as error:
         if strict:
             raise
         unread["log_prob"] = error
     rows: dict[str, Tensor] = {}
-    if (reward := find_key(tensordict, at_reward)) is not None:
+    if reward is not None:
         rows["reward"] = outcomes(tensordict, read_column(tensordict, reward), f"{reward!r}")
     parts = tensordict.get(_PARTS, None)
     for name in sorted(parts.keys()) if is_tensor_collection(parts) else ():
         rows[f"reward/{name}"] = outcomes(tensordict, read_column(tensordict, (*_PARTS, name)), name)
-    return TokenColumns(
-        tokens, mask, columns, rows, prompt_ids(tensordict), located.sampled, unread, images is not None
-    )
+    prompts = prompt_ids(tensordict)
+    return TokenColumns(tokens, mask, columns, rows, prompts, located.sampled, unread, images is not None)
+
+
+def _stored(
+    td: TensorDictBase, located: Located, interface: ModelInterface, keys: Mapping[str, NestedKey]
+) -> tuple[dict[str, Tensor], dict[str, ValueError]]:
+    """The columns that the data holds, and the errors of entries that fit no token."""
+    tokens, mask = located.tokens, located.mask
+    responses = response_mask(td, tokens, interface) if located.sampled else None
+    columns: dict[str, Tensor] = {}
+    unread: dict[str, ValueError] = {}
+    for name, key in keys.items():
+        entry = _find(td, name, key)
+        if entry is None:
+            continue
+        within, repeats = mask if responses is None else responses, not name.endswith("log_prob")
+        try:
+            columns[name] = _widened(per_token(td, entry, tokens, within, fill=math.nan, repeats=repeats))
+        except ValueError as error:
+            unread[name] = error
+    if "sampler_log_prob" in columns:  # torchrl's wrappers never compute the first token's
+        never = zeros_of_first_tokens(columns["sampler_log_prob"], mask, tokens)
+        columns["sampler_log_prob"] = columns["sampler_log_prob"].masked_fill(never, math.nan)
+    return columns, unread
 
 
 def _locate(td: TensorDictBase, interface: ModelInterface, scope: Scope, options: TokenisingOptions | None) -> Located:
@@ -226,16 +254,16 @@ def _find(td: TensorDictBase, name: str, key: NestedKey) -> NestedKey | None:
     """Where a column is. Log-probs at the root are the sampler's own, those under ``"next"`` a transform's."""
     if name == "old_log_prob":
         return key if read_column(td, key) is not None else None
-    found = find_log_probs(td, key) if name.endswith("log_prob") else find_key(td, key)
-    if found is None and name == "sampler_log_prob":
+    entry = find_log_probs(td, key) if name.endswith("log_prob") else find_key(td, key)
+    if entry is None and name == "sampler_log_prob":
         for candidate in (_OF_WRAPPER, (*_OF_WRAPPER[:-1], "response")):
             column = read_column(td, candidate)
             if column is not None and any(row.numel() for row in column):  # an env's reset leaves empty rows
                 return candidate
-    return found
+    return entry
 
 
-def _score(
+def _scored(
     tokens: Ragged,
     mask: Tensor,
     images: ImageRows | None,

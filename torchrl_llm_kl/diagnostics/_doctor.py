@@ -19,9 +19,9 @@ from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl._typing import Json
-from torchrl_llm_kl.diagnostics._causes import SURE, Finding
+from torchrl_llm_kl.diagnostics._catalog import SURE, Finding
 from torchrl_llm_kl.diagnostics._columns import Reading, TokenColumns, check_reading, read_columns
-from torchrl_llm_kl.diagnostics._findings import Case, find
+from torchrl_llm_kl.diagnostics._findings import Case, find_causes
 from torchrl_llm_kl.diagnostics._measures import Table, measure, retokenised, worst_tokens
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
 from torchrl_llm_kl.masks import Tokenizer
@@ -117,8 +117,8 @@ class Diagnosis:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def _evidence(found: Finding) -> str:
-    return ", ".join(f"{name} {x if isinstance(x, str) else format(x, '.4g')}" for name, x in found.evidence.items())
+def _evidence(finding: Finding) -> str:
+    return ", ".join(f"{name} {x if isinstance(x, str) else format(x, '.4g')}" for name, x in finding.evidence.items())
 
 
 # ------------------------------------------------------------------ one batch
@@ -204,17 +204,18 @@ def diagnose(
     models = (
         x.model if isinstance(x, LogProbScorer) else unwrap(x) if is_wrapper(x) else x for x in (policy, reference)
     )
-    problems = [error for model in models if (error := not_text(columns.tokens, placeholders(model)))]
-    problems = [] if columns.has_images else problems
-    unread = {**columns.unread, **({"log_prob": problems[0]} if problems else {})}
+    unread = dict(columns.unread)
+    for error in (not_text(columns.tokens, placeholders(model)) for model in models if not columns.has_images):
+        if error is not None:
+            unread.setdefault("log_prob", error)
     rescorer = None
     can_score = policy is not None and not columns.has_images and Rescorer.can_score(policy)
     if can_score and "log_prob" not in unread and bool(columns.mask.any()):
         assert policy is not None
         rescorer = Rescorer(policy, columns, table, scored)
     case = Case(columns, table, measures, rescorer, policy, reference, tokenizer, conversations, unread)
-    found = find(case)
-    return Diagnosis(measures, tuple(found), tuple(worst_tokens(columns)), 0 if rescorer is None else rescorer.forwards)
+    findings, tokens = tuple(find_causes(case)), tuple(worst_tokens(columns))
+    return Diagnosis(measures, findings, tokens, 0 if rescorer is None else rescorer.forwards)
 
 
 def _read(batch: TensorDictBase, reading: Reading) -> TokenColumns:
@@ -233,8 +234,8 @@ def _read(batch: TensorDictBase, reading: Reading) -> TokenColumns:
 
 def _ends(tokenizer: Tokenizer | None) -> list[int] | None:
     """Ids that end an answer, as far as the tokenizer knows."""
-    found = getattr(tokenizer, "eos_token_id", None)
-    known = found if isinstance(found, list) else [found] if isinstance(found, int) else []
+    end = getattr(tokenizer, "eos_token_id", None)
+    known = end if isinstance(end, list) else [end] if isinstance(end, int) else []
     names: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     known += [names[name] for name in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>") if name in names]
     return known or None

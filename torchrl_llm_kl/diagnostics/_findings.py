@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._typing import Json
-from torchrl_llm_kl.diagnostics._causes import SURE, Evidence, Finding, finding
+from torchrl_llm_kl.diagnostics._catalog import SURE, Evidence, Finding, finding
 from torchrl_llm_kl.diagnostics._columns import TokenColumns
 from torchrl_llm_kl.diagnostics._measures import Table, clustered_mean, retokenised, surprisal_gap
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
@@ -89,17 +89,17 @@ class Case:
         return max(self.least_floor, 0.0 if self.rescorer is None else NOISES * self.rescorer.noise)
 
 
-def find(case: Case) -> list[Finding]:
+def find_causes(case: Case) -> list[Finding]:
     """All findings, faults before notes, most certain first."""
-    found = unreadable(case)
-    if not found and not bool(case.columns.mask.any()):
+    findings = unreadable(case)
+    if not findings and not bool(case.columns.mask.any()):
         return [finding("empty_mask", 0.99, {"tokens": float(case.columns.mask.numel())})]
-    found += not_finite(case) + reference_faults(case)
+    findings += not_finite(case) + reference_faults(case)
     of_mismatch = explain_mismatch(case)
     if not OF_TOKENS_TOO & {each.cause for each in of_mismatch}:
         of_mismatch += explain_tokens(case)
-    found += of_mismatch + notes(case)
-    return sorted(found, key=lambda each: (each.severity != "fault", -each.confidence))
+    findings += of_mismatch + notes(case)
+    return sorted(findings, key=lambda each: (each.severity != "fault", -each.confidence))
 
 
 # ------------------------------------------------------------------ without a comparison
@@ -144,9 +144,10 @@ def reference_faults(case: Case) -> list[Finding]:
     if not bool(known.any()) or not torch.equal(policy[known], reference[known]):
         return []
     evidence = {"kl/k1": 0.0, "tokens": float(known.sum())}
-    if share := shared_weights(case.policy, case.reference):
+    share, drift = shared_weights(case.policy, case.reference), case.measures.get("drift/max_abs", 0.0)
+    if share:
         return [finding("reference_is_policy", 0.99 * share, {"shared_weights": share, **evidence})]
-    if drift := case.measures.get("drift/max_abs", 0.0):
+    if drift:
         return [finding("reference_is_policy", 0.9, {**evidence, "drift/max_abs": drift})]
     return [finding("zero_kl", 0.3, evidence)]
 
@@ -179,7 +180,7 @@ NOTES = (
 def notes(case: Case) -> list[Finding]:
     """Things about answers and groups that are not errors."""
     at_limit = case.measures.get("answers/at_limit", 0.0)
-    found = []
+    findings = []
     for cause, name, limit in NOTES:
         share = case.measures.get(name, 0.0)
         evidence = {name: share}
@@ -190,8 +191,8 @@ def notes(case: Case) -> list[Finding]:
             elif at_limit <= 0.3:
                 continue
         if share > limit:
-            found.append(finding(cause, min(0.95, 0.5 + share / 2), evidence))
-    return found
+            findings.append(finding(cause, min(0.95, 0.5 + share / 2), evidence))
+    return findings
 
 
 # ------------------------------------------------------------------ sampler against trainer
@@ -247,29 +248,29 @@ def explain_mismatch(case: Case) -> list[Finding]:
     whole = Difference(case.table, trainer[1].isfinite() & recorded[1].isfinite())
     if whole.rms <= case.least_floor or whole.rms <= case.floor:  # the second scores again
         return []
-    found, rest = _zeros(case, whole)
-    found = _greedy(case, found) + _zeros_of_trainer(case, whole)
+    zeros, rest = _zeros(case, whole)
+    zeros = _greedy(case, zeros) + _zeros_of_trainer(case, whole)
     if rest.rms <= case.floor:
-        return found
+        return zeros
     seen = {"mismatch/rms": rest.rms, "mismatch/k3": case.measures.get("mismatch/k3", math.nan)}
     causes = _off_by_one(rest) + _rounded(rest)
     causes += _retokenised(case, rest, _best(causes))
     if case.rescorer is not None and _best(causes) < 0.9:
         causes += _rescored(case, rest, causes)
     causes += _otherwise(case, rest, max(_best(causes), _explained(causes)))
-    if _best(found + causes) < SURE:  # there is a fault, even if no cause is likely enough
+    if _best(zeros + causes) < SURE:  # there is a fault, even if no cause is likely enough
         remedy = None if case.rescorer is None else "Diagnose more sequences at once, to tell the causes below apart."
         causes = [finding("mismatch", SURE, {}, remedy), *(c for c in causes if c.cause != "mismatch")]
-    return found + [replace(each, evidence={**seen, **each.evidence}) for each in causes]
+    return zeros + [replace(each, evidence={**seen, **each.evidence}) for each in causes]
 
 
-def _best(found: list[Finding]) -> float:
-    return max((each.confidence for each in found), default=0.0)
+def _best(findings: list[Finding]) -> float:
+    return max((each.confidence for each in findings), default=0.0)
 
 
-def _explained(found: list[Finding]) -> float:
+def _explained(findings: list[Finding]) -> float:
     """The confidence that a difference is explained, where several causes explain it alike."""
-    shares = [float(each.evidence["explained"]) for each in found if "explained" in each.evidence]
+    shares = [float(each.evidence["explained"]) for each in findings if "explained" in each.evidence]
     return _confidence(max(shares)) if shares else 0.0
 
 
@@ -410,9 +411,8 @@ def _rescored(case: Case, rest: Difference, before: list[Finding]) -> list[Findi
 
 def _adapter(again: Again) -> list[Finding]:
     base = again.rescorer.without_adapters()
-    if base is None or (share := again.explained(base)) < NAMED:
-        return []
-    return [finding("adapter_off", _confidence(share), {"explained": share})]
+    share = 0.0 if base is None else again.explained(base)
+    return [] if share < NAMED else [finding("adapter_off", _confidence(share), {"explained": share})]
 
 
 def _raw(again: Again) -> list[Finding]:
@@ -426,7 +426,7 @@ def _raw(again: Again) -> list[Finding]:
     if scored.temperature == 1.0 and not scored.truncates:
         return []
     whole = [1.0, scored.temperature] if scored.truncates else [1.0]
-    share, at = max(((again.explained(rescorer.at(each)[0]), each) for each in whole), key=lambda found: found[0])
+    share, at = max(((again.explained(rescorer.at(each)[0]), each) for each in whole), key=lambda pair: pair[0])
     if share <= NAMED:
         return []
     raw, tempered = rescorer.at(at)[0], rescorer.at(scored.temperature)[0]
@@ -467,8 +467,8 @@ def _gaps(rescorer: Rescorer, **temperatures: float) -> dict[str, float]:
     return out
 
 
-def _temperature_remedy(found: float, scored: float) -> str:
-    change = f"temperature={found:.3g} instead of {scored:g}"
+def _temperature_remedy(fitted: float, scored: float) -> str:
+    change = f"temperature={fitted:.3g} instead of {scored:g}"
     return f"Score at the sampler's temperature, {change}, or sample at temperature={scored:g}."
 
 
@@ -673,12 +673,12 @@ def explain_tokens(case: Case) -> list[Finding]:
             gain = float((predicted - own)[usable].mean()) * len(own)  # over as many tokens as the others
             if gain > (gains["chat_template"][0] if "chat_template" in gains else 0.0):
                 gains["chat_template"] = (gain, {"sampler_s_prompt": name})
-    cause, (gain, found) = max(gains.items(), key=lambda item: item[1][0])
+    cause, (gain, own_evidence) = max(gains.items(), key=lambda item: item[1][0])
     second = max((own for name, (own, _) in gains.items() if name != cause), default=0.0)
     if gain < LEAST_GAIN:
         return [finding("other_sampling", 0.6, evidence)]
     confidence = 0.55 + 0.4 * (1 - math.exp(-max(0.0, gain - max(second, 0.0)) / 3))
-    evidence = {**evidence, "log_likelihood_gain": gain, "gain_of_the_next": second, **found}
+    evidence = {**evidence, "log_likelihood_gain": gain, "gain_of_the_next": second, **own_evidence}
     if cause != "wrong_temperature":
         return [finding(cause, confidence, evidence)]
     fit = clustered_mean(rescorer.calibration(temperature), rescorer.sequences)

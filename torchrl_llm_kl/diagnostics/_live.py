@@ -48,10 +48,10 @@ def status_line(metrics: Mapping[str, float], *, kl_target: float | None = None)
     """
     parts = []
     for title, names, form in _STATUS:
-        found = next((metrics[name] for name in names if name in metrics), None)
-        if found is not None:
+        value = next((metrics[name] for name in names if name in metrics), None)
+        if value is not None:
             target = f"/{kl_target:g}" if title == "KL" and kl_target is not None else ""
-            parts.append(f"{title} {form.format(found)}{target}")
+            parts.append(f"{title} {form.format(value)}{target}")
     return "  ".join(parts)
 
 
@@ -114,7 +114,7 @@ class RunMonitor:
         self.diagnosis: Diagnosis | None = None
         self.last: dict[str, float] = {}
         self._sums: dict[str, list[Tensor]] = {}
-        self._found: dict[str, float] = {}
+        self._findings: dict[str, float] = {}
 
     def add(self, metrics: Mapping[str, object] | TensorDictBase) -> None:
         """Take the numbers of a loss's output, or any others, without waiting for the device. Other entries are left out."""
@@ -139,8 +139,8 @@ class RunMonitor:
         Returns:
             What was logged.
         """
-        metrics = {**_means(self._sums), **{name: float(value) for name, value in numbers.items()}, **self._found}
-        self._sums, self._found = {}, {}
+        metrics = {**_means(self._sums), **{name: float(value) for name, value in numbers.items()}, **self._findings}
+        self._sums, self._findings = {}, {}
         for logger in self.loggers:
             log_metrics(logger, metrics, step)
         self.last = metrics
@@ -163,8 +163,8 @@ class RunMonitor:
         data: TensorDictBase | TokenColumns = batch
         if self._reading.get("policy") is not None:  # one forward serves both
             data = read_columns(batch, **self._reading, strict=False)
-        self.diagnosis = found = diagnose(data, tokenizer=self.tokenizer, end=self.end, **self._reading)
-        report = f"step {step}\n{found}\n"
+        self.diagnosis = diagnosis = diagnose(data, tokenizer=self.tokenizer, end=self.end, **self._reading)
+        report = f"step {step}\n{diagnosis}\n"
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "diagnosis.txt").write_text(report, encoding="utf-8")
@@ -177,13 +177,13 @@ class RunMonitor:
             inspect_tokens(data, self.tokenizer, html=page, title=f"Rollouts of step {step}")
             for logger in self.loggers:
                 log_page(logger, "rollouts", page, step)
-        if found.faults:
+        if diagnosis.faults:
             for logger in self.loggers:
                 log_text(logger, "diagnosis", report, step)
-        plain = {name: x for name, x in found.measures.items() if "@" not in name and math.isfinite(x)}
-        plain |= {f"fault/{each.cause}": each.confidence for each in found.faults}
-        self._found = {f"doctor/{name}": value for name, value in plain.items()}
-        return found
+        plain = {name: x for name, x in diagnosis.measures.items() if "@" not in name and math.isfinite(x)}
+        plain |= {f"fault/{each.cause}": each.confidence for each in diagnosis.faults}
+        self._findings = {f"doctor/{name}": value for name, value in plain.items()}
+        return diagnosis
 
 
 def _means(sums: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:

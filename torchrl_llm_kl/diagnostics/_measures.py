@@ -61,8 +61,8 @@ def clustered_mean(values: Tensor, sequences: Tensor) -> Mean:
         The mean, with ``S - 1`` degrees of freedom in its ``z``.
 
     Example:
-        >>> found = clustered_mean(torch.tensor([1.0, 1.0, 3.0, 3.0]), torch.tensor([0, 0, 1, 1]))
-        >>> found.value, round(found.error, 4)
+        >>> mean = clustered_mean(torch.tensor([1.0, 1.0, 3.0, 3.0]), torch.tensor([0, 0, 1, 1]))
+        >>> mean.value, round(mean.error, 4)
         (2.0, 1.0)
 
     Source: Liang and Zeger 1986 (the errors); Wallace 1959 (Student's t as a normal score).
@@ -116,9 +116,9 @@ class Table:
     def of(cls, columns: TokenColumns) -> Table:
         """Read a batch."""
         mask = columns.mask
-        found = {name: x[mask].cpu().double() for name, x in columns.columns.items()}
+        masked = {name: x[mask].cpu().double() for name, x in columns.columns.items()}
         rows, places, turns = (x[mask].cpu() for x in (columns.tokens.sequence_ids, columns.places, columns.turns))
-        return cls(found, rows, places, turns, ResponseTokens(columns.tokens, mask))
+        return cls(masked, rows, places, turns, ResponseTokens(columns.tokens, mask))
 
     def get(self, name: str) -> Tensor | None:
         """A column ``[n]``; None if it is missing or has no number at all."""
@@ -127,7 +127,7 @@ class Table:
 
     def first(self, *names: str) -> Tensor | None:
         """The first of these columns that has a number; None if none has."""
-        return next((column for name in names if (column := self.get(name)) is not None), None)
+        return next((column for column in map(self.get, names) if column is not None), None)
 
     @property
     def trainer(self) -> tuple[str, Tensor] | None:
@@ -136,7 +136,8 @@ class Table:
             # What was stored without another column of the sampler's may itself be the sampler's.
             if name == "old_log_prob" and self.get("sampler_log_prob") is None and self.get("log_prob") is not None:
                 continue
-            if (column := self.get(name)) is not None:
+            column = self.get(name)
+            if column is not None:
                 return name, column
         return None
 
@@ -219,8 +220,8 @@ def measure(
         >>> from torchrl_llm_kl import Ragged
         >>> tokens = Ragged.from_list([torch.tensor([5, 6, 7]), torch.tensor([5, 8])])
         >>> columns = {"log_prob": torch.tensor([0.0, -1.0, -1.0, 0.0, -2.0]), "entropy": torch.ones(5)}
-        >>> found = measure(TokenColumns(tokens, tokens.positions > 0, columns))
-        >>> round(found["surprisal/gap"], 4), found["mask/coverage"]
+        >>> measures = measure(TokenColumns(tokens, tokens.positions > 0, columns))
+        >>> round(measures["surprisal/gap"], 4), measures["mask/coverage"]
         (0.3333, 0.6)
     """
     table = Table.of(columns)
@@ -281,8 +282,8 @@ def mismatch_measures(table: Table) -> dict[str, float]:
     sampler = torch.where(known, sampler, math.nan)
     old, _ = table.dense(torch.where(known, trainer, math.nan))
     dense, mask = table.dense(sampler)
-    found = mismatch_metrics(old, dense, mask).items()
-    out = {f"mismatch/{name.removeprefix('mismatch_')}": float(x) for name, x in found}
+    metrics = mismatch_metrics(old, dense, mask).items()
+    out = {f"mismatch/{name.removeprefix('mismatch_')}": float(x) for name, x in metrics}
     levels: dict[str, Literal["token", "sequence"]] = {"token": "token", "seq": "sequence"}
     for name, level in levels.items():
         weights = importance_weights(old, dense, mask, level=level, high=None)[1]
@@ -439,14 +440,14 @@ def worst_tokens(columns: TokenColumns, *, most: int = 8) -> list[dict[str, floa
     Returns:
         ``sequence``, ``position`` in it, ``token`` and the number, by the name of its column: ``kl`` or ``mismatch``.
     """
-    found = columns.columns
-    policy = found.get("log_prob", found.get("old_log_prob"))
-    if "kl" in found:
-        name, values = "kl", found["kl"]
-    elif policy is not None and "ref_log_prob" in found:
-        name, values = "kl", policy - found["ref_log_prob"]
-    elif policy is not None and "sampler_log_prob" in found:
-        name, values = "mismatch", (policy - found["sampler_log_prob"]).abs()
+    stored = columns.columns
+    policy = stored.get("log_prob", stored.get("old_log_prob"))
+    if "kl" in stored:
+        name, values = "kl", stored["kl"]
+    elif policy is not None and "ref_log_prob" in stored:
+        name, values = "kl", policy - stored["ref_log_prob"]
+    elif policy is not None and "sampler_log_prob" in stored:
+        name, values = "mismatch", (policy - stored["sampler_log_prob"]).abs()
     else:
         return []
     ranked = torch.where(columns.mask & values.isfinite(), values, -math.inf)

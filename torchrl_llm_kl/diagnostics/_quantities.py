@@ -1,4 +1,4 @@
-"""What the inspector shows: numbers per token to colour by; their means per rollout, position and turn; the worst tokens.
+"""The numbers and texts that the inspector shows: colours of tokens, means per rollout, position and turn, the worst tokens.
 
 Shapes: ``S`` rollouts, ``N`` tokens of all rollouts together. Numbers are float32, and NaN where a token has none.
 """
@@ -6,31 +6,106 @@ Shapes: ``S`` rollouts, ``N`` tokens of all rollouts together. Numbers are float
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.diagnostics._columns import TokenColumns
-from torchrl_llm_kl.diagnostics._metrics import read_texts
+from torchrl_llm_kl.diagnostics._catalog import read_texts
+from torchrl_llm_kl.diagnostics._columns import COLUMNS, TokenColumns
 from torchrl_llm_kl.estimators import k3
+from torchrl_llm_kl.masks import Tokenizer
 
-#: Columns that are shown for a token, with label and unit.
-COLUMNS = {
-    "log_prob": ("log-prob now", "nats"),
-    "old_log_prob": ("log-prob old", "nats"),
-    "sampler_log_prob": ("log-prob sampler", "nats"),
-    "ref_log_prob": ("log-prob reference", "nats"),
-    "entropy": ("entropy", "nats"),
-    "kl": ("KL to the reference", "nats"),
-    "kl_penalty": ("KL penalty", "nats"),
-    "advantage": ("advantage", "reward"),
-}
+#: Control and format characters, other line separators, tags and lone surrogates: they change how their neighbours look.
+_INVISIBLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e"
+    "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
+)
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+@dataclass(frozen=True)
+class TokenText:
+    r"""The text of a token.
+
+    Args:
+        text: what the token adds to the text; for a part of a character, its bytes as ``\xe2``.
+        data: the bytes of a part of a character, else empty.
+        special: True for a special token.
+    """
+
+    text: str
+    data: bytes = b""
+    special: bool = False
+
+
+def escaped(text: str) -> str:
+    r"""Escape what changes how its neighbours look: ``\u{202e}`` for a direction mark, ``\u{1b}`` for an escape."""
+    return _INVISIBLE.sub(lambda sign: f"\\u{{{ord(sign[0]):x}}}", text)
+
+
+def visible(text: str) -> str:
+    r"""Escape what cannot be seen: ``\u{202e}`` for a direction mark; a sign before each newline and tab."""
+    return escaped(text).replace("\n", "↵\n").replace("\t", "→\t")
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[TokenText]:
+    """The texts of single tokens, with the space that a decoder strips from the start of a text.
+
+    Args:
+        tokenizer: has ``convert_ids_to_tokens`` and ``decode``, as transformers' tokenizers have.
+        ids: any integers; one that the tokenizer does not know is shown as its number.
+    """
+    special = {int(i) for i in getattr(tokenizer, "all_special_ids", ())}
+    return [_token_text(tokenizer, i, i in special) for i in ids]
+
+
+def _token_text(tokenizer: Any, token: int, special: bool) -> TokenText:
+    try:
+        (piece,) = tokenizer.convert_ids_to_tokens([token])
+        text = tokenizer.decode([token])
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError):
+        piece, text = None, ""
+    if not isinstance(piece, str):
+        return TokenText(f"⟨id {token}⟩", special=special)
+    if special:
+        return TokenText(piece, special=True)
+    fallback = _BYTE_TOKEN.fullmatch(piece)  # SentencePiece's
+    data = bytes([int(fallback[1], 16)]) if fallback else _bytes_of(piece) if "\ufffd" in text else None
+    if data is not None:
+        return _of_bytes(data)
+    if piece.startswith("▁") and not text.startswith(" "):
+        return TokenText(" " + text)
+    return TokenText(text or piece)
+
+
+def _of_bytes(data: bytes) -> TokenText:
+    try:
+        return TokenText(data.decode())
+    except UnicodeDecodeError:
+        return TokenText(data.decode(errors="backslashreplace"), data)
+
+
+def _bytes_of(piece: str) -> bytes | None:
+    """The bytes that a token of a byte-level BPE stands for; None if it is none."""
+    alphabet = _byte_alphabet()
+    return bytes(alphabet[c] for c in piece) if all(c in alphabet for c in piece) else None
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet of bytes: printable Latin-1 stands for itself, the other bytes for what follows U+0100, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
 #: Steps of colour on each side of zero.
 STEPS = 5
 #: The share of numbers below the end of a colour scale.
@@ -123,8 +198,8 @@ class Side:
     @cached_property
     def reward(self) -> Tensor | None:
         """The outcome; float32 ``[S]``."""
-        found = self.source.rows.get("reward")
-        return None if found is None else found.cpu().float().reshape(self.count, -1).sum(-1)
+        reward = self.source.rows.get("reward")
+        return None if reward is None else reward.cpu().float().reshape(self.count, -1).sum(-1)
 
     @cached_property
     def parts(self) -> dict[str, Tensor]:
@@ -203,15 +278,15 @@ def available(sides: Sequence[Side]) -> tuple[Quantity, ...]:
     words = {"how": how, "low": 1 - sides[0].clip_low, "high": 1 + sides[0].clip_high}
     whole = {"reward": any(side.reward is not None for side in sides), "mask": True}
     whole["clipped"] = any(side.clipped is not None for side in sides)
-    found = []
+    quantities = []
     for name, texts in read_texts("quantities.ini", dict[str, str]).items():
         choices = [tuple(choice.split(" - ")) for choice in texts.get("of", "").split(", ")]
         of = next((choice for choice in choices if any(names.issuperset(choice) for names in have)), ())
         if of or whole.get(name):
             label, note = (texts[key].format(**words) for key in ("label", "note"))
             kind = cast(Literal["size", "signed", "row", "category"], texts["kind"])
-            found.append(Quantity(name, label, texts.get("unit", ""), kind, of, note, "sizes" in texts))
-    return tuple(found)
+            quantities.append(Quantity(name, label, texts.get("unit", ""), kind, of, note, "sizes" in texts))
+    return tuple(quantities)
 
 
 def scale_of(quantity: Quantity, sides: Sequence[Side]) -> float:
@@ -220,7 +295,8 @@ def scale_of(quantity: Quantity, sides: Sequence[Side]) -> float:
     known = [part for part in parts if part is not None]
     numbers = torch.cat(known).abs() if known else torch.zeros(0)
     numbers = numbers[numbers.isfinite()].double().sort().values
-    if numbers.numel() == 0 or not (top := float(numbers[math.ceil(_QUANTILE * (numbers.numel() - 1))])):
+    top = float(numbers[math.ceil(_QUANTILE * (numbers.numel() - 1))]) if numbers.numel() else 0.0
+    if top == 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(top))
     return next(float(f"{factor * power:.3g}") for factor in _ROUND if factor * power >= top * (1 - 1e-6))
@@ -241,7 +317,7 @@ def position_bins(sides: Sequence[Side]) -> tuple[int, int]:
     return width, math.ceil(longest / width)
 
 
-def match(side: Side, other: Side) -> list[int]:
+def pair_rollouts(side: Side, other: Side) -> list[int]:
     """For each rollout its counterpart in the other batch, -1 for none.
 
     Rollouts of the same tokens belong together, then rollouts of the same prompt (what precedes the assistant's first token),

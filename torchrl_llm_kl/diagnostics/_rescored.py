@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import csv
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.resources import files
 from itertools import combinations
 from typing import Any
 
@@ -16,7 +18,6 @@ from torch import Tensor, nn
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.diagnostics._columns import TokenColumns
 from torchrl_llm_kl.diagnostics._measures import Table
-from torchrl_llm_kl.diagnostics._metrics import read_rows
 from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import LogProbScorer, ModelOrScorer, Ranks, Sampling, Scores, is_wrapper, unwrap
@@ -42,7 +43,8 @@ def _template(turn: str, answer: str, role: str, template: str) -> str:
 
 
 #: Templates that a sampler may have used in place of the tokenizer's; without their default system prompts.
-COMMON_TEMPLATES = {row.pop("name"): _template(**row) for row in read_rows("templates.csv")}
+_ROWS = csv.DictReader((files(__package__) / "templates.csv").read_text(encoding="utf-8").splitlines())
+COMMON_TEMPLATES = {row.pop("name"): _template(**row) for row in _ROWS}
 _SYSTEM = "You are a helpful assistant."
 
 
@@ -249,7 +251,7 @@ class Rescorer:
         for i, (ids, mask) in enumerate(zip(self.ids, self.masks, strict=True)):
             first = int(mask.long().argmax())
             prompt = ids[:first].tolist()
-            messages = conversations[self.rows[i]] if conversations is not None else parse_prompt(tokenizer, prompt)
+            messages = conversations[self.rows[i]] if conversations is not None else prompt_messages(tokenizer, prompt)
             row = (i, prompt, ids[first:], messages or [])
             if bool(mask[first:].all()) and prompt:
                 answers.append(row)
@@ -321,7 +323,7 @@ def renderers(tokenizer: Any) -> Iterator[tuple[str, Renderer]]:
         yield name, template(text)
 
 
-def parse_prompt(tokenizer: Any, prompt: list[int]) -> list[Json] | None:
+def prompt_messages(tokenizer: Any, prompt: list[int]) -> list[Json] | None:
     """The user's message in a prompt that the tokenizer's template rendered; None if it did not.
 
     Only for prompts of a single message.
@@ -335,9 +337,9 @@ def parse_prompt(tokenizer: Any, prompt: list[int]) -> list[Json] | None:
         )
     except Exception:  # a template may refuse a conversation in any way it likes
         return None
-    before, found, after = rendered.partition(mark)
+    before, marked, after = rendered.partition(mark)
     text = tokenizer.decode(prompt, skip_special_tokens=False)
-    if not found or not text.startswith(before) or not text.endswith(after) or len(text) < len(before) + len(after):
+    if not marked or not text.startswith(before) or not text.endswith(after) or len(text) < len(before) + len(after):
         return None
     return [{"role": "user", "content": text[len(before) : len(text) - len(after)]}]
 

@@ -18,8 +18,17 @@ import torch
 
 from torchrl_llm_kl import Ragged, inspect_tokens
 from torchrl_llm_kl.diagnostics import TokenColumns, read_columns
-from torchrl_llm_kl.diagnostics._quantities import Quantity, Side, available, match, position_bins, scale_of, step_of
-from torchrl_llm_kl.diagnostics._texts import token_texts, visible
+from torchrl_llm_kl.diagnostics._quantities import (
+    Quantity,
+    Side,
+    available,
+    pair_rollouts,
+    position_bins,
+    scale_of,
+    step_of,
+    token_texts,
+    visible,
+)
 from toy_models import tiny_model
 from toy_rollouts import OUTCOMES, collect, make_model, make_policy, make_tokenizer
 from toy_tokenizer import Words, build_tokenizer
@@ -112,7 +121,7 @@ def test_numbers_beyond_all_bounds_are_the_worst_and_do_not_stretch_the_scale() 
 def test_rollouts_are_matched_by_tokens_then_by_prompt() -> None:
     one = Side(columns_of([[1, 2], [1, 3], [1, 4], [5, 2]]), 0.2, 0.2)
     other = Side(columns_of([[1, 9], [1, 3], [1, 2], [6, 2], [1, 8]]), 0.2, 0.2)
-    assert match(one, other) == [2, 1, 0, -1]
+    assert pair_rollouts(one, other) == [2, 1, 0, -1]
     # A missing column leaves NaN.
     kl = Quantity("kl", "", "", "size", ("kl",))
     assert one.values(kl) is None
@@ -210,7 +219,7 @@ def test_nothing_is_written_without_a_path(tmp_path: Path, monkeypatch: pytest.M
         yield {"side": 0, "row": 0, "data": "x" * 100_000}
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("torchrl_llm_kl.diagnostics._page._rollouts", full_disk)
+    monkeypatch.setattr("torchrl_llm_kl.diagnostics._inspector._rollouts", full_disk)
     with pytest.raises(OSError, match="No space"):
         inspect_tokens(columns_of([[1, 2, 4]], log_prob=[0.0, -1.0, -2.0]), LETTERS, tmp_path / "y.html")
     assert Path("y.html").read_bytes() == before

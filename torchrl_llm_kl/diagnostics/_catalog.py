@@ -1,4 +1,4 @@
-"""What each metric means: formula, unit, what is normal, what a deviation says, and what to do.
+"""The texts of this package: each metric, and each cause that the doctor names.
 
 Symbols: ``lp`` the current policy's log-prob of a token, ``old`` the one at sampling by the trainer, ``s`` the sampler's own,
 ``ref`` the reference's, ``A`` the advantage, ``r = exp(lp - old)``, ``d = old - s``. "mean" is over masked-in tokens.
@@ -6,11 +6,10 @@ Symbols: ``lp`` the current policy's log-prob of a token, ``old`` the one at sam
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Callable, Mapping
 from configparser import ConfigParser
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Literal, TypeVar
 
@@ -44,12 +43,6 @@ class Metric:
 T = TypeVar("T")
 
 
-def read_rows(name: str) -> list[dict[str, str]]:
-    """The rows of one of this package's ``.csv`` files."""
-    text = files("torchrl_llm_kl.diagnostics").joinpath(name).read_text(encoding="utf-8")
-    return list(csv.DictReader(text.splitlines()))
-
-
 def read_texts(name: str, kind: Callable[..., T]) -> dict[str, T]:
     """A record of texts for each section of one of this package's ``.ini`` files."""
     texts = ConfigParser(interpolation=None, delimiters=["="])
@@ -78,3 +71,66 @@ def describe_metric(name: str) -> Metric | None:
         if pattern != known and re.fullmatch(pattern, base):
             return metric
     return None
+
+
+#: Numbers, or words, by name.
+Evidence = Mapping[str, float | str]
+#: ``"fault"``: numbers are wrong; ``"note"``: worth knowing.
+Severity = Literal["fault", "note"]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What may be wrong with a batch, or is worth knowing of it.
+
+    Args:
+        title: the cause in words.
+        remedy: what to change; empty where it depends on the numbers.
+        severity: ``"fault"``: numbers are wrong; ``"note"``: worth knowing.
+    """
+
+    title: str
+    remedy: str = ""
+    severity: Severity = "fault"
+
+
+#: All causes, by name.
+CAUSES: Mapping[str, Cause] = read_texts("causes.ini", Cause)
+#: Confidence from which a fault counts.
+SURE = 0.5
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, or worth knowing.
+
+    Args:
+        cause: a name of :data:`CAUSES`.
+        confidence: in [0, 1].
+        evidence: the numbers that it rests on.
+        remedy: what to change.
+    """
+
+    cause: str
+    confidence: float
+    evidence: dict[str, float | str]
+    remedy: str
+
+    @property
+    def title(self) -> str:
+        """The cause in words."""
+        return CAUSES[self.cause].title
+
+    @property
+    def severity(self) -> Severity:
+        """``"fault"``: numbers are wrong; ``"note"``: worth knowing."""
+        return CAUSES[self.cause].severity
+
+    def to_dict(self) -> dict[str, object]:
+        """All of it, for JSON."""
+        return {**asdict(self), "title": self.title, "severity": self.severity}
+
+
+def finding(cause: str, confidence: float, evidence: Evidence, remedy: str | None = None) -> Finding:
+    """A finding, by default with the remedy of its cause."""
+    return Finding(cause, max(0.0, min(float(confidence), 0.99)), dict(evidence), remedy or CAUSES[cause].remedy)
