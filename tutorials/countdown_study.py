@@ -1,324 +1,243 @@
-"""Where should the KL go, and what holds it at a target? The study behind ``docs/kl_study.md``.
+"""Where should the KL go, and what holds it at a target? The runs behind ``docs/kl_study.md``.
 
-``make study`` runs each cell of :mod:`countdown.study` with its seeds on the demo's task: a placement of the KL (k1 in
-the reward; k2, k3, or the exact KL in the loss; none), a constant or adaptive coefficient, a sampler whose settings the
-scorer uses or ignores. ``make study-target`` runs the demo with PI control and with Ziegler's rule, on seeds on which
-neither was tuned. All sample without an env, which gives the same tokens in half the time. Each run writes one line to
-``docs/kl_study.jsonl``. Interrupt a study at any time: the same command continues with the missing runs. Both studies
-end by writing the tables and pictures of the page from that file; ``countdown_study.py pages`` does only that. Changes
-of :class:`Settings` follow the study's name.
+``python tutorials/countdown_study.py placement`` (``make study``) runs each cell on the demo's task: a placement of the KL, a
+coefficient, a sampler. ``... target`` (``make study-target``) runs the demo with two controllers. Each run appends one line to
+``docs/kl_study.jsonl``. The same command continues after an interruption. Both end with the tables of the page.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
-import os
-import sys
-import time
+import json
+import math
 import warnings
 import zlib
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain, islice, repeat
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import fmean, mode, stdev
 from typing import Any
 
 import tensordict
 import torch
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torchrl.envs.llm.reward.countdown import CountdownRewardParser
 
 from countdown.algorithms import EPOCHS, MINIBATCHES, build, label, make_coefficient
-from countdown.direct import direct_batches
 from countdown.model import MAX_NEW_TOKENS, accuracy, as_policy, build_model, build_tokenizer, render_prompt, warm_up
-from countdown.report import Metrics, silence_dependencies, summarise
-from countdown.settings import read_settings
-from countdown.study import (
-    DEMO,
-    PLACEMENT_SEEDS,
-    QUICK,
-    SHORT,
-    TARGET,
-    TARGET_SEEDS,
-    Cell,
-    Result,
-    Results,
-    Scale,
-    claims_table,
-    draw_placement,
-    draw_target,
-    placement_cells,
-    placement_table,
-    processor_table,
-    target_cells,
-    target_summary,
-    target_table,
-    write_blocks,
-)
-from countdown.task import Problem, all_problems, split_problems
+from countdown.report import silence_dependencies, summarise
+from countdown.task import Problem, all_problems, in_order, split_problems
 from torchrl_llm_kl import FixedKLCoefficient, RetrieveKL, Sampling
 from torchrl_llm_kl.estimators import KLPlacementWarning
 from torchrl_llm_kl.scoring import ScoreOptions
 from torchrl_llm_kl.training import learn, loss_entries
 
-# Required by torchrl's LLM components, which store lists of strings as stacks.
-tensordict.set_list_to_stack(True).set()
+tensordict.set_list_to_stack(True).set()  # required by torchrl's LLM components
 
-DOCS = Path(__file__).parents[1] / "docs"
+RESULTS = Path(__file__).parents[1] / "docs" / "kl_study.jsonl"
+TARGET = 0.5  # nats per answer
 
 
-def run(cell: Cell, seed: int, scale: Scale, folder: Path) -> Result:
-    """Train a policy in one cell, and measure it on the held-out problems; the result is the same in every process."""
+@dataclass(frozen=True)
+class Scale:
+    """The size of a run."""
+
+    steps: int = 100
+    warmup_steps: int = 300
+    num_prompts: int = 32
+    group_size: int = 8
+    lr: float = 3e-4
+    held_out: int = 200
+    samples: int = 4  # answers to each held-out problem, for the true KL
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A setting of the study: the estimator in each place, the coefficient, and how answers are drawn and scored."""
+
+    study: str
+    kl_reward: str = "none"
+    kl_loss: str = "none"
+    coefficient: float | str = "pi"  # a constant, or the controller that holds the KL at the target
+    temperature: float = 1.0
+    top_k: int | None = None
+    scored_at: float = 1.0
+
+
+_PLACES = [{"kl_reward": "k1"}, {"kl_loss": "k2"}, {"kl_loss": "k3"}, {"kl_loss": "exact"}]
+_SAMPLERS = [{"temperature": 0.7}, {"temperature": 0.7, "scored_at": 0.7}, {"top_k": 3}]
+_PLACED = [{"coefficient": 0.0}, *({**place, "coefficient": c} for c in ("pi", 0.1, 0.3, 0.03) for place in _PLACES)]
+_PLACED += [{"kl_reward": "k3", "coefficient": 0.1}, {"kl_loss": "k1", "coefficient": 0.1}]
+_PLACED += [{**place, **sampler} for place in _PLACES[:2] for sampler in _SAMPLERS]
+#: Cells, seeds and scale of each study. The settings were chosen on seeds 0 to 9.
+STUDIES: dict[str, tuple[list[Cell], range, Scale]] = {
+    "target": ([Cell("target", "k1", coefficient=name) for name in ("pi", "ziegler")], range(10, 20), Scale()),
+    "placement": ([Cell("placement", **cell) for cell in _PLACED], range(20, 25), Scale(steps=80, num_prompts=12)),  # type: ignore[arg-type]
+}
+
+
+def run(cell: Cell, seed: int, scale: Scale) -> dict[str, Any]:
+    """Train a policy in one cell, and measure it on the held-out problems. Equal in every process of one processor."""
     silence_dependencies()
-    warnings.simplefilter("ignore", KLPlacementWarning)  # some cells show what it warns of
-    start = time.perf_counter()
-    train_problems, held_out = split_problems(all_problems())
+    warnings.simplefilter("ignore", KLPlacementWarning)  # some cells show the reason for it
+    torch.set_num_threads(1)
+    problems, held_out = split_problems(all_problems())
     held_out = held_out[: scale.held_out]
-    policy, tokenizer = warm_policy(seed, scale, folder)
+    tokenizer = build_tokenizer(all_problems())
+    torch.manual_seed(seed)
+    policy = build_model(tokenizer)
+    for _ in warm_up(policy, tokenizer, problems, steps=scale.warmup_steps, seed=seed):
+        pass
     reference = copy.deepcopy(policy)
-    coefficient: nn.Module | None = None
-    if isinstance(cell.coefficient, str):
-        batch_size = scale.num_prompts * scale.group_size
-        coefficient = make_coefficient(cell.coefficient, target=TARGET, batch_size=batch_size)
-    elif cell.placement != "none":
-        coefficient = FixedKLCoefficient(cell.coefficient)
     before = accuracy(policy, tokenizer, held_out, max_new_tokens=MAX_NEW_TOKENS)
-    rows = train(cell, policy, reference, tokenizer, train_problems, coefficient, scale, seed)
+    rows = train(cell, policy, reference, tokenizer, problems, scale, seed)
     after = accuracy(policy, tokenizer, held_out, max_new_tokens=MAX_NEW_TOKENS)
     kl, sampled = true_kl(policy, reference, tokenizer, held_out, samples=scale.samples, seed=seed)
-    last = [row["kl"] for row in rows[-max(1, scale.steps // 5) :]]
-    result = {
-        "cell": asdict(cell),
-        "seed": seed,
-        "processor": torch.backends.cpu.get_cpu_capability(),
-        "scale": asdict(scale),
-        "accuracy_before": before,
-        "accuracy_after": after,
-        "sampled_after": sampled,
-        "true_kl": kl,
-        "kl_estimated": sum(last) / len(last),
-        "kl_highest": max(row["kl"] for row in rows),
-        "seconds": round(time.perf_counter() - start, 1),
-    }
-    if isinstance(cell.coefficient, str):
-        result["coefficient_end"] = rows[-1]["coefficient"]
-    return result | (target_summary(rows) if cell.study == "target" else {})
+    kls, processor = [row["kl"] for row in rows], torch.backends.cpu.get_cpu_capability()
+    place = {"cell": asdict(cell), "seed": seed, "processor": processor, "scale": asdict(scale)}
+    right = {"accuracy_before": before, "accuracy_after": after, "sampled_after": sampled, "true_kl": kl}
+    estimated = {"kl_estimated": fmean(kls[-max(1, len(kls) // 5) :]), "kl_last_half": fmean(kls[len(kls) // 2 :])}
+    return {**place, **right, **estimated, "coefficient_end": rows[-1].get("coefficient", 0.0)}
 
 
 def train(
-    cell: Cell,
-    policy: PreTrainedModel,
-    reference: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    problems: Sequence[Problem],
-    coefficient: nn.Module | None,
-    scale: Scale,
-    seed: int,
-) -> list[Metrics]:
-    """Train the policy in place like ``countdown.yaml``, but without an env; returns the figures of each step."""
-    parts = build(
-        "grpo",
-        policy,
-        reference,
-        coefficient=coefficient,
-        max_new_tokens=MAX_NEW_TOKENS,
-        in_collector=False,
-        kl_reward=cell.kl_reward,
-        kl_loss=cell.kl_loss,
-        temperature=cell.scored_at,
-    )
+    cell: Cell, policy: Any, reference: Any, tokenizer: Any, problems: list[Problem], scale: Scale, seed: int
+) -> list[dict[str, float]]:
+    """Train the policy in place like ``countdown.yaml``, without an env; returns the figures of each step."""
+    coefficient: nn.Module | None = None
+    if isinstance(cell.coefficient, str):
+        answers = scale.num_prompts * scale.group_size
+        coefficient = make_coefficient(cell.coefficient, target=TARGET, batch_size=answers)
+    elif cell.coefficient:
+        coefficient = FixedKLCoefficient(cell.coefficient)
+    places = {"kl_reward": cell.kl_reward, "kl_loss": cell.kl_loss}
+    sizes = {"max_new_tokens": MAX_NEW_TOKENS, "in_collector": False, "temperature": cell.scored_at}
+    parts = build("grpo", policy, reference, coefficient=coefficient, **sizes, **places)  # type: ignore[arg-type]
     kl = parts.kl_transform
-    if not isinstance(kl, RetrieveKL):  # no KL in the reward: only measure it
+    if not isinstance(kl, RetrieveKL):  # the KL is only measured
         kl = RetrieveKL(policy, reference, add_to_reward=False, options=ScoreOptions(Sampling(cell.scored_at)))
     sampler = as_policy(policy, tokenizer, temperature=cell.temperature, top_k=cell.top_k)
-    task = {"num_prompts": scale.num_prompts, "group_size": scale.group_size, "seed": seed}
     optimizer = torch.optim.Adam(policy.parameters(), lr=scale.lr)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=scale.steps)
-    rows: list[Metrics] = []
-    start = time.perf_counter()
-    for batch in direct_batches(kl, sampler, tokenizer, problems, steps=scale.steps, **task):
-        batch = parts.prepare(label(batch, scale.group_size))
+    rows: list[dict[str, float]] = []
+    order = chain.from_iterable(repeat(in_order(problems, seed, collate=lambda some: some[0])))
+    list(islice(order, scale.num_prompts))  # torchrl's collector resets its env twice at first, and loses these
+    for step in range(scale.steps):
+        asked = [problem for problem in islice(order, scale.num_prompts) for _ in range(scale.group_size)]
+        batch = parts.prepare(label(kl(answered(sampler, tokenizer, asked)), scale.group_size))
         learn(parts, loss_entries(batch), optimizer, epochs=EPOCHS, minibatches=MINIBATCHES)
         schedule.step()
-        seconds = time.perf_counter() - start
-        charged = kl.add_to_reward
-        rows.append(summarise(batch, step=len(rows), coefficient=coefficient, charged=charged, seconds=seconds))
+        rows.append(summarise(batch, step=step, coefficient=coefficient, charged=kl.add_to_reward, seconds=0.0))
         if coefficient is not None:
             coefficient.update(rows[-1]["kl"], n=len(batch))
     return rows
 
 
-def warm_policy(seed: int, scale: Scale, folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model after the demo's warm-up, stored in ``folder``, and torch's random state at that time."""
-    torch.set_num_threads(1)
-    problems = all_problems()
-    tokenizer = build_tokenizer(problems)
-    path = folder / f"warm-{seed}-{scale.warmup_steps}.pt"
-    if not path.exists():
-        torch.manual_seed(seed)
-        model = build_model(tokenizer)
-        for _ in warm_up(model, tokenizer, split_problems(problems)[0], steps=scale.warmup_steps, seed=seed):
-            pass
-        folder.mkdir(parents=True, exist_ok=True)
-        whole = path.with_suffix(f".{os.getpid()}")  # two processes may write it at once
-        torch.save({"model": model.state_dict(), "random": torch.get_rng_state()}, whole)
-        whole.replace(path)
-    state = torch.load(path, weights_only=True)
-    model = build_model(tokenizer)
-    model.load_state_dict(state["model"])
-    torch.set_rng_state(state["random"])
-    return model, tokenizer
+def answered(sampler: Any, tokenizer: Any, problems: list[Problem]) -> TensorDictBase:
+    """Answers and their rewards: the tokens of torchrl's env and collector, in half the time."""
+    texts = NonTensorStack(*(render_prompt(problem, tokenizer) for problem in problems))
+    batch = sampler(TensorDict({"text": {"prompt": texts}}, batch_size=[len(problems)]))
+    replies = [reply.removesuffix(tokenizer.eos_token) for reply in batch["text", "response"]]
+    rewards = CountdownRewardParser(tokenizer=tokenizer)
+    success = torch.tensor([problem.is_solved_by(x) for problem, x in zip(problems, replies, strict=True)])
+    form = torch.tensor([bool(rewards.extract_tags(reply)[1]) for reply in replies]) * rewards.format_reward
+    entries = {"success": success, "reward": torch.where(success, rewards.correct_reward, form)}
+    batch["next"] = TensorDict({key: x.view(-1, 1, 1) for key, x in entries.items()}, batch.batch_size)
+    return batch
 
 
 @torch.no_grad()
 def true_kl(
-    policy: PreTrainedModel,
-    reference: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    problems: Sequence[Problem],
+    policy: Any,
+    reference: Any,
+    tokenizer: Any,
+    problems: list[Problem],
     *,
     samples: int,
     seed: int,
-    max_new_tokens: int = MAX_NEW_TOKENS,
+    length: int = MAX_NEW_TOKENS,
 ) -> tuple[float, float]:
-    """The KL of policy and reference in nats per answer, and the share of right answers, sampled at temperature 1.
+    """The KL in nats per answer, and the share of right answers, sampled at temperature 1.
 
-    At each token of an answer the KL is a sum over the whole vocabulary, so that only the prefixes are sampled.
+    At each token of an answer the KL is a sum over the whole vocabulary, so only the prefixes are sampled.
     """
     torch.manual_seed(zlib.crc32(f"true KL {seed}".encode()))
-    total, right, count = 0.0, 0, 0
+    sampler = as_policy(policy, tokenizer, max_new_tokens=length)
+    kl = RetrieveKL(policy, reference, estimator="exact", add_to_reward=False)
+    total = right = 0.0
     for start in range(0, len(problems), 50):
-        batch = [problem for problem in problems[start : start + 50] for _ in range(samples)]
-        inputs = tokenizer(
-            [render_prompt(problem, tokenizer) for problem in batch],
-            return_tensors="pt",
-            padding=True,
-            add_special_tokens=False,
-            return_token_type_ids=False,
+        asked = [problem for problem in problems[start : start + 50] for _ in range(samples)]
+        batch = kl(answered(sampler, tokenizer, asked))["next"]
+        total, right = total + batch["kl_penalty"].double().sum().item(), right + batch["success"].sum().item()
+    return total / (len(problems) * samples), right / (len(problems) * samples)
+
+
+# ------------------------------------------------------------------ results
+
+_T = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, by degrees of freedom
+
+
+def read(path: Path, cell: Cell, scale: Scale, processor: str | None = None) -> dict[int, dict[str, Any]]:
+    """The results of a cell by seed, of one processor or of the one that ran most."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    processor = processor or (mode(row["processor"] for row in rows) if rows else None)
+    setting = (asdict(cell), asdict(scale), processor)
+    return {row["seed"]: row for row in rows if (row["cell"], row["scale"], row["processor"]) == setting}
+
+
+def shown(values: list[float], form: str) -> str:
+    """The mean and half the width of its 95 % interval (Student's t)."""
+    if len(values) < 2:
+        return form.format(*values) if values else "not run"
+    half = _T[len(values) - 1] * stdev(values) / math.sqrt(len(values))
+    return f"{form.format(fmean(values))} ± {form.format(half)}"
+
+
+#: Entries of a result, and their form in a table.
+COLUMNS = dict.fromkeys(("true_kl", "kl_estimated", "kl_last_half", "coefficient_end"), "{:.2f}")
+COLUMNS |= dict.fromkeys(("accuracy_before", "accuracy_after", "sampled_after"), "{:.1%}")
+
+
+def table(path: Path, study: str, scale: Scale) -> str:
+    """A row for each cell."""
+    lines = [f"| cell | runs | {' | '.join(COLUMNS)} |", "|---" * (2 + len(COLUMNS)) + "|"]
+    for cell in STUDIES[study][0]:
+        runs = [run for seed, run in read(path, cell, scale).items() if seed in STUDIES[study][1]]
+        name = " ".join(
+            f"{key}={value}" for key, value in asdict(cell).items() if value not in ("none", None, 1.0, study)
         )
-        width = inputs["input_ids"].shape[1]
-        tokens = policy.generate(  # type: ignore[operator]
-            **inputs,
-            do_sample=True,
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            max_new_tokens=max_new_tokens,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        answers = tokens[:, width:]
-        ended = (answers == tokenizer.eos_token_id).long().cumsum(-1)
-        produced = (ended == 0) | ((ended == 1) & (answers == tokenizer.eos_token_id))
-        attention = torch.cat([inputs["attention_mask"], produced.long()], -1)
-        log_p, log_q = (
-            model(input_ids=tokens, attention_mask=attention).logits[:, width - 1 : -1].log_softmax(-1)
-            for model in (policy, reference)
-        )
-        per_token = (log_p.exp() * (log_p - log_q)).sum(-1)
-        total += float(per_token[produced].double().sum())
-        replies = tokenizer.batch_decode(answers, skip_special_tokens=True)
-        right += sum(problem.is_solved_by(reply) for problem, reply in zip(batch, replies, strict=True))
-        count += len(batch)
-    return total / count, right / count
+        cells = [shown([run[key] for run in runs if key in run], form) for key, form in COLUMNS.items()]
+        lines.append(f"| {name} | {len(runs)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
-# ------------------------------------------------------------------ running missing runs
-
-
-def run_missing(
-    results: Results,
-    cells: Sequence[Cell],
-    seeds: Sequence[int],
-    scale: Scale,
-    *,
-    folder: Path,
-    jobs: int,
-    minutes: float | None = None,
+def main(
+    study: str, jobs: int = 2, results: Path = RESULTS, scale: Scale | None = None, seeds: range | None = None
 ) -> None:
-    """Run the cells that the file lacks; after ``minutes`` no further run starts. Without ``jobs``, in this process."""
-    todo = results.missing(cells, seeds, scale)
-    total, start = len(cells) * len(seeds), time.monotonic()
-    print(f"{total - len(todo)} of {total} runs are in {results.path}")
-
-    def keep(result: Result, cell: Cell, seed: int) -> None:
-        results.append(result)
-        nonlocal done
-        done += 1
-        print(f"{done}/{total}  seed {seed}, {cell}: right {result['accuracy_after']:.1%}, {result['seconds']:.0f} s")
-
-    done = total - len(todo)
-    late = lambda: minutes is not None and time.monotonic() - start > 60 * minutes  # noqa: E731
-    if jobs == 0:
-        for cell, seed in todo:
-            if late():
-                return
-            keep(run(cell, seed, scale, folder), cell, seed)
-        return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        waiting: dict[Any, tuple[Cell, int]] = {}
-        while todo or waiting:
-            while todo and len(waiting) < jobs and not late():
-                cell, seed = todo.pop(0)
-                waiting[pool.submit(run, cell, seed, scale, folder)] = (cell, seed)
-            if not waiting:
-                return
-            ready = next(as_completed(waiting))
-            keep(ready.result(), *waiting.pop(ready))
-
-
-def write_pages(results: Results, folder: Path, *, target: Scale = DEMO, placement: Scale = SHORT) -> None:
-    """Write the tables and pictures of the page from the results."""
-    blocks = {
-        "target": target_table(results, TARGET_SEEDS, target),
-        "processors": processor_table(results, TARGET_SEEDS, target),
-        "claims": claims_table(results, placement),
-        "placement": placement_table(results, PLACEMENT_SEEDS, placement),
-    }
-    write_blocks(folder / "kl_study.md", blocks)
-    draw_target(results, TARGET_SEEDS, target, folder / "kl_target.png")
-    draw_placement(results, PLACEMENT_SEEDS, placement, folder / "kl_frontier.png")
-
-
-@dataclass
-class Settings:
-    """How a study is run."""
-
-    jobs: int = 2  # runs at a time, each on one core; 0: in this process
-    minutes: float | None = None  # start no further run after this time
-    seeds: list[int] | None = None  # instead of the study's
-    quick: bool = False  # runs of seconds, for tests; their figures mean nothing
-    results: str = str(DOCS / "kl_study.jsonl")
-    folder: str = "runs/study"  # where warmed-up models are kept
-    docs: str = str(DOCS)  # folder of the page and its pictures
-
-
-def main(study: str, changes: Sequence[str] = ()) -> None:
-    """Run the missing runs of ``target`` or ``placement``, and write the page; ``pages`` only writes it."""
-    settings = read_settings(Settings, changes)
-    studies = {
-        "target": (target_cells, TARGET_SEEDS, DEMO),
-        "placement": (placement_cells, PLACEMENT_SEEDS, SHORT),
-    }
-    if study not in (*studies, "pages"):
-        raise ValueError(f"the study is {study}: choose target, placement or pages")
-    results = Results(Path(settings.results))
-    if study != "pages":
-        cells, seeds, scale = studies[study]
-        run_missing(
-            results,
-            cells(),
-            settings.seeds or seeds,
-            QUICK if settings.quick else scale,
-            folder=Path(settings.folder),
-            jobs=settings.jobs,
-            minutes=settings.minutes,
-        )
-    write_pages(results, Path(settings.docs), **({"target": QUICK, "placement": QUICK} if settings.quick else {}))
+    """Run the missing runs of a study, ``jobs`` at a time (0: in this process), and print its table."""
+    cells, scale, seeds = STUDIES[study][0], scale or STUDIES[study][2], seeds or STUDIES[study][1]
+    if results.exists():  # without a line that was cut off, whose run is repeated
+        results.write_text(results.read_text(encoding="utf-8").rpartition("\n")[0].strip() + "\n", encoding="utf-8")
+    done = {cell: read(results, cell, scale, torch.backends.cpu.get_cpu_capability()) for cell in cells}
+    todo = [(cell, seed) for seed in seeds for cell in cells if seed not in done[cell]]
+    print(f"{len(todo)} of {len(cells) * len(seeds)} runs are missing in {results}")
+    with ProcessPoolExecutor(max(jobs, 1), mp_context=get_context("spawn")) as pool:
+        run_all = partial(pool.map if jobs else map, partial(run, scale=scale))
+        for result in run_all(*zip(*todo, strict=True)) if todo else ():
+            with results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(result) + "\n")
+            print(f"seed {result['seed']}: right {result['accuracy_after']:.1%}, true KL {result['true_kl']:.2f}")
+    print(table(results, study, scale))
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1] if sys.argv[1:] else "none", sys.argv[2:])
-    except ValueError as error:
-        sys.exit(str(error))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("study", choices=[*STUDIES])
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    main(**vars(parser.parse_args()))

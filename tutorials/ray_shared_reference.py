@@ -22,7 +22,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,11 +31,12 @@ from typing import Any
 import ray
 import tensordict
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from countdown.algorithms import EPOCHS, MINIBATCHES, build, label
-from countdown.comparison import largest_difference, plot_runs, print_columns
 from countdown.model import MAX_NEW_TOKENS, WARMUP_STEPS, accuracy, make_policy, warm_up
 from countdown.report import (
     Metrics,
@@ -56,6 +57,7 @@ from torchrl_llm_kl.training import learn, loss_entries
 # Required by torchrl's LLM components, which store lists of strings as stacks.
 tensordict.set_list_to_stack(True).set()
 
+CLOCKS = {"seconds", "collecting"}  # differ in every run
 TOLERANCE = 1e-6  # for any metric and any weight; the verdict reports whether the runs needed it
 
 
@@ -207,6 +209,21 @@ def serve(reference: Path, *, batching: bool) -> ScoringService:
     return ScoringService(factory=factory, **exact)
 
 
+def largest_difference(one: Sequence[Metrics], other: Sequence[Metrics]) -> float:
+    """Largest difference of any metric except times, over all steps; infinite if the runs have different steps."""
+    if [row["step"] for row in one] != [row["step"] for row in other]:
+        return float("inf")
+    return max(abs(a[key] - b[key]) for a, b in zip(one, other, strict=True) for key in a.keys() - CLOCKS)
+
+
+def print_columns(title: str, columns: Mapping[str, Mapping[str, str]]) -> None:
+    """Print a table with one column per run and one row per measurement."""
+    table = Table("", *columns, title=title, title_justify="left")
+    for name in next(iter(columns.values())):
+        table.add_row(name, *(column[name] for column in columns.values()))
+    Console().print(table)
+
+
 def agree(one: Run, other: Run) -> bool:
     """Print whether two runs are the same."""
     metric = largest_difference(one.rows, other.rows)
@@ -237,7 +254,7 @@ def main(settings: Settings) -> int:
     train_problems, held_out = split_problems(problems := all_problems())
     policy, tokenizer = make_policy(problems)
 
-    keep_earlier_run(out, ("undisturbed.jsonl", "killed.jsonl", "curves.png", "reference", "model"))
+    keep_earlier_run(out, ("undisturbed.jsonl", "killed.jsonl", "reference", "model"))
     start_ray(collectors + 1)
     # The collectors start while the model warms up.
     workers = [
@@ -254,16 +271,9 @@ def main(settings: Settings) -> int:
 
     service = serve(out / "reference", batching=settings.batching)
     runs: dict[str, Run] = {}
-    curves: dict[str, tuple[list[Metrics], Sequence[float]]] = {}  # of each run, also an interrupted one
-
-    def plot() -> None:
-        plot_runs(
-            curves, out / "curves.png", kl_target=settings.kl_target, killed_at=steps // 2 if settings.kill else None
-        )
 
     def run(name: str, file: str, kill_at: int | None) -> None:
         trained, metrics = copy.deepcopy(policy), MetricsFile(out / file)
-        curves[name] = metrics.rows, (before,)
         try:
             processes = train(
                 trained,
@@ -282,12 +292,8 @@ def main(settings: Settings) -> int:
             trained.save_pretrained(out / "model")
             tokenizer.save_pretrained(out / "model")
             print(f"\ninterrupted after {len(metrics.rows)} of {steps} RL steps: wrote {out / 'model'}, {metrics.path}")
-            if metrics.rows:
-                plot()
-                print(f"wrote {out / 'curves.png'}")
             sys.exit(130)
         after = accuracy(trained, tokenizer, held_out, max_new_tokens=MAX_NEW_TOKENS)
-        curves[name] = metrics.rows, (before, after)
         runs[name] = Run(metrics.rows, (before, after), trained.state_dict(), processes, kill_at)
 
     run("undisturbed", "undisturbed.jsonl", None)
@@ -296,13 +302,12 @@ def main(settings: Settings) -> int:
     service.shutdown()
     ray.shutdown()
 
-    plot()
     print_columns(
         f"Countdown, grpo, seed {seed}: {collectors} collectors, one reference, {steps} steps; "
         f"{time.perf_counter() - begin:.0f} s in all",
         {name: run.column() for name, run in runs.items()},
     )
-    print(f"wrote {out / 'curves.png'} and {', '.join(str(path) for path in sorted(out.glob('*.jsonl')))}")
+    print(f"wrote {', '.join(str(path) for path in sorted(out.glob('*.jsonl')))}")
     return int(settings.kill and not agree(*runs.values()) and not settings.batching)
 
 
