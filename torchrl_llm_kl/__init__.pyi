@@ -92,7 +92,6 @@ from torchrl_llm_kl.transforms import (
     Images as Images,
     KeptTokens as KeptTokens,
     KLComputation as KLComputation,
-    KLKeys as KLKeys,
     KLRewardTransform as KLRewardTransform,
     Moments as Moments,
     RecordKept as RecordKept,

@@ -17,7 +17,7 @@ from countdown.model import as_policy, build_model, build_tokenizer, render_prom
 from countdown.settings import check_positive, read_settings
 from countdown.task import Problem, all_problems, make_env, reward, solved, split_problems
 from project import PROJECT
-from torchrl_llm_kl import FixedKLCoefficient, KLKeys, RetrieveKL
+from torchrl_llm_kl import FixedKLCoefficient, RetrieveKL
 from torchrl_llm_kl.training import load_inputs, loss_entries, read_config
 
 PROBLEMS = all_problems(max_number=9)
@@ -83,8 +83,9 @@ def test_log_probs_of_a_batch_and_the_gradient_of_its_loss_by_hand(tokenizer, mo
     """
     parts = build("grpo", model, build_model(tokenizer), coefficient=FixedKLCoefficient(0.1), max_new_tokens=14)
     env = make_env(PROBLEMS[:40], tokenizer, num_prompts=4, group_size=4, seed=0)
-    charged = [KLKeys(charged_key="kl_charged")]
-    env = env.append_transform(RetrieveKL(model, parts.kl_transform[1].model, coeff=0.1, extras=charged))
+    kl = RetrieveKL(model, parts.kl_transform[1].model, coeff=0.1)
+    kl.charged_key = "kl_charged"
+    env = env.append_transform(kl)
     torch.manual_seed(1)
     batch = parts.prepare(label(env.rollout(1, as_policy(model, tokenizer)).reshape(-1), 4))
     for start in range(0, 16, 4):

@@ -52,7 +52,6 @@ from torchrl_llm_kl.transforms import (
     AfterPrompt,
     Entropy,
     Extra,
-    KLKeys,
     Moments,
     RetrieveKL,
     RetrieveLogProb,
@@ -287,12 +286,14 @@ def _kl_transform(
             )
         if charged:
             own |= {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward}
-            extras.append(KLKeys(charged_key=CHARGED))
         if isinstance(reference, str):
             extras.append(Adapters(adapters, of="reference"))
         if context is not None:
             extras.append(AfterPrompt(context, of="reference"))
-        return RetrieveKL(policy, reference, add_to_reward=charged, options=options, extras=extras, **own)
+        transform = RetrieveKL(policy, reference, add_to_reward=charged, options=options, extras=extras, **own)
+        if charged:
+            transform.charged_key = CHARGED
+        return transform
     if ref:
         model, adapters = (policy, adapters) if isinstance(reference, str) else (reference, True)
         extras = ([TopK(preset.top_k)] if preset.top_k else []) + ([AfterPrompt(context)] if context else [])

@@ -19,7 +19,6 @@ from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_finite, check_not_a_name, finite_total, masked_mean, send, to_host
 from torchrl_llm_kl._typing import Json
-from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, Aggregation
 from torchrl_llm_kl.losses._inputs import (
     KEYS,
@@ -625,7 +624,7 @@ class PolicyLoss(TokenLoss):
         responses = self._reader.locate(td).mask
         kept = read_kept(td, keys.kept, tokens, responses) if truncates else None
         routing = None if routed is None else read_routing(td, routed, tokens, responses)
-        found = {"kept": None if kept is None else Kept(*kept), "routing": routing, "images": images}
+        found = {"kept": kept, "routing": routing, "images": images}
         return {name: value for name, value in found.items() if value is not None}
 
     def _score(

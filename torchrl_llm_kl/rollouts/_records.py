@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchrl_llm_kl._typing import ImageRows
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import (
     Dense,
     EntryTypeError,
@@ -40,10 +41,8 @@ from torchrl_llm_kl.rollouts._keys import sub_key
 # ------------------------------------------------------------------ kept tokens
 
 
-def read_kept(
-    td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: Tensor | None = None
-) -> tuple[Tensor, Tensor] | None:
-    """The recorded ids of all tokens, one after another ``[M]``, and where the ids of each begin ``[N + 1]``; None if missing.
+def read_kept(td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: Tensor | None = None) -> Kept | None:
+    """The ids that were recorded for all ``N`` tokens; None if they are missing.
 
     Args:
         td: the data.
@@ -58,8 +57,8 @@ def read_kept(
         >>> from tensordict import TensorDict
         >>> kept = TensorDict(counts=torch.tensor([[0, 2, 1]]), ids=torch.tensor([[5, 6, 7, -1]]), batch_size=[1])
         >>> tokens = Ragged.from_list([torch.tensor([3, 6, 7])])
-        >>> [x.tolist() for x in read_kept(TensorDict(kept=kept, batch_size=[1]), "kept", tokens)]
-        [[5, 6, 7], [0, 0, 2, 3]]
+        >>> read_kept(TensorDict(kept=kept, batch_size=[1]), "kept", tokens)[:2]
+        (tensor([5, 6, 7]), tensor([0, 0, 2, 3]))
     """
     ids_key, counts_key = (find_result(td, sub_key(key, name)) for name in ("ids", "counts"))
     if ids_key is None or counts_key is None:
@@ -72,7 +71,7 @@ def read_kept(
         row = int(short[0])
         raise ValueError(f"{ids_key!r} has {int(held[row])} ids for sequence {row}, {counts_key!r} {int(needed[row])}.")
     flat = Ragged(ids.values.reshape(-1).cpu(), held, ids.container).first(needed)
-    return ids.values.reshape(-1).cpu()[flat].long(), pad(counts.cumsum(0), (1, 0))
+    return Kept.of(ids.values.reshape(-1).cpu()[flat].long(), counts)
 
 
 def write_kept(td: TensorDictBase, key: NestedKey, tokens: Ragged, ids: Tensor, counts: Tensor) -> TensorDictBase:

@@ -6,6 +6,22 @@ from torchrl_llm_kl.scoring._critic import (
 from torchrl_llm_kl.scoring._explain import (
     Explanation as Explanation,
 )
+from torchrl_llm_kl.scoring._extras import (
+    Adapters as Adapters,
+    AfterPrompt as AfterPrompt,
+    Entropy as Entropy,
+    EntrySpec as EntrySpec,
+    ExactKL as ExactKL,
+    Extra as Extra,
+    Images as Images,
+    KeptTokens as KeptTokens,
+    Moments as Moments,
+    RoutedExperts as RoutedExperts,
+    SamplerLogProbs as SamplerLogProbs,
+    ScoredStep as ScoredStep,
+    ScoringContext as ScoringContext,
+    TopK as TopK,
+)
 from torchrl_llm_kl.scoring._fingerprint import (
     fingerprint_of as fingerprint_of,
 )
@@ -58,6 +74,14 @@ from torchrl_llm_kl.scoring._bytes import (
     pack as pack,
     short as short,
     unpack as unpack,
+)
+from torchrl_llm_kl.scoring._extras import (
+    Of as Of,
+    ScoringJob as ScoringJob,
+    asked_of as asked_of,
+    check_extras as check_extras,
+    fill as fill,
+    with_defaults as with_defaults,
 )
 from torchrl_llm_kl.scoring._mismatch import (
     check_vocabularies as check_vocabularies,

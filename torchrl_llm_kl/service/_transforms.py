@@ -17,12 +17,10 @@ from torchrl_llm_kl.service._spec import ActorOptions
 from torchrl_llm_kl.service.client._remote import RemoteModel
 from torchrl_llm_kl.transforms import (
     RAY_VARIANTS,
-    ExactKL,
     KLRewardTransform,
     RayVariant,
     RetrieveKL,
     RetrieveLogProb,
-    find,
 )
 
 #: Options of Ray's actors; ``memory`` is another thing there.
@@ -171,7 +169,7 @@ def _served(
         if factory is not None and model is not None and not isinstance(model, str):
             raise ValueError(f"Cannot provide both '{name}' and '{name}_factory'. Choose one.")
     if policy is not None:
-        if kwargs.get("estimator") == "exact" or find(kwargs.get("extras", ()), ExactKL) is not None:
+        if kwargs.get("estimator") == "exact" or any(extra.reference is not None for extra in kwargs.get("extras", ())):
             raise ValueError(
                 "an exact KL needs the models in this process: a service sends log-probs, entropies and, with "
                 "TopK(...), the most probable tokens and the log-prob of the rest. Use a local transform, or "

@@ -1,6 +1,6 @@
 """Names of the package: it loads them on first use, type checkers read them here."""
 
-from torchrl_llm_kl.transforms._extras import (
+from torchrl_llm_kl.scoring import (
     Adapters as Adapters,
     AfterPrompt as AfterPrompt,
     Entropy as Entropy,
@@ -8,7 +8,6 @@ from torchrl_llm_kl.transforms._extras import (
     Extra as Extra,
     Images as Images,
     KeptTokens as KeptTokens,
-    KLKeys as KLKeys,
     Moments as Moments,
     RoutedExperts as RoutedExperts,
     SamplerLogProbs as SamplerLogProbs,
@@ -36,7 +35,4 @@ from torchrl_llm_kl.transforms._retrieve_log_prob import (
 from torchrl_llm_kl.transforms._base import (
     RAY_VARIANTS as RAY_VARIANTS,
     RayVariant as RayVariant,
-)
-from torchrl_llm_kl.transforms._extras import (
-    find as find,
 )

@@ -1,12 +1,12 @@
-"""The base of all transforms: execution, specs, mutable settings, and the env and collector around a transform."""
+"""The base of all transforms: settings, execution, specs, and the env and collector around a transform."""
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, ABCMeta, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, cast, get_args, overload
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -20,18 +20,89 @@ from torchrl_llm_kl._numerics import read_device
 from torchrl_llm_kl._private import container_of
 from torchrl_llm_kl.ragged import Ragged, Rows, own_leaves, read_node, write_ragged
 from torchrl_llm_kl.rollouts import Scope, with_a_row
-from torchrl_llm_kl.scoring import Model, repair_padding
+from torchrl_llm_kl.scoring import Changes, EntrySpec, Model, repair_padding
 
 T = TypeVar("T")
-#: Setting -> a function that checks a new value and returns it in its stored form.
-Checks = Mapping[str, Callable[[Any], object]]
 
 
-def check_scope(scope: str) -> str:
+def check_scope(scope: Scope) -> Scope:
     """Return ``scope`` if it is ``"turn"`` or ``"full"``, else raise a ValueError."""
     if scope not in get_args(Scope):
         raise ValueError(f"scope must be 'turn' or 'full', got {scope!r}.")
     return scope
+
+
+# ------------------------------------------------------------------ settings
+
+
+class Setting(Generic[T]):
+    """An attribute of a transform that may be set at any time: the value is checked, and keys and specs follow.
+
+    A value that is refused, here or where keys and specs follow, leaves the transform as it was.
+
+    Args:
+        check: returns a new value in its stored form, or raises an error.
+
+    Keyword Args:
+        registers: whether a module is a submodule of the transform, and its weights part of the state.
+    """
+
+    def __init__(self, check: Callable[[Any], T] | None = None, *, registers: bool = True) -> None:
+        self.check, self.registers = check, registers
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, transform: None, owner: type) -> Setting[T]: ...
+    @overload
+    def __get__(self, transform: Transform, owner: type) -> T: ...
+    def __get__(self, transform: Transform | None, owner: type) -> Setting[T] | T:
+        if transform is None:
+            return self
+        for values in self._homes(transform):
+            if self.name in values:
+                return cast(T, values[self.name])
+        raise AttributeError(f"{owner.__name__}.{self.name} is not set.")
+
+    def __set__(self, transform: StepTransform, value: object) -> None:
+        value = value if self.check is None else self.check(value)
+        before = [(values, values.pop(self.name)) for values in self._homes(transform) if self.name in values]
+        modules, plain = self._homes(transform)
+        (modules if isinstance(value, nn.Module) and self.registers else plain)[self.name] = value
+        if "_out_keys" in plain:  # not while the transform is built
+            try:
+                transform.declare()
+            except Exception:
+                for values in (modules, plain):
+                    values.pop(self.name, None)
+                for values, old in before:
+                    values[self.name] = old
+                raise
+
+    @staticmethod
+    def _homes(transform: Transform) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Where values are: submodules, and everything else."""
+        return cast("dict[str, Any]", transform._modules), transform.__dict__
+
+
+class SharedSetting:
+    """A setting of a composition, which is one of its parts': ``(part, attribute)``, read from the first and set in all."""
+
+    def __init__(self, *places: tuple[int, str], check: Callable[[Any, Any], None] | None = None) -> None:
+        self.places, self.check = places, check
+
+    def __get__(self, composition: Any, owner: type) -> Any:
+        if composition is None:
+            return self
+        part, name = self.places[0]
+        return getattr(composition[part], name)
+
+    def __set__(self, composition: Any, value: object) -> None:
+        if self.check is not None:
+            self.check(composition, value)
+        for part, name in self.places:
+            setattr(composition[part], name, value)
 
 
 # ------------------------------------------------------------------ where a transform runs
@@ -52,10 +123,18 @@ class StepMixin(ABC):
             """See :meth:`forward`."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in self.fixed:
-            owner = type(self).__name__
+        owner, declared = type(self).__name__, getattr(type(self), name, None)
+        if isinstance(declared, (Setting, SharedSetting)):
+            declared.__set__(self, value)  # type: ignore[arg-type]  # torch would register a module, past the setting
+        elif name in self.fixed:
             raise AttributeError(f"{owner}.{name} is fixed at construction: build a new {owner}({name}=...).")
-        super().__setattr__(name, value)
+        elif name in Changes.__annotations__:
+            raise AttributeError(
+                f"{owner} has no setting {name!r}, which is one of its options: set transform.options = "
+                f"transform.options.but({name}=...)."
+            )
+        else:
+            super().__setattr__(name, value)
 
     @abstractmethod
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
@@ -110,10 +189,8 @@ class StepMixin(ABC):
 class StepTransform(StepMixin, Transform):
     """A transform of one step that behaves the same in an env, in a replay buffer and called directly.
 
-    Settings are attributes that may change at any time: :attr:`checks` validate each new value, and keys and specs follow.
+    Its settings are attributes, each a :class:`Setting`.
     """
-
-    checks: ClassVar[Checks] = {"scope": check_scope}
 
     @abstractmethod
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
@@ -121,18 +198,8 @@ class StepTransform(StepMixin, Transform):
 
     @property
     @abstractmethod
-    def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
-        """Per-token entries written beside the observations: key -> feature shape after the token dimension."""
-
-    def entry_dtype(self, key: NestedKey) -> torch.dtype:
-        """The dtype of a per-token entry."""
-        return torch.float32
-
-    def __setattr__(self, name: str, value: object) -> None:
-        check = self.checks.get(name)
-        super().__setattr__(name, value if check is None else check(value))
-        if name[0] != "_" and name not in ("in_keys", "out_keys", "training") and "_out_keys" in self.__dict__:
-            self.declare()
+    def entries(self) -> dict[NestedKey, EntrySpec]:
+        """The entries that are written for each token beside the observations."""
 
     def declare(self) -> None:
         """Set the keys of the current settings; envs that hold the transform compute their specs again."""
@@ -143,8 +210,8 @@ class StepTransform(StepMixin, Transform):
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Declare the per-token entries, ``[*B, -1, *F]``."""
-        for key, features in self.token_entries.items():
-            declare_entry(observation_spec, key, features, self.entry_dtype(key))
+        for key, entry in self.entries.items():
+            declare_entry(observation_spec, key, entry)
         return observation_spec
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
@@ -152,15 +219,13 @@ class StepTransform(StepMixin, Transform):
             repair_padding(collector_policy(self))
         # After a reset the declared entries exist, with length 0.
         lengths = torch.zeros(tensordict_reset.batch_size.numel(), dtype=torch.long)
-        for key, features in self.token_entries.items():
-            empty = torch.zeros((0, *features), dtype=self.entry_dtype(key), device=tensordict_reset.device)
+        for key, entry in self.entries.items():
+            empty = torch.zeros((0, *entry.shape), dtype=entry.dtype, device=tensordict_reset.device)
             tensordict_reset = write_ragged(tensordict_reset, key, empty, Rows(lengths, tensordict_reset.batch_size))
         return tensordict_reset
 
 
-def declare_entry(
-    spec: Composite, key: NestedKey, features: tuple[int, ...], dtype: torch.dtype = torch.float32
-) -> None:
+def declare_entry(spec: Composite, key: NestedKey, entry: EntrySpec) -> None:
     """Add an entry ``[*B, -1, *F]`` to a spec."""
     path = unravel_key(key)
     path = (path,) if isinstance(path, str) else path
@@ -168,7 +233,7 @@ def declare_entry(
         if spec.get(name, None) is None:
             spec[name] = Composite(shape=spec.shape, device=spec.device)
         spec = spec[name]
-    spec[path[-1]] = Unbounded(shape=(*spec.shape, -1, *features), device=spec.device, dtype=dtype)
+    spec[path[-1]] = Unbounded(shape=(*spec.shape, -1, *entry.shape), device=spec.device, dtype=entry.dtype)
 
 
 # ------------------------------------------------------------------ envs and collectors around a transform

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import NoReturn
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import finite_total, send, wide_dtype
-from torchrl_llm_kl.ragged import PaddingSide, Ragged, check_padding_side, on_host, read_ragged, same_rows
+from torchrl_llm_kl.estimators import as_coefficient
+from torchrl_llm_kl.ragged import Ragged, check_padding_side, on_host, read_ragged, same_rows
 from torchrl_llm_kl.rollouts import (
     ATTENTION_MASK,
     TOKENS_FULL,
@@ -21,7 +22,8 @@ from torchrl_llm_kl.rollouts import (
     describe_entries,
     read_result,
 )
-from torchrl_llm_kl.transforms._base import Checks
+from torchrl_llm_kl.scoring import EntrySpec
+from torchrl_llm_kl.transforms._base import Setting
 from torchrl_llm_kl.transforms._penalty import LOG_PROB_ADVICE, Estimator, KLPenalty, check_pair, match, where_scored
 
 _Entry = tuple[str, NestedKey | None, Ragged]
@@ -83,8 +85,14 @@ class KLComputation(KLPenalty):
         ([[0.0, 0.5, -1.0]], [[0.0, -0.25, 1.5]])
     """
 
-    checks: ClassVar[Checks] = {**KLPenalty.checks, "padding_side": check_padding_side}
-    exact_kl_key: NestedKey = ("exact_kl", "full")
+    gen_log_probs_full_key = Setting[NestedKey]()
+    ref_log_probs_full_key = Setting[NestedKey]()
+    exact_kl_key = Setting[NestedKey]()
+    old_log_probs_key = Setting["NestedKey | None"]()
+    kl_key = Setting[NestedKey]()
+    charged_key = Setting["NestedKey | None"]()
+    coeff = Setting(as_coefficient)
+    padding_side = Setting(check_padding_side)
 
     def __init__(
         self,
@@ -105,38 +113,27 @@ class KLComputation(KLPenalty):
         self.gen_log_probs_full_key, self.ref_log_probs_full_key = gen_log_probs_full_key, ref_log_probs_full_key
         self.kl_key, self.reward_key, self.add_to_reward = kl_key, reward_key, add_to_reward
         self.coeff, self.charged_key = coeff, charged_key
-        self.padding_side: PaddingSide = padding_side  # type: ignore[assignment]  # checked on assignment
-        self.reward_placement = reward_placement
-        self.estimator = estimator
-        self.old_log_probs_key = old_log_probs_key
+        self.padding_side, self.reward_placement, self.estimator = padding_side, reward_placement, estimator
+        self.old_log_probs_key, self.exact_kl_key = old_log_probs_key, ("exact_kl", "full")
         self.declare()
-
-    # ------------------------------------------------------------------ settings
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in ("estimator", "old_log_probs_key"):
-            estimator = value if name == "estimator" else self.estimator
-            old_key = value if name == "old_log_probs_key" else getattr(self, "old_log_probs_key", None)
-            if old_key is not None and estimator == "exact":
-                raise ValueError(
-                    f"old_log_probs_key={old_key!r} corrects an estimate from sampled tokens, and estimator='exact' reads the "
-                    "KL: leave one of them out."
-                )
-        super().__setattr__(name, value)
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
         """In: log-probs or exact KL, and the reward. Out: the KL, and the penalised reward."""
+        if self.old_log_probs_key is not None and self.estimator == "exact":
+            raise ValueError(
+                f"old_log_probs_key={self.old_log_probs_key!r} corrects an estimate from sampled tokens, and estimator='exact' "
+                "reads the KL: leave one of them out."
+            )
         log_probs = [self.gen_log_probs_full_key, self.ref_log_probs_full_key]
         read = [self.exact_kl_key] if self.estimator == "exact" else log_probs
         reward = [self.reward_key] if self.add_to_reward else []
-        return [*read, *reward], [*self.token_entries, *reward]
+        return [*read, *reward], [*self.entries, *reward]
 
     @property
-    def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
+    def entries(self) -> dict[NestedKey, EntrySpec]:
         """The KL, and the record of what was charged."""
-        return dict.fromkeys(
-            [self.kl_key, *([self.charged_key] if self.charged_key and self.add_to_reward else [])], ()
-        )
+        charged = [self.charged_key] if self.charged_key and self.add_to_reward else []
+        return dict.fromkeys([self.kl_key, *charged], EntrySpec())
 
     # ------------------------------------------------------------------ computation
 
@@ -179,10 +176,9 @@ class KLComputation(KLPenalty):
         """The entries to write for a KL; see :meth:`KLPenalty.penalised`."""
         if not self.add_to_reward:
             return {self.kl_key: kl}
-        coeff: Any = self.coeff
-        outputs = {self.kl_key: kl, self.reward_key: self.penalised(next_td, kl, mask, coeff)}
+        outputs = {self.kl_key: kl, self.reward_key: self.penalised(next_td, kl, mask, self.coeff)}
         if self.charged_key is not None:
-            outputs[self.charged_key] = kl.like(send(coeff(), kl.values.device) * kl.values)
+            outputs[self.charged_key] = kl.like(send(self.coeff(), kl.values.device) * kl.values)
         return outputs
 
     def read_old(self, td: TensorDictBase, next_td: TensorDictBase, gen: Ragged) -> Ragged | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchrl.data import Composite
 
 from torchrl_llm_kl._numerics import check_finite, check_not_a_name
+from torchrl_llm_kl.estimators import as_coefficient
 from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import (
@@ -28,9 +29,18 @@ from torchrl_llm_kl.rollouts import (
     response_mask,
     zeros_of_first_tokens,
 )
-from torchrl_llm_kl.scoring import Model, ScoreOptions, ScoreRequest, ScorerSlot, check_replays
-from torchrl_llm_kl.transforms._base import Checks, RayVariant, ServiceBackend, in_env, resolve_factory, to_device
-from torchrl_llm_kl.transforms._extras import Extra, Images, KeptTokens, check_extras, find
+from torchrl_llm_kl.scoring import (
+    EntrySpec,
+    Extra,
+    Model,
+    ScoredStep,
+    ScoreOptions,
+    ScorerSlot,
+    ScoringContext,
+    ScoringJob,
+    check_replays,
+)
+from torchrl_llm_kl.transforms._base import RayVariant, ServiceBackend, Setting, in_env, resolve_factory, to_device
 from torchrl_llm_kl.transforms._penalty import (
     LOG_PROB_ADVICE,
     Estimator,
@@ -39,7 +49,7 @@ from torchrl_llm_kl.transforms._penalty import (
     place_in,
     resolve_estimator,
 )
-from torchrl_llm_kl.transforms._retrieve_log_prob import Job, ScoringTransform, check_options, over_kept
+from torchrl_llm_kl.transforms._retrieve_log_prob import ScoringTransform, over_kept
 
 T = TypeVar("T")
 
@@ -51,13 +61,6 @@ def _check_estimator(estimator: Estimator) -> Estimator:
             "RetrieveKL(policy, reference, estimator='exact')."
         )
     return resolve_estimator(estimator)
-
-
-def _check_extras(extras: Sequence[Extra]) -> tuple[Extra, ...]:
-    found = check_extras(extras)
-    if others := [type(extra).__name__ for extra in found if not isinstance(extra, KeptTokens)]:
-        raise ValueError(f"extras has {others[0]}, which needs the policy: use RetrieveKL, which runs it.")
-    return found
 
 
 def _check_reference(model: T) -> T:
@@ -93,7 +96,8 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         options: how the reference is scored; see :class:`RetrieveLogProb`. A truncating ``sampling`` is the policy's, for
             log-probs of its truncated distribution: the reference is scored at the same temperature, over all tokens or, with
             ``Sampling(reference="kept")``, over those that the sampler recorded.
-        extras: a :class:`KeptTokens` with the key of that record, if it is not ``"kept"``.
+        extras: how the request is filled from the data, such as a :class:`KeptTokens` with the key of that record, if it is not
+            ``"kept"``; none that writes an entry. See :class:`RetrieveLogProb`.
         device, tokenizer, assistant_only, scope: see :class:`RetrieveLogProb`; of the reference.
         service_backend, service_backend_options, use_ray_service: see :class:`RetrieveLogProb`.
 
@@ -120,13 +124,10 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
 
     DEFAULT_IN_KEYS: tuple[NestedKey, ...] = ("reward",)
 
-    checks: ClassVar[Checks] = {
-        **KLPenalty.checks,
-        "estimator": _check_estimator,
-        "ref_model": _check_reference,
-        "options": check_options,
-        "extras": _check_extras,
-    }
+    estimator = Setting(_check_estimator)
+    ref_model = Setting[Any](_check_reference)
+    coef = Setting(as_coefficient)
+    log_prob_full_key = Setting[NestedKey]()
 
     def __init__(
         self,
@@ -160,7 +161,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         read = list(self.DEFAULT_IN_KEYS) if in_keys is None else list(in_keys)
         written = _three_keys(read, None if out_keys is None else list(out_keys))
         super().__init__()
-        self.options, self.extras = check_options(options), _check_extras(extras)
+        self.options, self.extras = options, extras
         self.estimator, self.reward_placement = estimator, reward_placement
         self.assistant_only, self.scope = assistant_only, scope
         if over_kept(self.options):
@@ -169,7 +170,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         self.in_keys = read
         self.reward_key, self.log_prob_full_key, self.add_to_reward = self.in_keys[0], log_prob_key, add_to_reward
         self.coef = coef
-        self._options = TokenisingOptions.make(tokenizer, None, padding_side)
+        self._tokenising = TokenisingOptions.make(tokenizer, None, padding_side)
         self._slot = ScorerSlot()
         self.out_keys = written
         self.declare()
@@ -179,14 +180,19 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
         """In: the reward and the reference's inputs. Out: the penalised reward, the KL and the reference's log-probs."""
+        context = self.context
+        for extra in self.extras:
+            if extra.specs(context) or extra.reference is not None:
+                kind = type(extra).__name__
+                raise ValueError(f"extras has {kind}, which needs the policy: use RetrieveKL, which runs it.")
         return [self.reward_key, *self._interface().in_keys], list(self.out_keys)
 
     @property
-    def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
+    def entries(self) -> dict[NestedKey, EntrySpec]:
         """KL and reference log-probs, and the penalised reward if it does not replace the reward."""
         reward_key, *others = self.out_keys
         new_reward = [reward_key] if self.add_to_reward and reward_key != self.reward_key else []
-        return dict.fromkeys([*others, *new_reward], (1,))
+        return dict.fromkeys([*others, *new_reward], EntrySpec((1,)))
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """Declare the penalised reward where it replaces the reward."""
@@ -205,7 +211,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer given, else the reference's; an AttributeError if there is none."""
-        tokenizer = self._options.tokenizer or self._interface().tokenizer
+        tokenizer = self._tokenising.tokenizer or self._interface().tokenizer
         if tokenizer is None:
             raise AttributeError(
                 "The ref_model does not have a tokenizer. Please pass the tokenizer to the constructor."
@@ -217,8 +223,8 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Score the reference and compare."""
         located = self.locate(td)
-        job = self.job(td, next_td, located)
-        ref = self.scorer.run(job.request, self._of_scorer.but(remember=in_env(self))).log_prob
+        job = self.job(self.step(td, next_td, located))
+        ref = job.in_place(self.scorer.run(job.request, self.scored.but(remember=in_env(self)))).log_prob
         gen, known = self._policy_log_probs(td, next_td, located)
         kl = ref.like(self.kl(gen, ref.values, gen, located.mask & known))
         reward_key, kl_key, ref_key = self.out_keys
@@ -228,21 +234,26 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         return outputs
 
     @property
-    def _of_scorer(self) -> ScoreOptions:
+    def scored(self) -> ScoreOptions:
         """The options of the reference, which samples nothing."""
-        return self.options.but(sampling=self.options.sampling.of_reference)
+        return super().scored.but(sampling=self.options.sampling.of_reference)
 
-    def job(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> Job:
-        """What is scored: over the tokens that the policy's sampler recorded, if the reference is compared over these."""
-        if not over_kept(self.options):
-            images = (find(self.extras, Images) or Images()).fields(self, td, next_td, located)
-            return Job(located, ScoreRequest.of(located.tokens, located.host_mask, **images))
-        job = super().job(td, next_td, located)
-        if job.request.kept is None:
+    @property
+    def context(self) -> ScoringContext:
+        """The settings that extras read: what the sampler kept only counts if the reference is compared over it."""
+        options = self.options if over_kept(self.options) else self.scored
+        return ScoringContext(
+            self.ref_model, options, self._interface(), self._tokenising, self.log_prob_full_key, in_env(self)
+        )
+
+    def job(self, step: ScoredStep) -> ScoringJob:
+        """The request: over the tokens that the policy's sampler recorded, if the reference is compared over these."""
+        job = super().job(step)
+        if over_kept(self.options) and job.request.kept is None:
             raise MissingEntryError(
-                'Sampling(reference="kept") compares over the tokens that the sampler kept: expected them below '
-                f"{(find(self.extras, KeptTokens) or KeptTokens()).key!r}, found: {describe_entries(td)}. Record them "
-                "(RecordKept), or take RetrieveKL, which runs the policy."
+                'Sampling(reference="kept") compares over the tokens that the sampler kept: expected them below "kept", or the '
+                f"key of KeptTokens, found: {describe_entries(step.td)}. Record them (RecordKept), or take RetrieveKL, which "
+                "runs the policy."
             )
         return job
 
@@ -259,7 +270,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
             if torch.equal(gen.container.row_lengths, tokens.container.row_lengths) and gen.keep is None:
                 gen = Ragged.from_slots(gen.slots(), tokens.container, tokens.keep)
             else:
-                gen, _ = check_pair(gen, tokens, padding_side=self._options.padding_side)
+                gen, _ = check_pair(gen, tokens, padding_side=self._tokenising.padding_side)
             values, unscored = gen.values, ~known
             if not self.assistant_only or self.scope == "full":
                 unscored = leading_unscored(values, tokens)
@@ -276,7 +287,8 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
             known = ~values.isnan() if response is None else response
             unscored = zeros_of_first_tokens(values, known, tokens)
             text = "exactly 0 for the first generated token of {} sequences: torchrl never computes it. That token is"
-        if skipped := int((located.mask & unscored).sum()):
+        skipped = int((located.mask & unscored).sum())
+        if skipped:
             warnings.warn(
                 f"{key!r} holds {text.format(skipped)} left out of the KL; RetrieveKL scores every token.",
                 stacklevel=2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -14,10 +14,11 @@ from torchrl.data import Composite
 from torchrl.envs import DeviceCastTransform, DTypeCastTransform, RewardScaling, Transform
 
 from torchrl_llm_kl._numerics import all_finite, check_choice, check_finite, send
-from torchrl_llm_kl.estimators import EstimatorName, as_coefficient, get_estimator
+from torchrl_llm_kl.estimators import EstimatorName, get_estimator
 from torchrl_llm_kl.ragged import Dense, PaddingSide, Ragged, read_column, same_rows
 from torchrl_llm_kl.rollouts import RewardPlacement, token_reward
-from torchrl_llm_kl.transforms._base import Checks, StepMixin, StepTransform, declare_entry, later_transforms
+from torchrl_llm_kl.scoring import EntrySpec
+from torchrl_llm_kl.transforms._base import Setting, StepMixin, StepTransform, declare_entry, later_transforms
 
 #: A name of :func:`~torchrl_llm_kl.estimators.get_estimator`, or a function ``(log_prob, ref_log_prob, old_log_prob)``.
 Estimator = EstimatorName | Callable[..., Tensor]
@@ -34,7 +35,7 @@ def resolve_estimator(estimator: Estimator) -> Estimator:
     return estimator
 
 
-def _check_placement(placement: str) -> str:
+def _check_placement(placement: RewardPlacement) -> RewardPlacement:
     check_choice(get_args(RewardPlacement), reward_placement=placement)
     return placement
 
@@ -42,18 +43,10 @@ def _check_placement(placement: str) -> str:
 class KLPenalty(StepTransform):
     """The base of the transforms that write a KL and charge it to the reward."""
 
-    checks: ClassVar[Checks] = {
-        **StepTransform.checks,
-        "estimator": resolve_estimator,
-        "coeff": as_coefficient,
-        "coef": as_coefficient,  # the name in KLRewardTransform
-        "reward_placement": _check_placement,
-    }
-
-    estimator: Estimator  # the function, or "exact"; may be set to a name
-    reward_placement: RewardPlacement
-    add_to_reward: bool
-    reward_key: NestedKey
+    estimator = Setting(resolve_estimator)  # the function, or "exact"
+    reward_placement = Setting(_check_placement)
+    add_to_reward = Setting[bool]()
+    reward_key = Setting[NestedKey]()
     _order_checked = False
 
     def kl(self, gen: Tensor, ref: Tensor, old: Tensor, scored: Tensor | None) -> Tensor:
@@ -76,7 +69,7 @@ class KLPenalty(StepTransform):
         """Declare the penalised reward: one number per token, ``[*B, -1, 1]``."""
         self._order_checked = False  # specs are computed again when a transform is appended
         if self.add_to_reward:
-            declare_entry(reward_spec, self.reward_key, (1,))
+            declare_entry(reward_spec, self.reward_key, EntrySpec((1,)))
         return reward_spec
 
     @property

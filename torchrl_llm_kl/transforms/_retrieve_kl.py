@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -19,49 +19,41 @@ from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import Located, MissingEntryError, RewardPlacement, Scope, first_difference
 from torchrl_llm_kl.scoring import (
+    Extra,
     LogProbScorer,
     Model,
+    RoutedExperts,
     SamplerMismatchWarning,
     ScoreOptions,
     Scores,
+    ScoringJob,
+    asked_of,
     check_distributions,
+    check_extras,
     check_replays,
     check_vocabularies,
     log_probs_only,
 )
-from torchrl_llm_kl.transforms._base import RayVariant, ServiceBackend, StepMixin, resolve_factory
-from torchrl_llm_kl.transforms._extras import (
-    Adapters,
-    AfterPrompt,
-    ExactKL,
-    Extra,
-    Images,
-    KLKeys,
-    RoutedExperts,
-    check_extras,
-    find,
-)
+from torchrl_llm_kl.transforms._base import RayVariant, ServiceBackend, SharedSetting, StepMixin, resolve_factory
 from torchrl_llm_kl.transforms._kl_computation import KLComputation
 from torchrl_llm_kl.transforms._penalty import Estimator
 from torchrl_llm_kl.transforms._retrieve_log_prob import (
-    Job,
     RetrieveLogProb,
     check_options,
     check_scored_model,
     full_key_problem,
     over_kept,
-    refuse_option,
 )
 
 _POLICY, _REFERENCE, _KL = range(3)
-#: Settings of the parts that are also attributes of the composition: name -> (part, its attribute).
-_SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
-    **{name: ((_POLICY, name), (_REFERENCE, name)) for name in ("assistant_only", "scope")},
-    **{name: ((_KL, name),) for name in ("add_to_reward", "coeff", "estimator", "kl_key", "reward_placement")},
-    "detach": ((_POLICY, "detach"),),
-    "gen_log_probs_full_key": ((_POLICY, "log_probs_full_key"), (_KL, "gen_log_probs_full_key")),
-    "ref_log_probs_full_key": ((_REFERENCE, "log_probs_full_key"), (_KL, "ref_log_probs_full_key")),
-}
+#: Extras of the policy unless there is another one of their kind.
+_OF_POLICY: tuple[Extra, ...] = (*RetrieveLogProb.defaults, RoutedExperts())
+
+
+def _check_estimator(composition: RetrieveKL, estimator: object) -> None:
+    """An exact KL needs both models' distributions."""
+    if estimator == "exact":
+        check_distributions(*(getattr(composition[part], "model", None) for part in (_POLICY, _REFERENCE)))
 
 
 class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
@@ -94,12 +86,12 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
             keeps: both models then run side by side, whatever the estimator. Those of a reference behind a service are sent
             with each request.
         extras: of the policy, or of the reference where they say ``of="reference"``; see :class:`RetrieveLogProb`.
-            :class:`Adapters` are for one model alone, :class:`KLKeys` name other entries of the KL. Experts that a sampler
-            recorded under ``"routed_experts"`` are replayed by the policy, unless a :class:`RoutedExperts` says otherwise;
-            the reference routes by itself.
+            :class:`Adapters` are for only one model. Experts that a sampler recorded under ``"routed_experts"`` are replayed
+            by the policy, unless a :class:`RoutedExperts` says otherwise; the reference routes by itself.
         service_backend, service_backend_options, use_ray_service: see :class:`RetrieveLogProb`.
 
-    All are attributes that may change at any time, except the models and those fixed in a :class:`RetrieveLogProb`.
+    All are attributes that may change at any time, except the models and those fixed in a :class:`RetrieveLogProb`. Further
+    attributes are ``reward_key``, ``old_log_probs_key`` and ``charged_key`` of the :class:`KLComputation`.
 
     Shapes:
         log-probs and KL: float32 nats ``[*B, T]``; reward ``[*B, T, 1]``; all in the layout that
@@ -122,6 +114,20 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
     """
 
     fixed: ClassVar[frozenset[str]] = RetrieveLogProb.fixed | {"gen_model", "ref_model", "history_key"}
+
+    assistant_only = SharedSetting((_POLICY, "assistant_only"), (_REFERENCE, "assistant_only"))
+    scope = SharedSetting((_POLICY, "scope"), (_REFERENCE, "scope"))
+    detach = SharedSetting((_POLICY, "detach"))
+    gen_log_probs_full_key = SharedSetting((_POLICY, "log_probs_full_key"), (_KL, "gen_log_probs_full_key"))
+    ref_log_probs_full_key = SharedSetting((_REFERENCE, "log_probs_full_key"), (_KL, "ref_log_probs_full_key"))
+    estimator = SharedSetting((_KL, "estimator"), check=_check_estimator)
+    coeff = SharedSetting((_KL, "coeff"))
+    add_to_reward = SharedSetting((_KL, "add_to_reward"))
+    reward_placement = SharedSetting((_KL, "reward_placement"))
+    kl_key = SharedSetting((_KL, "kl_key"))
+    reward_key = SharedSetting((_KL, "reward_key"))
+    old_log_probs_key = SharedSetting((_KL, "old_log_probs_key"))
+    charged_key = SharedSetting((_KL, "charged_key"))
 
     def __init__(
         self,
@@ -170,33 +176,35 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
             scope=scope,
             service_backend="direct",  # the models are behind a service already, if anywhere
         )
-        base, adapters = isinstance(ref_model, str), find([x for x in extras if x.of == "reference"], Adapters)
-        if base and adapters is not None and adapters.adapters is True:
+        base, ref_extras = isinstance(ref_model, str), _of(extras, "reference")
+        ref_options = _of_reference(options, base=base)
+        if base and asked_of(ref_options, ref_extras).adapters is True:
             raise ValueError(
                 'ref_model="base" with Adapters(True, of="reference") is the policy itself: its KL would be 0 everywhere.'
             )
         if over_kept(options):
             check_replays(gen_model, ref_model, what="a reference over what the policy keeps")
-        keys = find(extras, KLKeys) or KLKeys()
         with warnings.catch_warnings():  # the reference samples nothing
             warnings.simplefilter("ignore", SamplerMismatchWarning)
             reference = part(
                 gen_model if base else ref_model,
                 log_probs_full_key=ref_log_probs_full_key,
                 device=None if base and isinstance(gen_model, str) else device,
-                options=_of_reference(options, base=base),
-                extras=_of(extras, "reference"),
+                options=ref_options,
+                extras=ref_extras,
             )
         reference._compared = True
+        policy = part(
+            gen_model,
+            log_probs_full_key=gen_log_probs_full_key,
+            detach=detach,
+            device=None if isinstance(gen_model, str) else device,
+            options=options,
+            extras=_of(extras, "policy"),
+        )
+        policy.defaults = _OF_POLICY
         super().__init__(
-            part(
-                gen_model,
-                log_probs_full_key=gen_log_probs_full_key,
-                detach=detach,
-                device=None if isinstance(gen_model, str) else device,
-                options=options,
-                extras=_of(extras, "policy"),
-            ),
+            policy,
             reference,
             KLComputation(
                 gen_log_probs_full_key,
@@ -207,7 +215,6 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
                 padding_side=padding_side,
                 estimator=estimator,
                 reward_placement=reward_placement,
-                **vars(keys),
             ),
         )
         for each in self.transforms[:_KL]:
@@ -223,8 +230,8 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
     @property
     def options(self) -> ScoreOptions:
         """How both models score; it may be set."""
-        found: ScoreOptions = self[_POLICY].options
-        return found
+        options: ScoreOptions = self[_POLICY].options
+        return options
 
     @options.setter
     def options(self, options: ScoreOptions) -> None:
@@ -238,38 +245,17 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
 
     @extras.setter
     def extras(self, extras: Sequence[Extra]) -> None:
-        found = _check_extras(extras)
-        self[_POLICY].extras, self[_REFERENCE].extras = _of(found, "policy"), _of(found, "reference")
-        for name, value in vars(find(found, KLKeys) or KLKeys()).items():
-            setattr(self[_KL], name, value)
-        self._extras = found
-
-    def __setattr__(self, name: str, value: object) -> None:
-        refuse_option(self, name)
-        if name not in _SETTINGS:
-            super().__setattr__(name, value)
-        if name == "estimator" and value == "exact":
-            check_distributions(*(getattr(self[part], "model", None) for part in (_POLICY, _REFERENCE)))
-        if name in KLKeys.__annotations__:
-            raise AttributeError(
-                f"{name} of a RetrieveKL is one of its KLKeys: set extras = [KLKeys({name}=...), ...]."
-            )
-        for part, attribute in _SETTINGS.get(name, ()):
-            setattr(self[part], attribute, value)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _SETTINGS:
-            part, attribute = _SETTINGS[name][0]
-            return getattr(self[part], attribute)
-        return super().__getattr__(name)
+        checked = _check_extras(extras)
+        self[_POLICY].extras, self[_REFERENCE].extras = _of(checked, "policy"), _of(checked, "reference")
+        self._extras = checked
 
     def clone(self) -> RetrieveKL:
         """A copy for another env: a transform of this class, with the same models."""
-        found = Transform.clone(self)
-        found.transforms = nn.ModuleList(part.clone() for part in self)
-        for part in found:
-            part.set_container(found)
-        return found
+        copied = Transform.clone(self)
+        copied.transforms = nn.ModuleList(part.clone() for part in self)
+        for part in copied:
+            part.set_container(copied)
+        return copied
 
     # ------------------------------------------------------------------ computation
 
@@ -295,7 +281,8 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
             _check_same_tokens(located, ref.locate(td))
         if self.side_by_side:
             self._check_side_by_side()
-        job, ref_job = gen.job(td, next_td, located), ref.job(td, next_td, located)
+        step = gen.step(td, next_td, located)
+        job, ref_job = gen.job(step), ref.job(ref.step(td, next_td, located))
         outputs: dict[NestedKey, Ragged] = {}
         if kl.estimator == "exact":
             scores = gen.evaluate(_paired(job, ref_job), reference=ref.scorer)
@@ -306,10 +293,10 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
             else:
                 finish = ref.begin(ref_job)  # a remote one runs meanwhile
                 scores, ref_scores = gen.evaluate(job), finish()
-                ref_log_prob, outputs = ref_scores.log_prob, ref.written(td, located, ref_scores)
+                ref_log_prob, outputs = ref_scores.log_prob, ref.written(ref.step(td, next_td, located), ref_scores)
             penalty = kl.estimate(scores.log_prob, ref_log_prob, kl.read_old(td, next_td, scores.log_prob))
         outputs |= {gen.log_probs_full_key: scores.log_prob, ref.log_probs_full_key: ref_log_prob}
-        return outputs | kl.charged(next_td, penalty, located.host_mask) | gen.written(td, located, scores)
+        return outputs | kl.charged(next_td, penalty, located.host_mask) | gen.written(step, scores)
 
     def _check_vocabularies(self) -> None:
         """Once, when both models are known: a collector's policy is found at the first step."""
@@ -321,13 +308,15 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         """Raise a ValueError for what one pass over both models cannot do."""
         exact, reference = self.estimator == "exact", self[_REFERENCE]
         what = "estimator='exact'" if exact else "Sampling(reference='kept')"
-        if written := [key for extra in reference.extras for key in extra.out_keys(reference)]:
+        written = [key for key in reference.entries if key != reference.log_probs_full_key]
+        if written:
             raise ValueError(
                 f"{what} runs both models side by side, and gets log-probs and a KL of the reference alone: an extra of the "
                 f"reference writes {written}. Leave it out, or score the reference with a RetrieveLogProb too."
             )
         policys, references = (
-            getattr(find(part.extras, AfterPrompt), "prompt", None) for part in self.transforms[:_KL]
+            next((extra.prompt for extra in part.extras if extra.prompt is not None), None)
+            for part in self.transforms[:_KL]
         )
         if policys != references:
             advice = "Use Sampling(reference='whole')."
@@ -343,30 +332,31 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
 
 
 def _check_extras(extras: Sequence[Extra]) -> tuple[Extra, ...]:
-    found = check_extras(extras)
-    if find(found, ExactKL) is not None:
+    checked = check_extras(extras)
+    if any(extra.reference is not None for extra in checked):
         raise ValueError("extras has ExactKL: a RetrieveKL compares with its ref_model, use estimator='exact'.")
-    return found
+    return checked
 
 
 def _of(extras: Sequence[Extra], model: str) -> list[Extra]:
-    """The extras of one model; images are of both."""
-    found = [x for x in extras if (x.of == model or isinstance(x, Images)) and not isinstance(x, KLKeys)]
-    return found if model == "reference" or find(found, RoutedExperts) else [*found, RoutedExperts()]
+    """The extras of one model."""
+    return [extra for extra in extras if extra.of in (model, "both")]
 
 
 def _of_reference(options: ScoreOptions, *, base: bool) -> ScoreOptions:
     """How the reference scores: at the temperature, over all tokens."""
-    found = options.but(sampling=options.sampling.of_reference)
-    return found.but(adapters=False) if base else found
+    options = options.but(sampling=options.sampling.of_reference)
+    return options.but(adapters=False) if base else options
 
 
-def _paired(job: Job, ref_job: Job) -> Job:
+def _paired(job: ScoringJob, ref_job: ScoringJob) -> ScoringJob:
     """The policy's job, with the routing of the reference."""
     return job._replace(request=replace(job.request, ref_routing=ref_job.request.routing))
 
 
-def _over_kept(gen: RetrieveLogProb, ref: RetrieveLogProb, job: Job, ref_job: Job) -> tuple[Scores, Ragged | None]:
+def _over_kept(
+    gen: RetrieveLogProb, ref: RetrieveLogProb, job: ScoringJob, ref_job: ScoringJob
+) -> tuple[Scores, Ragged | None]:
     """The policy's scores, and the reference's log-probs over the tokens that the policy keeps."""
     if not any(log_probs_only(part._scored_model()) for part in (gen, ref)):
         scores = gen.evaluate(_paired(job, ref_job), reference=ref.scorer)

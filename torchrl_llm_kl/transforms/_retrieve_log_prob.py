@@ -6,7 +6,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -14,48 +14,48 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name
 from torchrl_llm_kl._typing import Json
-from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.rollouts import (
-    InContext,
-    Located,
-    ModelInterface,
-    Scope,
-    TokenisingOptions,
-    in_layout,
-    locate,
-    sub_key,
-)
+from torchrl_llm_kl.rollouts import Located, ModelInterface, Scope, TokenisingOptions, in_layout, locate, sub_key
 from torchrl_llm_kl.scoring import (
-    Changes,
+    EntrySpec,
+    Extra,
+    Images,
+    KeptTokens,
     Model,
-    RequestFields,
+    ScoredStep,
     ScoreOptions,
     Scorer,
-    ScoreRequest,
     ScorerSlot,
     Scores,
+    ScoringContext,
+    ScoringJob,
+    asked_of,
     check_distributions,
+    check_extras,
     evaluating,
+    fill,
     is_wrapper,
     unwrap,
     warn_of_chatml,
     warn_of_mismatch,
+    with_defaults,
 )
 from torchrl_llm_kl.transforms._base import (
-    Checks,
     NoCollectorError,
     RayVariant,
     ServiceBackend,
+    Setting,
     StepTransform,
+    check_scope,
     collector_policy,
     in_env,
     to_device,
 )
-from torchrl_llm_kl.transforms._extras import ExactKL, Extra, Images, KeptTokens, check_extras, find
 
 T = TypeVar("T")
+#: ``(tokens, mask) -> values`` of each token.
+Critic: TypeAlias = Callable[[Ragged, Tensor], Ragged]
 
 
 def check_options(options: ScoreOptions | None) -> ScoreOptions:
@@ -71,15 +71,6 @@ def check_options(options: ScoreOptions | None) -> ScoreOptions:
             f"options asks for {', '.join(asked)}, and names no entry for it: use extras=[Entropy(), TopK(64), ...]."
         )
     return options
-
-
-def refuse_option(transform: object, name: str) -> None:
-    """Raise an AttributeError if an option is set as an attribute, which no call would read."""
-    if name in Changes.__annotations__:
-        raise AttributeError(
-            f"{type(transform).__name__} has no setting {name!r}, which is one of its options: set transform.options = "
-            f"transform.options.but({name}=...)."
-        )
 
 
 def check_scored_model(model: T, name: str = "model", transform: str = "RetrieveLogProb") -> T:
@@ -119,21 +110,18 @@ class ScoringTransform(StepTransform):
     """The base of the transforms that locate the tokens of a step and score them under one model."""
 
     fixed = frozenset({"device", "padding_side", "tokenizer", "tokenizer_kwargs"})
-    checks: ClassVar[Checks] = {**StepTransform.checks, "options": check_options, "extras": check_extras}
-    assistant_only: bool
-    scope: Scope
-    options: ScoreOptions
-    extras: tuple[Extra, ...]
-    _options: TokenisingOptions
+    assistant_only = Setting[bool]()
+    scope = Setting(check_scope)
+    options = Setting(check_options)
+    extras = Setting(check_extras)
+    #: Extras that read the data unless there is another one of their kind.
+    defaults: tuple[Extra, ...] = (KeptTokens(), Images())
+    _tokenising: TokenisingOptions
     _slot: ScorerSlot
 
     def __init__(self) -> None:
         super().__init__()
         self.register_load_state_dict_post_hook(_forgive_models)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        refuse_option(self, name)
-        super().__setattr__(name, value)
 
     # ------------------------------------------------------------------ state: settings, without the models
 
@@ -167,63 +155,46 @@ class ScoringTransform(StepTransform):
     @property
     def padding_side(self) -> str:
         """The side of padding where text is tokenised for a model that pads its output."""
-        return self._options.padding_side
+        return self._tokenising.padding_side
 
     @property
     def tokenizer_kwargs(self) -> Json:
         """A copy of the chat template's arguments."""
-        return dict(self._options.template_kwargs)
+        return dict(self._tokenising.template_kwargs)
 
     @property
     def scorer(self) -> Scorer:
         """The scorer; for ``"from_collector"``, of the policy of the collector that currently runs the env."""
-        return self._slot.get(self._scored_model(), options=self._of_scorer)
+        return self._slot.get(self._scored_model(), options=self.scored)
 
     @property
-    def _of_scorer(self) -> ScoreOptions:
-        """The options of the scorer, whatever else a call asks."""
-        asked = [extra.asks["adapters"] for extra in self.extras if "adapters" in extra.asks]
-        return self.options.but(adapters=asked[-1]) if asked else self.options
+    def scored(self) -> ScoreOptions:
+        """The options, with those that the extras set."""
+        return asked_of(self.options, self.extras)
+
+    @property
+    @abstractmethod
+    def context(self) -> ScoringContext:
+        """The settings that extras read."""
 
     def arrange(self, data: Ragged) -> Ragged:
         """An output in the layout that the model's ``pad_output`` requests; in the data's layout for a bare model."""
-        return in_layout(data, self._interface(), self._options.padding_side)
+        return in_layout(data, self._interface(), self._tokenising.padding_side)
 
     def locate(self, td: TensorDictBase) -> Located:
         """The tokens, and the mask of those that this model scores."""
         return locate(
-            td, self._interface(), assistant_only=self.assistant_only, scope=self.scope, options=self._options
+            td, self._interface(), assistant_only=self.assistant_only, scope=self.scope, options=self._tokenising
         )
 
-    @property
-    def _every_extra(self) -> tuple[Extra, ...]:
-        """The extras, and those that read what is there: images, and what the sampler kept where it leaves tokens out."""
-        return *self.extras, *(kind() for kind in (KeptTokens, Images) if find(self.extras, kind) is None)
-
-    def job(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> Job:
-        """What is scored of the located tokens."""
-        placed, given = located, RequestFields()
-        for extra in self._every_extra:
-            placed = extra.place(self, td, placed)
-            given |= extra.fields(self, td, next_td, located)
-        if isinstance(placed, InContext) and (kept := given.get("kept")) is not None:
-            given["kept"] = _moved(kept, placed.origin.mask, placed.mask)
+    def job(self, step: ScoredStep) -> ScoringJob:
+        """The request for the tokens of a step, filled by the extras."""
         with self.scorer.together():
-            return Job(placed, ScoreRequest.of(placed.tokens, placed.host_mask, **given))
+            return fill(with_defaults(self.extras, self.defaults), step)
 
-
-class Job(NamedTuple):
-    """The tokens that are scored, in their context, and the request for their scores."""
-
-    located: Located
-    request: ScoreRequest
-
-    def in_place(self, scores: Scores) -> Scores:
-        """The scores at the tokens of the data; ``kept`` stays at the request's tokens."""
-        located = self.located
-        if not isinstance(located, InContext):
-            return scores
-        return Scores(**scores._asdict() | {name: located.back(x) for name, x in scores.per_token.items()})
+    def step(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> ScoredStep:
+        """A step of the data and its located tokens, for extras."""
+        return ScoredStep(self.context, td, next_td, located)
 
 
 class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
@@ -297,7 +268,9 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
     .. seealso:: :class:`RetrieveKL`, :class:`KLComputation`.
     """
 
-    checks: ClassVar[Checks] = {**ScoringTransform.checks, "model": check_scored_model}
+    model = Setting[Any](check_scored_model)
+    log_probs_full_key = Setting[NestedKey]()
+    detach = Setting[bool]()
 
     def __init__(
         self,
@@ -319,13 +292,12 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
     ) -> None:
         super().__init__()
         self.assistant_only, self.scope, self.detach = assistant_only, scope, detach
-        self.options: Any = options
-        self.extras: Any = extras
+        self.options, self.extras = options, extras
         self._compared = False  # whether the sampler was compared with what is scored
-        self._options = TokenisingOptions.make(tokenizer, tokenizer_kwargs, padding_side)
+        self._tokenising = TokenisingOptions.make(tokenizer, tokenizer_kwargs, padding_side)
         self._slot, self._ref_slot = ScorerSlot(), ScorerSlot()
         self._history_key: NestedKey = "history"
-        if find(self.extras, ExactKL) is not None:
+        if self._compared_model is not None:
             check_distributions(model)
         check_not_a_name("from_collector", model=model)
         if not isinstance(model, str):
@@ -352,60 +324,56 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
         """The model's input and what extras read; the log-probs, and what extras write."""
-        for extra in self.extras:
-            extra.check(self)
-        read = [key for extra in self.extras for key in extra.in_keys()]
-        written = [key for extra in self.extras for key in extra.out_keys(self)]
-        return [*self._known_interface().in_keys, *read], [self.log_probs_full_key, *written]
+        read = [key for extra in self.extras if isinstance(key := extra.prompt, (str, tuple))]
+        return [*self._known_interface().in_keys, *read], list(self.entries)
 
     @property
-    def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
-        """All entries that are written."""
-        return {key: self._features(key)[0] for key in self.out_keys}
+    def entries(self) -> dict[NestedKey, EntrySpec]:
+        """The log-probs, and the entries of the extras."""
+        entries: dict[NestedKey, EntrySpec] = {self.log_probs_full_key: EntrySpec()}
+        context = self.context
+        for extra in self.extras:
+            entries |= extra.specs(context)
+        return entries
 
-    def entry_dtype(self, key: NestedKey) -> torch.dtype:
-        """int64 for token ids, int8 or int16 for ids of experts, else float32."""
-        return self._features(key)[1]
-
-    def _features(self, key: NestedKey) -> tuple[tuple[int, ...], torch.dtype]:
-        owner = next((extra for extra in self.extras if key in extra.out_keys(self)), Extra())
-        return owner.features(self, key)
+    @property
+    def context(self) -> ScoringContext:
+        """The settings that extras read."""
+        model, interface = getattr(self, "model", None), self._known_interface()
+        return ScoringContext(model, self.options, interface, self._tokenising, self.log_probs_full_key, in_env(self))
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer where text must be tokenised: the one given, else the model's."""
-        return self._options.tokenizer or self._known_interface().tokenizer
+        return self._tokenising.tokenizer or self._known_interface().tokenizer
 
     # ------------------------------------------------------------------ computation
 
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Locate and score."""
-        located = self.locate(td)
-        scores = self.evaluate(self.job(td, next_td, located), reference=self.reference_scorer)
-        return {self.log_probs_full_key: scores.log_prob} | self.written(td, located, scores)
+        step = self.step(td, next_td, self.locate(td))
+        scores = self.evaluate(self.job(step), reference=self.reference_scorer)
+        return {self.log_probs_full_key: scores.log_prob} | self.written(step, scores)
 
-    def written(self, td: TensorDictBase, located: Located, scores: Scores) -> dict[NestedKey, Ragged]:
+    def written(self, step: ScoredStep, scores: Scores) -> dict[NestedKey, Ragged]:
         """What the extras write."""
-        found: dict[NestedKey, Ragged | None] = {}
+        entries: dict[NestedKey, Ragged | None] = {}
         for extra in self.extras:
-            found |= extra.outputs(self, td, located, scores)
-        return {key: values for key, values in found.items() if values is not None}
+            entries |= extra.outputs(step, scores)
+        return {key: values for key, values in entries.items() if values is not None}
 
     @property
     def asked(self) -> ScoreOptions:
         """The options of a call."""
-        found = self.options.but(grad=not self.detach, remember=in_env(self))
-        for extra in self._every_extra:
-            found = found.but(**extra.asks)
-        return found
+        return self.scored.but(grad=not self.detach, remember=in_env(self))
 
-    def evaluate(self, job: Job, *, reference: Scorer | None = None, return_kept: bool = False) -> Scores:
+    def evaluate(self, job: ScoringJob, *, reference: Scorer | None = None, return_kept: bool = False) -> Scores:
         """Log-probs of the located tokens ``[N]``, and the other requested scores, in one pass."""
         self.compare_sampler()
         options = self.asked.but(return_kept=True) if return_kept else self.asked
         return job.in_place(self.scorer.run(job.request, options, reference=reference))
 
-    def begin(self, job: Job) -> Callable[[], Scores]:
+    def begin(self, job: ScoringJob) -> Callable[[], Scores]:
         """:meth:`evaluate` in two steps: a remote model starts now, a local one when the scores are read."""
         finish = self.scorer.begin(job.request, self.asked)
         return lambda: job.in_place(finish())
@@ -423,12 +391,15 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
 
     @property
     def reference_scorer(self) -> Scorer | None:
-        """The scorer of the model that :class:`ExactKL` compares with, which samples nothing."""
-        extra = find(self.extras, ExactKL)
-        if extra is None:
+        """The scorer of the model that an extra compares with, which samples nothing."""
+        if self._compared_model is None:
             return None
         options = self.options.but(sampling=self.options.sampling.of_reference, adapters=True)
-        return self._ref_slot.get(extra.reference, options=options)
+        return self._ref_slot.get(self._compared_model, options=options)
+
+    @property
+    def _compared_model(self) -> Model | None:
+        return next((extra.reference for extra in self.extras if extra.reference is not None), None)
 
     def compare_sampler(self, stacklevel: int = 2) -> None:
         """Warn once if the model's wrapper, or the collector's policy that wraps it, samples otherwise than is scored."""
@@ -464,13 +435,12 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
             return ModelInterface()
 
 
-def _moved(kept: Kept, source: Tensor, target: Tensor) -> Kept:
-    """Move what was kept at one mask's tokens to as many of another mask; none elsewhere."""
-    device = kept.offsets.device
-    chosen = kept.take(source.to(device).nonzero().squeeze(-1))
-    counts = torch.zeros(len(target), dtype=torch.long, device=device)
-    counts[target.to(device)] = chosen.offsets.diff()
-    return Kept.of(chosen.ids, counts)
+def _check_critic(critic: Critic) -> Critic:
+    if not callable(critic):
+        raise TypeError(
+            f"critic must be a TokenCritic or a function (tokens, mask) -> values, got {type(critic).__name__}."
+        )
+    return critic
 
 
 class RetrieveValue(StepTransform):
@@ -498,9 +468,14 @@ class RetrieveValue(StepTransform):
         [[0.0, 0.0, 2.0, 3.0]]
     """
 
+    critic = Setting(_check_critic, registers=False)  # keeps the critic out of the env's state
+    value_key = Setting[NestedKey]()
+    scope = Setting(check_scope)
+    assistant_only = Setting[bool]()
+
     def __init__(
         self,
-        critic: Callable[[Ragged, Tensor], Ragged],
+        critic: Critic,
         *,
         value_key: NestedKey = "state_value",
         scope: Scope = "turn",
@@ -511,24 +486,14 @@ class RetrieveValue(StepTransform):
         self.value_key, self.scope, self.assistant_only = value_key, scope, assistant_only
         self.declare()
 
-    def __setattr__(self, name: str, value: object) -> None:
-        if name != "critic":
-            super().__setattr__(name, value)
-        elif callable(value):
-            self.__dict__["critic"] = value  # not a submodule: keep the critic out of the env's state
-        else:
-            raise TypeError(
-                f"critic must be a TokenCritic or a function (tokens, mask) -> values, got {type(value).__name__}."
-            )
-
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
         """The tokens and the values."""
         return list(ModelInterface().in_keys), [self.value_key]
 
     @property
-    def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
+    def entries(self) -> dict[NestedKey, EntrySpec]:
         """The values."""
-        return {self.value_key: ()}
+        return {self.value_key: EntrySpec()}
 
     @torch.no_grad()
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:

@@ -16,7 +16,7 @@ from torchrl.data.llm import History
 from closeness import assert_near
 from layouts import LAYOUTS, PROMPTS, RESPONSES, at_responses, tokens
 from template_pairs import assistant, user
-from torchrl_llm_kl import AfterPrompt, Entropy, RetrieveKL, RetrieveLogProb, RoutedExperts, TopK, make_algorithm
+from torchrl_llm_kl import AfterPrompt, Entropy, RetrieveKL, RetrieveLogProb, TopK, make_algorithm
 from torchrl_llm_kl.algorithms import ALGORITHMS
 from torchrl_llm_kl.masks import history_to_messages, render_conversation
 from torchrl_llm_kl.scoring import Sampling, ScoreOptions
@@ -388,4 +388,4 @@ def test_a_context_of_an_algorithm_without_a_scored_reference() -> None:
         make_algorithm("gkd", model, reference=tiny_model(seed=1), context="hint")
     parts = make_algorithm("on_policy_distill", model, reference=tiny_model(seed=1), context="hint")
     found = [part.extras for part in parts.kl_transform.transforms[:2]]
-    assert found == [(RoutedExperts(),), (AfterPrompt("hint", of="reference"),)]
+    assert found == [(), (AfterPrompt("hint", of="reference"),)]

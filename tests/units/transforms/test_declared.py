@@ -15,7 +15,7 @@ from torchrl.envs.llm.transforms import RetrieveLogProb as TorchRLRetrieveLogPro
 from closeness import assert_near
 from layouts import tokens
 from refused import warned
-from torchrl_llm_kl import AdaptiveKLCoefficient, ExactKL, Extra, KLComputation, KLKeys, KLRewardTransform, RetrieveKL
+from torchrl_llm_kl import AdaptiveKLCoefficient, ExactKL, Extra, KLComputation, KLRewardTransform, RetrieveKL
 from torchrl_llm_kl.rollouts import batch_mean
 from torchrl_llm_kl.transforms import RetrieveLogProb, RoutedExperts, TopK
 from toy_models import FORWARD
@@ -261,11 +261,12 @@ def test_no_warning(lab: Any) -> None:
     """Before the KL, with the reward left alone, broadcast as torchrl does, or written elsewhere; and one that comes later."""
     models = lab.gen_model, lab.ref_model
     elsewhere = RetrieveKL(*models, kl_key="kl", ref_log_probs_full_key=("other", "full"))
-    last = KLRewardTransform(lab.ref_model)
+    last, penalised = KLRewardTransform(lab.ref_model), RetrieveKL(*models)
+    penalised.reward_key = "penalised"
     for kl, later in (
         (RetrieveKL(*models, add_to_reward=False), RewardClipping(-1, 1)),
         (RetrieveKL(*models, reward_placement="broadcast"), RewardClipping(-1, 1)),
-        (RetrieveKL(*models, extras=[KLKeys(reward_key="penalised")]), RewardClipping(-1, 1)),
+        (penalised, RewardClipping(-1, 1)),
         (KLRewardTransform(lab.ref_model, out_keys=["penalised"]), Bonus()),
         (last, elsewhere),
     ):

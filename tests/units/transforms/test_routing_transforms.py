@@ -259,7 +259,7 @@ def test_make_algorithm(model: nn.Module, later: nn.Module) -> None:
 
 def test_settings_follow_or_are_refused(model: nn.Module, later: nn.Module) -> None:
     transform = RetrieveKL(later, model)
-    assert [part.extras for part in transform.transforms[:2]] == [(RoutedExperts(KEY),), ()]
+    assert [part.extras for part in transform.transforms[:2]] == [(), ()]
     theirs = RoutedExperts("mine", of="reference")
     transform.extras = [RoutedExperts(record=True), theirs]
     assert KEY in transform[0].out_keys

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDictBase
 from torch.testing import assert_close
 
-from torchrl_llm_kl import Entropy, KeptTokens, KLKeys, KLRewardTransform, Sampling, ScoreOptions
+from torchrl_llm_kl import Entropy, KeptTokens, KLRewardTransform, Sampling, ScoreOptions
 from torchrl_llm_kl._numerics import read_device
 from torchrl_llm_kl.estimators import FixedKLCoefficient
 from torchrl_llm_kl.scoring import TokenCritic, prepare_reference
@@ -45,7 +45,7 @@ SETTINGS: list[tuple[str, Any]] = [
     *(("scope", "full"), ("detach", False), ("kl_key", "kl")),
     *(("gen_log_probs_full_key", ("gen", "full")), ("ref_log_probs_full_key", ("reference", "full"))),
     *(("options", ScoreOptions(**x)) for x in ({"sampling": Sampling(0.5)}, {"dtype": torch.bfloat16}, {"memory": 0})),
-    *(("extras", (x,)) for x in (Moments(), Entropy(("entropy", "full")), KLKeys("score"), KLKeys("reward", OLD))),
+    *(("extras", (x,)) for x in (Moments(), Entropy(("entropy", "full")))),
 ]
 
 
@@ -54,10 +54,7 @@ def test_retrieve_kl_set_later_is_retrieve_kl_built_so(name: str, value: Any, ma
     if name == "scope":  # needs to know who spoke in earlier turns
         for step in data.tensordicts:
             step["masks", "all_assistant_mask"] = step["masks", "all_attention_mask"].clone()
-    given = {"estimator": "corrected_k3"} if value == (KLKeys("reward", OLD),) else {}
-    for step in data.tensordicts:
-        step[OLD] = torch.full(step["tokens", "full"].shape, -1.0)
-    changed, built = make(**given), make(**given, **{name: value})
+    changed, built = make(), make(**{name: value})
     plain = changed(data.clone())
     setattr(changed, name, value)
     found = getattr(changed, name)
@@ -69,6 +66,24 @@ def test_retrieve_kl_set_later_is_retrieve_kl_built_so(name: str, value: Any, ma
             assert_same(result, plain)
     for part, other in zip(changed, built, strict=True):
         assert (part.in_keys, part.out_keys) == (other.in_keys, other.out_keys)
+
+
+@pytest.mark.parametrize(("name", "value"), [("reward_key", "score"), ("old_log_probs_key", OLD), ("charged_key", "c")])
+def test_further_keys_of_the_kl_are_set_on_the_whole(name: str, value: Any, make: Any, data: TensorDictBase) -> None:
+    for step in data.tensordicts:
+        step[OLD] = torch.full(step["tokens", "full"].shape, -1.0)
+    whole, parts = make(estimator="corrected_k3"), make(estimator="corrected_k3")
+    plain = whole(data.clone())
+    setattr(whole, name, value)
+    setattr(parts[2], name, value)
+    result = whole(data.clone())
+    assert_same(result, parts(data.clone()))
+    with pytest.raises(AssertionError):
+        assert_same(result, plain)
+    if name == "old_log_probs_key":
+        with pytest.raises(ValueError, match="corrects an estimate from sampled tokens"):
+            whole.estimator = "exact"
+        assert whole.estimator != "exact"
 
 
 FIXED = ["gen_model", "ref_model", "history_key", "device", "tokenizer", "tokenizer_kwargs", "padding_side"]
@@ -100,10 +115,6 @@ def test_what_is_fixed_at_construction_and_what_is_checked(make: Any, ref_model:
             assert getattr(transform, name) is before
     with pytest.raises(ValueError, match="extras has Entropy, which needs the policy: use RetrieveKL"):
         KLRewardTransform(ref_model).extras = [Entropy()]
-    with pytest.raises(ValueError, match="RetrieveLogProb computes no KL: KLKeys are extras of a RetrieveKL"):
-        RetrieveLogProb(ref_model, extras=[KLKeys()])
-    with pytest.raises(AttributeError, match=r"reward_key of a RetrieveKL .* set extras = \[KLKeys\(reward_key=.*"):
-        make().reward_key = "score"
 
 
 WRONG: list[tuple[str, Any, str]] = [

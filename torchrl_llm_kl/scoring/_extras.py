@@ -1,24 +1,24 @@
-"""What a transform scores, reads and writes beyond log-probs: one small object for each capability.
+"""What is scored, read and written beyond log-probs: one small object for each capability, for transforms and losses.
 
-An :class:`Extra` says what it asks of the scorer, which fields of the request it fills from the data, and which entries it
-writes. A user's own is a subclass that overrides what applies.
+An :class:`Extra` declares the options that it sets and has three hooks: ``fields`` fills the request from the data, ``specs``
+declares entries, ``outputs`` computes them. A user's own is a subclass that overrides what applies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, TypeVar
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import nn
 
 from torchrl_llm_kl._numerics import check_choice, check_not_a_name, check_range
-from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import (
     Context,
+    InContext,
     Located,
     MissingEntryError,
     ModelInterface,
@@ -36,34 +36,73 @@ from torchrl_llm_kl.rollouts import (
     top_k_entries,
     zeros_of_first_tokens,
 )
-from torchrl_llm_kl.scoring import (
-    Changes,
-    Model,
-    RequestFields,
-    Routers,
-    ScoreOptions,
-    Scores,
-    check_distributions,
-    is_wrapper,
-    unwrap,
-)
-from torchrl_llm_kl.transforms._base import in_env
+from torchrl_llm_kl.scoring._options import Changes, ScoreOptions
+from torchrl_llm_kl.scoring._protocol import Model
+from torchrl_llm_kl.scoring._request import FIELDS, RequestFields, ScoreRequest
+from torchrl_llm_kl.scoring._routing import Routers
+from torchrl_llm_kl.scoring._scores import Scores
+from torchrl_llm_kl.scoring._wrapper import check_distributions, is_wrapper, unwrap
 
-_E = TypeVar("_E", bound="Extra")
-_R = TypeVar("_R")
-#: Which model of a :class:`~torchrl_llm_kl.RetrieveKL`.
-Of = Literal["policy", "reference"]
+R = TypeVar("R")
+#: Which models of a :class:`~torchrl_llm_kl.RetrieveKL`.
+Of = Literal["policy", "reference", "both"]
 
 
-class Scoring(Protocol):
-    """What an extra may ask of its transform."""
+class EntrySpec(NamedTuple):
+    """An entry that is written for each token: its shape after the token dimension, and its dtype."""
 
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True, eq=False)
+class ScoringContext:
+    """The settings of a transform or a loss that an extra may read.
+
+    Attributes:
+        model: what is scored; None while no collector runs the env whose policy it is.
+        options: how it is scored.
+        interface: keys and tokenisation of the model.
+        tokenising: how text becomes tokens.
+        log_probs_key: where the policy's log-probs are.
+        in_env: whether an env holds the transform.
+    """
+
+    model: object
     options: ScoreOptions
-    extras: tuple[Extra, ...]
-    log_probs_full_key: NestedKey
-    _options: TokenisingOptions
+    interface: ModelInterface
+    tokenising: TokenisingOptions
+    log_probs_key: NestedKey
+    in_env: bool = False
 
-    def _interface(self) -> ModelInterface: ...
+
+@dataclass(frozen=True, eq=False)
+class ScoredStep:
+    """A step of the data, its result (the same data, if it has no ``"next"``), and the tokens of it that are scored."""
+
+    context: ScoringContext
+    td: TensorDictBase
+    next_td: TensorDictBase
+    located: Located
+
+    def first(self, read: Callable[[TensorDictBase], R | None]) -> R | None:
+        """The record that a function reads from the result, else from the step."""
+        record = read(self.next_td)
+        return read(self.td) if record is None and self.next_td is not self.td else record
+
+
+class ScoringJob(NamedTuple):
+    """The tokens that are scored, after another prompt if there is one, and the request for their scores."""
+
+    located: Located
+    request: ScoreRequest
+
+    def in_place(self, scores: Scores) -> Scores:
+        """The scores at the tokens of the data; ``kept`` stays at the request's tokens."""
+        located = self.located
+        if not isinstance(located, InContext):
+            return scores
+        return Scores(**scores._asdict() | {name: located.back(x) for name, x in scores.per_token.items()})
 
 
 class Extra:
@@ -71,6 +110,10 @@ class Extra:
 
     Attributes:
         of: the model of a :class:`~torchrl_llm_kl.RetrieveKL` that it is for.
+        asks: fields of :class:`~torchrl_llm_kl.scoring.ScoreOptions` that it sets.
+        columns: entry -> the field of :class:`~torchrl_llm_kl.Scores` that is written there.
+        prompt: another prompt to score the response after.
+        reference: another model, to compute the exact KL to.
 
     Example:
         >>> class Collision(Extra):
@@ -81,59 +124,69 @@ class Extra:
     """
 
     of: Of = "policy"
-    #: Fields of :class:`~torchrl_llm_kl.scoring.ScoreOptions` that it sets.
     asks: Changes = {}  # noqa: RUF012
-    #: Entry -> the field of :class:`~torchrl_llm_kl.Scores` that is written there.
     columns: Mapping[NestedKey, str] = {}
+    prompt: Context | None = None
+    reference: Model | None = None
 
-    def check(self, transform: Scoring) -> None:
-        """Raise an error if the transform cannot do this."""
-
-    def in_keys(self) -> list[NestedKey]:
-        """Entries that the data must have."""
-        return []
-
-    def out_keys(self, transform: Scoring) -> list[NestedKey]:
-        """Entries that are written."""
-        return list(self.columns)
-
-    def features(self, transform: Scoring, key: NestedKey) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape of an entry after the token dimension, and dtype."""
-        return (), torch.float32
-
-    def place(self, transform: Scoring, td: TensorDictBase, located: Located) -> Located:
-        """The tokens to score in place of the data's."""
-        return located
-
-    def fields(
-        self, transform: Scoring, td: TensorDictBase, next_td: TensorDictBase, located: Located
-    ) -> RequestFields:
+    def fields(self, step: ScoredStep) -> RequestFields:
         """Fields of the :class:`~torchrl_llm_kl.scoring.ScoreRequest`, in the order of the tokens of the data."""
         return {}
 
-    def outputs(
-        self, transform: Scoring, td: TensorDictBase, located: Located, scores: Scores
-    ) -> dict[NestedKey, Ragged | None]:
-        """The entries to write."""
+    def specs(self, context: ScoringContext) -> dict[NestedKey, EntrySpec]:
+        """The entries that are written; an error if this cannot be done."""
+        return dict.fromkeys(self.columns, EntrySpec())
+
+    def outputs(self, step: ScoredStep, scores: Scores) -> dict[NestedKey, Ragged | None]:
+        """The entries to write; None writes nothing."""
         return {key: getattr(scores, name) for key, name in self.columns.items()}
-
-
-def find(extras: Iterable[Extra], kind: type[_E]) -> _E | None:
-    """The one of a kind; None without it."""
-    return next((extra for extra in extras if isinstance(extra, kind)), None)
 
 
 def check_extras(extras: Iterable[Extra]) -> tuple[Extra, ...]:
     """Extras as a tuple; an error for another object, or if a kind comes twice for one model."""
-    found = tuple(extras)
-    for extra in found:
+    checked = tuple(extras)
+    for extra in checked:
         if not isinstance(extra, Extra):
             raise TypeError(f"extras must be objects such as Entropy() or TopK(64), got {extra!r:.60}.")
-        check_choice(("policy", "reference"), of=extra.of)
-    kinds = [(type(extra), extra.of) for extra in found]
-    if twice := [kind.__name__ for kind, of in kinds if kinds.count((kind, of)) > 1]:
+        check_choice(("policy", "reference", "both"), of=extra.of)
+    kinds = [(type(extra), extra.of) for extra in checked]
+    twice = [kind.__name__ for kind, of in kinds if kinds.count((kind, of)) > 1]
+    if twice:
         raise ValueError(f"extras has {twice[0]} twice: leave one out.")
-    return found
+    return checked
+
+
+def with_defaults(extras: Iterable[Extra], defaults: Iterable[Extra]) -> tuple[Extra, ...]:
+    """The extras, and those of the defaults of whose kind there is none."""
+    given = tuple(extras)
+    return *given, *(extra for extra in defaults if type(extra) not in set(map(type, given)))
+
+
+def asked_of(options: ScoreOptions, extras: Iterable[Extra]) -> ScoreOptions:
+    """The options with the changes that the extras ask for."""
+    for extra in extras:
+        options = options.but(**extra.asks)
+    return options
+
+
+def fill(extras: Iterable[Extra], step: ScoredStep) -> ScoringJob:
+    """The request for a step, with the fields that the extras read from its data."""
+    located, given, records = step.located, RequestFields(), False
+    for extra in extras:
+        given |= extra.fields(step)
+        records = records or bool(extra.asks.get("record_routing"))
+        if extra.prompt is not None:
+            context = step.context
+            located = in_context(step.td, located, extra.prompt, context.interface, context.tokenising)
+    if isinstance(located, InContext):
+        if records:
+            raise ValueError(
+                "AfterPrompt with RoutedExperts(record=True): the experts would be those of another prompt."
+            )
+        source, target = located.origin.mask, located.mask
+        moved = {name: FIELDS[name].moved(name, value, source, target) for name, value in given.items()}
+        given = RequestFields(**moved)  # type: ignore[typeddict-item]
+    return ScoringJob(located, ScoreRequest.of(located.tokens, located.host_mask, **given))
 
 
 # ------------------------------------------------------------------ more of each distribution
@@ -200,11 +253,10 @@ class TopK(Extra):
         """Ids, log-probs and the rest."""
         return dict(zip(top_k_entries(self.key), ("top_indices", "top_log_probs", "tail_log_prob"), strict=True))
 
-    def features(self, transform: Scoring, key: NestedKey) -> tuple[tuple[int, ...], torch.dtype]:
+    def specs(self, context: ScoringContext) -> dict[NestedKey, EntrySpec]:
         """See :class:`Extra`."""
-        name = self.columns[key]
-        dtype = torch.int64 if name == "top_indices" else torch.float32
-        return () if name == "tail_log_prob" else (self.k,), dtype
+        kinds = EntrySpec((self.k,), torch.int64), EntrySpec((self.k,)), EntrySpec()
+        return dict(zip(self.columns, kinds, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,14 +280,6 @@ class ExactKL(_OfScores):
 # ------------------------------------------------------------------ what was recorded at sampling time
 
 
-def _first_record(
-    read: Callable[..., _R | None], td: TensorDictBase, next_td: TensorDictBase, key: NestedKey, located: Located
-) -> _R | None:
-    """What a function reads from the step's result, else from the step."""
-    found = read(next_td, key, located.tokens, located.mask)
-    return read(td, key, located.tokens, located.mask) if found is None and next_td is not td else found
-
-
 @dataclass(frozen=True)
 class KeptTokens(Extra):
     """Score over the tokens that the sampler kept, as it recorded them (:class:`~torchrl_llm_kl.RecordKept`).
@@ -249,14 +293,13 @@ class KeptTokens(Extra):
 
     key: NestedKey = "kept"
 
-    def fields(
-        self, transform: Scoring, td: TensorDictBase, next_td: TensorDictBase, located: Located
-    ) -> RequestFields:
+    def fields(self, step: ScoredStep) -> RequestFields:
         """See :class:`Extra`."""
-        if not transform.options.sampling.truncates:
+        if not step.context.options.sampling.truncates:
             return {}
-        found = _first_record(read_kept, td, next_td, self.key, located)
-        return {} if found is None else {"kept": Kept(*found)}
+        tokens, mask = step.located.tokens, step.located.mask
+        kept = step.first(lambda td: read_kept(td, self.key, tokens, mask))
+        return {} if kept is None else {"kept": kept}
 
 
 @dataclass(frozen=True)
@@ -272,15 +315,13 @@ class Images(Extra):
     """
 
     key: NestedKey = "images"
+    of: ClassVar[Of] = "both"  # type: ignore[misc]
 
-    def fields(
-        self, transform: Scoring, td: TensorDictBase, next_td: TensorDictBase, located: Located
-    ) -> RequestFields:
+    def fields(self, step: ScoredStep) -> RequestFields:
         """See :class:`Extra`."""
-        found = read_images(next_td, self.key)
-        found = read_images(td, self.key) if found is None and next_td is not td else found
-        found = located.images if found is None else found  # of a rendered conversation
-        return {} if found is None else {"images": found}
+        stored = step.first(lambda td: read_images(td, self.key))
+        images = step.located.images if stored is None else stored  # the former of a rendered conversation
+        return {} if images is None else {"images": images}
 
 
 @dataclass(frozen=True)
@@ -300,6 +341,10 @@ class RoutedExperts(Extra):
     record: bool = False
     of: Of = "policy"
 
+    def __post_init__(self) -> None:
+        if self.record and self.key is None:
+            raise ValueError("RoutedExperts(None, record=True) needs a place for the record: pass 'routed_experts'.")
+
     @property
     def asks(self) -> Changes:  # type: ignore[override]
         """The record."""
@@ -308,44 +353,32 @@ class RoutedExperts(Extra):
     @property
     def columns(self) -> Mapping[NestedKey, str]:  # type: ignore[override]
         """The record."""
-        if self.record and self.key is None:
-            raise ValueError("RoutedExperts(None, record=True) needs a place for the record: pass 'routed_experts'.")
         return {self.key: "routing"} if self.record and self.key is not None else {}
 
-    def check(self, transform: Scoring) -> None:
-        """A model that cannot be recorded raises an error."""
-        if self.record:
-            _routers(transform)
-
-    def features(self, transform: Scoring, key: NestedKey) -> tuple[tuple[int, ...], torch.dtype]:
+    def specs(self, context: ScoringContext) -> dict[NestedKey, EntrySpec]:
         """See :class:`Extra`."""
-        routers = _routers(transform)
-        return (len(routers.modules), routers.k), routers.dtype
-
-    def fields(
-        self, transform: Scoring, td: TensorDictBase, next_td: TensorDictBase, located: Located
-    ) -> RequestFields:
-        """See :class:`Extra`."""
-        if self.key is None or (self.record and in_env(transform)):
+        if not self.record:
             return {}
-        found = _first_record(read_routing, td, next_td, self.key, located)
-        if find(transform.extras, AfterPrompt) is not None and (found is not None or self.record):
-            raise ValueError(
-                f"AfterPrompt with RoutedExperts({self.key!r}): experts were recorded for the sampled prompt, another is "
-                "scored. Leave out one of them."
-            )
-        return {} if found is None else {"routing": found}
+        routers = _routers(context.model)
+        return dict.fromkeys(self.columns, EntrySpec((len(routers.modules), routers.k), routers.dtype))
+
+    def fields(self, step: ScoredStep) -> RequestFields:
+        """See :class:`Extra`."""
+        key, tokens, mask = self.key, step.located.tokens, step.located.mask
+        if key is None or (self.record and step.context.in_env):
+            return {}
+        routing = step.first(lambda td: read_routing(td, key, tokens, mask))
+        return {} if routing is None else {"routing": routing}
 
 
-def _routers(transform: Scoring) -> Routers:
+def _routers(model: object) -> Routers:
     """The routers whose choices are recorded."""
-    model = getattr(transform, "model", None)
     module = unwrap(model) if is_wrapper(model) else model
     if not isinstance(module, nn.Module):
-        found = "'from_collector'" if model is None else type(model).__name__
+        given = "'from_collector'" if model is None else type(model).__name__
         raise ValueError(
             "RoutedExperts(record=True) declares the layers and experts of the record, and reads them from a model in this "
-            f"process: pass a transformers model or a wrapper of one, got {found}."
+            f"process: pass a transformers model or a wrapper of one, got {given}."
         )
     return Routers.of(module)
 
@@ -361,34 +394,30 @@ class SamplerLogProbs(Extra):
 
     key: NestedKey = ("sampler_log_probs", "full")
 
-    def check(self, transform: Scoring) -> None:
-        """Two keys."""
-        if self.key == transform.log_probs_full_key:
+    def specs(self, context: ScoringContext) -> dict[NestedKey, EntrySpec]:
+        """See :class:`Extra`."""
+        if self.key == context.log_probs_key:
             raise ValueError(
                 f"SamplerLogProbs and log_probs_full_key are both {self.key!r}: the model's log-probs would replace the "
                 "sampler's. Give them different keys."
             )
+        return {self.key: EntrySpec()}
 
-    def out_keys(self, transform: Scoring) -> list[NestedKey]:
-        """The entry."""
-        return [self.key]
-
-    def outputs(
-        self, transform: Scoring, td: TensorDictBase, located: Located, scores: Scores
-    ) -> dict[NestedKey, Ragged | None]:
+    def outputs(self, step: ScoredStep, scores: Scores) -> dict[NestedKey, Ragged | None]:
         """See :class:`Extra`."""
-        if not in_env(transform) and find_key(td, self.key) is not None:
+        td, context = step.td, step.context
+        if not context.in_env and find_key(td, self.key) is not None:
             return {}
-        source = transform.log_probs_full_key
-        found = _stored_by_sampler(td, source)
-        if found is None:
+        stored = _stored_by_sampler(td, context.log_probs_key)
+        if stored is None:
             raise MissingEntryError(
-                f"SamplerLogProbs({self.key!r}) moves the sampler's log-probs: expected them under {source!r}, found: "
-                f"{describe_entries(td)}. Collect with return_log_probs=True, or leave SamplerLogProbs out."
+                f"SamplerLogProbs({self.key!r}) moves the sampler's log-probs: expected them under "
+                f"{context.log_probs_key!r}, found: {describe_entries(td)}. Collect with return_log_probs=True, or leave "
+                "SamplerLogProbs out."
             )
-        tokens, mask = located.tokens, located.mask
-        responses = response_mask(td, tokens, transform._interface())
-        values = per_token(td, found, tokens, responses, repeats=False).detach().float()
+        tokens, mask = step.located.tokens, step.located.mask
+        responses = response_mask(td, tokens, context.interface)
+        values = per_token(td, stored, tokens, responses, repeats=False).detach().float()
         values = values.masked_fill(zeros_of_first_tokens(values, mask, tokens), torch.nan)
         return {self.key: tokens.like(torch.where(mask, values, 0))}
 
@@ -396,9 +425,9 @@ class SamplerLogProbs(Extra):
 def _stored_by_sampler(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
     """Where the policy stored its log-probs: the response's, which no transform writes, before the whole sequence's."""
     names: list[NestedKey] = [key] if isinstance(key, str) else [(*key[:-1], "response"), key]
-    here = [name for name in names if find_key(td, name) == name]
-    there = [found for name in names if (found := find_key(td, name)) is not None]
-    return next(iter([*here, *there]), None)
+    places = {name: find_key(td, name) for name in names}
+    here = [name for name, place in places.items() if place == name]
+    return next(iter([*here, *(place for place in places.values() if place is not None)]), None)
 
 
 # ------------------------------------------------------------------ another prompt, another adapter, other keys
@@ -422,14 +451,6 @@ class AfterPrompt(Extra):
     def __post_init__(self) -> None:
         check_context(self.prompt)
 
-    def in_keys(self) -> list[NestedKey]:
-        """The entry with the prompts."""
-        return [] if callable(self.prompt) else [self.prompt]
-
-    def place(self, transform: Scoring, td: TensorDictBase, located: Located) -> Located:
-        """See :class:`Extra`."""
-        return in_context(td, located, self.prompt, transform._interface(), transform._options)
-
 
 @dataclass(frozen=True)
 class Adapters(Extra):
@@ -446,16 +467,3 @@ class Adapters(Extra):
     def asks(self) -> Changes:  # type: ignore[override]
         """The adapters."""
         return {"adapters": self.adapters}
-
-
-@dataclass(frozen=True)
-class KLKeys(Extra):
-    """Other entries of a :class:`~torchrl_llm_kl.RetrieveKL`; see :class:`~torchrl_llm_kl.KLComputation`."""
-
-    reward_key: NestedKey = "reward"
-    old_log_probs_key: NestedKey | None = None
-    charged_key: NestedKey | None = None
-
-    def check(self, transform: Scoring) -> None:
-        """It is for a transform that computes a KL."""
-        raise ValueError(f"{type(transform).__name__} computes no KL: KLKeys are extras of a RetrieveKL.")
