@@ -6,22 +6,6 @@ from torchrl_llm_kl.scoring._critic import (
 from torchrl_llm_kl.scoring._explain import (
     Explanation as Explanation,
 )
-from torchrl_llm_kl.scoring._extras import (
-    Adapters as Adapters,
-    AfterPrompt as AfterPrompt,
-    Entropy as Entropy,
-    EntrySpec as EntrySpec,
-    ExactKL as ExactKL,
-    Extra as Extra,
-    Images as Images,
-    KeptTokens as KeptTokens,
-    Moments as Moments,
-    RoutedExperts as RoutedExperts,
-    SamplerLogProbs as SamplerLogProbs,
-    ScoredStep as ScoredStep,
-    ScoringContext as ScoringContext,
-    TopK as TopK,
-)
 from torchrl_llm_kl.scoring._fingerprint import (
     fingerprint_of as fingerprint_of,
 )
@@ -76,8 +60,22 @@ from torchrl_llm_kl.scoring._bytes import (
     unpack as unpack,
 )
 from torchrl_llm_kl.scoring._extras import (
+    Adapters as Adapters,
+    AfterPrompt as AfterPrompt,
+    Entropy as Entropy,
+    EntrySpec as EntrySpec,
+    ExactKL as ExactKL,
+    Extra as Extra,
+    Images as Images,
+    KeptTokens as KeptTokens,
+    Moments as Moments,
     Of as Of,
+    RoutedExperts as RoutedExperts,
+    SamplerLogProbs as SamplerLogProbs,
+    ScoredStep as ScoredStep,
+    ScoringContext as ScoringContext,
     ScoringJob as ScoringJob,
+    TopK as TopK,
     asked_of as asked_of,
     check_extras as check_extras,
     fill as fill,

@@ -4,6 +4,7 @@ from torchrl_llm_kl.scoring import (
     Adapters as Adapters,
     AfterPrompt as AfterPrompt,
     Entropy as Entropy,
+    EntrySpec as EntrySpec,
     ExactKL as ExactKL,
     Extra as Extra,
     Images as Images,
@@ -11,6 +12,8 @@ from torchrl_llm_kl.scoring import (
     Moments as Moments,
     RoutedExperts as RoutedExperts,
     SamplerLogProbs as SamplerLogProbs,
+    ScoredStep as ScoredStep,
+    ScoringContext as ScoringContext,
     TopK as TopK,
 )
 from torchrl_llm_kl.transforms._kl_computation import (
