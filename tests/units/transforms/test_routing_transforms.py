@@ -275,5 +275,5 @@ def test_settings_follow_or_are_refused(model: nn.Module, later: nn.Module) -> N
     for score in (RetrieveLogProb(dense, extras=[RoutedExperts(KEY)]), PolicyLoss(dense, "gpg")):
         with pytest.raises(ValueError, match="Qwen2ForCausalLM is dense"):
             score(td)
-    with pytest.raises(ValueError, match="experts were recorded for the sampled prompt"):
+    with pytest.raises(ValueError, match="routing was recorded for the sampled prompt"):
         RetrieveLogProb(model, extras=[RoutedExperts(KEY), AfterPrompt("other")])(td)
