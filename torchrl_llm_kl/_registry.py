@@ -193,7 +193,6 @@ class Spec:
         refused: unsupported ones -> (the one harmless value, the alternative).
         only_with: hyper-parameters that only some settings use -> (the hyper-parameter that decides, its values).
         source: where the formula comes from: the paragraph "Source: ..." at the end of its docstring.
-        needs: inputs that it always requires.
         types: hyper-parameter -> its type, as annotated.
         defaults: hyper-parameter -> default, for those that have one.
 
@@ -210,7 +209,6 @@ class Spec:
     refused: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     only_with: Mapping[str, tuple[str, tuple[object, ...]]] = field(default_factory=dict)
     source: str = ""
-    needs: tuple[str, ...] = ()
     types: Mapping[str, object] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
 
@@ -224,7 +222,6 @@ class Spec:
             self,
             hyper=hyper,
             source=" ".join(source.split()).removesuffix(".") if found else "",
-            needs=tuple(key for key in inputs if key in parameters and parameters[key].default is empty),
             types={key: parameters[key].annotation for key in hyper},
             defaults={key: parameters[key].default for key in hyper if parameters[key].default is not empty},
         )

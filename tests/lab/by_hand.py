@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from torchrl_llm_kl.losses import LossTerm, spec_of
+from torchrl_llm_kl.losses import LossInputs, LossTerm, spec_of
+from torchrl_llm_kl.losses._inputs import INPUTS
 
 Rows = Sequence[Sequence[float]]
 Objective = Callable[..., tuple[LossTerm, ...]]
@@ -23,6 +24,22 @@ def own_names(function: Callable[..., Any], **hyper: Any) -> dict[str, Any]:
     return spec_of(function).translate(hyper)
 
 
+#: The inputs of corrections, in the order of positional arguments of :func:`called`.
+_POSITIONAL = {name: ("old_log_prob", "sampler_log_prob", "mask") for name in ("importance_weights", "rejection_mask")}
+_POSITIONAL |= {"off_policy_sequence_mask": ("log_prob", "old_log_prob", "advantage", "mask")}
+_POSITIONAL |= {"top_entropy_mask": ("entropy", "mask")}
+
+
+def called(function: Callable[..., Any], *tensors: Tensor, **given: Any) -> Any:
+    """A function of ``LossInputs`` on tensors: those that are inputs go into the record, the others are hyper-parameters."""
+    given |= zip(
+        _POSITIONAL.get(getattr(function, "__name__", ""), ("log_prob", "mask")), tensors, strict=bool(tensors)
+    )
+    inputs = {name: value for name, value in given.items() if name in INPUTS and value is not None}
+    zeros = torch.zeros_like(inputs["mask"], dtype=torch.float32)
+    return function(LossInputs(**{"log_prob": zeros, **inputs}), **{k: x for k, x in given.items() if k not in INPUTS})
+
+
 def evaluate(
     function: Objective, *, ratio: Rows, advantage: Rows, log_prob: Rows | None = None, mask: Any = None, **inputs: Any
 ) -> tuple[LossTerm, Tensor]:
@@ -31,7 +48,7 @@ def evaluate(
     old = log_prob - tensor(ratio).log()
     log_prob = log_prob.requires_grad_()
     mask = torch.ones_like(old, dtype=torch.bool) if mask is None else mask
-    (term,) = function(log_prob, mask, old_log_prob=old, advantage=tensor(advantage), **inputs)
+    (term,) = called(function, log_prob, mask, old_log_prob=old, advantage=tensor(advantage), **inputs)
     (gradient,) = torch.autograd.grad(torch.where(term.mask, term.value, 0).sum(), log_prob)
     return term, gradient
 

@@ -1,6 +1,5 @@
 """Random batches for objectives, and the hyper-parameters of each."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,8 @@ import yaml
 from torch import Tensor
 
 import refused
-from torchrl_llm_kl.losses import get_objective, spec_of
+from by_hand import called
+from torchrl_llm_kl.losses import LossInputs, TermPart, get_objective, spec_of
 
 _CASES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 CASES = {case: (case.partition("-")[0], hyper) for case, hyper in _CASES.items()}
@@ -58,7 +58,9 @@ def inputs_of(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         "outcomes": torch.stack([batch["log_prob"] * factor for factor in (1.0, 0.5, 2.0)], -1),
         "teacher_outcomes": torch.stack([batch["ref_log_prob"] * factor for factor in (2.0, 1.0, 0.5)], -1),
     }
-    taken = {*spec.needs, *spec.needs_if, *(() if spec.once is None else (spec.once.name,))}
+    settings = [hyper for each, hyper in CASES.values() if each == name]
+    parts = [TermPart(get_objective(name), **hyper) for hyper in [*settings, {}]]
+    taken = {need for part in parts for need in part.needs} | (set() if spec.once is None else {spec.once.name})
     return {**batch, **{key: value for key, value in more.items() if key in taken}}
 
 
@@ -67,13 +69,14 @@ def rows_of(batch: dict[str, Tensor], index: Any) -> dict[str, Tensor]:
     return {key: value[index] for key, value in batch.items()}
 
 
-def raises_without(part: Callable[[dict[str, Tensor]], Any], given: dict[str, Tensor]) -> set[str]:
+def raises_without(part: Any, given: dict[str, Tensor]) -> set[str]:
     """The inputs without which a part of a loss raises: each left out by itself, all others there."""
-    part(given)
+    part.run(LossInputs(**given))
     names = given.keys() - {"log_prob", "mask"}
-    return {name for name in names if refused.refusal(part, {key: x for key, x in given.items() if key != name})}
+    without = {name: LossInputs(**{key: x for key, x in given.items() if key != name}) for name in names}
+    return {name for name in names if refused.refusal(part.run, without[name])}
 
 
 def refusal(name: str, **changes: Any) -> str:
     """What an objective says to these inputs and hyper-parameters, all other inputs there; nothing if it takes them."""
-    return refused.refusal(get_objective(name), **{**inputs_of(name, random_batch(0)), **changes})
+    return refused.refusal(called, get_objective(name), **{**inputs_of(name, random_batch(0)), **changes})

@@ -38,7 +38,8 @@ class AdvantageSpec(Spec):
     """The inputs, outputs and hyper-parameters of an advantage.
 
     Args:
-        name, hyper, only_with, source, needs, types, defaults: see :class:`~torchrl_llm_kl._registry.Spec`.
+        name, hyper, only_with, source, types, defaults: see :class:`~torchrl_llm_kl._registry.Spec`.
+        needs: inputs that it always requires.
         kind: ``"outcome"``: one number per sequence, ``[B]``; ``"token"``: one per token, ``[*B, T]`` with a mask;
             ``"trajectory"``: one per step of trajectories of several sequences, ``[B]``.
         per_sequence: inputs of an advantage of tokens that hold one number per sequence, ``[*B]``.
@@ -48,6 +49,7 @@ class AdvantageSpec(Spec):
             its next value last.
     """
 
+    needs: tuple[str, ...] = ()
     kind: Kind = "outcome"
     per_sequence: tuple[str, ...] = ()
     optional: Mapping[str, str] = field(default_factory=dict)
@@ -96,6 +98,7 @@ def advantage(
         inputs = [key for key in signature.parameters if key in INPUTS]
         spec = AdvantageSpec(
             name,
+            needs=tuple(key for key in inputs if signature.parameters[key].default is inspect.Parameter.empty),
             only_with=only_with or {},
             kind=kind,
             per_sequence=per_sequence,

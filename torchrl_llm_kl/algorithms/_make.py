@@ -187,7 +187,7 @@ def make_algorithm(
             **{**preset.objective_args, **loss_args},
         )
     advantage = None if preset.advantage is None else _advantage(preset, grouping, masking_strategy)
-    if advantage is not None and critic is None and not any("advantage" in part.inputs for part in loss._parts):
+    if advantage is not None and critic is None and "advantage" not in loss.reads:
         raise ValueError(
             f"advantage={preset.advantage!r} has no effect: the objective {preset.objective} reads no advantage. Leave it out."
         )

@@ -303,7 +303,7 @@ class AlgorithmParts:
         batch = _flat(batch)
         together = spec_of(self.algorithm.objective).together
         units, what = torch.arange(len(batch)) // together, "rows" if together == 1 else "groups of rows"
-        for name in {"pair_id", "match_id"} & {*self.loss.objective.inputs}:  # a loss of pairs needs both answers
+        for name in {"pair_id", "match_id"} & self.loss.reads:  # a loss of pairs needs both answers
             key = find_key(batch, getattr(self.loss.tensor_keys, name))
             if key is not None or name == "pair_id":
                 ids, what = None if key is None else per_sequence(batch, key), "pairs"

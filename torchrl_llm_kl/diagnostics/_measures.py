@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl.diagnostics._columns import TokenColumns
-from torchrl_llm_kl.losses import importance_weights, mismatch_metrics
+from torchrl_llm_kl.losses import LossInputs, importance_weights, mismatch_metrics
 from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import segment_sum
 from torchrl_llm_kl.rollouts import ResponseTokens
@@ -284,9 +284,10 @@ def mismatch_measures(table: Table) -> dict[str, float]:
     dense, mask = table.dense(sampler)
     metrics = mismatch_metrics(old, dense, mask).items()
     out = {f"mismatch/{name.removeprefix('mismatch_')}": float(x) for name, x in metrics}
+    inputs = LossInputs(old, mask, old_log_prob=old, sampler_log_prob=dense)
     levels: dict[str, Literal["token", "sequence"]] = {"token": "token", "seq": "sequence"}
     for name, level in levels.items():
-        weights = importance_weights(old, dense, mask, level=level, high=None)[1]
+        weights = importance_weights(inputs, level=level, high=None)[1]
         out[f"mismatch/ess_{name}"] = float(weights["effective_sample_size"])
     log_ratio = torch.where(known, trainer - sampler, math.nan)
     out["mismatch/max_abs"] = _largest(log_ratio.abs())

@@ -28,6 +28,7 @@ from torchrl_llm_kl.losses._arithmetic import (
 )
 from torchrl_llm_kl.losses._inputs import (
     LossInputs as LossInputs,
+    MissingInputError as MissingInputError,
 )
 from torchrl_llm_kl.losses._objective import (
     LossTerm as LossTerm,
@@ -60,6 +61,7 @@ from torchrl_llm_kl.losses._token_loss import (
     LossOutput as LossOutput,
 )
 from torchrl_llm_kl.losses._value_loss import (
+    ValueInputs as ValueInputs,
     ValueLoss as ValueLoss,
     value_error as value_error,
 )
@@ -82,6 +84,7 @@ from torchrl_llm_kl.losses.objectives._clipped import (
     gspo as gspo,
     luspo as luspo,
     ppo as ppo,
+    ppo_on_policy as ppo_on_policy,
     sapo as sapo,
 )
 from torchrl_llm_kl.losses.objectives._covariance import (
@@ -198,6 +201,7 @@ ObjectiveName = Literal[
     "opmd",
     "orpo",
     "ppo",
+    "ppo_on_policy",
     "preference_sum",
     "rec",
     "ref_kl",
@@ -262,7 +266,6 @@ class ObjectiveArgs(TypedDict, total=False):
     f_alpha: Tensor | float | nn.Module
     f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
-    fallback_to_policy_gradient: bool
     fraction: float
     grpo_loss_agg_mode: Aggregation | None
     ipo_threshold: Tensor | float | nn.Module | None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+import contextlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from tensordict import NestedKey
 from torch import Tensor
+from typing_extensions import Self
 
 from torchrl_llm_kl._numerics import check_is_mask, check_is_number, check_same_shape, widen
 from torchrl_llm_kl.losses._arithmetic import clean
@@ -16,22 +18,41 @@ from torchrl_llm_kl.losses._arithmetic import clean
 _TOKEN, _OUTCOME, _ROW = "[*B, T]", "[*B, T, k + 1]", "[*B]"
 
 
+class MissingInputError(ValueError):
+    """A function reads an input that the record does not have.
+
+    Args:
+        name: of the input.
+        owner: the function.
+    """
+
+    def __init__(self, name: str, owner: str = "the loss") -> None:
+        super().__init__(name, owner)
+        self.name, self.owner = name, owner
+
+    def __str__(self) -> str:
+        return f"{self.owner} needs {self.name}: pass {self.name}= to LossInputs, {SHAPES[self.name]}."
+
+
 def _optional(shape: str = _TOKEN, **facts: object) -> Any:
     """``key`` of the entry that holds it; ``boolean``; ``graph`` if its gradient is kept."""
-    return field(default=None, metadata={"shape": shape, **facts})
+    return field(default_factory=lambda: None, metadata={"shape": shape, **facts})
 
 
 @dataclass(frozen=True, eq=False)
 class LossInputs:
-    """What a loss reads of its tokens and sequences; None for what is not there.
+    """The tensors that a loss reads, one number per token, sequence or outcome.
 
-    Outcomes of ``M`` teachers are ``[*B, T, M, k + 1]``. Gradients flow into
-    ``log_prob``, ``entropy``, ``kl``, ``teacher_divergence`` and ``outcomes`` alone: the others are data, even if they have a
-    graph.
+    Only ``log_prob`` and ``mask`` are always there. The others may be left out, and reading one that was left out raises a
+    :class:`MissingInputError`; :meth:`get` returns None for it.
+
+    The record is clean: every number is float32 or wider, and 0 (False) where the mask is False, so that a NaN of a
+    masked-out token reaches neither a sum nor a gradient. Gradients flow only into ``log_prob``, ``entropy``, ``kl``,
+    ``teacher_divergence`` and ``outcomes``; the others are detached. Outcomes of ``M`` teachers are ``[*B, T, M, k + 1]``.
 
     Args:
         log_prob: nats, of the sampled tokens under the current policy, with graph; ``[*B, T]``.
-        mask: True at trained tokens, whatever others hold, even NaN; bool ``[*B, T]``.
+        mask: True at trained tokens; bool ``[*B, T]``.
         old_log_prob: nats, under the policy that sampled the tokens; ``[*B, T]``.
         ref_log_prob: nats, under the frozen reference; ``[*B, T]``.
         advantage: in units of the reward; ``[*B, T]``.
@@ -47,91 +68,144 @@ class LossInputs:
         teacher_outcomes: the same under the teacher; same shape.
         pair_id: the pair that a sequence belongs to; integers ``[*B]``.
         chosen: True for a preferred sequence, of its pair or by itself; bool ``[*B]``.
-        reference_point: nats, what log-ratios are compared with, from a whole batch; ``[*B]``.
+        reference_point: nats, subtracted from log-ratios, computed from a whole batch; ``[*B]``.
         match_id: equal for two sequences matched over a whole batch; integers ``[*B]``.
-        is_clean: whether inputs per token are 0 or False where the mask is False; objectives then need not make them so.
+
+    Raises:
+        ValueError: for unequal shapes.
+        TypeError: for a mask that is not boolean, or a boolean tensor in the place of numbers.
 
     Example:
-        >>> inputs = LossInputs(torch.tensor([[-1.0]]), torch.tensor([[True]]), advantage=torch.tensor([[2.0]]))
-        >>> inputs.advantage, sorted(inputs.given)
-        (tensor([[2.]]), ['advantage', 'log_prob', 'mask'])
+        >>> log_prob, mask = torch.tensor([[-1.0, torch.nan]]), torch.tensor([[True, False]])
+        >>> inputs = LossInputs(log_prob, mask, advantage=torch.tensor([[2.0, 3.0]]))
+        >>> inputs.log_prob, inputs.advantage, inputs.get("entropy")
+        (tensor([[-1., 0.]]), tensor([[2., 0.]]), None)
     """
 
     log_prob: Tensor = field(metadata={"shape": _TOKEN, "graph": True})
     mask: Tensor = field(metadata={"shape": _TOKEN, "boolean": True})
-    old_log_prob: Tensor | None = _optional(key=("next", "log_probs", "full"))
-    ref_log_prob: Tensor | None = _optional(key=("next", "ref_log_probs", "full"))
-    advantage: Tensor | None = _optional(key="advantage")
-    expert_mask: Tensor | None = _optional(key="expert_mask", boolean=True)
-    message_role: Tensor | None = _optional(key="message_role")
-    sampler_log_prob: Tensor | None = _optional(key=("next", "sampler_log_probs", "full"))
-    entropy: Tensor | None = _optional(graph=True)
-    selected: Tensor | None = _optional(key="selected", boolean=True)
-    kl: Tensor | None = _optional(graph=True)
-    teacher_divergence: Tensor | None = _optional(graph=True)
-    sharp_log_prob: Tensor | None = _optional()
-    outcomes: Tensor | None = _optional(_OUTCOME, graph=True)
-    teacher_outcomes: Tensor | None = _optional(_OUTCOME)
-    pair_id: Tensor | None = _optional(_ROW, key="pair_id")
-    chosen: Tensor | None = _optional(_ROW, key="chosen", boolean=True)
-    reference_point: Tensor | None = _optional(_ROW, key="reference_point")
-    match_id: Tensor | None = _optional(_ROW, key="match_id")
-    is_clean: bool = field(default=False, metadata={"shape": None})
+    old_log_prob: Tensor = _optional(key=("next", "log_probs", "full"))
+    ref_log_prob: Tensor = _optional(key=("next", "ref_log_probs", "full"))
+    advantage: Tensor = _optional(key="advantage")
+    expert_mask: Tensor = _optional(key="expert_mask", boolean=True)
+    message_role: Tensor = _optional(key="message_role")
+    sampler_log_prob: Tensor = _optional(key=("next", "sampler_log_probs", "full"))
+    entropy: Tensor = _optional(graph=True)
+    selected: Tensor = _optional(key="selected", boolean=True)
+    kl: Tensor = _optional(graph=True)
+    teacher_divergence: Tensor = _optional(graph=True)
+    sharp_log_prob: Tensor = _optional()
+    outcomes: Tensor = _optional(_OUTCOME, graph=True)
+    teacher_outcomes: Tensor = _optional(_OUTCOME)
+    pair_id: Tensor = _optional(_ROW, key="pair_id")
+    chosen: Tensor = _optional(_ROW, key="chosen", boolean=True)
+    reference_point: Tensor = _optional(_ROW, key="reference_point")
+    match_id: Tensor = _optional(_ROW, key="match_id")
+
+    def __post_init__(self) -> None:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        check_inputs(given)
+        self._hold({name: _cleaned(name, value, self.mask) for name, value in given.items()})
+
+    @classmethod
+    def of_clean(cls, **given: Tensor) -> LossInputs:
+        """A record of tensors that are 0 or False outside the mask already: nothing is copied."""
+        check_inputs(given)
+        inputs = cls.__new__(cls)
+        inputs._hold({name: _typed(name, value) for name, value in given.items()})
+        return inputs
+
+    def _hold(self, given: dict[str, Tensor]) -> None:
+        # What was left out must not be in the instance, so that reading it ends in __getattr__.
+        vars(self).clear()
+        vars(self).update(given)
+
+    if not TYPE_CHECKING:  # a checker then reports names that are no fields
+
+        def __getattr__(self, name: str) -> Tensor:
+            if name not in INPUTS:
+                raise AttributeError(f"LossInputs has no input {name!r}: its inputs are {', '.join(INPUTS)}.")
+            raise MissingInputError(name)
+
+    def get(self, name: str) -> Tensor | None:
+        """An input, None if it was left out."""
+        return vars(self).get(name)
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """``log_prob - old_log_prob``, nats."""
+        return self.log_prob - self.old_log_prob
 
     @property
     def given(self) -> dict[str, Tensor]:
         """The inputs that are there, by name."""
-        return {name: value for name in INPUTS if (value := getattr(self, name)) is not None}
+        return dict(vars(self))
 
-    def replace(self, **changes: Tensor | None) -> LossInputs:
-        """A copy with some inputs changed, which need not be clean."""
-        return replace(self, is_clean=False, **changes)  # type: ignore[arg-type]
+    def replace(self, **changes: Tensor) -> Self:
+        """A copy with some inputs other than the mask changed or added, which need not be clean."""
+        assert "mask" not in changes, "within() narrows the mask"
+        check_inputs({"mask": self.mask, **changes})
+        inputs = self.__class__.__new__(self.__class__)
+        inputs._hold({**vars(self), **{name: _cleaned(name, value, self.mask) for name, value in changes.items()}})
+        return inputs
 
-    def check(self, owner: str) -> None:
-        """Raise a ValueError for unequal shapes, a TypeError for a mask that is not boolean or a number that is."""
-        given = self.given
-        check_same_shape(mask=self.mask, **{key: given[key] for key in PER_TOKEN if key in given})
-        check_is_mask(**{key: given[key] for key in _BOOLEAN if key in given})
-        check_is_number(**{key: given[key] for key in PER_TOKEN if key in given and key not in _BOOLEAN})
-        check_same_shape(**{key: given[key] for key in PER_OUTCOME if key in given})
-        shape = tuple(self.mask.shape)
-        for key in PER_OUTCOME:
-            if key in given and (given[key].shape[: len(shape)] != shape or given[key].ndim - len(shape) not in (1, 2)):
-                sizes = ", ".join(map(str, shape))
-                expected = f"({sizes}, k + 1) or, for M teachers, ({sizes}, M, k + 1)"
-                raise ValueError(f"{owner}: {key} has shape {tuple(given[key].shape)}, expected {expected}.")
-        for key in PER_ROW:
-            if key in given and given[key].shape != shape[:-1]:
-                expected = f"one value per sequence, {shape[:-1]}"
-                raise ValueError(f"{owner}: {key} has shape {tuple(given[key].shape)}, expected {expected}.")
+    def within(self, mask: Tensor) -> Self:
+        """A copy for those of the tokens where ``mask`` is True."""
+        mask = self.mask & mask
+        inputs = self.__class__.__new__(self.__class__)
+        inputs._hold({name: _cleaned(name, value, mask) for name, value in vars(self).items()} | {"mask": mask})
+        return inputs
 
-    def cleaned(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Some inputs, 0 or False where the mask is False and float32 or wider; data without its graph."""
-        out = {"mask": self.mask}
-        for key, x in self.given.items():
-            if key in names and key in PER_ROW:
-                out[key] = clean(x, self.mask.any(-1)) if x.is_floating_point() else x
-            elif key in names and key != "mask":
-                mask = self.mask.reshape(*self.mask.shape, *[1] * (x.ndim - self.mask.ndim))
-                x = x if key in _WITH_GRAPH else x.detach()
-                out[key] = clean(x, mask) if not self.is_clean else x if x.dtype == torch.bool else widen(x)[0]
-        return out
+
+def check_inputs(given: dict[str, Tensor]) -> None:
+    """Raise a ValueError for unequal shapes, a TypeError for a mask that is not boolean or a number that is."""
+    mask = given["mask"]
+    per_token = {name: given[name] for name in PER_TOKEN if name in given}
+    check_same_shape(mask=mask, **per_token)
+    check_is_mask(**{name: given[name] for name in _BOOLEAN if name in given})
+    check_is_number(**{name: value for name, value in per_token.items() if name not in _BOOLEAN})
+    check_same_shape(**{name: given[name] for name in PER_OUTCOME if name in given})
+    shape = tuple(mask.shape)
+    for name in PER_OUTCOME:
+        if name in given and (given[name].shape[: len(shape)] != shape or given[name].ndim - len(shape) not in (1, 2)):
+            sizes = ", ".join(map(str, shape))
+            expected = f"({sizes}, k + 1) or, for M teachers, ({sizes}, M, k + 1)"
+            raise ValueError(f"{name} has shape {tuple(given[name].shape)}, expected {expected}.")
+    for name in PER_ROW:
+        if name in given and given[name].shape != shape[:-1]:
+            expected = f"one value per sequence, {shape[:-1]}"
+            raise ValueError(f"{name} has shape {tuple(given[name].shape)}, expected {expected}.")
+
+
+def _typed(name: str, value: Tensor) -> Tensor:
+    """Numbers of tokens in float32 or wider, and data without graph."""
+    value = value if name in _WITH_GRAPH else value.detach()
+    if value.dtype == torch.bool or (name in PER_ROW and not value.is_floating_point()):
+        return value
+    return widen(value)[0]
+
+
+def _cleaned(name: str, value: Tensor, mask: Tensor) -> Tensor:
+    if name == "mask":
+        return value
+    value = _typed(name, value)
+    if name in PER_ROW:
+        return clean(value, mask.any(-1)) if value.is_floating_point() else value
+    return clean(value, mask.reshape(*mask.shape, *[1] * (value.ndim - mask.ndim)))
 
 
 def _with(**facts: object) -> tuple[str, ...]:
     return tuple(f.name for f in fields(LossInputs) if all(f.metadata.get(key) == x for key, x in facts.items()))
 
 
-#: Every input. All other arguments of an objective are hyper-parameters.
-INPUTS = tuple(name for name in _with() if name != "is_clean")
+#: Every input, and its shape.
+INPUTS, SHAPES = _with(), {f.name: str(f.metadata["shape"]) for f in fields(LossInputs)}
 #: Inputs of one value per token, beside the mask.
 PER_TOKEN = tuple(name for name in _with(shape=_TOKEN) if name != "mask")
 #: Inputs of several values per token, of one teacher or of each.
 PER_OUTCOME = _with(shape=_OUTCOME)
 #: Inputs of one value per sequence.
 PER_ROW = _with(shape=_ROW)
-#: Inputs of every objective beside log_prob and mask, read or not.
-SHARED = ("old_log_prob", "ref_log_prob", "advantage", "expert_mask")
 #: Inputs that are NaN where the sampler computed no log-prob.
 OF_SAMPLER = ("old_log_prob", "sampler_log_prob")
 #: Input -> the entry of the data that holds it; a model computes the others.
@@ -141,14 +215,71 @@ _BOOLEAN, _WITH_GRAPH = _with(boolean=True), _with(graph=True)
 MASKS = tuple(name for name in PER_TOKEN if name in _BOOLEAN and name in KEYS)
 
 
+# ------------------------------------------------------------------ which inputs a function reads
+
+
 def dummy_inputs(*, teachers: int = 1, device: torch.device | None = None) -> LossInputs:
     """One token in each of six sequences, pairs or triples, for a dry run before there is data."""
     zeros = torch.zeros(6, 1, device=device)
     row, place = zeros.squeeze(-1), torch.arange(6, device=device)
     first = place % 2 == 0
-    given: dict[str, Any] = dict.fromkeys(PER_TOKEN, zeros)
+    given = dict.fromkeys(PER_TOKEN, zeros)
     given |= dict.fromkeys(PER_OUTCOME, zeros.new_full((6, 1, teachers, 2), 0.5).log())
     given |= dict.fromkeys(("pair_id", "match_id"), place // 2)
-    return LossInputs(mask=zeros == 0, **given, reference_point=row, chosen=first).replace(
-        selected=zeros == 1, expert_mask=~first.unsqueeze(-1)
-    )
+    given |= {"selected": zeros == 1, "expert_mask": ~first.unsqueeze(-1), "reference_point": row, "chosen": first}
+    return LossInputs.of_clean(mask=zeros == 0, **given)
+
+
+class Reads(NamedTuple):
+    """The inputs that a function reads, beside ``log_prob`` and ``mask``."""
+
+    #: It raises without these.
+    required: frozenset[str]
+    #: It asks whether these are there.
+    optional: frozenset[str]
+
+    def among(self, there: Collection[str]) -> frozenset[str]:
+        """Those that it reads where these are there."""
+        return self.required | (self.optional & frozenset(there))
+
+
+class _Watched(LossInputs):
+    """Dummy inputs that note which of them a function reads; :meth:`get` finds only those in ``there``."""
+
+    def __init__(self, dummy: LossInputs, there: Collection[str]) -> None:
+        notes = {"dummy": dummy, "there": there, "required": set[str](), "optional": set[str]()}
+        vars(self).update(log_prob=dummy.log_prob, mask=dummy.mask, notes=notes)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor:
+            if name not in INPUTS:
+                return super().__getattr__(name)
+            self.notes["required"].add(name)
+            return getattr(self.notes["dummy"], name)
+
+    def get(self, name: str) -> Tensor | None:
+        own = vars(self)
+        if name in own:
+            return super().get(name)
+        own["notes"]["optional"].add(name)
+        dummy: LossInputs = own["notes"]["dummy"]
+        return dummy.get(name) if name in own["notes"]["there"] else None
+
+    @property
+    def given(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if name in INPUTS}
+
+    def within(self, mask: Tensor) -> Self:
+        return self  # the values of a dry run do not matter
+
+
+def reads_of(function: Callable[[LossInputs], object], dummy: LossInputs, there: Collection[str] = INPUTS) -> Reads:
+    """The inputs that a function reads where the data holds those of ``there``: it runs once, on dummy tokens."""
+    watched: Any = _Watched(dummy, there)
+    # A function may raise where an input is missing that it asked for. What it had asked for until then is noted.
+    raises = () if {*INPUTS} <= {*there} else (Exception,)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), contextlib.suppress(*raises):  # a selection may be random
+        function(watched)
+    required, optional = watched.notes["required"], watched.notes["optional"]
+    return Reads(frozenset(required), frozenset(optional - required))

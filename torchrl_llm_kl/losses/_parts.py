@@ -15,8 +15,8 @@ from typing_extensions import TypedDict, Unpack
 from torchrl_llm_kl._numerics import Scalar, check_choice
 from torchrl_llm_kl._registry import Spec, members_of, signature_of
 from torchrl_llm_kl.estimators import WideBuffers, check_placement
-from torchrl_llm_kl.losses._inputs import INPUTS, OF_SAMPLER, LossInputs, dummy_inputs
-from torchrl_llm_kl.losses._objective import LossTerm, spec_of
+from torchrl_llm_kl.losses._inputs import INPUTS, OF_SAMPLER, LossInputs, Reads, dummy_inputs, reads_of
+from torchrl_llm_kl.losses._objective import LossTerm
 from torchrl_llm_kl.losses.corrections import (
     Divergence,
     Level,
@@ -33,15 +33,13 @@ Coefficient = Scalar | nn.Module
 
 
 class Part(WideBuffers):
-    """A function of per-token tensors together with its hyper-parameters.
+    """A function of one record of inputs together with its hyper-parameters.
 
-    Hyper-parameters that are numbers are buffers: saved, moved, and changed in place by assignment
-    (``part.clip_high = 0.3``). Modules, such as an :class:`~torchrl_llm_kl.AdaptiveKLCoefficient`, are called for their
-    value. All others are stored unchanged.
+    Hyper-parameters that are numbers are buffers: saved, moved, and changed in place by assignment. Modules, such as an
+    :class:`~torchrl_llm_kl.AdaptiveKLCoefficient`, are called for their value. All others are stored unchanged.
 
     Args:
-        function: takes keyword arguments.
-        inputs: names of the tensors that it may take.
+        function: takes the inputs, and its hyper-parameters as keywords.
         hyper: its hyper-parameters; omitted ones have the function's defaults.
 
     Raises:
@@ -49,50 +47,44 @@ class Part(WideBuffers):
         TypeError: if it has no such hyper-parameter, or one that must be a number is not.
     """
 
-    def __init__(self, function: Callable[..., Any], inputs: tuple[str, ...] = INPUTS, /, **hyper: Any) -> None:
+    def __init__(self, function: Callable[..., Any], /, **hyper: Any) -> None:
         super().__init__()
-        signature = signature_of(function)
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.values())
+        _, *parameters = signature_of(function).values()
         self.function = function
-        self.inputs = tuple(name for name in inputs if name in signature or takes_any)
-        without = {name for name, parameter in signature.items() if parameter.default is parameter.empty}
-        self._required = tuple(name for name in inputs if name in without and name not in ("log_prob", "mask"))
         self.settings: dict[str, object] = {}
-        defaults = {name: signature[name].default for name in signature if name not in {*inputs, *without}}
-        self._floats = frozenset(name for name, x in signature.items() if isinstance(x.default, float) or _is_scalar(x))
+        self._reads: dict[frozenset[str], Reads] = {}
+        self._floats = frozenset(x.name for x in parameters if isinstance(x.default, float) or _is_scalar(x))
+        defaults = {x.name: x.default for x in parameters if x.default is not x.empty}
         hyper = {name: self._number(name, value) for name, value in hyper.items()}
         for name, value in {**defaults, **hyper}.items():
             self._store(name, value)
         self._check(hyper)
 
-    def run(self, given: Mapping[str, Tensor], **settings: Any) -> Any:
-        """Call the function with whatever of ``given`` it accepts, and with ``settings``."""
-        taken = {name: given[name] for name in self.inputs if name in given}
+    def run(self, inputs: Any) -> Any:
+        """Call the function."""
         # Kernels of every device take a number of the CPU as it is; one of another device must come to the inputs.
-        device = next((x.device for x in taken.values()), None)
+        device = next(x.device for x in vars(inputs).values() if isinstance(x, Tensor))
         hyper = {
             name: x.to(device) if isinstance(x, Tensor) and x.device.type != "cpu" else x
             for name, x in self.hyper.items()
         }
-        return self.function(**taken, **hyper, **settings)
+        return self.function(inputs, **hyper)
+
+    def dummy(self, hyper: Mapping[str, Any]) -> Any:
+        """Inputs of a few tokens, on which the function checks hyper-parameters."""
+        return dummy_inputs(teachers=len(hyper.get("teacher_weights") or (1,)), device=device_of(self))
+
+    def reads(self, there: Collection[str] = INPUTS) -> Reads:
+        """The inputs that the function reads under its current hyper-parameters, if the data holds those of ``there``."""
+        key = frozenset(there)
+        if key not in self._reads:
+            self._reads[key] = reads_of(self.run, self.dummy(self.hyper), key)
+        return self._reads[key]
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        """The inputs that the function requires under its current hyper-parameters, beside ``log_prob`` and ``mask``.
-
-        A function without an :class:`~torchrl_llm_kl.losses.ObjectiveSpec` requires its inputs that have no default.
-        """
-        spec = spec_of(self.function)
-        return self._required if spec is None else spec.required(self.hyper)
-
-    def reads(self, given: Collection[str]) -> set[str]:
-        """The inputs that the function reads if it gets ``given``: also the optional log-probs of a sampler.
-
-        A function without an :class:`~torchrl_llm_kl.losses.ObjectiveSpec` may read each that it takes.
-        """
-        spec = spec_of(self.function)
-        optional = {*OF_SAMPLER} & {*given} if spec is None else spec.optional(given, self.hyper)
-        return {*self.needs, *(name for name in optional if name in self.inputs)}
+    def needs(self) -> frozenset[str]:
+        """The inputs that the function requires under its current hyper-parameters, beside ``log_prob`` and ``mask``."""
+        return self.reads().required
 
     @property
     def leaves_out_experts(self) -> bool:
@@ -126,6 +118,7 @@ class Part(WideBuffers):
         value = self._number(name, value)
         if not isinstance(value, Tensor):
             self._check({**self.hyper, name: value})
+        self._reads.clear()
         buffer = self._buffers.get(name)
         if buffer is not None and isinstance(value, (int, float, Tensor)):
             buffer.copy_(torch.as_tensor(value))
@@ -140,10 +133,10 @@ class Part(WideBuffers):
             return value
         if isinstance(value, Tensor):
             if value.numel() != 1 or value.requires_grad:
-                found = (
+                fault = (
                     "requires grad but would be copied" if value.requires_grad else f"has shape {tuple(value.shape)}"
                 )
-                raise ValueError(f"{name} {found}: pass one number, or a module that returns it.")
+                raise ValueError(f"{name} {fault}: pass one number, or a module that returns it.")
             return value.reshape(())
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{name} must be a number, a tensor or a module, got {value!r}.")
@@ -163,10 +156,8 @@ class Part(WideBuffers):
         for name, value in hyper.items():
             if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:  # no host sync
                 values[name] = value.item()
-        dummy = dummy_inputs(teachers=len(values.get("teacher_weights") or (1,)), device=device_of(self))
-        inputs = dict.fromkeys(self.inputs, dummy.log_prob) | dummy.given
         with torch.no_grad():
-            self.function(**{name: inputs[name] for name in self.inputs}, **values)
+            self.function(self.dummy(values), **values)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_buffers", {}) or name in self.__dict__.get("settings", {}):
@@ -208,16 +199,15 @@ class TermPart(Part):
     Example:
         >>> from torchrl_llm_kl.losses import ppo
         >>> part = TermPart(ppo, clip_high=0.28)
-        >>> part.clip_high = 0.3
-        >>> part.clip_high, part.needs
-        (tensor(0.3000), ('advantage', 'old_log_prob'))
+        >>> part.clip_high, sorted(part.needs)
+        (tensor(0.2800), ['advantage', 'old_log_prob'])
     """
 
     def forward(self, inputs: LossInputs) -> tuple[LossTerm, ...]:
         """The terms for these inputs."""
-        clean = inputs.is_clean and spec_of(self.function) is not None
-        terms: tuple[LossTerm, ...] = self.run(inputs.given, **({"is_clean": True} if clean else {}))
-        if (mu := self._modules.get("mu")) is not None:
+        terms: tuple[LossTerm, ...] = self.run(inputs)
+        mu = self._modules.get("mu")
+        if mu is not None:
             terms = *terms[:-1], terms[-1].replace(metrics={**terms[-1].metrics, "mu": mu().detach()})
         return terms
 
@@ -238,8 +228,8 @@ class KLToReference(TermPart):
         KLPlacementWarning: if the estimator's gradient in a loss is not the reverse KL's.
 
     Example:
-        >>> KLToReference(0.01, "exact").needs
-        ('kl',)
+        >>> sorted(KLToReference(0.01, "exact").needs)
+        ['kl']
     """
 
     def __init__(
@@ -279,8 +269,8 @@ class DivergenceToTeacher(TermPart):
         teacher_weights: one number for each teacher; see :func:`~torchrl_llm_kl.losses.distill`.
 
     Example:
-        >>> DivergenceToTeacher(0.1, beta=0.0).needs
-        ('outcomes', 'teacher_outcomes')
+        >>> sorted(DivergenceToTeacher(0.1, beta=0.0).needs)
+        ['outcomes', 'teacher_outcomes']
     """
 
     def __init__(
@@ -319,22 +309,23 @@ class EntropyBonus(TermPart):
 
 
 class Correction(Part):
-    """A function that returns one weight per token, which multiplies the objective (not the other terms).
+    """A function that returns one weight per token, which multiplies the objective (not the other terms), and metrics.
 
     Example:
-        >>> halved = Correction(lambda mask, factor=0.5: (factor * mask, {}))
+        >>> halved = Correction(lambda inputs, factor=0.5: (factor * inputs.mask, {}))
         >>> halved(LossInputs(torch.zeros(1, 2), torch.tensor([[True, False]])))[0]
         tensor([[0.5000, 0.0000]])
     """
 
     def forward(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """The weights for these inputs, and metrics."""
-        return self.run(inputs.given)
+        weights, metrics = self.run(inputs)
+        return weights, metrics
 
     @property
     def leaves_out_experts(self) -> bool:
         """Whether it corrects for the sampler: no policy sampled experts' tokens."""
-        return not {*OF_SAMPLER}.isdisjoint(self.reads(OF_SAMPLER))
+        return not frozenset(OF_SAMPLER).isdisjoint(self.needs | self.reads().optional)
 
 
 class ImportanceWeights(Correction):
@@ -344,8 +335,8 @@ class ImportanceWeights(Correction):
     :func:`~torchrl_llm_kl.losses.importance_weights`.
 
     Example:
-        >>> ImportanceWeights(high=3.0).needs
-        ('old_log_prob', 'sampler_log_prob')
+        >>> sorted(ImportanceWeights(high=3.0).needs)
+        ['old_log_prob', 'sampler_log_prob']
     """
 
     def __init__(
@@ -366,8 +357,8 @@ class RejectionMask(Correction):
     :func:`~torchrl_llm_kl.losses.rejection_mask`.
 
     Example:
-        >>> RejectionMask("seq_max_k3", high=0.1).needs
-        ('old_log_prob', 'sampler_log_prob')
+        >>> sorted(RejectionMask("seq_max_k3", high=0.1).needs)
+        ['old_log_prob', 'sampler_log_prob']
     """
 
     def __init__(self, divergence: Divergence, *, low: float | None = None, high: float | None = None) -> None:
@@ -381,8 +372,8 @@ class OffPolicySequenceMask(Correction):
         delta: nats per token; see :func:`~torchrl_llm_kl.losses.off_policy_sequence_mask`.
 
     Example:
-        >>> OffPolicySequenceMask().needs
-        ('old_log_prob', 'advantage')
+        >>> sorted(OffPolicySequenceMask().needs)
+        ['advantage', 'old_log_prob']
     """
 
     def __init__(self, delta: float = 0.1) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import make_dataclass, replace
+from dataclasses import make_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from torchrl_llm_kl._numerics import check_finite, check_not_a_name, finite_tota
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, Aggregation
 from torchrl_llm_kl.losses._inputs import (
+    INPUTS,
     KEYS,
     MASKS,
     OF_SAMPLER,
@@ -334,6 +334,12 @@ class PolicyLoss(TokenLoss):
         return {name for part in self._parts for name in part.needs}
 
     @property
+    def reads(self) -> frozenset[str]:
+        """The inputs that a part of the loss requires, or reads if the data holds them."""
+        possible = [part.reads(there) for part in self._parts for there in (INPUTS, ())]
+        return frozenset().union(*(reads.among(INPUTS) for reads in possible))
+
+    @property
     def _teachers(self) -> list[NestedKey]:
         """The key of each teacher's top k."""
         key = self.tensor_keys.top_k
@@ -387,14 +393,13 @@ class PolicyLoss(TokenLoss):
             self._dry_run(len(self._teachers))  # each has a weight
 
     @property
-    def _data_needs(self) -> set[str]:
-        """The inputs that the data must hold."""
-        of_data = {*KEYS, "teacher_outcomes"} - (set() if self.reference is None else {"ref_log_prob"})
-        return self._needs & of_data
+    def _of_data(self) -> set[str]:
+        """The inputs that no model computes."""
+        return {*KEYS, "teacher_outcomes"} - (set() if self.reference is None else {"ref_log_prob"})
 
     @property
     def _data_keys(self) -> list[NestedKey]:
-        needs = self._data_needs
+        needs = self._needs & self._of_data
         keys = [getattr(self.tensor_keys, name) for name in KEYS if name in needs]
         if "teacher_outcomes" in needs:
             keys += [entry for key in self._teachers for entry in top_k_entries(key)]
@@ -426,29 +431,36 @@ class PolicyLoss(TokenLoss):
             known.add("entropy")
         if known & {"kl", "teacher_divergence"}:
             known.add("ref_log_prob")  # scored along with an exact KL
-        given: dict[str, Any] = {name: value for name, value in inputs.given.items() if name in known}
-        common = common_metrics(LossInputs(**given))
+        common = common_metrics(LossInputs(**{name: value for name, value in inputs.given.items() if name in known}))
         keys: list[NestedKey] = [*(f"loss_{name}" for name in names), *merge_metrics(terms, {**common, **metrics})]
         return keys, [self._mode(term) for term in terms]
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> LossOutput:
         """The loss of a batch, a micro-batch or a single trajectory, which is not changed; see the class."""
-        td, response, inputs, top_ids = self._read(tensordict, check=True)
-        inputs = self._score(response, inputs, top_ids, **self._replayed(td, response.tokens))
+        td, response, data, top_ids = self._read(tensordict, check=True)
+        inputs = self._score(response, data, top_ids, **self._replayed(td, response.tokens))
         response.check_finite(self._named(inputs.given, _COMPUTED))
         self._check_teachers(response, inputs)
         terms, metrics = self._terms(inputs)
         return self._output(td, response, terms, {**common_metrics(inputs, response.counts), **metrics})
 
     def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
-        inputs = self._read(td)[2]
-        zeros = inputs.log_prob.to(inputs.mask.device)
-        filled = {name: zeros for name in PER_TOKEN if name not in (*MASKS, *OF_SAMPLER)}
+        _, response, data, _ = self._read(td)
+        zeros = torch.zeros_like(response.mask, dtype=torch.float32)
+        filled = {"log_prob": zeros} | {name: zeros for name in PER_TOKEN if name not in (*MASKS, *OF_SAMPLER)}
         filled |= dict.fromkeys(PER_OUTCOME, zeros.new_zeros(*zeros.shape, len(self._teachers), 1))
-        if inputs.old_log_prob is None:  # the place of the sampler's own may be taken by it
+        if "old_log_prob" not in data:  # the place of the sampler's own may be taken by it
             filled["old_log_prob"] = zeros
-        return self._terms(inputs.replace(**filled))[0]
+        return self._terms(self._inputs(response, {**data, **filled}))[0]
+
+    @staticmethod
+    def _inputs(response: ResponseTokens, given: Mapping[str, Tensor]) -> LossInputs:
+        """The record of gathered tensors, which are 0 outside the mask, and of numbers of sequences."""
+        gathered = {name: value for name, value in given.items() if name not in PER_ROW}
+        rows = {name: given[name] for name in PER_ROW if name in given}
+        inputs = LossInputs.of_clean(mask=response.mask, **gathered)
+        return inputs.replace(**rows) if rows else inputs
 
     def batch_inputs(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Store what the objective takes from a whole batch with each row: ``reference_point`` or ``match_id``, if it has one.
@@ -470,7 +482,7 @@ class PolicyLoss(TokenLoss):
         once = self.once
         if once is None:
             return tensordict
-        td, response, inputs, _ = self._read(tensordict, without=once.name, check=not once.mismatched)
+        td, response, data, _ = self._read(tensordict, without=once.name, check=not once.mismatched)
         replayed = {} if once.mismatched else self._replayed(td, response.tokens)
         if once.mismatched:
             if self._reference_scorer is None:
@@ -479,49 +491,50 @@ class PolicyLoss(TokenLoss):
                     f"model as reference=, or store {once.name!r} yourself ({once.function.__name__})."
                 )
             response = ResponseTokens(*mismatch(response.tokens, response.flat_mask))
-            inputs = _unscored(response.mask)
+            data = {}
         with torch.no_grad():
-            inputs = self._score(response, inputs, **replayed)
+            inputs = self._score(response, data, **replayed)
         response.check_finite(self._named(inputs.given, _COMPUTED))
-        taken = inspect.signature(once.function).parameters
-        value = once.function(**{name: x for name, x in inputs.given.items() if name in taken})
+        value = once.function(inputs)
         key = getattr(self.tensor_keys, once.name)
         own_leaves(tensordict, key)  # do not write into the storage of a replay buffer
         return tensordict.set(key, value.reshape(td.batch_size).to(td.device or value.device))
 
     def _read(
         self, tensordict: TensorDictBase, *, without: str | None = None, check: bool = False
-    ) -> tuple[TensorDictBase, ResponseTokens, LossInputs, Tensor | None]:
+    ) -> tuple[TensorDictBase, ResponseTokens, dict[str, Tensor], Tensor | None]:
         """The data with its batch dimensions, its trained tokens, and the inputs that it holds for them but one.
 
         With a distillation also the ids of the outcomes at all tokens, ``[N, M, k]``. ``check`` that numbers are finite.
         """
         td, located, responses = self._read_tokens(tensordict)
         tokens, within = located.tokens, None if responses is None else responses.host_mask
-        needs, who = self._data_needs - {without}, name_of(self.objective.function)
-        taken = {name for part in self._parts for name in part.inputs} | set(_LOG_PROBS)
-        flat: dict[str, Tensor] = {}
-        rows: dict[str, Tensor] = {}
+        who, asked = name_of(self.objective.function), self.reads | {*_LOG_PROBS}
         places: dict[str, NestedKey] = {}
-        for name in [name for name in KEYS if name in taken and name != without]:
+        for name in [name for name in KEYS if name in asked and name != without]:
             key = getattr(self.tensor_keys, name)
-            found = find_log_probs(td, key) if name in _LOG_PROBS else find_key(td, key)
-            if found is None and (name in needs or self._is_set(name)):
+            place = find_log_probs(td, key) if name in _LOG_PROBS else find_key(td, key)
+            if place is not None:
+                places[name] = place
+        there = {*INPUTS} - {*KEYS} | {*places}
+        needs = {name for part in self._parts for name in part.reads(there).required} & self._of_data - {without}
+        for name in [name for name in KEYS if name in asked and name != without and name not in places]:
+            if name in needs or self._is_set(name):
                 advice = f"Add the entry, or say where it is with set_keys({name}=...)."
                 if self.once is not None and self.once.name == name:
                     advice = f"batch_inputs(batch) computes it from a whole batch. {advice}"
-                require_key(td, key, f"{who} needs {name}", advice)
-            if found is None:
-                continue
+                require_key(td, getattr(self.tensor_keys, name), f"{who} needs {name}", advice)
+        flat: dict[str, Tensor] = {}
+        rows: dict[str, Tensor] = {}
+        for name, place in places.items():
             if name in PER_ROW:
-                value = per_sequence(td, found)
+                value = per_sequence(td, place)
                 if value is None:
-                    raise ValueError(f"{found!r} must hold one value for each sequence: it is read as {name}.")
+                    raise ValueError(f"{place!r} must hold one value for each sequence: it is read as {name}.")
                 rows[name] = value
                 continue
             fill, repeats = 0.0 if name in MASKS else math.nan, name not in _LOG_PROBS
-            flat[name] = per_token(td, found, tokens, within, fill=fill, repeats=repeats).detach()
-            places[name] = found
+            flat[name] = per_token(td, place, tokens, within, fill=fill, repeats=repeats).detach()
         teachers = read_top_k(td, self._teachers, tokens, within) if "teacher_outcomes" in needs else None
         flat |= {name: as_mask(flat[name], getattr(self.tensor_keys, name)) for name in MASKS if name in flat}
         mask, old = located.mask, None
@@ -534,7 +547,7 @@ class PolicyLoss(TokenLoss):
             if "expert_mask" in flat:  # no policy sampled those tokens
                 unscored = unscored & ~flat["expert_mask"]
             flat[name] = torch.where(unscored, math.nan, value) if zeros else value
-            if name == "old_log_prob" and any(name in part.reads(flat) for part in self._parts):
+            if name == "old_log_prob" and any(name in part.reads(there).among(flat) for part in self._parts):
                 old, mask = (value, unscored), mask > unscored  # and not
         # One copy shows which tokens are left out, and that the numbers of the others are finite.
         named = self._named(flat, flat) if check else {}
@@ -545,14 +558,14 @@ class PolicyLoss(TokenLoss):
             value, unscored = old
             self._reader.warn_of_unscored(value, located.mask & unscored, tokens, places["old_log_prob"])
         response = ResponseTokens(tokens, mask, host_mask)
-        inputs = _unscored(response.mask).replace(**response.gather_each(flat), **rows)
         if check:
             if not math.isfinite(total):
                 response.check_finite({name: response.gather(x) for name, x in named.items()})
-            self._check_rows(inputs)
+            self._check_rows(response, rows)
+        data = {**response.gather_each(flat), **rows}
         if teachers is None:
-            return td, response, inputs, None
-        return td, response, inputs.replace(teacher_outcomes=response.gather(teachers.log_probs)), teachers.ids
+            return td, response, data, None
+        return td, response, {**data, "teacher_outcomes": response.gather(teachers.log_probs)}, teachers.ids
 
     def _named(self, given: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
         """Those of ``names`` that a part reads and that must be finite; a NaN ``sampler_log_prob`` was not computed.
@@ -561,7 +574,7 @@ class PolicyLoss(TokenLoss):
         """
         experts, named = given.get("expert_mask"), dict[str, Tensor]()
         for name in [name for name in PER_TOKEN if name in names and name in given and name not in MASKS]:
-            readers, value = [part for part in self._parts if name in part.reads(given)], given[name]
+            readers, value = [part for part in self._parts if name in part.reads(given).among(given)], given[name]
             if not readers or not value.is_floating_point():
                 continue
             if experts is not None and all(part.leaves_out_experts for part in readers):
@@ -572,21 +585,20 @@ class PolicyLoss(TokenLoss):
             named[name if key is None else f"{name} ({key!r})"] = value
         return named
 
-    def _check_rows(self, inputs: LossInputs) -> None:
+    def _check_rows(self, response: ResponseTokens, rows: Mapping[str, Tensor]) -> None:
         """Reject NaN and infinite numbers of sequences."""
-        given = inputs.given
-        for name in PER_ROW:
-            if name in given and given[name].is_floating_point():
+        for name, value in rows.items():
+            if value.is_floating_point():
                 check_finite(
-                    {f"{name} ({getattr(self.tensor_keys, name)!r})": given[name]},
-                    read=inputs.mask.any(-1),
+                    {f"{name} ({getattr(self.tensor_keys, name)!r})": value},
+                    read=response.mask.any(-1),
                     place="sequence {}".format,
                     advice="Fix the entry, or mask the sequence out.",
                 )
 
     def _check_teachers(self, response: ResponseTokens, inputs: LossInputs) -> None:
         """Reject a teacher's outcomes that do not add up to 1; warn once of a top k that holds little of it."""
-        log_p, mask = inputs.teacher_outcomes, inputs.mask.unsqueeze(-1)
+        log_p, mask = inputs.get("teacher_outcomes"), inputs.mask.unsqueeze(-1)
         if log_p is None:
             return
         mass = log_p.exp().sum(-1)
@@ -628,12 +640,12 @@ class PolicyLoss(TokenLoss):
         return {name: value for name, value in found.items() if value is not None}
 
     def _score(
-        self, response: ResponseTokens, inputs: LossInputs, top_ids: Tensor | None = None, **replayed: Any
+        self, response: ResponseTokens, data: Mapping[str, Tensor], top_ids: Tensor | None = None, **replayed: Any
     ) -> LossInputs:
         """The inputs, with those that the models compute; ``replayed`` are arguments of the actor's scorer."""
         self._check_reference()
         needs, reference, sampling = self._needs, self._reference_scorer, self.sampling
-        ref_here = "ref_log_prob" in needs and inputs.ref_log_prob is None
+        ref_here = "ref_log_prob" in needs and "ref_log_prob" not in data
         exact = self._exact()
         over_kept = ref_here and sampling.truncates and sampling.reference == "kept"
         apart = over_kept and log_probs_only(self.reference)  # a model in another process is sent the kept tokens
@@ -667,28 +679,28 @@ class PolicyLoss(TokenLoss):
             "entropy": scores.entropy,
             "kl" if "kl" in needs else "teacher_divergence": scores.kl,
             "outcomes": scores.outcomes,
-            "ref_log_prob": ref if inputs.ref_log_prob is None else None,
+            "ref_log_prob": None if "ref_log_prob" in data else ref,
             "sharp_log_prob": sharp,
         }
         out = {name: response.gather(x.values) for name, x in found.items() if x is not None}
         trained = list(self.actor_network.parameters() if own is None else own.values(True, True))
         # An objective may read any one of these alone.
         read = [name for name in ("log_prob", "outcomes", "teacher_divergence") if name in out]
-        inputs = inputs.replace(**(out | {name: with_graph(out[name], trained) for name in read}))
-        return replace(inputs, is_clean=True)  # all are gathered
+        out |= {name: with_graph(out[name], trained) for name in read}
+        return self._inputs(response, {**data, **out})
 
     def _terms(self, inputs: LossInputs) -> tuple[list[LossTerm], dict[str, Tensor]]:
         """The corrected objective and all other terms; metrics of the corrections."""
         terms: Sequence[LossTerm] = self.objective(inputs)
         metrics: dict[str, Tensor] = {}
-        mask, experts = inputs.mask, inputs.expert_mask
+        mask, experts = inputs.mask, inputs.get("expert_mask")
         product = torch.ones_like(inputs.log_prob).detach() if self.corrections else inputs.log_prob
         correction: Correction
         for number, correction in enumerate(self.corrections, start=1):  # type: ignore[assignment]
             if experts is None or not correction.leaves_out_experts:
                 weights, seen = correction(inputs)
             else:  # no policy sampled the experts' tokens: there is nothing to correct
-                weights, seen = correction(inputs.replace(mask=mask & ~experts))
+                weights, seen = correction(inputs.within(~experts))
                 weights = torch.where(mask & experts, 1, weights)
             terms = apply_correction(terms, weights, mask)
             metrics |= {name if name not in metrics else f"{name}_{number}": value for name, value in seen.items()}
@@ -709,11 +721,6 @@ def check_actor_options(options: ScoreOptions) -> ScoreOptions:
     return options
 
 
-def _unscored(mask: Tensor) -> LossInputs:
-    """Inputs before a model has run: the log-probs are 0, and on the CPU."""
-    return LossInputs(torch.zeros(()).expand(mask.shape), mask)
-
-
 @torch.no_grad()
 def common_metrics(inputs: LossInputs, counts: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
     """Metrics independent of the objective, and except the first two and the entropy of the tokens that are not experts'.
@@ -722,9 +729,10 @@ def common_metrics(inputs: LossInputs, counts: tuple[Tensor, Tensor] | None = No
     them and ``kl_to_sampler``; with the sampler's own the :func:`mismatch_metrics`; with reference log-probs ``kl_to_ref``;
     with entropies ``entropy``.
     """
-    mask, experts = inputs.mask, inputs.expert_mask
+    mask, experts = inputs.mask, inputs.get("expert_mask")
     sampled = mask if experts is None else mask & ~experts
-    log_prob, old, own, ref = inputs.log_prob, inputs.old_log_prob, inputs.sampler_log_prob, inputs.ref_log_prob
+    log_prob = inputs.log_prob
+    old, own, ref = (inputs.get(name) for name in ("old_log_prob", "sampler_log_prob", "ref_log_prob"))
     num_tokens, num_sequences = (mask.sum(), mask.any(-1).sum()) if counts is None else counts
     metrics = {"num_tokens": num_tokens, "num_sequences": num_sequences}
     # The sampler produced the tokens, so that k3 of KL(sampler || policy) is never negative.
@@ -741,8 +749,9 @@ def common_metrics(inputs: LossInputs, counts: tuple[Tensor, Tensor] | None = No
             metrics |= _ratio_metrics(log_ratio[0].masked_fill_(unused[0], -torch.inf), used_tokens[0])
     if own is not None:
         metrics |= mismatch_metrics(log_prob if old is None else old, own, sampled)
-    if inputs.entropy is not None:
-        metrics["entropy"] = masked_mean(inputs.entropy, mask)
+    entropy = inputs.get("entropy")
+    if entropy is not None:
+        metrics["entropy"] = masked_mean(entropy, mask)
     return metrics
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -16,39 +17,52 @@ from torchrl_llm_kl._numerics import (
     check_is_scalar,
     check_not_a_name,
     check_range,
-    check_same_shape,
     masked_mean,
 )
 from torchrl_llm_kl.losses._arithmetic import Aggregation, checked, clamp
 from torchrl_llm_kl.losses._objective import LossTerm
-from torchrl_llm_kl.losses._parts import Part
+from torchrl_llm_kl.losses._parts import Part, device_of
 from torchrl_llm_kl.losses._token_loss import LossOutput, TokenLoss, with_graph
 from torchrl_llm_kl.rollouts import TOKENS_FULL, MaskingStrategy, find_key, per_token, require_key
 
-_INPUTS = ("value", "mask", "value_target", "old_value")
+
+@dataclass(frozen=True, eq=False)
+class ValueInputs:
+    """The tensors that the loss of a critic reads, ``[*B, T]`` each, in the unit of the reward.
+
+    Args:
+        value: the critic's current value of each token's prefix, with graph.
+        mask: the trained tokens; bool.
+        value_target: the return; detached.
+        old_value: the critic's value when the advantages were computed, detached; None: there is none.
+
+    Raises:
+        ValueError: if shapes differ.
+        TypeError: if the mask is not boolean.
+    """
+
+    value: Tensor
+    mask: Tensor
+    value_target: Tensor
+    old_value: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        named = {"value": self.value, "value_target": self.value_target.detach()}
+        if self.old_value is not None:
+            named["old_value"] = self.old_value.detach()
+        vars(self).update(zip(named, checked(self.mask, **named), strict=True))
 
 
-def value_error(
-    value: Tensor,
-    mask: Tensor,
-    *,
-    value_target: Tensor,
-    old_value: Tensor | None = None,
-    clip_value: Scalar | None = 0.2,
-    coeff: Scalar = 1.0,
-) -> tuple[LossTerm, ...]:
+def value_error(inputs: ValueInputs, *, clip_value: Scalar | None = 0.2, coeff: Scalar = 1.0) -> tuple[LossTerm, ...]:
     r"""Half the squared error of a critic, clipped as PPO's: ``max((v - R)^2, (clip(v, v_old +- clip_value) - R)^2) / 2``.
 
     It has the gradient of ``(v - R)^2 / 2``, and 0 where the value has moved more than ``clip_value`` from the old one
     towards its target.
 
     Args:
-        value: the critic's current value of each token's prefix, in the unit of the reward; ``[*B, T]``.
-        mask: the trained tokens; bool, same shape.
+        inputs: values and targets.
 
     Keyword Args:
-        value_target: the return, without graph; same shape.
-        old_value: the critic's value when the advantages were computed, without graph; same shape.
         clip_value: the largest unclipped change of a value, in the unit of the reward. None, or no ``old_value``: no clipping.
         coeff: weight of the term, dimensionless.
 
@@ -57,24 +71,22 @@ def value_error(
         the variance of the error over the target's.
 
     Raises:
-        ValueError: if shapes differ or ``clip_value`` is negative.
-        TypeError: if the mask is not boolean.
+        ValueError: if ``clip_value`` is negative.
 
     Example:
         >>> one = torch.ones(1, 1)
-        >>> value_error(0.5 * one, one == 1, value_target=one, old_value=0 * one, clip_value=0.2)[0].value  # (0.2 - 1)^2 / 2
+        >>> inputs = ValueInputs(0.5 * one, one == 1, value_target=one, old_value=0 * one)
+        >>> value_error(inputs, clip_value=0.2)[0].value  # (0.2 - 1)^2 / 2
         tensor([[0.3200]])
 
     Source: Schulman et al., baselines ``ppo2`` (2017).
     """
-    check_same_shape(value=value, mask=mask, value_target=value_target, old_value=old_value)
     check_is_scalar(clip_value=clip_value, coeff=coeff)
     check_range(low=0.0, clip_value=clip_value)
-    value, target = checked(mask, value=value, value_target=value_target.detach())
+    value, mask, target, old = inputs.value, inputs.mask, inputs.value_target, inputs.old_value
     error = (value - target).square()
     clipped = torch.zeros_like(mask)
-    if old_value is not None and clip_value is not None:
-        (old,) = checked(mask, old_value=old_value.detach())
+    if old is not None and clip_value is not None:
         bounded = (old + clamp(value - old, -clip_value, clip_value) - target).square()
         clipped = bounded > error
         error = torch.maximum(error, bounded)
@@ -87,6 +99,14 @@ def value_error(
             "explained_variance": 1 - masked_mean(residual.square(), mask) / variance,
         }
     return (LossTerm("critic", error / 2, mask, weight=coeff, metrics=metrics),)
+
+
+class _ValueError(Part):
+    """:func:`value_error` with its hyper-parameters."""
+
+    def dummy(self, hyper: Mapping[str, Any]) -> ValueInputs:
+        zero = torch.zeros(1, 1, device=device_of(self))
+        return ValueInputs(zero, zero == 0, zero, zero)
 
 
 class ValueLoss(TokenLoss):
@@ -144,7 +164,7 @@ class ValueLoss(TokenLoss):
         super().__init__(aggregation=aggregation, max_len=max_len, masking_strategy=masking_strategy)
         self._check_max_len([aggregation])
         self.critic_network = critic
-        self.error = Part(value_error, _INPUTS, clip_value=clip_value, coeff=coeff)
+        self.error = _ValueError(value_error, clip_value=clip_value, coeff=coeff)
         self._expose({name: (self.error, name) for name in self.error.names})
         self.out_keys = ["loss_critic", "value_clip_fraction", "value_mean", "explained_variance"]
 
@@ -164,9 +184,9 @@ class ValueLoss(TokenLoss):
         advice = "Add the entry, or say where it is with set_keys(value_target=...)."
         target = require_key(td, self.tensor_keys.value_target, "ValueLoss needs value_target", advice)
         keys = {"value_target": target, "old_value": find_key(td, self.tensor_keys.value)}
-        found = {name: key for name, key in keys.items() if key is not None}
-        inputs = {name: response.gather(per_token(td, key, tokens, within).detach()) for name, key in found.items()}
-        response.check_finite({f"{name} ({found[name]!r})": value for name, value in inputs.items()})
+        places = {name: key for name, key in keys.items() if key is not None}
+        data = {name: response.gather(per_token(td, key, tokens, within).detach()) for name, key in places.items()}
+        response.check_finite({f"{name} ({places[name]!r})": value for name, value in data.items()})
         value = response.gather(self.critic_network(tokens, located.mask).values)
         value = with_graph(value, self.critic_network.parameters())
-        return self._output(td, response, self.error.run({**inputs, "value": value, "mask": response.mask}), {})
+        return self._output(td, response, self.error.run(ValueInputs(value, response.mask, **data)), {})

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import (
+    NonNegative,
+    Number,
+    Positive,
     Scalar,
-    check_choice,
     check_is_mask,
     check_is_scalar,
     check_range,
@@ -35,7 +37,8 @@ from torchrl_llm_kl.losses._arithmetic import (
     sequence_mean,
     sequence_sum,
 )
-from torchrl_llm_kl.losses._objective import LossTerm
+from torchrl_llm_kl.losses._inputs import LossInputs
+from torchrl_llm_kl.losses._objective import LossTerm, loss_part
 
 
 def apply_correction(terms: Sequence[LossTerm], weights: Tensor, mask: Tensor | None = None) -> tuple[LossTerm, ...]:
@@ -114,16 +117,15 @@ def correction_metrics(weights: Tensor, mask: Tensor) -> dict[str, Tensor]:
 Level = Literal["token", "sequence", "geometric"]
 
 
+@loss_part("importance_weights")
 @torch.no_grad()
 def importance_weights(
-    old_log_prob: Tensor,
-    sampler_log_prob: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     *,
     level: Level = "token",
     mode: Literal["truncate", "mask"] = "truncate",
     low: Scalar | None = None,
-    high: Scalar | None = 2.0,
+    high: Positive | None = 2.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     r"""Bounded :math:`\pi_{old} / \pi_{sampler}` of the same model weights in trainer and sampler.
 
@@ -161,21 +163,16 @@ def importance_weights(
     Example:
         >>> old, sampler = torch.tensor([[-1.0, -1.0, -3.0]]), torch.tensor([[-1.0, -3.0, -1.0]])
         >>> mask = torch.ones(1, 3, dtype=torch.bool)
-        >>> importance_weights(old, sampler, mask)[0]
+        >>> importance_weights(LossInputs(old, sampler, mask))[0]
         tensor([[1.0000, 2.0000, 0.1353]])
-        >>> importance_weights(old, sampler, mask, mode="mask", low=0.5, high=5.0)[0]
+        >>> importance_weights(LossInputs(old, sampler, mask), mode="mask", low=0.5, high=5.0)[0]
         tensor([[1., 0., 0.]])
 
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS); Ling team 2025
     (arXiv 2510.18855), IcePop; Li et al. 2025, "When Speed Kills Stability" (sequence and geometric).
     """
-    check_choice(get_args(Level), level=level)
-    check_choice(("truncate", "mask"), mode=mode)
-    check_is_scalar(low=low, high=high)
-    check_range(above=0.0, **{"the bound high": high})  # type: ignore[arg-type]
     check_range(0.0, high if isinstance(high, (int, float)) else math.inf, **{"the bound low": low})  # type: ignore[arg-type]
-    old, sampler = checked(mask, old_log_prob=old_log_prob, sampler_log_prob=sampler_log_prob)
-    log_ratio = _log_ratio(old, sampler)
+    log_ratio, mask = _log_ratio(inputs), inputs.mask
     counts = mask
     if level != "token":
         log_ratio = (sequence_sum if level == "sequence" else sequence_mean)(log_ratio, mask)
@@ -210,15 +207,10 @@ Divergence = Literal[
 ]  # fmt: skip
 
 
+@loss_part("rejection_mask")
 @torch.no_grad()
 def rejection_mask(
-    old_log_prob: Tensor,
-    sampler_log_prob: Tensor,
-    mask: Tensor,
-    *,
-    divergence: str,
-    low: Scalar | None = None,
-    high: Scalar | None = None,
+    inputs: LossInputs, *, divergence: Divergence, low: Scalar | None = None, high: Scalar | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     r"""0 for tokens or sequences on which sampler and trainer disagree too much, 1 for all others.
 
@@ -252,17 +244,15 @@ def rejection_mask(
     Example:
         >>> old, sampler = torch.tensor([[-1.0, -2.0], [-1.0, -1.1]]), torch.tensor([[-1.0, -1.0], [-1.0, -1.0]])
         >>> mask = torch.ones(2, 2, dtype=torch.bool)
-        >>> rejection_mask(old, sampler, mask, divergence="token_k2", high=0.1)[0]
+        >>> rejection_mask(LossInputs(old, sampler, mask), divergence="token_k2", high=0.1)[0]
         tensor([[1., 0.],
                 [1., 1.]])
-        >>> rejection_mask(old, sampler, mask, divergence="seq_max_k2", high=0.1)[0]
+        >>> rejection_mask(LossInputs(old, sampler, mask), divergence="seq_max_k2", high=0.1)[0]
         tensor([[0., 0.],
                 [1., 1.]])
 
     Source: Liu et al. 2025, "When Speed Kills Stability" (masked importance sampling, geometric mask); names: verl 0.9.1.
     """
-    check_choice(get_args(Divergence), divergence=divergence)
-    check_is_scalar(low=low, high=high)
     level, estimator = divergence.rsplit("_", 1)
     if low is None and high is None:
         raise ValueError(f"{divergence} rejects nothing without a bound: pass high= (or low=, for k1).")
@@ -273,8 +263,7 @@ def rejection_mask(
     if isinstance(high, (int, float)) and not (high >= 0 if estimator == "k1" else high > 0):
         least = "at least 0" if estimator == "k1" else "greater than 0"
         raise ValueError(f"high must be {least}: sampler and trainer agree at 0, got {high}.")
-    old, sampler = checked(mask, old_log_prob=old_log_prob, sampler_log_prob=sampler_log_prob)
-    log_ratio = _log_ratio(old, sampler)
+    log_ratio, mask = _log_ratio(inputs), inputs.mask
     value = get_estimator(estimator)(torch.zeros_like(log_ratio), log_ratio)  # type: ignore[arg-type]
     if level in ("seq_sum", "seq_mean"):
         value = (sequence_sum if level == "seq_sum" else sequence_mean)(value, mask)
@@ -289,9 +278,11 @@ def rejection_mask(
     return (mask & ~rejected).to(dtype), metrics
 
 
-def _log_ratio(old: Tensor, sampler: Tensor) -> Tensor:
+def _log_ratio(inputs: LossInputs) -> Tensor:
     """Trainer to sampler, within +-80 nats, and 0 where one of them is NaN."""
-    return (old - sampler).nan_to_num(nan=0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return (
+        (inputs.old_log_prob - inputs.sampler_log_prob).nan_to_num(nan=0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    )
 
 
 @torch.no_grad()
@@ -367,10 +358,9 @@ def _square_less_1(log_ratio: Tensor) -> Tensor:
     return torch.expm1((2 * log_ratio).clamp(max=LARGEST_LOG_RATIO))
 
 
+@loss_part("off_policy_sequence_mask")
 @torch.no_grad()
-def off_policy_sequence_mask(
-    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, *, delta: Scalar
-) -> tuple[Tensor, dict[str, Tensor]]:
+def off_policy_sequence_mask(inputs: LossInputs, *, delta: NonNegative) -> tuple[Tensor, dict[str, Tensor]]:
     """0 for tokens with a negative advantage in sequences that have become unlikely, 1 for all others.
 
     A sequence has become unlikely if the mean of ``old_log_prob - log_prob`` over its tokens is above ``delta``.
@@ -384,22 +374,21 @@ def off_policy_sequence_mask(
     Example:
         >>> old, log_prob = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-2.0, -1.0]])
         >>> mask = torch.ones(1, 2, dtype=torch.bool)
-        >>> off_policy_sequence_mask(log_prob, old, torch.tensor([[1.0, -1.0]]), mask, delta=0.1)[0]
+        >>> off_policy_sequence_mask(LossInputs(log_prob, old, torch.tensor([[1.0, -1.0]]), mask), delta=0.1)[0]
         tensor([[1., 0.]])
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), eq. 9.
     """
-    check_range(low=0.0, delta=delta)
-    check_is_scalar(delta=delta)
-    now, old, advantage = checked(mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage)
-    drift = sequence_mean(old - now, mask)
-    dropped = (drift > delta) & (advantage < 0)
+    mask = inputs.mask
+    drift = sequence_mean(-inputs.log_ratio, mask)
+    dropped = (drift > delta) & (inputs.advantage < 0)
     return (mask & ~dropped).to(drift.dtype), {"sequence_masked_fraction": masked_mean(dropped.to(drift.dtype), mask)}
 
 
+@loss_part("top_entropy_mask")
 @torch.no_grad()
 def top_entropy_mask(
-    entropy: Tensor, mask: Tensor, *, fraction: Scalar = 0.2, threshold: Scalar | None = None
+    inputs: LossInputs, *, fraction: Scalar = 0.2, threshold: Number | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """1 for the tokens of highest policy entropy, 0 for all others.
 
@@ -414,16 +403,14 @@ def top_entropy_mask(
 
     Example:
         >>> entropy = torch.tensor([[0.1, 2.0, 0.3, 1.0]])
-        >>> top_entropy_mask(entropy, torch.tensor([[True, True, True, False]]), fraction=0.6)[0]
+        >>> top_entropy_mask(LossInputs(entropy, torch.tensor([[True, True, True, False]])), fraction=0.6)[0]
         tensor([[0., 1., 1., 0.]])
 
     Source: Wang et al. 2025 (arXiv 2506.01939), "Beyond the 80/20 Rule".
     """
-    check_range(threshold=threshold)  # not NaN
-    check_is_scalar(threshold=threshold)
+    entropy, mask = inputs.entropy, inputs.mask
     if threshold is None:
         threshold = entropy_threshold(entropy, mask, fraction)
-    (entropy,) = checked(mask, entropy=entropy)
     kept = (mask & (entropy >= threshold)).to(entropy.dtype)
     metrics = {
         "entropy_threshold": torch.as_tensor(threshold, dtype=entropy.dtype, device=entropy.device),

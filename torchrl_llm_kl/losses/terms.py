@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import Number, Scalar
 from torchrl_llm_kl.estimators import EstimatorName, StraightThrough, check_penalty, corrected_k3, get_estimator
 from torchrl_llm_kl.losses._arithmetic import clean
-from torchrl_llm_kl.losses._objective import LossTerm, Terms, term
-from torchrl_llm_kl.losses.objectives._distillation import DISTILLATION_INPUTS, Distribution, distill
+from torchrl_llm_kl.losses._inputs import LossInputs
+from torchrl_llm_kl.losses._objective import LossTerm, Terms, loss_part
+from torchrl_llm_kl.losses.objectives._distillation import Distribution, distill
 
 #: The name of a registered estimator, or a function of the same signature.
 Estimator = EstimatorName | Callable[..., Tensor]
@@ -30,36 +31,22 @@ def _formula(estimator: object) -> object:
     return estimator
 
 
-def _reads_old_log_prob(estimator: object) -> bool:
-    return _formula(estimator) is corrected_k3
+def _sampler_of(inputs: LossInputs, estimator: object) -> Tensor | None:
+    """The sampler's log-probs for an estimator: of ours, only ``corrected_k3`` reads them. A function of the user's may."""
+    formula = _formula(estimator)
+    if formula is corrected_k3:
+        return inputs.old_log_prob
+    ours = str(getattr(formula, "__module__", "")).startswith("torchrl_llm_kl.estimators.")
+    return None if ours else inputs.get("old_log_prob")
 
 
-def _may_read_old_log_prob(estimator: object) -> bool:
-    """Whether an estimator is a function of the user's: of ours, only ``corrected_k3`` reads the sampler's log-probs."""
-    return not str(getattr(_formula(estimator), "__module__", "")).startswith("torchrl_llm_kl.estimators.")
+def _estimate(estimator: Estimator) -> Callable[..., Tensor]:
+    return get_estimator(estimator) if isinstance(estimator, str) else estimator
 
 
-@term(
-    "kl_to_ref",
-    needs_if={
-        "kl": ("estimator", lambda estimator: estimator == "exact"),
-        "ref_log_prob": ("estimator", lambda estimator: estimator != "exact"),
-        "old_log_prob": ("estimator", _reads_old_log_prob),
-        "expert_mask": ("leave_out_experts", bool),
-    },
-    reads_if={"old_log_prob": ("estimator", _may_read_old_log_prob)},
-)
+@loss_part("kl_to_ref")
 def kl_to_ref(
-    log_prob: Tensor,
-    mask: Tensor,
-    *,
-    ref_log_prob: Tensor | None = None,
-    old_log_prob: Tensor | None = None,
-    kl: Tensor | None = None,
-    estimator: Estimator = "k2",
-    coeff: Scalar = 1e-3,
-    expert_mask: Tensor | None = None,
-    leave_out_experts: bool = False,
+    inputs: LossInputs, *, estimator: Estimator = "k2", coeff: Scalar = 1e-3, leave_out_experts: bool = False
 ) -> Terms:
     r"""KL penalty to the reference, the term ``kl_to_ref``: an estimate at each token, or the exact KL of each position.
 
@@ -76,7 +63,7 @@ def kl_to_ref(
 
     Example:
         >>> log_prob, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]])
-        >>> (term,) = kl_to_ref(log_prob, torch.ones(1, 2, dtype=torch.bool), ref_log_prob=ref)
+        >>> (term,) = kl_to_ref(LossInputs(log_prob, torch.ones(1, 2, dtype=torch.bool), ref_log_prob=ref))
         >>> term.value, term.weight
         (tensor([[0.1250, 0.0000]]), 0.001)
 
@@ -85,33 +72,21 @@ def kl_to_ref(
     """
     check_penalty(coeff=coeff)
     if leave_out_experts:
-        mask, log_prob, ref_log_prob, old_log_prob = _without(expert_mask, mask, log_prob, ref_log_prob, old_log_prob)
+        inputs = inputs.within(~inputs.expert_mask)
     if estimator == "exact":
-        assert kl is not None  # needs_if
-        value = kl
+        value = inputs.kl
     else:
-        estimate = get_estimator(estimator) if isinstance(estimator, str) else estimator
-        value = estimate(log_prob, ref_log_prob, old_log_prob)
-    return (LossTerm("kl_to_ref", value, mask, weight=coeff),)
+        value = _estimate(estimator)(inputs.log_prob, inputs.ref_log_prob, _sampler_of(inputs, estimator))
+    return (LossTerm("kl_to_ref", value, inputs.mask, weight=coeff),)
 
 
-@term(
-    "kl_to_sampler", needs_if={"expert_mask": ("leave_out_experts", bool)}, either=("sampler_log_prob", "old_log_prob")
-)
+@loss_part("kl_to_sampler")
 def kl_to_sampler(
-    log_prob: Tensor,
-    mask: Tensor,
-    *,
-    old_log_prob: Tensor | None = None,
-    sampler_log_prob: Tensor | None = None,
-    estimator: Estimator = "k2",
-    coeff: Scalar = 1e-3,
-    expert_mask: Tensor | None = None,
-    leave_out_experts: bool = False,
+    inputs: LossInputs, *, estimator: Estimator = "k2", coeff: Scalar = 1e-3, leave_out_experts: bool = False
 ) -> Terms:
     r"""KL penalty to the sampling policy, the term ``kl_to_sampler``: a soft trust region.
 
-    Reads ``sampler_log_prob`` if it is given, else ``old_log_prob``; one of them is required. Tokens where it is NaN (not
+    Reads ``sampler_log_prob`` if it is given, else ``old_log_prob``. Tokens where it is NaN (not
     scored) are left out of the term. Unlike in :func:`kl_to_ref` the
     tokens come from the second of the two policies, so most estimators have their known value and gradient only while the
     two are close, ``"corrected_k3"`` wherever its ratio is not clamped. The gradient of ``"k2"`` is the log-ratio times that
@@ -124,31 +99,26 @@ def kl_to_sampler(
 
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]])
-        >>> kl_to_sampler(log_prob, torch.ones(1, 2, dtype=torch.bool), old_log_prob=old)[0].value
+        >>> kl_to_sampler(LossInputs(log_prob, torch.ones(1, 2, dtype=torch.bool), old_log_prob=old))[0].value
         tensor([[0.1250, 0.0000]])
 
     Source: prime-rl has twice ``k2``, the squared log-ratio, in its loss.
     """
     check_penalty(coeff=coeff)
-    sampler = old_log_prob if sampler_log_prob is None else sampler_log_prob
-    if sampler is None:
-        raise ValueError("kl_to_sampler needs log-probs of the sampler: pass sampler_log_prob= or old_log_prob=.")
     if estimator == "exact":
         raise ValueError("kl_to_sampler has no 'exact': the sampler's whole distributions are not kept. Use 'k2'.")
-    left_out = sampler.isnan() if expert_mask is None or not leave_out_experts else sampler.isnan() | expert_mask
-    mask, log_prob, sampler = _without(left_out, mask, log_prob, sampler)
-    estimate = get_estimator(estimator) if isinstance(estimator, str) else estimator
-    return (LossTerm("kl_to_sampler", estimate(log_prob, sampler, sampler), mask, weight=coeff),)
+    own = inputs.get("sampler_log_prob")
+    sampler = inputs.old_log_prob if own is None else own
+    left_out = sampler.isnan() | inputs.expert_mask if leave_out_experts else sampler.isnan()
+    mask = inputs.mask & ~left_out
+    log_prob, sampler = (clean(x, mask) for x in (inputs.log_prob, sampler))
+    return (LossTerm("kl_to_sampler", _estimate(estimator)(log_prob, sampler, sampler), mask, weight=coeff),)
 
 
-@term("divergence_to_teacher", needs_if=DISTILLATION_INPUTS)
+@loss_part("divergence_to_teacher")
 def divergence_to_teacher(
-    log_prob: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     *,
-    outcomes: Tensor | None = None,
-    teacher_outcomes: Tensor | None = None,
-    teacher_divergence: Tensor | None = None,
     coeff: Scalar = 1.0,
     beta: Scalar = 0.5,
     distribution: Distribution = "top_k",
@@ -165,28 +135,20 @@ def divergence_to_teacher(
     Example:
         >>> teacher, student = torch.tensor([[[0.9, 0.1]]]).log(), torch.tensor([[[0.5, 0.5]]]).log()
         >>> one = torch.ones(1, 1)
-        >>> (term,) = divergence_to_teacher(one, one > 0, outcomes=student, teacher_outcomes=teacher, beta=1.0, coeff=0.1)
+        >>> inputs = LossInputs(one, one > 0, outcomes=student, teacher_outcomes=teacher)
+        >>> (term,) = divergence_to_teacher(inputs, beta=1.0, coeff=0.1)
         >>> term.value, term.weight
         (tensor([[0.5108]]), 0.1)
 
     Source: Agarwal et al. 2024 (GKD, arXiv 2306.13649), section 3.1: distillation beside a reward.
     """
     check_penalty(coeff=coeff)
-    inputs = {"outcomes": outcomes, "teacher_outcomes": teacher_outcomes, "teacher_divergence": teacher_divergence}
-    (found,) = distill(log_prob, mask, **inputs, beta=beta, distribution=distribution, teacher_weights=teacher_weights)
-    return (found.replace(name="divergence_to_teacher", weight=coeff),)
+    (term,) = distill(inputs, beta=beta, distribution=distribution, teacher_weights=teacher_weights)
+    return (term.replace(name="divergence_to_teacher", weight=coeff),)
 
 
-@term("entropy_bonus", needs_if={"expert_mask": ("leave_out_experts", bool)})
-def entropy_bonus(
-    log_prob: Tensor,
-    mask: Tensor,
-    *,
-    entropy: Tensor,
-    coeff: Number,
-    expert_mask: Tensor | None = None,
-    leave_out_experts: bool = False,
-) -> Terms:
+@loss_part("entropy_bonus")
+def entropy_bonus(inputs: LossInputs, *, coeff: Number, leave_out_experts: bool = False) -> Terms:
     """Entropy bonus, the term ``entropy``: minus the entropy of the policy at each token.
 
     It has the gradient of the ``entropy`` passed in: over the whole vocabulary it spreads probability. Minus the log-prob of
@@ -199,19 +161,11 @@ def entropy_bonus(
 
     Example:
         >>> entropy = torch.tensor([[0.5, 2.0]])
-        >>> (term,) = entropy_bonus(torch.zeros(1, 2), torch.tensor([[True, False]]), entropy=entropy, coeff=0.01)
+        >>> (term,) = entropy_bonus(LossInputs(torch.zeros(1, 2), torch.tensor([[True, False]]), entropy=entropy), coeff=0.01)
         >>> term.value, term.weight
         (tensor([[-0.5000, -0.0000]]), 0.01)
 
     Source: Mnih et al. 2016 (A3C, arXiv 1602.01783), section 4.
     """
-    if leave_out_experts:
-        (mask,) = _without(expert_mask, mask)
-    return (LossTerm("entropy", -entropy, mask, weight=coeff),)
-
-
-def _without(left_out: Tensor | None, mask: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """The mask without the tokens that are left out, and the tensors with 0 there, so that no NaN reaches a gradient."""
-    assert left_out is not None
-    mask = mask & ~left_out
-    return mask, *(None if tensor is None else clean(tensor, mask) for tensor in tensors)
+    mask = inputs.mask & ~inputs.expert_mask if leave_out_experts else inputs.mask
+    return (LossTerm("entropy", -inputs.entropy, mask, weight=coeff),)

@@ -206,7 +206,7 @@ def test_the_storage_of_a_buffer_is_left_alone(model: nn.Module) -> None:
     loss = PolicyLoss(model, "dpo")
     assert loss.once is None
     assert set(loss.batch_inputs(batch()).keys(True, True)) == set(batch().keys(True, True))
-    assert PolicyLoss(model, lambda log_prob, mask, **_: get_objective("sft")(log_prob, mask)).once is None
+    assert PolicyLoss(model, lambda inputs: get_objective("sft")(inputs)).once is None
 
 
 def test_what_is_missing_or_no_number_is_named(model: nn.Module) -> None:

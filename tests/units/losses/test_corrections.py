@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from by_hand import tensor as f64
+from by_hand import called, tensor as f64
 from refused import refused
 from torchrl_llm_kl import losses
 from torchrl_llm_kl.losses import apply_correction, importance_weights, mismatch_metrics, top_entropy_mask
@@ -65,7 +65,7 @@ def test_importance_weights_by_hand(weights: Any, hyper: dict[str, Any], metrics
     """Under numbers, and under the same as tensors."""
     tensors = {key: f64(value) if isinstance(value, float) else value for key, value in hyper.items()}
     for given in (hyper, tensors):
-        found, seen = importance_weights(OLD.clone().requires_grad_(), SAMPLER, MASK, **given)
+        found, seen = called(importance_weights, OLD.clone().requires_grad_(), SAMPLER, MASK, **given)
         assert_close(found, f64(weights), rtol=1e-6, atol=1e-7)
         assert not found.requires_grad
         named = dict(seen)
@@ -81,28 +81,34 @@ def test_importance_weights_by_hand(weights: Any, hyper: dict[str, Any], metrics
 def test_weights_are_finite_whatever_the_log_probs(level: str, mode: str, high: float | None) -> None:
     old = torch.tensor([[0.0, -1e4, -INF, 0.0, -1.0, -INF], [NAN, INF, 0.0, 0.0, 0.0, 0.0]])
     sampler = torch.tensor([[-1e4, 0.0, 0.0, -INF, NAN, -INF], [NAN, 0.0, 0.0, -1.0, 0.0, 0.0]])
-    weights, metrics = importance_weights(old, sampler, bools([1] * 6, [0] * 6), level=level, mode=mode, high=high)
+    weights, metrics = called(
+        importance_weights, old, sampler, bools([1] * 6, [0] * 6), level=level, mode=mode, high=high
+    )
     assert weights.isfinite().all()
     assert (weights[1] == 0).all()
     assert all(metric.isfinite() for metric in metrics.values())
 
 
 def test_edges_of_importance_weights() -> None:
-    unscored, _ = importance_weights(f64([[-1.0, -1.0]]), f64([[NAN, -1.5]]), everywhere(1, 2))
+    unscored, _ = called(importance_weights, f64([[-1.0, -1.0]]), f64([[NAN, -1.5]]), everywhere(1, 2))
     assert_close(unscored, f64([[1.0, math.exp(0.5)]]))
     for old, sampler in ((0.0, -800.0), (800.0, 0.0)):  # a huge ratio that is masked out
         inputs = torch.tensor([[-1.0, -1.0, old]]), torch.tensor([[-1.0, -1.0, sampler]]), bools([1, 1, 0])
-        weights, metrics = importance_weights(*inputs, high=None)
+        weights, metrics = called(importance_weights, *inputs, high=None)
         assert_close(weights, torch.tensor([[1.0, 1.0, 0.0]]))
         assert metrics["effective_sample_size"] == 1
     # each token's log-ratio ends at 80 nats before they are averaged
     inputs = torch.zeros(1, 2), torch.tensor([[-200.0, 0.0]]), everywhere(1, 2)
-    assert_close(importance_weights(*inputs, level="geometric", high=None)[0], torch.full((1, 2), math.exp(40.0)))
-    weights, metrics = importance_weights(torch.zeros(1, 2), torch.full((1, 2), -2.0), everywhere(1, 2), mode="mask")
+    assert_close(
+        called(importance_weights, *inputs, level="geometric", high=None)[0], torch.full((1, 2), math.exp(40.0))
+    )
+    weights, metrics = called(
+        importance_weights, torch.zeros(1, 2), torch.full((1, 2), -2.0), everywhere(1, 2), mode="mask"
+    )
     assert (weights == 0).all()
     assert (metrics["effective_sample_size"], metrics["masked_fraction"]) == (0, 1)
     same = torch.randn(3, 4, dtype=torch.bfloat16)
-    weights, metrics = importance_weights(same, same, everywhere(3, 4), level="sequence")
+    weights, metrics = called(importance_weights, same, same, everywhere(3, 4), level="sequence")
     assert weights.dtype == torch.float32
     assert (weights == 1).all()
     assert metrics["effective_sample_size"] == 1
@@ -113,10 +119,10 @@ def test_corrections_of_a_batch_without_tokens() -> None:
         old, sampler, advantage = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
         nothing = ~everywhere(*shape)
         for weights, metrics in (
-            importance_weights(old, sampler, nothing),
-            importance_weights(old, sampler, nothing, level="sequence"),
-            losses.off_policy_sequence_mask(old, sampler, advantage, nothing, delta=0.1),
-            top_entropy_mask(old.abs(), nothing),
+            called(importance_weights, old, sampler, nothing),
+            called(importance_weights, old, sampler, nothing, level="sequence"),
+            called(losses.off_policy_sequence_mask, old, sampler, advantage, nothing, delta=0.1),
+            called(top_entropy_mask, old.abs(), nothing),
             (torch.zeros(shape), mismatch_metrics(old, sampler, nothing)),
             (torch.zeros(shape), losses.correction_metrics(old.abs(), nothing)),
         ):
@@ -165,7 +171,7 @@ def test_rejection_by_hand(divergence: str, bounds: dict[str, Any], kept: list[l
     shares = {"masked_fraction": 1 - sum(map(sum, kept)) / 6, "seq_masked_fraction": 1 - whole / 3}
     for given in (bounds, {name: f64(value) for name, value in bounds.items()}):
         trainer = TRAINER.clone().requires_grad_()
-        weights, metrics = losses.rejection_mask(trainer, SEEN, TOKENS, divergence=divergence, **given)
+        weights, metrics = called(losses.rejection_mask, trainer, SEEN, TOKENS, divergence=divergence, **given)
         assert weights.tolist() == kept
         assert not weights.requires_grad
         expected = {f"{divergence}_{name}": share for name, share in shares.items()}
@@ -178,29 +184,29 @@ def test_rejection_of_anything(divergence: str) -> None:
     signed, same = divergence.endswith("k1"), f64([[-1.0, -2.0]])
     for bound in (1e-9, 0.0) if signed else (1e-9,):
         low = {"low": -bound} if signed else {}
-        kept, _ = losses.rejection_mask(same, same, everywhere(1, 2), divergence=divergence, high=bound, **low)
+        kept, _ = called(losses.rejection_mask, same, same, everywhere(1, 2), divergence=divergence, high=bound, **low)
         assert kept.tolist() == [[1, 1]]
     bounds = {"high": 3.0} | ({"low": -3.0} if signed else {})
     far = [(-1.0, NAN, 1), (-INF, -INF, 1), (-INF, -1.0, 0), (-1.0, -INF, 0), (-200.0, -1.0, 0)]
     for old, sampler, kept in far:
         one = f64([[old]]), f64([[sampler]]), everywhere(1, 1)
-        weights, metrics = losses.rejection_mask(*one, divergence=divergence, **bounds)
+        weights, metrics = called(losses.rejection_mask, *one, divergence=divergence, **bounds)
         assert weights.tolist() == [[kept]], (divergence, old, sampler)
         assert all(metric == 1 - kept for metric in metrics.values())
     for shape in ((2, 3), (0, 3), (2, 0)):
         nothing = torch.zeros(shape).bfloat16(), torch.zeros(shape), ~everywhere(*shape)
-        weights, metrics = losses.rejection_mask(*nothing, divergence=divergence, high=3.0)
+        weights, metrics = called(losses.rejection_mask, *nothing, divergence=divergence, high=3.0)
         assert weights.dtype == torch.float32
         assert weights.sum() == 0
         assert all(metric == 0 for metric in metrics.values())
     meta = [x.to("meta") for x in (TRAINER, SEEN, TOKENS)]
-    assert losses.rejection_mask(*meta, divergence=divergence, high=f64(3.0).to("meta"))[0].shape == (3, 3)
+    assert called(losses.rejection_mask, *meta, divergence=divergence, high=f64(3.0).to("meta"))[0].shape == (3, 3)
 
 
 def test_masked_out_tokens_reject_nothing() -> None:
     """A bound that is a tensor is not read: it may exclude 0, the value of masked-out tokens."""
     given = f64([[-1.5, -1.0]]), f64([[-1.0, -1.0]]), bools([1, 0])
-    weights, metrics = losses.rejection_mask(*given, divergence="seq_max_k1", low=f64(0.1))
+    weights, metrics = called(losses.rejection_mask, *given, divergence="seq_max_k1", low=f64(0.1))
     assert (weights.tolist(), metrics["seq_max_k1_seq_masked_fraction"]) == ([[1, 0]], 0)
 
 
@@ -266,13 +272,13 @@ def test_off_policy_sequences_by_hand() -> None:
     # Means of old - new: 0.2, 0.05 and -0.3.
     log_prob = f64([[-1.3, -1.1, 5.0], [-1.2, -0.9, -1.05], [-0.7, -0.7, -9.0]]).requires_grad_()
     given = log_prob, old, f64([[-1.0, 2.0, -1.0], [-1.0] * 3, [-1.0] * 3]), bools([1, 1, 0], [1] * 3, [1, 1, 0])
-    weights, metrics = losses.off_policy_sequence_mask(*given, delta=0.1)
+    weights, metrics = called(losses.off_policy_sequence_mask, *given, delta=0.1)
     assert weights.tolist() == [[0, 1, 0], [1, 1, 1], [1, 1, 0]]
     assert not weights.requires_grad
     assert_close(metrics["sequence_masked_fraction"].item(), 1 / 7)
-    assert losses.off_policy_sequence_mask(*given, delta=torch.tensor(0.04))[0].sum() == 3
+    assert called(losses.off_policy_sequence_mask, *given, delta=torch.tensor(0.04))[0].sum() == 3
     given = f64([[-1.25] * 3, [-2.0] * 3]), f64([[-1.0] * 3] * 2), f64([[-1.0] * 3, [-1.0, 0.0, 0.5]]), everywhere(2, 3)
-    weights, metrics = losses.off_policy_sequence_mask(*given, delta=0.25)
+    weights, metrics = called(losses.off_policy_sequence_mask, *given, delta=0.25)
     assert weights.tolist() == [[1, 1, 1], [0, 1, 1]]
     assert_close(metrics["sequence_masked_fraction"].item(), 1 / 6)
 
@@ -295,7 +301,7 @@ COUNTED = bools([1, 1, 1, 0], [1, 1, 0, 1])
 )
 def test_top_entropy_by_hand(fraction: Any, threshold: float, kept: list[list[int]]) -> None:
     assert losses.entropy_threshold(ENTROPY, COUNTED, fraction).item() == threshold
-    weights, metrics = top_entropy_mask(ENTROPY.clone().requires_grad_(), COUNTED, fraction=fraction)
+    weights, metrics = called(top_entropy_mask, ENTROPY.clone().requires_grad_(), COUNTED, fraction=fraction)
     assert weights.tolist() == kept
     assert not weights.requires_grad
     assert metrics["entropy_threshold"].item() == threshold
@@ -306,35 +312,39 @@ def test_edges_of_top_entropy() -> None:
     """A fifth by default, equals together, entropies rounded below 0; nothing is read on the host."""
     entropy = torch.arange(10.0).unsqueeze(0)
     assert losses.entropy_threshold(entropy, everywhere(1, 10)) == 8
-    assert top_entropy_mask(entropy, everywhere(1, 10))[0].sum() == 2
-    equals, _ = top_entropy_mask(f64([[1.0, 0.5, 1.0, 1.0]]), everywhere(1, 4), fraction=0.25)
+    assert called(top_entropy_mask, entropy, everywhere(1, 10))[0].sum() == 2
+    equals, _ = called(top_entropy_mask, f64([[1.0, 0.5, 1.0, 1.0]]), everywhere(1, 4), fraction=0.25)
     assert equals.tolist() == [[1, 0, 1, 1]]
     entropy, mask = torch.tensor([[-1e-7, 1.0, 5.0]]), bools([1, 1, 0])
     assert_close(losses.entropy_threshold(entropy, mask, fraction=1.0), torch.tensor(-1e-7), rtol=0, atol=0)
-    assert top_entropy_mask(entropy, mask, fraction=1.0)[0].tolist() == [[1.0, 1.0, 0.0]]
-    assert top_entropy_mask(ENTROPY.to("meta"), COUNTED.to("meta"))[0].shape == (2, 4)
-    assert importance_weights(OLD.to("meta"), SAMPLER.to("meta"), MASK.to("meta"), level="sequence")[0].shape == (2, 3)
+    assert called(top_entropy_mask, entropy, mask, fraction=1.0)[0].tolist() == [[1.0, 1.0, 0.0]]
+    assert called(top_entropy_mask, ENTROPY.to("meta"), COUNTED.to("meta"))[0].shape == (2, 4)
+    assert called(importance_weights, OLD.to("meta"), SAMPLER.to("meta"), MASK.to("meta"), level="sequence")[
+        0
+    ].shape == (2, 3)
     for tokens in (1, 2, 3, 7, 10, 33, 40):
         entropy = torch.randperm(tokens, generator=torch.Generator().manual_seed(tokens)).double().unsqueeze(0)
         for fraction in (0.01, 0.1, 0.25, 1 / 3, 0.5, 0.77, 0.99, 1.0):
-            kept = top_entropy_mask(entropy, everywhere(1, tokens), fraction=fraction)[0].sum().item()
+            kept = called(top_entropy_mask, entropy, everywhere(1, tokens), fraction=fraction)[0].sum().item()
             assert kept >= 1
             assert abs(kept - fraction * tokens) <= 0.5 + 1e-4 or kept == 1, (tokens, fraction)
 
 
 def test_parts_of_a_batch_keep_the_same_tokens_as_the_whole() -> None:
     def in_parts(**how: Any) -> Tensor:
-        return torch.cat([top_entropy_mask(ENTROPY[i : i + 1], COUNTED[i : i + 1], **how)[0] for i in range(2)])
+        return torch.cat([called(top_entropy_mask, ENTROPY[i : i + 1], COUNTED[i : i + 1], **how)[0] for i in range(2)])
 
     threshold = losses.entropy_threshold(ENTROPY, COUNTED, 0.4)
-    assert torch.equal(in_parts(threshold=threshold), top_entropy_mask(ENTROPY, COUNTED, fraction=0.4)[0])
-    assert not torch.equal(in_parts(fraction=0.7), top_entropy_mask(ENTROPY, COUNTED, fraction=0.7)[0])
-    assert top_entropy_mask(ENTROPY, COUNTED, threshold=0.7)[0].tolist() == [[0, 1, 0, 0], [1, 0, 0, 1]]
+    assert torch.equal(in_parts(threshold=threshold), called(top_entropy_mask, ENTROPY, COUNTED, fraction=0.4)[0])
+    assert not torch.equal(in_parts(fraction=0.7), called(top_entropy_mask, ENTROPY, COUNTED, fraction=0.7)[0])
+    assert called(top_entropy_mask, ENTROPY, COUNTED, threshold=0.7)[0].tolist() == [[0, 1, 0, 0], [1, 0, 0, 1]]
 
 
 def test_apply_multiplies_values_and_keeps_denominators() -> None:
     log_prob = f64([[-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0]]).requires_grad_()
-    (term,) = losses.ppo(log_prob, MASK, old_log_prob=log_prob.detach(), advantage=torch.ones_like(log_prob))
+    (term,) = losses.ppo(
+        losses.LossInputs(log_prob, MASK, old_log_prob=log_prob.detach(), advantage=torch.ones_like(log_prob))
+    )
     weights = f64([[2.0, 0.0, 1.0], [0.5, 3.0, 0.0]])
     (corrected,) = apply_correction([term], weights)
     assert corrected.mask is term.mask
@@ -349,7 +359,9 @@ def test_apply_multiplies_values_and_keeps_denominators() -> None:
 
 def test_a_value_per_sequence_gets_the_mean_of_its_weights_and_one_per_pair_none() -> None:
     term = losses.LossTerm("objective", f64([[10.0], [20.0]]), everywhere(2, 1))
-    token, sequence = (importance_weights(OLD, SAMPLER, MASK, level=level)[0] for level in ("token", "sequence"))
+    token, sequence = (
+        called(importance_weights, OLD, SAMPLER, MASK, level=level)[0] for level in ("token", "sequence")
+    )
     # (2 + 1/8 + 1) / 3 and (2 + 3/2) / 2
     assert_close(apply_correction([term], token, MASK)[0].value, f64([[10 * 3.125 / 3], [35.0]]))
     assert_close(apply_correction([term], sequence, MASK)[0].value, f64([[5.0], [40.0]]))
@@ -368,9 +380,9 @@ THREE = {"log_prob": OLD, "old_log_prob": SAMPLER, "advantage": OLD}
 @pytest.mark.parametrize(
     ("function", "inputs"),
     [
-        (importance_weights, BOTH),
-        (partial(losses.off_policy_sequence_mask, delta=0.1), THREE),
-        (top_entropy_mask, {"entropy": OLD}),
+        (partial(called, importance_weights), BOTH),
+        (partial(called, losses.off_policy_sequence_mask, delta=0.1), THREE),
+        (partial(called, top_entropy_mask), {"entropy": OLD}),
         (losses.entropy_threshold, {"entropy": OLD}),
         (mismatch_metrics, BOTH),
         (losses.correction_metrics, {"weights": OLD}),
@@ -407,9 +419,9 @@ OF_SHARES = "fraction must be greater than 0 and at most 1"
 
 test_bounds_that_are_refused = refused(
     lambda function, hyper: function(**hyper),
-    *((partial(importance_weights, OLD, SAMPLER, MASK), *row) for row in OF_WEIGHTS),
-    *((partial(losses.rejection_mask, OLD, SAMPLER, MASK), *row) for row in OF_REJECTION),
+    *((partial(called, importance_weights, OLD, SAMPLER, MASK), *row) for row in OF_WEIGHTS),
+    *((partial(called, losses.rejection_mask, OLD, SAMPLER, MASK), *row) for row in OF_REJECTION),
     *((losses.RejectionMask, *row) for row in OF_REJECTION),
-    *((partial(top_entropy_mask, -OLD, MASK, fraction=x), {}, f"{OF_SHARES}, got {x}") for x in (0.0, 1.2)),
-    (partial(OF_SEQUENCES, OLD, SAMPLER, OLD, MASK), {"delta": -0.1}, r"delta must be at least 0, got -0\.1"),
+    *((partial(called, top_entropy_mask, -OLD, MASK, fraction=x), {}, f"{OF_SHARES}, got {x}") for x in (0.0, 1.2)),
+    (partial(called, OF_SEQUENCES, OLD, SAMPLER, OLD, MASK), {"delta": -0.1}, r"delta must be at least 0, got -0\.1"),
 )

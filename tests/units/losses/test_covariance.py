@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from by_hand import assert_result, evaluate, tensor
+from by_hand import assert_result, called, evaluate, tensor
 from objective_cases import random_batch, rows_of
-from torchrl_llm_kl.losses import clip_cov, kl_cov, select_clip_cov, select_kl_cov
+from torchrl_llm_kl.losses import LossInputs, clip_cov, kl_cov, select_clip_cov, select_kl_cov
 
 NAN = float("nan")
 # The mean log-prob is -5, the mean advantage 0: covariances 4, 4, 2, 2 and -2, -2. The last token is masked out.
@@ -35,7 +35,7 @@ def test_clip_cov_chooses_between_two_bounds(bounds: tuple[float, float], chosen
     """Of the deviations from the means, wherever these are."""
     for shift in (0.0, 7.0, -10.0):
         inputs = {"old_log_prob": LOG_PROB, "advantage": ADVANTAGE + shift}
-        got = select_clip_cov(LOG_PROB, MASK, **inputs, fraction=1.0, cov_low=bounds[0], cov_high=bounds[1])
+        got = called(select_clip_cov, LOG_PROB, MASK, **inputs, fraction=1.0, cov_low=bounds[0], cov_high=bounds[1])
         assert got.int().tolist() == chosen
 
 
@@ -44,7 +44,9 @@ def test_clip_cov_chooses_between_two_bounds(bounds: tuple[float, float], chosen
 )
 def test_clip_cov_skips_tokens_that_ppo_clips(ratio: list[float], chosen: list[int]) -> None:
     old = LOG_PROB - tensor([ratio, [1.0] * 4]).log()
-    got = select_clip_cov(LOG_PROB, MASK, old_log_prob=old, advantage=ADVANTAGE, fraction=1.0, cov_low=1.0, **BOUNDS)
+    got = called(
+        select_clip_cov, LOG_PROB, MASK, old_log_prob=old, advantage=ADVANTAGE, fraction=1.0, cov_low=1.0, **BOUNDS
+    )
     assert got[0].tolist() == chosen
 
 
@@ -53,7 +55,7 @@ def test_clip_cov_chooses_at_random_among_them(fraction: float, number: int) -> 
     """A fraction of the 7 masked-in tokens, of 4 candidates; each is chosen equally often."""
     generator, total = torch.Generator().manual_seed(0), torch.zeros(2, 4)
     for _ in range(400):
-        got = select_clip_cov(LOG_PROB, MASK, **INPUTS, fraction=fraction, cov_low=1.0, generator=generator)
+        got = called(select_clip_cov, LOG_PROB, MASK, **INPUTS, fraction=fraction, cov_low=1.0, generator=generator)
         assert got.sum() == number
         total += got
     assert not total[1].any()
@@ -67,7 +69,7 @@ def test_kl_cov_chooses_the_highest() -> None:
         log_prob[0, 0], log_prob[0, 2] = -0.8, -3.9  # make the order unique
     for fraction, number in ((0.01, 1), (0.3, 2), (0.5, 3), (1.0, 7)):
         for shift in (7.0, -10.0):
-            got = select_kl_cov(log_prob, MASK, advantage=ADVANTAGE + shift, fraction=fraction)
+            got = select_kl_cov(LossInputs(log_prob, MASK, advantage=ADVANTAGE + shift), fraction=fraction)
             assert got.sum() == number
             assert got[0, :number].all()
             assert not got.requires_grad
@@ -75,13 +77,13 @@ def test_kl_cov_chooses_the_highest() -> None:
 
 def test_inputs_that_are_refused() -> None:
     with pytest.raises(ValueError, match=r"mask has shape \(2, 4\) but advantage has shape \(2, 1\)"):
-        select_kl_cov(LOG_PROB, MASK, advantage=ADVANTAGE[:, :1])
+        select_kl_cov(LossInputs(LOG_PROB, MASK, advantage=ADVANTAGE[:, :1]))
     with pytest.raises(TypeError, match="mask must be boolean"):
-        select_clip_cov(LOG_PROB, MASK.float(), **INPUTS)
+        called(select_clip_cov, LOG_PROB, MASK.float(), **INPUTS)
     for fraction in (0.0, 1.5):
         for select, inputs in ((select_clip_cov, INPUTS), (select_kl_cov, {"advantage": ADVANTAGE})):
             with pytest.raises(ValueError, match=f"fraction must be greater than 0 and at most 1, got {fraction}"):
-                select(LOG_PROB, MASK, **inputs, fraction=fraction)
+                called(select, LOG_PROB, MASK, **inputs, fraction=fraction)
 
 
 def test_what_is_done_to_the_chosen_tokens() -> None:
@@ -123,16 +125,16 @@ def test_without_selected_the_selection_is_of_the_batch_at_hand(function: Any, h
     inputs = {key: batch[key] for key in ("log_prob", "mask", "advantage")}
     torch.manual_seed(0)
     if function is clip_cov:
-        selected = select_clip_cov(**inputs, old_log_prob=batch["old_log_prob"], **hyper)
+        selected = called(select_clip_cov, **inputs, old_log_prob=batch["old_log_prob"], **hyper)
     else:
-        selected = select_kl_cov(**inputs, **hyper)
+        selected = called(select_kl_cov, **inputs, **hyper)
     torch.manual_seed(0)
-    (term,) = function(**batch, **hyper)
-    (given,) = function(**batch, **hyper, selected=selected)
+    (term,) = called(function, **batch, **hyper)
+    (given,) = called(function, **batch, **hyper, selected=selected)
     assert selected.any()
     assert_close(term.value, given.value)
     # A part of the batch would choose otherwise, and so needs to be told.
     rows = torch.arange(4)
-    (part,) = function(**rows_of(batch, rows), **hyper, selected=selected[rows])
+    (part,) = called(function, **rows_of(batch, rows), **hyper, selected=selected[rows])
     assert_close(part.value, given.value[rows])
-    assert not torch.equal(function(**rows_of(batch, rows), **hyper)[0].value, part.value)
+    assert not torch.equal(called(function, **rows_of(batch, rows), **hyper)[0].value, part.value)

@@ -11,13 +11,14 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from by_hand import called
 from closeness import assert_near, needs_equal_rows
 from head_reference import Sizes, collapse, gkd_of
 from policy_batches import LENGTHS, PROMPT, batch, gradients, responses
 from refused import refused
 from scoring_reference import FullLogits
 from torchrl_llm_kl import LogProbScorer, PolicyLoss, RetrieveLogProb, Sampling, ScoreOptions, TopK, make_algorithm
-from torchrl_llm_kl.losses import DivergenceToTeacher, KLToReference, LossTerm, distill, get_objective
+from torchrl_llm_kl.losses import DivergenceToTeacher, KLToReference, LossInputs, LossTerm, distill, get_objective
 from toy_models import VOCAB_SIZE, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:the top k below")
@@ -91,17 +92,19 @@ def test_bounds_by_hand() -> None:
     for hyper, value, gradient in cases:
         student = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64).log().expand(1, 2, 3).clone().requires_grad_()
         inputs = {"outcomes": student, "teacher_outcomes": teacher, "old_log_prob": old}
-        (term,) = distill(torch.zeros_like(old), mask, **inputs, beta=0.0, **hyper)
+        (term,) = called(distill, torch.zeros_like(old), mask, **inputs, beta=0.0, **hyper)
         assert_close(term.value.detach(), torch.tensor([value], dtype=torch.float64))
         (found,) = torch.autograd.grad(term.value.sum(), student)
         assert_close(found, torch.tensor([gradient], dtype=torch.float64))
         assert_close(term.metrics["captured_mass"].item(), 0.9)  # of the teacher as it is
-    (term,) = distill(-old, mask, teacher_divergence=mask.double(), old_log_prob=0 * old, **EXACT, ratio_max=2.0)
+    (term,) = called(
+        distill, -old, mask, teacher_divergence=mask.double(), old_log_prob=0 * old, **EXACT, ratio_max=2.0
+    )
     assert_close(term.value, torch.tensor([[2.0, 0.5]], dtype=torch.float64))
     with pytest.raises(ValueError, match="'exact' has one teacher and all its tokens: leave out log_prob_min"):
-        distill(old, mask, teacher_divergence=mask.double(), distribution="exact", log_prob_min=-1.0)
-    with pytest.raises(ValueError, match=r"distill needs old_log_prob: .* or change ratio_max=2.0"):
-        distill(old, mask, outcomes=teacher, teacher_outcomes=teacher, ratio_max=2.0)
+        distill(LossInputs(old, mask, teacher_divergence=mask.double()), distribution="exact", log_prob_min=-1.0)
+    with pytest.raises(ValueError, match="distill needs old_log_prob: pass old_log_prob="):
+        distill(LossInputs(old, mask, outcomes=teacher, teacher_outcomes=teacher), ratio_max=2.0)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +194,7 @@ def test_several_teachers_are_a_weighted_sum(student: nn.Module, teacher: nn.Mod
 def test_one_teacher_without_its_dimension() -> None:
     outcomes, teacher = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     zeros, both = torch.zeros(3, 4), ((outcomes, teacher), (outcomes.unsqueeze(2), teacher.unsqueeze(2)))
-    one, other = (distill(zeros, zeros == 0, outcomes=a, teacher_outcomes=b)[0] for a, b in both)
+    one, other = (distill(LossInputs(zeros, zeros == 0, outcomes=a, teacher_outcomes=b))[0] for a, b in both)
     assert torch.equal(one.value, other.value)
     assert torch.equal(one.metrics["captured_mass"], other.metrics["captured_mass"])
 
@@ -258,8 +261,9 @@ def test_keys_and_outputs(model: nn.Module, reference: nn.Module) -> None:
 def test_a_divergence_of_ones_own(student: nn.Module, teacher: nn.Module) -> None:
     """A function that takes outcomes gets them: here the total variation."""
 
-    def variation(log_prob: Tensor, mask: Tensor, *, outcomes: Tensor, teacher_outcomes: Tensor) -> Any:
-        return (LossTerm("variation", (outcomes.exp() - teacher_outcomes.exp()).abs().sum((-2, -1)) / 2, mask),)
+    def variation(inputs: LossInputs) -> tuple[LossTerm, ...]:
+        difference = inputs.outcomes.exp() - inputs.teacher_outcomes.exp()
+        return (LossTerm("variation", difference.abs().sum((-2, -1)) / 2, inputs.mask),)
 
     out = PolicyLoss(student, variation)(with_teacher(data(), teacher, V))
     want = (distributions(student).exp() - distributions(teacher).exp()).abs().sum(-1).mean() / 2
@@ -321,9 +325,9 @@ ONE = torch.ones(1, 1)
 PAIR = torch.full((1, 1, 2), 0.5).log()
 BOTH = {"outcomes": PAIR, "teacher_outcomes": PAIR}
 test_wrong_inputs = refused(
-    lambda given: get_objective("distill")(ONE, ONE > 0, **given),
-    ({"outcomes": PAIR}, r"distill needs teacher_outcomes: pass teacher_outcomes=, \[\*B, T, k \+ 1\]"),
-    (EXACT, r"distill needs teacher_divergence.*or change distribution='exact'"),
+    lambda given: called(get_objective("distill"), ONE, ONE > 0, **given),
+    ({"outcomes": PAIR}, r"distill needs teacher_outcomes: pass teacher_outcomes= to LossInputs, \[\*B, T, k \+ 1\]"),
+    (EXACT, "distill needs teacher_divergence"),
     ({"outcomes": PAIR, "teacher_outcomes": PAIR[..., :1]}, r"outcomes has shape \(1, 1, 2\) but teacher_outcomes"),
     ({"outcomes": PAIR[0], "teacher_outcomes": PAIR[0]}, r"outcomes has shape \(1, 2\), expected \(1, 1, k \+ 1\)"),
     ({**BOTH, "beta": 1.5}, "beta must be at least 0 and at most 1, got 1.5"),

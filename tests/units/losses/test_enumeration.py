@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from by_hand import called
 from torchrl_llm_kl.losses import get_objective
 
 #: Seeds and sizes of the vocabulary.
@@ -27,7 +28,7 @@ class Bandit:
         inputs = [self.logits.log_softmax(-1), self.old_logits.log_softmax(-1), self.advantage]
         log_prob, old, advantage = (x.unsqueeze(-1) for x in inputs)
         mask = torch.ones_like(log_prob, dtype=torch.bool)
-        (term,) = get_objective(name)(log_prob, mask, old_log_prob=old, advantage=advantage, **hyper)
+        (term,) = called(get_objective(name), log_prob, mask, old_log_prob=old, advantage=advantage, **hyper)
         return self.gradient((self.old * term.value.squeeze(-1)).sum())
 
     def gradient(self, loss: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ class Bandit:
 ON_POLICY: list[tuple[str, dict[str, Any]]] = [
     *[(name, {}) for name in ("ppo", "dapo", "dr_grpo", "luspo", "gmpo", "sppo", "importance_sampling", "gpg")],
     *[(name, {}) for name in ("vespo", "kl_cov")],
-    ("ppo", {"fallback_to_policy_gradient": True}),
+    ("ppo_on_policy", {}),
     *[(name, {"level": level}) for name in ("gspo", "topr", "dro") for level in ("token", "sequence")],
     ("dro", {"beta": 0.7}),
     ("cispo", {"enable_mask_clip": True}),

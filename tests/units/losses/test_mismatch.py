@@ -223,9 +223,8 @@ def test_the_wrappers_first_zero_is_not_taken_for_certainty(model: nn.Module) ->
     assert_close(dict(loss(data.set("log_probs", stored)).items()), dict(expected.items()))
 
 
-def drift(log_prob: Tensor, mask: Tensor, old_log_prob: Tensor | None = None) -> tuple[losses.LossTerm, ...]:
-    assert old_log_prob is not None
-    return (losses.LossTerm("drift", (log_prob - old_log_prob).square(), mask),)
+def drift(inputs: losses.LossInputs) -> tuple[losses.LossTerm, ...]:
+    return (losses.LossTerm("drift", inputs.log_ratio.square(), inputs.mask),)
 
 
 @pytest.mark.parametrize("objective", ["gpg", "sft"])

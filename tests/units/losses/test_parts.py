@@ -1,6 +1,8 @@
 """Parts of a loss: what they need, on one device or two, and inputs that would give a wrong loss without a word."""
 
+import copy
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +14,13 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from by_hand import called
 from objective_cases import raises_without, random_batch
 from policy_batches import batch
 from refused import refused
 from torchrl_llm_kl import AdaptiveKLCoefficient, ScoreOptions, losses
 from torchrl_llm_kl.estimators import available_estimators, corrected_k3, get_estimator, k2
 from torchrl_llm_kl.losses._inputs import dummy_inputs
-from torchrl_llm_kl.losses._parts import Part
 
 NAN = float("nan")
 MASK = torch.ones(2, 2, dtype=torch.bool)
@@ -30,7 +32,7 @@ PAIR = torch.tensor([0.1, 0.5])
 def needed(part: Any) -> set[str]:
     data = random_batch(0)
     data |= {**dict.fromkeys(("entropy", "kl"), -data["log_prob"]), "sampler_log_prob": data["old_log_prob"]}
-    return raises_without(part.run, data)
+    return raises_without(part, data)
 
 
 CORRECTED = (functools.partial(corrected_k3, ratio_max=3.0), get_estimator("corrected_k3+"))
@@ -47,7 +49,7 @@ def test_terms_need_what_they_state(leave_out_experts: bool) -> None:
         assert ("expert_mask" in part.needs) == leave_out_experts
 
 
-def test_corrections_need_what_they_state_and_functions_their_inputs_without_a_default() -> None:
+def test_corrections_and_functions_need_the_inputs_that_they_read() -> None:
     for part, needs in {
         losses.ImportanceWeights(): {"old_log_prob", "sampler_log_prob"},
         losses.ImportanceWeights(level="sequence", mode="mask", low=0.5): {"old_log_prob", "sampler_log_prob"},
@@ -57,30 +59,34 @@ def test_corrections_need_what_they_state_and_functions_their_inputs_without_a_d
     }.items():
         assert set(part.needs) == needed(part) == needs
 
-    def mine(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, scale: float, ref_log_prob: Any = None, **_) -> Any:
-        return (losses.LossTerm("mine", scale * advantage * log_prob, mask),)
+    def mine(inputs: losses.LossInputs, *, scale: float) -> Any:
+        return (losses.LossTerm("mine", scale * inputs.advantage * inputs.log_prob, inputs.mask),)
 
     parts = losses.TermPart(mine, scale=1.0), losses.TermPart(functools.partial(mine, scale=1.0))
-    assert [part.needs for part in parts] == [("advantage",)] * 2
-    assert losses.Correction(lambda mask, entropy: (entropy, {})).needs == ("entropy",)
+    assert [part.needs for part in parts] == [{"advantage"}] * 2
+    assert losses.Correction(lambda inputs: (inputs.entropy, {})).needs == {"entropy"}
 
 
 def test_keys_follow_later_settings(model: nn.Module) -> None:
-    """Old log-probs stop being needed once the fallback is set; names of metrics and inputs of terms follow too."""
-    loss, data = losses.PolicyLoss(model), batch().exclude(("next", "sampler_log_probs"), ("next", "ref_log_probs"))
+    """Old log-probs are needed only by a mode that clips; names of metrics and inputs of terms follow too."""
+    loss, data = (
+        losses.PolicyLoss(model, "rec", clip_mode="one-side"),
+        batch().exclude(("next", "sampler_log_probs"), ("next", "ref_log_probs")),
+    )
     old, bare = loss.tensor_keys.old_log_prob, data.exclude(("next", "log_probs"))
     for _ in range(2):
         assert old in loss.in_keys
-        with pytest.raises(KeyError, match="ppo needs old_log_prob"):
+        with pytest.raises(KeyError, match="rec needs old_log_prob"):
             loss(bare)
-        loss.fallback_to_policy_gradient = True
+        loss.clip_mode = "none"
         assert old not in loss.in_keys
         assert "ESS" not in loss.out_keys
-        fresh = losses.PolicyLoss(model, fallback_to_policy_gradient=True)
+        fresh = losses.PolicyLoss(model, "rec")
         out = loss(bare)
         assert_close(out["loss_objective"], fresh(bare)["loss_objective"])
         assert set(loss.out_keys) == set(fresh.out_keys) == set(out.keys())
-        loss.fallback_to_policy_gradient = False
+        loss.clip_mode = "one-side"
+    loss = losses.PolicyLoss(model)
     masking = ("enable_sequence_masking", True, "sequence_masked_fraction")
     for name, value, metric in (masking, ("clip_ratio_c", None, "clip_fraction_dual")):
         before = metric in loss.out_keys
@@ -103,9 +109,9 @@ def test_data_with_a_graph_are_constants() -> None:
     """On-policy data have the policy gradient; a target made from the value still trains it; so do weights."""
     log_prob = OLD.clone().requires_grad_()
     for term, expected in [
-        (losses.ppo(log_prob, MASK, old_log_prob=log_prob, advantage=3 * ONES), -3 * ONES),
-        (losses.kl_to_ref(log_prob, MASK, ref_log_prob=log_prob - 0.5), 0.5 * ONES),
-        (losses.value_error(log_prob, MASK, value_target=log_prob + 2.0), -2 * ONES),
+        (losses.ppo(losses.LossInputs(log_prob, MASK, old_log_prob=log_prob, advantage=3 * ONES)), -3 * ONES),
+        (losses.kl_to_ref(losses.LossInputs(log_prob, MASK, ref_log_prob=log_prob - 0.5)), 0.5 * ONES),
+        (losses.value_error(losses.ValueInputs(log_prob, MASK, log_prob + 2.0)), -2 * ONES),
         (losses.apply_correction([losses.LossTerm("objective", log_prob * 2, MASK)], log_prob.exp()), 2 * OLD.exp()),
     ]:
         assert_close(torch.autograd.grad(term[0].value.sum(), log_prob)[0], expected)
@@ -116,42 +122,42 @@ TERM = losses.LossTerm("objective", ONES[:, :1], NARROW)
 BOOLEAN = r"must hold numbers, got a boolean tensor: pass \w+\.float\(\)"
 test_booleans_are_not_numbers = refused(
     lambda call: call(),
-    (lambda: losses.ppo(OLD, MASK, old_log_prob=OLD, advantage=MASK), BOOLEAN),
-    (lambda: losses.ppo(OLD, MASK, old_log_prob=MASK, advantage=ONES), BOOLEAN),
-    (lambda: losses.get_objective("gpg")(MASK, MASK, advantage=ONES), BOOLEAN),
-    (lambda: losses.kl_to_ref(OLD, MASK, ref_log_prob=MASK), BOOLEAN),
-    (lambda: losses.importance_weights(OLD, MASK, MASK), BOOLEAN),
-    (lambda: losses.rejection_mask(MASK, OLD, MASK, divergence="token_k2", high=1.0), BOOLEAN),
+    (lambda: losses.ppo(losses.LossInputs(OLD, MASK, old_log_prob=OLD, advantage=MASK)), BOOLEAN),
+    (lambda: losses.ppo(losses.LossInputs(OLD, MASK, old_log_prob=MASK, advantage=ONES)), BOOLEAN),
+    (lambda: losses.LossInputs(MASK, MASK, advantage=ONES), BOOLEAN),
+    (lambda: losses.kl_to_ref(losses.LossInputs(OLD, MASK, ref_log_prob=MASK)), BOOLEAN),
+    (lambda: called(losses.importance_weights, OLD, MASK, MASK), BOOLEAN),
+    (lambda: called(losses.rejection_mask, MASK, OLD, MASK, divergence="token_k2", high=1.0), BOOLEAN),
     (lambda: losses.mismatch_metrics(OLD, MASK, MASK), BOOLEAN),
-    (lambda: losses.top_entropy_mask(MASK, MASK), BOOLEAN),
-    (lambda: losses.value_error(OLD, MASK, value_target=MASK), BOOLEAN),
+    (lambda: called(losses.top_entropy_mask, MASK, MASK), BOOLEAN),
+    (lambda: losses.ValueInputs(OLD, MASK, MASK), BOOLEAN),
     error=TypeError,
 )
 
 
 NUMBERS: list[tuple[str, Callable[[], Any]]] = [
-    ("clip_high", lambda: losses.ppo(OLD, MASK, old_log_prob=OLD, advantage=ONES, clip_high=PAIR)),
-    ("tau", lambda: losses.opmd(OLD, MASK, advantage=ONES, tau=PAIR)),
-    ("coeff", lambda: losses.kl_to_ref(OLD, MASK, ref_log_prob=OLD, coeff=PAIR)),
+    ("clip_high", lambda: losses.ppo(losses.LossInputs(OLD, MASK, old_log_prob=OLD, advantage=ONES), clip_high=PAIR)),
+    ("tau", lambda: losses.opmd(losses.LossInputs(OLD, MASK, advantage=ONES), tau=PAIR)),
+    ("coeff", lambda: losses.kl_to_ref(losses.LossInputs(OLD, MASK, ref_log_prob=OLD), coeff=PAIR)),
     ("weight", lambda: losses.LossTerm("objective", OLD, MASK, weight=PAIR)),
     ("denominator", lambda: losses.aggregate(OLD, MASK, denominator=PAIR)),
-    ("high", lambda: losses.importance_weights(OLD, OLD, MASK, high=PAIR)),
-    ("low", lambda: losses.importance_weights(OLD, OLD, MASK, low=PAIR)),
-    ("low", lambda: losses.rejection_mask(OLD, OLD, MASK, divergence="token_k1", low=-PAIR)),
-    ("high", lambda: losses.rejection_mask(OLD, OLD, MASK, divergence="token_k1", high=PAIR)),
-    ("delta", lambda: losses.off_policy_sequence_mask(OLD, OLD, OLD, MASK, delta=PAIR)),
-    ("threshold", lambda: losses.top_entropy_mask(-OLD, MASK, threshold=PAIR)),
-    ("fraction", lambda: losses.top_entropy_mask(-OLD, MASK, fraction=PAIR)),
-    ("clip_value", lambda: losses.value_error(OLD, MASK, value_target=OLD, old_value=OLD, clip_value=PAIR)),
+    ("high", lambda: called(losses.importance_weights, OLD, OLD, MASK, high=PAIR)),
+    ("low", lambda: called(losses.importance_weights, OLD, OLD, MASK, low=PAIR)),
+    ("low", lambda: called(losses.rejection_mask, OLD, OLD, MASK, divergence="token_k1", low=-PAIR)),
+    ("high", lambda: called(losses.rejection_mask, OLD, OLD, MASK, divergence="token_k1", high=PAIR)),
+    ("delta", lambda: called(losses.off_policy_sequence_mask, OLD, OLD, OLD, MASK, delta=PAIR)),
+    ("threshold", lambda: called(losses.top_entropy_mask, -OLD, MASK, threshold=PAIR)),
+    ("fraction", lambda: called(losses.top_entropy_mask, -OLD, MASK, fraction=PAIR)),
+    ("clip_value", lambda: losses.value_error(losses.ValueInputs(OLD, MASK, OLD, OLD), clip_value=PAIR)),
 ]
 PENALTIES = losses.KLToReference, losses.KLToSampler, losses.EntropyBonus
 test_masks_of_numbers_and_hyper_parameters_that_are_none_or_would_broadcast = refused(
     lambda call: call(),
     *((call, rf"{name} must be one number, got a tensor of shape \(2,\)") for name, call in NUMBERS),
-    (lambda: losses.value_error(OLD, MASK.float(), value_target=OLD), TypeError, "mask must be boolean"),
+    (lambda: losses.ValueInputs(OLD, MASK.float(), OLD), TypeError, "mask must be boolean"),
     (lambda: losses.apply_correction([TERM], ONES, MASK.float()), TypeError, "mask must be boolean"),
     (lambda: losses.apply_correction([TERM], ONES, NARROW), r"weights has shape \(2, 2\) but mask has shape \(2, 1\)"),
-    (lambda: losses.top_entropy_mask(-OLD, MASK, threshold=NAN), "threshold must be a number, got nan"),
+    (lambda: called(losses.top_entropy_mask, -OLD, MASK, threshold=NAN), "threshold must be a number, got nan"),
     *((functools.partial(part, NAN), r"coeff must be a (finite )?number.*got nan") for part in PENALTIES),
 )
 
@@ -275,7 +281,6 @@ OBJECTIVES = {"rec": RING, "ppo": {"clip_ratio_c": 3.0, "enable_sequence_masking
 OBJECTIVES |= {name: {} for name in (*PLAIN, "topr", "sppo", "dro", "mix", "distill")}
 MAKE: dict[str, Callable[[], Any]] = {
     **{name: functools.partial(losses.TermPart, losses.get_objective(name), **x) for name, x in OBJECTIVES.items()},
-    "value_error": lambda: Part(losses.value_error, ("value", "mask", "value_target", "old_value"), clip_value=0.2),
     "adaptive": lambda: losses.KLToReference(AdaptiveKLCoefficient(0.1, target=1.0, horizon=10)),
     "kl_to_sampler": lambda: losses.KLToSampler(0.1, "corrected_k3"),
     "entropy": lambda: losses.EntropyBonus(0.1),
@@ -299,24 +304,36 @@ def leaves(result: Any) -> list[Tensor]:
 def test_tokens_and_numbers_on_two_devices(name: str) -> None:
     """A loss keeps its numbers on the CPU unless it is moved: no copy for each call; or it was moved, and a batch was not."""
     part, rng = MAKE[name](), torch.Generator().manual_seed(0)
-    inputs = dict.fromkeys(part.inputs, torch.zeros(6, 1)) | dummy_inputs().given
+    inputs = {name: x for name, x in dummy_inputs().given.items() if name not in ("pair_id", "chosen")}
     given = {key: x - torch.rand(x.shape, generator=rng) if x.is_floating_point() else x for key, x in inputs.items()}
-    expected = leaves(part.run(given))
+    expected = leaves(part.run(losses.LossInputs(**given)))
     with Accelerator():
-        found = leaves(part.run({key: x.to("meta") for key, x in given.items()}))
+        found = leaves(part.run(losses.LossInputs(**{key: x.to("meta") for key, x in given.items()})))
     assert [x.shape for x in found] == [x.shape for x in expected]
     assert all(x.device.type == "meta" for x in found if x.ndim)
     if name != "adaptive":
         with Accelerator():
             part.to("meta")
-            found = leaves(part.run(given))
+            found = leaves(part.run(losses.LossInputs(**given)))
         assert_close(found, expected)
 
 
 def test_clean_inputs_are_taken_as_they_are() -> None:
-    """But not under another mask, nor beside another tensor."""
-    clean = losses.LossInputs(-ONES, MASK, ref_log_prob=-2 * ONES, is_clean=True)
-    assert clean.cleaned(["ref_log_prob"])["ref_log_prob"].data_ptr() == clean.ref_log_prob.data_ptr()
-    narrower = clean.replace(mask=MASK.triu())
-    assert narrower.cleaned(["ref_log_prob"])["ref_log_prob"].tolist() == [[-2, -2], [0, -2]]
+    """Only what changes is cleaned again, and everything under a narrower mask."""
+    clean = losses.LossInputs.of_clean(log_prob=-ONES, mask=MASK, ref_log_prob=-2 * ONES)
+    kept = clean.replace(advantage=ONES)
+    assert kept.ref_log_prob.data_ptr() == clean.ref_log_prob.data_ptr()
+    narrower = clean.within(MASK.triu())
+    assert narrower.ref_log_prob.tolist() == [[-2, -2], [0, -2]]
     assert losses.KLToReference(1.0)(narrower)[0].value.tolist() == [[0.5, 0.5], [0, 0.5]]
+
+
+def test_an_input_that_was_left_out() -> None:
+    inputs = losses.LossInputs(OLD, MASK, advantage=ONES)
+    assert (inputs.get("kl"), sorted(inputs.given)) == (None, ["advantage", "log_prob", "mask"])
+    with pytest.raises(losses.MissingInputError, match="the loss needs kl: pass kl= to LossInputs"):
+        inputs.kl  # noqa: B018
+    with pytest.raises(AttributeError, match="LossInputs has no input 'advantages'"):
+        inputs.advantages  # type: ignore[attr-defined]  # noqa: B018
+    assert not hasattr(copy.deepcopy(inputs), "anything")
+    assert pickle.loads(pickle.dumps(inputs)).given.keys() == inputs.given.keys()

@@ -18,6 +18,7 @@ from torchrl_llm_kl.losses import (
     AdaptiveEntropyCoefficient,
     EntropyBonus,
     KLToReference,
+    LossInputs,
     LossTerm,
     PolicyLoss,
     ValueLoss,
@@ -409,17 +410,15 @@ def test_corrections_multiply_the_objective_alone(model: nn.Module) -> None:
 
 
 def test_functions_of_ones_own(model: nn.Module) -> None:
-    """With a name or without; those that name no input require none, and raise by themselves."""
+    """With a name or without."""
 
-    def scaled(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, scale: float = 1.0, **_: Any) -> Any:
-        return (LossTerm("mine", -scale * advantage * log_prob, mask, metrics={"least": log_prob.detach().min()}),)
-
-    def takes_all(log_prob: Tensor, mask: Tensor, **inputs: Tensor) -> tuple[LossTerm, ...]:
-        return (LossTerm("mine", -2.0 * inputs["advantage"] * log_prob, mask),)
+    def scaled(inputs: LossInputs, *, scale: float = 1.0) -> tuple[LossTerm, ...]:
+        value, metrics = -scale * inputs.advantage * inputs.log_prob, {"least": inputs.log_prob.detach().min()}
+        return (LossTerm("mine", value, inputs.mask, metrics=metrics),)
 
     class Scaled:
-        def __call__(self, log_prob: Tensor, mask: Tensor, *, advantage: Tensor, **_: Any) -> tuple[LossTerm, ...]:
-            return (LossTerm("mine", -2.0 * advantage * log_prob, mask),)
+        def __call__(self, inputs: LossInputs) -> tuple[LossTerm, ...]:
+            return (LossTerm("mine", -2.0 * inputs.advantage * inputs.log_prob, inputs.mask),)
 
     data = batch()
     expected = token_mean(model, data, lambda row: -2.0 * row["advantage"] * row["log_prob"])
@@ -429,37 +428,37 @@ def test_functions_of_ones_own(model: nn.Module) -> None:
     assert {"loss_mine", "least"} <= set(loss.out_keys) <= set(out.keys())
     loss.scale = 1.0
     assert_close(loss(data)["loss_mine"], out["loss_mine"] / 2)
-    for function in (functools.partial(scaled, scale=2.0), Scaled(), takes_all):
+    for function in (functools.partial(scaled, scale=2.0), Scaled()):
         loss = PolicyLoss(model, function)
         assert_close(loss(data)["loss_mine"], out["loss_mine"])
-        with pytest.raises(KeyError, match="advantage" if function is takes_all else "needs advantage"):
+        with pytest.raises(KeyError, match="needs advantage"):
             loss(data.exclude("advantage"))
         repr(loss)
 
 
-def test_a_registered_function_that_takes_any_other_input(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs of one value per token or per sequence reach it cleaned; unknown hyper-parameters are still refused."""
+def test_a_registered_function(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs reach it cleaned, those that it asks for too; unknown hyper-parameters are refused."""
     monkeypatch.setattr(_REGISTRY, "_items", dict(_REGISTRY._items))
-    seen: dict[str, Tensor] = {}
 
     @losses.objective("shifted")
-    def shifted(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, baseline: float = 0.0, **rest: Tensor) -> Any:
-        seen.update(rest)
-        return (LossTerm("objective", -(advantage - baseline) * log_prob, mask),)
+    def shifted(inputs: LossInputs, *, baseline: float = 0.0) -> tuple[LossTerm, ...]:
+        old = inputs.get("old_log_prob")
+        metrics = {} if old is None else {"lowest": old.min()}
+        value = -(inputs.advantage - baseline) * inputs.log_prob
+        return (LossTerm("objective", value, inputs.mask, metrics=metrics),)
 
     spec = losses.spec_of(shifted)
-    assert (spec.hyper, spec.needs, spec.defaults) == (("baseline",), ("advantage",), {"baseline": 0.0})
+    assert (spec.hyper, spec.needs, spec.defaults) == (("baseline",), {"advantage"}, {"baseline": 0.0})
     data = batch()
     expected = token_mean(model, data, lambda row: -(row["advantage"] - 0.5) * row["log_prob"])
     assert_close(objective(model, data, "shifted", baseline=0.5), expected, **CLOSE)
-    assert {"old_log_prob", "ref_log_prob"} <= set(seen)
-    pair_id, log_prob, mask = torch.arange(1), torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, False]])
-    old = torch.tensor([[-3.0, torch.nan]])
-    shifted(log_prob, mask, advantage=log_prob, pair_id=pair_id, old_log_prob=old)
-    assert seen["pair_id"] is pair_id
-    assert seen["old_log_prob"].tolist() == [[-3.0, 0.0]]
+    assert "lowest" in PolicyLoss(model, "shifted")(data)
+    assert "lowest" not in PolicyLoss(model, "shifted")(data.exclude(("next", "log_probs")))
+    log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-3.0, torch.nan]])
+    inputs = LossInputs(log_prob, torch.tensor([[True, False]]), advantage=log_prob, old_log_prob=old)
+    assert shifted(inputs)[0].metrics["lowest"] == -3
     with pytest.raises(TypeError, match="shifted has no hyper-parameter 'basline'"):
-        shifted(log_prob, mask, advantage=log_prob, basline=1.0)
+        shifted(inputs, basline=1.0)
 
 
 def test_metrics_stay_finite_and_the_sample_size_below_1(model: nn.Module) -> None:

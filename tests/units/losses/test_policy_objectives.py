@@ -170,8 +170,8 @@ ROWS_OF_CASES: dict[str, Row] = {
         f"{name}: with other bounds": show(*FOUR, [-2.6, -2.5, 0.9, 3], [0, -2.5, 0, 0], **OTHER_BOUNDS, dual=0.25)
         for name in ("dapo", "dr_grpo")
     },
-    "ppo: the fallback is the plain policy gradient, whatever the ratio": show(
-        [4, 0.1], [1.5, -0.5], [-1.5, 0.5], [-1.5, 0.5], fallback_to_policy_gradient=True
+    "ppo_on_policy: the plain policy gradient, whatever the ratio": show(
+        [4, 0.1], [1.5, -0.5], [-1.5, 0.5], [-1.5, 0.5]
     ),
     "gspo: each token has the ratio of its sequence": show(*SEQUENCES, *BY_TOKEN, **OF_FOUR, low=0.25, high=0.25),
     "gspo: one value for each sequence": show(*SEQUENCES, *BY_ROW, **OF_FOUR, level="sequence", low=0.25, high=0.25),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from by_hand import tensor as f64
+from by_hand import called, tensor as f64
 from objective_cases import PAIRS, rows_of
 from project import tables
 from refused import refused
@@ -73,7 +73,7 @@ def test_by_hand(name: str, hyper: dict[str, Any], value: float, on_chosen: floa
     data = pair()
     given = free(data) if name in ("cpo", "simpo") else data  # without a reference
     point = {key: torch.tensor(x) for key, x in hyper.items() if key == "reference_point"}
-    term, *more = losses.get_objective(name)(**given, **hyper | point)
+    term, *more = called(losses.get_objective(name), **given, **hyper | point)
     assert bool(more) == (name == "cpo")
     assert term.name == "objective"
     assert term.mask.tolist() == [[True]]
@@ -82,7 +82,7 @@ def test_by_hand(name: str, hyper: dict[str, Any], value: float, on_chosen: floa
 
 def test_each_pair_has_its_own_loss_and_rewards() -> None:
     """Differences of 2 and -1: Trinity adds them up to one pair with 1, whose loss is 0.3133. A tie is half right."""
-    (term,) = losses.dpo(**rows(1.5, -0.5, -0.25, 0.75), beta=1.0)
+    (term,) = called(losses.dpo, **rows(1.5, -0.5, -0.25, 0.75), beta=1.0)
     assert_close(term.value.detach(), column([0.1269280, 1.3132617]), rtol=1e-6, atol=1e-7)
     assert_close(mean(term).item(), 0.7200949, rtol=1e-6, atol=1e-7)
     assert (numbers(term)["reward_accuracy"], numbers(term)["reward_margin"]) == (0.5, 0.5)
@@ -90,10 +90,10 @@ def test_each_pair_has_its_own_loss_and_rewards() -> None:
     data = rows(1.0, -1.0, 3.0, 5.0, 3.0, 3.0)
     data["mask"][5] = False
     expected = {"chosen_reward": 1.0, "rejected_reward": 1.0, "reward_margin": 0.0, "reward_accuracy": 0.5}
-    assert numbers(losses.dpo(**data, beta=0.5)[0]) == expected
+    assert numbers(called(losses.dpo, **data, beta=0.5)[0]) == expected
     # Two ties; a tie, a right order and a wrong one; a tie and a right order.
     for differences, share in (((0.5, 0.5, 0.0, 0.0), 0.5), ((0, 0, 2, 1, 1, 2), 0.5), ((0.5, 0.5, 1.0, 0.5), 0.75)):
-        assert losses.dpo(**rows(*differences))[0].metrics["reward_accuracy"] == share
+        assert called(losses.dpo, **rows(*differences))[0].metrics["reward_accuracy"] == share
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -101,40 +101,40 @@ def test_rewards_and_orders_of_rows(name: str) -> None:
     """With ids of pairs the order does not matter, and the flag says which answer is chosen."""
     objective = losses.get_objective(name)
     expected = {"chosen_reward": 0.5, "rejected_reward": -1.0, "reward_margin": 1.5, "reward_accuracy": 1.0}
-    assert numbers(objective(**pair(), beta=0.5)[0]) == expected
+    assert numbers(called(objective, **pair(), beta=0.5)[0]) == expected
     ids, is_chosen = torch.tensor([2**62, 2**62, -(2**62), -(2**62), 7, 7]), flags(1, 0, 1, 0, 1, 0)
     data = rows(1.5, -0.5, -0.25, 0.75, 0.3, 0.2)
-    (neighbours,) = objective(**data, beta=0.4)
+    (neighbours,) = called(objective, **data, beta=0.4)
     slopes = gradient(mean(neighbours), data)
     for order in ([3, 0, 5, 1, 4, 2], [1, 0, 2, 3, 5, 4]):
         shuffled = {key: value.detach() for key, value in rows_of(data, order).items()}
         shuffled["log_prob"].requires_grad_()
-        (term,) = objective(**shuffled, pair_id=ids[order], chosen=is_chosen[order], beta=0.4)
+        (term,) = called(objective, **shuffled, pair_id=ids[order], chosen=is_chosen[order], beta=0.4)
         # In the order of ids: the second pair, the third, the first.
         assert_close(term.value, neighbours.value[[1, 2, 0]])
         assert_close(gradient(mean(term), shuffled), slopes[order])
-    turned = objective(**rows(1.5, -0.5), pair_id=ids[:2], chosen=~is_chosen[:2])[0]
-    assert_close(turned.value, objective(**rows(-0.5, 1.5))[0].value)
+    turned = called(objective, **rows(1.5, -0.5), pair_id=ids[:2], chosen=~is_chosen[:2])[0]
+    assert_close(turned.value, called(objective, **rows(-0.5, 1.5))[0].value)
 
 
 def test_leading_batch_dimensions_are_one_list_of_rows() -> None:
     flat = rows(1.5, -0.5, -0.25, 0.75)
     nested = {key: value.view(2, 2, 1) for key, value in flat.items()}
-    assert_close(losses.dpo(**nested)[0].value, losses.dpo(**flat)[0].value)
+    assert_close(called(losses.dpo, **nested)[0].value, called(losses.dpo, **flat)[0].value)
     ids, is_chosen = torch.tensor([[5, 9], [9, 5]]), torch.tensor([[True, False], [True, False]])
-    crossed = losses.dpo(**nested, pair_id=ids, chosen=is_chosen)[0].value
-    assert_close(crossed, losses.dpo(**rows(1.5, 0.75, -0.25, -0.5))[0].value)
+    crossed = called(losses.dpo, **nested, pair_id=ids, chosen=is_chosen)[0].value
+    assert_close(crossed, called(losses.dpo, **rows(1.5, 0.75, -0.25, -0.5))[0].value)
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_pair_with_an_empty_answer_does_not_exist(name: str) -> None:
-    (whole,) = losses.get_objective(name)(**rows(1.5, -0.5))
+    (whole,) = called(losses.get_objective(name), **rows(1.5, -0.5))
     for empty in ([2, 3], [2], [3]):
         data = rows(1.5, -0.5, -0.25, 0.75)
         data["mask"][empty] = False
         crossed = {**rows_of(data, [3, 0, 1, 2]), "pair_id": torch.tensor([2, 1, 1, 2]), "chosen": flags(0, 1, 0, 1)}
         for given in (data, crossed):
-            (term,) = losses.get_objective(name)(**given)
+            (term,) = called(losses.get_objective(name), **given)
             assert term.mask.tolist() == [[True], [False]]
             assert term.value[1] == 0
             assert_close(mean(term), mean(whole))
@@ -144,13 +144,13 @@ def test_a_pair_with_an_empty_answer_does_not_exist(name: str) -> None:
 
 FOUR, OF_EACH = (1.5, -0.5, -0.25, 0.75), "rows, expected one of each"
 test_rows_that_are_no_pairs = refused(
-    lambda ratios, ids, chosen: losses.dpo(**rows(*ratios), pair_id=ids and torch.tensor(ids), chosen=chosen),
+    lambda ratios, ids, chosen: called(losses.dpo, **rows(*ratios), pair_id=ids and torch.tensor(ids), chosen=chosen),
     (FOUR, [1, 1, 7, 7], flags(1, 0, 1, 1), f"pair_id 7 has 2 chosen and 0 rejected {OF_EACH}"),
     (FOUR, [1, 1, 7, 8], flags(1, 0, 1, 0), f"pair_id 7 has 1 chosen and 0 rejected {OF_EACH}"),
     (FOUR, [3, 3, 3, 3], flags(1, 0, 1, 0), f"pair_id 3 has 2 chosen and 2 rejected {OF_EACH}"),
     (FOUR, [1, 2, 1, 2], None, "got pair_id without chosen: pass both"),
     (FOUR, None, flags(1, 0, 1, 0), "got chosen without pair_id: pass both"),
-    (FOUR, [1, 1], flags(1, 0, 1, 0), r"dpo: pair_id has shape \(2,\), expected one value per sequence, \(4,\)"),
+    (FOUR, [1, 1], flags(1, 0, 1, 0), r"pair_id has shape \(2,\), expected one value per sequence, \(4,\)"),
     (FOUR[:3], None, None, "got 3 rows: row 2 has no partner"),
     (FOUR[:2], [1, 1], torch.tensor([1, 0]), TypeError, r"chosen must be boolean, got torch\.int64"),
 )
@@ -160,10 +160,10 @@ test_rows_that_are_no_pairs = refused(
 def test_ld_alpha_counts_the_tokens_beyond_the_shorter_answer_less() -> None:
     """The rejected answer's third token has the log-ratio -1: with 1/4 of it, delta is 1 + 1.25."""
     data = pair()
-    (term,) = losses.dpo(**data, beta=0.5, ld_alpha=0.25)
+    (term,) = called(losses.dpo, **data, beta=0.5, ld_alpha=0.25)
     assert_pair(term, data, [0.2811501], -0.1225425, 0.1225425, 0.1225425, 0.0306356)
     assert numbers(term)["rejected_reward"] == -0.625
-    (term,) = losses.sppo_hard(**data, beta=0.1, ld_alpha=0.25)
+    (term,) = called(losses.sppo_hard, **data, beta=0.1, ld_alpha=0.25)
     assert_pair(term, data, [30.0625], -8.0, 7.5, 7.5, 1.875)
 
 
@@ -174,7 +174,7 @@ def test_ld_alpha_counts_trained_tokens_of_the_pair_in_any_order() -> None:
     ref, ids = torch.full((4, 4), -9.0), torch.tensor([8, 3, 3, 8])
     given = {"ref_log_prob": ref, "pair_id": ids, "chosen": flags(1, 0, 1, 0), "beta": 0.01}
     settings: list[Any] = [{"ld_alpha": 0.5}, {"ld_alpha": 1.0}, {}]
-    part, all_of_it, whole = (losses.hinge(ref + ratio, mask, **given, **x)[0].value for x in settings)
+    part, all_of_it, whole = (called(losses.hinge, ref + ratio, mask, **given, **x)[0].value for x in settings)
     # Pair 3: 1 + 0.5 * 3 against 1. Pair 8: three tokens each, 7 against 9.
     assert_close(part, 1 - 0.01 * torch.tensor([[1.5], [-2.0]]))
     assert_close(whole, all_of_it)
@@ -193,49 +193,49 @@ def test_the_lead_is_of_the_derivative_of_the_divergence(f: Any, hyper: dict[str
     """Table 1 of the f-DPO paper has each f; autograd its derivative."""
     u = f64([[0.3], [1.9]]).requires_grad_()
     (slope,) = torch.autograd.grad(f(u).sum(), u)
-    (term,) = losses.hinge(**rows(*u.detach().log().flatten().tolist()), beta=0.1, **hyper)
+    (term,) = called(losses.hinge, **rows(*u.detach().log().flatten().tolist()), beta=0.1, **hyper)
     assert_close(term.value.item(), 1 - 0.1 * (slope[0] - slope[1]).item())
     for f_alpha, limit in ((1e-6, "reverse_kl"), (1.0, "forward_kl")):  # alpha lies between the KLs
-        value = losses.dpo(**pair(), **ALPHA, f_alpha=f_alpha)[0].value
-        assert_close(value, losses.dpo(**pair(), f_divergence=limit)[0].value, rtol=1e-5, atol=0)
+        value = called(losses.dpo, **pair(), **ALPHA, f_alpha=f_alpha)[0].value
+        assert_close(value, called(losses.dpo, **pair(), f_divergence=limit)[0].value, rtol=1e-5, atol=0)
 
 
 def test_pairs_are_weighted_by_their_probability() -> None:
     """Mean log-probs of -1 and -10/3; relative to its own answers, of 0.4 and 2.3 / 3 (WPO)."""
     data = pair()
-    (plain,) = losses.dpo(**data, beta=0.5)
-    (term,) = losses.dpo(**data, beta=0.5, weighting="probability")
+    (plain,) = called(losses.dpo, **data, beta=0.5)
+    (term,) = called(losses.dpo, **data, beta=0.5, weighting="probability")
     assert_close(term.metrics["weight_mean"].item(), math.exp(-13 / 3))
     assert_close(term.value, math.exp(-13 / 3) * plain.value)
     sharp = f64([[-0.2, -1.0, 7.0], [-2.5, -1.2, -4.0]])
-    (term,) = losses.dpo(**data, sharp_log_prob=sharp, beta=0.5, weighting="aligned")
+    (term,) = called(losses.dpo, **data, sharp_log_prob=sharp, beta=0.5, weighting="aligned")
     assert_close(term.metrics["weight_mean"].item(), math.exp(0.4 + 2.3 / 3))
     assert_close(gradient(term.value, data), math.exp(0.4 + 2.3 / 3) * gradient(plain.value, data))
     data = rows(0.5, 0.2, 0.7, 0.1)
-    product, alone = (losses.apo_zero(**data, weighting=x)[0].value for x in ("probability", "none"))
+    product, alone = (called(losses.apo_zero, **data, weighting=x)[0].value for x in ("probability", "none"))
     assert_close(product, alone * column([math.exp(-5.3), math.exp(-5.2)]))
 
 
 def test_cpo_is_dpo_without_a_reference_and_the_likelihood_of_the_chosen() -> None:
     """Log-probs of -0.6 - 1.4 = -2 and of -10."""
     data = pair()
-    term, nll = losses.cpo(**free(data))
+    term, nll = called(losses.cpo, **free(data))
     assert_pair(term, data, [0.3711007], -0.0310026, 0.0310026)
     assert (nll.name, nll.weight, nll.aggregation) == ("nll", 1.0, None)
     assert nll.mask.tolist() == [[True, True, False], [False] * 3]
     assert_close(nll.value[nll.mask].tolist(), [0.6, 1.4])
     assert_close(mean(nll).item(), 2.0)
-    other = losses.cpo(**free(data), nll_coeff=0.3, nll_aggregation="token-mean")[1]
+    other = called(losses.cpo, **free(data), nll_coeff=0.3, nll_aggregation="token-mean")[1]
     assert (other.weight, other.aggregation) == (0.3, "token-mean")
-    without = losses.dpo(**data | {"ref_log_prob": torch.zeros(2, 3)}, beta=0.5)[0].value
-    assert_close(losses.cpo(**free(data), beta=0.5)[0].value, without)
+    without = called(losses.dpo, **data | {"ref_log_prob": torch.zeros(2, 3)}, beta=0.5)[0].value
+    assert_close(called(losses.cpo, **free(data), beta=0.5)[0].value, without)
 
 
 def test_tpo_compares_two_answers_and_imitates_the_third() -> None:
     """Two triples: leads of 2 and of -1 nats; third answers of two tokens and of one."""
     log_prob = f64([[-1.0, -0.5], [-3.0, -0.5], [-0.2, -0.4], [-2.0, 9.0], [-1.0, 9.0], [-0.7, 9.0]]).requires_grad_()
     mask = torch.tensor([[1, 1]] * 3 + [[1, 0]] * 3).bool()
-    term, nll = losses.tpo(log_prob, mask, beta=0.5, nll_coeff=0.3)
+    term, nll = losses.tpo(losses.LossInputs(log_prob, mask), beta=0.5, nll_coeff=0.3)
     assert_close(term.value.detach(), column([math.log1p(math.exp(-1.0)), math.log1p(math.exp(0.5))]))
     assert (nll.name, nll.weight, nll.aggregation) == ("nll", 0.3, "token-mean")
     assert_close(nll.value[nll.mask].detach(), f64([0.2, 0.4, 0.7]))
@@ -251,26 +251,26 @@ def test_tpo_compares_two_answers_and_imitates_the_third() -> None:
         ({"label_smoothing": 0.1}, [math.log1p(math.exp(-1.0)) + 0.1, math.log1p(math.exp(0.5)) - 0.05]),
     ]
     for hyper, expected in settings:
-        (term, nll) = losses.tpo(log_prob.view(2, 3, 2), mask.view(2, 3, 2), beta=0.5, **hyper)
+        (term, nll) = called(losses.tpo, log_prob.view(2, 3, 2), mask.view(2, 3, 2), beta=0.5, **hyper)
         assert_close(term.value.detach(), column(expected))
         assert nll.mask[:, 2].sum() == nll.mask.sum() == 3
     with pytest.raises(ValueError, match=r"expected rows chosen, rejected, third, chosen, \.\.\., got 4 rows"):
-        losses.tpo(log_prob[:4], mask[:4])
+        losses.tpo(losses.LossInputs(log_prob[:4], mask[:4]))
 
 
 def test_a_sum_of_preference_losses_and_the_likelihood() -> None:
     """Twice dpo, half of ipo per token and a quarter of bco_pair with z = 0, from the table above; and twice the likelihood."""
     data, given = pair(), {"losses": ["dpo", "sft", "ipo_norm", "bco_pair"], "weights": [2.0, 3.0, 0.5, 0.25]}
-    term, nll = losses.preference_sum(**data, beta=0.5, **given)
+    term, nll = called(losses.preference_sum, **data, beta=0.5, **given)
     assert_pair(term, data, [0.6135502], -0.1462849, 0.1604877, rtol=2e-6, atol=2e-7)
     assert (nll.name, nll.weight, nll.aggregation) == ("nll", 3.0, "token-mean")
     assert_close(nll.value[nll.mask].tolist(), [0.6, 1.4])
     for name, smoothing in (("robust", 0.1), ("exo_pair", 0.1), ("discopop", None)):
         hyper: dict[str, Any] = {"tau": 0.5} if smoothing is None else {"label_smoothing": smoothing}
-        (term,) = losses.preference_sum(**data, beta=0.5, losses=[name], **hyper)
-        assert_close(term.value, losses.get_objective(name)(**data, beta=0.5, **hyper)[0].value)
-    weighted = losses.preference_sum(**data, losses=["dpo"], weighting="probability", ld_alpha=0.25)[0].value
-    assert_close(weighted, losses.dpo(**data, weighting="probability", ld_alpha=0.25)[0].value)
+        (term,) = called(losses.preference_sum, **data, beta=0.5, losses=[name], **hyper)
+        assert_close(term.value, called(losses.get_objective(name), **data, beta=0.5, **hyper)[0].value)
+    weighted = called(losses.preference_sum, **data, losses=["dpo"], weighting="probability", ld_alpha=0.25)[0].value
+    assert_close(weighted, called(losses.dpo, **data, weighting="probability", ld_alpha=0.25)[0].value)
     for bad, message in (
         ({"losses": ["dpoo"]}, "preference_sum has no loss 'dpoo'. Did you mean 'dpo'"),
         ({"losses": ["aot"]}, "preference_sum has no loss 'aot'"),
@@ -280,20 +280,20 @@ def test_a_sum_of_preference_losses_and_the_likelihood() -> None:
         ({"weights": [1.0, math.nan]}, "weights must be a number, got nan"),
     ):
         with pytest.raises(ValueError, match=message):
-            losses.preference_sum(**data, **bad)
+            called(losses.preference_sum, **data, **bad)
 
 
 def test_orpo_compares_odds() -> None:
     """Mean log-probs of -1 and -10/3: odds of 0.582 and 0.0370; finite for a certain answer."""
     data = pair()
-    term, nll = losses.orpo(**free(data))
+    term, nll = called(losses.orpo, **free(data))
     assert_pair(term, data, [0.0061627], -0.0047275, 0.0020659, rtol=2e-5, atol=1e-7)
     assert nll.aggregation == "seq-mean-token-mean"
     assert_close(losses.aggregate(nll.value, nll.mask, nll.aggregation).item(), 1.0)
     assert_close(term.metrics["reward_margin"].item(), 0.1 * 7 / 3)
     for certain in (0.0, -1e-9, -1e-4):
         log_prob = torch.tensor([[certain], [-2.0]], requires_grad=True)
-        (term, _) = losses.orpo(log_prob, torch.ones(2, 1, dtype=torch.bool), beta=1.0)
+        (term, _) = losses.orpo(losses.LossInputs(log_prob, torch.ones(2, 1, dtype=torch.bool)), beta=1.0)
         assert torch.autograd.grad(term.value.sum(), log_prob)[0].isfinite().all()
         odds = math.exp(max(-certain, 1e-7)) - 1  # of the other outcome
         assert_close(term.value.item(), math.log1p(odds / (math.exp(2) - 1)), rtol=1e-3, atol=1e-9)
@@ -304,7 +304,7 @@ def test_the_likelihood_is_that_of_the_chosen_of_whole_pairs(name: str) -> None:
     data = free(rows(1.5, -0.5, -0.25, 0.75, 0.1, 0.2))
     data["mask"][2] = False
     ids, chosen = torch.tensor([4, 4, 9, 9, 1, 1]), flags(0, 1, 0, 1, 1, 0)
-    term, nll = losses.get_objective(name)(**data, pair_id=ids, chosen=chosen)
+    term, nll = called(losses.get_objective(name), **data, pair_id=ids, chosen=chosen)
     assert nll.mask.flatten().tolist() == [False, True, False, False, True, False]
     assert term.mask.flatten().tolist() == [True, True, False]
     assert_close(mean(nll).item(), (3.5 + 2.9) / 2)
@@ -313,16 +313,16 @@ def test_the_likelihood_is_that_of_the_chosen_of_whole_pairs(name: str) -> None:
 def test_kto_by_hand() -> None:
     """The log-ratio of the desirable answer is 1, of the undesirable one -2."""
     data, point = {**pair(), "chosen": flags(1, 0)}, {"reference_point": torch.full((2,), 0.5)}
-    (term,) = losses.kto(**data, **point, beta=0.5, desirable_weight=1.3, undesirable_weight=0.7)
+    (term,) = called(losses.kto, **data, **point, beta=0.5, desirable_weight=1.3, undesirable_weight=0.7)
     assert_pair(term, data, [0.5691705, 0.1558901], -0.1599872, 0.0605867)
     expected = {"chosen_reward": 0.5, "rejected_reward": -1.0, "reward_margin": 1.5, "reference_point": 0.5}
     assert numbers(term) == expected
-    assert_close(losses.kto(**data, **point, beta=0.5)[0].value, term.value / column([1.3, 0.7]))
-    assert_close(losses.kto(**data, **point)[0].value, losses.kto(**data, **point, beta=0.1)[0].value)
-    with_0 = losses.kto(**data, reference_point=torch.zeros(2), beta=0.4)[0].value
-    assert_close(with_0.sum(), losses.apo_zero(**pair(), beta=0.4)[0].value.sum())
+    assert_close(called(losses.kto, **data, **point, beta=0.5)[0].value, term.value / column([1.3, 0.7]))
+    assert_close(called(losses.kto, **data, **point)[0].value, called(losses.kto, **data, **point, beta=0.1)[0].value)
+    with_0 = called(losses.kto, **data, reference_point=torch.zeros(2), beta=0.4)[0].value
+    assert_close(with_0.sum(), called(losses.apo_zero, **pair(), beta=0.4)[0].value.sum())
     data = rows(-3.0, 0.7, 4.0)  # the gradient is greatest at the reference point
-    (term,) = losses.kto(**data, chosen=torch.ones(3).bool(), reference_point=torch.full((3,), 0.7), beta=1.0)
+    (term,) = called(losses.kto, **data, chosen=torch.ones(3).bool(), reference_point=torch.full((3,), 0.7), beta=1.0)
     found = gradient(term.value, data).flatten()
     assert found.argmin() == 1
     assert_close(found[1].item(), -0.25)
@@ -330,13 +330,13 @@ def test_kto_by_hand() -> None:
 
 def test_bco_by_hand() -> None:
     data = {**pair(), "chosen": flags(1, 0)}
-    (term,) = losses.bco(**data, reference_point=torch.full((2,), 0.5), beta=0.5)
+    (term,) = called(losses.bco, **data, reference_point=torch.full((2,), 0.5), beta=0.5)
     assert_pair(term, data, [0.5759394, 0.2519291], -0.2189117, 0.1113501)
-    (own,) = losses.bco(**data, beta=0.5)  # half way: -0.5
+    (own,) = called(losses.bco, **data, beta=0.5)  # half way: -0.5
     assert_pair(own, data, [0.3868710, 0.3868710], -0.1604107, 0.1604107)
     assert_close(own.metrics["reference_point"].item(), -0.5)
-    assert_close(losses.bco(**data)[0].value, losses.bco(**data, beta=0.1)[0].value)
-    assert_close(losses.bco_pair(**pair(), beta=0.5)[0].value.sum(), own.value.sum())
+    assert_close(called(losses.bco, **data)[0].value, called(losses.bco, **data, beta=0.1)[0].value)
+    assert_close(called(losses.bco_pair, **pair(), beta=0.5)[0].value.sum(), own.value.sum())
 
 
 @pytest.mark.parametrize("name", ["kto", "bco"])
@@ -345,26 +345,26 @@ def test_answers_are_in_any_order_and_empty_ones_are_left_out(name: str) -> None
     data = {**rows(0.5, -0.25, 1.5, 0.75, 3.0), "chosen": flags(0, 1, 1, 0, 1)}
     data["reference_point"] = torch.full((5,), 0.2)
     data["mask"][4], data["reference_point"][4] = False, torch.nan
-    (term,) = objective(**data, beta=0.3)
+    (term,) = called(objective, **data, beta=0.3)
     assert term.mask.flatten().tolist() == [True, True, True, True, False]
     assert term.value[4] == 0
     assert gradient(term.value, data).isfinite().all()
     for reward in ("chosen_reward", "rejected_reward"):
         assert_close(term.metrics[reward].item(), 0.3 * 1.25 / 2)
     order = torch.tensor([3, 1, 0, 4, 2])
-    assert_close(objective(**rows_of(data, order), beta=0.3)[0].value, term.value[order])
+    assert_close(called(objective, **rows_of(data, order), beta=0.3)[0].value, term.value[order])
     nested = {key: x.unflatten(0, (1, 5)) for key, x in data.items()}
-    assert_close(objective(**nested, beta=0.3)[0].value, term.value.unsqueeze(0))
+    assert_close(called(objective, **nested, beta=0.3)[0].value, term.value.unsqueeze(0))
 
 
 def test_the_kl_of_mismatched_answers_is_a_mean_that_is_not_negative() -> None:
     """Log-ratios of 1 and -2, and an answer without tokens."""
     data = {key: torch.cat([x, x[:1]]) for key, x in pair().items()}
     data["mask"][2] = False
-    assert losses.kto_reference_point(**data).tolist() == [0.0, 0.0, 0.0]
+    assert called(losses.kto_reference_point, **data).tolist() == [0.0, 0.0, 0.0]
     data["ref_log_prob"][1] -= 1.0
-    assert_close(losses.kto_reference_point(**data).tolist(), [1.0, 1.0, 1.0])
-    assert not losses.kto_reference_point(**data).requires_grad
+    assert_close(called(losses.kto_reference_point, **data).tolist(), [1.0, 1.0, 1.0])
+    assert not called(losses.kto_reference_point, **data).requires_grad
 
 
 def test_the_shift_of_bco_is_half_way_between_the_kinds() -> None:
@@ -372,14 +372,16 @@ def test_the_shift_of_bco_is_half_way_between_the_kinds() -> None:
     data = rows(1.5, -0.25, 0.0, 1.25)
     one_kind = [([1, 1, 1, 1], 0.625), ([0, 0, 0, 0], 0.625)]
     for labels, expected in [([1, 0, 0, 1], 0.625), ([1, 1, 1, 0], (5 / 12 + 1.25) / 2), *one_kind]:
-        found = losses.bco_reference_point(**data, chosen=flags(*labels))
+        found = called(losses.bco_reference_point, **data, chosen=flags(*labels))
         assert_close(found.tolist(), [expected] * 4)
         assert not found.requires_grad
     data = rows(1.5, -0.5, 2.5, 0.5, 9.0, 7.0)  # without labels rows are pairs
     data["mask"][4:] = False
-    point = losses.bco_reference_point(**data)
+    point = called(losses.bco_reference_point, **data)
     assert_close(point.tolist(), [1.0] * 6)
-    assert_close(losses.bco_pair(**data)[0].value, losses.bco_pair(**data, reference_point=point)[0].value)
+    assert_close(
+        called(losses.bco_pair, **data)[0].value, called(losses.bco_pair, **data, reference_point=point)[0].value
+    )
 
 
 # ---------------------------------------------------------------------- optimal transport
@@ -387,39 +389,39 @@ def test_aot_compares_leads_of_equal_rank() -> None:
     """Leads of the policy 3, 1, 2 and of the reference 0.5, 4, 1: sorted, 1 - 0.5, 2 - 1, 3 - 4."""
     ref, log_prob = column([-1.0, -1.5, -1.0, -5.0, -2.0, -3.0]), column([-1.0, -4.0, -1.0, -2.0, -1.0, -3.0])
     data = {"log_prob": log_prob.requires_grad_(), "mask": torch.ones(6, 1, dtype=torch.bool), "ref_log_prob": ref}
-    (term,) = losses.aot(**data, beta=1.0)
+    (term,) = called(losses.aot, **data, beta=1.0)
     leads = f64([-1.0, 0.5, 1.0])
     assert_close(term.value.detach().flatten(), torch.log1p((-leads).exp()))
     slope = -torch.sigmoid(-leads)
     assert_close(gradient(term.value, data).flatten(), torch.stack([slope, -slope], -1).flatten())
-    point = losses.aot_reference_point(**data)
+    point = called(losses.aot_reference_point, **data)
     assert_close(point.tolist(), [3.5, 3.5, -3.5, -3.5, 0.0, 0.0])
-    assert_close(losses.aot(**data, reference_point=point, beta=1.0)[0].value, term.value)
+    assert_close(called(losses.aot, **data, reference_point=point, beta=1.0)[0].value, term.value)
     order, ids = torch.tensor([0, 3, 4, 1, 5, 2]), torch.tensor([2, 7, 5, 2, 5, 7])
-    found = losses.aot_reference_point(**rows_of(data, order), pair_id=ids, chosen=flags(1, 0, 1, 0, 0, 1))
+    found = called(losses.aot_reference_point, **rows_of(data, order), pair_id=ids, chosen=flags(1, 0, 1, 0, 0, 1))
     assert_close(found, point[order])
     data = rows(1.5, -0.5, 0.75, -0.25, 9.0, 0.0)
     data["mask"][5] = False  # a pair that is left out has no rank
-    assert_close(losses.aot(**data)[0].value[:2], losses.aot(**rows_of(data, slice(4)))[0].value)
-    assert losses.aot_reference_point(**data)[4:].tolist() == [0.0, 0.0]
+    assert_close(called(losses.aot, **data)[0].value[:2], called(losses.aot, **rows_of(data, slice(4)))[0].value)
+    assert called(losses.aot_reference_point, **data)[4:].tolist() == [0.0, 0.0]
 
 
 def test_aot_unpaired_compares_answers_of_equal_rank() -> None:
     """Chosen 0.5, 3, 1; rejected 2, -1, 0: sorted, 0.5 + 1, 1 - 0, 3 - 2. Matches of the whole hold in its parts."""
     data = {**rows(0.5, 2.0, 3.0, 1.0, -1.0, 0.0), "chosen": flags(1, 0, 1, 1, 0, 0)}
     with pytest.raises(ValueError, match="as many chosen as rejected answers, found 2 and 1 rows"):
-        losses.aot_unpaired(**rows_of(data, slice(3)) | {"mask": flags(1, 1, 0).unsqueeze(-1)})
-    match = losses.aot_match(**data)
+        called(losses.aot_unpaired, **rows_of(data, slice(3)) | {"mask": flags(1, 1, 0).unsqueeze(-1)})
+    match = called(losses.aot_match, **data)
     assert match.tolist() == [0, 2, 2, 1, 0, 1]
-    (term,) = losses.aot_unpaired(**data, beta=1.0)
+    (term,) = called(losses.aot_unpaired, **data, beta=1.0)
     leads = f64([1.5, 1.0, 1.0])
     assert_close(term.value.detach().flatten(), torch.log1p((-leads).exp()))
     slope = -torch.sigmoid(-leads)
     expected = torch.stack([slope[0], -slope[2], slope[2], slope[1], -slope[0], -slope[1]])
     assert_close(gradient(term.value, data).flatten(), expected)
-    smoothed = losses.aot_unpaired(**data, beta=1.0, label_smoothing=0.2)[0].value.detach().flatten()
+    smoothed = called(losses.aot_unpaired, **data, beta=1.0, label_smoothing=0.2)[0].value.detach().flatten()
     assert_close(smoothed, 0.8 * torch.log1p((-leads).exp()) + 0.2 * torch.log1p(leads.exp()))
-    (whole,) = losses.aot_unpaired(**data)
-    assert_close(whole.value, losses.aot_unpaired(**data, beta=0.1)[0].value)
+    (whole,) = called(losses.aot_unpaired, **data)
+    assert_close(whole.value, called(losses.aot_unpaired, **data, beta=0.1)[0].value)
     part = rows_of({**data, "match_id": match}, match != 1)
-    assert_close(losses.aot_unpaired(**part)[0].value, whole.value[[0, 2]])
+    assert_close(called(losses.aot_unpaired, **part)[0].value, whole.value[[0, 2]])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from by_hand import tensor as f64
+from by_hand import called, tensor as f64
 from objective_cases import random_batch
 from torchrl_llm_kl.estimators import ScheduledCoefficient
 from torchrl_llm_kl.losses import LossInputs, aggregate, count, echo, get_objective, mix, mix_chord, ppo, spec_of
@@ -50,7 +50,7 @@ def close(actual: Any, expected: Any) -> None:
 def test_imitation_by_hand(name: str, probability: Any, hyper: Any, value: Any, gradient: Any, weight: Any) -> None:
     log_prob = f64([[*probability, 0.01]]).log().requires_grad_()
     mask = torch.tensor([[True] * len(probability) + [False]])
-    (term,) = get_objective(name)(log_prob, mask, **hyper)
+    (term,) = called(get_objective(name), log_prob, mask, **hyper)
     assert term.name == "objective"
     close(term.value[mask], value)
     close(torch.autograd.grad(term.value[mask].sum(), log_prob)[0], [[*gradient, 0.0]])
@@ -60,7 +60,7 @@ def test_imitation_by_hand(name: str, probability: Any, hyper: Any, value: Any, 
 
 def test_the_weight_near_certainty_is_not_rounded_away() -> None:
     log_prob = torch.tensor([[-1e-9]], requires_grad=True)
-    (term,) = get_objective("sft_phi")(log_prob, torch.tensor([[True]]))
+    (term,) = called(get_objective("sft_phi"), log_prob, torch.tensor([[True]]))
     (gradient,) = torch.autograd.grad(term.value.sum(), log_prob)
     assert math.isclose(gradient.item(), -1e-9, rel_tol=1e-5)
 
@@ -95,7 +95,7 @@ def assert_terms(terms: Any, data: dict[str, Tensor], gradient: list[list[float]
 
 def test_mix_by_hand() -> None:
     data = mixture()
-    usual, expert = mix(**data, mu=0.25, **HYPER)
+    usual, expert = called(mix, **data, mu=0.25, **HYPER)
     assert usual.mask.tolist() == [[True, True, True], [False] * 3, [True, False, False]]
     assert expert.mask.tolist() == [[False] * 3, [True, True, False], [False] * 3]
     # 3/4 of -4.5 / 4 and 1/4 of ln(10) / 2
@@ -112,7 +112,7 @@ def test_vapo_imitates_right_answers_beside_ppo() -> None:
     data["old_log_prob"], data["advantage"] = (data[key].nan_to_num(-1.0) for key in ("old_log_prob", "advantage"))
     data["old_log_prob"][1] = data["log_prob"].detach()[1]
     del data["expert_mask"]
-    policy, nll = get_objective("vapo")(**data, chosen=torch.tensor([False, True, False]), mu=0.25, **HYPER)
+    policy, nll = called(get_objective("vapo"), **data, chosen=torch.tensor([False, True, False]), mu=0.25, **HYPER)
     assert torch.equal(policy.mask, data["mask"])
     # Over six tokens, and over the two right ones: 1 / 6 for A = -1, and -1 / 2 * 1/4.
     slopes = [[0.0, 0.0, -5.5 / 6], [1 / 6 - 0.125, 1 / 6 - 0.125, 0.0], [0.0, 0.0, 0.0]]
@@ -122,37 +122,44 @@ def test_vapo_imitates_right_answers_beside_ppo() -> None:
 
 def test_echo_predicts_what_others_said_over_their_own_tokens() -> None:
     data = mixture()
-    terms, slopes = echo(**data, mu=0.25, **HYPER), [[0.0, 0.0, -5.5 / 4], [-0.125, -0.125, 0.0], [0.0, 0.0, 0.0]]
+    terms, slopes = (
+        called(echo, **data, mu=0.25, **HYPER),
+        [[0.0, 0.0, -5.5 / 4], [-0.125, -0.125, 0.0], [0.0, 0.0, 0.0]],
+    )
     assert_terms(terms, data, slopes, objective=(1.0, ATTEMPTS), observation=(0.25, IMITATED, "token-mean"))
-    assert echo(**mixture(), nll_aggregation=None)[1].aggregation is None
+    assert called(echo, **mixture(), nll_aggregation=None)[1].aggregation is None
 
 
 def test_echo_weighs_each_role_over_its_own_tokens() -> None:
     data = mixture()
     role = torch.where(data["expert_mask"], 3, 2)  # tools; the policy is the assistant
     role[1, 1] = 1  # a user
-    terms = echo(**data, message_role=role, mu=0.5, roles={"tool": 0.5, "user": 0.2}, **HYPER)
+    terms = called(echo, **data, message_role=role, mu=0.5, roles={"tool": 0.5, "user": 0.2}, **HYPER)
     slopes = [[0.0, 0.0, -5.5 / 4], [-0.25, -0.1, 0.0], [0.0, 0.0, 0.0]]
     tool, user = (0.25, IMITATED[:1], "token-mean"), (0.1, IMITATED[1:], "token-mean")
     assert_terms(terms, data, slopes, objective=(1.0, ATTEMPTS), observation_tool=tool, observation_user=user)
-    assert len(echo(**data, message_role=role, roles={"tool": 1.0}, **HYPER)) == 2  # what users said is left out
+    assert (
+        len(called(echo, **data, message_role=role, roles={"tool": 1.0}, **HYPER)) == 2
+    )  # what users said is left out
     for wrong, message in (("tools", "no role 'tools'. Did you mean 'tool'"), ("user", "user must be at least 0")):
         with pytest.raises(ValueError, match=message):
-            echo(**data, message_role=role, roles={wrong: -1.0 if wrong == "user" else 1.0})
+            called(echo, **data, message_role=role, roles={wrong: -1.0 if wrong == "user" else 1.0})
     # The loss reads roles only if they are weighed.
-    assert "message_role" not in spec_of(echo).required()
-    assert "message_role" in spec_of(echo).required({"roles": {"tool": 1.0}})
+    assert "message_role" not in spec_of(echo).needs
+    assert "message_role" in TermPart(echo, roles={"tool": 1.0}).needs
 
 
 def test_mix_chord_by_hand() -> None:
     data = mixture()
-    usual, expert = mix_chord(**data, mu=scheduled(8, **SCHEDULE), **HYPER)
+    usual, expert = called(mix_chord, **data, mu=scheduled(8, **SCHEDULE), **HYPER)
     slopes = [[0.0, 0.0, -0.6875], [-0.0625, -0.04, 0.0], [0.0, 0.0, 0.0]]
     assert_terms((usual, expert), data, slopes, usual=(0.5, ATTEMPTS), expert=(0.5, [0.1732868, 0.2575101]))
     close(expert.metrics["weight_mean"], 0.205)
     assert expert.metrics.keys() == {"weight_mean", "expert_fraction"}
-    without_phi = mix_chord(**mixture(), mu=scheduled(0, peak=0.9, valley=0.25), enable_phi_function=False, **HYPER)
-    for term, same in zip(without_phi, mix(**mixture(), mu=0.25, **HYPER), strict=True):
+    without_phi = called(
+        mix_chord, **mixture(), mu=scheduled(0, peak=0.9, valley=0.25), enable_phi_function=False, **HYPER
+    )
+    for term, same in zip(without_phi, called(mix, **mixture(), mu=0.25, **HYPER), strict=True):
         assert_close(term.value, same.value)
         assert term.weight == same.weight
 
@@ -164,7 +171,7 @@ def test_a_part_without_rows_is_0_and_the_usual_one_is_ppo(name: str, all_expert
     data["expert_mask"] = torch.full_like(data["mask"], all_experts)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        usual, expert = get_objective(name)(**data, **HYPER)
+        usual, expert = called(get_objective(name), **data, **HYPER)
         loss = total((usual, expert))
     empty, full = (usual, expert) if all_experts else (expert, usual)
     assert not empty.mask.any()
@@ -175,22 +182,24 @@ def test_a_part_without_rows_is_0_and_the_usual_one_is_ppo(name: str, all_expert
     assert (gradient != 0).any()
     assert all(metric.isfinite() for term in (usual, expert) for metric in term.metrics.values())
     if not all_experts:
-        assert_close(usual.value, ppo(**data, **HYPER)[0].value)
+        assert_close(usual.value, called(ppo, **data, **HYPER)[0].value)
 
 
 def test_mu_may_be_a_tensor() -> None:
     mu = torch.tensor(0.3)
-    close([term.weight for term in mix(**mixture(), mu=mu)], [0.7, 0.3])
-    usual, expert = mix_chord(**mixture(), mu=mu.requires_grad_())
+    close([term.weight for term in called(mix, **mixture(), mu=mu)], [0.7, 0.3])
+    usual, expert = called(mix_chord, **mixture(), mu=mu.requires_grad_())
     close([usual.weight.detach(), expert.weight.detach()], [0.7, 0.3])
     assert "mu" not in expert.metrics  # a constant
     # Tensors without data raise when they are read.
     data = {key: value.detach().to("meta") for key, value in mixture().items()}
     coefficient = ScheduledCoefficient(**SCHEDULE).to("meta")
     coefficient.update()
-    usual, expert = mix_chord(**data, mu=coefficient())
+    usual, expert = called(mix_chord, **data, mu=coefficient())
     assert usual.weight.device.type == expert.weight.device.type == "meta"
-    close([mix_chord(**mixture(), mu=scheduled(step, **SCHEDULE))[1].weight for step in range(3)], [0.0, 0.2, 0.4])
+    close(
+        [called(mix_chord, **mixture(), mu=scheduled(step, **SCHEDULE))[1].weight for step in range(3)], [0.0, 0.2, 0.4]
+    )
 
 
 def test_the_schedule_by_hand() -> None:

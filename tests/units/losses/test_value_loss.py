@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from by_hand import tensor
 from closeness import assert_near
 from policy_batches import LENGTHS, PROMPT, batch, gradients
-from torchrl_llm_kl.losses import LossOutput, ValueLoss, value_error
+from torchrl_llm_kl.losses import LossOutput, ValueInputs, ValueLoss, value_error
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import TokenCritic
 from torchrl_llm_kl.transforms import RetrieveValue
@@ -126,16 +126,16 @@ def test_clipped_error_by_hand() -> None:
     value = torch.tensor([[1.0, 1.0, 0.1, -1.0, 5.0]], requires_grad=True)
     old, target = torch.tensor([[0.5, 0.5, 0.0, 0.0, NAN]]), torch.tensor([[2.0, 0.0, 1.0, 1.0, NAN]])
     mask = torch.tensor([[True, True, True, True, False]])
-    (term,) = value_error(value, mask, value_target=target, old_value=old, clip_value=0.25)
+    (term,) = value_error(ValueInputs(value, mask, target, old), clip_value=0.25)
     # Moved towards its target beyond the bound: (0.75 - 2)^2 / 2 without gradient. Away from it, inside: free.
     assert_close(term.value, torch.tensor([[0.78125, 0.5, 0.405, 2.0, 0.0]]))
     (gradient,) = torch.autograd.grad(term.value.sum(), value)
     assert_close(gradient, torch.tensor([[0.0, 1.0, -0.9, -2.0, 0.0]]))
     assert term.metrics["value_clip_fraction"] == 0.25
     assert_close(term.metrics["value_mean"].item(), (1 + 1 + 0.1 - 1) / 4)
-    (free,) = value_error(value, mask, value_target=target)
+    (free,) = value_error(ValueInputs(value, mask, target))
     assert_close(free.value, torch.tensor([[0.5, 0.5, 0.405, 2.0, 0.0]]))
-    (half,) = value_error(torch.full((1, 1), 500.0).half(), mask[:, :1], value_target=torch.zeros(1, 1).half())
+    (half,) = value_error(ValueInputs(torch.full((1, 1), 500.0).half(), mask[:, :1], torch.zeros(1, 1).half()))
     assert half.value.item() == 125_000  # no overflow
 
 
@@ -147,7 +147,7 @@ def test_explained_variance_by_hand() -> None:
         ([2.0, 2.0], [5.0, 5.0], 1.0),  # nothing to explain, and nothing left
     ):
         mask = torch.tensor([[True, True, False]])
-        (term,) = value_error(tensor([[*value, 9.0]]), mask, value_target=tensor([[*target, 0.0]]))
+        (term,) = value_error(ValueInputs(tensor([[*value, 9.0]]), mask, tensor([[*target, 0.0]])))
         assert_close(term.metrics["explained_variance"].item(), expected)
 
 

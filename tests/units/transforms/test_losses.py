@@ -21,7 +21,7 @@ from layouts import at_responses, joined, tokens
 from refused import warned
 from template_pairs import assistant, user
 from torchrl_llm_kl import KLComputation, KLRewardTransform, PolicyLoss, RetrieveKL, RetrieveLogProb
-from torchrl_llm_kl.losses import Correction, EntropyBonus, KLToReference, KLToSampler
+from torchrl_llm_kl.losses import Correction, EntropyBonus, KLToReference, KLToSampler, LossInputs
 from torchrl_llm_kl.masks import render_conversations
 from toy_models import FORWARD
 from toy_rollouts import OUTCOMES, collect, flat, histories, make_scoring_wrapper, plain_log_probs, steps
@@ -293,10 +293,10 @@ def test_entropy(nested: Moved) -> None:
     nested.same(theirs.loss_entropy.squeeze(), ours["loss_entropy"])
 
 
-def kl_mask(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor, threshold: float = 0.1) -> Any:
+def kl_mask(inputs: LossInputs, threshold: float = 0.1) -> Any:
     """torchrl's ``kl_mask_threshold``: 0 for tokens whose k2 to the sampler exceeds it."""
-    k2 = (log_prob - old_log_prob).detach() ** 2 / 2
-    return (k2 <= threshold).to(log_prob), {}
+    k2 = inputs.log_ratio.detach() ** 2 / 2
+    return (k2 <= threshold).to(k2), {}
 
 
 def test_kl_mask_threshold(nested: Moved) -> None:

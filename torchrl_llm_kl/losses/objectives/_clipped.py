@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Literal
 
 import torch
@@ -10,7 +9,8 @@ from torch import Tensor
 
 from torchrl_llm_kl._numerics import AboveOne, NonNegative, Positive, Scalar, Share, masked_mean
 from torchrl_llm_kl.losses._arithmetic import bounded_exp, clamp, clip_fractions, sequence_mean
-from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective, variant
+from torchrl_llm_kl.losses._inputs import LossInputs
+from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
 from torchrl_llm_kl.losses.corrections import off_policy_sequence_mask
 
 #: The clip bounds under the names of Trinity-RFT (``clip_range``), torchrl (``clip_epsilon``) and verl (``clip_ratio``).
@@ -48,22 +48,17 @@ def clipped_surrogate(
 
 @objective(
     "ppo",
-    needs_if={"old_log_prob": ("fallback_to_policy_gradient", operator.not_)},
     only_with={"delta_sequence_masking": ("enable_sequence_masking", (True,))},
     aliases=CLIP_ALIASES,
 )
 def ppo(
-    log_prob: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     *,
-    advantage: Tensor,
-    old_log_prob: Tensor | None = None,
     clip_low: Share = 0.2,
     clip_high: NonNegative = 0.2,
     clip_ratio_c: AboveOne | None = 3.0,
     enable_sequence_masking: bool = False,
     delta_sequence_masking: Scalar = 0.1,
-    fallback_to_policy_gradient: bool = False,
 ) -> Terms:
     r"""PPO's clipped surrogate: ``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`` per token.
 
@@ -76,34 +71,53 @@ def ppo(
         enable_sequence_masking: drop the tokens with ``A < 0`` of sequences that have become unlikely: mean of
             ``old_log_prob - log_prob`` above ``delta_sequence_masking``. They keep their place in the denominator.
         delta_sequence_masking: nats per token.
-        fallback_to_policy_gradient: treat the data as on-policy: the plain policy gradient ``-A log_prob``, without
-            clipping and ``old_log_prob``.
 
     Metrics: ``clip_fraction`` (``_low``: A < 0, ``_high``: A > 0, ``_dual``); ``sequence_masked_fraction``.
 
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
-        >>> ppo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        >>> ppo(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage))[0].value
         tensor([[-1.2000,  0.8000]])
 
     Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7; dual clip: Ye et al. 2020 (arXiv 1912.09729), eq. 5;
     sequence masking: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1.
     """
-    if fallback_to_policy_gradient:
-        old_log_prob = log_prob.detach()
-    assert old_log_prob is not None  # needs_if
-    ratio = bounded_exp(log_prob - old_log_prob)
-    value, metrics = clipped_surrogate(ratio, advantage, mask, clip_low, clip_high, clip_ratio_c)
+    ratio = bounded_exp(inputs.log_ratio)
+    value, metrics = clipped_surrogate(ratio, inputs.advantage, inputs.mask, clip_low, clip_high, clip_ratio_c)
     if enable_sequence_masking:
-        kept, dropped = off_policy_sequence_mask(log_prob, old_log_prob, advantage, mask, delta=delta_sequence_masking)
+        kept, dropped = off_policy_sequence_mask(inputs, delta=delta_sequence_masking)
         metrics |= dropped
         value = torch.where(kept == 0, 0, value)
-    return (LossTerm("objective", value, mask, metrics=metrics),)
+    return (LossTerm("objective", value, inputs.mask, metrics=metrics),)
 
 
-@variant(ppo, clip_low=0.2, clip_high=0.28, clip_ratio_c=None)
-def dapo() -> None:
+@objective("ppo_on_policy")
+def ppo_on_policy(inputs: LossInputs) -> Terms:
+    r""":func:`ppo` for answers of the current policy, whose ratio is 1: ``-A exp(log_prob - sg(log_prob))`` per token.
+
+    The value is ``-A`` and the gradient the plain policy gradient, that of :func:`gpg`. It reads no ``old_log_prob`` and
+    nothing is clipped. Trinity: ``fallback_to_policy_gradient`` of ``ppo``.
+
+    Example:
+        >>> log_prob, advantage = torch.tensor([[-1.0, -2.0]]), torch.tensor([[1.0, -1.0]])
+        >>> ppo_on_policy(LossInputs(log_prob, torch.ones(1, 2, dtype=torch.bool), advantage=advantage))[0].value
+        tensor([[-1.,  1.]])
+
+    Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 1 at the old policy; Trinity-RFT 0.6.0.
+    """
+    ratio = (inputs.log_prob - inputs.log_prob.detach()).exp()
+    return (LossTerm("objective", -inputs.advantage * ratio, inputs.mask),)
+
+
+@objective("dapo", aliases=CLIP_ALIASES)
+def dapo(
+    inputs: LossInputs,
+    *,
+    clip_low: Share = 0.2,
+    clip_high: NonNegative = 0.28,
+    clip_ratio_c: AboveOne | None = None,
+) -> Terms:
     r"""PPO's clipped surrogate with ``clip_high`` above ``clip_low``, averaged over the tokens of the whole batch.
 
     The looser upper bound lets unlikely tokens become likely. Hyper-parameters, gradient and metrics are as in
@@ -113,15 +127,18 @@ def dapo() -> None:
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
-        >>> dapo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        >>> dapo(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage))[0].value
         tensor([[-1.2800,  0.8000]])
 
     Source: Yu et al. 2025 (arXiv 2503.14476), eq. 8.
     """
+    return ppo(inputs, clip_low=clip_low, clip_high=clip_high, clip_ratio_c=clip_ratio_c)
 
 
-@variant(ppo, aggregation="seq-mean-token-sum-norm", clip_low=0.2, clip_high=0.2, clip_ratio_c=None)
-def dr_grpo() -> None:
+@objective("dr_grpo", aggregation="seq-mean-token-sum-norm", aliases=CLIP_ALIASES)
+def dr_grpo(
+    inputs: LossInputs, *, clip_low: Share = 0.2, clip_high: NonNegative = 0.2, clip_ratio_c: AboveOne | None = None
+) -> Terms:
     r"""PPO's clipped surrogate, summed over tokens and divided by a length that does not depend on the sequence.
 
     The differences are outside the objective: the aggregation ``seq-mean-token-sum-norm``, and an advantage that is centred
@@ -131,20 +148,18 @@ def dr_grpo() -> None:
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
-        >>> dr_grpo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        >>> dr_grpo(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage))[0].value
         tensor([[-1.2000,  0.8000]])
 
     Source: Liu et al. 2025 (arXiv 2503.20783), section 3.2.
     """
+    return ppo(inputs, clip_low=clip_low, clip_high=clip_high, clip_ratio_c=clip_ratio_c)
 
 
 @objective("gspo", aggregation="seq-mean-token-mean", aliases=CLIP_ALIASES)
 def gspo(
-    log_prob: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     *,
-    old_log_prob: Tensor,
-    advantage: Tensor,
     clip_low: Share = 3e-4,
     clip_high: NonNegative = 4e-4,
     level: Literal["token", "sequence"] = "token",
@@ -165,24 +180,25 @@ def gspo(
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[3.0, 3.0]])
-        >>> gspo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        >>> gspo(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage))[0].value
         tensor([[-3., -3.]])
-        >>> gspo(log_prob, mask, old_log_prob=old, advantage=advantage, level="sequence")[0].value
+        >>> gspo(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage), level="sequence")[0].value
         tensor([[-3.]])
 
     Source: Zheng et al. 2025 (arXiv 2507.18071), eq. 5-7 (sequence) and 13-14 (token).
     """
-    log_ratio = sequence_mean(log_prob - old_log_prob, mask)
+    advantage, mask = inputs.advantage, inputs.mask
+    log_ratio = sequence_mean(inputs.log_ratio, mask)
     if level == "sequence":
         advantage, mask = sequence_mean(advantage, mask), mask.any(-1, keepdim=True)
     else:
-        log_ratio = log_prob - log_prob.detach() + log_ratio.detach()
+        log_ratio = inputs.log_prob - inputs.log_prob.detach() + log_ratio.detach()
     value, metrics = clipped_surrogate(bounded_exp(log_ratio), advantage, mask, clip_low, clip_high)
     return (LossTerm("objective", value, mask, metrics=metrics),)
 
 
-@variant(gspo, aggregation="seq-mean-token-sum", clip_low=3e-4, clip_high=4e-4)
-def luspo() -> None:
+@objective("luspo", aggregation="seq-mean-token-sum", aliases=CLIP_ALIASES)
+def luspo(inputs: LossInputs, *, clip_low: Share = 3e-4, clip_high: NonNegative = 4e-4) -> Terms:
     r"""GSPO's surrogate times the length of its sequence, so that long answers are not worth less per token.
 
     A sequence of ``n`` tokens adds ``n max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))``: each token has the value of the
@@ -193,23 +209,16 @@ def luspo() -> None:
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[3.0, 3.0]])
-        >>> luspo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value.sum()
+        >>> luspo(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage))[0].value.sum()
         tensor(-6.)
 
     Source: Liu et al. 2026 (arXiv 2602.05261), the LUSPO objective; bounds: GSPO (arXiv 2507.18071), section 5.1.
     """
+    return gspo(inputs, clip_low=clip_low, clip_high=clip_high)
 
 
 @objective("gmpo", aggregation="seq-mean-token-mean", aliases=CLIP_ALIASES)
-def gmpo(
-    log_prob: Tensor,
-    mask: Tensor,
-    *,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    clip_low: NonNegative = 0.4,
-    clip_high: NonNegative = 0.4,
-) -> Terms:
+def gmpo(inputs: LossInputs, *, clip_low: NonNegative = 0.4, clip_high: NonNegative = 0.4) -> Terms:
     r"""``-A exp(mean(c))`` per sequence, ``[*B, 1]``; ``c`` are its tokens' log-ratios after PPO's clipping in log space.
 
     With ``d = log_prob - old_log_prob`` and ``k = clip(d, -clip_low, clip_high)`` a token's ``c`` is ``min(d, k)`` where
@@ -224,13 +233,13 @@ def gmpo(
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, 1.0]])
-        >>> gmpo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value  # exp((0.4 - 0.5) / 2)
+        >>> gmpo(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage))[0].value  # exp((0.4 - 0.5) / 2)
         tensor([[-0.9512]])
 
     Source: Zhao et al. 2025 (arXiv 2507.20673), eq. 4 and algorithm 1.
     """
-    advantage = sequence_mean(advantage, mask)
-    free = log_prob - old_log_prob
+    mask, free = inputs.mask, inputs.log_ratio
+    advantage = sequence_mean(inputs.advantage, mask)
     bound = clamp(free, -clip_low, clip_high)
     up = advantage > 0
     clipped = torch.where(up, bound < free, bound > free)
@@ -245,11 +254,8 @@ def gmpo(
     only_with=dict.fromkeys(("mask_clip_low", "mask_clip_high"), ("enable_mask_clip", (True,))),
 )
 def cispo(
-    log_prob: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     *,
-    old_log_prob: Tensor,
-    advantage: Tensor,
     clip_low: Share = 1.0,
     clip_high: NonNegative = 0.28,
     enable_mask_clip: bool = False,
@@ -272,13 +278,14 @@ def cispo(
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
-        >>> cispo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        >>> cispo(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage))[0].value
         tensor([[ 1.2800, -1.2131]])
 
     Source: MiniMax-M1 2025 (arXiv 2506.13585), eq. 4-5; token mask: eq. 6-7.
     """
-    ratio = bounded_exp(log_prob - old_log_prob).detach()
-    value = -advantage * clamp(ratio, 1 - clip_low, 1 + clip_high) * log_prob
+    advantage, mask = inputs.advantage, inputs.mask
+    ratio = bounded_exp(inputs.log_ratio).detach()
+    value = -advantage * clamp(ratio, 1 - clip_low, 1 + clip_high) * inputs.log_prob
     metrics = clip_fractions(ratio < 1 - clip_low, ratio > 1 + clip_high, mask)
     if enable_mask_clip:
         too_likely = (ratio > 1 + mask_clip_high) & (advantage > 0)
@@ -293,15 +300,7 @@ def cispo(
     aggregation="seq-mean-token-mean",
     aliases={"sapo_temperature_pos": "tau_pos", "sapo_temperature_neg": "tau_neg"},
 )
-def sapo(
-    log_prob: Tensor,
-    mask: Tensor,
-    *,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    tau_pos: Positive = 1.0,
-    tau_neg: Positive = 1.05,
-) -> Terms:
+def sapo(inputs: LossInputs, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05) -> Terms:
     r"""A smooth gate instead of a hard clip: ``-A f(r)`` per token with ``f(r) = 4 sigmoid(tau (r - 1)) / tau``.
 
     The gradient goes through ``r``: a token's weight is ``A r 4 p (1 - p)`` with ``p = sigmoid(tau (r - 1))``. At ``r = 1``
@@ -317,13 +316,14 @@ def sapo(
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.0]])
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, 1.0]])
-        >>> sapo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        >>> sapo(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage))[0].value
         tensor([[-2.0000, -1.3881]])
 
     Source: Gao et al. 2025 (arXiv 2511.20347), eq. 5-6.
     """
+    advantage, mask = inputs.advantage, inputs.mask
     one = torch.ones_like(advantage)
     tau = torch.where(advantage > 0, tau_pos * one, tau_neg * one)
-    p = torch.sigmoid(tau * (bounded_exp(log_prob - old_log_prob) - 1))
+    p = torch.sigmoid(tau * (bounded_exp(inputs.log_ratio) - 1))
     slope = 4 * p.detach() * (1 - p.detach())
     return (LossTerm("objective", -advantage * 4 * p / tau, mask, metrics={"gate_mean": masked_mean(slope, mask)}),)

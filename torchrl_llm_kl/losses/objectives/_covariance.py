@@ -7,13 +7,12 @@ micro-batches, and pass each its part of ``selected``. Without ``selected`` the 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import NonNegative, Scalar, Share, check_range, masked_mean
-from torchrl_llm_kl.losses._arithmetic import bounded_exp, checked
+from torchrl_llm_kl.losses._arithmetic import bounded_exp
+from torchrl_llm_kl.losses._inputs import LossInputs
 from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
 from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES, clipped_surrogate
 
@@ -23,12 +22,8 @@ from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES, clipped_surr
     aliases={**CLIP_ALIASES, "clip_cov_ratio": "fraction", "clip_cov_lb": "cov_low", "clip_cov_ub": "cov_high"},
 )
 def clip_cov(
-    log_prob: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     *,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    selected: Tensor | None = None,
     clip_low: Share = 0.2,
     clip_high: NonNegative = 0.2,
     fraction: float = 2e-4,
@@ -50,32 +45,25 @@ def clip_cov(
         >>> log_prob = old = torch.tensor([[-1.0, -2.0]])
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
         >>> selected = torch.tensor([[True, False]])
-        >>> clip_cov(log_prob, mask, old_log_prob=old, advantage=advantage, selected=selected)[0].value
+        >>> clip_cov(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage, selected=selected))[0].value
         tensor([[0., 1.]])
 
     Source: Cui et al. 2025 (arXiv 2505.22617), section 4.2 (Clip-Cov).
     """
+    selected = inputs.get("selected")
     if selected is None:
-        bounds: Any = {"cov_low": cov_low, "cov_high": cov_high, "clip_low": clip_low, "clip_high": clip_high}
-        inputs: Any = {"old_log_prob": old_log_prob, "advantage": advantage}
-        selected = select_clip_cov(log_prob, mask, **inputs, fraction=fraction, **bounds)
-    ratio = bounded_exp(log_prob - old_log_prob)
-    value, metrics = clipped_surrogate(ratio, advantage, mask, clip_low, clip_high)
-    metrics["selected_fraction"] = masked_mean(selected.float(), mask)
-    return (LossTerm("objective", torch.where(selected, 0, value), mask, metrics=metrics),)
+        selected = select_clip_cov(
+            inputs, fraction=fraction, cov_low=cov_low, cov_high=cov_high, clip_low=clip_low, clip_high=clip_high
+        )
+    value, metrics = clipped_surrogate(
+        bounded_exp(inputs.log_ratio), inputs.advantage, inputs.mask, clip_low, clip_high
+    )
+    metrics["selected_fraction"] = masked_mean(selected.float(), inputs.mask)
+    return (LossTerm("objective", torch.where(selected, 0, value), inputs.mask, metrics=metrics),)
 
 
 @objective("kl_cov", aliases={"kl_cov_ratio": "fraction", "ppo_kl_coef": "coeff"})
-def kl_cov(
-    log_prob: Tensor,
-    mask: Tensor,
-    *,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    selected: Tensor | None = None,
-    coeff: NonNegative = 1.0,
-    fraction: float = 2e-4,
-) -> Terms:
+def kl_cov(inputs: LossInputs, *, coeff: NonNegative = 1.0, fraction: float = 2e-4) -> Terms:
     r"""``-A r`` per token without clipping, plus ``coeff |log r|`` for the selected tokens.
 
     The penalty pulls a selected token's log-prob back with the constant force ``coeff``, and with none at ``r = 1``.
@@ -90,20 +78,21 @@ def kl_cov(
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
         >>> selected = torch.tensor([[True, False]])
-        >>> kl_cov(log_prob, mask, old_log_prob=old, advantage=advantage, selected=selected)[0].value
+        >>> kl_cov(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage, selected=selected))[0].value
         tensor([[-1.1487,  0.6065]])
 
     Source: Cui et al. 2025 (arXiv 2505.22617), section 4.2 (KL-Cov).
     """
+    selected, mask, log_ratio = inputs.get("selected"), inputs.mask, inputs.log_ratio
     if selected is None:
-        selected = select_kl_cov(log_prob, mask, advantage=advantage, fraction=fraction)
-    ratio = bounded_exp(log_prob - old_log_prob)
-    penalty = torch.where(selected, coeff * (log_prob - old_log_prob).abs(), 0)
+        selected = select_kl_cov(inputs, fraction=fraction)
+    ratio = bounded_exp(log_ratio)
+    penalty = torch.where(selected, coeff * log_ratio.abs(), 0)
     metrics = {
         "selected_fraction": masked_mean(selected.float(), mask),
         "ratio_mean": masked_mean(ratio.detach(), mask),
     }
-    return (LossTerm("objective", -advantage * ratio + penalty, mask, metrics=metrics),)
+    return (LossTerm("objective", -inputs.advantage * ratio + penalty, mask, metrics=metrics),)
 
 
 # ------------------------------------------------------------------ selections
@@ -111,11 +100,8 @@ def kl_cov(
 
 @torch.no_grad()
 def select_clip_cov(
-    log_prob: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     *,
-    old_log_prob: Tensor,
-    advantage: Tensor,
     fraction: float = 2e-4,
     cov_low: Scalar = 1.0,
     cov_high: Scalar = 5.0,
@@ -138,23 +124,22 @@ def select_clip_cov(
     Example:
         >>> log_prob = old = torch.tensor([[-1.0, -9.0, -5.0, -5.0]])
         >>> mask, advantage = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[1.0, -1.0, 2.0, -2.0]])
-        >>> select_clip_cov(log_prob, mask, old_log_prob=old, advantage=advantage, fraction=0.5)
+        >>> select_clip_cov(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage), fraction=0.5)
         tensor([[ True,  True, False, False]])
 
     Source: Cui et al. 2025 (arXiv 2505.22617), section 4.2 (Clip-Cov).
     """
     check_range(above=0.0, high=1.0, fraction=fraction)
-    log_prob, old_log_prob, advantage = checked(mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage)
-    ratio = bounded_exp(log_prob - old_log_prob)
+    advantage, mask, ratio = inputs.advantage, inputs.mask, bounded_exp(inputs.log_ratio)
     surrogate, _ = clipped_surrogate(ratio, advantage, mask, clip_low, clip_high)
-    covariance = _covariance(log_prob, advantage, mask)
+    covariance = _covariance(inputs.log_prob, advantage, mask)
     candidates = mask & (covariance > cov_low) & (covariance < cov_high) & (surrogate == -advantage * ratio)
     chance = torch.rand(mask.shape, generator=generator, device=mask.device)
     return _highest(chance, candidates, mask, fraction)
 
 
 @torch.no_grad()
-def select_kl_cov(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, fraction: float = 2e-4) -> Tensor:
+def select_kl_cov(inputs: LossInputs, *, fraction: float = 2e-4) -> Tensor:
     r"""Select tokens for :func:`kl_cov`: those with the highest covariance of log-prob and advantage.
 
     Inputs and errors are as in :func:`kl_cov`, for a whole batch; ``fraction`` and the result are as for
@@ -162,14 +147,14 @@ def select_kl_cov(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, fraction
 
     Example:
         >>> log_prob, advantage = torch.tensor([[-1.0, -9.0, -4.0, -6.0]]), torch.tensor([[1.0, -2.0, -1.0, 2.0]])
-        >>> select_kl_cov(log_prob, torch.ones(1, 4, dtype=torch.bool), advantage=advantage, fraction=0.5)
+        >>> select_kl_cov(LossInputs(log_prob, torch.ones(1, 4, dtype=torch.bool), advantage=advantage), fraction=0.5)
         tensor([[ True,  True, False, False]])
 
     Source: Cui et al. 2025 (arXiv 2505.22617), section 4.2 (KL-Cov).
     """
     check_range(above=0.0, high=1.0, fraction=fraction)
-    log_prob, advantage = checked(mask, log_prob=log_prob, advantage=advantage)
-    return _highest(_covariance(log_prob, advantage, mask), mask, mask, fraction)
+    mask = inputs.mask
+    return _highest(_covariance(inputs.log_prob, inputs.advantage, mask), mask, mask, fraction)
 
 
 def _covariance(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,22 +12,15 @@ from torch import Tensor
 from torchrl_llm_kl._numerics import NonPositive, Positive, Share, masked_mean
 from torchrl_llm_kl.estimators import top_k_divergence
 from torchrl_llm_kl.losses._arithmetic import bounded_exp, clamp
-from torchrl_llm_kl.losses._objective import Conditions, LossTerm, Terms, objective
+from torchrl_llm_kl.losses._inputs import LossInputs
+from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
 
 #: What a distillation compares: a teacher's top k and "any other token", or every token of a teacher in this process.
 Distribution = Literal["top_k", "exact"]
 
-#: The inputs that a distillation requires.
-DISTILLATION_INPUTS: Conditions = {
-    "outcomes": ("distribution", lambda distribution: distribution == "top_k"),
-    "teacher_outcomes": ("distribution", lambda distribution: distribution == "top_k"),
-    "teacher_divergence": ("distribution", lambda distribution: distribution == "exact"),
-}
-
 
 @objective(
     "distill",
-    needs_if={**DISTILLATION_INPUTS, "old_log_prob": ("ratio_max", lambda ratio_max: ratio_max is not None)},
     aliases={
         "distillation_is_clip": "ratio_max",
         "loss_max_clamp": "value_max",
@@ -35,13 +28,8 @@ DISTILLATION_INPUTS: Conditions = {
     },
 )
 def distill(
-    log_prob: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     *,
-    outcomes: Tensor | None = None,
-    teacher_outcomes: Tensor | None = None,
-    teacher_divergence: Tensor | None = None,
-    old_log_prob: Tensor | None = None,
     beta: Share = 0.5,
     distribution: Distribution = "top_k",
     teacher_weights: Sequence[float] | None = None,
@@ -77,7 +65,7 @@ def distill(
     Example:
         >>> teacher, student = torch.tensor([[[0.7, 0.2, 0.1]]]).log(), torch.tensor([[[0.4, 0.4, 0.2]]]).log()
         >>> log_prob, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
-        >>> (term,) = distill(log_prob, mask, outcomes=student, teacher_outcomes=teacher, beta=0.0)
+        >>> (term,) = distill(LossInputs(log_prob, mask, outcomes=student, teacher_outcomes=teacher), beta=0.0)
         >>> term.value, term.metrics["captured_mass"]
         (tensor([[0.1838]]), tensor(0.9000))
 
@@ -85,18 +73,16 @@ def distill(
     GKDTrainer.generalized_jsd_loss; ratio_max: Huebotter et al. 2026 (SDPO, arXiv 2601.20802), 2 in TRL; the other
     bounds: verl 0.9.1, 10 and -10.
     """
-    metrics: dict[str, Tensor] = {}
+    mask, metrics = inputs.mask, dict[str, Tensor]()
     if distribution == "exact":
         for name, given in (("teacher_weights", teacher_weights), ("log_prob_min", log_prob_min)):
             if given is not None:
                 raise ValueError(f"distribution='exact' has one teacher and all its tokens: leave out {name}.")
-        value: Any = teacher_divergence
+        value = inputs.teacher_divergence
     else:
         outcomes, teacher = (
-            x.unsqueeze(-2) if x is not None and x.ndim == mask.ndim + 1 else x for x in (outcomes, teacher_outcomes)
+            x.unsqueeze(-2) if x.ndim == mask.ndim + 1 else x for x in (inputs.outcomes, inputs.teacher_outcomes)
         )
-        assert outcomes is not None  # needs_if
-        assert teacher is not None
         weight = _weights(teacher_weights, outcomes)
         captured = -(weight / weight.sum() * teacher[..., -1].expm1()).sum(-1)
         metrics["captured_mass"] = masked_mean(captured, mask)
@@ -104,8 +90,7 @@ def distill(
         value = (weight * top_k_divergence(outcomes, teacher, beta=beta)).sum(-1)
     value = clamp(value, high=value_max)
     if ratio_max is not None:
-        assert old_log_prob is not None  # needs_if
-        value = value * clamp(bounded_exp(log_prob - old_log_prob), high=ratio_max).detach()
+        value = value * clamp(bounded_exp(inputs.log_ratio), high=ratio_max).detach()
     return (LossTerm("objective", value, mask, metrics=metrics),)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,28 +16,29 @@ from torchrl_llm_kl.losses._arithmetic import (
     sequence_mean,
     sequence_sum,
 )
+from torchrl_llm_kl.losses._inputs import LossInputs
 from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
 from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES
 
 
 @objective("gpg")
-def gpg(log_prob: Tensor, mask: Tensor, *, advantage: Tensor) -> Terms:
+def gpg(inputs: LossInputs) -> Terms:
     r"""The plain policy gradient: ``-A log_prob`` per token, without ratio, clipping or hyper-parameters.
 
     The mean gradient is the policy gradient if the current policy sampled the tokens.
 
     Example:
         >>> log_prob, advantage = torch.tensor([[-1.0, -2.0]]), torch.tensor([[1.0, -1.0]])
-        >>> gpg(log_prob, torch.ones(1, 2, dtype=torch.bool), advantage=advantage)[0].value
+        >>> gpg(LossInputs(log_prob, torch.ones(1, 2, dtype=torch.bool), advantage=advantage))[0].value
         tensor([[ 1., -2.]])
 
     Source: Chu et al. 2025 (arXiv 2504.02546); Williams 1992 (REINFORCE).
     """
-    return (LossTerm("objective", -advantage * log_prob, mask),)
+    return (LossTerm("objective", -inputs.advantage * inputs.log_prob, inputs.mask),)
 
 
 @objective("opmd")
-def opmd(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, tau: NonNegative = 1.0) -> Terms:
+def opmd(inputs: LossInputs, *, tau: NonNegative = 1.0) -> Terms:
     r"""``-A log_prob / (1 + tau)`` per token, on- or off-policy: no ratio, no clipping.
 
     With advantages ``reward - mean(reward)`` of a group at the old policy it has the gradient of an objective that pulls the
@@ -48,16 +49,16 @@ def opmd(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, tau: NonNegative 
 
     Example:
         >>> log_prob, advantage = torch.tensor([[-1.0, -2.0]]), torch.tensor([[1.0, -1.0]])
-        >>> opmd(log_prob, torch.ones(1, 2, dtype=torch.bool), advantage=advantage, tau=3.0)[0].value
+        >>> opmd(LossInputs(log_prob, torch.ones(1, 2, dtype=torch.bool), advantage=advantage), tau=3.0)[0].value
         tensor([[ 0.2500, -0.5000]])
 
     Source: Pan et al. 2025, Trinity-RFT (arXiv 2505.17826), appendix A: the simple variant of OPMD.
     """
-    return (LossTerm("objective", -advantage * log_prob / (1 + tau), mask),)
+    return (LossTerm("objective", -inputs.advantage * inputs.log_prob / (1 + tau), inputs.mask),)
 
 
 @objective("importance_sampling")
-def importance_sampling(log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor, advantage: Tensor) -> Terms:
+def importance_sampling(inputs: LossInputs) -> Terms:
     r"""The unbiased off-policy policy gradient: ``-A r`` per token, without clipping.
 
     It has the mean gradient of ``-E_pi[A]``, per position, whichever policy sampled; its variance grows with the distance
@@ -68,24 +69,19 @@ def importance_sampling(log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor,
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
-        >>> importance_sampling(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        >>> importance_sampling(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage))[0].value
         tensor([[-1.6487,  0.6065]])
 
     Source: Kahn and Marshall 1953; Schulman et al. 2017 (arXiv 1707.06347), eq. 6.
     """
-    ratio = bounded_exp(log_prob - old_log_prob)
-    return (LossTerm("objective", -advantage * ratio, mask, metrics={"ratio_mean": masked_mean(ratio.detach(), mask)}),)
+    ratio = bounded_exp(inputs.log_ratio)
+    metrics = {"ratio_mean": masked_mean(ratio.detach(), inputs.mask)}
+    return (LossTerm("objective", -inputs.advantage * ratio, inputs.mask, metrics=metrics),)
 
 
 @objective("topr")
 def topr(
-    log_prob: Tensor,
-    mask: Tensor,
-    *,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    advantage_threshold: Scalar = 0.0,
-    level: Literal["token", "sequence"] = "token",
+    inputs: LossInputs, *, advantage_threshold: Scalar = 0.0, level: Literal["token", "sequence"] = "token"
 ) -> Terms:
     r"""Tapered off-policy REINFORCE: ``-A sg(a) log_prob`` with ``a = min(r, 1)`` where ``A <= advantage_threshold``, else 1.
 
@@ -102,23 +98,21 @@ def topr(
     Example:
         >>> log_prob, old = torch.tensor([[-2.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
-        >>> topr(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        >>> topr(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage))[0].value
         tensor([[ 2.0000, -1.2131]])
 
     Source: Le Roux et al. 2025 (arXiv 2503.14286), the gradient of canonical TOPR.
     """
-    log_ratio = log_prob.detach() - old_log_prob
+    advantage, mask, log_ratio = inputs.advantage, inputs.mask, inputs.log_ratio.detach()
     if level == "sequence":
         log_ratio = sequence_sum(log_ratio, mask)
     weight = torch.where(advantage <= advantage_threshold, log_ratio.clamp(max=0).exp(), 1)
     metrics = {"weight_mean": masked_mean(weight, mask), "tapered_fraction": masked_mean((weight < 1).float(), mask)}
-    return (LossTerm("objective", -advantage * weight * log_prob, mask, metrics=metrics),)
+    return (LossTerm("objective", -advantage * weight * inputs.log_prob, mask, metrics=metrics),)
 
 
 @objective("sppo")
-def sppo(
-    log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor, advantage: Tensor, epsilon: NonNegative = 0.3
-) -> Terms:
+def sppo(inputs: LossInputs, *, epsilon: NonNegative = 0.3) -> Terms:
     r"""A log-ratio surrogate: ``-A (log_prob - old_log_prob)`` where ``1 / (1 + epsilon) <= r <= 1 + epsilon``, else 0.
 
     The gradient is ``-A`` inside the interval and 0 outside, on both sides and for both signs of ``A``: nothing pulls a
@@ -132,27 +126,20 @@ def sppo(
     Example:
         >>> log_prob, old = torch.tensor([[-1.5, -2.0]]), torch.tensor([[-1.75, -1.5]])
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[2.0, -1.0]])
-        >>> sppo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        >>> sppo(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage))[0].value
         tensor([[-0.5000,  0.0000]])
 
     Source: Vaswani et al. 2022 (arXiv 2108.05828), section 4.2 (sPPO).
     """
-    ratio = bounded_exp(log_prob - old_log_prob).detach()
+    log_ratio = inputs.log_ratio
+    ratio = bounded_exp(log_ratio.detach())
     below, above = ratio < 1 / (1 + epsilon), ratio > 1 + epsilon
-    value = torch.where(below | above, 0, -advantage * (log_prob - old_log_prob))
-    return (LossTerm("objective", value, mask, metrics=clip_fractions(below, above, mask)),)
+    value = torch.where(below | above, 0, -inputs.advantage * log_ratio)
+    return (LossTerm("objective", value, inputs.mask, metrics=clip_fractions(below, above, inputs.mask)),)
 
 
 @objective("dro", aliases={"dro_beta": "beta"})
-def dro(
-    log_prob: Tensor,
-    mask: Tensor,
-    *,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    beta: Positive = 0.05,
-    level: Literal["token", "sequence"] = "token",
-) -> Terms:
+def dro(inputs: LossInputs, *, beta: Positive = 0.05, level: Literal["token", "sequence"] = "token") -> Terms:
     r"""Direct reward optimisation: ``-A log_prob + beta / 2 (log_prob - old_log_prob)^2``.
 
     The gradient is ``-(A - beta log r)`` times the log-prob's: a regression of ``beta log r`` on the advantage, over
@@ -169,13 +156,13 @@ def dro(
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
-        >>> dro(log_prob, mask, old_log_prob=old, advantage=advantage, beta=0.4)[0].value
+        >>> dro(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage), beta=0.4)[0].value
         tensor([[ 1.0500, -1.8000]])
 
     Source: Richemond et al. 2024 (DRO, arXiv 2405.19107), section 3, the gradient of DRO-V; per token and towards the
     sampler: verl 0.9.1; beta: the example of Thinking Machines' Tinker.
     """
-    log_ratio = log_prob - old_log_prob
+    log_prob, advantage, mask, log_ratio = inputs.log_prob, inputs.advantage, inputs.mask, inputs.log_ratio
     if level == "sequence":
         log_prob, log_ratio = sequence_sum(log_prob, mask), sequence_sum(log_ratio, mask)
         advantage, mask = sequence_mean(advantage, mask), mask.any(-1, keepdim=True)
@@ -188,11 +175,8 @@ _DPPO_BOUNDS = {"tv": 0.15, "kl": 0.05}
 
 @objective("dppo", aliases=CLIP_ALIASES)
 def dppo(
-    log_prob: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     *,
-    old_log_prob: Tensor,
-    advantage: Tensor,
     divergence: Literal["tv", "kl"] = "tv",
     clip_low: NonNegative | None = None,
     clip_high: NonNegative | None = None,
@@ -216,24 +200,24 @@ def dppo(
     Example:
         >>> log_prob, old = torch.tensor([[0.5, 0.02]]).log(), torch.tensor([[0.25, 0.01]]).log()
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, 1.0]])
-        >>> dppo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        >>> dppo(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage))[0].value
         tensor([[0.0000, 7.8240]])
 
     Source: Qi et al. 2026 (arXiv 2602.04879), the binary TV and binary KL variants.
     """
     clip_low = _DPPO_BOUNDS[divergence] if clip_low is None else clip_low
     clip_high = _DPPO_BOUNDS[divergence] if clip_high is None else clip_high
-    now = log_prob.detach()
+    advantage, old_log_prob, now = inputs.advantage, inputs.old_log_prob, inputs.log_prob.detach()
     distance = (now.exp() - old_log_prob.exp()).abs() if divergence == "tv" else _binary_kl(now, old_log_prob)
     up = advantage > 0
     too_high, too_low = (distance > clip_high) & (now > old_log_prob), (distance > clip_low) & (now < old_log_prob)
     dropped = torch.where(up, too_high, too_low)
     ratio = bounded_exp(now - old_log_prob)
     weight = clamp(ratio, high=clip_ratio_c)
-    metrics = clip_fractions(dropped & ~up, dropped & up, mask)
-    metrics["truncated_fraction"] = masked_mean((weight < ratio).float(), mask)
-    value = torch.where(dropped, 0, -advantage * weight * log_prob)
-    return (LossTerm("objective", value, mask, metrics=metrics),)
+    metrics = clip_fractions(dropped & ~up, dropped & up, inputs.mask)
+    metrics["truncated_fraction"] = masked_mean((weight < ratio).float(), inputs.mask)
+    value = torch.where(dropped, 0, -advantage * weight * inputs.log_prob)
+    return (LossTerm("objective", value, inputs.mask, metrics=metrics),)
 
 
 def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -252,11 +236,8 @@ def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     },
 )
 def mask_ipo(
-    log_prob: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     *,
-    old_log_prob: Tensor,
-    advantage: Tensor,
     clip_low: NonNegative = 0.1,
     clip_high: NonNegative | None = 0.1,
     one_sided: bool = False,
@@ -281,13 +262,14 @@ def mask_ipo(
     Example:
         >>> log_prob, old = torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.25, 0.2]]).log()
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, 2.0]])
-        >>> mask_ipo(log_prob, mask, old_log_prob=old, advantage=advantage, kl_tau=0.0)[0].value
+        >>> mask_ipo(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage), kl_tau=0.0)[0].value
         tensor([[ 0.0000, -2.5000]])
 
     Source: prime-rl: ``trainer.loss`` of type ``ipo``, and ``default`` with ``one_sided``: the binary TV mask of Qi et
     al. 2026 (DPPO, arXiv 2602.04879) and the squared log-ratio of Kimi K2.5 (arXiv 2602.02276).
     """
-    log_ratio, moved = log_prob - old_log_prob, log_prob.detach().exp() - old_log_prob.exp()
+    advantage, mask, log_ratio = inputs.advantage, inputs.mask, inputs.log_ratio
+    moved = inputs.log_prob.detach().exp() - inputs.old_log_prob.exp()
     fell, rose = moved < -clip_low, torch.zeros_like(mask) if clip_high is None else moved > clip_high
     if one_sided:
         fell, rose = fell & (advantage <= 0), rose & (advantage > 0)
@@ -296,15 +278,7 @@ def mask_ipo(
 
 
 @objective("ref_kl", aliases={"dppo_mask_low": "clip_low"})
-def ref_kl(
-    log_prob: Tensor,
-    mask: Tensor,
-    *,
-    old_log_prob: Tensor,
-    ref_log_prob: Tensor,
-    clip_low: Scalar = 0.2,
-    kl_tau: Scalar = 1e-3,
-) -> Terms:
+def ref_kl(inputs: LossInputs, *, clip_low: Scalar = 0.2, kl_tau: Scalar = 1e-3) -> Terms:
     r"""Distillation: ``-sg(ref_log_prob - log_prob) r`` per token, plus ``kl_tau (log r)^2``; ``ref`` is the teacher.
 
     The advantage is the current policy's log-ratio to the teacher, where the advantage :func:`on_policy_distill` has the
@@ -319,19 +293,18 @@ def ref_kl(
 
     Example:
         >>> log_prob, old, ref = (torch.tensor([[p]]).log() for p in (0.5, 0.25, 1.0))
-        >>> ref_kl(log_prob, log_prob < 0, old_log_prob=old, ref_log_prob=ref, kl_tau=0.0)[0].value
+        >>> ref_kl(LossInputs(log_prob, log_prob < 0, old_log_prob=old, ref_log_prob=ref), kl_tau=0.0)[0].value
         tensor([[-1.3863]])
 
     Source: prime-rl: the loss component ``ref_kl`` of ``opd`` and ``opsd``.
     """
-    advantage = (ref_log_prob - log_prob).detach()
-    bounds: Any = {"clip_low": clip_low, "clip_high": None, "kl_tau": kl_tau}
-    (term,) = mask_ipo(log_prob, mask, old_log_prob=old_log_prob, advantage=advantage, **bounds)
-    return (term.replace(metrics={**term.metrics, "reverse_kl": masked_mean(-advantage, mask)}),)
+    lead = (inputs.ref_log_prob - inputs.log_prob).detach()
+    (term,) = mask_ipo(inputs.replace(advantage=lead), clip_low=clip_low, clip_high=None, kl_tau=kl_tau)
+    return (term.replace(metrics={**term.metrics, "reverse_kl": masked_mean(-lead, inputs.mask)}),)
 
 
 @objective("a2po", aggregation="seq-mean-token-sum", aliases={"beta2": "beta"})
-def a2po(log_prob: Tensor, mask: Tensor, *, ref_log_prob: Tensor, advantage: Tensor, beta: Positive = 1e-3) -> Terms:
+def a2po(inputs: LossInputs, *, beta: Positive = 1e-3) -> Terms:
     r"""A*-PO: ``(beta log(pi / pi_ref) - A)^2`` of each whole answer: regression on its optimal advantage.
 
     With ``A = r - V*`` (the advantage :func:`remax`, where :func:`~torchrl_llm_kl.advantages.soft_value` of the reference's
@@ -348,25 +321,23 @@ def a2po(log_prob: Tensor, mask: Tensor, *, ref_log_prob: Tensor, advantage: Ten
     Example:
         >>> log_prob, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-2.0, -2.5]])
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[0.5, 0.5]])
-        >>> a2po(log_prob, mask, ref_log_prob=ref, advantage=advantage, beta=2.0)[0].value
+        >>> a2po(LossInputs(log_prob, mask, ref_log_prob=ref, advantage=advantage), beta=2.0)[0].value
         tensor([[6.2500]])
 
     Source: Brantley et al. 2025 (A*-PO, arXiv 2505.20686), the regression of the second stage; beta 1e-3: TRL 1.16.
     """
-    implicit = beta * sequence_sum(log_prob - ref_log_prob, mask)
+    mask = inputs.mask
+    implicit = beta * sequence_sum(inputs.log_prob - inputs.ref_log_prob, mask)
     present = mask.any(-1, keepdim=True)
-    value = torch.where(present, (implicit - sequence_mean(advantage, mask)).square(), 0)
+    value = torch.where(present, (implicit - sequence_mean(inputs.advantage, mask)).square(), 0)
     metrics = {"implicit_reward": masked_mean(implicit.detach(), present)}
     return (LossTerm("objective", value, present, metrics=metrics),)
 
 
 @objective("vespo", aliases={f"vespo_{name}": name for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")})
 def vespo(
-    log_prob: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     *,
-    old_log_prob: Tensor,
-    advantage: Tensor,
     k_pos: NonNegative = 2.0,
     lambda_pos: Positive = 3.0,
     k_neg: NonNegative = 3.0,
@@ -387,22 +358,19 @@ def vespo(
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.0]])  # w = 1/e
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
-        >>> vespo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        >>> vespo(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage))[0].value
         tensor([[ 0.9016, -0.3525]])
 
     Source: Shen et al. 2026 (arXiv 2602.10693); values as TRL 1.16.
     """
-    log_w = sequence_sum(log_prob.detach() - old_log_prob, mask)
+    advantage, mask = inputs.advantage, inputs.mask
+    log_w = sequence_sum(inputs.log_ratio.detach(), mask)
     # An infinite w does no harm: with a rate above 0 its weight is exp(-inf).
     room = 1 - log_w.exp()
     log_weight = torch.where(advantage >= 0, k_pos * log_w + lambda_pos * room, k_neg * log_w + lambda_neg * room)
     weight = log_weight.exp()
     metrics = {"weight_mean": masked_mean(weight, mask)}
-    return (LossTerm("objective", -advantage * weight * log_prob, mask, metrics=metrics),)
-
-
-def _rec_reads_ratio(clip_mode: str, weight: str, regularizer: str) -> bool:
-    return clip_mode != "none" or weight not in ("none", "advantage") or regularizer == "k2"
+    return (LossTerm("objective", -advantage * weight * inputs.log_prob, mask, metrics=metrics),)
 
 
 _CLIPPING = ("one-side", "two-side", "ring", "gspo-one-side")
@@ -410,7 +378,6 @@ _CLIPPING = ("one-side", "two-side", "ring", "gspo-one-side")
 
 @objective(
     "rec",
-    needs_if={"old_log_prob": (("clip_mode", "weight", "regularizer"), _rec_reads_ratio)},
     only_with={
         **dict.fromkeys(("epsilon_low", "epsilon_high"), ("clip_mode", _CLIPPING)),
         **dict.fromkeys(("epsilon_low_prime", "epsilon_high_prime"), ("clip_mode", ("ring",))),
@@ -419,11 +386,8 @@ _CLIPPING = ("one-side", "two-side", "ring", "gspo-one-side")
     },
 )
 def rec(
-    log_prob: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     *,
-    advantage: Tensor,
-    old_log_prob: Tensor | None = None,
     clip_mode: Literal["none", "one-side", "two-side", "ring", "gspo-one-side"] = "none",
     epsilon_low: PositiveShare = 0.2,
     epsilon_high: Positive = 0.2,
@@ -467,12 +431,14 @@ def rec(
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, 1.0]])
-        >>> rec(log_prob, mask, old_log_prob=old, advantage=advantage, clip_mode="one-side")[0].value
+        >>> rec(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage), clip_mode="one-side")[0].value
         tensor([[0., 2.]])
 
     Source: Yao et al. 2025 (arXiv 2509.24203), sections 3-4.
     """
-    log_ratio = log_prob - (log_prob.detach() if old_log_prob is None else old_log_prob)
+    log_prob, advantage, mask = inputs.log_prob, inputs.advantage, inputs.mask
+    compares = clip_mode != "none" or weight not in ("none", "advantage") or regularizer == "k2"
+    log_ratio = inputs.log_ratio if compares else torch.zeros_like(log_prob)
     ratio = bounded_exp(log_ratio.detach())
     sequence_ratio = bounded_exp(sequence_mean(log_ratio.detach(), mask)).expand_as(ratio)
 

@@ -1,25 +1,21 @@
 """Preference losses on pairs of a chosen and a rejected answer, relative to a reference.
 
-A member of the family is a formula of :class:`Pairs`. :func:`preference` makes an objective of it, with the inputs, options,
-checks and metrics that all members share.
+:func:`pair_up` turns the inputs of a loss into :class:`Pairs`, one value per answer. An objective is a formula of these.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any, Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import Positive, PositiveShare, Scalar, Share, check_range, masked_mean
-from torchrl_llm_kl._registry import no_such, signature_of
+from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.losses._arithmetic import (
     LARGEST_LOG_RATIO,
     Aggregation,
@@ -27,7 +23,8 @@ from torchrl_llm_kl.losses._arithmetic import (
     sequence_mean,
     sequence_sum,
 )
-from torchrl_llm_kl.losses._objective import FDivergence, LossTerm, Once, Terms, Weighting, objective
+from torchrl_llm_kl.losses._inputs import LossInputs
+from torchrl_llm_kl.losses._objective import FDivergence, LossTerm, Terms, Weighting, get_objective, objective
 
 # ------------------------------------------------------------------ pairs
 
@@ -53,9 +50,8 @@ class Pairing:
 class Pairs:
     r"""Whole answers, one value per pair ``[P, 1]``.
 
-    ``chosen`` and ``rejected`` are :math:`\log(\pi / \pi_{ref})`, or what the options make of it; ``mask`` is True where both
-    answers have masked-in tokens. ``weight`` and ``reference_point`` are None if there is none. ``log_prob`` and
-    ``token_mask`` are the inputs, ``[*B, T]``.
+    ``chosen`` and ``rejected`` are :math:`\log(\pi / \pi_{ref})`, or its transformation by the options of :func:`pair_up`.
+    ``mask`` is True where both answers have masked-in tokens. ``weight`` is None if there is none.
     """
 
     chosen: Tensor
@@ -63,20 +59,12 @@ class Pairs:
     mask: Tensor
     beta: Scalar
     weight: Tensor | None
-    reference_point: Tensor | None
-    log_prob: Tensor
-    token_mask: Tensor
     pairing: Pairing
 
     @property
     def delta(self) -> Tensor:
         """The lead of the chosen answer, nats."""
         return self.chosen - self.rejected
-
-    def per_token(self) -> Pairs:
-        """A copy whose log-ratios are divided by the number of tokens of their answer."""
-        lengths = self.pairing.pairs(self.token_mask.sum(-1)).clamp(min=1)
-        return replace(self, chosen=self.chosen / lengths[:, :1], rejected=self.rejected / lengths[:, 1:])
 
     def bent(self, alpha: Scalar | None) -> Pairs:
         """A copy with ``(1 - exp(-alpha x)) / alpha`` for each log-prob ``x``; None for ``x``."""
@@ -89,25 +77,39 @@ class Pairs:
         chosen, rejected = (_bend(x, alpha) for x in (self.chosen, self.rejected))
         return replace(self, chosen=chosen, rejected=rejected)
 
+    def terms(self, value: Tensor, *others: LossTerm) -> Terms:
+        """A term of one value per pair ``[P, 1]``, 0 for pairs that are left out, with the metrics; then other terms."""
+        mask = self.mask
+        won, lost = self.beta * self.chosen.detach(), self.beta * self.rejected.detach()
+        margin = won - lost
+        metrics = {
+            "chosen_reward": masked_mean(won, mask),
+            "rejected_reward": masked_mean(lost, mask),
+            "reward_margin": masked_mean(margin, mask),
+            "reward_accuracy": masked_mean((margin.sign() + 1) / 2, mask),  # a tie is half right
+        }
+        if self.weight is not None:
+            value = self.weight * value
+            metrics["weight_mean"] = masked_mean(self.weight, mask)
+        return (LossTerm("objective", torch.where(mask, value, 0), mask, metrics=metrics), *others)
+
 
 def pair_up(
-    log_prob: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
+    beta: Scalar,
     *,
     pairing: Pairing | None = None,
-    ref_log_prob: Tensor | None = None,
-    sharp_log_prob: Tensor | None = None,
-    reference_point: Tensor | None = None,
-    beta: Positive = 0.1,
+    reference: bool = True,
     length_normalised: bool = False,
-    ld_alpha: Share | None = None,
+    ld_alpha: Scalar | None = None,
     f_divergence: FDivergence = "reverse_kl",
-    f_alpha: PositiveShare = 0.5,
+    f_alpha: Scalar = 0.5,
     weighting: Weighting = "none",
 ) -> Pairs:
-    """The pairs of a batch. A member of the family has the parameters that it is registered with."""
-    pairing = pairing or pairing_of(mask.shape[:-1])
-    ratio = log_prob if ref_log_prob is None else log_prob - ref_log_prob
+    """The pairs of a batch; without ``reference``, of the log-probs themselves. :func:`dpo` describes the options."""
+    log_prob, mask = inputs.log_prob, inputs.mask
+    pairing = pairing or pairing_of(inputs)
+    ratio = log_prob - inputs.ref_log_prob if reference else log_prob
     if ld_alpha is not None:
         ratio = _desensitised(ratio, mask, ld_alpha, pairing)
     ratio = _derivative(sequence_sum(ratio, mask), f_divergence, f_alpha)
@@ -116,11 +118,9 @@ def pair_up(
     ratio, present = pairing.pairs(ratio), pairing.pairs(mask.any(-1))
     weight = None
     if weighting != "none":
-        aligned = log_prob if sharp_log_prob is None or weighting != "aligned" else sharp_log_prob - log_prob
+        aligned = inputs.sharp_log_prob - log_prob if weighting == "aligned" else log_prob
         weight = bounded_exp(pairing.pairs(sequence_mean(aligned.detach(), mask)).sum(-1, keepdim=True))
-    point = None if reference_point is None else pairing.pairs(reference_point)[:, :1]
-    both = present.all(-1, keepdim=True)
-    return Pairs(ratio[:, :1], ratio[:, 1:], both, beta, weight, point, log_prob, mask, pairing)
+    return Pairs(ratio[:, :1], ratio[:, 1:], present.all(-1, keepdim=True), beta, weight, pairing)
 
 
 def _desensitised(ratio: Tensor, mask: Tensor, ld_alpha: Scalar, pairing: Pairing) -> Tensor:
@@ -149,8 +149,9 @@ def _bend(x: Tensor, alpha: Scalar) -> Tensor:
     return -torch.expm1((-alpha * x).clamp(max=_LARGEST)) / alpha
 
 
-def pairing_of(shape: torch.Size, *, pair_id: Tensor | None = None, chosen: Tensor | None = None) -> Pairing:
-    """The pairs that the ids name, or neighbouring rows."""
+def pairing_of(inputs: LossInputs) -> Pairing:
+    """The pairs that ``pair_id`` and ``chosen`` name, or neighbouring rows."""
+    pair_id, chosen, shape = inputs.get("pair_id"), inputs.get("chosen"), inputs.mask.shape[:-1]
     if pair_id is not None and chosen is not None:
         return Pairing(interleaving(pair_id.reshape(-1), chosen.reshape(-1)))
     if pair_id is not None or chosen is not None:
@@ -168,9 +169,9 @@ def interleaving(pair_id: Tensor, chosen: Tensor, name: str = "pair_id") -> Tens
     """The order of rows that makes pairs adjacent, by id, chosen first; ``name`` of the id, for messages."""
     if not torch.compiler.is_compiling():
         ids, pair = pair_id.unique(return_inverse=True)
-        found = torch.stack([torch.bincount(pair[chosen == side], minlength=len(ids)) for side in (True, False)], -1)
-        for at in (found != 1).any(-1).nonzero().flatten().tolist()[:1]:
-            rows = f"{int(found[at, 0])} chosen and {int(found[at, 1])} rejected rows"
+        rows_of = torch.stack([torch.bincount(pair[chosen == side], minlength=len(ids)) for side in (True, False)], -1)
+        for at in (rows_of != 1).any(-1).nonzero().flatten().tolist()[:1]:
+            rows = f"{int(rows_of[at, 0])} chosen and {int(rows_of[at, 1])} rejected rows"
             raise ValueError(f"{name} {int(ids[at])} has {rows}, expected one of each.")
     first = (~chosen).long().argsort(stable=True)
     return first[pair_id[first].argsort(stable=True)]
@@ -178,83 +179,12 @@ def interleaving(pair_id: Tensor, chosen: Tensor, name: str = "pair_id") -> Tens
 
 # ------------------------------------------------------------------ the family
 
-_RELATIVE = ("ref_log_prob", "sharp_log_prob", "ld_alpha", "weighting")
-#: Of losses that read the lead alone, where what depends on the prompt alone cancels.
-_LEAD = (*_RELATIVE, "f_divergence", "f_alpha")
-_ALIASES = {"f_divergence_type": "f_divergence"}
-#: The formulas of losses with a reference, for :func:`preference_sum`.
-_SUMMANDS: dict[str, Callable[..., Tensor]] = {}
 #: A function of the lead, of losses that have several.
 OfLead = Literal["logistic", "hinge", "ipo"]
-
-
-def _is_aligned(weighting: object) -> bool:
-    return weighting == "aligned"
-
-
-#: What a formula of pairs returns: a value for each pair ``[P, 1]``, or that and further terms.
-PerPair = Tensor | tuple[Tensor, Unpack[tuple[LossTerm, ...]]]
-
-
-def preference(
-    name: str,
-    options: tuple[str, ...],
-    *,
-    once: Once | None = None,
-    aliases: Mapping[str, str] | None = None,
-    **settings: Any,
-) -> Callable[[Callable[..., PerPair]], Callable[..., Terms]]:
-    """Register a formula of :class:`Pairs`, with its own hyper-parameters, as the objective ``name``.
-
-    The formula returns one value per pair ``[P, 1]``, or a tuple of it and further terms. ``options`` are the parameters of
-    :func:`pair_up` that the objective has beside ``pair_id``, ``chosen`` and ``beta``; ``settings`` are other values for
-    the parameters, of those that it has and of those that it has not.
-    """
-    taken = ("log_prob", "mask", "pair_id", "chosen", "beta", *options)
-
-    def decorate(formula: Callable[..., PerPair]) -> Callable[..., Terms]:
-        if "ref_log_prob" in options:
-            _SUMMANDS[name] = cast(Callable[..., Tensor], formula)  # of these, none has further terms
-        shared, own = {**signature_of(pair_up), **signature_of(pairing_of)}, signature_of(formula)
-        values = {"ref_log_prob": inspect.Parameter.empty, **settings}
-        parameters = [shared[key].replace(default=values.get(key, shared[key].default)) for key in taken]
-
-        @wraps(formula)
-        def whole(log_prob: Tensor, mask: Tensor, **given: Any) -> Terms:
-            hyper = {key: given.pop(key) for key in own if key in given}
-            pairing = pairing_of(mask.shape[:-1], pair_id=given.pop("pair_id", None), chosen=given.pop("chosen", None))
-            pairs = pair_up(log_prob, mask, pairing=pairing, **{**settings, **given})
-            return finish(formula(pairs, **hyper), pairs)
-
-        whole.__signature__ = inspect.Signature([*parameters, *list(own.values())[1:]])  # type: ignore[attr-defined]
-        return objective(
-            name,
-            aggregation="seq-mean-token-sum",
-            aliases={**(_ALIASES if "f_divergence" in options else {}), **(aliases or {})},
-            needs_if={"sharp_log_prob": ("weighting", _is_aligned)} if "weighting" in options else None,
-            only_with={"f_alpha": ("f_divergence", ("alpha_divergence",))} if "f_alpha" in options else None,
-            once=once,
-        )(whole)
-
-    return decorate
-
-
-def finish(result: PerPair, pairs: Pairs) -> Terms:
-    """One term with one value per pair ``[P, 1]``, 0 for pairs that are left out, and the metrics; then other terms."""
-    value, *others = result if isinstance(result, tuple) else (result,)
-    mask = pairs.mask
-    won, lost = pairs.beta * pairs.chosen.detach(), pairs.beta * pairs.rejected.detach()
-    margin = won - lost
-    metrics = {
-        "chosen_reward": masked_mean(won, mask),
-        "rejected_reward": masked_mean(lost, mask),
-        "reward_margin": masked_mean(margin, mask),
-        "reward_accuracy": masked_mean((margin.sign() + 1) / 2, mask),  # a tie is half right
-    }
-    if pairs.weight is not None:
-        value = pairs.weight * value
-        metrics["weight_mean"] = masked_mean(pairs.weight, mask)
-    return (LossTerm("objective", torch.where(mask, value, 0), mask, metrics=metrics), *others)
+SUM: Aggregation = "seq-mean-token-sum"
+#: Names of TRL, and the setting without which one of ours has no effect.
+_ALIASES = {"f_divergence_type": "f_divergence"}
+_OF_ALPHA: dict[str, tuple[str, tuple[object, ...]]] = {"f_alpha": ("f_divergence", ("alpha_divergence",))}
 
 
 def logistic(logit: Tensor, label_smoothing: Scalar = 0.0) -> Tensor:
@@ -276,8 +206,18 @@ def of_lead(pairs: Pairs, loss: OfLead, label_smoothing: Scalar = 0.0, margin: S
 # ------------------------------------------------------------------ functions of the lead
 
 
-@preference("dpo", (*_LEAD, "length_normalised"))
-def dpo(pairs: Pairs, *, label_smoothing: Scalar = 0.0) -> Tensor:
+@objective("dpo", aggregation=SUM, only_with=_OF_ALPHA, aliases=_ALIASES)
+def dpo(
+    inputs: LossInputs,
+    *,
+    beta: Positive = 0.1,
+    ld_alpha: Share | None = None,
+    weighting: Weighting = "none",
+    f_divergence: FDivergence = "reverse_kl",
+    f_alpha: PositiveShare = 0.5,
+    length_normalised: bool = False,
+    label_smoothing: Scalar = 0.0,
+) -> Terms:
     r"""Direct preference optimisation: ``-logsigmoid(beta * delta)`` per pair of a chosen and a rejected answer.
 
     ``c`` and ``l`` are the log-ratios ``log_prob - ref_log_prob`` of the chosen and the rejected (lost) answer, summed over
@@ -315,20 +255,38 @@ def dpo(pairs: Pairs, *, label_smoothing: Scalar = 0.0) -> Tensor:
         >>> log_prob = torch.tensor([[-1.0, -1.0], [-2.0, -3.0]])  # chosen, rejected
         >>> ref_log_prob = torch.tensor([[-1.5, -1.5], [-2.0, -2.0]])
         >>> mask = torch.ones(2, 2, dtype=torch.bool)
-        >>> dpo(log_prob, mask, ref_log_prob=ref_log_prob, beta=0.5)[0].value
+        >>> dpo(LossInputs(log_prob, mask, ref_log_prob=ref_log_prob), beta=0.5)[0].value
         tensor([[0.3133]])
-        >>> dpo(log_prob, mask, ref_log_prob=ref_log_prob, beta=0.5, f_divergence="forward_kl")[0].value
+        >>> dpo(LossInputs(log_prob, mask, ref_log_prob=ref_log_prob), beta=0.5, f_divergence="forward_kl")[0].value
         tensor([[0.2691]])
 
     Source: Rafailov et al. 2023 (arXiv 2305.18290), eq. 7; label smoothing: Mitchell 2023, 'A note on DPO with noisy
     preferences & relationship to IPO'; f-divergences: Wang et al. 2023 (arXiv 2309.16240), theorem 1; ld_alpha: Liu et
     al. 2024 (LD-DPO, arXiv 2409.06411); weighting: Zhou et al. 2024 (WPO, arXiv 2406.11827).
     """
-    return logistic(pairs.beta * pairs.delta, label_smoothing)
+    pairs = pair_up(
+        inputs,
+        beta,
+        ld_alpha=ld_alpha,
+        weighting=weighting,
+        f_divergence=f_divergence,
+        f_alpha=f_alpha,
+        length_normalised=length_normalised,
+    )
+    return pairs.terms(logistic(pairs.beta * pairs.delta, label_smoothing))
 
 
-@preference("robust", _LEAD)
-def robust(pairs: Pairs, *, label_smoothing: Scalar = 0.0) -> Tensor:
+@objective("robust", aggregation=SUM, only_with=_OF_ALPHA, aliases=_ALIASES)
+def robust(
+    inputs: LossInputs,
+    *,
+    beta: Positive = 0.1,
+    ld_alpha: Share | None = None,
+    weighting: Weighting = "none",
+    f_divergence: FDivergence = "reverse_kl",
+    f_alpha: PositiveShare = 0.5,
+    label_smoothing: Scalar = 0.0,
+) -> Terms:
     r"""Robust DPO: with noisy labels its mean is the loss of :func:`dpo` on the true ones.
 
     With ``e = label_smoothing`` it is ``((1 - e) * right - e * wrong) / (1 - 2 e)``, where ``right`` is :func:`dpo`'s loss of
@@ -341,39 +299,58 @@ def robust(pairs: Pairs, *, label_smoothing: Scalar = 0.0) -> Tensor:
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-3.0]]), torch.tensor([[-2.0], [-2.0]])
         >>> mask = torch.ones(2, 1, dtype=torch.bool)
-        >>> robust(log_prob, mask, ref_log_prob=ref_log_prob, beta=0.5, label_smoothing=0.2)[0].value
+        >>> robust(LossInputs(log_prob, mask, ref_log_prob=ref_log_prob), beta=0.5, label_smoothing=0.2)[0].value
         tensor([[-0.0201]])
 
     Source: Chowdhury et al. 2024 (arXiv 2403.00409), the loss of robust DPO.
     """
+    pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting, f_divergence=f_divergence, f_alpha=f_alpha)
     check_range(low=0.0, high=0.5, label_smoothing=label_smoothing)
     if not isinstance(label_smoothing, Tensor) and label_smoothing == 0.5:
         raise ValueError(
             "label_smoothing must be below 0.5, got 0.5: labels wrong half of the time hold no information."
         )
     right, wrong = -logsigmoid(pairs.beta * pairs.delta), -logsigmoid(-pairs.beta * pairs.delta)
-    return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
+    return pairs.terms(((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing))
 
 
-@preference("hinge", _LEAD)
-def hinge(pairs: Pairs) -> Tensor:
+@objective("hinge", aggregation=SUM, only_with=_OF_ALPHA, aliases=_ALIASES)
+def hinge(
+    inputs: LossInputs,
+    *,
+    beta: Positive = 0.1,
+    ld_alpha: Share | None = None,
+    weighting: Weighting = "none",
+    f_divergence: FDivergence = "reverse_kl",
+    f_alpha: PositiveShare = 0.5,
+) -> Terms:
     r"""SLiC's hinge: ``max(0, 1 - beta * delta)`` for each pair; all else as in :func:`dpo`.
 
     The gradient is ``-beta`` times ``delta``'s until the chosen answer leads by the margin, ``1 / beta`` nats, then 0.
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-3.0]]), torch.tensor([[-2.0], [-2.0]])
-        >>> hinge(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.2)[0].value
+        >>> hinge(LossInputs(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob), beta=0.2)[0].value
         tensor([[0.6000]])
 
     Source: Zhao et al. 2023 (SLiC-HF, arXiv 2305.10425) relative to a reference: Liu et al. 2023 (RSO, arXiv
     2309.06657).
     """
-    return of_lead(pairs, "hinge")
+    pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting, f_divergence=f_divergence, f_alpha=f_alpha)
+    return pairs.terms(of_lead(pairs, "hinge"))
 
 
-@preference("ipo", (*_LEAD, "length_normalised"))
-def ipo(pairs: Pairs) -> Tensor:
+@objective("ipo", aggregation=SUM, only_with=_OF_ALPHA, aliases=_ALIASES)
+def ipo(
+    inputs: LossInputs,
+    *,
+    beta: Positive = 0.1,
+    ld_alpha: Share | None = None,
+    weighting: Weighting = "none",
+    f_divergence: FDivergence = "reverse_kl",
+    f_alpha: PositiveShare = 0.5,
+    length_normalised: bool = False,
+) -> Terms:
     r"""IPO: ``(delta - 1 / (2 beta))**2`` for each pair, nats squared; all else as in :func:`dpo`.
 
     The gradient pulls the lead of the chosen answer to ``1 / (2 beta)`` nats from both sides, so that the lead stays bounded.
@@ -385,16 +362,34 @@ def ipo(pairs: Pairs) -> Tensor:
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-3.0]]), torch.tensor([[-2.0], [-2.0]])
-        >>> ipo(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.1)[0].value
+        >>> ipo(LossInputs(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob), beta=0.1)[0].value
         tensor([[9.]])
 
     Source: Azar et al. 2023 (arXiv 2310.12036), eq. 17.
     """
-    return of_lead(pairs, "ipo")
+    pairs = pair_up(
+        inputs,
+        beta,
+        ld_alpha=ld_alpha,
+        weighting=weighting,
+        f_divergence=f_divergence,
+        f_alpha=f_alpha,
+        length_normalised=length_normalised,
+    )
+    return pairs.terms(of_lead(pairs, "ipo"))
 
 
-@preference("exo_pair", _LEAD)
-def exo_pair(pairs: Pairs, *, label_smoothing: Scalar = 1e-3) -> Tensor:
+@objective("exo_pair", aggregation=SUM, only_with=_OF_ALPHA, aliases=_ALIASES)
+def exo_pair(
+    inputs: LossInputs,
+    *,
+    beta: Positive = 0.1,
+    ld_alpha: Share | None = None,
+    weighting: Weighting = "none",
+    f_divergence: FDivergence = "reverse_kl",
+    f_alpha: PositiveShare = 0.5,
+    label_smoothing: Scalar = 1e-3,
+) -> Terms:
     r"""Efficient exact optimisation: ``KL(p || q)`` of the policy's and the labels' order of the two answers of each pair.
 
     ``p = (sigmoid(beta delta), sigmoid(-beta delta))`` is the policy's probability of each order and ``q = (1 - e, e)`` with
@@ -407,19 +402,29 @@ def exo_pair(pairs: Pairs, *, label_smoothing: Scalar = 1e-3) -> Tensor:
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-3.0]]), torch.tensor([[-2.0], [-2.0]])
         >>> mask = torch.ones(2, 1, dtype=torch.bool)
-        >>> exo_pair(log_prob, mask, ref_log_prob=ref_log_prob, beta=0.5, label_smoothing=0.2)[0].value
+        >>> exo_pair(LossInputs(log_prob, mask, ref_log_prob=ref_log_prob), beta=0.5, label_smoothing=0.2)[0].value
         tensor([[0.0138]])
 
     Source: Ji et al. 2024 (EXO, arXiv 2402.00856), eq. 16 with two answers.
     """
+    pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting, f_divergence=f_divergence, f_alpha=f_alpha)
     check_range(above=0.0, high=0.5, label_smoothing=label_smoothing)
     wrong = torch.as_tensor(label_smoothing, dtype=pairs.delta.dtype, device=pairs.delta.device)
     won, lost = logsigmoid(pairs.beta * pairs.delta), logsigmoid(-pairs.beta * pairs.delta)
-    return won.exp() * (won - torch.log1p(-wrong)) + lost.exp() * (lost - wrong.log())
+    return pairs.terms(won.exp() * (won - torch.log1p(-wrong)) + lost.exp() * (lost - wrong.log()))
 
 
-@preference("discopop", _LEAD, aliases={"discopop_tau": "tau"})
-def discopop(pairs: Pairs, *, tau: Positive = 0.05) -> Tensor:
+@objective("discopop", aggregation=SUM, only_with=_OF_ALPHA, aliases={**_ALIASES, "discopop_tau": "tau"})
+def discopop(
+    inputs: LossInputs,
+    *,
+    beta: Positive = 0.1,
+    ld_alpha: Share | None = None,
+    weighting: Weighting = "none",
+    f_divergence: FDivergence = "reverse_kl",
+    f_alpha: PositiveShare = 0.5,
+    tau: Positive = 0.05,
+) -> Terms:
     r"""DiscoPOP: ``-logsigmoid(x)`` and ``exp(-x)`` of ``x = beta * delta``, with weights ``sigmoid(-x / tau)`` and the rest.
 
     A loss that a language model discovered. It has a local minimum below ``x = 0``. All else as in :func:`dpo`.
@@ -430,21 +435,24 @@ def discopop(pairs: Pairs, *, tau: Positive = 0.05) -> Tensor:
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-3.0]]), torch.tensor([[-2.0], [-2.0]])
         >>> mask = torch.ones(2, 1, dtype=torch.bool)
-        >>> discopop(log_prob, mask, ref_log_prob=ref_log_prob, beta=0.5, tau=0.5)[0].value
+        >>> discopop(LossInputs(log_prob, mask, ref_log_prob=ref_log_prob), beta=0.5, tau=0.5)[0].value
         tensor([[0.3614]])
 
     Source: Lu et al. 2024 (arXiv 2406.08414), the log-ratio modulated loss.
     """
+    pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting, f_divergence=f_divergence, f_alpha=f_alpha)
     logit = pairs.beta * pairs.delta
     exponential = bounded_exp(logsigmoid(logit / tau) - logit)
-    return (-logit / tau).sigmoid() * -logsigmoid(logit) + exponential
+    return pairs.terms((-logit / tau).sigmoid() * -logsigmoid(logit) + exponential)
 
 
 # ------------------------------------------------------------------ functions of both answers
 
 
-@preference("apo_zero", _RELATIVE)
-def apo_zero(pairs: Pairs) -> Tensor:
+@objective("apo_zero", aggregation=SUM)
+def apo_zero(
+    inputs: LossInputs, *, beta: Positive = 0.1, ld_alpha: Share | None = None, weighting: Weighting = "none"
+) -> Terms:
     r"""Anchored preference optimisation: ``1 - sigmoid(beta * c) + sigmoid(beta * l)`` for each pair, from 0 to 2.
 
     The gradient independently raises the chosen answer and lowers the rejected one relative to the reference: for data whose
@@ -452,16 +460,19 @@ def apo_zero(pairs: Pairs) -> Tensor:
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.tensor([[-2.0], [-2.0]])
-        >>> apo_zero(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.5)[0].value
+        >>> apo_zero(LossInputs(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob), beta=0.5)[0].value
         tensor([[0.6465]])
 
     Source: D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 7, plus 1.
     """
-    return (-pairs.beta * pairs.chosen).sigmoid() + (pairs.beta * pairs.rejected).sigmoid()
+    pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting)
+    return pairs.terms((-pairs.beta * pairs.chosen).sigmoid() + (pairs.beta * pairs.rejected).sigmoid())
 
 
-@preference("apo_down", _RELATIVE)
-def apo_down(pairs: Pairs) -> Tensor:
+@objective("apo_down", aggregation=SUM)
+def apo_down(
+    inputs: LossInputs, *, beta: Positive = 0.1, ld_alpha: Share | None = None, weighting: Weighting = "none"
+) -> Terms:
     r"""Anchored preference optimisation: ``sigmoid(beta * c) + 1 - sigmoid(beta * delta)`` for each pair, from 0 to 2.
 
     The gradient lowers the chosen answer, and the rejected one more: for data whose chosen answers are worse than the model's.
@@ -469,16 +480,19 @@ def apo_down(pairs: Pairs) -> Tensor:
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.tensor([[-2.0], [-2.0]])
-        >>> apo_down(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.5)[0].value
+        >>> apo_down(LossInputs(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob), beta=0.5)[0].value
         tensor([[0.8049]])
 
     Source: D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 8, plus 1.
     """
-    return (pairs.beta * pairs.chosen).sigmoid() + (-pairs.beta * pairs.delta).sigmoid()
+    pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting)
+    return pairs.terms((pairs.beta * pairs.chosen).sigmoid() + (-pairs.beta * pairs.delta).sigmoid())
 
 
-@preference("sppo_hard", _RELATIVE)
-def sppo_hard(pairs: Pairs) -> Tensor:
+@objective("sppo_hard", aggregation=SUM)
+def sppo_hard(
+    inputs: LossInputs, *, beta: Positive = 0.1, ld_alpha: Share | None = None, weighting: Weighting = "none"
+) -> Terms:
     r"""Self-play preference optimisation: ``(c - 1 / (2 beta))**2 + (l + 1 / (2 beta))**2`` for each pair, nats squared.
 
     The reference is the policy of the previous round of play. The gradient pulls each log-ratio to its own target. ``c``,
@@ -487,17 +501,20 @@ def sppo_hard(pairs: Pairs) -> Tensor:
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.tensor([[-2.0], [-2.0]])
-        >>> sppo_hard(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.1)[0].value
+        >>> sppo_hard(LossInputs(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob), beta=0.1)[0].value
         tensor([[25.]])
 
     Source: Wu et al. 2024 (arXiv 2405.00675), eq. 4.7 with probabilities of winning of 1 and 0.
     """
+    pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting)
     target = 1 / (2 * pairs.beta)
-    return (pairs.chosen - target).square() + (pairs.rejected + target).square()
+    return pairs.terms((pairs.chosen - target).square() + (pairs.rejected + target).square())
 
 
-@preference("nca_pair", _RELATIVE)
-def nca_pair(pairs: Pairs) -> Tensor:
+@objective("nca_pair", aggregation=SUM)
+def nca_pair(
+    inputs: LossInputs, *, beta: Positive = 0.1, ld_alpha: Share | None = None, weighting: Weighting = "none"
+) -> Terms:
     r"""Noise-contrastive alignment: ``-logsigmoid(beta c) - (logsigmoid(-beta c) + logsigmoid(-beta l)) / 2`` for each pair.
 
     The gradient pulls the chosen answer up to ``c = log(2) / beta`` and no further, and the rejected one down: absolute
@@ -505,27 +522,31 @@ def nca_pair(pairs: Pairs) -> Tensor:
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.tensor([[-2.0], [-2.0]])
-        >>> nca_pair(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.5)[0].value
+        >>> nca_pair(LossInputs(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob), beta=0.5)[0].value
         tensor([[1.1177]])
 
     Source: Chen et al. 2024 (arXiv 2402.05369), NCA with two answers whose rewards are far apart.
     """
+    pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting)
     chosen, rejected = pairs.beta * pairs.chosen, pairs.beta * pairs.rejected
-    return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+    return pairs.terms(-logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected))
 
 
 # ------------------------------------------------------------------ several at once
 
 
-@preference("preference_sum", _RELATIVE, aliases={"loss_weights": "weights", "discopop_tau": "tau"})
+@objective("preference_sum", aggregation=SUM, aliases={"loss_weights": "weights", "discopop_tau": "tau"})
 def preference_sum(
-    pairs: Pairs,
+    inputs: LossInputs,
     *,
+    beta: Positive = 0.1,
+    ld_alpha: Share | None = None,
+    weighting: Weighting = "none",
     losses: Sequence[str] = ("dpo", "sft"),
     weights: Sequence[float] | None = None,
     label_smoothing: Scalar = 1e-3,
     tau: Positive = 0.05,
-) -> tuple[Any, ...]:
+) -> Terms:
     r"""A weighted sum of preference losses with a reference; ``"sft"`` among them is the likelihood of the chosen answers.
 
     Pairs, options and metrics are as in :func:`dpo`.
@@ -542,37 +563,53 @@ def preference_sum(
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-3.0]]), torch.tensor([[-2.0], [-2.0]])
-        >>> mask, given = torch.ones(2, 1, dtype=torch.bool), {"losses": ["dpo", "hinge"], "weights": [1.0, 0.5]}
-        >>> preference_sum(log_prob, mask, ref_log_prob=ref_log_prob, beta=0.5, **given)[0].value  # 0.3133 + 0.5 * 0
+        >>> inputs = LossInputs(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob)
+        >>> preference_sum(inputs, beta=0.5, losses=["dpo", "hinge"], weights=[1.0, 0.5])[0].value  # 0.3133 + 0.5 * 0
         tensor([[0.3133]])
 
     Source: TRL 1.16: DPO's ``loss_type`` as a list with ``loss_weights``; MPO: Wang et al. 2024 (arXiv 2411.10442).
     """
     if not losses or isinstance(losses, str):
         raise ValueError(f"losses must be a list of at least one name, got {losses!r}.")
-    given = [1.0] * len(losses) if weights is None else list(weights)
-    for weight in given:
-        check_range(weights=weight)  # not NaN
-    if len(given) != len(losses):
-        raise ValueError(f"weights has {len(given)} numbers for {len(losses)} losses: pass one for each.")
+    shares = [1.0] * len(losses) if weights is None else list(weights)
+    for share in shares:
+        check_range(weights=share)  # not NaN
+    if len(shares) != len(losses):
+        raise ValueError(f"weights has {len(shares)} numbers for {len(losses)} losses: pass one for each.")
+    pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting)
+    summed = _weighted_tokens(inputs, pairs.pairing, ld_alpha).replace(reference_point=inputs.mask.any(-1) * 0.0)
+    lengths = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
+    averaged = summed.replace(log_prob=summed.log_prob / lengths, ref_log_prob=summed.ref_log_prob / lengths)
     total, likelihood = torch.zeros_like(pairs.chosen), []
-    known = {key: formula for key, formula in _SUMMANDS.items() if key not in ("aot", "preference_sum")}
+    functions = (dpo, robust, hinge, ipo, exo_pair, discopop, apo_zero, apo_down, sppo_hard, nca_pair)
+    known: dict[str, Callable[..., Terms]] = {
+        **{each.__name__: each for each in functions},
+        "bco_pair": get_objective("bco_pair"),
+    }
     smoothed = {"label_smoothing": label_smoothing}
-    own: dict[str, dict[str, Any]] = {"robust": smoothed, "exo_pair": smoothed, "discopop": {"tau": tau}}
-    pairs = replace(pairs, reference_point=torch.zeros_like(pairs.chosen))
-    for name, weight in zip(losses, given, strict=True):
+    own: dict[str, dict[str, Scalar]] = {"robust": smoothed, "exo_pair": smoothed, "discopop": {"tau": tau}}
+    for name, share in zip(losses, shares, strict=True):
         base = name.removesuffix("_norm")
         if name == "sft":
-            likelihood.append(nll_of_chosen(pairs, weight, "token-mean"))
-        elif base not in known:
+            likelihood.append(nll_of_chosen(inputs, pairs, share, "token-mean"))
+            continue
+        if base not in known:
             raise ValueError(no_such("preference_sum has no loss", name, [*known, "sft"]))
-        else:
-            total = total + weight * known[base](pairs if base == name else pairs.per_token(), **own.get(base, {}))
-    return total, *likelihood
+        answers = summed if base == name else averaged
+        total = total + share * known[base](answers, beta=beta, **own.get(base, {}))[0].value
+    return pairs.terms(total, *likelihood)
 
 
-def nll_of_chosen(pairs: Pairs, weight: Scalar, aggregation: Aggregation | None) -> LossTerm:
+def _weighted_tokens(inputs: LossInputs, pairing: Pairing, ld_alpha: Scalar | None) -> LossInputs:
+    """The inputs with the log-probs of tokens beyond the shorter answer times ``ld_alpha``."""
+    if ld_alpha is None:
+        return inputs
+    log_prob, ref = (_desensitised(x, inputs.mask, ld_alpha, pairing) for x in (inputs.log_prob, inputs.ref_log_prob))
+    return inputs.replace(log_prob=log_prob, ref_log_prob=ref)
+
+
+def nll_of_chosen(inputs: LossInputs, pairs: Pairs, weight: Scalar, aggregation: Aggregation | None) -> LossTerm:
     """``-log_prob`` at each token of the chosen answers of pairs that are not left out."""
     chosen = pairs.pairing.rows(torch.cat([pairs.mask, torch.zeros_like(pairs.mask)], -1))
-    mask = pairs.token_mask & chosen.view(*pairs.token_mask.shape[:-1], 1)
-    return LossTerm("nll", -pairs.log_prob, mask, weight=weight, aggregation=aggregation)
+    mask = inputs.mask & chosen.view(*inputs.mask.shape[:-1], 1)
+    return LossTerm("nll", -inputs.log_prob, mask, weight=weight, aggregation=aggregation)

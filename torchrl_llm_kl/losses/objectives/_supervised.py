@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import NonNegative, PositiveShare, Scalar, Share, check_range, masked_mean
 from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.losses._arithmetic import Aggregation, clamp
+from torchrl_llm_kl.losses._inputs import LossInputs
 from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
 from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES, ppo
 
@@ -18,22 +18,22 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 @objective("sft")
-def sft(log_prob: Tensor, mask: Tensor) -> Terms:
+def sft(inputs: LossInputs) -> Terms:
     """Supervised fine-tuning: ``-log_prob`` per token, in nats.
 
     It has the gradient of the cross-entropy between the data distribution and the policy.
 
     Example:
-        >>> sft(torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2, dtype=torch.bool))[0].value
+        >>> sft(LossInputs(torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2, dtype=torch.bool)))[0].value
         tensor([[1., 2.]])
 
     Source: maximum likelihood; Trinity-RFT 0.6.0: sft.
     """
-    return (LossTerm("objective", -log_prob, mask),)
+    return (LossTerm("objective", -inputs.log_prob, inputs.mask),)
 
 
 @objective("sft_is")
-def sft_is(log_prob: Tensor, mask: Tensor) -> Terms:
+def sft_is(inputs: LossInputs) -> Terms:
     """Imitation weighted by the token's probability ``p`` under the policy: ``-sg(p) log p``.
 
     It has the gradient of ``-p``: tokens with a probability near 0 hardly move the policy.
@@ -41,17 +41,18 @@ def sft_is(log_prob: Tensor, mask: Tensor) -> Terms:
     Metrics: ``weight_mean``.
 
     Example:
-        >>> sft_is(torch.tensor([[0.5, 0.1]]).log(), torch.ones(1, 2, dtype=torch.bool))[0].value
+        >>> sft_is(LossInputs(torch.tensor([[0.5, 0.1]]).log(), torch.ones(1, 2, dtype=torch.bool)))[0].value
         tensor([[0.3466, 0.2303]])
 
     Source: Trinity-RFT 0.6.0: sft_is; Wu et al. 2025 (arXiv 2508.05629), DFT.
     """
-    weight = log_prob.detach().exp()
-    return (LossTerm("objective", -weight * log_prob, mask, metrics={"weight_mean": masked_mean(weight, mask)}),)
+    weight = inputs.log_prob.detach().exp()
+    metrics = {"weight_mean": masked_mean(weight, inputs.mask)}
+    return (LossTerm("objective", -weight * inputs.log_prob, inputs.mask, metrics=metrics),)
 
 
 @objective("sft_phi")
-def sft_phi(log_prob: Tensor, mask: Tensor, *, cutoff_prob: PositiveShare = 1.0) -> Terms:
+def sft_phi(inputs: LossInputs, *, cutoff_prob: PositiveShare = 1.0) -> Terms:
     """Imitation weighted towards uncertain tokens: ``-sg(p (1 - p)) log p`` with the token's probability ``p``.
 
     It has the gradient of ``-(p - p**2 / 2)``, which vanishes both for tokens that the policy knows and for tokens that would
@@ -65,17 +66,18 @@ def sft_phi(log_prob: Tensor, mask: Tensor, *, cutoff_prob: PositiveShare = 1.0)
 
     Example:
         >>> probability = torch.tensor([[0.9, 0.5, 0.01]])
-        >>> sft_phi(probability.log(), torch.ones(1, 3, dtype=torch.bool))[0].value
+        >>> sft_phi(LossInputs(probability.log(), torch.ones(1, 3, dtype=torch.bool)))[0].value
         tensor([[0.0095, 0.1733, 0.0456]])
 
     Source: Zhang et al. 2025 (arXiv 2508.11408), CHORD-phi; the cut-off is Trinity-RFT 0.6.0's.
     """
-    decided = log_prob.detach()
+    decided = inputs.log_prob.detach()
     # expm1 does not round 1 - p where p is near 1.
     weight = -decided.exp() * decided.expm1()
     cutoff = cutoff_prob.log() if isinstance(cutoff_prob, Tensor) else math.log(cutoff_prob)
-    value = -weight * clamp(log_prob, high=cutoff)
-    return (LossTerm("objective", value, mask, metrics={"weight_mean": masked_mean(weight, mask)}),)
+    value = -weight * clamp(inputs.log_prob, high=cutoff)
+    metrics = {"weight_mean": masked_mean(weight, inputs.mask)}
+    return (LossTerm("objective", value, inputs.mask, metrics=metrics),)
 
 
 # ------------------------------------------------------------------ beside PPO
@@ -83,12 +85,8 @@ def sft_phi(log_prob: Tensor, mask: Tensor, *, cutoff_prob: PositiveShare = 1.0)
 
 @objective("vapo", aliases=CLIP_ALIASES)
 def vapo(
-    log_prob: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     *,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    chosen: Tensor,
     mu: NonNegative = 0.1,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.28,
@@ -110,32 +108,22 @@ def vapo(
     Example:
         >>> log_prob, one = torch.tensor([[-1.0], [-3.0]]), torch.ones(2, 1)
         >>> right = torch.tensor([True, False])
-        >>> policy, nll = vapo(log_prob, one > 0, old_log_prob=log_prob, advantage=one, chosen=right)
+        >>> policy, nll = vapo(LossInputs(log_prob, one > 0, old_log_prob=log_prob, advantage=one, chosen=right))
         >>> policy.value.flatten(), nll.value[nll.mask], nll.weight
         (tensor([-1., -1.]), tensor([1.]), 0.1)
 
     Source: Yue et al. 2025 (VAPO, arXiv 2504.05118), eq. 10 with mu 0.1 and clip 0.2 / 0.28; NeMo-RL:
     ``positive_example_nll_weight``.
     """
-    bounds: Any = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
-    policy = ppo(log_prob, mask, old_log_prob=old_log_prob, advantage=advantage, **bounds)
-    return *policy, _likelihood("nll", log_prob, mask & chosen.unsqueeze(-1), mu, nll_aggregation)
+    policy = ppo(inputs, clip_low=clip_low, clip_high=clip_high, clip_ratio_c=clip_ratio_c)
+    right = inputs.mask & inputs.chosen.unsqueeze(-1)
+    return *policy, LossTerm("nll", -inputs.log_prob, right, weight=mu, aggregation=nll_aggregation)
 
 
-def _likelihood(name: str, log_prob: Tensor, mask: Tensor, mu: Scalar, aggregation: Aggregation | None) -> LossTerm:
-    """:func:`sft` on the tokens of ``mask``, as a term beside another objective."""
-    return sft(log_prob, mask)[0].replace(name=name, weight=mu, aggregation=aggregation)
-
-
-@objective("echo", aliases=CLIP_ALIASES, needs_if={"message_role": ("roles", bool)})
+@objective("echo", aliases=CLIP_ALIASES)
 def echo(
-    log_prob: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     *,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    expert_mask: Tensor,
-    message_role: Tensor | None = None,
     mu: NonNegative = 0.1,
     roles: dict[str, float] | None = None,
     clip_low: Scalar = 0.2,
@@ -162,26 +150,29 @@ def echo(
     Example:
         >>> log_prob, one = torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2)
         >>> tools = torch.tensor([[False, True]])
-        >>> policy, seen = echo(log_prob, one > 0, old_log_prob=log_prob, advantage=one, expert_mask=tools)
+        >>> policy, seen = echo(LossInputs(log_prob, one > 0, old_log_prob=log_prob, advantage=one, expert_mask=tools))
         >>> policy.value[policy.mask], seen.value[seen.mask], seen.weight
         (tensor([-1.]), tensor([3.]), 0.1)
 
     Source: prime-rl: ``echo`` and its component ``ce``; weight 0.1, of tools' answers: its default.
     """
-    bounds: Any = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
-    policy = ppo(log_prob, mask & ~expert_mask, old_log_prob=old_log_prob, advantage=advantage, **bounds)
-    said = mask & expert_mask
+    own, said = inputs.within(~inputs.expert_mask), inputs.mask & inputs.expert_mask
+    policy = ppo(own, clip_low=clip_low, clip_high=clip_high, clip_ratio_c=clip_ratio_c)
     if not roles:
-        return *policy, _likelihood("observation", log_prob, said, mu, nll_aggregation)
+        return *policy, LossTerm("observation", -inputs.log_prob, said, weight=mu, aggregation=nll_aggregation)
     check_range(low=0.0, **roles)
-    if unknown := [role for role in roles if role not in ROLES]:
-        raise ValueError(no_such("echo has no role", unknown[0], ROLES))
-    assert message_role is not None
+    for role in roles:
+        if role not in ROLES:
+            raise ValueError(no_such("echo has no role", role, ROLES))
     return *policy, *(
-        _likelihood(
-            f"observation_{role}", log_prob, said & (message_role == ROLES.index(role)), mu * x, nll_aggregation
+        LossTerm(
+            f"observation_{role}",
+            -inputs.log_prob,
+            said & (inputs.message_role == ROLES.index(role)),
+            weight=mu * share,
+            aggregation=nll_aggregation,
         )
-        for role, x in roles.items()
+        for role, share in roles.items()
     )
 
 
@@ -201,12 +192,8 @@ _MIX_OBSOLETE = dict.fromkeys(
 
 @objective("mix", aliases=_MIX_ALIASES, obsolete=_MIX_OBSOLETE)
 def mix(
-    log_prob: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     *,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    expert_mask: Tensor,
     mu: Share = 0.1,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
@@ -232,16 +219,16 @@ def mix(
     Example:
         >>> log_prob, one = torch.tensor([[-1.0], [-3.0]]), torch.ones(2, 1)
         >>> experts = torch.tensor([[False], [True]])
-        >>> usual, expert = mix(log_prob, one > 0, old_log_prob=log_prob, advantage=one, expert_mask=experts)
+        >>> usual, expert = mix(LossInputs(log_prob, one > 0, old_log_prob=log_prob, advantage=one, expert_mask=experts))
         >>> usual.value[usual.mask], expert.value[expert.mask], expert.weight
         (tensor([-1.]), tensor([3.]), 0.1)
 
     Source: Zhang et al. 2025 (arXiv 2508.11408), the loss with a fixed mu; Trinity-RFT 0.6.0: mix.
     """
-    bounds: Any = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
-    (usual,) = ppo(log_prob, mask & ~expert_mask, old_log_prob=old_log_prob, advantage=advantage, **bounds)
-    (expert,) = sft(log_prob, mask & expert_mask)
-    fraction = masked_mean(expert.mask.to(expert.value.dtype), mask)
+    own, written = inputs.within(~inputs.expert_mask), inputs.within(inputs.expert_mask)
+    (usual,) = ppo(own, clip_low=clip_low, clip_high=clip_high, clip_ratio_c=clip_ratio_c)
+    (expert,) = sft(written)
+    fraction = masked_mean(expert.mask.to(expert.value.dtype), inputs.mask)
     return (
         usual.replace(name="usual", weight=1 - mu, aggregation=usual_aggregation),
         expert.replace(name="expert", weight=mu, aggregation=expert_aggregation, metrics={"expert_fraction": fraction}),
@@ -250,12 +237,8 @@ def mix(
 
 @objective("mix_chord", aliases=_MIX_ALIASES, obsolete=_MIX_OBSOLETE)
 def mix_chord(
-    log_prob: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     *,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    expert_mask: Tensor,
     mu: Share = 0.1,
     enable_phi_function: bool = True,
     clip_low: Scalar = 0.2,
@@ -277,18 +260,23 @@ def mix_chord(
 
     Example:
         >>> one = torch.ones(1, 1)
-        >>> batch = {"old_log_prob": -one, "advantage": one, "expert_mask": ~one.bool()}
-        >>> usual, expert = mix_chord(-one, one.bool(), **batch, mu=0.25)
+        >>> inputs = LossInputs(-one, one > 0, old_log_prob=-one, advantage=one, expert_mask=one < 0)
+        >>> usual, expert = mix_chord(inputs, mu=0.25)
         >>> usual.weight, expert.weight
         (0.75, 0.25)
 
     Source: Zhang et al. 2025 (arXiv 2508.11408), CHORD-mu and CHORD-phi; Trinity-RFT 0.6.0: mix_chord.
     """
-    inputs: Any = {"old_log_prob": old_log_prob, "advantage": advantage, "expert_mask": expert_mask}
-    bounds: Any = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
-    sums: Any = {"usual_aggregation": usual_aggregation, "expert_aggregation": expert_aggregation}
-    usual, expert = mix(log_prob, mask, mu=mu, **inputs, **bounds, **sums)
+    usual, expert = mix(
+        inputs,
+        mu=mu,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        clip_ratio_c=clip_ratio_c,
+        usual_aggregation=usual_aggregation,
+        expert_aggregation=expert_aggregation,
+    )
     if enable_phi_function:
-        (weighted,) = sft_phi(log_prob, expert.mask)
+        (weighted,) = sft_phi(inputs.within(inputs.expert_mask))
         expert = expert.replace(value=weighted.value, metrics={**weighted.metrics, **expert.metrics})
     return usual, expert

@@ -10,28 +10,23 @@ from torch.nn.functional import logsigmoid
 
 from torchrl_llm_kl._numerics import NonNegative, Positive, Scalar
 from torchrl_llm_kl.losses._arithmetic import Aggregation
+from torchrl_llm_kl.losses._inputs import LossInputs
 from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
-from torchrl_llm_kl.losses.objectives._preference import (
-    OfLead,
-    Pairs,
-    finish,
-    nll_of_chosen,
-    of_lead,
-    pair_up,
-    preference,
-)
+from torchrl_llm_kl.losses.objectives._preference import SUM, OfLead, nll_of_chosen, of_lead, pair_up
 
 
-@preference("cpo", ("length_normalised",), aliases={"cpo_alpha": "nll_coeff"})
+@objective("cpo", aggregation=SUM, aliases={"cpo_alpha": "nll_coeff"})
 def cpo(
-    pairs: Pairs,
+    inputs: LossInputs,
     *,
+    beta: Positive = 0.1,
+    length_normalised: bool = False,
     loss: OfLead = "logistic",
     alpha: Scalar | None = None,
     label_smoothing: Scalar = 0.0,
     nll_coeff: NonNegative = 1.0,
     nll_aggregation: Aggregation | None = None,
-) -> tuple[Tensor, LossTerm]:
+) -> Terms:
     r"""Contrastive preference optimisation: :func:`dpo` without a reference, plus the likelihood of chosen answers.
 
     The first term is ``-logsigmoid(beta * (c - l))`` with the log-probs ``c`` and ``l`` of the two answers, the second
@@ -52,21 +47,27 @@ def cpo(
 
     Example:
         >>> log_prob, mask = torch.tensor([[-1.0], [-3.0]]), torch.ones(2, 1, dtype=torch.bool)
-        >>> pair, nll = cpo(log_prob, mask, beta=0.5)
+        >>> pair, nll = cpo(LossInputs(log_prob, mask), beta=0.5)
         >>> pair.value, nll.value[nll.mask]
         (tensor([[0.3133]]), tensor([1.]))
 
     Source: Xu et al. 2024 (arXiv 2401.08417), eq. 3 plus the negative log-likelihood; loss: TRL 1.16; alpha: Gupta et
     al. 2025 (AlphaPO, arXiv 2501.03884).
     """
+    pairs = pair_up(inputs, beta, reference=False, length_normalised=length_normalised)
     value = of_lead(pairs.bent(alpha), loss, label_smoothing)
-    return value, nll_of_chosen(pairs, nll_coeff, nll_aggregation)
+    return pairs.terms(value, nll_of_chosen(inputs, pairs, nll_coeff, nll_aggregation))
 
 
-@preference("simpo", (), beta=2.0, length_normalised=True, aliases={"simpo_gamma": "margin"})
+@objective("simpo", aggregation=SUM, aliases={"simpo_gamma": "margin"})
 def simpo(
-    pairs: Pairs, *, margin: NonNegative = 1.0, alpha: Scalar | None = None, label_smoothing: Scalar = 0.0
-) -> Tensor:
+    inputs: LossInputs,
+    *,
+    beta: Positive = 2.0,
+    margin: NonNegative = 1.0,
+    alpha: Scalar | None = None,
+    label_smoothing: Scalar = 0.0,
+) -> Terms:
     r"""SimPO: ``-logsigmoid(beta * (c - l) - margin)`` with the mean log-probs ``c`` and ``l`` per token of the two answers.
 
     It needs no reference: what is rewarded is the likelihood per token, as in sampling, whatever the length. Pairs and
@@ -80,17 +81,20 @@ def simpo(
 
     Example:
         >>> log_prob = torch.tensor([[-1.0, -1.0], [-2.0, 0.0]])  # the rejected answer has one token
-        >>> simpo(log_prob, torch.tensor([[True, True], [True, False]]))[0].value
+        >>> simpo(LossInputs(log_prob, torch.tensor([[True, True], [True, False]])))[0].value
         tensor([[0.3133]])
 
     Source: Meng et al. 2024 (arXiv 2405.14734), eq. 6; beta 2.0 and margin 1.0: the authors' for Llama-3-Base-8B;
     alpha: Gupta et al. 2025 (AlphaPO, arXiv 2501.03884).
     """
-    return of_lead(pairs.bent(alpha), "logistic", label_smoothing, margin)
+    pairs = pair_up(inputs, beta, reference=False, length_normalised=True)
+    return pairs.terms(of_lead(pairs.bent(alpha), "logistic", label_smoothing, margin))
 
 
-@preference("orpo", (), length_normalised=True)
-def orpo(pairs: Pairs, *, nll_aggregation: Aggregation | None = "seq-mean-token-mean") -> tuple[Tensor, LossTerm]:
+@objective("orpo", aggregation=SUM)
+def orpo(
+    inputs: LossInputs, *, beta: Positive = 0.1, nll_aggregation: Aggregation | None = "seq-mean-token-mean"
+) -> Terms:
     r"""ORPO: the likelihood of the chosen answer, and ``-beta logsigmoid`` of the log of the ratio of the odds of both answers.
 
     With the mean log-prob ``x`` per token of an answer, its odds are ``exp(x) / (1 - exp(x))``. It needs no reference: SFT on
@@ -107,22 +111,20 @@ def orpo(pairs: Pairs, *, nll_aggregation: Aggregation | None = "seq-mean-token-
 
     Example:
         >>> log_prob, mask = torch.tensor([[0.5], [0.25]]).log(), torch.ones(2, 1, dtype=torch.bool)
-        >>> odds, nll = orpo(log_prob, mask, beta=0.5)  # odds of 1 and 1/3
+        >>> odds, nll = orpo(LossInputs(log_prob, mask), beta=0.5)  # odds of 1 and 1/3
         >>> odds.value, nll.value[nll.mask]
         (tensor([[0.1438]]), tensor([0.6931]))
 
     Source: Hong et al. 2024 (arXiv 2403.07691), eqs. 3 to 7; the weight 0.1: TRL 1.16, the paper's for Mistral-7B.
     """
+    pairs = pair_up(inputs, beta, reference=False, length_normalised=True)
     log_odds = _log_odds(pairs.chosen) - _log_odds(pairs.rejected)
-    return -pairs.beta * logsigmoid(log_odds), nll_of_chosen(pairs, 1.0, nll_aggregation)
+    return pairs.terms(-beta * logsigmoid(log_odds), nll_of_chosen(inputs, pairs, 1.0, nll_aggregation))
 
 
-@objective(
-    "tpo", aggregation="seq-mean-token-sum", together=3, aliases={"tpo_alpha": "nll_coeff", "tpo_l_gamma": "margin"}
-)
+@objective("tpo", aggregation=SUM, together=3, aliases={"tpo_alpha": "nll_coeff", "tpo_l_gamma": "margin"})
 def tpo(
-    log_prob: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     *,
     beta: Positive = 0.01,
     loss: OfLead = "logistic",
@@ -150,21 +152,22 @@ def tpo(
 
     Example:
         >>> log_prob, mask = torch.tensor([[-1.0], [-3.0], [-0.5]]), torch.ones(3, 1, dtype=torch.bool)
-        >>> pair, nll = tpo(log_prob, mask, beta=0.5)
+        >>> pair, nll = tpo(LossInputs(log_prob, mask), beta=0.5)
         >>> pair.value, nll.value[nll.mask]
         (tensor([[0.3133]]), tensor([0.5000]))
 
     Source: Saeidi et al. 2024 (TPO, arXiv 2405.16681), with TPO-L; beta 0.01, weight 1 and the other losses: TRL 1.16.
     """
+    log_prob, mask = inputs.log_prob, inputs.mask
     place = torch.arange(mask.shape[:-1].numel(), device=mask.device)
     if len(place) % 3:
         raise ValueError(f"expected rows chosen, rejected, third, chosen, ..., got {len(place)} rows: leave some out.")
     compared = place.view(-1, 3)[:, :2].reshape(-1)
-    two = log_prob.flatten(0, -2)[compared], mask.flatten(0, -2)[compared]
-    pairs = pair_up(*two, beta=beta, length_normalised=length_normalised)
+    two = LossInputs.of_clean(log_prob=log_prob.flatten(0, -2)[compared], mask=mask.flatten(0, -2)[compared])
+    pairs = pair_up(two, beta, reference=False, length_normalised=length_normalised)
     third = mask & (place % 3 == 2).view(*mask.shape[:-1], 1)
     nll = LossTerm("nll", -log_prob, third, weight=nll_coeff, aggregation=nll_aggregation)
-    return finish((of_lead(pairs, loss, label_smoothing, margin), nll), pairs)
+    return pairs.terms(of_lead(pairs, loss, label_smoothing, margin), nll)
 
 
 def _log_odds(log_prob: Tensor) -> Tensor:
