@@ -192,7 +192,7 @@ def input_table() -> str:
     """The fields of ``LossInputs``, with shapes and meanings."""
     doc = inspect.getdoc(LossInputs) or ""
     args = re.findall(
-        r"^    (\w+): (.*(?:\n      .*)*)$", doc.partition("Args:")[2].partition("Example:")[0], re.MULTILINE
+        r"^    (\w+): (.*(?:\n      .*)*)$", doc.partition("Args:")[2].partition("Raises:")[0], re.MULTILINE
     )
     rows = []
     for field, (name, text) in zip(fields(LossInputs), args, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import peers
-from by_hand import own_names
+from by_hand import called, own_names
 from elsewhere_batches import OneDevice
 from objective_cases import random_batch
 from peers import load, sampled, verl as corrections_of_verl
@@ -49,7 +49,7 @@ def agree(found: Result, expected: Result, rtol: float = 1e-6, atol: float = 1e-
 
 def ours(name: str, batch: dict[str, Tensor], mode: str, **hyper: Any) -> Result:
     log_prob, function, loss = leaf(batch), get_objective(name), torch.zeros(())
-    for term in function(**{**batch, "log_prob": log_prob}, **own_names(function, **hyper)):
+    for term in called(function, **{**batch, "log_prob": log_prob}, **own_names(function, **hyper)):
         how = term.aggregation or mode
         whole = losses.count(term.mask, how)
         loss = loss + term.weight * losses.aggregate(term.value, term.mask, how, denominator=whole)
@@ -109,7 +109,8 @@ def test_trinity(monkeypatch: pytest.MonkeyPatch, name: str, hyper: dict[str, An
 def test_trinitys_defaults_are_ours(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Passing what Trinity takes by default changes nothing, under its own names."""
     hyper = trinity(monkeypatch, name).default_args()
-    hyper.pop("loss_agg_mode", None)
+    for key in ("loss_agg_mode", "fallback_to_policy_gradient"):
+        hyper.pop(key, None)
     batch = batch_of(11)
     if name == "gspo":  # ratios near its narrow bounds
         batch["old_log_prob"] = batch["log_prob"] + (batch["old_log_prob"] - batch["log_prob"]) * 1e-3
@@ -121,7 +122,7 @@ def test_trinitys_sapo_has_our_gate_but_not_its_gradient(monkeypatch: pytest.Mon
     """The reason why SAPO is not compared above: its gate is detached and multiplied with the log-prob."""
     theirs, batch = trinity(monkeypatch, "sapo")(tau_pos=1.2, tau_neg=1.7), batch_of(0)
     gate = theirs.soft_gate_function((batch["log_prob"] - batch["old_log_prob"]).exp(), batch["advantage"])
-    (term,) = get_objective("sapo")(**batch, tau_pos=1.2, tau_neg=1.7)
+    (term,) = called(get_objective("sapo"), **batch, tau_pos=1.2, tau_neg=1.7)
     assert_close(torch.where(batch["mask"], term.value, 0), torch.where(batch["mask"], -batch["advantage"] * gate, 0))
 
 
@@ -197,7 +198,8 @@ def our_corrections(inputs: tuple[Tensor, Tensor, Tensor], **settings: Any) -> t
     """The product of all weights, and the metrics of each."""
     weights, metrics = torch.ones_like(inputs[0]), {}
     for part in losses.rollout_corrections(**settings):
-        each, seen = part.run(dict(zip(("old_log_prob", "sampler_log_prob", "mask"), inputs, strict=True)))
+        old, sampler, mask = inputs
+        each, seen = part(losses.LossInputs(old, mask, old_log_prob=old, sampler_log_prob=sampler))
         weights, metrics = weights * each, {**metrics, **seen}
     return weights, metrics
 
@@ -239,7 +241,7 @@ def test_verls_weights(monkeypatch: pytest.MonkeyPatch, level: Any, threshold: A
             assert own["effective_sample_size"].item() == pytest.approx(size, rel=1e-6)
         _, kept, _ = helper.compute_rollout_correction_and_rejection_mask(old, sampler, mask.double(), **both)
         assert_close(our_corrections((old, sampler, mask), **both)[0], seen[-1] * kept)
-    assert importance_weights(old, sampler, mask, high=1.3)[0].max() == 1.3
+    assert called(importance_weights, old, sampler, mask, high=1.3)[0].max() == 1.3
 
 
 #: verl's metric -> a loss's, and the doctor's.
@@ -275,15 +277,17 @@ def test_verls_geometric_means(monkeypatch: pytest.MonkeyPatch) -> None:
     helper = corrections_of_verl(monkeypatch)
     for seed in range(5):
         old, sampler, mask = sampled(seed)
-        free, _ = importance_weights(old, sampler, mask, level="geometric", high=None)
-        cut, _ = importance_weights(old, sampler, mask, level="geometric", high=1.1)
+        free, _ = called(importance_weights, old, sampler, mask, level="geometric", high=None)
+        cut, _ = called(importance_weights, old, sampler, mask, level="geometric", high=1.1)
         for i in range(7):
             one = slice(i, i + 1)
             ratio = helper.compute_offpolicy_metrics(old[one], sampler[one], mask[one].double())["ppl_ratio"]
             assert free[i][mask[i]].tolist() == pytest.approx([1 / ratio] * int(mask[i].sum()), rel=1e-6)
             assert cut[i][mask[i]].tolist() == pytest.approx([min(1.1, 1 / ratio)] * int(mask[i].sum()), rel=1e-6)
         kept, _ = helper.compute_rollout_rejection_mask(old - sampler, mask.double(), "seq_mean_k1", "0.8_1.2")
-        hard, _ = importance_weights(old, sampler, mask, level="geometric", mode="mask", low=1 / 1.2, high=1 / 0.8)
+        hard, _ = called(
+            importance_weights, old, sampler, mask, level="geometric", mode="mask", low=1 / 1.2, high=1 / 0.8
+        )
         assert torch.equal(hard != 0, kept != 0)
         assert_close(hard, torch.where(kept != 0, free, 0))
 

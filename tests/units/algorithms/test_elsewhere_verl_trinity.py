@@ -59,6 +59,9 @@ def test_the_loss_by_hand(model: nn.Module, batch: dict[str, Tensor], library: s
     agree(ours(model, batch, found), with_gradients(model, by_hand))
 
 
+ON_POLICY = {"fallback_to_policy_gradient": True, "clip_range": 0.2, "enable_sequence_masking": True}
+
+
 def test_verls_defaults() -> None:
     found = from_verl({})
     assert found.algorithm == "ppo"
@@ -95,6 +98,7 @@ def test_verls_defaults() -> None:
         (of_type("grpo", kl_penalty_fn="k1"), "grpo", {"kl_reward": "none"}),
         (of_type("grpo_verl", kl_penalty_fn="k1"), "grpo", {"kl_reward": "k1"}),
         (of_type("raft"), "raft", {"keep_best": False}),
+        (of_type("ppo", policy_loss_fn_args=ON_POLICY), "ppo", {"objective": "ppo_on_policy"}),
         (of_type("asymre", entropy_loss_fn_args={"entropy_coef": 0.1}), "asymre", {"entropy_coeff": 0.0}),
         (of_type("grpo", rollout_correction={"rollout_is": "token"}), "grpo", {"loss_args": {"rollout_is": "token"}}),
     ],

@@ -125,6 +125,12 @@ def _written(reader: Reader) -> bool:
 def _objective(reader: Reader, default: str) -> str:
     """The objective and its hyper-parameters."""
     name: Any = reader["algorithm.policy_loss_fn"] or default
+    fallback = f"{_P}fallback_to_policy_gradient"
+    if name == "ppo" and fallback in reader.given and reader.take(fallback):
+        name = "ppo_on_policy"
+        for path in reader.given:
+            if path.startswith(_P) and path not in (fallback, f"{_P}loss_agg_mode"):
+                reader.out(path, "nothing: the ratio is 1, and nothing is clipped")
     try:
         spec = spec_of(name)
     except ValueError as error:
