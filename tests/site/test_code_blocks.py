@@ -33,7 +33,10 @@ from code_blocks import PAGES, all_blocks, save_checkpoint
 from image_models import image_model, image_processor
 from project import PROJECT
 from torchrl_llm_kl import Advantage, LogProbScorer, RetrieveKL, Sampling, diagnostics, make_algorithm, service
+from torchrl_llm_kl.advantages._registry import _REGISTRY as ADVANTAGES
+from torchrl_llm_kl.algorithms import ALGORITHMS
 from torchrl_llm_kl.cli._commands import app
+from torchrl_llm_kl.losses._objective import _REGISTRY as OBJECTIVES
 from toy_rollouts import collect, flat, make_env, make_model, make_policy, make_tokenizer
 
 
@@ -114,6 +117,7 @@ PREAMBLES = {
     "docs/kl_study.md": "model reference batch",
     "docs/logging.md": "parts=grpo tokenizer",
     "docs/lora.md": "batch=rollouts",
+    "docs/extend.md": "model batch",
     "docs/losses.md": "model reference share=batch grpo optimizer buffer",
     "docs/multi_turn.md": "tokenizer model reference",
     "docs/off_policy.md": "model rollouts reference optimizer",
@@ -235,6 +239,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+#: A page may register a function of its own.
+REGISTRIES = (OBJECTIVES, ADVANTAGES, ALGORITHMS)
+
+
 @pytest.fixture
 def surroundings(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty folder, the hub's names as the tiny checkpoint, and settings put back afterwards."""
@@ -245,6 +253,8 @@ def surroundings(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             return _original(checkpoint if str(name).startswith("Qwen/") else name, *args, **kwargs)
 
         monkeypatch.setattr(loader, "from_pretrained", load)
+    for registry in REGISTRIES:
+        monkeypatch.setattr(registry, "_items", dict(registry._items))
     with tensordict.set_list_to_stack(True), torch.random.fork_rng():
         torch.manual_seed(0)
         yield
