@@ -22,12 +22,13 @@ from torchrl_llm_kl.training._user_code import load_function
 from train_lab import ended_after, figures, go, same, settings, steps_in, weights
 
 pytest.importorskip("omegaconf")
+from countdown.study import QUICK, target_cells
+
 import countdown_demo
 import countdown_study
 import train_grpo
 from countdown.algorithms import make_coefficient
 from countdown.model import make_policy, warm_up
-from countdown.study import QUICK, target_cells
 from countdown.task import all_problems, split_problems
 from project import PROJECT as ROOT
 from torchrl_llm_kl.training import Checkpoints, read_config, train
