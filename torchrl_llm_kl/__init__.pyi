@@ -4,7 +4,6 @@ from torchrl_llm_kl import (
     advantages as advantages,
     algorithms as algorithms,
     cli as cli,
-    configs as configs,
     datasets as datasets,
     diagnostics as diagnostics,
     estimators as estimators,
