@@ -11,7 +11,7 @@ from policy_batches import batch
 from simulated import memory_limit, watch
 from torchrl_llm_kl import PolicyLoss, RetrieveKL
 from torchrl_llm_kl.losses import KLToReference, aggregate
-from torchrl_llm_kl.training._models import check_device
+from torchrl_llm_kl.training._models import device_of_setting
 from toy_models import tiny_model
 
 pytestmark = pytest.mark.smoke
@@ -135,6 +135,6 @@ def test_a_difference_between_devices_fails(device):
 
 
 def test_the_package_names_no_accelerator_that_is_absent(sim):
-    assert check_device(None).type == "sim"
+    assert device_of_setting(None).type == "sim"
     with pytest.raises(Exception, match=r"cuda.* is not a device of this process .* which has cpu, sim:0, sim:1"):
-        check_device("cuda:1")
+        device_of_setting("cuda:1")

@@ -127,7 +127,11 @@ def test_figures_for_people(lab: Path, tmp_path: Path) -> None:
     assert f"step 0: reward on held-out prompts {before['reward']:.4g}" in said
     assert result.figures["reward on 1 held-out prompt, before"] == f"{before['reward']:.4g}"
     card = (tmp_path / "mine" / "final" / "README.md").read_text()
-    for text in ("trained for 1 step with grpo", f"| 0 | {before['reward']:.4g} | — | 0 |", "````yaml\nmodel:\n"):
+    for text in (
+        "trained for 1 step with grpo",
+        f"| 0 | {before['reward']:.4g} | — | 0 |",
+        "````yaml\nimports: []\nmodel:\n",
+    ):
         assert text in card
     rows = [{"step": 0, "tokens": 38_811.0, "seconds": 7_500.0}, {"tokens": 1.0, "seconds": 7_500.0}]
     assert summary(settings(lab, tmp_path), rows, [])["training"] == "2 steps, 38,812 tokens, 2 h 5 min"

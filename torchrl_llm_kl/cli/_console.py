@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, TextIO, TypeVar
+from typing import Any, Literal, TextIO, TypeVar, cast
 
 import typer
 from rich.console import Console
@@ -26,6 +26,8 @@ EXIT_CODES = (
     "Exit codes: 0 success, 1 a check found something (or nothing could be scored), 2 an option or an input is wrong, "
     "3 an unexpected error, 130 interrupted, 141 the reader of the output is gone."
 )
+#: The base of typer's errors of options and commands: click's class, which newer releases hold themselves.
+OptionError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
 #: Errors of bad input; the library's messages say what was found, what was expected and what to change.
 _OF_INPUT = (ValueError, KeyError, OSError, ImportError)
 
@@ -57,11 +59,10 @@ class Group(TyperGroup):
             code = super().main(args, prog_name or PROGRAM, complete_var, False, windows_expand_args, **extra)
         except typer.Abort:
             code = INTERRUPTED
-        except Exception as error:
-            if not hasattr(error, "format_message"):  # of typer: a wrong option or command
-                raise
-            say(f"{error.format_message().rstrip('.')} (see {_command_path(error)} --help).")
-            code = getattr(error, "exit_code", WRONG_INPUT)
+        except OptionError as error:
+            path = PROGRAM if error.ctx is None else error.ctx.command_path
+            say(f"{error.format_message().rstrip('.')} (see {path} --help).")
+            code = error.exit_code
         code = code if isinstance(code, int) else 0
         if standalone_mode:
             sys.exit(code)
@@ -87,10 +88,10 @@ class Group(TyperGroup):
             except KeyboardInterrupt:
                 say("interrupted.")
                 code = INTERRUPTED
-            except (typer.Exit, typer.Abort):
+            except (typer.Exit, typer.Abort, OptionError):
                 raise
             except Exception as error:
-                if hasattr(error, "format_message") or ctx.params.get("debug"):
+                if ctx.params.get("debug"):
                     raise
                 code = _report(error)
         raise typer.Exit(code)
@@ -118,10 +119,6 @@ def _report(error: Exception) -> int:
         return WRONG_INPUT
     say(f"{type(error).__name__}: {text or 'no message'} (unexpected; {PROGRAM} --debug ... shows the traceback).")
     return CRASHED
-
-
-def _command_path(error: Exception) -> str:
-    return getattr(getattr(error, "ctx", None), "command_path", PROGRAM)
 
 
 def _hush() -> None:

@@ -120,7 +120,7 @@ def describe(tokenizer: PreTrainedTokenizerBase, name: str, given: Sequence[Mess
         messages = [message for message in messages if message["role"] != "system"]
         note = f"without the system message, which the template refuses: {' '.join(str(error).split())}"
         rendered = render_conversation(tokenizer, messages)
-    special = set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", {}))
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     turns = []
     for span in rendered.assistant_spans:
         ((ids, mask),) = encode_with_mask(tokenizer, [rendered.text], [[span]])

@@ -253,7 +253,7 @@ class TaskEnv(ChatEnv):
             self._render(prompts[0])  # errors of the template come at once
 
     def _check_template(self) -> None:
-        if not getattr(self.tokenizer, "chat_template", None) and "chat_template" not in self.template_kwargs:
+        if not self.tokenizer.chat_template and "chat_template" not in self.template_kwargs:
             raise MissingChatTemplateError(
                 "the tokenizer has no chat template: pass template_kwargs={'chat_template': ...}, the model's own, or "
                 "'{% for m in messages %}{{ m.content }}{% endfor %}' to pose texts as they are."
@@ -346,17 +346,16 @@ class TaskEnv(ChatEnv):
         self._answered[:] = True
         truncated = torch.zeros((*self.batch_size, 1), dtype=torch.bool, device=self.device)
         done = torch.ones_like(truncated)
-        if self.dialog is not None:
-            done, truncated = self._continue(tensordict, next_td)
+        if self.dialog is not None and self.turns is not None:
+            done, truncated = self._continue(self.dialog, self.turns, tensordict, next_td)
         for name, flag in (("done", done), ("terminated", done & ~truncated), ("truncated", truncated)):
             next_td.set(name, flag)
         return next_td
 
-    def _continue(self, td: TensorDictBase, next_td: TensorDictBase) -> tuple[Tensor, Tensor]:
+    def _continue(
+        self, dialog: Dialog, turns: Turns, td: TensorDictBase, next_td: TensorDictBase
+    ) -> tuple[Tensor, Tensor]:
         """Write each row's next prompt and conversation; returns whether its episode ends, and by the limit of turns."""
-        dialog, turns = self.dialog, self.turns
-        assert dialog is not None
-        assert turns is not None
         keys = (("text", "prompt"), ("text", "full"), "messages", "metadata", "step")
         prompts, texts, before, metadata, steps = (read_rows_of(td, key) or [] for key in keys)
         step = torch.stack([torch.as_tensor(row).reshape(1) for row in steps]) + 1
@@ -366,7 +365,7 @@ class TaskEnv(ChatEnv):
             parsed = dialog.parse(prompt, answer)
             messages = [*before[row], dialog.assistant(answer, parsed)]
             rows.append(_Answered(parsed, messages, metadata[row], int(step[row]) >= turns.max_turns))
-        replies = self._replies(rows)
+        replies = self._replies(dialog, turns.reply, rows)
         for row, after in enumerate(replies):
             if not after:
                 continue
@@ -386,17 +385,14 @@ class TaskEnv(ChatEnv):
         done, truncated = flags.unsqueeze(-1).to(self.device or "cpu")
         return done, truncated
 
-    def _replies(self, rows: list[_Answered]) -> list[list[Message] | None]:
+    def _replies(self, dialog: Dialog, reply: Reply | None, rows: list[_Answered]) -> list[list[Message] | None]:
         """The messages after each answer; empty at the end of the episode, None if only the limit of turns ends it."""
-        assert self.dialog is not None
-        assert self.turns is not None
         after: list[list[Message] | None] = [None if row.last and row.parsed.calls else [] for row in rows]
         calling = [i for i, row in enumerate(rows) if row.parsed.calls and not row.last]
-        if calling and self.dialog.tools is not None:
-            results = self.dialog.tools.run([rows[i].parsed.calls for i in calling])
+        if calling and dialog.tools is not None:
+            results = dialog.tools.run([rows[i].parsed.calls for i in calling])
             for i, texts in zip(calling, results, strict=True):
-                after[i] = self.dialog.tool_messages(rows[i].parsed, texts)
-        reply = self.turns.reply
+                after[i] = dialog.tool_messages(rows[i].parsed, texts)
         if reply is None:
             return after
         answered = [i for i, row in enumerate(rows) if not row.parsed.calls]
@@ -414,9 +410,7 @@ class TaskEnv(ChatEnv):
 
 def _without_bos(text: str, tokenizer: Tokenizer) -> str:
     """A rendered prompt without the begin-of-sequence token if the tokenizer adds one by itself: a model expects one."""
-    bos = getattr(tokenizer, "bos_token", None)
-    if bos and text.startswith(bos):
-        begin = tokenizer(bos).input_ids[:2]
-        if begin == [tokenizer.bos_token_id] * 2:
-            return text[len(bos) :]
+    bos = tokenizer.bos_token
+    if bos and text.startswith(bos) and tokenizer(bos).input_ids[:2] == [tokenizer.bos_token_id] * 2:
+        return text[len(bos) :]
     return text

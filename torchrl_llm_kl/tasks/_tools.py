@@ -508,15 +508,17 @@ def _example(schema: Json) -> ToolCall:
 _OF_CALLS = re.compile(r"tool[_▁ ]?(?:call|arg)", re.IGNORECASE)
 
 
-def special_tokens(tokenizer: object) -> tuple[str, ...]:
+def special_tokens(tokenizer: Tokenizer | None) -> tuple[str, ...]:
     """The special tokens of a tokenizer, except for calls; the longest first; empty without a tokenizer.
 
     Example:
         >>> special_tokens(None)
         ()
     """
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    tokens = {*getattr(tokenizer, "all_special_tokens", ()), *(str(token) for token in added if token.special)}
+    if tokenizer is None:
+        return ()
+    added = tokenizer.added_tokens_decoder.values()
+    tokens = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
     tokens = {token for token in tokens if not _OF_CALLS.search(token)}
     return tuple(sorted(tokens, key=lambda token: (-len(token), token)))
 

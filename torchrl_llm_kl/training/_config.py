@@ -16,8 +16,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Annotated, cast, get_args, get_type_hints
 
-from torchrl_llm_kl._numerics import Amount, Fraction, PositiveAmount, check_choice
-from torchrl_llm_kl._registry import Range, flatten, members_of, nearest, no_such
+from torchrl_llm_kl._registry import Range, did_you_mean, flatten, members_of, nearest, no_such
 from torchrl_llm_kl._typing import Json
 
 #: The value of a setting that has no default, as in OmegaConf.
@@ -34,11 +33,21 @@ class ConfigError(ValueError):
 class Choice(tuple[str, ...]):
     """The values of a setting, a part of its ``Annotated`` type: OmegaConf knows no ``Literal``."""
 
+    def check(self, name: str, value: object) -> None:
+        """Raise a ValueError for any other value."""
+        if value not in self:
+            known = ", ".join(map(repr, self))
+            raise ValueError(f"{name} must be one of {known}, got {value!r}.{did_you_mean(value, self)}")
+
 
 class PathKind:
     """Marks a path in an ``Annotated`` type: ``~`` in it is the user's home folder."""
 
 
+# As in `_numerics`, which loads torch: an example is printed, and a mistyped key refused, without.
+Amount = Annotated[float, Range(0.0)]
+PositiveAmount = Annotated[float, Range(above=0.0)]
+Fraction = Annotated[float, Range(0.0, 1.0)]
 PathText = Annotated[str, PathKind()]
 Whole = Annotated[int, Range(0)]
 PositiveWhole = Annotated[int, Range(1)]
@@ -428,10 +437,8 @@ def _checked(key: str, value: object) -> object:
         raise ConfigError(f"{key} is {value}: expected a finite number.")
     try:
         for extra in SETTINGS[key].extras:
-            if isinstance(extra, Range):
+            if isinstance(extra, Range) or isinstance(extra, Choice):
                 extra.check(key, value)
-            elif isinstance(extra, Choice):
-                check_choice(extra, **{key: value})
             elif isinstance(value, str):  # a path: no shell expands one that is in a file, or after an `=`
                 return os.path.expanduser(value)
     except ValueError as error:

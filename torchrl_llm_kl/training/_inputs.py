@@ -17,7 +17,13 @@ from jinja2 import TemplateError
 from torchrl_llm_kl.tasks import Prompts, RewardFunction, make_env
 from torchrl_llm_kl.training._build import AlgorithmPlan, check_ray, plan_algorithm
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig, refuse
-from torchrl_llm_kl.training._models import ModelError, chat_tokenizer, check_device, check_policy, load_model_config
+from torchrl_llm_kl.training._models import (
+    ModelError,
+    chat_tokenizer,
+    device_of_setting,
+    load_model_config,
+    policy_without_weights,
+)
 from torchrl_llm_kl.training._report import check_loggers
 from torchrl_llm_kl.training._steps import seed_everything
 from torchrl_llm_kl.training._user_code import file_digests, import_code, load_function, user_files
@@ -77,7 +83,7 @@ def load_inputs(config: TrainConfig) -> RunInputs:
     for place in config.imports:
         import_code(place)
     plan = plan_algorithm(config)
-    check_device(config.model.device, name="model.device")
+    device_of_setting(config.model.device, name="model.device")
     check_loggers(config.logging.loggers)
     check_ray(config)
     prompts, held_out = load_prompts(config)
@@ -221,7 +227,7 @@ def _without_weights(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedMo
                 configs[key] = load_model_config(name)
             except ModelError as error:
                 raise ModelError(f"{key}: {error}") from error
-    policy = check_policy(config, configs["model.name"])
+    policy = policy_without_weights(config, configs["model.name"])
     other = configs.get("algorithm.teacher", configs.get("reference.name", configs["model.name"]))
     with torch.device("meta"):
         return policy, AutoModelForCausalLM.from_config(other)

@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,24 +62,22 @@ def load_model(
     if dtype not in DTYPES:
         raise ModelError(no_such("unknown dtype", dtype, DTYPES))
     check_model(name)
-    place = check_device(device)
+    place = device_of_setting(device)
     logging.disable_progress_bar()  # it would mix with this program's own
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
-    try:
+    with _loading("model", name):
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=kind, attn_implementation=attention)
         return model.to(place).eval().requires_grad_(False)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise ModelError(f"cannot load the model {name!r}{_where(name)}: {first_sentence(error)}") from error
 
 
-def check_device(device: str | None, *, name: str = "device") -> torch.device:
+def device_of_setting(device: str | None, *, name: str = "device") -> torch.device:
     """The device of a setting, checked before anything is loaded for it; None is the accelerator if there is one.
 
     Raises:
         ModelError: if this machine does not have it; names the setting.
 
     Example:
-        >>> check_device("cpu")
+        >>> device_of_setting("cpu")
         device(type='cpu')
     """
     import torch
@@ -109,15 +109,11 @@ def load_model_config(name: str) -> PreTrainedConfig:
     path = Path(name).expanduser()
     if path.is_dir() and not [*path.glob("*.safetensors"), *path.glob("*.bin")]:
         raise ModelError(f"the folder {name} holds no weights (*.safetensors): pass one that save_pretrained wrote.")
-    try:
+    with _loading("model", name):
         if path.is_dir() and not (path / "config.json").exists():  # adapters, whose file names their model
-            base = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-        else:
-            base, config = None, AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise ModelError(f"cannot load the model {name!r}{_where(name)}: {first_sentence(error)}") from error
-    if base is not None:
-        return load_model_config(base)
+            adapters = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
+            return load_model_config(adapters["base_model_name_or_path"])
+        config = AutoConfig.from_pretrained(name)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{name} is not a causal language model: found a configuration of {config.model_type}.")
     return config
@@ -148,13 +144,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     _check_folder(name, "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", what="tokenizer")
-    try:
+    with _loading("tokenizer", name):
         if get_tokenizer_config(name).get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast"):
             # AutoTokenizer would take the class of the model's family, which may split text in another way.
             return PreTrainedTokenizerFast.from_pretrained(name)
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise ModelError(f"cannot load the tokenizer {name!r}{_where(name)}: {first_sentence(error)}") from error
 
 
 def _check_folder(name: str, *files: str, what: str) -> None:
@@ -170,8 +164,14 @@ def _check_folder(name: str, *files: str, what: str) -> None:
         raise ModelError(f"there is no folder {name}: pass the path of a {what}, or a name on the hub.")
 
 
-def _where(name: str) -> str:
-    return "" if Path(name).expanduser().is_dir() else ", which is not a folder here, from the hub"
+@contextmanager
+def _loading(what: str, name: str) -> Iterator[None]:
+    """Errors of transformers become a :class:`ModelError` that names the folder, or the name on the hub."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+        where = "" if Path(name).expanduser().is_dir() else ", which is not a folder here, from the hub"
+        raise ModelError(f"cannot load the {what} {name!r}{where}: {first_sentence(error)}") from error
 
 
 # ------------------------------------------------------------------ the policy of a run
@@ -259,7 +259,7 @@ def _checkpoint_layers(policy: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def check_policy(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
+def policy_without_weights(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
     """The policy without weights; an error for settings that it cannot have: attention, adapters, gradient checkpointing.
 
     Args:
@@ -270,7 +270,7 @@ def check_policy(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrai
         ModelError: says which.
 
     Example:
-        >>> check_policy(config, load_model_config(config.model.name))  # doctest: +SKIP
+        >>> policy_without_weights(config, load_model_config(config.model.name))  # doctest: +SKIP
     """
     import torch
     from transformers import AutoModelForCausalLM

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from hashlib import sha256
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -113,16 +113,14 @@ def _user_module(where: str, files: dict[Path, ModuleType]) -> ModuleType:
 
 
 def _run_file(path: Path) -> ModuleType:
-    name = f"torchrl_llm_kl_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickles look there
+    loader = SourceFileLoader(f"torchrl_llm_kl_user_{path.stem}", str(path))
+    module = ModuleType(loader.name)
+    module.__file__ = str(path)
+    sys.modules[loader.name] = module  # dataclasses and pickles look there
     beside = str(path.parent)  # for imports of its neighbours, now or in a call
     sys.path.insert(0, beside)
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except Exception as error:
         raise ConfigError(f"{path} cannot be loaded: {type(error).__name__}: {error}.") from error
     finally:
