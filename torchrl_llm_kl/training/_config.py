@@ -437,7 +437,7 @@ def _checked(key: str, value: object) -> object:
         raise ConfigError(f"{key} is {value}: expected a finite number.")
     try:
         for extra in SETTINGS[key].extras:
-            if isinstance(extra, Range) or isinstance(extra, Choice):
+            if isinstance(extra, (Range, Choice)):
                 extra.check(key, value)
             elif isinstance(value, str):  # a path: no shell expands one that is in a file, or after an `=`
                 return os.path.expanduser(value)
