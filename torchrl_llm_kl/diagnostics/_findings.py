@@ -13,12 +13,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.diagnostics._catalog import SURE, Evidence, Finding, finding
 from torchrl_llm_kl.diagnostics._columns import TokenColumns
 from torchrl_llm_kl.diagnostics._measures import Table, clustered_mean, retokenised, surprisal_gap
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
-from torchrl_llm_kl.masks import Tokenizer
+from torchrl_llm_kl.masks import Message, Tokenizer
 from torchrl_llm_kl.rollouts import MisalignedEntryError
 from torchrl_llm_kl.scoring import ModelOrScorer, NotTextError
 
@@ -74,7 +73,7 @@ class Case:
     policy: ModelOrScorer | None = None
     reference: ModelOrScorer | None = None
     tokenizer: Tokenizer | None = None
-    conversations: list[list[Json]] | None = None
+    conversations: list[list[Message]] | None = None
     unread: Mapping[str, ValueError] = field(default_factory=dict)
     moved: bool = False
 

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.diagnostics._columns import TokenColumns
 from torchrl_llm_kl.diagnostics._measures import Table
-from torchrl_llm_kl.masks import Tokenizer
+from torchrl_llm_kl.masks import Message, Tokenizer
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import LogProbScorer, ModelOrScorer, Ranks, Sampling, Scores, is_wrapper, unwrap
 
@@ -135,8 +134,8 @@ class Rescorer:
     @cached_property
     def noise(self) -> float:
         """The largest root mean square of differences between scores of the policy in three arrangements; nats."""
-        packs: tuple[Json, ...] = ({}, {"tokens_per_batch": 64}, {"share_prefixes": False})
-        scores = [self._run(self._make(**how), temperature=self.sampling.temperature) for how in packs]
+        scorers = (self._make(), self._make(tokens_per_batch=64), self._make(share_prefixes=False))
+        scores = [self._run(scorer, temperature=self.sampling.temperature) for scorer in scorers]
         log_probs = [self._flat(each.log_prob) for each in scores]
         return max(float((a - b).square().mean().sqrt()) for a, b in combinations(log_probs, 2))
 
@@ -240,7 +239,7 @@ class Rescorer:
     # ------------------------------------------------------------------ prompts
 
     def renderings(
-        self, tokenizer: Tokenizer, conversations: list[list[Json]] | None
+        self, tokenizer: Tokenizer, conversations: list[list[Message]] | None
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Log-probs of the answers after other renderings of their prompts.
 
@@ -285,7 +284,7 @@ class Rescorer:
             yield name, out, known
 
 
-Renderer = Callable[[list[int], list[Json]], list[int]]
+Renderer = Callable[[list[int], list[Message]], list[int]]
 
 
 def other_beginnings(tokenizer: object) -> Iterator[tuple[str, Renderer]]:
@@ -303,7 +302,7 @@ def renderers(tokenizer: Any) -> Iterator[tuple[str, Renderer]]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     def template(text: str | None, system: bool = False, **options: bool) -> Renderer:
-        def render(prompt: list[int], messages: list[Json]) -> list[int]:
+        def render(prompt: list[int], messages: list[Message]) -> list[int]:
             if system:
                 if messages[0]["role"] == "system":
                     return prompt
@@ -323,7 +322,7 @@ def renderers(tokenizer: Any) -> Iterator[tuple[str, Renderer]]:
         yield name, template(text)
 
 
-def prompt_messages(tokenizer: Any, prompt: list[int]) -> list[Json] | None:
+def prompt_messages(tokenizer: Any, prompt: list[int]) -> list[Message] | None:
     """The user's message in a prompt that the tokenizer's template rendered; None if it did not.
 
     Only for prompts of a single message.
@@ -379,8 +378,9 @@ class Top:
 
     def mass(self, cause: str, value: float) -> Tensor:
         """The probability that a truncation keeps; ``[m]``, 1 where it keeps more than the known tokens."""
-        one: Json = {cause: int(value) if cause == "top_k" else value}
-        return self.kept(Sampling(**one))[0]
+        if cause == "top_k":
+            return self.kept(Sampling(top_k=int(value)))[0]
+        return self.kept(Sampling(top_p=value) if cause == "top_p" else Sampling(min_p=value))[0]
 
     def kept(self, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """The probability that truncations keep, and whether each sampled token is among the kept ones; ``[m]`` each.

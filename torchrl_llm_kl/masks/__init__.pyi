@@ -25,6 +25,7 @@ from torchrl_llm_kl.masks._images import (
 )
 from torchrl_llm_kl.masks._messages import (
     Message as Message,
+    TemplateArgs as TemplateArgs,
     Tokenizer as Tokenizer,
 )
 from torchrl_llm_kl.masks._tokens import (

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.masks._messages import AssistantMaskError, Message
 from torchrl_llm_kl.masks._tokens import Span, encode_with_mask
 
@@ -23,7 +22,7 @@ def is_processor(tokenizer: object) -> bool:
     return hasattr(tokenizer, "image_processor") and hasattr(tokenizer, "tokenizer")
 
 
-def split_images(messages: Sequence[Message]) -> tuple[list[Json], list[object]]:
+def split_images(messages: Sequence[Message]) -> tuple[list[Message], list[object]]:
     """The messages, with parts ``{"type": "image"}`` in place of images, and the images in order: pixels, paths or URLs.
 
     Raises:
@@ -34,7 +33,7 @@ def split_images(messages: Sequence[Message]) -> tuple[list[Json], list[object]]
         ([{'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': '?'}]}], ['cat.png'])
     """
     images: list[object] = []
-    out: list[Json] = []
+    out: list[Message] = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, (list, tuple)):

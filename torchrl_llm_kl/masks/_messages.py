@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 #: A tokenizer of transformers, preferably a fast one.
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 Message = Mapping[str, object]
+#: Variables of a chat template by name, such as ``enable_thinking``.
+TemplateArgs: TypeAlias = dict[str, Any]
 
 ASSISTANT = "assistant"
 _PLACEHOLDER_ROLE = "<none>"

@@ -28,8 +28,13 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
-from torchrl_llm_kl._typing import Json
-from torchrl_llm_kl.masks._messages import AssistantMaskError, Message, MissingChatTemplateError, Tokenizer
+from torchrl_llm_kl.masks._messages import (
+    AssistantMaskError,
+    Message,
+    MissingChatTemplateError,
+    TemplateArgs,
+    Tokenizer,
+)
 from torchrl_llm_kl.masks._tokens import Span
 
 # ------------------------------------------------------------------ renderings
@@ -53,7 +58,7 @@ class Renderer:
         tokenizer: Tokenizer,
         chat_template: str | None,
         tools: Sequence[object] | None,
-        template_kwargs: Json,
+        template_kwargs: TemplateArgs,
     ) -> None:
         reserved = sorted(_RESERVED & set(template_kwargs))
         if reserved:
@@ -97,7 +102,11 @@ class Renderer:
         return trace if trace.text == plain or not checked else None
 
     def _apply(
-        self, template: str | nodes.Template, messages: list[Json], generation_prompt: bool, extra: dict[str, str]
+        self,
+        template: str | nodes.Template,
+        messages: Sequence[Message],
+        generation_prompt: bool,
+        extra: dict[str, str],
     ) -> str:
         # transformers passes the template on unchanged, and jinja2 compiles a syntax tree like a string.
         options = {**self._kwargs, **extra, "add_generation_prompt": generation_prompt, "tokenize": False}
@@ -400,7 +409,7 @@ MARKINGS = (
 _TAGS = re.compile(r"(?:\s|<[^<>]*>|\[[^\[\]]*\])*")
 
 
-def mark_strings(message: Message, index: int, nonce: str, marking: Marking) -> Json:
+def mark_strings(message: Message, index: int, nonce: str, marking: Marking) -> dict[str, object]:
     """A copy of a message with marks in its strings: after leading, before trailing white space and tags.
 
     So a template still finds ``<think>`` at the start of a content, and trims what it would have trimmed.

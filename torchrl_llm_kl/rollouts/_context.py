@@ -15,8 +15,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_llm_kl._typing import Json
-from torchrl_llm_kl.masks import history_to_messages, render_conversations, split_images
+from torchrl_llm_kl.masks import Message, history_to_messages, render_conversations, split_images
 from torchrl_llm_kl.ragged import EntryTypeError, Ragged, has_entry, read_ragged
 from torchrl_llm_kl.rollouts._entries import MissingEntryError, describe_entries, require_key
 from torchrl_llm_kl.rollouts._keys import ModelInterface, sub_key
@@ -164,7 +163,7 @@ def _prompt_entry(td: TensorDictBase, key: NestedKey, tokens: Ragged) -> list[Te
 # ------------------------------------------------------------------ prompts from conversations
 
 
-def _replies_from(messages: list[Json]) -> int:
+def _replies_from(messages: list[Message]) -> int:
     """The place of the assistant's first message; the number of messages if there is none."""
     return next((i for i, message in enumerate(messages) if message.get("role") == _ASSISTANT), len(messages))
 
@@ -210,7 +209,7 @@ def _prompts_of(
     return prompts
 
 
-def _called(context: Callable[..., object], td: TensorDictBase, key: NestedKey) -> list[list[Json]]:
+def _called(context: Callable[..., object], td: TensorDictBase, key: NestedKey) -> list[list[Message]]:
     """The conversations that ``context`` returns, as message dicts; the assistant's part is unchanged."""
     histories = row_histories(td, key)
     data = td.reshape(-1).unbind(0) if _takes_row(context) else None
@@ -233,7 +232,7 @@ def _called(context: Callable[..., object], td: TensorDictBase, key: NestedKey) 
     return out
 
 
-def _messages(returned: object, row: int) -> list[Json]:
+def _messages(returned: object, row: int) -> list[Message]:
     if isinstance(returned, list) and all(isinstance(message, dict) and "role" in message for message in returned):
         return returned
     from torchrl.data.llm import History

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from tensordict import NestedKey
 
-from torchrl_llm_kl._typing import Json
-from torchrl_llm_kl.masks import Tokenizer
+from torchrl_llm_kl.masks import TemplateArgs, Tokenizer
 
 TOKENS_FULL: NestedKey = ("tokens", "full")
 ATTENTION_MASK: NestedKey = ("masks", "all_attention_mask")
@@ -57,7 +56,7 @@ class ModelInterface:
     pad_output: bool | None = None
     layout: torch.layout = torch.strided
     tokenizer: Tokenizer | None = None
-    template_kwargs: Json = field(default_factory=dict)
+    template_kwargs: TemplateArgs = field(default_factory=dict)
     bos: int | None = None
 
     @classmethod
@@ -75,19 +74,17 @@ class ModelInterface:
         if generates and isinstance(input_key, tuple) and input_key[-1] == "prompt":
             input_key = (*input_key[:-1], "full")
 
-        def given(*names: str) -> dict[str, Any]:
+        def given(*names: str) -> TemplateArgs:
             return {name: getattr(model, name) for name in names if getattr(model, name, None) is not None}
 
         return cls(
             input_mode=model.input_mode,
             input_key=input_key,
             in_keys=(input_key,) if generates else tuple(model.in_keys),
-            pad_output=getattr(model, "pad_output", None),
-            layout=getattr(model, "layout", None) or torch.strided,
-            tokenizer=getattr(model, "tokenizer", None),
             template_kwargs=given("chat_template", "chat_template_name"),
             bos=getattr(getattr(model, "tokenizer", None), "bos_token_id", None),
             **given("tokens_key", "text_key", "masks_key", "history_key", "attention_mask_key", "log_probs_key"),
+            **given("pad_output", "layout", "tokenizer"),
         )
 
     @property

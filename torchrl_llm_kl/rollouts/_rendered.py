@@ -13,9 +13,11 @@ from torch import Tensor
 
 from torchrl_llm_kl._private import chat_templates
 from torchrl_llm_kl._registry import no_such
-from torchrl_llm_kl._typing import ImageRows, Json
+from torchrl_llm_kl._typing import ImageRows
 from torchrl_llm_kl.masks import (
+    Message,
     RenderedConversation,
+    TemplateArgs,
     Tokenizer,
     encode_images,
     encode_with_mask,
@@ -71,10 +73,12 @@ class TokenisingOptions:
 
     tokenizer: Tokenizer | None = None
     padding_side: PaddingSide = "left"
-    template_kwargs: Json = field(default_factory=dict)
+    template_kwargs: TemplateArgs = field(default_factory=dict)
 
     @classmethod
-    def make(cls, tokenizer: Tokenizer | None, tokenizer_kwargs: Json | None, padding_side: str) -> TokenisingOptions:
+    def make(
+        cls, tokenizer: Tokenizer | None, tokenizer_kwargs: TemplateArgs | None, padding_side: str
+    ) -> TokenisingOptions:
         """Check torchrl's arguments; ``tokenizer_kwargs`` is copied, never changed.
 
         Raises:
@@ -93,7 +97,7 @@ class TokenisingOptions:
         """Whether there is a tokenizer: the transform's or the model's."""
         return (self.tokenizer or interface.tokenizer) is not None
 
-    def resolve(self, interface: ModelInterface) -> tuple[Tokenizer, Json]:
+    def resolve(self, interface: ModelInterface) -> tuple[Tokenizer, TemplateArgs]:
         """The tokenizer, also that of a processor, and the template arguments for a model.
 
         Raises:
@@ -170,9 +174,9 @@ def render_history(
 def _response_masks(
     tokenizer: Tokenizer,
     rendered: list[RenderedConversation],
-    conversations: list[list[Json]],
-    prompts: list[list[Json]],
-    kwargs: Json,
+    conversations: list[list[Message]],
+    prompts: list[list[Message]],
+    kwargs: TemplateArgs,
 ) -> tuple[list[Tensor], list[Sequence[tuple[int, int]]]]:
     """Masks and spans of the turns after the prompt, whose spans come first in a conversation."""
     for row, (conversation, prompt) in enumerate(zip(conversations, prompts, strict=True)):
@@ -188,10 +192,10 @@ def _response_masks(
 
 
 @overload
-def read_conversations(td: TensorDictBase, key: NestedKey) -> list[list[Json]]: ...
+def read_conversations(td: TensorDictBase, key: NestedKey) -> list[list[Message]]: ...
 @overload
-def read_conversations(td: TensorDictBase, key: NestedKey, *, missing_ok: bool) -> list[list[Json]] | None: ...
-def read_conversations(td: TensorDictBase, key: NestedKey, *, missing_ok: bool = False) -> list[list[Json]] | None:
+def read_conversations(td: TensorDictBase, key: NestedKey, *, missing_ok: bool) -> list[list[Message]] | None: ...
+def read_conversations(td: TensorDictBase, key: NestedKey, *, missing_ok: bool = False) -> list[list[Message]] | None:
     """The conversations under ``key`` as lists of messages, one for each row; None if missing and ``missing_ok``."""
     column = _histories(td, key)
     return None if column is None and missing_ok else [history_to_messages(row) for row in _rows_of(column, td, key)]
