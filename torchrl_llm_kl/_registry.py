@@ -335,18 +335,20 @@ class Range(NamedTuple):
     low: float = -math.inf
     high: float = math.inf
     above: float = -math.inf
-    below: float = math.inf
+    below: float | None = None
 
     def check(self, name: str, value: object) -> None:
         """Raise a ValueError for a number outside, a TypeError for a text. Reading a tensor would be a host sync: it passes."""
         if isinstance(value, str):
             raise TypeError(f"{name} must be a number, got {value!r}.")
         low, high, above, below = self
-        if isinstance(value, (int, float)) and not (low <= value <= high and above < value < below):
+        if not isinstance(value, (int, float)):
+            return
+        if not low <= value <= high or value <= above or (below is not None and value >= below):
             bounds = [f"at least {low:g}"] * (low > -math.inf)
             bounds += [f"greater than {above:g}"] * (above > -math.inf)
             bounds += [f"at most {high:g}"] * (high < math.inf)
-            bounds += [f"less than {below:g}"] * (below < math.inf)
+            bounds += [f"less than {below:g}"] if below is not None else []
             raise ValueError(f"{name} must be {' and '.join(bounds) or 'a number'}, got {value}.")
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, TypeVar
 
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from torchrl_llm_kl.algorithms._schema import SCHEMAS, SchemaName
 from torchrl_llm_kl.estimators import EstimatorName, check_penalty
 from torchrl_llm_kl.losses import Aggregation, ObjectiveArgs, ObjectiveName, spec_of
 
+T = TypeVar("T")
 Coefficient = float | Tensor | nn.Module
 #: Place of a KL -> its estimator where only the weight is given: the mean gradient there is the reverse KL's.
 USUAL_ESTIMATORS: Mapping[str, EstimatorName] = {"kl_loss": "k2", "kl_reward": "k1"}
@@ -101,9 +102,7 @@ class Algorithm:
         for name, needed in self.derived.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, needed)
-        for rule in _RULES:
-            if rule.broken(self):
-                raise ValueError(rule.message.format(a=self))
+        check_rules(_RULES, self)
 
     @property
     def reads_reward(self) -> bool:
@@ -185,11 +184,24 @@ class Algorithm:
 _DEFAULTS = {f.name: f.default for f in fields(Algorithm)}
 
 
-class Rule(NamedTuple):
-    """Fields that contradict one another: a test of the algorithm ``a``, and the message, in the syntax of ``str.format``."""
+@dataclass(frozen=True)
+class Rule(Generic[T]):
+    """Settings that contradict one another.
 
-    broken: Callable[[Algorithm], bool]
+    Args:
+        broken: whether a subject breaks the rule.
+        message: in the syntax of ``str.format``, with the subject as ``{0}``.
+    """
+
+    broken: Callable[[T], bool]
     message: str
+
+
+def check_rules(rules: Iterable[Rule[T]], subject: T) -> None:
+    """Raise a ValueError for the first rule that the subject breaks."""
+    for rule in rules:
+        if rule.broken(subject):
+            raise ValueError(rule.message.format(subject))
 
 
 def _is_set(coeff: Coefficient, usual: object) -> bool:
@@ -198,46 +210,46 @@ def _is_set(coeff: Coefficient, usual: object) -> bool:
 
 
 _RULES = (
-    Rule(
+    Rule[Algorithm](
         lambda a: isinstance(a.top_k, bool) or not isinstance(a.top_k, int) or a.top_k < 0,
-        "top_k must be a whole number of at least 0, got {a.top_k!r}.",
+        "top_k must be a whole number of at least 0, got {0.top_k!r}.",
     ),
-    Rule(
+    Rule[Algorithm](
         lambda a: bool(a.top_k) and not a.distils,
-        "top_k={a.top_k} has no effect on objective={a.objective!r}: choose 'distill', or pass top_k= to make_algorithm with "
+        "top_k={0.top_k} has no effect on objective={0.objective!r}: choose 'distill', or pass top_k= to make_algorithm with "
         "gkd, on_policy_distill or jsd.",
     ),
-    Rule(
+    Rule[Algorithm](
         lambda a: a.distils and a.objective_args.get("distribution", a.distribution) != a.distribution,
-        "distribution={a.objective_args[distribution]!r} contradicts top_k={a.top_k}: leave it out, it follows from top_k.",
+        "distribution={0.objective_args[distribution]!r} contradicts top_k={0.top_k}: leave it out, it follows from top_k.",
     ),
-    Rule(
+    Rule[Algorithm](
         lambda a: a.kl_loss == "none" and _is_set(a.kl_loss_coeff, _DEFAULTS["kl_loss_coeff"]),
-        "kl_loss_coeff={a.kl_loss_coeff!r} is the weight of a KL, and kl_loss='none' leaves it out: pass kl_loss='k2', or "
+        "kl_loss_coeff={0.kl_loss_coeff!r} is the weight of a KL, and kl_loss='none' leaves it out: pass kl_loss='k2', or "
         "leave kl_loss_coeff out.",
     ),
-    Rule(
+    Rule[Algorithm](
         lambda a: a.kl_reward == "none" and _is_set(a.kl_reward_coeff, _DEFAULTS["kl_reward_coeff"]),
-        "kl_reward_coeff={a.kl_reward_coeff!r} is the weight of a KL, and kl_reward='none' leaves it out: pass "
+        "kl_reward_coeff={0.kl_reward_coeff!r} is the weight of a KL, and kl_reward='none' leaves it out: pass "
         "kl_reward='k1', or leave kl_reward_coeff out.",
     ),
-    Rule(
+    Rule[Algorithm](
         lambda a: a.kl_reward != "none" and not a.reads_reward,
-        "kl_reward={a.kl_reward!r} has no effect: nothing in {a.name} reads the reward that it changes. Leave kl_reward and "
+        "kl_reward={0.kl_reward!r} has no effect: nothing in {0.name} reads the reward that it changes. Leave kl_reward and "
         "kl_reward_coeff out; kl_loss='k2' puts a KL into the loss.",
     ),
-    Rule(
+    Rule[Algorithm](
         lambda a: a.advantage is None and bool(a.advantage_args),
-        "advantage_args={a.advantage_args} has no effect: {a.name} has no advantage. Leave it out.",
+        "advantage_args={0.advantage_args} has no effect: {0.name} has no advantage. Leave it out.",
     ),
-    Rule(
+    Rule[Algorithm](
         lambda a: a.derived["use_reference"] and not a.use_reference,
-        "{a.name} compares with a reference (kl_loss={a.kl_loss!r}, kl_reward={a.kl_reward!r}, objective={a.objective!r}) but "
+        "{0.name} compares with a reference (kl_loss={0.kl_loss!r}, kl_reward={0.kl_reward!r}, objective={0.objective!r}) but "
         "use_reference=False: set use_reference=True, or kl_loss and kl_reward to 'none'.",
     ),
-    Rule(
+    Rule[Algorithm](
         lambda a: a.kl_reward != "none" and a.advantage is not None and "rewards" in advantage_spec(a.advantage).needs,
-        "kl_reward={a.kl_reward!r} adds the KL to one reward, and {a.advantage} normalises several separately: pass "
+        "kl_reward={0.kl_reward!r} adds the KL to one reward, and {0.advantage} normalises several separately: pass "
         "kl_reward='none', and kl_loss= for a KL in the loss.",
     ),
 )

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 from tensordict import NestedKey
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import TypedDict, Unpack
 
 from torchrl_llm_kl._foreign import foreign_hint
 from torchrl_llm_kl._numerics import check_not_a_name
 from torchrl_llm_kl._registry import no_such
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.advantages import Advantage, advantage_spec
-from torchrl_llm_kl.algorithms._algorithm import Algorithm, apply_overrides
+from torchrl_llm_kl.algorithms._algorithm import FIELDS, Algorithm, Rule, apply_overrides, check_rules
 from torchrl_llm_kl.algorithms._parts import CHARGED, AlgorithmParts, KeepBest
 from torchrl_llm_kl.algorithms._schema import SCHEMAS
 from torchrl_llm_kl.algorithms.presets import get_algorithm
 from torchrl_llm_kl.estimators import KLPlacementWarning, check_placement
 from torchrl_llm_kl.losses import (
+    Correction,
     EntropyBonus,
     KLToReference,
+    ObjectiveArgs,
     PolicyLoss,
     RolloutArgs,
     TermPart,
@@ -69,6 +70,14 @@ if TYPE_CHECKING:
 Reference: TypeAlias = Model | LogProbScorer | Literal["base", "data"]
 
 
+class LossArgs(RolloutArgs, total=False):
+    """Arguments of :class:`~torchrl_llm_kl.PolicyLoss` that :func:`make_algorithm` passes on."""
+
+    corrections: Sequence[Correction | Callable[..., tuple[Tensor, dict[str, Tensor]]]]
+    tokens_per_batch: int | None
+    functional: bool
+
+
 def make_algorithm(
     algorithm: AlgorithmName | Algorithm,
     actor: ModelOrScorer,
@@ -80,7 +89,7 @@ def make_algorithm(
     group_size: int | None = None,
     options: ScoreOptions | None = None,
     masking_strategy: MaskingStrategy = "sft",
-    loss_args: Json | None = None,
+    loss_args: LossArgs | None = None,
     context: Context | None = None,
     **overrides: Unpack[AlgorithmOverrides],
 ) -> AlgorithmParts:
@@ -145,22 +154,20 @@ def make_algorithm(
         >>> out.total_loss.backward()
     """
     check_not_a_name(actor=actor, critic=critic)
+    check_not_a_name("base", "data", reference=reference)
     check_not_a_name("from_collector", gen_model=gen_model)
     preset = get_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
     preset = apply_overrides(preset, overrides)
-    _check_models(preset, reference, critic, masking_strategy)
+    grouping: _Grouping = {"group_key": group_key, "group_size": group_size}
+    check_rules(_RULES, _Arguments(preset, reference, critic, grouping, masking_strategy))
     _check_reference(preset, actor, reference, context)
     preset.check_group_size(group_size)
-    grouping: _Grouping = {"group_key": group_key, "group_size": group_size}
     if not preset.compares_answers:
-        if group_key is not None or group_size is not None:
-            raise ValueError(f"{preset.name} does not compare within groups: leave out group_key and group_size.")
         grouping = {}
     if group_size is not None:
         preset = replace(preset, repeat_times=group_size)
-    loss_args = dict(loss_args or {})
-    _check_loss_args(loss_args)
-    loss_args["options"], options = options, _options(actor, options)
+    _check_loss_args(loss_args or {})
+    options_of_loss, options = options, _options(actor, options)
     scored_reference = _reference_to_score(actor, reference, options)
     name, sampler = ("actor", actor) if gen_model is None else ("gen_model", gen_model)
     policy = _to_score(sampler, options, name)
@@ -172,8 +179,9 @@ def make_algorithm(
 
     once = spec_of(preset.objective).once
     in_loss = preset.kl_loss == "exact" or preset.distils_exactly or (once is not None and once.mismatched)
+    objective_args: ObjectiveArgs = {**preset.objective_args}
     if preset.distils:
-        loss_args["distribution"] = preset.distribution
+        objective_args["distribution"] = preset.distribution
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SamplerMismatchWarning)
         loss = PolicyLoss(
@@ -184,7 +192,9 @@ def make_algorithm(
             max_len=preset.max_len,
             masking_strategy=masking_strategy,
             reference=_reference_of_loss(actor, reference, options) if in_loss else None,
-            **{**preset.objective_args, **loss_args},
+            options=options_of_loss,
+            **objective_args,
+            **(loss_args or {}),
         )
     advantage = None if preset.advantage is None else _advantage(preset, grouping, masking_strategy)
     if advantage is not None and critic is None and "advantage" not in loss.reads:
@@ -200,11 +210,8 @@ def make_algorithm(
         in_loss=in_loss,
         context=context,
         own_model=gen_model is not None,
-        adapters=reference.options.adapters
-        if isinstance(reference, LogProbScorer)
-        else False,  # of the actor's own model
+        adapters=reference.options.adapters if isinstance(reference, LogProbScorer) else False,
         options=options,
-        # A copy of the policy behind a service would not be trained.
         own={"scope": scope, "assistant_only": masking_strategy != "generic", "service_backend": "direct"},
     )
     return AlgorithmParts(
@@ -222,6 +229,90 @@ def make_algorithm(
 class _Grouping(TypedDict, total=False):
     group_key: NestedKey | None
     group_size: int | None
+
+
+class _Own(TypedDict):
+    """Arguments of every transform that scores."""
+
+    scope: Scope
+    assistant_only: bool
+    service_backend: Literal["direct"]  # a copy of the policy in a service would not be trained
+
+
+class _Arguments(NamedTuple):
+    """Arguments of :func:`make_algorithm` that must fit the preset and one another."""
+
+    preset: Algorithm
+    reference: Reference | None
+    critic: nn.Module | None
+    grouping: _Grouping
+    masking_strategy: MaskingStrategy
+
+    @property
+    def of_data(self) -> bool:
+        """Whether the data holds the reference's scores."""
+        return isinstance(self.reference, str) and self.reference == "data"
+
+    @property
+    def lacks_reference(self) -> bool:
+        """Whether a reference or teacher is needed and missing."""
+        return self.preset.needs_reference and self.reference is None
+
+
+_RULES = (
+    Rule[_Arguments](
+        lambda x: x.lacks_reference and x.preset.schema != "distill",
+        "{0.preset.name} compares with a reference model: pass reference=, or reference='data' if the data holds ('next', "
+        "'ref_log_probs', 'full'); without one: kl_loss='none'.",
+    ),
+    Rule[_Arguments](
+        lambda x: x.lacks_reference and not x.preset.distils,
+        "{0.preset.name} compares with a teacher: pass reference=, or reference='data' if the data holds ('next', "
+        "'ref_log_probs', 'full').",
+    ),
+    Rule[_Arguments](
+        lambda x: x.lacks_reference,
+        "{0.preset.name} compares with a teacher: pass reference=, or reference='data' if the data holds a teacher's top k "
+        "(with top_k=).",
+    ),
+    Rule[_Arguments](
+        lambda x: x.of_data and x.preset.distils_exactly,
+        "{0.preset.name} compares whole distributions, which the data does not hold: pass the teacher as reference=, or "
+        "top_k= for the entries that RetrieveLogProb(teacher, extras=[TopK(...)]) writes.",
+    ),
+    Rule[_Arguments](
+        lambda x: x.reference is not None and not x.preset.needs_reference and x.preset.reads_reward,
+        "{0.preset.name} uses no reference model: leave it out, pass use_reference=True to log the KL, or place the KL "
+        "(kl_loss='k2' or kl_reward='k1').",
+    ),
+    Rule[_Arguments](
+        lambda x: x.reference is not None and not x.preset.needs_reference,
+        "{0.preset.name} uses no reference model: leave it out, pass use_reference=True to log the KL, or place the KL "
+        "(kl_loss='k2').",
+    ),
+    Rule[_Arguments](
+        lambda x: x.of_data and x.preset.kl_reward != "none",
+        "kl_reward={0.preset.kl_reward!r} needs a reference model to score, got reference='data': pass the model, or put the "
+        "KL into the reward before (KLRewardTransform) and pass kl_reward='none'.",
+    ),
+    Rule[_Arguments](
+        lambda x: x.preset.use_critic and x.critic is None,
+        "{0.preset.name} trains a critic: pass critic=TokenCritic(model).",
+    ),
+    Rule[_Arguments](
+        lambda x: x.critic is not None and not x.preset.use_critic,
+        "{0.preset.name} has no critic: leave critic= out.",
+    ),
+    Rule[_Arguments](
+        lambda x: x.critic is not None and x.masking_strategy == "generic",
+        "masking_strategy='generic' with a critic: values and returns exist only for the assistant's tokens, and prompts "
+        "would be taught a return of 0. Use 'sft' or 'rlhf'.",
+    ),
+    Rule[_Arguments](
+        lambda x: not x.preset.compares_answers and any(value is not None for value in x.grouping.values()),
+        "{0.preset.name} does not compare within groups: leave out group_key and group_size.",
+    ),
+)
 
 
 def _advantage(preset: Algorithm, grouping: _Grouping, masking_strategy: MaskingStrategy) -> Advantage:
@@ -253,12 +344,13 @@ def _kl_transform(
     own_model: bool,
     adapters: bool | str,
     options: ScoreOptions,
-    own: Json,
+    own: _Own,
 ) -> RetrieveKL | RetrieveLogProb | None:
-    """What scores the policy, its reference or both before the loss; None if the loss and the data hold all.
+    """The transform that scores the policy, its reference or both before the loss; None if nothing is left to score.
 
-    ``read`` are the entries that loss and advantage read; ``in_loss``: the loss scores the reference itself; ``own_model``:
-    another model than the actor is to score the policy's tokens.
+    ``read`` are the entries that loss and advantage read. ``in_loss`` says whether the loss scores the reference itself, and
+    ``own_model`` whether another model than the actor scores the policy's tokens. ``adapters`` are those of the reference
+    ``"base"``.
     """
     extras = [kind() for kind in dict.fromkeys(kind for key, kind in _SCORED.items() if key in read)]
     charged, exact = preset.kl_reward != "none", preset.distils_exactly
@@ -284,15 +376,17 @@ def _kl_transform(
                 f"top_k={preset.top_k} beside log-probs of the sampler (for a KL in the reward or a correction): score the "
                 "teacher with RetrieveLogProb(teacher, extras=[TopK(...)]) and pass reference='data'."
             )
-        if charged:
-            own |= {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward}
         if isinstance(reference, str):
             extras.append(Adapters(adapters, of="reference"))
         if context is not None:
             extras.append(AfterPrompt(context, of="reference"))
-        transform = RetrieveKL(policy, reference, add_to_reward=charged, options=options, extras=extras, **own)
-        if charged:
-            transform.charged_key = CHARGED
+        if not charged:
+            return RetrieveKL(policy, reference, add_to_reward=False, options=options, extras=extras, **own)
+        coeff, estimator = preset.kl_reward_coeff, preset.kl_reward
+        transform = RetrieveKL(
+            policy, reference, coeff=coeff, estimator=estimator, options=options, extras=extras, **own
+        )
+        transform.charged_key = CHARGED
         return transform
     if ref:
         model, adapters = (policy, adapters) if isinstance(reference, str) else (reference, True)
@@ -340,44 +434,6 @@ class _WrappedModel:
         return LogProbScorer(self.wrapper, **settings)
 
 
-def _check_models(
-    preset: Algorithm, reference: Reference | None, critic: nn.Module | None, masking_strategy: MaskingStrategy
-) -> None:
-    name, needs, distils = preset.name, preset.needs_reference, preset.schema == "distill"
-    of_data = isinstance(reference, str) and reference == "data"
-    if needs and reference is None:
-        entry = "a teacher's top k (with top_k=)" if preset.distils else "('next', 'ref_log_probs', 'full')"
-        raise ValueError(
-            f"{name} compares with a {'teacher' if distils else 'reference model'}: pass reference=, or reference='data' if "
-            f"the data holds {entry}" + ("." if distils else "; without one: kl_loss='none'.")
-        )
-    if preset.distils_exactly and of_data:
-        raise ValueError(
-            f"{name} compares whole distributions, which the data does not hold: pass the teacher as reference=, or top_k= for "
-            "the entries that RetrieveLogProb(teacher, extras=[TopK(...)]) writes."
-        )
-    if reference is not None and not needs:
-        places = "kl_loss='k2'" + " or kl_reward='k1'" * preset.reads_reward
-        raise ValueError(
-            f"{name} uses no reference model: leave it out, pass use_reference=True to log the KL, or place the KL ({places})."
-        )
-    check_not_a_name("base", "data", reference=reference)
-    if of_data and preset.kl_reward != "none":
-        raise ValueError(
-            f"kl_reward={preset.kl_reward!r} needs a reference model to score, got reference='data': pass the model, or put "
-            "the KL into the reward before (KLRewardTransform) and pass kl_reward='none'."
-        )
-    if preset.use_critic and critic is None:
-        raise ValueError(f"{name} trains a critic: pass critic=TokenCritic(model).")
-    if not preset.use_critic and critic is not None:
-        raise ValueError(f"{name} has no critic: leave critic= out.")
-    if critic is not None and masking_strategy == "generic":
-        raise ValueError(
-            "masking_strategy='generic' with a critic: values and returns exist for the assistant's tokens alone, and prompts "
-            "would be taught a return of 0. Use 'sft' or 'rlhf'."
-        )
-
-
 def _check_reference(preset: Algorithm, actor: object, reference: object, context: Context | None) -> None:
     """Raise if the reference is the policy itself, or of another vocabulary; models of other processes are not looked at."""
     policy, other = inner_module(actor), inner_module(reference)
@@ -401,26 +457,13 @@ def _check_reference(preset: Algorithm, actor: object, reference: object, contex
     check_vocabularies(actor, reference)
 
 
-# Arguments of PolicyLoss that make_algorithm sets -> what to do instead.
-_SET_HERE = {
-    **dict.fromkeys(("objective", "aggregation", "reference", "masking_strategy", "max_len"), ""),
-    "actor": "it is the second argument of make_algorithm",
-    "options": "pass options= to make_algorithm, for old and current log-probs and the reference's",
-    "terms": "pass kl_loss= and entropy_coeff= to make_algorithm, or build a PolicyLoss with your own terms",
-}
-
-
-def _check_loss_args(loss_args: Json) -> None:
-    parameters = inspect.signature(PolicyLoss.__init__).parameters.values()
-    known = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in _SET_HERE]
-    known += RolloutArgs.__annotations__
+def _check_loss_args(loss_args: Mapping[str, object]) -> None:
+    """Raise a TypeError for an argument that belongs to make_algorithm, and for an unknown one."""
+    known, own = list(LossArgs.__annotations__), {*FIELDS, *make_algorithm.__annotations__, "terms"}
     for name in loss_args:
-        if name in _SET_HERE:
-            advice = _SET_HERE[name] or f"pass {name}= to make_algorithm"
-            raise TypeError(f"loss_args must not hold {name!r}: {advice}.")
         if name not in known:
-            unknown = no_such("loss_args must not hold", name, known, hint=foreign_hint(name, known))
-            raise TypeError(f"{unknown} Settings of the objective go to objective_args of make_algorithm.")
+            hint = " Pass it to make_algorithm." if name in own else foreign_hint(name, known)
+            raise TypeError(no_such("loss_args must not hold", name, known, hint=hint))
 
 
 def _options(actor: Any, given: ScoreOptions | None) -> ScoreOptions:

@@ -128,13 +128,13 @@ def test_old_and_current_log_probs_have_one_precision(as_scorer: bool) -> None:
 
 
 HINTS = {
-    "options": "pass options= to make_algorithm",
-    "aggregation": "pass aggregation= to make_algorithm",
-    "terms": "pass kl_loss= and entropy_coeff=",
-    "reference": "pass reference=",
-    "masking_strategy": "pass masking_strategy=",
-    "max_len": "pass max_len=",
-    "clip_low": "Settings of the objective go to objective_args of make_algorithm",
+    "options": "Pass it to make_algorithm",
+    "aggregation": "Pass it to make_algorithm",
+    "terms": "Pass it to make_algorithm",
+    "reference": "Pass it to make_algorithm",
+    "masking_strategy": "Pass it to make_algorithm",
+    "max_len": "Pass it to make_algorithm",
+    "clip_low": "Known: ",
 }
 test_loss_args_refuse_arguments_of_make_algorithm = refused(
     lambda name: outcome(tiny_model(), reference=tiny_model(seed=1), loss_args={name: None}),
