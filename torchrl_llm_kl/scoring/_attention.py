@@ -39,6 +39,7 @@ from torchrl_llm_kl._private import (
     onednn_linear,
     tensor_leaves,
 )
+from torchrl_llm_kl.scoring._asked import asked
 from torchrl_llm_kl.scoring._checkpoints import (
     ABSENT,
     ADVICE,
@@ -173,7 +174,7 @@ def pack_attention(model: nn.Module, layout: PackLayout) -> Iterator[None]:
     body = body_and_head(model)[0]
     found = {id(config): config for m in body.modules() if (config := getattr(m, "config", None)) is not None}
     configs = [config for config in found.values() if hasattr(config, ATTENTION)]
-    if not configs or not getattr(body, FLASH, False):
+    if not configs or not asked(body, FLASH, bool):
         raise NotImplementedError(f"{type(body).__name__} has an attention that cannot be exchanged.")
     from transformers import AttentionInterface
 
@@ -266,7 +267,7 @@ def _attention(
     inputs = Inputs(query, key, value, s_aux, scaling, dropout, sliding_window, softcap)
     by_operator = torch.compiler.is_compiling() or _active(type(module).__name__).gradients is not None
     own_mask = (None if attention_mask is None else attention_mask.shape) != ((1, 1, 1, 1) if by_operator else None)
-    if own_mask or not getattr(module, "is_causal", True):
+    if own_mask or not asked(module, "is_causal", bool, True):
         raise NotImplementedError(f"{type(module).__name__} has its own attention mask.")
     if by_operator:
         assert attention_mask is not None
@@ -279,7 +280,7 @@ def _attention(
 
 def _active(who: str) -> PackLayout:
     """The layout of the pack that this thread forwards."""
-    layout: PackLayout | None = getattr(_ACTIVE, "layout", None)
+    layout = asked(_ACTIVE, "layout", PackLayout)
     if layout is not None:
         return layout
     if backward_task() >= 0:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchrl_llm_kl._numerics import wide_dtype
 from torchrl_llm_kl.scoring._attention import KeysValues
-from torchrl_llm_kl.scoring._model import Setup, find_head, fingerprint
+from torchrl_llm_kl.scoring._model import Setup, fingerprint, head_weight
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import Ranks
@@ -80,8 +80,9 @@ class PrefixKVCache:
         if not ranks.all(owner == self._owner):
             self.clear()
             self._owner = owner
-            weight = getattr(find_head(setup.model), "weight", torch.zeros(0))
-            self.dtype = wide_dtype(weight.dtype) if weight.is_floating_point() else torch.float32
+            weight = head_weight(setup.model)
+            floats = weight is not None and weight.is_floating_point()
+            self.dtype = wide_dtype(weight.dtype) if weight is not None and floats else torch.float32
 
     def clear(self) -> None:
         """Drop all segments."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torchrl_llm_kl._private import saving_hook
+from torchrl_llm_kl.scoring._asked import asked
 
 ADVICE = "use transformers' checkpointing or torch's checkpoint_wrapper"
 #: A module or configuration, the name of an attribute, its value, and the value that replaces it.
@@ -48,7 +49,7 @@ def saving() -> tuple[bool, object]:
     A reentrant checkpoint records no graph; any other replaces saved tensors through a hook.
     """
     pack = saving_hook()
-    return torch.is_grad_enabled(), pack if getattr(pack, "__module__", "") == "torch.utils.checkpoint" else None
+    return torch.is_grad_enabled(), pack if asked(pack, "__module__", str) == "torch.utils.checkpoint" else None
 
 
 def follow(

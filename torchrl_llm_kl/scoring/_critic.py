@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name, check_range, send
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._model import find_head, placeholders, position_limit, text_config, vocab_size
+from torchrl_llm_kl.scoring._asked import asked, call_of
+from torchrl_llm_kl.scoring._model import head_weight, placeholders, position_limit, text_config, vocab_size
 from torchrl_llm_kl.scoring._passes import plan_micro_batches
 from torchrl_llm_kl.scoring._request import ScoreRequest, not_text
 
@@ -42,7 +43,7 @@ class TokenCritic(nn.Module):
         model = _without_peft(model)
         hidden_size = _width(model) if hidden_size is None else hidden_size
         check_range(1, tokens_per_batch=tokens_per_batch)
-        self.body: nn.Module = getattr(model, "base_model", model)
+        self.body = asked(model, "base_model", nn.Module, model)
         parameter = next(self.body.parameters(), torch.zeros(0))
         self.head = nn.Linear(hidden_size, 1, device=parameter.device, dtype=parameter.dtype)
         nn.init.zeros_(self.head.weight)
@@ -82,23 +83,23 @@ class TokenCritic(nn.Module):
 
 def _without_peft(model: nn.Module) -> nn.Module:
     """The transformers model inside a PEFT model; it keeps the adapters' layers."""
-    inner = getattr(model, "get_base_model", None)
-    if not callable(inner):
+    inner = call_of(model, "get_base_model")
+    if not isinstance(inner, nn.Module):
         return model
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+    if asked(asked(model, "active_peft_config", object), "is_prompt_learning", bool):
         raise ValueError(
             f"{type(model).__name__} learns a prompt, which is not in its body: train LoRA adapters or all weights."
         )
-    return inner()
+    return inner
 
 
 def _width(model: nn.Module) -> int:
     """The input width of the head: bodies such as OPT-350m's project their hidden states before they return them."""
-    weight = getattr(find_head(model), "weight", None)
-    if isinstance(weight, Tensor) and weight.ndim == 2:
+    weight = head_weight(model)
+    if weight is not None and weight.ndim == 2:
         return weight.shape[1]
     for name in ("word_embed_proj_dim", "hidden_size"):
-        width = getattr(text_config(model), name, None)
-        if isinstance(width, int):
+        width = asked(text_config(model), name, int)
+        if width is not None:
             return width
     raise ValueError(f"{type(model).__name__} has no head and no config.hidden_size: pass hidden_size=.")

@@ -139,7 +139,7 @@ class Extra:
 
     def outputs(self, step: ScoredStep, scores: Scores) -> dict[NestedKey, Ragged | None]:
         """The entries to write; None writes nothing."""
-        return {key: getattr(scores, name) for key, name in self.columns.items()}
+        return {key: scores._asdict()[name] for key, name in self.columns.items()}
 
 
 def check_extras(extras: Iterable[Extra]) -> tuple[Extra, ...]:

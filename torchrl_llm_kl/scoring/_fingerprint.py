@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from types import CodeType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name
+from torchrl_llm_kl.scoring._asked import asked, call_of, has
 from torchrl_llm_kl.scoring._model import adapter_state, fingerprint, is_on_meta
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
 from torchrl_llm_kl.scoring._wrapping import Ranks, unwrapped
@@ -107,11 +109,10 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
+    if not has(tensor, "__tensor_flatten__"):
         yield name, tensor
         return
-    inner, about = flatten()
+    inner, about = cast(Any, tensor).__tensor_flatten__()
     for part in inner:
         yield from _parts(f"{name}.{part} {about}", getattr(tensor, part))
 
@@ -147,10 +148,9 @@ def structure(model: nn.Module) -> str:
 
 
 def _config(model: nn.Module) -> str:
-    config = getattr(model, "config", None)
-    to_dict = getattr(config, "to_dict", None)
-    found = to_dict() if callable(to_dict) else config if isinstance(config, dict) else {}
-    return json.dumps(_lasting(found), sort_keys=True, default=lambda value: type(value).__qualname__)
+    config = asked(model, "config", object)
+    settings = config if isinstance(config, dict) else call_of(config, "to_dict", {})
+    return json.dumps(_lasting(settings), sort_keys=True, default=lambda value: type(value).__qualname__)
 
 
 def _lasting(value: object) -> object:
@@ -163,16 +163,16 @@ def _lasting(value: object) -> object:
 
 def code_of(model: nn.Module) -> str:
     """The versions of the libraries whose modules a model consists of, and the code of all other forwards, as text."""
-    found = set()
+    code = set()
     for kind in {type(module) for module in model.modules()}:
         library = kind.__module__.split(".")[0]
         if library in _LIBRARIES:
-            version = getattr(sys.modules.get(library), "__version__", "")
-            found |= set() if library == "torch" else {f"{library} {version}"}
+            version = asked(sys.modules.get(library), "__version__", str)
+            code |= set() if library == "torch" else {f"{library} {version}"}
         else:
-            code = getattr(kind.forward, "__code__", None)
-            found.add(f"{kind.__qualname__} {'' if code is None else _code(code)}")
-    return " ".join(sorted(found))
+            own = asked(kind.forward, "__code__", CodeType)
+            code.add(f"{kind.__qualname__} {'' if own is None else _code(own)}")
+    return " ".join(sorted(code))
 
 
 def _code(code: CodeType) -> str:

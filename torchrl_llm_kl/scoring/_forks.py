@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchrl_llm_kl._numerics import send
 from torchrl_llm_kl._private import is_stateful
+from torchrl_llm_kl.scoring._asked import asked
 from torchrl_llm_kl.scoring._cache import CacheLookup
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError, saving
 from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, read_output, text_config
@@ -39,7 +40,7 @@ MIN_LENGTH = 2
 
 def has_state(model: nn.Module) -> bool:
     """Whether layers carry a state from token to token: a recurrence, or the last inputs of a convolution."""
-    kinds = getattr(text_config(model), "layer_types", None) or ()
+    kinds = asked(text_config(model), "layer_types", (list, tuple)) or ()
     return is_recurrent(model) or any("attention" not in kind or "linear" in kind for kind in kinds)
 
 
@@ -290,13 +291,13 @@ def _num_bytes(state: DynamicCache) -> int:
 
 def checkpoints_layers(model: nn.Module) -> bool:
     """Whether transformers recomputes the model's layers in the backward; it keeps no state then: a step is the checkpoint."""
-    return any(getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules())
+    return any(asked(module, "gradient_checkpointing", bool) and module.training for module in model.modules())
 
 
 @contextmanager
 def _layers_in_one(body: nn.Module) -> Iterator[None]:
     """Context: transformers checkpoints no layer; restores each layer's setting."""
-    layers = [module for module in body.modules() if getattr(module, "gradient_checkpointing", False)]
+    layers = [module for module in body.modules() if asked(module, "gradient_checkpointing", bool)]
     try:
         for layer in layers:
             layer.gradient_checkpointing = False  # type: ignore[assignment]

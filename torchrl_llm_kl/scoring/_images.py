@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torchrl_llm_kl._numerics import send
 from torchrl_llm_kl._typing import ImageRows, Json
 from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring._asked import asked, has
 from torchrl_llm_kl.scoring._fields import Arrays, FieldKind, array_of
 from torchrl_llm_kl.scoring._model import Setup, call, find_body
 from torchrl_llm_kl.scoring._wrapping import unwrapped
@@ -175,7 +176,7 @@ def _tidy(
 
 def _row_tensors(record: Mapping[str, object], row: int) -> dict[str, Tensor]:
     """What a processor returned for a row's images, on the CPU, in numpy's types."""
-    if not hasattr(record, "items"):
+    if not has(record, "items"):
         raise TypeError(f"images of row {row}: expected a processor's output or None, got {type(record).__name__}.")
     tensors: dict[str, Tensor] = {}
     for name, value in record.items():
@@ -269,12 +270,12 @@ class ImageModel:
     def of(cls, model: nn.Module) -> ImageModel:
         """The part; a ValueError for a model that takes no images, or not in this way."""
         inner = unwrapped(model)
-        kind, found = getattr(getattr(inner, "config", None), "model_type", None), None
+        kind, found = asked(asked(inner, "config", object), "model_type", str), None
         for module in inner.modules():  # the innermost
-            takes = inspect.signature(module.forward).parameters if hasattr(module, "get_image_features") else {}
+            takes = inspect.signature(module.forward).parameters if has(module, "get_image_features") else {}
             if "mm_encoder_outputs" in takes:
                 found = module, next((name for name in sorted(_OF_TOKENS) if "type" in name and name in takes), None)
-        token = None if found is None else getattr(found[0].config, "image_token_id", None)
+        token = None if found is None else asked(found[0].config, "image_token_id", int)
         if found is None or token is None or kind not in FAMILIES:
             raise ValueError(
                 f"images with {type(inner).__name__} (model_type {kind!r}): expected an image-text model of the families "
@@ -300,7 +301,7 @@ class ImageModel:
             if _ALONE in given:  # several images of one row: more than there are, which the model does not count
                 given[_ALONE] = [1] * len(some) if int(some[0][_ALONE]) == 1 else [len(some) + 1]
             out = self.body.get_image_features(**given, return_dict=True)
-            deep = getattr(out, "deepstack_features", None) or []
+            deep = asked(out, "deepstack_features", (list, tuple)) or []
             for place, i in enumerate(group):
                 features[i] = [out.pooler_output[place], *(layer[place] for layer in deep)]
         return features

@@ -6,15 +6,16 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
 from torchrl_llm_kl._typing import Json
+from torchrl_llm_kl.scoring._asked import asked, has
 from torchrl_llm_kl.scoring._model import output_size
 from torchrl_llm_kl.scoring._protocol import Scorer
 from torchrl_llm_kl.scoring._sampling import NEUTRAL, OTHERS, TRANSFORMERS, Sampling
-from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
+from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap, vocabulary_of
 
 _DOCS = "docs/sampling.md"
 # Rows that pad a head: two heads of one tokenizer may differ by as many, and by this share of the larger one. As large a
@@ -48,21 +49,22 @@ def _settings_of(model: object) -> Json | None:
     """What a wrapper generates with; None if it does not generate, as far as is known."""
     if not is_wrapper(model):
         return None
-    given = getattr(model, "generate_kwargs", None)
-    given = dict(given) if isinstance(given, Mapping) else {}
+    given = dict(asked(model, "generate_kwargs", (Mapping,)) or {})
     names = (*TRANSFORMERS, *NEUTRAL, "do_sample")
     inner = unwrap(model)
-    if getattr(model, "generate", False) is not True and not any(map(given.get, names)):
+    if asked(model, "generate", bool) is not True and not any(map(given.get, names)):
         return None
     off = {**OTHERS, **NEUTRAL, "do_sample": inner is None}  # what None means
     own = {name: off[name] if given[name] is None else given[name] for name in names if name in given}
     if inner is None:
-        params = getattr(model, "sampling_params", None)  # vLLM's
-        own |= {name: x for name in TRANSFORMERS if isinstance(x := getattr(params, name, None), (int, float))}
+        params = asked(model, "sampling_params", object)  # vLLM's
+        stated = {name: asked(params, name, (int, float)) for name in TRANSFORMERS}
+        own |= {name: value for name, value in stated.items() if value is not None}
         return {**OTHERS, "do_sample": True, **own}
     # A configuration given to the call fills its gaps from the model's.
-    configs = getattr(inner, "generation_config", None), given.get("generation_config")
-    held = {name: x for config in configs for name in names if (x := getattr(config, name, None)) is not None}
+    configs = asked(inner, "generation_config", object), given.get("generation_config")
+    pairs = [(name, asked(config, name, object)) for config in configs for name in names]
+    held = {name: value for name, value in pairs if value is not None}
     return {**TRANSFORMERS, "do_sample": False, **held, **own}
 
 
@@ -72,8 +74,8 @@ def mismatch_of(model: object, scored: Sampling, *, trains: bool = False) -> str
     A greedy wrapper passes, as in an evaluation, unless it is the one that ``trains``.
     """
     sampler = sampler_of(model)
-    vocab = getattr(getattr(unwrap(model), "config", None), "vocab_size", None) if sampler is not None else None
-    everything = vocab if isinstance(vocab, int) else 0  # torchrl's wrapper takes no top_k of 0
+    config = None if sampler is None else asked(unwrap(model), "config", object)
+    everything = asked(config, "vocab_size", int, 0)  # torchrl's wrapper takes no top_k of 0
     if sampler == "greedy" and trains:
         settings = {"do_sample": True, "top_k": everything, "top_p": 1.0}
         return (
@@ -88,7 +90,7 @@ def mismatch_of(model: object, scored: Sampling, *, trains: bool = False) -> str
 
     differs, settings = [], {"top_k": scored.top_k or everything, "top_p": scored.top_p}
     for name, none in OTHERS.items():
-        ours, theirs = getattr(scored, name), getattr(sampler, name)
+        ours, theirs = vars(scored)[name], vars(sampler)[name]
         if name == "top_k":
             ours, theirs = count(ours), count(theirs)
         if not math.isclose(ours, theirs, rel_tol=1e-6):
@@ -117,14 +119,15 @@ def warn_of_chatml(wrapper: object, stacklevel: int = 1) -> None:
 
     torchrl does so for every tokenizer without a template with ``{% generation %}`` blocks, but for a few families.
     """
-    tokenizer, marker = getattr(wrapper, "tokenizer", None), "<|im_start|>"
-    if tokenizer is None or getattr(wrapper, "input_mode", None) != "history":
+    tokenizer: Any = asked(wrapper, "tokenizer", object)
+    marker = "<|im_start|>"
+    if tokenizer is None or asked(wrapper, "input_mode", str) != "history":
         return
     if len(tokenizer(marker, add_special_tokens=False)["input_ids"]) == 1:
         return
     from torchrl.data.llm import History
 
-    named = {name: getattr(wrapper, name, None) for name in ("chat_template", "chat_template_name")}
+    named = {name: asked(wrapper, name, object) for name in ("chat_template", "chat_template_name")}
     text = History(role=["user"], content=["?"], batch_size=1).apply_chat_template(
         tokenizer=tokenizer, tokenize=False, **named
     )
@@ -145,8 +148,8 @@ def warn_of_mismatch(model: object, scored: Sampling, *, trains: bool = False, s
 
 def inner_module(model: object) -> object:
     """The model inside scorers, remembered models and wrappers; a wrapper of another backend itself, None for a service."""
-    while isinstance(model, Scorer) or hasattr(model, "make_scorer"):
-        model = getattr(model, "model", None)
+    while isinstance(model, Scorer) or has(model, "make_scorer"):
+        model = asked(model, "model", object)
     inner = unwrap(model) if is_wrapper(model) else None
     return model if inner is None else inner
 
@@ -156,9 +159,7 @@ def check_vocabularies(policy: object, reference: object) -> None:
 
     Two tokenizers are compared by their tokens. Without them sizes decide, which may differ by padding.
     """
-    ours, theirs = (
-        getattr(getattr(model, "tokenizer", None), "get_vocab", dict[str, int])() for model in (policy, reference)
-    )
+    ours, theirs = (vocabulary_of(model) for model in (policy, reference))
     advice = "Pass a reference with the policy's tokenizer."
     if ours and theirs:
         names = {index: token for token, index in theirs.items()}

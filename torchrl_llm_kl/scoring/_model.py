@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import is_dtensor
 from torchrl_llm_kl._private import activate_adapters, active_adapters, compiled_inside, own_adapters
+from torchrl_llm_kl.scoring._asked import asked, call_of, has
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._wrapping import is_zero3, unwrapped
 
@@ -126,7 +127,7 @@ def call(module: nn.Module, input_ids: Tensor, **options: Any) -> Any:
 
 def read_output(output: object, name: Literal["logits", "last_hidden_state"]) -> Tensor:
     """A model's ``logits [b, T, V]`` or a body's ``last_hidden_state [b, T, H]`` in what its forward returned."""
-    found = getattr(output, name, None)
+    found: object = asked(output, name, Tensor)
     if found is None and isinstance(output, Mapping):
         found = output.get(name)
     if found is None and isinstance(output, (tuple, list)) and output:
@@ -143,13 +144,13 @@ def read_output(output: object, name: Literal["logits", "last_hidden_state"]) ->
 
 def adapter_layers(model: nn.Module) -> list[Any]:
     """PEFT's layers, whose ``disable_adapters`` is a flag; on a transformers model that name is a method."""
-    return [module for module in model.modules() if isinstance(getattr(module, "disable_adapters", None), bool)]
+    return [module for module in model.modules() if asked(module, "disable_adapters", bool) is not None]
 
 
 def check_has_adapters(model: nn.Module, adapters: bool | str = False) -> None:
     """Raise a ValueError if disabling the adapters, or switching to a named one, has no effect or changes merged weights."""
     layers = adapter_layers(model)
-    if not layers and (isinstance(adapters, str) or not hasattr(model, "disable_adapter")):
+    if not layers and (isinstance(adapters, str) or not has(model, "disable_adapter")):
         raise ValueError(
             f"{type(model).__name__} has no PEFT adapters to switch off: pass a reference, or call get_peft_model."
         )
@@ -158,13 +159,13 @@ def check_has_adapters(model: nn.Module, adapters: bool | str = False) -> None:
             f"adapters={adapters!r}, but the adapters in the layers of {type(model).__name__} are "
             f"{', '.join(map(repr, sorted(names)))}: add it with model.add_adapter or load_adapter, or pass one of these."
         )
-    if any(getattr(layer, "merged", False) for layer in layers):
+    if any(asked(layer, "merged", bool) for layer in layers):
         raise ValueError(f"{type(model).__name__} has adapters merged into its weights: call unmerge_adapter() first.")
 
 
 def check_base_is_frozen(model: nn.Module) -> None:
     """Raise a ValueError if parameters outside the adapters are trained: a step would move the model without adapters."""
-    names = set[str](getattr(model, "peft_config", ())).union(*map(_adapter_names, adapter_layers(model)))
+    names = set[str](asked(model, "peft_config", dict) or ()).union(*map(_adapter_names, adapter_layers(model)))
     holders = [module for module in model.modules() if isinstance(module, (nn.ModuleDict, nn.ParameterDict))]
     # PEFT keeps the parameters of an adapter under its name: layer.lora_A["default"], model.prompt_encoder["default"].
     owned = {id(x) for each in holders for name, x in each.named_parameters() if name.split(".")[0] in names}
@@ -180,7 +181,9 @@ def check_base_is_frozen(model: nn.Module) -> None:
 
 def _adapter_names(layer: object) -> set[str]:
     """The adapters that a layer of PEFT holds."""
-    held = (attrgetter(name)(layer) for name in getattr(layer, "adapter_layer_names", ()))  # some names are dotted
+    held = (
+        attrgetter(name)(layer) for name in asked(layer, "adapter_layer_names", tuple) or ()
+    )  # some names are dotted
     names = {name for each in held if isinstance(each, (nn.ModuleDict, nn.ParameterDict)) for name in each}
     return names | own_adapters(layer)
 
@@ -194,7 +197,7 @@ def _adapters_switched(model: nn.Module, adapters: bool | str) -> Iterator[None]
     trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         # A PeftModel also disables prompts and prefixes, which are not layers.
-        with cast(Any, model).disable_adapter() if not on and hasattr(model, "disable_adapter") else nullcontext():
+        with cast(Any, model).disable_adapter() if not on and has(model, "disable_adapter") else nullcontext():
             for layer in layers:
                 if layer.disable_adapters == on:
                     layer.enable_adapters(on)
@@ -216,14 +219,20 @@ def _adapters_switched(model: nn.Module, adapters: bool | str) -> Iterator[None]
 
 def find_head(model: nn.Module) -> nn.Module | None:
     """The module that maps hidden states to logits."""
-    head = _ask(model, "get_output_embeddings")
+    head = call_of(unwrapped(model), "get_output_embeddings")
     return head if isinstance(head, nn.Module) else None
+
+
+def head_weight(model: nn.Module) -> Tensor | None:
+    """The weight of the head."""
+    return asked(find_head(model), "weight", Tensor)
 
 
 def find_body(model: nn.Module) -> nn.Module | None:
     """The module that maps token ids to the hidden states that the head reads."""
     model = unwrapped(model)
-    for candidate in (_ask(model, "get_decoder"), getattr(model, "base_model", None), getattr(model, "model", None)):
+    parts = (asked(model, name, nn.Module) for name in ("base_model", "model"))
+    for candidate in (call_of(model, "get_decoder"), *parts):
         if isinstance(candidate, nn.Module) and candidate is not model:
             return _as_compiled(model, candidate)
     return None
@@ -266,16 +275,17 @@ def check_whole_sequence(model: nn.Module) -> None:
     """Raise a ValueError if a tensor parallel plan shards the sequence, in torch's form or transformers'."""
     for name, module in model.named_modules():
         for hook in (module.__dict__.get("forward"), *module._forward_pre_hooks.values()):
-            held = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
-            made = {type(x).__name__ for x in held} | {getattr(getattr(x, "func", x), "__qualname__", "") for x in held}
+            held = [cell.cell_contents for cell in asked(hook, "__closure__", tuple) or ()]
+            made = {type(x).__name__ for x in held}
+            made |= {asked(asked(x, "func", object, x), "__qualname__", str, "") for x in held}
             if any(each.split(".")[0] == "SequenceParallel" for each in made):
                 raise ValueError(f"{name} of {type(model).__name__} is sequence parallel: leave it out of the plan.")
 
 
 def shards_logits(model: nn.Module, logits: Tensor) -> bool:
     """Whether a forward's logits cover only this rank's slice of the vocabulary."""
-    weight = getattr(find_head(model), "weight", None)
-    return is_dtensor(logits) or (is_dtensor(weight) and logits.shape[-1] != cast(Tensor, weight).shape[0])
+    weight = head_weight(model)
+    return is_dtensor(logits) or (weight is not None and is_dtensor(weight) and logits.shape[-1] != weight.shape[0])
 
 
 @dataclass(frozen=True)
@@ -296,11 +306,11 @@ def logit_map(model: nn.Module) -> LogitMap:
     config = text_config(model)
     scale = 1.0
     for name, power in _FACTORS.items():
-        value = getattr(config, name, None)
-        if isinstance(value, (int, float)) and value:
+        value = asked(config, name, (int, float))
+        if value:
             scale *= float(value) ** power
-    caps = [value for name in _SOFT_CAPS if isinstance(value := getattr(config, name, None), (int, float)) and value]
-    return LogitMap(scale, float(caps[0]) if caps else None)
+    caps = [float(cap) for cap in (asked(config, name, (int, float)) for name in _SOFT_CAPS) if cap]
+    return LogitMap(scale, caps[0] if caps else None)
 
 
 # ---------------------------------------------------------------------- configuration and weights
@@ -309,16 +319,17 @@ def logit_map(model: nn.Module) -> LogitMap:
 def vocab_size(model: nn.Module) -> int | None:
     """Number of token ids that the model can embed; None if unknown."""
     weight = _embedding_weight(model)
-    if isinstance(weight, Tensor) and len(shape := getattr(weight, "ds_shape", weight.shape)) == 2:
-        return shape[0]
-    size = getattr(text_config(model), "vocab_size", None) if weight is not None else None  # FSDP shards a flat weight
-    return size if isinstance(size, int) else None
+    if weight is None:
+        return None
+    shape = asked(weight, "ds_shape", tuple, tuple(weight.shape))
+    # FSDP shards a flat weight.
+    return shape[0] if len(shape) == 2 else asked(text_config(model), "vocab_size", int)
 
 
 def output_size(model: nn.Module) -> int | None:
     """Number of tokens with a logit; of the embedding where no head tells, None if unknown."""
-    found = getattr(find_head(model), "out_features", None)
-    return found if isinstance(found, int) else vocab_size(model)
+    size = asked(find_head(model), "out_features", int)
+    return vocab_size(model) if size is None else size
 
 
 def trains_with(model: nn.Module, other: nn.Module) -> bool:
@@ -334,26 +345,30 @@ def _memory(parameter: Tensor) -> tuple[str, int]:
     return ("memory", address) if address else ("object", id(parameter))
 
 
+def _embedding(model: nn.Module) -> Any:
+    return call_of(unwrapped(model), "get_input_embeddings")
+
+
 def _embedding_weight(model: nn.Module) -> Tensor | None:
     """The weight of the input embedding, empty if ZeRO-3 sharded it: to read the attribute may gather it."""
-    embedding = _ask(model, "get_input_embeddings")
-    return embedding._parameters.get("weight") if is_zero3(embedding) else getattr(embedding, "weight", None)
+    embedding = _embedding(model)
+    return embedding._parameters.get("weight") if is_zero3(embedding) else asked(embedding, "weight", Tensor)
 
 
 def model_device(model: nn.Module, default: torch.device) -> torch.device:
     """The device on which the model expects token ids."""
-    embedding = _ask(model, "get_input_embeddings")
-    if is_offloaded(model):
-        return torch.device(getattr(embedding, OFFLOADED))
+    offloaded_from = asked(_embedding(model), OFFLOADED, torch.device)
+    if offloaded_from is not None:
+        return offloaded_from
     weight = _embedding_weight(model)
-    if isinstance(weight, Tensor):
+    if weight is not None:
         return weight.device
     return next((parameter.device for parameter in model.parameters()), default)
 
 
 def is_offloaded(model: nn.Module) -> bool:
     """Whether layers are copied to the device only while they run."""
-    return hasattr(_ask(model, "get_input_embeddings"), OFFLOADED)
+    return has(_embedding(model), OFFLOADED)
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -363,24 +378,24 @@ def is_on_meta(model: nn.Module) -> bool:
 
 def drops_layers(model: nn.Module) -> bool:
     """Whether layers are dropped at random, as OPT does in training."""
-    return any(module.training and getattr(module, "layerdrop", 0) for module in model.modules())
+    return any(module.training and asked(module, "layerdrop", (int, float)) for module in model.modules())
 
 
 def position_limit(model: nn.Module) -> int | None:
     """Number of positions that the configuration allows; None without a limit."""
     config = text_config(model)
-    limits = [getattr(config, name, None) for name in _POSITION_LIMITS]
-    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+    limits = [asked(config, name, int) for name in _POSITION_LIMITS]
+    return next((limit for limit in limits if limit is not None and limit > 0), None)
 
 
 def has_window(model: nn.Module) -> bool:
     """Whether the configuration limits some layers to a window of the past."""
     config = text_config(model)
-    kinds = getattr(config, "layer_types", None)
+    kinds: Any = asked(config, "layer_types", (list, tuple))
     if kinds:
         return any("sliding" in kind or "chunked" in kind for kind in kinds)
-    window, limit = getattr(config, "sliding_window", None), position_limit(model)
-    return isinstance(window, int) and (limit is None or window < limit)
+    window, limit = asked(config, "sliding_window", int), position_limit(model)
+    return window is not None and (limit is None or window < limit)
 
 
 def frequency_switches(model: nn.Module) -> set[int]:
@@ -389,46 +404,36 @@ def frequency_switches(model: nn.Module) -> set[int]:
     The longest sequence of a forward decides for all, so sequences on either side of a switch must not share one.
     """
     config = text_config(model)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    if not isinstance(rope, Mapping):
+    rope = asked(config, "rope_parameters", dict) or asked(config, "rope_scaling", dict)
+    if rope is None:
         return set()
     kinds = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]  # for all layers, or by kind
     limits = [
-        kind.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        kind.get("original_max_position_embeddings") or asked(config, "original_max_position_embeddings", int)
         for kind in kinds
         if kind.get("rope_type", kind.get("type")) == "longrope"
     ]
     return {limit for limit in limits if isinstance(limit, int)}
 
 
-def _ask(model: nn.Module, method: str) -> Any:
-    """``model.method()``; None if the model does not implement it."""
-    function = getattr(unwrapped(model), method, None)
-    try:
-        return function() if callable(function) else None
-    except (AttributeError, NotImplementedError):
-        return None
-
-
 def placeholders(model: object) -> dict[int, str]:
     """Token ids that stand for what is not text, each with its name in the configuration, or in a part of it."""
     found: dict[int, str] = {}
-    configs = [getattr(unwrapped(model), "config", None)]
+    configs = [asked(unwrapped(model), "config", object)]
     for config in configs:
         for name in _PLACEHOLDERS:
-            ids = getattr(config, name, None)
+            ids = asked(config, name, (int, list, tuple))
             for each in ids if isinstance(ids, (list, tuple)) else [ids]:
                 if isinstance(each, int):
                     found.setdefault(each, name)
-        configs += [part for part in getattr(config, "__dict__", {}).values() if hasattr(part, "get_text_config")]
+        configs += [part for part in (asked(config, "__dict__", dict) or {}).values() if has(part, "get_text_config")]
     return found
 
 
 def text_config(model: nn.Module) -> Any:
     """The configuration of the language model, which in a multimodal model is one of several; None if there is none."""
-    config = getattr(unwrapped(model), "config", None)
-    get_text_config = getattr(config, "get_text_config", None)
-    return get_text_config(decoder=True) if callable(get_text_config) else config
+    config: Any = asked(unwrapped(model), "config", object)
+    return config.get_text_config(decoder=True) if has(config, "get_text_config") else config
 
 
 # ---------------------------------------------------------------------- what changes scores
@@ -441,8 +446,8 @@ def fingerprint(model: nn.Module) -> tuple[object, ...]:
     ``.to``. A write through ``.data``, as weight updaters do, bumps no counter: samples of each tensor reveal it.
     """
     # For tensors sharded over processes, the local part: of a DTensor, or of ZeRO-3.
-    both = (*(getattr(p, "ds_tensor", p) for p in model.parameters()), *model.buffers())
-    tensors: list[Tensor] = [t.to_local() if hasattr(t, "to_local") else t for t in both]
+    both = (*(asked(p, "ds_tensor", Tensor, p) for p in model.parameters()), *model.buffers())
+    tensors: list[Tensor] = [cast(Any, t).to_local() if has(t, "to_local") else t for t in both]
     where = tuple((t.data_ptr(), t.device, t.dtype, -1 if t.is_inference() else t._version) for t in tensors)
     samples: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
@@ -459,9 +464,9 @@ def adapter_state(model: nn.Module) -> tuple[object, ...]:
     return tuple(
         (
             layer.disable_adapters,
-            tuple(getattr(layer, "active_adapters", ())),
-            getattr(layer, "merged", False),
-            tuple(getattr(layer, "scaling", {}).items()),
+            tuple(asked(layer, "active_adapters", (list, tuple)) or ()),
+            asked(layer, "merged", bool, False),
+            tuple((asked(layer, "scaling", dict) or {}).items()),
         )
         for layer in adapter_layers(model)
     )

@@ -110,7 +110,7 @@ class ScoreOptions:
         if cast(Sampling | None, self.sampling) is None:  # of a configuration
             object.__setattr__(self, "sampling", Sampling())
         for each in fields(self):
-            value = getattr(self, each.name)
+            value = vars(self)[each.name]
             if each.type == "bool" and not isinstance(value, bool):
                 raise ValueError(f"{each.name} must be True or False, got {short(value)}.")
             if each.type == "int" and (isinstance(value, bool) or not isinstance(value, int)):
@@ -153,19 +153,19 @@ class ScoreOptions:
     @property
     def beside(self) -> tuple[str, ...]:
         """The scores beside the log-prob that need the whole distribution of the model alone."""
-        return tuple(name for name in ("entropy", "top_k", "moments", "return_kept") if getattr(self, name))
+        return tuple(name for name in ("entropy", "top_k", "moments", "return_kept") if vars(self)[name])
 
     # ------------------------------------------------------------------ for another process
 
     def to_dict(self) -> Json:
         """The :data:`SHARED` options that differ from the defaults, as JSON has them."""
-        found: Json = {name: value for name in SHARED if (value := getattr(self, name)) != getattr(_DEFAULTS, name)}
+        options: Json = {name: vars(self)[name] for name in SHARED if vars(self)[name] != vars(_DEFAULTS)[name]}
         if self.dtype is not None:
-            found["dtype"] = str(self.dtype).removeprefix("torch.")
-        if "sampling" in found:
+            options["dtype"] = str(self.dtype).removeprefix("torch.")
+        if "sampling" in options:
             sampling = vars(self.sampling)
-            found["sampling"] = {name: value for name, value in sampling.items() if value != vars(Sampling())[name]}
-        return found
+            options["sampling"] = {name: value for name, value in sampling.items() if value != vars(Sampling())[name]}
+        return options
 
     @classmethod
     def from_dict(cls, given: object) -> ScoreOptions:

@@ -24,6 +24,7 @@ from torchrl_llm_kl.scoring._model import (
     find_body,
     find_head,
     has_window,
+    head_weight,
     model_device,
     position_limit,
     read_output,
@@ -98,8 +99,8 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
 
 def _predicted_vocab(model: nn.Module) -> int | None:
     """Number of token ids that the model embeds and predicts; None if unknown. Some embed more than they predict."""
-    vocab, weight = vocab_size(model), getattr(find_head(model), "weight", None)
-    return min(vocab, weight.shape[0]) if vocab and isinstance(weight, Tensor) and weight.ndim == 2 else vocab
+    vocab, weight = vocab_size(model), head_weight(model)
+    return min(vocab, weight.shape[0]) if vocab and weight is not None and weight.ndim == 2 else vocab
 
 
 def _first_equal(

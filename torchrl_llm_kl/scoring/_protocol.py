@@ -27,7 +27,6 @@ FEATURES = frozenset(
     }
 )
 _NEUTRAL = ScoreOptions()
-_FIELDS = Changes.__annotations__.keys() - {"memory"}
 
 
 class Scorer(ABC):
@@ -217,17 +216,17 @@ class Offers(Protocol):
 def check_offers(
     scorer: Offers, options: ScoreOptions, request: ScoreRequest | None = None, *, reference: object = None
 ) -> None:
-    """Raise a ValueError for what is asked of a scorer, or of a service's engine, and not among its ``offers``."""
-    asked: dict[str, object] = {} if request is None else dict.fromkeys(request.recorded, "...")
-    asked |= {"reference": "..."} if reference is not None else {}
+    """Raise a ValueError for what is wanted of a scorer, or of a service's engine, and not among its ``offers``."""
+    wanted: dict[str, object] = {} if request is None else dict.fromkeys(request.recorded, "...")
+    wanted |= {"reference": "..."} if reference is not None else {}
     if options.sampling.truncates:
-        asked["truncation"] = options.sampling
-    for name in FEATURES & _FIELDS:
-        if (value := getattr(options, name)) != getattr(_NEUTRAL, name):
-            asked[name] = value
-    if lacking := sorted(asked.keys() - scorer.offers):
-        found = ", ".join(f"{'sampling' if name == 'truncation' else name}={_shown(asked[name])}" for name in lacking)
-        raise ValueError(f"{found} cannot be had from {scorer.place}: {scorer.instead}.")
+        wanted["truncation"] = options.sampling
+    given, neutral = ({**vars(each), "temperature": each.temperature} for each in (options, _NEUTRAL))
+    wanted |= {name: given[name] for name in FEATURES & given.keys() if given[name] != neutral[name]}
+    lacking = sorted(wanted.keys() - scorer.offers)
+    if lacking:
+        shown = ", ".join(f"{'sampling' if name == 'truncation' else name}={_shown(wanted[name])}" for name in lacking)
+        raise ValueError(f"{shown} cannot be had from {scorer.place}: {scorer.instead}.")
 
 
 def _shown(value: object) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrl_llm_kl._numerics import check_not_a_name, read_device
+from torchrl_llm_kl.scoring._asked import asked, has
 from torchrl_llm_kl.scoring._model import OFFLOADED, body_and_head, is_on_meta
 from torchrl_llm_kl.scoring._wrapping import is_fsdp2, is_zero3, unwrapped
 
@@ -65,7 +66,7 @@ def prepare_reference(
     layers = max((list(m) for m in body.modules() if isinstance(m, nn.ModuleList)), key=len, default=[])
     if not layers:
         raise ValueError(f"{type(model).__name__} has no ModuleList of layers.")
-    if hasattr(embedding, OFFLOADED):
+    if has(embedding, OFFLOADED):
         raise ValueError(f"{type(model).__name__} is offloaded already: prepare a new copy.")
     if dtype == torch.int8:
         _to_int8(layers, type(model).__name__)
@@ -127,7 +128,7 @@ def _keep_apart(
 ) -> None:
     """Layers and an untied embedding to the host, all else to the device."""
     host, pin = torch.device("cpu"), device.type != "cpu"
-    tied = getattr(head, "weight", None) is embedding.weight
+    tied = asked(head, "weight", Tensor) is embedding.weight
     streamed = {module for layer in layers for module in layer.modules()}
     away = set() if tied else set(embedding.modules())
     for module in model.modules():

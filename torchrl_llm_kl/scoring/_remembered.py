@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl.scoring._asked import asked, has
 from torchrl_llm_kl.scoring._fingerprint import WeightWatch, code_of, module_of
 from torchrl_llm_kl.scoring._invariant import PACK
 from torchrl_llm_kl.scoring._model import locked
@@ -25,7 +26,7 @@ from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._scorer import LogProbScorer, ScorerSlot
 from torchrl_llm_kl.scoring._scores import Scores
 from torchrl_llm_kl.scoring._store import KEY_BYTES, ScoreStore
-from torchrl_llm_kl.scoring._wrapper import log_probs_only
+from torchrl_llm_kl.scoring._wrapper import log_probs_only, vocabulary_of
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
 # Counts up when scores change by more than rounding.
@@ -88,13 +89,13 @@ class RememberedModel(nn.Module):
         self._stated, self._watch = fingerprint, WeightWatch()
         self._tokenizer: tuple[object, str] = (None, "")
         self.model: Any = model
-        if fingerprint is None and not hasattr(model, "make_scorer"):
+        if fingerprint is None and not has(model, "make_scorer"):
             module_of(model)
 
     @property
     def replays(self) -> bool:
         """Whether it can be scored over recorded tokens; such scores are not remembered."""
-        return not log_probs_only(self.model) or getattr(self.model, "replays", False) is True
+        return not log_probs_only(self.model) or asked(self.model, "replays", bool) is True
 
     def __getattr__(self, name: str) -> Any:
         of_wrapper = name in _INTERFACE or name.endswith(("_key", "_keys"))
@@ -117,7 +118,7 @@ class RememberedModel(nn.Module):
             )
         if self._stated is not None:
             return None, f"stated {self._stated}"
-        if hasattr(self.model, "make_scorer"):
+        if has(self.model, "make_scorer"):
             found: tuple[int | None, str] | None = self.model.fingerprint()
             return found
         module = module_of(self.model)
@@ -125,10 +126,10 @@ class RememberedModel(nn.Module):
 
     def vocabulary(self) -> str:
         """A digest of the tokenizer's vocabulary; empty if the model does not tokenise."""
-        tokenizer = getattr(getattr(self.model, "interface", self.model), "tokenizer", None)
+        model = asked(self.model, "interface", object, self.model)
+        tokenizer = asked(model, "tokenizer", object)
         if tokenizer is not self._tokenizer[0]:
-            entries: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
-            text = json.dumps([type(tokenizer).__name__, sorted(entries.items())])
+            text = json.dumps([type(tokenizer).__name__, sorted(vocabulary_of(model).items())])
             self._tokenizer = tokenizer, blake2b(text.encode(), digest_size=16).hexdigest()
         return self._tokenizer[1]
 
@@ -224,7 +225,7 @@ class RememberedScorer(Scorer):
         settings["dtype"] = dtype and str(dtype)
         if options.deterministic:
             # The same bits in every call are promised for one number of threads and one size of packs.
-            size = getattr(inner, "tokens_per_batch", None) or PACK
+            size = asked(inner, "tokens_per_batch", int) or PACK
             settings["deterministic"] = (torch.__version__, torch.get_num_threads(), size)
         about = json.dumps([_FORMAT, weights, self.model.vocabulary(), settings], default=str)
         names = ["log_prob"] + ["entropy"] * options.entropy
@@ -288,7 +289,7 @@ class Lookup:
     def take(self, scores: Scores) -> None:
         """Take the computed scores of :meth:`missing`; what was stored before stays."""
         for name, known in self._known.items():
-            computed = getattr(scores, name).values.detach().cpu()[self._sent.mask].numpy()
+            computed = scores.per_token[name].values.detach().cpu()[self._sent.mask].numpy()
             self._new[name] = np.full(len(known), np.nan, computed.dtype)
             self._new[name][self._missing] = computed
             self._new[name][~np.isnan(known)] = np.nan

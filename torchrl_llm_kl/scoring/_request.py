@@ -236,7 +236,7 @@ class ScoreRequest:
     @property
     def recorded(self) -> FieldValues:
         """The optional fields that are given, by name."""
-        return {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
+        return {name: vars(self)[name] for name in FIELDS if vars(self)[name] is not None}
 
     @property
     def form(self) -> tuple[tuple[str, tuple[object, ...]], ...]:
@@ -267,7 +267,7 @@ class ScoreRequest:
         every = [(request.tokens.values, request.tokens.lengths, request.mask) for request in requests]
         values, lengths, mask = map(torch.cat, zip(*every, strict=True))
         tokens, first = _laid_out(values, lengths), requests[0]
-        joined = {name: FIELDS[name].concat([getattr(each, name) for each in requests]) for name in first.recorded}
+        joined = {name: FIELDS[name].concat([vars(each)[name] for each in requests]) for name in first.recorded}
         return replace(first, tokens=tokens, mask=mask, layout=tokens, **joined)
 
     def sizes(self) -> Tensor:

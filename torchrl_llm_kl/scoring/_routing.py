@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import is_dtensor, send
 from torchrl_llm_kl._private import CHECKPOINTS, compiled_call, deepspeed_groups
+from torchrl_llm_kl.scoring._asked import asked
 from torchrl_llm_kl.scoring._checkpoints import ADVICE, Followed, Swap, follow, saving, swapped
 from torchrl_llm_kl.scoring._model import locked, text_config
 from torchrl_llm_kl.scoring._request import ScoreRequest
@@ -56,7 +57,7 @@ def _mixtral(router: Router, logits: Tensor, ids: Tensor) -> Tensor:
 
 def _qwen3_moe(router: Router, logits: Tensor, ids: Tensor) -> Tensor:
     top = F.softmax(logits, dim=-1, dtype=torch.float).gather(-1, ids)
-    if getattr(router, "norm_topk_prob", True):  # Qwen3.5 always does
+    if asked(router, "norm_topk_prob", bool, True):  # Qwen3.5 always does
         top = top / top.sum(-1, keepdim=True)
     return top.to(logits.dtype)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrl_llm_kl._numerics import check_choice, check_temperature, widen
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.head import Truncation, floor_of
+from torchrl_llm_kl.scoring._asked import asked, call_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,8 +62,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, off in OTHERS.items():
-            given = getattr(self, name)
-            value = given.item() if getattr(given, "ndim", None) == 0 else given  # of numpy or torch
+            given = vars(self)[name]
+            value = given.item() if asked(given, "ndim", int) == 0 else given  # of numpy or torch
             if value is None or (name == "top_k" and value == -1):
                 value = off
             if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -134,8 +135,8 @@ def _arguments_of_generate(model: Any) -> set[str]:
     """What transformers' ``generate`` takes: its own arguments, settings, and inputs of the model."""
     from transformers import GenerationConfig
 
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's hides them
-    methods = (getattr(base, name, None) for name in ("generate", "forward", "prepare_inputs_for_generation"))
+    base = call_of(model, "get_base_model", model)  # PEFT's hides them
+    methods = (asked(base, name, (object,)) for name in ("generate", "forward", "prepare_inputs_for_generation"))
     found = {name for method in methods if method is not None for name in inspect.signature(method).parameters}
     return found | {"tokenizer", "assistant_tokenizer"} | set(vars(GenerationConfig()))
 
@@ -167,4 +168,4 @@ def truncate(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _changed(sampling: Sampling) -> dict[str, float]:
-    return {name: value for name in TRANSFORMERS if (value := getattr(sampling, name)) != OTHERS[name]}
+    return {name: vars(sampling)[name] for name in TRANSFORMERS if vars(sampling)[name] != OTHERS[name]}

@@ -6,6 +6,7 @@ import math
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name, check_range, finite_total, to_host
 from torchrl_llm_kl._private import compiled_call
+from torchrl_llm_kl.scoring._asked import asked, has
 from torchrl_llm_kl.scoring._cache import PrefixKVCache
 from torchrl_llm_kl.scoring._explain import Explanation, explain
 from torchrl_llm_kl.scoring._forks import has_state
@@ -463,11 +465,12 @@ class ScorerSlot:
 
     def get(self, model: Model, **settings: Any) -> Scorer:
         """The scorer for these settings; a new one if the model, the weights in a wrapper or a setting changed."""
-        sources = (model, getattr(model, "model", None))
+        sources = (model, asked(model, "model", object))
         same = all(a is b for a, b in zip(self._sources, sources, strict=True))
         if self._scorer is None or not same or settings != self._settings:
-            make = getattr(model, "make_scorer", None)  # a model in another process
-            self._scorer = LogProbScorer(cast(nn.Module, model), **settings) if make is None else make(**settings)
+            makes_own = has(model, "make_scorer")  # a model in another process
+            made = cast(Any, model).make_scorer if makes_own else partial(LogProbScorer, cast(nn.Module, model))
+            self._scorer = made(**settings)
             self._sources, self._settings = sources, settings
         return self._scorer
 

@@ -29,6 +29,7 @@ from torchrl_llm_kl.head import (
     logits_kl,
 )
 from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring._asked import asked
 from torchrl_llm_kl.scoring._model import LogitMap, Setup, body_and_head, logit_map
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._request import ScoreRequest
@@ -124,14 +125,14 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
     A head that is more than a linear layer (wrapped by an adapter, quantised, hooked) is called as a module.
     """
     head, mapped = body_and_head(setup.model)[1], logit_map(setup.model)
-    weight, plain = getattr(head, "weight", None), _is_plain(head)
+    weight, plain = asked(head, "weight", Tensor), _is_plain(head)
     if not plain and is_dtensor(weight):
         raise ValueError(
             f"the head {type(head).__name__} is sharded over ranks and more than linear: leave it out of the plan."
         )
-    own = weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else None
+    own = weight.dtype if weight is not None and weight.is_floating_point() else None
     narrow = setup.options.dtype if plain and own != torch.float64 else None
-    if isinstance(weight, Tensor):
+    if weight is not None:
         # Under autocast the body's output is narrower than the head.
         hidden = hidden.to(weight.device, narrow or own)
 
@@ -151,7 +152,7 @@ def _is_plain(head: nn.Module) -> bool:
     """
     hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
     known = {name for name, found in (("fsdp", is_fsdp2(head)), ("deepspeed", is_zero3(head))) if found}
-    if is_dtensor(getattr(head, "weight", None)):
+    if is_dtensor(asked(head, "weight", Tensor)):
         known.add("torch.distributed.tensor")
     kind = type(head).__mro__[2] if is_fsdp2(head) else type(head)
     return kind is nn.Linear and all(any(name in hook.__module__ for name in known) for hook in hooks)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from torchrl_llm_kl._numerics import check_not_a_name, check_range
 from torchrl_llm_kl._private import WRAPPED
+from torchrl_llm_kl.scoring._asked import asked
 from torchrl_llm_kl.scoring._model import adapter_layers, check_has_adapters, is_on_meta, locked
 from torchrl_llm_kl.scoring._scorer import LogProbScorer, ModelOrScorer
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
@@ -254,7 +255,7 @@ class ReferenceUpdater:
     def _check_scaling(self, active: str, adapter: str) -> None:
         """Raise a ValueError if equal weights of two adapters would not compute the same."""
         for layer in adapter_layers(self._policy):
-            factors = getattr(layer, "scaling", {})
+            factors = asked(layer, "scaling", dict) or {}
             own, new = factors.get(adapter), factors.get(active)
             if own != new:
                 raise ValueError(

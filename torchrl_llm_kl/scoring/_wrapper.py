@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchrl_llm_kl._private import is_remote
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring._asked import asked, call_of, has
 from torchrl_llm_kl.scoring._model import evaluating
 from torchrl_llm_kl.scoring._passes import plan_micro_batches
 from torchrl_llm_kl.scoring._request import ScoreRequest
@@ -26,16 +27,21 @@ Found = tuple[Tensor, Tensor, list[int]]
 
 def is_wrapper(model: object) -> bool:
     """Whether ``model`` is a TorchRL language-model wrapper."""
-    return hasattr(model, "get_new_version")
+    return has(model, "get_new_version")
 
 
 def unwrap(wrapper: object) -> nn.Module | None:
     """The transformers model inside a wrapper; None if its weights are not in this process."""
-    inner = None if is_remote(wrapper) else getattr(wrapper, "model", None)
-    if not isinstance(inner, nn.Module):
+    inner = None if is_remote(wrapper) else asked(wrapper, "model", nn.Module)
+    if inner is None:
         return None
     of_transformers = any(base.__name__ == "TransformersWrapper" for base in type(wrapper).__mro__)
-    return inner if of_transformers or hasattr(inner, "get_output_embeddings") else None
+    return inner if of_transformers or has(inner, "get_output_embeddings") else None
+
+
+def vocabulary_of(model: object) -> dict[str, int]:
+    """The entries of a model's tokenizer; empty if it has none."""
+    return cast("dict[str, int]", call_of(asked(model, "tokenizer", object), "get_vocab", {}))
 
 
 def repair_padding(wrapper: object) -> None:
@@ -43,22 +49,22 @@ def repair_padding(wrapper: object) -> None:
 
     torchrl takes the first id of the *encoded* padding token instead, which is BOS if the tokenizer adds one.
     """
-    tokenizer, padding = getattr(wrapper, "tokenizer", None), getattr(wrapper, "padding_value", None)
-    pad = getattr(tokenizer, "pad_token_id", None)
-    if is_wrapper(wrapper) and None not in (pad, padding) and padding == getattr(tokenizer, "bos_token_id", None):
+    tokenizer, padding = asked(wrapper, "tokenizer", object), asked(wrapper, "padding_value", int)
+    pad, bos = (asked(tokenizer, name, int) for name in ("pad_token_id", "bos_token_id"))
+    if is_wrapper(wrapper) and None not in (pad, padding) and padding == bos:
         vars(wrapper)["padding_value"] = pad  # plain attributes, also in a module
 
 
 def log_probs_only(model: object) -> bool:
     """Whether a model returns log-probs but no distributions: it is of another backend, or in another process."""
-    return unwrap(model) is None if is_wrapper(model) else getattr(model, "log_probs_only", False) is True
+    return unwrap(model) is None if is_wrapper(model) else asked(model, "log_probs_only", bool) is True
 
 
 def check_distributions(*models: object, what: str = "an exact KL") -> None:
     """Raise a ValueError that begins with ``what`` if a model returns log-probs only; None and names pass."""
     for model in filter(log_probs_only, models):
-        served = not is_wrapper(model) and not hasattr(model, "place")
-        place = "behind a service" if served else getattr(model, "place", "of another backend")
+        served = not is_wrapper(model) and not has(model, "place")
+        place = "behind a service" if served else asked(model, "place", str, "of another backend")
         advice = (
             " RetrieveLogProb(model, extras=[TopK(64)]) gets the most probable tokens from there." if served else ""
         )
@@ -71,7 +77,7 @@ def check_distributions(*models: object, what: str = "an exact KL") -> None:
 
 def check_replays(*models: object, what: str) -> None:
     """Raise a ValueError that begins with ``what`` if a model cannot be scored over given tokens; None and names pass."""
-    check_distributions(*(model for model in models if getattr(model, "replays", False) is not True), what=what)
+    check_distributions(*(model for model in models if asked(model, "replays", bool) is not True), what=what)
 
 
 def scoring_version(wrapper: LLMWrapperBase) -> LLMWrapperBase:
@@ -84,13 +90,13 @@ def scoring_version(wrapper: LLMWrapperBase) -> LLMWrapperBase:
         return wrapper
     changes: Json = {"generate": False, "return_log_probs": True, "input_mode": "tokens", "pad_output": False}
     # Some wrappers write the padding into the dict of the wrapper that they copy: pass them a copy.
-    tokenizer_kwargs = getattr(wrapper, "tokenizer_kwargs", None)
-    if isinstance(tokenizer_kwargs, dict):
+    tokenizer_kwargs = asked(wrapper, "tokenizer_kwargs", dict)
+    if tokenizer_kwargs is not None:
         changes["tokenizer_kwargs"] = {**tokenizer_kwargs, "padding": False}
     version = wrapper.get_new_version(input_key=_TOKENS_KEY, **changes)
     # vLLM's wrapper drops every token equal to its padding value, often the end-of-turn token. The rows here have no
     # padding, so nothing must be dropped.
-    if version is not wrapper and isinstance(getattr(version, "padding_value", None), int):
+    if version is not wrapper and asked(version, "padding_value", int) is not None:
         version.padding_value = -1
     return version
 
@@ -155,7 +161,10 @@ def _score_rows(version: LLMWrapperBase, request: ScoreRequest, rows: Tensor, de
     offsets, lengths = request.tokens.offsets[rows].tolist(), (request.forward_lengths[rows] + 1).tolist()
     spans = [torch.arange(start, start + length) for start, length in zip(offsets, lengths, strict=True)]
     output = version(lazy_stack([TensorDict({_TOKENS_KEY: request.tokens.values[s].to(device)}) for s in spans]))
-    name, key = type(version).__name__, unravel_key((getattr(version, "log_probs_key", None) or "log_probs", "full"))
+    name, key = (
+        type(version).__name__,
+        unravel_key((asked(version, "log_probs_key", (str, tuple)) or "log_probs", "full")),
+    )
     found = output.get(key, None, as_list=True)
     if found is None:
         raise ValueError(

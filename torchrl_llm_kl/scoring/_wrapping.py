@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrl_llm_kl._private import active_ddp, compiled_inside, deepspeed_groups, reshard_fsdp1
+from torchrl_llm_kl.scoring._asked import asked
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError
 
 Result = TypeVar("Result")
@@ -166,7 +167,7 @@ def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     found: dict[int, dist.ProcessGroup] = {}
     for module in model.modules():
         if isinstance(module, _wrappers()):
-            group = getattr(module, "process_group", None) or cast(Any, module).data_parallel_group
+            group: Any = asked(module, "process_group", object) or cast(Any, module).data_parallel_group
             found[id(group)] = group
         if is_fsdp2(module):
             cast(Any, module).reshard()  # parameters that are whole do not tell their group
@@ -282,7 +283,7 @@ def _callers(model: nn.Module, body: nn.Module, head: nn.Module) -> list[nn.Modu
     path = next((name for name, module in model.named_modules() if module is body), "")
     module: nn.Module = model
     for part in ["", *path.split(".")][:-1]:
-        module = module if not part else getattr(module, part)
+        module = module if not part else asked(module, part, nn.Module, module)
         chain.append(module)
     found = [module for module in (*chain, head) if _has_hooks(module)]
     return [

@@ -1,0 +1,39 @@
+"""The one place where objects of other libraries are asked for attributes that they may lack."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, overload
+
+T = TypeVar("T")
+
+
+@overload
+def asked(owner: object, name: str, kind: type[T]) -> T | None: ...
+@overload
+def asked(owner: object, name: str, kind: tuple[type, ...]) -> Any: ...
+@overload
+def asked(owner: object, name: str, kind: type[T], default: T) -> T: ...
+def asked(owner: object, name: str, kind: type[T] | tuple[type, ...], default: object = None) -> object:
+    """An attribute of a model, a module or a configuration; ``default`` if it is missing or has another type.
+
+    Example:
+        >>> import torch
+        >>> asked(torch.nn.Linear(2, 3), "out_features", int), asked(None, "out_features", int)
+        (3, None)
+    """
+    value = getattr(owner, name, default)
+    return value if isinstance(value, kind) else default
+
+
+def call_of(owner: object, name: str, default: object = None) -> object:
+    """The result of a method without arguments; ``default`` if there is none, or it is not implemented."""
+    method = getattr(owner, name, None)
+    try:
+        return method() if callable(method) else default
+    except (AttributeError, NotImplementedError):
+        return default
+
+
+def has(owner: object, name: str) -> bool:
+    """Whether there is an attribute."""
+    return hasattr(owner, name)
