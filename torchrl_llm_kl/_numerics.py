@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated
 
 import torch
@@ -99,20 +99,11 @@ def check_temperature(temperature: float) -> None:
         raise ValueError(f"temperature must be at least {COLDEST:g}, got {temperature}: the logits would overflow.")
 
 
-def check_float_type(**named: object) -> None:
-    """Raise a ValueError unless each named value is one of :data:`FLOAT_TYPES`."""
-    for name, dtype in named.items():
-        if dtype not in FLOAT_TYPES.values():
-            raise ValueError(
-                f"{name} must be one of {', '.join(f'torch.{x}' for x in FLOAT_TYPES)}, got {dtype!r:.80}."
-            )
-
-
-def check_choice(choices: Sequence[str | None], **named: object) -> None:
+def check_choice(choices: Collection[object], **named: object) -> None:
     """Raise a ValueError unless each named value is one of ``choices``."""
     for name, value in named.items():
         if value not in choices:
-            hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+            hint = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.{hint}")
 
 
@@ -137,18 +128,17 @@ def read_device(device: torch.device | str | int, name: str = "device") -> torch
         device(type='cpu')
     """
     try:
-        found = torch.device(device)
-        if (found.index or 0) < torch.get_device_module(found).device_count():  # it does not start the device
-            return found
+        named = torch.device(device)
+        if (named.index or 0) < torch.get_device_module(named).device_count():  # it does not start the device
+            return named
     except (RuntimeError, TypeError):  # unknown to torch, without an accelerator, or meta
         pass
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = 0 if accelerator is None else torch.accelerator.device_count()
     present = ", ".join(["cpu", *(f"{accelerator}:{i}" for i in range(count))])
     shown = repr(device if isinstance(device, int) else str(device))
-    raise ValueError(
-        f"{name}={shown} is not a device of this process (torch {torch.__version__}), which has {present}: pass one of these."
-    )
+    have = f"process (torch {torch.__version__}), which has {present}"
+    raise ValueError(f"{name}={shown} is not a device of this {have}: pass one of these.")
 
 
 def all_finite(*tensors: Tensor) -> bool:
@@ -195,8 +185,8 @@ def check_finite(
         bad = ~value.isfinite().reshape(-1)
         if bool(bad.any()):
             at = int(bad.nonzero()[0])
-            found = float(value.reshape(-1)[at])
-            raise NotFiniteError(f"{name} is {found} at {place(at)}: expected a finite number. {advice}")
+            number = float(value.reshape(-1)[at])
+            raise NotFiniteError(f"{name} is {number} at {place(at)}: expected a finite number. {advice}")
 
 
 # ------------------------------------------------------------------ between the host and an accelerator

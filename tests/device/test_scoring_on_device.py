@@ -42,7 +42,8 @@ def wide(family: str = "qwen2", seed: int = 0) -> nn.Module:
 
 def everything(scorer: LogProbScorer, at: torch.device, **options: Any) -> Any:
     tokens_, mask, ids = to((BATCH, MASK, TOP_IDS), at)
-    return scorer.evaluate(tokens_, mask, **({"top_ids": ids} if "top_k" in options else {}), **options)
+    request = ScoreRequest.of(tokens_, mask, top_ids=ids if "top_k" in options else None)
+    return scorer.evaluate(request, **options)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -32,14 +32,14 @@ def test_what_is_not_supported_is_refused_on_all_ranks(pool):
     """A plan with sequence parallel norms at construction, before a forward that would wait for other ranks."""
     expected = {
         "hidden size": ["Shard(0), the vocabulary"],
-        "bias": ["expected the same for both"],
+        "bias": [": expected the same"],
         "mixture": ["needs whole rows"],
-        "policy whole": ["weight is whole but ref_weight is sharded over ranks [0, 1]"],
-        "trained reference": ["weight is sharded over ranks [0, 1] but ref_weight is whole"],
+        "policy whole": ["weight is sharded over no ranks but ref_weight over ranks [0, 1]"],
+        "trained reference": ["weight is sharded over ranks [0, 1] but ref_weight over no ranks"],
         "target": ["from 1 to 10; expected 0 to 9"],
         "k": ["expected 1 to 10"],
         "ids": ["ids holds token ids from 0 to 10; expected at most 9"],
-        "empty slice": ["the last has none"],
+        "empty slice": ["too few for 2 ranks"],
         "sequence parallel of torch": ["norm of ", "is sequence parallel"],
         "sequence parallel of transformers": ["norm of ", "is sequence parallel"],
     }

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict, Unpack
 
-from torchrl_llm_kl._numerics import check_choice, check_float_type, check_temperature, wide_dtype
+from torchrl_llm_kl._numerics import FLOAT_TYPES, check_choice, check_temperature, wide_dtype
 from torchrl_llm_kl.head._kept import find_kept, kept_scores, most_kept
 from torchrl_llm_kl.head._operators import sweep, top_k
-from torchrl_llm_kl.head._shards import Slice, local_part
+from torchrl_llm_kl.head._shards import local_part
 from torchrl_llm_kl.head._support import WHOLE, Kept, Truncation
-from torchrl_llm_kl.head._tiles import Head, HeadOutput, OutcomesOutput, PairOutput, Plan, Result, TopK
+from torchrl_llm_kl.head._tiles import Head, HeadOutput, OutcomesOutput, PairOutput, Plan, Result, Tokens, TopK
 
 #: A divergence of policy and reference, see :func:`linear_pair`.
 Direction = Literal["reverse", "forward", "jensen_shannon"]
@@ -112,9 +112,9 @@ def linear_log_prob(
     Source: online softmax: Milakov and Gimelshein, arXiv 1805.02867; logits recomputed in backward: Wijmans et al.,
     arXiv 2411.09009.
     """
-    head, part, tile = _prepare(hidden, weight, **options)
-    plan = Plan(tile, entropy, truncation=_check_truncation(truncation, kept, head, part), keep_targets=keep_targets)
-    out = _run(plan, _check_targets(targets, head, part), head, None, part, kept, added)
+    head, tile = _prepare(hidden, weight, **options)
+    plan = Plan(tile, entropy, truncation=_check_truncation(truncation, kept, head), keep_targets=keep_targets)
+    out = _run(plan, _check_targets(targets, head), head, None, kept, added)
     assert out.log_prob is not None
     return HeadOutput(out.log_prob, out.entropy)
 
@@ -148,16 +148,16 @@ def linear_outcomes(
 
     Example:
         >>> weight = torch.tensor([[5.0], [2.0], [1.0]]).log()  # probabilities 5/8, 2/8 and 1/8 at a hidden state of 1
-        >>> found = linear_outcomes(torch.ones(1, 1), weight, torch.tensor([2]), torch.tensor([[0]]))
-        >>> found.log_prob.exp(), found.outcomes.exp()
+        >>> out = linear_outcomes(torch.ones(1, 1), weight, torch.tensor([2]), torch.tensor([[0]]))
+        >>> out.log_prob.exp(), out.outcomes.exp()
         (tensor([0.1250]), tensor([[0.6250, 0.3750]]))
     """
-    head, part, tile = _prepare(hidden, weight, **options)
-    shape, ids = ids.shape, _check_ids(ids, head, part)
-    out = sweep(Plan(tile, entropy), _check_targets(targets, head, part), head, part=part, ids=ids)
+    head, tile = _prepare(hidden, weight, **options)
+    tokens = Tokens(_check_targets(targets, head), ids=_check_ids(ids, head))
+    out = sweep(Plan(tile, entropy), head, None, tokens)
     assert out.log_prob is not None
     assert out.outcomes is not None
-    return OutcomesOutput(out.log_prob, out.entropy, out.outcomes.view(*shape[:-1], shape[-1] + 1))
+    return OutcomesOutput(out.log_prob, out.entropy, out.outcomes.view(*ids.shape[:-1], ids.shape[-1] + 1))
 
 
 def linear_pair(
@@ -210,36 +210,27 @@ def linear_pair(
     bias, scale, cap = options.pop("ref_bias", None), options.pop("ref_scale", 1.0), options.pop("ref_soft_cap", None)
     ref_kept, added = options.pop("ref_kept", False), options.pop("added", None)
     own: HeadOptions = options
-    policy, part, tile = _prepare(hidden, weight, **own)
+    policy, tile = _prepare(hidden, weight, **own)
     of_ref: HeadOptions = {**own, "bias": bias, "scale": scale, "soft_cap": cap}
-    ref, ref_part, _ = _prepare(ref_hidden, ref_weight, "ref_", **of_ref)
-    vocab, ref_vocab = _vocabulary(policy, part), _vocabulary(ref, ref_part)
-    if vocab != ref_vocab:
+    ref, _ = _prepare(ref_hidden, ref_weight, "ref_", **of_ref)
+    if (policy.positions, policy.whole_vocab) != (ref.positions, ref.whole_vocab):
         raise ValueError(
-            f"weight covers a vocabulary of {vocab} tokens but ref_weight one of {ref_vocab}; an exact KL "
-            "needs the same tokens in order. If one head is only padded, cut both to the common vocabulary."
-        )
-    if policy.sizes[0] != ref.sizes[0]:
-        raise ValueError(
-            f"hidden holds {policy.sizes[0]} positions but ref_hidden holds {ref.sizes[0]}: expected the same."
+            f"policy: {policy.positions} positions, {policy.whole_vocab} tokens; reference: {ref.positions} positions, "
+            f"{ref.whole_vocab} tokens. Score the same positions, and cut a padded head to the common vocabulary."
         )
     if (policy.dtype == torch.float64) != (ref.dtype == torch.float64):
         raise TypeError(
-            f"the policy's product is {policy.dtype} but the reference's {ref.dtype}; expected both float64 or "
-            "neither. Set product_dtype."
+            f"the products are {policy.dtype} and {ref.dtype}: set product_dtype, float64 for both or neither."
         )
-    left = _check_truncation(truncation, kept, policy, part)
+    left = _check_truncation(truncation, kept, policy)
     truncated = kept is not None or left.active
     if truncated and direction != "reverse" and not (ref_kept and direction == "forward"):
-        raise ValueError(
-            f'direction={direction!r} is infinite where the policy is truncated and the reference is not: use "reverse".'
-        )
-    ref_kept = ref_kept and truncated
-    plan = Plan(tile, entropy, _shares(direction, beta), left, keep_targets, ref_kept)
-    if part is not None or ref_part is not None:
-        ref = _same_slice(plan, part, ref, ref_part)
-    checked = None if targets is None else _check_targets(targets, policy, part)
-    return PairOutput._make(_run(plan, checked, policy, ref, part or ref_part, kept, added)[:4])
+        raise ValueError(f'direction={direction!r} is infinite where only the policy is truncated: use "reverse".')
+    plan = Plan(tile, entropy, _shares(direction, beta), left, keep_targets, ref_kept and truncated)
+    if policy.part is not None or ref.part is not None:
+        ref = _same_slice(plan, policy, ref)
+    checked = None if targets is None else _check_targets(targets, policy)
+    return PairOutput._make(_run(plan, checked, policy, ref, kept, added)[:4])
 
 
 def logits_kl(
@@ -262,14 +253,12 @@ def logits_kl(
         tensor([0.1438])
     """
     if logits.ndim != 2 or logits.shape != ref_logits.shape or logits.shape[1] == 0:
-        raise ValueError(
-            f"logits has shape {tuple(logits.shape)} and ref_logits has shape {tuple(ref_logits.shape)}; expected the "
-            "same [N, V] with V at least 1. Flatten the positions first."
-        )
+        shapes = f"{tuple(logits.shape)} and {tuple(ref_logits.shape)}"
+        raise ValueError(f"logits and ref_logits have shapes {shapes}; expected the same [N, V] with V at least 1.")
     check_temperature(temperature)
     dtype = wide_dtype(logits.dtype, ref_logits.dtype)
     policy, ref = (Head(each, None, None, dtype, float(temperature)) for each in (logits, ref_logits))
-    kl = sweep(Plan(_tile_sizes(chunk, logits), shares=_shares(direction, beta)), None, policy, ref).kl
+    kl = sweep(Plan(_tile_sizes(chunk, logits), shares=_shares(direction, beta)), policy, ref).kl
     assert kl is not None
     return kl
 
@@ -299,12 +288,12 @@ def linear_top_k(
         >>> top.indices, top.log_probs.exp(), top.tail_log_prob.exp()
         (tensor([[1]]), tensor([[0.6250]]), tensor([0.3750]))
     """
-    head, part, (n, v) = _prepare(hidden, weight, **options)
-    if not 1 <= k <= _vocabulary(head, part):
-        raise ValueError(f"k is {k}; expected 1 to {_vocabulary(head, part)}, the size of the vocabulary.")
+    head, (n, v) = _prepare(hidden, weight, **options)
+    if not 1 <= k <= head.whole_vocab:
+        raise ValueError(f"k is {k}; expected 1 to {head.whole_vocab}, the size of the vocabulary.")
     if options.get("chunk") is None and 128 * k > v:
         n, v = max(1, n * v // (128 * k)), 128 * k
-    return top_k(head, k, (n, v), None if targets is None else _check_targets(targets, head, part), part)
+    return top_k(head, k, (n, v), None if targets is None else _check_targets(targets, head))
 
 
 @torch.no_grad()
@@ -342,12 +331,12 @@ def linear_kept(
         >>> kept.ids.tolist(), kept.offsets.tolist(), kept.added.tolist()
         ([0, 2, 0, 2, 3], [0, 2, 5], [False, True])
     """
-    head, part, tile = _prepare(hidden, weight, **options)
-    left = _check_truncation(truncation, None, head, part)
+    head, tile = _prepare(hidden, weight, **options)
+    left = _check_truncation(truncation, None, head)
     if not left.active:
         raise ValueError(f"{truncation} leaves every token: call linear_log_prob without it.")
-    checked = None if targets is None else _check_targets(targets, head, part)
-    return find_kept(head, left, tile, checked, most_kept(head.sizes[1]) if most is None else most)
+    checked = None if targets is None else _check_targets(targets, head)
+    return find_kept(head, left, tile, checked, most_kept(head.vocab) if most is None else most)
 
 
 def _run(
@@ -355,16 +344,15 @@ def _run(
     targets: Tensor | None,
     policy: Head,
     ref: Head | None,
-    part: Slice | None,
     kept: Kept | None,
     added: list[Tensor] | None,
 ) -> Result:
-    if kept is not None and _few(kept, policy, ref, plan, part):
+    if kept is not None and _few(kept, policy, ref, plan):
         return kept_scores(plan, targets, policy, ref, kept)
     if added is None or not plan.truncation.active:
-        return sweep(plan, targets, policy, ref, part, kept)
+        return sweep(plan, policy, ref, Tokens(targets, kept))
     statistics: list[Tensor] = []
-    out = sweep(plan, targets, policy, ref, part, kept, statistics=statistics)
+    out = sweep(plan, policy, ref, Tokens(targets, kept), statistics)
     (top, log_total, *_), floor = statistics, statistics[plan.statistics(1 if ref is None else 2) - 1]
     assert out.log_prob is not None
     # The target's logit, rounded anew: one that is equal to the floor is kept.
@@ -372,14 +360,13 @@ def _run(
     return out
 
 
-def _few(kept: Kept, policy: Head, ref: Head | None, plan: Plan, part: Slice | None) -> bool:
-    """Whether to score the kept tokens alone. A compiled graph cannot hold tensors of their number."""
-    if torch.compiler.is_compiling() or part is not None or (plan.keep_targets and kept.logits is None):
+def _few(kept: Kept, policy: Head, ref: Head | None, plan: Plan) -> bool:
+    """Whether to score only the kept tokens. A compiled graph cannot hold tensors of their number."""
+    if torch.compiler.is_compiling() or policy.part is not None or (plan.keep_targets and kept.logits is None):
         return False
-    if ref is not None and any(t is not None and t.requires_grad for t in ref[:3]):
+    if ref is not None and ref.requires_grad:
         return False
-    count, vocab = policy.sizes
-    return kept.logits is not None or len(kept.ids) <= most_kept(vocab) * count
+    return kept.logits is not None or len(kept.ids) <= most_kept(policy.vocab) * policy.positions
 
 
 # ------------------------------------------------------------------ checks
@@ -396,121 +383,97 @@ def _prepare(
     soft_cap: float | None = None,
     product_dtype: torch.dtype | None = None,
     chunk: tuple[int, int] | int | None = None,
-) -> tuple[Head, Slice | None, tuple[int, int]]:
-    """One head on this rank, its slice of a sharded vocabulary, and a tile; names in messages begin with ``prefix``."""
+) -> tuple[Head, tuple[int, int]]:
+    """One head, of a sharded vocabulary this rank's part of it, and a tile; names in messages begin with ``prefix``."""
     weight, bias, part = local_part(prefix, weight, bias)
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or weight.shape[0] == 0:
-        raise ValueError(
-            f"{prefix}hidden has shape {tuple(hidden.shape)} and {prefix}weight has shape {tuple(weight.shape)}; "
-            "expected [N, H] and [V, H] with V at least 1. Flatten the positions first."
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{prefix}bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},), as the weight.")
+    vocab = weight.shape[:1]
+    fits = hidden.ndim == 2 and weight.shape[1:] == hidden.shape[1:] and vocab != (0,)
+    if not fits or (bias is not None and bias.shape != vocab):
+        shapes = ", ".join(str(tuple(x.shape)) for x in (hidden, weight, bias) if x is not None)
+        names = f"{prefix}hidden, {prefix}weight and {prefix}bias"
+        raise ValueError(f"{names} have shapes {shapes}; expected [N, H], [V, H] and [V] with V at least 1.")
     check_temperature(temperature)
     if soft_cap is not None and not 0 < soft_cap < float("inf"):
         raise ValueError(f"{prefix}soft_cap must be positive and finite, or None for no cap, got {soft_cap}.")
-    for name, tensor in (("hidden", hidden), ("weight", weight)):
-        if not tensor.is_floating_point():
-            raise TypeError(f"{prefix}{name} has dtype {tensor.dtype}; expected a floating-point dtype.")
+    if not (hidden.is_floating_point() and weight.is_floating_point()):
+        raise TypeError(f"{prefix}hidden and {prefix}weight are {hidden.dtype} and {weight.dtype}; expected floats.")
     device = hidden.device.type
     if product_dtype is not None:
-        check_float_type(product_dtype=product_dtype)
+        check_choice(FLOAT_TYPES.values(), product_dtype=product_dtype)
     elif torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
         product_dtype = torch.get_autocast_dtype(device)
     elif hidden.dtype != weight.dtype:
-        raise TypeError(
-            f"{prefix}hidden has dtype {hidden.dtype} but {prefix}weight has dtype {weight.dtype}; expected the same "
-            "dtype. Set product_dtype to multiply in one of your choice."
-        )
-    head = Head(hidden, weight, bias, product_dtype or hidden.dtype, float(temperature), float(scale), soft_cap)
-    return head, part, _tile_sizes(chunk, hidden)
+        raise TypeError(f"{prefix}hidden is {hidden.dtype} but {prefix}weight is {weight.dtype}: set product_dtype.")
+    dtype, numbers = product_dtype or hidden.dtype, (float(temperature), float(scale), soft_cap)
+    return Head(hidden, weight, bias, dtype, *numbers, part), _tile_sizes(chunk, hidden)
 
 
-def _vocabulary(head: Head, part: Slice | None) -> int:
-    """Tokens of the whole vocabulary."""
-    return head.sizes[1] if part is None else part.vocab
-
-
-def _same_slice(plan: Plan, part: Slice | None, ref: Head, ref_part: Slice | None) -> Head:
+def _same_slice(plan: Plan, policy: Head, ref: Head) -> Head:
     """The reference's head over this rank's slice of the policy's."""
     if plan.mixture:
         raise ValueError(
-            'direction="jensen_shannon" needs whole rows, but the head is sharded over the vocabulary: use "reverse" or '
-            '"forward", or gather both weights with full_tensor().'
+            'direction="jensen_shannon" needs whole rows, but a head is sharded: use "reverse" or "forward".'
         )
-    if part is not None and ref_part is None and not any(t is not None and t.requires_grad for t in ref[:3]):
+    part, ref_part = policy.part, ref.part
+    if part is not None and ref_part is None and not ref.requires_grad:
+        assert ref.weight is not None
         own = slice(part.first, part.first + part.size)
-        return ref._replace(
-            weight=None if ref.weight is None else ref.weight[own], bias=None if ref.bias is None else ref.bias[own]
-        )
+        return ref._replace(weight=ref.weight[own], bias=None if ref.bias is None else ref.bias[own], part=part)
     if part is None or ref_part is None or not part.matches(ref_part):
+        ranks = ["no ranks" if x is None else f"ranks {x.ranks}" for x in (part, ref_part)]
         raise ValueError(
-            f"weight is {_describe(part)} but ref_weight is {_describe(ref_part)}: shard both over the same ranks. A reference "
-            "without gradient may be whole."
+            f"weight is sharded over {ranks[0]} but ref_weight over {ranks[1]}: shard both over the same ranks. "
+            "A reference without gradient may be whole."
         )
     return ref
 
 
-def _describe(part: Slice | None) -> str:
-    return "whole" if part is None else f"sharded over ranks {part.ranks}"
-
-
-def _check_truncation(truncation: Truncation | None, kept: Kept | None, head: Head, part: Slice | None) -> Truncation:
+def _check_truncation(truncation: Truncation | None, kept: Kept | None, head: Head) -> Truncation:
     """The truncation of the policy's logits; none with recorded tokens, which replace it."""
-    if truncation is not None:
-        top_k, top_p, min_p = truncation
-        if top_k < 0 or not 0 < top_p <= 1 or not 0 <= min_p <= 1:
-            raise ValueError(f"{truncation}: expected top_k of at least 0, top_p in (0, 1] and min_p in [0, 1].")
-    if kept is not None and truncation is not None:
-        raise ValueError("truncation and kept say the same: pass one of them.")
     if kept is not None:
-        if kept.offsets.shape != (head.sizes[0] + 1,):
-            raise ValueError(
-                f"kept.offsets has shape {tuple(kept.offsets.shape)}; expected ({head.sizes[0] + 1},), one more than positions."
-            )
+        if truncation is not None:
+            raise ValueError("truncation and kept both restrict the tokens: pass one of them.")
+        if kept.offsets.shape != (head.positions + 1,):
+            raise ValueError(f"kept.offsets has shape {tuple(kept.offsets.shape)}; expected ({head.positions + 1},).")
         return WHOLE
-    found = truncation or WHOLE
-    if part is not None and found.active:
+    top_k, top_p, min_p = truncation = truncation or WHOLE
+    if top_k < 0 or not 0 < top_p <= 1 or not 0 <= min_p <= 1:
+        raise ValueError(f"{truncation}: expected top_k of at least 0, top_p in (0, 1] and min_p in [0, 1].")
+    if head.part is not None and truncation.active:
         raise ValueError(
-            f"{found} needs whole rows, but the head is sharded over the vocabulary: record the tokens that the sampler kept."
+            f"{truncation} needs whole rows, but the head is sharded: record the tokens that the sampler kept."
         )
-    return found
+    return truncation
 
 
-def _check_targets(targets: Tensor, head: Head, part: Slice | None) -> Tensor:
+def _check_targets(targets: Tensor, head: Head) -> Tensor:
     """Targets as int64."""
-    if targets.shape != head.hidden.shape[:1]:
-        expected = f"({head.sizes[0]},), one for each row of hidden"
-        raise ValueError(f"targets has shape {tuple(targets.shape)}; expected {expected}.")
-    advice = "Leave positions that are not scored out of hidden and targets."
-    return _check_tokens("targets", targets, 0, _vocabulary(head, part), advice)
-
-
-def _check_ids(ids: Tensor, head: Head, part: Slice | None) -> Tensor:
-    """Ids of outcomes as int64 ``[N, M, k]``."""
-    count = head.sizes[0]
-    if ids.ndim < 2 or ids.shape[0] != count or ids.numel() == 0 < count:
+    if targets.shape != (head.positions,):
         raise ValueError(
-            f"ids has shape {tuple(ids.shape)}; expected ({count}, ..., k), at least one for each row of hidden."
+            f"targets has shape {tuple(targets.shape)}; expected ({head.positions},), one for each position."
         )
-    advice = "A teacher's top k needs the tokens of the student's vocabulary."
-    ids = _check_tokens("ids", ids, None, _vocabulary(head, part), advice)
-    return ids.reshape(count, ids.shape[1:-1].numel(), ids.shape[-1])
+    return _check_tokens("targets", targets, 0, head.whole_vocab)
 
 
-def _check_tokens(name: str, ids: Tensor, lowest: int | None, vocab: int, advice: str) -> Tensor:
+def _check_ids(ids: Tensor, head: Head) -> Tensor:
+    """Ids of outcomes as int64 ``[N, M, k]``."""
+    if ids.ndim < 2 or ids.shape[0] != head.positions or ids.numel() == 0 < head.positions:
+        raise ValueError(f"ids has shape {tuple(ids.shape)}; expected ({head.positions}, ..., k) with k at least 1.")
+    ids = _check_tokens("ids", ids, None, head.whole_vocab)
+    return ids.reshape(head.positions, ids.shape[1:-1].numel(), ids.shape[-1])
+
+
+def _check_tokens(name: str, ids: Tensor, lowest: int | None, vocab: int) -> Tensor:
     """Token ids as int64; on a CPU, outside a compiled graph, checked against the vocabulary."""
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"{name} has dtype {ids.dtype}; expected an integer dtype, it holds token ids.")
+        raise TypeError(f"{name} has dtype {ids.dtype}; expected an integer dtype for token ids.")
     ids = ids.long()
     # Reading the values would be a host sync, and break a compiled graph.
     if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
         low, high = (int(bound) for bound in ids.aminmax())
         if high >= vocab or (lowest is not None and low < lowest):
             bounds = f"at most {vocab - 1}" if lowest is None else f"{lowest} to {vocab - 1}"
-            raise ValueError(
-                f"{name} holds token ids from {low} to {high}; expected {bounds}, the rows of weight. {advice}"
-            )
+            raise ValueError(f"{name} holds token ids from {low} to {high}; expected {bounds}, the rows of weight.")
     return ids
 
 

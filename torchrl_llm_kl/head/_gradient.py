@@ -14,12 +14,13 @@ from torch import Tensor
 
 from torchrl_llm_kl._numerics import wide_dtype
 from torchrl_llm_kl._private import onednn_linear
-from torchrl_llm_kl.head._support import WHOLE, Kept, local_index
+from torchrl_llm_kl.head._support import WHOLE, local_index
 from torchrl_llm_kl.head._tiles import (
     LOG_ZERO,
     Head,
     Plan,
     Result,
+    Tokens,
     log_ratio_to_mixture,
     support_of,
     tiles,
@@ -30,18 +31,15 @@ from torchrl_llm_kl.head._tiles import (
 def backward_sweep(
     plan: Plan,
     heads: list[Head],
-    targets: Tensor | None,
+    tokens: Tokens,
     result: Result,
     statistics: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     needed: Sequence[bool],
-    recorded: Kept | None = None,
-    ids: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Gradients of hidden states, weight and bias of each head; None where not ``needed``.
 
-    ``grads`` belong to the fields of forward's ``result``, None for zero. ``statistics`` are all else that forward returned,
-    ``recorded`` the tokens that the policy may draw.
+    ``grads`` belong to the fields of forward's ``result``, None for zero. ``statistics`` are all else that forward returned.
     """
     if not any(needed):
         return [None] * len(needed)
@@ -54,23 +52,21 @@ def backward_sweep(
         of_ref = (None, of_ref_log_prob, None, None, None)
         floor = statistics[count - plan.truncation.active :]
         own, others = [*statistics[:2], *floor, *kept[::2]], [*statistics[2:4], *kept[1::2]]
-        ref_result = result._replace(log_prob=result.ref_log_prob)
+        ref_result, whole = result._replace(log_prob=result.ref_log_prob), replace(plan, truncation=WHOLE)
         return [
-            *backward_sweep(plan, heads[:1], targets, result, own, of_policy, needed[:3], recorded, ids),
-            *backward_sweep(
-                replace(plan, truncation=WHOLE), heads[1:], targets, ref_result, others, of_ref, needed[3:]
-            ),
+            *backward_sweep(plan, heads[:1], tokens, result, own, of_policy, needed[:3]),
+            *backward_sweep(whole, heads[1:], Tokens(tokens.targets), ref_result, others, of_ref, needed[3:]),
         ]
     gradients = [_HeadGradient(head, needed[3 * i : 3 * i + 3]) for i, head in enumerate(heads)]
     kls: Sequence[Tensor | None] = [result.kl if i == plan.weighing else None for i in range(2)]
     if plan.mixture and len(heads) == 2:
         kls = statistics[4:6]
-    support = support_of(plan, recorded, targets, statistics[-1], find=False)
-    per_position = (targets, result.log_prob, result.ref_log_prob, result.entropy, *kls, *grads[:4])
+    support = support_of(plan, tokens, statistics[-1], find=False)
+    per_position = (tokens.targets, result.log_prob, result.ref_log_prob, result.entropy, *kls, *grads[:4])
     listed = None
-    if of_outcomes is not None and ids is not None and result.outcomes is not None:
+    if of_outcomes is not None and tokens.ids is not None and result.outcomes is not None:
         # An outcome without probability keeps none: -inf has no slope.
-        listed = _Listed(ids, result.outcomes, of_outcomes.masked_fill(result.outcomes.isneginf(), 0.0))
+        listed = _ListedGradients(tokens.ids, result.outcomes, of_outcomes.masked_fill(result.outcomes.isneginf(), 0.0))
     with torch.autocast(heads[0].hidden.device.type, enabled=False):
         for rows, cols, columns, logits, (*spare, out, scratch) in tiles(
             plan.chunk, heads, 2 * len(heads) + 2, kept, support, plan.ref_kept
@@ -78,13 +74,13 @@ def backward_sweep(
             sides = [_Side(logits[i], *spare[2 * i : 2 * i + 2]) for i in range(len(heads))]
             for i, head in enumerate(heads):
                 sides[i].normalise(head, statistics[2 * i : 2 * i + 2], rows)
-            row = _Row._make(None if t is None else t[rows].unsqueeze(-1) for t in per_position)
+            columns_of = (None if t is None else t[rows].unsqueeze(-1) for t in per_position)
+            row = _Row._make([*columns_of, None if listed is None else listed.rows(rows)])
             for i, head in enumerate(heads):
                 if gradients[i].needed:
-                    mine = None if listed is None or i else listed.rows(rows)
-                    _product_gradient(plan, head, sides, i, row, mine, cols, out, scratch)
+                    _product_gradient(plan, head, sides, i, row, cols, out, scratch)
                     gradients[i].add(rows, cols, out, columns[i][0])
-    return [found for gradient in gradients for found in gradient.results()]
+    return [each for gradient in gradients for each in gradient.results()]
 
 
 def empty_gradients(heads: list[Head], needed: Sequence[bool]) -> list[Tensor | None]:
@@ -106,17 +102,18 @@ class _Row(NamedTuple):
     of_log_prob: Tensor | None
     of_ref_log_prob: Tensor | None
     of_entropy: Tensor | None
+    listed: _ListedGradients | None  # the policy's
 
 
-class _Listed(NamedTuple):
+class _ListedGradients(NamedTuple):
     """Listed ids ``[n, M, k]``, the log-probs of them and of all other tokens, and their gradients; ``[n, M, k + 1]``."""
 
     ids: Tensor
     log_probs: Tensor
     grads: Tensor
 
-    def rows(self, rows: slice) -> _Listed:
-        return _Listed._make(t[rows] for t in self)
+    def rows(self, rows: slice) -> _ListedGradients:
+        return _ListedGradients._make(t[rows] for t in self)
 
     def add_others(self, side: _Side, cols: slice, out: Tensor, scratch: Tensor) -> None:
         """Add to ``out [n, v]`` what the others' log-prob adds: each token's share of their probability."""
@@ -155,7 +152,6 @@ def _product_gradient(
     sides: list[_Side],
     i: int,
     row: _Row,
-    listed: _Listed | None,
     cols: slice,
     out: Tensor,
     scratch: Tensor,
@@ -169,6 +165,7 @@ def _product_gradient(
     Then back through temperature, soft cap and scale.
     """
     side, of_log_prob, own = sides[i], (row.of_log_prob, row.of_ref_log_prob)[i], (row.kl, row.ref_kl)[i]
+    listed = None if i else row.listed
     out.zero_()
     index = inside = None
     if of_log_prob is not None and row.targets is not None:
@@ -245,11 +242,11 @@ class _HeadGradient:
             _accumulate(self.bias[cols], gradient.sum(0), rows.start == 0)
         gradient = gradient.to(self.head.dtype)
         if self.hidden is not None:
-            found = onednn_linear(gradient, weight.T) if self.hidden.dtype == gradient.dtype else None
-            if found is None:
+            product = onednn_linear(gradient, weight.T) if self.hidden.dtype == gradient.dtype else None
+            if product is None:
                 _accumulate_product(self.hidden[rows], gradient, weight, cols.start == 0)
             else:
-                _accumulate(self.hidden[rows], found, cols.start == 0)
+                _accumulate(self.hidden[rows], product, cols.start == 0)
         if self.weight is not None:
             if rows.start == 0:
                 # Tiles of the same tokens are consecutive, so a few rows in float32 are enough.

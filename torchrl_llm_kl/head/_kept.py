@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchrl_llm_kl.head._support import Kept, Truncation, from_zero
+from torchrl_llm_kl.head._support import Kept, Truncation, by_row, from_zero
 from torchrl_llm_kl.head._sweep import Softmax, forward_sweep
-from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, Plan, Result, tiles
+from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, Plan, Result, Tokens, tiles
 
 # Tokens whose largest logit is looked at first: most such blocks hold no candidate.
 _BLOCK = 64
@@ -49,11 +49,10 @@ def find_kept(
     head: Head, truncation: Truncation, chunk: tuple[int, int], targets: Tensor | None, most: int
 ) -> Kept | None:
     """The tokens of :func:`linear_kept`; None if a block of positions keeps more than ``most`` of each on average."""
-    count = head.sizes[0]
     parts = []
     with torch.autocast(head.hidden.device.type, enabled=False):
-        for start in range(0, count, chunk[0]):
-            rows = slice(start, min(start + chunk[0], count))
+        for start in range(0, head.positions, chunk[0]):
+            rows = slice(start, min(start + chunk[0], head.positions))
             some = None if targets is None else targets[rows]
             part = _find(head._replace(hidden=head.hidden[rows]), truncation, chunk[1], some, most)
             if part is None:
@@ -68,27 +67,27 @@ def find_kept(
 
 
 def _find(head: Head, truncation: Truncation, width: int, targets: Tensor | None, most: int) -> Kept | None:
-    count, vocab = head.sizes
-    truncation = truncation._replace(top_k=0) if truncation.top_k >= vocab else truncation
+    count = head.positions
+    truncation = truncation._replace(top_k=0) if truncation.top_k >= head.vocab else truncation
     whole = truncation.top_p < 1 and not truncation.top_k  # top-p is of all tokens
     searched = _search(head, truncation, width, targets, most, guess=whole and truncation.min_p == 0)
     if searched is None:
         return None
-    found, state, floor, guessed = searched
+    candidates, state, floor, guessed = searched
     total = state.top + state.total.log() if whole else None
     if total is not None and guessed is not None:
-        wrong = (guessed & ~found.hold_nucleus(total, truncation.top_p)).nonzero().squeeze(1)
+        wrong = (guessed & ~candidates.hold_nucleus(total, truncation.top_p)).nonzero().squeeze(1)
         if len(wrong):
             some = head._replace(hidden=head.hidden[wrong])
             searched = _search(some, truncation, width, None, most * count // len(wrong), guess=False)
             if searched is None:
                 return None
             floor = floor.index_put((wrong,), searched[2])
-            found.replace(wrong, searched[0])
+            candidates.replace(wrong, searched[0])
     if total is not None:  # fewer are sorted
-        floor = torch.maximum(floor, total + found.level(total, truncation.top_p))
-    found.prune(floor, 0)
-    row, ids, logits = found.chosen(truncation, total)
+        floor = torch.maximum(floor, total + candidates.level(total, truncation.top_p))
+    candidates.prune(floor, 0)
+    row, ids, logits = candidates.chosen(truncation, total)
     if len(row) > most * count:
         return None
     added = head.per_position(0.0).bool()
@@ -109,11 +108,11 @@ def _search(
     Of top-p, few tokens are surely outside before all are seen. With ``guess``, those are dropped too that are outside if
     the tokens to come are like the ones before; the last result tells at which positions (None: at none).
     """
-    (count, vocab), (top_k, top_p, min_p) = head.sizes, truncation
+    count, vocab, (top_k, top_p, min_p) = head.positions, head.vocab, truncation
     whole = top_p < 1 and not top_k
     state, floor = Softmax(head), head.per_position(-math.inf)
     state.top.fill_(state.lowest)
-    found = _Candidates(count)
+    candidates = _Candidates(count)
     most *= count
     room = 4 * top_k * count or 8 * most
     # Tokens less probable than this add up to less than 1 - p, whatever their number.
@@ -133,18 +132,18 @@ def _search(
             floor = logits.topk(top_k, -1).values[:, -1]
         if min_p > 0 and not (top_k and top_p < 1):  # else top-p needs all that top-k leaves
             floor = torch.maximum(floor, state.top + math.log(min_p))
-        found.add(logits.view(count, -1, size), blocks, floor, cols.start)
+        candidates.add(logits.view(count, -1, size), blocks, floor, cols.start)
         if guess and cols.stop >= look:
             total = state.top + state.total.log()
-            level = found.level(total, 1 - _TAIL * (1 - top_p) * cols.stop / vocab)
+            level = candidates.level(total, 1 - _TAIL * (1 - top_p) * cols.stop / vocab)
             guessed, look = torch.maximum(guessed, total + level.clamp(max=_LIKELY)), 2 * cols.stop
-            floor = found.prune(torch.maximum(floor, guessed), 0)
-        if found.total > room:
-            floor = found.prune(floor, top_k)
-            if found.total > (2 * most if top_k else 6 * most):
+            floor = candidates.prune(torch.maximum(floor, guessed), 0)
+        if candidates.total > room:
+            floor = candidates.prune(floor, top_k)
+            if candidates.total > (2 * most if top_k else 6 * most):
                 return None
-            room = max(room, 2 * found.total)
-    return found, state, floor, (floor == guessed) & guessed.isfinite() if guess else None
+            room = max(room, 2 * candidates.total)
+    return candidates, state, floor, (floor == guessed) & guessed.isfinite() if guess else None
 
 
 class _Candidates:
@@ -167,7 +166,7 @@ class _Candidates:
         """Drop what does not reach the floor, which is raised to the ``top_k``-th candidate; returns the floor."""
         row, ids, logits = self._joined()
         if top_k:
-            order, start, counts = _by_row(row, logits, self.count)
+            order, start, counts = by_row(row, logits, self.count)
             last = (start + counts.clamp(max=top_k) - 1).clamp(min=0)
             floor = torch.maximum(floor, logits[order][last].masked_fill(counts < top_k, -math.inf))
         keep = logits >= floor[row]
@@ -185,9 +184,8 @@ class _Candidates:
         """The highest of some round log-probs whose tokens hold more than top-p already, ``[n]``; ``-inf`` if none does."""
         row, _, logits = self._joined()
         log_share = logits - log_total[row]
-        level = (
-            (log_share / _LEVEL + _LEVELS).clamp(0, _LEVELS - 1).nan_to_num(0.0).long()
-        )  # 0 for all below the lowest
+        # 0 for all below the lowest.
+        level = (log_share / _LEVEL + _LEVELS).clamp(0, _LEVELS - 1).nan_to_num(0.0).long()
         mass = log_total.new_zeros(self.count * _LEVELS).index_add(0, row * _LEVELS + level, log_share.exp())
         mass = mass.view(self.count, _LEVELS).flip(1).cumsum(1)  # at a level or above, from the highest on
         missing = (mass[:, :-1] <= top_p + _SLACK * (1 - top_p)).sum(1)
@@ -206,7 +204,7 @@ class _Candidates:
         ``log_total`` is the log-sum-exp of all logits, ``[n]``; None where candidates are all that matters.
         """
         row, ids, logits = self._joined()
-        order, start, counts = _by_row(row, logits, self.count)
+        order, start, counts = by_row(row, logits, self.count)
         row, ids, logits = row[order], ids[order].long(), logits[order]
         keep = torch.ones_like(row, dtype=torch.bool)
         if not len(row):
@@ -234,14 +232,6 @@ class _Candidates:
         return row.long(), ids, logits
 
 
-def _by_row(row: Tensor, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The order by position, then from the largest logit; and the first of each position and their number, ``[n]``."""
-    order = logits.argsort(descending=True)
-    order = order[row[order].argsort(stable=True)]
-    counts = torch.bincount(row, minlength=count)
-    return order, counts.cumsum(0) - counts, counts
-
-
 # ------------------------------------------------------------------ scores
 
 
@@ -250,12 +240,12 @@ def kept_scores(plan: Plan, targets: Tensor | None, policy: Head, ref: Head | No
 
     A reference that is not restricted to them needs a sweep for its sum over all tokens.
     """
-    (count, vocab), ids, rows = policy.sizes, kept.ids.long(), kept.rows
+    count, ids, rows = policy.positions, kept.ids.long(), kept.rows
     if kept.logits is None:
-        ids, rows = _distinct(ids, rows, vocab)
+        ids, rows = _distinct(ids, rows, policy.vocab)
     offsets = from_zero(torch.bincount(rows, minlength=count).cumsum(0))
-    found = _logits_at(policy, ids, offsets) if kept.logits is None else kept.logits.to(policy.wide)
-    log_p = _log_softmax(_Logits.apply(policy, *policy[:3], ids, rows, offsets, found), rows, count)
+    logits = _logits_at(policy, ids, offsets) if kept.logits is None else kept.logits.to(policy.wide)
+    log_p = _log_softmax(_Logits.apply(policy, *policy[:3], ids, rows, offsets, logits), rows, count)
     here = None if targets is None else ids == targets[rows]
     kl = ref_log_prob = None
     if ref is not None:
@@ -264,7 +254,7 @@ def kept_scores(plan: Plan, targets: Tensor | None, policy: Head, ref: Head | No
             log_q = _log_softmax(log_q, rows, count)
             ref_log_prob = _at(log_q, here, rows, count)
         else:
-            swept, (top, log_total) = forward_sweep(Plan(plan.chunk), targets, [ref])
+            swept, (top, log_total) = forward_sweep(Plan(plan.chunk), [ref], Tokens(targets))
             log_q, ref_log_prob = log_q - top[rows] - log_total[rows], swept.log_prob
         first, second = (log_p, log_q) if plan.shares[0] else (log_q, log_p)
         kl = _sums(first.exp() * (first - second).masked_fill(first.isneginf(), 0.0), rows, count)
@@ -275,10 +265,7 @@ def kept_scores(plan: Plan, targets: Tensor | None, policy: Head, ref: Head | No
 def _distinct(ids: Tensor, rows: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """Each token of a position once, by position."""
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab):
-        raise ValueError(
-            f"kept.ids holds token ids from {int(ids.min())} to {int(ids.max())}; expected 0 to {vocab - 1}, the rows of "
-            "weight."
-        )
+        raise ValueError(f"kept.ids holds ids from {int(ids.min())} to {int(ids.max())}; expected 0 to {vocab - 1}.")
     pairs = (rows * vocab + ids).unique()
     return pairs % vocab, pairs // vocab
 
@@ -323,20 +310,11 @@ class _Logits(torch.autograd.Function):
     """Logits that were computed already, as a function of hidden states, weight and bias."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        head: Head,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        ids: Tensor,
-        rows: Tensor,
-        offsets: Tensor,
-        logits: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, head: Head, *tensors: Tensor) -> Tensor:
+        """``tensors`` are hidden states, weight, bias, and ids, positions, offsets and logits of the tokens."""
         ctx.soft_cap, ctx.gain, ctx.slope = head.soft_cap, head.gain, head.slope
-        ctx.save_for_backward(hidden, weight, bias, ids, rows, offsets, None if head.soft_cap is None else logits)
-        return logits.clone()
+        ctx.save_for_backward(*tensors[:-1], None if head.soft_cap is None else tensors[-1])
+        return tensors[-1].clone()
 
     @staticmethod
     @once_differentiable
@@ -401,7 +379,4 @@ def _runs(offsets: Tensor, total: int, width: int) -> list[tuple[int, int, int, 
     step = max(1, count * _GATHERED // max(total * width, 1))
     edges = [*range(0, count, step), count]
     places = offsets[torch.tensor(edges, device=offsets.device)].tolist()
-    return [
-        (first, last, begin, end)
-        for first, last, begin, end in zip(edges[:-1], edges[1:], places[:-1], places[1:], strict=True)
-    ]
+    return list(zip(edges[:-1], edges[1:], places[:-1], places[1:], strict=True))

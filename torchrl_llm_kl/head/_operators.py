@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchrl_llm_kl.head._gradient import backward_sweep, empty_gradients
-from torchrl_llm_kl.head._shards import Slice, join, join_top_k
+from torchrl_llm_kl.head._shards import join, join_top_k
 from torchrl_llm_kl.head._support import Kept, Truncation
 from torchrl_llm_kl.head._sweep import forward_sweep, top_k_sweep
-from torchrl_llm_kl.head._tiles import Head, Plan, Result, TopK
+from torchrl_llm_kl.head._tiles import NO_TOKENS, Head, Plan, Result, Slice, Tokens, TopK
 
 # Bytes of logits that a forward keeps for its backward, which computes the others again.
 _KEPT_BYTES = 64 * 2**20
@@ -32,50 +32,36 @@ Settings = tuple[list[int], list[float], torch.dtype, torch.dtype | None]
 
 
 def sweep(
-    plan: Plan,
-    targets: Tensor | None,
-    policy: Head,
-    ref: Head | None = None,
-    part: Slice | None = None,
-    recorded: Kept | None = None,
-    ids: Tensor | None = None,
-    statistics: list[Any] | None = None,
+    plan: Plan, policy: Head, ref: Head | None, tokens: Tokens = NO_TOKENS, statistics: list[Any] | None = None
 ) -> Result:
     """The results that ``plan`` requests for one or two heads, differentiable once; for one head ``kl`` is None.
 
-    With ``part`` the heads are this rank's slice of the vocabulary, the results are of the whole. ``ids [N, M, k]`` request
-    the policy's outcomes. ``statistics`` gets those of :func:`forward_sweep`.
+    If the heads are this rank's slice of the vocabulary, the results are of the whole. ``statistics`` gets those of
+    :func:`forward_sweep`.
     """
-    if part is not None and targets is not None:
-        targets = targets - part.first
-    if part is not None and recorded is not None:
-        recorded = recorded._replace(ids=recorded.ids - part.first)
-    if part is not None and ids is not None:
-        ids = ids - part.first
-    tensors = [
-        targets,
-        *policy[:3],
-        *(ref[:3] if ref is not None else [None] * 3),
-        *((None, None) if recorded is None else recorded[:2]),
-        ids,
-    ]
+    kept_ids, offsets = (None, None) if tokens.recorded is None else tokens.recorded[:2]
+    targets, kept_ids, ids = (_from_first(policy.part, each) for each in (tokens.targets, kept_ids, tokens.ids))
+    tensors = [targets, *policy[:3], *([None] * 3 if ref is None else ref[:3]), kept_ids, offsets, ids]
     settings = _flatten(plan, policy, ref)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return Result._make(_Sweep.apply(part, settings, statistics, *tensors))
-    found = _forward(part, tensors, settings)
+        return Result._make(_Sweep.apply(policy.part, settings, statistics, *tensors))
+    swept = _forward(policy.part, tensors, settings)
     if statistics is not None:
-        statistics += found[_RESULTS:]
-    return Result._make(found[:_RESULTS])
+        statistics += swept[_RESULTS:]
+    return Result._make(swept[:_RESULTS])
 
 
-def top_k(head: Head, k: int, chunk: tuple[int, int], targets: Tensor | None = None, part: Slice | None = None) -> TopK:
-    if part is not None and targets is not None:
-        targets = targets - part.first
-    settings = _flatten(Plan(chunk), head, None)
-    arguments = ([targets, *head[:3], *[None] * (_TENSORS - 4)], min(k, head.sizes[1]), *settings)
+def top_k(head: Head, k: int, chunk: tuple[int, int], targets: Tensor | None = None) -> TopK:
+    targets, settings = _from_first(head.part, targets), _flatten(Plan(chunk), head, None)
+    arguments = ([targets, *head[:3], *[None] * (_TENSORS - 4)], min(k, head.vocab), *settings)
     indices, log_probs, tail, log_prob, log_sum = _call("head_top_k", _top_k_op, *arguments)
-    found = TopK(indices, log_probs, tail, None if targets is None else log_prob)
-    return found if part is None else join_top_k(part, k, found, log_sum, targets)
+    own = TopK(indices, log_probs, tail, None if targets is None else log_prob)
+    return own if head.part is None else join_top_k(head.part, k, own, log_sum, targets)
+
+
+def _from_first(part: Slice | None, ids: Tensor | None) -> Tensor | None:
+    """Token ids, counted from the first token of a slice."""
+    return ids if part is None or ids is None else ids - part.first
 
 
 class _Sweep(torch.autograd.Function):
@@ -85,12 +71,12 @@ class _Sweep(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.part, ctx.settings = part, settings
         ctx.set_materialize_grads(False)
-        found = _forward(part, tensors, settings, keep=_KEPT_BYTES)
-        ctx.save_for_backward(*tensors, *found)
+        swept = _forward(part, tensors, settings, keep=_KEPT_BYTES)
+        ctx.save_for_backward(*tensors, *swept)
         if statistics is not None:
             plan, heads, _ = _build(tensors, settings)
-            statistics += found[_RESULTS : _RESULTS + plan.statistics(len(heads))]
-        return tuple(found[:_RESULTS])
+            statistics += swept[_RESULTS : _RESULTS + plan.statistics(len(heads))]
+        return tuple(swept[:_RESULTS])
 
     @staticmethod
     @once_differentiable
@@ -99,8 +85,8 @@ class _Sweep(torch.autograd.Function):
         first = _TENSORS + _RESULTS
         tensors, result, rest = saved[:_TENSORS], saved[_TENSORS:first], saved[first:]
         needed = list(ctx.needs_input_grad[4:10])  # after part, settings, statistics and targets
-        found = _call("head_backward", _backward_op, tensors, result, rest, list(grads), needed, *ctx.settings)
-        gradients = _spread(found, needed)
+        arguments = (tensors, result, rest, list(grads), needed, *ctx.settings)
+        gradients = _spread(_call("head_backward", _backward_op, *arguments), needed)
         if ctx.part is not None:
             ctx.part.add(gradients[0]), ctx.part.add(gradients[3])  # of the hidden states
         return None, None, None, None, *gradients, None, None, None
@@ -109,16 +95,16 @@ class _Sweep(torch.autograd.Function):
 def _forward(part: Slice | None, tensors: Tensors, settings: Settings, keep: int = 0) -> Tensors:
     """The fields of the result, then all else that the forward sweep returns; it keeps no logits while compiling."""
     if torch.compiler.is_compiling():
-        found = torch.ops.torchrl_llm_kl.head_forward(list(tensors), *settings)
+        swept = torch.ops.torchrl_llm_kl.head_forward(list(tensors), *settings)
     else:
-        found = _forward_op(tensors, *settings, keep=keep)
-    found = _spread(found, _present(tensors, settings))
+        swept = _forward_op(tensors, *settings, keep=keep)
+    spread = _spread(swept, _present(tensors, settings))
     if part is None:
-        return found
+        return spread
     plan, heads, _ = _build(tensors, settings)
     end = _RESULTS + plan.statistics(len(heads))
-    result, statistics = join(part, plan, tensors[0], found[:end], tensors[9])
-    return [*result, *statistics, *found[end:]]
+    result, statistics = join(part, plan, tensors[0], spread[:end], tensors[9])
+    return [*result, *statistics, *spread[end:]]
 
 
 T = TypeVar("T")
@@ -136,17 +122,18 @@ def _flatten(plan: Plan, policy: Head, ref: Head | None) -> Settings:
     return list(plan.chunk), [float(x) for x in (*flags, *numbers)], policy.dtype, None if ref is None else ref.dtype
 
 
-def _build(tensors: Tensors, settings: Settings) -> tuple[Plan, list[Head], Kept | None]:
+def _build(tensors: Tensors, settings: Settings) -> tuple[Plan, list[Head], Tokens]:
     (positions, width), numbers, *dtypes = settings
     entropy, share, ref_share, *limits, keep_targets, ref_kept = numbers[:8]
     heads = []
     for i, dtype in enumerate(each for each in dtypes if each is not None):
         temperature, scale, soft_cap = numbers[8 + 3 * i : 11 + 3 * i]
-        heads.append(Head._make([*tensors[3 * i + 1 : 3 * i + 4], dtype, temperature, scale, soft_cap or None]))
+        heads.append(Head._make([*tensors[3 * i + 1 : 3 * i + 4], dtype, temperature, scale, soft_cap or None, None]))
     ids, offsets = tensors[7:9]
     recorded = None if ids is None or offsets is None else Kept(ids, offsets)
     truncation, flags = Truncation(int(limits[0]), *limits[1:]), (bool(keep_targets), bool(ref_kept))
-    return Plan((positions, width), bool(entropy), (share, ref_share), truncation, *flags), heads, recorded
+    plan = Plan((positions, width), bool(entropy), (share, ref_share), truncation, *flags)
+    return plan, heads, Tokens(tensors[0], recorded, tensors[9])
 
 
 def _present(tensors: Tensors, settings: Settings) -> list[bool]:
@@ -155,9 +142,9 @@ def _present(tensors: Tensors, settings: Settings) -> list[bool]:
     return [pair, chosen, chosen and pair, entropy, tensors[9] is not None]
 
 
-def _spread(found: list[Tensor], present: Sequence[bool]) -> list[Tensor | None]:
-    """A tensor where one is present and None elsewhere, then the remaining tensors."""
-    rest = iter(found)
+def _spread(dense: list[Tensor], present: Sequence[bool]) -> list[Tensor | None]:
+    """Insert None where a tensor is not ``present``; the remaining tensors follow."""
+    rest = iter(dense)
     return [*(next(rest) if each else None for each in present), *rest]
 
 
@@ -171,20 +158,19 @@ _SETTINGS = "SymInt[] chunk, float[] numbers, ScalarType dtype, ScalarType? ref_
 
 
 def _forward_op(tensors: Tensors, *settings: Any, keep: int = 0) -> list[Tensor]:
-    plan, heads, recorded = _build(tensors, settings)
+    plan, heads, tokens = _build(tensors, settings)
     if plan.forward_chunk(heads[0]) != plan.chunk or heads[0].weight is None:  # backward has other tiles
         keep = 0
-    result, rest = forward_sweep(plan, tensors[0], heads, recorded, tensors[9], keep)
+    result, rest = forward_sweep(plan, heads, tokens, keep)
     return _dense([*result, *rest])
 
 
 def _forward_fake(tensors: Tensors, *settings: Any) -> list[Tensor]:
     plan, heads, _ = _build(tensors, settings)
-    *present, listed = _present(tensors, settings)
+    present = _present(tensors, settings)[:-1]
     new = [heads[0].per_position(0.0) for _ in range(sum(present) + plan.statistics(len(heads)))]
-    if listed:
-        ids = tensors[9]
-        assert ids is not None
+    ids = tensors[9]
+    if ids is not None:
         new.insert(sum(present), new[0].new_empty(*ids.shape[:2], ids.shape[2] + 1))
     return new
 
@@ -192,9 +178,8 @@ def _forward_fake(tensors: Tensors, *settings: Any) -> list[Tensor]:
 def _backward_op(
     tensors: Tensors, result: Tensors, rest: list[Tensor], grads: Tensors, needed: list[bool], *settings: Any
 ) -> list[Tensor]:
-    plan, heads, recorded = _build(tensors, settings)
-    found = backward_sweep(plan, heads, tensors[0], Result._make(result), rest, grads, needed, recorded, tensors[9])
-    return _dense(found)
+    plan, heads, tokens = _build(tensors, settings)
+    return _dense(backward_sweep(plan, heads, tokens, Result._make(result), rest, grads, needed))
 
 
 def _backward_fake(
@@ -215,20 +200,13 @@ def _top_k_fake(tensors: Tensors, k: int, *settings: Any) -> tuple[Tensor, ...]:
     return values.long(), values, tail, tail.clone(), tail.clone()
 
 
-def _register(
-    name: str, function: Callable[..., object], fake: Callable[..., object], inputs: str, outputs: str
-) -> None:
-    schema = f"({inputs}, {_SETTINGS}) -> {outputs}"
-    operator = torch.library.custom_op(f"torchrl_llm_kl::{name}", function, mutates_args=(), schema=schema)
-    operator.register_fake(fake)
-
-
-_register("head_forward", _forward_op, _forward_fake, "Tensor?[] tensors", "Tensor[]")
-_register(
-    "head_backward",
-    _backward_op,
-    _backward_fake,
-    "Tensor?[] tensors, Tensor?[] result, Tensor[] rest, Tensor?[] grads, bool[] needed",
-    "Tensor[]",
-)
-_register("head_top_k", _top_k_op, _top_k_fake, "Tensor?[] tensors, SymInt k", f"({', '.join(['Tensor'] * 5)})")
+_SAVED = "Tensor?[] result, Tensor[] rest, Tensor?[] grads, bool[] needed"
+for _function, _fake, _name, _inputs, _outputs in (
+    (_forward_op, _forward_fake, "forward", "Tensor?[] tensors", "Tensor[]"),
+    (_backward_op, _backward_fake, "backward", f"Tensor?[] tensors, {_SAVED}", "Tensor[]"),
+    (_top_k_op, _top_k_fake, "top_k", "Tensor?[] tensors, SymInt k", "(Tensor, Tensor, Tensor, Tensor, Tensor)"),
+):
+    _schema = f"({_inputs}, {_SETTINGS}) -> {_outputs}"
+    torch.library.custom_op(f"torchrl_llm_kl::head_{_name}", _function, mutates_args=(), schema=_schema).register_fake(
+        _fake
+    )

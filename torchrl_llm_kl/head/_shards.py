@@ -8,48 +8,17 @@ With ``w`` the probability of each slice, and results inside a slice under its o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from torchrl_llm_kl._numerics import is_dtensor
-from torchrl_llm_kl.head._tiles import Plan, Result, TopK
-
-_Local = tuple[Tensor, Tensor | None, "Slice | None"]
+from torchrl_llm_kl.head._tiles import Plan, Result, Slice, TopK
 
 
-class Slice(NamedTuple):
-    """This rank's tokens of a vocabulary: ``first`` to ``first + size``, of ``vocab``; ``group`` holds the others."""
-
-    group: dist.ProcessGroup
-    first: int
-    size: int
-    vocab: int
-
-    @property
-    def ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(self.group)
-
-    def matches(self, other: Slice) -> bool:
-        """Whether the other slices are of the same tokens on the same ranks."""
-        return self[1:] == other[1:] and self.ranks == other.ranks
-
-    def gather(self, values: Tensor) -> Tensor:
-        """Each rank's ``values``, in the order of the vocabulary; ``[R, ...]``."""
-        values = values.contiguous()
-        out = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(out, values, group=self.group)
-        return torch.stack(out)
-
-    def add(self, gradient: Tensor | None) -> None:
-        """Add the ranks' gradients, in place: each has its own tokens' part."""
-        if gradient is not None:
-            dist.all_reduce(gradient, group=self.group)
-
-
-def local_part(prefix: str, weight: Tensor, bias: Tensor | None) -> _Local:
+def local_part(prefix: str, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Slice | None]:
     """Weight and bias on this rank, and its slice; None for a head that is not sharded.
 
     Raises a ValueError, on all ranks, for a DTensor that is sharded otherwise than over its vocabulary.
@@ -60,18 +29,13 @@ def local_part(prefix: str, weight: Tensor, bias: Tensor | None) -> _Local:
         return weight, bias, None
     mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
     if bias is not None and (not is_dtensor(bias) or bias.placements != placements):  # type: ignore[attr-defined]
-        raise ValueError(
-            f"{prefix}weight has placements {placements} but {prefix}bias {getattr(bias, 'placements', 'is a Tensor')}; "
-            "expected the same for both."
-        )
+        other = getattr(bias, "placements", "is a Tensor")
+        raise ValueError(f"{prefix}weight has placements {placements} but {prefix}bias {other}: expected the same.")
     sharded = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
-    if (
-        any(type(placements[dim]).__name__ != "Shard" or placements[dim].dim != 0 for dim in sharded)
-        or len(sharded) > 1
-    ):
+    if len(sharded) > 1 or not all(placements[dim].is_shard(0) for dim in sharded):
         raise ValueError(
-            f"{prefix}weight is a DTensor with placements {placements}; expected Shard(0), the vocabulary, on one dimension "
-            "of the mesh and Replicate on any other. A weight that FSDP2 shards is whole inside a call of its module."
+            f"{prefix}weight is a DTensor with placements {placements}; expected Shard(0), the vocabulary, on at most one "
+            "dimension of the mesh. A weight that FSDP2 shards is whole inside a call of its module."
         )
     parts: list[Any] = [None if t is None else t.to_local() for t in (weight, bias)]  # type: ignore[attr-defined]
     if not sharded:
@@ -80,21 +44,20 @@ def local_part(prefix: str, weight: Tensor, bias: Tensor | None) -> _Local:
     step = -(-vocab // ranks)
     if (ranks - 1) * step >= vocab:
         raise ValueError(
-            f"{prefix}weight covers {vocab} tokens, sharded over {ranks} ranks by {step}: the last has none. Shard the head "
-            "over fewer ranks."
+            f"{prefix}weight has {vocab} tokens, too few for {ranks} ranks: shard the head over fewer ranks."
         )
     first = mesh.get_local_rank(sharded[0]) * step
     return *parts, Slice(mesh.get_group(sharded[0]), first, parts[0].shape[0], vocab)
 
 
 def join(
-    part: Slice, plan: Plan, targets: Tensor | None, found: Sequence[Tensor | None], ids: Tensor | None = None
+    part: Slice, plan: Plan, targets: Tensor | None, swept: Sequence[Tensor | None], ids: Tensor | None = None
 ) -> tuple[Result, list[Tensor]]:
     """The results and statistics of a whole head, from this rank's slice.
 
     ``targets``, and the outcomes' ``ids``, count from its first token.
     """
-    kl, log_prob, ref_log_prob, entropy, outcomes, *statistics = found
+    kl, log_prob, ref_log_prob, entropy, outcomes, *statistics = swept
     # Of a slice without a possible token the log of the sum is -inf, and all else NaN.
     log_probs = [log_prob, ref_log_prob]
     if targets is not None:
@@ -130,13 +93,13 @@ def join(
     return Result(kl, log_prob, ref_log_prob, entropy, outcomes), joined
 
 
-def _join_outcomes(part: Slice, ids: Tensor, found: Tensor, log_total: Tensor | None, log_w: Tensor) -> Tensor:
+def _join_outcomes(part: Slice, ids: Tensor, outcomes: Tensor, log_total: Tensor | None, log_w: Tensor) -> Tensor:
     """The outcomes ``[N, M, k + 1]`` of a whole head: an id is in one slice, the other tokens are in all."""
     assert log_total is not None
-    here = torch.nn.functional.pad((ids >= 0) & (ids < part.size), (0, 1), value=True)
-    found = found.masked_fill(~here | log_total.isneginf().view(-1, 1, 1), -torch.inf)
-    joined = (part.gather(found) + log_w.unsqueeze(-1).unsqueeze(-1)).logsumexp(0)
-    unknown = torch.nn.functional.pad(ids >= part.vocab - part.first, (0, 1), value=False)
+    here = pad((ids >= 0) & (ids < part.size), (0, 1), value=True)
+    own = outcomes.masked_fill(~here | log_total.isneginf().view(-1, 1, 1), -torch.inf)
+    joined = (part.gather(own) + log_w.unsqueeze(-1).unsqueeze(-1)).logsumexp(0)
+    unknown = pad(ids >= part.vocab - part.first, (0, 1), value=False)
     return joined.masked_fill(unknown, torch.nan)
 
 
@@ -146,30 +109,28 @@ def _mean(log_w: Tensor, values: Tensor) -> Tensor:
     return (w * values).masked_fill(w == 0, 0.0).sum(0)
 
 
-def join_top_k(part: Slice, k: int, found: TopK, log_sum: Tensor, targets: Tensor | None = None) -> TopK:
+def join_top_k(part: Slice, k: int, own: TopK, log_sum: Tensor, targets: Tensor | None = None) -> TopK:
     """The top ``k`` of a whole head, from this rank's slice and the log-sum-exp of its logits ``[N]``.
 
     ``targets`` count from the slice's first token. The tail joins the slices' tails and their candidates that are not among
     the ``k``.
     """
-    pad = (0, k - found.indices.shape[1])  # a slice may hold fewer than k tokens
-    log_probs = torch.nn.functional.pad(found.log_probs, pad, value=-torch.inf)
+    lacking = (0, k - own.indices.shape[1])  # a slice may hold fewer than k tokens
+    log_probs = pad(own.log_probs, lacking, value=-torch.inf)
     chosen = torch.full_like(log_sum, -torch.inf)
-    if targets is not None and found.log_prob is not None:
+    if targets is not None and own.log_prob is not None:
         here = (targets >= 0) & (targets < part.size) & ~log_sum.isneginf()
-        chosen = torch.where(here, found.log_prob, chosen)
-    sent = torch.cat([log_probs, *(x.unsqueeze(-1) for x in (found.tail_log_prob, chosen, log_sum))], -1)
-    indices = torch.nn.functional.pad(found.indices + part.first, pad)
+        chosen = torch.where(here, own.log_prob, chosen)
+    sent = torch.cat([log_probs, *(x.unsqueeze(-1) for x in (own.tail_log_prob, chosen, log_sum))], -1)
+    indices = pad(own.indices + part.first, lacking)
     values, tokens = part.gather(sent).transpose(0, 1), part.gather(indices).transpose(0, 1)  # [N, R, ...]
     log_w = values[:, :, -1:] - values[:, :, -1:].logsumexp(1, keepdim=True)
     # All of a slice without a possible token is NaN.
     values = (values[:, :, :-1] + log_w).masked_fill(log_w.isneginf(), -torch.inf)
-    *_, chosen = values.unbind(-1)
-    values = values[:, :, :-1]
-    log_probs, order = values[:, :, :-1].flatten(1).sort(dim=-1, descending=True, stable=True)
-    tail = torch.cat([values[:, :, -1], log_probs[:, k:]], -1).logsumexp(-1)
+    log_probs, order = values[:, :, :-2].flatten(1).sort(dim=-1, descending=True, stable=True)
+    tail = torch.cat([values[:, :, -2], log_probs[:, k:]], -1).logsumexp(-1)
     log_prob = None
     if targets is not None:
         known = (targets >= -part.first) & (targets < part.vocab - part.first)
-        log_prob = chosen.amax(1).masked_fill(~known, torch.nan)
+        log_prob = values[:, :, -1].amax(1).masked_fill(~known, torch.nan)
     return TopK(tokens.flatten(1).gather(1, order)[:, :k], log_probs[:, :k], tail, log_prob)

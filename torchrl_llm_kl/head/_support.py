@@ -68,13 +68,9 @@ class Kept(NamedTuple):
         offsets = from_zero(counts.cumsum(0))
         index = torch.arange(int(offsets[-1]), device=offsets.device)
         index = index + (starts - offsets[:-1]).repeat_interleave(counts, output_size=len(index))
-        logits, added = self.logits, self.added
-        return Kept(
-            self.ids[index],
-            offsets,
-            None if logits is None else logits[index],
-            None if added is None else added[positions],
-        )
+        logits = None if self.logits is None else self.logits[index]
+        added = None if self.added is None else self.added[positions]
+        return Kept(self.ids[index], offsets, logits, added)
 
 
 def from_zero(sums: Tensor) -> Tensor:
@@ -98,17 +94,18 @@ def local_index(targets: Tensor, cols: slice) -> tuple[Tensor, Tensor]:
     return nearest, nearest == index
 
 
-class Support:
-    """Rules tokens out of the logits of a tile: they become ``-inf``.
+class Support(NamedTuple):
+    """The tokens that a policy may draw; all others are ruled out of the logits of a tile: they become ``-inf``.
 
-    Below a floor for each position, which a forward over whole rows finds and a backward is given; or, with ``kept``, all but
-    the recorded ones. ``targets`` stay in any case.
+    With ``kept`` these are the recorded tokens. Else they reach the ``floor`` of their position, which a forward over whole
+    rows finds and a backward is given. ``targets`` are never ruled out.
     """
 
-    def __init__(
-        self, truncation: Truncation, kept: Kept | None, floor: Tensor, targets: Tensor | None, *, find: bool
-    ) -> None:
-        self.truncation, self.kept, self.floor, self.targets, self.find = truncation, kept, floor, targets, find
+    truncation: Truncation
+    kept: Kept | None
+    floor: Tensor  # [N]
+    targets: Tensor | None  # [N]
+    find: bool  # whether to find the floor
 
     def restrict(self, logits: Tensor, rows: slice, cols: slice) -> None:
         """Rule tokens out of ``logits [n, v]``, in place."""
@@ -116,14 +113,14 @@ class Support:
             out = ~recorded(self.kept, logits, rows, cols)
         else:
             if self.find:
-                self.floor[rows] = floors_of(logits, self.truncation)
+                self.floor[rows] = floors_of(logits, self.truncation)  # in place: the sweep returns it
             out = logits < self.floor[rows].unsqueeze(-1)
         spare(out, None if self.targets is None else self.targets[rows], cols)
         logits.masked_fill_(out, -math.inf)
 
 
 def spare(out: Tensor, targets: Tensor | None, cols: slice) -> Tensor:
-    """Take the targets from the tokens that are ruled ``out [n, v]``, in place; at which positions they were; ``[n]``."""
+    """Remove the targets from the mask of tokens that are ruled ``out [n, v]``, in place; return where one was; ``[n]``."""
     if targets is None:
         return torch.zeros_like(out[:, 0])
     index, inside = local_index(targets.unsqueeze(1), cols)
@@ -134,14 +131,22 @@ def spare(out: Tensor, targets: Tensor | None, cols: slice) -> Tensor:
 
 def recorded(kept: Kept, logits: Tensor, rows: slice, cols: slice) -> Tensor:
     """Whether each token of a tile was recorded; boolean ``[n, v]``."""
-    found = torch.zeros_like(logits, dtype=torch.bool)
+    mask = torch.zeros_like(logits, dtype=torch.bool)
     offsets = kept.offsets[rows.start : rows.stop + 1]
     counts = offsets.diff()
     row = torch.arange(len(counts), device=logits.device).repeat_interleave(counts)
     token = kept.ids[offsets[0] : offsets[-1]].long() - cols.start
     inside = (token >= 0) & (token < logits.shape[1])
-    found[row[inside], token[inside]] = True
-    return found
+    mask[row[inside], token[inside]] = True
+    return mask
+
+
+def by_row(row: Tensor, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort logits by their position, then from the largest; the order, and for each position its start and number, ``[n]``."""
+    order = logits.argsort(descending=True)
+    order = order[row[order].argsort(stable=True)]
+    counts = torch.bincount(row, minlength=count)
+    return order, counts.cumsum(0) - counts, counts
 
 
 def floors_of(logits: Tensor, truncation: Truncation) -> Tensor:
@@ -180,12 +185,9 @@ def _nucleus_floor(logits: Tensor, top_p: float) -> Tensor:
     least = (1 - top_p) / logits.shape[1]
     row, token = (probs > least).nonzero(as_tuple=True)
     values, probs = logits[row, token], probs[row, token]
-    # By row, then from the largest: a sort by value, then a stable one by row.
-    order = values.argsort(descending=True)
-    order = order[row[order].argsort(stable=True)]
+    order, start, counts = by_row(row, values, len(logits))
     row, values, probs = row[order], values[order], probs[order]
-    counts = torch.bincount(row, minlength=len(logits))
-    place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+    place = torch.arange(len(row), device=row.device) - start[row]
     shape = len(logits), int(counts.max()) + 1
     ordered, share = logits.new_full(shape, -math.inf), logits.new_zeros(shape)
     ordered[row, place], share[row, place] = values, probs
@@ -212,7 +214,7 @@ def _between(kept: Tensor, left_out: Tensor) -> Tensor:
 
 
 def dropped(logits: Tensor, truncation: Truncation, kept: Kept | None, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Of whole rows ``[n, V]``: the tokens that are ruled out, never the targets, and at which positions these were added.
+    """The tokens of whole rows ``[n, V]`` that are ruled out, never the targets; and where a target was added.
 
     Boolean ``[n, V]`` and ``[n]``.
     """
@@ -221,5 +223,4 @@ def dropped(logits: Tensor, truncation: Truncation, kept: Kept | None, targets: 
         out = ~recorded(kept, logits, slice(0, len(logits)), whole)
     else:
         out = logits < floor_of(logits, truncation).unsqueeze(-1)
-    added = spare(out, targets, whole)
-    return out, added
+    return out, spare(out, targets, whole)

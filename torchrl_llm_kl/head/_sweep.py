@@ -7,12 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.head._support import Kept, local_index
+from torchrl_llm_kl.head._support import local_index
 from torchrl_llm_kl.head._tiles import (
     LOG_ZERO,
+    NO_TOKENS,
     Head,
     Plan,
     Result,
+    Tokens,
     log_ratio_to_mixture,
     rest_of,
     support_of,
@@ -23,16 +25,9 @@ from torchrl_llm_kl.head._tiles import (
 
 @torch.no_grad()
 def forward_sweep(
-    plan: Plan,
-    targets: Tensor | None,
-    heads: list[Head],
-    recorded: Kept | None = None,
-    ids: Tensor | None = None,
-    keep: int = 0,
+    plan: Plan, heads: list[Head], tokens: Tokens = NO_TOKENS, keep: int = 0
 ) -> tuple[Result, list[Tensor]]:
     """All requested results of one or two heads, in one pass over the vocabulary.
-
-    With ``ids [N, M, k]`` the policy's outcomes too.
 
     Returns:
         The result, whose ``kl`` is None for one head; and the statistics that backward needs besides, ``[N]`` each: of
@@ -42,10 +37,11 @@ def forward_sweep(
     """
     count, pair = len(heads), len(heads) == 2
     states = [Softmax(head) for head in heads]
-    support = support_of(plan, recorded, targets, heads[0].per_position(0.0), find=True)
+    targets, ids = tokens.targets, tokens.ids
+    support = support_of(plan, tokens, heads[0].per_position(0.0), find=True)
     moment = heads[0].per_position(0.0) if plan.entropy else heads[0].hidden.new_empty(0)
     kls = [head.per_position(0.0) for head in heads if pair]
-    listed, kept = None if ids is None else _Listed(heads[0], ids), list[Tensor]()
+    listed, kept = None if ids is None else _ListedLogits(heads[0], ids), list[Tensor]()
     with torch.autocast(heads[0].hidden.device.type, enabled=False):
         for rows, cols, _, logits, (*probs, scratch) in tiles(
             plan.forward_chunk(heads[0]), heads, count + 1, support=support, both=plan.ref_kept
@@ -61,7 +57,7 @@ def forward_sweep(
                 listed.absorb(logits[0], rows, cols, scratch)
             if plan.entropy or pair:
                 for tile, joint in zip(logits, joints, strict=True):
-                    tile.sub_(joint.top.unsqueeze(-1))
+                    tile.sub_(joint.top.unsqueeze(-1))  # the largest first: small numbers keep their digits
             if plan.entropy:
                 torch.clamp(logits[0], min=LOG_ZERO, out=scratch)
                 moment[rows] = joints[0].merge(moment[rows], scratch.mul_(probs[0]).sum(-1))
@@ -127,8 +123,8 @@ class Softmax:
     def choose(self, logits: Tensor, targets: Tensor, rows: slice, cols: slice) -> None:
         """Pick the targets' logits from a tile, where they are rounded as those in the sum are."""
         index, inside = local_index(targets, cols)
-        found = logits.gather(1, index.unsqueeze(1)).squeeze(1)
-        torch.where(inside, found, self.chosen[rows], out=self.chosen[rows])
+        chosen = logits.gather(1, index.unsqueeze(1)).squeeze(1)
+        torch.where(inside, chosen, self.chosen[rows], out=self.chosen[rows])
 
     def absorb(self, logits: Tensor, prob: Tensor, rows: slice, *, first: bool) -> _Joint:
         """Add a tile, the ``first`` of its rows or not, and fill ``prob`` with its softmax: NaN without a possible token."""
@@ -149,7 +145,7 @@ class Softmax:
         return _Joint(top, rest + 1.0, old + 1.0, shifts)
 
 
-class _Listed:
+class _ListedLogits:
     """The logits of listed ids ``[N, M, k]``, and of each list the sum of the exponentials of all other logits, so far."""
 
     def __init__(self, head: Head, ids: Tensor) -> None:
@@ -161,8 +157,8 @@ class _Listed:
     def absorb(self, logits: Tensor, rows: slice, cols: slice, scratch: Tensor) -> None:
         """Add a tile ``[n, v]``, which stays as it is."""
         index, inside = local_index(self.ids[rows].flatten(1), cols)
-        found, chosen = logits.gather(1, index), self.chosen[rows].flatten(1)
-        self.chosen[rows] = torch.where(inside, found, chosen).view_as(self.chosen[rows])
+        chosen = torch.where(inside, logits.gather(1, index), self.chosen[rows].flatten(1))
+        self.chosen[rows] = chosen.view_as(self.chosen[rows])
         for i in range(self.ids.shape[1]):
             outside = without_ids(logits, self.ids[rows, i], cols, scratch)
             _add_exponentials(self.top[rows, i], self.total[rows, i], outside)
@@ -170,10 +166,10 @@ class _Listed:
     def log_probs(self, top: Tensor, log_total: Tensor) -> Tensor:
         """Of the ids, ``-inf`` for a negative one, and last of all other tokens; ``[N, M, k + 1]``."""
         logits = torch.cat([self.chosen, self.top.unsqueeze(-1)], -1)
-        found = logits - top.view(-1, 1, 1) - log_total.view(-1, 1, 1)
-        found[..., -1] += self.total.log()
-        found[..., :-1].masked_fill_(self.ids < 0, -torch.inf)
-        return found
+        log_probs = logits - top.view(-1, 1, 1) - log_total.view(-1, 1, 1)
+        log_probs[..., -1] += self.total.log()
+        log_probs[..., :-1].masked_fill_(self.ids < 0, -torch.inf)
+        return log_probs
 
 
 class _Joint(NamedTuple):
@@ -218,14 +214,14 @@ def top_k_sweep(
         for rows, cols, _, (logits,), _ in tiles((chunk[0], max(chunk[1], k)), [head], 0):
             if targets is not None:
                 softmax.choose(logits, targets[rows], rows, cols)
-            found, tokens = logits.topk(min(k, logits.shape[1]), -1)
+            best, tokens = logits.topk(min(k, logits.shape[1]), -1)
             logits.scatter_(1, tokens, float("-inf"))
             tokens = tokens + cols.start
             if cols.start > 0:
-                found, order = torch.cat([values[rows], found], -1).sort(-1, descending=True)
+                best, order = torch.cat([values[rows], best], -1).sort(-1, descending=True)
                 tokens = torch.cat([indices[rows], tokens], -1).gather(1, order)
-            values[rows], indices[rows] = found[:, :k], tokens[:, :k]
-            for outside in (found[:, k:], logits):
+            values[rows], indices[rows] = best[:, :k], tokens[:, :k]
+            for outside in (best[:, k:], logits):
                 _add_exponentials(tail_top[rows], tail[rows], outside)
     top = values[:, :1]
     tail_share = tail.log() + (tail_top - top.squeeze(1))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -72,6 +73,35 @@ class TopK(NamedTuple):
     log_prob: Tensor | None = None  #: of the targets; ``[N]``, None without targets
 
 
+class Slice(NamedTuple):
+    """This rank's tokens of a vocabulary: ``first`` to ``first + size``, of ``vocab``; ``group`` holds the other ranks."""
+
+    group: dist.ProcessGroup
+    first: int
+    size: int
+    vocab: int
+
+    @property
+    def ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self.group)
+
+    def matches(self, other: Slice) -> bool:
+        """Whether the other slices are of the same tokens on the same ranks."""
+        return self[1:] == other[1:] and self.ranks == other.ranks
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Each rank's ``values``, in the order of the vocabulary; ``[R, ...]``."""
+        values = values.contiguous()
+        out = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(out, values, group=self.group)
+        return torch.stack(out)
+
+    def add(self, gradient: Tensor | None) -> None:
+        """Add the ranks' gradients, in place: each has the part of its own tokens."""
+        if gradient is not None:
+            dist.all_reduce(gradient, group=self.group)
+
+
 class Head(NamedTuple):
     """One model's logits: ``softcap(scale * (hidden @ weight.T + bias)) / temperature``, with the product in ``dtype``.
 
@@ -85,6 +115,7 @@ class Head(NamedTuple):
     temperature: float = 1.0
     scale: float = 1.0
     soft_cap: float | None = None
+    part: Slice | None = None  # of a sharded vocabulary, that weight and bias belong to
 
     @property
     def gain(self) -> float:
@@ -97,19 +128,31 @@ class Head(NamedTuple):
         return self.scale / self.temperature
 
     @property
-    def sizes(self) -> tuple[int, int]:  # N and V
-        return self.hidden.shape[0], self.hidden.shape[1] if self.weight is None else self.weight.shape[0]
+    def positions(self) -> int:  # N
+        return self.hidden.shape[0]
+
+    @property
+    def vocab(self) -> int:  # V on this rank
+        return self.hidden.shape[1] if self.weight is None else self.weight.shape[0]
+
+    @property
+    def whole_vocab(self) -> int:  # V of all ranks
+        return self.vocab if self.part is None else self.part.vocab
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(t is not None and t.requires_grad for t in self[:3])
 
     @property
     def wide(self) -> torch.dtype:  # of everything after the product: float32 at least
         return wide_dtype(self.dtype)
 
     def per_position(self, fill: float) -> Tensor:
-        return self.hidden.new_full(self.hidden.shape[:1], fill, dtype=self.wide)
+        return self.hidden.new_full((self.positions,), fill, dtype=self.wide)
 
     def columns(self, cols: slice) -> Columns:
         """Weight and bias of some tokens, in the dtype of the product."""
-        weight, bias = (None if t is None else t[cols].to(self.dtype) for t in (self.weight, self.bias))
+        weight, bias = (None if t is None else t[cols].to(self.dtype) for t in self[1:3])
         return weight, bias
 
     def logits(self, rows: slice, cols: slice, columns: Columns, out: Tensor) -> Tensor:
@@ -122,12 +165,26 @@ class Head(NamedTuple):
             out.copy_(hidden if weight is None else F.linear(hidden, weight, bias))
             if factor != 1.0:
                 out.mul_(factor)
-        elif (found := onednn_linear(self.hidden[rows].to(self.dtype), weight, bias)) is not None:
-            out = found if factor == 1.0 else found.mul_(factor)
         else:
-            start, beta = (out, 0.0) if bias is None else (bias, factor)
-            torch.addmm(start, self.hidden[rows].to(self.dtype), weight.T, beta=beta, alpha=factor, out=out)
+            hidden = self.hidden[rows].to(self.dtype)
+            product = onednn_linear(hidden, weight, bias)
+            if product is not None:
+                out = product if factor == 1.0 else product.mul_(factor)
+            else:
+                start, beta = (out, 0.0) if bias is None else (bias, factor)
+                torch.addmm(start, hidden, weight.T, beta=beta, alpha=factor, out=out)
         return out if self.soft_cap is None else out.tanh_().mul_(self.gain)
+
+
+class Tokens(NamedTuple):
+    """Token ids that a sweep picks out of the vocabulary."""
+
+    targets: Tensor | None = None  # [N]
+    recorded: Kept | None = None  # all that the policy may draw
+    ids: Tensor | None = None  # of the policy's outcomes, [N, M, k]
+
+
+NO_TOKENS = Tokens()
 
 
 @dataclass(frozen=True)
@@ -160,18 +217,18 @@ class Plan:
 
     def forward_chunk(self, head: Head) -> tuple[int, int]:
         """Tile of the forward sweep: mixture and truncation need whole rows, so its tiles have fewer of them."""
-        (positions, tokens), vocab = self.chunk, head.sizes[1]
+        (positions, tokens), vocab = self.chunk, head.vocab
         if not (self.mixture or self.truncation.active) or tokens >= vocab:
             return self.chunk
         # As many elements as other tiles, but not too few rows: every block of rows reads the whole head.
         return max(positions * tokens // vocab, min(positions, _FEWEST_WHOLE_ROWS)), vocab
 
 
-def support_of(plan: Plan, kept: Kept | None, targets: Tensor | None, floor: Tensor, *, find: bool) -> Support | None:
+def support_of(plan: Plan, tokens: Tokens, floor: Tensor, *, find: bool) -> Support | None:
     """The support of a plan's policy; None if it is the whole vocabulary."""
-    if kept is None and not plan.truncation.active:
+    if tokens.recorded is None and not plan.truncation.active:
         return None
-    return Support(plan.truncation, kept, floor, targets if plan.keep_targets else None, find=find)
+    return Support(plan.truncation, tokens.recorded, floor, tokens.targets if plan.keep_targets else None, find)
 
 
 def tiles(
@@ -190,7 +247,7 @@ def tiles(
         logits in ``kept``, of all heads for each, are copied instead. The first head's logits are restricted to its
         ``support``, and with ``both`` the second's too.
     """
-    count, vocab = heads[0].sizes
+    count, vocab = heads[0].positions, heads[0].vocab
     n, v = min(chunk[0], max(count, 1)), min(chunk[1], vocab)
     flat = [heads[0].hidden.new_empty(n * v, dtype=heads[0].wide) for _ in range(len(heads) + spare)]
     kept = list(kept)

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import send, to_host
+from torchrl_llm_kl._numerics import check_choice, send, to_host
 from torchrl_llm_kl._private import jagged_bounds, nested_sizes
 from torchrl_llm_kl.ragged._containers import Container, Dense, Jagged, Rows, Strided, split_rows
 
@@ -41,8 +41,7 @@ class Ragged:
     def __init__(
         self, values: Tensor, lengths: Tensor | None, container: Container, keep: Tensor | None = None
     ) -> None:
-        if lengths is not None and (lengths.ndim != 1 or lengths.dtype != torch.long):
-            raise ValueError(f"lengths must be a 1-d int64 tensor, got {tuple(lengths.shape)} of {lengths.dtype}.")
+        assert lengths is None or (lengths.ndim == 1 and lengths.dtype == torch.long)
         # On an accelerator the check would be a host sync.
         if lengths is None or lengths.device.type == "cpu":
             total, count = sum(container.row_sizes) if lengths is None else int(lengths.sum()), values.shape[0]
@@ -51,6 +50,9 @@ class Ragged:
         self.values, self.container, self.keep = values, container, keep
         # Shared by all results of `like`. Lengths, mask and slots are also there on the host once they were read.
         self._index: dict[str, Tensor] = {} if lengths is None else {"lengths": lengths}
+        if isinstance(container, Jagged) and container.lengths is None and keep is None:
+            # The same object, so that torch can combine jagged tensors over it with the source.
+            self._index |= {"offsets": container.offsets.long()} if container.offsets.device == values.device else {}
         self._host: Ragged | None = None
 
     # ------------------------------------------------------------------ reading
@@ -75,42 +77,22 @@ class Ragged:
         return cls(values, None, Rows(counts, shape, values.device))
 
     @classmethod
-    def from_padded(
-        cls,
-        values: Tensor,
-        *,
-        mask: Tensor | None = None,
-        lengths: Tensor | None = None,
-        side: PaddingSide = "right",
-        batch_dims: int = 1,
-    ) -> Ragged:
-        """Read ``[*B, T, *F]`` with a boolean ``mask [*B, T]``, with ``lengths [*B]`` and a padding side, or with neither.
+    def from_padded(cls, values: Tensor, *, mask: Tensor | None = None, batch_dims: int = 1) -> Ragged:
+        """Read ``[*B, T, *F]``, with a boolean ``mask [*B, T]`` if there is padding.
 
         The mask may have padding on both sides, such as a left-padded prompt followed by a right-padded response.
         """
         if values.is_nested:
             raise TypeError("expected a dense tensor, found a nested one: use from_nested.")
         if not 0 <= batch_dims < values.ndim:
-            allowed, shape = f"[0, {values.ndim - 1}]", tuple(values.shape)
-            raise ValueError(f"batch_dims must lie in {allowed} for [*B, T, *F] of shape {shape}, found {batch_dims}.")
-        check_padding_side(side)
+            raise ValueError(
+                f"batch_dims is {batch_dims}, but the values have shape {tuple(values.shape)}: [*B, T, *F]."
+            )
         batch, width = values.shape[:batch_dims], values.shape[batch_dims]
-        container = Dense(batch, width, values.device)
-        slots = values.reshape(batch.numel() * width, *values.shape[batch_dims + 1 :])
-        if mask is not None and lengths is not None:
-            raise ValueError("got both mask and lengths: pass one of them.")
-        if lengths is not None:
-            if lengths.shape != batch:
-                raise ValueError(f"lengths must have the batch shape {tuple(batch)}, got {tuple(lengths.shape)}.")
-            if lengths.dtype == torch.bool or lengths.is_floating_point():
-                raise ValueError(f"lengths must be of an integer dtype, found {lengths.dtype}.")
-            (lengths,) = to_host(lengths)
-            if bool((lengths > width).any() | (lengths < 0).any()):
-                raise ValueError(f"lengths must lie in [0, {width}] (the width of the values), got {lengths.tolist()}.")
-            mask = _padding_mask(lengths, width, side)
-        if mask is not None and mask.shape != values.shape[: batch_dims + 1]:
+        if mask is not None and mask.shape != (*batch, width):
             raise ValueError(f"the mask must have the shape {(*batch, width)} of the values, got {tuple(mask.shape)}.")
-        return cls.from_slots(slots, container, None if mask is None else mask.reshape(-1))
+        slots = values.reshape(batch.numel() * width, *values.shape[batch_dims + 1 :])
+        return cls.from_slots(slots, Dense(batch, width, values.device), None if mask is None else mask.reshape(-1))
 
     @classmethod
     def from_nested(cls, values: Tensor) -> Ragged:
@@ -120,8 +102,8 @@ class Ragged:
         if values.layout == torch.strided:
             sizes = nested_sizes(values)  # [S, ndim - 1], on the CPU
             if sizes.ndim != 2 or sizes.numel() == 0:
-                found = f"found one of {values.size(0)} rows and {values.ndim} dimensions"
-                raise ValueError(f"expected a nested tensor [S, (T_i), *F] of at least one row, {found}.")
+                size = f"{values.size(0)} rows and {values.ndim} dimensions"
+                raise ValueError(f"expected a nested tensor [S, (T_i), *F] of at least one row, found one of {size}.")
             if bool((sizes[:, 1:] != sizes[:1, 1:]).any()):
                 raise ValueError(f"only the first dimension of each row may vary, got row shapes {sizes.tolist()}.")
             slots = values.contiguous().values().reshape(int(sizes[:, 0].sum()), *sizes[0, 1:].tolist())
@@ -136,8 +118,10 @@ class Ragged:
             return cls(buffer, offsets.diff().long(), container)
         starts, ends = offsets[:-1], offsets[:-1] + lengths
         if bool((ends > offsets[1:]).any() | (lengths < 0).any()):
-            limit = offsets.diff().tolist()
-            raise ValueError(f"jagged lengths must lie between 0 and {limit} (from offsets), found {lengths.tolist()}.")
+            limits = offsets.diff().tolist()
+            raise ValueError(
+                f"jagged lengths must lie between 0 and {limits} (from offsets), found {lengths.tolist()}."
+            )
         rows_open = torch.zeros(buffer.shape[0] + 1, dtype=torch.long, device=buffer.device)
         one = torch.ones_like(starts, dtype=torch.long)
         rows_open = rows_open.index_add(0, starts, one).index_add(0, ends, -one)
@@ -162,16 +146,16 @@ class Ragged:
             return cls(slots[keep], lengths, container, keep)
         index = send(on_host.nonzero().squeeze(-1), device)
         keep = keep if keep.device == device else send(keep, device)
-        found = cls(slots.index_select(0, index), send(lengths, device), container, keep)
-        found._index |= {"host_lengths": lengths, "host_keep": on_host, "slots": index}
-        return found
+        sequences = cls(slots.index_select(0, index), send(lengths, device), container, keep)
+        sequences._index |= {"host_lengths": lengths, "host_keep": on_host, "slots": index}
+        return sequences
 
     @classmethod
     def on_device_of(cls, host: Ragged, slots: Tensor, container: Container) -> Ragged:
         """The sequences of ``host``, which were read on the CPU, from the same slots ``[M, *F]`` on an accelerator."""
-        found = cls.from_slots(slots, container, host.keep)
-        found._host = host
-        return found
+        sequences = cls.from_slots(slots, container, host.keep)
+        sequences._host = host
+        return sequences
 
     # ------------------------------------------------------------------ indices and arithmetic
 
@@ -234,15 +218,6 @@ class Ragged:
     @property
     def offsets(self) -> Tensor:
         """Start of each sequence, then ``N``; ``[S + 1]``."""
-        source = self.container
-        if (
-            isinstance(source, Jagged)
-            and source.lengths is None
-            and self.keep is None
-            and source.offsets.device == self.lengths.device
-        ):
-            # The same object, so that torch can combine jagged tensors over it with the source.
-            return self._cached("offsets", source.offsets.long)
         return self._cached("offsets", lambda: _from_zero(self.lengths.cumsum(0)))
 
     @property
@@ -285,18 +260,23 @@ class Ragged:
     # ------------------------------------------------------------------ writing
 
     def at_slots(self, slots: Tensor) -> Tensor:
-        """Of a number for each slot ``[M, *G]``, those of the slots that hold a value; ``[N, *G]``."""
+        """Select, from one number for each slot ``[M, *G]``, those of the slots that hold a value; ``[N, *G]``."""
         if self.keep is None:
             return slots
-        if (index := self._index.get("slots")) is None or index.device != slots.device:
-            return slots[self.keep]
-        return slots.index_select(0, index)
+        index = self._kept_slots(slots.device)
+        return slots[self.keep] if index is None else slots.index_select(0, index)
+
+    def _kept_slots(self, device: torch.device) -> Tensor | None:
+        """Indices of the slots that hold values, if they are known on ``device``: a mask would be a host sync there."""
+        index = self._index.get("slots")
+        return index if index is not None and index.device == device else None
 
     def slots(self, fill: float = 0) -> Tensor:
         """All slots of the container, with ``fill`` in those without a value; ``[M, *F]``."""
         if self.keep is None:
             return self.values
-        if (index := self._index.get("slots")) is None or index.device != self.values.device:
+        index = self._kept_slots(self.values.device)
+        if index is None:
             return _scatter(self.values, self.keep, fill)
         return _filled(self.values, self.keep.shape, fill).index_copy_(0, index, self.values)
 
@@ -312,16 +292,16 @@ class Ragged:
         """A nested tensor ``[S, (T_i), *F]``."""
         if layout == torch.jagged:
             return torch.nested.nested_tensor_from_jagged(self.values, offsets=self.offsets)
-        if layout != torch.strided:
-            raise ValueError(f"the layout must be torch.strided or torch.jagged, found {layout}.")
-        return Strided(self.lengths).build(self.values)
+        check_choice((torch.strided, torch.jagged), layout=layout)
+        return Strided(self.sizes).build(self.values)
 
     def to_padded(self, *, side: PaddingSide = "right", value: float = 0) -> Tensor:
         """A dense tensor ``[S, T_max, *F]``; :meth:`padding_mask` marks its elements."""
         if self.values.device.type == "cpu":
             return _scatter(self.values, self.padding_mask(side=side), value)
+        check_padding_side(side)
         width, column = max(self.sizes, default=0), self.positions
-        if check_padding_side(side) == "left":
+        if side == "left":
             column = column + (width - self.lengths)[self.sequence_ids]
         out = _filled(self.values, torch.Size([self.num_sequences, width]), value)
         return out.index_put_((self.sequence_ids, column), self.values)
@@ -329,7 +309,9 @@ class Ragged:
     def padding_mask(self, *, side: PaddingSide = "right") -> Tensor:
         """True where :meth:`to_padded` holds an element; ``[S, T_max]`` bool."""
         check_padding_side(side)
-        return _padding_mask(self.lengths, max(self.sizes, default=0), side)
+        width = max(self.sizes, default=0)
+        position, lengths = torch.arange(width, device=self.lengths.device), self.lengths.unsqueeze(-1)
+        return position < lengths if side == "right" else position >= width - lengths
 
 
 def check_padding_side(side: str) -> PaddingSide:
@@ -339,8 +321,7 @@ def check_padding_side(side: str) -> PaddingSide:
         >>> check_padding_side("left")
         'left'
     """
-    if side not in get_args(PaddingSide):
-        raise ValueError(f"the padding side must be 'left' or 'right', found {side!r}.")
+    check_choice(get_args(PaddingSide), padding_side=side)
     return cast(PaddingSide, side)
 
 
@@ -372,13 +353,11 @@ def _from_zero(sums: Tensor) -> Tensor:
 
 def _check_rows(rows: Sequence[Tensor]) -> None:
     """Raise for the first row that does not match row 0."""
-    first = rows[0]
+    features, dtype = tuple(rows[0].shape[1:]), rows[0].dtype
     for i, row in enumerate(rows):
-        if row.ndim == 0:
-            raise ValueError(f"each row must be a tensor [T_i, *F], found a scalar at row {i}.")
-        if row.shape[1:] != first.shape[1:] or row.dtype != first.dtype:
-            expected = f"[*, {tuple(first.shape[1:])}] of {first.dtype} as row 0"
-            raise ValueError(f"expected rows {expected}, found {tuple(row.shape)} of {row.dtype} at row {i}.")
+        if row.ndim == 0 or tuple(row.shape[1:]) != features or row.dtype != dtype:
+            got = f"{tuple(row.shape)} of {row.dtype}" if row.ndim else "a scalar"
+            raise ValueError(f"expected rows [T_i, *{features}] of {dtype} as row 0, found {got} at row {i}.")
 
 
 def _scatter(values: Tensor, mask: Tensor, fill: float) -> Tensor:
@@ -390,8 +369,3 @@ def _filled(values: Tensor, shape: torch.Size, fill: float) -> Tensor:
     if not (values.is_floating_point() or values.is_complex() or float(fill).is_integer()):
         raise ValueError(f"values of {values.dtype} cannot hold the fill {fill}: expected an integer.")
     return values.new_full((*shape, *values.shape[1:]), fill)
-
-
-def _padding_mask(lengths: Tensor, width: int, side: PaddingSide) -> Tensor:
-    position, lengths = torch.arange(width, device=lengths.device), lengths.unsqueeze(-1)
-    return position < lengths if side == "right" else position >= width - lengths

@@ -26,7 +26,7 @@ from tensordict import (
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import to_host
-from torchrl_llm_kl._private import part_of_class
+from torchrl_llm_kl._private import nested_sizes, part_of_class
 from torchrl_llm_kl.ragged._containers import Container, Dense, Rows, same_rows, split_rows
 from torchrl_llm_kl.ragged._ragged import Ragged
 
@@ -63,9 +63,7 @@ def read_column(td: TensorDictBase, key: NestedKey) -> Node | None:
     if len(path) == 1 or value is None:
         return value
     if not isinstance(value, TensorDictBase):
-        raise EntryTypeError(
-            f"expected a nested TensorDict under {path[0]!r} to hold {key!r}, got {type(value).__name__}."
-        )
+        raise EntryTypeError(f"expected a nested TensorDict under {path[0]!r}, got {type(value).__name__}.")
     return read_column(value, path[1:])
 
 
@@ -145,33 +143,30 @@ def read_ragged(td: TensorDictBase, key: NestedKey, mask_key: NestedKey | None =
         return data
     mask = _from_column(mask_value, td.batch_size, mask_key)
     if not same_rows(mask.container, data.container):
-        found, expected = mask.container.row_sizes, data.container.row_sizes
-        row = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
-        sizes = f"sequence {row} has {found[row]} and {expected[row]} positions"
+        sizes = f"got rows of {mask.container.row_sizes} and {data.container.row_sizes} positions"
         raise ValueError(f"{mask_key!r} must have the length of {key!r}: {sizes}.")
     keep = mask.slots().bool()
     return Ragged.from_slots(data.slots(), data.container, keep if data.keep is None else keep & data.keep)
 
 
-def _from_column(value: object, batch_size: torch.Size, key: object) -> Ragged:
+def _from_column(value: Node, batch_size: torch.Size, key: object) -> Ragged:
+    kinds = set(map(type, value)) if isinstance(value, list) else {type(value)}
+    if not all(issubclass(kind, Tensor) for kind in kinds):
+        raise EntryTypeError(f"expected tensors under {key!r}, got {', '.join(kind.__name__ for kind in kinds)}.")
     if isinstance(value, list):
-        if not all(issubclass(kind, Tensor) for kind in set(map(type, value))):
-            raise EntryTypeError(f"expected tensors under {key!r}, got {type(value[0]).__name__}.")
         return Ragged.from_list(value, batch_size)
-    if not isinstance(value, Tensor):
-        raise EntryTypeError(f"expected a tensor under {key!r}, got {type(value).__name__}.")
     if value.is_nested:
         return Ragged.from_nested(value)
     if value.ndim <= len(batch_size):
-        batch, shape = tuple(batch_size), tuple(value.shape)
-        raise ValueError(f"expected {key!r} to have a token dimension after the batch {batch}, got shape {shape}.")
+        shapes = f"the batch {tuple(batch_size)}, got shape {tuple(value.shape)}"
+        raise ValueError(f"expected {key!r} to have a token dimension after {shapes}.")
     if batch_size.numel() == 0:
         raise ValueError(f"the batch is empty: {key!r} has shape {tuple(value.shape)}; nothing to score, drop it.")
     return Ragged.from_padded(value, batch_dims=len(batch_size))
 
 
 def on_host(td: TensorDictBase, keys: Sequence[NestedKey], *others: Tensor) -> tuple[Any, ...]:
-    """``td`` with the entries ``keys`` on the CPU, itself if they are there and else a shallow copy; then ``others``.
+    """Return ``td`` with the entries ``keys`` on the CPU, itself if they are there and else a shallow copy; then ``others``.
 
     All come in one copy, a single host synchronisation. Entries that are missing or no tensors are left as they are. Where the
     first tensors are on the CPU, all are taken to be.
@@ -181,7 +176,7 @@ def on_host(td: TensorDictBase, keys: Sequence[NestedKey], *others: Tensor) -> t
         >>> on_host(td, ["x", "y"])[0] is td
         True
     """
-    columns: dict[tuple[str, ...], Any] = {}
+    columns: dict[tuple[str, ...], Node] = {}
     for key in keys:
         value = read_column(td, key)
         if _is_away(value):
@@ -191,24 +186,24 @@ def on_host(td: TensorDictBase, keys: Sequence[NestedKey], *others: Tensor) -> t
     if not columns:
         return (td, *to_host(*others))
     parts = {path: _buffers(value) for path, value in columns.items()}
-    found = iter(to_host(*(x for buffers in parts.values() for x in buffers), *others))
+    copies = iter(to_host(*(x for buffers in parts.values() for x in buffers), *others))
     out = td.copy().clear_device_()
     for path, value in columns.items():
-        buffers = [next(found) for _ in parts[path]]
+        buffers = [next(copies) for _ in parts[path]]
         if isinstance(value, list):
             out = _write_rows(out, path, buffers)
         else:
             out.set(path, _rebuilt(value, *buffers))
-    return (out, *found)
+    return (out, *copies)
 
 
-def _is_away(value: Any) -> bool:
+def _is_away(value: Node) -> bool:
     """Whether a column holds tensors on an accelerator."""
     rows = value if isinstance(value, list) else [value]
     return all(isinstance(row, Tensor) for row in rows) and any(row.device.type != "cpu" for row in rows)
 
 
-def _buffers(value: Any) -> list[Tensor]:
+def _buffers(value: Node) -> list[Tensor]:
     """The dense tensors that a column consists of."""
     if isinstance(value, list):
         return value
@@ -219,14 +214,14 @@ def _buffers(value: Any) -> list[Tensor]:
     return [x for x in (value.values(), value.offsets(), value.lengths()) if x is not None]
 
 
-def _rebuilt(value: Any, *buffers: Tensor) -> Tensor:
+def _rebuilt(value: Tensor, *buffers: Tensor) -> Tensor:
     """The form of ``value`` with other buffers."""
     if not value.is_nested:
         return buffers[0]
     if value.layout != torch.strided:
         values, offsets, *lengths = buffers
         return torch.nested.nested_tensor_from_jagged(values, offsets, lengths[0] if lengths else None)
-    shapes = value._nested_tensor_size().tolist()
+    shapes = nested_sizes(value).tolist()
     rows = buffers[0].split([torch.Size(shape).numel() for shape in shapes])
     return torch.nested.as_nested_tensor([row.view(shape) for row, shape in zip(rows, shapes, strict=True)])
 
@@ -363,16 +358,17 @@ def fields_of(value: Node) -> dict[str, object]:
 
 def _read_rows(nodes: Sequence[Node], path: tuple[str, ...]) -> list[Node] | None:
     """The entry under ``path`` of each node; None if any node lacks it."""
-    above, found = nodes, _children(nodes, path, 0)
+    above: Sequence[Node] = nodes
+    entries = _children(nodes, path, 0)
     for depth in range(1, len(path)):
-        if found is None:
+        if entries is None:
             return None
-        above, found = found, _children(found, path, depth)
-    if found is None or set(map(type, found)) <= {Tensor, TensorDict}:
-        return found
+        above, entries = entries, _children(entries, path, depth)
+    if entries is None or set(map(type, entries)) <= {Tensor, TensorDict}:
+        return entries
     # Non-tensor data as the public method returns it.
-    found = [node_of(node_of(node).get(path[-1], None)) for node in above]
-    return None if any(value is None for value in found) else found
+    entries = [node_of(node_of(node).get(path[-1], None)) for node in above]
+    return None if any(value is None for value in entries) else entries
 
 
 def _children(nodes: Sequence[Node], path: tuple[str, ...], depth: int) -> list[Node] | None:
@@ -383,8 +379,8 @@ def _children(nodes: Sequence[Node], path: tuple[str, ...], depth: int) -> list[
             return [node._tensordict[name] for node in nodes]
         except KeyError:
             return None
-    found = [node.get(name, None) for node in _tensordicts(nodes, path[:depth])]
-    return None if any(value is None for value in found) else found
+    entries = [node.get(name, None) for node in _tensordicts(nodes, path[:depth])]
+    return None if any(value is None for value in entries) else entries
 
 
 def _tensordicts(nodes: Sequence[Node], path: tuple[str, ...]) -> list[TensorDictBase]:

@@ -323,7 +323,7 @@ def in_layout(data: Ragged, interface: ModelInterface, side: PaddingSide) -> Rag
     if interface.pad_output and nested:
         return _padded(data, side)
     if interface.pad_output is False and (data.keep is not None or isinstance(data.container, Dense)):
-        rows = Rows(data.lengths, data.container.batch_shape, data.values.device)
+        rows = Rows(data.sizes, data.container.batch_shape, data.values.device)
         return _unpadded(Ragged(data.values, None, rows), interface.layout)
     return data
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypedDict, cast, get_args
 
 import torch
 
-from torchrl_llm_kl._numerics import FLOAT_TYPES, check_choice, check_float_type, check_range
+from torchrl_llm_kl._numerics import FLOAT_TYPES, check_choice, check_range
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.head import Direction
@@ -125,7 +125,7 @@ class ScoreOptions:
         if isinstance(self.adapters, str) and not (self.adapters and is_text(self.adapters)):
             raise ValueError(f"adapters must be a name of 1 to {MAX_TEXT} characters, got {short(self.adapters)}.")
         if self.dtype is not None:
-            check_float_type(dtype=self.dtype)
+            check_choice(FLOAT_TYPES.values(), dtype=self.dtype)
 
     @property
     def temperature(self) -> float:

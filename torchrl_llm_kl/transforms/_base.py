@@ -218,7 +218,7 @@ class StepTransform(StepMixin, Transform):
         with suppress(NoCollectorError):  # before the policy's first answer
             repair_padding(collector_policy(self))
         # After a reset the declared entries exist, with length 0.
-        lengths = torch.zeros(tensordict_reset.batch_size.numel(), dtype=torch.long)
+        lengths = [0] * tensordict_reset.batch_size.numel()
         for key, entry in self.entries.items():
             empty = torch.zeros((0, *entry.shape), dtype=entry.dtype, device=tensordict_reset.device)
             tensordict_reset = write_ragged(tensordict_reset, key, empty, Rows(lengths, tensordict_reset.batch_size))

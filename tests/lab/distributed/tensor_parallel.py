@@ -14,6 +14,7 @@ from head_reference import OPTIONS, PAIR, REF_OPTIONS, at, entropy_of, kl_of, ma
 from refused import refusal
 from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.head import linear_log_prob, linear_outcomes, linear_pair, linear_top_k
+from torchrl_llm_kl.scoring import ScoreRequest
 from toy_models import tiny_model
 
 POSITIONS = 7
@@ -207,10 +208,10 @@ def score(logits, tp, vocab):
     sharded = [load(model, logits, **sizes) for model in models]
     rows = torch.randint(vocab, (4, 12), generator=torch.Generator().manual_seed(1))
     rows[1, :7] = rows[0, :7]
-    options = {"entropy": True, "top_k": 5, "moments": True, "attention_mask": torch.ones_like(rows)}
-    options["top_ids"] = torch.arange(6).expand(rows.numel(), 6)
+    options, mask = {"entropy": True, "top_k": 5, "moments": True}, torch.ones_like(rows)
+    request = ScoreRequest.of(rows, attention_mask=mask, top_ids=torch.arange(6).expand(rows.numel(), 6))
     want, found = (
-        LogProbScorer(policy, tokens_per_batch=16).evaluate(rows, reference=LogProbScorer(ref), **options)
+        LogProbScorer(policy, tokens_per_batch=16).evaluate(request, reference=LogProbScorer(ref), **options)
         for policy, ref in (models, sharded)
     )
     scorer = LogProbScorer(sharded[0], tokens_per_batch=16)
@@ -218,7 +219,7 @@ def score(logits, tp, vocab):
     given = [name for name, values in want._asdict().items() if values is not None]
     pairs = {name: (getattr(found, name).values, getattr(want, name).values) for name in given}
     for _ in range(2):  # the second call reads the memory
-        again = scorer.score(rows, attention_mask=options["attention_mask"], remember=True)
+        again = scorer.score(rows, attention_mask=mask, remember=True)
         assert again.values.equal(found.log_prob.values) or (again.values - want.log_prob.values).abs().max() < 1e-12
     return {name: float((a - b).abs().max()) for name, (a, b) in pairs.items()}
 

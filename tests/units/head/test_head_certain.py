@@ -20,7 +20,7 @@ from torchrl_llm_kl.head import (
 )
 from torchrl_llm_kl.head._shards import join
 from torchrl_llm_kl.head._sweep import forward_sweep
-from torchrl_llm_kl.head._tiles import Head, Plan
+from torchrl_llm_kl.head._tiles import Head, Plan, Tokens
 
 #: Nats between the largest logit and the others.
 MARGINS = (0.0, 1.0, 5.0, 10.0, 17.0, 20.0, 30.0, 50.0, 80.0, 100.0)
@@ -191,7 +191,9 @@ def test_slices_of_a_vocabulary_are_joined_without_rounding() -> None:
     plan, sent = Plan(CHUNK, entropy=True), dict[int, Tensor]()
     for first, last in ((0, 20), (20, V), (0, 20)):
         part: Any = Gathered(first, last - first, V, sent)
-        swept, statistics = forward_sweep(plan, PLACES - first, [Head(hidden, weight[first:last], None, torch.float32)])
+        swept, statistics = forward_sweep(
+            plan, [Head(hidden, weight[first:last], None, torch.float32)], Tokens(PLACES - first)
+        )
         found, (_, log_total) = join(part, plan, PLACES - first, [*swept, *statistics])
     assert found.log_prob is not None
     assert found.entropy is not None

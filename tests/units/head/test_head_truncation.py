@@ -231,7 +231,7 @@ def test_kl(direction, ref_kept, whole):
         assert_same(found[1:], want[1:])
         if whole:  # the log-probs of both have a gradient without a KL too
             assert_same(found[1:3], want[1:3], [*policy, *ref], (1.0, -1.0))
-    with pytest.raises(ValueError, match="infinite where the policy is truncated"):
+    with pytest.raises(ValueError, match="infinite where only the policy is truncated"):
         pair(policy, ref, targets, kept=kept, **{**options, "direction": "forward", "ref_kept": False})
 
 

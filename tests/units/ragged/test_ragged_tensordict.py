@@ -51,7 +51,7 @@ def batch_of(tokens: Any) -> TensorDictBase:
 
 
 def of_row_lengths(*batch: int) -> Rows:
-    return Rows(torch.tensor(LENGTHS), torch.Size(batch))
+    return Rows(LENGTHS, torch.Size(batch))
 
 
 def square(make: Callable[[int], TensorDictBase], outer: int = 0) -> TensorDictBase:
@@ -152,12 +152,12 @@ test_read_errors = refused(
     read_ragged,
     (TensorDict({"x": torch.zeros(2)}, [2]), "x", r"'x' to have a token dimension.*\(2,\), got"),
     (TensorDict({"x": torch.zeros(0, 3)}, [0]), "x", r"is empty: 'x' has shape \(0, 3\).*drop"),
-    (TensorDict({"x": "text"}), "x", TypeError, "expected a tensor under 'x', got (str|NonTensorData)"),
+    (TensorDict({"x": "text"}), "x", TypeError, "expected tensors under 'x', got (str|NonTensorData)"),
     (lazy_stack([TensorDict({"x": "a"})] * 2), "x", TypeError, "expected tensors under 'x', got (str|NonTensorD)"),
     (lazy_stack([TensorDict({"x": torch.zeros(2, n)}) for n in (5, 6)]), "x", r"\(2, 6\).* at row 1"),
     (lazy_stack([TensorDict({"x": torch.tensor(1)})]), "x", "scalar at row 0"),
     (TensorDict({"x": torch.zeros(2, 3)}, [2]), ("x", "y"), TypeError, "nested TensorDict under 'x'.*got Tensor"),
-    (MASKED, "x", "m", "'m' must have the length of 'x': sequence 1 has 5 and 3 positions"),
+    (MASKED, "x", "m", r"'m' must have the length of 'x': got rows of \[2, 5\] and \[2, 3\]"),
 )
 
 
@@ -244,7 +244,7 @@ def test_write_rows_beside_dense_entries() -> None:
 
 def test_rows_of_one_length_and_padded_rows() -> None:
     td = TensorDict(batch_size=[2, 2])
-    assert write_ragged(td, "x", torch.arange(12), Rows(torch.tensor([3] * 4), torch.Size([2, 2]))) is td
+    assert write_ragged(td, "x", torch.arange(12), Rows([3] * 4, torch.Size([2, 2]))) is td
     assert torch.equal(td["x"], torch.arange(12).reshape(2, 2, 3))
     td = lazy_stack([TensorDict(), TensorDict()])
     write_ragged(td, ("a", "x"), torch.arange(6), Dense(torch.Size([2]), 3, torch.device("cpu")))

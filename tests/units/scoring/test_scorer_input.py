@@ -149,7 +149,7 @@ FIVE, NONE = random_sequences(3, 0, 2), torch.zeros(0, dtype=torch.long)
             for values in (torch.rand(4), torch.ones(4).bool(), torch.ones(4, 2).long())
         ),
         ([], None, None, ValueError, "at least one row"),
-        (Ragged(NONE, NONE, Rows(NONE, torch.Size([0]))), None, None, ValueError, "one sequence, got a batch of 0"),
+        (Ragged(NONE, NONE, Rows([], torch.Size([0]))), None, None, ValueError, "one sequence, got a batch of 0"),
         ("text", None, None, TypeError, "expected a Ragged, a list of token id lists, .* got str"),
         ({"input_ids": LEFT}, None, None, TypeError, "got dict"),
         ([[3], [5, 7, 97]], None, None, ValueError, r"id 97 at sequence 1, position 2.*\[0, 96\].*vocabulary of 97"),
