@@ -42,36 +42,41 @@ from torchrl_llm_kl.losses._parts import (
 )
 from torchrl_llm_kl.losses._token_loss import LossOutput, TokenLoss, as_mask, merge_metrics, with_graph
 from torchrl_llm_kl.losses.corrections import apply_correction, correction_metrics, mismatch_metrics
-from torchrl_llm_kl.ragged import Ragged, own_leaves
+from torchrl_llm_kl.ragged import own_leaves
 from torchrl_llm_kl.rollouts import (
     TOKENS_FULL,
     MaskingStrategy,
+    ModelInterface,
     ResponseTokens,
+    TokenisingOptions,
     find_key,
     find_log_probs,
-    find_result,
     mismatch,
     per_sequence,
     per_token,
-    read_images,
-    read_kept,
-    read_routing,
     read_top_k,
     require_key,
     top_k_entries,
 )
 from torchrl_llm_kl.scoring import (
+    Images,
+    KeptTokens,
     LogProbScorer,
     Model,
     ModelOrScorer,
+    RequestFields,
+    RoutedExperts,
     Sampling,
+    ScoredStep,
     ScoreOptions,
     Scorer,
     ScoreRequest,
     ScorerSlot,
+    ScoringContext,
     check_distributions,
     check_vocabularies,
     log_probs_only,
+    read_fields,
     warn_of_mismatch,
 )
 
@@ -439,7 +444,7 @@ class PolicyLoss(TokenLoss):
     def forward(self, tensordict: TensorDictBase) -> LossOutput:
         """The loss of a batch, a micro-batch or a single trajectory, which is not changed; see the class."""
         td, response, data, top_ids = self._read(tensordict, check=True)
-        inputs = self._score(response, data, top_ids, **self._replayed(td, response.tokens))
+        inputs = self._score(response, data, self._replayed(td), top_ids)
         response.check_finite(self._named(inputs.given, _COMPUTED))
         self._check_teachers(response, inputs)
         terms, metrics = self._terms(inputs)
@@ -483,7 +488,7 @@ class PolicyLoss(TokenLoss):
         if once is None:
             return tensordict
         td, response, data, _ = self._read(tensordict, without=once.name, check=not once.mismatched)
-        replayed = {} if once.mismatched else self._replayed(td, response.tokens)
+        replayed = RequestFields() if once.mismatched else self._replayed(td)
         if once.mismatched:
             if self._reference_scorer is None:
                 raise ValueError(
@@ -493,7 +498,7 @@ class PolicyLoss(TokenLoss):
             response = ResponseTokens(*mismatch(response.tokens, response.flat_mask))
             data = {}
         with torch.no_grad():
-            inputs = self._score(response, data, **replayed)
+            inputs = self._score(response, data, replayed)
         response.check_finite(self._named(inputs.given, _COMPUTED))
         value = once.function(inputs)
         key = getattr(self.tensor_keys, once.name)
@@ -622,27 +627,26 @@ class PolicyLoss(TokenLoss):
                     stacklevel=3,
                 )
 
-    def _replayed(self, td: TensorDictBase, tokens: Ragged) -> dict[str, Any]:
-        """The images; and what the sampler recorded: the tokens that it kept, if something is left out, and its routing."""
-        keys, truncates = self.tensor_keys, self.sampling.truncates
-        routed = find_result(td, keys.routed_experts)
-        if routed is None and self._is_set("routed_experts"):
-            routed = require_key(
-                td, keys.routed_experts, "a replay of routing", "Store it, or leave its key as it was."
-            )
-        images = read_images(td, keys.images)
-        if routed is None and not truncates:
-            return {} if images is None else {"images": images}
-        responses = self._reader.locate(td).mask
-        kept = read_kept(td, keys.kept, tokens, responses) if truncates else None
-        routing = None if routed is None else read_routing(td, routed, tokens, responses)
-        found = {"kept": kept, "routing": routing, "images": images}
-        return {name: value for name, value in found.items() if value is not None}
+    def _replayed(self, td: TensorDictBase) -> RequestFields:
+        """The images, and the sampler's records, read by the extras of the transforms."""
+        keys = self.tensor_keys
+        extras = KeptTokens(keys.kept), RoutedExperts(keys.routed_experts), Images(keys.images)
+        context = ScoringContext(
+            self.actor_network, self.options, ModelInterface(), TokenisingOptions(), keys.old_log_prob
+        )
+        fields = read_fields(extras, ScoredStep(context, td, td, lambda: self._reader.locate(td)))
+        if "routing" not in fields and self._is_set("routed_experts"):
+            require_key(td, keys.routed_experts, "a replay of routing", "Store it, or leave its key as it was.")
+        return fields
 
     def _score(
-        self, response: ResponseTokens, data: Mapping[str, Tensor], top_ids: Tensor | None = None, **replayed: Any
+        self,
+        response: ResponseTokens,
+        data: Mapping[str, Tensor],
+        replayed: RequestFields,
+        top_ids: Tensor | None = None,
     ) -> LossInputs:
-        """The inputs, with those that the models compute; ``replayed`` are arguments of the actor's scorer."""
+        """The inputs, with those that the models compute; ``replayed`` are fields of the actor's request."""
         self._check_reference()
         needs, reference, sampling = self._needs, self._reference_scorer, self.sampling
         ref_here = "ref_log_prob" in needs and "ref_log_prob" not in data
@@ -658,10 +662,11 @@ class PolicyLoss(TokenLoss):
                 f"{name_of(self.objective.function)} scores at half the temperature, where {sampling} leaves other "
                 "tokens: replay what the sampler kept (RecordKept), or sample without truncation."
             )
+        fields: RequestFields = {**replayed, "top_ids": top_ids}
         own = self.actor_network_params if self._functional else None
         with contextlib.nullcontext() if own is None else own.to_module(self.actor_network):
             scores = self.scorer.evaluate(
-                ScoreRequest.of(response.tokens, response.host_mask, top_ids=top_ids, **replayed),
+                ScoreRequest.of(response.tokens, response.host_mask, **fields),
                 entropy=self.options.entropy or "entropy" in needs,
                 grad=torch.is_grad_enabled(),
                 **exact,

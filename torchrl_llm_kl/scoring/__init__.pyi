@@ -79,6 +79,7 @@ from torchrl_llm_kl.scoring._extras import (
     asked_of as asked_of,
     check_extras as check_extras,
     fill as fill,
+    read_fields as read_fields,
     with_defaults as with_defaults,
 )
 from torchrl_llm_kl.scoring._mismatch import (

@@ -172,8 +172,8 @@ def pack_attention(model: nn.Module, layout: PackLayout) -> Iterator[None]:
     Raises a NotImplementedError if the body's attention cannot be replaced, or is more than a causal mask and a window.
     """
     body = body_and_head(model)[0]
-    found = {id(config): config for m in body.modules() if (config := getattr(m, "config", None)) is not None}
-    configs = [config for config in found.values() if hasattr(config, ATTENTION)]
+    by_id = {id(config): config for m in body.modules() if (config := getattr(m, "config", None)) is not None}
+    configs = [config for config in by_id.values() if hasattr(config, ATTENTION)]
     if not configs or not asked(body, FLASH, bool):
         raise NotImplementedError(f"{type(body).__name__} has an attention that cannot be exchanged.")
     from transformers import AttentionInterface
@@ -205,8 +205,8 @@ def pack_attention(model: nn.Module, layout: PackLayout) -> Iterator[None]:
 
 def _linear(module: nn.Linear, input: Tensor) -> Tensor:
     """A linear layer of the body, without gradient."""
-    found = onednn_linear(input, module.weight, module.bias)
-    return nn.Linear.forward(module, input) if found is None else found
+    output = onednn_linear(input, module.weight, module.bias)
+    return nn.Linear.forward(module, input) if output is None else output
 
 
 def _checkpoints_outside(module: nn.Module) -> bool:
@@ -502,15 +502,15 @@ def _operator_backward(gradient: Tensor, where: Tensor, sizes: list[int]) -> lis
     kept_graph = backward_keeps_graph()
     out, own, past = layout.recorded[call] if kept_graph else layout.recorded.pop(call)
     with default_dispatch():
-        found = torch.autograd.grad(out, [*own, *past], gradient, retain_graph=kept_graph)
-    gradients, others = layout.gradients, found[len(own) :]
+        all_gradients = torch.autograd.grad(out, [*own, *past], gradient, retain_graph=kept_graph)
+    gradients, others = layout.gradients, all_gradients[len(own) :]
     assert gradients is not None, "the operator is for bodies with compiled parts"
     for kept, k, v in zip(layout.outside(), others[::2], others[1::2], strict=True):
         before = gradients.get((id(kept), call))
         if before is not None and before[0] == task:  # not left over from a backward that failed
             k, v = before[1].add_(k), before[2].add_(v)
         gradients[id(kept), call] = task, k, v
-    mine = [t.contiguous() for t in found[: len(own)]]
+    mine = [t.contiguous() for t in all_gradients[: len(own)]]
     for piece in layout.pieces:
         if piece.kept is not None and (later := gradients.pop((id(piece.kept), call), None)) and later[0] == task:
             mine[1][:, :, piece.first : piece.last] += later[1]
@@ -533,9 +533,9 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) ->
 
 
 def _gradients(ctx: Any, gradient: Tensor, _: object) -> tuple[Tensor | None, ...]:
-    found = torch.ops.torchrl_llm_kl.pack_attention_backward(gradient, *ctx.saved_tensors, ctx.sizes)
-    sinks = found[3].to(ctx.dtypes[1]) if len(found) > 3 else None
-    return *found[:3], sinks, gradient.new_zeros((1, 1, 1, 1), dtype=ctx.dtypes[0]), None, None, None, None, None
+    gradients = torch.ops.torchrl_llm_kl.pack_attention_backward(gradient, *ctx.saved_tensors, ctx.sizes)
+    sinks = gradients[3].to(ctx.dtypes[1]) if len(gradients) > 3 else None
+    return *gradients[:3], sinks, gradient.new_zeros((1, 1, 1, 1), dtype=ctx.dtypes[0]), None, None, None, None, None
 
 
 _forward_operator = torch.library.custom_op(

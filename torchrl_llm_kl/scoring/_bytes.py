@@ -61,15 +61,15 @@ def unpack(packed: bytes, kind: int) -> tuple[Head, Arrays]:
             f"a {what} of {len(view)} bytes begins with {start!r}, expected {_MARK!r} and a protocol version (here "
             f"{PROTOCOL}): it is damaged, or the {sender} has a release without versions. Update torchrl_llm_kl there."
         )
-    _, protocol, found, size = _PREFIX.unpack_from(view)
+    _, protocol, actual_kind, size = _PREFIX.unpack_from(view)
     if protocol != PROTOCOL:
         older = sender if protocol < PROTOCOL else reader
         raise ProtocolError(
             f"the {sender} speaks version {protocol} of the protocol, this {reader} version {PROTOCOL}: update "
             f"torchrl_llm_kl on the side of the {older}."
         )
-    if found != kind:
-        raise ProtocolError(f"expected a {what} (kind {kind}), got a message of kind {found}.")
+    if actual_kind != kind:
+        raise ProtocolError(f"expected a {what} (kind {kind}), got a message of kind {actual_kind}.")
     end = _PREFIX.size + size
     if size > _MAX_HEAD or end > len(view):
         raise ProtocolError(f"a {what} of {len(view)} bytes declares a head of {size}, expected at most {_MAX_HEAD}.")
@@ -88,7 +88,7 @@ def _read_arrays(head: Head, view: memoryview) -> dict[str, np.ndarray]:
     expected = 'an object of entries "name": [dtype, shape]'
     if not isinstance(listed, dict):
         raise head.wrong("arrays", listed, expected)
-    found, start = {}, 0
+    arrays, start = {}, 0
     for name, entry in listed.items():
         match entry:
             case [str(dtype), [*shape]] if dtype in _DTYPES and len(shape) <= MAX_DIMS and all(map(is_whole, shape)):
@@ -100,13 +100,13 @@ def _read_arrays(head: Head, view: memoryview) -> dict[str, np.ndarray]:
                 f"a {head.what} has {view.nbytes} bytes of arrays, expected {start + size} for {name!r:.60}."
             )
         try:
-            found[name] = np.frombuffer(view[start : start + size], dtype).reshape(shape)
+            arrays[name] = np.frombuffer(view[start : start + size], dtype).reshape(shape)
         except ValueError:  # nothing, of dimensions that numpy cannot count
             raise head.wrong("arrays", entry, expected) from None
         start += size
     if start != view.nbytes:
         raise ProtocolError(f"a {head.what} has {view.nbytes} bytes of arrays, expected {start}.")
-    return found
+    return arrays
 
 
 class Head:

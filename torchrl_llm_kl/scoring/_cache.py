@@ -181,16 +181,16 @@ class CacheLookup:
         held = [self._look_up(node) for node in range(tree.num_nodes)]
 
         element = request.mask.nonzero().squeeze(-1)
-        found = torch.full((element.numel(),), torch.nan, dtype=cache.dtype)
+        known = torch.full((element.numel(),), torch.nan, dtype=cache.dtype)
         if values:
             inside, place = self._inside(element)
-            found[inside] = self._log_probs[place]
+            known[inside] = self._log_probs[place]
             for i, segment in self._after_segments(element):
-                if found[i].isnan():
-                    found[i] = segment.followers.get(cache.sampler, {}).get(
+                if known[i].isnan():
+                    known[i] = segment.followers.get(cache.sampler, {}).get(
                         int(request.tokens.values[element[i]]), math.nan
                     )
-        self.element, self.values = element[~found.isnan()], found[~found.isnan()]
+        self.element, self.values = element[~known.isnan()], known[~known.isnan()]
         self.scored = request.mask.clone()
         self.scored[self.element] = False
         node, offset = tree.locate(*request.before(self.scored.nonzero().squeeze(-1)))

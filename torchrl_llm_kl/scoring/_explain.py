@@ -124,9 +124,11 @@ def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: S
     log_prob = scorer.run(request, options).log_prob.values[element]
     with locked(scorer.model), torch.no_grad():
         run = Run([scorer], Ranks([]), request, [scorer._routing(request, request.routing)], options)
-        (setup,), (found,) = run.setups, run.passes()
-        batch, at = next((i, int(hit[0])) for i, x in enumerate(found.elements) if len(hit := (x == element).nonzero()))
-        states = [found.run(i) for i in range(batch + 1)][-1]  # packs in order
+        (setup,), (forwards,) = run.setups, run.passes()
+        batch, at = next(
+            (i, int(hit[0])) for i, x in enumerate(forwards.elements) if len(hit := (x == element).nonzero())
+        )
+        states = [forwards.run(i) for i in range(batch + 1)][-1]  # packs in order
         logits = states.tempered(torch.tensor([at])).cpu()
         out, added = _left_out(run, logits, element)
         plain = _plain(run, row, token)
@@ -134,16 +136,16 @@ def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: S
         target = int(request.tokens.values[element])
         normaliser = logits.masked_fill(out, -torch.inf).logsumexp(-1)[0]
         plain = log_softmax(plain.masked_fill(plain_out, -torch.inf))
-    attended, elsewhere = found.attended(element - 1)
+    attended, elsewhere = forwards.attended(element - 1)
     return Explanation(
         row=row,
         token=token,
         token_id=target,
         path=setup.route.path,
-        kind=found.kind,
+        kind=forwards.kind,
         why=_why(scorer, setup, run),
         batch=batch,
-        batches=len(found.elements),
+        batches=len(forwards.elements),
         attended=attended,
         elsewhere=elsewhere,
         in_mask=in_mask,

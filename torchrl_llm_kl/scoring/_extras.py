@@ -6,8 +6,9 @@ declares entries, ``outputs`` computes them. A user's own is a subclass that ove
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import nn
 
 from torchrl_llm_kl._numerics import check_choice, check_not_a_name, check_range
+from torchrl_llm_kl._typing import ImageRows
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import (
     Context,
@@ -26,6 +28,7 @@ from torchrl_llm_kl.rollouts import (
     check_context,
     describe_entries,
     find_key,
+    find_result,
     in_context,
     per_token,
     read_images,
@@ -78,12 +81,26 @@ class ScoringContext:
 
 @dataclass(frozen=True, eq=False)
 class ScoredStep:
-    """A step of the data, its result (the same data, if it has no ``"next"``), and the tokens of it that are scored."""
+    """A step of the data that is scored.
+
+    Attributes:
+        context: the settings of the transform or the loss.
+        td: the step.
+        next_td: its result; the same data, if it has no ``"next"``.
+        locate: finds the tokens of the step and which of them are scored.
+        images: of a conversation that was rendered.
+    """
 
     context: ScoringContext
     td: TensorDictBase
     next_td: TensorDictBase
-    located: Located
+    locate: Callable[[], Located]
+    images: ImageRows | None = None
+
+    @cached_property
+    def located(self) -> Located:
+        """The tokens of the step, and which of them are scored."""
+        return self.locate()
 
     def first(self, read: Callable[[TensorDictBase], R | None]) -> R | None:
         """The record that a function reads from the result, else from the step."""
@@ -169,11 +186,18 @@ def asked_of(options: ScoreOptions, extras: Iterable[Extra]) -> ScoreOptions:
     return options
 
 
-def fill(extras: Iterable[Extra], step: ScoredStep) -> ScoringJob:
-    """The request for a step, with the fields that the extras read from its data."""
-    located, given, records = step.located, RequestFields(), False
+def read_fields(extras: Iterable[Extra], step: ScoredStep) -> RequestFields:
+    """The fields of a request that the extras read from the data of a step."""
+    given = RequestFields()
     for extra in extras:
         given |= extra.fields(step)
+    return given
+
+
+def fill(extras: Sequence[Extra], step: ScoredStep) -> ScoringJob:
+    """The request for a step, with the fields that the extras read from its data."""
+    located, given, records = step.located, read_fields(extras, step), False
+    for extra in extras:
         records = records or bool(extra.asks.get("record_routing"))
         if extra.prompt is not None:
             context = step.context
@@ -297,8 +321,7 @@ class KeptTokens(Extra):
         """See :class:`Extra`."""
         if not step.context.options.sampling.truncates:
             return {}
-        tokens, mask = step.located.tokens, step.located.mask
-        kept = step.first(lambda td: read_kept(td, self.key, tokens, mask))
+        kept = step.first(lambda td: read_kept(td, self.key, step.located.tokens, step.located.mask))
         return {} if kept is None else {"kept": kept}
 
 
@@ -320,7 +343,7 @@ class Images(Extra):
     def fields(self, step: ScoredStep) -> RequestFields:
         """See :class:`Extra`."""
         stored = step.first(lambda td: read_images(td, self.key))
-        images = step.located.images if stored is None else stored  # the former of a rendered conversation
+        images = step.images if stored is None else stored
         return {} if images is None else {"images": images}
 
 
@@ -364,10 +387,10 @@ class RoutedExperts(Extra):
 
     def fields(self, step: ScoredStep) -> RequestFields:
         """See :class:`Extra`."""
-        key, tokens, mask = self.key, step.located.tokens, step.located.mask
-        if key is None or (self.record and step.context.in_env):
+        key = self.key
+        if key is None or (self.record and step.context.in_env) or step.first(lambda td: find_result(td, key)) is None:
             return {}
-        routing = step.first(lambda td: read_routing(td, key, tokens, mask))
+        routing = step.first(lambda td: read_routing(td, key, step.located.tokens, step.located.mask))
         return {} if routing is None else {"routing": routing}
 
 

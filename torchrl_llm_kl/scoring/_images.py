@@ -270,18 +270,18 @@ class ImageModel:
     def of(cls, model: nn.Module) -> ImageModel:
         """The part; a ValueError for a model that takes no images, or not in this way."""
         inner = unwrapped(model)
-        kind, found = asked(asked(inner, "config", object), "model_type", str), None
+        kind, part = asked(asked(inner, "config", object), "model_type", str), None
         for module in inner.modules():  # the innermost
             takes = inspect.signature(module.forward).parameters if has(module, "get_image_features") else {}
             if "mm_encoder_outputs" in takes:
-                found = module, next((name for name in sorted(_OF_TOKENS) if "type" in name and name in takes), None)
-        token = None if found is None else asked(found[0].config, "image_token_id", int)
-        if found is None or token is None or kind not in FAMILIES:
+                part = module, next((name for name in sorted(_OF_TOKENS) if "type" in name and name in takes), None)
+        token = None if part is None else asked(part[0].config, "image_token_id", int)
+        if part is None or token is None or kind not in FAMILIES:
             raise ValueError(
                 f"images with {type(inner).__name__} (model_type {kind!r}): expected an image-text model of the families "
                 f"{', '.join(FAMILIES)}, in transformers 5.23 or later. Score it with the model's own forward."
             )
-        return cls(found[0], token, found[1])
+        return cls(part[0], token, part[1])
 
     def encode(self, images: RowImages, device: torch.device) -> list[list[Tensor]]:
         """Features ``[n, H]`` of each distinct image, and those for deeper layers of the language model."""

@@ -56,7 +56,7 @@ def obstacle(setup: Setup, *, probe: bool, share_prefixes: bool) -> str | None:
         "is wrapped or sharded over ranks": Ranks([model]).groups,
         "has compiled layers, whose kernels torch.compile chooses": any(map(compiled_call, model.modules())),
     }
-    return next((reason for reason, found in reasons.items() if found), None)
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def drops(model: nn.Module) -> bool:
@@ -108,8 +108,8 @@ def attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs
         mask = _mask_of(layout, group, inputs.window, query)
         size = 1 if inputs.has_own_scores else len(q)  # one by one: these run elementwise functions
         blocks = zip(q.split(size), k.split(size), v.split(size), strict=True)
-        found = (attend_block(inputs._replace(query=q, key=k, value=v), mask) for q, k, v in blocks)
-        out += [block.transpose(1, 2).flatten(0, 1) for block in found]
+        attended = (attend_block(inputs._replace(query=q, key=k, value=v), mask) for q, k, v in blocks)
+        out += [block.transpose(1, 2).flatten(0, 1) for block in attended]
     return torch.cat([*out, torch.zeros_like(out[0][:1])])[order].unsqueeze(0)
 
 
@@ -136,7 +136,7 @@ def _plan(
     """
     keys_of = key_index(layout)
     num_keys = sum(kept[0][0].shape[2] for kept in layout.outside()) + num_tokens
-    found: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    by_position: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for piece, keys in zip(layout.pieces, keys_of, strict=True):
         length, end = piece.last - piece.first, keys.numel()
         begin = end - length
@@ -145,10 +145,10 @@ def _plan(
         keys = F.pad(keys, (0, after), value=num_keys)
         for first, block in zip(range(begin - before, end, BLOCK), queries.split(BLOCK), strict=True):
             start = 0 if window is None else max(0, first - window + 1) // BLOCK * BLOCK
-            found.setdefault(first, []).append((block, keys[start : first + BLOCK]))
-    order = torch.full((num_tokens + 1,), sum(map(len, found.values())) * BLOCK)
+            by_position.setdefault(first, []).append((block, keys[start : first + BLOCK]))
+    order = torch.full((num_tokens + 1,), sum(map(len, by_position.values())) * BLOCK)
     groups, done = [], 0
-    for first, blocks in sorted(found.items()):
+    for first, blocks in sorted(by_position.items()):
         queries, keys = (torch.stack(each) for each in zip(*blocks, strict=True))
         order[queries.flatten()] = torch.arange(done, done + queries.numel())
         done += queries.numel()

@@ -34,13 +34,13 @@ def sampler_of(model: object) -> Sampling | Literal["greedy"] | None:
     transformers itself, whose top-k is 50. Other engines have no truncation by default. A wrapper that scores
     (``generate=False``) only tells how it would sample if it was given such settings, as a new version of a policy is.
     """
-    found = _settings_of(model)
-    if found is None:
+    settings = _settings_of(model)
+    if settings is None:
         return None
-    if not found["do_sample"] or found["temperature"] == 0:
+    if not settings["do_sample"] or settings["temperature"] == 0:
         return "greedy"
     try:
-        return Sampling(found["temperature"], max(int(found["top_k"]), 0), found["top_p"], found["min_p"])
+        return Sampling(settings["temperature"], max(int(settings["top_k"]), 0), settings["top_p"], settings["min_p"])
     except (TypeError, ValueError):  # the engine will say what it does not like
         return None
 

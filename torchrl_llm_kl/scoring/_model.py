@@ -127,16 +127,16 @@ def call(module: nn.Module, input_ids: Tensor, **options: Any) -> Any:
 
 def read_output(output: object, name: Literal["logits", "last_hidden_state"]) -> Tensor:
     """A model's ``logits [b, T, V]`` or a body's ``last_hidden_state [b, T, H]`` in what its forward returned."""
-    found: object = asked(output, name, Tensor)
-    if found is None and isinstance(output, Mapping):
-        found = output.get(name)
-    if found is None and isinstance(output, (tuple, list)) and output:
-        found = output[0]
-    if found is None:
-        found = output
-    if not isinstance(found, Tensor):
+    tensor: object = asked(output, name, Tensor)
+    if tensor is None and isinstance(output, Mapping):
+        tensor = output.get(name)
+    if tensor is None and isinstance(output, (tuple, list)) and output:
+        tensor = output[0]
+    if tensor is None:
+        tensor = output
+    if not isinstance(tensor, Tensor):
         raise TypeError(f"expected {name!r}, or a tuple that starts with it, got {type(output).__name__}.")
-    return found
+    return tensor
 
 
 # ---------------------------------------------------------------------- PEFT adapters
@@ -418,16 +418,16 @@ def frequency_switches(model: nn.Module) -> set[int]:
 
 def placeholders(model: object) -> dict[int, str]:
     """Token ids that stand for what is not text, each with its name in the configuration, or in a part of it."""
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     configs = [asked(unwrapped(model), "config", object)]
     for config in configs:
         for name in _PLACEHOLDERS:
             ids = asked(config, name, (int, list, tuple))
             for each in ids if isinstance(ids, (list, tuple)) else [ids]:
                 if isinstance(each, int):
-                    found.setdefault(each, name)
+                    names.setdefault(each, name)
         configs += [part for part in (asked(config, "__dict__", dict) or {}).values() if has(part, "get_text_config")]
-    return found
+    return names
 
 
 def text_config(model: nn.Module) -> Any:

@@ -174,16 +174,16 @@ class ScoreOptions:
             raise ValueError(f"options must be an object with some of {', '.join(SHARED)}, got {short(given)}.")
         if not given:  # the common case
             return _DEFAULTS
-        found = dict(given)
-        if "dtype" in found:
-            check_choice(tuple(FLOAT_TYPES), dtype=found["dtype"])
-            found["dtype"] = FLOAT_TYPES[found["dtype"]]
-        if "sampling" in found:
-            sampling = found["sampling"]
+        values = dict(given)
+        if "dtype" in values:
+            check_choice(tuple(FLOAT_TYPES), dtype=values["dtype"])
+            values["dtype"] = FLOAT_TYPES[values["dtype"]]
+        if "sampling" in values:
+            sampling = values["sampling"]
             if not isinstance(sampling, Mapping) or not sampling.keys() <= vars(Sampling()).keys():
                 raise ValueError(f"sampling must be an object with some of a sampler's settings: {short(sampling)}.")
         try:
-            return cls(**{**found, **({"sampling": Sampling(**sampling)} if "sampling" in found else {})})
+            return cls(**{**values, **({"sampling": Sampling(**sampling)} if "sampling" in values else {})})
         except (TypeError, OverflowError) as error:
             raise ValueError(f"an option is not a number in its range: {error}") from None
 

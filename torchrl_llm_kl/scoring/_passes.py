@@ -105,11 +105,11 @@ class PackedPass:
     def run_last_twice(self, others: Tensor) -> list[Tensor]:
         """Hidden states of all packs, and of the last one again with other token ids ``[N]``."""
         number = len(self.elements)
-        found = [self.run(i).source for i in range(number - 1)]
+        states = [self.run(i).source for i in range(number - 1)]
         pasts, last = dict(self._pasts), number - 1
-        found.append(self.run(last).source)
+        states.append(self.run(last).source)
         self._pasts, self._ids = pasts, send(others[self._element], self.setup.device)
-        return [*found, self.run(last).source]
+        return [*states, self.run(last).source]
 
     def run_dummy(self) -> States:
         """Forward a token of no sequence, for layers that all ranks call together; states at no position."""
@@ -399,8 +399,10 @@ class Run:
         self.budget = min(map(budget_of, self.scorers, self.setups))
         self.tree: PrefixTree | None = None
         self.forks = False
-        found = self.request.images
-        self.images = [] if found is None else [ImageInputs(x, found, self.request.tokens) for x in self.setups]
+        row_images = self.request.images
+        self.images = (
+            [] if row_images is None else [ImageInputs(x, row_images, self.request.tokens) for x in self.setups]
+        )
         sharing = {setup.route.sharing for setup in self.setups}
         if len(sharing) == 1 and None not in sharing:
             # A prefix is shared among sequences that route it alike.
@@ -476,11 +478,11 @@ class Run:
         passes = self.passes(lookups)
         models = [(setup.model, *body_and_head(setup.model)) for setup in self.setups if setup.route.path == "head"]
         guard = ErrorGuard([body for _, body, _ in models], self.ranks)
-        found = inside(models, partial(self._forward_all, guard, passes, lookups))
+        scores = inside(models, partial(self._forward_all, guard, passes, lookups))
         guard.check()
         if self.routings[0] is not None and self.routings[0].records:
-            found[1]["routing"] = passes[0].chosen()
-        return found
+            scores[1]["routing"] = passes[0].chosen()
+        return scores
 
     def _lookups(self, tree: PrefixTree) -> list[CacheLookup]:
         """The cached part of the request for each model; nothing if the call does not use the caches."""
@@ -533,13 +535,13 @@ class Run:
                 scorer.forwards += 1
             missing = index >= len(passes[0].elements)
             some = elements[0] if missing else passes[0].elements[index]
-            found = [
+            states_of_models = [
                 guard.forward(each.setup.model, each.run_dummy if missing else partial(each.run, index))
                 for each in passes
             ]
             if guard.error is not None or (some.numel() == 0 and not (ranks.groups and grad)):
                 continue
-            states = cast(list[States], found)
+            states = cast(list[States], states_of_models)
             elements.append(some)
             targets = send(request.tokens.values[some], device)
             if grad and all(each.head is not None for each in states):

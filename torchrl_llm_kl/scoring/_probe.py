@@ -81,17 +81,17 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
         plain = _plain(model, answers[0], request)
         first_equal = partial(_first_equal, setup=setup, ranks=ranks, request=request, plain=plain, vocab=vocab)
         if has_parts:
-            route, found = inside([(model, *body_and_head(model))], partial(first_equal, head_routes))
+            route, difference = inside([(model, *body_and_head(model))], partial(first_equal, head_routes))
             if route is not None:
                 return route, None
             complaint = (
-                f"the head of {name}, applied to its body, does not reproduce the model's own log-probs: {found}"
+                f"the head of {name}, applied to its body, does not reproduce the model's own log-probs: {difference}"
             )
         # Outside, since these call the model itself.
-        route, found = first_equal(full_routes)
+        route, difference = first_equal(full_routes)
     if route is None:
         complaint += (
-            f"; nor does its forward on padded sequences ({found}): scores may be wrong, is the model causal and "
+            f"; nor does its forward on padded sequences ({difference}): scores may be wrong, is the model causal and "
         )
         complaint += "deterministic?"
     return route or full_routes[0], complaint
@@ -117,17 +117,17 @@ def _first_equal(
         setup, equal = replace(setup, route=route), False
         try:
             difference, tolerance, states = _difference(setup, request, *plain)
-            equal, found = difference <= tolerance, f"largest difference {difference:.3g}, tolerance {tolerance:.1g}"
+            equal, outcome = difference <= tolerance, f"largest difference {difference:.3g}, tolerance {tolerance:.1g}"
         except PrivateNameError:
             raise
         except Exception as error:
-            found = f"{type(error).__name__}: {error}"
+            outcome = f"{type(error).__name__}: {error}"
         if ranks.all(equal):
             sharing: Literal["packs", "forks"] = "forks" if has_state(setup.model) else "packs"
             can_share = _can_fork if sharing == "forks" else _can_pack
             shared = route.path == "head" and route.positions and ranks.all(can_share(setup, vocab, states))
             return replace(route, sharing=sharing if shared else None), ""
-        complaint = complaint or found
+        complaint = complaint or outcome
     return None, complaint
 
 
@@ -153,9 +153,9 @@ def _difference(
     padded = PaddedPass(setup, request, [torch.arange(request.tokens.num_sequences)])
     elements = padded.elements[0]
     states, targets = padded.run(0), send(request.tokens.values[elements], setup.device)
-    found = Reading(states, targets, ScoreOptions()).columns()["log_prob"]
-    found = found[send(_of_first(request.tokens)[elements], found.device)].to(plain.device)
-    difference, largest = to_host((found - plain).abs().max(), spread)
+    log_probs = Reading(states, targets, ScoreOptions()).columns()["log_prob"]
+    log_probs = log_probs[send(_of_first(request.tokens)[elements], log_probs.device)].to(plain.device)
+    difference, largest = to_host((log_probs - plain).abs().max(), spread)
     return float(difference), precision * float(largest) + 1e-6, states.source
 
 
@@ -205,15 +205,15 @@ def _can_fork(setup: Setup, vocab: int, states: Tensor) -> bool:
         return False
     try:
         forks, again = (_forks(setup, each) for each in (rows, others))
-        found, moved = _hidden(forks, rows), _hidden(again, others)
+        hidden, moved = _hidden(forks, rows), _hidden(again, others)
         forks.recurrence = 10.0
-        if is_recurrent(setup.model) and torch.equal(_hidden(forks, rows), found):
+        if is_recurrent(setup.model) and torch.equal(_hidden(forks, rows), hidden):
             return False
     except PrivateNameError:
         raise
     except Exception:  # for instance a cache of the model's own
         return False
-    return _equal(setup, found, _answered(rows, states.cpu()), (moved - found)[rows.sequence_ids == 2])
+    return _equal(setup, hidden, _answered(rows, states.cpu()), (moved - hidden)[rows.sequence_ids == 2])
 
 
 def _answers(vocab: int) -> tuple[Ragged, Ragged]:
@@ -232,11 +232,11 @@ def _too_long(model: nn.Module) -> bool:
     return limit is not None and limit < _TRUNK + _OTHER + 1
 
 
-def _equal(setup: Setup, found: Tensor, apart: Tensor, moved: Tensor) -> bool:
+def _equal(setup: Setup, hidden: Tensor, apart: Tensor, moved: Tensor) -> bool:
     """Whether hidden states agree, and those of a sequence did not move with other tokens in another one."""
     precision = _relative_precision(setup.options.dtype or apart.dtype, setup.device)
     largest = float(apart.abs().max())
-    if largest == 0.0 or float((found - apart).abs().max()) > precision * largest:
+    if largest == 0.0 or float((hidden - apart).abs().max()) > precision * largest:
         return False  # a comparison of zeros shows nothing
     half = precision >= 1e-2  # half precision: any change comes from another sequence
     return float(moved.abs().max()) <= (0.0 if half else 1e-5 * largest)
@@ -275,19 +275,19 @@ def find_variance(setup: Setup, size: int) -> str | None:
 def _bits(setup: Setup, rows: list[Tensor], size: int) -> list[Tensor]:
     """Hidden states, log-probs and entropies of each row; ``[T - 1, H + 2]``."""
     tokens = Ragged.from_list(rows)
-    packs, found = _packs(setup, tokens, size), []
+    packs, parts = _packs(setup, tokens, size), []
     for i, elements in enumerate(packs.elements):
         states = packs.run(i)
         targets = tokens.values[elements].to(setup.device)
         columns = Reading(states, targets, ScoreOptions(entropy=True), tile=BLOCK).columns()
         scores = torch.stack([columns["log_prob"], columns["entropy"]], -1)
-        found.append(torch.cat([states.source, scores.to(states.source.dtype)], -1))
-    return tokens.like(_in_order(tokens, packs.elements, found)).to_list()
+        parts.append(torch.cat([states.source, scores.to(states.source.dtype)], -1))
+    return tokens.like(_in_order(tokens, packs.elements, parts)).to_list()
 
 
 def _operators(setup: Setup, rows: list[Tensor], size: int) -> list[tuple[str, list[tuple[int, ...]]]]:
     """The operators of the first pack, and the shapes of their inputs."""
-    found: list[tuple[str, list[tuple[int, ...]]]] = []
+    calls: list[tuple[str, list[tuple[int, ...]]]] = []
 
     class Recorder(dispatch_mode()):  # type: ignore[misc]
         def __torch_dispatch__(
@@ -297,13 +297,13 @@ def _operators(setup: Setup, rows: list[Tensor], size: int) -> list[tuple[str, l
             args: Sequence[object] = (),
             kwargs: dict[str, object] | None = None,
         ) -> object:
-            found.append((str(func), [tuple(x.shape) for x in tensor_leaves((args, kwargs))]))
+            calls.append((str(func), [tuple(x.shape) for x in tensor_leaves((args, kwargs))]))
             return func(*args, **(kwargs or {}))
 
     packs = _packs(setup, Ragged.from_list(rows), size)
     with Recorder():
         packs.run(0)
-    return found
+    return calls
 
 
 def _packs(setup: Setup, rows: Ragged, size: int, min_shared: int = 16) -> PackedPass:
@@ -320,8 +320,8 @@ def _forks(setup: Setup, rows: Ragged) -> ForkedPass:
 
 def _hidden(forwards: ForkedPass, rows: Ragged) -> Tensor:
     """The hidden state that predicts each token, 0 for first tokens; ``[N, H]``, on the CPU."""
-    found = [forwards.run(i).source.cpu() for i in range(len(forwards.elements))]
-    return _in_order(rows, forwards.elements, found)
+    states = [forwards.run(i).source.cpu() for i in range(len(forwards.elements))]
+    return _in_order(rows, forwards.elements, states)
 
 
 def _answered(rows: Ragged, states: Tensor) -> Tensor:
@@ -330,6 +330,6 @@ def _answered(rows: Ragged, states: Tensor) -> Tensor:
     return _in_order(rows, [elements], [states[: len(elements)]])
 
 
-def _in_order(rows: Ragged, elements: list[Tensor], found: list[Tensor]) -> Tensor:
-    out = found[0].new_zeros(rows.values.shape[0], found[0].shape[-1])
-    return out.index_copy(0, torch.cat(elements), torch.cat(found))
+def _in_order(rows: Ragged, elements: list[Tensor], parts: list[Tensor]) -> Tensor:
+    out = parts[0].new_zeros(rows.values.shape[0], parts[0].shape[-1])
+    return out.index_copy(0, torch.cat(elements), torch.cat(parts))

@@ -107,16 +107,16 @@ class Int8Linear(nn.Module):
 
 
 def _to_int8(layers: list[nn.Module], name: str) -> None:
-    found = [
+    linears = [
         (parent, key, child)
         for layer in layers
         for parent in layer.modules()
         for key, child in parent.named_children()
         if type(child) is nn.Linear
     ]
-    if not found:
+    if not linears:
         raise ValueError(f"the layers of {name} hold no nn.Linear to store in int8: use dtype=torch.bfloat16.")
-    for parent, key, linear in found:
+    for parent, key, linear in linears:
         setattr(parent, key, Int8Linear(linear))
 
 

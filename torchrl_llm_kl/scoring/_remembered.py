@@ -119,8 +119,8 @@ class RememberedModel(nn.Module):
         if self._stated is not None:
             return None, f"stated {self._stated}"
         if has(self.model, "make_scorer"):
-            found: tuple[int | None, str] | None = self.model.fingerprint()
-            return found
+            version_and_digest: tuple[int | None, str] | None = self.model.fingerprint()
+            return version_and_digest
         module = module_of(self.model)
         return None, f"{self._watch.fingerprint(module)} {code_of(module)}"
 
@@ -151,8 +151,8 @@ class RememberedScorer(Scorer):
     @property
     def inner(self) -> Scorer:
         """The scorer of the model itself."""
-        found: Scorer = self._slot.get(self.model.model, **self._settings)
-        return found
+        scorer: Scorer = self._slot.get(self.model.model, **self._settings)
+        return scorer
 
     @property
     def path(self) -> str | None:  # type: ignore[override]
@@ -204,12 +204,12 @@ class RememberedScorer(Scorer):
 
         def finish() -> Scores:
             try:
-                found = start()
+                scores = start()
             except ValueError:  # it names a sequence among those that were sent: let it name the caller's
                 return inner.run(request, options)
-            if version is not None and found.version != version:  # other weights, meanwhile
+            if version is not None and scores.version != version:  # other weights, meanwhile
                 return inner.run(request, options)
-            lookup.take(found)
+            lookup.take(scores)
             if self.model.weights() == weights:
                 lookup.store_new()
             return lookup.scores(version)

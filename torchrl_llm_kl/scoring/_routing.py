@@ -145,7 +145,7 @@ class Routers:
         if any(compiled_call(module) for module in model.modules()):
             raise ValueError(f"{name} has compiled parts, which hold their own routing: replay before torch.compile.")
         modules = [cast("Router", module) for module in named.values()]
-        layers = [int(found[-1]) for found in (re.findall(r"(?:^|\.)layers\.(\d+)\.", each) for each in named)]
+        layers = [int(numbers[-1]) for numbers in (re.findall(r"(?:^|\.)layers\.(\d+)\.", each) for each in named)]
         sizes = {(module.top_k, module.num_experts) for module in modules}
         assert len(sizes) == 1, "one configuration for all layers"
         ((k, num_experts),) = sizes
@@ -169,8 +169,8 @@ class Routers:
         if layers == self.num_layers:
             record = record[:, list(self.layers)]
         elif layers != len(self.layers):
-            found = " or ".join(map(str, sorted({len(self.layers), self.num_layers})))
-            raise ValueError(f"the record has {layers} layers, and {name} has {found}: expected one for each.")
+            counts = " or ".join(map(str, sorted({len(self.layers), self.num_layers})))
+            raise ValueError(f"the record has {layers} layers, and {name} has {counts}: expected one for each.")
         tokens = request.tokens
         forwarded = tokens.positions < request.forward_lengths[tokens.sequence_ids]
         self._check(record, forwarded, request)
@@ -189,8 +189,8 @@ class Routers:
             "either all experts of a token or, as -1, none": missing.any(-1) & ~missing.all(-1),
             f"{self.k} different experts; where nothing was recorded, -1 says so": twice & ~missing.any(-1),
         }
-        for expected, found in problems.items():
-            bad = (found & forwarded[:, None]).nonzero()
+        for expected, wrong in problems.items():
+            bad = (wrong & forwarded[:, None]).nonzero()
             if len(bad):
                 element, place = bad[0].tolist()
                 raise ValueError(
@@ -249,8 +249,8 @@ class Routing:
                 "kernel computes its block. Load the model without kernels."
             )
         if forward.chosen is not None:
-            found = torch.stack([forward.chosen[place] for place in places], 1)
-            self.chosen.append((elements, found.to(self.routers.dtype).cpu()))
+            experts = torch.stack([forward.chosen[place] for place in places], 1)
+            self.chosen.append((elements, experts.to(self.routers.dtype).cpu()))
 
     def result(self, count: int) -> Tensor:
         """The experts that the routers chose for each of ``count`` tokens, -1 where none was forwarded; ``[N, L, k]``."""

@@ -137,8 +137,8 @@ def _arguments_of_generate(model: Any) -> set[str]:
 
     base = call_of(model, "get_base_model", model)  # PEFT's hides them
     methods = (asked(base, name, (object,)) for name in ("generate", "forward", "prepare_inputs_for_generation"))
-    found = {name for method in methods if method is not None for name in inspect.signature(method).parameters}
-    return found | {"tokenizer", "assistant_tokenizer"} | set(vars(GenerationConfig()))
+    names = {name for method in methods if method is not None for name in inspect.signature(method).parameters}
+    return names | {"tokenizer", "assistant_tokenizer"} | set(vars(GenerationConfig()))
 
 
 def as_sampling(temperature: float | None, sampling: Sampling | None) -> Sampling:

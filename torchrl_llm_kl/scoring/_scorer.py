@@ -323,9 +323,9 @@ class LogProbScorer(Scorer):
         if options.deterministic and request.images is not None:
             raise ValueError("deterministic=True with images: their encoder may change last bits. Leave one out.")
         if options.deterministic and (replayed or options.return_kept):
-            found = "kept=" if replayed else "return_kept=True"
+            shown = "kept=" if replayed else "return_kept=True"
             raise ValueError(
-                f"deterministic=True with {found}: sums over kept tokens may change their last bits. Leave one out."
+                f"deterministic=True with {shown}: sums over kept tokens may change their last bits. Leave one out."
             )
         if options.grad and options.deterministic and drops(self.model):
             raise ValueError(f"deterministic=True, but {name} drops activations at random: call its eval().")
@@ -410,13 +410,13 @@ class LogProbScorer(Scorer):
         """Raise a ValueError if scores depend on the other sequences of a call."""
         check_pack(self.tokens_per_batch)
         size = self.tokens_per_batch or PACK
-        found = obstacle(setup, probe=self.probe, share_prefixes=self.share_prefixes)
+        reason = obstacle(setup, probe=self.probe, share_prefixes=self.share_prefixes)
         proof = circumstances(setup, size)
-        if found is None and proof != self._proof:
+        if reason is None and proof != self._proof:
             with locked(self.model):
-                found = find_variance(replace(setup, options=setup.options.but(grad=False)), size)
-        if found is not None:
-            raise ValueError(f"deterministic=True, but {type(self.model).__name__} {found}.")
+                reason = find_variance(replace(setup, options=setup.options.but(grad=False)), size)
+        if reason is not None:
+            raise ValueError(f"deterministic=True, but {type(self.model).__name__} {reason}.")
         self._proof = proof
 
     def _choose_route(self) -> Route:

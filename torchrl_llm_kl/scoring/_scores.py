@@ -151,7 +151,7 @@ def _is_plain(head: nn.Module) -> bool:
     :mod:`~torchrl_llm_kl.head` does.
     """
     hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
-    known = {name for name, found in (("fsdp", is_fsdp2(head)), ("deepspeed", is_zero3(head))) if found}
+    known = {name for name, applies in (("fsdp", is_fsdp2(head)), ("deepspeed", is_zero3(head))) if applies}
     if is_dtensor(asked(head, "weight", Tensor)):
         known.add("torch.distributed.tensor")
     kind = type(head).__mro__[2] if is_fsdp2(head) else type(head)
@@ -258,15 +258,15 @@ class Reading:
             both["ref_kept"] = options.sampling.reference == "kept"
             others = ref.source.to(device), ref_head.weight.detach().to(device)
             pair = partial(linear_pair, direction=options.direction, beta=options.beta, entropy=options.entropy)
-            found = pair(hidden, head.weight, *others, targets, **both, **limits)._asdict()
-            found["ref_log_prob"] = found["ref_log_prob"].detach()
+            scores = pair(hidden, head.weight, *others, targets, **both, **limits)._asdict()
+            scores["ref_log_prob"] = scores["ref_log_prob"].detach()
             if ids is not None:
-                found["outcomes"] = linear_outcomes(hidden, head.weight, targets, ids, **own).outcomes
+                scores["outcomes"] = linear_outcomes(hidden, head.weight, targets, ids, **own).outcomes
         elif ids is not None:
-            found = linear_outcomes(hidden, head.weight, targets, ids, entropy=options.entropy, **own)._asdict()
+            scores = linear_outcomes(hidden, head.weight, targets, ids, entropy=options.entropy, **own)._asdict()
         else:
-            found = linear_log_prob(hidden, head.weight, targets, entropy=options.entropy, **own, **limits)._asdict()
-        columns = {name: values for name, values in found.items() if values is not None}
+            scores = linear_log_prob(hidden, head.weight, targets, entropy=options.entropy, **own, **limits)._asdict()
+        columns = {name: values for name, values in scores.items() if values is not None}
         if options.top_k:
             columns |= _top_columns(*linear_top_k(hidden, head.weight, options.top_k, **own)[:3])
         if options.moments:
@@ -357,7 +357,7 @@ def _moments(
 def _outcomes(log_probs: Tensor, ids: Tensor) -> Tensor:
     """What :func:`~torchrl_llm_kl.head.linear_outcomes` computes, from log-probs ``[n, V]``."""
     shape, ids = ids.shape, ids.flatten(1, -2) if ids.ndim > 2 else ids.unsqueeze(1)
-    found = []
+    outcomes = []
     for some in ids.unbind(1):
         pads = some < 0
         listed = torch.zeros_like(log_probs).scatter_add(1, some.clamp(min=0), (~pads).to(log_probs.dtype)) > 0
@@ -365,8 +365,8 @@ def _outcomes(log_probs: Tensor, ids: Tensor) -> Tensor:
         # Of nothing but -inf, logsumexp has a NaN gradient: such a row has finite numbers, which are replaced.
         possible = (~listed & ~log_probs.isneginf()).any(-1, keepdim=True)
         others = torch.where(possible, log_probs.masked_fill(listed, -torch.inf), 0.0).logsumexp(-1, keepdim=True)
-        found.append(torch.cat([chosen, others.masked_fill(~possible, -torch.inf)], -1))
-    return torch.stack(found, 1).view(*shape[:-1], shape[-1] + 1)
+        outcomes.append(torch.cat([chosen, others.masked_fill(~possible, -torch.inf)], -1))
+    return torch.stack(outcomes, 1).view(*shape[:-1], shape[-1] + 1)
 
 
 def _top_columns(indices: Tensor, log_probs: Tensor, tail: Tensor) -> Columns:

@@ -106,9 +106,9 @@ class ScoreStore:
             The scores of the tokens of all sequences, end to end, NaN where they are not known; float32 or float64 ``[N]``,
             as they were stored.
         """
-        found = self._tried("read", partial(self._look_up, dict(zip(keys, lengths, strict=True)), span)) or {}
+        stored = self._tried("read", partial(self._look_up, dict(zip(keys, lengths, strict=True)), span)) or {}
         unknown = (np.full(length, np.nan, np.float32) for length in (0, *lengths))
-        return np.concatenate([next(unknown), *(found.get(*pair) for pair in zip(keys, unknown, strict=True))])
+        return np.concatenate([next(unknown), *(stored.get(*pair) for pair in zip(keys, unknown, strict=True))])
 
     def add(self, keys: Sequence[bytes], lengths: Sequence[int], values: np.ndarray, span: Span = ANY) -> None:
         """Store scores. Those that are stored already stay.
@@ -171,14 +171,14 @@ class ScoreStore:
             warnings.warn(f"{self.folder / _FILE} {text}", stacklevel=4)
 
     def _look_up(self, wanted: Mapping[bytes, int], span: Span, file: sqlite3.Connection) -> dict[bytes, np.ndarray]:
-        found = self._records(file, wanted, span)
-        self._used.update(found)
+        stored = self._records(file, wanted, span)
+        self._used.update(stored)
         if time.monotonic() - self._marked >= _MARK_EVERY:
             self._marked = time.monotonic()  # also if it fails: not at each read
             # Read-only, or another process writes: what was read is right all the same.
             with suppress(sqlite3.OperationalError), _transaction(file):
                 self._mark_used(file)
-        return found
+        return stored
 
     def _write(self, new: dict[bytes, np.ndarray], size: int, span: Span, file: sqlite3.Connection) -> None:
         with _transaction(file):
@@ -191,7 +191,7 @@ class ScoreStore:
 
     def _records(self, file: sqlite3.Connection, wanted: Mapping[bytes, int], span: Span) -> dict[bytes, np.ndarray]:
         """What the file holds of these sequences, by key; damaged records are left out, with a warning."""
-        keys, found = list(wanted), {}
+        keys, stored = list(wanted), {}
         for start in range(0, len(keys), _AT_ONCE):
             some = keys[start : start + _AT_ONCE]
             query = f"SELECT key, record FROM records WHERE key IN ({','.join('?' * len(some))})"
@@ -200,8 +200,8 @@ class ScoreStore:
                 if own is None or not (np.isnan(own) | _possible(own, span)).all():
                     self._warn("damaged", "holds a damaged record; its scores are recomputed and replace it.")
                 else:
-                    found[key] = own
-        return found
+                    stored[key] = own
+        return stored
 
     def _mark_used(self, file: sqlite3.Connection) -> None:
         """Write that the scores that were read were used now."""

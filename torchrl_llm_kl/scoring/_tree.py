@@ -114,12 +114,12 @@ class PrefixTree:
             0, self.element.repeat_interleave(self.length) + inside, True
         )
 
-    def spread(self, found: Tensor, tokens: Ragged) -> Tensor:
+    def spread(self, values: Tensor, tokens: Ragged) -> Tensor:
         """``found [N, ...]`` with what was written for a forwarded token at all tokens that share it; changes ``found``."""
         element = (tokens.positions < self.forward_lengths[tokens.sequence_ids]).nonzero().squeeze(-1)
         node, offset = self.locate(tokens.sequence_ids[element], tokens.positions[element])
-        found[element] = found[self.element[node] + offset]
-        return found
+        values[element] = values[self.element[node] + offset]
+        return values
 
     @cached_property
     def _paths(self) -> tuple[Tensor, Tensor]:

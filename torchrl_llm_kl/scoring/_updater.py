@@ -208,7 +208,7 @@ class ReferenceUpdater:
 
     def _pairs(self) -> list[tuple[str, Tensor, Tensor]]:
         """Name, weight of the reference, weight of the policy: local parts of both where they are sharded alike."""
-        sources, found = dict(self._sources()), []
+        sources, pairs = dict(self._sources()), []
         for name, own in self._targets():
             if name not in sources:
                 raise ValueError(
@@ -223,18 +223,18 @@ class ReferenceUpdater:
                 raise ValueError(
                     f"{name} has dtype {own.dtype}, which cannot follow the policy: use bfloat16 or wider."
                 )
-            found.append((name, own, new))
+            pairs.append((name, own, new))
         if self._adapter is not None:
             self._check_scaling(self._active(), self._adapter)
         if sources:
             raise ValueError(
                 f"the reference has no counterpart of {next(iter(sources))!r} of the policy: build both alike."
             )
-        if not found:
+        if not pairs:
             raise ValueError(
                 f"{type(self._reference).__name__} has no named weights: wrap it with use_orig_params=True."
             )
-        return found
+        return pairs
 
     def _buffers(self) -> list[tuple[Tensor, Tensor]]:
         if self._adapter is not None or self._service is not None:
@@ -246,9 +246,9 @@ class ReferenceUpdater:
         """The policy's active adapter."""
         active = {name for layer in adapter_layers(self._policy) for name in _as_list(layer.active_adapter)}
         if len(active) != 1 or active == {self._adapter}:
-            found = ", ".join(map(repr, sorted(active))) or "none"
+            shown = ", ".join(map(repr, sorted(active))) or "none"
             raise ValueError(
-                f"the adapter {self._adapter!r} follows the policy's active adapter, and active are {found}: activate another."
+                f"the adapter {self._adapter!r} follows the policy's active adapter, and active are {shown}: activate another."
             )
         return active.pop()
 
@@ -296,10 +296,10 @@ class ReferenceUpdater:
 
 def _module(model: object, name: str) -> nn.Module:
     check_not_a_name(**{name: model})
-    found = model.model if isinstance(model, LogProbScorer) else unwrap(model) if is_wrapper(model) else model
-    if not isinstance(found, nn.Module):
+    module = model.model if isinstance(model, LogProbScorer) else unwrap(model) if is_wrapper(model) else model
+    if not isinstance(module, nn.Module):
         raise TypeError(f"{name} must be a model in this process, got {type(model).__name__}.")
-    return found
+    return module
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -143,8 +143,10 @@ def _check_zeros(score: Callable[[ScoreRequest], Found], request: ScoreRequest, 
     pairs = [row for prefix, other in zip(ends, others, strict=True) for row in (prefix, (*prefix[:-1], other))]
     probe = Ragged.from_list([torch.tensor(row) for row in pairs])
     elements, log_probs, _ = score(ScoreRequest.of(probe, probe.positions == probe.lengths[probe.sequence_ids] - 1))
-    found = log_probs[elements.argsort().to(log_probs.device)].reshape(-1, 2).tolist()
-    for (prefix, element), other, (again, instead) in reversed([*zip(ends.items(), others, found, strict=True)]):
+    again_and_instead = log_probs[elements.argsort().to(log_probs.device)].reshape(-1, 2).tolist()
+    for (prefix, element), other, (again, instead) in reversed(
+        [*zip(ends.items(), others, again_and_instead, strict=True)]
+    ):
         if not (again > -1e-3 and instead < -1):
             raise ValueError(
                 f"{name} returned log-probs of exactly 0 up to {request.locate(element)}. Scored again, token {prefix[-1]} has "
@@ -165,24 +167,24 @@ def _score_rows(version: LLMWrapperBase, request: ScoreRequest, rows: Tensor, de
         type(version).__name__,
         unravel_key((asked(version, "log_probs_key", (str, tuple)) or "log_probs", "full")),
     )
-    found = output.get(key, None, as_list=True)
-    if found is None:
+    rows_of_log_probs = output.get(key, None, as_list=True)
+    if rows_of_log_probs is None:
         raise ValueError(
             f"{name} returned no {key} but {sorted(map(str, output.keys(True, True)))}: set generate=False."
         )
-    got = [row.shape[-1] for row in found]
+    got = [row.shape[-1] for row in rows_of_log_probs]
     if got != lengths:
         worst = next((i for i, (a, b) in enumerate(zip(got, lengths, strict=False)) if a != b), len(got))
         raise ValueError(
             f"{name} returned log-probs for {len(got)} sequences of {got} tokens, expected {lengths}: the first that "
             f"differs is sequence {int(rows[min(worst, len(rows) - 1)])}. A backend must score all given tokens."
         )
-    flat, element = torch.cat([row.reshape(-1) for row in found]), torch.cat(spans)
+    flat, element = torch.cat([row.reshape(-1) for row in rows_of_log_probs]), torch.cat(spans)
     scored = request.mask[element].nonzero().squeeze(-1)
     log_probs = flat[scored.to(flat.device)].float().to(device)
     zeros: list[int] = []
     if bool((log_probs == 0).any()):
-        for row, span in zip(found, spans, strict=True):
+        for row, span in zip(rows_of_log_probs, spans, strict=True):
             certain = span[1 : int((row[1:] == 0).long().cumprod(0).sum()) + 1]
             zeros += certain[request.mask[certain]][-1:].tolist()
     return element[scored], log_probs, zeros

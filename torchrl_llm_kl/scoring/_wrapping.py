@@ -104,10 +104,10 @@ class Ranks:
         if dist.is_available() and dist.is_initialized():
             for model in models:
                 if isinstance(model, nn.Module):
-                    found = _GROUPS.get(model) or _groups_of(model)
-                    if found:  # a model of this process alone may be sharded later
-                        _GROUPS[model] = found
-                    groups |= {id(group): group for group in found}
+                    own_groups = _GROUPS.get(model) or _groups_of(model)
+                    if own_groups:  # a model of this process alone may be sharded later
+                        _GROUPS[model] = own_groups
+                    groups |= {id(group): group for group in own_groups}
             self.witnesses = list((groups or _groups_of_ddp(models)).values())
         self.groups = list(groups.values())
 
@@ -164,18 +164,18 @@ def _groups_of_ddp(models: Sequence[object]) -> dict[int, dist.ProcessGroup]:
 def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     from torch.distributed.tensor import DTensor
 
-    found: dict[int, dist.ProcessGroup] = {}
+    groups: dict[int, dist.ProcessGroup] = {}
     for module in model.modules():
         if isinstance(module, _wrappers()):
             group: Any = asked(module, "process_group", object) or cast(Any, module).data_parallel_group
-            found[id(group)] = group
+            groups[id(group)] = group
         if is_fsdp2(module):
             cast(Any, module).reshard()  # parameters that are whole do not tell their group
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
-            found |= {id(group): group for group in parameter.device_mesh.get_all_groups()}
-        found |= {id(group): group for group in deepspeed_groups(parameter)}
-    return list(found.values())
+            groups |= {id(group): group for group in parameter.device_mesh.get_all_groups()}
+        groups |= {id(group): group for group in deepspeed_groups(parameter)}
+    return list(groups.values())
 
 
 class ErrorGuard:
@@ -186,12 +186,12 @@ class ErrorGuard:
 
     def __init__(self, bodies: Sequence[nn.Module], ranks: Ranks) -> None:
         self._ranks = ranks
-        found = (
+        own_groups = (
             [m for body in bodies for m in body.modules() if m is not body and _has_hooks(m) and not is_zero3(m)]
             if ranks.groups
             else []
         )
-        self._layers = dict.fromkeys(found)
+        self._layers = dict.fromkeys(own_groups)
         # ZeRO-3 gathers weights ahead, in the order of earlier forwards: a rank in error cannot keep that.
         self._at_once = any(is_zero3(body) for body in bodies)
         self._called: list[nn.Module] = []
@@ -205,10 +205,10 @@ class ErrorGuard:
                 inner = unwrapped(layer)
                 stack.callback(_put_forward, inner, inner.__dict__.get("forward"))
                 inner.__dict__["forward"] = partial(self._call, layer, inner.forward)
-            found = self.compute(work)
+            result = self.compute(work)
             if self.error is not None:
                 self._call_rest(model)
-        return found
+        return result
 
     def compute(self, work: Callable[[], Result]) -> Result | None:
         """``work()``; None from the first error on."""
@@ -216,8 +216,8 @@ class ErrorGuard:
             return work()
         if self.error is None:
             try:
-                found = work()
-                return found if self.error is None else None
+                result = work()
+                return result if self.error is None else None
             except Exception as error:
                 self.error = self.error or error
         return None
@@ -285,9 +285,9 @@ def _callers(model: nn.Module, body: nn.Module, head: nn.Module) -> list[nn.Modu
     for part in ["", *path.split(".")][:-1]:
         module = module if not part else asked(module, part, nn.Module, module)
         chain.append(module)
-    found = [module for module in (*chain, head) if _has_hooks(module)]
+    hooked = [module for module in (*chain, head) if _has_hooks(module)]
     return [
-        m for i, m in enumerate(found) if i == 0 or unwrapped(found[i - 1]) is not m
+        m for i, m in enumerate(hooked) if i == 0 or unwrapped(hooked[i - 1]) is not m
     ]  # the call of a wrapper calls it
 
 

@@ -142,14 +142,14 @@ class KLComputation(KLPenalty):
         exact = self.estimator == "exact"
         keys = [self.gen_log_probs_full_key, self.exact_kl_key if exact else self.ref_log_probs_full_key]
         keys += [] if self.old_log_probs_key is None else [self.old_log_probs_key]
-        found = [read_result(td, next_td, key) for key in keys]
+        entries = [read_result(td, next_td, key) for key in keys]
         # Masks and prompts come to the host with the answer whether all numbers are finite.
-        total = finite_total(*_used(found[1:] if exact else found, read_ragged(td, ATTENTION_MASK)))
+        total = finite_total(*_used(entries[1:] if exact else entries, read_ragged(td, ATTENTION_MASK)))
         host, total = on_host(td, _DEFAULTS.token_keys, total)
         finite, attention = math.isfinite(total), read_ragged(host, ATTENTION_MASK)
-        gen, other, *old = (None if x is None else _without_padding(x, attention) for x in found)
+        gen, other, *old = (None if x is None else _without_padding(x, attention) for x in entries)
         for i, key in enumerate(keys):
-            if found[i] is None and (i > 0 or not exact):
+            if entries[i] is None and (i > 0 or not exact):
                 self._missing(td, next_td, key)
         assert other is not None
         if exact:
@@ -211,15 +211,15 @@ class KLComputation(KLPenalty):
         return like.like(values if scored is None else torch.where(scored, values, 0))
 
     def _missing(self, td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> NoReturn:
-        found = describe_entries(td, next_td)
+        shown = describe_entries(td, next_td)
         if key == self.exact_kl_key:
             raise ValueError(
-                f"Exact KL not found. Expected key: {key!r}. Found: {found}. Put RetrieveLogProb(policy, "
+                f"Exact KL not found. Expected key: {key!r}. Found: {shown}. Put RetrieveLogProb(policy, "
                 "extras=[ExactKL(reference)]) before, which writes it, or set exact_kl_key to the key that holds it."
             )
         raise ValueError(
             f"Log-probs not found. Expected keys: {self.gen_log_probs_full_key}, {self.ref_log_probs_full_key}. "
-            f"Missing: {key!r}. Found: {found}. Put RetrieveLogProb before, or give the keys that hold them."
+            f"Missing: {key!r}. Found: {shown}. Put RetrieveLogProb before, or give the keys that hold them."
         )
 
 

@@ -277,13 +277,13 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
                 unscored = unscored if response is None else unscored & ~response
             text = "0 or NaN for the first {} tokens of prompts: its engine returned no scores of prompts. Those tokens are"
         else:
-            found = find_log_probs(td, key)
-            if found is None:
+            place = find_log_probs(td, key)
+            if place is None:
                 raise MissingEntryError(
                     f"the policy's log-probs are missing: expected {key!r}, found: {describe_entries(td, next_td)}. Collect "
                     "with return_log_probs=True, put RetrieveLogProb before, or use RetrieveKL, which scores both."
                 )
-            key, values = found, per_token(td, found, tokens, response, repeats=False).float()
+            key, values = place, per_token(td, place, tokens, response, repeats=False).float()
             known = ~values.isnan() if response is None else response
             unscored = zeros_of_first_tokens(values, known, tokens)
             text = "exactly 0 for the first generated token of {} sequences: torchrl never computes it. That token is"

@@ -194,7 +194,7 @@ class ScoringTransform(StepTransform):
 
     def step(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> ScoredStep:
         """A step of the data and its located tokens, for extras."""
-        return ScoredStep(self.context, td, next_td, located)
+        return ScoredStep(self.context, td, next_td, lambda: located, located.images)
 
 
 class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
