@@ -51,14 +51,14 @@ def load_plugins() -> None:
 
 def _imports(stub: str) -> dict[str, str]:
     """Name -> module of the imports that a stub passes on: ``from module import name as name``."""
-    found = [node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in found for alias in node.names if alias.asname == alias.name}
+    imports = [node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname == alias.name}
 
 
 def _types(stub: str) -> dict[str, ast.Assign | ast.ClassDef]:
     """Name -> definition of the types in a stub."""
-    found = [node for node in ast.parse(stub).body if isinstance(node, (ast.Assign, ast.ClassDef))]
-    return {node.name if isinstance(node, ast.ClassDef) else ast.unparse(node.targets[0]): node for node in found}
+    nodes = [node for node in ast.parse(stub).body if isinstance(node, (ast.Assign, ast.ClassDef))]
+    return {node.name if isinstance(node, ast.ClassDef) else ast.unparse(node.targets[0]): node for node in nodes}
 
 
 def _typed(package: str, node: ast.Assign | ast.ClassDef, load: Callable[[str], object]) -> object:

@@ -117,7 +117,7 @@ PREAMBLES = {
     "docs/kl_study.md": "model reference batch",
     "docs/logging.md": "parts=grpo tokenizer",
     "docs/lora.md": "batch=rollouts",
-    "docs/extend.md": "model batch",
+    "docs/extend.md": "model reference batch",
     "docs/losses.md": "model reference share=batch grpo optimizer buffer",
     "docs/multi_turn.md": "tokenizer model reference",
     "docs/off_policy.md": "model rollouts reference optimizer",

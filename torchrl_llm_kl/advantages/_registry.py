@@ -191,7 +191,7 @@ def clean_rows(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if name != "rewards" and tensor.ndim != 1:
             raise ValueError(f"{name} must be [B], one number per sequence, got shape {tuple(tensor.shape)}.")
     check_same_shape(**{name: x[:, 0] if name == "rewards" else x for name, x in tensors.items()})
-    return {name: _clean(name, x) for name, x in tensors.items()}
+    return {name: _clean_input(name, x) for name, x in tensors.items()}
 
 
 def clean_tokens(tensors: dict[str, Tensor], per_sequence: tuple[str, ...] = ()) -> dict[str, Tensor]:
@@ -207,11 +207,11 @@ def clean_tokens(tensors: dict[str, Tensor], per_sequence: tuple[str, ...] = ())
                 f"{name} must have one number per sequence, {tuple(mask.shape[:-1])}, got shape {tuple(tensors[name].shape)}."
             )
     check_is_mask(mask=mask)
-    clean = {name: x if x is mask else _clean(name, x) for name, x in tensors.items()}
+    clean = {name: x if x is mask else _clean_input(name, x) for name, x in tensors.items()}
     return {name: x if x is mask or name in per_sequence else torch.where(mask, x, 0) for name, x in clean.items()}
 
 
-def _clean(name: str, x: Tensor) -> Tensor:
+def _clean_input(name: str, x: Tensor) -> Tensor:
     if name not in _IDENTITIES:
         return widen(x.detach())[0]
     if x.dtype == torch.bool or x.is_floating_point() or x.is_complex():

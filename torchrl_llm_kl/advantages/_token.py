@@ -235,7 +235,7 @@ def clip_b(
     Source: Wang et al. 2026, 'On the Entropy Dynamics in Reinforcement Fine-Tuning' (arXiv 2602.03392), Clip_B;
     one-sided and ``mu``: its authors' code in Trinity-RFT 0.6.0.
     """
-    result, score = _grpo(reward, group, mask, epsilon), _centred(_score(old_log_prob, entropy), mask)
+    result, score = _grpo_per_token(reward, group, mask, epsilon), _centred(_discriminator(old_log_prob, entropy), mask)
     return torch.where((result < 0) & (score < -mu * _deviation(score, mask)), 0, result)
 
 
@@ -275,7 +275,7 @@ def clip_v(
     Source: Wang et al. 2026, 'On the Entropy Dynamics in Reinforcement Fine-Tuning' (arXiv 2602.03392), Clip_V;
     one-sided, ``mu`` and ``max_frac``: its authors' code in Trinity-RFT 0.6.0.
     """
-    result, loss = _grpo(reward, group, mask, epsilon), discriminator - _score(old_log_prob, entropy)
+    result, loss = _grpo_per_token(reward, group, mask, epsilon), discriminator - _discriminator(old_log_prob, entropy)
     deviation = _deviation(_centred(loss, mask), mask)
     beyond = (result < 0) & (loss > mu * deviation) & (deviation > 0)
     order = loss.masked_fill(~beyond, -torch.inf).flatten().argsort(descending=True, stable=True)
@@ -284,13 +284,13 @@ def clip_v(
     return torch.where(beyond & (rank.reshape(mask.shape) < most), 0, result)
 
 
-def _grpo(reward: Tensor, group: Tensor, mask: Tensor, epsilon: float) -> Tensor:
+def _grpo_per_token(reward: Tensor, group: Tensor, mask: Tensor, epsilon: float) -> Tensor:
     """GRPO's advantage of outcomes ``[*B]`` on each response token."""
     result = grpo(reward.flatten(), group.flatten(), epsilon=epsilon).reshape(group.shape)
     return torch.where(mask, result.unsqueeze(-1), 0)
 
 
-def _score(old_log_prob: Tensor, entropy: Tensor) -> Tensor:
+def _discriminator(old_log_prob: Tensor, entropy: Tensor) -> Tensor:
     """The entropy discriminator of the sampled token."""
     return old_log_prob.exp() * (entropy + old_log_prob)
 

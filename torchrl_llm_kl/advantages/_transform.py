@@ -159,7 +159,7 @@ class Advantage(Transform):
             raise ValueError(f"{spec.name} has one number per token: layout must be 'token', got 'sequence'.")
         self.layout: Layout = "token" if spec.kind == "token" else layout or "sequence"
         self.inputs = (*spec.needs, *(key for key, cause in spec.optional.items() if self.hyper.get(cause) is not None))
-        self.kept = None if spec.kept is None else Kept()
+        self.kept = None if spec.kept is None else RunningNumbers()
         self.keys = self._resolve_keys(keys or {})
         self.group_key, self.group_size = self._check_group(group_key, group_size)
         read = [key for name in self.keys if name not in spec.outputs for key in self._keys_of(name)]
@@ -264,12 +264,13 @@ class Advantage(Transform):
         """
         td = self._on_host(td, self._device(td))
         names = [name for name in ("group", "run", "step", "state", "baseline") if name in self.inputs]
-        found = {name: self._row_input(td, name, None) for name in names}
-        if "group" not in found:
+        ids = {name: self._row_input(td, name, None) for name in names}
+        if "group" not in ids:
             return
-        group = found["group"].cpu()
-        members = torch.stack([group, found["run"].cpu() if "run" in found else torch.arange(len(group))])
-        if (answers := members.unique(dim=1).shape[1]) == len(group.unique()):
+        group = ids["group"].cpu()
+        members = torch.stack([group, ids["run"].cpu() if "run" in ids else torch.arange(len(group))])
+        answers = members.unique(dim=1).shape[1]
+        if answers == len(group.unique()):
             raise ValueError(
                 f"found {answers} groups of one answer, and {self.spec.name} compares the answers to a prompt: pass several "
                 "answers to each, and group_key=, the entry that is equal for them, or group_size=."
@@ -400,10 +401,12 @@ class Advantage(Transform):
 
     def _roles(self, td: TensorDictBase) -> list[Hashable]:
         """The names of the agents, one for each row."""
-        found = list(
-            leaves(read_column(td, require_key(td, self.keys["role"], "the role is missing", _advice("role"))))
-        )
-        names = [name for x in found for name in (x.reshape(-1).tolist() if isinstance(x, Tensor) else [x])]
+        key = require_key(td, self.keys["role"], "the role is missing", _advice("role"))
+        names = [
+            name
+            for x in leaves(read_column(td, key))
+            for name in (x.reshape(-1).tolist() if isinstance(x, Tensor) else [x])
+        ]
         rows = td.batch_size.numel()
         if len(names) not in (1, rows):
             raise ValueError(f"the role must have one value for each of {rows} rows, found {len(names)}.")
@@ -413,8 +416,8 @@ class Advantage(Transform):
         """From an entry for each, or from one entry with all of them; ``[S, R]``."""
         columns, rows = [], td.batch_size.numel()
         for key in self._keys_of("rewards"):
-            found = require_key(td, key, "the rewards are missing", _advice("rewards"))
-            value = read_column(td, found)
+            place = require_key(td, key, "the rewards are missing", _advice("rewards"))
+            value = read_column(td, place)
             if isinstance(self.keys["rewards"], list):
                 columns.append(outcomes(td, value, f"the reward {key!r}"))
                 continue
@@ -428,14 +431,14 @@ class Advantage(Transform):
                     else "rows of several lengths"
                 )
                 raise ValueError(
-                    f"the rewards under {found!r} must be [*B, R], R numbers for each of {rows} sequences, found {shape}. "
+                    f"the rewards under {place!r} must be [*B, R], R numbers for each of {rows} sequences, found {shape}. "
                     f"Pass keys={{'rewards': [...]}} for rewards in entries of their own."
                 )
             tokens = read_column(td, ("tokens", "full"))
             if isinstance(tokens, Tensor) and not tokens.is_nested and tokens.shape[-1] == row.shape[-1] > 1:
                 warnings.warn(
-                    f"{found!r} holds {row.shape[-1]} rewards for each sequence, as many as a row has tokens: a reward per "
-                    f"token is one reward; pass keys={{'rewards': [{found!r}]}} for it.",
+                    f"{place!r} holds {row.shape[-1]} rewards for each sequence, as many as a row has tokens: a reward per "
+                    f"token is one reward; pass keys={{'rewards': [{place!r}]}} for it.",
                     stacklevel=5,
                 )
             columns += widen(row.detach())[0].reshape(rows, -1).unbind(1)
@@ -460,7 +463,7 @@ class Advantage(Transform):
         return shape if shape and shape.numel() == 1 else (1,)
 
 
-class Kept(nn.Module):
+class RunningNumbers(nn.Module):
     """Numbers by name that an advantage keeps between batches, 0 for a new name; its only state."""
 
     def __init__(self) -> None:
@@ -497,7 +500,7 @@ def _groups_of_size(td: TensorDictBase, size: int, *, trajectories: bool) -> Ten
                 f"{tuple(td.batch_size)}: pass group_key=."
             )
         steps = td.batch_size[-1]
-        done = _done(td)
+        done = _done_flags(td)
         if done is not None and bool(done.reshape(-1, steps)[:, :-1].any()):
             raise ValueError(
                 "group_size needs one trajectory per env, found some that end before the last step: pass group_key=."
@@ -560,7 +563,7 @@ def _warn_of_turns(td: TensorDictBase, group: Tensor, key: NestedKey) -> None:
 
 def _runs_along_time(td: TensorDictBase) -> Tensor:
     """Trajectories along the last dimension that end where ``("next", "done")`` is True; int64 ``[S]``."""
-    done = _done(td)
+    done = _done_flags(td)
     if done is None and td.batch_dims < 2:
         raise ValueError(
             f"cannot tell trajectories apart: found batch size {tuple(td.batch_size)} and no ('next', 'done'). Pass "
@@ -574,6 +577,6 @@ def _runs_along_time(td: TensorDictBase) -> Tensor:
     return line * (rows + 1) + ended_before.cpu()
 
 
-def _done(td: TensorDictBase) -> Tensor | None:
+def _done_flags(td: TensorDictBase) -> Tensor | None:
     key = find_key(td, ("next", "done"))
     return None if key is None else sequence_sums(read_column(td, key), td.batch_size.numel(), "('next', 'done')") > 0

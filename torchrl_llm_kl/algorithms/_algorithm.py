@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar, cast
 
 from torch import Tensor, nn
 
 from torchrl_llm_kl._foreign import foreign_hint
 from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl._registry import did_you_mean
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, advantage_spec
 from torchrl_llm_kl.algorithms._schema import SCHEMAS, SchemaName
 from torchrl_llm_kl.estimators import EstimatorName, check_penalty
 from torchrl_llm_kl.losses import Aggregation, ObjectiveArgs, ObjectiveName, spec_of
 
 T = TypeVar("T")
+Settings = Mapping[str, object]
 Coefficient = float | Tensor | nn.Module
 #: Place of a KL -> its estimator where only the weight is given: the mean gradient there is the reverse KL's.
 USUAL_ESTIMATORS: Mapping[str, EstimatorName] = {"kl_loss": "k2", "kl_reward": "k1"}
@@ -142,7 +142,7 @@ class Algorithm:
         }
 
     @property
-    def changed(self) -> Json:
+    def changed(self) -> dict[str, object]:
         """The fields that differ from their defaults; ``name``, ``objective`` and ``sources`` are left out."""
         plain = Algorithm(self.name, self.objective, sources=self.sources)
         defaults = {f.name: getattr(plain, f.name) for f in fields(self)} | self.derived
@@ -204,7 +204,7 @@ def check_rules(rules: Iterable[Rule[T]], subject: T) -> None:
             raise ValueError(rule.message.format(subject))
 
 
-def _is_set(coeff: Coefficient, usual: object) -> bool:
+def _is_set(coeff: object, usual: object = 0) -> bool:
     """Whether a weight is neither 0 nor the default. A tensor is not read, since that would be a host sync."""
     return isinstance(coeff, (Tensor, nn.Module)) or coeff not in (usual, 0)
 
@@ -278,11 +278,9 @@ _OF_LOOP = {
 }
 #: Fields that make_algorithm takes.
 FIELDS = tuple(name for name in _DEFAULTS if name not in ("name", "sources", *_OF_LOOP))
-#: Advantages of distillation on sampled tokens -> ``beta`` of the same divergence over a teacher's top k; None: their own.
-_BETA_OF_ADVANTAGE = {"on_policy_distill": 1.0, "jsd": None}
 
 
-def apply_overrides(preset: Algorithm, overrides: Mapping[str, Any]) -> Algorithm:
+def apply_overrides(preset: Algorithm, overrides: Settings) -> Algorithm:
     """A preset with some fields changed; see :class:`AlgorithmOverrides`.
 
     ``objective_args`` and ``advantage_args`` are merged into the preset's key by key. ``use_reference`` and ``use_critic``
@@ -296,33 +294,34 @@ def apply_overrides(preset: Algorithm, overrides: Mapping[str, Any]) -> Algorith
     for name in overrides:
         _check_name(preset, name, overrides)
     distilled = _of_top_k(preset, overrides)
-    changes: Json = {**overrides, **distilled}
+    changes: dict[str, object] = {**overrides, **distilled}
     for part in ("objective", "advantage"):
         now, args = getattr(preset, part), f"{part}_args"
         kept = getattr(preset, args) if changes.get(part, now) == now else {}  # another one has other settings
-        changes[args] = {**kept, **distilled.get(args, {}), **(overrides.get(args) or {})}
+        layers = (kept, distilled.get(args), overrides.get(args))
+        changes[args] = {key: value for layer in layers for key, value in cast("Settings", layer or {}).items()}
     for place, usual in USUAL_ESTIMATORS.items():
         coeff = f"{place}_coeff"
-        if getattr(preset, place) == "none" and _is_set(changes.get(coeff, 0), 0):
+        if getattr(preset, place) == "none" and _is_set(changes.get(coeff, 0)):
             changes.setdefault(place, usual)
         elif changes.get(place) == "none":
             changes.setdefault(coeff, _DEFAULTS[coeff])
     for name, value in preset.derived.items():
         if getattr(preset, name) == value:
             changes.setdefault(name, None)
-    changed = replace(preset, **changes)
+    changed = replace(preset, **changes)  # type: ignore[arg-type]
     _check_flags(preset, changed)
     return changed
 
 
-def _of_top_k(preset: Algorithm, overrides: Mapping[str, Any]) -> Json:
+def _of_top_k(preset: Algorithm, overrides: Settings) -> dict[str, object]:
     """The changes that make a distillation on sampled tokens one over a teacher's top k."""
     advantage = overrides.get("advantage", preset.advantage)
-    if not overrides.get("top_k") or "objective" in overrides or advantage not in _BETA_OF_ADVANTAGE:
+    if not overrides.get("top_k") or "objective" in overrides or advantage not in ("on_policy_distill", "jsd"):
         return {}
-    beta: object = _BETA_OF_ADVANTAGE[advantage]
-    if beta is None:
-        beta = preset.advantage_args.get("beta", advantage_spec(advantage).defaults["beta"])
+    # The same divergence: the reverse KL, or jsd's own beta.
+    default = advantage_spec("jsd").defaults["beta"]
+    beta = 1.0 if advantage == "on_policy_distill" else preset.advantage_args.get("beta", default)
     distilled = {"objective": "distill", "objective_args": {"beta": beta}, "advantage": None}
     return {**distilled, "compute_advantage_in_trainer": False}
 
@@ -341,13 +340,14 @@ def _check_flags(preset: Algorithm, changed: Algorithm) -> None:
         raise ValueError(f"use_reference=True has no effect: {name} scores its teacher anyway. Leave it out.")
 
 
-def _check_name(preset: Algorithm, name: str, overrides: Mapping[str, Any]) -> None:
+def _check_name(preset: Algorithm, name: str, overrides: Settings) -> None:
     """Raise unless ``name`` is a field that an override may change; the message says which part has the setting."""
     if name in FIELDS:
         return
     if name in _OF_LOOP:
         raise ValueError(f"{name} has no effect on what make_algorithm builds: {_OF_LOOP[name]}. Leave {name} out.")
-    objective, advantage = (overrides.get(part, getattr(preset, part)) for part in ("objective", "advantage"))
+    objective = cast("ObjectiveName", overrides.get("objective", preset.objective))
+    advantage = cast("AdvantageName | None", overrides.get("advantage", preset.advantage))
     settings = {"objective": spec_of(objective).hyper}
     if advantage is not None:
         settings["advantage"] = advantage_spec(advantage).hyper

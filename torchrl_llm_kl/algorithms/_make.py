@@ -160,7 +160,7 @@ def make_algorithm(
     preset = apply_overrides(preset, overrides)
     grouping: _Grouping = {"group_key": group_key, "group_size": group_size}
     check_rules(_RULES, _Arguments(preset, reference, critic, grouping, masking_strategy))
-    _check_reference(preset, actor, reference, context)
+    _check_other_model(preset, actor, reference, context)
     preset.check_group_size(group_size)
     if not preset.compares_answers:
         grouping = {}
@@ -434,7 +434,7 @@ class _WrappedModel:
         return LogProbScorer(self.wrapper, **settings)
 
 
-def _check_reference(preset: Algorithm, actor: object, reference: object, context: Context | None) -> None:
+def _check_other_model(preset: Algorithm, actor: object, reference: object, context: Context | None) -> None:
     """Raise if the reference is the policy itself, or of another vocabulary; models of other processes are not looked at."""
     policy, other = inner_module(actor), inner_module(reference)
     if not (isinstance(policy, nn.Module) and isinstance(other, nn.Module)):

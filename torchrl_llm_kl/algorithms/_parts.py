@@ -14,7 +14,6 @@ from torchrl.data import ReplayBuffer, ReplayBufferEnsemble
 from torchrl.envs import Compose, Transform
 
 from torchrl_llm_kl._numerics import check_range
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.advantages import Advantage
 from torchrl_llm_kl.algorithms._algorithm import Algorithm
 from torchrl_llm_kl.algorithms._schema import Schema
@@ -206,7 +205,7 @@ class AlgorithmParts:
         Example:
             >>> from tensordict import TensorDict
             >>> from torchrl_llm_kl.algorithms import make_algorithm
-            >>> sft = make_algorithm("sft", model := torch.nn.Embedding(9, 9))
+            >>> sft = make_algorithm("sft", torch.nn.Embedding(9, 9))
             >>> full = torch.arange(15).reshape(5, 3) % 9
             >>> tokens = TensorDict(full=full, prompt=full[:, :1], batch_size=[5])
             >>> batch = sft.prepare(TensorDict(tokens=tokens, batch_size=[5]))
@@ -218,7 +217,7 @@ class AlgorithmParts:
 
     # ------------------------------------------------------------------ state
 
-    def state_dict(self) -> Json:
+    def state_dict(self) -> dict[str, object]:
         """All that training changes beside the weights of models: coefficients, and numbers of the losses such as ``step``.
 
         A few numbers, whatever the models' size. A checkpoint holds them beside the actor's weights, the critic's
@@ -260,9 +259,10 @@ class AlgorithmParts:
         """
         name, before, given = self.algorithm.name, self.state_dict(), dict(state)
         before.pop("algorithm")
-        if (found := given.pop("algorithm", None)) != name:
+        saved = given.pop("algorithm", None)
+        if saved != name:
             raise ValueError(
-                f"expected the state of {name!r}, found the state of {found!r}: build the algorithm that was saved."
+                f"expected the state of {name!r}, got that of {saved!r}: build the algorithm that was saved."
             )
         try:
             self._state.load_state_dict(given)
@@ -274,14 +274,14 @@ class AlgorithmParts:
     @property
     def _state(self) -> nn.ModuleDict:
         """The modules with state, by name; the models are not among them."""
-        found = nn.ModuleDict()
+        modules = nn.ModuleDict()
         for prefix, loss in (("loss", self.loss), ("critic_loss", self.critic_loss)):
             parts = () if loss is None else loss.named_children()
-            found[prefix] = nn.ModuleDict({name: part for name, part in parts if name not in _NETWORKS})
-        for prefix in ("kl_transform", "value_transform", "advantage", "selection"):
-            if (transform := getattr(self, prefix)) is not None:
-                found[prefix] = transform
-        return found
+            modules[prefix] = nn.ModuleDict({name: part for name, part in parts if name not in _NETWORKS})
+        transforms = {"kl_transform": self.kl_transform, "value_transform": self.value_transform}
+        transforms |= {"advantage": self.advantage, "selection": self.selection}
+        modules.update({name: transform for name, transform in transforms.items() if transform is not None})
+        return modules
 
     @property
     def _counts(self) -> list[NestedKey]:
@@ -316,9 +316,7 @@ class AlgorithmParts:
             number = -(-len(lengths) // most)
         assert number is not None
         if number > len(lengths):
-            raise ValueError(
-                f"found {len(lengths)} {what}, which cannot be split into {number} parts: pass at most {len(lengths)}."
-            )
+            raise ValueError(f"{len(lengths)} {what} cannot be split into {number} parts: pass at most {len(lengths)}.")
         order = torch.arange(len(lengths))
         if shuffle:
             order = torch.randperm(len(lengths), generator=generator)
@@ -330,19 +328,19 @@ class AlgorithmParts:
         """Score what neither the env nor an earlier call has scored. Log-probs of the policy that sampled stay."""
         of_policy = transform[0] if isinstance(transform, RetrieveKL) else transform
         own, mark = _next(of_policy.log_probs_full_key), (_PREPARED, of_policy.log_probs_full_key[0])
-        found, missing = find_key(batch, own), self._missing(transform, batch)
+        stored, missing = find_key(batch, own), self._missing(transform, batch)
         if isinstance(transform, RetrieveKL):
-            return self._compare(transform, batch, found, missing)
+            return self._compare(transform, batch, stored, missing)
         # torchrl's wrappers store log-probs at the root, without first tokens'; ours are marked.
-        if found is None or (found != own and not _is_marked(batch, mark)):
+        if stored is None or (stored != own and not _is_marked(batch, mark)):
             batch = transform(batch)
         elif missing:
-            batch = _with(batch, transform(_without(batch, own)), missing)
+            batch = _updated(batch, transform(_excluding(batch, own)), missing)
         _mark(batch, mark)
         return batch
 
     def _compare(
-        self, transform: RetrieveKL, batch: TensorDictBase, found: NestedKey | None, missing: set[NestedKey]
+        self, transform: RetrieveKL, batch: TensorDictBase, stored: NestedKey | None, missing: set[NestedKey]
     ) -> TensorDictBase:
         """Policy, reference, their KL and the charged reward, as far as they are not there."""
         gen, ref, kl = transform
@@ -351,7 +349,7 @@ class AlgorithmParts:
         if charges and compared:
             self._check_uncharged(batch)
         recompute = charges if transform.add_to_reward else not compared
-        kept = found is not None and (compared or found == _next(gen.log_probs_full_key))
+        kept = stored is not None and (compared or stored == _next(gen.log_probs_full_key))
         of_kl, of_ref = _written(kl), {_next(ref.log_probs_full_key)}
         if not kept and recompute:
             return transform(batch)
@@ -364,15 +362,17 @@ class AlgorithmParts:
             missing = missing | {key for key in of_ref if find_key(batch, key) is None}
         if missing:
             scorer = ref if missing <= of_ref and not transform.side_by_side else transform
-            batch = _with(batch, scorer(_without(batch, _next(gen.log_probs_full_key))), missing)
+            batch = _updated(batch, scorer(_excluding(batch, _next(gen.log_probs_full_key))), missing)
         if not recompute or exact:
             return batch
         located = gen.locate(batch)
-        places = [key for key in (found, *(find_key(batch, key) for key in of_ref)) if key is not None]
-        stored, of_reference = (per_token(batch, key, located.tokens, located.mask, repeats=False) for key in places)
-        unscored = self.loss._reader.unscored(stored, located.tokens, located, places[0])
-        data = located.tokens.like(torch.where(located.mask & ~unscored, stored, of_reference))  # a KL of 0 elsewhere
-        return _with(batch, kl(write_ragged(batch.copy(), places[0], data.slots(), data.container)), of_kl)
+        places = [key for key in (stored, *(find_key(batch, key) for key in of_ref)) if key is not None]
+        of_policy, of_reference = (per_token(batch, key, located.tokens, located.mask, repeats=False) for key in places)
+        unscored = self.loss._reader.unscored(of_policy, located.tokens, located, places[0])
+        data = located.tokens.like(
+            torch.where(located.mask & ~unscored, of_policy, of_reference)
+        )  # a KL of 0 elsewhere
+        return _updated(batch, kl(write_ragged(batch.copy(), places[0], data.slots(), data.container)), of_kl)
 
     def _check_uncharged(self, batch: TensorDictBase) -> None:
         """Reject token rewards beside a KL that another transform scored: it may be in them, or not."""
@@ -405,14 +405,14 @@ def _written(transform: Transform) -> set[NestedKey]:
     return {_next(key) for part in parts for key in part.out_keys}
 
 
-def _with(batch: TensorDictBase, scored: TensorDictBase, keys: Collection[NestedKey]) -> TensorDictBase:
+def _updated(batch: TensorDictBase, scored: TensorDictBase, keys: Collection[NestedKey]) -> TensorDictBase:
     """The batch with these entries of ``scored``, and nothing else changed."""
-    found = [key for key in (find_key(scored, key) for key in keys) if key is not None]
-    own_leaves(batch, *found)
-    return batch.update(scored.select(*found))
+    written = [key for key in (find_key(scored, key) for key in keys) if key is not None]
+    own_leaves(batch, *written)
+    return batch.update(scored.select(*written))
 
 
-def _without(batch: TensorDictBase, key: NestedKey) -> TensorDictBase:
+def _excluding(batch: TensorDictBase, key: NestedKey) -> TensorDictBase:
     """A copy without the policy's scores, which are not to be taken for log-probs that the sampler stored."""
     return batch.copy().exclude(key, inplace=True)
 

@@ -71,7 +71,7 @@ class Schema:
         Raises:
             SchemaError: with every entry that is missing or wrong, what was found and what was expected.
         """
-        complaints = [complaint for entry in self.entries if (complaint := _complaint(td, entry, self.entries[0]))]
+        complaints = list(filter(None, (_complaint(td, entry, self.entries[0]) for entry in self.entries)))
         rows = td.batch_size.numel()
         if self.paired and find_key(td, "pair_id") is None and rows % 2:
             complaints.append(f"found {rows} sequences, expected pairs: chosen, rejected, ... (or pair_id and chosen)")
@@ -127,9 +127,9 @@ def _complaint(td: TensorDictBase, entry: Entry, tokens: Entry) -> str | None:
     if isinstance(value, Tensor) and not nested and value.ndim <= td.batch_dims:
         return f"{key!r}: expected a token dimension after the batch {tuple(td.batch_size)}, found {_shape(value)}"
     if entry.key != tokens.key and entry.per == "either":
-        found, expected = _widths(value, td), _widths(read_column(td, tokens.key), td)
-        if found is not None and expected is not None and len(found) == len(expected):
-            for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        widths, lengths = _widths(value, td), _widths(read_column(td, tokens.key), td)
+        if widths is not None and lengths is not None and len(widths) == len(lengths):
+            for i, (a, b) in enumerate(zip(widths, lengths, strict=True)):
                 if a > b:
                     return f"{key!r}: sequence {i} has {a} values and {b} tokens"
     return None

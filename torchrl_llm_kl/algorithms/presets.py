@@ -43,7 +43,7 @@ def get_algorithm(name: AlgorithmName) -> Algorithm:
     return ALGORITHMS[name]
 
 
-def _read() -> None:
+def _register_presets() -> None:
     """Register the presets of the table."""
     values: dict[str, Json] = {}
     sources: dict[str, dict[str, str]] = {}
@@ -59,7 +59,7 @@ def _read() -> None:
         ALGORITHMS.add(name, Algorithm(name, sources=sources.get(name, {}), **fields))
 
 
-_read()
+_register_presets()
 
 # ------------------------------------------------------------------ tables
 
@@ -75,7 +75,7 @@ def algorithm_table(learning_tests: dict[str, str] | None = None) -> str:
         | `ppo` | `ppo` | `gae(whiten=True)` | loss: `k2`, 0.001 | `token-mean` | 1 | `experience` |
     """
     header = ["algorithm", "objective", "advantage", "KL to the reference", "sum over tokens", "answers", "data"]
-    rows = [_row(preset) for preset in ALGORITHMS.values()]
+    rows = [_table_row(preset) for preset in ALGORITHMS.values()]
     if learning_tests:
         header.append("learning test")
         for name, row in zip(ALGORITHMS, rows, strict=True):
@@ -83,10 +83,10 @@ def algorithm_table(learning_tests: dict[str, str] | None = None) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *rows]) + "\n"
 
 
-def _row(preset: Algorithm) -> list[str]:
+def _table_row(preset: Algorithm) -> list[str]:
     advantage = "the best" if preset.keep_best else "—"
     if preset.advantage is not None:
-        advantage = _call(preset.advantage, preset.advantage_args)
+        advantage = _shown_call(preset.advantage, preset.advantage_args)
     kl = []
     if preset.kl_loss != "none":
         kl.append(f"loss: `{preset.kl_loss}`, {preset.kl_loss_coeff:g}")
@@ -97,7 +97,7 @@ def _row(preset: Algorithm) -> list[str]:
         kl.append("in the objective")
     return [
         f"`{preset.name}`",
-        _call(preset.objective, preset.objective_args),
+        _shown_call(preset.objective, preset.objective_args),
         advantage,
         "; ".join(kl) or "none",
         f"`{preset.summed}`",
@@ -106,6 +106,6 @@ def _row(preset: Algorithm) -> list[str]:
     ]
 
 
-def _call(name: str, args: Mapping[str, object]) -> str:
+def _shown_call(name: str, args: Mapping[str, object]) -> str:
     shown = ", ".join(f"{key}={value}" for key, value in args.items())
     return f"`{name}({shown})`" if shown else f"`{name}`"

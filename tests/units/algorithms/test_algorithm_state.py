@@ -195,8 +195,8 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     for key, value, message in (
         ("loss.objective.clip_high", None, r"fit 'grpo': .*Missing key.* \"loss.objective.clip_high\""),
         ("loss.objective.clip", torch.tensor(1.0), r"Unexpected key.* \"loss.objective.clip\""),
-        ("algorithm", "dapo", "expected the state of 'grpo', found the state of 'dapo'"),
-        ("algorithm", None, "expected the state of 'grpo', found the state of None"),
+        ("algorithm", "dapo", "expected the state of 'grpo', got that of 'dapo'"),
+        ("algorithm", None, "expected the state of 'grpo', got that of None"),
         ("loss.objective.clip_high", torch.zeros(2), r"size mismatch for loss.objective.clip_high: .*\[2\]"),
         ("loss.objective.clip_high", 0.3, "loss.objective.clip_high.*float"),
     ):

@@ -13,7 +13,7 @@ from torchrl_llm_kl import RetrieveLogProb
 from torchrl_llm_kl._registry import Spec, choices_of
 from torchrl_llm_kl.advantages import advantage_spec
 from torchrl_llm_kl.algorithms import ALGORITHMS, SCHEMAS, Algorithm, AlgorithmParts, Schema, make_algorithm
-from torchrl_llm_kl.algorithms._algorithm import FIELDS
+from torchrl_llm_kl.algorithms._algorithm import FIELDS, apply_overrides
 from torchrl_llm_kl.losses import spec_of
 from toy_tasks import TabularCritic, TabularPolicy, chain
 from toy_training import rows_of_all, total
@@ -67,23 +67,17 @@ def data_for(schema: Schema, *, triples: bool) -> TensorDictBase:
     return RetrieveLogProb(policy(4, 2.5), log_probs_full_key=("log_probs", "full"))(td)
 
 
-def built(preset: Algorithm, settings: Mapping[str, Any], **models: Any) -> tuple[AlgorithmParts, TabularPolicy]:
+def built(preset: Algorithm, settings: Mapping[str, Any]) -> tuple[AlgorithmParts, TabularPolicy]:
     """The preset with the critic and the reference that it turns out to need."""
     actor, own = policy(0, 1.0), dict(settings)
     if preset.name == "dr_grpo" and own.keys().isdisjoint(("max_len", "aggregation", "objective")):
         own["max_len"] = 4
     if preset.schema == "trajectory" and "advantage" not in own:
         own["advantage_args"] = {"keys": {"run": "run", "step": "step"}, **own.get("advantage_args", {})}
-    try:
-        return make_algorithm(preset.name, actor, **own, **models), actor
-    except ValueError as error:
-        lacking = {"pass reference=": "reference", "pass critic=": "critic", "exact KL is computed": "reference"}
-        needed = next((model for text, model in lacking.items() if text in str(error)), None)
-        if needed is None or needed in models:
-            raise
-    return built(
-        preset, settings, **models, **{needed: policy(1, 2.0) if needed == "reference" else TabularCritic(TASK)}
-    )
+    changed = apply_overrides(preset, own)
+    own |= {"reference": policy(1, 2.0)} if changed.needs_reference else {}
+    own |= {"critic": TabularCritic(TASK)} if changed.use_critic else {}
+    return make_algorithm(preset.name, actor, **own), actor
 
 
 def outcome(name: str, **settings: Any) -> dict[str, Any]:
@@ -121,8 +115,17 @@ def values(name: str, now: object, annotation: object = None) -> tuple[Any, ...]
     return (0.4, 1.2, 3.0, 0.05) if now is None or now == 0 else (0.4, 1.2, 3.0, now / 2)
 
 
+@cache
+def first_with(part: str, name: str) -> str:
+    """The first preset with an objective or an advantage: its settings are tried there."""
+    return next(preset.name for preset in ALGORITHMS.values() if getattr(preset, part) == name)
+
+
 def settings_of(preset: Algorithm) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A name, and the arguments of ``make_algorithm`` that set it to other values."""
+    """A name, and the arguments of ``make_algorithm`` that set it to other values.
+
+    Settings of an objective or an advantage that several presets share are those of the first one, unless a preset has its own.
+    """
     for name in FIELDS:
         now = preset.summed if name == "aggregation" else getattr(preset, name)
         yield name, [{name: value} for value in values(name, now) if value != now]
@@ -131,6 +134,8 @@ def settings_of(preset: Algorithm) -> Iterator[tuple[str, list[dict[str, Any]]]]
         specs["advantage"] = advantage_spec(preset.advantage)
     for part, spec in specs.items():
         given: Mapping[str, Any] = getattr(preset, f"{part}_args")
+        if not given and first_with(part, spec.name) != preset.name:
+            continue
         for name in spec.hyper:
             now = preset.distribution if name == "distribution" else given.get(name, spec.defaults.get(name))
             others = [value for value in values(name, now, spec.types.get(name)) if value != now]

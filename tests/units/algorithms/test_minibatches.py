@@ -172,7 +172,7 @@ def test_the_answers_of_a_triple_stay_together() -> None:
         for piece in pieces:
             assert (piece["number"].view(-1, 3) // 3).diff().abs().max() == 0
     assert_same(gradient(parts, *parts.micro_batches(batch, 3)), gradient(parts, batch))
-    with pytest.raises(ValueError, match="found 8 groups of rows, which cannot be split into 9 parts"):
+    with pytest.raises(ValueError, match="8 groups of rows cannot be split into 9 parts"):
         list(parts.minibatches(batch, 9))
 
 
@@ -209,14 +209,14 @@ def test_impossible_splits() -> None:
         ({"number": 2, "size": 2}, TypeError, "got number=2 and size=2"),
         ({"number": 0}, ValueError, "number must be at least 1, got 0"),
         ({"size": 0}, ValueError, "size must be at least 1, got 0"),
-        ({"number": 17}, ValueError, "found 16 rows, which cannot be split into 17 parts"),
+        ({"number": 17}, ValueError, "16 rows cannot be split into 17 parts"),
     ):
         for split in (parts.minibatches, parts.micro_batches):
             with pytest.raises(error, match=message):  # at the call, not at the first part
                 split(batch, **settings)
     with pytest.raises(ValueError, match="size=1 cannot hold a pair of 2 rows"):
         dpo.minibatches(dpo.prepare(uneven()), size=1)
-    with pytest.raises(ValueError, match="found 8 pairs, which cannot be split into 9 parts"):
+    with pytest.raises(ValueError, match="8 pairs cannot be split into 9 parts"):
         dpo.micro_batches(dpo.prepare(uneven()), 9)
 
 

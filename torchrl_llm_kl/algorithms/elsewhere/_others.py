@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -38,8 +38,8 @@ def from_prime_rl(config: str | os.PathLike[str] | Mapping[str, object]) -> Tran
         ValueError: for an algorithm or a loss that prime-rl does not know either.
 
     Example:
-        >>> found = from_prime_rl({"orchestrator": {"group_size": 8, "algo": {"type": "max_rl"}}})
-        >>> found.algorithm, found.overrides["objective"], found.overrides["objective_args"]["clip_low"]
+        >>> translation = from_prime_rl({"orchestrator": {"group_size": 8, "algo": {"type": "max_rl"}}})
+        >>> translation.algorithm, translation.overrides["objective"], translation.overrides["objective_args"]["clip_low"]
         ('maxrl', 'mask_ipo', 0.2)
     """
     if not isinstance(config, Mapping):
@@ -51,7 +51,7 @@ def from_prime_rl(config: str | os.PathLike[str] | Mapping[str, object]) -> Tran
             )
         config = cast("Mapping[str, object]", tomllib.loads(Path(config).read_text(encoding="utf-8")))
     reader = Reader("prime-rl", PRIME, flatten(config))
-    algorithm = cast("Any", reader.choose(f"{_ALGO}type").here)
+    algorithm = reader.preset(f"{_ALGO}type")
     reader.overrides["aggregation"] = "token-mean"
     if algorithm == "echo" or reader[f"{_LOSS}type"] == "custom":
         reader.refuse(
@@ -59,7 +59,8 @@ def from_prime_rl(config: str | os.PathLike[str] | Mapping[str, object]) -> Tran
         )
     elif algorithm not in ("on_policy_distill", "sft"):
         reader.choose(f"{_LOSS}type")
-    weights = {role: name for role in ROLES if (name := f"{_ALGO}roles.{role}.alpha") in reader.given}
+    names = {role: f"{_ALGO}roles.{role}.alpha" for role in ROLES}
+    weights = {role: name for role, name in names.items() if name in reader.given}
     if algorithm == "echo" and weights:
         shares = {role: reader.take(name) for role, name in weights.items()}
         reader.objective["mu"] = mu = max(shares.values())
@@ -115,8 +116,8 @@ def from_nemo_rl(config: str | os.PathLike[str] | Mapping[str, object]) -> Trans
         ValueError: for an unknown advantage, estimator or kind of importance sampling.
 
     Example:
-        >>> found = from_nemo_rl({"grpo": {"normalize_rewards": False}, "loss_fn": {"ratio_clip_max": 0.28}})
-        >>> found.algorithm, found.overrides["advantage"], found.overrides["objective_args"]
+        >>> translation = from_nemo_rl({"grpo": {"normalize_rewards": False}, "loss_fn": {"ratio_clip_max": 0.28}})
+        >>> translation.algorithm, translation.overrides["advantage"], translation.overrides["objective_args"]
         ('grpo', 'rloo', {'clip_low': 0.2, 'clip_high': 0.28, 'clip_ratio_c': None})
     """
     given = flatten(read_mapping(config, "a configuration of NeMo-RL"))
@@ -126,7 +127,7 @@ def from_nemo_rl(config: str | os.PathLike[str] | Mapping[str, object]) -> Trans
         reader.refer(
             name, value, repeats=value == f"${{{name.replace(_E, _G)}}}"
         )  # the advantage's, by default the same
-    algorithm = cast("Any", reader.choose(f"{_E}name").here)
+    algorithm = reader.preset(f"{_E}name")
     _nemo_advantage(reader)
     flags = {"sequence_level_importance_ratios": "gspo", "use_cispo": "cispo", "force_on_policy_ratio": "gpg"}
     flags |= {"disable_ppo_ratio": "gpg", "positive_example_nll_weight": "vapo"}
@@ -198,8 +199,8 @@ def from_slime(arguments: Mapping[str, object]) -> Translation:
         ValueError: for an advantage, loss or estimator that slime does not know either.
 
     Example:
-        >>> found = from_slime({"n_samples_per_prompt": 8, "eps_clip_high": 0.28, "grpo_std_normalization": False})
-        >>> found.algorithm, found.overrides["advantage"], found.overrides["objective_args"]["clip_high"]
+        >>> translation = from_slime({"n_samples_per_prompt": 8, "eps_clip_high": 0.28, "grpo_std_normalization": False})
+        >>> translation.algorithm, translation.overrides["advantage"], translation.overrides["objective_args"]["clip_high"]
         ('grpo', 'dr_grpo', 0.28)
     """
     if not isinstance(arguments, Mapping):
@@ -212,7 +213,7 @@ def from_slime(arguments: Mapping[str, object]) -> Translation:
     reader.overrides["aggregation"] = "token-mean" if by_token else "seq-mean-token-mean"
     if loss == "sft_loss":
         return reader.finish("sft")
-    algorithm = cast("Any", reader.choose("advantage_estimator").here)
+    algorithm = reader.preset("advantage_estimator")
     own = reader.overrides
     own["kl_loss"] = "none"
     reader.copy("eps_clip")

@@ -243,6 +243,10 @@ class Reader:
                 self.copy(theirs)
         return choice
 
+    def preset(self, name: str) -> AlgorithmName:
+        """The preset that a choice stands for."""
+        return cast("AlgorithmName", self.choose(name).here)
+
     def known(self, name: str, value: object, known: Iterable[str]) -> None:
         """Raise a ValueError for a value that the library does not know either."""
         if value not in list(known):  # a list is not a name
@@ -364,10 +368,10 @@ def read_mapping(settings: object, what: str) -> Mapping[str, object]:
         text = Path(text).read_text(encoding="utf-8")
     elif "\n" not in text and text.endswith((".yaml", ".yml")):
         raise FileNotFoundError(f"no file {text!r}: expected {what}, as a path, YAML or a mapping.")
-    found = yaml.load(text, Loader=_loader())
-    if not isinstance(found, Mapping):
-        raise ValueError(f"expected {what}: a mapping of settings, got {type(found).__name__} from {text[:60]!r}.")
-    return found
+    values = yaml.load(text, Loader=_loader())
+    if not isinstance(values, Mapping):
+        raise ValueError(f"expected {what}: a mapping of settings, got {type(values).__name__} from {text[:60]!r}.")
+    return values
 
 
 def read_scalar(text: str) -> object:

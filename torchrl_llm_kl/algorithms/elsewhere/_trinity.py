@@ -48,22 +48,22 @@ def from_trinity(config: str | os.PathLike[str] | Mapping[str, object]) -> Trans
         ValueError: for an unknown algorithm or function, or arguments that Trinity refuses.
 
     Example:
-        >>> found = from_trinity('''
+        >>> translation = from_trinity('''
         ... algorithm:
         ...   algorithm_type: grpo
         ...   repeat_times: 8
         ...   kl_loss_fn_args: {kl_coef: 0.01}
         ...   optimizer: {lr: 1e-6}
         ... ''')
-        >>> found.algorithm, found.overrides["group_size"], found.overrides["kl_loss_coeff"]
+        >>> translation.algorithm, translation.overrides["group_size"], translation.overrides["kl_loss_coeff"]
         ('grpo', 8, 0.01)
-        >>> [row.name for row in found.outside if row.given]
+        >>> [row.name for row in translation.outside if row.given]
         ['algorithm.optimizer.lr']
     """
-    found = read_mapping(config, "a configuration of Trinity-RFT")
-    if "algorithm" not in found and any(f"algorithm.{name}" in TRINITY for name in found):
-        found = {"algorithm": found}
-    reader = Reader("Trinity-RFT", TRINITY, flatten(found))
+    settings = read_mapping(config, "a configuration of Trinity-RFT")
+    if "algorithm" not in settings and any(f"algorithm.{name}" in TRINITY for name in settings):
+        settings = {"algorithm": settings}
+    reader = Reader("Trinity-RFT", TRINITY, flatten(settings))
     for name in [name for name, value in reader.given.items() if value is None and name in TRINITY]:
         if TRINITY[name].place == "override" and TRINITY[name].default is None:
             reader.out(name, "nothing: null is Trinity's default")
@@ -72,20 +72,20 @@ def from_trinity(config: str | os.PathLike[str] | Mapping[str, object]) -> Trans
         raise ValueError(
             "algorithm_type='cpt' trains on all tokens: make_algorithm('sft', actor, masking_strategy='generic')."
         )
-    algorithm: Any = reader.choose("algorithm.algorithm_type").here
+    algorithm = reader.preset("algorithm.algorithm_type")
     preset = get_algorithm(algorithm)
-    objective = _objective(reader, "ppo" if kind == "dapo" else preset.objective)
+    objective = _read_objective(reader, "ppo" if kind == "dapo" else preset.objective)
     if preset.advantage is not None:
-        _advantage(reader, preset.advantage)
+        _read_advantage(reader, preset.advantage)
     trains: dict[str, object] = {"kl_loss": preset.kl_loss, "kl_reward": "none"}
     if kind == "dpo":
         for name in [name for name in reader.given if name.startswith("algorithm.kl_loss_fn")]:
             reader.refuse(name, "the objective is KL-regularised already; Trinity adds another KL to it")
     else:
-        _kl(reader, "kl_loss", trains)
-    _kl_reward(reader, trains)
-    _entropy(reader)
-    _aggregation(reader, objective)
+        _read_kl(reader, "kl_loss", trains)
+    _read_kl_reward(reader, trains)
+    _read_entropy(reader)
+    _read_aggregation(reader, objective)
     if kind == "raft":
         reader.overrides["keep_best"] = False  # Trinity trains on all that its workflow returns
     _mixture(reader, preset.schema)
@@ -117,12 +117,12 @@ def _arguments(reader: Reader, spec: Spec, prefix: str) -> dict[str, object]:
     return given
 
 
-def _written(reader: Reader) -> bool:
+def _has_loss_args(reader: Reader) -> bool:
     """Whether `policy_loss_fn_args` is there, so that Trinity's `default_args` are not used."""
     return any(name.startswith(_P) or (name == _P[:-1] and value is not None) for name, value in reader.given.items())
 
 
-def _objective(reader: Reader, default: str) -> str:
+def _read_objective(reader: Reader, default: str) -> str:
     """The objective and its hyper-parameters."""
     name: Any = reader["algorithm.policy_loss_fn"] or default
     fallback = f"{_P}fallback_to_policy_gradient"
@@ -146,7 +146,7 @@ def _objective(reader: Reader, default: str) -> str:
             schedule[own_name] = reader.take(
                 f"{_P}{key}", "a `ScheduledCoefficient`: call its `update` after each step"
             )
-    written, own = _written(reader), _arguments(reader, spec, _P)
+    written, own = _has_loss_args(reader), _arguments(reader, spec, _P)
     if schedule:
         own["mu"] = New(ScheduledCoefficient, **schedule)
     if written and name in _NEED_CLIP and not {"clip_low", "clip_high"} <= own.keys():
@@ -154,19 +154,19 @@ def _objective(reader: Reader, default: str) -> str:
             f"Trinity's {name} needs clip_range, or clip_range_low and clip_range_high, in policy_loss_fn_args as soon as it "
             "holds anything: its default holds without any arguments alone."
         )
-    own = _used(spec, {**(_CONSTRUCTOR if written else _DEFAULT_ARGS).get(name, {}), **own})
+    own = _effective(spec, {**(_CONSTRUCTOR if written else _DEFAULT_ARGS).get(name, {}), **own})
     reader.overrides["objective"] = name
     reader.objective.update(own)
     return str(name)
 
 
-def _used(spec: Spec, own: dict[str, object]) -> dict[str, object]:
+def _effective(spec: Spec, own: dict[str, object]) -> dict[str, object]:
     """The hyper-parameters without those that have no effect beside the others, in Trinity neither."""
     unused = spec.unused(own)
     return {key: value for key, value in own.items() if key not in unused}
 
 
-def _advantage(reader: Reader, default: str) -> None:
+def _read_advantage(reader: Reader, default: str) -> None:
     """The advantage and its hyper-parameters."""
     given = reader["algorithm.advantage_fn"]
     renamed = CHOICES["Trinity-RFT", "", "algorithm.advantage_fn"]
@@ -177,14 +177,14 @@ def _advantage(reader: Reader, default: str) -> None:
         raise ValueError(f"algorithm.advantage_fn: {error}") from None
     if given:
         reader.take("algorithm.advantage_fn")
-    own = _used(spec, _arguments(reader, spec, "algorithm.advantage_fn_args."))
+    own = _effective(spec, _arguments(reader, spec, "algorithm.advantage_fn_args."))
     if spec.name == "gae":
         own["whiten"] = True
     reader.overrides["advantage"] = spec.name
     reader.advantage.update(own)
 
 
-def _kl(reader: Reader, place: str, trains: dict[str, object]) -> None:
+def _read_kl(reader: Reader, place: str, trains: dict[str, object]) -> None:
     """The KL of one place: Trinity's `kl_loss_fn` or `kl_penalty_fn`."""
     name = f"algorithm.{'kl_loss_fn' if place == 'kl_loss' else 'kl_penalty_fn'}"
     estimator = reader[name] or trains[place]
@@ -204,7 +204,7 @@ def _kl(reader: Reader, place: str, trains: dict[str, object]) -> None:
 _IN_TRAINER = ("gae", "reinforce_plus_plus", "rloo", "remax", "on_policy_distill", "jsd", "clip_b", "clip_v")
 
 
-def _kl_reward(reader: Reader, trains: dict[str, object]) -> None:
+def _read_kl_reward(reader: Reader, trains: dict[str, object]) -> None:
     given = reader["algorithm.advantage_fn"] or ""
     advantage = reader.overrides.get("advantage")
     in_trainer = (
@@ -216,10 +216,10 @@ def _kl_reward(reader: Reader, trains: dict[str, object]) -> None:
             reader.out(name, note)
         reader.overrides["kl_reward"] = "none"
     else:
-        _kl(reader, "kl_reward", trains)
+        _read_kl(reader, "kl_reward", trains)
 
 
-def _entropy(reader: Reader) -> None:
+def _read_entropy(reader: Reader) -> None:
     kind = reader["algorithm.entropy_loss_fn"]
     if kind not in (None, "none", "default", "mix"):
         raise ValueError(no_such("Trinity-RFT has no entropy_loss_fn", kind, ("none", "default", "mix")))
@@ -237,19 +237,19 @@ def _entropy(reader: Reader) -> None:
         reader.overrides["leave_out_experts"] = True
 
 
-def _aggregation(reader: Reader, objective: str) -> None:
+def _read_aggregation(reader: Reader, objective: str) -> None:
     """Trinity's `loss_agg_mode` replaces the one in `policy_loss_fn_args`, which replaces the objective's own."""
     mode = reader["algorithm.loss_agg_mode"] or "token-mean"
     reader.take("algorithm.loss_agg_mode")
     reader.overrides["aggregation"] = mode
     inner = f"{_P}loss_agg_mode"
-    written = _written(reader)
+    written = _has_loss_args(reader)
     if inner in reader.given:
         reader.out(inner, "no effect in Trinity: algorithm.loss_agg_mode replaces it")
     elif written and objective in _OWN_AGGREGATION and mode != _OWN_AGGREGATION[objective]:
-        _mixed(reader, _OWN_AGGREGATION[objective], mode)
+        _two_means(reader, _OWN_AGGREGATION[objective], mode)
     elif objective in _WITHOUT_AGGREGATION and mode != "token-mean":
-        _mixed(reader, "seq-mean-token-sum" if objective == "dpo" else "token-mean", mode)
+        _two_means(reader, "seq-mean-token-sum" if objective == "dpo" else "token-mean", mode)
     if objective == "dpo":
         reader.overrides["aggregation"] = "seq-mean-token-sum"
     if reader.overrides["aggregation"] == "seq-mean-token-sum-norm":
@@ -262,7 +262,7 @@ def _aggregation(reader: Reader, objective: str) -> None:
             )
 
 
-def _mixed(reader: Reader, own: str, others: str) -> None:
+def _two_means(reader: Reader, own: str, others: str) -> None:
     """The objective is summed in another way than the other terms are."""
     advice = f"set loss_agg_mode to {own} and name it in policy_loss_fn_args too"
     reader.one_aggregation("algorithm.loss_agg_mode", "the objective", own, others, advice)

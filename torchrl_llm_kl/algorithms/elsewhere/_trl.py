@@ -46,20 +46,20 @@ def from_trl(config: Any, *, trainer: Trainer = "grpo") -> Translation:
         ValueError: for a value that TRL does not know either.
 
     Example:
-        >>> found = from_trl({"beta": 0.04, "epsilon_high": 0.28, "learning_rate": 1e-6, "num_generations": 8})
-        >>> found.algorithm, found.overrides["objective_args"]["clip_high"], found.overrides["kl_loss_coeff"]
+        >>> translation = from_trl({"beta": 0.04, "epsilon_high": 0.28, "learning_rate": 1e-6, "num_generations": 8})
+        >>> translation.algorithm, translation.overrides["objective_args"]["clip_high"], translation.overrides["kl_loss_coeff"]
         ('dapo', 0.28, 0.04)
-        >>> [(row.name, row.note) for row in found.outside]
+        >>> [(row.name, row.note) for row in translation.outside]
         [('learning_rate', 'the optimiser and its schedule')]
         >>> from_trl({"num_generation": 8}).refused[0].note
         "TRL has no such setting. Did you mean 'num_generations'?"
     """
     if not isinstance(config, Mapping):
-        trainer, config = _trainer_of(config), _given(config)
+        trainer, config = _trainer_of(config), _changed_settings(config)
     if trainer not in get_args(Trainer):
         hint = _removed(trainer) or did_you_mean(trainer, TRL)
         raise ValueError(no_such("unknown trainer", trainer, get_args(Trainer), hint=hint))
-    reader = Reader("TRL", {**_training(), **TRAINING, **TRL[trainer]}, config)
+    reader = Reader("TRL", {**_training_rows(), **TRAINING, **TRL[trainer]}, config)
     return _READ[trainer](reader)
 
 
@@ -81,14 +81,14 @@ def _trainer_of(config: object) -> Trainer:
             return kinds[base.__name__]
         if base.__module__.partition(".")[0] == "trl":
             break
-    found = type(config).__name__
+    name = type(config).__name__
     raise TypeError(
-        f"from_trl takes {', '.join(kinds)} or a mapping of settings, got {found}: pass the settings that matter as a mapping."
-        f"{_removed(found.removesuffix('Config').lower())}"
+        f"from_trl takes {', '.join(kinds)} or a mapping of settings, got {name}: pass the settings that matter as a mapping."
+        f"{_removed(name.removesuffix('Config').lower())}"
     )
 
 
-def _training() -> dict[str, Foreign]:
+def _training_rows() -> dict[str, Foreign]:
     """All of transformers' TrainingArguments."""
     from transformers import TrainingArguments
 
@@ -96,7 +96,7 @@ def _training() -> dict[str, Foreign]:
     return {f.name: Foreign("TRL", f.name, None, "outside", "", note) for f in dataclasses.fields(TrainingArguments)}
 
 
-def _given(config: TrainingArguments) -> dict[str, object]:
+def _changed_settings(config: TrainingArguments) -> dict[str, object]:
     """The settings of a configuration that differ from one without arguments."""
     fields = [f for f in dataclasses.fields(config) if f.init]
     default: object = None
@@ -117,7 +117,7 @@ def _given(config: TrainingArguments) -> dict[str, object]:
 # ------------------------------------------------------------------ GRPO
 
 
-def _grpo(reader: Reader) -> Translation:
+def _read_grpo(reader: Reader) -> Translation:
     kind, level = reader["loss_type"], reader.choose("importance_sampling_level").here
     choice = reader.choose("loss_type")
     algorithm: Any = choice.here
@@ -146,7 +146,7 @@ def _max_len(reader: Reader) -> None:
         reader.copy("max_completion_length")
 
 
-def _bounds(reader: Reader) -> tuple[float, float]:
+def _clip_bounds(reader: Reader) -> tuple[float, float]:
     """TRL's epsilon and epsilon_high."""
     low, high = reader.take("epsilon"), reader["epsilon_high"]
     if high is None:
@@ -171,7 +171,7 @@ def _grpo_bounds(reader: Reader, kind: str, objective: str) -> None:
                 "1 + clip_high. TRL recommends epsilon_high=5.0",
             )
     else:
-        low, high = _bounds(reader)
+        low, high = _clip_bounds(reader)
         reader.objective.update(clip_low=low, clip_high=high)
         if objective in ("ppo", "dapo", "dr_grpo"):
             reader.objective["clip_ratio_c"] = None
@@ -271,7 +271,7 @@ def _vllm_weights(reader: Reader) -> None:
 
 def _rloo(reader: Reader) -> Translation:
     reader.overrides |= {"objective": "ppo", "aggregation": "seq-mean-token-sum"}
-    low, high = _bounds(reader)
+    low, high = _clip_bounds(reader)
     reader.objective.update(clip_low=low, clip_high=high, clip_ratio_c=None)
     steps = reader["steps_per_generation"] or 1
     accumulated: Any = reader.given.get("gradient_accumulation_steps", 1)
@@ -351,7 +351,7 @@ def _sft(reader: Reader) -> Translation:
 
 
 def _cpo(reader: Reader) -> Translation:
-    preset: Any = reader.choose("loss_type").here
+    preset = reader.preset("loss_type")
     if reader["alpha"] != 0:
         reader.copy("alpha")
     reader.copy("beta")
@@ -404,5 +404,5 @@ def _iw_opd(reader: Reader) -> Translation:
     return reader.finish("iw_opd", reader.sample("temperature", "top_p", "top_k"))
 
 
-_RULES = (_grpo, _rloo, _dpo, _kto, _sft, _cpo, _orpo, _gkd, _distillation, _tpo, _a2po, _iw_opd)
+_RULES = (_read_grpo, _rloo, _dpo, _kto, _sft, _cpo, _orpo, _gkd, _distillation, _tpo, _a2po, _iw_opd)
 _READ: dict[Trainer, Callable[[Reader], Translation]] = dict(zip(get_args(Trainer), _RULES, strict=True))

@@ -37,16 +37,16 @@ def from_verl(config: str | os.PathLike[str] | Mapping[str, object] | Sequence[s
         ValueError: for an unknown advantage, loss or estimator, or a value that refers to another setting.
 
     Example:
-        >>> found = from_verl(["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8",
+        >>> translation = from_verl(["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8",
         ...     "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.clip_ratio_high=0.28"])
-        >>> found.algorithm, found.overrides["kl_loss"], found.overrides["objective_args"]["clip_high"]
+        >>> translation.algorithm, translation.overrides["kl_loss"], translation.overrides["objective_args"]["clip_high"]
         ('grpo', 'low_var_kl', 0.28)
         >>> print(from_verl(["actor_rollout_ref.actor.clip_ratio=0.3"]).outside[0].note)
         no effect in verl while clip_ratio_low and clip_ratio_high are numbers, as by default: set these
     """
-    given = _read(config)
+    given = _settings_of(config)
     reader = Reader("verl", VERL, given)
-    algorithm = _advantage(reader)
+    algorithm = _choose_advantage(reader)
     mode = reader[f"{_A}policy_loss.loss_mode"]
     if mode == "bypass_mode":
         reader.refuse(f"{_A}policy_loss.loss_mode", VERL[f"{_C}bypass_mode"].note)
@@ -55,10 +55,10 @@ def from_verl(config: str | os.PathLike[str] | Mapping[str, object] | Sequence[s
     if mode == "dro" and not (reader[f"{_A}policy_loss.dro_beta"] or 0) > 0:
         raise ValueError("policy_loss.dro_beta must be a positive number with loss_mode='dro': verl has no default.")
     if mode in _CLIPPED:
-        _clip(reader)
-    _kl(reader)
+        _set_clip(reader)
+    _set_kl(reader)
     reader.copy(f"{_A}entropy_coeff")
-    _aggregation(reader, mode)
+    _set_aggregation(reader, mode)
     reader.verls_corrections(_C)
     for section, switch in (("distillation.", "distillation.enabled"), (f"{_G}pf_ppo.", f"{_G}use_pf_ppo")):
         if not given.get(switch):
@@ -68,7 +68,7 @@ def from_verl(config: str | os.PathLike[str] | Mapping[str, object] | Sequence[s
     return reader.finish(algorithm, reader.sample(f"{_R}temperature", f"{_R}top_p", f"{_R}top_k"))
 
 
-def _read(config: object) -> dict[str, object]:
+def _settings_of(config: object) -> dict[str, object]:
     """The settings by path. A value that refers to another setting is one that verl's own files give it: its default."""
     if isinstance(config, Sequence) and not isinstance(config, str):
         pairs = [each.partition("=") for each in config]
@@ -76,22 +76,22 @@ def _read(config: object) -> dict[str, object]:
             if not equals:
                 raise ValueError(f"expected 'path=value', as in 'algorithm.adv_estimator=grpo', got {name!r}.")
         each = (flatten({name.strip().lstrip("+"): read_scalar(text)}) for name, _, text in pairs)
-        found = {path: value for settings in each for path, value in settings.items()}
+        given = {path: value for settings in each for path, value in settings.items()}
     else:
-        found = flatten(read_mapping(config, "a configuration of verl"))
-    found = {name: value for name, value in found.items() if not name.endswith("_target_")}
-    for name, value in found.items():
+        given = flatten(read_mapping(config, "a configuration of verl"))
+    given = {name: value for name, value in given.items() if not name.endswith("_target_")}
+    for name, value in given.items():
         row = VERL.get(name)
         if isinstance(value, str) and "${" in value and row is not None and row.place in ("override", "sampling"):
             if name != f"{_R}response_length":
                 raise ValueError(
                     f"{name}={value!r} refers to another setting: resolve it first (`OmegaConf.to_container`)."
                 )
-            found = {key: given for key, given in found.items() if key != name}
-    return found
+            given = {key: other for key, other in given.items() if key != name}
+    return given
 
 
-def _advantage(reader: Reader) -> AlgorithmName:
+def _choose_advantage(reader: Reader) -> AlgorithmName:
     name = reader[f"{_G}adv_estimator"]
     if name == "gpg":
         reader.refuse(f"{_G}adv_estimator", "verl scales it by the share of rewards that are not 0, of the whole batch")
@@ -110,7 +110,7 @@ def _advantage(reader: Reader) -> AlgorithmName:
     return choice.here  # type: ignore[return-value]
 
 
-def _clip(reader: Reader) -> None:
+def _set_clip(reader: Reader) -> None:
     """``clip_ratio_low`` and ``_high`` have numbers by default, so that ``clip_ratio`` alone changes nothing."""
     both = f"{_A}clip_ratio"
     bounds = [reader.take(both) if reader.take(name) is None else reader[name] for name in _CLIP]
@@ -125,7 +125,7 @@ def _estimator(reader: Reader, name: str) -> str:
     return own if own == "k2" else own + plus
 
 
-def _kl(reader: Reader) -> None:
+def _set_kl(reader: Reader) -> None:
     """The KL in the loss, and in the reward."""
     reader.take(f"{_A}use_kl_loss")
     reader.overrides["kl_loss"] = "none"
@@ -143,7 +143,7 @@ def _kl(reader: Reader) -> None:
         reader.overrides["kl_reward_coeff"] = coeff
 
 
-def _aggregation(reader: Reader, mode: str) -> None:
+def _set_aggregation(reader: Reader, mode: str) -> None:
     name = f"{_A}loss_agg_mode"
     aggregation = reader.take(name)
     if aggregation == "token-sum":
