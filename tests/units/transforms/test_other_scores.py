@@ -145,7 +145,7 @@ def test_beside_the_log_probs_of_a_policy() -> None:
 def test_a_distillation_from_an_env(lab: Any, name: str, beta: float, padded: bool) -> None:
     """The root holds the top k of the turn before, and none in the first turn."""
     wide, teacher = copy.deepcopy(lab.gen_model).double(), copy.deepcopy(lab.ref_model).double()
-    settings = {"beta": beta} if name == "gkd" else {}
+    settings = {"objective_args": {"beta": beta}} if name == "gkd" else {}
     parts = make_algorithm(name, lab.gen_model, reference=lab.ref_model, top_k=K, **settings)
     rollout = lab.collect(parts.kl_transform, pad_output=padded, turns=2)
     batch, values = flat(rollout), []
