@@ -1,11 +1,13 @@
 """Write the tables of the pages from the code: ``python docs/build_pages.py [PAGE ...]``.
 
 A page holds its own prose, and a table stands between ``<!-- name -->`` and ``<!-- end -->``. Each function of :data:`TABLES`
-returns one table. A test fails while a page is out of date. The doctor's table samples 280 batches, in minutes.
+returns one table. The places that CONTRIBUTING.md names get their lines of today. A test fails while a page is out of date. The
+doctor's table samples 280 batches, in minutes.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import io
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 DOCS = Path(__file__).resolve().parent
+CONTRIBUTING = DOCS.parent / "CONTRIBUTING.md"
 sys.path[:0] = [str(DOCS), str(DOCS.parent / "tests" / "lab")]
 
 import build_api  # noqa: E402
@@ -553,6 +556,35 @@ def render(page: str, text: str | None = None) -> str:
     return text
 
 
+# ------------------------------------------------------------------ places in the code
+
+#: A name of the package and its place, as CONTRIBUTING.md writes them.
+_PLACE = re.compile(r"`([A-Za-z_][\w.]*)`(\s+)\(`([\w/]+\.py):\d+`\)")
+
+
+def line_of(name: str, file: str) -> int:
+    """The line of a file of the package in which a function, a class, a method or a field is defined."""
+    body = ast.parse((build_architecture.ROOT / file).read_text(encoding="utf-8")).body
+    for part in name.split("."):
+        owner = next((node for node in body if part in _defined(node)), None)
+        if owner is None:
+            raise ValueError(f"{file} defines no {name}: correct its place.")
+        body = getattr(owner, "body", [])
+    return owner.lineno
+
+
+def _defined(node: ast.AST) -> set[str]:
+    """The names that a statement defines."""
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    return {getattr(node, "name", ""), *(target.id for target in targets if isinstance(target, ast.Name))}
+
+
+def with_lines(text: str) -> str:
+    """A text in which each named place has its line of today."""
+    return _PLACE.sub(lambda place: f"`{place[1]}`{place[2]}(`{place[3]}:{line_of(place[1], place[3])}`)", text)
+
+
 if __name__ == "__main__":
+    CONTRIBUTING.write_text(with_lines(CONTRIBUTING.read_text(encoding="utf-8")), encoding="utf-8")
     for page in sys.argv[1:] or TABLES:
         (DOCS / f"{page}.md").write_text(render(page), encoding="utf-8")

@@ -39,6 +39,14 @@ def test_a_page_is_up_to_date(name: str) -> None:
     assert page(f"{name}.md") == build.render(name), f"run `python docs/build_pages.py {name}`"
 
 
+def test_the_places_of_contributing_are_true() -> None:
+    text = build.CONTRIBUTING.read_text(encoding="utf-8")
+    assert build.with_lines(text) == text, "run `python docs/build_pages.py architecture`"
+    assert text.count(".py:") > 10
+    with pytest.raises(ValueError, match=r"defines no ScoreRequest\.nowhere"):
+        build.with_lines("`ScoreRequest.nowhere` (`scoring/_request.py:1`)")
+
+
 def test_a_page_without_a_place_for_its_table() -> None:
     with pytest.raises(ValueError, match="no place for the table 'estimators'"):
         build.render("estimators", "# KL estimators\n")
