@@ -1,4 +1,4 @@
-"""What a batch of rollouts shows of the KL, the sampler and the masks."""
+"""Diagnoses of a batch of rollouts: its KL, its sampler and its masks."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ class Metric:
         formula: how it is computed.
         unit: ``nats``, ``share`` (0 to 1), ``1`` (a ratio or another pure number), ``tokens``, ``seconds``, ...
         normal: its value in a healthy run.
-        deviation: what another value says.
-        remedy: what to do about it.
-        origin: what reports it.
+        deviation: the meaning of another value.
+        remedy: how to correct it.
+        origin: the part that reports it.
     """
 
     formula: str
@@ -55,7 +55,7 @@ METRICS: Mapping[str, Metric] = read_texts("metrics.ini", Metric)
 
 
 def describe_metric(name: str) -> Metric | None:
-    """What a metric means; None for one that is not of this package. ``_2`` for a second correction is understood.
+    """The meaning of a metric, or None for one that is not of this package. ``_2`` for a second correction is understood.
 
     Example:
         >>> describe_metric("mismatch_k3").unit
@@ -81,11 +81,11 @@ Severity = Literal["fault", "note"]
 
 @dataclass(frozen=True)
 class Cause:
-    """What may be wrong with a batch, or is worth knowing of it.
+    """A possible fault of a batch, or a note about it.
 
     Args:
         title: the cause in words.
-        remedy: what to change; empty where it depends on the numbers.
+        remedy: the change that corrects it. Empty where it depends on the numbers.
         severity: ``"fault"``: numbers are wrong; ``"note"``: worth knowing.
     """
 
@@ -108,7 +108,7 @@ class Finding:
         cause: a name of :data:`CAUSES`.
         confidence: in [0, 1].
         evidence: the numbers that it rests on.
-        remedy: what to change.
+        remedy: the change that corrects it.
     """
 
     cause: str

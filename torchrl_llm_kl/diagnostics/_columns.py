@@ -50,7 +50,7 @@ class Column:
     """One number per token.
 
     Args:
-        key: the entry of the data, where TorchRL's wrappers and this package's transforms and losses store it; None for a
+        key: the entry of the data, where TorchRL's wrappers and this package's transforms and losses store it, or None for a
             column that is only computed.
         label: its name on a page.
         unit: of its numbers.
@@ -86,13 +86,13 @@ class TokenColumns:
     """The tokens of a batch with all that is known of each.
 
     Args:
-        tokens: ids of all tokens, prompts too; ``[N]``.
-        mask: True at the assistant's tokens; bool ``[N]``.
+        tokens: ids of all tokens, prompts too, ``[N]``.
+        mask: True at the assistant's tokens, bool ``[N]``.
         columns: numbers per token by name, float32 or wider ``[N]``; NaN where a token has none. ``log_prob``, ``entropy``
             and ``kl`` (exact) come from the given models; ``old_log_prob``, ``sampler_log_prob``, ``ref_log_prob``,
             ``kl_penalty`` and ``advantage`` from the data. All but the advantage are in nats.
         rows: numbers per sequence by name, ``[S]``: ``reward``, the outcome, and ``reward/<name>``, its named parts.
-        prompts: equal numbers for equal prompts; int64 ``[S]``, or None if the data does not show the prompts.
+        prompts: equal numbers for equal prompts, int64 ``[S]``, or None if the data does not show the prompts.
         sampled: False if the tokens were rendered from text.
         unread: with ``strict=False``, the error of each entry that fits no token, by column; under ``log_prob``, the error of
             scoring.
@@ -110,12 +110,12 @@ class TokenColumns:
 
     @property
     def turns(self) -> Tensor:
-        """The number of the assistant's turn that a token belongs to, from 0; -1 outside of all; int64 ``[N]``."""
+        """The number of the assistant's turn that a token belongs to, from 0; -1 outside of all, int64 ``[N]``."""
         return self._count(self.mask & ~(pad(self.mask[:-1], (1, 0)) & (self.tokens.positions > 0)))
 
     @property
     def places(self) -> Tensor:
-        """The number of a token among its sequence's masked-in tokens, from 0; -1 at all others; int64 ``[N]``."""
+        """The number of a token among its sequence's masked-in tokens, from 0; -1 at all others, int64 ``[N]``."""
         return self._count(self.mask)
 
     def _count(self, marks: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class TokenColumns:
 
 
 class Reading(TypedDict, total=False):
-    """How a batch is read, and what scores it: the arguments of :func:`read_columns`, and of all that calls it."""
+    """How a batch is read, and the models that score it: the arguments of :func:`read_columns` and of its callers."""
 
     policy: ModelOrScorer | None
     reference: ModelOrScorer | None
@@ -165,9 +165,9 @@ def read_columns(
 
     Keyword Args:
         policy: a model, wrapper or :class:`~torchrl_llm_kl.LogProbScorer`: adds ``log_prob`` and ``entropy``.
-        reference: likewise: replaces ``ref_log_prob``, and with the policy adds ``kl``, exact.
+        reference: a model of the same kinds. It replaces ``ref_log_prob``, and with the policy adds ``kl``, exact.
         temperature: divides the logits; not for a scorer, which has its own.
-        sampling: in its place; see :class:`~torchrl_llm_kl.Sampling`.
+        sampling: in its place. See :class:`~torchrl_llm_kl.Sampling`.
         keys: other entries than those of :data:`COLUMNS`, and of ``"reward"``, by name.
         scope: ``"full"``: all turns of the assistant; ``"turn"``: the last response of each row.
         options: how text and conversations are rendered where the data holds no tokens.

@@ -1,4 +1,4 @@
-"""The doctor: measures of a batch, what is wrong with it and what to change; once, or every few batches."""
+"""The doctor: measures of a batch, its faults and their remedies, once or every few batches."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _TAIL = 64  # tokens at the end of an answer, in which a text that ends it is lo
 
 
 class DiagnosisWarning(UserWarning):
-    """A batch has a fault: the message names the cause, its evidence and what to change."""
+    """A batch has a fault: the message names the cause, its evidence and the remedy."""
 
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """What :func:`diagnose` measured and found. ``print(diagnosis)`` is a report; rich prints it in colour.
+    """The result of :func:`diagnose`. ``print(diagnosis)`` is a report, which rich prints in colour.
 
     Args:
         measures: numbers by name; ``docs/doctor.md`` lists them.
@@ -134,7 +134,7 @@ def diagnose(
     end: Sequence[str] = (),
     **reading: Unpack[Reading],
 ) -> Diagnosis:
-    """Measure a batch of rollouts and name what is wrong with it.
+    """Measure a batch of rollouts and name its faults.
 
     Call it right after sampling, before the policy's first step on the batch: later, its drift counts as stale weights, unless
     the batch holds the trainer's log-probs of before (``("next", "log_probs", "full")`` beside the sampler's).
@@ -142,7 +142,7 @@ def diagnose(
     Of answers that the policy did not sample, such as data, it finds that they are not samples of the policy
     (``other_sampling``); all other measures hold.
 
-    Models score only what the batch lacks: with the trainer's log-probs and ``("next", "entropy")``, as
+    Models score only numbers that the batch lacks: with the trainer's log-probs and ``("next", "entropy")``, as
     ``RetrieveLogProb(..., extras=[Entropy(("next", "entropy"))])`` stores them, the policy is not run, and the reference is
     not if the batch has its log-probs too. Only where something was found, up to 8192 tokens are scored
     again, some 20 times at most.
@@ -219,7 +219,7 @@ def diagnose(
 
 
 def _read(batch: TensorDictBase, reading: Reading) -> TokenColumns:
-    """The batch's columns; models score only what the batch does not hold."""
+    """The batch's columns. Models score only the columns that the batch does not hold."""
     needed = reading.copy()
     needed["policy"] = needed["reference"] = None
     stored = read_columns(batch, **needed, strict=False)
@@ -242,7 +242,7 @@ def _ends(tokenizer: Tokenizer | None) -> list[int] | None:
 
 
 def _ended(columns: TokenColumns, tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:
-    """Whether each sequence's last masked-in tokens have one of the texts; bool ``[S]``."""
+    """Whether each sequence's last masked-in tokens have one of the texts, bool ``[S]``."""
     answers = columns.mask.split(columns.tokens.lengths.tolist())
     tails = [row[mask][-_TAIL:].tolist() for row, mask in zip(columns.tokens.to_list(), answers, strict=True)]
     return torch.tensor([any(text in tokenizer.decode(tail) for text in texts) for tail in tails])
@@ -265,7 +265,7 @@ class Doctor(Transform):
             ``"log"``: to the logger of this module, every time.
         log: called with each :class:`Diagnosis`, for instance to log ``diagnosis.measures``.
         tokenizer, clip_low, clip_high: see :func:`diagnose`.
-        **reading: arguments of :func:`read_columns`; see :func:`diagnose`.
+        **reading: arguments of :func:`read_columns`. See :func:`diagnose`.
 
     Attributes:
         last: the last :class:`Diagnosis`, or None.
@@ -314,8 +314,8 @@ class Doctor(Transform):
         return tensordict
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # A replay buffer calls this on `extend` when the transform was appended with `invert=True`. What torchrl's MCAdvantage
-        # keeps until a group is whole arrives as None.
+        # A replay buffer calls this on `extend` when the transform was appended with `invert=True`. An incomplete
+        # group of torchrl's MCAdvantage arrives as None.
         return None if next_tensordict is None else self.forward(next_tensordict)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:

@@ -1,7 +1,7 @@
-"""What is wrong with a batch, by cause: hypotheses that are tested on the measures, and on a few sequences scored again.
+"""The faults of a batch, by cause: hypotheses that are tested on the measures, and on a few sequences scored again.
 
-A difference of sampler and trainer is explained by *predicting* the sampler's log-probs: at another temperature, over what a
-truncation keeps, at other weights. Nothing is scored again unless something was found.
+A difference of sampler and trainer is explained by *predicting* the sampler's log-probs: at another temperature, over the
+tokens of a truncation, at other weights. Nothing is scored again unless something was found.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LARGEST_DRIFT = 1.5
 LEAST_GAIN = 6.0
 #: Causes of a difference of log-probs that also change the tokens, for which there is then nothing more to find.
 OF_TOKENS_TOO = {"wrong_temperature", "top_p", "top_k", "min_p", "chat_template", "stale_weights", "adapter_off"}
-#: What to do about tokens that are samples of the policy at no temperature.
+#: The remedy for tokens that are samples of the policy at no temperature.
 _OF_OTHERS = (
     "They are not samples of the policy at any temperature. Of answers that it did not sample (data, another model, other "
     "weights) this is expected, and such a batch needs no ratio to the sampler. If it did, compare weights and prompts."
@@ -51,7 +51,7 @@ _OF_OTHERS = (
 
 @dataclass(eq=False)
 class Case:
-    """What is known of a batch while causes are looked for.
+    """A batch while its causes are searched.
 
     Args:
         columns: the batch.
@@ -372,8 +372,8 @@ class Again:
         case: the batch.
         rescorer: scores ``m`` of its tokens.
         rest: the difference, at ``n`` tokens.
-        here: tokens of the difference that are scored again; bool ``[n]``.
-        inner: tokens that are scored again and have a difference; bool ``[m]``.
+        here: tokens of the difference that are scored again, bool ``[n]``.
+        inner: tokens that are scored again and have a difference, bool ``[m]``.
     """
 
     case: Case
@@ -398,7 +398,7 @@ def _rescored(case: Case, rest: Difference, before: list[Finding]) -> list[Findi
     if not rescorer.sampling.truncates:
         drift = rescorer.log_prob[again.inner] - rest.trainer[again.here]
         case.moved = float(drift.square().mean().sqrt()) > case.floor
-        if case.moved:  # what it says now is not what the trainer's log-probs were
+        if case.moved:  # its log-probs are no longer the trainer's
             return []
     out: list[Finding] = []
     for attempt in (_adapter, _raw, _truncation, _template, _temperature, _precision):
@@ -417,7 +417,7 @@ def _adapter(again: Again) -> list[Finding]:
 def _raw(again: Again) -> list[Finding]:
     """Log-probs of all tokens, at temperature 1 or the scored one, where something else is scored.
 
-    They say what was recorded: engines record them by default, whatever they sample from. What was sampled only the tokens say.
+    Engines record such log-probs by default, whatever they sample from. Only the tokens identify the sampling distribution.
     Of tokens that are sampled as scored, their likelihood as recorded is larger by :data:`LEAST_GAIN` with a probability of
     ``exp(-LEAST_GAIN)`` at most, so only such a gain overrules that.
     """
@@ -429,7 +429,7 @@ def _raw(again: Again) -> list[Finding]:
     if share <= NAMED:
         return []
     raw, tempered = rescorer.at(at)[0], rescorer.at(scored.temperature)[0]
-    gains: dict[str, float] = {}  # of each cause, if the tokens are samples of what was recorded
+    gains: dict[str, float] = {}  # of each cause, if the tokens are samples of the recorded distribution
     if at != scored.temperature:
         gains["wrong_temperature"] = float((raw - tempered).sum())
     if scored.truncates:
@@ -472,7 +472,7 @@ def _temperature_remedy(fitted: float, scored: float) -> str:
 
 
 def _truncation(again: Again) -> list[Finding]:
-    """Log-probs over what is left of top-k, top-p or min-p: the mass that was kept is read off the log-ratio."""
+    """Log-probs over the tokens of top-k, top-p or min-p: the mass that was kept is read off the log-ratio."""
     rescorer, rest, here, inner = again.rescorer, again.rest, again.here, again.inner
     # a truncated sampler's log-prob is never below the whole distribution's, but for rounding
     limit = max(again.case.floor, 0.2)
@@ -579,7 +579,7 @@ def _retokenised(case: Case, rest: Difference, best: float) -> list[Finding]:
     if case.tokenizer is not None:
         change = retokenised(case.columns, case.tokenizer).get("retokenised/answers", 1.0)
         evidence["answers_that_change_again"] = change
-        confidence += 0.04 if change == 0 else -0.4 - 0.4 * change  # what was encoded once stays as it is
+        confidence += 0.04 if change == 0 else -0.4 - 0.4 * change  # encoding twice changes nothing
     return [finding("retokenised", confidence, evidence)]
 
 
@@ -610,7 +610,7 @@ def _few_tokens(case: Case, rest: Difference, best: float) -> list[Finding]:
 
 
 def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
-    """What is left: other weights if the policy is known and nothing else explains the difference."""
+    """The remaining cause: other weights if the policy is known and nothing else explains the difference."""
     if best > 0.9:
         return []
     ratio = clustered_mean(rest.d.clamp(max=20.0).exp() - 1, rest.sequences)
@@ -646,7 +646,7 @@ def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
 
 
 def explain_tokens(case: Case) -> list[Finding]:
-    """Causes of a surprisal that is not the entropy: tokens are not samples of what is scored."""
+    """Causes of a surprisal that is not the entropy: tokens are not samples of the scored distribution."""
     gap = surprisal_gap(case.table)
     if gap is None or case.measures.get("drift/mean_abs", 0.0) > 0.05:
         return []

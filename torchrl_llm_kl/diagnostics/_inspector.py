@@ -58,13 +58,13 @@ _NONE = "'none'"
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """What is shown: one batch or two, and the text of each token.
+    """The content of a page: one batch or two, and the text of each token.
 
     Args:
         sides: one batch, or two to compare.
-        names: what they are called.
+        names: of the batches.
         title: of the page.
-        quantities: what tokens can be coloured by.
+        quantities: by which tokens can be coloured.
         texts: by token id.
     """
 
@@ -98,7 +98,7 @@ def write_page(view: View, path: Path) -> None:
 
 
 def _policy(style: str, script: str | None = None) -> str:
-    """The Content-Security-Policy: this script and this style alone, no requests, no markup from strings."""
+    """The Content-Security-Policy: only this script and this style, no requests, no markup from strings."""
     own = f"script-src {_hash(script) if script else _NONE}; style-src {_hash(style)}; img-src data:"
     rest = f"base-uri {_NONE}; form-action {_NONE}; require-trusted-types-for 'script'; trusted-types {_NONE}"
     return f"default-src {_NONE}; {own}; {rest}"
@@ -123,7 +123,7 @@ def _template(name: str) -> jinja2.Template:
 
 
 def _meta(view: View) -> dict[str, object]:
-    """All but the numbers per token: what the list, the charts and the legend need at once."""
+    """Everything but the numbers per token, for the list, the charts and the legend."""
     width, bins = position_bins(view.sides)
     texts = list(view.texts.values())
     shown = {i: visible(token.text) for i, token in enumerate(texts) if not token.data}
@@ -185,7 +185,7 @@ def _ids(side: Side, index: dict[int, int]) -> bytes:
 
 
 def _rollouts(view: View) -> Iterator[dict[str, object]]:
-    """Each rollout of each batch, compressed by itself, so that a browser decodes the open one alone.
+    """Each rollout of each batch, compressed by itself, so that a browser decodes only the open one.
 
     A byte per token (1: the assistant's, 2: ratio beyond the bounds, 4: no gradient), then the numbers of the assistant's
     tokens as float32, column by column, byte planes one after the other.
@@ -222,7 +222,7 @@ def _floats(values: Tensor) -> str:
 
 @dataclass(frozen=True)
 class ExcerptToken:
-    """A token of an excerpt: what is shown, its colour step (None: no number), its number, and whether it is scored."""
+    """A token of an excerpt: its text, its colour step (None: no number), its number, and whether it is scored."""
 
     shown: str
     step: int | None
@@ -246,7 +246,7 @@ def excerpts(view: View, quantity: Quantity, rollouts: int, around: int) -> list
     """The rollouts with the worst tokens, worst first, ``around`` tokens to each side.
 
     Args:
-        view: what to show.
+        view: the content.
         quantity: one with numbers per token, unless there is none: then the first rollouts are shown.
         rollouts: how many.
         around: how many tokens to each side.
@@ -295,10 +295,10 @@ _INK = "#f4f5f7"
 
 
 class Inspection:
-    """What :func:`inspect_tokens` has read. A notebook shows the worst rollouts of it; so does :meth:`print` in a terminal.
+    """The result of :func:`inspect_tokens`. A notebook shows its worst rollouts, and :meth:`print` does in a terminal.
 
     Args:
-        view: what is shown.
+        view: the content.
         path: where the page was written, or None.
 
     Example:
@@ -322,7 +322,7 @@ class Inspection:
 
     @property
     def quantities(self) -> tuple[str, ...]:
-        """What the tokens can be coloured by, the most telling first."""
+        """The names of the quantities by which tokens can be coloured, the most telling first."""
         return tuple(quantity.name for quantity in self._view.quantities)
 
     def worst(self, quantity: str | None = None, count: int = 20) -> list[tuple[int, int, float]]:
@@ -408,7 +408,7 @@ def inspect_tokens(
     Keyword Args:
         other: a second batch to show beside the first: another step or another run. Rollouts of equal tokens belong together,
             then rollouts of equal prompts, in order. The arguments below read both; pass columns where the models differ.
-        names: what the two are called on the page.
+        names: of the two on the page.
         title: of the page.
         clip_low: a token is clipped as in the objective ``ppo``: its ratio is below ``1 - clip_low`` with a negative advantage,
         clip_high: or above ``1 + clip_high`` with a positive one.

@@ -23,7 +23,7 @@ from torchrl_llm_kl.rollouts import TokenisingOptions
 if TYPE_CHECKING:
     from torchrl.record.loggers import Logger
 
-#: What a progress bar shows, in this order: name there, names in the log of which the first that is known counts, and form.
+#: The parts of a progress bar, in order: name there, names in the log of which the first that is known counts, and form.
 _STATUS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("reward",), "{:.2f}"),
     ("KL", ("kl", "kl_to_ref"), "{:.3f}"),
@@ -34,7 +34,7 @@ _STATUS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 
 def status_line(metrics: Mapping[str, float], *, kl_target: float | None = None) -> str:
-    """What a progress bar shows of a step: reward, KL against its target, coefficient, clip share and effective sample size.
+    """The line of a progress bar for a step: reward, KL against its target, coefficient, clip share and effective sample size.
 
     Args:
         metrics: numbers by name; those that are missing are left out.
@@ -104,7 +104,7 @@ class RunMonitor:
         check_reading(reading)
         check_range(0, every=every)
         if folder is not None and every and tokenizer is None:
-            raise ValueError("the page of a batch shows text: pass tokenizer=, or folder=None for numbers alone.")
+            raise ValueError("the page of a batch shows text: pass tokenizer=, or folder=None for only numbers.")
         self.loggers = tuple(loggers) if isinstance(loggers, (list, tuple)) else () if loggers is None else (loggers,)
         self.folder = None if folder is None else Path(folder)
         self.every, self.tokenizer, self.kl_target, self.end = every, tokenizer, kl_target, end
@@ -130,14 +130,14 @@ class RunMonitor:
         return status_line(self.last, kl_target=self.kl_target)
 
     def step(self, step: int, **numbers: float) -> dict[str, float]:
-        """Log what was added and found since the last step, and ``numbers``.
+        """Log the numbers and findings since the last step, and ``numbers``.
 
         Args:
             step: its number, from 0.
             numbers: further ones, as they are.
 
         Returns:
-            What was logged.
+            The logged numbers.
         """
         metrics = {**_means(self._sums), **{name: float(value) for name, value in numbers.items()}, **self._findings}
         self._sums, self._findings = {}, {}
@@ -149,14 +149,14 @@ class RunMonitor:
     def look(self, step: int, batch: TensorDictBase) -> Diagnosis | None:
         """Diagnose a batch and write its page, if it is time; :meth:`step` logs the numbers.
 
-        Call it before the policy is updated on the batch: later, what the update changed looks like a fault of the sampler.
+        Call it before the policy is updated on the batch: later, the update looks like a fault of the sampler.
 
         Args:
             step: its number, from 0.
             batch: rollouts of this step.
 
         Returns:
-            The diagnosis; None if this step is not looked at.
+            The diagnosis, or None if this step is not looked at.
         """
         if not self.every or step % self.every or not batch.batch_size.numel():
             return None
@@ -215,7 +215,7 @@ def log_metrics(logger: Logger, metrics: Mapping[str, float], step: int) -> None
 
 
 def log_text(logger: Logger, name: str, text: str, step: int) -> None:
-    """Log a text to one of torchrl's loggers, as what it has for text; a logger that has nothing for text gets none.
+    """Log a text to one of torchrl's loggers, in its own form. A logger without texts gets none.
 
     W&B and Trackio get a string, TensorBoard and CSV a text, MLflow an artifact ``NAME/STEP.txt``.
 

@@ -1,4 +1,4 @@
-"""What the doctor measures: pure functions of a batch's columns, without a model.
+"""The measures of the doctor: pure functions of a batch's columns, without a model.
 
 Every number is over the masked-in tokens. Names are ``family/quantity``; with ``@`` it is over a part of them: ``@1-3`` tokens
 at these places of their answers, ``@positive`` and ``@negative`` by sign of the advantage, ``@turn0`` the first turn.
@@ -24,7 +24,7 @@ from torchrl_llm_kl.rollouts import ResponseTokens
 
 #: First places of the buckets by position: the first token of an answer, the next three, and so on.
 PLACES = (0, 1, 4, 16, 64, 256, 1024, 4096)
-#: Turns that are measured apart; later ones are in the totals alone.
+#: Turns that are measured apart; later ones are only in the totals.
 MOST_TURNS = 8
 _LARGEST = 80.0  # nats; its exponential is finite
 
@@ -54,8 +54,8 @@ def clustered_mean(values: Tensor, sequences: Tensor) -> Mean:
     it is larger, since few sequences estimate the former badly.
 
     Args:
-        values: numbers of tokens; ``[n]``.
-        sequences: the sequence of each, ids from 0; int64 ``[n]``.
+        values: numbers of tokens, ``[n]``.
+        sequences: the sequence of each, ids from 0, int64 ``[n]``.
 
     Returns:
         The mean, with ``S - 1`` degrees of freedom in its ``z``.
@@ -99,10 +99,10 @@ class Table:
     """The masked-in tokens of a batch, one after another, in float64 on the CPU.
 
     Args:
-        columns: by name; ``[n]``, NaN where a token has no number.
-        sequences: the sequence of each; int64 ``[n]``.
-        places: its number among its sequence's masked-in tokens; int64 ``[n]``.
-        turns: its turn; int64 ``[n]``.
+        columns: by name, ``[n]``, NaN where a token has no number.
+        sequences: the sequence of each, int64 ``[n]``.
+        places: its number among its sequence's masked-in tokens, int64 ``[n]``.
+        turns: its turn, int64 ``[n]``.
         response: gathers ``[n]`` into ``[S, T]``.
     """
 
@@ -121,19 +121,19 @@ class Table:
         return cls(masked, rows, places, turns, ResponseTokens(columns.tokens, mask))
 
     def get(self, name: str) -> Tensor | None:
-        """A column ``[n]``; None if it is missing or has no number at all."""
+        """A column ``[n]``, or None if it is missing or has no number at all."""
         column = self.columns.get(name)
         return None if column is None or not column.numel() or bool(column.isnan().all()) else column
 
     def first(self, *names: str) -> Tensor | None:
-        """The first of these columns that has a number; None if none has."""
+        """The first of these columns that has a number, or None if none has."""
         return next((column for column in map(self.get, names) if column is not None), None)
 
     @property
     def trainer(self) -> tuple[str, Tensor] | None:
         """The trainer's log-probs that the sampler's are compared with: as it stored them, else of the given policy."""
         for name in ("old_log_prob", "log_prob"):
-            # What was stored without another column of the sampler's may itself be the sampler's.
+            # Stored log-probs without another column of the sampler's may be the sampler's own.
             if name == "old_log_prob" and self.get("sampler_log_prob") is None and self.get("log_prob") is not None:
                 continue
             column = self.get(name)
@@ -151,7 +151,7 @@ class Table:
         return None
 
     def dense(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Values ``[n]`` as ``[S, T]``, and where they are numbers; bool ``[S, T]``."""
+        """Values ``[n]`` as ``[S, T]``, and where they are numbers, bool ``[S, T]``."""
         known = ~values.isnan()
         columns = self.response.columns
         shape = tuple(self.response.mask.shape)
@@ -159,7 +159,7 @@ class Table:
         return out, torch.zeros(shape, dtype=torch.bool).index_put((self.sequences, columns), known)
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
-        """Parts of the tokens: the suffix of their measures, and where they are; bool ``[n]``."""
+        """Parts of the tokens: the suffix of their measures, and where they are, bool ``[n]``."""
         last = int(self.places.max()) if self.places.numel() else -1
         for first, after in zip(PLACES, (*PLACES[1:], 10**9), strict=True):
             if first <= last:
@@ -299,7 +299,7 @@ def mismatch_measures(table: Table) -> dict[str, float]:
 def surprisal_measures(table: Table) -> dict[str, float]:
     """Surprisal minus entropy: its expectation is 0 for tokens that are sampled from the scored distribution.
 
-    ``surprisal/error`` is its standard error and ``surprisal/z`` their quotient; see :func:`clustered_mean`.
+    ``surprisal/error`` is its standard error and ``surprisal/z`` their quotient. See :func:`clustered_mean`.
     """
     gap = surprisal_gap(table)
     if gap is None:
@@ -312,7 +312,7 @@ def surprisal_measures(table: Table) -> dict[str, float]:
 
 
 def surprisal_gap(table: Table) -> Tensor | None:
-    """Surprisal minus entropy of each token; nats ``[n]``, or None without both columns."""
+    """Surprisal minus entropy of each token, nats ``[n]``, or None without both columns."""
     entropy, trainer = table.get("entropy"), table.first("log_prob", "old_log_prob")
     return None if entropy is None or trainer is None else -trainer - entropy
 

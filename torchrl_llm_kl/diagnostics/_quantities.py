@@ -35,7 +35,7 @@ class TokenText:
     r"""The text of a token.
 
     Args:
-        text: what the token adds to the text; for a part of a character, its bytes as ``\xe2``.
+        text: the part that the token adds. For a part of a character, its bytes as ``\xe2``.
         data: the bytes of a part of a character, else empty.
         special: True for a special token.
     """
@@ -46,12 +46,12 @@ class TokenText:
 
 
 def escaped(text: str) -> str:
-    r"""Escape what changes how its neighbours look: ``\u{202e}`` for a direction mark, ``\u{1b}`` for an escape."""
+    r"""Escape signs that change how their neighbours look: ``\u{202e}`` for a direction mark, ``\u{1b}`` for an escape."""
     return _INVISIBLE.sub(lambda sign: f"\\u{{{ord(sign[0]):x}}}", text)
 
 
 def visible(text: str) -> str:
-    r"""Escape what cannot be seen: ``\u{202e}`` for a direction mark; a sign before each newline and tab."""
+    r"""Escape invisible signs: ``\u{202e}`` for a direction mark. Newlines and tabs get a visible sign before them."""
     return escaped(text).replace("\n", "↵\n").replace("\t", "→\t")
 
 
@@ -93,14 +93,14 @@ def _of_bytes(data: bytes) -> TokenText:
 
 
 def _bytes_of(piece: str) -> bytes | None:
-    """The bytes that a token of a byte-level BPE stands for; None if it is none."""
+    """The bytes that a token of a byte-level BPE stands for, or None if it is none."""
     alphabet = _byte_alphabet()
     return bytes(alphabet[c] for c in piece) if all(c in alphabet for c in piece) else None
 
 
 @cache
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet of bytes: printable Latin-1 stands for itself, the other bytes for what follows U+0100, in order."""
+    """GPT-2's alphabet of bytes: printable Latin-1 stands for itself, other bytes for the signs from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -117,7 +117,7 @@ _ROUND = (1, 1.5, 2, 3, 4, 5, 6, 8, 10)
 
 @dataclass(frozen=True)
 class Quantity:
-    """What tokens are coloured by.
+    """A number by which tokens are coloured.
 
     Args:
         name: its name in arguments.
@@ -125,7 +125,7 @@ class Quantity:
         unit: of its numbers.
         kind: ``"size"``: mostly above zero; ``"signed"``: either way; ``"row"``: one number per rollout; ``"category"``.
         of: the column it is, or two columns: the first minus the second.
-        note: what it means.
+        note: its meaning.
         sizes: summaries average absolute values: a mean of signed log-ratios would cancel.
     """
 
@@ -158,17 +158,17 @@ class Side:
 
     @cached_property
     def ids(self) -> Tensor:
-        """Token ids; int64 ``[N]``."""
+        """Token ids, int64 ``[N]``."""
         return self.source.tokens.values.cpu().long()
 
     @cached_property
     def mask(self) -> Tensor:
-        """True at the assistant's tokens; ``[N]``."""
+        """True at the assistant's tokens, ``[N]``."""
         return self.source.mask.cpu()
 
     @cached_property
     def rows(self) -> Tensor:
-        """The rollout of each token; ``[N]``."""
+        """The rollout of each token, ``[N]``."""
         return self.source.tokens.sequence_ids.cpu()
 
     @cached_property
@@ -188,7 +188,7 @@ class Side:
 
     @cached_property
     def columns(self) -> dict[str, Tensor]:
-        """The columns as float32, NaN outside the mask, with k3's estimate where the exact KL is missing; ``[N]``."""
+        """The columns as float32, NaN outside the mask, with k3's estimate where the exact KL is missing, ``[N]``."""
         given = {name: self.source.columns[name] for name in COLUMNS if name in self.source.columns}
         own = next((given[n] for n in ("log_prob", "old_log_prob", "sampler_log_prob") if n in given), None)
         if self.estimated and own is not None and "ref_log_prob" in given:
@@ -197,13 +197,13 @@ class Side:
 
     @cached_property
     def reward(self) -> Tensor | None:
-        """The outcome; float32 ``[S]``."""
+        """The outcome, float32 ``[S]``."""
         reward = self.source.rows.get("reward")
         return None if reward is None else reward.cpu().float().reshape(self.count, -1).sum(-1)
 
     @cached_property
     def parts(self) -> dict[str, Tensor]:
-        """The named rewards; float32 ``[S]``."""
+        """The named rewards, float32 ``[S]``."""
         named = {name.partition("/")[2]: values for name, values in self.source.rows.items() if "/" in name}
         return {name: values.cpu().float().reshape(self.count, -1).sum(-1) for name, values in named.items()}
 
@@ -217,7 +217,7 @@ class Side:
 
     @cached_property
     def clipped(self) -> Tensor | None:
-        """2 where PPO's clipping removes the gradient, 1 at other ratios beyond the bounds, else 0; uint8 ``[N]``."""
+        """2 where PPO's clipping removes the gradient, 1 at other ratios beyond the bounds, else 0, uint8 ``[N]``."""
         now, old = self.columns.get("log_prob"), self.columns.get("old_log_prob", self.columns.get("sampler_log_prob"))
         if now is None or old is None:
             return None
@@ -230,7 +230,7 @@ class Side:
         return out
 
     def values(self, quantity: Quantity) -> Tensor | None:
-        """A quantity's number per token; ``[N]``, or None if a column is missing."""
+        """A quantity's number per token, ``[N]``, or None if a column is missing."""
         if not quantity.of or not set(quantity.of) <= set(self.columns):
             return None
         first, *second = (self.columns[name] for name in quantity.of)
@@ -242,7 +242,7 @@ class Side:
         return torch.full(self.mask.shape, math.nan) if values is None else values
 
     def summary(self, quantity: Quantity) -> tuple[Tensor, Tensor]:
-        """Mean and largest absolute number of each rollout; float32 ``[S]``, NaN without any."""
+        """Mean and largest absolute number of each rollout, float32 ``[S]``, NaN without any."""
         values = self.numbers(quantity)
         known = ~values.isnan()
         rows, numbers = self.rows[known], values[known].double()
@@ -251,7 +251,7 @@ class Side:
         return _means(numbers, rows, self.count, quantity), largest.float()
 
     def profile(self, quantity: Quantity, index: Tensor, count: int) -> Tensor:
-        """Mean over the tokens of each ``index [N]`` (a position or a turn); ``[count]``; -1 belongs to none."""
+        """Mean over the tokens of each ``index [N]`` (a position or a turn), ``[count]``; -1 belongs to none."""
         values = self.numbers(quantity)
         known = ~values.isnan() & (index >= 0)
         return _means(values[known].double(), index[known], count, quantity)
@@ -303,7 +303,7 @@ def scale_of(quantity: Quantity, sides: Sequence[Side]) -> float:
 
 
 def step_of(value: float, scale: float) -> int | None:
-    """The colour of a number: -5 to 5, 0 for less than a fifth of the scale; None for NaN."""
+    """The colour of a number: -5 to 5, 0 for less than a fifth of the scale, or None for NaN."""
     if math.isnan(value):
         return None
     size = abs(value) / scale * STEPS
@@ -320,7 +320,7 @@ def position_bins(sides: Sequence[Side]) -> tuple[int, int]:
 def pair_rollouts(side: Side, other: Side) -> list[int]:
     """For each rollout its counterpart in the other batch, -1 for none.
 
-    Rollouts of the same tokens belong together, then rollouts of the same prompt (what precedes the assistant's first token),
+    Rollouts of the same tokens belong together, then rollouts of the same prompt (the tokens before the assistant's first),
     in order.
     """
     counterparts = [-1] * side.count

@@ -56,11 +56,11 @@ class Rescorer:
         policy: a model in this process, a wrapper around one, or a scorer.
         columns: the batch.
         table: its ``n`` masked-in tokens.
-        sampling: what is scored.
+        sampling: the distribution that is scored.
 
     Attributes:
-        picked: the masked-in tokens that are scored again; bool ``[n]``.
-        sequences: the sequence of each of them; ``[m]``.
+        picked: the masked-in tokens that are scored again, bool ``[n]``.
+        sequences: the sequence of each of them, ``[m]``.
         dtype: of the policy's weights.
         forwards: how often the sequences were scored.
     """
@@ -96,7 +96,7 @@ class Rescorer:
 
     @staticmethod
     def can_score(policy: ModelOrScorer) -> bool:
-        """Whether a policy's distributions are in this process, and of this process alone."""
+        """Whether a policy's distributions are in this process, and only in this one."""
         model = policy.model if isinstance(policy, LogProbScorer) else policy
         if getattr(model, "log_probs_only", False):
             return False
@@ -120,7 +120,7 @@ class Rescorer:
         return scores.values[torch.cat(self.masks)].cpu().double()
 
     def at(self, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of the whole distribution at a temperature; nats ``[m]`` each."""
+        """Log-prob and entropy of the whole distribution at a temperature, nats ``[m]`` each."""
         if temperature not in self._at:
             scores = self._run(self._scorer, entropy=True, temperature=temperature)
             self._at[temperature] = (self._flat(scores.log_prob), self._flat(scores.entropy))
@@ -128,12 +128,12 @@ class Rescorer:
 
     @property
     def log_prob(self) -> Tensor:
-        """At the scored temperature; ``[m]``."""
+        """At the scored temperature, ``[m]``."""
         return self.at(self.sampling.temperature)[0]
 
     @cached_property
     def noise(self) -> float:
-        """The largest root mean square of differences between scores of the policy in three arrangements; nats."""
+        """The largest root mean square of differences between scores of the policy in three arrangements, in nats."""
         scorers = (self._make(), self._make(tokens_per_batch=64), self._make(share_prefixes=False))
         scores = [self._run(scorer, temperature=self.sampling.temperature) for scorer in scorers]
         log_probs = [self._flat(each.log_prob) for each in scores]
@@ -154,7 +154,7 @@ class Rescorer:
         return self.top.log_prob + torch.where(inside, -mass.log(), math.log(OUTSIDE))
 
     def without_adapters(self) -> Tensor | None:
-        """Log-probs of the base model ``[m]``; None if the policy has no adapters, or they are already off."""
+        """Log-probs of the base model ``[m]``, or None if the policy has no adapters, or they are already off."""
         if self.adapters is not True:
             return None
         try:
@@ -187,7 +187,7 @@ class Rescorer:
 
         Args:
             recorded: the sampler's log-probs ``[k]``.
-            inner: their place among the ``m`` tokens; bool.
+            inner: their place among the ``m`` tokens, bool.
             steps: the most scores.
 
         Returns:
@@ -232,7 +232,7 @@ class Rescorer:
         return (temperature, *self.at(temperature))
 
     def calibration(self, temperature: float) -> Tensor:
-        """The probability of each token minus another draw's in its place: 0 in expectation for samples; ``[m]``."""
+        """The probability of each token minus another draw's in its place: 0 in expectation for samples, ``[m]``."""
         scores = self._run(self._scorer, moments=True, temperature=temperature)
         return self._flat(scores.log_prob).exp() - self._flat(scores.collision)
 
@@ -244,7 +244,7 @@ class Rescorer:
         """Log-probs of the answers after other renderings of their prompts.
 
         Yields:
-            A name, log-probs ``[m]``, and where they are known; bool ``[m]``: the first answers, of one turn each.
+            A name, log-probs ``[m]``, and where they are known, bool ``[m]``: the first answers, of one turn each.
         """
         answers, parsed = [], []
         for i, (ids, mask) in enumerate(zip(self.ids, self.masks, strict=True)):
@@ -323,7 +323,7 @@ def renderers(tokenizer: Any) -> Iterator[tuple[str, Renderer]]:
 
 
 def prompt_messages(tokenizer: Any, prompt: list[int]) -> list[Message] | None:
-    """The user's message in a prompt that the tokenizer's template rendered; None if it did not.
+    """The user's message in a prompt that the tokenizer's template rendered, or None if it did not.
 
     Only for prompts of a single message.
     """
@@ -352,14 +352,14 @@ class Top:
 
     Args:
         log_prob: of the sampled tokens ``[m]``.
-        top_log_probs: of the most probable ones, in order; ``[m, K]``.
+        top_log_probs: of the most probable ones, in order, ``[m, K]``.
         whole: whether these are all tokens.
 
     Example:
         >>> top = Top(torch.tensor([0.3]).log(), torch.tensor([[0.5, 0.3, 0.2]]).log(), True)
         >>> {name: round(value, 4) for name, value in top.tightest().items()}
         {'top_k': 2, 'top_p': 0.5, 'min_p': 0.6}
-        >>> [x.item() for x in top.kept(Sampling(top_p=0.4))]  # the first token alone, and another was sampled
+        >>> [x.item() for x in top.kept(Sampling(top_p=0.4))]  # only the first token, and another was sampled
         [0.5, False]
     """
 
@@ -368,22 +368,22 @@ class Top:
     whole: bool
 
     def select(self, where: Tensor) -> Top:
-        """At some positions; bool ``[m]``."""
+        """At some positions, bool ``[m]``."""
         return Top(self.log_prob[where], self.top_log_probs[where], self.whole)
 
     @property
     def mass_of_first(self) -> Tensor:
-        """Probability of the first 1, 2, ... tokens; ``[m, K]``."""
+        """Probability of the first 1, 2, ... tokens, ``[m, K]``."""
         return self.top_log_probs.exp().cumsum(-1)
 
     def mass(self, cause: str, value: float) -> Tensor:
-        """The probability that a truncation keeps; ``[m]``, 1 where it keeps more than the known tokens."""
+        """The probability that a truncation keeps, ``[m]``, 1 where it keeps more than the known tokens."""
         if cause == "top_k":
             return self.kept(Sampling(top_k=int(value)))[0]
         return self.kept(Sampling(top_p=value) if cause == "top_p" else Sampling(min_p=value))[0]
 
     def kept(self, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """The probability that truncations keep, and whether each sampled token is among the kept ones; ``[m]`` each.
+        """The probability that truncations keep, and whether each sampled token is among the kept ones, ``[m]`` each.
 
         Each truncation keeps the first so many. Where it keeps more than the known tokens, the answers are 1 and True.
         """

@@ -64,11 +64,11 @@ def encode_images(
     Args:
         processor: of transformers.
         text: with one placeholder for each image, as a chat template writes it.
-        images: what the processor takes.
+        images: in a form that the processor takes.
         spans: as :func:`encode_with_mask` takes them.
 
     Returns:
-        ``(token_ids, mask)`` for each of the ``spans``, and what the processor returned for the images.
+        ``(token_ids, mask)`` for each of the ``spans``, and the output of the processor for the images.
 
     Raises:
         AssistantMaskError: if the processor does not say where it writes the placeholders, or tokenises otherwise.

@@ -1,7 +1,7 @@
 """The borders of a turn in renderings of shortened conversations, against which the traced borders are checked.
 
-What the model was given before a turn is the rendering of the messages before it with a generation prompt; where its
-output ended shows in the rendering of the messages up to the turn. A template may write earlier messages differently in
+The input of the model before a turn is the rendering of the messages before it with a generation prompt. The rendering of
+the messages up to the turn shows where its output ended. A template may write earlier messages differently in
 the whole conversation (it drops their reasoning, say), so texts are compared from the last mark on that both contain.
 """
 
@@ -34,7 +34,7 @@ def end_of_shared_units(text: str, other: str, at: int) -> int:
 
 
 def not_found(chat: Renderings, turn: int, reason: str) -> TurnNotFoundError:
-    """The error for a turn: names it and the template, and says what to do."""
+    """The error for a turn: names the turn, the template and the remedy."""
     return TurnNotFoundError(
         f"message {turn} (assistant) of {len(chat.messages)} cannot be located with certainty in the text that "
         f"{chat.renderer.name} renders: {reason}. Pass a template with {{% generation %}} blocks as `chat_template=`."
@@ -54,7 +54,7 @@ def end_of_prompt(chat: Renderings, whole: Trace, turn: int, start: int) -> int:
 
 
 def start_of_turn(chat: Renderings, whole: Trace, turn: int, low: int, own: int, traced: int | None) -> int:
-    """The end of what the model was given, between the marks ``low`` of an earlier message and ``own`` of the turn.
+    """The end of the model's input, between the marks ``low`` of an earlier message and ``own`` of the turn.
 
     ``traced`` is a candidate.
     """
@@ -75,7 +75,7 @@ def start_of_turn(chat: Renderings, whole: Trace, turn: int, low: int, own: int,
     if always and exact is not None and exact == traced:  # a prompt that needs no flag
         return exact
     if not headers and ended is not None:
-        try:  # the template never shows a generation prompt: what precedes any content is the header
+        try:  # the template never shows a generation prompt: the text before any content is the header
             return _after_constant_header(chat, whole, turn, ended if exact is None or exact > own else exact)
         except TurnNotFoundError:
             pass
@@ -165,7 +165,7 @@ def check_gaps(chat: Renderings, whole: Trace, turn: int, start: int, end: int) 
 
 
 def _may_end_earlier(message: Message, tail: str) -> bool:
-    """Whether the text after a plain answer holds two end tokens apart: the second may close the conversation alone.
+    """Whether the text after a plain answer holds two end tokens apart: the second may close only the conversation.
 
     A closing tag, and a token that the answer holds, is not an end token.
     """
@@ -177,7 +177,7 @@ def _may_end_earlier(message: Message, tail: str) -> bool:
 
 
 def own_gaps(whole: Trace, turn: int, start: int, end: int) -> tuple[str, ...]:
-    """What the template writes in a region around the turn's strings, tags at the edges of the strings included."""
+    """The template's own text in a region around the turn's strings, tags at the edges of the strings included."""
     gaps, at, depth = [], start, 0
     for position, mark in whole.marks_of(turn):
         if start <= position <= end:
@@ -232,7 +232,7 @@ def _with_filler(chat: Renderings, turn: int) -> str | None:
 
 
 def _text(chat: Renderings, messages: Sequence[Message]) -> str | None:
-    """The rendering of other messages in place of the conversation's; None if the template rejects them."""
+    """The rendering of other messages in place of the conversation's, or None if the template rejects them."""
     try:
         return chat.renderer.text(messages, chat.generation_prompt)
     except Exception:  # a template may raise anything
@@ -251,7 +251,7 @@ def _anchor(part: Trace, whole: Trace) -> tuple[int, int]:
 
 
 def _end_of_text(part: Trace | None, whole: Trace) -> int | None:
-    """Where the text of a prefix ends in the whole; None if the whole does not continue it."""
+    """Where the text of a prefix ends in the whole, or None if the whole does not continue it."""
     if part is None:
         return None
     at, place = _anchor(part, whole)
@@ -298,7 +298,7 @@ def _header_tokens(chat: Renderings, upto: Trace, before: str) -> set[str]:
 
 
 def _plain_end(chat: Renderings, turn: int) -> str:
-    """What the template writes after the content of a plain answer that ends the conversation."""
+    """The template's text after a plain answer that ends the conversation."""
     plain = chat.prefix(turn, False, ASSISTANT)
     return plain.text.partition(FILLER)[2] if plain else ""
 
@@ -331,7 +331,7 @@ def _after_constant_header(chat: Renderings, whole: Trace, turn: int, ended: int
 
 
 def _end_of_last_turn(chat: Renderings, upto: Trace, turn: int, start: int, own: int, traced: int | None) -> int:
-    """The end of a turn that ends the text: what follows it if the conversation continues shows its end token."""
+    """The end of a turn that ends the text. Its end token shows in the text that follows if the conversation continues."""
     text = upto.text
     after, everything, header = max(start, own), len(text.rstrip()), _header_tokens(chat, upto, text[:start])
     for longer in (chat.prefix(turn + 1, False, "user"), chat.prefix(turn + 1, True)):

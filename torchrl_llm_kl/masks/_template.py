@@ -39,7 +39,7 @@ from torchrl_llm_kl.masks._tokens import Span
 
 # ------------------------------------------------------------------ renderings
 
-# Arguments of `apply_chat_template` that are not template variables. They would change what it returns, or the tokens,
+# Arguments of `apply_chat_template` that are not template variables. They would change its result, or the tokens,
 # without the mask.
 _RESERVED = frozenset(
     {
@@ -136,7 +136,7 @@ class Renderings:
         return self._traced(self.messages[:count], prompt, self.plain(count, prompt))
 
     def _traced(self, messages: Sequence[Message], prompt: bool, plain: str) -> Trace | None:
-        """The trace with the most marks that leave the text as it is; what failed once is not tried again."""
+        """The trace with the most marks that leave the text as it is. A failed one is not tried again."""
         for tried, marking in enumerate(self._markings):
             trace = self.renderer.trace(messages, prompt, plain, marking=marking)
             if trace is not None:
@@ -196,7 +196,7 @@ class Renderings:
         return None
 
     def _ends_in_prompt(self, trace: Trace, count: int) -> bool:
-        """Whether a prompt, and not a message, follows the message loop: by its marks, or by what the flag changes."""
+        """Whether a prompt, and not a message, follows the message loop: by its marks, or by the effect of the flag."""
         end = trace.messages_end
         if not end or any(p > end or not mark.is_end for p, mark in trace.marks_in(end, len(trace.text))):
             return False
@@ -388,7 +388,7 @@ class Mark(NamedTuple):
 
 
 class Marking(NamedTuple):
-    """What a trace marks: the kinds of markers, the fields of the messages, whether both edges of their strings."""
+    """The marks of a trace: the kinds of markers, the fields of the messages, whether both edges of their strings."""
 
     kinds: tuple[str, ...]
     fields: tuple[str, ...]
@@ -398,7 +398,7 @@ class Marking(NamedTuple):
 SPOKEN = ("content", "reasoning_content", "reasoning", "thinking")
 _MESSAGES = (LOOP, SET)
 _ALL = (*SPOKEN, "tool_calls")
-# From the most marks to the fewest: a template may look at the edges of its strings, or trim what its loop writes.
+# From the most marks to the fewest: a template may look at the edges of its strings, or trim the text of its loop.
 MARKINGS = (
     Marking(_MESSAGES, _ALL, True),
     Marking(_MESSAGES, SPOKEN[:1], False),
@@ -412,7 +412,7 @@ _TAGS = re.compile(r"(?:\s|<[^<>]*>|\[[^\[\]]*\])*")
 def mark_strings(message: Message, index: int, nonce: str, marking: Marking) -> dict[str, object]:
     """A copy of a message with marks in its strings: after leading, before trailing white space and tags.
 
-    So a template still finds ``<think>`` at the start of a content, and trims what it would have trimmed.
+    So a template still finds ``<think>`` at the start of a content, and trims the same text.
     """
     copy = dict(message)
     number = count()

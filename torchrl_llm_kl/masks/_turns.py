@@ -328,7 +328,7 @@ def _content_follows(text: str, start: int, message: Message) -> bool:
 
 
 def _constant_prefix_length(chat: Renderings, text: str, turn: int) -> int | None:
-    """Length of the text that the template writes for the turn before any content; None if it cannot be determined."""
+    """Length of the text that the template writes for the turn before any content, or None if it cannot be determined."""
     content = chat.messages[turn].get("content")
     filler = [{"type": "text", "text": FILLER}] if isinstance(content, (list, tuple)) else FILLER
     shortened = [*chat.messages[:turn], {"role": ASSISTANT, "content": filler}]

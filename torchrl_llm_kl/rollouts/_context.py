@@ -1,4 +1,4 @@
-"""The response tokens of a rollout after another prompt: what a teacher knows, or what the policy is not to see.
+"""The response tokens of a rollout after another prompt, such as one with a hint for a teacher.
 
 Everything before the assistant's first token is replaced. From that token on a sequence keeps its ids: replies, later
 messages, and which of them are scored.
@@ -33,8 +33,8 @@ class InContext(Located):
     """Located tokens after another prompt.
 
     Args:
-        tokens: the other prompts, each followed by its sequence from the assistant's first token on; ``[M]``.
-        mask: True at the same tokens as in ``origin``; ``[M]``.
+        tokens: the other prompts, each followed by its sequence from the assistant's first token on, ``[M]``.
+        mask: True at the same tokens as in ``origin``, ``[M]``.
         source: as in ``origin``.
         sampled: as in ``origin``.
         origin: the tokens in the layout of the data.
@@ -43,7 +43,7 @@ class InContext(Located):
     origin: Located
 
     def back(self, scores: Ragged) -> Ragged:
-        """Scores ``[M, *F]`` of these sequences at the tokens of ``origin``; ``[N, *F]``, 0 at all others. Differentiable."""
+        """Scores ``[M, *F]`` of these sequences at the tokens of ``origin``, ``[N, *F]``, 0 at all others. Differentiable."""
         values = scores.values
         out = values.new_zeros((self.origin.mask.shape[0], *values.shape[1:]))
         at = self.origin.mask.nonzero().squeeze(-1)
@@ -121,7 +121,7 @@ def in_context(
 
 
 def _all_replies(td: TensorDictBase, located: Located, interface: ModelInterface, options: TokenisingOptions) -> Tensor:
-    """The assistant's tokens of all turns, as far as the data shows them; ``[N]``."""
+    """The assistant's tokens of all turns, as far as the data shows them, ``[N]``."""
     if not located.sampled:
         is_text = _is_text(located, interface)
         return located.mask if is_text else locate(td, interface, scope="full", options=options).mask
@@ -186,7 +186,7 @@ def _prompts_of(
     conversations = _called(context, td, key)
     for row, messages in enumerate(conversations):
         if split_images(messages)[1]:
-            raise ValueError(f"sequence {row}: a context function takes text alone, and the conversation has images.")
+            raise ValueError(f"sequence {row}: a context function takes only text, and the conversation has images.")
     tokenizer, kwargs = options.resolve(interface)
     kwargs.pop("add_generation_prompt", None)
     if located.sampled:  # rendered as a sampler's prompt

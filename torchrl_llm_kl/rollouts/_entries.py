@@ -87,7 +87,7 @@ def _path(key: NestedKey) -> tuple[str, ...]:
 def find_log_probs(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
     """:func:`find_key`; where ``(..., "full")`` is missing, the ``"response"`` beside it.
 
-    That is all that a TorchRL wrapper stores if its engine returns log-probs of generated tokens alone.
+    That is all that a TorchRL wrapper stores if its engine returns log-probs only of generated tokens.
 
     Example:
         >>> from tensordict import TensorDict
@@ -116,13 +116,13 @@ def require_key(td: TensorDictBase, key: NestedKey, what: str, advice: str) -> N
 
 
 def read_result(td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> Ragged | None:
-    """A variable-length entry of a step's result ``next_td``, else of the step ``td`` itself; ``[N]``."""
+    """A variable-length entry of a step's result ``next_td``, else of the step ``td`` itself, ``[N]``."""
     value = read_ragged(next_td, key)
     return read_ragged(td, key) if value is None and next_td is not td else value
 
 
 def read_of(td: TensorDictBase, key: NestedKey, tokens: Ragged) -> Ragged:
-    """A variable-length entry that is there, of as many sequences as the tokens; ``[N]``."""
+    """A variable-length entry that is there, of as many sequences as the tokens, ``[N]``."""
     data = read_ragged(td, key)
     assert data is not None
     if data.num_sequences != tokens.num_sequences:
@@ -155,7 +155,7 @@ def per_token(
     features: int = 0,
     repeats: bool = True,
 ) -> Tensor:
-    """An entry at each token; ``[N]``.
+    """An entry at each token, ``[N]``.
 
     One number per sequence is repeated for all of its tokens, if the entry ``repeats``. Rows shorter than their sequence hold
     only the response, from its first token on.
@@ -164,7 +164,7 @@ def per_token(
         td: the data, which holds ``key``.
         key: the entry.
         tokens: all tokens.
-        responses: True at response tokens; bool ``[N]``; None if unknown.
+        responses: True at response tokens, bool ``[N]``, or None if unknown.
 
     Keyword Args:
         fill: for tokens that a shorter row does not cover.
@@ -244,7 +244,7 @@ def _at_responses(
     too_long = widths > row_lengths
     row = int(too_long.nonzero()[0]) if bool(too_long.any()) else 0
     advice = (
-        "Rows of the response alone must begin with its first token: pass nested rows of exactly its length, or one value "
+        "Rows of only the response must begin with its first token: pass nested rows of exactly its length, or one value "
         "per token of the sequence."
     )
     if widths[row] == 0 and _path(key)[0] != "next":
@@ -258,7 +258,7 @@ def _at_responses(
 
 
 def leading_unscored(values: Tensor, tokens: Ragged) -> Tensor:
-    """True before the first token, other than a sequence's very first, whose log-prob is neither exactly 0 nor NaN; ``[N]``.
+    """True before the first token, other than a sequence's very first, whose log-prob is neither exactly 0 nor NaN, ``[N]``.
 
     An engine's wrapper fills in 0 (SGLang's) or NaN (vLLM's) for prompts that were not scored. All False in a sequence
     that holds nothing else.
@@ -278,7 +278,7 @@ def leading_unscored(values: Tensor, tokens: Ragged) -> Tensor:
 
 
 def per_sequence(td: TensorDictBase, key: NestedKey) -> Tensor | None:
-    """An entry with one number per sequence; ``[S]``, or None if it has another shape.
+    """An entry with one number per sequence, ``[S]``, or None if it has another shape.
 
     Example:
         >>> from tensordict import TensorDict
@@ -323,7 +323,7 @@ def row_numbers(value: Node, rows: int, what: str) -> tuple[Tensor, list[int]]:
 
 
 def sequence_sums(value: object, rows: int, what: str) -> Tensor:
-    """The sum of each row's numbers, in float32 or wider, without graph; ``[S]``."""
+    """The sum of each row's numbers, in float32 or wider, without graph, ``[S]``."""
     flat, counts = row_numbers(value, rows, what)
     if isinstance(value, Tensor) and not value.is_nested:
         return widen(flat.detach())[0].reshape(rows, -1).sum(-1)
@@ -337,7 +337,7 @@ def _sums(flat: Tensor, counts: list[int]) -> Tensor:
 
 
 def outcomes(td: TensorDictBase, value: object, what: str) -> Tensor:
-    """The outcome reward of each sequence, in float32 or wider, without graph; ``[S]``.
+    """The outcome reward of each sequence, in float32 or wider, without graph, ``[S]``.
 
     ``value`` holds one number per sequence, or one per token, which are summed. ``td`` holds the tokens or their mask: how
     many each sequence has, and which are padding, whose rewards are ignored.
@@ -372,7 +372,7 @@ def _padded_tokens(td: TensorDictBase) -> Ragged | None:
 
 
 def sequence_integers(value: object, rows: int, what: str) -> Tensor:
-    """One integer per row; int64 ``[S]``.
+    """One integer per row, int64 ``[S]``.
 
     Raises:
         TypeError: if the column holds no integer tensors.
@@ -387,7 +387,7 @@ def sequence_integers(value: object, rows: int, what: str) -> Tensor:
 
 
 def sequence_ids_of(value: object, rows: int, what: str) -> Tensor:
-    """A number per row, equal for rows with equal values; int64 ``[S]``.
+    """A number per row, equal for rows with equal values, int64 ``[S]``.
 
     The column holds integers, one or several per row (a prompt's tokens, padded or nested), or strings.
 
@@ -439,7 +439,7 @@ def is_distributed() -> bool:
 
 
 def with_a_row(tensordict: TensorDictBase) -> TensorDictBase:
-    """``tensordict``; for a rank whose share has no row, one of zeros: it takes part in what ranks compute together."""
+    """``tensordict``; for a rank whose share has no row, one of zeros: it takes part in computations of all ranks."""
     if tensordict.batch_dims != 1 or tensordict.shape[0] or not is_distributed():
         return tensordict
     rows = {

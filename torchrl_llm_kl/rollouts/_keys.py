@@ -33,11 +33,11 @@ class ModelInterface:
         attention_mask_key: a mask of padding outside ``masks_key``.
         log_probs_key: parent of the log-prob entries.
         in_keys: all entries the model reads.
-        pad_output: whether the model's output is padded; None for a bare model, whose output has the layout of the data.
+        pad_output: whether the model's output is padded, or None for a bare model, whose output has the layout of the data.
         layout: of nested output, if it does not pad.
-        tokenizer: for text and conversations; None if there is none.
+        tokenizer: for text and conversations, or None if there is none.
         template_kwargs: the chat template's arguments.
-        bos: the id of the beginning-of-text token; None if it is not known.
+        bos: the id of the beginning-of-text token, or None if it is not known.
 
     Example:
         >>> ModelInterface().tokens_full

@@ -1,14 +1,14 @@
-"""What is recorded beside tokens: kept tokens, routing, a teacher's top k, and the images of a row.
+"""Records beside the tokens: kept tokens, routing, a teacher's top k, and the images of a row.
 
 - **Kept tokens**, two entries below one key: ``(key, "counts")`` holds how many were kept at each token, ``[*B, T]`` in the
-  layout of the tokens (or of the response alone), 0 where nothing was recorded. ``(key, "ids")`` holds their ids, the ids of a
+  layout of the tokens (or of only the response), 0 where nothing was recorded. ``(key, "ids")`` holds their ids, the ids of a
   sequence one after another, ``[*B, M]``: nested, leaves of a lazy stack, or padded on the right. At int32 a token of 8 kept
   ones takes 36 bytes.
 - **Routing**: an entry ``[*B, T, L, k]`` of integers, for each token the ids of its experts by layer and slot, in the layout of
-  the tokens, of all tokens or of the response alone. Engines record what they forward, so that the last token of a sequence
+  the tokens, of all tokens or of only the response. Engines record forwarded tokens, so that the last token of a sequence
   may be missing: vLLM's ``routed_experts`` is ``[T - 1, L, k]``.
-- **Images**, entries below one key, named as the processor names them: for each row what it returned for that row, of any size;
-  a row without images lacks them.
+- **Images**, entries below one key, named as the processor names them: for each row its output for that row, of any size. A
+  row without images lacks them.
 - **A teacher's top k** as transforms write it: ids, their log-probs, and the log of the probability of all other tokens.
 """
 
@@ -42,13 +42,13 @@ from torchrl_llm_kl.rollouts._keys import sub_key
 
 
 def read_kept(td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: Tensor | None = None) -> Kept | None:
-    """The ids that were recorded for all ``N`` tokens; None if they are missing.
+    """The ids that were recorded for all ``N`` tokens, or None if they are missing.
 
     Args:
         td: the data.
         key: parent of both entries, read below ``"next"`` before the root.
         tokens: all tokens.
-        responses: True at response tokens; bool ``[N]``; where ``counts`` are of the response alone.
+        responses: True at response tokens, bool ``[N]``; where ``counts`` are of only the response.
 
     Raises:
         ValueError: if a sequence has fewer ids than its counts add up to.
@@ -99,13 +99,13 @@ def write_kept(td: TensorDictBase, key: NestedKey, tokens: Ragged, ids: Tensor, 
 
 
 def read_routing(td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: Tensor | None = None) -> Tensor | None:
-    """The recorded experts of each token, -1 where there are none; integers ``[N, L, k]``, None if the entry is missing.
+    """The recorded experts of each token, -1 where there are none, integers ``[N, L, k]``, None if the entry is missing.
 
     Args:
         td: the data.
         key: the entry, read below ``"next"`` before the root.
         tokens: all tokens.
-        responses: True at response tokens; bool ``[N]``; where the entry is of the response alone, from its first token on.
+        responses: True at response tokens, bool ``[N]``; where the entry is of only the response, from its first token on.
 
     Raises:
         ValueError: if the entry holds no integers ``[L, k]`` for each token, or has another length than the tokens or the
@@ -154,7 +154,7 @@ def read_routing(td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: 
 
 
 def read_images(td: TensorDictBase, key: NestedKey) -> ImageRows | None:
-    """What a processor returned for the images of each row, None for a row without; None if no row has images.
+    """The output of a processor for the images of each row. A row without images has None. None if no row has images.
 
     Args:
         td: the data, of any batch size.
@@ -205,8 +205,8 @@ def _image_rows(td: Node, path: tuple[str, ...]) -> ImageRows:
 class TeacherOutcomes(NamedTuple):
     """The top k of ``M`` teachers at each token; the result of :func:`read_top_k`."""
 
-    ids: Tensor  #: -1 where a teacher has fewer than the others; int64 ``[N, M, k]``
-    log_probs: Tensor  #: nats, of the ids and last of all other tokens; ``[N, M, k + 1]``, ``-inf`` at ids of -1
+    ids: Tensor  #: -1 where a teacher has fewer than the others, int64 ``[N, M, k]``
+    log_probs: Tensor  #: nats, of the ids and last of all other tokens, ``[N, M, k + 1]``, ``-inf`` at ids of -1
 
 
 def top_k_entries(key: NestedKey) -> list[NestedKey]:
@@ -229,7 +229,7 @@ def read_top_k(
         keys: one for each teacher, the key of its :class:`~torchrl_llm_kl.TopK`, read below ``"next"`` before the root; their
             ``k`` may differ.
         tokens: all tokens.
-        responses: True at response tokens; bool ``[N]``; None if unknown.
+        responses: True at response tokens, bool ``[N]``, or None if unknown.
 
     Raises:
         KeyError: if an entry is missing.

@@ -62,7 +62,7 @@ class TokenisingOptions:
     """How text becomes tokens: the transforms' arguments of these names, checked by :meth:`make`.
 
     Args:
-        tokenizer: replaces the model's own; None to use that. A processor for conversations with images.
+        tokenizer: replaces the model's own, or None to use that. A processor for conversations with images.
         padding_side: for a model with ``pad_output=True``.
         template_kwargs: the chat template's arguments; they override the model's own.
 
@@ -196,7 +196,7 @@ def read_conversations(td: TensorDictBase, key: NestedKey) -> list[list[Message]
 @overload
 def read_conversations(td: TensorDictBase, key: NestedKey, *, missing_ok: bool) -> list[list[Message]] | None: ...
 def read_conversations(td: TensorDictBase, key: NestedKey, *, missing_ok: bool = False) -> list[list[Message]] | None:
-    """The conversations under ``key`` as lists of messages, one for each row; None if missing and ``missing_ok``."""
+    """The conversations under ``key`` as lists of messages, one for each row, or None if missing and ``missing_ok``."""
     column = _histories(td, key)
     return None if column is None and missing_ok else [history_to_messages(row) for row in _rows_of(column, td, key)]
 

@@ -19,13 +19,13 @@ class ResponseTokens:
 
     Args:
         tokens: the sequences; their layout is the one that :meth:`restore` and :meth:`write` produce.
-        mask: True at masked-in tokens; bool ``[N]``.
+        mask: True at masked-in tokens, bool ``[N]``.
         host_mask: the mask on the CPU, if it was read there.
 
     Attributes:
         tokens: as given.
-        flat_mask: as given; ``[N]``.
-        mask: True where :meth:`gather` puts a token; bool ``[S, T]``.
+        flat_mask: as given, ``[N]``.
+        mask: True where :meth:`gather` puts a token, bool ``[S, T]``.
 
     Example:
         >>> tokens = Ragged.from_list([torch.tensor([7, 8, 9]), torch.tensor([5, 6])])
@@ -60,7 +60,7 @@ class ResponseTokens:
         return self.elements.numel() == 0
 
     def gather(self, values: Tensor) -> Tensor:
-        """Values per token ``[N, *F]`` at the masked-in tokens; ``[S, T, *F]``, 0 elsewhere."""
+        """Values per token ``[N, *F]`` at the masked-in tokens, ``[S, T, *F]``, 0 elsewhere."""
         out = values.new_zeros(self.mask.numel(), *values.shape[1:])
         out = out.index_copy_(0, self._places, values.index_select(0, self.elements))
         return out.view(*self.mask.shape, *values.shape[1:])
@@ -82,11 +82,11 @@ class ResponseTokens:
         return flat.index_copy_(0, self.elements, values.flatten().index_select(0, self._places))
 
     def broadcast(self, per_sequence: Tensor) -> Tensor:
-        """A number per sequence ``[S]`` at each of its masked-in tokens; ``[N]``, 0 at all others."""
+        """A number per sequence ``[S]`` at each of its masked-in tokens, ``[N]``, 0 at all others."""
         return torch.where(self.flat_mask, per_sequence[self.tokens.sequence_ids], 0)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean of ``values [N]`` over the masked-in tokens of each sequence; ``[S]``, 0 for a sequence without any."""
+        """Mean of ``values [N]`` over the masked-in tokens of each sequence, ``[S]``, 0 for a sequence without any."""
         kept = torch.where(self.flat_mask, widen(values)[0], 0)
         return self.tokens.like(kept).sum() / self.tokens.like(self.flat_mask).sum().clamp(min=1)
 
@@ -129,7 +129,7 @@ def mismatch(tokens: Ragged, mask: Tensor) -> tuple[Ragged, Tensor]:
 
     Args:
         tokens: token ids of the sequences.
-        mask: True at masked-in tokens; bool ``[N]``.
+        mask: True at masked-in tokens, bool ``[N]``.
 
     Returns:
         The sequences, and their mask.

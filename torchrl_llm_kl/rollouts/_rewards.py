@@ -27,7 +27,7 @@ def token_reward(reward: object, like: Ragged, mask: Tensor | None, placement: R
         reward: None (0), an outcome per sequence (``[*B]``, ``[*B, 1]``, ``[*B, 1, 1]``), or a reward per token
             (``[*B, T, 1]``, dense or nested, or a list of rows).
         like: the sequences, with any value per token.
-        mask: the response tokens; ``[N]``, None for all; on the CPU for no synchronisation with an accelerator.
+        mask: the response tokens, ``[N]``, None for all; on the CPU for no synchronisation with an accelerator.
         placement: ``"last"``: an outcome goes to the last response token of its sequence (the last token of a sequence that
             has none), so that token rewards sum to it; ``"broadcast"``: to every token, as torchrl does.
 
@@ -99,10 +99,10 @@ def write_denominators(
 
 
 def read_denominators(td: TensorDictBase, key: NestedKey, terms: Sequence[tuple[str, str]]) -> dict[str, Tensor] | None:
-    """Read what :func:`write_denominators` stored for ``terms`` (name, aggregation mode) from any rows of the batch.
+    """Read the counts that :func:`write_denominators` stored for ``terms`` (name, aggregation mode) from any rows of the batch.
 
     Returns:
-        By name of the term; None if nothing is stored. On a device, where a check on the host would wait for it, NaN if the
+        By name of the term, or None if nothing is stored. On a device, where a check on the host would wait for it, NaN if the
         rows come from batches that were counted apart.
 
     Raises:

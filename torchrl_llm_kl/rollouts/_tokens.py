@@ -43,12 +43,12 @@ class Located:
     """Token ids in the layout of the data, and which of them are scored.
 
     Args:
-        tokens: token ids; ``[N]``.
-        mask: True at tokens to score; ``[N]``. Never the first token of a sequence.
+        tokens: token ids, ``[N]``.
+        mask: True at tokens to score, ``[N]``. Never the first token of a sequence.
         source: the entry that holds the tokens.
         sampled: False if the tokens were rendered from text.
         on_host: the mask on the CPU, if it was read there.
-        images: what a processor returned for the images of each row, if conversations were rendered.
+        images: the output of a processor for the images of each row, if conversations were rendered.
     """
 
     tokens: Ragged
@@ -65,7 +65,7 @@ class Located:
 
     @cached_property
     def first_of_runs(self) -> Tensor:
-        """The first token of each run of scored ones; bool ``[N]``."""
+        """The first token of each run of scored ones, bool ``[N]``."""
         return send(_first_of_runs(self.host_mask, self.tokens.host), self.mask.device)
 
     @property
@@ -180,7 +180,7 @@ def _check_beginnings(tokens: Ragged, prompts: Ragged | None, bos: int | None) -
 def _mask_of_sampled(
     td: TensorDictBase, tokens: Ragged, interface: ModelInterface, scope: Scope, options: TokenisingOptions
 ) -> Tensor:
-    """The assistant's tokens: by the data's mask, else the prompt's length, else by rendering the conversation; ``[N]``."""
+    """The assistant's tokens: by the data's mask, else the prompt's length, else by rendering the conversation, ``[N]``."""
     given = _given_mask(td, tokens, interface)
     response = response_mask(td, tokens, interface)
     if given is not None:
@@ -200,7 +200,7 @@ def _mask_of_sampled(
 
 
 def assistant_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -> Tensor | None:
-    """The assistant's tokens of a step by its mask and its prompt's length; ``[N]``, or None if the data has neither."""
+    """The assistant's tokens of a step by its mask and its prompt's length, ``[N]``, or None if the data has neither."""
     given, response = _given_mask(td, tokens, interface), response_mask(td, tokens, interface)
     if given is None or response is None:
         return response if given is None else given
@@ -208,7 +208,7 @@ def assistant_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface
 
 
 def response_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -> Tensor | None:
-    """True after the prompt; ``[N]``, or None if the data has no prompt tokens.
+    """True after the prompt, ``[N]``, or None if the data has no prompt tokens.
 
     The prompt may be padded like the whole sequence (its slots are then the first ones of the sequence), or unpadded.
 
@@ -259,7 +259,7 @@ _UNLIKE_PROMPT = (
 
 
 def prompt_ids(td: TensorDictBase) -> Tensor | None:
-    """A number per sequence, equal for equal prompts; int64 ``[S]``, or None if the data does not show the prompts.
+    """A number per sequence, equal for equal prompts, int64 ``[S]``, or None if the data does not show the prompts.
 
     Prompts are compared without their padding, and with their images; as text if the data holds no tokens.
 
@@ -302,7 +302,7 @@ def _rows_at(tokens: Ragged, mask: Tensor) -> list[Tensor]:
 
 
 def _given_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -> Tensor | None:
-    """The data's own assistant mask at the kept tokens; ``[N]``."""
+    """The data's own assistant mask at the kept tokens, ``[N]``."""
     key = interface.assistant_mask
     given = read_ragged(td, key)
     if given is None:
@@ -353,7 +353,7 @@ def _with_earlier_turns(
 
 
 def first_difference(a: Ragged, b: Ragged) -> tuple[int, int] | None:
-    """Sequence and position of the first token in which two sets of sequences differ; None if they are equal."""
+    """Sequence and position of the first token in which two sets of sequences differ, or None if they are equal."""
     if torch.equal(a.lengths, b.lengths) and torch.equal(a.values, b.values):
         return None
     for row, (x, y) in enumerate(zip(a.to_list(), b.to_list(), strict=True)):
@@ -365,7 +365,7 @@ def first_difference(a: Ragged, b: Ragged) -> tuple[int, int] | None:
 
 
 def zeros_of_first_tokens(log_prob: Tensor, mask: Tensor, tokens: Ragged) -> Tensor:
-    """True at the first token of a masked-in run whose log-prob is exactly 0 because it was never computed; ``[N]``.
+    """True at the first token of a masked-in run whose log-prob is exactly 0 because it was never computed, ``[N]``.
 
     torchrl's wrappers store 0 there. A token that really had probability 1 is taken for one of those too, and loses nothing:
     its gradient is 0. Nothing else of the batch is looked at, so that its parts agree with the whole.
@@ -380,7 +380,7 @@ def zeros_of_first_tokens(log_prob: Tensor, mask: Tensor, tokens: Ragged) -> Ten
 
 
 def _first_of_runs(mask: Tensor, tokens: Ragged) -> Tensor:
-    """The first token of each masked-in run; ``[N]``."""
+    """The first token of each masked-in run, ``[N]``."""
     before = torch.nn.functional.pad(mask[:-1], (1, 0)) if mask.numel() else mask
     return mask & (~before | (tokens.positions == 0))
 
@@ -433,10 +433,10 @@ class TokenReader:
         return locate(td, self.interface, assistant_only=self.strategy != "generic", scope=scope)
 
     def unscored(self, log_prob: Tensor, tokens: Ragged, responses: Located | None, key: NestedKey) -> Tensor:
-        """Tokens whose log-prob under ``key`` the sampler never computed, each row judged alone; ``[N]``.
+        """Tokens whose log-prob under ``key`` the sampler never computed, each row by itself, ``[N]``.
 
         NaN at the first token of a response; and, unless a transform wrote the entry, exactly 0 there
-        (torchrl's wrappers; see :func:`zeros_of_first_tokens`). ``"rlhf"`` and ``"generic"`` train on prompts too, where
+        (torchrl's wrappers. See :func:`zeros_of_first_tokens`). ``"rlhf"`` and ``"generic"`` train on prompts too, where
         wrappers fill in 0 or NaN for a whole prompt (see :func:`leading_unscored`).
         """
         every = tokens.positions > 0 if responses is None else responses.mask
