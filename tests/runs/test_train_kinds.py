@@ -4,7 +4,6 @@ import copy
 import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,12 +21,10 @@ from torchrl_llm_kl.training._user_code import load_function
 from train_lab import ended_after, figures, go, same, settings, steps_in, weights
 
 pytest.importorskip("omegaconf")
-from countdown.study import QUICK, target_cells
 
 import countdown_demo
 import countdown_study
 import train_grpo
-from countdown.algorithms import make_coefficient
 from countdown.model import make_policy, warm_up
 from countdown.task import all_problems, split_problems
 from project import PROJECT as ROOT
@@ -190,14 +187,13 @@ from torchrl_llm_kl.advantages import advantage
 from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm
 from torchrl_llm_kl.losses import LossTerm, objective
 
-runs = []
-runs.append("once")
+
+def clipped(inputs, *, clip=0.2):
+    ratio = inputs.log_ratio.exp().clamp(1 - clip, 1 + clip)
+    return (LossTerm("objective", -(ratio * inputs.advantage), inputs.mask),)
 
 
-@objective("clipped_mine")
-def clipped_mine(log_prob, mask, *, old_log_prob, advantage, clip=0.2):
-    ratio = (log_prob - old_log_prob).exp()
-    return (LossTerm("objective", -(ratio.clamp(1 - clip, 1 + clip) * advantage), mask),)
+objective("clipped_mine")(clipped)
 
 
 @advantage("centred_mine", "outcome")
@@ -205,32 +201,40 @@ def centred_mine(reward):
     return reward - reward.mean()
 
 
+def squared(log_prob, ref_log_prob, old_log_prob=None):
+    return (log_prob - ref_log_prob) ** 2 / 2
+
+
 ALGORITHMS.add("mine", Algorithm("mine", objective="clipped_mine", advantage="centred_mine", kl_loss="k2"))
 
 
 def vowels(question, answer, metadata):
-    return sum(letter in "aeiou" for letter in answer) / 6 * len(runs)
+    return sum(letter in "aeiou" for letter in answer) / 6
 """
 
 
 def test_a_run_imports_the_user_s_code_first(lab: Path, tmp_path: Path) -> None:
-    """Registered names are known, a function is named by its file, and the file runs once for all of them."""
-    mine = tmp_path / "mine.py"
+    """Registered names are known, and functions are named by their file, which runs once for all of them and all runs."""
+    mine, other = tmp_path / "mine.py", tmp_path / "other.py"
     mine.write_text(MINE)
-    short = ("optimizer.warmup_steps=0", "evaluation.every=0", f"reward={mine}:vowels")
-    named = (*short, f"imports=[{mine}]", "algorithm.name=mine")
-    kl: dict[str, Any] = {"coefficient": 0.1}
-    first = go(lab, tmp_path / "named", *named, "run.steps=1", kl=kl)[0].rows[0]
-    places = (f"algorithm.args.objective={mine}:clipped_mine", f"algorithm.args.advantage={mine}:centred_mine")
-    other = go(lab, tmp_path / "placed", *short, *places, "run.steps=1", kl={**kl, "place": "loss"})[0].rows[0]
-    assert first["loss_objective"] == other["loss_objective"] != 0
-    assert first["coefficient"] == pytest.approx(0.1)
-    assert 0 < first["reward"] <= 1, "the file ran once"
+    other.write_text(MINE.replace('mine"', 'other"'))  # names of its own
+    short = ("optimizer.warmup_steps=0", "evaluation.every=0", "kl.coefficient=0.1", "run.steps=1")
+    named = (*short, f"imports=[{mine}]", "algorithm.name=mine", f"reward={mine}:vowels")
+    first = go(lab, tmp_path / "named", *named, kl={})[0].rows[0]
+    places = (f"algorithm.args.objective={other}:clipped", f"algorithm.args.advantage={other}:centred_mine")
+    places += (f"kl.estimator={other}:squared", "kl.place=loss", f"reward={other}:vowels")
+    for _ in range(2):
+        plan = plan_algorithm(settings(lab, lab / "none", *short, *places, kl={}))
+    assert (plan.algorithm.objective, plan.algorithm.advantage) == (f"{other}:clipped", "centred_other")
+    second = go(lab, tmp_path / "placed", *short, *places, kl={})[0].rows[0]
+    for key in ("loss_objective", "loss_kl_to_ref", "reward", "coefficient"):
+        assert first[key] == second[key], key
+    assert first["loss_objective"] != 0 != first["reward"]
     mine.write_text(MINE + "# changed")
-    _, said = go(lab, tmp_path / "named", *named, "run.steps=2", kl=kl)
+    _, said = go(lab, tmp_path / "named", *named, "run.steps=2", kl={})
     assert any(line.startswith(f"{mine} has changed since") for line in said)
-    with pytest.raises(ConfigError, match="math:sqrt, which is not registered: decorate it with @objective"):
-        plan_algorithm(settings(lab, lab / "none", "algorithm.args.objective=math:sqrt"))
+    with pytest.raises(ConfigError, match="expected an advantage of this package"):
+        plan_algorithm(settings(lab, lab / "none", f"algorithm.args.advantage={mine}:vowels"))
     with pytest.raises(ConfigError, match="there is no file nowhere"):
         load_inputs(settings(lab, lab / "none", "imports=[nowhere.py]"))
 
@@ -309,7 +313,7 @@ def test_the_same_settings_give_the_same_bits_also_resumed(lab: Path, tmp_path: 
 
 def test_three_steps_of_the_demo_are_those_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the same weights and generator state, with problems in the same order; the study goes around the env."""
-    scale = replace(QUICK, steps=3, num_prompts=3, group_size=4, lr=3e-4)
+    scale = countdown_study.Scale(steps=3, num_prompts=3, group_size=4, lr=3e-4)
     torch.manual_seed(0)
     problems = all_problems()
     policy, tokenizer = make_policy(problems)
@@ -320,10 +324,13 @@ def test_three_steps_of_the_demo_are_those_of_the_study(tmp_path: Path, monkeypa
     order = list(DataLoader(some, batch_size=None, shuffle=True, generator=generator))
     countdown_demo.write_files(tmp_path, policy, tokenizer, order[scale.num_prompts :], held_out[:4])
     torch.manual_seed(0)
-    (cell, _) = target_cells()
-    coefficient = make_coefficient("pi", target=0.5, batch_size=256)
+    own = countdown_study.make_coefficient  # with the gains of the demo's large batch
+    monkeypatch.setattr(
+        countdown_study, "make_coefficient", lambda *args, **how: own(*args, **how | {"batch_size": 256})
+    )
+    (cell, _), *_ = countdown_study.STUDIES["target"]
     reference = copy.deepcopy(policy).requires_grad_(False)
-    expected = countdown_study.train(cell, policy, reference, tokenizer, some, coefficient, scale, seed=0)
+    expected = countdown_study.train(cell, policy, reference, tokenizer, some, scale, seed=0)
     monkeypatch.chdir(ROOT)  # where the paths of the rewards begin
     changes = f"model.name={tmp_path}/model run.out={tmp_path}/run data.prompts={tmp_path}/prompts.jsonl"
     changes += f" data.held_out={tmp_path}/held_out.jsonl data.shuffle=false data.num_prompts=3 data.group_size=4"

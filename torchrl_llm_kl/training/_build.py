@@ -26,11 +26,11 @@ from torchrl_llm_kl.estimators import (
     available_estimators,
     get_estimator,
 )
-from torchrl_llm_kl.losses import spec_of
+from torchrl_llm_kl.losses import available_objectives, objective, spec_of
 from torchrl_llm_kl.scoring import Model, ReferenceUpdater, Sampling, ScoreOptions, TokenCritic
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig, refuse
 from torchrl_llm_kl.training._models import load_model
-from torchrl_llm_kl.training._user_code import FUNCTIONS_OF_ALGORITHM, is_place, load_function
+from torchrl_llm_kl.training._user_code import FUNCTIONS_OF_ALGORITHM, imported_function, is_place
 from torchrl_llm_kl.transforms import RetrieveKL
 
 Reference = Model | Literal["base"]
@@ -275,12 +275,14 @@ def plan_algorithm(config: TrainConfig) -> AlgorithmPlan:
         coefficient = _coefficient(config, getattr(preset, f"{next(iter(estimators))}_coeff"))
     changes: Json = {"kl_loss": "none", "kl_reward": "none", **estimators}
     changes |= {f"{place}_coeff": coefficient for place in estimators}
-    changes |= {key: _registered(key, value) for key, value in config.algorithm.args.items()}
     try:
+        changes |= {key: _registered(key, value) for key, value in config.algorithm.args.items()}
         if apply_overrides(preset, changes).summed == "seq-mean-token-sum-norm":
             changes["max_len"] = config.sampler.max_new_tokens
         algorithm = apply_overrides(preset, changes)
         algorithm.check_group_size(config.data.group_size, name="data.group_size")
+    except ConfigError:
+        raise
     except (TypeError, ValueError) as error:
         raise ConfigError(f"algorithm.args is {config.algorithm.args}: {error}") from error
     return AlgorithmPlan(config, algorithm, coefficient)
@@ -290,11 +292,14 @@ def _registered(key: str, value: object) -> object:
     """A setting of the algorithm. A function in the user's code is replaced by the name under which it is registered."""
     if key not in FUNCTIONS_OF_ALGORITHM or not is_place(value):
         return value
-    function = load_function(str(value))
-    spec = spec_of(function) if key == "objective" else advantage_spec(function)
-    if spec is None:
-        raise ConfigError(f"algorithm.args.{key} is {value}, which is not registered: decorate it with @{key}(name).")
-    return spec.name
+    place = str(value)
+    function = imported_function(place)
+    if key == "advantage":
+        return advantage_spec(function).name
+    if spec_of(function) is None and place not in available_objectives():
+        objective(place)(function)  # without a name of its own
+    spec = spec_of(function)
+    return place if spec is None else spec.name
 
 
 def _estimators(config: TrainConfig, preset: Algorithm) -> dict[str, object]:
@@ -305,7 +310,7 @@ def _estimators(config: TrainConfig, preset: Algorithm) -> dict[str, object]:
         places = {f"kl_{place}": estimator for place, estimator in usual.items() if place == kl.place}
     own: object = kl.estimator
     if is_place(own):
-        function = load_function(str(own))
+        function = imported_function(str(own))
         names = (name for name in available_estimators() if get_estimator(name) is function)
         own = next(names, function)
     elif own is not None:

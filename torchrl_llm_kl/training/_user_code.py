@@ -59,6 +59,17 @@ def load_function(place: str, files: dict[Path, ModuleType] | None = None) -> Ca
     return values[name]
 
 
+def imported_function(place: str) -> Callable[..., Any]:
+    """The function of a text such as ``mine.py:capped``, whose file is imported: it may register names.
+
+    Example:
+        >>> imported_function("math:sqrt")(9.0)
+        3.0
+    """
+    import_code(place.rpartition(":")[0])
+    return load_function(place)
+
+
 def is_place(value: object) -> bool:
     """Whether a value names a function in the user's code."""
     return isinstance(value, str) and ":" in value
