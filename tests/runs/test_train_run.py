@@ -217,7 +217,7 @@ def test_a_resumed_run_logs_each_step_once_and_names_files_that_have_changed(lab
 
     assert go_on(1) == go_on(2) == []
     prompts.write_text("\n".join(reversed(prompts.read_text().splitlines())))
-    assert go_on(3) == [f"{prompts} has changed since: what follows is not what it would have been without a stop."]
+    assert go_on(3) == [f"{prompts} has changed since: the next steps differ from those of a run without a stop."]
     assert go_on(4) == []  # the checkpoint knows the new one
     (file,) = (out / "logs" / "csv").rglob("scalars/kl.csv")
     assert [int(line.split(",")[0]) for line in file.read_text().splitlines()] == [0, 1, 2, 3]

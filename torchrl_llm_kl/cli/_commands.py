@@ -1,4 +1,4 @@
-"""The commands and their options. What they do is in the other files, which load torch; this one loads in no time."""
+"""The commands and their options. The other files hold the work and load torch. This one loads in no time."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def root(
 def algorithms(
     name: Annotated[str | None, typer.Argument(help="A preset; all of them without.")] = None, as_json: AsJson = False
 ) -> None:
-    """List the presets, or one with its settings, the source of each value, and what it needs."""
+    """List the presets, or one with its settings, the source of each value, and its needs."""
     from torchrl_llm_kl.cli._tables import show_algorithm, show_algorithms
 
     if name is None:
@@ -91,7 +91,9 @@ def estimators(as_json: AsJson = False) -> None:
 
 @app.command()
 def version(
-    everything: Annotated[bool, typer.Option("--all", help="Also of what it runs on, for a bug report.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also of the packages and the machine, for a bug report.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the version."""
@@ -125,7 +127,7 @@ def check(
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Look for what is wrong with a batch of rollouts; exits with 1 if there is a fault."""
+    """Look for faults of a batch of rollouts; exits with 1 if there is one."""
     from torchrl_llm_kl.datasets import load_batch
     from torchrl_llm_kl.diagnostics import diagnose
     from torchrl_llm_kl.training import load_model, load_tokenizer
@@ -189,7 +191,7 @@ def run_training(
     ] = None,
     example: Annotated[bool, typer.Option("--example", help="Print every setting with its meaning.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the settings and what they name, and print them all.")
+        bool, typer.Option("--dry-run", help="Check the settings, files and models, and print all settings.")
     ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Begin anew; by default a run whose folder holds a checkpoint continues.")

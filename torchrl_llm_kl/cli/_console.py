@@ -1,4 +1,4 @@
-"""What the user sees: errors in one sentence, tables, colours, progress; and the exit codes."""
+"""The output for users: errors in one sentence, tables, colours, and the exit codes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXIT_CODES = (
 )
 #: The base of typer's errors of options and commands: click's class, which newer releases hold themselves.
 OptionError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
-#: Errors of bad input; the library's messages say what was found, what was expected and what to change.
+#: Errors of bad input; the library's messages state the value, the expectation and the remedy.
 _OF_INPUT = (ValueError, KeyError, OSError, ImportError)
 
 

@@ -43,7 +43,7 @@ class ScoreArguments:
     html: Annotated[Path | None, typer.Option(help="Write a page with the tokens of the first answers.")] = None
     limit: Annotated[int | None, typer.Option(min=1, help="Score the first rows only.")] = None
     max_length: Annotated[
-        int | None, typer.Option(min=2, help="Skip longer sequences, in tokens. Default: what the models allow.")
+        int | None, typer.Option(min=2, help="Skip longer sequences, in tokens. Default: the limit of the models.")
     ] = None
     batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens in one forward. Default: 1024 on a CPU, 16384 on a GPU.")

@@ -30,7 +30,7 @@ def show_algorithms(as_json: bool) -> None:
 
 
 def show_algorithm(name: str, as_json: bool) -> None:
-    """One preset: what it needs, and each setting with its source."""
+    """One preset: its needs, and each setting with its source."""
     from torchrl_llm_kl.algorithms import ALGORITHMS, UnknownAlgorithmError
 
     try:

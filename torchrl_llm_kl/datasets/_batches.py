@@ -20,7 +20,7 @@ from torchrl_llm_kl.datasets._rows import DataError, DataSource, Layout, Row, Ro
 from torchrl_llm_kl.masks import Tokenizer
 
 _Columns = dict[str, list[Tensor | NonTensorData]]
-#: What happens to rows that are left out: a warning, an error at the first, or a call with their count.
+#: The treatment of rows that are left out: a warning, an error at the first, or a call with their count.
 OnSkip = Literal["warn", "raise"] | Callable[[Skipped], None]
 
 
@@ -50,7 +50,7 @@ def from_conversations(
 
     Keyword Args:
         messages_key: the column with the messages.
-        on_skip: what happens to rows that cannot be used, or that ``too_long="cut"`` shortens: ``"warn"`` with their number,
+        on_skip: the treatment of rows that cannot be used, or that ``too_long="cut"`` shortens: ``"warn"`` with their number,
             reasons and first places; ``"raise"`` at the first that cannot be used; or a function that is called once with
             the :class:`Skipped`, also if there are none.
         encoding: ``turns="last"`` to train only the last turn of the assistant, ``max_length``, ``too_long``,
@@ -62,7 +62,7 @@ def from_conversations(
         - ``("tokens", "full")``: int64 ``[T]``; ``("tokens", "prompt")``: those before the first trained token;
         - ``("masks", "all_assistant_mask")``: bool ``[T]``, all turns of the assistant; ``("masks", "all_attention_mask")``:
           True;
-        - ``"images"``: where a conversation has images, what the processor returned for them; see ``docs/images.md``;
+        - ``"images"``: where a conversation has images, the processor's tensors for them; see ``docs/images.md``;
         - ``"metadata"``: all other columns, numbers and booleans as tensors, None where a row has none.
 
         ``make_algorithm("sft")``, :class:`~torchrl_llm_kl.PolicyLoss`, :class:`~torchrl_llm_kl.RetrieveLogProb` and a
@@ -122,7 +122,7 @@ def from_completions(
     Keyword Args:
         prompt_key: the column with the prompt.
         completion_key: the column with the completion.
-        on_skip: what happens to rows that cannot be used; see :func:`from_conversations`.
+        on_skip: the treatment of rows that cannot be used; see :func:`from_conversations`.
         encoding: ``as_chat``, ``max_length``, ``system_prompt``, ...; see :class:`Encoder`.
 
     Returns:
@@ -160,7 +160,7 @@ def from_pairs(
     """Preference data from pairs of a chosen and a rejected answer, as text or as messages.
 
     Text is encoded as by :func:`from_completions`. Without a prompt, the answers are whole conversations, and the prompt is
-    what they share. A pair is left out if one of its answers cannot be used, or if both have the same tokens.
+    their common beginning. A pair is left out if one of its answers cannot be used, or if both have the same tokens.
 
     Args:
         data: rows with ``chosen``, ``rejected`` and mostly ``prompt``, in any form that :func:`read_rows` takes; such as
@@ -171,7 +171,7 @@ def from_pairs(
         prompt_key: the column with the prompt.
         chosen_key: the column with the better answer.
         rejected_key: the column with the worse answer.
-        on_skip: what happens to rows that cannot be used; see :func:`from_conversations`.
+        on_skip: the treatment of rows that cannot be used; see :func:`from_conversations`.
         encoding: ``as_chat``, ``max_length``, ``system_prompt``, ...; see :class:`Encoder`.
 
     Returns:

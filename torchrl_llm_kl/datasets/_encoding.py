@@ -61,7 +61,7 @@ class Answer:
         mask: True at the tokens to score; bool ``[T]``, False at the first.
         assistant: True at all tokens of the assistant, also in the prompt; bool ``[T]``, False at the first.
         cut: whether tokens at its end were cut off.
-        images: what the processor returned for its images, by name.
+        images: the processor's tensors for its images, by name.
     """
 
     index: int
@@ -82,7 +82,7 @@ class Skip:
         part: ``"chosen"``, ``"rejected"``, or empty.
         place: of its row, for people.
         reason: of a few.
-        detail: what was found.
+        detail: the value that was found.
     """
 
     index: int
@@ -333,7 +333,7 @@ def _integers(value: object, name: str) -> Tensor:
     return torch.tensor(value, dtype=torch.long)
 
 
-# ------------------------------------------------------------------ what was left out
+# ------------------------------------------------------------------ sequences that are left out
 
 _PLACES = 5  # of each reason
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
     from torchrl.data.llm import History
 
-#: What holds rows: the path of a JSONL or Parquet file; a dataset of Hugging Face's ``datasets``, or any other iterable of
+#: A source of rows: the path of a JSONL or Parquet file; a dataset of Hugging Face's ``datasets``, or any other iterable of
 #: dicts; a list of dicts, texts or conversations; a dict of columns; a ``History`` of TorchRL.
 DataSource: TypeAlias = "str | PathLike[str] | Iterable[object] | Mapping[str, object] | History"
 
@@ -38,7 +38,7 @@ MASKS = ("mask", "assistant_masks", "completion_mask")
 
 
 class DataError(ValueError):
-    """Data that cannot be used: what was found, where, and what was expected."""
+    """Data that cannot be used: the place, the value and the expectation."""
 
 
 #: Why a row is left out.
@@ -76,7 +76,7 @@ def read_rows(source: DataSource) -> Rows:
     Args:
         source: the path of a JSONL or Parquet file (recognised by its content); a dataset of Hugging Face's ``datasets``,
             also a streamed one; a list of dicts, of texts or of conversations (lists of messages); a dict of columns of one
-            length; a ``torchrl.data.llm.History`` of conversations. What :func:`read_rows` returned is returned as it is.
+            length; a ``torchrl.data.llm.History`` of conversations. A :class:`Rows` is returned as it is.
 
     Returns:
         The :class:`Rows`; a file is read as it is iterated, and again by each iteration.
@@ -158,7 +158,7 @@ class Rows:
 
     @cached_property
     def layout(self) -> Layout:
-        """What the first readable row holds; a ``DataError`` if that is nothing to score or train on."""
+        """The layout of the first readable row; a ``DataError`` if it holds nothing to score or train on."""
         first = ""
         for row in self:
             if row.value is not None:
@@ -173,7 +173,7 @@ class Rows:
         raise NotImplementedError
 
 
-# ------------------------------------------------------------------ what is in memory
+# ------------------------------------------------------------------ rows in memory
 
 
 class _IterableRows(Rows):
@@ -304,7 +304,7 @@ def _parse(index: int, place: str, line: bytes) -> Row:
     return Row(index, place, value)
 
 
-# ------------------------------------------------------------------ what a row holds
+# ------------------------------------------------------------------ layouts of rows
 
 
 def as_list(value: object) -> object:
@@ -340,7 +340,7 @@ def check_unicode(text: str) -> None:
 
 
 def layout_of(value: object) -> Layout:
-    """What a row holds.
+    """The layout of a row.
 
     Raises:
         RowError: if it is none of the layouts; the message continues the row's place.
@@ -363,5 +363,5 @@ def layout_of(value: object) -> Layout:
     if has & set(TOKENS):
         if "prompt_length" in has or has & set(MASKS):
             return "tokens"
-        raise RowError("has token ids but no `prompt_length` and no `mask`, which say what to score")
+        raise RowError("has token ids but no `prompt_length` and no `mask`, which mark the tokens to score")
     raise RowError(f"has the columns {', '.join(sorted(value)) or '(none)'}; expected {EXPECTED}")

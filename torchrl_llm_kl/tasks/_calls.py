@@ -23,7 +23,7 @@ _GRACE = 5.0
 
 @dataclass(frozen=True)
 class Failure:
-    """What a call ended with instead of a value."""
+    """The error of a call, in place of a value."""
 
     error: BaseException
 

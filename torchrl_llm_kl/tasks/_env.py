@@ -27,13 +27,13 @@ from torchrl_llm_kl.tasks._tools import Dialog, Parsed, ToolParser, Tools, as_un
 
 #: ``(messages, metadata) -> str | None``: the user's next message, or None at the end; sync or async.
 Reply = Callable[[list[Message], Metadata], object]
-#: What the policy reads: rendered text, or torchrl's ``History``.
+#: The policy's input: rendered text, or torchrl's ``History``.
 InputMode = Literal["text", "history"]
 
 
 @dataclass(frozen=True)
 class Turns:
-    """Episodes of several answers: what follows an answer is the results of its tool calls, or what a user says.
+    """Episodes of several answers: the results of an answer's tool calls, or a user's message, follow it.
 
     Args:
         max_turns: answers of an episode at most; 2 or more.
@@ -104,7 +104,7 @@ def make_env(
         prompts: a list of texts or of rows; the path of a JSONL or Parquet file; a Hugging Face ``Dataset``. A row is a dict
             with ``prompt`` or ``question`` (text) or ``messages``; all its other columns are metadata, among them ``answer``.
         reward: a function ``(question, answer, metadata) -> number``, sync or async; named parts ``{name: function}`` or
-            ``{name: (weight, function)}``; or a :class:`FunctionReward`. ``answer`` is what the policy wrote; the expected
+            ``{name: (weight, function)}``; or a :class:`FunctionReward`. ``answer`` is the policy's; the expected
             one of the row is ``metadata["answer"]``. None for answers that a teacher judges: the data has no rewards then.
         tokenizer: of the policy, with its chat template.
 
@@ -131,7 +131,7 @@ def make_env(
 
         - ``"query"``, ``"metadata"``: the question and the other columns of the row;
         - ``"group"``: int64 ``[B, 1]``, the number of the prompt in the run (pass ``Advantage(group_key="group")``);
-        - under ``"next"`` what :class:`FunctionReward` writes: ``"reward"``, ``("rewards", name)`` and
+        - under ``"next"`` the entries of :class:`FunctionReward`: ``"reward"``, ``("rewards", name)`` and
           ``"reward_failures"``; after a ``kl_transform`` that charges the KL, ``"reward"`` has one number per token.
 
         and with several turns ``"messages"``, the conversation; ``"run"``, the episode's number, and ``"step"``, the number of

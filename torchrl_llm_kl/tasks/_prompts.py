@@ -19,7 +19,7 @@ PROMPT_COLUMNS = ("prompt", "question", "messages")
 
 
 class PromptError(DataError):
-    """A row holds no prompt, or no rows were given; the message names the row and what it holds."""
+    """A row holds no prompt, or no rows were given; the message names the row and its columns."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _question(messages: Sequence[Message], column: str) -> str:
 class PromptOrder:
     """The order in which prompts are posed: a new permutation of them for each epoch.
 
-    Which prompt is posed at a position of the run is a function of ``seed`` and position alone, so that a run continues
+    Which prompt is posed at a position of the run is a function of only ``seed`` and position, so that a run continues
     anywhere.
 
     Args:

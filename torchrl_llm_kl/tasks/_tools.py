@@ -48,7 +48,7 @@ class Parsed:
 # ------------------------------------------------------------------ calls in an answer
 # An answer may be any text: each parser looks at a character a fixed number of times.
 
-#: Levels of lists and objects in the arguments of a call: less than what copies and templates can follow.
+#: Levels of lists and objects in the arguments of a call: fewer than copies and templates can follow.
 _DEEPEST = 64
 #: Calls of an answer: each is rendered with its result.
 _MOST_CALLS = 1000
@@ -113,7 +113,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 def _tagged_blocks(text: str, head: re.Pattern[str]) -> tuple[str, list[tuple[re.Match[str], str]]]:
-    """What begins with ``<tool_call>`` and the head, up to ``</tool_call>`` or the end: the text around, heads and bodies."""
+    """Text from ``<tool_call>`` and the head up to ``</tool_call>`` or the end: the text around, heads and bodies."""
     content, blocks, read = [], [], 0
     at = text.find(_OPEN)
     while at >= 0:
@@ -180,7 +180,7 @@ _TAG = re.compile(r"<parameter=([^<>\n]+)>|</parameter>|</?arg_(?:key|value)>")
 def parse_tagged(text: str, schemas: Sequence[Json] = ()) -> Parsed:
     """Calls whose arguments have tags of their own, as Qwen 3.5, Nemotron 3 and GLM 4.5 write them.
 
-    A value is text if the tool's schema says so, else what it reads as in JSON or Python.
+    A value is text if the tool's schema says so, else the value that it is in JSON or Python.
 
     Example:
         >>> parse_tagged("<tool_call><function=add><parameter=a>1</parameter></function></tool_call>").calls
@@ -264,7 +264,7 @@ class Tools:
         workers: threads for sync functions, and the most async calls at a time.
 
     Raises:
-        TypeError: for what is not a function.
+        TypeError: for an object that is no function.
         ValueError: for a function without description, or two of one name.
     """
 
@@ -334,15 +334,15 @@ def as_unicode(text: str) -> str:
 class Dialog:
     """Conversations of several turns on one chat template.
 
-    The text that the policy wrote stays as it is; what the template writes after it, up to the next answer, is appended. So
+    The policy's own text stays as it is. The template's text after it, up to the next answer, is appended. So
     each prompt begins with the one before and its answer, whatever the template does to earlier answers.
 
-    Calls are read by ``parser``, by the tokenizer's ``response_template``, or in the first known format that reads back what
-    the template itself writes for a call.
+    Calls are read by ``parser``, by the tokenizer's ``response_template``, or in the first known format that reads back the
+    template's own text of a call.
 
     Args:
         tokenizer: with the chat template.
-        tools: None for a dialog with a user alone.
+        tools: None for a dialog only with a user.
         template_kwargs: further variables of the template.
         parser: reads the calls of an answer.
 
@@ -401,7 +401,7 @@ class Dialog:
         ]
 
     def next_prompt(self, text: str, messages: Sequence[Message], replies: Sequence[Message]) -> str:
-        """The next prompt: ``text``, which ends with the policy's answer, and what the template writes after it.
+        """The next prompt: ``text``, which ends with the policy's answer, and the template's text after it.
 
         Args:
             text: the prompt and the answer as it was sampled.
@@ -417,7 +417,7 @@ class Dialog:
         return text + ("" if text.endswith(self.special) else closing) + after
 
     def _rendered(self, messages: Sequence[Message]) -> tuple[str, str]:
-        """What the template writes for the last answer of a conversation, and after it."""
+        """The template's text of the last answer of a conversation, and after it."""
         rendered = render_conversation(
             self.tokenizer,
             _stand_ins(messages, json_arguments=self._json_arguments),

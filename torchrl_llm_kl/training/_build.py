@@ -176,7 +176,7 @@ class AlgorithmPlan:
             reference: another model there, or the teacher's.
 
         Raises:
-            ConfigError: says what it refuses.
+            ConfigError: if it refuses them, with its reason.
         """
         critic = TokenCritic(copy.deepcopy(policy)) if self.algorithm.use_critic else None
         try:
@@ -217,7 +217,7 @@ def plan_algorithm(config: TrainConfig) -> AlgorithmPlan:
     """The algorithm of a configuration; an error if a run cannot have it.
 
     Raises:
-        ConfigError: says what it needs, and where it can be trained.
+        ConfigError: if a run lacks an input of the algorithm; says where it can be trained.
 
     Example:
         >>> from torchrl_llm_kl.training import read_config

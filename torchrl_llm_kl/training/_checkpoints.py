@@ -31,7 +31,7 @@ class Checkpoint:
     Args:
         folder: with its files.
         step: steps that were done.
-        numbers: what was saved with it: plain values.
+        numbers: the plain values that were saved with it.
         resumes: whether it has all that a run needs to go on from it.
     """
 
@@ -49,7 +49,7 @@ class Checkpoints:
     record, by which damage of another kind is found.
 
     Args:
-        folder: of the run's checkpoints; created with the first one. What a killed process left half written is removed.
+        folder: of the run's checkpoints; created with the first one. Half-written ones of a killed process are removed.
 
     Keyword Args:
         keep: how many of the last ones are kept.
@@ -127,7 +127,7 @@ class Checkpoints:
         """The last whole checkpoint from which a run can go on; None if there is none.
 
         Warns:
-            CheckpointWarning: for each later one that is damaged, with what is wrong; it is left where it is.
+            CheckpointWarning: for each later one that is damaged, with the damage. It stays where it is.
         """
         wholes = (self._whole(path, ": taking the one before.") for path in reversed(self.paths()))
         return next((each for each in wholes if each is not None and each.resumes), None)
@@ -136,7 +136,7 @@ class Checkpoints:
         """The checkpoint of a step; None if it is not there or damaged.
 
         Warns:
-            CheckpointWarning: if it is damaged, with what is wrong.
+            CheckpointWarning: if it is damaged, with the damage.
         """
         path = self.folder / f"step-{step:06d}"
         return self._whole(path, ".") if path.exists() else None

@@ -24,7 +24,7 @@ REQUIRED = "???"
 
 
 class ConfigError(ValueError):
-    """A configuration that no run can have; the message names the key, what was found and what to change."""
+    """A configuration that no run can have; the message names the key, its value and the remedy."""
 
 
 # ------------------------------------------------------------------ the sections
@@ -606,7 +606,7 @@ def _text_of(path: Path) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """What a parser found, without its excerpt of the text."""
+    """The first line of a parser's message, without its excerpt of the text."""
     import yaml
 
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:

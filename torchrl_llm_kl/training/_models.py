@@ -1,4 +1,4 @@
-"""Models and tokenizers from disk or the hub, adapters, and what a run saves of them."""
+"""Models and tokenizers from disk or the hub, adapters, and the folders that a run saves."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def check_model(name: str) -> None:
     """Raise for a path that holds no model; a name on the hub passes.
 
     Raises:
-        ModelError: says what is there instead.
+        ModelError: if the path is a file, or a folder without a model.
 
     Example:
         >>> check_model("Qwen/Qwen2.5-0.5B-Instruct")
@@ -200,7 +200,7 @@ def chat_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def load_policy(config: TrainConfig, folder: Path | None = None) -> Any:
-    """Load the model that a run trains, with gradients for what is trained.
+    """Load the model that a run trains; its trained parameters require gradients.
 
     Args:
         config: of the run. With ``lora``, the model is frozen and gets adapters.
@@ -245,7 +245,7 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig, folder: Path | None
 
 
 def _checkpoint_layers(policy: Any) -> None:
-    """Switch activation checkpointing on, which transformers does in training mode alone: dropout must then be 0."""
+    """Switch activation checkpointing on, which transformers does only in training mode. Dropout must then be 0."""
     # Dropout of attention is a number of the configuration, with no module.
     drops = {name for name, value in policy.config.get_text_config().to_dict().items() if _DROPS.search(name) and value}
     drops |= {name for name, part in policy.named_modules() if type(part).__name__ == "Dropout" and part.p > 0}
@@ -289,7 +289,7 @@ def policy_without_weights(config: TrainConfig, model_config: PreTrainedConfig) 
 
 
 def save_policy(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save a policy, or its adapters alone, and the tokenizer.
+    """Save a policy, or only its adapters, and the tokenizer.
 
     Example:
         >>> save_policy(policy, tokenizer, Path("model"))  # doctest: +SKIP

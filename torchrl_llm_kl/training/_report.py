@@ -1,4 +1,4 @@
-"""What a run writes for people: lines of progress, files of figures, curves and a model card."""
+"""Output of a run for people: lines of progress, files of figures, curves and a model card."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def read_figures(path: Path) -> list[Figures]:
 
 
 def keep_earlier(folder: Path, names: Sequence[str]) -> Path | None:
-    """Move what an earlier run wrote, ``names`` in ``folder``, to ``folder/earlier-1``, -2, ...
+    """Move files of an earlier run, ``names`` in ``folder``, to ``folder/earlier-1``, -2, ...
 
     Returns:
         Where they are now; None if there were none.
@@ -139,7 +139,7 @@ def progress(
         BarColumn(bar_width=12),
         MofNCompleteColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),
-        # What is left of the line, so that step and time are never cut.
+        # The rest of the line, so that step and time are never cut.
         TextColumn(
             "{task.fields[status]}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
         ),
@@ -170,7 +170,7 @@ def progress(
 
 
 def make_loggers(config: TrainConfig, folder: Path) -> list[Logger]:
-    """The loggers of torchrl; what an earlier process wrote to files in ``folder`` is removed, to be written again.
+    """The loggers of torchrl. Files of an earlier process in ``folder`` are removed, to be written again.
 
     Raises:
         ConfigError: if a logger's package is not installed.
@@ -275,8 +275,8 @@ def plot_curves(
         kl_target: nats per answer, if there is one.
         held_out: (step, mean reward) of each evaluation, or (step, mean, low, high) with the ends of its interval.
         title: above the picture.
-        reward_label: what the rewards are.
-        held_out_label: what the evaluations are.
+        reward_label: name of the rewards.
+        held_out_label: name of the evaluations.
         held_out_format: how the first and the last of them are written.
         reward_range: limits of the axis of rewards.
         window: number of steps of the moving averages.
@@ -433,7 +433,7 @@ def write_card(
     chosen: int,
     curves: Path | None = None,
 ) -> None:
-    """Write ``README.md`` of a final folder: what the model is, its figures, the curves and the configuration.
+    """Write ``README.md`` of a final folder: a description of the model, its figures, the curves and the configuration.
 
     Args:
         config: of the run.
@@ -456,7 +456,7 @@ def write_card(
     holds = "the whole model" if lora is None else "the whole model, adapters merged"
     reference = {"start": "its weights before training", "base": "its weights without adapters"}
     about = ModelCardData(
-        base_model=None if Path(base).is_absolute() or Path(base).is_dir() else base,  # hubs know names alone
+        base_model=None if Path(base).is_absolute() or Path(base).is_dir() else base,  # a hub knows only names
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["torchrl-llm-kl", config.algorithm.name, "reinforcement-learning"],

@@ -60,7 +60,7 @@ from torchrl_llm_kl.training._steps import (
 )
 from torchrl_llm_kl.transforms import RetrieveKL
 
-#: What a run writes into its folder.
+#: Files and folders that a run writes into its folder.
 WRITTEN: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "evaluations.jsonl", "checkpoints", "logs")
 WRITTEN += ("curves.png", "rollouts.html", "diagnosis.txt", "final")
 
@@ -105,7 +105,7 @@ class TrainResult:
 def stop_on_signals(say: Say = print) -> Iterator[Event]:
     """Yield an event that SIGINT (Ctrl-C) and SIGTERM set; a second Ctrl-C ends the process at once.
 
-    Outside the main thread, which alone can take signals, nothing sets it.
+    Only the main thread can take signals; in another one nothing sets it.
 
     Example:
         >>> with stop_on_signals(say=lambda line: None) as stop:
@@ -131,7 +131,7 @@ def stop_on_signals(say: Say = print) -> Iterator[Event]:
 
 
 class Run:
-    """The parts of a run, and what is done with them in a step.
+    """The parts of a run, and its steps.
 
     Args:
         config: its settings.
@@ -139,7 +139,7 @@ class Run:
     Keyword Args:
         saved: the checkpoint to go on from; None to begin.
         say: takes lines for the user.
-        inputs: what it reads but for its models; None to load that.
+        inputs: its inputs except the models; None to load them.
         begin: called when all is loaded, before the first file is written.
 
     Example:
@@ -283,7 +283,7 @@ class Run:
         assert held_out is not None
         if self.training.kl is not None and self.reference is not None:
             local = isinstance(self.reference, (str, torch.nn.Module))
-            if local or not settings.greedy:  # of the most probable tokens, the exact KL alone means something
+            if local or not settings.greedy:  # the mean of k1 is no KL of greedy answers
                 estimator: EstimatorName = "exact" if settings.greedy else "k1"
                 kl = measured_kl(self.config, self.policy, self.reference, estimator)
         env = self._env(held_out, kl, PromptOrder(seed=None), min(settings.batch_size, len(held_out)), 1)
@@ -386,7 +386,7 @@ def train(
     - ``metrics.jsonl``, ``evaluations.jsonl``: figures of each step, and on held-out prompts;
     - ``checkpoints/step-000040``, ...: the last ones and the best one; ``model`` in each opens with ``from_pretrained``;
     - ``final``: the trained model with its card, and ``curves.png``;
-    - ``rollouts.html``, ``diagnosis.txt``: tokens of a late step, and what the doctor found; ``logs``, of loggers.
+    - ``rollouts.html``, ``diagnosis.txt``: tokens of a late step, and the doctor's findings; ``logs``, of loggers.
 
     Args:
         config: of :func:`read_config`.
@@ -428,7 +428,7 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
         check_inputs_stay(config, WRITTEN)
 
     def begin() -> None:
-        """Move what is in the way: the last thing before the run writes, so that nothing is moved for one that cannot begin."""
+        """Move earlier files. Comes last before the run writes, so that a run that cannot begin moves nothing."""
         earlier = keep_earlier(out, WRITTEN) if fresh else None
         if earlier is not None:
             say(f"{out} held an earlier run: moved it to {earlier}.")
@@ -447,7 +447,7 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
             say(f"going on after step {run.step} of {config.run.steps}, from {saved.folder}.")
             before = saved.numbers.get("files", run.inputs.files)
             for name in (name for name, digest in run.inputs.files.items() if before.get(name) != digest):
-                say(f"{name} has changed since: what follows is not what it would have been without a stop.")
+                say(f"{name} has changed since: the next steps differ from those of a run without a stop.")
         clock = partial(getattr, run, "elapsed")
         bar = progress(config.algorithm.name, config.run.steps, done=run.step, stream=sys.stderr, clock=clock)
         with closing(run), stop_on_signals(say) as stop, bar as advance:

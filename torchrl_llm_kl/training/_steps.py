@@ -55,7 +55,7 @@ class _Sampler(TransformersWrapper):
     """A wrapper that passes all arguments to ``generate``, forwards equal prompts once, and masks each sampled token.
 
     torchrl's constructor refuses a top-k of 0 and drops arguments that it does not list, such as ``min_p``. Its attention mask
-    leaves out what equals the padding token: where that ends answers too, as it often does, no end would be trained.
+    leaves out each padding token. Where that token ends answers too, as it often does, no end would be trained.
     """
 
     generate_kwargs: Json
@@ -177,7 +177,7 @@ def _ending(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: S
     from transformers import StoppingCriteriaList
     from transformers.generation import StopStringCriteria
 
-    own = model.generation_config.eos_token_id  # with one, generate pads what has ended
+    own = model.generation_config.eos_token_id  # with one, generate pads answers that have ended
     return {
         "eos_token_id": tokenizer.eos_token_id if own is None else own,
         "stopping_criteria": StoppingCriteriaList([StopStringCriteria(tokenizer, list(texts))]),
@@ -185,7 +185,7 @@ def _ending(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: S
 
 
 def forget_scores(env: EnvBase) -> None:
-    """Clear what the env's transforms cached of earlier steps, so that a step depends on its own prompts alone.
+    """Clear the caches of the env's transforms, so that a step depends only on its own prompts.
 
     A prefix that is read from a cache may differ in its last bit from one that is computed: a resumed run, whose caches are
     empty, would not be bit-equal.
@@ -231,7 +231,7 @@ def learn(
 
     Args:
         parts: of :func:`~torchrl_llm_kl.make_algorithm`.
-        batch: what ``parts.prepare`` returned; faster with :func:`loss_entries` alone.
+        batch: of ``parts.prepare``; faster with only its :func:`loss_entries`.
         optimizer: of the parameters of ``parts.losses``.
 
     Keyword Args:
@@ -316,7 +316,7 @@ def make_schedule(
 ) -> torch.optim.lr_scheduler.LRScheduler:
     """The schedule of the learning rate, after ``done`` of ``steps`` steps.
 
-    It is a function of the step alone, so that nothing of it needs to be saved.
+    It is a function of only the step, so that nothing of it needs to be saved.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
@@ -413,7 +413,7 @@ def _equal_share(rewards: Tensor, rounding: Tensor, group: Tensor) -> float:
 
 
 class RandomState(TypedDict):
-    """What :func:`random_state` returns."""
+    """States of random generators, of :func:`random_state`."""
 
     torch: Tensor
     accelerators: list[Tensor]
@@ -433,7 +433,7 @@ def random_state() -> RandomState:
     """
     import numpy as np
 
-    name, keys, *rest = np.random.get_state(legacy=True)  # what reward functions may draw from
+    name, keys, *rest = np.random.get_state(legacy=True)  # reward functions may draw from it
     return {
         "torch": torch.get_rng_state(),
         "accelerators": [each.get_state() for each in _generators()],
@@ -450,7 +450,7 @@ def _generators() -> Sequence[torch.Generator]:
 
 
 def set_random_state(state: RandomState) -> None:
-    """Restore what :func:`random_state` returned.
+    """Restore states of :func:`random_state`.
 
     Example:
         >>> set_random_state(random_state())
