@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torchrl_llm_kl.service._wire import Reply, Request
+from torchrl_llm_kl.service.client._router import Router
 
 from torchrl_llm_kl import Ragged
 from torchrl_llm_kl.scoring import ScoreOptions
 from torchrl_llm_kl.service import RemoteScorer
-from torchrl_llm_kl.service._wire import Reply, Request
-from torchrl_llm_kl.service.client._router import Router
 
 
 class _Answer:

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from load import request_of, sequences
+from load import job_of, sequences
 from torchrl_llm_kl import LogProbScorer, Ragged, Sampling
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, Scores
 from torchrl_llm_kl.service import HTTPEngine, ServiceError
-from torchrl_llm_kl.service._wire import Reply
+from torchrl_llm_kl.service._core import ScoringCore
 from torchrl_llm_kl.service.engines._engine import Engine
-from torchrl_llm_kl.service.replica._core import ScoringCore
 from waits import LONG
 
 
@@ -85,11 +84,11 @@ class EngineContract:
         bad: dict[str, Any] = dict.fromkeys(("entropy", "deterministic", "moments"), True)
         bad |= {"dtype": torch.bfloat16, "adapters": False, "temperature": 0.7}
         bad |= {"sampling": Sampling(top_k=3), "records": {"kept": Kept(torch.tensor([1, 2, 3]), torch.arange(4))}}
-        requests = [request_of([(1, 2, 3)], **{name: value}) for name, value in bad.items()]
+        requests = [job_of([(1, 2, 3)], **{name: value}) for name, value in bad.items()]
         first, *refused, last = core.score(
-            [request_of([(1, 2, 3)]), *requests, request_of([(1, 2)], remember=True)]  # it has its own cache
+            [job_of([(1, 2, 3)]), *requests, job_of([(1, 2)], remember=True)]  # it has its own cache
         )
-        assert [type(answer) for answer in (first, last)] == [Reply, Reply]
+        assert [type(answer) for answer in (first, last)] == [dict, dict]
         for name, answer in zip(bad, refused, strict=True):
             assert isinstance(answer, ValueError)
             assert str(answer).startswith("kept=" if name == "records" else f"{name}=")
@@ -98,8 +97,8 @@ class EngineContract:
             with pytest.raises(TypeError, match="update them at the server"):
                 call({"lm_head.weight": torch.zeros(2)})
         sent = [(1, 2, 3), (1, served.vocab + 9), [1] * (served.context + 6), (4, 5)]
-        good, wrong, long, other = core.score([request_of([row]) for row in sent])
-        assert [type(answer) for answer in (good, wrong, long, other)] == [Reply, ValueError, ValueError, Reply]
+        good, wrong, long, other = core.score([job_of([row]) for row in sent])
+        assert [type(answer) for answer in (good, wrong, long, other)] == [dict, ValueError, ValueError, dict]
         assert re.search("refuses sequence 0: HTTP 400: .*out of vocabulary", str(wrong))
         assert f"maximum context length is {served.context} tokens" in str(long)
 

@@ -18,7 +18,8 @@ from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest
 from torchrl_llm_kl.service import RemoteModel, ScoringService
-from torchrl_llm_kl.service._wire import Request
+from torchrl_llm_kl.service._keeper import keeper_of
+from torchrl_llm_kl.service._messages import Job
 from waits import LONG, until
 
 
@@ -29,12 +30,10 @@ def sequences(seed: int = 0, count: int = 5, vocab: int = 97, longest: int = 12)
     return Ragged.from_list([torch.randint(vocab, (n,), generator=rng) for n in lengths])
 
 
-def request_of(rows: Sequence[Sequence[int]], mask: Any = None, *, records: Any = None, **given: Any) -> Request:
-    """A request of a client; ``given`` holds options, and other fields of :class:`Request`."""
-    names = ("version", "caller", "newest", "suspect", "timeout")
-    envelope = {name: given.pop(name) for name in names if name in given}
-    scored = ScoreRequest.of(rows, mask, **(records or {}))
-    return Request(scored, ScoreOptions().but(**given), **envelope)
+def job_of(rows: Sequence[Sequence[int]], mask: Any = None, *, records: Any = None, **given: Any) -> Job:
+    """A request as a replica reads it; ``given`` holds options, and other fields of :class:`Job`."""
+    version, caller = given.pop("version", None), given.pop("caller", "")
+    return Job(ScoreRequest.of(rows, mask, **(records or {})), ScoreOptions().but(**given), version, caller)
 
 
 def record_of(rows: Sequence[Sequence[int] | Tensor], seed: int = 0, most: int = 9, vocab: int = 97) -> Kept:
@@ -58,30 +57,30 @@ def assert_scores(served: RemoteModel, made: nn.Module, data: Ragged | None = No
     assert_same(served.make_scorer().score(data).values, LogProbScorer(made).score(data).values)
 
 
-def all_up(service: ScoringService) -> None:
-    """Wait until every replica answers."""
-    until(lambda: all("pid" in stats for stats in service.stats()))
+def all_up(service: ScoringService, count: int = 2) -> None:
+    """Wait until so many replicas answer."""
+    until(lambda: len(pids(service)) == count, seconds=240.0)
 
 
 def names(prefix: str = "") -> list[str]:
-    """Of all actors on the cluster that start so."""
+    """Of all actors on the cluster that contain a text."""
     every = ray.util.list_named_actors(all_namespaces=True)
-    return sorted(entry["name"] for entry in every if entry["name"].startswith(prefix))
-
-
-def actor(service: ScoringService, what: object) -> ray.actor.ActorHandle:
-    """A replica by its number, ``"control"`` or ``"weights"``."""
-    return ray.get_actor(f"{service.name}:{what}", namespace=service.model.spec.namespace)
+    return sorted(entry["name"] for entry in every if prefix in entry["name"])
 
 
 def pids(service: ScoringService) -> list[int]:
-    """Of all replicas, 0 for those that do not answer."""
-    return [stats.get("pid", 0) for stats in service.stats()]
+    """Of the replicas that answer."""
+    return [state.pid for state in service.replicas()]
 
 
 def pid_of(handle: ray.actor.ActorHandle) -> int:
     """The process of any actor."""
     return int(ray.get(handle.__ray_call__.remote(lambda self: os.getpid())))
+
+
+def keeper_pid(service: ScoringService) -> int:
+    """The process of the actor that keeps the weights of a service."""
+    return pid_of(keeper_of(service.name))
 
 
 def clone(remote: RemoteModel, *, timeout: float | None = None) -> RemoteModel:

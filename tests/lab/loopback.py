@@ -1,37 +1,52 @@
-"""A service without Ray: requests and replies are packed, scored in this process and unpacked."""
+"""A service without Ray: messages are pickled, scored in this process, and their answers are read."""
+
+import pickle
 
 from torchrl_llm_kl.service import RemoteModel
-from torchrl_llm_kl.service._spec import ServiceSpec
-from torchrl_llm_kl.service._wire import Reply, Request
-from torchrl_llm_kl.service.client import _exchange, _remote
+from torchrl_llm_kl.service._connection import Connection
+from torchrl_llm_kl.service._core import ScoringCore
+from torchrl_llm_kl.service._messages import read
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
-from torchrl_llm_kl.service.replica._core import ScoringCore
+
+
+class Withdrawable(dict):
+    """A message whose answer can be withdrawn."""
+
+    def cancel(self):
+        pass
+
+
+class LoopbackConnection(Connection):
+    """Answers in this process; ``messages`` were sent."""
+
+    def __init__(self, core):
+        super().__init__("model")
+        self.core, self.messages = core, []
+
+    def connect(self):
+        pass
+
+    def send(self, method, message):
+        assert method == "score"
+        self.messages.append(message)
+        return Withdrawable(message)
+
+    def receive(self, response, again, deadline):
+        try:
+            (answer,) = self.core.score([read(pickle.loads(pickle.dumps(dict(response))))])
+        except ValueError as error:  # of a message
+            answer = error
+        if isinstance(answer, Exception):
+            raise answer
+        return pickle.loads(pickle.dumps(answer))
 
 
 class Loopback:
-    """Models by name, each as two replicas that take requests of four tokens."""
+    """Models that are served here, to a client that cuts its requests at four numbers."""
 
-    def __init__(self, monkeypatch):
-        self.cores = {}
-        loop = self
-
-        class Exchange(_exchange.Exchange):
-            def __init__(self, connection, router, whole, *, timeout):
-                self.parts = whole.divided(router, [0, 1])
-                self._layout = whole.request.scored.layout
-                self._core = loop.cores[connection.spec.name]
-
-            def replies(self):
-                found = self._core.score([Request.unpack(part.request.pack()) for part in self.parts])
-                for one in found:
-                    if isinstance(one, Exception):
-                        raise one
-                return [Reply.unpack(one.pack()) for one in found]
-
-        monkeypatch.setattr(_remote, "Exchange", Exchange)
-
-    def serve(self, made, name="model"):
-        self.cores[name] = ScoringCore(TransformersEngine(made))
-        remote = RemoteModel(ServiceSpec(name, "source", {"max_tokens": 4}, num_replicas=2))
-        remote._interface = self.cores[name].engine.interface()
+    def serve(self, made):
+        remote = RemoteModel("model")
+        remote.connection = LoopbackConnection(ScoringCore(TransformersEngine(made)))
+        remote.part_size = 4
+        remote._interface = remote.connection.core.engine.interface()
         return remote

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-pytest.importorskip("ray")
+pytest.importorskip("ray.serve")
 from drivers import Driver
 from load import all_up
 from remote_models import SHARED, model

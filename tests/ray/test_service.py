@@ -8,15 +8,18 @@ from functools import partial
 import pytest
 import ray
 import torch
+from ray import serve as ray_serve
 from tensordict import TensorDict
 
 from closeness import assert_near
-from load import Client, assert_same, assert_scores, callers, clone, sequences
+from image_models import IMAGE, image_model, num_placeholders, picture
+from load import Client, assert_same, callers, clone, record_of, sequences
 from prompt_server import MODEL, PromptServer
 from remote_models import delayed, model
 from torchrl_llm_kl import AfterPrompt, LogProbScorer, RememberedModel, RetrieveKL, RetrieveLogProb, TopK
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, fingerprint_of
 from torchrl_llm_kl.service import HTTPEngine, RayRetrieveLogProb
+from toy_models import tiny_model
 from waits import LONG, until
 
 
@@ -25,11 +28,44 @@ def test_the_same_numbers_as_locally(shared, local):
     mask = torch.rand(data.values.shape[0], generator=torch.Generator().manual_seed(1)) < 0.5
     mask &= data.positions > 0
     remote, warm = shared.model.make_scorer(), shared.model.make_scorer(temperature=0.5)
-    scores, expected = remote.evaluate(data, mask, entropy=True), local.evaluate(data, mask, entropy=True)
-    assert_same(scores.log_prob.values, expected.log_prob.values)
-    assert_same(scores.entropy.values, expected.entropy.values)
+    for options in ({"entropy": True}, {"top_k": 5}, {"moments": True}):
+        scores, expected = remote.evaluate(data, mask, **options), local.evaluate(data, mask, **options)
+        for name, values in expected.per_token.items():
+            assert_same(scores.per_token[name].values.double(), values.values.double())
     assert_same(warm.score(data).values, LogProbScorer(model(), temperature=0.5).score(data).values)
+    rows = [torch.tensor([3, 4, 5, 6, 7]), torch.tensor([9, 10])]
+    kept, top_ids = record_of(rows), torch.arange(14).view(7, 2)
+    for given in ({"kept": kept}, {"top_ids": top_ids}):
+        request = ScoreRequest.of(rows, **given)
+        scores, expected = remote.evaluate(request), local.evaluate(request)
+        for name, values in expected.per_token.items():
+            assert_same(scores.per_token[name].values.double(), values.values.double())
     assert shared.fingerprint == fingerprint_of(model())
+
+
+def test_a_call_in_parts(shared, local):
+    """Larger than a part: the parts go to both replicas, and come back in order."""
+    rows = sequences(3, count=80, longest=60)
+    remote = clone(shared.model)
+    remote.part_size = 200
+    assert_same(remote.make_scorer().score(rows).values, local.score(rows).values)
+    rows = [*rows.to_list()[:70], torch.tensor([1, 500])]
+    with pytest.raises(ValueError, match="token id 500 at sequence 70, position 1 is outside the vocabulary"):
+        remote.make_scorer().score(rows)
+
+
+def test_experts_and_images(serve):
+    """One service, whose factory returns a mixture of experts, and one of a model with images."""
+    made, rows = tiny_model("mixtral"), [[3, 4, 5, 6], [7, 8]]
+    routing = LogProbScorer(made).evaluate(rows, record_routing=True).routing.values
+    other = torch.where(routing < 0, routing, (routing + 1) % 4)
+    request = ScoreRequest.of(rows, routing=other)
+    found = serve(made).model.make_scorer().score(request).values
+    assert_near(found, LogProbScorer(made).score(request).values, dtype=torch.float32)
+    with_images, image = image_model("qwen2_5_vl"), picture("qwen2_5_vl", 1)
+    request = ScoreRequest.of([[1, *[IMAGE] * num_placeholders("qwen2_5_vl", image), 20, 21, 22]], images=[image])
+    found = serve(with_images).model.make_scorer().score(request).values
+    assert_near(found, LogProbScorer(with_images).score(request).values, dtype=torch.float32)
 
 
 def test_other_processes_find_it_by_name_and_one_is_killed_mid_call(shared, local):
@@ -43,22 +79,11 @@ def test_other_processes_find_it_by_name_and_one_is_killed_mid_call(shared, loca
     load.assert_all_right(local)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(unanswered)
-    until(lambda: all(stats.get("queue", 1) == 0 for stats in shared.stats()))
-
-
-def test_one_name_in_two_namespaces(shared, serve):
-    """Neither service sees the other, whatever their configurations."""
-    other = serve(factory=partial(model, 1), name="shared", namespace="another")
-    assert_scores(other.model, model(1))
-    assert len(other.stats()) == 1
-    assert other.stats()[0]["pid"] not in {stats["pid"] for stats in shared.stats()}
-    other.shutdown()
-    assert len(shared.stats()) == 2
-    assert_scores(shared.model, model())
+    until(lambda: all(state.waiting == 0 for state in shared.replicas()))
 
 
 def test_another_prompt_for_a_served_model(shared):
-    """The client builds the sequences, which go over the wire as any others."""
+    """The client builds the sequences, which travel as any others."""
     full = torch.tensor([[7, 8, 11, 12], [5, 6, 13, 14]])
     tokens, hint = {"full": full, "prompt": full[:, :2].clone()}, torch.tensor([[20, 21, 22], [23, 24, 25]])
     data = TensorDict({"tokens": tokens, "hint": hint, "next": {"reward": torch.zeros(2, 1)}}, [2])
@@ -74,26 +99,20 @@ def test_another_prompt_for_a_served_model(shared):
 
 
 def test_remembered_scores_are_requested_again_once_weights_are_pushed(pushed, tmp_path):
-    def requests():
-        return sum(int(stats["requests"]) for stats in pushed.stats())
-
     start, data, reference = pushed.version, sequences(), RememberedModel(pushed.model, tmp_path)
     scorer = reference.make_scorer()
     first = scorer.evaluate(data, entropy=True)
     assert_same(first.log_prob.values, LogProbScorer(model()).score(data).values)
     assert first.version == start
-    sent = requests()
     for again in (scorer, RememberedModel(clone(pushed.model), tmp_path).make_scorer()):
         found = again.begin(ScoreRequest.of(data), ScoreOptions(entropy=True))()
         assert torch.equal(found.log_prob.values, first.log_prob.values)
         assert torch.equal(found.entropy.values, first.entropy.values)
-    assert requests() == sent
     pushed.update_weights(model(seed=1).state_dict(), start + 1)
     assert pushed.model.fingerprint() == (start + 1, fingerprint_of(model(seed=1)))
     found = scorer.evaluate(data)
     assert found.version == start + 1
     assert_same(found.log_prob.values, LogProbScorer(model(seed=1)).score(data).values)
-    assert requests() > sent
     pushed.model.version = start + 2  # not pushed yet: calls wait for it
     assert pushed.model.fingerprint() is None
 
@@ -116,8 +135,7 @@ def test_an_awaited_call_is_cancelled_while_another_runs(serve, local):
 
     asyncio.run(scorer.ascore(sequences(2)))  # connected
     assert_same(asyncio.run(calls()).values, local.score(sequences(0)).values)
-    until(lambda: service.stats()[0]["queue"] == 0)
-    assert service.stats()[0]["requests"] == 2, "the cancelled call was not scored"
+    until(lambda: service.replicas()[0].waiting == 0)
 
 
 @pytest.mark.slow
@@ -135,3 +153,25 @@ def test_a_service_of_a_server(serve, local):
             service.model.make_scorer().evaluate(sequences(), entropy=True)
         with pytest.raises(TypeError, match="update them at the server"):
             service.update_weights(model().state_dict(), version=1)
+
+
+def test_an_application_that_serve_deploys(local):
+    """As ``serve run`` and RayService do; a driver then uses it by its name, and pushes weights into it."""
+    from load import names
+    from torchrl_llm_kl.service import ScoringService, ServiceClosedError, app
+
+    target = app({"name": "deployed", "factory": "remote_models:model", "max_wait": 0.0})
+    ray_serve.run(
+        target.options(ray_actor_options={"num_cpus": 0.1}) if hasattr(target, "options") else target,
+        name="deployed",
+        route_prefix=None,
+    )
+    service = ScoringService(name="deployed")
+    assert_same(service.model.make_scorer().score(sequences()).values, local.score(sequences()).values)
+    assert service.update_weights(model(1)) == 1
+    want = LogProbScorer(model(1)).score(sequences()).values
+    assert_same(service.model.make_scorer().score(sequences()).values, want)
+    ray_serve.delete("deployed")
+    until(lambda: not names("deployed"))
+    with pytest.raises(ServiceClosedError, match="there is no service 'deployed'"):
+        ScoringService(name="deployed")

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from tensordict import TensorDict
+from torchrl_llm_kl.service.replica._stats import ReplicaStats
 
 import torchrl_llm_kl
 from project import PROJECT, script
@@ -22,7 +23,6 @@ from torchrl_llm_kl.losses._inputs import dummy_inputs
 from torchrl_llm_kl.losses._parts import TermPart
 from torchrl_llm_kl.losses._policy_loss import common_metrics
 from torchrl_llm_kl.losses.corrections import Divergence, correction_metrics
-from torchrl_llm_kl.service.replica._stats import ReplicaStats
 from torchrl_llm_kl.tasks import reward_metrics
 from torchrl_llm_kl.training import example_config, read_config
 from torchrl_llm_kl.training._run import WRITTEN

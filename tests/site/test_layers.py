@@ -19,11 +19,11 @@ EXPORTED = set(ROW) - set(layers.LAYERS[-1])
 
 SERVICE = f"{layers.PACKAGE}.service."
 # Folders and modules of the service, from the lowest row to the highest. The folders' own packages hold no names.
-SERVICE_ROWS = ["_errors _wire _spec _source _actors", "_weights", "engines", "replica"]
-SERVICE_ROWS += ["_controller", "client", "_service", "_transforms _weight_sync"]
+SERVICE_ROWS = ["_errors", "_spec _source", "_messages", "_weights", "engines", "_core _keeper", "_batcher _replica"]
+SERVICE_ROWS += ["_connection", "_remote", "_service _app", "_transforms _weight_sync"]
 SERVICE_ROW = {part: row for row, parts in enumerate(SERVICE_ROWS) for part in parts.split()}
-#: Parts of one row that may import each other.
-TOGETHER = [{"_errors", "_wire", "_spec", "_actors"}]
+#: The keeper deploys the class of the replicas, which call the keeper.
+TOGETHER = [{"_keeper", "_replica"}]
 
 
 @pytest.mark.smoke

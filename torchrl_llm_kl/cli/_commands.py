@@ -231,7 +231,23 @@ def run_training(
         raise typer.Exit(INTERRUPTED if result.outcome == "interrupted" else FOUND)
 
 
-# ------------------------------------------------------------------ templates, demo
+# ------------------------------------------------------------------ serve, templates, demo
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="The model: a folder that every node has, or a name on the hub.")],
+    write: Annotated[Path, typer.Option(help="The file to write; an earlier one is replaced.")],
+    name: Annotated[str, typer.Option(help="Of the service.")] = "reference",
+    dtype: Annotated[str, typer.Option(help="Of the weights: auto (as saved), float32, bfloat16 or float16.")] = "auto",
+    replicas: Annotated[str, typer.Option(help="Number of replicas, or MIN:MAX for Serve to scale them.")] = "1",
+    gpus: Annotated[float, typer.Option(help="GPUs of each replica.")] = 1.0,
+) -> None:
+    """Write the configuration of a scoring service for Ray's `serve run`, `serve deploy` and KubeRay."""
+    from torchrl_llm_kl.cli._serve import serve_config, write_config
+
+    write_config(write, serve_config(name, model, dtype, replicas, gpus))
+    say(f"wrote {write}: serve run {write}")
 
 
 @app.command()

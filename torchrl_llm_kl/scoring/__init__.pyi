@@ -49,16 +49,6 @@ from torchrl_llm_kl.scoring._updater import (
 
 # isort: split
 # For the layers above, not public:
-from torchrl_llm_kl.scoring._bytes import (
-    REPLY as REPLY,
-    REQUEST as REQUEST,
-    Arrays as Arrays,
-    ProtocolError as ProtocolError,
-    is_whole as is_whole,
-    pack as pack,
-    short as short,
-    unpack as unpack,
-)
 from torchrl_llm_kl.scoring._extras import (
     Adapters as Adapters,
     AfterPrompt as AfterPrompt,

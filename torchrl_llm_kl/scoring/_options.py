@@ -12,12 +12,13 @@ from torchrl_llm_kl._numerics import FLOAT_TYPES, check_choice, check_range
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.head import Direction
-from torchrl_llm_kl.scoring._bytes import MAX_TEXT, is_text, short
 from torchrl_llm_kl.scoring._sampling import Sampling, as_sampling
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+#: Characters of the name of an adapter.
+MAX_TEXT = 256
 #: Bytes of keys and values that a scorer caches by default: 256 MiB.
 DEFAULT_MEMORY = 256 * 2**20
 #: Of the options, those that decide the scores of given tokens and travel to another process.
@@ -189,3 +190,19 @@ class ScoreOptions:
 
 
 _DEFAULTS = ScoreOptions()
+
+
+def is_text(value: object) -> bool:
+    """Whether it is a string that is short and can be encoded."""
+    if not isinstance(value, str) or len(value) > MAX_TEXT:
+        return False
+    return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def short(value: object) -> str:
+    """A value in an error message; deep or long ones are cut."""
+    try:
+        text = ascii(value)
+    except (RecursionError, ValueError):  # too deep, or a number of too many digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -9,16 +9,12 @@ class ServiceError(RuntimeError):
     """The service cannot do what was requested."""
 
 
-class ServiceOverloaded(ServiceError, TimeoutError):
-    """The queue of a replica was full until the timeout."""
-
-
-class ServiceBusy(ServiceOverloaded):
-    """A replica rejected a request at once; the client retries until its timeout."""
-
-
 class ServiceTimeout(ServiceError, TimeoutError):
     """No replica answered in time, retries included."""
+
+
+class ServiceOverloaded(ServiceError, TimeoutError):
+    """As many calls of this process wait as ``max_queued_requests`` allows."""
 
 
 class ServiceClosedError(ServiceError):
@@ -29,8 +25,12 @@ class ServiceConfigError(ServiceError, ValueError):
     """The name is in use with another configuration; the message shows the difference."""
 
 
+class ProtocolError(ServiceError, ValueError):
+    """Client and replica have different releases of this package, which do not understand each other."""
+
+
 class PoisonedRequest(ServiceError):
-    """A request after which replicas died, so that it is not tried again. Its message names them."""
+    """Several replicas ended while they scored this request. It is not retried."""
 
 
 class WeightVersionError(ServiceError):
@@ -40,12 +40,8 @@ class WeightVersionError(ServiceError):
 class EngineLost(ServiceError):
     """The engine of a replica cannot go on: the replica exits, and is started again with a new engine.
 
-    Raised by an engine; callers see it only from an engine outside a service.
+    Raised by an engine. Callers see it only from an engine outside a service.
     """
-
-
-class ReplicaGone(Exception):
-    """This replica cannot be used, but a replacement may be started."""
 
 
 def portable(error: Exception) -> Exception:

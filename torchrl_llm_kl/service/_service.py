@@ -1,58 +1,64 @@
-""":class:`ScoringService`: a model behind Ray actors."""
+""":class:`ScoringService`: a model behind an application of Ray Serve."""
 
 from __future__ import annotations
 
+import contextlib
+import time
 import uuid
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchrl_llm_kl._numerics import check_choice, check_not_a_name, check_range
-from torchrl_llm_kl._registry import install_hint
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY
+from torchrl_llm_kl.service._connection import Deadline, import_ray
+from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout
+from torchrl_llm_kl.service._messages import state_dict_of
+from torchrl_llm_kl.service._remote import RemoteModel
 from torchrl_llm_kl.service._source import describe_source
-from torchrl_llm_kl.service._spec import HANG_AFTER, NAMESPACE, ActorOptions, ServiceSpec
-from torchrl_llm_kl.service._weights import check_version
-from torchrl_llm_kl.service.client._push import PushedVersion, push_weights
-from torchrl_llm_kl.service.client._remote import RemoteModel
+from torchrl_llm_kl.service._spec import DEFAULTS, HANG_AFTER, ServeOptions, ServiceSpec, Settings
+from torchrl_llm_kl.service._weights import PushedVersion, check_version, chunks_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-#: Bytes of a pickled factory that is an argument of the actors; Ray drops larger arguments after the first start.
+    from torchrl_llm_kl.service._keeper import State
+    from torchrl_llm_kl.service._replica import ReplicaState
+
+#: Bytes of a pickled factory that is an argument of an actor; Ray drops larger arguments after the first start.
 _SMALL = 2**16
+_END = 60.0  # seconds for a service to end
 
 
 class ScoringService:
-    """One model, or a few replicas of it, behind Ray actors that score for any number of processes.
+    """One model, or a few replicas of it, as an application of Ray Serve that scores for any number of processes.
 
-    Only token ids, masks and log-probs are sent. Requests that wait together are scored in one batch. Replicas that
-    die are restarted, and calls are retried until ``timeout``.
+    Only token ids, masks and log-probs are sent. Requests that wait together are scored in one batch. Serve replaces replicas
+    that die, and calls are retried until ``timeout``.
 
     Args:
-        model: the model, sent by value; or None with a factory. The controller keeps one copy in Ray's object store, from
-            which replicas restart.
+        model: the model, sent by value; or None with a factory. With neither, the service ``name`` must exist already: one of
+            another driver, or one that ``serve deploy`` has started.
 
     Keyword Args:
-        factory: returns the model, in the actor: better for large models.
-        name: of the service; processes that pass the same name (and configuration) share it. Unique by default.
-        num_replicas: copies of the model. Responses to one prompt go to the same replica, which caches conversations.
+        factory: returns the model, in the replica: better for large models.
+        name: of the application; drivers that pass the same name (and configuration) share it. Unique by default.
+        num_replicas: copies of the model. None with ``autoscaling_config``.
         tokens_per_batch: per forward; see :class:`~torchrl_llm_kl.LogProbScorer`.
         memory: bytes of keys and values that each replica caches for continued conversations, in all.
-        max_tokens: per batch of requests. Larger requests are scored in pieces, which share batches with other callers.
+        max_tokens: per batch of requests.
         max_wait: the longest time that a request waits for others to share its batch, in seconds.
-        max_queue: the most requests that may wait at one replica.
         timeout: seconds per call of a client, retries included.
-        hang_after: seconds without progress (a forward, a copied weight) after which a replica that scores counts as hung: it
-            is started again, and its requests go to others. Loading the model does not count. A replica that answers nothing
-            is replaced after the same time, 3 seconds at least and a minute at most.
-        actor_options: of ``ray.remote``: ``num_cpus`` (1), ``num_gpus`` (0), ``resources``, ``scheduling_strategy``,
-            ``runtime_env`` and ``max_restarts`` (-1: no limit) of each replica; ``namespace`` of the actors; and ``lifetime``,
-            ``"detached"`` to outlive all clients, until :meth:`shutdown`: by default replicas end with their last client.
+        hang_after: seconds without progress (a forward, a copied weight) after which a replica that scores counts as hung and
+            is started again. Loading the model does not count.
+        options: of each replica's actor: ``num_cpus`` (1), ``num_gpus`` (0), ``resources`` and ``runtime_env``; of
+            ``serve.deployment``: ``max_ongoing_requests`` (256), ``max_queued_requests``, ``autoscaling_config``,
+            ``health_check_period_s`` (2), ...; and ``lifetime``, ``"detached"`` to outlive all drivers, until
+            :meth:`shutdown`: by default a service ends with the last driver that constructed it.
 
     Raises:
         ServiceConfigError: if the name is in use with another configuration.
+        ServiceClosedError: if there is no service of this name, and neither a model nor a factory.
         ServiceTimeout: if no replica started; says which resource is missing.
         Exception: the error of the factory.
 
@@ -67,125 +73,164 @@ class ScoringService:
         *,
         factory: Callable[[], Any] | None = None,
         name: str | None = None,
-        num_replicas: int = 1,
+        num_replicas: int | None = 1,
         tokens_per_batch: int | None = None,
         memory: int = DEFAULT_MEMORY,
         max_tokens: int = 65536,
         max_wait: float = 0.003,
-        max_queue: int = 256,
         timeout: float = 120.0,
         hang_after: float = HANG_AFTER,
-        **actor_options: Unpack[ActorOptions],
+        **options: Unpack[ServeOptions],
     ) -> None:
         check_not_a_name(model=model)
-        # Check arguments here rather than in the actor, whose errors arrive late and wrapped.
-        if (model is None) == (factory is None):
-            raise ValueError("pass the model, or factory=, a function that returns it: exactly one of them.")
-        options: Json = {"num_cpus": 1, "num_gpus": 0, "max_restarts": -1}
-        options |= {key: value for key, value in actor_options.items() if value is not None}
-        lifetime, namespace = options.pop("lifetime", None), options.pop("namespace", NAMESPACE)
-        if unknown := options.keys() - ActorOptions.__annotations__:
+        if (model is not None and factory is not None) or (model is None and factory is None and name is None):
+            raise ValueError(
+                "pass the model, or factory=, a function that returns it, or only name= of a running service."
+            )
+        if unknown := options.keys() - ServeOptions.__annotations__:
             raise TypeError(f"ScoringService has no argument {min(unknown)!r}.")
-        for what, text in {"name": "default" if name is None else name, "namespace": namespace}.items():
-            if not isinstance(text, str) or not text.strip() or any(c in text for c in ":\n"):
-                raise ValueError(f"{what} must be a string without ':' and line breaks, and not empty, got {text!r}.")
-        for what, whole in {"num_replicas": num_replicas, "max_tokens": max_tokens, "max_queue": max_queue}.items():
-            if isinstance(whole, bool) or not isinstance(whole, int) or whole < 1:
-                raise ValueError(f"{what} must be a whole number of at least 1, got {whole!r}.")
-        for what, seconds in {"max_wait": max_wait, "timeout": timeout, "hang_after": hang_after}.items():
-            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 1e9:
-                raise ValueError(f"{what} must be a number of seconds, got {seconds!r}.")
-        check_choice((None, "detached"), lifetime=lifetime)
-        check_range(1, tokens_per_batch=tokens_per_batch)
-        check_range(0, memory=memory)
+        if name is not None and not name.strip():
+            raise ValueError(f"name must not be empty, got {name!r}.")
+        # Check arguments here rather than in the actors, whose errors arrive late and wrapped.
+        check_choice((None, "detached"), lifetime=options.get("lifetime"))
+        check_range(1, num_replicas=num_replicas, tokens_per_batch=tokens_per_batch, max_tokens=max_tokens)
+        check_range(0, memory=memory, max_wait=max_wait)
         check_range(above=0, hang_after=hang_after, timeout=timeout)
-        settings: Json = {"tokens_per_batch": tokens_per_batch, "memory": memory, "hang_after": hang_after}
-        settings |= {"max_tokens": max_tokens, "max_wait": max_wait, "max_queue": max_queue}
-        name = name or f"scorer-{uuid.uuid4().hex[:8]}"
-        packed = None if factory is None else _pickled(factory)
-        handed_in = packed is None or len(packed) > _SMALL
+        if model is None and factory is None:
+            self.model = RemoteModel(str(name), timeout=timeout)
+            self.model.connection.connect()
+            return
+        packed = import_ray().cloudpickle.dumps(factory or partial(_given, model))
+        small = factory is not None and len(packed) <= _SMALL
+        lifetime = options.pop("lifetime", None)
+        given: ServeOptions = {**DEFAULTS, **{k: v for k, v in options.items() if v is not None}}
         spec = ServiceSpec(
-            name,
+            name or f"scorer-{uuid.uuid4().hex[:8]}",
             describe_source(model, factory),
-            settings,
-            None if handed_in else packed,
-            namespace,
-            options,
-            num_replicas,
+            Settings(tokens_per_batch, memory, max_tokens, max_wait, hang_after),
+            given,
+            None if "autoscaling_config" in given else num_replicas,
             detached=lifetime == "detached",
+            id=uuid.uuid4().hex,
+            factory=packed if small else None,
         )
-        self.model = RemoteModel(spec, make=(factory or partial(_given, model)) if handed_in else None, timeout=timeout)
+        self._start(spec, None if small else packed, timeout)
+
+    def _start(self, spec: ServiceSpec, packed: bytes | None, timeout: float) -> None:
+        """Join the service of this name, or deploy it; the keeper decides which driver is the first."""
+        ray = import_ray()
+        if not ray.is_initialized():
+            ray.init(log_to_driver=False)
+        deadline = Deadline(timeout, f"the start of the service {spec.name!r}")
+        keeper, state = _join(spec, packed, deadline)
+        self.model = RemoteModel(spec.name, timeout=timeout, service=state.id)
+        self.model.connection.hold(keeper)
+        is_new = state.id == spec.id
         try:
-            self.model.connection.open(timeout=timeout)
+            _wait_for_replicas(keeper, spec, deadline, needed=(spec.num_replicas or 1) if is_new else 1)
         except BaseException:
-            self.model.close()
+            if is_new:
+                self.shutdown()
+            else:
+                self.close()
             raise
 
     @property
     def name(self) -> str:
         """Name by which other processes find the service."""
-        return self.model.spec.name
+        return self.model.name
 
     @property
     def version(self) -> int:
         """Version of the last pushed weights; 0 if none were pushed."""
-        return max((stats["version"] for stats in self.stats() if "version" in stats), default=0)
+        return self._state().version
 
     @property
     def fingerprint(self) -> str | None:
         """Of the factory's model, see :func:`~torchrl_llm_kl.scoring.fingerprint_of`; None for an engine without weights."""
-        found: str | None = self.model.connection.table(timeout=self.model.timeout)["fingerprint"]
-        return found
+        return self._state().fingerprint
 
-    def stats(self) -> list[Json]:
-        """Counters of each replica; for one that does not answer its name and the ``"error"``."""
-        name, everyone = self.model.spec.replica_name, range(self.model.spec.num_replicas)
-        found = self.model.connection.gather("stats", replicas=everyone, timeout=self.model.timeout)
-        return [
-            {"name": name(replica), "error": f"{type(stats).__name__}: {stats}"}
-            if isinstance(stats, Exception)
-            else stats
-            for replica, stats in sorted(found.items())
-        ]
+    def _state(self) -> State:
+        return self._ask("state")
+
+    def _ask(self, method: str, *args: object, **kwargs: object) -> Any:
+        """The answer of the keeper; an error that is an answer is raised."""
+        return _answer(getattr(self.model.connection.keeper(), method).remote(*args, **kwargs), self.model.timeout)
+
+    def replicas(self, *, timeout: float = 10.0) -> list[ReplicaState]:
+        """The replicas that answer in time, with their processes and versions; ``serve.status()`` and the dashboard have more."""
+        states = self.model.connection.broadcast("state", timeout=timeout)
+        return [state for state in states if not isinstance(state, Exception)]
 
     def update_weights(self, weights: Any, version: int | None = None, *, wait: float = 30.0) -> PushedVersion:
-        """Copy weights into every replica, in place. Restarted replicas load them again.
+        """Copy weights into every replica, in place. Replicas that start later load them too.
 
-        All replicas fetch and check the weights at once, while they score. Then they are stored, which makes them the latest
-        ones, and each replica copies them between two batches: all of them or none.
+        One replica checks that the weights fit. Then they are stored, which makes them the latest ones, and each replica copies
+        them between two batches: all of them or none.
 
         Args:
             weights: a ``state_dict``, a module, a TensorDict of parameters, or a Ray reference to one of them; with all
-                tensors of earlier pushes, since a replica that restarts loads only the last one.
+                tensors of earlier pushes, since a replica that starts later loads only the last one.
             version: a whole number greater than the last one; by default the next one, which no other push gets.
 
         Keyword Args:
-            wait: seconds to wait for other replicas once one has answered: more than they need to fetch the weights. The rest
-                load them when they are back, before they answer a client that has seen this version.
+            wait: seconds to wait for the replicas. One that does not take the weights by then loads them before it answers a
+                client that has seen this version, and after a few seconds at the latest.
 
         Returns:
-            The version, an ``int`` whose attribute ``missed`` names the replicas that did not take the weights in time.
+            The version, an ``int`` whose attribute ``missed`` has the reasons of replicas that did not take the weights in time.
 
         Raises:
             KeyError, TypeError, ValueError: if they do not fit the model or are not finite; nothing is changed.
             WeightVersionError: if this version or a later one was pushed before, or earlier pushes held other tensors too.
-            ServiceTimeout: if no replica takes them within ``timeout``, or they are not stored by then: push them again.
+            ServiceTimeout: if no replica checks them within ``timeout``, or they are not stored by then: push them again.
         """
-        if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < 1e9:
-            raise ValueError(f"wait must be a number of seconds, got {wait!r}.")
+        ray = import_ray()
+        check_range(0, wait=wait)
         version = None if version is None else check_version(version)
-        return push_weights(self.model.connection, weights, version, timeout=self.model.timeout, wait=wait)
+        connection, token = self.model.connection, uuid.uuid4().hex
+        given = state_dict_of(_answer(weights, self.model.timeout) if isinstance(weights, ray.ObjectRef) else weights)
+        if not given:
+            raise ValueError("there are no weights in the update: pass at least one.")
+        try:
+            for chunk in chunks_of(given.items()):
+                self._ask("stage", token, chunk)
+            tensors, whole = self.model.call("check_weights", token)
+            pushed = PushedVersion(self._ask("commit", token, version, connection.newest, tensors, whole=whole))
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._ask("drop", token)
+            raise
+        connection.saw(pushed)
+        answers = connection.broadcast("take_weights", int(pushed), timeout=wait)
+        pushed.missed = tuple(str(answer) for answer in answers if isinstance(answer, Exception))
+        return pushed
+
+    def _is_own(self) -> bool:
+        """Whether this service still has its name."""
+        ray = import_ray()
+        try:
+            return bool(self._state().id == self.model.connection.service)
+        except (ray.exceptions.RayActorError, ServiceClosedError):
+            return False
 
     def close(self) -> None:
-        """Stop using the service through this object; the service ends with its last client."""
+        """Stop using the service through this object; the service ends with its last driver."""
         self.model.close()
 
     def shutdown(self) -> None:
-        """End the service for all clients: waiting and later calls raise :class:`ServiceClosedError`.
+        """End the service for all clients: waiting calls are answered for a while, later ones raise ServiceClosedError.
 
         Clients cannot bring it back. A new :class:`ScoringService` may take the name.
         """
-        self.model.connection.end()
+        ray = import_ray()
+        with contextlib.suppress(ServiceClosedError, ray.exceptions.RayActorError):
+            if self._is_own():
+                ray.get(self.model.connection.keeper().end.remote("it was shut down"), timeout=_END)
+        deadline = time.monotonic() + _END
+        while self._is_own() and time.monotonic() < deadline:  # its name is free then
+            time.sleep(0.05)
+        self.model.connection.close(f"the service {self.name!r} was shut down.")
 
     def __enter__(self) -> ScoringService:
         return self
@@ -198,10 +243,71 @@ def _given(model: Any) -> Any:
     return model
 
 
-def _pickled(factory: Callable[[], Any]) -> bytes:
+def _answer(reference: Any, timeout: float) -> Any:
+    """The value of a reference; an error that is a value is raised."""
+    import ray
+
     try:
-        import ray
-    except ImportError as error:
-        raise ImportError(f"a service needs Ray: {install_hint('ray')}.") from error
-    packed: bytes = ray.cloudpickle.dumps(factory)
-    return packed
+        answer = ray.get(reference, timeout=timeout)
+    except ray.exceptions.GetTimeoutError:
+        raise ServiceTimeout(
+            f"no answer within {timeout:g} s: check the cluster, and the room in its object store."
+        ) from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _join(spec: ServiceSpec, packed: bytes | None, deadline: Deadline) -> tuple[Any, State]:
+    """The keeper of the service, which has deployed it, and its state."""
+    import ray
+
+    from torchrl_llm_kl.service._keeper import keeper_of
+
+    while True:
+        keeper = keeper_of(spec.name, spec, create=True)
+        try:
+            _answer(keeper.join.remote(spec, packed), deadline.left)
+            state = _answer(keeper.state.remote(), deadline.left)
+        except ray.exceptions.RayActorError as error:
+            if deadline.left <= 0:
+                raise deadline.over(error) from error
+        else:
+            if not state.ended:
+                return keeper, state
+        time.sleep(0.1)  # an earlier service of this name ends
+
+
+def _wait_for_replicas(keeper: Any, spec: ServiceSpec, deadline: Deadline, *, needed: int) -> None:
+    """Wait until so many replicas run; raises the error of the factory, or says what keeps them from starting."""
+    from ray import serve
+
+    while True:
+        state: State = _answer(keeper.state.remote(), max(deadline.left, 1.0))
+        if state.failure is not None:
+            raise state.failure
+        application = serve.status().applications.get(spec.name)
+        if application is None:
+            raise ServiceClosedError(f"the service {spec.name!r} was shut down while it started.")
+        running = sum(each.replica_states.get("RUNNING", 0) for each in application.deployments.values())
+        if running >= needed:
+            return
+        if application.status == "DEPLOY_FAILED":
+            raise ServiceError(f"the service {spec.name!r} did not start: {application.message}")
+        if deadline.left <= 0:
+            texts = [each.message for each in application.deployments.values() if each.message]
+            raise deadline.over(ServiceError("; ".join([_lacks(spec), *texts])))
+        time.sleep(0.1)
+
+
+def _lacks(spec: ServiceSpec) -> str:
+    """The resources that a replica requests, beside those of the cluster."""
+    import ray
+
+    options, total, free = spec.options, ray.cluster_resources(), ray.available_resources()
+    needed = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0), **(options.get("resources") or {})}
+    return ", ".join(
+        f"{name}: {amount:g} requested, {total.get(name, 0):g} in the cluster, {free.get(name, 0):g} free"
+        for name, amount in needed.items()
+        if amount
+    )

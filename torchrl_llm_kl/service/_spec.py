@@ -1,82 +1,110 @@
-"""The spec of a service, in values that need no torch, and how two clients' specs are compared."""
+"""The configuration of a service, in values that need no torch, and how two clients' configurations are compared."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypedDict
 
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.service._errors import ServiceConfigError
 
+#: Ray's namespace of the actors that keep the services' weights.
 NAMESPACE = "torchrl_llm_kl"
-#: Seconds without progress of the model, or without an answer of the process, after which a replica is started again.
+#: The name of the deployment in each application.
+DEPLOYMENT = "Replica"
+#: Seconds without progress of the model after which a replica is started again.
 HANG_AFTER = 300.0
-#: Concurrent calls of a replica. The limit for requests is lower, so that updates of weights always get through.
-MAX_CONCURRENCY = 1000
-#: Processes that may die while they score a request alone before it is refused.
-MAX_TRIALS = 3
 
 
 class ActorOptions(TypedDict, total=False):
-    """Options of Ray's actors that a service takes."""
+    """Resources of each replica, as Ray's actors have them, and the lifetime of the service."""
 
     num_cpus: float
     num_gpus: float
     resources: Mapping[str, float] | None
-    scheduling_strategy: Any
     runtime_env: Mapping[str, Any] | None
-    max_restarts: int
     lifetime: Literal["detached"] | None
-    namespace: str
+
+
+class ServeOptions(ActorOptions, total=False):
+    """Arguments of ``serve.deployment`` that a service passes on."""
+
+    max_ongoing_requests: int
+    max_queued_requests: int
+    autoscaling_config: Mapping[str, Any] | None
+    graceful_shutdown_timeout_s: float
+    health_check_period_s: float
+    health_check_timeout_s: float
+    max_replicas_per_node: int | None
+    placement_group_bundles: Sequence[Mapping[str, float]] | None
+    placement_group_strategy: str | None
+    request_router_config: Mapping[str, Any] | None
+
+
+#: The names of :class:`ServeOptions` that are options of an actor.
+OF_ACTORS = ("num_cpus", "num_gpus", "resources", "runtime_env")
+#: What a service sets where its caller does not. Serve's own defaults are one call of a replica at a time times five, and
+#: ten seconds between two checks of its health.
+DEFAULTS: ServeOptions = {
+    "num_cpus": 1,
+    "num_gpus": 0,
+    "max_ongoing_requests": 256,
+    "health_check_period_s": 2.0,
+    "health_check_timeout_s": 30.0,
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a replica scores."""
+
+    tokens_per_batch: int | None = None
+    memory: int = 256 * 2**20
+    max_tokens: int = 65536
+    max_wait: float = 0.003
+    hang_after: float = HANG_AFTER
 
 
 @dataclass(frozen=True, eq=False)
 class ServiceSpec:
-    """Everything needed to create a service, or to find it.
+    """Everything needed to create a service.
 
     Attributes:
-        name, namespace: of the service; its actors are ``NAME:0``, ``NAME:1``, ..., ``NAME:control`` and ``NAME:weights``.
-        source: description of the model, for comparison.
-        factory: returns the model in a replica, pickled; None for one that a client hands in: a model given by value, or a
-            large factory, since Ray drops large arguments of an actor after its first start.
-        settings: of a replica: ``tokens_per_batch``, ``memory``, ``max_tokens``, ``max_wait``, ``max_queue``, ``hang_after``.
-        options: arguments of ``ray.remote`` for a replica.
-        num_replicas: number of replicas.
-        detached: whether the service outlives its clients.
-        id: of the service that has the name; a later one has another. Empty before it is known.
-        address: of the Ray cluster, for processes that have not joined one.
+        name: of the application.
+        source: describes the model, for comparison.
+        settings: of a replica.
+        options: of Serve and of Ray.
+        num_replicas: number of replicas; None if Serve scales them.
+        detached: whether the service outlives the drivers that use it.
+        id: of this service. A later service of the same name has another.
+        factory: a pickled function that returns the model in a replica; None for one that is too large for an argument of an
+            actor, such as a model given by value. The keeper has that one.
     """
 
     name: str
     source: str
-    settings: Json
-    factory: bytes | None = None
-    namespace: str = NAMESPACE
-    options: Json = field(default_factory=dict)
-    num_replicas: int = 1
+    settings: Settings
+    options: ServeOptions = field(default_factory=lambda: DEFAULTS)
+    num_replicas: int | None = 1
     detached: bool = False
     id: str = ""
-    address: str | None = None
+    factory: bytes | None = None
 
     @property
     def config(self) -> Json:
         """What all clients of a name must share."""
-        plain = {key: value for key, value in self.options.items() if isinstance(value, (int, float, str, dict))}
+        plain = {key: value for key, value in self.options.items() if key not in ("runtime_env", "lifetime")}
         own = {"model": self.source, "num_replicas": self.num_replicas, "detached": self.detached}
-        return {**own, **self.settings, **plain}
+        return {**own, **asdict(self.settings), **plain}
 
-    def replica_name(self, replica: int) -> str:
-        """The name of an actor."""
-        return f"{self.name}:{replica}"
-
-    def check_config(self, wanted: Mapping[str, Any]) -> None:
-        """A :class:`ServiceConfigError` with the differences if a client wants another configuration."""
-        found = self.config
+    def check_same(self, other: ServiceSpec) -> None:
+        """Raise a :class:`ServiceConfigError` with the differences if a client asks for another configuration."""
+        own, wanted = self.config, other.config
         differences = [
-            f"{key}: it has {found.get(key)!r}, requested {wanted.get(key)!r}"
-            for key in sorted({*wanted, *found})
-            if wanted.get(key) != found.get(key)
+            f"{key}: it has {own.get(key)!r}, requested {wanted.get(key)!r}"
+            for key in sorted({*wanted, *own})
+            if wanted.get(key) != own.get(key)
         ]
         if differences:
             raise ServiceConfigError(

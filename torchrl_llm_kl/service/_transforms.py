@@ -12,9 +12,9 @@ import torch
 
 from torchrl_llm_kl._numerics import read_device
 from torchrl_llm_kl._typing import Json
+from torchrl_llm_kl.service._remote import RemoteModel
 from torchrl_llm_kl.service._service import ScoringService
-from torchrl_llm_kl.service._spec import ActorOptions
-from torchrl_llm_kl.service.client._remote import RemoteModel
+from torchrl_llm_kl.service._spec import ServeOptions
 from torchrl_llm_kl.transforms import (
     RAY_VARIANTS,
     KLRewardTransform,
@@ -23,11 +23,11 @@ from torchrl_llm_kl.transforms import (
     RetrieveLogProb,
 )
 
-#: Options of Ray's actors; ``memory`` is another thing there.
-ACTOR_OPTIONS = tuple(ActorOptions.__annotations__)
+#: Options of Ray's actors and of Serve; ``memory`` is another thing there.
+ACTOR_OPTIONS = tuple(ServeOptions.__annotations__)
 #: Arguments of :class:`ScoringService` that the transforms pass on.
 SERVICE_ARGS = [*inspect.signature(ScoringService).parameters, *ACTOR_OPTIONS]
-SERVICE_ARGS = [name for name in SERVICE_ARGS if name not in ("model", "factory", "name", "actor_options")]
+SERVICE_ARGS = [name for name in SERVICE_ARGS if name not in ("model", "factory", "name", "options")]
 
 
 class Served(RayVariant):

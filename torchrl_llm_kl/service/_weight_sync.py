@@ -9,8 +9,8 @@ from torch import nn
 from torchrl.collectors import WeightUpdaterBase
 from torchrl.weight_update.weight_sync_schemes import TransportBackend, WeightSyncScheme
 
+from torchrl_llm_kl.service._messages import state_dict_of
 from torchrl_llm_kl.service._service import ScoringService
-from torchrl_llm_kl.service._wire import state_dict_of
 
 
 class ServiceTransport:

@@ -39,5 +39,5 @@ def _no_ray(monkeypatch):
 
 
 @pytest.fixture
-def loop(monkeypatch):
-    return Loopback(monkeypatch)
+def loop():
+    return Loopback()

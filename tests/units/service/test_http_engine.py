@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from engine_contract import EngineContract, Served, evaluated
-from load import assert_same, request_of, sequences
+from load import assert_same, job_of, sequences
 from prompt_server import MODEL, Handler, PromptServer
 from remote_models import model
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import Scores
 from torchrl_llm_kl.service import HTTPEngine, ServiceConfigError, ServiceError, ServiceTimeout
+from torchrl_llm_kl.service._core import ScoringCore
 from torchrl_llm_kl.service.engines import _http
-from torchrl_llm_kl.service.replica._core import ScoringCore
 from waits import LONG, until
 
 ROWS = sequences(4, 6)
@@ -199,7 +199,7 @@ def test_a_batch_waits_once_for_a_server_that_is_down(server):
     found = engine(server, timeout=1.0)
     with server.set(fails=[503] * 1000):
         first = found.progress()
-        answers = ScoringCore(found).score([request_of([[1, 2]])] * 20)
+        answers = ScoringCore(found).score([job_of([[1, 2]])] * 20)
         tries = len(server.requests())
     assert [type(answer) for answer in answers] == [ServiceTimeout] * 20
     assert re.search("did not answer in time: HTTP 503: .*switched off", str(answers[0]))

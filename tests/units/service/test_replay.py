@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch.testing import assert_close
 
 from closeness import assert_near
-from load import record_of, request_of
+from load import job_of, record_of
 from remote_models import model
 from torchrl_llm_kl import (
     KLRewardTransform,
@@ -25,11 +25,9 @@ from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.rollouts import write_kept
 from torchrl_llm_kl.scoring import ScoreRequest
-from torchrl_llm_kl.service import ProtocolError
-from torchrl_llm_kl.service._wire import Reply, Request
-from torchrl_llm_kl.service.client import _exchange, _remote
+from torchrl_llm_kl.service._core import ScoringCore
+from torchrl_llm_kl.service._remote import cut
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
-from torchrl_llm_kl.service.replica._core import ScoringCore
 from toy_models import tiny_model
 
 VOCAB = 97
@@ -95,7 +93,7 @@ REFUSED = {
 }
 
 
-def test_what_is_refused(loop, monkeypatch):
+def test_what_is_refused(loop):
     scorer = loop.serve(model()).make_scorer()
     for message, options in REFUSED.items():
         with pytest.raises(ValueError, match=message):
@@ -106,10 +104,6 @@ def test_what_is_refused(loop, monkeypatch):
         scorer.evaluate(ROWS, reference=LogProbScorer(model()))
     with pytest.raises(ValueError, match="is dense: it has no router"):
         scorer.evaluate(ScoreRequest.of(ROWS, routing=torch.zeros(9, 1, 1, dtype=torch.int8)))
-    short = Reply({"log_prob": torch.zeros(7)}, 0)
-    monkeypatch.setattr(_remote.Exchange, "replies", lambda self: [short] * len(self.parts))
-    with pytest.raises(ProtocolError, match="it answers another request"):
-        scorer.evaluate(ROWS, top_k=2)
 
 
 class Plain(TransformersEngine):
@@ -124,12 +118,14 @@ class Plain(TransformersEngine):
 
 
 def test_an_engine_without_distributions(loop):
-    core, asked = ScoringCore(Plain(model())), ({}, {"entropy": True}, {"top_k": 2})
-    plain, entropy, top = core.score([request_of([[3, 4, 5]], **each) for each in asked])
-    assert isinstance(plain, Reply)
-    assert isinstance(entropy, ProtocolError)
+    remote = loop.serve(model())
+    core = remote.connection.core = ScoringCore(Plain(model()))
+    plain, entropy, top = core.score([job_of([[3, 4, 5]], **each) for each in ({}, {"entropy": True}, {"top_k": 2})])
+    assert plain["columns"].keys() == {"log_prob"}
+    assert isinstance(entropy, RuntimeError)
+    assert "the engine returned scores of the shapes {'log_prob': (2,)}, expected" in str(entropy)
     assert (type(top), str(top)) == (ValueError, "top_k=2 cannot be had from Plain: ask for less.")
-    scorer, loop.cores["model"] = loop.serve(model()).make_scorer(), core
+    scorer = remote.make_scorer()
     with pytest.raises(ValueError, match=r"kept=... cannot be had from Plain: ask for less"):
         scorer.evaluate(ScoreRequest.of([[3, 4, 5]], kept=record_of([torch.tensor([3, 4, 5])])))
     assert scorer.evaluate([[3, 4, 5]]).log_prob.values.shape == (3,)
@@ -178,24 +174,21 @@ def test_a_batch_of_requests_with_and_without_a_record():
     records = [record_of(rows[0]), None, record_of(rows[2], 1), record_of(rows[3], 2), record_of(rows[4]), None]
     options = [{"sampling": Sampling(top_p=0.5)}] * 5 + [{}]
     options[3] = {"temperature": 0.6, "entropy": True}
-    batch = [request_of(rows[i], records={"kept": records[i]}, caller="abcdef"[i], **options[i]) for i in range(6)]
+    batch = [job_of(rows[i], records={"kept": records[i]}, **options[i]) for i in range(6)]
     wrong = records[4]._replace(ids=torch.full_like(records[4].ids, 5))  # the client refuses it
-    batch[4] = replace(batch[4], scored=replace(batch[4].scored, kept=wrong))
-    for i, (one, found) in enumerate(zip(batch, core.score(batch), strict=True)):
+    batch[4] = replace(batch[4], request=replace(batch[4].request, kept=wrong))
+    for i, (one, answer) in enumerate(zip(batch, core.score(batch), strict=True)):
         alone = core.score([one])[0]
         if i == 4:
-            assert isinstance(found, ValueError)
-            assert "log-prob is -inf" in str(found) == str(alone)
-            with pytest.raises(ProtocolError, match="is not among the"):
-                Request.unpack(one.pack())
+            assert isinstance(answer, ValueError)
+            assert "log-prob is -inf" in str(answer) == str(alone)
             continue
-        assert_close(found.columns, alone.columns, atol=1e-12, rtol=0)
+        for name, values in answer["columns"].items():
+            assert_close(values, alone["columns"][name], atol=1e-12, rtol=0)
         if records[i] is not None:
             want, _ = by_hand(core.engine.model, rows[i], records[i], options[i].get("temperature", 1.0))
-            assert_close(found.columns["log_prob"], want[one.scored.mask], atol=1e-9, rtol=0)
-    kinds = (None, record_of(rows[0]), record_of(rows[0], 1))
-    digests = {request_of(rows[0], records={"kept": kept}).digest() for kept in kinds}
-    assert len(digests) == 3, "equal requests with other records are different"
+            found = torch.from_numpy(answer["columns"]["log_prob"])
+            assert_close(found, want[one.request.mask], atol=1e-9, rtol=0)
 
 
 def test_what_cannot_be_replayed(loop):
@@ -218,19 +211,23 @@ def test_what_cannot_be_replayed(loop):
         loop.serve(model().float()).make_scorer(deterministic=True).evaluate(ScoreRequest.of(rows, kept=right))
 
 
-def test_requests_are_divided_by_what_is_sent(monkeypatch):
+def test_requests_are_cut_by_what_is_sent():
     """Records count: a call whose tokens are few is more than one request if they are large."""
     rows = [torch.tensor([1, 2, 3])] * 8
-    monkeypatch.setattr(_exchange, "_MOST_TOKENS", 60)
     for records in ({"kept": record_of(rows, most=30)}, {"top_ids": torch.arange(24 * 12).view(24, 12)}):
-        part = _remote.Part(request_of(rows, records=records))
-        parts = part.divided(_remote.Router(), [0])
+        whole = ScoreRequest.of(rows, **records)
+        parts = cut(whole, 60)
         assert len(parts) > 2
-        assert [int(i) for one in parts for i in one.elements] == part.elements.tolist()
-        assert all(int(one.request.scored.sizes().sum()) < 60 + 3 + 60 for one in parts)
-        again = ScoreRequest.concat([one.request.scored for one in parts])
-        assert replace(part.request, scored=again).digest() == part.request.digest()
-    assert len(_remote.Part(request_of(rows)).divided(_remote.Router(), [0])) == 1
+        assert all(int(part.sizes().sum()) < 60 + 3 + 60 for part in parts)
+        again = ScoreRequest.concat(parts).to_arrays()
+        assert again.keys() == whole.to_arrays().keys()
+        for name, array in whole.to_arrays().items():
+            assert (again[name] == array).all()
+    assert len(cut(ScoreRequest.of(rows), 60)) == 1
+    assert [part.tokens.lengths.tolist() for part in cut(ScoreRequest.of([[1] * 9, [], [2], [3]]), 4)] == [
+        [9],
+        [0, 1, 1],
+    ]
 
 
 def data(seed=0, *, recorded=True):
@@ -269,7 +266,7 @@ def test_a_kl_to_a_served_reference(loop, served, sampling, recorded, tmp_path):
     policy, reference = model().double(), model(1).double()
     there = loop.serve(reference)
     ref = RememberedModel(there, tmp_path, fingerprint="x") if served == "remembered" else there
-    gen = loop.serve(policy, "policy") if served == "both" else policy
+    gen = loop.serve(policy) if served == "both" else policy
     batch = data(recorded=recorded).exclude("log_probs")
 
     def transformed(*models, sampling=sampling):
@@ -283,7 +280,7 @@ def test_a_kl_to_a_served_reference(loop, served, sampling, recorded, tmp_path):
 
 
 def test_a_policy_behind_a_service_needs_the_kept_tokens(loop):
-    transform = RetrieveKL(loop.serve(model(), "policy"), loop.serve(model(1)), options=ScoreOptions(KEPT))
+    transform = RetrieveKL(loop.serve(model()), loop.serve(model(1)), options=ScoreOptions(KEPT))
     with pytest.raises(KeyError, match="with a policy in another process needs the tokens that the sampler kept"):
         transform(data(recorded=False).exclude("log_probs"))
 

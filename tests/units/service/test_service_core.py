@@ -15,17 +15,15 @@ from torch import nn
 from torch.testing import assert_close
 
 from closeness import assert_near, needs_equal_rows
-from load import request_of
+from load import job_of
 from remote_models import model
 from torchrl_llm_kl import LogProbScorer, Ragged, Sampling
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, fingerprint_of
-from torchrl_llm_kl.service import EngineLost, GangEngine, WeightVersionError
-from torchrl_llm_kl.service._wire import Request, state_dict_of
+from torchrl_llm_kl.service import EngineLost, GangEngine
+from torchrl_llm_kl.service._core import ScoringCore, Watchdog
+from torchrl_llm_kl.service._messages import state_dict_of
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.engines._gang import split
-from torchrl_llm_kl.service.replica._core import ScoringCore
-from torchrl_llm_kl.service.replica._server import Watchdog
-from torchrl_llm_kl.service.replica._stats import BatchRecord, RayMetrics, ReplicaStats
 from toy_models import tiny_model
 
 NAME = "lm_head.weight"
@@ -38,7 +36,7 @@ def test_weights_in_every_form():
     forms = [inner, wrapper, TensorDict.from_module(wrapper), wrapper.state_dict(), expected]
     for version, weights in enumerate(forms, start=1):
         core.update_weights({name: torch.zeros_like(value) for name, value in expected.items()}, version)
-        core.update_weights(state_dict_of(weights), version)
+        core.update_weights(core.engine.check_weights(state_dict_of(weights)), version)
         found = core.engine.model.state_dict()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
     with pytest.raises(TypeError, match="weights must be a module, a TensorDict or a mapping"):
@@ -46,8 +44,8 @@ def test_weights_in_every_form():
 
 
 def test_weights_that_do_not_fit_change_nothing():
-    core = ScoringCore(TransformersEngine(model()))
-    before = {name: value.clone() for name, value in core.engine.model.state_dict().items()}
+    engine = TransformersEngine(model())
+    before = {name: value.clone() for name, value in engine.model.state_dict().items()}
     good = {name: value + 1 for name, value in before.items()}
     for message, bad in {
         "holds values that are not finite": {NAME: good[NAME].clone().fill_(torch.inf)},
@@ -56,13 +54,8 @@ def test_weights_that_do_not_fit_change_nothing():
         "no weight 'nowhere'": {"nowhere": torch.zeros(1)},
     }.items():
         with pytest.raises((TypeError, ValueError, KeyError), match=message):
-            core.update_weights({**good, **bad}, 1)
-    assert core.version == 0
-    core.update_weights(before, 3)
-    with pytest.raises(WeightVersionError, match="version 2 of the weights was pushed after version 3"):
-        core.update_weights(good, 2)
-    assert core.version == 3
-    assert all(torch.equal(core.engine.model.state_dict()[key], value) for key, value in before.items())
+            engine.update_weights({**good, **bad})
+    assert all(torch.equal(engine.model.state_dict()[key], value) for key, value in before.items())
 
 
 @pytest.mark.parametrize(
@@ -130,7 +123,7 @@ def test_peft_names_of_adapters():
 
 
 def request(*tokens, **given):
-    return request_of([tokens], **given)
+    return job_of([tokens], **given)
 
 
 def scores(engine, rows, **options):
@@ -158,7 +151,8 @@ def test_what_an_engine_cannot_do_fails_alone():
         assert isinstance(refused, ValueError)
         assert re.search(message, str(refused)), refused
         for found, asked in zip([first, *others], good, strict=True):
-            assert_close(found.columns, core.score([asked])[0].columns, atol=1e-6, rtol=1e-6)
+            alone = core.score([asked])[0]["columns"]["log_prob"]
+            assert_close(found["columns"]["log_prob"], alone, atol=1e-6, rtol=1e-6)
     assert core.running is None
 
 
@@ -178,10 +172,10 @@ def test_many_temperatures_share_one_scorer():
 
 
 def test_what_a_sampler_left():
-    """Options over the wire score like a scorer of this process, whatever was scored before."""
+    """Options that travel score like a scorer of this process, whatever was scored before."""
     engine, row = TransformersEngine(model()), Ragged.from_list([torch.arange(20) % 97])
     for sampling in (Sampling(), Sampling(0.7, top_k=60), Sampling(0.7), Sampling(1.3, 80, 0.999, 0.001)):
-        options = Request.unpack(request_of(row, sampling=sampling).pack()).options
+        options = ScoreOptions.from_dict(ScoreOptions(sampling).to_dict())
         assert options.sampling == sampling
         found = scores(engine, row, sampling=options.sampling)
         with warnings.catch_warnings():
@@ -246,72 +240,24 @@ def test_the_watchdog_sees_calls_without_progress():
     assert watchdog.hangs(309.5)
     core.running = None
     assert not watchdog.hangs(400.0)
-    engine.progress = None  # raises
-    core.running = 1
-    assert [watchdog.hangs(now) for now in (500.0, 505.0, 511.0)] == [False, False, True]
 
 
-def test_weights_are_read_once_after_each_update(monkeypatch):
-    core, reads, read = ScoringCore(TransformersEngine(model())), [], TransformersEngine.fingerprint
-    monkeypatch.setattr(TransformersEngine, "fingerprint", lambda self: (reads.append(self), read(self))[1])
-    assert core.fingerprint is None
+def test_weights_are_read_once_after_each_update():
+    class Counted(TransformersEngine):
+        reads = 0
+
+        def fingerprint(self):
+            self.reads += 1
+            return super().fingerprint()
+
+    core = ScoringCore(Counted(model()))
     for _ in range(2):
-        core.read_fingerprint()
-    assert core.fingerprint == (0, fingerprint_of(model()))
-    assert len(reads) == 1
+        assert core.read_fingerprint() == (0, fingerprint_of(model()))
+    assert core.engine.reads == 1
     core.update_weights(model(seed=1).state_dict(), 0)  # under the same number
-    assert core.fingerprint is None
-    core.read_fingerprint()
-    assert core.fingerprint == (0, fingerprint_of(model(seed=1)))
+    assert core.read_fingerprint() == (0, fingerprint_of(model(seed=1)))
     with pytest.raises(TypeError, match="object reports no fingerprint of its weights: state it"):
         ScoringCore(object()).read_fingerprint()
-
-
-class Metric:
-    """Records values by name."""
-
-    told = {}  # noqa: RUF012
-
-    def __init__(self, name, *_, tag_keys=()):
-        assert tag_keys == ("replica",)
-        self.name = name.removeprefix("torchrl_llm_kl_")
-
-    def record(self, value, tags):
-        assert tags == {"replica": "x:0"}
-        self.told.setdefault(self.name, []).append(value)
-
-    set = inc = observe = record
-
-
-def test_metrics_of_a_batch(monkeypatch):
-    for name in ("Counter", "Gauge", "Histogram"):
-        monkeypatch.setattr(f"ray.util.metrics.{name}", Metric)
-    monkeypatch.setattr(Metric, "told", {})
-    metrics = RayMetrics("x:0", again=True)
-    metrics.update([BatchRecord(2, 300, 0.5, (0.6, 0.7)), BatchRecord(1, 50, 0.5, (0.2,))], waiting=3, recalled=40)
-    metrics.update([BatchRecord(1, 100, 0.25, (0.3,))], waiting=0, recalled=100)
-    assert Metric.told == {
-        "queue_length": [0, 3, 0],
-        "restarts": [1],
-        "batch_requests": [2, 1, 1],
-        "batch_tokens": [300, 50, 100],
-        "tokens": [350, 100],
-        "tokens_recalled": [40, 60],
-        "busy_seconds": [1.0, 0.25],
-        "latency_seconds": [0.6, 0.7, 0.2, 0.3],
-    }
-
-
-def test_statistics_of_a_replica():
-    stats = ReplicaStats()
-    assert stats.snapshot()["latency_p99"] == 0.0
-    for i in range(100):
-        stats.add(BatchRecord(1, 10, 0.5, ((i + 1) / 100,)))
-    found = stats.snapshot()
-    assert (found["requests"], found["batches"], found["tokens"], found["busy"]) == (100, 100, 1000, 50.0)
-    assert found["tokens_per_second"] == 20.0
-    assert found["latency_p50"] == pytest.approx(0.51)
-    assert found["latency_p99"] == pytest.approx(1.0)
 
 
 def test_sequences_are_split_by_tokens():
@@ -352,7 +298,7 @@ def test_requests_that_arrive_together_have_the_bits_of_each_alone():
     """Wide enough that products of different numbers of rows are summed in different orders."""
     wide = tiny_model(hidden_size=128, intermediate_size=256, max_position_embeddings=256)
     rows = [torch.randint(30, (n,), generator=torch.Generator().manual_seed(n)) for n in (150, 20, 90)]
-    sent = [request_of([row], deterministic=True) for row in rows]
+    sent = [job_of([row], deterministic=True) for row in rows]
     local = LogProbScorer(wide, deterministic=True)
     for row, found in zip(rows, ScoringCore(TransformersEngine(wide)).score(sent), strict=True):
-        assert torch.equal(found.columns["log_prob"], local.score([row]).values[1:])
+        assert torch.equal(torch.from_numpy(found["columns"]["log_prob"]), local.score([row]).values[1:])

@@ -25,8 +25,7 @@ from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import Sampling, ScoreOptions
 from torchrl_llm_kl.service import RayKLRewardTransform, RayRetrieveKL, RayRetrieveLogProb, RemoteModel, _transforms
-from torchrl_llm_kl.service._spec import ServiceSpec
-from torchrl_llm_kl.service.client._remote import RemoteScorer
+from torchrl_llm_kl.service._remote import RemoteScorer
 from toy_models import tiny_model
 
 
@@ -53,8 +52,8 @@ def test_the_reference_is_scored_while_the_policy_is(loop, monkeypatch):
         assert torch.allclose(found[key], expected[key], atol=1e-6)
 
 
-def service(kind=RemoteModel):
-    return kind(ServiceSpec("name", "source", {"max_tokens": 64}))
+def service():
+    return RemoteModel("name")
 
 
 def test_service_arguments_without_a_service_are_refused():

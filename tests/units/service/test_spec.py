@@ -1,18 +1,17 @@
-"""Descriptions of models, and what a client sends to another process."""
+"""Descriptions of models, what drivers of one name must share, and arguments that are refused."""
 
-import copy
-import pickle
 import sys
 from functools import partial
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
 
 from remote_models import Slow, model
-from torchrl_llm_kl.service import RemoteModel, ScoringService, ServiceConfigError
+from torchrl_llm_kl.service import ScoringService, ServiceConfigError
 from torchrl_llm_kl.service._source import describe_source
-from torchrl_llm_kl.service._spec import ServiceSpec
+from torchrl_llm_kl.service._spec import ServiceSpec, Settings
 
 
 def make_another():
@@ -57,34 +56,22 @@ def test_models_differ_by_their_weights():
     assert one not in (other, third)
 
 
-def spec(**given):
-    return ServiceSpec("name", "source", {"max_tokens": 1, "hang_after": 900.0}, **given)
+def test_what_drivers_of_one_name_must_share():
+    def spec(source="source", **given):
+        return ServiceSpec("name", source, Settings(max_tokens=1), **given)
 
-
-def test_a_model_given_by_value_is_not_sent_to_other_clients():
-    """Nor is the code of a factory: they only find the service."""
-    for remote in (RemoteModel(spec(), make=model), RemoteModel(spec(factory=b"its code"))):
-        assert len(pickle.dumps(remote)) < 2000 < len(pickle.dumps(model()))
-        sent, near = pickle.loads(pickle.dumps(remote)), copy.deepcopy(remote)
-        assert (sent.connection.make, sent.spec.factory) == (None, None)
-        assert sent.spec.config == remote.spec.config
-        assert (near.connection.make, near.spec) == (remote.connection.make, remote.spec), "it may hand the model in"
-
-
-def test_what_clients_of_one_name_must_share():
-    strategy = object()  # may be written in many ways
-    mine = spec(num_replicas=2, options={"num_cpus": 1, "scheduling_strategy": strategy}, address="here")
-    mine.check_config(spec(num_replicas=2, options={"num_cpus": 1}, factory=b"its code", id="another").config)
-    for message, wanted in {
+    mine = spec(num_replicas=2, options={"num_cpus": 1, "runtime_env": {"pip": []}})
+    mine.check_same(spec(num_replicas=2, options={"num_cpus": 1}, factory=b"its code", id="another"))
+    for message, other in {
         "'name' is in use with another configuration: model: it has 'source', requested 'other'. Ch": {
-            "model": "other"
+            "source": "other"
         },
-        "max_tokens: it has 1, requested 2; num_replicas: it has 2, requested 3": {"num_replicas": 3, "max_tokens": 2},
-        "num_gpus: it has None, requested 1": {"num_gpus": 1},
+        "num_replicas: it has 2, requested 3": {"num_replicas": 3},
+        "num_gpus: it has None, requested 1": {"options": {"num_cpus": 1, "num_gpus": 1}},
         "detached: it has False, requested True": {"detached": True},
     }.items():
         with pytest.raises(ServiceConfigError, match=message):
-            mine.check_config({**mine.config, **wanted})
+            mine.check_same(spec(**{"num_replicas": 2, "options": {"num_cpus": 1}, **other}))
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch):
@@ -95,24 +82,16 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch):
 
 
 REFUSED = {
-    "num_replicas must be a whole number of at least 1, got 0": {"num_replicas": 0},
-    "num_replicas must be a whole number of at least 1, got 1.5": {"num_replicas": 1.5},
-    "num_replicas must be a whole number of at least 1, got True": {"num_replicas": True},
-    "max_tokens must be a whole number of at least 1": {"max_tokens": 0},
-    "max_queue must be a whole number": {"max_queue": "4"},
-    "max_wait must be a number of seconds": {"max_wait": -1.0},
-    "timeout must be a number of seconds, got '5'": {"timeout": "5"},
-    "timeout must be a number of seconds, got inf": {"timeout": float("inf")},
+    "num_replicas must be at least 1, got 0": {"num_replicas": 0},
+    "max_tokens must be at least 1": {"max_tokens": 0},
+    "max_wait must be at least 0": {"max_wait": -1.0},
     "timeout must be greater than 0, got 0": {"timeout": 0},
     "hang_after must be greater than 0, got 0": {"hang_after": 0},
     "tokens_per_batch must be at least 1": {"tokens_per_batch": 0},
     "memory must be at least 0, got -1": {"memory": -1},
     "lifetime must be one of None, 'detached', got 'long'": {"lifetime": "long"},
-    "name must be a string": {"name": ""},
-    "name must be a string without ':'": {"name": "a:b"},
-    "name must be a string .*5": {"name": 5},
-    "namespace must be a string": {"namespace": ""},
-    "exactly one of them": {"factory": None},
+    "name must not be empty": {"name": ""},
+    "pass the model, or factory=": {"factory": None},
 }
 
 
@@ -122,3 +101,26 @@ def test_invalid_arguments_are_refused_before_actors_start(message):
         ScoringService(**{"factory": model, **REFUSED[message]})
     with pytest.raises(TypeError, match="ScoringService has no argument 'num_tpus'"):
         ScoringService(factory=model, num_tpus=1)
+
+
+CONFIG = {"name": "reference", "factory": "remote_models:model", "arguments": {"seed": 1}}
+WRONG = {
+    "the application has no argument 'modle'. Did you mean 'model'": {"modle": "x"},
+    "args must have a name, and a model or a factory": {"model": "x"},
+}
+
+
+def test_the_application_of_a_configuration():
+    """As ``serve run`` calls it."""
+    pytest.importorskip("ray.serve")
+    from torchrl_llm_kl.service import app
+
+    made = app({**CONFIG, "max_tokens": 128})
+    deployment = made._bound_deployment
+    (spec,) = deployment.init_args
+    assert (spec.name, spec.settings.max_tokens, spec.detached, deployment.name) == ("reference", 128, True, "Replica")
+    found = cloudpickle.loads(spec.factory)()
+    assert torch.equal(found.lm_head.weight, model(seed=1).lm_head.weight)
+    for message, changes in WRONG.items():
+        with pytest.raises(ValueError, match=message):
+            app({**CONFIG, **changes})

@@ -19,7 +19,7 @@ from torchrl_llm_kl.scoring import (
     Scores,
     fingerprint_of,
 )
-from torchrl_llm_kl.service._wire import ANSWERED, state_dict_of
+from torchrl_llm_kl.service._messages import ANSWERED, state_dict_of
 
 
 @runtime_checkable

@@ -19,8 +19,8 @@ from torch import Tensor
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY, ScoreOptions, Scorer, ScoreRequest, Scores
 from torchrl_llm_kl.service._errors import EngineLost, ServiceTimeout
-from torchrl_llm_kl.service._wire import ANSWERED, Reply, Request
-from torchrl_llm_kl.service.engines._rank import GangRank, Shard
+from torchrl_llm_kl.service._messages import ANSWERED
+from torchrl_llm_kl.service.engines._rank import Answer, GangRank, Shard
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 _TICK = 1.0  # seconds between two looks at the progress of the ranks
@@ -145,14 +145,11 @@ class GangEngine:
         """The scores of a share for each rank, or of one that all of them score."""
         first = request.select(torch.zeros(1, dtype=torch.long))
         nothing = replace(first, mask=torch.zeros_like(first.mask))  # the rank takes part in the others' collectives
-        packed = [Request(nothing if share is None else share, options).pack() for share in shares]
-        sent = [ray.put(packed[0])] * len(self._ranks) if len(shares) == 1 else packed
-        answers: list[tuple[bytes, tuple[int, int]]] = self._ask("run", [(each,) for each in sent])[: len(shares)]
-        cached = [counts for _, counts in answers]
-        self._cached = (sum(seen for seen, _ in cached), sum(recalled for _, recalled in cached))
-        parts = [
-            Reply.unpack(reply).columns for (reply, _), share in zip(answers, shares, strict=True) if share is not None
-        ]
+        each = [nothing if share is None else share for share in shares]
+        sent = [ray.put(each[0])] * len(self._ranks) if len(shares) == 1 else each
+        answers: list[Answer] = self._ask("run", [(share, options) for share in sent])[: len(shares)]
+        self._cached = (sum(answer.seen for answer in answers), sum(answer.recalled for answer in answers))
+        parts = [answer.columns for answer, share in zip(answers, shares, strict=True) if share is not None]
         columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         return Scores.spread(request.layout, request.mask.nonzero().squeeze(-1), **columns)
 

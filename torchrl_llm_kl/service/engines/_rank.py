@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import wraps
-from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeVar
 
 import ray
 import torch
@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import collective_device, is_wrapper, unwrap
+from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, collective_device, is_wrapper, unwrap
 from torchrl_llm_kl.service._errors import portable
-from torchrl_llm_kl.service._wire import Reply, Request
+from torchrl_llm_kl.service._messages import columns_of
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 
 #: How to shard: by name, or a function of the model and the mesh of all ranks that returns the model (None: in place).
@@ -44,6 +44,14 @@ def _errors_as_values(call: Callable[_P, _T]) -> Callable[_P, _T | Exception]:
             return portable(error)
 
     return caught
+
+
+class Answer(NamedTuple):
+    """A rank's scores of its share of a request, and the counters of its cache."""
+
+    columns: dict[str, Tensor]  # at the masked-in tokens: [K, ...]
+    seen: int  # tokens of continued conversations so far
+    recalled: int  # those among them that were found in the cache
 
 
 class RankEngine(TransformersEngine):
@@ -109,11 +117,10 @@ class GangRank:
         return engine.interface(), may_split(made), engine.tensors()
 
     @_errors_as_values
-    def run(self, packed: bytes) -> tuple[bytes, tuple[int, int]]:
-        """The reply to a rank's share of a request, and the counters of its cache."""
-        request = Request.unpack(packed)
-        found = self._engine.run(request.scored, request.options)
-        return Reply.of(found, request.scored.mask, 0).pack(), self._engine.cached_tokens()
+    def run(self, request: ScoreRequest, options: ScoreOptions) -> Answer:
+        """The scores of a rank's share of a request."""
+        scores = self._engine.run(request, options)
+        return Answer(columns_of(scores, request.mask), *self._engine.cached_tokens())
 
     @_errors_as_values
     def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, str]:

@@ -6,30 +6,21 @@ import asyncio
 import os
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import (
-    Changes,
-    ScoreOptions,
-    Scorer,
-    ScoreRequest,
-    Scores,
-    Sequences,
-    TokenMask,
-)
-from torchrl_llm_kl.service._spec import ServiceSpec
+from torchrl_llm_kl.scoring import Changes, ScoreOptions, Scorer, ScoreRequest, Scores, Sequences, TokenMask
+from torchrl_llm_kl.service._connection import Connection, Deadline
+from torchrl_llm_kl.service._errors import ServiceError
+from torchrl_llm_kl.service._messages import ANSWERED, PROTOCOL, Message, Reply, checked_top_k, scores_of
 from torchrl_llm_kl.service._weights import check_version
-from torchrl_llm_kl.service._wire import ANSWERED, Request, checked_top_k
-from torchrl_llm_kl.service.client._connection import Connection
-from torchrl_llm_kl.service.client._exchange import Exchange, Part
-from torchrl_llm_kl.service.client._router import Router
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -40,29 +31,34 @@ _PROCESS = uuid.uuid4().hex[:8]  # with the process id the name of this process 
 class RemoteModel:
     """Proxy of a service's model, accepted wherever a transform takes a model.
 
-    Small and picklable. It connects on first use: each process finds the replicas by name.
+    Small and picklable. It connects on first use: each process finds the application by its name.
 
     Args:
-        spec: the service.
+        name: of the service.
 
     Keyword Args:
-        make: a factory that is not part of the spec: this process hands it in, and again if it is lost.
         timeout: seconds per call, retries included.
+        service: the id of the service; by default that of any service with this name.
+        address: of the Ray cluster, for a process that has not joined one.
     """
 
     log_probs_only = True  # no distributions: see check_distributions
     replays = True  # scores over recorded tokens: see check_replays
+    #: A call of more numbers than this is sent in parts of about this size, so that small calls of others come between them.
+    part_size = 8192
 
-    def __init__(self, spec: ServiceSpec, *, make: Callable[[], Any] | None = None, timeout: float = 120.0) -> None:
+    def __init__(self, name: str, *, timeout: float = 120.0, service: str = "", address: str | None = None) -> None:
         if not timeout > 0:
             raise ValueError(f"timeout must be a number of seconds greater than 0, got {timeout}.")
         self.timeout = timeout
+        self.connection = Connection(name, service, address)
         self._version: int | None = None
         self._interface: tuple[ModelInterface, bool] | None = None
-        self._connect(spec, make)
 
-    def _connect(self, spec: ServiceSpec, make: Callable[[], Any] | None = None) -> None:
-        self.connection, self.router = Connection(spec, make), Router()
+    @property
+    def name(self) -> str:
+        """Of the service."""
+        return self.connection.name
 
     @property
     def version(self) -> int | None:
@@ -76,24 +72,10 @@ class RemoteModel:
     def version(self, version: int | None) -> None:
         self._version = None if version is None else check_version(version)
 
-    @property
-    def spec(self) -> ServiceSpec:
-        """The service."""
-        return self.connection.spec
-
-    def __getstate__(self) -> Json:
-        kept = ("timeout", "_version", "_interface")
-        return {"spec": replace(self.spec, factory=None), **{name: getattr(self, name) for name in kept}}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update({name: value for name, value in state.items() if name not in ("spec", "make")})
-        self._connect(state["spec"], state.get("make"))
-
-    def __deepcopy__(self, memo: object) -> RemoteModel:
-        """A copy in this process, which can hand in the model too."""
-        copy = object.__new__(type(self))
-        copy.__setstate__({**self.__getstate__(), "spec": self.spec, "make": self.connection.make})
-        return copy
+    def __reduce__(self) -> tuple[Callable[..., RemoteModel], tuple[Json, Json]]:
+        own = self.connection
+        given: Json = {"name": own.name, "timeout": self.timeout, "service": own.service, "address": own.address}
+        return _restored, (given, {"_version": self._version, "_interface": self._interface})
 
     @property
     def interface(self) -> ModelInterface:
@@ -128,17 +110,17 @@ class RemoteModel:
         See :func:`~torchrl_llm_kl.scoring.fingerprint_of`. The replica reads all weights at the first call, and at the first
         one after each push.
         """
-        version, found = self.call("fingerprint")
+        version, fingerprint = self.call("fingerprint")
         self.connection.saw(version)
         old = version < self.connection.newest or self._version not in (None, version)
-        return None if old else (version, found)
+        return None if old else (version, fingerprint)
 
     @property
     def retries(self) -> int:
-        """Number of calls through this object that were retried after their replica failed."""
+        """Number of calls through this object that were repeated after their replica ended."""
         return self.connection.retries
 
-    def call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: object) -> Any:
         """Call a method of any replica, with retries until the timeout."""
         return self.connection.call(method, *args, timeout=self.timeout)
 
@@ -147,7 +129,13 @@ class RemoteModel:
         self.connection.close(f"{self!r} was closed.")
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.spec.name!r}, num_replicas={self.spec.num_replicas})"
+        return f"{type(self).__name__}({self.name!r})"
+
+
+def _restored(given: Json, state: Json) -> RemoteModel:
+    model = RemoteModel(**given)
+    model.__dict__.update(state)
+    return model
 
 
 class RemoteScorer(Scorer):
@@ -201,27 +189,111 @@ class RemoteScorer(Scorer):
             >>> async def both(scorer, a, b):
             ...     return await asyncio.gather(scorer.ascore(a), scorer.ascore(b, temperature=0.5))
         """
-        threads = _threads(os.getpid())
-        begun = threads.submit(self.begin, request, options)
+        begun = _threads(os.getpid()).submit(self.begin, request, options)
         try:
-            return await asyncio.get_running_loop().run_in_executor(threads, lambda: begun.result()())
+            exchange = await asyncio.wrap_future(begun)
+            return await asyncio.get_running_loop().run_in_executor(_threads(os.getpid()), exchange)
         except asyncio.CancelledError:
             begun.add_done_callback(_withdraw)
             raise
 
     def begin(self, request: ScoreRequest, options: ScoreOptions | None = None) -> Exchange:
-        """Send the requests; the result is a function that waits for the scores of :meth:`run`."""
+        """Send the request; the result is a function that waits for the scores of :meth:`run`."""
         self.check(self.options if options is None else options, request)
         return self._begun(request, options)
 
     def _begun(self, request: ScoreRequest, options: ScoreOptions | None) -> Exchange:
-        self.model.connection.check_not_forked()  # before any tensor: torch's own threads do not survive a fork either
+        self.model.connection.connect()  # before any tensor: torch's own threads do not survive a fork either
         options = self.options if options is None else options
         if options.remember and not options.memory:
             options = options.but(remember=False)
-        caller = f"{_PROCESS}-{os.getpid()}/{threading.get_ident()}"
-        whole = Request(request, options, self.model.version, caller)
-        return Exchange(self.model.connection, self.model.router, Part(whole), timeout=self.model.timeout)
+        return Exchange(self.model, cut(request, self.model.part_size), request, options)
+
+
+class Exchange:
+    """One call of a scorer, sent in parts; calling it waits for the scores, all from the same version of the weights."""
+
+    def __init__(
+        self, model: RemoteModel, parts: list[ScoreRequest], request: ScoreRequest, options: ScoreOptions
+    ) -> None:
+        self._model, self._parts, self._request, self._options = model, parts, request, options
+        self._sent = [self._send(part) for part in self._parts]
+
+    def _send(self, part: ScoreRequest, tries: int = 0) -> Any:
+        connection = self._model.connection
+        message = Message(
+            protocol=PROTOCOL,
+            service=connection.service,
+            arrays=part.to_arrays(),
+            options=self._options.to_dict(),
+            version=self._model.version,
+            newest=connection.newest,
+            caller=f"{_PROCESS}-{os.getpid()}/{threading.get_ident()}",
+            tries=tries,
+        )
+        return connection.send("score", message)
+
+    def __call__(self) -> Scores:
+        """Wait for the scores; raises the error of a request."""
+        if _in_event_loop():  # Serve's responses are awaited there, and would block the loop
+            return _threads(os.getpid()).submit(self._wait).result()
+        return self._wait()
+
+    def _wait(self) -> Scores:
+        deadline = Deadline(self._model.timeout, f"scoring on {self._model.name!r}")
+        replies: dict[int, Reply] = {}
+        try:
+            while True:
+                for i in range(len(self._parts)):
+                    if i not in replies:
+                        replies[i] = self._receive(i, deadline)
+                newest = max(reply["version"] for reply in replies.values())
+                self._model.connection.saw(newest)
+                stale = [i for i, reply in replies.items() if reply["version"] < newest]
+                if not stale:
+                    return scores_of([replies[i] for i in range(len(self._parts))], self._request)
+                for i in stale:  # weights were pushed meanwhile
+                    del replies[i]
+                    self._sent[i] = self._send(self._parts[i])
+        except ServiceError:
+            self.cancel()
+            raise
+        except ValueError:
+            self.cancel()
+            if len(self._parts) == 1:
+                raise
+        # The message of a part counts the sequences of the part: one replica checks them all.
+        return Exchange(self._model, [self._request], self._request, self._options)()
+
+    def _receive(self, i: int, deadline: Deadline) -> Reply:
+        def again(tries: int) -> Any:
+            self._sent[i] = self._send(self._parts[i], tries)
+            return self._sent[i]
+
+        reply: Reply = self._model.connection.receive(self._sent[i], again, deadline)
+        return reply
+
+    def cancel(self) -> None:
+        """Withdraw the requests: no replica scores those that wait there."""
+        for response in self._sent:
+            response.cancel()
+
+
+def cut(request: ScoreRequest, limit: int) -> list[ScoreRequest]:
+    """The request in parts of whole sequences, of about ``limit`` numbers each; neighbours stay together."""
+    sizes = request.sizes()
+    if int(sizes.sum()) <= limit:
+        return [request]
+    place = (sizes.cumsum(0) - sizes) // limit
+    return [request.select((place == part).nonzero().squeeze(-1)) for part in torch.unique(place).tolist()]
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 @lru_cache(1)
@@ -231,6 +303,6 @@ def _threads(pid: int) -> ThreadPoolExecutor:
 
 
 def _withdraw(begun: Future[Exchange]) -> None:
-    """Cancel what was begun: nobody waits for it."""
+    """Cancel a call for which nobody waits."""
     if not begun.cancelled() and begun.exception() is None:
         begun.result().cancel()

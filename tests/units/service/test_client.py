@@ -1,0 +1,214 @@
+"""The client without Ray: parts of a call, answers of one version, replicas that end, full queues, deadlines, cancelled calls."""
+
+import asyncio
+import copy
+import pickle
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from load import sequences
+from remote_models import model
+from torchrl_llm_kl import LogProbScorer, Sampling
+from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest
+from torchrl_llm_kl.service import (
+    ProtocolError,
+    RemoteModel,
+    ServiceClosedError,
+    ServiceError,
+    ServiceOverloaded,
+    ServiceTimeout,
+)
+from torchrl_llm_kl.service._connection import Connection
+from torchrl_llm_kl.service._core import ScoringCore
+from torchrl_llm_kl.service._messages import PROTOCOL, check_protocol, read
+from torchrl_llm_kl.service._replica import digest_of
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
+
+ray = pytest.importorskip("ray")
+serve = pytest.importorskip("ray.serve")
+
+
+class Response:
+    """An answer of Serve: each of ``fates`` is one look, an error or a function that returns the answer; the last one stays."""
+
+    def __init__(self, *fates):
+        self.fates, self.withdrawn = list(fates), False
+
+    def result(self, *, timeout_s):
+        fate = self.fates.pop(0) if len(self.fates) > 1 else self.fates[0]
+        if isinstance(fate, BaseException):
+            time.sleep(0.005)
+            raise fate
+        return fate()
+
+    def cancel(self):
+        self.withdrawn = True
+
+
+class Fake(Connection):
+    """Answers with a model of this process; ``plan`` holds the errors that come before the answers, one list for each call; a
+    call of three or more is never answered."""
+
+    def __init__(self, plan=(), versions=(0,)):
+        super().__init__("name")
+        self.core, self.plan, self.versions = ScoringCore(TransformersEngine(model())), list(plan), list(versions)
+        self.messages, self.responses, self.open = [], [], True
+
+    def connect(self):
+        pass
+
+    def keeper(self):
+        if not self.open:
+            raise self.gone()
+
+    def send(self, method, message):
+        message = pickle.loads(pickle.dumps(message))
+        self.messages.append(message)
+
+        def answer():
+            (reply,) = self.core.score([read(message)])
+            if not isinstance(reply, Exception):
+                reply["version"] = self.versions.pop(0) if len(self.versions) > 1 else self.versions[0]
+            return reply
+
+        fates = self.plan.pop(0) if self.plan else []
+        self.responses.append(Response(*fates, *([] if len(fates) > 2 else [answer])))
+        return self.responses[-1]
+
+
+def remote(*plan, versions=(0,), part_size=10**6, timeout=60.0):
+    made = RemoteModel("name", timeout=timeout)
+    made.connection, made.part_size = Fake(plan, versions), part_size
+    return made
+
+
+def assert_local(scorer, data=None):
+    data = sequences() if data is None else data
+    assert_close(scorer.score(data).values, LogProbScorer(model()).score(data).values, atol=1e-9, rtol=0)
+
+
+def died():
+    return ray.exceptions.ActorUnavailableError("it was killed", None)
+
+
+@pytest.mark.parametrize("part_size", [1, 12, 10**6])
+def test_a_call_is_sent_in_parts_of_neighbours(part_size):
+    made = remote(part_size=part_size)
+    assert_local(made.make_scorer(), sequences(count=9))
+    lengths = [message["arrays"]["lengths"].tolist() for message in made.connection.messages]
+    assert sum(lengths, []) == sequences(count=9).lengths.tolist()
+    assert len(lengths) == {1: 9, 10**6: 1}.get(part_size, len(lengths))
+
+
+def test_what_a_message_holds():
+    made = remote()
+    made.version, made.connection.service, made.connection.newest = 0, "abc", 0
+    made.make_scorer(sampling=Sampling(0.7, top_k=5)).score([[3, 4, 5]])
+    (message,) = made.connection.messages
+    assert message["options"] == {"sampling": {"temperature": 0.7, "top_k": 5}}
+    assert (message["protocol"], message["service"], message["version"], message["tries"]) == (PROTOCOL, "abc", 0, 0)
+    assert message["caller"].endswith(f"/{threading.get_ident()}")
+    for protocol, side in ((PROTOCOL - 1, "client"), (PROTOCOL + 1, "replica")):
+        with pytest.raises(ProtocolError, match=f"update torchrl_llm_kl on the side of the {side}"):
+            check_protocol({**message, "protocol": protocol})
+    digests = {digest_of(message), digest_of({**message, "options": {}}), digest_of({**message, "caller": "other"})}
+    assert len(digests) == 2, "equal for any caller"
+
+
+def test_a_replica_that_ended_is_replaced_and_the_request_is_marked():
+    made = remote([died()], [died()])
+    assert_local(made.make_scorer())
+    assert [message["tries"] for message in made.connection.messages] == [0, 1, 2]
+    assert made.retries == 2
+
+
+def test_all_scores_of_a_call_come_from_one_version():
+    """Parts that were scored before a push are scored again."""
+    made = remote(versions=[1, 2, 2, 2], part_size=12)
+    found = made.make_scorer().evaluate(sequences(count=6))
+    assert found.version == 2
+    messages = made.connection.messages
+    assert messages[-1]["newest"] == 2
+    assert messages[-1]["arrays"]["lengths"].tolist() == messages[0]["arrays"]["lengths"].tolist()
+    assert_close(found.log_prob.values, LogProbScorer(model()).score(sequences(count=6)).values, atol=1e-9, rtol=0)
+
+
+def test_an_error_names_the_sequence_of_the_call():
+    made = remote(part_size=4)
+    with pytest.raises(ValueError, match="token id 500 at sequence 2, position 1 is outside the vocabulary"):
+        made.make_scorer().score([[1, 2, 3], [4, 5, 6], [1, 500]])
+    assert all(response.withdrawn for response in made.connection.responses[:3])
+
+
+FAILURES = {
+    "full": ([serve.exceptions.BackPressureError(7, 7)], ServiceOverloaded, "num_queued_requests=7"),
+    "late": ([TimeoutError()] * 3, ServiceTimeout, "scoring on 'name' took more than 0.01 s. Raise timeout="),
+    "died": ([died()] * 3, ServiceTimeout, "took more than 0.01 s: .*it was killed"),
+    "cancelled": ([serve.exceptions.RequestCancelledError("x")], ServiceError, "the call was cancelled"),
+    "failed": ([serve.exceptions.DeploymentUnavailableError("x")], ServiceError, "the application failed"),
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_failures_of_serve_are_typed_errors(kind):
+    fates, error, message = FAILURES[kind]
+    made = remote(*[fates] * 3, timeout=0.01)
+    with pytest.raises(error, match=message) as caught:
+        made.make_scorer().score(sequences())
+    assert type(caught.value) is error
+    assert made.connection.responses[-1].withdrawn
+
+
+def test_a_service_that_ended():
+    made = remote([TimeoutError(), TimeoutError()])
+    made.connection.open = False
+    with pytest.raises(
+        ServiceClosedError, match="there is no service 'name': it was shut down, or its last driver ended"
+    ):
+        made.make_scorer().score(sequences())
+
+
+async def test_calls_in_an_event_loop():
+    """Serve's responses must not block there; a cancelled call withdraws its request."""
+    made = remote([TimeoutError()] * 3)
+    scorer = made.make_scorer()
+    waiting = asyncio.ensure_future(scorer.arun(ScoreRequest.of(sequences()), ScoreOptions()))
+    while not made.connection.responses:
+        await asyncio.sleep(0.01)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    while not made.connection.responses[0].withdrawn:
+        await asyncio.sleep(0.01)
+    want = LogProbScorer(model()).score(sequences()).values
+    assert_close((await scorer.ascore(sequences())).values, want, atol=1e-9, rtol=0)
+    assert_close(scorer.score(sequences()).values, want, atol=1e-9, rtol=0)
+
+
+def test_a_model_travels_without_its_weights():
+    made = RemoteModel("name", timeout=7.0, service="id", address="here:1")
+    made.version, made._interface = 3, "known"
+    for other in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), copy.copy(made)):
+        assert (other.name, other.timeout, other.version, other._interface) == ("name", 7.0, 3, "known")
+        assert (other.connection.service, other.connection.address) == ("id", "here:1")
+    assert len(pickle.dumps(made)) < 2000
+    assert repr(made) == "RemoteModel('name')"
+    made.close()
+    with pytest.raises(ServiceClosedError, match=r"RemoteModel\('name'\) was closed"):
+        made.make_scorer().score(torch.tensor([[1, 2]]), attention_mask=torch.ones(1, 2))
+
+
+def test_a_lookup_of_the_wrapper():
+    made = remote()
+    made._interface = SimpleNamespace(log_probs_key="k", pad_output=1), False
+    with pytest.raises(
+        AttributeError, match=r"the model of RemoteModel\('name'\) is not a TorchRL wrapper: it has no log_pr"
+    ):
+        _ = made.log_probs_key
+    made._interface = SimpleNamespace(log_probs_key="k", pad_output=1), True
+    assert (made.log_probs_key, made.pad_output) == ("k", True)

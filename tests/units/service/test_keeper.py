@@ -1,0 +1,165 @@
+"""The keeper of a service without Ray: configurations, the last push, trials, and the loss of what it kept."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from load import job_of
+from remote_models import model
+from torchrl_llm_kl.service import ServiceConfigError, ServiceError, WeightVersionError, _keeper
+from torchrl_llm_kl.service._keeper import Keeper
+from torchrl_llm_kl.service._spec import ServiceSpec, Settings
+from torchrl_llm_kl.service._weights import MAX_VERSION, check_version, chunks_of, tensors_of
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
+
+ray = pytest.importorskip("ray")
+ALL = ["body", "head"]
+
+
+@pytest.fixture
+def context(monkeypatch):
+    """Ray's context of an actor; objects are kept as they are, and nothing is deployed."""
+    context = SimpleNamespace(was_current_actor_reconstructed=False, deployed=[])
+    fake = SimpleNamespace(put=lambda value: value, get_runtime_context=lambda: context)
+    monkeypatch.setattr(_keeper, "ray", fake)
+    monkeypatch.setattr(_keeper, "_deploy", context.deployed.append)
+    monkeypatch.setattr(Keeper, "_watch", lambda self: None)
+    return context
+
+
+def spec(**given):
+    return ServiceSpec("name", "source", Settings(max_tokens=1), **{"id": "first", **given})
+
+
+async def push(keeper, token, version=None, *, seen=0, tensors=ALL, whole=False):
+    await keeper.stage(token, f"chunk of {token}")
+    return await keeper.commit(token, version, seen, tensors, whole=whole)
+
+
+async def test_the_first_driver_deploys_and_later_ones_must_agree(context):
+    keeper = Keeper("name", spec())
+    assert await keeper.join(spec(), b"model") is None
+    assert await keeper.join(spec(id="second"), b"another") is None
+    error = await keeper.join(spec(num_replicas=2), None)
+    assert isinstance(error, ServiceConfigError)
+    assert "num_replicas: it has 1, requested 2" in str(error)
+    assert [each.id for each in context.deployed] == ["first"]
+    assert await keeper.model() == [b"model"]
+    state = await keeper.state()
+    assert (state.id, state.version, state.knows_model) == ("first", 0, True)
+    error = await Keeper("name", None).join(spec(), b"model")
+    assert isinstance(error, ServiceError)
+    assert "was deployed by Serve's own commands" in str(error)
+
+
+async def test_an_error_of_the_deployment_reaches_the_driver(context, monkeypatch):
+    def fails(spec):
+        raise OSError("no room")
+
+    monkeypatch.setattr(_keeper, "_deploy", fails)
+    keeper = Keeper("name", spec(factory=b"x"))
+    assert isinstance(await keeper.join(spec(), None), OSError)
+    await keeper.failed(OSError("no such checkpoint"))
+    assert str((await keeper.state()).failure) == "no such checkpoint"
+
+
+async def test_versions_increase_and_are_never_given_twice(context):
+    keeper = Keeper("name", spec())
+    assert await push(keeper, "a") == 1
+    assert await push(keeper, "b", 5) == 5
+    for version in (5, 3):
+        error = await push(keeper, "c", version)
+        assert isinstance(error, WeightVersionError)
+        assert f"version {version} of the weights came after version 5: versions must increase" in str(error)
+    assert await keeper.newest() == (5, ["chunk of b"], False)
+    assert await push(keeper, "d") == 6
+
+
+async def test_a_push_that_was_dropped_changes_nothing(context):
+    keeper = Keeper("name", spec())
+    await keeper.stage("a", 1)
+    assert (await keeper.staged("a")).chunks == [1]
+    await keeper.drop("a")
+    assert (await keeper.staged("a")).chunks == []
+    assert isinstance(await keeper.commit("a", None, 0, ALL, whole=True), ServiceError)
+    assert await keeper.newest() == (0, [], False)
+
+
+async def test_a_push_holds_all_tensors_of_those_before_it(context):
+    """A replica that starts later loads nothing else."""
+    keeper = Keeper("name", spec())
+    assert await push(keeper, "a", tensors=["head"]) == 1
+    assert await push(keeper, "b", tensors=["body", "head"]) == 2
+    error = await push(keeper, "c", tensors=["head"])
+    assert isinstance(error, WeightVersionError)
+    assert "lacks 1 tensors, such as 'body'" in str(error)
+
+
+async def test_a_keeper_that_lost_the_weights_takes_only_all_of_them(context):
+    context.was_current_actor_reconstructed = True
+    keeper = Keeper("name", spec())
+    assert (await keeper.started("x")).lost, "a replica that starts now must not answer"
+    error = await push(keeper, "a", tensors=["head"])
+    assert isinstance(error, WeightVersionError)
+    assert "are lost, with the actor that kept them: push all tensors" in str(error)
+    assert await push(keeper, "b", seen=7, whole=True) == 8, "after the version that the pusher knows"
+    assert await keeper.started("x") == (8, ["chunk of b"], False)
+
+
+async def test_a_replica_with_another_checkpoint_is_refused_unless_pushed_weights_replace_it(context):
+    keeper = Keeper("name", spec())
+    assert await keeper.started("x") == (0, [], False)
+    assert isinstance(await keeper.started("y"), ServiceError)
+    await push(keeper, "a", tensors=["head"])
+    assert isinstance(await keeper.started("y"), ServiceError), "the body is another"
+    await push(keeper, "b", whole=True)
+    assert (await keeper.started("y")).version == 2
+    assert (await keeper.state()).fingerprint == "x"
+
+
+async def test_trials_are_counted_until_a_replica_survives(context):
+    keeper = Keeper("name", spec())
+    assert [await keeper.begin_trial("a") for _ in range(3)] == [1, 2, 3]
+    assert await keeper.begin_trial("b") == 1
+    await keeper.end_trial("a")
+    assert await keeper.begin_trial("a") == 1
+
+
+# ------------------------------------------------------------------ weights on their way
+
+
+def test_chunks_hold_every_type_and_shape():
+    weights = {
+        str(dtype): torch.ones(3, 2).to(dtype) for dtype in (torch.bfloat16, torch.int8, torch.bool, torch.float64)
+    }
+    weights |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "strided": torch.arange(6.0).view(2, 3).T}
+    chunks = list(chunks_of(weights.items(), size=30))
+    assert len(chunks) > 2
+    assert all(sum(data.nbytes for _, _, data in chunk.values()) <= 30 for chunk in chunks if len(chunk) > 1)
+    found = {name: value for chunk in chunks for name, value in tensors_of(chunk).items()}
+    assert found.keys() == weights.keys()
+    for name, value in weights.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value)
+    with pytest.raises(TypeError, match=r"weights must be dense tensors, got torch\.sparse_coo for 'x'"):
+        list(chunks_of([("x", torch.eye(2).to_sparse())]))
+
+
+def test_versions_are_whole_numbers_that_a_message_can_hold():
+    assert check_version(MAX_VERSION) == MAX_VERSION
+    for wrong in (True, 2.5, "7", None):
+        with pytest.raises(TypeError, match="version must be a whole number"):
+            check_version(wrong)
+    for wrong in (-1, MAX_VERSION + 1):
+        with pytest.raises(WeightVersionError, match="must be from 0 to"):
+            check_version(wrong)
+
+
+def test_names_of_the_tensors_of_a_model():
+    """Tied ones share a place."""
+    made = model()
+    made.lm_head.weight = made.model.embed_tokens.weight
+    tied = [names for names in TransformersEngine(made).tensors() if len(names) > 1]
+    assert [sorted(names) for names in tied] == [["lm_head.weight", "model.embed_tokens.weight"]]
+    assert job_of([[1, 2]]).num_tokens == 2

@@ -1,0 +1,293 @@
+"""The keeper of a service: a small actor that deploys the application once and keeps the newest weights.
+
+Serve's controller starts, checks, scales and replaces the replicas. The keeper does what Serve has no place for: it compares
+the configurations of all drivers that ask for a name, holds a model given by value, holds the last push for replicas that
+start later, counts the replicas that a request has killed, and deletes the application after its last driver. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ray
+from ray import serve
+
+from torchrl_llm_kl.service._errors import ServiceError, WeightVersionError, portable
+from torchrl_llm_kl.service._spec import NAMESPACE, ServiceSpec
+
+_LOOK = 2.0  # seconds between two looks at the application
+_UNUSED = 60.0  # seconds without a driver, after the start of this actor, until the service ends
+_ABANDONED = 3600.0  # seconds after which a push that was not committed is dropped
+_LOST = "the weights that were pushed are lost, with the actor that kept them"
+
+
+class Held(NamedTuple):
+    """The last push, for a replica."""
+
+    version: int
+    chunks: list[Any]  # references to the weights
+    lost: bool  # whether an earlier push was lost, which this one does not replace
+
+
+class State(NamedTuple):
+    """A service as its keeper sees it."""
+
+    id: str
+    ended: str  # why; empty for a service in use
+    failure: Exception | None  # the error of the last start of a replica that failed
+    fingerprint: str | None  # of the factory's model
+    version: int  # of the last push
+    knows_model: bool  # whether replicas can start: False after the loss of a model that was given by value
+
+
+@dataclass(eq=False)
+class _Push:
+    """Weights that were pushed together."""
+
+    chunks: list[Any]
+    since: float
+
+
+class Keeper:
+    """The actor ``NAME`` in the namespace of this package. All its methods are quick. Errors are returned as values.
+
+    Args:
+        name: of the application.
+        spec: the service that the first driver asked for; None if Serve's own commands deployed the application.
+    """
+
+    def __init__(self, name: str, spec: ServiceSpec | None) -> None:
+        self._name, self._spec = name, spec
+        self._model: Any = None  # reference to a pickled factory that is not part of the spec
+        self._drivers: set[str] = set()
+        self._unused_since = time.monotonic()
+        self._over = asyncio.Event()
+        self._deployed = False
+        self._ended = ""
+        self._failure: Exception | None = None
+        self._fingerprint: str | None = None
+        self._version, self._chunks = 0, list[Any]()
+        self._tensors: frozenset[str] = frozenset()  # of the last push
+        self._whole = False  # whether it held all tensors of the model
+        self._staged: dict[str, _Push] = {}
+        self._trials = Counter[str]()
+        self._turn = asyncio.Lock()
+        with warnings.catch_warnings():  # Ray's own use of a deprecated name
+            warnings.simplefilter("ignore")
+            self._lost = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        self._watching: Any = None
+
+    # ------------------------------------------------------------------ drivers
+
+    async def join(self, spec: ServiceSpec, factory: bytes | None) -> Exception | None:
+        """Deploy the application for the first driver, and compare the configurations of later ones."""
+        async with self._turn:
+            if self._ended:
+                return None
+            if self._spec is None:
+                return ServiceError(
+                    f"the application {self._name!r} was deployed by Serve's own commands: use it by ScoringService("
+                    f"name={self._name!r}), without a model."
+                )
+            try:
+                self._spec.check_same(spec)
+                if self._model is None and factory is not None:
+                    self._model = await asyncio.to_thread(ray.put, factory)
+                if not self._deployed:
+                    await asyncio.to_thread(_deploy, self._spec)
+                    self._deployed = True
+            except Exception as error:
+                return portable(error)
+            self._watch()
+        return None
+
+    async def hold(self, client: str) -> None:
+        """Return at the end of the service. The driver that owns this call uses it until it cancels the call, or ends."""
+        self._drivers.add(client)
+        await self._over.wait()
+
+    async def watch(self, client: str, held: Sequence[Any]) -> None:
+        """Wait for the end of :meth:`hold`. Ray fails the call when the process that owns it ends."""
+        self._drivers.add(client)
+        with contextlib.suppress(Exception):
+            await held[0]
+        self._drivers.discard(client)
+        self._unused_since = time.monotonic()
+        if not self._drivers and not self._stays:
+            await self.end("its last driver ended")
+
+    async def state(self) -> State:
+        """See :class:`State`."""
+        knows = self._spec is None or self._spec.factory is not None or self._model is not None
+        service = "" if self._spec is None else self._spec.id
+        return State(service, self._ended, self._failure, self._fingerprint, self._version, knows)
+
+    async def end(self, why: str) -> None:
+        """Delete the application, and exit."""
+        if self._ended:
+            return
+        self._ended = why
+        async with self._turn:
+            await asyncio.to_thread(_delete, self._name)
+            self._over.set()
+            await asyncio.sleep(0.2)  # let the calls of hold() return: Ray would report them as failed
+            ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    @property
+    def _stays(self) -> bool:
+        """Whether the service does not end with its drivers."""
+        return self._spec is None or self._spec.detached
+
+    def _watch(self) -> None:
+        if self._watching is None:
+            self._watching = asyncio.get_running_loop().create_task(self._watch_application())
+
+    async def _watch_application(self) -> None:
+        """End after an application that somebody else deleted, and one that no driver has used for a minute."""
+        while True:
+            await asyncio.sleep(_LOOK)
+            if not self._drivers and not self._stays and time.monotonic() - self._unused_since > _UNUSED:
+                await self.end("no driver used it")
+            try:
+                there = await asyncio.to_thread(_is_deployed, self._name)
+            except Exception:  # Serve's controller restarts
+                continue
+            if not there and not self._turn.locked():
+                await self.end("its application was deleted")
+
+    # ------------------------------------------------------------------ replicas
+
+    async def model(self) -> list[Any]:
+        """The reference to the pickled factory that is not part of the spec, if there is one."""
+        return [] if self._model is None else [self._model]
+
+    async def started(self, fingerprint: str | None) -> Held | Exception:
+        """The last push, for a replica that has loaded its factory's model; an error for one with other weights."""
+        self._watch()
+        self._failure = None
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint
+        if fingerprint != self._fingerprint and not self._whole:
+            return ServiceError(
+                f"a replica of {self._name!r} loaded weights with the fingerprint {fingerprint}, the first one had "
+                f"{self._fingerprint}: the checkpoint changed. Restore it, or make the service again."
+            )
+        return self._held()
+
+    async def failed(self, error: Exception) -> None:
+        """A replica could not start."""
+        self._watch()
+        self._failure = error
+
+    async def begin_trial(self, digest: str) -> int:
+        """Number of replicas that have begun to score a request and no other one, this one included."""
+        self._trials[digest] += 1
+        return self._trials[digest]
+
+    async def end_trial(self, digest: str) -> None:
+        """A replica survived a request."""
+        self._trials.pop(digest, None)
+
+    # ------------------------------------------------------------------ weights
+
+    async def newest(self) -> Held:
+        """The last push."""
+        return self._held()
+
+    def _held(self) -> Held:
+        return Held(self._version, self._chunks, self._lost and not self._chunks)
+
+    async def staged(self, token: str) -> Held:
+        """A push that is not committed."""
+        push = self._staged.get(token)
+        return Held(self._version, [] if push is None else push.chunks, lost=False)
+
+    async def stage(self, token: str, chunk: Any) -> None:
+        """Store a part of a push, which changes nothing yet; one that was given up an hour ago is dropped."""
+        now = time.monotonic()
+        self._staged = {name: push for name, push in self._staged.items() if now - push.since < _ABANDONED}
+        push = self._staged.setdefault(token, _Push([], now))
+        push.chunks.append(await asyncio.to_thread(ray.put, chunk))
+
+    async def drop(self, token: str) -> None:
+        """Free a push that is not committed."""
+        self._staged.pop(token, None)
+
+    async def commit(
+        self, token: str, version: int | None, seen: int, tensors: Sequence[str], *, whole: bool
+    ) -> int | Exception:
+        """Make a push the last one; its version or an error.
+
+        Args:
+            token: of the push.
+            version: a number greater than all earlier ones; None for the next one.
+            seen: the latest version that the pusher knows, which this actor may have lost.
+            tensors: one name of each tensor in the push.
+
+        Keyword Args:
+            whole: whether these are all tensors of the model.
+        """
+        last = max(self._version, seen)
+        version = last + 1 if version is None else version
+        if version <= last:
+            return WeightVersionError(
+                f"version {version} of the weights came after version {last}: versions must increase."
+            )
+        # A replica that starts later loads only the last push.
+        missing = sorted(self._tensors - set(tensors))
+        if missing:
+            return WeightVersionError(
+                f"this push lacks {len(missing)} tensors, such as {missing[0]!r}, which earlier pushes held: push those too."
+            )
+        if (self._lost or seen > self._version) and not whole:
+            return WeightVersionError(f"{_LOST}: push all tensors of the model.")
+        push = self._staged.pop(token, None)
+        if push is None:
+            return ServiceError("the push is not known to the actor that keeps the weights: push them again.")
+        self._version, self._chunks, self._tensors, self._whole = version, push.chunks, frozenset(tensors), whole
+        self._lost = False
+        return version
+
+
+def keeper_of(name: str, spec: ServiceSpec | None = None, *, create: bool = False) -> Any:
+    """The keeper of a service, created by the first process that asks; a ValueError if there is none."""
+    if not create:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    remote: Any = ray.remote(Keeper)
+    return remote.options(
+        name=name,
+        namespace=NAMESPACE,
+        get_if_exists=True,
+        lifetime="detached",
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=-1,
+    ).remote(name, spec)
+
+
+def _is_deployed(name: str) -> bool:
+    return name in serve.status().applications
+
+
+def _deploy(spec: ServiceSpec) -> None:
+    """Deploy the application, without waiting for its replicas. Only handles call it: no HTTP proxy is started."""
+    from torchrl_llm_kl.service._replica import application
+
+    serve.start(proxy_location="Disabled")
+    if not _is_deployed(spec.name):
+        target = serve.RunTarget(target=application(spec), name=spec.name, route_prefix=None)
+        serve.run_many([target], wait_for_applications_running=False)
+
+
+def _delete(name: str) -> None:
+    if _is_deployed(name):
+        serve.delete(name)

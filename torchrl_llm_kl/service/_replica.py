@@ -1,0 +1,285 @@
+"""The deployment: a replica loads the model and answers requests. Its class imports no torch, so that the keeper can deploy it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import ray
+from ray import serve
+
+from torchrl_llm_kl.service._errors import (
+    EngineLost,
+    PoisonedRequest,
+    ServiceClosedError,
+    ServiceError,
+    WeightVersionError,
+    portable,
+)
+from torchrl_llm_kl.service._keeper import Held, keeper_of
+from torchrl_llm_kl.service._spec import DEFAULTS, DEPLOYMENT, OF_ACTORS, ServiceSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from torchrl_llm_kl.rollouts import ModelInterface
+    from torchrl_llm_kl.service._messages import Message, Reply
+
+#: Replicas that may end while they score a request, and no other one, before it is refused.
+MAX_TRIALS = 3
+_PROBE = 10.0  # seconds without an answer after which a check of the health scores a probe
+_KEEPER = 60.0  # seconds for the keeper to answer
+_FETCH = 300.0  # seconds to fetch weights or a model
+
+_LOG = logging.getLogger("torchrl_llm_kl.service")
+
+
+class ReplicaState(NamedTuple):
+    """One replica of a service."""
+
+    name: str
+    pid: int
+    version: int  # of its weights
+    waiting: int  # requests in its queue
+
+
+class Replica:
+    """Scores the requests of any number of clients, and takes pushed weights between two batches.
+
+    The event loop only waits. The model runs in one thread. Errors of a call are returned as values, with their own type,
+    since they are not failures of the replica.
+    """
+
+    def __init__(self, spec: ServiceSpec) -> None:
+        from torchrl_llm_kl.service._batcher import Batcher
+        from torchrl_llm_kl.service._core import ScoringCore, Watchdog
+        from torchrl_llm_kl.service.engines._engine import engine_of
+
+        os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")  # only the start blocks
+        self._spec, self._name = spec, serve.get_replica_context().replica_id.unique_id
+        settings = spec.settings
+        self._keeper = keeper_of(spec.name, create=True)  # Serve's own commands deploy without one
+        try:
+            engine = engine_of(self._load(), tokens_per_batch=settings.tokens_per_batch, memory=settings.memory)
+            self._core = ScoringCore(engine)
+            held = ray.get(self._keeper.started.remote(self._fingerprint()), timeout=_KEEPER)
+            if isinstance(held, Exception):
+                raise held
+            self._lost: Exception | None = None
+            self._take(held)
+        except Exception as error:
+            _LOG.exception("a replica of %s has no model", spec.name)
+            ray.get(self._keeper.failed.remote(portable(error)), timeout=_KEEPER)
+            raise
+        self._batcher = Batcher(self._score, max_tokens=settings.max_tokens, max_wait=settings.max_wait)
+        self._watchdog = Watchdog(self._core, settings.hang_after)
+        self._catching_up, self._on_trial = asyncio.Lock(), asyncio.Lock()
+        self._probed = True
+        if hasattr(engine, "when_lost"):
+            engine.when_lost(self._exit)
+
+    def _load(self) -> Any:
+        """The model or the engine that the factory returns."""
+        packed: Any = self._spec.factory
+        if packed is None:
+            references = ray.get(self._keeper.model.remote(), timeout=_KEEPER)
+            if not references:
+                raise ServiceError(
+                    f"the model of {self._spec.name!r} was given by value, and is lost with the actor that kept it: construct "
+                    "ScoringService with it again, or use a factory."
+                )
+            packed = ray.get(references[0], timeout=_FETCH)
+        return ray.cloudpickle.loads(packed)()
+
+    def _fingerprint(self) -> str | None:
+        try:
+            return self._core.read_fingerprint()[1]
+        except Exception as error:  # weights elsewhere, or of an exotic kind: it can be scored all the same
+            _LOG.info("the model of %s has no fingerprint: %s", self._spec.name, error)
+            return None
+
+    # ------------------------------------------------------------------ scores
+
+    async def score(self, message: Message) -> Reply | Exception:
+        """The scores of a request, or its error."""
+        from torchrl_llm_kl.service._messages import check_protocol, read
+
+        try:
+            check_protocol(message)
+            if message["service"] not in ("", self._spec.id):
+                raise ServiceClosedError(
+                    f"the service {self._spec.name!r} was shut down; the one of that name now is another: construct a "
+                    "ScoringService again to use it."
+                )
+            job = read(message)
+            await self._catch_up(max(job.version or 0, message["newest"]), required=job.version or 0)
+            if not message["tries"]:
+                return await self._batcher.submit(job)
+            # A replica ended while it held this request. From now on it is scored by itself: if the next ones end too, the
+            # request is the cause. Requests that waited beside it are on trial as well, and pass.
+            digest = digest_of(message)
+            async with self._on_trial:
+                begun = await self._keeper.begin_trial.remote(digest)
+                if begun > MAX_TRIALS:
+                    raise PoisonedRequest(
+                        f"{MAX_TRIALS} replicas ended while they scored a request of {len(message['arrays']['lengths'])} "
+                        f"sequences and {job.num_tokens} tokens, and nothing else: it is not tried again. Look for the cause "
+                        f"in the logs of {self._spec.name!r}, and score its sequences in smaller requests to find the one at "
+                        "fault."
+                    )
+                try:
+                    return await self._batcher.submit(job, alone=True)
+                finally:
+                    self._keeper.end_trial.remote(digest)
+        except ray.exceptions.RayError as error:
+            return ServiceError(f"the actor that keeps the weights of {self._spec.name!r} does not answer: {error}")
+        except Exception as error:
+            return portable(error)
+
+    def _score(self, jobs: Sequence[Any]) -> list[Reply | Exception]:
+        try:
+            return self._core.score(jobs)
+        except EngineLost as error:
+            self._exit(error)
+
+    def _exit(self, error: EngineLost) -> NoReturn:
+        """End the process of a replica without an engine, so that Serve replaces it and clients retry their requests."""
+        _LOG.error("replica %s of %s ends: %s", self._name, self._spec.name, error)
+        logging.shutdown()
+        os._exit(1)
+
+    async def check_health(self) -> None:
+        """Serve calls this. An exception, several times in a row, replaces the replica; one that hangs ends at once."""
+        if self._watchdog.hangs():
+            _LOG.error("replica %s made no progress for %g s and ends", self._name, self._watchdog.hang_after)
+            faulthandler.dump_traceback(all_threads=True)
+            os._exit(1)
+        with contextlib.suppress(Exception):  # the keeper restarts
+            newest: Held = await asyncio.wait_for(self._keeper.newest.remote(), 5.0)
+            if newest.version > self._core.version:
+                await self._catch_up(newest.version)
+        if self._core.running is None and time.monotonic() - self._batcher.last_answer > _PROBE and self._probed:
+            self._probed = await self._probe()
+
+    async def _probe(self) -> bool:
+        """Score two tokens. A refusal is an answer; any other error means that the model is broken."""
+        from torchrl_llm_kl.scoring import ScoreOptions
+        from torchrl_llm_kl.service._core import probe
+
+        run = self._core.engine.run
+        try:
+            await self._batcher.in_thread(lambda: self._core.call(lambda: run(probe(), ScoreOptions())))
+        except (ValueError, TypeError, ServiceError):
+            return False  # this model has no use for the probe
+        self._batcher.last_answer = time.monotonic()
+        return True
+
+    async def state(self) -> ReplicaState:
+        """See :class:`ReplicaState`."""
+        return ReplicaState(self._name, os.getpid(), self._core.version, len(self._batcher))
+
+    async def interface(self) -> tuple[ModelInterface, bool]:
+        """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
+        return self._core.engine.interface()
+
+    async def fingerprint(self) -> tuple[int, str] | Exception:
+        """Version and fingerprint of the weights."""
+        try:
+            return await self._batcher.in_thread(self._core.read_fingerprint)
+        except Exception as error:
+            return portable(error)
+
+    # ------------------------------------------------------------------ weights
+
+    async def check_weights(self, token: str) -> tuple[list[str], bool] | Exception:
+        """Whether a staged push fits the model: one name of each tensor in it, and whether these are all."""
+        try:
+            staged: Held = await self._keeper.staged.remote(token)
+            weights = await asyncio.to_thread(self._fetch, staged.chunks)
+        except Exception as error:
+            return portable(error)
+        tensors: Sequence[Sequence[str]] = getattr(self._core.engine, "tensors", list)()
+        tied = tensors or [[name] for name in weights]
+        held = [names[0] for names in tied if not weights.keys().isdisjoint(names)]
+        return held, bool(tensors) and len(held) == len(tensors)
+
+    async def take_weights(self, version: int) -> ReplicaState | Exception:
+        """Load the last push, unless this replica has ``version`` by then."""
+        try:
+            await self._catch_up(version)
+        except Exception as error:
+            return portable(error)
+        return await self.state()
+
+    async def _catch_up(self, version: int, *, required: int = 0) -> None:
+        """Load the push ``version`` or a later one; wait for it if a request requires a version that is not pushed yet."""
+        while self._lost is not None or self._core.version < version:
+            async with self._catching_up:
+                if self._lost is None and self._core.version >= version:
+                    return
+                held: Held = await self._keeper.newest.remote()
+                if held.version > self._core.version:
+                    weights = await asyncio.to_thread(self._fetch, held.chunks)
+                    await self._batcher.in_thread(lambda: self._core.update_weights(weights, held.version))
+                    self._lost = None
+                    _LOG.info("replica %s holds version %d of the weights", self._name, held.version)
+            if self._lost is not None:
+                raise self._lost
+            if self._core.version < version:
+                if required < version:
+                    raise WeightVersionError(
+                        f"version {version} of the weights was seen before, a replica holds {self._core.version} and finds no "
+                        "newer one: it is lost, push it again."
+                    )
+                await asyncio.sleep(0.02)
+
+    def _take(self, held: Held) -> None:
+        """Load the last push before the first request."""
+        if held.lost:  # better an error than scores from wrong weights
+            self._lost = WeightVersionError(
+                "the weights that were pushed are lost, with the actor that kept them: push them again."
+            )
+        elif held.chunks:
+            self._core.update_weights(self._fetch(held.chunks), held.version)
+
+    def _fetch(self, chunks: Sequence[Any]) -> Mapping[str, Tensor]:
+        """The weights of a push under the model's own names; an error if they do not fit."""
+        from torchrl_llm_kl.service._weights import tensors_of
+
+        if not chunks:
+            raise ServiceError("the push is not known to the actor that keeps the weights: push them again.")
+        parts = ray.get(list(chunks), timeout=_FETCH)
+        weights = {name: value for part in parts for name, value in tensors_of(part).items()}
+        return self._core.engine.check_weights(weights)
+
+
+def digest_of(message: Message) -> str:
+    """Equal for requests of the same tokens, masks, options and records."""
+    import hashlib
+
+    digest = hashlib.blake2b(repr(message["options"]).encode(), digest_size=16)
+    for name, array in message["arrays"].items():
+        digest.update(name.encode() + array.tobytes())
+    return digest.hexdigest()
+
+
+def application(spec: ServiceSpec) -> serve.Application:
+    """The application of a service, for ``serve.run``."""
+    options: dict[str, Any] = {**DEFAULTS, **spec.options}
+    actor = {name: options.pop(name) for name in OF_ACTORS if name in options}
+    if spec.num_replicas is not None:
+        options["num_replicas"] = spec.num_replicas
+    deployment = serve.deployment(Replica).options(
+        name=DEPLOYMENT,
+        ray_actor_options=actor,
+        graceful_shutdown_wait_loop_s=0.2,
+        logging_config={"enable_access_log": False},  # a line for each call takes time
+        **options,
+    )
+    return deployment.bind(spec)

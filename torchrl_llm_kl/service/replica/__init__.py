@@ -1,1 +1,0 @@
-"""The actor that answers requests: queue, batches, engine, watchdog."""
