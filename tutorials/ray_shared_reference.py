@@ -88,8 +88,8 @@ class Process:
     @classmethod
     def of(cls, service: ScoringService) -> Process:
         """The current process of the service."""
-        (stats,) = service.stats()
-        return cls(stats["pid"], stats["requests"])
+        (replica,) = service.replicas()
+        return cls(replica.pid, replica.answered)
 
     def since(self, earlier: Process) -> Process:
         """This process with the requests answered since ``earlier``."""
@@ -201,10 +201,10 @@ def serve(reference: Path, *, batching: bool) -> ScoringService:
 
     A forward of several requests sums in another order than one forward per request: log-probs differ by up to 1e-6, and
     timing decides which requests share a batch. At some step such a difference changes a sampled token, and from then on two
-    runs differ as if their seeds did. For runs that are equal to the last bit, each request is scored alone (only one may
-    wait) and without the cache, which a restarted process has lost.
+    runs differ as if their seeds did. For runs that are equal to the last bit, each request is scored by itself (a replica
+    takes one at a time) and without the cache, which a restarted process has lost.
     """
-    exact: dict[str, Any] = {} if batching else {"max_queue": 1, "max_wait": 0.0, "memory": 0}
+    exact: dict[str, Any] = {} if batching else {"max_ongoing_requests": 1, "max_wait": 0.0, "memory": 0}
     factory = partial(AutoModelForCausalLM.from_pretrained, str(reference.resolve()), dtype=torch.float32)
     return ScoringService(factory=factory, **exact)
 

@@ -1,33 +1,61 @@
-"""The Ray service compared with torchrl's: ``python -m benchmarks.ray run`` and ``... render``."""
+"""The Ray service measured, beside torchrl's: ``python -m benchmarks.ray run`` and ``... render``."""
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
+from collections.abc import Sequence
 from enum import Enum
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.ray.measure import PARTS, measure, whole
-from benchmarks.ray.report import markdown, print_tables
-from benchmarks.ray.results import RESULTS, RayRun
+from benchmarks import environment
+from benchmarks.ray.callers import Callers
+from benchmarks.ray.calls import MANY, MOST, agreement, beside_torchrl, many_callers, over_local, size_of_code
+from benchmarks.ray.cluster import NICENESS, cluster
+from benchmarks.ray.faults import faults
+from benchmarks.ray.figures import PAGE, RESULTS, Figure, RayRun
+from benchmarks.ray.sides import Sides, size_of
 
-PAGE = "RAY.md"
 HERE = Path(__file__).parents[1]
 QUICK = HERE.parent / "runs" / "bench-ray"
+PARTS = ("local", "torchrl", "many", "faults")
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 Part = Enum("Part", {part: part for part in PARTS}, type=str)  # type: ignore[misc]
-
 Out = Annotated[
-    Path | None,
-    typer.Option(help="Folder for the results; by default benchmarks/, runs/bench-ray for quick runs."),
+    Path | None, typer.Option(help="Folder of the results; by default benchmarks/, runs/bench-ray for quick runs.")
 ]
+
+
+def measure(parts: Sequence[str], *, quick: bool, rounds: int, seconds: float) -> list[Figure]:
+    """The figures of some parts, on a cluster of their own."""
+    torch.set_num_threads(1)
+    size, lengths = size_of(quick), (16,) if quick else (32, 512)
+    rounds, seconds = (1, 0.4) if quick else (rounds, seconds)
+    few, most = (2, 4) if quick else (MANY, MOST)
+    figures = [size_of_code()]
+    with cluster():
+        if "local" in parts:
+            for length in lengths:
+                typer.echo(f"a call of {length} tokens")
+                figures += over_local(size, length, 5 if quick else 150 if length < 128 else 50)
+        if "torchrl" in parts:
+            typer.echo("eight callers beside torchrl's")
+            sides = Sides(size)
+            agreement(sides, lengths[0])
+            callers = Callers(few, sides)
+            for length in lengths:
+                figures += beside_torchrl(callers, length, rounds=rounds, seconds=seconds, count=few)
+        if "many" in parts:
+            typer.echo("64 callers")
+            figures += many_callers(Callers(most, None), size, seconds=4 * seconds, count=most)
+        if "faults" in parts:
+            figures += faults(size, quick=quick, on_step=typer.echo)
+    return figures
 
 
 @app.command()
@@ -38,50 +66,30 @@ def run(
     seconds: Annotated[float, typer.Option(min=0.1, help="Seconds per window.")] = 2.5,
     out: Out = None,
 ) -> None:
-    """Measure, and write ray.json and RAY.md.
-
-    With --only, the other parts in ray.json are kept if they were measured on the same machine with the same settings.
-    """
+    """Measure, and write ray.json and RAY.md. With --only, other figures in ray.json are kept."""
     warnings.filterwarnings("ignore")
-    console = Console()
     folder = out or (QUICK if quick else HERE)
+    place = {
+        **environment.machine(torch.device("cpu")),
+        "niceness of actors": NICENESS,
+        "quick": "yes" if quick else "no",
+    }
+    place |= {**environment.versions(), "ray": version("ray")}
     asked = [part.value for part in only or ()] or list(PARTS)
-    empty = whole(f"python -m benchmarks.ray {' '.join(sys.argv[1:])}".strip(), quick=quick)
-    earlier = RayRun.load(folder) if only and (folder / RESULTS).exists() else None
-    if earlier is not None and not earlier.same_place(empty):
-        raise typer.BadParameter(
-            f"{folder / RESULTS} was measured with other settings or elsewhere: pass another --out, or run all parts."
-        )
-    columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=None)
-
-        def on_step(what: str, total: int) -> None:
-            progress.update(task, description=what, total=total, advance=1)
-
-        done = measure(empty, asked, quick=quick, rounds=rounds, seconds=seconds, on_step=on_step)
-        progress.update(task, description="done", completed=progress.tasks[0].total)
-    _write(done if earlier is None else earlier.updated(done), folder, console)
+    done = RayRun(place, tuple(measure(asked, quick=quick, rounds=rounds, seconds=seconds)))
+    if only and (folder / RESULTS).exists():
+        done = RayRun.load(folder).updated(done)
+    done.save(folder)
+    typer.echo(f"wrote {folder / PAGE}")
 
 
 @app.command()
 def render(out: Out = None) -> None:
     """Rewrite RAY.md from ray.json."""
     folder = out or HERE
-    _write(_load(folder), folder, Console())
-
-
-def _load(folder: Path) -> RayRun:
     if not (folder / RESULTS).exists():
         raise typer.BadParameter(f"{folder} has no {RESULTS}: run first.")
-    return RayRun.load(folder)
-
-
-def _write(result: RayRun, folder: Path, console: Console) -> None:
-    print_tables(result, console)
-    result.save(folder)
-    (folder / PAGE).write_text(markdown(result), encoding="utf-8")
-    console.print(f"written: {', '.join(os.path.relpath(folder / name) for name in (RESULTS, PAGE))}")
+    RayRun.load(folder).save(folder)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any
 
 import torch
@@ -50,11 +49,12 @@ class Window:
 class Caller:
     """One client process."""
 
-    def __init__(self, index: int, sides: Sides) -> None:
+    def __init__(self, index: int, sides: Sides | None) -> None:
         warnings.filterwarnings("ignore")
         torch.set_num_threads(1)
         self._index, self._sides = index, sides
-        self._transforms = {(side, served): sides.make(side, served) for side in SIDES for served in SERVED}
+        pairs = [] if sides is None else [(side, served) for side in SIDES for served in SERVED]
+        self._transforms = {pair: sides.make(*pair) for pair in pairs} if sides else {}
 
     def ready(self) -> bool:
         """Returns once the process is constructed."""
@@ -62,28 +62,23 @@ class Caller:
 
     def transform(self, side: str, served: Served, length: int, start: float, seconds: float) -> Any:
         """Apply a transform repeatedly to a TensorDict of this process."""
+        assert self._sides is not None
         transform = self._transforms[side, served]
         own = data(self._sides.size, length, seed=self._index)
         return _repeat(lambda: transform(own.copy()), start, seconds)
 
-    def score(self, model: Any, sequences: int, length: int, start: float, seconds: float, think: float = 0.0) -> Any:
-        """Score repeatedly, with pauses that vary by half of their mean."""
-        random = Random(self._index)
+    def score(self, model: Any, sequences: int, length: int, start: float, seconds: float) -> Any:
+        """Score repeatedly."""
         rng = torch.Generator().manual_seed(self._index)
-        rows = torch.randint(self._sides.size.vocab, (sequences, length), generator=rng)
+        rows = torch.randint(1000, (sequences, length), generator=rng)
         scorer, ragged = model.make_scorer(), Ragged.from_list(list(rows))
-        pause = (lambda: time.sleep(think * (0.5 + random.random()))) if think else None
-        return _repeat(lambda: scorer.score(ragged), start, seconds, pause)
+        return _repeat(lambda: scorer.score(ragged), start, seconds)
 
 
-def _repeat(
-    call: Callable[[], object], start: float, seconds: float, pause: Callable[[], None] | None = None
-) -> list[tuple[float, float]]:
+def _repeat(call: Callable[[], object], start: float, seconds: float) -> list[tuple[float, float]]:
     time.sleep(max(start - time.monotonic(), 0.0))
     calls: list[tuple[float, float]] = []
     while True:
-        if pause is not None:
-            pause()
         begin = time.monotonic() - start
         if calls and begin >= seconds:
             return calls
@@ -96,10 +91,10 @@ class Callers:
 
     Args:
         count: number of processes.
-        sides: the transforms that they call.
+        sides: the transforms that they call; None for callers that only score.
     """
 
-    def __init__(self, count: int, sides: Sides) -> None:
+    def __init__(self, count: int, sides: Sides | None) -> None:
         import ray
 
         remote: Any = ray.remote(num_cpus=0)(Caller)

@@ -20,39 +20,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.models import ModelSize
-from benchmarks.ray.comparison import TOLERANCE
+from benchmarks.ray.calls import TOLERANCE
+from benchmarks.ray.figures import Figure
 from benchmarks.ray.sides import SEQUENCES, reference
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.service import ScoringService
 
 CALLERS, BUSY, KILLS, PUSHES, STOPPED = 8, 8, 30, 20, 20.0
-STEPS = 6
 _LENGTH, _TIMEOUT = 32, 240.0
-_OUTLIVES = 35.0  # seconds after which a client that ended no longer counts
+_OUTLIVES = 15.0  # seconds after which a driver that ended no longer counts
 _DRIVER = "import sys; from benchmarks.ray.faults import driver; driver(*sys.argv[1:])"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What callers saw of a fault.
-
-    Args:
-        what: happened.
-        answers: that callers got.
-        lost: calls that raised an error.
-        wrong: answers that differ from a local scorer's, of the version that they name.
-        slowest: seconds of the slowest call.
-        note: other figures.
-        load: processes that wanted a core at the end, mean of a minute.
-    """
-
-    what: str
-    answers: int
-    lost: int
-    wrong: int
-    slowest: float
-    note: str = ""
-    load: float = 0.0
 
 
 @dataclass
@@ -70,32 +47,37 @@ class Load:
         while len(self.seconds) < goal and time.monotonic() < end:
             time.sleep(0.05)
 
-    def fault(self, what: str, note: str = "") -> Fault:
-        """The figures."""
-        note = "; ".join(filter(None, (note, *sorted(set(self.errors))[:2])))
-        slowest, processes = max(self.seconds, default=0.0), os.getloadavg()[0]
-        return Fault(what, len(self.seconds), len(self.errors), self.wrong, slowest, note, processes)
+    def figures(self, what: str, note: str = "") -> list[Figure]:
+        """Answers that were lost or are wrong, and the slowest one."""
+        note = "; ".join(filter(None, (f"{len(self.seconds):,} answers", note, *sorted(set(self.errors))[:2])))
+        bad = len(self.errors) + self.wrong
+        return [
+            Figure(f"{what}: lost or wrong", bad, "answers", most=0, note=note),
+            Figure(f"{what}: slowest answer", max(self.seconds, default=0.0), "s"),
+        ]
 
 
-def faults(size: ModelSize, *, quick: bool, on_step: Callable[[str], None]) -> tuple[Fault, ...]:
+def faults(size: ModelSize, *, quick: bool, on_step: Callable[[str], None]) -> list[Figure]:
     """Measure everything, each on a separate service."""
     kills, pushes, stopped = (2, 2, 2.0) if quick else (KILLS, PUSHES, STOPPED)
-    on_step("starts")
-    found = [_start(size), *([] if quick else [_start(size, busy=BUSY)])]
-    on_step("replicas are killed")
-    found.append(_kills(size, kills))
-    on_step("a replica is stopped")
-    found.append(_stop(size, stopped))
-    on_step("pushes")
-    found.append(_pushes(size, pushes))
-    on_step("a request that kills")
-    found.append(_killer(size))
-    on_step("two drivers")
-    found.append(_drivers(size, 1.0 if quick else _OUTLIVES))
-    return tuple(found)
+    cases: list[Callable[[], list[Figure]]] = [
+        partial(_start, size),
+        *([] if quick else [partial(_start, size, BUSY)]),
+        partial(_kills, size, kills),
+        partial(_controller, size),
+        partial(_stop, size, stopped),
+        partial(_pushes, size, pushes),
+        partial(_killer, size),
+        partial(_drivers, size, 1.0 if quick else _OUTLIVES),
+    ]
+    figures = []
+    for case in cases:
+        figures += case()
+        on_step(f"{figures[-1].what}: {figures[-1].value:.3g} {figures[-1].unit}")
+    return figures
 
 
-def _start(size: ModelSize, busy: int = 0) -> Fault:
+def _start(size: ModelSize, busy: int = 0) -> list[Figure]:
     """The time to the first answer."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
     try:
@@ -108,23 +90,35 @@ def _start(size: ModelSize, busy: int = 0) -> Fault:
             other.kill()
             other.wait()
     beside = f", {busy} busy processes" if busy else ""
-    return calls.fault(f"start{beside}", f"first answer after {took:.1f} s")
+    return [Figure(f"start{beside}: first answer", took, "s")]
 
 
-def _kills(size: ModelSize, count: int) -> Fault:
+def _kills(size: ModelSize, count: int) -> list[Figure]:
     chance = random.Random(0)
-    with _service(size, num_replicas=2) as service:
-        with load(service, size) as calls:
-            calls.wait(20)
-            for _ in range(count):
-                time.sleep(chance.uniform(0.2, 2.0))
-                _signal(_pid(service), signal.SIGKILL)
-            calls.wait(200)
-        restarts = sum(stats.get("restarts", 0) for stats in service.stats())
-    return calls.fault(f"{count} SIGKILLs of one of two replicas at random moments", f"{restarts} restarts")
+    with _service(size, num_replicas=2) as service, load(service, size) as calls:
+        calls.wait(20)
+        for _ in range(count):
+            time.sleep(chance.uniform(0.2, 2.0))
+            _signal(_pid(service), signal.SIGKILL)
+        calls.wait(200)
+    return calls.figures(f"{count} SIGKILLs of one of two replicas at random moments")
 
 
-def _stop(size: ModelSize, seconds: float) -> Fault:
+def _controller(size: ModelSize) -> list[Figure]:
+    """Serve's controller is killed, and then a replica, which the next controller replaces."""
+    import ray
+
+    with _service(size, num_replicas=2) as service, load(service, size) as calls:
+        calls.wait(20)
+        controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+        _signal(ray.get(controller.get_pid.remote()), signal.SIGKILL)
+        time.sleep(1.0)
+        _signal(_pid(service), signal.SIGKILL)
+        calls.wait(400)
+    return calls.figures("SIGKILL of Serve's controller, then of a replica")
+
+
+def _stop(size: ModelSize, seconds: float) -> list[Figure]:
     with _service(size, num_replicas=2) as service, load(service, size) as calls:
         calls.wait(20)
         pid = _pid(service)
@@ -133,10 +127,10 @@ def _stop(size: ModelSize, seconds: float) -> Fault:
         meanwhile = len(calls.seconds)
         _signal(pid, signal.SIGCONT)
         calls.wait(200)
-    return calls.fault(f"one of two replicas stopped for {seconds:g} s", f"{meanwhile} answers until it goes on")
+    return calls.figures(f"one of two replicas stopped for {seconds:g} s", f"{meanwhile} answers until it goes on")
 
 
-def _pushes(size: ModelSize, count: int) -> Fault:
+def _pushes(size: ModelSize, count: int) -> list[Figure]:
     """Each answer must be that of the weights whose version it names."""
     expected, weights = [_answers(reference(size), size)], []
     for version in range(1, count + 1):
@@ -155,12 +149,11 @@ def _pushes(size: ModelSize, count: int) -> Fault:
             took.append(time.monotonic() - begin)
             calls.wait(10)
     first, *later = took
-    note = f"the first, which starts their keeper, took {first:.1f} s, later ones {1e3 * median(later):.0f} ms"
-    note += f"; answers of {len(calls.versions)} versions"
-    return calls.fault(f"{count} pushes of all weights to two replicas", note)
+    note = f"the first took {first:.1f} s, later ones {1e3 * median(later):.0f} ms; answers of {len(calls.versions)} versions"
+    return calls.figures(f"{count} pushes of all weights to two replicas", note)
 
 
-def _killer(size: ModelSize) -> Fault:
+def _killer(size: ModelSize) -> list[Figure]:
     """A process that scores this request ends."""
     with _service(size, factory=deadly, num_replicas=2) as service:
         scorer, outcome = service.model.make_scorer(), "answered"
@@ -173,13 +166,10 @@ def _killer(size: ModelSize) -> Fault:
                 outcome = type(error).__name__
             took = time.monotonic() - begin
             calls.wait(200)
-        restarts = sum(stats.get("restarts", 0) for stats in service.stats())
-    return calls.fault(
-        "a request that ends the process which scores it", f"{outcome} after {took:.0f} s, {restarts} restarts"
-    )
+    return calls.figures("a request that ends the process which scores it", f"{outcome} after {took:.0f} s")
 
 
-def _drivers(size: ModelSize, seconds: float) -> Fault:
+def _drivers(size: ModelSize, seconds: float) -> list[Figure]:
     """The driver that made the service ends; this one goes on."""
     import ray
 
@@ -205,7 +195,7 @@ def _drivers(size: ModelSize, seconds: float) -> Fault:
             time.sleep(seconds)
             calls.wait(20)
         same = "the same process" if _pid(service) == before else "another process"
-    return calls.fault("two drivers, of which the one that made the service ends", f"{same} {seconds:g} s later")
+    return calls.figures("two drivers, of which the one that made the service ends", f"{same} {seconds:g} s later")
 
 
 def driver(address: str, *numbers: str) -> None:
@@ -301,8 +291,7 @@ def _answers(model: Any, size: ModelSize) -> list[Tensor]:
 
 def _pid(service: ScoringService) -> int:
     """The process of a replica that answers."""
-    found: int = service.model.call("stats")["pid"]
-    return found
+    return int(service.model.call("state").pid)
 
 
 def _signal(pid: int, what: signal.Signals) -> None:

@@ -10,10 +10,9 @@ import torch
 
 from distributed.pool import RankPool
 from gang_ranks import alive, broken_on_one_rank, build, pids, recorded
-from load import assert_same, callers, sequences
+from load import all_up, assert_same, callers, keeper_pid, pids as replica_pids, sequences
 from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.service import GangEngine, ScoringService, WeightVersionError
-from torchrl_llm_kl.service._weights import keeper_of
 from waits import LONG, until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -89,7 +88,6 @@ def test_a_service_of_gangs_scores_as_the_model(service, local):
         want = LogProbScorer(local.model, temperature=1.3).evaluate(rows, entropy=True)
         assert_same(found.log_prob.values, want.log_prob.values)
         assert_same(found.entropy.values, want.entropy.values)
-    assert service.stats()[0]["failures"] == 0
 
 
 def test_an_error_names_the_sequence_of_the_caller(service):
@@ -131,7 +129,7 @@ def test_a_rank_killed_mid_batch(service, local, folder):
     after = [pids(folder, rank)[-1] for rank in (0, 1)]
     assert not set(after) & set(before)
     until(lambda: not any(alive(pid) for pid in before))
-    assert service.stats()[0]["version"] == version
+    until(lambda: [state.version for state in service.replicas()] == [version])
     assert groups().count("CREATED") == 1
 
 
@@ -140,10 +138,10 @@ def test_a_gang_that_lost_pushed_weights_takes_only_all_of_them(service, local, 
     """The keeper of weights is killed, then the gang, which starts from its factory: a part would leave it half old."""
     service.update_weights(build(1).state_dict())
     scorer, rows, before = service.model.make_scorer(), sequences(5), len(pids(folder, 0))
-    keeper = keeper_of(service.model.spec)
-    os.kill(ray.get(keeper.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
-    os.kill(service.stats()[0]["pid"], signal.SIGKILL)
+    os.kill(keeper_pid(service), signal.SIGKILL)
+    os.kill(replica_pids(service)[0], signal.SIGKILL)
     until(lambda: len(pids(folder, 0)) > before)
+    all_up(service, 1)
     some = {"lm_head.weight": build(2).state_dict()["lm_head.weight"]}
     with pytest.raises(WeightVersionError, match="push all tensors"):
         service.update_weights(some)
@@ -158,7 +156,7 @@ def test_the_replica_killed(service, local, folder):
     before = [pids(folder, rank)[-1] for rank in (0, 1)]
     with callers(service.model, calls=10) as load:
         until(lambda: len(load.answers) >= 8)
-        os.kill(service.stats()[0]["pid"], signal.SIGKILL)
+        os.kill(replica_pids(service)[0], signal.SIGKILL)
     load.assert_all_right(local)
     until(lambda: not any(alive(pid) for pid in before))
     until(lambda: groups().count("CREATED") == 1)

@@ -139,7 +139,7 @@ def test_an_error_of_the_factory_is_raised_unchanged():
 
 @pytest.mark.slow
 def test_a_factory_that_ends_its_process_is_an_error(tmp_path):
-    with pytest.raises((ServiceError, ServiceTimeout), match="did not start|the start of the service"):
+    with pytest.raises((ServiceError, ServiceTimeout), match=r"did not start|the start of the service"):
         ScoringService(factory=partial(quits, str(tmp_path)), name="quits", num_cpus=0.1, timeout=90.0)
     until(lambda: not names("quits"))
 
@@ -182,7 +182,7 @@ def test_a_shutdown_during_load_ends_all_calls(serve):
     assert [type(error) for error in ends] == [ServiceClosedError] * 4
     assert not names("ending")
     again = serve(factory=model, name="ending")
+    stale = clone(again.model)
+    stale.connection.service = "of an earlier service"
     with pytest.raises(ServiceClosedError, match="the one of that name now is another"):
-        stale = clone(again.model)
-        stale.connection.service = "of an earlier service"
         stale.make_scorer().score(sequences())

@@ -10,7 +10,6 @@ import pytest
 import torch
 import yaml
 from tensordict import TensorDict
-from torchrl_llm_kl.service.replica._stats import ReplicaStats
 
 import torchrl_llm_kl
 from project import PROJECT, script
@@ -146,8 +145,6 @@ CORRECTIONS = [
     losses.OffPolicySequenceMask(delta=0.1),
     losses.TopEntropyMask(),
 ]
-# Counters without a normal value.
-COUNTERS = {"uptime", "requests", "tokens", "batches", "largest_batch", "busy"}
 
 
 def test_reported_and_described_metrics_are_the_same() -> None:
@@ -160,10 +157,10 @@ def test_reported_and_described_metrics_are_the_same() -> None:
     found |= {name for correction in CORRECTIONS for name in correction(dummy_inputs())[1]}
     data = dict.fromkeys(("old_log_prob", "sampler_log_prob", "ref_log_prob", "entropy"), zeros)
     found |= {*correction_metrics(zeros, mask), *losses.mismatch_metrics(zeros, zeros, mask)}
-    found |= set(common_metrics(losses.LossInputs(zeros, mask, **data))) | set(ReplicaStats().snapshot()) - COUNTERS
+    found |= set(common_metrics(losses.LossInputs(zeros, mask, **data)))
     found |= set(reward_metrics(TensorDict(next={"reward_failures": torch.zeros(1, 1)}, batch_size=[1])))
     assert {name for name in found if describe_metric(name) is None} == set()
-    assert {known for known in METRICS if "<" not in known and METRICS[known].origin != "service"} - found == set()
+    assert {known for known in METRICS if "<" not in known} - found == set()
     # a number at the end is that of a second correction
     assert describe_metric("weight_max_2") is METRICS["weight_max"]
     assert describe_metric("seq_mean_k3_seq_masked_fraction") is METRICS["<divergence>_seq_masked_fraction"]

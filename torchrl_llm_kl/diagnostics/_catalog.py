@@ -14,9 +14,7 @@ from importlib.resources import files
 from typing import Literal, TypeVar
 
 #: Where a metric comes from.
-Origin = Literal[
-    "every loss", "sampler", "objective", "correction", "distillation", "preferences", "critic", "task", "service"
-]
+Origin = Literal["every loss", "sampler", "objective", "correction", "distillation", "preferences", "critic", "task"]
 
 
 @dataclass(frozen=True)

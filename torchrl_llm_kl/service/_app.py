@@ -22,8 +22,8 @@ def app(args: Mapping[str, Any]) -> serve.Application:
 
     Args:
         args: ``name``, that of the application; ``model``, a folder or a name of the hub, with ``dtype``; or ``factory``, as
-            ``"module:function"``, with its ``arguments``; and ``tokens_per_batch``, ``memory``, ``max_tokens``, ``max_wait`` and
-            ``hang_after`` of :class:`ScoringService`. Replicas and resources are in the ``deployments`` of the file.
+            ``"module:function"``, with its ``arguments``; and ``tokens_per_batch``, ``memory``, ``max_tokens``, ``max_wait``
+            and ``hang_after`` of :class:`ScoringService`. Replicas and resources are in the ``deployments`` of the file.
 
     Raises:
         ValueError: for other arguments, or without a model.
@@ -51,5 +51,5 @@ def load_model(path: str, dtype: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     return model.to(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else model

@@ -39,6 +39,10 @@ class Batcher:
     Keyword Args:
         max_tokens: per batch. A larger request is a batch of its own.
         max_wait: seconds.
+
+    Attributes:
+        last_answer: time of the last batch.
+        answered: number of requests in all batches.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class Batcher:
         self._callers: dict[str, float] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scoring")
         self._loop: asyncio.Task[None] | None = None
-        self.last_answer = time.monotonic()
+        self.last_answer, self.answered = time.monotonic(), 0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -116,6 +120,7 @@ class Batcher:
         except (SystemExit, KeyboardInterrupt) as error:  # of the model's code: it must not end this loop
             answers = [ServiceError(f"the model raised {type(error).__name__}: {error}.")] * len(batch)
         self.last_answer = time.monotonic()
+        self.answered += len(batch)
         for waiting, answer in zip(batch, answers, strict=True):
             if waiting.answer.done():
                 continue

@@ -10,7 +10,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 from torchrl_llm_kl._registry import install_hint
 from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceOverloaded, ServiceTimeout
@@ -18,7 +18,15 @@ from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, Ser
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 _LOOK = 2.0  # seconds without an answer after which a client looks whether there is still a service
 _PAUSE = 0.1  # seconds before a call is repeated after its replica ended
-T = TypeVar("T")
+
+
+class _Ended(NamedTuple):
+    """The replica that held a call ended."""
+
+    error: Exception
+
+
+_PENDING = object()  # there is no answer yet
 
 
 class Connection:
@@ -127,40 +135,45 @@ class Connection:
             again: sends the call again after so many replicas ended that held it; None for a call that is not repeated.
             deadline: of the answer.
         """
-        from ray import exceptions, serve
-
-        ended = (exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.ObjectLostError)
         tries = 0
         while True:
-            try:
-                answer = response.result(timeout_s=min(deadline.left, _LOOK))
-            except serve.exceptions.BackPressureError as error:
-                raise ServiceOverloaded(
-                    f"{deadline.what}: as many calls of this process wait as max_queued_requests allows ({error.message}) "
-                    "Add replicas, or send fewer at a time."
-                ) from error
-            except serve.exceptions.DeploymentUnavailableError as error:
-                self.check_open()
-                raise ServiceError(f"{deadline.what}: the application failed: {error.message}") from error
-            except TimeoutError:
-                if deadline.left <= 0:
-                    response.cancel()
-                    raise deadline.over() from None
-                self.check_open()
-            except (exceptions.TaskCancelledError, serve.exceptions.RequestCancelledError) as error:
-                raise ServiceError(f"{deadline.what}: the call was cancelled.") from error
-            except ended as error:
+            outcome = self._look(response, deadline)
+            if isinstance(outcome, _Ended):
                 self.check_open()
                 if deadline.left <= _PAUSE:
-                    raise deadline.over(error) from error
+                    raise deadline.over(outcome.error) from outcome.error
                 tries += 1
                 self.retries += 1
                 time.sleep(_PAUSE)
                 response = again(tries)
-            else:
-                if isinstance(answer, Exception):
-                    raise answer
-                return answer
+            elif isinstance(outcome, Exception):
+                raise outcome
+            elif outcome is not _PENDING:
+                return outcome
+
+    def _look(self, response: Any, deadline: Deadline) -> Any:
+        """The answer if it is there, ``_PENDING`` if not, or :class:`_Ended`; an error of Serve as one of the service."""
+        from ray import exceptions, serve
+
+        try:
+            return response.result(timeout_s=min(deadline.left, _LOOK))
+        except serve.exceptions.BackPressureError as error:
+            raise ServiceOverloaded(
+                f"{deadline.what}: as many calls of this process wait as max_queued_requests allows ({error.message}) Add "
+                "replicas, or send fewer at a time."
+            ) from error
+        except serve.exceptions.DeploymentUnavailableError as error:
+            self.check_open()
+            raise ServiceError(f"{deadline.what}: the application failed: {error.message}") from error
+        except TimeoutError:
+            if deadline.left <= 0:
+                raise deadline.over() from None
+            self.check_open()
+            return _PENDING
+        except (exceptions.TaskCancelledError, serve.exceptions.RequestCancelledError) as error:
+            raise ServiceError(f"{deadline.what}: the call was cancelled.") from error
+        except (exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.ObjectLostError) as error:
+            return _Ended(error)
 
     def call(self, method: str, *args: object, timeout: float) -> Any:
         """Call a method of any replica, and wait for the answer."""

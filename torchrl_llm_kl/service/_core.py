@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -46,7 +47,7 @@ class ScoringCore:
                 groups.setdefault((job.options, job.request.form), []).append(i)
         for members in groups.values():
             some = [jobs[i] for i in members]
-            alike = self.call(lambda some=some: self._score_alike(some))
+            alike = self.call(partial(self._score_alike, some))
             answers.update(zip(members, alike, strict=True))
         return [answers[i] for i in range(len(jobs))]
 

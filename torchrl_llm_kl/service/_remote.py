@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import uuid
@@ -276,7 +277,8 @@ class Exchange:
     def cancel(self) -> None:
         """Withdraw the requests: no replica scores those that wait there."""
         for response in self._sent:
-            response.cancel()
+            with contextlib.suppress(Exception):  # Serve raises the error of a call that has failed already
+                response.cancel()
 
 
 def cut(request: ScoreRequest, limit: int) -> list[ScoreRequest]:

@@ -1,4 +1,4 @@
-"""The deployment: a replica loads the model and answers requests. Its class imports no torch, so that the keeper can deploy it."""
+"""The deployment: a replica loads the model and answers requests. The keeper imports it, so that it loads torch late."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ class ReplicaState(NamedTuple):
     pid: int
     version: int  # of its weights
     waiting: int  # requests in its queue
+    answered: int  # requests since its start
 
 
 class Replica:
@@ -182,7 +183,7 @@ class Replica:
 
     async def state(self) -> ReplicaState:
         """See :class:`ReplicaState`."""
-        return ReplicaState(self._name, os.getpid(), self._core.version, len(self._batcher))
+        return ReplicaState(self._name, os.getpid(), self._core.version, len(self._batcher), self._batcher.answered)
 
     async def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
@@ -223,12 +224,7 @@ class Replica:
             async with self._catching_up:
                 if self._lost is None and self._core.version >= version:
                     return
-                held: Held = await self._keeper.newest.remote()
-                if held.version > self._core.version:
-                    weights = await asyncio.to_thread(self._fetch, held.chunks)
-                    await self._batcher.in_thread(lambda: self._core.update_weights(weights, held.version))
-                    self._lost = None
-                    _LOG.info("replica %s holds version %d of the weights", self._name, held.version)
+                await self._load_newest()
             if self._lost is not None:
                 raise self._lost
             if self._core.version < version:
@@ -238,6 +234,14 @@ class Replica:
                         "newer one: it is lost, push it again."
                     )
                 await asyncio.sleep(0.02)
+
+    async def _load_newest(self) -> None:
+        held: Held = await self._keeper.newest.remote()
+        if held.version > self._core.version:
+            weights = await asyncio.to_thread(self._fetch, held.chunks)
+            await self._batcher.in_thread(lambda: self._core.update_weights(weights, held.version))
+            self._lost = None
+            _LOG.info("replica %s holds version %d of the weights", self._name, held.version)
 
     def _take(self, held: Held) -> None:
         """Load the last push before the first request."""
@@ -275,11 +279,8 @@ def application(spec: ServiceSpec) -> serve.Application:
     actor = {name: options.pop(name) for name in OF_ACTORS if name in options}
     if spec.num_replicas is not None:
         options["num_replicas"] = spec.num_replicas
-    deployment = serve.deployment(Replica).options(
-        name=DEPLOYMENT,
-        ray_actor_options=actor,
-        graceful_shutdown_wait_loop_s=0.2,
-        logging_config={"enable_access_log": False},  # a line for each call takes time
-        **options,
-    )
-    return deployment.bind(spec)
+    deployment: Any = serve.deployment(Replica)
+    options |= {"name": DEPLOYMENT, "ray_actor_options": actor, "graceful_shutdown_wait_loop_s": 0.2}
+    logging_config = {"enable_access_log": False}  # a line for each call takes time
+    made: serve.Application = deployment.options(logging_config=logging_config, **options).bind(spec)
+    return made

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torchrl_llm_kl._numerics import check_choice, check_not_a_name, check_range
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY
@@ -103,7 +103,7 @@ class ScoringService:
         packed = import_ray().cloudpickle.dumps(factory or partial(_given, model))
         small = factory is not None and len(packed) <= _SMALL
         lifetime = options.pop("lifetime", None)
-        given: ServeOptions = {**DEFAULTS, **{k: v for k, v in options.items() if v is not None}}
+        given = cast(ServeOptions, DEFAULTS | {key: value for key, value in options.items() if value is not None})
         spec = ServiceSpec(
             name or f"scorer-{uuid.uuid4().hex[:8]}",
             describe_source(model, factory),
@@ -158,7 +158,7 @@ class ScoringService:
         return _answer(getattr(self.model.connection.keeper(), method).remote(*args, **kwargs), self.model.timeout)
 
     def replicas(self, *, timeout: float = 10.0) -> list[ReplicaState]:
-        """The replicas that answer in time, with their processes and versions; ``serve.status()`` and the dashboard have more."""
+        """The replicas that answer in time, with their processes and versions; the dashboard has more."""
         states = self.model.connection.broadcast("state", timeout=timeout)
         return [state for state in states if not isinstance(state, Exception)]
 
@@ -178,7 +178,7 @@ class ScoringService:
                 client that has seen this version, and after a few seconds at the latest.
 
         Returns:
-            The version, an ``int`` whose attribute ``missed`` has the reasons of replicas that did not take the weights in time.
+            The version, an ``int`` whose attribute ``missed`` says why replicas did not take the weights in time.
 
         Raises:
             KeyError, TypeError, ValueError: if they do not fit the model or are not finite; nothing is changed.
@@ -289,7 +289,9 @@ def _wait_for_replicas(keeper: Any, spec: ServiceSpec, deadline: Deadline, *, ne
         application = serve.status().applications.get(spec.name)
         if application is None:
             raise ServiceClosedError(f"the service {spec.name!r} was shut down while it started.")
-        running = sum(each.replica_states.get("RUNNING", 0) for each in application.deployments.values())
+        replicas = [each.replica_states for each in application.deployments.values()]
+        running = sum(count for states in replicas for state, count in states.items() if state == "RUNNING")
+        )
         if running >= needed:
             return
         if application.status == "DEPLOY_FAILED":

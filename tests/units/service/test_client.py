@@ -1,4 +1,4 @@
-"""The client without Ray: parts of a call, answers of one version, replicas that end, full queues, deadlines, cancelled calls."""
+"""The client without Ray: parts of a call, answers of one version, replicas that end, full queues, deadlines."""
 
 import asyncio
 import copy
@@ -101,7 +101,7 @@ def test_a_call_is_sent_in_parts_of_neighbours(part_size):
     made = remote(part_size=part_size)
     assert_local(made.make_scorer(), sequences(count=9))
     lengths = [message["arrays"]["lengths"].tolist() for message in made.connection.messages]
-    assert sum(lengths, []) == sequences(count=9).lengths.tolist()
+    assert [count for some in lengths for count in some] == sequences(count=9).lengths.tolist()
     assert len(lengths) == {1: 9, 10**6: 1}.get(part_size, len(lengths))
 
 

@@ -17,7 +17,6 @@ from torchrl_llm_kl.advantages import Advantage
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.scoring import RememberedModel
 from torchrl_llm_kl.service import RemoteModel
-from torchrl_llm_kl.service._spec import ServiceSpec
 from toy_models import FORWARD
 from toy_rollouts import plain_log_probs, rows_of
 
@@ -163,7 +162,7 @@ def test_a_device_of_what_cannot_be_moved(ref_model: nn.Module) -> None:
     with pytest.raises(ValueError, match="device='cpu': the policy of a collector stays on its device"):
         RetrieveLogProb("from_collector", device="cpu")
     assert RetrieveKL("from_collector", ref_model, device="cpu").transforms[1].model is ref_model
-    served = RemoteModel(ServiceSpec("name", "source", {"max_tokens": 64}))
+    served = RemoteModel("name")
     for make in (RetrieveLogProb, KLRewardTransform):
         with pytest.raises(TypeError, match=r"device='cpu' moves the model, and RemoteModel is not in this process"):
             make(served, device="cpu")
