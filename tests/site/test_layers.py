@@ -19,11 +19,9 @@ EXPORTED = set(ROW) - set(layers.LAYERS[-1])
 
 SERVICE = f"{layers.PACKAGE}.service."
 # Folders and modules of the service, from the lowest row to the highest. The folders' own packages hold no names.
-SERVICE_ROWS = ["_errors", "_spec _source", "_messages", "_weights", "engines", "_core _keeper", "_batcher _replica"]
+SERVICE_ROWS = ["_errors", "_spec _source", "_messages", "_weights", "engines", "_core _batcher _keeper", "_replica"]
 SERVICE_ROWS += ["_connection", "_remote", "_service _app", "_transforms _weight_sync"]
 SERVICE_ROW = {part: row for row, parts in enumerate(SERVICE_ROWS) for part in parts.split()}
-#: The keeper deploys the class of the replicas, which call the keeper.
-TOGETHER = [{"_keeper", "_replica"}]
 
 
 @pytest.mark.smoke
@@ -51,8 +49,7 @@ def test_imports_within_the_service_go_down() -> None:
         own = module.removeprefix(SERVICE).split(".")[0]
         for target in [name for name, _ in IMPORTS[module] if name.startswith(SERVICE)]:
             part = target.removeprefix(SERVICE).split(".")[0]
-            allowed = part == own or any({part, own} <= both for both in TOGETHER)
-            up = not allowed and SERVICE_ROW[part] >= SERVICE_ROW[own]
+            up = part != own and SERVICE_ROW[part] >= SERVICE_ROW[own]
             wrong += [f"{module} imports {target}: up or across"] * up
     assert wrong == []
 

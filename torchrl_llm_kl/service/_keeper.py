@@ -13,7 +13,7 @@ import logging
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -88,7 +88,9 @@ class Keeper:
 
     # ------------------------------------------------------------------ drivers
 
-    async def join(self, spec: ServiceSpec, factory: bytes | None) -> Exception | None:
+    async def join(
+        self, spec: ServiceSpec, factory: bytes | None, deploy: Callable[[ServiceSpec], None]
+    ) -> Exception | None:
         """Deploy the application for the first driver, and compare the configurations of later ones."""
         async with self._turn:
             if self._ended:
@@ -103,7 +105,7 @@ class Keeper:
                 if self._model is None and factory is not None:
                     self._model = await asyncio.to_thread(ray.put, factory)
                 if not self._deployed:
-                    await asyncio.to_thread(_deploy, self._spec)
+                    await asyncio.to_thread(deploy, self._spec)
                     self._deployed = True
             except Exception as error:
                 return portable(error)
@@ -158,7 +160,7 @@ class Keeper:
             if not self._drivers and not self._stays and time.monotonic() - self._unused_since > _UNUSED:
                 await self.end("no driver used it")
             try:
-                there = await asyncio.to_thread(_is_deployed, self._name)
+                there = await asyncio.to_thread(is_deployed, self._name)
             except Exception:  # Serve's controller restarts
                 continue
             if not there and not self._turn.locked():
@@ -274,20 +276,11 @@ def keeper_of(name: str, spec: ServiceSpec | None = None, *, create: bool = Fals
     ).remote(name, spec)
 
 
-def _is_deployed(name: str) -> bool:
+def is_deployed(name: str) -> bool:
+    """Whether Serve has an application of this name."""
     return name in serve.status().applications
 
 
-def _deploy(spec: ServiceSpec) -> None:
-    """Deploy the application, without waiting for its replicas. Only handles call it: no HTTP proxy is started."""
-    from torchrl_llm_kl.service._replica import application
-
-    serve.start(proxy_location="Disabled")
-    if not _is_deployed(spec.name):
-        target = serve.RunTarget(target=application(spec), name=spec.name, route_prefix=None)
-        serve.run_many([target], wait_for_applications_running=False)
-
-
 def _delete(name: str) -> None:
-    if _is_deployed(name):
+    if is_deployed(name):
         serve.delete(name)

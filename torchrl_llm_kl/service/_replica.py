@@ -22,7 +22,7 @@ from torchrl_llm_kl.service._errors import (
     WeightVersionError,
     portable,
 )
-from torchrl_llm_kl.service._keeper import Held, keeper_of
+from torchrl_llm_kl.service._keeper import Held, is_deployed, keeper_of
 from torchrl_llm_kl.service._spec import DEFAULTS, DEPLOYMENT, OF_ACTORS, ServiceSpec
 
 if TYPE_CHECKING:
@@ -284,3 +284,11 @@ def application(spec: ServiceSpec) -> serve.Application:
     logging_config = {"enable_access_log": False}  # a line for each call takes time
     made: serve.Application = deployment.options(logging_config=logging_config, **options).bind(spec)
     return made
+
+
+def deploy(spec: ServiceSpec) -> None:
+    """Deploy the application, without waiting for its replicas. Only handles call it: no HTTP proxy is started."""
+    serve.start(proxy_location="Disabled")
+    if not is_deployed(spec.name):
+        target = serve.RunTarget(target=application(spec), name=spec.name, route_prefix=None)
+        serve.run_many([target], wait_for_applications_running=False)

@@ -263,11 +263,12 @@ def _join(spec: ServiceSpec, packed: bytes | None, deadline: Deadline) -> tuple[
     import ray
 
     from torchrl_llm_kl.service._keeper import keeper_of
+    from torchrl_llm_kl.service._replica import deploy
 
     while True:
         keeper = keeper_of(spec.name, spec, create=True)
         try:
-            _answer(keeper.join.remote(spec, packed), deadline.left)
+            _answer(keeper.join.remote(spec, packed, deploy), deadline.left)
             state = _answer(keeper.state.remote(), deadline.left)
         except ray.exceptions.RayActorError as error:
             if deadline.left <= 0:
@@ -291,7 +292,6 @@ def _wait_for_replicas(keeper: Any, spec: ServiceSpec, deadline: Deadline, *, ne
             raise ServiceClosedError(f"the service {spec.name!r} was shut down while it started.")
         replicas = [each.replica_states for each in application.deployments.values()]
         running = sum(count for states in replicas for state, count in states.items() if state == "RUNNING")
-        )
         if running >= needed:
             return
         if application.status == "DEPLOY_FAILED":

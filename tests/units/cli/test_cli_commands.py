@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+import yaml
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from typer.testing import CliRunner
 
@@ -31,7 +32,7 @@ from torchrl_llm_kl.estimators import contracts
 from torchrl_llm_kl.training import progress
 from toy_tokenizer import build_tokenizer
 
-COMMANDS = ("algorithms", "estimators", "version", "score", "check", "inspect", "train", "templates", "demo")
+COMMANDS = ("algorithms", "estimators", "version", "score", "check", "inspect", "train", "serve", "templates", "demo")
 
 
 def raising(error: BaseException) -> Any:
@@ -353,3 +354,25 @@ def test_the_inspector_gets_both_batches(cli: Cli, tmp_path: Path, seen: dict[st
     words = (one, "--tokenizer", model, "--html", tmp_path / "no" / "page.html")
     assert "create it first" in error_of(cli("inspect", *words, code=2))
     assert "Missing option" in error_of(cli("inspect", one, code=2))
+
+
+def test_the_configuration_of_a_service(cli: Cli, tmp_path: Path) -> None:
+    """As Serve's schema and its application builder take it."""
+    schema = pytest.importorskip("ray.serve.schema")
+    file = tmp_path / "config.yaml"
+    for replicas, expected in (
+        ("2", {"num_replicas": 2}),
+        ("1:4", {"autoscaling_config": {"min_replicas": 1, "max_replicas": 4}}),
+    ):
+        cli("serve", "a/model", "--write", str(file), "--name", "teacher", "--replicas", replicas, "--gpus", "0.5")
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+        schema.ServeDeploySchema.model_validate(config)
+        (application,) = config["applications"]
+        (deployment,) = application["deployments"]
+        assert application["import_path"] == "torchrl_llm_kl.service:app"
+        assert application["args"] == {"name": "teacher", "model": "a/model", "dtype": "auto"}
+        assert deployment == {"name": "Replica", "ray_actor_options": {"num_cpus": 1, "num_gpus": 0.5}, **expected}
+    assert (
+        "--replicas must be a number or MIN:MAX, got 'many'"
+        in cli("serve", "m", "--write", str(file), "--replicas", "many", code=2).stderr
+    )

@@ -23,7 +23,6 @@ def context(monkeypatch):
     context = SimpleNamespace(was_current_actor_reconstructed=False, deployed=[])
     fake = SimpleNamespace(put=lambda value: value, get_runtime_context=lambda: context)
     monkeypatch.setattr(_keeper, "ray", fake)
-    monkeypatch.setattr(_keeper, "_deploy", context.deployed.append)
     monkeypatch.setattr(Keeper, "_watch", lambda self: None)
     return context
 
@@ -39,27 +38,26 @@ async def push(keeper, token, version=None, *, seen=0, tensors=ALL, whole=False)
 
 async def test_the_first_driver_deploys_and_later_ones_must_agree(context):
     keeper = Keeper("name", spec())
-    assert await keeper.join(spec(), b"model") is None
-    assert await keeper.join(spec(id="second"), b"another") is None
-    error = await keeper.join(spec(num_replicas=2), None)
+    assert await keeper.join(spec(), b"model", context.deployed.append) is None
+    assert await keeper.join(spec(id="second"), b"another", context.deployed.append) is None
+    error = await keeper.join(spec(num_replicas=2), None, context.deployed.append)
     assert isinstance(error, ServiceConfigError)
     assert "num_replicas: it has 1, requested 2" in str(error)
     assert [each.id for each in context.deployed] == ["first"]
     assert await keeper.model() == [b"model"]
     state = await keeper.state()
     assert (state.id, state.version, state.knows_model) == ("first", 0, True)
-    error = await Keeper("name", None).join(spec(), b"model")
+    error = await Keeper("name", None).join(spec(), b"model", context.deployed.append)
     assert isinstance(error, ServiceError)
     assert "was deployed by Serve's own commands" in str(error)
 
 
-async def test_an_error_of_the_deployment_reaches_the_driver(context, monkeypatch):
+async def test_an_error_of_the_deployment_reaches_the_driver(context):
     def fails(spec):
         raise OSError("no room")
 
-    monkeypatch.setattr(_keeper, "_deploy", fails)
     keeper = Keeper("name", spec(factory=b"x"))
-    assert isinstance(await keeper.join(spec(), None), OSError)
+    assert isinstance(await keeper.join(spec(), None, fails), OSError)
     await keeper.failed(OSError("no such checkpoint"))
     assert str((await keeper.state()).failure) == "no such checkpoint"
 

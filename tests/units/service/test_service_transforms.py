@@ -146,11 +146,14 @@ def test_what_needs_the_model_here_is_refused_at_construction():
 
 
 @pytest.mark.filterwarnings("ignore:the top k below")
-@pytest.mark.parametrize(("name", "beta"), [("gkd", 0.3), ("gkd", 1.0), ("on_policy_distill", 0.0)])
-def test_a_served_teacher_trains_as_a_local_one(loop, name, beta):
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("gkd", {"objective_args": {"beta": 0.3}}), ("gkd", {"objective_args": {"beta": 1.0}}), ("on_policy_distill", {})],
+)
+def test_a_served_teacher_trains_as_a_local_one(loop, name, given):
     student, found = tiny_model(seed=0), []
     for teacher in (tiny_model(seed=1), loop.serve(tiny_model(seed=1))):
-        options = {"top_k": 6, "beta": beta, "options": ScoreOptions(Sampling(0.8))}
+        options = {"top_k": 6, "options": ScoreOptions(Sampling(0.8)), **given}
         parts = make_algorithm(name, student, reference=teacher, **options)
         data = parts.prepare(batch().exclude("log_probs", "advantage"))
         assert data["top_k", "ids"].shape == (2, 3, 6)
