@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.cli._console import CommandError
 
 _HEAD = """\
@@ -13,12 +13,12 @@ _HEAD = """\
 """
 
 
-def serve_config(name: str, model: str, dtype: str, replicas: str, gpus: float) -> dict[str, Any]:
+def serve_config(name: str, model: str, dtype: str, replicas: str, gpus: float) -> Json:
     """The configuration; ``replicas`` is a number, or ``MIN:MAX`` for Serve to scale them."""
     lowest, _, highest = replicas.partition(":")
     if not lowest.isdigit() or (highest and not highest.isdigit()):
         raise CommandError(f"--replicas must be a number or MIN:MAX, got {replicas!r}.")
-    deployment: dict[str, Any] = {"name": "Replica", "ray_actor_options": {"num_cpus": 1, "num_gpus": gpus}}
+    deployment: Json = {"name": "Replica", "ray_actor_options": {"num_cpus": 1, "num_gpus": gpus}}
     if highest:
         deployment["autoscaling_config"] = {"min_replicas": int(lowest), "max_replicas": int(highest)}
     else:
@@ -33,7 +33,7 @@ def serve_config(name: str, model: str, dtype: str, replicas: str, gpus: float) 
     return {"proxy_location": "Disabled", "applications": [application]}
 
 
-def write_config(path: Path, config: dict[str, Any]) -> None:
+def write_config(path: Path, config: Json) -> None:
     """Write it as YAML."""
     import yaml
 

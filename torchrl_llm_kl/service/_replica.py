@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import ray
 from ray import serve
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.service._errors import (
     EngineLost,
     PoisonedRequest,
@@ -275,7 +276,7 @@ def digest_of(message: Message) -> str:
 
 def application(spec: ServiceSpec) -> serve.Application:
     """The application of a service, for ``serve.run``."""
-    options: dict[str, Any] = {**DEFAULTS, **spec.options}
+    options: Json = {**DEFAULTS, **spec.options}
     actor = {name: options.pop(name) for name in OF_ACTORS if name in options}
     if spec.num_replicas is not None:
         options["num_replicas"] = spec.num_replicas
