@@ -63,7 +63,8 @@ def test_experts_and_images(serve):
     found = serve(made).model.make_scorer().score(request).values
     assert_near(found, LogProbScorer(made).score(request).values, dtype=torch.float32)
     with_images, image = image_model("qwen2_5_vl"), picture("qwen2_5_vl", 1)
-    request = ScoreRequest.of([[1, *[IMAGE] * num_placeholders("qwen2_5_vl", image), 20, 21, 22]], images=[image])
+    (count,) = num_placeholders(with_images, image)
+    request = ScoreRequest.of([[1, 7, *[IMAGE] * count, 8, 20, 21, 22]], images=[image])
     found = serve(with_images).model.make_scorer().score(request).values
     assert_near(found, LogProbScorer(with_images).score(request).values, dtype=torch.float32)
 
