@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -159,16 +160,12 @@ def test_an_autoscaled_replica_gets_the_newest_weights(serve):
         "downscale_delay_s": 600,
     }
     scaling["metrics_interval_s"] = 0.5
-    service = serve(factory=_slow, autoscaling_config=scaling)
+    service = serve(factory=partial(delayed, 0.1), autoscaling_config=scaling)
     version = service.update_weights(model(seed=1))
     with callers(service.model, count=6) as load:
         all_up(service)
     load.assert_all_right(LogProbScorer(model(seed=1)))
     assert {state.version for state in service.replicas()} == {version}
-
-
-def _slow():
-    return delayed(0.1)
 
 
 @pytest.mark.slow
