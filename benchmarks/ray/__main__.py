@@ -14,9 +14,9 @@ import typer
 
 from benchmarks import environment
 from benchmarks.ray.callers import Callers
-from benchmarks.ray.calls import MANY, MOST, agreement, beside_torchrl, many_callers, over_local, size_of_code
+from benchmarks.ray.calls import MANY, agreement, beside_torchrl, over_local, size_of_code
 from benchmarks.ray.cluster import NICENESS, cluster
-from benchmarks.ray.faults import faults
+from benchmarks.ray.faults import faults, many_callers
 from benchmarks.ray.figures import PAGE, RESULTS, Figure, RayRun
 from benchmarks.ray.sides import Sides, size_of
 
@@ -36,7 +36,7 @@ def measure(parts: Sequence[str], *, quick: bool, rounds: int, seconds: float) -
     torch.set_num_threads(1)
     size, lengths = size_of(quick), (16,) if quick else (32, 512)
     rounds, seconds = (1, 0.4) if quick else (rounds, seconds)
-    few, most = (2, 4) if quick else (MANY, MOST)
+    few = 2 if quick else MANY
     figures = [size_of_code()]
     with cluster():
         if "local" in parts:
@@ -52,7 +52,7 @@ def measure(parts: Sequence[str], *, quick: bool, rounds: int, seconds: float) -
                 figures += beside_torchrl(callers, length, rounds=rounds, seconds=seconds, count=few)
         if "many" in parts:
             typer.echo("64 callers")
-            figures += many_callers(Callers(most, None), size, seconds=4 * seconds, count=most)
+            figures += many_callers(size, count=4 if quick else 64, answers=20 if quick else 1500)
         if "faults" in parts:
             figures += faults(size, quick=quick, on_step=typer.echo)
     return figures

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.ray.sides import SERVED, SIDES, Served, Sides, data
-from torchrl_llm_kl import Ragged
+from benchmarks.ray.sides import SIDES, Sides, data
 
 _HEAD_START = 0.1  # seconds for the start message to reach all clients
 
@@ -49,30 +48,21 @@ class Window:
 class Caller:
     """One client process."""
 
-    def __init__(self, index: int, sides: Sides | None) -> None:
+    def __init__(self, index: int, sides: Sides) -> None:
         warnings.filterwarnings("ignore")
         torch.set_num_threads(1)
         self._index, self._sides = index, sides
-        pairs = [] if sides is None else [(side, served) for side in SIDES for served in SERVED]
-        self._transforms = {pair: sides.make(*pair) for pair in pairs} if sides else {}
+        self._transforms = {side: sides.make(side) for side in SIDES}
 
     def ready(self) -> bool:
         """Returns once the process is constructed."""
         return True
 
-    def transform(self, side: str, served: Served, length: int, start: float, seconds: float) -> Any:
+    def transform(self, side: str, length: int, start: float, seconds: float) -> Any:
         """Apply a transform repeatedly to a TensorDict of this process."""
-        assert self._sides is not None
-        transform = self._transforms[side, served]
+        transform = self._transforms[side]
         own = data(self._sides.size, length, seed=self._index)
         return _repeat(lambda: transform(own.copy()), start, seconds)
-
-    def score(self, model: Any, sequences: int, length: int, start: float, seconds: float) -> Any:
-        """Score repeatedly."""
-        rng = torch.Generator().manual_seed(self._index)
-        rows = torch.randint(1000, (sequences, length), generator=rng)
-        scorer, ragged = model.make_scorer(), Ragged.from_list(list(rows))
-        return _repeat(lambda: scorer.score(ragged), start, seconds)
 
 
 def _repeat(call: Callable[[], object], start: float, seconds: float) -> list[tuple[float, float]]:
@@ -91,10 +81,10 @@ class Callers:
 
     Args:
         count: number of processes.
-        sides: the transforms that they call; None for callers that only score.
+        sides: the transforms that they call.
     """
 
-    def __init__(self, count: int, sides: Sides | None) -> None:
+    def __init__(self, count: int, sides: Sides) -> None:
         import ray
 
         remote: Any = ray.remote(num_cpus=0)(Caller)

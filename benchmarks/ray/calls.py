@@ -12,16 +12,16 @@ import torch
 
 from benchmarks.agreement import largest_difference
 from benchmarks.models import ModelSize
-from benchmarks.ray.callers import Callers, quantile
+from benchmarks.ray.callers import Callers
 from benchmarks.ray.figures import Figure
-from benchmarks.ray.sides import SEQUENCES, Served, Sides, data, numbers, reference
+from benchmarks.ray.sides import SEQUENCES, Sides, data, numbers, reference
 from benchmarks.workloads.base import OURS, THEIRS
 from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.scoring import Scorer, ScoreRequest
 from torchrl_llm_kl.service import ScoringService
 
 TOLERANCE = 1e-4
-MANY, MOST = 8, 64
+MANY = 8
 #: Times torchrl's throughput, of short calls and of long ones, where the model's own speed bounds both.
 GOALS = {32: 8.0, 512: 2.0}
 SERVICE = Path(__file__).parents[2] / "torchrl_llm_kl" / "service"
@@ -67,12 +67,8 @@ def run(scorer: Scorer, request: ScoreRequest, times: int = 1, *, top_k: int = 0
 
 def agreement(sides: Sides, length: int) -> None:
     """Raise an error unless both libraries compute the same numbers, to 1e-4 nats."""
-    served: Served
-    for served in ("both", "reference"):
-        ours, theirs = (
-            numbers(sides.make(side, served)(data(sides.size, length, seed=7)), served) for side in (OURS, THEIRS)
-        )
-        largest_difference(ours, theirs, tolerance=TOLERANCE, what=f"{served}, {length} tokens")
+    ours, theirs = (numbers(sides.make(side)(data(sides.size, length, seed=7))) for side in (OURS, THEIRS))
+    largest_difference(ours, theirs, tolerance=TOLERANCE, what=f"{length} tokens")
 
 
 def beside_torchrl(callers: Callers, length: int, *, rounds: int, seconds: float, count: int = MANY) -> list[Figure]:
@@ -80,7 +76,7 @@ def beside_torchrl(callers: Callers, length: int, *, rounds: int, seconds: float
     found: dict[str, list[float]] = {THEIRS: [], OURS: []}
     for i in range(rounds + 1):
         for side in (THEIRS, OURS):
-            window = callers.window("transform", side, "both", length, callers=count, seconds=seconds if i else 0.3)
+            window = callers.window("transform", side, length, callers=count, seconds=seconds if i else 0.3)
             if i:  # the first, shorter round warms up
                 found[side].append(window.throughput)
     ratios = [ours / theirs for ours, theirs in zip(found[OURS], found[THEIRS], strict=True)]
@@ -89,20 +85,6 @@ def beside_torchrl(callers: Callers, length: int, *, rounds: int, seconds: float
         Figure(f"{what}: torchrl", statistics.median(found[THEIRS]), "calls/s"),
         Figure(f"{what}: here", statistics.median(found[OURS]), "calls/s"),
         Figure(f"{what}: here over torchrl", statistics.median(ratios), "x", least=GOALS.get(length)),
-    ]
-
-
-def many_callers(callers: Callers, size: ModelSize, *, seconds: float, count: int = MOST) -> list[Figure]:
-    """All of them call one replica without a pause."""
-    with ScoringService(factory=partial(reference, size), memory=0) as service:
-        callers.window("score", service.model, SEQUENCES, 32, callers=count, seconds=0.5)
-        window = callers.window("score", service.model, SEQUENCES, 32, callers=count, seconds=seconds)
-        service.shutdown()
-    what = f"{count} callers of {SEQUENCES} x 32 tokens"
-    return [
-        Figure(f"{what}: calls", window.throughput, "calls/s"),
-        Figure(f"{what}: p50", 1e3 * quantile(window.latencies, 0.5), "ms"),
-        Figure(f"{what}: p99", 1e3 * quantile(window.latencies, 0.99), "ms"),
     ]
 
 

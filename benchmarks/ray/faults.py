@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.models import ModelSize
+from benchmarks.ray.callers import quantile
 from benchmarks.ray.calls import TOLERANCE
 from benchmarks.ray.figures import Figure
 from benchmarks.ray.sides import SEQUENCES, reference
@@ -75,6 +76,21 @@ def faults(size: ModelSize, *, quick: bool, on_step: Callable[[str], None]) -> l
         figures += case()
         on_step(f"{figures[-1].what}: {figures[-1].value:.3g} {figures[-1].unit}")
     return figures
+
+
+def many_callers(size: ModelSize, *, count: int, answers: int) -> list[Figure]:
+    """Callers of one replica in threads of this process, without a pause."""
+    with _service(size) as service, load(service, size, callers=count) as calls:
+        calls.wait(answers // 4)
+        warm, begin = len(calls.seconds), time.monotonic()
+        calls.wait(answers)
+        seconds, took = calls.seconds[warm:], time.monotonic() - begin
+    what = f"{count} callers of {SEQUENCES} x {_LENGTH} tokens"
+    return [
+        Figure(f"{what}: calls", len(seconds) / took, "calls/s"),
+        Figure(f"{what}: p50", 1e3 * quantile(seconds, 0.5), "ms"),
+        Figure(f"{what}: p99", 1e3 * quantile(seconds, 0.99), "ms"),
+    ]
 
 
 def _start(size: ModelSize, busy: int = 0) -> list[Figure]:
@@ -248,7 +264,7 @@ def load(
 ) -> Iterator[Load]:
     """Let callers score all the time; ``expected`` holds for each version of the weights the answer to each caller."""
     found, over, lock = Load(), threading.Event(), threading.Lock()
-    right = [*expected] or [_answers(reference(size), size)]
+    right = [*expected] or [_answers(reference(size), size, callers)]
 
     def call(index: int) -> None:
         scorer, rows = service.model.make_scorer(), _tokens(size, index)
@@ -284,9 +300,9 @@ def _tokens(size: ModelSize, index: int) -> Ragged:
     return Ragged.from_list(list(torch.randint(size.vocab - 2, (SEQUENCES, _LENGTH), generator=generator)))
 
 
-def _answers(model: Any, size: ModelSize) -> list[Tensor]:
+def _answers(model: Any, size: ModelSize, callers: int = CALLERS) -> list[Tensor]:
     scorer = LogProbScorer(model)
-    return [scorer.score(_tokens(size, index)).values for index in range(CALLERS)]
+    return [scorer.score(_tokens(size, index)).values for index in range(callers)]
 
 
 def _pid(service: ScoringService) -> int:

@@ -191,7 +191,6 @@ def test_scorers_of_other_settings_are_few_and_share_the_memory():
     engine = TransformersEngine(model(), memory=2 * one)
     kinds = [{"dtype": each} for each in (None, torch.bfloat16, torch.float16, torch.float64)]
     kinds += [{"deterministic": True}]
-    seen = 0
     for i in range(12):
         tokens = Ragged.from_list([(torch.arange(30) + 40 * (i % 3)) % 97])
         options = {"temperature": 1.0 + 0.1 * (i % 5), **(kinds[0] if i % 2 else kinds[i % 5])}
@@ -205,9 +204,6 @@ def test_scorers_of_other_settings_are_few_and_share_the_memory():
                 assert_close(found, expected, atol=0.1, rtol=0.0)
         assert len(engine._scorers) <= 4
         assert sum(scorer.memory.num_bytes for scorer in engine._scorers.values()) <= 2 * one
-        assert engine.cached_tokens()[0] >= seen, "counts of dropped scorers stay"
-        seen = engine.cached_tokens()[0]
-    assert seen > 12 * 10
 
 
 def test_progress_grows_within_a_call():

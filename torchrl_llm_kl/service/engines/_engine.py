@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -45,12 +45,6 @@ class Engine(Protocol):
     def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
 
-    def cached_tokens(self) -> tuple[int, int]:
-        """Number of tokens of continued conversations so far, and how many of them were found in a cache."""
-
-    def close(self) -> None:
-        """Free what the engine holds; it is not called again."""
-
 
 #: Scorers of one model, each with an own cache: the least recently used of more is dropped.
 _SCORERS = 4
@@ -75,7 +69,6 @@ class TransformersEngine:
         self._tokens_per_batch, self._memory = tokens_per_batch, memory
         self._scorers: OrderedDict[tuple[Any, ...], LogProbScorer] = OrderedDict()
         self._steps = 0  # calls and weights copied so far
-        self._dropped = Counter[str]()  # of dropped scorers
         scorer = self._scorer(ScoreOptions())  # refuses a model that cannot be scored
         self.offers, self.place, self.instead = scorer.offers & ANSWERED, scorer.place, scorer.instead
 
@@ -87,7 +80,6 @@ class TransformersEngine:
             self._scorers[key] = LogProbScorer(self.model, own, tokens_per_batch=self._tokens_per_batch)
         self._scorers.move_to_end(key)
         while len(self._scorers) > _SCORERS:
-            self._dropped += _counts(self._scorers[next(iter(self._scorers))])
             self._scorers.popitem(last=False)
         self._share_memory(self._scorers[key])
         return self._scorers[key]
@@ -110,24 +102,11 @@ class TransformersEngine:
 
     def progress(self) -> int:
         """Number of calls, forwards and copied weights."""
-        return self._steps + self._totals()["forwards"]
-
-    def _totals(self) -> Counter[str]:
-        return sum(map(_counts, tuple(self._scorers.values())), self._dropped)  # a tuple: other threads ask
+        return self._steps + sum(scorer.forwards for scorer in tuple(self._scorers.values()))  # other threads ask
 
     def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
         return ModelInterface.of(self.model), hasattr(self.model, "input_mode")
-
-    def cached_tokens(self) -> tuple[int, int]:
-        """Number of tokens of continued conversations so far, and how many of them were found in the cache."""
-        totals = self._totals()
-        return totals["seen"], totals["recalled"]
-
-    def close(self) -> None:
-        """Drop the model."""
-        self._scorers.clear()
-        self.model = None
 
     # ------------------------------------------------------------------ weights
 
@@ -196,12 +175,6 @@ class TransformersEngine:
         if not isinstance(inner, nn.Module):
             raise TypeError(f"{type(inner).__name__} holds no weights in this process: update them in its backend.")
         return inner
-
-
-def _counts(scorer: LogProbScorer) -> Counter[str]:
-    """Forwards of a scorer so far, and tokens that its cache has seen and recalled."""
-    cache = scorer.memory
-    return Counter(forwards=scorer.forwards, seen=cache.tokens_seen, recalled=cache.tokens_recalled)
 
 
 def _short_names(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, str]:

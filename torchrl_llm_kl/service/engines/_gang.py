@@ -20,7 +20,7 @@ from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY, ScoreOptions, Scorer, ScoreRequest, Scores
 from torchrl_llm_kl.service._errors import EngineLost, ServiceTimeout
 from torchrl_llm_kl.service._messages import ANSWERED
-from torchrl_llm_kl.service.engines._rank import Answer, GangRank, Shard
+from torchrl_llm_kl.service.engines._rank import Columns, GangRank, Shard
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 _TICK = 1.0  # seconds between two looks at the progress of the ranks
@@ -85,7 +85,6 @@ class GangEngine:
         if not callable(shard) and shard not in ("fsdp2", "tp", "none"):
             raise ValueError(f"shard must be 'fsdp2', 'tp', 'none' or a function, got {shard!r}.")
         self._timeout = timeout
-        self._cached = (0, 0)
         self._progress: list[int] = [0] * ranks
         self._polls: dict[int, Any] = {}
         self._ranks: list[Any] = []
@@ -147,9 +146,8 @@ class GangEngine:
         nothing = replace(first, mask=torch.zeros_like(first.mask))  # the rank takes part in the others' collectives
         each = [nothing if share is None else share for share in shares]
         sent = [ray.put(each[0])] * len(self._ranks) if len(shares) == 1 else each
-        answers: list[Answer] = self._ask("run", [(share, options) for share in sent])[: len(shares)]
-        self._cached = (sum(answer.seen for answer in answers), sum(answer.recalled for answer in answers))
-        parts = [answer.columns for answer, share in zip(answers, shares, strict=True) if share is not None]
+        answers: list[Columns] = self._ask("run", [(share, options) for share in sent])[: len(shares)]
+        parts = [answer for answer, share in zip(answers, shares, strict=True) if share is not None]
         columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         return Scores.spread(request.layout, request.mask.nonzero().squeeze(-1), **columns)
 
@@ -160,10 +158,6 @@ class GangEngine:
     def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
         return self._interface
-
-    def cached_tokens(self) -> tuple[int, int]:
-        """Number of tokens of continued conversations so far, and how many of them were found in the ranks' caches."""
-        return self._cached
 
     # ------------------------------------------------------------------ weights
 

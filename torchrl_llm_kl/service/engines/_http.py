@@ -214,10 +214,6 @@ class HTTPEngine:
         """Keys and tokenizer for clients that tokenise; the model is not a TorchRL wrapper."""
         return self._interface, False
 
-    def cached_tokens(self) -> tuple[int, int]:
-        """Nothing: the server has its own cache."""
-        return 0, 0
-
     def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Raises a TypeError: the weights are the server's."""
         raise TypeError(f"the weights of {self._http} are not in this process: update them at the server.")
@@ -225,10 +221,6 @@ class HTTPEngine:
     def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
         """Raises a TypeError: the weights are the server's."""
         self.check_weights(weights)
-
-    def close(self) -> None:
-        """End the threads; requests under way end by themselves."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _top(positions: Sequence[Mapping[int, float]], k: int) -> dict[str, Tensor]:

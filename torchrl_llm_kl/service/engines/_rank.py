@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import wraps
-from typing import Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
 
 import ray
 import torch
@@ -25,6 +25,8 @@ from torchrl_llm_kl.service._errors import portable
 from torchrl_llm_kl.service._messages import columns_of
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 
+#: A rank's scores of its share of a request at the masked-in tokens, by name; ``[K, ...]``.
+Columns = dict[str, Tensor]
 #: How to shard: by name, or a function of the model and the mesh of all ranks that returns the model (None: in place).
 Shard = Literal["fsdp2", "tp", "none"] | Callable[[Any, DeviceMesh], Any]
 
@@ -44,14 +46,6 @@ def _errors_as_values(call: Callable[_P, _T]) -> Callable[_P, _T | Exception]:
             return portable(error)
 
     return caught
-
-
-class Answer(NamedTuple):
-    """A rank's scores of its share of a request, and the counters of its cache."""
-
-    columns: dict[str, Tensor]  # at the masked-in tokens: [K, ...]
-    seen: int  # tokens of continued conversations so far
-    recalled: int  # those among them that were found in the cache
 
 
 class RankEngine(TransformersEngine):
@@ -117,10 +111,9 @@ class GangRank:
         return engine.interface(), may_split(made), engine.tensors()
 
     @_errors_as_values
-    def run(self, request: ScoreRequest, options: ScoreOptions) -> Answer:
+    def run(self, request: ScoreRequest, options: ScoreOptions) -> Columns:
         """The scores of a rank's share of a request."""
-        scores = self._engine.run(request, options)
-        return Answer(columns_of(scores, request.mask), *self._engine.cached_tokens())
+        return columns_of(self._engine.run(request, options), request.mask)
 
     @_errors_as_values
     def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, str]:
