@@ -14,7 +14,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ray
@@ -25,8 +24,7 @@ from torchrl_llm_kl.service._spec import NAMESPACE, ServiceSpec
 
 _LOOK = 2.0  # seconds between two looks at the application
 _UNUSED = 60.0  # seconds without a driver, after the start of this actor, until the service ends
-_ABANDONED = 3600.0  # seconds after which a push that was not committed is dropped
-_LOST = "the weights that were pushed are lost, with the actor that kept them"
+_STAGED = 8  # pushes that may be under way
 
 
 class Held(NamedTuple):
@@ -45,15 +43,6 @@ class State(NamedTuple):
     failure: Exception | None  # the error of the last start of a replica that failed
     fingerprint: str | None  # of the factory's model
     version: int  # of the last push
-    knows_model: bool  # whether replicas can start: False after the loss of a model that was given by value
-
-
-@dataclass(eq=False)
-class _Push:
-    """Weights that were pushed together."""
-
-    chunks: list[Any]
-    since: float
 
 
 class Keeper:
@@ -77,7 +66,7 @@ class Keeper:
         self._version, self._chunks = 0, list[Any]()
         self._tensors: frozenset[str] = frozenset()  # of the last push
         self._whole = False  # whether it held all tensors of the model
-        self._staged: dict[str, _Push] = {}
+        self._staged: dict[str, list[Any]] = {}  # pushes that are not committed
         self._trials = Counter[str]()
         self._turn = asyncio.Lock()
         with warnings.catch_warnings():  # Ray's own use of a deprecated name
@@ -129,9 +118,8 @@ class Keeper:
 
     async def state(self) -> State:
         """See :class:`State`."""
-        knows = self._spec is None or self._spec.factory is not None or self._model is not None
         service = "" if self._spec is None else self._spec.id
-        return State(service, self._ended, self._failure, self._fingerprint, self._version, knows)
+        return State(service, self._ended, self._failure, self._fingerprint, self._version)
 
     async def end(self, why: str) -> None:
         """Delete the application, and exit."""
@@ -210,15 +198,13 @@ class Keeper:
 
     async def staged(self, token: str) -> Held:
         """A push that is not committed."""
-        push = self._staged.get(token)
-        return Held(self._version, [] if push is None else push.chunks, lost=False)
+        return Held(self._version, self._staged.get(token, []), lost=False)
 
     async def stage(self, token: str, chunk: Any) -> None:
-        """Store a part of a push, which changes nothing yet; one that was given up an hour ago is dropped."""
-        now = time.monotonic()
-        self._staged = {name: push for name, push in self._staged.items() if now - push.since < _ABANDONED}
-        push = self._staged.setdefault(token, _Push([], now))
-        push.chunks.append(await asyncio.to_thread(ray.put, chunk))
+        """Store a part of a push, which changes nothing yet. The oldest of several that were given up is dropped."""
+        self._staged.setdefault(token, []).append(await asyncio.to_thread(ray.put, chunk))
+        if len(self._staged) > _STAGED:
+            self._staged.pop(next(iter(self._staged)))
 
     async def drop(self, token: str) -> None:
         """Free a push that is not committed."""
@@ -251,11 +237,13 @@ class Keeper:
                 f"this push lacks {len(missing)} tensors, such as {missing[0]!r}, which earlier pushes held: push those too."
             )
         if (self._lost or seen > self._version) and not whole:
-            return WeightVersionError(f"{_LOST}: push all tensors of the model.")
-        push = self._staged.pop(token, None)
-        if push is None:
+            return WeightVersionError(
+                "the weights that were pushed are lost, with the actor that kept them: push all tensors of the model."
+            )
+        chunks = self._staged.pop(token, [])
+        if not chunks:
             return ServiceError("the push is not known to the actor that keeps the weights: push them again.")
-        self._version, self._chunks, self._tensors, self._whole = version, push.chunks, frozenset(tensors), whole
+        self._version, self._chunks, self._tensors, self._whole = version, chunks, frozenset(tensors), whole
         self._lost = False
         return version
 

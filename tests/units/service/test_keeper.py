@@ -46,7 +46,7 @@ async def test_the_first_driver_deploys_and_later_ones_must_agree(context):
     assert [each.id for each in context.deployed] == ["first"]
     assert await keeper.model() == [b"model"]
     state = await keeper.state()
-    assert (state.id, state.version, state.knows_model) == ("first", 0, True)
+    assert (state.id, state.version) == ("first", 0)
     error = await Keeper("name", None).join(spec(), b"model", context.deployed.append)
     assert isinstance(error, ServiceError)
     assert "was deployed by Serve's own commands" in str(error)
