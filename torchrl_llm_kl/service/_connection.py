@@ -109,9 +109,16 @@ class Connection:
 
     def check_open(self) -> None:
         """Raise a :class:`ServiceClosedError` if the service has ended."""
+        import ray
+
         if self._closed:
             raise ServiceClosedError(self._closed)
-        self.keeper()
+        try:
+            ended = ray.get(self.keeper().state.remote(), timeout=_LOOK).ended
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # it starts again
+            return
+        if ended:
+            raise self.gone()
 
     def saw(self, version: int) -> None:
         """Note a version of the weights."""

@@ -82,7 +82,11 @@ class Replica:
         self._batcher = Batcher(self._score, max_tokens=settings.max_tokens, max_wait=settings.max_wait)
         self._watchdog = Watchdog(self._core, settings.hang_after)
         self._catching_up, self._on_trial = asyncio.Lock(), asyncio.Lock()
-        self._probed = True
+        try:
+            self._probe()
+            self._has_probe = True
+        except Exception:  # the model has no use for these tokens: its health is that it makes progress
+            self._has_probe = False
         if hasattr(engine, "when_lost"):
             engine.when_lost(self._exit)
 
@@ -166,21 +170,20 @@ class Replica:
             newest: Held = await asyncio.wait_for(self._keeper.newest.remote(), 5.0)
             if newest.version > self._core.version:
                 await self._catch_up(newest.version)
-        if self._core.running is None and time.monotonic() - self._batcher.last_answer > _PROBE and self._probed:
-            self._probed = await self._probe()
+        idle = self._core.running is None and time.monotonic() - self._batcher.last_answer > _PROBE
+        if idle and self._has_probe:
+            with contextlib.suppress(
+                ServiceError
+            ):  # a server elsewhere does not answer: that is no fault of this process
+                await self._batcher.in_thread(self._probe)
+            self._batcher.last_answer = time.monotonic()
 
-    async def _probe(self) -> bool:
-        """Score two tokens. A refusal is an answer; any other error means that the model is broken."""
+    def _probe(self) -> None:
+        """Score two tokens; an error means that the model is broken."""
         from torchrl_llm_kl.scoring import ScoreOptions
         from torchrl_llm_kl.service._core import probe
 
-        run = self._core.engine.run
-        try:
-            await self._batcher.in_thread(lambda: self._core.call(lambda: run(probe(), ScoreOptions())))
-        except (ValueError, TypeError, ServiceError):
-            return False  # this model has no use for the probe
-        self._batcher.last_answer = time.monotonic()
-        return True
+        self._core.call(lambda: self._core.engine.run(probe(), ScoreOptions()))
 
     async def state(self) -> ReplicaState:
         """See :class:`ReplicaState`."""

@@ -62,7 +62,7 @@ class Fake(Connection):
     def connect(self):
         pass
 
-    def keeper(self):
+    def check_open(self):
         if not self.open:
             raise self.gone()
 
