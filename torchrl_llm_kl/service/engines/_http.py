@@ -222,6 +222,10 @@ class HTTPEngine:
         """Raises a TypeError: the weights are the server's."""
         self.check_weights(weights)
 
+    def close(self) -> None:
+        """End the threads; requests under way end by themselves."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
 
 def _top(positions: Sequence[Mapping[int, float]], k: int) -> dict[str, Tensor]:
     """The ``k`` most probable tokens, and the log of the others' total probability, from the server's rounded numbers."""
