@@ -114,7 +114,7 @@ def linear_log_prob(
     """
     head, tile = _prepare(hidden, weight, **options)
     plan = Plan(tile, entropy, truncation=_check_truncation(truncation, kept, head), keep_targets=keep_targets)
-    out = _run(plan, _check_targets(targets, head), head, None, kept, added)
+    out = _run(plan, head, None, Tokens(_check_targets(targets, head), kept), added)
     assert out.log_prob is not None
     return HeadOutput(out.log_prob, out.entropy)
 
@@ -229,8 +229,8 @@ def linear_pair(
     plan = Plan(tile, entropy, _shares(direction, beta), left, keep_targets, ref_kept and truncated)
     if policy.part is not None or ref.part is not None:
         ref = _same_slice(plan, policy, ref)
-    checked = None if targets is None else _check_targets(targets, policy)
-    return PairOutput._make(_run(plan, checked, policy, ref, kept, added)[:4])
+    tokens = Tokens(None if targets is None else _check_targets(targets, policy), kept)
+    return PairOutput._make(_run(plan, policy, ref, tokens, added)[:4])
 
 
 def logits_kl(
@@ -265,11 +265,7 @@ def logits_kl(
 
 @torch.no_grad()
 def linear_top_k(
-    hidden: Tensor,
-    weight: Tensor,
-    k: int,
-    targets: Tensor | None = None,
-    **options: Unpack[HeadOptions],
+    hidden: Tensor, weight: Tensor, k: int, targets: Tensor | None = None, **options: Unpack[HeadOptions]
 ) -> TopK:
     """The ``k`` most probable tokens of each position, and the log-probability of all others together.
 
@@ -339,20 +335,13 @@ def linear_kept(
     return find_kept(head, left, tile, checked, most_kept(head.vocab) if most is None else most)
 
 
-def _run(
-    plan: Plan,
-    targets: Tensor | None,
-    policy: Head,
-    ref: Head | None,
-    kept: Kept | None,
-    added: list[Tensor] | None,
-) -> Result:
-    if kept is not None and _few(kept, policy, ref, plan):
-        return kept_scores(plan, targets, policy, ref, kept)
+def _run(plan: Plan, policy: Head, ref: Head | None, tokens: Tokens, added: list[Tensor] | None) -> Result:
+    if tokens.recorded is not None and _few(tokens.recorded, policy, ref, plan):
+        return kept_scores(plan, policy, ref, tokens.recorded, tokens.targets)
     if added is None or not plan.truncation.active:
-        return sweep(plan, policy, ref, Tokens(targets, kept))
+        return sweep(plan, policy, ref, tokens)
     statistics: list[Tensor] = []
-    out = sweep(plan, policy, ref, Tokens(targets, kept), statistics)
+    out = sweep(plan, policy, ref, tokens, statistics)
     (top, log_total, *_), floor = statistics, statistics[plan.statistics(1 if ref is None else 2) - 1]
     assert out.log_prob is not None
     # The target's logit, rounded anew: one that is equal to the floor is kept.

@@ -147,14 +147,7 @@ class _Side(NamedTuple):
 
 
 def _product_gradient(
-    plan: Plan,
-    head: Head,
-    sides: list[_Side],
-    i: int,
-    row: _Row,
-    cols: slice,
-    out: Tensor,
-    scratch: Tensor,
+    plan: Plan, head: Head, sides: list[_Side], i: int, row: _Row, cols: slice, out: Tensor, scratch: Tensor
 ) -> None:
     """Fill ``out`` with the gradient of head ``i``'s products.
 

@@ -235,8 +235,8 @@ class _Candidates:
 # ------------------------------------------------------------------ scores
 
 
-def kept_scores(plan: Plan, targets: Tensor | None, policy: Head, ref: Head | None, kept: Kept) -> Result:
-    """The results of a sweep over the kept tokens alone; differentiable once, with respect to the policy.
+def kept_scores(plan: Plan, policy: Head, ref: Head | None, kept: Kept, targets: Tensor | None) -> Result:
+    """The results of a sweep over only the kept tokens; differentiable once, with respect to the policy.
 
     A reference that is not restricted to them needs a sweep for its sum over all tokens.
     """

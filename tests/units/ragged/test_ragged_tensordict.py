@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensorclass, lazy_stack
 from torch import Tensor
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
+from torchrl.modules.llm.policies import Masks, Tokens
 
 import torchrl_llm_kl.ragged._tensordict as module
 from refused import refused
@@ -64,6 +64,7 @@ LAYOUTS: dict[str, Callable[[], TensorDictBase]] = {
     "strided": lambda: batch_of({"full": nested(torch.strided)}),
     "jagged": lambda: batch_of({"full": nested(torch.jagged)}),
     "lazy": lambda: lazy_stack(leaves()),
+    "lazy on a device": lambda: lazy_stack(leaves(device="cpu")),
     "lazy [2, 2]": lambda: square(leaf),
     "lazy [2, 2] along dimension 1": lambda: square(leaf, outer=1),
     "lazy [1, 2, 2]": lambda: lazy_stack([square(leaf, outer=1)], 0),
@@ -77,6 +78,7 @@ LAYOUTS: dict[str, Callable[[], TensorDictBase]] = {
     "dense [2, 2] with a lazy part": lambda: TensorDict(tokens=square(lambda i: leaf(i)["tokens"]), batch_size=[2, 2]),
     "tensorclass of nested": lambda: batch_of(Tokens(full=nested(torch.strided), batch_size=[4])),
     "tensorclass in a lazy stack": lambda: lazy_stack([tokens_leaf(i) for i in range(4)]),
+    "tensorclass beside TensorDicts in a lazy stack": lambda: lazy_stack([tokens_leaf(0), *leaves()[1:]]),
     "tensorclass of a lazy stack": lambda: batch_of(lazy_stack([Tokens(full=row) for row in tensors()])),
     "tensorclass in a lazy stack [2, 2]": lambda: square(tokens_leaf),
 }
@@ -143,8 +145,8 @@ def test_a_missing_entry_is_none(known: bool, td: TensorDictBase) -> None:
     assert not has_entry(td, KEY)
     for path in (("m",), ("tokens", "m"), ("tokens", "m", "x"), ("m", "b", "x")):
         nodes = leaves()
-        module._set_rows(nodes[:2], path, [torch.ones(1)] * 2)
-        assert module._read_rows(nodes, path) is None, path
+        write_ragged(lazy_stack(nodes[:2]), path, torch.ones(2), Rows([1, 1], torch.Size([2])))
+        assert read_column(lazy_stack(nodes), path) is None, path
 
 
 MASKED = lazy_stack([TensorDict({"x": torch.zeros(n), "m": torch.ones(m)}) for n, m in ((2, 2), (3, 5))])
@@ -176,10 +178,9 @@ def test_the_nodes_of_a_stack_are_a_stack(known: bool, stack_dim: int) -> None:
 
 def test_text_is_read_as_the_public_method_returns_it(known: bool) -> None:
     nodes = [TensorDict(text="a"), TensorDict(text="b")]
-    found = module._read_rows(nodes, ("text",))
-    assert found is not None
-    assert [type(value) for value in found] == [type(node.get("text")) for node in nodes]
-    assert [getattr(value, "data", value) for value in found] == ["a", "b"]
+    texts = read_column(lazy_stack(list(nodes)), "text")
+    assert [type(value) for value in texts] == [type(node.get("text")) for node in nodes]
+    assert [getattr(value, "data", value) for value in texts] == ["a", "b"]
 
 
 # ------------------------------------------------------------------ writing
@@ -191,7 +192,7 @@ def row_values(td: TensorDictBase, key: Any) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_read_and_write_in_every_layout(layout: str) -> None:
+def test_read_and_write_in_every_layout(known: bool, layout: str) -> None:
     batch = torch.Size([1, 2, 2] if "[1" in layout else [2, 2] if "2]" in layout or "of dense" in layout else [4])
     new = [[float(-x) for x in row] for row in ROWS]
     for key in ("new", ("log_probs", "full"), ("tokens", "new"), ("a", "b", "c")):
@@ -249,6 +250,8 @@ def test_rows_of_one_length_and_padded_rows() -> None:
     td = lazy_stack([TensorDict(), TensorDict()])
     write_ragged(td, ("a", "x"), torch.arange(6), Dense(torch.Size([2]), 3, torch.device("cpu")))
     assert [step["a", "x"].tolist() for step in td.tensordicts] == [[0, 1, 2], [3, 4, 5]]
+    td = write_ragged(lazy_stack([TensorDict(device="meta")]), "x", torch.ones(2), Rows([2], torch.Size([1])))
+    assert td.tensordicts[0]["x"].device.type == "meta"
 
 
 @given(st.lists(st.integers(0, 4), min_size=6, max_size=6), st.integers(0, 1), st.sampled_from([(), (2,)]))
@@ -265,63 +268,40 @@ def test_round_trip_through_any_stack(lengths: list[int], outer: int, features: 
         assert torch.equal(td[i // 2, i % 2]["y", "z"], 2 * row)
 
 
-def test_set_rows_are_read_back(known: bool) -> None:
-    """To the device of each node."""
-    for options in ({}, {"device": "cpu"}):
-        for path in (("row",), ("tokens", "y"), ("new", "deep", "y")):
-            nodes, rows = leaves(**options)[:3], [torch.randn(2), torch.randn(0), torch.randn(5)]
-            module._set_rows(nodes, path, rows)
-            assert rows_of(node[path] for node in nodes) == rows_of(rows), (path, options)
-            assert rows_of(module._read_rows(nodes, path)) == rows_of(rows), (path, options)
-    node = TensorDict(device="meta")
-    module._set_rows([node], ("x",), [torch.ones(2)])
-    assert node["x"].device.type == "meta"
-
-
-def test_rows_that_cannot_be_set(known: bool) -> None:
+def test_rows_that_cannot_be_written(known: bool) -> None:
     with pytest.raises(RuntimeError, match="locked"):
-        module._set_rows([leaf(0), leaf(1).lock_()], ("n",), [torch.ones(1)] * 2)
-    node = TensorDict(turns=TensorDict(text=torch.zeros(3), batch_size=[3]))
+        write_ragged(lazy_stack([leaf(0), leaf(1).lock_()]), "n", torch.ones(2), Rows([1, 1], torch.Size([2])))
+    td = lazy_stack([TensorDict(turns=TensorDict(text=torch.zeros(3), batch_size=[3]))])
     with pytest.raises(RuntimeError, match="batch dimension mismatch"):
-        module._set_rows([node], ("turns", "kl"), [torch.ones(5)])
+        write_ragged(td, ("turns", "kl"), torch.ones(5), Rows([5], td.batch_size))
+    td = lazy_stack(leaves())
     for path in (("row", "x"), ("tokens", "full", "y")):
-        for access in (module._read_rows, lambda *args: module._set_rows(*args, [torch.ones(1)] * 4)):
+        for access in (
+            read_column,
+            lambda td, path: write_ragged(td, path, torch.ones(4), Rows([1] * 4, td.batch_size)),
+        ):
             with pytest.raises(TypeError, match=f"expected a nested TensorDict under {path[-2]!r}, got Tensor"):
-                access(leaves(), path)
-
-
-def test_tensorclasses_among_the_rows(known: bool) -> None:
-    seconds: list[Any] = [LogProbs(full=torch.ones(1)), TensorDict(full=torch.ones(1))]
-    for second in seconds:
-        nodes = [TensorDict(log_probs=LogProbs(full=torch.zeros(2))), TensorDict(log_probs=second)]
-        module._set_rows(nodes, ("log_probs", "response"), [torch.ones(1), torch.ones(2)])
-        assert rows_of(module._read_rows(nodes, ("log_probs", "response"))) == [[1], [1, 1]]
-        assert isinstance(nodes[0]["log_probs"], LogProbs)
+                access(td, path)
 
 
 # ------------------------------------------------------------------ other owners
 @pytest.mark.parametrize("options", [{}, {"device": "cpu"}, {"lock": True}], ids=["plain", "device", "locked"])
-def test_a_copy_equals_that_of_the_public_method(known: bool, options: dict[str, Any]) -> None:
-    """Parents of the entry alone are copied."""
-    key = ("a", "b", "x")
-    for tree in (None, {}, {"a": {}}, {"a": {"b": {}}}, {"missing": {}}):
-        inner = TensorDict({"b": TensorDict({"x": torch.ones(2)}, **options)}, **options)
-        nodes = [TensorDict({"a": inner}, **options), TensorDict({"a": inner.clone(), "y": inner.clone()}, **options)]
-        for node, copy in zip(nodes, module._copy_rows(nodes, tree), strict=True):
-            want = node.copy()
-            assert copy is not node
-            assert vars(copy).keys() <= vars(want).keys(), tree
-            assert (copy.batch_size, copy.device, copy.is_locked) == (want.batch_size, want.device, False), tree
-            assert copy[key] is node[key]
-            copied = [tree is None or "a" in tree, tree is None or "b" in tree.get("a", ())]
-            if known and not options.get("lock"):
-                assert [copy["a"] is not node["a"], copy["a", "b"] is not node["a", "b"]] == copied, tree
-            for path in [("new",), *([("a", "new")] * copied[0]), *([key] * copied[1])]:
-                copy[path] = torch.zeros(1)
-            assert node.get("new", None) is node["a"].get("new", None) is None, tree
-            assert node[key].tolist() == [1, 1]
-    (named,) = module._copy_rows([TensorDict(batch_size=[2, 3], names=["env", "time"])], {})
-    assert (named.names, named.batch_size) == (["env", "time"], (2, 3))
+def test_only_the_parents_of_a_written_entry_are_copied(known: bool, options: dict[str, Any]) -> None:
+    for key, copied in (("new", (False, False)), (("a", "new"), (True, False)), (("a", "b", "x"), (True, True))):
+        inner = TensorDict({"b": TensorDict({"x": torch.ones(2, 1)}, [2], names=["time"], **options)}, **options)
+        node = TensorDict({"a": inner}, **options)
+        td = lazy_stack([node, TensorDict(device=node.device)])  # the other lacks the parents
+        own_leaves(td, key)
+        copy = td.tensordicts[0]
+        assert copy is not node
+        assert (copy.batch_size, copy.device, copy.is_locked) == (node.batch_size, node.device, False)
+        assert copy["a", "b", "x"] is node["a", "b", "x"]
+        assert copy["a", "b"].names == ["time"]
+        if known and not options.get("lock"):
+            assert (copy["a"] is not node["a"], copy["a", "b"] is not node["a", "b"]) == copied
+        copy[key] = torch.zeros(2, 1)
+        assert node["a", "b", "x"].tolist() == [[1], [1]]
+        assert node.get("new", None) is node["a"].get("new", None) is None
 
 
 def test_elements_that_have_the_node_are_copied_if_others_lack_it(known: bool) -> None:
