@@ -213,8 +213,8 @@ def test_a_record_and_tests_of_each_file(tmp_path: Path) -> None:
     noticed = [record.noticed(test) for test in (record.SURVIVED, record.UNCALLED, "test_f.py::test_f")]
     assert noticed == [False, False, True]
     keys, tried = [old, old._replace(after="a * b"), new], {("old", "f"): 1}
-    assert _few(keys, 1, 0, tried) == [new]
-    assert len(_few(keys, 2, 0, tried)) == 2
+    assert _few(keys, 1, tried) == [new]
+    assert len(_few(keys, 2, tried)) == 2
     found = {target.file: target for target in record.targets()}
     assert {"losses/objectives/_clipped.py", "advantages/_token.py", "head/_tiles.py", "service/_wire.py"} <= set(found)
     for target in found.values():

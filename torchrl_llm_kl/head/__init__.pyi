@@ -19,7 +19,7 @@ from torchrl_llm_kl.head._tiles import (
     HeadOutput as HeadOutput,
     OutcomesOutput as OutcomesOutput,
     PairOutput as PairOutput,
-    TopK as TopK,
+    TopKOutput as TopKOutput,
 )
 
 # isort: split

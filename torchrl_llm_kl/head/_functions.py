@@ -13,7 +13,7 @@ from torchrl_llm_kl.head._kept import find_kept, kept_scores, most_kept
 from torchrl_llm_kl.head._operators import sweep, top_k
 from torchrl_llm_kl.head._shards import local_part
 from torchrl_llm_kl.head._support import WHOLE, Kept, Truncation
-from torchrl_llm_kl.head._tiles import Head, HeadOutput, OutcomesOutput, PairOutput, Plan, Result, Tokens, TopK
+from torchrl_llm_kl.head._tiles import Head, HeadOutput, OutcomesOutput, PairOutput, Plan, Result, Tokens, TopKOutput
 
 #: A divergence of policy and reference, see :func:`linear_pair`.
 Direction = Literal["reverse", "forward", "jensen_shannon"]
@@ -114,7 +114,7 @@ def linear_log_prob(
     """
     head, tile = _prepare(hidden, weight, **options)
     plan = Plan(tile, entropy, truncation=_check_truncation(truncation, kept, head), keep_targets=keep_targets)
-    out = _run(plan, head, None, Tokens(_check_targets(targets, head), kept), added)
+    out = _sweep_or_kept(plan, head, None, Tokens(_check_targets(targets, head), kept), added)
     assert out.log_prob is not None
     return HeadOutput(out.log_prob, out.entropy)
 
@@ -230,7 +230,7 @@ def linear_pair(
     if policy.part is not None or ref.part is not None:
         ref = _same_slice(plan, policy, ref)
     tokens = Tokens(None if targets is None else _check_targets(targets, policy), kept)
-    return PairOutput._make(_run(plan, policy, ref, tokens, added)[:4])
+    return PairOutput._make(_sweep_or_kept(plan, policy, ref, tokens, added)[:4])
 
 
 def logits_kl(
@@ -266,7 +266,7 @@ def logits_kl(
 @torch.no_grad()
 def linear_top_k(
     hidden: Tensor, weight: Tensor, k: int, targets: Tensor | None = None, **options: Unpack[HeadOptions]
-) -> TopK:
+) -> TopKOutput:
     """The ``k`` most probable tokens of each position, and the log-probability of all others together.
 
     The tail is the log-sum-exp of the logits outside the top ``k``, never ``log(1 - x)``: it is as accurate at ``1e-30``
@@ -275,7 +275,7 @@ def linear_top_k(
     default tiles have at least ``128 k`` tokens, since torch selects few of many faster.
 
     Returns:
-        :class:`TopK`: ``indices [N, k]``, ``log_probs [N, k]`` (nats, descending), ``tail_log_prob [N]`` and, of the
+        :class:`TopKOutput`: ``indices [N, k]``, ``log_probs [N, k]`` (nats, descending), ``tail_log_prob [N]`` and, of the
         targets, ``log_prob [N]``.
 
     Example:
@@ -335,7 +335,7 @@ def linear_kept(
     return find_kept(head, left, tile, checked, most_kept(head.vocab) if most is None else most)
 
 
-def _run(plan: Plan, policy: Head, ref: Head | None, tokens: Tokens, added: list[Tensor] | None) -> Result:
+def _sweep_or_kept(plan: Plan, policy: Head, ref: Head | None, tokens: Tokens, added: list[Tensor] | None) -> Result:
     if tokens.recorded is not None and _few(tokens.recorded, policy, ref, plan):
         return kept_scores(plan, policy, ref, tokens.recorded, tokens.targets)
     if added is None or not plan.truncation.active:

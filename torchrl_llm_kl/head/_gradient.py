@@ -178,7 +178,7 @@ def _product_gradient(
         out.add_(scratch.sub_(own).mul_(row.of_kl * plan.shares[i]))
     out.mul_(side.prob)
     if row.of_kl is not None and own is None:
-        out.add_(_difference(side, sides[1 - i], scratch).mul_(row.of_kl))
+        out.add_(_prob_difference(side, sides[1 - i], scratch).mul_(row.of_kl))
     if index is not None and inside is not None and of_log_prob is not None:
         log_prob = (row.log_prob, row.ref_log_prob)[i]
         assert log_prob is not None
@@ -193,7 +193,7 @@ def _product_gradient(
         out.mul_(head.slope)
 
 
-def _difference(side: _Side, other: _Side, out: Tensor) -> Tensor:
+def _prob_difference(side: _Side, other: _Side, out: Tensor) -> Tensor:
     """``p - q``, in ``out [n, v]``; from the log-probs where both may round to 1."""
     torch.sub(side.prob, other.prob, out=out)
     rows = None  # On an accelerator all: to choose some would be a host sync.

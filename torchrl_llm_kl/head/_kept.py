@@ -54,7 +54,7 @@ def find_kept(
         for start in range(0, head.positions, chunk[0]):
             rows = slice(start, min(start + chunk[0], head.positions))
             some = None if targets is None else targets[rows]
-            part = _find(head._replace(hidden=head.hidden[rows]), truncation, chunk[1], some, most)
+            part = _find_block(head._replace(hidden=head.hidden[rows]), truncation, chunk[1], some, most)
             if part is None:
                 return None
             parts.append(part)
@@ -66,7 +66,7 @@ def find_kept(
     return Kept(ids, from_zero(counts.cumsum(0)), logits, added)
 
 
-def _find(head: Head, truncation: Truncation, width: int, targets: Tensor | None, most: int) -> Kept | None:
+def _find_block(head: Head, truncation: Truncation, width: int, targets: Tensor | None, most: int) -> Kept | None:
     count = head.positions
     truncation = truncation._replace(top_k=0) if truncation.top_k >= head.vocab else truncation
     whole = truncation.top_p < 1 and not truncation.top_k  # top-p is of all tokens
@@ -257,8 +257,8 @@ def kept_scores(plan: Plan, policy: Head, ref: Head | None, kept: Kept, targets:
             swept, (top, log_total) = forward_sweep(Plan(plan.chunk), [ref], Tokens(targets))
             log_q, ref_log_prob = log_q - top[rows] - log_total[rows], swept.log_prob
         first, second = (log_p, log_q) if plan.shares[0] else (log_q, log_p)
-        kl = _sums(first.exp() * (first - second).masked_fill(first.isneginf(), 0.0), rows, count)
-    entropy = -_sums(log_p.exp() * log_p.clamp(min=LOG_ZERO), rows, count) if plan.entropy else None
+        kl = _sum_by_position(first.exp() * (first - second).masked_fill(first.isneginf(), 0.0), rows, count)
+    entropy = -_sum_by_position(log_p.exp() * log_p.clamp(min=LOG_ZERO), rows, count) if plan.entropy else None
     return Result(kl, _at(log_p, here, rows, count), ref_log_prob, entropy, None)
 
 
@@ -273,7 +273,7 @@ def _distinct(ids: Tensor, rows: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
 # ------------------------------------------------------------------ sums over the kept tokens of each position
 
 
-def _sums(values: Tensor, rows: Tensor, count: int) -> Tensor:
+def _sum_by_position(values: Tensor, rows: Tensor, count: int) -> Tensor:
     """The sum of each position; one value is added at a time, so in float64."""
     total = values.new_zeros(count, dtype=torch.float64).index_add(0, rows, values.double())
     return total.to(values.dtype)
@@ -292,7 +292,7 @@ def _log_softmax(logits: Tensor, rows: Tensor, count: int) -> Tensor:
     # its own that would cancel that of the others; its exponential is left out of the sum, which may be smaller than the
     # rounding error of 1.
     shifted = (logits - logits[first[rows]]).masked_fill(largest_one, 0.0)
-    rest = _sums(shifted.exp().masked_fill(largest_one, 0.0), rows, count)
+    rest = _sum_by_position(shifted.exp().masked_fill(largest_one, 0.0), rows, count)
     return shifted - rest.log1p()[rows]
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchrl_llm_kl.head._gradient import backward_sweep, empty_gradients
-from torchrl_llm_kl.head._shards import join, join_top_k
+from torchrl_llm_kl.head._shards import join_slices, join_top_k
 from torchrl_llm_kl.head._support import Kept, Truncation
 from torchrl_llm_kl.head._sweep import forward_sweep, top_k_sweep
-from torchrl_llm_kl.head._tiles import NO_TOKENS, Head, Plan, Result, Slice, Tokens, TopK
+from torchrl_llm_kl.head._tiles import NO_TOKENS, Head, Plan, Result, Slice, Tokens, TopKOutput
 
 # Bytes of logits that a forward keeps for its backward, which computes the others again.
 _KEPT_BYTES = 64 * 2**20
@@ -51,11 +51,11 @@ def sweep(
     return Result._make(swept[:_RESULTS])
 
 
-def top_k(head: Head, k: int, chunk: tuple[int, int], targets: Tensor | None = None) -> TopK:
+def top_k(head: Head, k: int, chunk: tuple[int, int], targets: Tensor | None = None) -> TopKOutput:
     targets, settings = _from_first(head.part, targets), _flatten(Plan(chunk), head, None)
     arguments = ([targets, *head[:3], *[None] * (_TENSORS - 4)], min(k, head.vocab), *settings)
-    indices, log_probs, tail, log_prob, log_sum = _call("head_top_k", _top_k_op, *arguments)
-    own = TopK(indices, log_probs, tail, None if targets is None else log_prob)
+    indices, log_probs, tail, log_prob, log_sum = _dispatch("head_top_k", _top_k_op, *arguments)
+    own = TopKOutput(indices, log_probs, tail, None if targets is None else log_prob)
     return own if head.part is None else join_top_k(head.part, k, own, log_sum, targets)
 
 
@@ -86,7 +86,7 @@ class _Sweep(torch.autograd.Function):
         tensors, result, rest = saved[:_TENSORS], saved[_TENSORS:first], saved[first:]
         needed = list(ctx.needs_input_grad[4:10])  # after part, settings, statistics and targets
         arguments = (tensors, result, rest, list(grads), needed, *ctx.settings)
-        gradients = _spread(_call("head_backward", _backward_op, *arguments), needed)
+        gradients = _spread(_dispatch("head_backward", _backward_op, *arguments), needed)
         if ctx.part is not None:
             ctx.part.add(gradients[0]), ctx.part.add(gradients[3])  # of the hidden states
         return None, None, None, None, *gradients, None, None, None
@@ -103,14 +103,14 @@ def _forward(part: Slice | None, tensors: Tensors, settings: Settings, keep: int
         return spread
     plan, heads, _ = _build(tensors, settings)
     end = _RESULTS + plan.statistics(len(heads))
-    result, statistics = join(part, plan, tensors[0], spread[:end], tensors[9])
+    result, statistics = join_slices(part, plan, tensors[0], spread[:end], tensors[9])
     return [*result, *statistics, *spread[end:]]
 
 
 T = TypeVar("T")
 
 
-def _call(name: str, function: Callable[..., T], *args: object) -> T:
+def _dispatch(name: str, function: Callable[..., T], *args: object) -> T:
     """The operator while a graph is being compiled; otherwise the function itself, without the operator's overhead."""
     return getattr(torch.ops.torchrl_llm_kl, name)(*args) if torch.compiler.is_compiling() else function(*args)
 

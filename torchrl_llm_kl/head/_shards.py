@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchrl_llm_kl._numerics import is_dtensor
-from torchrl_llm_kl.head._tiles import Plan, Result, Slice, TopK
+from torchrl_llm_kl.head._tiles import Plan, Result, Slice, TopKOutput
 
 
 def local_part(prefix: str, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Slice | None]:
@@ -50,7 +50,7 @@ def local_part(prefix: str, weight: Tensor, bias: Tensor | None) -> tuple[Tensor
     return *parts, Slice(mesh.get_group(sharded[0]), first, parts[0].shape[0], vocab)
 
 
-def join(
+def join_slices(
     part: Slice, plan: Plan, targets: Tensor | None, swept: Sequence[Tensor | None], ids: Tensor | None = None
 ) -> tuple[Result, list[Tensor]]:
     """The results and statistics of a whole head, from this rank's slice.
@@ -84,10 +84,10 @@ def join(
             for i, t in enumerate((log_prob, ref_log_prob))
         )
     if entropy is not None:
-        entropy = _mean(log_w[0], entropy - log_w[0])
+        entropy = _weighted_mean(log_w[0], entropy - log_w[0])
     if kl is not None:
         a, b = plan.weighing, 1 - plan.weighing
-        kl = _mean(log_w[a], (kl + log_w[a] - log_w[b]).masked_fill(log_w[b].isneginf(), torch.inf))
+        kl = _weighted_mean(log_w[a], (kl + log_w[a] - log_w[b]).masked_fill(log_w[b].isneginf(), torch.inf))
     if outcomes is not None and ids is not None:
         outcomes = _join_outcomes(part, ids, outcomes, statistics[1], log_w[0])
     return Result(kl, log_prob, ref_log_prob, entropy, outcomes), joined
@@ -103,13 +103,13 @@ def _join_outcomes(part: Slice, ids: Tensor, outcomes: Tensor, log_total: Tensor
     return joined.masked_fill(unknown, torch.nan)
 
 
-def _mean(log_w: Tensor, values: Tensor) -> Tensor:
+def _weighted_mean(log_w: Tensor, values: Tensor) -> Tensor:
     """``sum w values`` over the slices, where 0 times anything is 0; ``[R, N]`` to ``[N]``."""
     w = log_w.exp()
     return (w * values).masked_fill(w == 0, 0.0).sum(0)
 
 
-def join_top_k(part: Slice, k: int, own: TopK, log_sum: Tensor, targets: Tensor | None = None) -> TopK:
+def join_top_k(part: Slice, k: int, own: TopKOutput, log_sum: Tensor, targets: Tensor | None = None) -> TopKOutput:
     """The top ``k`` of a whole head, from this rank's slice and the log-sum-exp of its logits ``[N]``.
 
     ``targets`` count from the slice's first token. The tail joins the slices' tails and their candidates that are not among
@@ -133,4 +133,4 @@ def join_top_k(part: Slice, k: int, own: TopK, log_sum: Tensor, targets: Tensor 
     if targets is not None:
         known = (targets >= -part.first) & (targets < part.vocab - part.first)
         log_prob = values[:, :, -1].amax(1).masked_fill(~known, torch.nan)
-    return TopK(tokens.flatten(1).gather(1, order)[:, :k], log_probs[:, :k], tail, log_prob)
+    return TopKOutput(tokens.flatten(1).gather(1, order)[:, :k], log_probs[:, :k], tail, log_prob)

@@ -165,7 +165,7 @@ def floor_of(logits: Tensor, truncation: Truncation) -> Tensor:
     left = logits  # by the steps so far
     if 0 < top_k < logits.shape[1]:
         best = logits.topk(top_k + 1, -1).values
-        floor = _between(best[:, -2], best[:, -1])
+        floor = _middle(best[:, -2], best[:, -1])
         # Top-k leaves all that are equal to its last; to see whether some are would be a host sync.
         tied = logits.device.type != "cpu" or bool((best[:, -2] == best[:, -1]).any())
         left = logits.masked_fill(logits < floor.unsqueeze(-1), -math.inf) if tied else best[:, :-1]
@@ -196,7 +196,7 @@ def _nucleus_floor(logits: Tensor, top_p: float) -> Tensor:
     lowest, highest = (ordered.gather(1, at.unsqueeze(1)).squeeze(1) for at in (last, last + 1))
     # Without another candidate the largest that is left out is below what makes one.
     border = logits.logsumexp(-1) + math.log(least)
-    return _between(lowest, torch.where(last + 1 < counts, highest, border))
+    return _middle(lowest, torch.where(last + 1 < counts, highest, border))
 
 
 def _floor_of_sorted(logits: Tensor, top_p: float) -> Tensor:
@@ -204,10 +204,10 @@ def _floor_of_sorted(logits: Tensor, top_p: float) -> Tensor:
     ordered = F.pad(logits.sort(-1, descending=True).values, (0, 1), value=-math.inf)
     below = (ordered.softmax(-1).cumsum(-1) < top_p).sum(-1)
     last = torch.minimum(below, (ordered > -math.inf).sum(-1) - 1).clamp(min=0)
-    return _between(*(ordered.gather(1, at.unsqueeze(1)).squeeze(1) for at in (last, last + 1)))
+    return _middle(*(ordered.gather(1, at.unsqueeze(1)).squeeze(1) for at in (last, last + 1)))
 
 
-def _between(kept: Tensor, left_out: Tensor) -> Tensor:
+def _middle(kept: Tensor, left_out: Tensor) -> Tensor:
     """The middle of both; ``kept`` where it would round to ``left_out``, below it where nothing is left out."""
     middle = kept + 0.5 * (left_out - kept)
     return torch.where(left_out.isneginf(), kept - 1.0, torch.where(middle > left_out, middle, kept))

@@ -71,14 +71,14 @@ def forward_sweep(
                 a, b = plan.weighing, 1 - plan.weighing
                 torch.sub(logits[a], logits[b], out=scratch).masked_fill_(probs[a] == 0, 0.0)
                 kls[a][rows] = joints[a].merge(kls[a][rows], scratch.mul_(probs[a]).sum(-1), joints[b])
-    result, statistics = _finish(plan, targets is not None, states, moment, kls)
+    result, statistics = _results_of(plan, targets is not None, states, moment, kls)
     if listed is not None:
         result = result._replace(outcomes=listed.log_probs(*statistics[:2]))
     floor = [support.floor] if plan.truncation.active and support is not None else []
     return result, [*statistics, *floor, *kept]
 
 
-def _finish(
+def _results_of(
     plan: Plan, chosen: bool, states: list[Softmax], moment: Tensor, kls: list[Tensor]
 ) -> tuple[Result, list[Tensor]]:
     log_totals = [state.log_total() for state in states]
@@ -204,7 +204,7 @@ def _decayed(value: Tensor, shift: Tensor) -> Tensor:
 def top_k_sweep(
     head: Head, k: int, chunk: tuple[int, int], targets: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of a :class:`TopK`, with zeros for missing targets; and the log-sum-exp of all logits; ``[N]``."""
+    """The fields of a :class:`TopKOutput`, with zeros for missing targets; and the log-sum-exp of all logits; ``[N]``."""
     values = head.hidden.new_empty(head.hidden.shape[0], k, dtype=head.wide)
     indices = values.new_empty(values.shape, dtype=torch.long)
     tail_top, tail = head.per_position(torch.finfo(head.wide).min), head.per_position(0.0)

@@ -64,7 +64,7 @@ class Result(NamedTuple):
     outcomes: Tensor | None  # the policy's; [N, M, k + 1]
 
 
-class TopK(NamedTuple):
+class TopKOutput(NamedTuple):
     """The result of :func:`linear_top_k`."""
 
     indices: Tensor  #: tokens, most probable first; ``[N, k]``

@@ -56,7 +56,7 @@ def read_column(td: TensorDictBase, key: NestedKey) -> Node | None:
         >>> read_column(td, "x")
         [tensor([1.]), tensor([1., 1.])]
     """
-    path = _path(key)
+    path = _names_of(key)
     if isinstance(td, LazyStackedTensorDict):
         return _read_stack(td, path)
     value = node_of(td.get(path[0], None))
@@ -67,7 +67,7 @@ def read_column(td: TensorDictBase, key: NestedKey) -> Node | None:
     return read_column(value, path[1:])
 
 
-def _path(key: NestedKey) -> tuple[str, ...]:
+def _names_of(key: NestedKey) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else tuple(key)
 
 
@@ -180,7 +180,7 @@ def on_host(td: TensorDictBase, keys: Sequence[NestedKey], *others: Tensor) -> t
     for key in keys:
         value = read_column(td, key)
         if _is_away(value):
-            columns[_path(key)] = value
+            columns[_names_of(key)] = value
         elif not columns and isinstance(value[0] if isinstance(value, list) else value, Tensor):
             break
     if not columns:
@@ -240,7 +240,7 @@ def write_ragged(td: TensorDictBase, key: NestedKey, slots: Tensor, container: C
         >>> write_ragged(td, "x", torch.arange(3), Rows([1, 2], td.batch_size))[1]["x"]
         tensor([1, 2])
     """
-    path, sizes = _path(key), container.row_sizes
+    path, sizes = _names_of(key), container.row_sizes
     equal = len(set(sizes)) == 1
     if not isinstance(td, LazyStackedTensorDict):
         if len(path) > 1:
@@ -310,7 +310,7 @@ def own_leaves(td: TensorDictBase, *keys: NestedKey) -> None:
     tree: _Tree = {}
     for key in keys:
         below = tree
-        for name in _path(key)[:-1]:
+        for name in _names_of(key)[:-1]:
             below = below.setdefault(name, {})
     _own(td, tree if keys else None)
 
@@ -342,7 +342,7 @@ def _copies(td: LazyStackedTensorDict, tree: _Tree | None) -> list[Node]:
 _ATTRIBUTES_KNOWN = vars(TensorDict()).keys() == {"_tensordict", "_batch_size", "_device", "_td_dim_names"}
 
 
-def _plain(nodes: Sequence[Node]) -> bool:
+def _all_plain(nodes: Sequence[Node]) -> bool:
     return _ATTRIBUTES_KNOWN and set(map(type, nodes)) == {TensorDict}
 
 
@@ -374,7 +374,7 @@ def _read_rows(nodes: Sequence[Node], path: tuple[str, ...]) -> list[Node] | Non
 def _children(nodes: Sequence[Node], path: tuple[str, ...], depth: int) -> list[Node] | None:
     """The entry ``path[depth]`` of each node, where the nodes were found under ``path[:depth]``."""
     name = path[depth]
-    if _plain(nodes):
+    if _all_plain(nodes):
         try:
             return [node._tensordict[name] for node in nodes]
         except KeyError:
@@ -398,7 +398,7 @@ def _set_rows(nodes: Sequence[Node], path: tuple[str, ...], rows: Sequence[Tenso
     for depth, name in enumerate(parents):
         inside = _children(nodes, path, depth)
         nodes = [_child_or_new(node, name) for node in _tensordicts(nodes, path[:depth])] if inside is None else inside
-    if _plain(nodes) and nodes[0].device is None and nodes[0].batch_dims == 0:
+    if _all_plain(nodes) and nodes[0].device is None and nodes[0].batch_dims == 0:
         for node, row in zip(nodes, rows, strict=True):
             node._set_str(last, row, inplace=False, validated=True)
         return
@@ -414,7 +414,7 @@ def _child_or_new(node: TensorDictBase, name: str) -> Node:
 
 def _copy_rows(nodes: Sequence[Node], tree: _Tree | None = None) -> list[Node]:
     """Copies of the nodes that share their tensors; nodes inside them are copied if ``tree`` (None: all) names them."""
-    if tree is None or not _plain(nodes):
+    if tree is None or not _all_plain(nodes):
         return [node.copy() if is_tensor_collection(node) else node for node in nodes]
     copies = [_shallow_copy(node) for node in nodes]
     for name, below in tree.items():

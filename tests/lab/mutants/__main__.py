@@ -26,13 +26,10 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="Files with this in their path, or that match it.")] = None,
     whole: Annotated[bool, typer.Option("--all", help="Files of every layer, and the tests of all units.")] = False,
     per_function: Annotated[int | None, typer.Option(min=1, help="Most of each function, with --record's.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="No more mutants than this, chosen at random.")] = None,
-    seed: Annotated[int, typer.Option(help="Of what is chosen at random.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="How many run at once.")] = os.cpu_count() or 1,
     equivalent: Annotated[bool, typer.Option(help="Run only those that are listed as equivalent.")] = False,
     write: Annotated[Path | None, typer.Option("--record", help="Write which test fails for each mutant.")] = None,
     compare: Annotated[Path | None, typer.Option(help="Run what such a file says is noticed; is it still?")] = None,
-    tests: Annotated[list[str] | None, typer.Option(help="Below tests, in place of the layers' own.")] = None,
 ) -> None:
     """Exit code 1 if a mutant survives that is not listed in equivalent.json; with --compare, if one survives that did not."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # forks end then too
@@ -49,9 +46,7 @@ def main(
     keys = [key for key in mutants if (key in before if compare else (key in same) == equivalent)]
     if not compare:
         there = Counter(key[:2] for key in record.read(write) if key in mutants) if write and write.exists() else {}
-        keys = _few(keys, per_function, seed, there)
-        chosen = set(random.Random(seed).sample(keys, min(len(keys), limit or len(keys))))
-        keys = [key for key in keys if key in chosen]
+        keys = _few(keys, per_function, there)
     started = time.monotonic()
 
     def then(tests: Tests) -> dict[Key, Outcome]:
@@ -75,7 +70,7 @@ def main(
         if write:
             record.write(write, {key: _entry(key, outcome, key in same) for key, outcome in found.items()}, every)
 
-    patterns = tests or (["units"] if whole else sorted({target.tests for target in known}))
+    patterns = ["units"] if whole else sorted({target.tests for target in known})
     tried = with_tests(PROJECT, record.PACKAGE, patterns, list(places), then)
     lost = [key for key, outcome in tried.items() if not outcome.killer]
     _table(mutants, tried, same)
@@ -97,7 +92,7 @@ def main(
     raise typer.Exit(int(bool(unlisted or wrong)))
 
 
-def _few(keys: list[Key], count: int | None, seed: int, there: Mapping[tuple[str, str], int]) -> list[Key]:
+def _few(keys: list[Key], count: int | None, there: Mapping[tuple[str, str], int]) -> list[Key]:
     """Some of each function, fewer by those that are there; the same ones whatever happens to other functions."""
     if count is None:
         return keys
@@ -105,7 +100,7 @@ def _few(keys: list[Key], count: int | None, seed: int, there: Mapping[tuple[str
     for key in keys:
         found.setdefault(key[:2], []).append(key)
     most = {place: min(max(count - there.get(place, 0), 0), len(own)) for place, own in found.items()}
-    some = (random.Random(f"{seed} {place}").sample(own, most[place]) for place, own in found.items())
+    some = (random.Random(f"0 {place}").sample(own, most[place]) for place, own in found.items())
     return [key for own in some for key in own]
 
 

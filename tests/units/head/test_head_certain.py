@@ -18,7 +18,7 @@ from torchrl_llm_kl.head import (
     log_softmax,
     logits_kl,
 )
-from torchrl_llm_kl.head._shards import join
+from torchrl_llm_kl.head._shards import join_slices
 from torchrl_llm_kl.head._sweep import forward_sweep
 from torchrl_llm_kl.head._tiles import Head, Plan, Tokens
 
@@ -194,7 +194,7 @@ def test_slices_of_a_vocabulary_are_joined_without_rounding() -> None:
         swept, statistics = forward_sweep(
             plan, [Head(hidden, weight[first:last], None, torch.float32)], Tokens(PLACES - first)
         )
-        found, (_, log_total) = join(part, plan, PLACES - first, [*swept, *statistics])
+        found, (_, log_total) = join_slices(part, plan, PLACES - first, [*swept, *statistics])
     assert found.log_prob is not None
     assert found.entropy is not None
     want = log_p.gather(1, PLACES.unsqueeze(1)).squeeze(1)
