@@ -35,7 +35,7 @@ from countdown.report import MetricsFile, keep_earlier_run, silence_dependencies
 from countdown.settings import check_positive, read_settings
 from gsm8k.measure import answers_of, pair_figures, run_command
 from gsm8k.model import build_model, build_tokenizer, train
-from gsm8k.report import Event, Result, draw, print_seed, progress, summary
+from gsm8k.report import Event, Result, print_seed, progress, summary
 from gsm8k.task import FOLDER, Question, pairs, read_questions, solutions, split, write_jsonl
 from torchrl_llm_kl import diagnose, from_conversations, from_pairs, inspect_tokens, make_algorithm
 
@@ -186,7 +186,7 @@ def main(settings: Settings) -> int:
     check_positive(**{name: getattr(settings, name) for name in ("sft_epochs", "dpo_epochs", "dpo_lr", "beta")})
     seeds, out = list(dict.fromkeys(settings.seeds)), Path(settings.out)
     questions = read_questions(Path(settings.data))[: settings.questions]
-    written = ("metrics.jsonl", "results.jsonl", "curves.png", "summary.md")
+    written = ("metrics.jsonl", "results.jsonl", "summary.md")
     keep_earlier_run(out, (*written, *sorted(path.name for path in out.glob("seed-*"))))
     metrics, results = MetricsFile(out / "metrics.jsonl"), MetricsFile(out / "results.jsonl")
     start = time.perf_counter()
@@ -209,7 +209,6 @@ def main(settings: Settings) -> int:
         ordered = sorted(results.rows, key=lambda result: seeds.index(int(result["seed"])))
         text = summary(ordered)
         (out / "summary.md").write_text(text, encoding="utf-8")
-        draw(ordered, metrics.rows, out / "curves.png")
         print(f"\n{text}\neverything: {time.perf_counter() - start:.0f} s, {settings}")
         print(f"wrote {', '.join(str(out / name) for name in written)}, and in each seed's folder rollouts.html")
     return 130 if interrupted else 0

@@ -15,7 +15,6 @@ import torch
 from cli_files import read_jsonl, write_jsonl
 from project import PROJECT
 
-pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 pytest.importorskip("omegaconf")
 
@@ -151,7 +150,6 @@ def test_a_run_writes_what_it_promises(finished: tuple[Path, str]) -> None:
     assert {(row["seed"], row["stage"]) for row in rows} == {(s, stage) for s in (0, 2) for stage in ("SFT", "DPO")}
     losses = [row["loss"] for row in rows if row["stage"] == "DPO"]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5)  # the policy is the reference
-    assert (out / "curves.png").stat().st_size > 10_000
     assert (out / "summary.md").read_text() == summary(results)
     assert "torchrl-llm-kl score" in printed
 

@@ -221,11 +221,7 @@ def _called(context: Callable[..., object], td: TensorDictBase, key: NestedKey) 
         after = _messages(returned, i)
         old, new = before[_replies_from(before) :], after[_replies_from(after) :]
         if old != new:
-            at = next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-            a, b = (part[at] if at < len(part) else "no message" for part in (old, new))
-            raise ValueError(
-                f"sequence {i}: the context function changed message {at} of the answer from {a!r:.120} to {b!r:.120}."
-            )
+            raise ValueError(f"sequence {i}: the context function changed the answer {old!r:.160} to {new!r:.160}.")
         if _replies_from(after) == 0:
             raise ValueError(f"sequence {i}: the context function returned no message before the assistant's.")
         out.append(after)

@@ -1,23 +1,15 @@
-"""The output of the tutorial: progress of several processes, a table for each seed, the summary, and the curves."""
+"""The output of the tutorial: progress of several processes, a table for each seed, and the summary."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # no display needed
-import matplotlib.pyplot as plt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-
-from countdown.report import smooth
 
 #: Progress of a process: seed, stage, steps done, steps of the stage, a few words.
 Event = tuple[int, str, int, int, str]
@@ -127,50 +119,3 @@ def mean_of(results: Sequence[Result], name: str) -> tuple[float, float]:
     """Mean over seeds, which hold out different questions, and its standard error."""
     number = len(results)
     return sum(r[name] for r in results) / number, sum(r[f"{name}_error"] ** 2 for r in results) ** 0.5 / number
-
-
-def draw(results: Sequence[Result], rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """The loss of SFT and the accuracy of DPO by step of training, with the held-out figures at the ends."""
-    figure, (sft, dpo) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for number, result in enumerate(results):
-        seed, color = result["seed"], f"C{number}"
-        own = [row for row in rows if row["seed"] == seed]
-        for axis, stage, key in ((sft, "SFT", "loss"), (dpo, "DPO", "reward_accuracy")):
-            points = [row for row in own if row["stage"] == stage]
-            values = smooth([row[key] for row in points], 40)
-            values = [math.exp(value) for value in values] if stage == "SFT" else values
-            axis.plot(
-                [row["step"] + 1 for row in points], values, color=color, linewidth=1.5, label=f"seed {seed}, training"
-            )
-        ends = {
-            stage: max((row["step"] + 1 for row in own if row["stage"] == stage), default=0) for stage in ("SFT", "DPO")
-        }
-        values = [result["perplexity_before"], result["perplexity_after"]]
-        sft.plot([0, ends["SFT"]], values, "o", color=color, markeredgecolor="black", clip_on=False)
-        dpo.errorbar(
-            [0, ends["DPO"] * (1 + 0.015 * number)],
-            [0.5, result["accuracy"]],
-            [0, result["accuracy_error"]],
-            fmt="o",
-            color=color,
-            markeredgecolor="black",
-            capsize=3,
-        )
-    sft.set(
-        yscale="log",
-        xlabel="SFT step (lines: mean of the last 40)",
-        ylabel="perplexity of worked solutions",
-        title="SFT (circles: held out)",
-    )
-    dpo.set(
-        xlabel="DPO step (lines: mean of the last 40)",
-        ylabel="share of pairs with a margin above 0",
-        title="DPO (circles: held out, one s.e.)",
-    )
-    dpo.axhline(0.5, color="black", linestyle="--", linewidth=1)
-    sft.legend(loc="upper right")
-    for axis in (sft, dpo):
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
