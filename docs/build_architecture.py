@@ -32,7 +32,7 @@ HOLDS = {
     "_typing": "types that several layers name",
     "_private": "private names of other libraries, with the releases in which they were read",
     "_foreign": "settings of TRL, Trinity-RFT and verl: their names there and here",
-    "_registry": "one registry: names, aliases, did-you-mean; hyper-parameter names",
+    "_registry": "one registry: names, did-you-mean; hyper-parameter names",
     "_files": "files that are there whole or not at all",
     "_exports": "names that load on first use, from each layer's stub",
     "_numerics": "checks of shapes, ranges and finiteness; float32 promotion; masked means",

@@ -56,15 +56,11 @@ def quoted(name: object) -> str:
 
 
 def types_of(specs: Iterable[Spec]) -> Types:
-    """Every hyper-parameter, under its own name and other libraries' names -> the members of its type."""
+    """Every hyper-parameter -> the members of its type."""
     found: dict[str, set[str]] = defaultdict(set)
     for spec in specs:
         for name, annotation in spec.types.items():
             found[name] |= shown(annotation)
-        for other, own in spec.aliases.items():
-            found[other] |= set().union(*(shown(spec.types[name]) for name in own), {"None"} if len(own) > 1 else set())
-        for other in spec.obsolete:
-            found[other] |= {"Any"}
     return found
 
 
@@ -98,7 +94,7 @@ def of_objectives() -> Types:
 def objectives() -> list[str]:
     """Types of the losses."""
     types = of_objectives()
-    doc = "Every hyper-parameter of every registered objective, under its own name and other libraries' names."
+    doc = "Every hyper-parameter of every registered objective."
     more = "Hyper-parameters of objectives, and verl's settings of corrections."
     return [
         literal("ObjectiveName", "The names of :func:`get_objective`.", available_objectives()),

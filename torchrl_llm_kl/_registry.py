@@ -1,15 +1,14 @@
-"""Registries with aliases and suggestions, and the specs of registered functions: hyper-parameters under every name."""
+"""Registries with suggestions, and the specs of registered functions: their hyper-parameters."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import UnionType
-from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Generic, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from torchrl_llm_kl._foreign import foreign_hint, foreign_value
 
@@ -178,35 +177,21 @@ class Registry(Mapping[str, T], Generic[T]):
         return len(self._items)
 
 
-_TRANSLATED = "PolicyLoss, Advantage and make_algorithm translate the names of other libraries, the function does not"
-
-
 @dataclass(frozen=True)
 class Spec:
-    """What a decorator reads from a registered function: its hyper-parameters, and their names in other libraries.
+    """Facts about a registered function that its decorator reads from the signature and the docstring.
 
     Args:
         name: the function's name in its registry.
         hyper: names of its hyper-parameters.
-        aliases: names in other libraries -> own names, one or several at once.
-        obsolete: hyper-parameters of other libraries that have no effect here -> the reason.
-        refused: unsupported ones -> (the one harmless value, the alternative).
         only_with: hyper-parameters that only some settings use -> (the hyper-parameter that decides, its values).
         source: where the formula comes from: the paragraph "Source: ..." at the end of its docstring.
         types: hyper-parameter -> its type, as annotated.
         defaults: hyper-parameter -> default, for those that have one.
-
-    Example:
-        >>> ppo = Spec("ppo", ("clip_low", "clip_high"), {"clip_range": ("clip_low", "clip_high")})
-        >>> ppo.translate({"clip_range": 0.2, "clip_high": 0.28})
-        {'clip_low': 0.2, 'clip_high': 0.28}
     """
 
     name: str
     hyper: tuple[str, ...] = ()
-    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    obsolete: Mapping[str, str] = field(default_factory=dict)
-    refused: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     only_with: Mapping[str, tuple[str, tuple[object, ...]]] = field(default_factory=dict)
     source: str = ""
     types: Mapping[str, object] = field(default_factory=dict)
@@ -226,58 +211,18 @@ class Spec:
             defaults={key: parameters[key].default for key in hyper if parameters[key].default is not empty},
         )
 
-    @property
-    def accepted(self) -> tuple[str, ...]:
-        """Every name that :meth:`translate` accepts."""
-        return (*self.hyper, *self.aliases, *self.obsolete, *self.refused)
-
     def check(self, given: Mapping[str, object]) -> None:
         """Raise unless each is a hyper-parameter of the function under its own name, and one of its choices if it has some."""
         for key, value in given.items():
             if key not in self.hyper:
-                raise TypeError(self._unknown(key))
+                hint = foreign_hint(key, self.hyper)
+                raise TypeError(no_such(f"{self.name} has no hyper-parameter", key, self.hyper, hint=hint))
             for bounds in ranges_of(self.types.get(key)):
                 bounds.check(key, value)
             choices = choices_of(self.types.get(key))
             if choices and value not in choices:
                 hint = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
                 raise ValueError(f"{key} must be one of {', '.join(map(repr, choices))}, got {value!r}.{hint}")
-
-    def _unknown(self, key: str) -> str:
-        what = f"{self.name} has no hyper-parameter"
-        if key in self.aliases:
-            here = f"pass {' and '.join(map(repr, self.aliases[key]))}. {_TRANSLATED}"
-        elif key in self.obsolete or key in self.refused:
-            here = f"leave it out, {self.obsolete.get(key) or self.refused[key][1]}"
-        else:
-            return no_such(what, key, self.hyper, hint=foreign_hint(key, self.hyper))
-        return f"{what} {key!r}: {here}."
-
-    def translate(self, given: Mapping[str, object], *, stacklevel: int = 3) -> dict[str, Any]:
-        """``given`` under the function's own names; None for an alias of several names sets nothing.
-
-        Raises:
-            TypeError: for an unknown hyper-parameter, or one given under two names.
-            ValueError: for an unsupported value.
-
-        Warns:
-            UserWarning: for one that has no effect here.
-        """
-        out: dict[str, Any] = {}
-        # A name for one side overrides one for both: `clip_high=0.28` and `clip_range=0.2`.
-        for key in sorted(given, key=lambda key: -len(self._targets(key))):
-            value = given[key]
-            if key in self.refused:
-                harmless, advice = self.refused[key]
-                if value != harmless:
-                    raise ValueError(f"{self.name}: {key}={value!r} is not supported: {advice}.")
-            elif key in self.obsolete:
-                if value is not None:
-                    text = f"{self.name}: {key} has no effect here: {self.obsolete[key]}."
-                    warnings.warn(text, stacklevel=stacklevel)
-            else:
-                out |= self._translated(key, value, given)
-        return out
 
     def unused(self, given: Mapping[str, object]) -> list[str]:
         """Those of ``given``, under own names, that differ from their defaults and that the others make ineffective."""
@@ -297,28 +242,8 @@ class Spec:
                 f"{key} out, or pass {name}={' or '.join(map(repr, values))}."
             )
 
-    def _translated(self, key: str, value: object, given: Mapping[str, object]) -> dict[str, Any]:
-        targets = self._targets(key)
-        if any(target not in self.hyper for target in targets):
-            what, hint = f"{self.name} has no hyper-parameter", foreign_hint(key, self.hyper)
-            raise TypeError(no_such(what, key, self.hyper, also=self.aliases, hint=hint))
-        if len(targets) > 1:
-            return {} if value is None else dict.fromkeys(targets, value)
-        twins = [other for other in given if other != key and self._targets(other) == targets]
-        if twins:
-            raise TypeError(f"{self.name}: {key!r} and {twins[0]!r} are the same hyper-parameter: pass one of them.")
-        return {targets[0]: value}
-
-    def _targets(self, key: str) -> tuple[str, ...]:
-        return self.aliases.get(key, (key,))
-
 
 S = TypeVar("S", bound=Spec)
-
-
-def aliases_of(given: Mapping[str, str | Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
-    """Aliases of one name or of several, each as a tuple."""
-    return {other: (own,) if isinstance(own, str) else tuple(own) for other, own in (given or {}).items()}
 
 
 def signature_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:

@@ -31,7 +31,7 @@ def measure(full: ModelSize, entropy: bool, settings: Settings) -> Outcome:
     theirs.set_keys(sample_log_prob=("next", "log_probs", "full"))
     # torchrl's loss has no dual clip.
     terms = [EntropyBonus(ENTROPY_COEFF)] if entropy else []
-    ours = PolicyLoss(model, clip_range=0.2, clip_ratio_c=None, terms=terms)
+    ours = PolicyLoss(model, clip_low=0.2, clip_high=0.2, clip_ratio_c=None, terms=terms)
     steps = {THEIRS: partial(_step, theirs, data), OURS: partial(_step, ours, data)}
     return compare(size, settings, batch, model, steps)
 

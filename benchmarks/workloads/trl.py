@@ -73,7 +73,7 @@ def train(make: Make, full: ModelSize, checkpoint: bool, settings: Settings) -> 
     if checkpoint:
         for each in (model, trainer.model):
             checkpoint_layers(each)
-    loss = PolicyLoss(model, "ppo", clip_range=CLIP, clip_ratio_c=None)
+    loss = PolicyLoss(model, "ppo", clip_low=CLIP, clip_high=CLIP, clip_ratio_c=None)
     data = _rollouts(batch, inputs, settings.device)
 
     def theirs() -> Tensor:

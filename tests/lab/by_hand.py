@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from torchrl_llm_kl.losses import LossInputs, LossTerm, spec_of
+from torchrl_llm_kl.losses import LossInputs, LossTerm
 from torchrl_llm_kl.losses._inputs import INPUTS
 
 Rows = Sequence[Sequence[float]]
@@ -17,11 +17,6 @@ Objective = Callable[..., tuple[LossTerm, ...]]
 
 def tensor(rows: Rows) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
-
-
-def own_names(function: Callable[..., Any], **hyper: Any) -> dict[str, Any]:
-    """Hyper-parameters of other libraries under the function's own names, as PolicyLoss translates them."""
-    return spec_of(function).translate(hyper)
 
 
 #: The inputs of corrections, in the order of positional arguments of :func:`called`.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import peers
-from by_hand import called, own_names
+from by_hand import called
 from elsewhere_batches import OneDevice
 from objective_cases import random_batch
 from peers import load, sampled, verl as corrections_of_verl
@@ -47,9 +47,26 @@ def agree(found: Result, expected: Result, rtol: float = 1e-6, atol: float = 1e-
         assert_close(one, other, rtol=rtol, atol=atol)
 
 
+OURS = {"clip_range": "clip_low clip_high", "clip_range_low": "clip_low", "clip_range_high": "clip_high"}
+OURS |= {f"mask_clip_range_{side}": f"mask_clip_{side}" for side in ("low", "high")}
+OURS |= {
+    "f_divergence_type": "f_divergence",
+    "grpo_loss_agg_mode": "usual_aggregation",
+    "sft_loss_agg_mode": "expert_aggregation",
+}
+
+
+def own_names(hyper: dict[str, Any]) -> dict[str, Any]:
+    """Trinity's and TRL's names under ours; a bound of one side replaces a bound of both."""
+    out: dict[str, Any] = {}
+    for name in sorted(hyper, key=lambda name: -len(OURS.get(name, name).split())):
+        out |= dict.fromkeys(OURS.get(name, name).split(), hyper[name])
+    return out
+
+
 def ours(name: str, batch: dict[str, Tensor], mode: str, **hyper: Any) -> Result:
     log_prob, function, loss = leaf(batch), get_objective(name), torch.zeros(())
-    for term in called(function, **{**batch, "log_prob": log_prob}, **own_names(function, **hyper)):
+    for term in called(function, **{**batch, "log_prob": log_prob}, **own_names(hyper)):
         how = term.aggregation or mode
         whole = losses.count(term.mask, how)
         loss = loss + term.weight * losses.aggregate(term.value, term.mask, how, denominator=whole)

@@ -1,7 +1,7 @@
 """Names of the package: it loads them on first use, type checkers read them here."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 from torch import Tensor, nn
 
@@ -220,40 +220,23 @@ ObjectiveName = Literal[
 ]
 
 class ObjectiveArgs(TypedDict, total=False):
-    """Every hyper-parameter of every registered objective, under its own name and other libraries' names."""
+    """Every hyper-parameter of every registered objective."""
 
     advantage_threshold: Tensor | float | nn.Module
     alpha: Tensor | float | nn.Module | None
     beta: Tensor | float | nn.Module
-    beta2: Tensor | float | nn.Module
-    clip_cov_lb: Tensor | float | nn.Module
-    clip_cov_ratio: float
-    clip_cov_ub: Tensor | float | nn.Module
-    clip_epsilon: Tensor | float | nn.Module | None
     clip_high: Tensor | float | nn.Module | None
     clip_low: Tensor | float | nn.Module | None
     clip_mode: Literal["none", "one-side", "two-side", "ring", "gspo-one-side"]
-    clip_range: Tensor | float | nn.Module | None
-    clip_range_high: Tensor | float | nn.Module | None
-    clip_range_low: Tensor | float | nn.Module | None
-    clip_ratio: Tensor | float | nn.Module | None
     clip_ratio_c: Tensor | float | nn.Module | None
-    clip_ratio_high: Tensor | float | nn.Module | None
-    clip_ratio_low: Tensor | float | nn.Module | None
     coeff: Tensor | float | nn.Module
     cov_high: Tensor | float | nn.Module
     cov_low: Tensor | float | nn.Module
-    cpo_alpha: Tensor | float | nn.Module
     cutoff_prob: Tensor | float | nn.Module
     delta_sequence_masking: Tensor | float | nn.Module
     desirable_weight: Tensor | float | nn.Module
-    discopop_tau: Tensor | float | nn.Module
-    distillation_is_clip: Tensor | float | nn.Module | None
     distribution: Literal["top_k", "exact"]
     divergence: Literal["tv", "kl"]
-    dppo_mask_high: Tensor | float | nn.Module | None
-    dppo_mask_low: Tensor | float | nn.Module
-    dro_beta: Tensor | float | nn.Module
     enable_mask_clip: bool
     enable_phi_function: bool
     enable_sequence_masking: bool
@@ -265,13 +248,9 @@ class ObjectiveArgs(TypedDict, total=False):
     expert_aggregation: Aggregation | None
     f_alpha: Tensor | float | nn.Module
     f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
-    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
     fraction: float
-    grpo_loss_agg_mode: Aggregation | None
-    ipo_threshold: Tensor | float | nn.Module | None
     k_neg: Tensor | float | nn.Module
     k_pos: Tensor | float | nn.Module
-    kl_cov_ratio: float
     kl_tau: Tensor | float | nn.Module
     label_smoothing: Tensor | float | nn.Module
     lambda_neg: Tensor | float | nn.Module
@@ -280,49 +259,27 @@ class ObjectiveArgs(TypedDict, total=False):
     length_normalised: bool
     level: Literal["token", "sequence"]
     log_prob_min: Tensor | float | nn.Module | None
-    log_prob_min_clamp: Tensor | float | nn.Module | None
     loss: Literal["logistic", "hinge", "ipo"]
-    loss_max_clamp: Tensor | float | nn.Module | None
-    loss_weights: Sequence[float] | None
     losses: Sequence[str]
     margin: Tensor | float | nn.Module
     mask_clip_high: Tensor | float | nn.Module
     mask_clip_low: Tensor | float | nn.Module
-    mask_clip_range_high: Tensor | float | nn.Module
-    mask_clip_range_low: Tensor | float | nn.Module
     mu: Tensor | float | nn.Module
-    ngpus_trainer: Any
     nll_aggregation: Aggregation | None
     nll_coeff: Tensor | float | nn.Module
     one_sided: bool
-    ppo_kl_coef: Tensor | float | nn.Module
-    ppo_micro_batch_size_per_gpu: Any
-    ppo_mini_batch_size: Any
     ratio_max: Tensor | float | nn.Module | None
     regularizer: Literal["none", "k2", "forward-kl"]
     regularizer_coef: Tensor | float | nn.Module
     roles: dict | None
-    sapo_temperature_neg: Tensor | float | nn.Module
-    sapo_temperature_pos: Tensor | float | nn.Module
-    sft_loss_agg_mode: Aggregation | None
-    simpo_gamma: Tensor | float | nn.Module
     tau: Tensor | float | nn.Module
     tau_neg: Tensor | float | nn.Module
     tau_pos: Tensor | float | nn.Module
     teacher_weights: Sequence[float] | None
     temp: Tensor | float | nn.Module
-    tpo_alpha: Tensor | float | nn.Module
-    tpo_l_gamma: Tensor | float | nn.Module
-    train_batch_size_expert: Any
-    train_batch_size_usual: Any
     undesirable_weight: Tensor | float | nn.Module
-    use_dynamic_bsz: Any
     usual_aggregation: Aggregation | None
     value_max: Tensor | float | nn.Module | None
-    vespo_k_neg: Tensor | float | nn.Module
-    vespo_k_pos: Tensor | float | nn.Module
-    vespo_lambda_neg: Tensor | float | nn.Module
-    vespo_lambda_pos: Tensor | float | nn.Module
     weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"]
     weighting: Literal["none", "probability", "aligned"]
     weights: Sequence[float] | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, overload
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, overlo
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_is_mask, check_is_scalar, check_same_shape
-from torchrl_llm_kl._registry import Registry, Spec, UnknownNameError, aliases_of
+from torchrl_llm_kl._registry import Registry, Spec, UnknownNameError
 from torchrl_llm_kl.losses._arithmetic import Aggregation
 from torchrl_llm_kl.losses._inputs import LossInputs, MissingInputError, dummy_inputs, reads_of
 
@@ -83,7 +83,7 @@ class ObjectiveSpec(Spec):
     """Metadata of an objective, a term or a correction.
 
     Args:
-        name, hyper, aliases, obsolete, only_with, source, types, defaults: see :class:`~torchrl_llm_kl._registry.Spec`.
+        name, hyper, only_with, source, types, defaults: see :class:`~torchrl_llm_kl._registry.Spec`.
         aggregation: how its source aggregates over tokens.
         once: the input that is computed once for a whole batch, if there is one.
         together: neighbouring rows that one value compares; 1 if a ``pair_id`` names them.
@@ -119,8 +119,6 @@ def objective(
     name: str,
     *,
     aggregation: Aggregation = "token-mean",
-    aliases: Mapping[str, str | Sequence[str]] | None = None,
-    obsolete: Mapping[str, str] | None = None,
     only_with: Mapping[str, tuple[str, tuple[object, ...]]] | None = None,
     once: Once | None = None,
     together: int = 1,
@@ -140,7 +138,7 @@ def objective(
 
     The decorator is all that registers it: names, types and tables follow from the signature and the docstring, whose last
     paragraph is ``Source: ...`` (``make docs`` writes them down). A function without the decorator can be passed to a loss
-    too. The arguments are as in :class:`ObjectiveSpec`; an alias of one hyper-parameter may be a plain string.
+    too. The arguments are as in :class:`ObjectiveSpec`.
 
     Raises:
         ValueError: if the name is taken.
@@ -158,8 +156,6 @@ def objective(
     """
     spec = ObjectiveSpec(
         name,
-        aliases=aliases_of(aliases),
-        obsolete=obsolete or {},
         aggregation=aggregation,
         only_with=only_with or {},
         once=once,

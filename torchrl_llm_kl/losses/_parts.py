@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import TypedDict, Unpack
 
 from torchrl_llm_kl._numerics import Scalar, check_choice
-from torchrl_llm_kl._registry import Spec, members_of, signature_of
+from torchrl_llm_kl._registry import members_of, no_such, signature_of
 from torchrl_llm_kl.estimators import WideBuffers, check_placement
 from torchrl_llm_kl.losses._inputs import INPUTS, OF_SAMPLER, LossInputs, Reads, dummy_inputs, reads_of
 from torchrl_llm_kl.losses._objective import LossTerm
@@ -442,12 +442,15 @@ def rollout_corrections(**verl: Unpack[RolloutArgs]) -> list[Correction]:
 
     Source: verl 0.9.1, ``RolloutCorrectionConfig``.
     """
-    names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
-    given = Spec("rollout_corrections", names, refused=_REFUSED).translate(verl)
-    level, options = given.get("rollout_is"), given.get("rollout_rs")
-    threshold, thresholds = given.get("rollout_is_threshold", 2.0), given.get("rollout_rs_threshold")
+    for name, value in verl.items():
+        if name not in RolloutArgs.__annotations__:
+            raise TypeError(no_such("rollout_corrections has no setting", name, RolloutArgs.__annotations__))
+        if name in _REFUSED and value != _REFUSED[name][0]:
+            raise ValueError(f"rollout_corrections: {name}={value!r} is not supported: {_REFUSED[name][1]}.")
+    level, options = verl.get("rollout_is"), verl.get("rollout_rs")
+    threshold, thresholds = verl.get("rollout_is_threshold", 2.0), verl.get("rollout_rs_threshold")
     for name, bound, default in (("rollout_is", threshold, 2.0), ("rollout_rs", thresholds, None)):
-        if given.get(name) is None and bound not in (default, None):
+        if verl.get(name) is None and bound not in (default, None):
             raise ValueError(f"{name}_threshold={bound!r} has no effect without {name}: pass {name}= too.")
     out: list[Correction] = []
     if level is not None:

@@ -135,8 +135,7 @@ class PolicyLoss(TokenLoss):
             instead.
         functional: keep the actor's parameters apart from its module, under ``actor_network_params``, as torchrl's losses
             do. The default False is required for FSDP and costs nothing.
-        hyper: the objective's hyper-parameters, under its own or other libraries' names. Numbers are buffers: saved,
-            and changed in place by assignment (``loss.clip_high = 0.3``), as is ``loss.kl_to_ref_coeff``. Required entries
+        hyper: the objective's hyper-parameters. Numbers are buffers: saved, and changed in place by assignment (``loss.clip_high = 0.3``), as is ``loss.kl_to_ref_coeff``. Required entries
             and reported names follow such changes.
 
     Keys (``set_keys``): ``tokens`` (or ``action``), ``old_log_prob`` (``sample_log_prob``), ``ref_log_prob``
@@ -216,7 +215,6 @@ class PolicyLoss(TokenLoss):
         own: Json = dict(hyper)
         rollout: Json = {name: own.pop(name) for name in RolloutArgs.__annotations__ if name in own}
         if spec is not None:
-            own = spec.translate(own)
             spec.check_used(own)
             aggregation = aggregation or spec.aggregation
         factors = [x if isinstance(x, Part) else Correction(x) for x in (*corrections, *rollout_corrections(**rollout))]

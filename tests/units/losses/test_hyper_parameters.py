@@ -6,10 +6,8 @@ import re
 import typing
 from typing import Any
 
-import pytest
 import torch
 
-from by_hand import own_names
 from objective_cases import PAIRS, refusal
 from project import tables
 from torchrl_llm_kl import losses
@@ -19,7 +17,6 @@ from torchrl_llm_kl.losses import (
     TermPart,
     available_objectives,
     get_objective,
-    ppo,
     spec_of,
 )
 
@@ -28,12 +25,11 @@ def test_names_and_arguments_are_typed_and_in_the_specs() -> None:
     names = available_objectives()
     assert typing.get_args(ObjectiveName) == names
     specs = [spec_of(get_objective(name)) for name in names]
-    assert set(ObjectiveArgs.__annotations__) == {name for spec in specs for name in spec.accepted}
+    assert set(ObjectiveArgs.__annotations__) == {name for spec in specs for name in spec.hyper}
     assert not ObjectiveArgs.__required_keys__
     for spec in specs:
         parameters = inspect.signature(get_objective(spec.name)).parameters
         assert {key: parameters[key].default for key in spec.hyper} == spec.defaults, spec.name
-        assert {own for target in spec.aliases.values() for own in target} <= set(spec.hyper), spec.name
 
 
 DEFAULTS, NAMES, RANGES = tables(__file__).values()
@@ -70,27 +66,17 @@ def test_defaults_and_aggregations_are_those_of_the_sources() -> None:
     assert {"mu"} < set(spec_of(get_objective("mix")).defaults)
 
 
-def test_names_of_other_libraries() -> None:
-    clip = {"clip_low": 0.3, "clip_high": 0.2}
+def test_a_name_of_another_library_is_refused_with_ours() -> None:
+    """By a function and by the names of ``clip_low`` and ``clip_high`` elsewhere."""
     for name in ("ppo", "dapo", "dr_grpo", "gspo", "luspo", "gmpo", "cispo", "mix", "mix_chord", "clip_cov"):
-        function = get_objective(name)
-        for low, high in (("clip_range_low",) * 2, ("clip_ratio_low",) * 2, ("clip_range", "clip_range_low")):
-            assert own_names(function, **{low: 0.3, high.replace("low", "high"): 0.2}) == clip, name
-        assert own_names(function, clip_epsilon=0.25) == {"clip_low": 0.25, "clip_high": 0.25}, name
+        for theirs in ("clip_range", "clip_range_low", "clip_ratio_low", "clip_epsilon"):
+            said = refusal(name, **{theirs: 0.3})
+            assert re.match(rf"TypeError: {name} has no hyper-parameter '{theirs}'\. .*'clip_low'", said), said
     for name, table in NAMES.items():
-        values = {theirs: 0.1 * (i + 1) for i, theirs in enumerate(table)}
-        assert own_names(get_objective(name), **values) == {table[key]: x for key, x in values.items()}, name
-    with pytest.raises(TypeError, match="are the same hyper-parameter"):
-        own_names(ppo, clip_low=0.3, clip_range_low=0.3)
-
-
-def test_batch_sizes_have_no_effect_and_a_warning_says_so() -> None:
-    sizes = ("use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer")
-    for name in ("mix", "mix_chord"):
-        for key in (*sizes, "train_batch_size_usual", "train_batch_size_expert"):
-            with pytest.warns(UserWarning, match=f"{name}: {key} has no effect here: each part is divided by its own"):
-                assert own_names(get_objective(name), **{key: 7}) == {}
-            assert f"{name} has no hyper-parameter '{key}': leave it out, each part" in refusal(name, **{key: 7})
+        for theirs, own in table.items():
+            said = refusal(name, **{theirs: 0.3})
+            assert said.startswith(f"TypeError: {name} has no hyper-parameter '{theirs}'."), said
+            assert f"'{own}'" in said, said
 
 
 #: Other things that are refused.
@@ -114,9 +100,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("aot_unpaired", {"match_id": torch.arange(6)}, "match_id 0 has 1 chosen and 0 rejected rows, expected one of"),
     # What depends on the prompt cancels in the lead, and nowhere else: other divergences need the lead alone.
     *((name, {"f_divergence": "forward_kl"}, f"{name} has no hyper-parameter 'f_divergence'") for name in OF_PROMPTS),
-    # A function knows its own names alone.
-    ("ppo", {"clip_range_low": 0.3}, "has no hyper-parameter 'clip_range_low': pass 'clip_low'. PolicyLoss, Adv"),
-    ("ppo", {"clip_epsilon": 0.3}, "'clip_epsilon': pass 'clip_low' and 'clip_high'. PolicyLoss, Advantage and make"),
     ("ppo", {"clip_lo": 0.3}, r"has no hyper-parameter 'clip_lo'\. Did you mean 'clip_low'\? Known: clip_low, "),
 ]
 

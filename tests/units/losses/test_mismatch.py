@@ -175,7 +175,7 @@ test_verls_settings_that_make_no_sense = refused(
     ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize=True is not supported"),
     ({"bypass_mode": True}, "bypass_mode=True is not supported"),
     ({"loss_type": "reinforce"}, "loss_type='reinforce' is not supported"),
-    ({"rollout_iss": "token"}, TypeError, ".*no hyper-parameter 'rollout_iss'.*Did you mean 'rollout_is'"),
+    ({"rollout_iss": "token"}, TypeError, ".*no setting 'rollout_iss'.*Did you mean 'rollout_is'"),
 )
 
 

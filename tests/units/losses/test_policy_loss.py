@@ -255,7 +255,7 @@ def test_entries_are_found_on_either_side_of_next(model: nn.Module) -> None:
 
 
 def test_hyper_parameters_are_buffers_that_change_in_place(model: nn.Module) -> None:
-    loss, data = PolicyLoss(model, clip_range=0.1, terms=[KLToReference(0.2), EntropyBonus(0.3)]), batch()
+    loss, data = PolicyLoss(model, clip_low=0.1, clip_high=0.1, terms=[KLToReference(0.2), EntropyBonus(0.3)]), batch()
     assert_close(loss.clip_high, torch.tensor(0.1))
     first, buffer = loss(data), loss.clip_high
     loss.clip_high, loss.clip_low, loss.kl_to_ref_coeff = 0.3, 0.2, 0.4

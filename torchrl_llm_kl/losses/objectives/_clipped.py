@@ -13,17 +13,6 @@ from torchrl_llm_kl.losses._inputs import LossInputs
 from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
 from torchrl_llm_kl.losses.corrections import off_policy_sequence_mask
 
-#: The clip bounds under the names of Trinity-RFT (``clip_range``), torchrl (``clip_epsilon``) and verl (``clip_ratio``).
-CLIP_ALIASES = {
-    "clip_range": ("clip_low", "clip_high"),
-    "clip_range_low": "clip_low",
-    "clip_range_high": "clip_high",
-    "clip_epsilon": ("clip_low", "clip_high"),
-    "clip_ratio": ("clip_low", "clip_high"),
-    "clip_ratio_low": "clip_low",
-    "clip_ratio_high": "clip_high",
-}
-
 
 def clipped_surrogate(
     ratio: Tensor,
@@ -49,7 +38,6 @@ def clipped_surrogate(
 @objective(
     "ppo",
     only_with={"delta_sequence_masking": ("enable_sequence_masking", (True,))},
-    aliases=CLIP_ALIASES,
 )
 def ppo(
     inputs: LossInputs,
@@ -110,7 +98,7 @@ def ppo_on_policy(inputs: LossInputs) -> Terms:
     return (LossTerm("objective", -inputs.advantage * ratio, inputs.mask),)
 
 
-@objective("dapo", aliases=CLIP_ALIASES)
+@objective("dapo")
 def dapo(
     inputs: LossInputs,
     *,
@@ -135,7 +123,7 @@ def dapo(
     return ppo(inputs, clip_low=clip_low, clip_high=clip_high, clip_ratio_c=clip_ratio_c)
 
 
-@objective("dr_grpo", aggregation="seq-mean-token-sum-norm", aliases=CLIP_ALIASES)
+@objective("dr_grpo", aggregation="seq-mean-token-sum-norm")
 def dr_grpo(
     inputs: LossInputs, *, clip_low: Share = 0.2, clip_high: NonNegative = 0.2, clip_ratio_c: AboveOne | None = None
 ) -> Terms:
@@ -156,7 +144,7 @@ def dr_grpo(
     return ppo(inputs, clip_low=clip_low, clip_high=clip_high, clip_ratio_c=clip_ratio_c)
 
 
-@objective("gspo", aggregation="seq-mean-token-mean", aliases=CLIP_ALIASES)
+@objective("gspo", aggregation="seq-mean-token-mean")
 def gspo(
     inputs: LossInputs,
     *,
@@ -197,7 +185,7 @@ def gspo(
     return (LossTerm("objective", value, mask, metrics=metrics),)
 
 
-@objective("luspo", aggregation="seq-mean-token-sum", aliases=CLIP_ALIASES)
+@objective("luspo", aggregation="seq-mean-token-sum")
 def luspo(inputs: LossInputs, *, clip_low: Share = 3e-4, clip_high: NonNegative = 4e-4) -> Terms:
     r"""GSPO's surrogate times the length of its sequence, so that long answers are not worth less per token.
 
@@ -217,7 +205,7 @@ def luspo(inputs: LossInputs, *, clip_low: Share = 3e-4, clip_high: NonNegative 
     return gspo(inputs, clip_low=clip_low, clip_high=clip_high)
 
 
-@objective("gmpo", aggregation="seq-mean-token-mean", aliases=CLIP_ALIASES)
+@objective("gmpo", aggregation="seq-mean-token-mean")
 def gmpo(inputs: LossInputs, *, clip_low: NonNegative = 0.4, clip_high: NonNegative = 0.4) -> Terms:
     r"""``-A exp(mean(c))`` per sequence, ``[*B, 1]``; ``c`` are its tokens' log-ratios after PPO's clipping in log space.
 
@@ -250,7 +238,6 @@ def gmpo(inputs: LossInputs, *, clip_low: NonNegative = 0.4, clip_high: NonNegat
 
 @objective(
     "cispo",
-    aliases={**CLIP_ALIASES, "mask_clip_range_low": "mask_clip_low", "mask_clip_range_high": "mask_clip_high"},
     only_with=dict.fromkeys(("mask_clip_low", "mask_clip_high"), ("enable_mask_clip", (True,))),
 )
 def cispo(
@@ -298,7 +285,6 @@ def cispo(
 @objective(
     "sapo",
     aggregation="seq-mean-token-mean",
-    aliases={"sapo_temperature_pos": "tau_pos", "sapo_temperature_neg": "tau_neg"},
 )
 def sapo(inputs: LossInputs, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05) -> Terms:
     r"""A smooth gate instead of a hard clip: ``-A f(r)`` per token with ``f(r) = 4 sigmoid(tau (r - 1)) / tau``.

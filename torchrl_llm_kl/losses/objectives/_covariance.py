@@ -14,12 +14,11 @@ from torchrl_llm_kl._numerics import NonNegative, Scalar, Share, check_range, ma
 from torchrl_llm_kl.losses._arithmetic import bounded_exp
 from torchrl_llm_kl.losses._inputs import LossInputs
 from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
-from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES, clipped_surrogate
+from torchrl_llm_kl.losses.objectives._clipped import clipped_surrogate
 
 
 @objective(
     "clip_cov",
-    aliases={**CLIP_ALIASES, "clip_cov_ratio": "fraction", "clip_cov_lb": "cov_low", "clip_cov_ub": "cov_high"},
 )
 def clip_cov(
     inputs: LossInputs,
@@ -62,7 +61,7 @@ def clip_cov(
     return (LossTerm("objective", torch.where(selected, 0, value), inputs.mask, metrics=metrics),)
 
 
-@objective("kl_cov", aliases={"kl_cov_ratio": "fraction", "ppo_kl_coef": "coeff"})
+@objective("kl_cov")
 def kl_cov(inputs: LossInputs, *, coeff: NonNegative = 1.0, fraction: float = 2e-4) -> Terms:
     r"""``-A r`` per token without clipping, plus ``coeff |log r|`` for the selected tokens.
 

@@ -19,14 +19,7 @@ from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
 Distribution = Literal["top_k", "exact"]
 
 
-@objective(
-    "distill",
-    aliases={
-        "distillation_is_clip": "ratio_max",
-        "loss_max_clamp": "value_max",
-        "log_prob_min_clamp": "log_prob_min",
-    },
-)
+@objective("distill")
 def distill(
     inputs: LossInputs,
     *,

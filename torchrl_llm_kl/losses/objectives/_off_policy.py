@@ -18,7 +18,6 @@ from torchrl_llm_kl.losses._arithmetic import (
 )
 from torchrl_llm_kl.losses._inputs import LossInputs
 from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
-from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES
 
 
 @objective("gpg")
@@ -138,7 +137,7 @@ def sppo(inputs: LossInputs, *, epsilon: NonNegative = 0.3) -> Terms:
     return (LossTerm("objective", value, inputs.mask, metrics=clip_fractions(below, above, inputs.mask)),)
 
 
-@objective("dro", aliases={"dro_beta": "beta"})
+@objective("dro")
 def dro(inputs: LossInputs, *, beta: Positive = 0.05, level: Literal["token", "sequence"] = "token") -> Terms:
     r"""Direct reward optimisation: ``-A log_prob + beta / 2 (log_prob - old_log_prob)^2``.
 
@@ -173,7 +172,7 @@ def dro(inputs: LossInputs, *, beta: Positive = 0.05, level: Literal["token", "s
 _DPPO_BOUNDS = {"tv": 0.15, "kl": 0.05}
 
 
-@objective("dppo", aliases=CLIP_ALIASES)
+@objective("dppo")
 def dppo(
     inputs: LossInputs,
     *,
@@ -229,11 +228,6 @@ def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 @objective(
     "mask_ipo",
-    aliases={
-        "ipo_threshold": ("clip_low", "clip_high"),
-        "dppo_mask_low": "clip_low",
-        "dppo_mask_high": "clip_high",
-    },
 )
 def mask_ipo(
     inputs: LossInputs,
@@ -277,7 +271,7 @@ def mask_ipo(
     return (LossTerm("objective", value, mask, metrics=clip_fractions(fell, rose, mask)),)
 
 
-@objective("ref_kl", aliases={"dppo_mask_low": "clip_low"})
+@objective("ref_kl")
 def ref_kl(inputs: LossInputs, *, clip_low: Scalar = 0.2, kl_tau: Scalar = 1e-3) -> Terms:
     r"""Distillation: ``-sg(ref_log_prob - log_prob) r`` per token, plus ``kl_tau (log r)^2``; ``ref`` is the teacher.
 
@@ -303,7 +297,7 @@ def ref_kl(inputs: LossInputs, *, clip_low: Scalar = 0.2, kl_tau: Scalar = 1e-3)
     return (term.replace(metrics={**term.metrics, "reverse_kl": masked_mean(-lead, inputs.mask)}),)
 
 
-@objective("a2po", aggregation="seq-mean-token-sum", aliases={"beta2": "beta"})
+@objective("a2po", aggregation="seq-mean-token-sum")
 def a2po(inputs: LossInputs, *, beta: Positive = 1e-3) -> Terms:
     r"""A*-PO: ``(beta log(pi / pi_ref) - A)^2`` of each whole answer: regression on its optimal advantage.
 
@@ -334,7 +328,7 @@ def a2po(inputs: LossInputs, *, beta: Positive = 1e-3) -> Terms:
     return (LossTerm("objective", value, present, metrics=metrics),)
 
 
-@objective("vespo", aliases={f"vespo_{name}": name for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")})
+@objective("vespo")
 def vespo(
     inputs: LossInputs,
     *,

@@ -182,8 +182,7 @@ def interleaving(pair_id: Tensor, chosen: Tensor, name: str = "pair_id") -> Tens
 #: A function of the lead, of losses that have several.
 OfLead = Literal["logistic", "hinge", "ipo"]
 SUM: Aggregation = "seq-mean-token-sum"
-#: Names of TRL, and the setting without which one of ours has no effect.
-_ALIASES = {"f_divergence_type": "f_divergence"}
+#: ``f_alpha`` has an effect only with the alpha-divergence.
 _OF_ALPHA: dict[str, tuple[str, tuple[object, ...]]] = {"f_alpha": ("f_divergence", ("alpha_divergence",))}
 
 
@@ -206,7 +205,7 @@ def of_lead(pairs: Pairs, loss: OfLead, label_smoothing: Scalar = 0.0, margin: S
 # ------------------------------------------------------------------ functions of the lead
 
 
-@objective("dpo", aggregation=SUM, only_with=_OF_ALPHA, aliases=_ALIASES)
+@objective("dpo", aggregation=SUM, only_with=_OF_ALPHA)
 def dpo(
     inputs: LossInputs,
     *,
@@ -276,7 +275,7 @@ def dpo(
     return pairs.terms(logistic(pairs.beta * pairs.delta, label_smoothing))
 
 
-@objective("robust", aggregation=SUM, only_with=_OF_ALPHA, aliases=_ALIASES)
+@objective("robust", aggregation=SUM, only_with=_OF_ALPHA)
 def robust(
     inputs: LossInputs,
     *,
@@ -314,7 +313,7 @@ def robust(
     return pairs.terms(((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing))
 
 
-@objective("hinge", aggregation=SUM, only_with=_OF_ALPHA, aliases=_ALIASES)
+@objective("hinge", aggregation=SUM, only_with=_OF_ALPHA)
 def hinge(
     inputs: LossInputs,
     *,
@@ -340,7 +339,7 @@ def hinge(
     return pairs.terms(of_lead(pairs, "hinge"))
 
 
-@objective("ipo", aggregation=SUM, only_with=_OF_ALPHA, aliases=_ALIASES)
+@objective("ipo", aggregation=SUM, only_with=_OF_ALPHA)
 def ipo(
     inputs: LossInputs,
     *,
@@ -379,7 +378,7 @@ def ipo(
     return pairs.terms(of_lead(pairs, "ipo"))
 
 
-@objective("exo_pair", aggregation=SUM, only_with=_OF_ALPHA, aliases=_ALIASES)
+@objective("exo_pair", aggregation=SUM, only_with=_OF_ALPHA)
 def exo_pair(
     inputs: LossInputs,
     *,
@@ -414,7 +413,7 @@ def exo_pair(
     return pairs.terms(won.exp() * (won - torch.log1p(-wrong)) + lost.exp() * (lost - wrong.log()))
 
 
-@objective("discopop", aggregation=SUM, only_with=_OF_ALPHA, aliases={**_ALIASES, "discopop_tau": "tau"})
+@objective("discopop", aggregation=SUM, only_with=_OF_ALPHA)
 def discopop(
     inputs: LossInputs,
     *,
@@ -535,7 +534,7 @@ def nca_pair(
 # ------------------------------------------------------------------ several at once
 
 
-@objective("preference_sum", aggregation=SUM, aliases={"loss_weights": "weights", "discopop_tau": "tau"})
+@objective("preference_sum", aggregation=SUM)
 def preference_sum(
     inputs: LossInputs,
     *,

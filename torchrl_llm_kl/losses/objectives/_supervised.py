@@ -11,7 +11,7 @@ from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.losses._arithmetic import Aggregation, clamp
 from torchrl_llm_kl.losses._inputs import LossInputs
 from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
-from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES, ppo
+from torchrl_llm_kl.losses.objectives._clipped import ppo
 
 #: Who writes a message, in the order of the numbers in ``message_role``.
 ROLES = ("system", "user", "assistant", "tool")
@@ -83,7 +83,7 @@ def sft_phi(inputs: LossInputs, *, cutoff_prob: PositiveShare = 1.0) -> Terms:
 # ------------------------------------------------------------------ beside PPO
 
 
-@objective("vapo", aliases=CLIP_ALIASES)
+@objective("vapo")
 def vapo(
     inputs: LossInputs,
     *,
@@ -120,7 +120,7 @@ def vapo(
     return *policy, LossTerm("nll", -inputs.log_prob, right, weight=mu, aggregation=nll_aggregation)
 
 
-@objective("echo", aliases=CLIP_ALIASES)
+@objective("echo")
 def echo(
     inputs: LossInputs,
     *,
@@ -178,19 +178,8 @@ def echo(
 
 # ------------------------------------------------------------------ mixed with PPO
 
-#: Names of Trinity-RFT, torchrl and verl.
-_MIX_ALIASES = {**CLIP_ALIASES, "grpo_loss_agg_mode": "usual_aggregation", "sft_loss_agg_mode": "expert_aggregation"}
-#: Trinity-RFT divides the parts of a batch by these.
-_MIX_OBSOLETE = dict.fromkeys(
-    (
-        *("use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer"),
-        *("train_batch_size_usual", "train_batch_size_expert"),
-    ),
-    "each part is divided by its own count of tokens or sequences, the whole batch's if it is handed over",
-)
 
-
-@objective("mix", aliases=_MIX_ALIASES, obsolete=_MIX_OBSOLETE)
+@objective("mix")
 def mix(
     inputs: LossInputs,
     *,
@@ -235,7 +224,7 @@ def mix(
     )
 
 
-@objective("mix_chord", aliases=_MIX_ALIASES, obsolete=_MIX_OBSOLETE)
+@objective("mix_chord")
 def mix_chord(
     inputs: LossInputs,
     *,

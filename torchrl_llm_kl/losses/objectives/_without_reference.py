@@ -15,7 +15,7 @@ from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
 from torchrl_llm_kl.losses.objectives._preference import SUM, OfLead, nll_of_chosen, of_lead, pair_up
 
 
-@objective("cpo", aggregation=SUM, aliases={"cpo_alpha": "nll_coeff"})
+@objective("cpo", aggregation=SUM)
 def cpo(
     inputs: LossInputs,
     *,
@@ -59,7 +59,7 @@ def cpo(
     return pairs.terms(value, nll_of_chosen(inputs, pairs, nll_coeff, nll_aggregation))
 
 
-@objective("simpo", aggregation=SUM, aliases={"simpo_gamma": "margin"})
+@objective("simpo", aggregation=SUM)
 def simpo(
     inputs: LossInputs,
     *,
@@ -122,7 +122,7 @@ def orpo(
     return pairs.terms(-beta * logsigmoid(log_odds), nll_of_chosen(inputs, pairs, 1.0, nll_aggregation))
 
 
-@objective("tpo", aggregation=SUM, together=3, aliases={"tpo_alpha": "nll_coeff", "tpo_l_gamma": "margin"})
+@objective("tpo", aggregation=SUM, together=3)
 def tpo(
     inputs: LossInputs,
     *,
