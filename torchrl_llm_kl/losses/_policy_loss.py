@@ -135,8 +135,8 @@ class PolicyLoss(TokenLoss):
             instead.
         functional: keep the actor's parameters apart from its module, under ``actor_network_params``, as torchrl's losses
             do. The default False is required for FSDP and costs nothing.
-        hyper: the objective's hyper-parameters. Numbers are buffers: saved, and changed in place by assignment (``loss.clip_high = 0.3``), as is ``loss.kl_to_ref_coeff``. Required entries
-            and reported names follow such changes.
+        hyper: the objective's hyper-parameters. Numbers are buffers: saved, and changed in place by assignment
+            (``loss.clip_high = 0.3``), as is ``loss.kl_to_ref_coeff``. Required entries and reported names follow such changes.
 
     Keys (``set_keys``): ``tokens`` (or ``action``), ``old_log_prob`` (``sample_log_prob``), ``ref_log_prob``
     (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``loss_mask``, ``selected``, ``pair_id``,
