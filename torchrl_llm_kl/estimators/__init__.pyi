@@ -13,6 +13,8 @@ from torchrl_llm_kl.estimators._controllers import (
     DualKLCoefficient as DualKLCoefficient,
     DualParametrisation as DualParametrisation,
     PIKLCoefficient as PIKLCoefficient,
+    controller as controller,
+    get_controller as get_controller,
 )
 from torchrl_llm_kl.estimators._exact import (
     exact_kl as exact_kl,
@@ -23,6 +25,7 @@ from torchrl_llm_kl.estimators._per_token import (
     StraightThrough as StraightThrough,
     abs_ as abs_,
     corrected_k3 as corrected_k3,
+    estimator as estimator,
     k1 as k1,
     k2 as k2,
     k3 as k3,
@@ -53,16 +56,16 @@ from torchrl_llm_kl.estimators._coefficients import (
 EstimatorName = Literal[
     "none",
     "k1",
-    "k2",
-    "k3",
-    "low_var_kl",
-    "abs",
-    "corrected_k3",
     "k1+",
+    "k2",
     "k2+",
+    "k3",
     "k3+",
+    "low_var_kl",
     "low_var_kl+",
+    "abs",
     "abs+",
+    "corrected_k3",
     "corrected_k3+",
     "exact",
 ]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from torchrl_llm_kl._numerics import check_choice
-from torchrl_llm_kl.estimators._coefficients import _Coefficient, check_positive
+from torchrl_llm_kl._registry import Registry
+from torchrl_llm_kl.estimators._coefficients import AdaptiveKLCoefficient, _Coefficient, check_positive
 
 #: What :class:`DualKLCoefficient` adds its steps to: the logarithm of the multiplier, or the inverse of its softplus.
 DualParametrisation = Literal["log", "softplus"]
@@ -21,6 +23,50 @@ _FAR_BELOW = 0.1  # of the target: a KL below this, or a negative estimate, coun
 _RISEN = 0.5  # of the target: a KL that reaches it has risen from 0
 _RUNS_AWAY = (2.0, 1.5)  # of the target: PI control answers a KL and an average above them with the step below at least
 _BRAKE = math.log(1.5)
+
+
+_CONTROLLERS: Registry[Callable[..., nn.Module]] = Registry("KL controller")
+C = TypeVar("C", bound=Callable[..., nn.Module])
+
+
+def controller(name: str) -> Callable[[C], C]:
+    """Register a coefficient that adapts to a target KL: a class, or a function that makes a module.
+
+    It is called as ``(init, target, **settings)``. The module returns the coefficient, 0-dim, and has a method
+    ``update(current_kl, n)``, called once per step. The name works in ``kl.controller`` of a run's configuration.
+
+    Raises:
+        ValueError: if the name is taken.
+
+    Example:
+        >>> @controller("pi")
+        ... class Mine(torch.nn.Module): ...
+        Traceback (most recent call last):
+        ...
+        ValueError: the KL controller 'pi' is registered already: choose another name.
+    """
+
+    def add(kind: C) -> C:
+        _CONTROLLERS.add(name, kind)
+        return kind
+
+    return add
+
+
+def get_controller(name: str) -> Callable[..., nn.Module]:
+    """The controller of a name: ``"pi"``, ``"dual"``, ``"ziegler"``, or one of your own.
+
+    Raises:
+        ValueError: for an unknown name; the message lists the known ones.
+
+    Example:
+        >>> get_controller("pi")(init=0.2, target=6.0)()
+        tensor(0.2000)
+    """
+    return _CONTROLLERS[name]
+
+
+_CONTROLLERS.add("ziegler", AdaptiveKLCoefficient)
 
 
 class _KLController(_Coefficient):
@@ -148,6 +194,7 @@ class _KLController(_Coefficient):
         return torch.where(weight > 0, kl * weight, 0), weight
 
 
+@controller("pi")
 class PIKLCoefficient(_KLController):
     r"""A KL coefficient that holds the KL at a target: proportional-integral control of its logarithm.
 
@@ -229,6 +276,7 @@ class PIKLCoefficient(_KLController):
         return (average / self.target).clamp(min=_FAR_BELOW).log()
 
 
+@controller("dual")
 class DualKLCoefficient(_KLController):
     r"""A KL coefficient that is the Lagrange multiplier of ``KL <= target``, found by dual ascent.
 

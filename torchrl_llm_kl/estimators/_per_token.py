@@ -15,14 +15,45 @@ from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_range, check_same_shape, widen
 from torchrl_llm_kl.estimators._exact import exact_kl
-from torchrl_llm_kl.estimators._table import _REGISTRY, UNCLAMPED, EstimatorContract, contracts, register
+from torchrl_llm_kl.estimators._table import UNCLAMPED, EstimatorContract, register
 
 F = TypeVar("F", bound=Callable[..., Tensor])
 
 
 def estimator(contract: EstimatorContract) -> Callable[[F], F]:
-    """Register a per-token estimator with its contract; the name with a ``+`` has its value and the gradient of :func:`k2`."""
-    return lambda function: register(contract, function)
+    """Register a per-token estimator ``(log_prob, ref_log_prob, old_log_prob=None) -> Tensor`` under its contract's name.
+
+    The name works wherever an estimator's name is taken, and with a ``+`` it has the estimator's value and the gradient of
+    :func:`k2`. :func:`check_placement` warns by the contract.
+
+    Raises:
+        ValueError: if the name is taken.
+
+    Example:
+        >>> @estimator(EstimatorContract("k1", True, "zero", "reverse"))
+        ... def mine(log_prob, ref_log_prob, old_log_prob=None):
+        ...     return log_prob - ref_log_prob
+        Traceback (most recent call last):
+        ...
+        ValueError: the KL estimator 'k1' is registered already: choose another name.
+    """
+
+    def add(function: F) -> F:
+        register(contract, function)
+        if contract.name != "none":  # a penalty that trains but always logs 0 would be a trap
+            condition = contract.condition and f"value: {contract.condition}"
+            plus = replace(
+                contract,
+                name=f"{contract.name}+",
+                loss_gradient="reverse",
+                loss_gradient_off_policy="none",
+                loss="**yes**",
+                condition=condition,
+            )
+            register(plus, StraightThrough(function))
+        return function
+
+    return add
 
 
 @dataclass(frozen=True)
@@ -223,17 +254,6 @@ def corrected_k3(
     return log_ratio.exp().clamp(max=ratio_max) * estimate
 
 
-for _base in contracts():
-    if _base.name != "none":  # a penalty that trains but always logs 0 would be a trap
-        _plus = replace(
-            _base,
-            name=f"{_base.name}+",
-            loss_gradient="reverse",
-            loss_gradient_off_policy="none",
-            loss="**yes**",
-            condition=_base.condition and f"value: {_base.condition}",
-        )
-        register(_plus, StraightThrough(_REGISTRY[_base.name]))
 register(
     EstimatorContract(
         "exact", True, "chosen", "zero", True, "chosen", "only beside the loss", "**yes**", "unbiased: `reverse`"

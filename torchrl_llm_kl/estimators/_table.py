@@ -56,8 +56,8 @@ _CONTRACTS: dict[str, EstimatorContract] = {}
 
 def register(contract: EstimatorContract, function: F) -> F:
     """Register an estimator with its contract, and return it."""
-    _CONTRACTS[contract.name] = contract
     _REGISTRY.add(contract.name, function)
+    _CONTRACTS[contract.name] = contract
     return function
 
 
@@ -66,7 +66,7 @@ def available_estimators() -> tuple[EstimatorName, ...]:
 
     Example:
         >>> available_estimators()[:4]
-        ('none', 'k1', 'k2', 'k3')
+        ('none', 'k1', 'k1+', 'k2')
     """
     return cast("tuple[EstimatorName, ...]", tuple(_REGISTRY))
 

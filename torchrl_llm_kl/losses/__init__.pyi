@@ -159,7 +159,7 @@ from torchrl_llm_kl.losses.terms import (
 
 # isort: split
 # For the layers above, not public:
-from torchrl_llm_kl.losses._policy_loss import (
+from torchrl_llm_kl.losses._policy_score import (
     check_actor_options as check_actor_options,
 )
 

@@ -35,7 +35,7 @@ class MissingInputError(ValueError):
 
 
 def _optional(shape: str = _TOKEN, **facts: object) -> Any:
-    """``key`` of the entry that holds it; ``boolean``; ``graph`` if its gradient is kept."""
+    """``boolean``, or ``graph`` if its gradient is kept."""
     return field(default_factory=lambda: None, metadata={"shape": shape, **facts})
 
 
@@ -84,35 +84,35 @@ class LossInputs:
 
     log_prob: Tensor = field(metadata={"shape": _TOKEN, "graph": True})
     mask: Tensor = field(metadata={"shape": _TOKEN, "boolean": True})
-    old_log_prob: Tensor = _optional(key=("next", "log_probs", "full"))
-    ref_log_prob: Tensor = _optional(key=("next", "ref_log_probs", "full"))
-    advantage: Tensor = _optional(key="advantage")
-    expert_mask: Tensor = _optional(key="expert_mask", boolean=True)
-    message_role: Tensor = _optional(key="message_role")
-    sampler_log_prob: Tensor = _optional(key=("next", "sampler_log_probs", "full"))
+    old_log_prob: Tensor = _optional()
+    ref_log_prob: Tensor = _optional()
+    advantage: Tensor = _optional()
+    expert_mask: Tensor = _optional(boolean=True)
+    message_role: Tensor = _optional()
+    sampler_log_prob: Tensor = _optional()
     entropy: Tensor = _optional(graph=True)
-    selected: Tensor = _optional(key="selected", boolean=True)
+    selected: Tensor = _optional(boolean=True)
     kl: Tensor = _optional(graph=True)
     teacher_divergence: Tensor = _optional(graph=True)
     sharp_log_prob: Tensor = _optional()
     outcomes: Tensor = _optional(_OUTCOME, graph=True)
     teacher_outcomes: Tensor = _optional(_OUTCOME)
-    pair_id: Tensor = _optional(_ROW, key="pair_id")
-    chosen: Tensor = _optional(_ROW, key="chosen", boolean=True)
-    reference_point: Tensor = _optional(_ROW, key="reference_point")
-    match_id: Tensor = _optional(_ROW, key="match_id")
+    pair_id: Tensor = _optional(_ROW)
+    chosen: Tensor = _optional(_ROW, boolean=True)
+    reference_point: Tensor = _optional(_ROW)
+    match_id: Tensor = _optional(_ROW)
 
     def __post_init__(self) -> None:
         given = {name: value for name, value in vars(self).items() if value is not None}
-        check_inputs(given)
+        check_record(given)
         self._hold({name: _cleaned(name, value, self.mask) for name, value in given.items()})
 
     @classmethod
     def of_clean(cls, **given: Tensor) -> LossInputs:
         """A record of tensors that are 0 or False outside the mask already: nothing is copied."""
-        check_inputs(given)
+        check_record(given)
         inputs = cls.__new__(cls)
-        inputs._hold({name: _typed(name, value) for name, value in given.items()})
+        inputs._hold({name: _widened(name, value) for name, value in given.items()})
         return inputs
 
     def _hold(self, given: dict[str, Tensor]) -> None:
@@ -144,7 +144,7 @@ class LossInputs:
     def replace(self, **changes: Tensor) -> Self:
         """A copy with some inputs other than the mask changed or added, which need not be clean."""
         assert "mask" not in changes, "within() narrows the mask"
-        check_inputs({"mask": self.mask, **changes})
+        check_record({"mask": self.mask, **changes})
         inputs = self.__class__.__new__(self.__class__)
         inputs._hold({**vars(self), **{name: _cleaned(name, value, self.mask) for name, value in changes.items()}})
         return inputs
@@ -157,7 +157,24 @@ class LossInputs:
         return inputs
 
 
-def check_inputs(given: dict[str, Tensor]) -> None:
+@dataclass
+class InputKeys:
+    """The default entries of the inputs that the data holds; models compute the others."""
+
+    old_log_prob: NestedKey = ("next", "log_probs", "full")
+    ref_log_prob: NestedKey = ("next", "ref_log_probs", "full")
+    advantage: NestedKey = "advantage"
+    expert_mask: NestedKey = "expert_mask"
+    message_role: NestedKey = "message_role"
+    sampler_log_prob: NestedKey = ("next", "sampler_log_probs", "full")
+    selected: NestedKey = "selected"
+    pair_id: NestedKey = "pair_id"
+    chosen: NestedKey = "chosen"
+    reference_point: NestedKey = "reference_point"
+    match_id: NestedKey = "match_id"
+
+
+def check_record(given: dict[str, Tensor]) -> None:
     """Raise a ValueError for unequal shapes, a TypeError for a mask that is not boolean or a number that is."""
     mask = given["mask"]
     per_token = {name: given[name] for name in PER_TOKEN if name in given}
@@ -177,7 +194,7 @@ def check_inputs(given: dict[str, Tensor]) -> None:
             raise ValueError(f"{name} has shape {tuple(given[name].shape)}, expected {expected}.")
 
 
-def _typed(name: str, value: Tensor) -> Tensor:
+def _widened(name: str, value: Tensor) -> Tensor:
     """Numbers of tokens in float32 or wider, and data without graph."""
     value = value if name in _WITH_GRAPH else value.detach()
     if value.dtype == torch.bool or (name in PER_ROW and not value.is_floating_point()):
@@ -188,7 +205,7 @@ def _typed(name: str, value: Tensor) -> Tensor:
 def _cleaned(name: str, value: Tensor, mask: Tensor) -> Tensor:
     if name == "mask":
         return value
-    value = _typed(name, value)
+    value = _widened(name, value)
     if name in PER_ROW:
         return clean(value, mask.any(-1)) if value.is_floating_point() else value
     return clean(value, mask.reshape(*mask.shape, *[1] * (value.ndim - mask.ndim)))
@@ -209,7 +226,7 @@ PER_ROW = _with(shape=_ROW)
 #: Inputs that are NaN where the sampler computed no log-prob.
 OF_SAMPLER = ("old_log_prob", "sampler_log_prob")
 #: Input -> the entry of the data that holds it; a model computes the others.
-KEYS: dict[str, NestedKey] = {f.name: f.metadata["key"] for f in fields(LossInputs) if "key" in f.metadata}
+KEYS: dict[str, NestedKey] = {f.name: f.default for f in fields(InputKeys)}
 _BOOLEAN, _WITH_GRAPH = _with(boolean=True), _with(graph=True)
 #: Masks of tokens that the data holds.
 MASKS = tuple(name for name in PER_TOKEN if name in _BOOLEAN and name in KEYS)

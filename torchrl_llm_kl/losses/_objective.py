@@ -161,15 +161,15 @@ def objective(
         once=once,
         together=together,
     )
-    return lambda function: cast("Callable[P, Terms]", _REGISTRY.add(name, _checked(spec, function)))
+    return lambda function: cast("Callable[P, Terms]", _REGISTRY.add(name, _with_checks(spec, function)))
 
 
 def loss_part(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Check the hyper-parameters of a term or a correction as those of an objective; it is not registered."""
-    return lambda function: _checked(ObjectiveSpec(name), function)
+    return lambda function: _with_checks(ObjectiveSpec(name), function)
 
 
-def _checked(spec: ObjectiveSpec, formula: Callable[P, R]) -> Callable[P, R]:
+def _with_checks(spec: ObjectiveSpec, formula: Callable[P, R]) -> Callable[P, R]:
     """``formula`` after the checks of its hyper-parameters."""
     inputs, *_ = inspect.signature(formula).parameters
     spec = replace(spec.reading(formula, (inputs,)), formula=formula)

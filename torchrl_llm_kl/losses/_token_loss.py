@@ -17,6 +17,7 @@ from torchrl_llm_kl._numerics import check_choice, to_host
 from torchrl_llm_kl._private import register_tree
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.losses._arithmetic import Aggregation, aggregate, aggregate_each, check_aggregation, count
+from torchrl_llm_kl.losses._metrics import merge_metrics
 from torchrl_llm_kl.losses._objective import LossTerm
 from torchrl_llm_kl.losses._parts import Part
 from torchrl_llm_kl.losses._ranks import check_ranks
@@ -390,12 +391,3 @@ def with_graph(value: Tensor, parameters: Iterable[Tensor]) -> Tensor:
     ends = [p.reshape(-1)[:1] for p in parameters if p.requires_grad and p.numel()]
     zeros = [torch.where(torch.zeros_like(end, dtype=torch.bool), end, 0).sum().float() for end in ends]
     return value + torch.stack(zeros).sum().to(value.device) if zeros else value
-
-
-def merge_metrics(terms: Sequence[LossTerm], metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``metrics`` and the terms'; where two share a name, the later one is called ``<term>_<name>``."""
-    out = dict(metrics)
-    for term in terms:
-        for name, value in term.metrics.items():
-            out[name if name not in out else f"{term.name}_{name}"] = value
-    return out

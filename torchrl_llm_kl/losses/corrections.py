@@ -172,7 +172,7 @@ def importance_weights(
     (arXiv 2510.18855), IcePop; Li et al. 2025, "When Speed Kills Stability" (sequence and geometric).
     """
     check_range(0.0, high if isinstance(high, (int, float)) else math.inf, **{"the bound low": low})  # type: ignore[arg-type]
-    log_ratio, mask = _log_ratio(inputs), inputs.mask
+    log_ratio, mask = _mismatch(inputs), inputs.mask
     counts = mask
     if level != "token":
         log_ratio = (sequence_sum if level == "sequence" else sequence_mean)(log_ratio, mask)
@@ -263,7 +263,7 @@ def rejection_mask(
     if isinstance(high, (int, float)) and not (high >= 0 if estimator == "k1" else high > 0):
         least = "at least 0" if estimator == "k1" else "greater than 0"
         raise ValueError(f"high must be {least}: sampler and trainer agree at 0, got {high}.")
-    log_ratio, mask = _log_ratio(inputs), inputs.mask
+    log_ratio, mask = _mismatch(inputs), inputs.mask
     value = get_estimator(estimator)(torch.zeros_like(log_ratio), log_ratio)  # type: ignore[arg-type]
     if level in ("seq_sum", "seq_mean"):
         value = (sequence_sum if level == "seq_sum" else sequence_mean)(value, mask)
@@ -278,7 +278,7 @@ def rejection_mask(
     return (mask & ~rejected).to(dtype), metrics
 
 
-def _log_ratio(inputs: LossInputs) -> Tensor:
+def _mismatch(inputs: LossInputs) -> Tensor:
     """Trainer to sampler, within +-80 nats, and 0 where one of them is NaN."""
     return (
         (inputs.old_log_prob - inputs.sampler_log_prob).nan_to_num(nan=0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)

@@ -40,7 +40,7 @@ def _sampler_of(inputs: LossInputs, estimator: object) -> Tensor | None:
     return None if ours else inputs.get("old_log_prob")
 
 
-def _estimate(estimator: Estimator) -> Callable[..., Tensor]:
+def _estimator(estimator: Estimator) -> Callable[..., Tensor]:
     return get_estimator(estimator) if isinstance(estimator, str) else estimator
 
 
@@ -76,7 +76,7 @@ def kl_to_ref(
     if estimator == "exact":
         value = inputs.kl
     else:
-        value = _estimate(estimator)(inputs.log_prob, inputs.ref_log_prob, _sampler_of(inputs, estimator))
+        value = _estimator(estimator)(inputs.log_prob, inputs.ref_log_prob, _sampler_of(inputs, estimator))
     return (LossTerm("kl_to_ref", value, inputs.mask, weight=coeff),)
 
 
@@ -112,7 +112,7 @@ def kl_to_sampler(
     left_out = sampler.isnan() | inputs.expert_mask if leave_out_experts else sampler.isnan()
     mask = inputs.mask & ~left_out
     log_prob, sampler = (clean(x, mask) for x in (inputs.log_prob, sampler))
-    return (LossTerm("kl_to_sampler", _estimate(estimator)(log_prob, sampler, sampler), mask, weight=coeff),)
+    return (LossTerm("kl_to_sampler", _estimator(estimator)(log_prob, sampler, sampler), mask, weight=coeff),)
 
 
 @loss_part("divergence_to_teacher")

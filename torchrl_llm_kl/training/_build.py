@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,17 +12,15 @@ from typing import Literal, cast
 import torch
 from torch import nn
 
-from torchrl_llm_kl._registry import install_hint
+from torchrl_llm_kl._registry import UnknownNameError, install_hint
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.advantages import advantage_spec
 from torchrl_llm_kl.algorithms import Algorithm, AlgorithmParts, apply_overrides, get_algorithm, make_algorithm
 from torchrl_llm_kl.estimators import (
-    AdaptiveKLCoefficient,
-    DualKLCoefficient,
     EstimatorName,
-    PIKLCoefficient,
     as_coefficient,
     available_estimators,
+    get_controller,
     get_estimator,
 )
 from torchrl_llm_kl.losses import available_objectives, objective, spec_of
@@ -330,8 +327,10 @@ def _coefficient(config: TrainConfig, usual: float) -> nn.Module:
             "of 0 would stay 0. Set it above 0, leave it out for 0.1, or leave kl.target out.",
         )
     )
-    kinds = {"pi": PIKLCoefficient, "dual": DualKLCoefficient, "ziegler": AdaptiveKLCoefficient}
-    kind: Callable[..., nn.Module] = kinds[kl.controller]
+    try:
+        kind = get_controller(kl.controller)
+    except UnknownNameError as error:
+        raise ConfigError(f"kl.controller: {error}") from error
     settings: Json = {"init": 0.1 if kl.coefficient is None else kl.coefficient, "target": kl.target}
     if kl.controller == "ziegler":  # changes by at most 10 % per step: 0.2 * n / horizon
         settings["horizon"] = 2 * config.data.answers

@@ -163,7 +163,7 @@ class KLConfig:
     estimator: str | None = None
     coefficient: Amount | None = None
     target: PositiveAmount | None = None
-    controller: Annotated[str, Choice(("pi", "dual", "ziegler"))] = "pi"
+    controller: str = "pi"
     controller_args: Json = field(default_factory=dict)
     stop_above: PositiveAmount | None = None
     stop_after: PositiveWhole = 3

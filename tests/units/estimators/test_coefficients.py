@@ -10,8 +10,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from refused import refused
-from torchrl_llm_kl import AdaptiveKLCoefficient, DualKLCoefficient, PIKLCoefficient
-from torchrl_llm_kl.estimators import AdaptiveEntropyCoefficient, FixedKLCoefficient, as_coefficient
+from torchrl_llm_kl import AdaptiveKLCoefficient, DualKLCoefficient, PIKLCoefficient, estimators
+from torchrl_llm_kl.estimators import AdaptiveEntropyCoefficient, FixedKLCoefficient, _controllers, as_coefficient
 
 
 def ziegler(**changes):
@@ -373,3 +373,17 @@ def test_settings_are_shown():
     assert repr(ziegler(target=6.0, horizon=100)) == "AdaptiveKLCoefficient(value=0.2, target=6, horizon=100)"
     shown = "value=0.2, target=0.5, smoothing=0, max_step=0.3, low=0.0001, high=100, proportional=0.5, integral=0.1"
     assert repr(pi(max_step=0.3)) == f"PIKLCoefficient({shown})"
+
+
+def test_controllers_have_names_also_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_controllers._CONTROLLERS, "_items", dict(_controllers._CONTROLLERS._items))
+    kinds = {"pi": PIKLCoefficient, "dual": DualKLCoefficient, "ziegler": AdaptiveKLCoefficient}
+    assert {name: estimators.get_controller(name) for name in kinds} == kinds
+
+    @estimators.controller("held")
+    def held(init: float, target: float) -> FixedKLCoefficient:
+        return FixedKLCoefficient(init * target)
+
+    assert float(estimators.get_controller("held")(0.5, 4.0)()) == 2.0
+    with pytest.raises(ValueError, match=r"unknown KL controller 'helt'\. Did you mean 'held'"):
+        estimators.get_controller("helt")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from torchrl_llm_kl import estimators
-from torchrl_llm_kl.estimators import available_estimators, corrected_k3, get_estimator, k3, low_var_kl
+from torchrl_llm_kl import estimators, losses
+from torchrl_llm_kl.estimators import _table, available_estimators, corrected_k3, get_estimator, k3, low_var_kl
 
 PER_TOKEN = [name for name in available_estimators() if name != "exact"]
 E = math.e
@@ -130,6 +130,28 @@ def test_unknown_names_get_a_suggestion(name, near):
     with pytest.raises(ValueError, match="unknown KL") as error:
         get_estimator(name)
     assert error.type is estimators.UnknownEstimatorError
-    known = (f" Did you mean {near!r}?" if near else "") + " Known: none, k1, k2, k3, low_var_kl, "
+    known = (f" Did you mean {near!r}?" if near else "") + " Known: none, k1, k1+, k2, k2+, k3, "
     assert str(error.value).startswith(f"unknown KL estimator {name!r}.{known}")
     assert str(error.value).endswith("exact.")
+
+
+def test_an_estimator_of_ones_own_works_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a name is taken, with the gradient of k2 under a ``+``, and with the warning of its contract."""
+    monkeypatch.setattr(_table._REGISTRY, "_items", dict(_table._REGISTRY._items))
+    monkeypatch.setattr(_table, "_CONTRACTS", dict(_table._CONTRACTS))
+
+    @estimators.estimator(estimators.EstimatorContract("fourth", False, "zero", "none"))
+    def fourth(log_prob, ref_log_prob, old_log_prob=None):
+        return (log_prob - ref_log_prob) ** 4
+
+    assert {"fourth", "fourth+"} < set(estimators.available_estimators())
+    log_prob = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    inputs = losses.LossInputs(log_prob, log_prob < 0, ref_log_prob=torch.tensor([[-1.5, -1.0]]))
+    for name, gradient in (("fourth", [0.5, -4.0]), ("fourth+", [0.5, -1.0])):
+        (term,) = losses.kl_to_ref(inputs, estimator=name)
+        assert term.value.tolist() == [[0.0625, 1.0]]
+        assert torch.autograd.grad(term.value.sum(), log_prob, retain_graph=True)[0].tolist() == [gradient]
+    with pytest.warns(estimators.KLPlacementWarning, match="'fourth' in the loss: its mean gradient is zero"):
+        losses.KLToReference(0.1, "fourth")
+    with pytest.raises(ValueError, match="the KL estimator 'k2' is registered already"):
+        estimators.estimator(estimators.EstimatorContract("k2", False, "zero", "none"))(fourth)

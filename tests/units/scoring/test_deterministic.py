@@ -300,8 +300,8 @@ def test_settings_reach_every_scorer(model: nn.Module, monkeypatch: pytest.Monke
     loss = PolicyLoss(
         model, "ppo", terms=[KLToReference(0.1)], options=ScoreOptions(deterministic=True), reference=model
     )
-    assert [loss.scorer.options.deterministic, loss._reference_scorer.options.deterministic] == [True] * 2
-    assert PolicyLoss(LogProbScorer(model, deterministic=True), "ppo")._sharp_scorer.options.deterministic
+    assert [loss.scorer.options.deterministic, loss._scorers.of_reference().options.deterministic] == [True] * 2
+    assert PolicyLoss(LogProbScorer(model, deterministic=True), "ppo")._scorers.sharp(model).options.deterministic
     with pytest.raises(ValueError, match=r"own settings: set its options there"):
         PolicyLoss(LogProbScorer(model), "ppo", options=ScoreOptions(deterministic=True))
     options = {"reference": LogProbScorer(model), "group_size": 2, "options": ScoreOptions(deterministic=True)}

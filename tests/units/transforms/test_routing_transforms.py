@@ -23,6 +23,7 @@ from torchrl_llm_kl import (
 )
 from torchrl_llm_kl.algorithms import make_algorithm
 from torchrl_llm_kl.losses import KLToReference
+from torchrl_llm_kl.losses._policy_read import PolicyBatch
 from torchrl_llm_kl.ragged import read_ragged
 from torchrl_llm_kl.rollouts import MissingEntryError, ResponseTokens, read_routing
 from toy_models import FORWARD, tiny_model
@@ -231,7 +232,7 @@ def test_half_the_temperature_is_replayed_too(later: nn.Module) -> None:
     """WPO's weights take the policy's log-probs at half the temperature."""
     record, response = torch.cat(RECORD), ResponseTokens(TOKENS, MASK)
     loss = PolicyLoss(later, "dpo", weighting="aligned")
-    found = loss._score(response, {}, {"routing": record}).sharp_log_prob
+    found = loss._score(PolicyBatch(TensorDict(), response, {}), {"routing": record}).sharp_log_prob
     want = LogProbScorer(later, temperature=0.5).score(ScoreRequest.of(TOKENS, MASK, routing=record))
     assert_near(found, response.gather(want.values), **FORWARD)
 

@@ -76,7 +76,7 @@ def distill(
         outcomes, teacher = (
             x.unsqueeze(-2) if x.ndim == mask.ndim + 1 else x for x in (inputs.outcomes, inputs.teacher_outcomes)
         )
-        weight = _weights(teacher_weights, outcomes)
+        weight = _teacher_weights(teacher_weights, outcomes)
         captured = -(weight / weight.sum() * teacher[..., -1].expm1()).sum(-1)
         metrics["captured_mass"] = masked_mean(captured, mask)
         outcomes, teacher = clamp(outcomes, low=log_prob_min), clamp(teacher, low=log_prob_min)
@@ -87,7 +87,7 @@ def distill(
     return (LossTerm("objective", value, mask, metrics=metrics),)
 
 
-def _weights(given: Sequence[float] | None, outcomes: Tensor) -> Tensor:
+def _teacher_weights(given: Sequence[float] | None, outcomes: Tensor) -> Tensor:
     """The weight of each teacher; ``[M]``."""
     number = outcomes.shape[-2]
     if given is None:

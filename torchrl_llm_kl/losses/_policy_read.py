@@ -1,0 +1,269 @@
+"""Reads the entries of a batch into the inputs of a policy loss: tensors at the trained tokens, checked and finite."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import check_finite, finite_total, to_host
+from torchrl_llm_kl.losses._inputs import (
+    INPUTS,
+    KEYS,
+    MASKS,
+    OF_SAMPLER,
+    PER_ROW,
+    PER_TOKEN,
+    LossInputs,
+)
+from torchrl_llm_kl.losses._objective import Once
+from torchrl_llm_kl.losses._parts import Part, name_of
+from torchrl_llm_kl.losses._token_loss import as_mask
+from torchrl_llm_kl.rollouts import (
+    Located,
+    ResponseTokens,
+    TokenReader,
+    find_key,
+    find_log_probs,
+    per_sequence,
+    per_token,
+    read_top_k,
+    require_key,
+)
+
+_LOG_PROBS = (*OF_SAMPLER, "ref_log_prob")
+#: Inputs that the scorer computes, which has checked the log-probs itself.
+COMPUTED = ("entropy", "kl", "teacher_divergence")
+# A teacher's probabilities add up to 1 within this; log-probs in float16 over k = 1024 to 0.005.
+_MASS_TOLERANCE = 0.02
+# Below this share of a teacher's probability a top k gives a warning.
+_LITTLE_MASS = 0.9
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyBatch:
+    """What a batch holds for a policy loss.
+
+    Args:
+        td: the data with its batch dimensions.
+        response: the trained tokens.
+        data: input -> its values: gathered ``[S, T]`` and 0 outside the mask, or one per sequence ``[*B]``.
+        top_ids: the ids of a teacher's outcomes at all tokens; ``[N, M, k]``.
+    """
+
+    td: TensorDictBase
+    response: ResponseTokens
+    data: dict[str, Tensor]
+    top_ids: Tensor | None = None
+
+    def inputs(self, computed: Mapping[str, Tensor]) -> LossInputs:
+        """The record of these inputs and of those that the models computed, gathered too."""
+        given = {**self.data, **computed}
+        rows = {name: given.pop(name) for name in PER_ROW if name in given}
+        inputs = LossInputs.of_clean(mask=self.response.mask, **given)
+        return inputs.replace(**rows) if rows else inputs
+
+
+@dataclass(frozen=True)
+class EntryReader:
+    """Reads the entries that the parts of a loss need.
+
+    Args:
+        parts: the objective, terms and corrections.
+        keys: where entries are: the ``tensor_keys`` of the loss.
+        tokens: finds tokens, and log-probs that were not computed.
+        of_data: the inputs that no model computes.
+        required: optional entries that the user gave another key.
+        once: the input that is computed from a whole batch.
+        warned: teachers that a warning was given for.
+    """
+
+    parts: Sequence[Part]
+    keys: Any
+    tokens: TokenReader
+    of_data: frozenset[str]
+    required: frozenset[str]
+    once: Once | None
+    warned: set[NestedKey] = field(default_factory=set)
+
+    @property
+    def teachers(self) -> list[NestedKey]:
+        """The key of each teacher's top k."""
+        key = self.keys.top_k
+        return key if isinstance(key, list) else [key]
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """The inputs that a part requires, or reads if the data holds them."""
+        possible = [part.reads(there) for part in self.parts for there in (INPUTS, ())]
+        return frozenset().union(*(reads.among(INPUTS) for reads in possible))
+
+    def read(
+        self,
+        td: TensorDictBase,
+        located: Located,
+        responses: Located | None,
+        *,
+        without: str | None = None,
+        check: bool = False,
+    ) -> PolicyBatch:
+        """The inputs that the data holds for the located tokens.
+
+        Args:
+            td: the data with its batch dimensions.
+            located: all tokens, and the trained ones.
+            responses: all tokens, and those of responses; None for a strategy without responses.
+
+        Keyword Args:
+            without: an input that is not read.
+            check: that numbers are finite.
+
+        Raises:
+            KeyError: if a required entry is missing.
+            ValueError: if a number is not finite, or an entry has another layout.
+        """
+        places, needs = self._places(td, without)
+        within = None if responses is None else responses.host_mask
+        flat: dict[str, Tensor] = {}
+        rows: dict[str, Tensor] = {}
+        for name, place in places.items():
+            if name in PER_ROW:
+                value = per_sequence(td, place)
+                if value is None:
+                    raise ValueError(f"{place!r} must hold one value for each sequence: it is read as {name}.")
+                rows[name] = value
+                continue
+            fill, repeats = 0.0 if name in MASKS else math.nan, name not in _LOG_PROBS
+            value = per_token(td, place, located.tokens, within, fill=fill, repeats=repeats).detach()
+            flat[name] = as_mask(value, getattr(self.keys, name)) if name in MASKS else value
+        teachers = read_top_k(td, self.teachers, located.tokens, within) if "teacher_outcomes" in needs else None
+        response = self._trained(flat, places, located, responses, check=check)
+        if check:
+            self._check_rows(response, rows)
+        data = {**response.gather_each(flat), **rows}
+        if teachers is None:
+            return PolicyBatch(td, response, data)
+        data["teacher_outcomes"] = response.gather(teachers.log_probs)
+        return PolicyBatch(td, response, data, teachers.ids)
+
+    def _places(self, td: TensorDictBase, without: str | None) -> tuple[dict[str, NestedKey], set[str]]:
+        """Input -> the entry that holds it, and the required inputs; a KeyError if a required entry is missing."""
+        possible = self.asked.union(_LOG_PROBS) - {without}
+        ordered = [name for name in KEYS if name in possible]
+        places: dict[str, NestedKey] = {}
+        for name in ordered:
+            key = getattr(self.keys, name)
+            place = find_log_probs(td, key) if name in _LOG_PROBS else find_key(td, key)
+            if place is not None:
+                places[name] = place
+        there = {*INPUTS} - {*KEYS} | {*places}
+        needs = {name for part in self.parts for name in part.reads(there).required}
+        for name in ordered:
+            if name not in places and name in (needs & self.of_data) | self.required:
+                advice = f"Add the entry, or say where it is with set_keys({name}=...)."
+                if self.once is not None and self.once.name == name:
+                    advice = f"batch_inputs(batch) computes it from a whole batch. {advice}"
+                require_key(td, getattr(self.keys, name), f"{name_of(self.parts[0].function)} needs {name}", advice)
+        return places, needs
+
+    def _trained(
+        self,
+        flat: dict[str, Tensor],
+        places: Mapping[str, NestedKey],
+        located: Located,
+        responses: Located | None,
+        *,
+        check: bool,
+    ) -> ResponseTokens:
+        """The trained tokens, without those that the sampler did not score if a part reads its log-probs.
+
+        Log-probs of the sampler become NaN in ``flat`` where they were not computed.
+        """
+        mask, old = located.mask, None
+        for name in [name for name in OF_SAMPLER if name in flat]:
+            value, key = flat[name], places[name]
+            zeros = self.tokens.marks_zeros(key)
+            if name != "old_log_prob" and not zeros:
+                continue  # NaN already, which changes no mask
+            unscored = self.tokens.unscored(value, located.tokens, responses, key)
+            if "expert_mask" in flat:  # no policy sampled those tokens
+                unscored = unscored & ~flat["expert_mask"]
+            flat[name] = torch.where(unscored, math.nan, value) if zeros else value
+            if name == "old_log_prob" and any(name in part.reads(flat).among(flat) for part in self.parts):
+                old, mask = (value, unscored), mask > unscored  # and not
+        # One copy shows which tokens are left out, and that the numbers of the others are finite.
+        named = self.named(flat, flat) if check else {}
+        checked = [torch.where(mask, torch.stack(list(named.values())), 0)] if named else []
+        total = finite_total(*checked).reshape(1)
+        host_mask, total = to_host(mask, total) if old is not None else (located.host_mask, to_host(total)[0])
+        if old is not None and host_mask.sum() < located.host_mask.sum():
+            value, unscored = old
+            self.tokens.warn_of_unscored(value, located.mask & unscored, located.tokens, places["old_log_prob"])
+        response = ResponseTokens(located.tokens, mask, host_mask)
+        if not math.isfinite(total):
+            response.check_finite({name: response.gather(x) for name, x in named.items()})
+        return response
+
+    def named(self, given: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+        """Those of ``names`` that a part reads and that must be finite, with their entry as the key.
+
+        A NaN ``sampler_log_prob`` was not computed. At experts' tokens, a part that separates experts from the policy reads
+        only the current log-probs.
+        """
+        experts, named = given.get("expert_mask"), dict[str, Tensor]()
+        for name in [name for name in PER_TOKEN if name in names and name in given and name not in MASKS]:
+            readers, value = [part for part in self.parts if name in part.reads(given).among(given)], given[name]
+            if not readers or not value.is_floating_point():
+                continue
+            if experts is not None and all(part.leaves_out_experts for part in readers):
+                value = value.masked_fill(experts, 0)
+            if name == "sampler_log_prob":
+                value = value.masked_fill(value.isnan(), 0)
+            named[f"{name} ({getattr(self.keys, name)!r})" if name in KEYS else name] = value
+        return named
+
+    def _check_rows(self, response: ResponseTokens, rows: Mapping[str, Tensor]) -> None:
+        """Reject NaN and infinite numbers of sequences."""
+        for name, value in rows.items():
+            if value.is_floating_point():
+                check_finite(
+                    {f"{name} ({getattr(self.keys, name)!r})": value},
+                    read=response.mask.any(-1),
+                    place="sequence {}".format,
+                    advice="Fix the entry, or mask the sequence out.",
+                )
+
+    def check_scored(self, response: ResponseTokens, inputs: LossInputs) -> None:
+        """Reject what a model computed if it is not finite, and a teacher's outcomes that do not add up to 1.
+
+        Warns once of a top k that holds little of a teacher's probability.
+        """
+        response.check_finite(self.named(inputs.given, COMPUTED))
+        log_p, mask = inputs.get("teacher_outcomes"), inputs.mask.unsqueeze(-1)
+        if log_p is None:
+            return
+        mass = log_p.exp().sum(-1)
+        wrong = mask & ~((mass - 1).abs() < _MASS_TOLERANCE)  # NaN too
+        captured = torch.where(mask, -log_p[..., -1].expm1(), 0).sum((0, 1)) / mask.sum().clamp(min=1)
+        some_wrong, some, *means = torch.stack([wrong.any().to(mass), mask.any().to(mass), *captured]).tolist()
+        if some_wrong:
+            place, teacher = divmod(int(wrong.flatten().nonzero()[0]), len(self.teachers))
+            raise ValueError(
+                f"the probabilities below {self.teachers[teacher]!r} add up to {float(mass[wrong][0]):.4g} at "
+                f"{response.place(place)}, not to 1. The teacher did not score this token (compare its scope and "
+                "assistant_only with masking_strategy), or rest_log_prob is not the log-prob of all other tokens."
+            )
+        for key, mean in zip(self.teachers, means, strict=True):
+            if some and mean < _LITTLE_MASS and key not in self.warned:
+                self.warned.add(key)
+                warnings.warn(
+                    f"the top k below {key!r} holds {mean:.2f} of the teacher's probability on average, and the rest counts as "
+                    "one outcome: the divergence is far below that over all tokens. Raise the teacher's top_k=.",
+                    stacklevel=4,
+                )
