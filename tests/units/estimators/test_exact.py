@@ -103,7 +103,7 @@ ZEROS = {"hidden": (2, 3, 4), "ref_hidden": (2, 3, 6), "weight": (9, 4), "ref_we
 
 test_shapes_that_disagree = refused(
     lambda changes: exact_kl(**{name: torch.zeros(shape) for name, shape in {**ZEROS, **changes}.items()}),
-    ({"ref_weight": (8, 6)}, "weight covers a vocabulary of 9 tokens but ref_weight one of 8"),
+    ({"ref_weight": (8, 6)}, "policy: 6 positions, 9 tokens; reference: 6 positions, 8 tokens"),
     ({"ref_hidden": (2, 1, 6)}, r"hidden has shape \(2, 3, 4\) but ref_hidden has shape \(2, 1, 6\)"),
     ({"weight": (9, 5)}, r"hidden has shape \(2, 3, 4\) and weight has shape \(9, 5\)"),
     ({"hidden": (4,), "ref_hidden": (6,)}, r"hidden has shape \(4,\) and .* expected \[\*B, T, H\]"),
