@@ -262,7 +262,7 @@ def test_make_algorithm(ref_model: nn.Module, policy_model: nn.Module) -> None:
         Sampling(0.8),
     )
     exact = make_algorithm("grpo", policy_model, **two, kl_loss="exact")
-    assert exact.loss._reference_scorer.options.sampling == Sampling(0.8)
+    assert exact.loss._scorers.of_reference().options.sampling == Sampling(0.8)
     scorer = LogProbScorer(policy_model, sampling=SAMPLING)
     assert make_algorithm("grpo", scorer, group_size=2, kl_loss="none").loss.sampling == SAMPLING
     with pytest.raises(ValueError, match="actor is a scorer with its own settings"):
