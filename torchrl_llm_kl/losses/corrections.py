@@ -162,10 +162,10 @@ def importance_weights(
 
     Example:
         >>> old, sampler = torch.tensor([[-1.0, -1.0, -3.0]]), torch.tensor([[-1.0, -3.0, -1.0]])
-        >>> mask = torch.ones(1, 3, dtype=torch.bool)
-        >>> importance_weights(LossInputs(old, sampler, mask))[0]
+        >>> inputs = LossInputs(old, old < 0, old_log_prob=old, sampler_log_prob=sampler)
+        >>> importance_weights(inputs)[0]
         tensor([[1.0000, 2.0000, 0.1353]])
-        >>> importance_weights(LossInputs(old, sampler, mask), mode="mask", low=0.5, high=5.0)[0]
+        >>> importance_weights(inputs, mode="mask", low=0.5, high=5.0)[0]
         tensor([[1., 0., 0.]])
 
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS); Ling team 2025
@@ -243,11 +243,11 @@ def rejection_mask(
 
     Example:
         >>> old, sampler = torch.tensor([[-1.0, -2.0], [-1.0, -1.1]]), torch.tensor([[-1.0, -1.0], [-1.0, -1.0]])
-        >>> mask = torch.ones(2, 2, dtype=torch.bool)
-        >>> rejection_mask(LossInputs(old, sampler, mask), divergence="token_k2", high=0.1)[0]
+        >>> inputs = LossInputs(old, old < 0, old_log_prob=old, sampler_log_prob=sampler)
+        >>> rejection_mask(inputs, divergence="token_k2", high=0.1)[0]
         tensor([[1., 0.],
                 [1., 1.]])
-        >>> rejection_mask(LossInputs(old, sampler, mask), divergence="seq_max_k2", high=0.1)[0]
+        >>> rejection_mask(inputs, divergence="seq_max_k2", high=0.1)[0]
         tensor([[0., 0.],
                 [1., 1.]])
 
@@ -373,8 +373,8 @@ def off_policy_sequence_mask(inputs: LossInputs, *, delta: NonNegative) -> tuple
 
     Example:
         >>> old, log_prob = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-2.0, -1.0]])
-        >>> mask = torch.ones(1, 2, dtype=torch.bool)
-        >>> off_policy_sequence_mask(LossInputs(log_prob, old, torch.tensor([[1.0, -1.0]]), mask), delta=0.1)[0]
+        >>> inputs = LossInputs(log_prob, old < 0, old_log_prob=old, advantage=torch.tensor([[1.0, -1.0]]))
+        >>> off_policy_sequence_mask(inputs, delta=0.1)[0]
         tensor([[1., 0.]])
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), eq. 9.
@@ -403,7 +403,7 @@ def top_entropy_mask(
 
     Example:
         >>> entropy = torch.tensor([[0.1, 2.0, 0.3, 1.0]])
-        >>> top_entropy_mask(LossInputs(entropy, torch.tensor([[True, True, True, False]])), fraction=0.6)[0]
+        >>> top_entropy_mask(LossInputs(-entropy, torch.tensor([[True, True, True, False]]), entropy=entropy), fraction=0.6)[0]
         tensor([[0., 1., 1., 0.]])
 
     Source: Wang et al. 2025 (arXiv 2506.01939), "Beyond the 80/20 Rule".
