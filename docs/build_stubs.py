@@ -132,7 +132,7 @@ LAYERS: dict[str, tuple[Callable[[], Iterable[Any]], Callable[[], list[str]]]] =
 }
 #: What the types of a layer are made of.
 IMPORTED = {
-    "losses": "from collections.abc import Sequence\nfrom typing import Any, Literal, TypedDict\n\n"
+    "losses": "from collections.abc import Sequence\nfrom typing import Literal, TypedDict\n\n"
     "from torch import Tensor, nn\n",
     "advantages": "from collections.abc import Sequence\nfrom typing import Literal, TypedDict\n\n"
     "from torch import Generator, Tensor\n",

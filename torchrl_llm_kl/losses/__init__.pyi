@@ -1,7 +1,7 @@
 """Names of the package: it loads them on first use, type checkers read them here."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 from torch import Tensor, nn
 
