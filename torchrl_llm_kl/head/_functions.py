@@ -92,9 +92,9 @@ def linear_log_prob(
         kept: instead, the tokens that a sampler recorded or :func:`linear_kept` found. If they are few, nothing else of the
             head is read.
         keep_targets: a target that the truncation leaves out is kept beside the others.
-        added: gets a tensor that is True where that happened; ``[N]``. Without it nothing tells.
+        added: gets a tensor that is True where that happened; ``[N]``.
         product_dtype: of the matrix products, see above.
-        chunk: positions and tokens of a tile, or positions alone; changes memory and speed only. Default: by device.
+        chunk: positions and tokens of a tile, or only positions; changes memory and speed only. Default: by device.
 
     Returns:
         :class:`HeadOutput`: nats, ``[N]``; not masked, not reduced. A target that the truncation leaves out has ``-inf``.
@@ -188,7 +188,7 @@ def linear_pair(
     :func:`linear_log_prob`; names with ``ref_`` belong to the reference, the others to the policy. ``temperature``
     divides both models' logits, as at sampling; ``product_dtype`` is by default each head's own.
 
-    A ``truncation``, or recorded tokens ``kept``, restrict the policy alone: the KL from the sampler to the whole
+    A ``truncation``, or recorded tokens ``kept``, restrict only the policy: the KL from the sampler to the whole
     reference, finite for ``"reverse"``. With ``ref_kept`` the reference is renormalised over the same tokens, the KL is 0 where
     both agree on these, and ``"forward"`` is finite too; its log-prob of a target that is left out is ``-inf``.
 
@@ -309,14 +309,14 @@ def linear_kept(
     out. All other arguments, and the errors: see :func:`linear_log_prob`.
 
     Args:
-        hidden: see there.
-        weight: see there.
-        truncation: what the sampler leaves.
+        hidden: input of the head; ``[N, H]``.
+        weight: of the head; ``[V, H]``.
+        truncation: the sampler's, which leaves out some token.
         targets: token ids to keep in any case.
 
     Keyword Args:
         most: the most tokens of a position, on average over a tile of positions. Default: 64, or a 64th of the vocabulary.
-        options: see there.
+        options: of the head, as for :func:`linear_log_prob`.
 
     Returns:
         The tokens, by position, with their logits and with ``added``; None if there are more than ``most``.

@@ -192,7 +192,7 @@ class _Candidates:
         return ((missing + 1) * -_LEVEL - _SLACK).to(mass.dtype).masked_fill(missing == _LEVELS - 1, -math.inf)
 
     def replace(self, positions: Tensor, other: _Candidates) -> None:
-        """Take the candidates of some positions from another search, of these alone."""
+        """Replace the candidates of some positions by those of another search, which ran only for these."""
         own, others = self._joined(), other._joined()
         keep = ~torch.isin(own[0], positions)
         kept = own[0][keep].int(), own[1][keep], own[2][keep]
@@ -288,9 +288,9 @@ def _log_softmax(logits: Tensor, rows: Tensor, count: int) -> Tensor:
         0, rows, place.masked_fill(values != largest[rows], len(rows)), "amin"
     )
     largest_one = first[rows] == place
-    # The difference of logits first: it is exact where the logits are large. That of the largest is 0, without a gradient of
-    # its own that would cancel that of the others; its exponential is left out of the sum, which may be smaller than the
-    # rounding error of 1.
+    # The difference of logits comes first: it is exact where the logits are large. The largest becomes 0, without a gradient
+    # of its own that would cancel the gradient of the others. Its exponential, 1, is left out of the sum, which may be
+    # smaller than the rounding error of 1.
     shifted = (logits - logits[first[rows]]).masked_fill(largest_one, 0.0)
     rest = _sum_by_position(shifted.exp().masked_fill(largest_one, 0.0), rows, count)
     return shifted - rest.log1p()[rows]

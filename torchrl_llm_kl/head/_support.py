@@ -81,7 +81,7 @@ def from_zero(sums: Tensor) -> Tensor:
 def log_softmax(logits: Tensor) -> Tensor:
     """``log softmax`` over the last dimension, exact where a probability is nearly 1; ``-inf`` keeps its 0 gradient."""
     place = logits.argmax(-1, keepdim=True)
-    # Of the largest exactly 0, without a gradient of its own that would cancel that of the others.
+    # The largest becomes exactly 0, without a gradient of its own that would cancel the gradient of the others.
     shifted = (logits - logits.gather(-1, place)).scatter(-1, place, 0.0)
     # Its exponential, 1, is left out of the sum, which may be smaller than its rounding error.
     return shifted - shifted.exp().scatter(-1, place, 0.0).sum(-1, keepdim=True).log1p()
@@ -177,7 +177,7 @@ def floor_of(logits: Tensor, truncation: Truncation) -> Tensor:
 
 
 def _nucleus_floor(logits: Tensor, top_p: float) -> Tensor:
-    """The floor of top-p alone; ``[n]``."""
+    """The floor of top-p; ``[n]``."""
     if logits.device.type != "cpu":
         return _floor_of_sorted(logits, top_p)
     probs = logits.softmax(-1)

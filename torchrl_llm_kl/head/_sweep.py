@@ -208,7 +208,7 @@ def top_k_sweep(
     values = head.hidden.new_empty(head.hidden.shape[0], k, dtype=head.wide)
     indices = values.new_empty(values.shape, dtype=torch.long)
     tail_top, tail = head.per_position(torch.finfo(head.wide).min), head.per_position(0.0)
-    softmax = Softmax(head)  # for the targets' logits alone
+    softmax = Softmax(head)  # only for the targets' logits
     with torch.autocast(head.hidden.device.type, enabled=False):
         # The first tile fills all k places.
         for rows, cols, _, (logits,), _ in tiles((chunk[0], max(chunk[1], k)), [head], 0):

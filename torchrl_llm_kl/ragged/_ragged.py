@@ -118,9 +118,8 @@ class Ragged:
             return cls(buffer, offsets.diff().long(), container)
         starts, ends = offsets[:-1], offsets[:-1] + lengths
         if bool((ends > offsets[1:]).any() | (lengths < 0).any()):
-            limits = offsets.diff().tolist()
             raise ValueError(
-                f"jagged lengths must lie between 0 and {limits} (from offsets), found {lengths.tolist()}."
+                f"jagged lengths must lie between 0 and {offsets.diff().tolist()}, found {lengths.tolist()}."
             )
         rows_open = torch.zeros(buffer.shape[0] + 1, dtype=torch.long, device=buffer.device)
         one = torch.ones_like(starts, dtype=torch.long)

@@ -62,9 +62,8 @@ def read_column(td: TensorDictBase, key: NestedKey) -> Node | None:
     value = node_of(td.get(path[0], None))
     if len(path) == 1 or value is None:
         return value
-    if not isinstance(value, TensorDictBase):
-        raise EntryTypeError(f"expected a nested TensorDict under {path[0]!r}, got {type(value).__name__}.")
-    return read_column(value, path[1:])
+    (inner,) = _tensordicts([value], path[:1])
+    return read_column(inner, path[1:])
 
 
 def _names_of(key: NestedKey) -> tuple[str, ...]:
