@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from typing_extensions import Unpack
 
 from torchrl_llm_kl.head._gradient import backward_sweep, empty_gradients
 from torchrl_llm_kl.head._shards import join_slices, join_top_k
@@ -157,7 +158,7 @@ def _dense(tensors: Tensors) -> list[Tensor]:
 _SETTINGS = "SymInt[] chunk, float[] numbers, ScalarType dtype, ScalarType? ref_dtype"
 
 
-def _forward_op(tensors: Tensors, *settings: Any, keep: int = 0) -> list[Tensor]:
+def _forward_op(tensors: Tensors, *settings: Unpack[Settings], keep: int = 0) -> list[Tensor]:
     plan, heads, tokens = _build(tensors, settings)
     if plan.forward_chunk(heads[0]) != plan.chunk or heads[0].weight is None:  # backward has other tiles
         keep = 0
@@ -165,7 +166,7 @@ def _forward_op(tensors: Tensors, *settings: Any, keep: int = 0) -> list[Tensor]
     return _dense([*result, *rest])
 
 
-def _forward_fake(tensors: Tensors, *settings: Any) -> list[Tensor]:
+def _forward_fake(tensors: Tensors, *settings: Unpack[Settings]) -> list[Tensor]:
     plan, heads, _ = _build(tensors, settings)
     present = _present(tensors, settings)[:-1]
     new = [heads[0].per_position(0.0) for _ in range(sum(present) + plan.statistics(len(heads)))]
@@ -188,12 +189,12 @@ def _backward_fake(
     return _dense(empty_gradients(_build(tensors, settings)[1], needed))
 
 
-def _top_k_op(tensors: Tensors, k: int, *settings: Any) -> tuple[Tensor, ...]:
+def _top_k_op(tensors: Tensors, k: int, *settings: Unpack[Settings]) -> tuple[Tensor, ...]:
     plan, (head,), _ = _build(tensors, settings)
     return top_k_sweep(head, k, plan.chunk, tensors[0])
 
 
-def _top_k_fake(tensors: Tensors, k: int, *settings: Any) -> tuple[Tensor, ...]:
+def _top_k_fake(tensors: Tensors, k: int, *settings: Unpack[Settings]) -> tuple[Tensor, ...]:
     _, (head,), _ = _build(tensors, settings)
     tail = head.per_position(0.0)
     values = tail.new_empty(tail.shape[0], k)
