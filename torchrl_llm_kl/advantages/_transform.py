@@ -251,9 +251,7 @@ class Advantage(Transform):
     def check_writable(self, td: TensorDictBase) -> None:
         """Raise a ValueError if the batch is empty, a RuntimeError if it is locked."""
         if td.batch_size.numel() == 0:
-            raise ValueError(
-                f"the batch is empty: a TensorDict of batch size {tuple(td.batch_size)} cannot be used. Drop it."
-            )
+            raise ValueError(f"the batch is empty: a TensorDict of batch size {tuple(td.batch_size)}. Drop it.")
         if td.is_locked:
             raise RuntimeError("Cannot modify locked TensorDict. Unlock it first: td.unlock_().")
 
@@ -272,8 +270,8 @@ class Advantage(Transform):
         answers = members.unique(dim=1).shape[1]
         if answers == len(group.unique()):
             raise ValueError(
-                f"found {answers} groups of one answer, and {self.spec.name} compares the answers to a prompt: pass several "
-                "answers to each, and group_key=, the entry that is equal for them, or group_size=."
+                f"found {answers} groups of one answer, and {self.spec.name} compares the answers to a prompt: collect several "
+                "and pass group_key= or group_size=."
             )
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -313,15 +311,12 @@ class Advantage(Transform):
                 slots = read_ragged(td, key, ATTENTION_MASK)  # without padding, like the tokens
             assert slots is not None
             if slots.values.numel() != slots.values.shape[0]:
-                raise ValueError(
-                    f"the mask must hold one number per token, found rows of {tuple(slots.values.shape[1:])} under {key!r}."
-                )
+                shape = tuple(slots.values.shape[1:])
+                raise ValueError(f"the mask must hold one number per token, found rows of {shape} under {key!r}.")
             tokens = slots.like(slots.values.reshape(-1))
             response = ResponseTokens(tokens, tokens.values.bool())
         if response.is_empty:
-            raise ValueError(
-                f"the mask is empty: {key or 'the mask of the response'} is False everywhere. Pass keys={{'mask': ...}}."
-            )
+            raise ValueError(f"the mask is empty: {key or 'the response'} has no tokens. Pass keys={{'mask': ...}}.")
         return response
 
     def _of_tokens(self, td: TensorDictBase, response: ResponseTokens | None) -> list[Tensor]:
@@ -343,8 +338,8 @@ class Advantage(Transform):
         # A loss may repeat a sequence's number on its tokens, but one value or log-prob for a whole sequence is a mistake.
         if per_sequence(td, key) is not None and response.mask.shape[1] > 1:
             raise ValueError(
-                f"the {name} must hold one number per token, found one per sequence under {key!r}. Pass the entry of the "
-                f"tokens with keys={{{name!r}: ...}}."
+                f"the {name} must hold one number per token, found one per sequence under {key!r}: pass another entry, "
+                f"keys={{{name!r}: ...}}."
             )
         return per_token(td, key, response.tokens, response.host_mask)
 
@@ -425,11 +420,7 @@ class Advantage(Transform):
             if isinstance(value, list) and len({leaf.shape for leaf in value}) == 1:
                 row = torch.stack(value)
             if row is None or row.numel() != rows * row.shape[-1] or row.ndim < 2:
-                shape = (
-                    tuple(value.shape)
-                    if isinstance(value, Tensor) and not value.is_nested
-                    else "rows of several lengths"
-                )
+                shape = "rows of several lengths" if row is None else tuple(row.shape)
                 raise ValueError(
                     f"the rewards under {place!r} must be [*B, R], R numbers for each of {rows} sequences, found {shape}. "
                     f"Pass keys={{'rewards': [...]}} for rewards in entries of their own."
@@ -495,21 +486,21 @@ def _groups_of_size(td: TensorDictBase, size: int, *, trajectories: bool) -> Ten
     rows, steps = td.batch_size.numel(), 1
     if trajectories:
         if td.batch_dims < 2:
+            shape = tuple(td.batch_size)
             raise ValueError(
-                f"group_size needs trajectories along the last of several dimensions, found batch size "
-                f"{tuple(td.batch_size)}: pass group_key=."
+                f"group_size needs trajectories [*envs, steps], found batch size {shape}: pass group_key=."
             )
         steps = td.batch_size[-1]
         done = _done_flags(td)
         if done is not None and bool(done.reshape(-1, steps)[:, :-1].any()):
             raise ValueError(
-                "group_size needs one trajectory per env, found some that end before the last step: pass group_key=."
+                "group_size needs one trajectory per env, and some end before the last step: pass group_key=."
             )
     units = rows // steps
     if units % size:
+        what = "trajectories" if trajectories else "sequences"
         raise ValueError(
-            f"found {units} {'trajectories' if trajectories else 'sequences'}, which do not divide into groups of "
-            f"group_size={size}: pass whole groups, or pass group_key=."
+            f"{units} {what} do not divide into groups of group_size={size}: pass whole groups, or group_key=."
         )
     return torch.arange(rows) // steps // size
 

@@ -111,7 +111,7 @@ test_rewards_that_fit_no_sequence = refused(
 def test_lengths_that_are_not_those_of_the_tokens() -> None:
     data = conversations("padded")
     for shape, message in (
-        ((3, 2), r"'state_value'.*: sequence 0 has 2 values and 5 tokens.*the response alone must"),
+        ((3, 2), r"'state_value'.*: sequence 0 has 2 values and 5 tokens.*only the response must"),
         ((3, 5, 2), r"'state_value'.* must hold one number per token, found rows of \(2,\) each"),
         ((3,), "the value must hold one number per token, found one per sequence under"),
     ):
