@@ -312,7 +312,7 @@ def _to_json(item: ScoredAnswer | Skip, *, per_token: bool) -> Json:
 # ------------------------------------------------------------------ the summary
 
 
-class Mean(NamedTuple):
+class AnswerMean(NamedTuple):
     """Means per token and per answer with their standard errors; NaN for the errors of a single answer."""
 
     per_token: float
@@ -321,7 +321,7 @@ class Mean(NamedTuple):
     per_answer_error: float
 
 
-def mean_of_answers(counts: Sequence[float], sums: Sequence[float]) -> Mean:
+def mean_of_answers(counts: Sequence[float], sums: Sequence[float]) -> AnswerMean:
     """Means per token and per answer.
 
     Answers are taken as independent, the tokens of an answer as dependent: the error per token is the error of a ratio of two
@@ -343,7 +343,7 @@ def mean_of_answers(counts: Sequence[float], sums: Sequence[float]) -> Mean:
         spread = (values - per_token * lengths).square().sum()
         token_error = float((spread * number / (number - 1)).sqrt() / tokens)
         answer_error = float(values.std() / number**0.5)
-    return Mean(float(per_token), token_error, float(values.mean()), answer_error)
+    return AnswerMean(float(per_token), token_error, float(values.mean()), answer_error)
 
 
 @dataclass
@@ -378,7 +378,7 @@ class Summary:
             for name, value in {"num_scored": count, **item.sums}.items():
                 columns.setdefault(name, array("d")).append(value)
 
-    def means(self, part: str) -> dict[str, Mean]:
+    def means(self, part: str) -> dict[str, AnswerMean]:
         """The mean of each score, by its label in JSON."""
         columns = self.answers[part]
         means = {name: mean_of_answers(columns["num_scored"], sums) for name, sums in columns.items()}
@@ -402,7 +402,7 @@ class Summary:
         return {"count": count, **{name: mean._asdict() for name, mean in means.items()}, **perplexities}
 
 
-def _perplexities(means: Mapping[str, Mean]) -> dict[str, tuple[float, float]]:
+def _perplexities(means: Mapping[str, AnswerMean]) -> dict[str, tuple[float, float]]:
     """The perplexity of each model with its standard error, by name in JSON."""
     names = {"perplexity": "log_prob", "ref_perplexity": "ref_log_prob"}
     values = {name: math.exp(min(-means[key].per_token, 700.0)) for name, key in names.items() if key in means}

@@ -21,7 +21,7 @@ def show_algorithms(as_json: bool) -> None:
     from torchrl_llm_kl.algorithms import ALGORITHMS, algorithm_table
 
     if as_json:
-        print_json([_facts(preset) for preset in ALGORITHMS.values()])
+        print_json([_preset_facts(preset) for preset in ALGORITHMS.values()])
         return
     header, rows = cells_of(algorithm_table())
     shown = [i for i, name in enumerate(header) if name != "sum over tokens"]  # mostly the objective's
@@ -38,7 +38,7 @@ def show_algorithm(name: str, as_json: bool) -> None:
     except UnknownAlgorithmError as error:
         raise CommandError(str(error)) from None
     if as_json:
-        print_json(_facts(preset))
+        print_json(_preset_facts(preset))
         return
     print(f"{preset.name}\n")
     print_table(["needs", ""], list(_needs(preset).items()))
@@ -54,7 +54,7 @@ def _other_models(preset: Algorithm) -> str:
     return ", ".join([*models, "critic"] if preset.use_critic else models) or "none"
 
 
-def _facts(preset: Algorithm) -> dict[str, object]:
+def _preset_facts(preset: Algorithm) -> dict[str, object]:
     return {"name": preset.name, "needs": _needs(preset), "settings": _sources(preset)}
 
 
@@ -109,7 +109,7 @@ def show_estimators(as_json: bool) -> None:
     if as_json:
         gradients = ("loss_gradient", "reward_gradient", "loss_gradient_off_policy")
         known = [asdict(contract).items() for contract in contracts()]
-        print_json([{key: QUANTITIES[v] if key in gradients else _plain(v) for key, v in row} for row in known])
+        print_json([{key: QUANTITIES[v] if key in gradients else _without_marks(v) for key, v in row} for row in known])
         return
     header, rows = cells_of(estimator_table())
     off_policy = [i for i, name in enumerate(header) if i == 0 or name.startswith("off-policy")]
@@ -128,7 +128,7 @@ def show_estimators(as_json: bool) -> None:
             print(f"  for {name} {when}")
 
 
-def _plain(value: object) -> object:
+def _without_marks(value: object) -> object:
     return value.replace("*", "").replace("`", "") if isinstance(value, str) else value
 
 

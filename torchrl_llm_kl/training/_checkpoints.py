@@ -167,7 +167,7 @@ class Checkpoints:
                     raise ValueError(f"{name} is missing")
                 if file.stat().st_size != size:
                     raise ValueError(f"{name} has {file.stat().st_size} bytes of {size}")
-                if _checksum(file) != checksum:
+                if _file_checksum(file) != checksum:
                     raise ValueError(f"{name} has another content")
             except OSError as error:
                 raise ValueError(f"{name}: {error}") from error
@@ -235,7 +235,7 @@ class _Record:
         return record
 
 
-def _checksum(file: Path) -> int:
+def _file_checksum(file: Path) -> int:
     value = 0
     with file.open("rb") as data:
         for block in iter(lambda: data.read(1 << 22), b""):
@@ -247,7 +247,7 @@ def _flushed(file: Path) -> tuple[int, int]:
     """Flush a file to the disk; returns its size and checksum."""
     with file.open("rb") as data:
         os.fsync(data.fileno())
-    return file.stat().st_size, _checksum(file)
+    return file.stat().st_size, _file_checksum(file)
 
 
 def flush_folder(folder: Path) -> None:

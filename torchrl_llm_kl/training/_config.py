@@ -30,7 +30,7 @@ class ConfigError(ValueError):
 # ------------------------------------------------------------------ the sections
 
 
-class Choice(tuple[str, ...]):
+class OneOf(tuple[str, ...]):
     """The values of a setting, a part of its ``Annotated`` type: OmegaConf knows no ``Literal``."""
 
     def check(self, name: str, value: object) -> None:
@@ -59,7 +59,7 @@ class ModelConfig:
 
     name: PathText = REQUIRED
     tokenizer: PathText | None = None
-    dtype: Annotated[str, Choice(("float32", "bfloat16", "auto"))] = "float32"
+    dtype: Annotated[str, OneOf(("float32", "bfloat16", "auto"))] = "float32"
     device: str | None = None
     attention: str | None = None
     gradient_checkpointing: bool = False
@@ -159,7 +159,7 @@ class SamplerConfig:
 class KLConfig:
     """The KL to the reference, in nats per answer."""
 
-    place: Annotated[str, Choice(("preset", "loss", "reward", "none"))] = "preset"
+    place: Annotated[str, OneOf(("preset", "loss", "reward", "none"))] = "preset"
     estimator: str | None = None
     coefficient: Amount | None = None
     target: PositiveAmount | None = None
@@ -173,14 +173,14 @@ class KLConfig:
 class OptimizerConfig:
     """Optimiser and learning rate."""
 
-    name: Annotated[str, Choice(("adamw", "adam", "sgd"))] = "adamw"
+    name: Annotated[str, OneOf(("adamw", "adam", "sgd"))] = "adamw"
     lr: PositiveAmount = 1e-06
     critic_lr: PositiveAmount | None = None
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     eps: PositiveAmount = 1e-08
     weight_decay: Amount = 0.0
     max_grad_norm: Amount = 1.0
-    schedule: Annotated[str, Choice(("constant", "linear", "cosine"))] = "constant"
+    schedule: Annotated[str, OneOf(("constant", "linear", "cosine"))] = "constant"
     warmup_steps: Whole = 0
 
 
@@ -213,7 +213,7 @@ class CheckpointsConfig:
 
     every: PositiveWhole = 20
     keep: PositiveWhole = 2
-    final: Annotated[str, Choice(("last", "best"))] = "last"
+    final: Annotated[str, OneOf(("last", "best"))] = "last"
 
 
 @dataclass
@@ -262,7 +262,7 @@ class TrainConfig:
         for name, section in ((each.name, getattr(self, each.name)) for each in fields(self)):
             for each in fields(section) if is_dataclass(section) else ():
                 key = f"{name}.{each.name}"
-                value = _checked(key, getattr(section, each.name))
+                value = _valid(key, getattr(section, each.name))
                 setattr(section, each.name, value)
         refuse(*self._contradictions())
 
@@ -383,7 +383,7 @@ class SettingFacts:
     @property
     def text(self) -> str:
         """The meaning, and the choices if it has some."""
-        choices = [extra for extra in self.extras if isinstance(extra, Choice)]
+        choices = [extra for extra in self.extras if isinstance(extra, OneOf)]
         return f"{self.meaning} ({', '.join(choices[0])})" if choices else self.meaning
 
     @property
@@ -429,7 +429,7 @@ _MAY_CHANGE = {"run.steps", "run.out", "model.device", "kl.stop_above", "kl.stop
 _MAY_CHANGE |= {"checkpoints.keep", "checkpoints.final"}
 
 
-def _checked(key: str, value: object) -> object:
+def _valid(key: str, value: object) -> object:
     """A value of a setting that is within its bounds and among its choices; a path with its home folder."""
     if value == REQUIRED:
         raise ConfigError(_missing_setting(key))
@@ -437,7 +437,7 @@ def _checked(key: str, value: object) -> object:
         raise ConfigError(f"{key} is {value}: expected a finite number.")
     try:
         for extra in SETTINGS[key].extras:
-            if isinstance(extra, (Range, Choice)):
+            if isinstance(extra, (Range, OneOf)):
                 extra.check(key, value)
             elif isinstance(value, str):  # a path: no shell expands one that is in a file, or after an `=`
                 return os.path.expanduser(value)

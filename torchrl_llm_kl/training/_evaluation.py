@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from statistics import NormalDist
 
 import torch
-from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 
-from torchrl_llm_kl.training._steps import apart, mean_and_error
+from torchrl_llm_kl.training._steps import answer_columns, apart, mean_and_error
 
 _Z95 = NormalDist().inv_cdf(0.975)
 #: Two-sided 95 % quantiles of Student's t with 1 to 10 degrees of freedom.
@@ -48,7 +47,7 @@ def evaluate(env: EnvBase, sampler: TensorDictModuleBase, num_prompts: int, *, s
         while done < num_prompts:
             batch = env.rollout(1, sampler).reshape(-1)[: num_prompts - done]
             done += len(batch)
-            for name, values in _columns(batch).items():
+            for name, values in answer_columns(batch).items():
                 columns.setdefault(name, []).extend(values.flatten().tolist())
     figures = {name: mean_and_error(values)[0] for name, values in columns.items()}
     if num_prompts > 1:
@@ -87,17 +86,3 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
         return None
     half = (_T95[n - 2] if n - 2 < len(_T95) else _Z95 + 2.5 / (n - 1)) * error  # to 1 % of the quantile
     return mean - half, mean + half
-
-
-def _columns(batch: TensorDictBase) -> dict[str, torch.Tensor]:
-    """Numbers of each answer, by name."""
-    after = batch["next"]
-    columns = {"reward": after["reward"].flatten(1).sum(-1)}
-    parts = after.get("rewards", None)
-    if parts is not None:
-        columns |= {f"reward/{name}": parts[name].float() for name in parts.keys()}  # noqa: SIM118  # of a TensorDict
-    if "kl_penalty" in after.keys():  # noqa: SIM118
-        columns["kl"] = after["kl_penalty"].flatten(1).sum(-1)
-    width = batch["tokens", "prompt"].shape[-1]
-    columns["answer_tokens"] = batch["masks", "all_attention_mask"][:, width:].sum(-1).float()
-    return columns

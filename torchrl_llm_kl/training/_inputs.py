@@ -96,7 +96,7 @@ def load_inputs(config: TrainConfig) -> RunInputs:
     )
     policy, reference = _without_weights(config)
     plan.check(policy, reference)
-    memory, disk = _estimate(plan, policy, reference)
+    memory, disk = _memory_and_disk(plan, policy, reference)
     tokenizer = chat_tokenizer(config.model.tokenizer or config.model.name)
     seed_everything(config.run.seed)  # a module of rewards may draw
     reward, files = load_reward(config), file_digests(config)
@@ -233,7 +233,7 @@ def _without_weights(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedMo
         return policy, AutoModelForCausalLM.from_config(other)
 
 
-def _estimate(plan: AlgorithmPlan, policy: PreTrainedModel, reference: PreTrainedModel) -> tuple[int, int]:
+def _memory_and_disk(plan: AlgorithmPlan, policy: PreTrainedModel, reference: PreTrainedModel) -> tuple[int, int]:
     """Bytes of memory and of disk that a run needs, by the number of its parameters."""
     config = plan.config
 

@@ -365,38 +365,57 @@ def step_figures(
         >>> step_figures(TensorDict(next=TensorDict(reward=reward, kl_penalty=kl, batch_size=[2]), batch_size=[2]))
         {'reward': 0.5, 'kl': 0.4...}
     """
-    after = batch["next"]
-    judged = "reward" in after.keys()  # noqa: SIM118  # of a TensorDict
-    rewards = after["reward"].flatten(1).sum(-1) if judged else torch.zeros(len(batch))
-    figures = {"reward": rewards.mean().item()} if judged else {}
-    group, earned, rounding = batch.get("group", None), rewards, torch.zeros_like(rewards)
-    if "kl_penalty" in after.keys():  # noqa: SIM118  # of a TensorDict
-        per_token = after["kl_penalty"].flatten(1)
-        kl = per_token.sum(-1).mean().item()
+    columns, after = answer_columns(batch), batch["next"]
+    figures: dict[str, float] = {}
+    rewards, kl = columns.get("reward"), columns.get("kl")
+    if rewards is not None:
+        figures["reward"] = rewards.mean().item()
+        earned, rounding = rewards, torch.zeros_like(rewards)
+    if kl is not None:
         if coefficient is not None:
             value = coefficient().item()
-            if charged:
-                figures = {"reward": figures["reward"] + value * kl, "penalised_reward": figures["reward"]}
-                earned = rewards + value * per_token.sum(-1)
-                rounding = 1e-5 * (rewards.abs() + value * per_token.abs().sum(-1))
+            if charged and rewards is not None:
+                figures = {
+                    "reward": figures["reward"] + value * kl.mean().item(),
+                    "penalised_reward": figures["reward"],
+                }
+                earned = rewards + value * kl
+                rounding = 1e-5 * (rewards.abs() + value * after["kl_penalty"].flatten(1).abs().sum(-1))
             figures["coefficient"] = value
-        figures["kl"] = kl
-    if group is not None and judged:
+        figures["kl"] = kl.mean().item()
+    group = batch.get("group", None)
+    if group is not None and rewards is not None:
         group = group.flatten()
         figures["equal_rewards"] = _equal_share(earned, rounding, group if compares else torch.zeros_like(group))
-    parts = after.get("rewards", None)
-    if parts is not None:
-        figures |= {f"reward/{name}": parts[name].float().mean().item() for name in parts.keys()}  # noqa: SIM118
+    figures |= {name: values.mean().item() for name, values in columns.items() if name.startswith("reward/")}
     failures = after.get("reward_failures", None)
     count = 0.0 if failures is None else float(failures.sum())
     if count:
         figures["reward_failures"] = count
+    if "answer_tokens" in columns:
+        figures["answer_tokens"] = int(columns["answer_tokens"].sum())
+        figures["tokens"] = batch["masks", "all_attention_mask"].sum().item()
+    return figures
+
+
+def answer_columns(batch: TensorDictBase) -> dict[str, Tensor]:
+    """Numbers of each answer of a batch, by name, where the batch has them; ``[B]``.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> answer_columns(TensorDict(next=TensorDict(reward=torch.ones(2, 1), batch_size=[2]), batch_size=[2]))
+        {'reward': tensor([1., 1.])}
+    """
+    after = batch["next"]
+    sums = {name: after.get(key, None) for name, key in (("reward", "reward"), ("kl", "kl_penalty"))}
+    columns = {name: values.flatten(1).sum(-1) for name, values in sums.items() if values is not None}
+    parts = after.get("rewards", None)
+    if parts is not None:
+        columns |= {f"reward/{name}": parts[name].flatten().float() for name in parts.keys()}  # noqa: SIM118
     real = batch.get(("masks", "all_attention_mask"), None)
     if real is not None:
-        width = batch["tokens", "prompt"].shape[-1]
-        figures["answer_tokens"] = real[:, width:].sum().item()
-        figures["tokens"] = real.sum().item()
-    return figures
+        columns["answer_tokens"] = real[:, batch["tokens", "prompt"].shape[-1] :].sum(-1).float()
+    return columns
 
 
 def _equal_share(rewards: Tensor, rounding: Tensor, group: Tensor) -> float:
