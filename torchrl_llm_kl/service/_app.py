@@ -37,7 +37,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     if "name" not in args or ("model" in args) == ("factory" in args):
         raise ValueError(f"args must have a name, and a model or a factory, got {sorted(args)}.")
     if "model" in args:
-        factory = partial(load_model, args["model"], args.get("dtype", "auto"))
+        factory = partial(served_model, args["model"], args.get("dtype", "auto"))
     else:
         module, _, function = str(args["factory"]).partition(":")
         factory = partial(getattr(import_module(module), function), **args.get("arguments", {}))
@@ -46,7 +46,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     return application(spec)
 
 
-def load_model(path: str, dtype: str) -> Any:
+def served_model(path: str, dtype: str) -> Any:
     """A causal language model of transformers, on the accelerator if the replica has one."""
     import torch
     from transformers import AutoModelForCausalLM

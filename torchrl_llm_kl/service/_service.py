@@ -100,7 +100,7 @@ class ScoringService:
             self.model = RemoteModel(str(name), timeout=timeout)
             self.model.connection.connect()
             return
-        packed = import_ray().cloudpickle.dumps(factory or partial(_given, model))
+        packed = import_ray().cloudpickle.dumps(factory or partial(_by_value, model))
         small = factory is not None and len(packed) <= _SMALL
         lifetime = options.pop("lifetime", None)
         given = cast(ServeOptions, DEFAULTS | {key: value for key, value in options.items() if value is not None})
@@ -239,7 +239,7 @@ class ScoringService:
         self.close()
 
 
-def _given(model: Any) -> Any:
+def _by_value(model: Any) -> Any:
     return model
 
 

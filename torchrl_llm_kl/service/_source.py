@@ -39,14 +39,16 @@ def _described(value: Any) -> str:
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, (torch.Tensor, np.ndarray)):
         array = torch.as_tensor(value).detach().cpu().contiguous()
-        return f"{array.dtype} {tuple(array.shape)} {_digest(array.flatten().view(torch.uint8).numpy().tobytes())}"
+        return (
+            f"{array.dtype} {tuple(array.shape)} {_short_digest(array.flatten().view(torch.uint8).numpy().tobytes())}"
+        )
     text, name = repr(value), type(value).__qualname__
     if " at 0x" not in text and not isinstance(value, (list, tuple, dict, set, frozenset)):
         return text
     with contextlib.suppress(Exception):  # addresses differ between processes, and a container may hold long arrays
-        return f"{name} {_digest(pickle.dumps(value))}"
+        return f"{name} {_short_digest(pickle.dumps(value))}"
     return name
 
 
-def _digest(data: bytes) -> str:
+def _short_digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=6).hexdigest()

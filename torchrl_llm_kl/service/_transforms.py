@@ -49,8 +49,8 @@ class Served(RayVariant):
     ) -> Any:
         """The variant; ``ray_actor_options`` is where torchrl's metaclass puts the options."""
         if not use_ray_service or service_backend not in (None, "ray"):
-            found = f"{service_backend=}" if use_ray_service else f"{use_ray_service=}"
-            raise ValueError(f"{found}: use the local class, whose name does not begin with Ray.")
+            argument_given = f"{service_backend=}" if use_ray_service else f"{use_ray_service=}"
+            raise ValueError(f"{argument_given}: use the local class, whose name does not begin with Ray.")
         options = {**(service_backend_options or {}), **(ray_actor_options or {})}
         for name, value in options.get("actor_options", options).items():
             argument = "actor_name" if name == "name" else name

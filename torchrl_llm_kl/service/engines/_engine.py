@@ -134,15 +134,15 @@ class TransformersEngine:
         model = self._module()
         own = model.state_dict(keep_vars=True)
         known = own.keys() | {name for name, _ in model.named_buffers()}
-        found = {name: name for name in names}
-        inside = {name: name.removeprefix("model.") for name in found if name.startswith("model.")}
-        if len(inside) == len(found) and set(inside.values()) <= known and not found.keys() <= known:
-            found = inside  # the names in a TorchRL wrapper
-        found = {given: name for given, name in found.items() if name in own or name not in known}
-        if not set(found.values()) <= own.keys():
+        own_of = {name: name for name in names}
+        inside = {name: name.removeprefix("model.") for name in own_of if name.startswith("model.")}
+        if len(inside) == len(own_of) and set(inside.values()) <= known and not own_of.keys() <= known:
+            own_of = inside  # the names in a TorchRL wrapper
+        own_of = {given: name for given, name in own_of.items() if name in own or name not in known}
+        if not set(own_of.values()) <= own.keys():
             short = _short_names(model, own)
-            found = {given: short.get(name, name) for given, name in found.items()}
-        return found
+            own_of = {given: short.get(name, name) for given, name in own_of.items()}
+        return own_of
 
     def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
         """Copy ``weights`` into the model, in place. An error leaves the model unchanged.
@@ -186,8 +186,8 @@ def _short_names(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, str]:
     active: Any = model.active_adapter
     adapter = active if isinstance(active, str) else active[0]
     names = {id(value): name for name, value in own.items()}  # PEFT renames entries and keeps the tensors
-    found = get_peft_model_state_dict(model, state_dict=dict(own), adapter_name=adapter, save_embedding_layers=False)
-    return {short: names[id(value)] for short, value in found.items() if id(value) in names}
+    named = get_peft_model_state_dict(model, state_dict=dict(own), adapter_name=adapter, save_embedding_layers=False)
+    return {short: names[id(value)] for short, value in named.items() if id(value) in names}
 
 
 def _check_weight(name: str, own: Tensor, value: Tensor) -> None:

@@ -144,13 +144,13 @@ class HTTPEngine:
                 tokens = row.tolist()[: where[-1] + 1]
                 jobs.append(_Job(f"sequence {i}", tokens, where, top_k, deadline))
         scored = zip(jobs, self._in_time(jobs, deadline), strict=True)
-        found = [(job.tokens[t], positions[t]) for job, positions in scored for t in job.scored]
+        scored_positions = [(job.tokens[t], positions[t]) for job, positions in scored for t in job.scored]
         if self._http.renewed != renewed:
             self._compare(self._score_probe(deadline), "it came back with another model")
         elements = request.mask.nonzero().squeeze(-1)
-        log_prob = torch.tensor([position[token] for token, position in found])
+        log_prob = torch.tensor([position[token] for token, position in scored_positions])
         request.check_finite(elements, log_prob)
-        top = _top([position for _, position in found], top_k) if top_k else {}
+        top = _top([position for _, position in scored_positions], top_k) if top_k else {}
         return Scores.spread(request.layout, elements, log_prob, **top)
 
     def _in_time(self, jobs: Sequence[_Job], deadline: float) -> list[list[Position]]:
@@ -170,7 +170,7 @@ class HTTPEngine:
         for start in dict.fromkeys(self._dialect.starts(job.scored[0])):
             reply = self._http.post(self._dialect.path, self._dialect.body(job, start), job)
             try:
-                found, ids = self._dialect.read(reply, job.tokens, start)
+                positions, ids = self._dialect.read(reply, job.tokens, start)
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
                 raise ServiceError(
                     f"{self._http} answers in another form, {str(reply)[:80]!r}: pass its dialect=."
@@ -182,9 +182,9 @@ class HTTPEngine:
                     f"{self._http} scored other tokens than were sent for {job.name}: {sent} was sent, {scored} came back. "
                     "Look for a proxy that sends text, or a start token that the server adds."
                 )
-            missing = [t for t in job.scored if job.tokens[t] not in found[t]]
+            missing = [t for t in job.scored if job.tokens[t] not in positions[t]]
             if not missing:
-                return found
+                return positions
         raise ServiceError(
             f"{self._http} returned no log-prob for {len(missing)} of {len(job.scored)} tokens of {job.name}, "
             f"first at position {missing[0]}: {self._dialect.advice}"
@@ -196,9 +196,9 @@ class HTTPEngine:
         job = _Job("the probe", self._probe, [*range(1, len(self._probe))], 2, deadline)
         return self._in_time([job], deadline)[0][1:]
 
-    def _compare(self, found: list[Position], what: str) -> None:
+    def _compare(self, scored: list[Position], what: str) -> None:
         """Compare the probe's log-probs with those at the start."""
-        tokens, both = self._probe[1:], (self._reference, found)
+        tokens, both = self._probe[1:], (self._reference, scored)
         values = torch.tensor([[at[token] for token, at in zip(tokens, each, strict=True)] for each in both])
         worst = float(values.clamp(min=_CLAMPED).diff(dim=0).abs().max())
         if not worst <= _TOLERANCE:  # NaN too
@@ -229,7 +229,7 @@ class HTTPEngine:
 
 def _top(positions: Sequence[Mapping[int, float]], k: int) -> dict[str, Tensor]:
     """The ``k`` most probable tokens, and the log of the others' total probability, from the server's rounded numbers."""
-    best = [sorted(found.items(), key=lambda entry: (-entry[1], entry[0]))[:k] for found in positions]
+    best = [sorted(position.items(), key=lambda entry: (-entry[1], entry[0]))[:k] for position in positions]
     if short := [len(some) for some in best if len(some) < k]:
         raise ServiceError(f"the server returned {min(short)} tokens for top_k={k}: raise its limit (--max-logprobs).")
     pairs = torch.tensor(best, dtype=torch.float64).reshape(-1, k, 2)
@@ -273,11 +273,11 @@ class _Vllm:
         entries = [entry or {} for entry in choice["prompt_logprobs"] or ()]
         if len(entries) < len(tokens):  # which ones are missing is unknown
             return [{}] * len(tokens), tokens
-        found = [_position((int(token), x["logprob"]) for token, x in entry.items()) for entry in entries]
+        positions = [_position((int(token), x["logprob"]) for token, x in entry.items()) for entry in entries]
         # Earlier versions do not return the ids, but each entry holds the id of its token.
-        ids = choice.get("prompt_token_ids") or tokens + [-1] * (len(found) - len(tokens))
-        pairs = zip(ids, found, strict=True)
-        return found, [token if token in position else next(iter(position), token) for token, position in pairs]
+        ids = choice.get("prompt_token_ids") or tokens + [-1] * (len(positions) - len(tokens))
+        pairs = zip(ids, positions, strict=True)
+        return positions, [token if token in position else next(iter(position), token) for token, position in pairs]
 
 
 class _Sglang:
@@ -299,15 +299,15 @@ class _Sglang:
         entries: list[Any] = info["input_token_logprobs"] or []
         tops: list[Any] = info.get("input_top_logprobs") or [None] * len(entries)
         absent = len(tokens) - len(entries)  # not requested, or in the server's cache
-        found: list[Position] = [{}] * absent
+        positions: list[Position] = [{}] * absent
         for (value, token, *_), top in zip(entries, tops, strict=True):
-            found.append(_position((other, x) for x, other, *_ in top or ()) | _position([(token, value)]))
-        return found, tokens[start:absent] + [token for _, token, *_ in entries]
+            positions.append(_position((other, x) for x, other, *_ in top or ()) | _position([(token, value)]))
+        return positions, tokens[start:absent] + [token for _, token, *_ in entries]
 
 
 def _position(entries: Iterable[tuple[int, Any]]) -> Position:
     """Log-probs by token: -inf where the server has clamped it, NaN where its weights are broken; null values are left out."""
-    found: Position = {}
+    log_probs: Position = {}
     for token, value in entries:
         if value is None:
             continue
@@ -316,8 +316,8 @@ def _position(entries: Iterable[tuple[int, Any]]) -> Position:
                 f"the server sent the log-prob {str(value)[:40]}, expected a number of at most 0: look for another processor "
                 "of log-probs at the server, or a faulty proxy."
             )
-        found[token] = -math.inf if value <= _CLAMPED else float(value)
-    return found
+        log_probs[token] = -math.inf if value <= _CLAMPED else float(value)
+    return log_probs
 
 
 # ------------------------------------------------------------------ HTTP

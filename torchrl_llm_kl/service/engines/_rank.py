@@ -54,7 +54,7 @@ class RankEngine(TransformersEngine):
     def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Check whole weights; returns this rank's shards of them, without communication."""
         own = self._module().state_dict(keep_vars=True)
-        return {name: _like(own[name], value) for name, value in super().check_weights(weights).items()}
+        return {name: _sharded_as(own[name], value) for name, value in super().check_weights(weights).items()}
 
     def _module(self) -> nn.Module:
         module = super()._module()
@@ -64,7 +64,7 @@ class RankEngine(TransformersEngine):
         return module
 
 
-def _like(own: Tensor, value: Tensor) -> Tensor:
+def _sharded_as(own: Tensor, value: Tensor) -> Tensor:
     """``value`` sharded as ``own`` is."""
     if not isinstance(own, DTensor) or isinstance(value, DTensor):
         return value
@@ -192,9 +192,9 @@ def _shard_by_plan(model: nn.Module, mesh: DeviceMesh) -> None:
     plan = {name: style for name, style in plan.items() if "embed" not in name}
     unknown = sorted(set(plan.values()) - styles.keys())
     if not plan or unknown:
-        found = f"a plan with {', '.join(unknown)}" if unknown else "no plan"
+        plans = f"a plan with {', '.join(unknown)}" if unknown else "no plan"
         raise ValueError(
-            f"shard='tp': transformers has {found} for {type(model).__name__}; this needs one of {', '.join(styles)} "
+            f"shard='tp': transformers has {plans} for {type(model).__name__}; this needs one of {', '.join(styles)} "
             "alone. Pass shard='fsdp2', or a function that shards the model."
         )
     heads = getattr(getattr(model, "config", None), "num_key_value_heads", mesh.size())
