@@ -175,6 +175,7 @@ def test_the_loss_of_the_keeper(serve):
     service.update_weights(model(seed=1))
     os.kill(keeper_pid(service), signal.SIGKILL)
     assert_scores(service.model, model(seed=1))
+    time.sleep(10.0)  # the replica tells the next keeper which version it holds
     os.kill(pids(service)[0], signal.SIGKILL)
     all_up(service, 1)
     with pytest.raises(WeightVersionError, match="are lost, with the actor that kept them"):

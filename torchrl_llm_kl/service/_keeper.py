@@ -8,10 +8,8 @@ start later, counts the replicas that a request has killed, and deletes the appl
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -69,9 +67,7 @@ class Keeper:
         self._staged: dict[str, list[Any]] = {}  # pushes that are not committed
         self._trials = Counter[str]()
         self._turn = asyncio.Lock()
-        with warnings.catch_warnings():  # Ray's own use of a deprecated name
-            warnings.simplefilter("ignore")
-            self._lost = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        self._seen = 0  # the latest version that replicas hold: this actor may have lost it
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         self._watching: Any = None
 
@@ -109,8 +105,8 @@ class Keeper:
     async def watch(self, client: str, held: Sequence[Any]) -> None:
         """Wait for the end of :meth:`hold`. Ray fails the call when the process that owns it ends."""
         self._drivers.add(client)
-        with contextlib.suppress(Exception):
-            await held[0]
+        while await _is_pending(held[0]):
+            await asyncio.sleep(_LOOK)
         self._drivers.discard(client)
         self._unused_since = time.monotonic()
         if not self._drivers and not self._stays:
@@ -189,12 +185,13 @@ class Keeper:
 
     # ------------------------------------------------------------------ weights
 
-    async def newest(self) -> Held:
-        """The last push."""
+    async def newest(self, version: int) -> Held:
+        """The last push, for a replica that holds a version."""
+        self._seen = max(self._seen, version)
         return self._held()
 
     def _held(self) -> Held:
-        return Held(self._version, self._chunks, self._lost and not self._chunks)
+        return Held(self._version, self._chunks, self._seen > self._version)
 
     async def staged(self, token: str) -> Held:
         """A push that is not committed."""
@@ -224,6 +221,7 @@ class Keeper:
         Keyword Args:
             whole: whether these are all tensors of the model.
         """
+        seen = max(seen, self._seen)
         last = max(self._version, seen)
         version = last + 1 if version is None else version
         if version <= last:
@@ -236,7 +234,7 @@ class Keeper:
             return WeightVersionError(
                 f"this push lacks {len(missing)} tensors, such as {missing[0]!r}, which earlier pushes held: push those too."
             )
-        if (self._lost or seen > self._version) and not whole:
+        if seen > self._version and not whole:
             return WeightVersionError(
                 "the weights that were pushed are lost, with the actor that kept them: push all tensors of the model."
             )
@@ -244,7 +242,6 @@ class Keeper:
         if not chunks:
             return ServiceError("the push is not known to the actor that keeps the weights: push them again.")
         self._version, self._chunks, self._tensors, self._whole = version, chunks, frozenset(tensors), whole
-        self._lost = False
         return version
 
 
@@ -262,6 +259,17 @@ def keeper_of(name: str, spec: ServiceSpec | None = None, *, create: bool = Fals
         max_restarts=-1,
         max_task_retries=-1,
     ).remote(name, spec)
+
+
+async def _is_pending(call: Any) -> bool:
+    """Wait for a call of this actor; whether its end says only that this actor was started again."""
+    try:
+        await call
+    except ray.exceptions.RayActorError:
+        return True
+    except Exception:  # the driver that owns the call cancelled it, or ended
+        return False
+    return False
 
 
 def is_deployed(name: str) -> bool:

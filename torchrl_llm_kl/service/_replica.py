@@ -167,7 +167,7 @@ class Replica:
             faulthandler.dump_traceback(all_threads=True)
             os._exit(1)
         with contextlib.suppress(Exception):  # the keeper restarts
-            newest: Held = await asyncio.wait_for(self._keeper.newest.remote(), 5.0)
+            newest: Held = await asyncio.wait_for(self._keeper.newest.remote(self._core.version), 5.0)
             if newest.version > self._core.version:
                 await self._catch_up(newest.version)
         idle = self._core.running is None and time.monotonic() - self._batcher.last_answer > _PROBE
@@ -240,7 +240,7 @@ class Replica:
                 await asyncio.sleep(0.02)
 
     async def _load_newest(self) -> None:
-        held: Held = await self._keeper.newest.remote()
+        held: Held = await self._keeper.newest.remote(self._core.version)
         if held.version > self._core.version:
             weights = await asyncio.to_thread(self._fetch, held.chunks)
             await self._batcher.in_thread(lambda: self._core.update_weights(weights, held.version))

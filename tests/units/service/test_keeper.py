@@ -20,7 +20,7 @@ ALL = ["body", "head"]
 @pytest.fixture
 def context(monkeypatch):
     """Ray's context of an actor; objects are kept as they are, and nothing is deployed."""
-    context = SimpleNamespace(was_current_actor_reconstructed=False, deployed=[])
+    context = SimpleNamespace(deployed=[])
     fake = SimpleNamespace(put=lambda value: value, get_runtime_context=lambda: context)
     monkeypatch.setattr(_keeper, "ray", fake)
     monkeypatch.setattr(Keeper, "_watch", lambda self: None)
@@ -70,7 +70,7 @@ async def test_versions_increase_and_are_never_given_twice(context):
         error = await push(keeper, "c", version)
         assert isinstance(error, WeightVersionError)
         assert f"version {version} of the weights came after version 5: versions must increase" in str(error)
-    assert await keeper.newest() == (5, ["chunk of b"], False)
+    assert await keeper.newest(0) == (5, ["chunk of b"], False)
     assert await push(keeper, "d") == 6
 
 
@@ -81,7 +81,7 @@ async def test_a_push_that_was_dropped_changes_nothing(context):
     await keeper.drop("a")
     assert (await keeper.staged("a")).chunks == []
     assert isinstance(await keeper.commit("a", None, 0, ALL, whole=True), ServiceError)
-    assert await keeper.newest() == (0, [], False)
+    assert await keeper.newest(0) == (0, [], False)
 
 
 async def test_a_push_holds_all_tensors_of_those_before_it(context):
@@ -95,8 +95,10 @@ async def test_a_push_holds_all_tensors_of_those_before_it(context):
 
 
 async def test_a_keeper_that_lost_the_weights_takes_only_all_of_them(context):
-    context.was_current_actor_reconstructed = True
+    """The replicas say which version they hold."""
     keeper = Keeper("name", spec())
+    assert not (await keeper.started("x")).lost, "nothing was pushed"
+    assert (await keeper.newest(5)).lost
     assert (await keeper.started("x")).lost, "a replica that starts now must not answer"
     error = await push(keeper, "a", tensors=["head"])
     assert isinstance(error, WeightVersionError)
