@@ -262,13 +262,14 @@ def keeper_of(name: str, spec: ServiceSpec | None = None, *, create: bool = Fals
 
 
 async def _is_pending(call: Any) -> bool:
-    """Wait for a call of this actor; whether its end says only that this actor was started again."""
+    """Wait for a call that a driver holds; whether its end says nothing about the driver, as after a restart of this actor."""
     try:
         await call
-    except ray.exceptions.RayActorError:
-        return True
-    except Exception:  # the driver that owns the call cancelled it, or ended
+    except (ray.exceptions.OwnerDiedError, ray.exceptions.TaskCancelledError):
         return False
+    except Exception as error:
+        logging.getLogger("torchrl_llm_kl.service").info("a driver's call is sent again: %r", error)
+        return True
     return False
 
 
