@@ -11,7 +11,7 @@ SEARCHES = {"startswith", "endswith", "find", "index", "count", "search", "match
 
 
 #: Modules that read messages of other libraries, which have no type for this error.
-UNTYPED = {"datasets/_saved.py", "scoring/_wrapping.py", "service/_errors.py", "service/replica/_batcher.py"}
+UNTYPED = {"datasets/_saved.py", "scoring/_wrapping.py", "service/_errors.py"}
 
 
 def errors_in(function: ast.AST) -> set[str]:
