@@ -22,7 +22,7 @@ from torchrl_llm_kl.scoring import ScoreOptions
 from torchrl_llm_kl.scoring._model import Route, Setup
 from torchrl_llm_kl.scoring._passes import PackedPass
 from torchrl_llm_kl.scoring._request import ScoreRequest
-from torchrl_llm_kl.scoring._scores import Reading
+from torchrl_llm_kl.scoring._scores import HeadReading
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from toy_models import tiny_model
 
@@ -58,7 +58,7 @@ def test_the_forward_of_a_pack(device, dtype):
     targets = [request.tokens.values[some].to(device) for some in packed.elements]
     with no_sync(device), torch.no_grad():
         for index, wanted in enumerate(targets):
-            Reading(packed.run(index), wanted, ScoreOptions(entropy=True)).columns()
+            HeadReading(packed.run(index), wanted, ScoreOptions(entropy=True)).columns()
 
 
 @pytest.mark.parametrize("kind", [partial(AdaptiveKLCoefficient, horizon=100), PIKLCoefficient, DualKLCoefficient])

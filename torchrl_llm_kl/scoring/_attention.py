@@ -339,11 +339,11 @@ def hidden_pairs(layout: PackLayout, window: int | None) -> Tensor:
     hidden = torch.ones(queries, int(seen[-1][-1]) + 1, dtype=torch.bool)
     for piece, keys in zip(layout.pieces, seen, strict=True):
         length = piece.last - piece.first
-        hidden[piece.first : piece.last, keys] = _hidden(length, len(keys) - length, len(keys), window)
+        hidden[piece.first : piece.last, keys] = _hidden_mask(length, len(keys) - length, len(keys), window)
     return hidden
 
 
-def _hidden(rows: int, past: int, width: int, window: int | None) -> Tensor:
+def _hidden_mask(rows: int, past: int, width: int, window: int | None) -> Tensor:
     distance = torch.arange(rows).unsqueeze(-1) + past - torch.arange(width)
     return distance < 0 if window is None else (distance < 0) | (distance >= window)
 

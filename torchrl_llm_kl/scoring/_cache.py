@@ -151,7 +151,7 @@ def _common(a: Tensor, b: Tensor) -> int:
     return int(different[0]) if different.numel() else n
 
 
-def _num_bytes(keys_values: KeysValues) -> int:
+def _bytes_of(keys_values: KeysValues) -> int:
     return sum(t.numel() * t.element_size() for pair in keys_values for t in pair)
 
 
@@ -220,7 +220,7 @@ class CacheLookup:
         if new > 0:
             if held > first:
                 keys_values = [(k[:, :, -new:].clone(), v[:, :, -new:].clone()) for k, v in keys_values]
-            size = num_bytes or _num_bytes(keys_values)
+            size = num_bytes or _bytes_of(keys_values)
             segment = self.cache.add(end, tokens[held:], keys_values, size, self._used)
             if segment is None:
                 self._warn(size // new)

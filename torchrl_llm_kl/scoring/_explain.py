@@ -21,7 +21,7 @@ from torchrl_llm_kl.scoring._model import (
     whole_logits,
 )
 from torchrl_llm_kl.scoring._options import ScoreOptions
-from torchrl_llm_kl.scoring._passes import Run
+from torchrl_llm_kl.scoring._passes import ScoringRun
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._sampling import Sampling
 from torchrl_llm_kl.scoring._wrapping import Ranks
@@ -123,7 +123,7 @@ def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: S
     options = ScoreOptions(options.sampling, options.adapters, options.dtype, options.deterministic)
     log_prob = scorer.run(request, options).log_prob.values[element]
     with locked(scorer.model), torch.no_grad():
-        run = Run([scorer], Ranks([]), request, [scorer._routing(request, request.routing)], options)
+        run = ScoringRun([scorer], Ranks([]), request, [scorer._routing(request, request.routing)], options)
         (setup,), (forwards,) = run.setups, run.passes()
         batch, at = next(
             (i, int(hit[0])) for i, x in enumerate(forwards.elements) if len(hit := (x == element).nonzero())
@@ -131,7 +131,7 @@ def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: S
         states = [forwards.run(i) for i in range(batch + 1)][-1]  # packs in order
         logits = states.tempered(torch.tensor([at])).cpu()
         out, added = _left_out(run, logits, element)
-        plain = _plain(run, row, token)
+        plain = _plain_logits(run, row, token)
         plain_out, _ = _left_out(run, plain, element)
         target = int(request.tokens.values[element])
         normaliser = logits.masked_fill(out, -torch.inf).logsumexp(-1)[0]
@@ -159,7 +159,7 @@ def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: S
     )
 
 
-def _left_out(run: Run, logits: Tensor, element: int) -> tuple[Tensor, Tensor]:
+def _left_out(run: ScoringRun, logits: Tensor, element: int) -> tuple[Tensor, Tensor]:
     """Of logits ``[1, V]``: which tokens are left out, never the target, and whether it was added."""
     truncation, kept = run.options.sampling.truncation, run.request.kept
     if kept is None and not truncation.active:
@@ -168,7 +168,7 @@ def _left_out(run: Run, logits: Tensor, element: int) -> tuple[Tensor, Tensor]:
     return dropped(logits, truncation, own, run.request.tokens.values[element : element + 1])
 
 
-def _plain(run: Run, row: int, token: int) -> Tensor:
+def _plain_logits(run: ScoringRun, row: int, token: int) -> Tensor:
     """Logits of the model's own forward of the sequence alone, over the temperature; ``[1, V]``, on the CPU."""
     (setup,), (routing,), tokens = run.setups, run.routings, run.request.tokens
     first, images = int(tokens.offsets[row]), next(iter(run.images), None)
@@ -185,7 +185,7 @@ def _plain(run: Run, row: int, token: int) -> Tensor:
     return logits / run.options.temperature
 
 
-def _why(scorer: Any, setup: Setup, run: Run) -> str:
+def _why(scorer: Any, setup: Setup, run: ScoringRun) -> str:
     name = type(setup.model).__name__
     if run.images and run.tree is None and setup.route.sharing is not None:
         why = f"{name} cannot attend to images within a pack"

@@ -136,7 +136,7 @@ class ExpertIds(TokenIntegers):
                 values = values.flatten(0, -3) if tokens.keep is None else values.flatten(0, -3)[tokens.keep]
             if values.ndim != 3 or values.shape[0] != count or 0 in values.shape[1:]:
                 raise ValueError(f"{name} has shape {tuple(given.shape)}: expected ({count}, layers, experts).")
-            return _signed(name, values)
+            return _signed_experts(name, values)
         given = given.to_list() if isinstance(given, Ragged) else given
         assert isinstance(given, Sequence), "a sequence of tensors"
         rows = [torch.as_tensor(row).detach().cpu() for row in given]
@@ -151,13 +151,13 @@ class ExpertIds(TokenIntegers):
                     f"{name} of sequence {i} has shape {tuple(row.shape)}: expected ({length}, layers, experts), or "
                     f"{max(length - 1, 0)} rows if the last token was not forwarded."
                 )
-        joined = Ragged.from_list([_signed(name, row) for row in rows])
+        joined = Ragged.from_list([_signed_experts(name, row) for row in rows])
         out = joined.values.new_full((count, *joined.values.shape[1:]), -1)
         out[tokens.first(joined.lengths)] = joined.values
         return out
 
 
-def _signed(name: str, values: Tensor) -> Tensor:
+def _signed_experts(name: str, values: Tensor) -> Tensor:
     if values.is_floating_point() or values.dtype == torch.bool:
         raise ValueError(f"{name} holds {values.dtype}: expected integers, the ids of experts.")
     wider = {torch.uint8: torch.int16, torch.uint16: torch.int32, torch.uint32: torch.int64}

@@ -55,11 +55,11 @@ def fingerprint_of(model: object) -> str:
         raise ValueError(f"{type(module).__name__} is sharded over ranks: take the fingerprint of the model before.")
     tensors = dict(_tensors(module))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        distinct = {_place(tensor): tensor for tensor in tensors.values()}  # tied weights are read once
-        digests = dict(zip(distinct, pool.map(_digest, distinct.values()), strict=True))
+        distinct = {_memory_place(tensor): tensor for tensor in tensors.values()}  # tied weights are read once
+        digests = dict(zip(distinct, pool.map(_digest_of_tensor, distinct.values()), strict=True))
     whole = blake2b(structure(module).encode(), digest_size=16)
     for name, tensor in sorted(tensors.items()):
-        whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode() + digests[_place(tensor)])
+        whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode() + digests[_memory_place(tensor)])
     return whole.hexdigest()
 
 
@@ -117,11 +117,11 @@ def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield from _parts(f"{name}.{part} {about}", getattr(tensor, part))
 
 
-def _place(tensor: Tensor) -> tuple[object, ...]:
+def _memory_place(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device
 
 
-def _digest(tensor: Tensor) -> bytes:
+def _digest_of_tensor(tensor: Tensor) -> bytes:
     digest, flat = blake2b(digest_size=16), tensor.detach().reshape(-1)
     for chunk in flat.split(max(1, _CHUNK // max(1, flat.element_size()))):
         digest.update(chunk.contiguous().cpu().view(torch.uint8).numpy())

@@ -156,8 +156,8 @@ class ForkedPass:
             self._states[index] = state
         if self._lookup is not None and step.width == int(real.sum(-1).amin()):
             for row, node in enumerate(step.nodes):
-                own = _row(state, row)
-                self._lookup.insert(node, step.first, step.width, [], state=own, num_bytes=_num_bytes(own))
+                own = _state_of_row(state, row)
+                self._lookup.insert(node, step.first, step.width, [], state=own, num_bytes=_state_bytes(own))
         if self._last_use[step.past] == index:
             self._states.pop(step.past, None)
         with self.setup.active():
@@ -256,15 +256,15 @@ def _fork(state: DynamicCache, count: int, recurrence: float) -> DynamicCache:
         value = value.repeat_interleave(count, 0)
         return value * recurrence if name == "recurrent_states" and recurrence != 1.0 else value
 
-    return _changed(state, each)
+    return _state_with(state, each)
 
 
-def _row(state: DynamicCache, row: int) -> DynamicCache:
+def _state_of_row(state: DynamicCache, row: int) -> DynamicCache:
     """A copy of the state of one of the sequences that were forwarded together."""
-    return _changed(state, lambda name, value: value[row : row + 1].clone())
+    return _state_with(state, lambda name, value: value[row : row + 1].clone())
 
 
-def _changed(state: DynamicCache, change: Callable[[str, Tensor], Tensor]) -> DynamicCache:
+def _state_with(state: DynamicCache, change: Callable[[str, Tensor], Tensor]) -> DynamicCache:
     """A copy of a state with each of its tensors changed. Attributes as in transformers 5.21 to 5.24."""
     out = copy.copy(state)
     out.layers, out.saving = [], saving()  # type: ignore[attr-defined]
@@ -280,7 +280,7 @@ def _changed(state: DynamicCache, change: Callable[[str, Tensor], Tensor]) -> Dy
     return out
 
 
-def _num_bytes(state: DynamicCache) -> int:
+def _state_bytes(state: DynamicCache) -> int:
     held = (value for layer in state.layers for value in vars(layer).values())
     each = (x for value in held for x in (value.values() if isinstance(value, dict) else [value]))
     return sum(x.numel() * x.element_size() for x in each if isinstance(x, Tensor))

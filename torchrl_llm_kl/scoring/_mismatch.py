@@ -34,7 +34,7 @@ def sampler_of(model: object) -> Sampling | Literal["greedy"] | None:
     transformers itself, whose top-k is 50. Other engines have no truncation by default. A wrapper that scores
     (``generate=False``) only tells how it would sample if it was given such settings, as a new version of a policy is.
     """
-    settings = _settings_of(model)
+    settings = _sampler_settings(model)
     if settings is None:
         return None
     if not settings["do_sample"] or settings["temperature"] == 0:
@@ -45,7 +45,7 @@ def sampler_of(model: object) -> Sampling | Literal["greedy"] | None:
         return None
 
 
-def _settings_of(model: object) -> Json | None:
+def _sampler_settings(model: object) -> Json | None:
     """What a wrapper generates with; None if it does not generate, as far as is known."""
     if not is_wrapper(model):
         return None
@@ -101,7 +101,7 @@ def mismatch_of(model: object, scored: Sampling, *, trains: bool = False) -> str
             else:
                 differs.append(f"sampler uses {name}={theirs:g}, scorer {name}={ours:g}")
     scorable = bool(differs)
-    for name, value in (_settings_of(model) or {}).items():
+    for name, value in (_sampler_settings(model) or {}).items():
         if value != NEUTRAL.get(name, value):
             settings[name] = NEUTRAL[name]
             differs.append(f"sampler uses {name}={value}, which cannot be scored")

@@ -38,7 +38,15 @@ from torchrl_llm_kl.scoring._model import (
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._routing import Routing, tell_apart
-from torchrl_llm_kl.scoring._scores import Columns, Reading, States, columns_of_nothing, head_states, join, join_columns
+from torchrl_llm_kl.scoring._scores import (
+    Columns,
+    HeadReading,
+    States,
+    columns_of_nothing,
+    head_states,
+    join_columns,
+    join_tensors,
+)
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import ErrorGuard, Ranks, inside, is_out_of_memory, is_sharded
 
@@ -65,7 +73,7 @@ class PackedPass:
         self.setup, self.size, self.lookup, self.routing, self.images = setup, tokens_per_batch, lookup, routing, images
         self._request, self._tree = request, tree
         self.plan = plan_packs(tree, tokens_per_batch, None if lookup is None else lookup.cached)
-        element, position, place = _row(self.plan, tree)
+        element, position, place = _row_of_tokens(self.plan, tree)
         scored = (request.mask if lookup is None else lookup.scored).nonzero().squeeze(-1)
         slots, order = place[tree.place(*request.before(scored))].sort(stable=True)
         bounds = torch.arange(len(self.plan.packs) + 1) * tokens_per_batch
@@ -244,7 +252,7 @@ def plan_packs(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | 
     return PackPlan(pieces, packs)
 
 
-def _row(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, Tensor]:
+def _row_of_tokens(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, Tensor]:
     """The row of all tokens to forward, pack after pack.
 
     Returns the flat element and the position of each token in the row; and the place in the row of each token of the
@@ -381,7 +389,7 @@ Pass = PackedPass | ForkedPass | PaddedPass
 
 
 @dataclass(eq=False)
-class Run:
+class ScoringRun:
     """A call: every masked-in token under a model, and under a reference if there is a second scorer."""
 
     scorers: Sequence[Any]  # LogProbScorer, which imports this module
@@ -550,9 +558,9 @@ class Run:
             else:
                 parts += self._read(guard, some, targets, states)
         if held:
-            some, targets = (join(each) for each in list(zip(*held, strict=True))[:2])
+            some, targets = (join_tensors(each) for each in list(zip(*held, strict=True))[:2])
             of_each_model = zip(*(states for *_, states in held), strict=True)
-            states = [replace(each[0], source=join([part.source for part in each])) for each in of_each_model]
+            states = [replace(each[0], source=join_tensors([part.source for part in each])) for each in of_each_model]
             parts += self._read(guard, some, targets, states)
         reference = len(self.setups) > 1
         columns = join_columns(parts) if parts else columns_of_nothing(request, self.options, reference, device)
@@ -574,7 +582,7 @@ class Run:
             own = replace(own, kept=Kept(*(send(x, own.source.device) for x in request.kept.take(some)[:2])))
         ids = None if request.top_ids is None else send(request.top_ids[some], self.setups[0].device)
         chunk = self.scorers[0].head_chunk
-        columns = guard.compute(Reading(own, targets, self.options, ref, ids, chunk, grad, tile).columns)
+        columns = guard.compute(HeadReading(own, targets, self.options, ref, ids, chunk, grad, tile).columns)
         return [columns] if columns else []
 
 

@@ -34,7 +34,7 @@ from torchrl_llm_kl.scoring._model import (
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass
 from torchrl_llm_kl.scoring._request import ScoreRequest
-from torchrl_llm_kl.scoring._scores import Reading, log_prob_at
+from torchrl_llm_kl.scoring._scores import HeadReading, log_prob_at
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import Ranks, inside
 
@@ -78,7 +78,7 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
         limit = position_limit(model)
         answers = [row[:limit] for row in _answers(vocab)[0].to_list()]
         request = ScoreRequest.of([*answers, *(answers[0][:length] for length in _BEGINNINGS)])
-        plain = _plain(model, answers[0], request)
+        plain = _plain_log_probs(model, answers[0], request)
         first_equal = partial(_first_equal, setup=setup, ranks=ranks, request=request, plain=plain, vocab=vocab)
         if has_parts:
             route, difference = inside([(model, *body_and_head(model))], partial(first_equal, head_routes))
@@ -116,7 +116,7 @@ def _first_equal(
     for route in routes:
         setup, equal = replace(setup, route=route), False
         try:
-            difference, tolerance, states = _difference(setup, request, *plain)
+            difference, tolerance, states = _rounding_difference(setup, request, *plain)
             equal, outcome = difference <= tolerance, f"largest difference {difference:.3g}, tolerance {tolerance:.1g}"
         except PrivateNameError:
             raise
@@ -131,7 +131,7 @@ def _first_equal(
     return None, complaint
 
 
-def _plain(model: nn.Module, row: Tensor, request: ScoreRequest) -> tuple[Tensor, Tensor, float]:
+def _plain_log_probs(model: nn.Module, row: Tensor, request: ScoreRequest) -> tuple[Tensor, Tensor, float]:
     """The model's own log-probs of the request, beginnings of ``row [T]``; the spread of its logits; their precision."""
     ids = send(row, model_device(model, row.device))
     logits = whole_logits(model, read_output(call(model, ids[:-1].unsqueeze(0)), "logits")).squeeze(0)[1 - len(row) :]
@@ -146,14 +146,14 @@ def _of_first(tokens: Ragged) -> Tensor:
     return (tokens.sequence_ids == 0) | (tokens.sequence_ids >= 3)
 
 
-def _difference(
+def _rounding_difference(
     setup: Setup, request: ScoreRequest, plain: Tensor, spread: Tensor, precision: float
 ) -> tuple[float, float, Tensor]:
     """The largest difference from the plain forward, the largest that rounding can explain; the states, answers first."""
     padded = PaddedPass(setup, request, [torch.arange(request.tokens.num_sequences)])
     elements = padded.elements[0]
     states, targets = padded.run(0), send(request.tokens.values[elements], setup.device)
-    log_probs = Reading(states, targets, ScoreOptions()).columns()["log_prob"]
+    log_probs = HeadReading(states, targets, ScoreOptions()).columns()["log_prob"]
     log_probs = log_probs[send(_of_first(request.tokens)[elements], log_probs.device)].to(plain.device)
     difference, largest = to_host((log_probs - plain).abs().max(), spread)
     return float(difference), precision * float(largest) + 1e-6, states.source
@@ -205,9 +205,9 @@ def _can_fork(setup: Setup, vocab: int, states: Tensor) -> bool:
         return False
     try:
         forks, again = (_forks(setup, each) for each in (rows, others))
-        hidden, moved = _hidden(forks, rows), _hidden(again, others)
+        hidden, moved = _hidden_states(forks, rows), _hidden_states(again, others)
         forks.recurrence = 10.0
-        if is_recurrent(setup.model) and torch.equal(_hidden(forks, rows), hidden):
+        if is_recurrent(setup.model) and torch.equal(_hidden_states(forks, rows), hidden):
             return False
     except PrivateNameError:
         raise
@@ -279,7 +279,7 @@ def _bits(setup: Setup, rows: list[Tensor], size: int) -> list[Tensor]:
     for i, elements in enumerate(packs.elements):
         states = packs.run(i)
         targets = tokens.values[elements].to(setup.device)
-        columns = Reading(states, targets, ScoreOptions(entropy=True), tile=BLOCK).columns()
+        columns = HeadReading(states, targets, ScoreOptions(entropy=True), tile=BLOCK).columns()
         scores = torch.stack([columns["log_prob"], columns["entropy"]], -1)
         parts.append(torch.cat([states.source, scores.to(states.source.dtype)], -1))
     return tokens.like(_in_order(tokens, packs.elements, parts)).to_list()
@@ -318,14 +318,14 @@ def _forks(setup: Setup, rows: Ragged) -> ForkedPass:
     return ForkedPass(setup, request, tree, _TOKENS_PER_BATCH)
 
 
-def _hidden(forwards: ForkedPass, rows: Ragged) -> Tensor:
+def _hidden_states(forwards: ForkedPass, rows: Ragged) -> Tensor:
     """The hidden state that predicts each token, 0 for first tokens; ``[N, H]``, on the CPU."""
     states = [forwards.run(i).source.cpu() for i in range(len(forwards.elements))]
     return _in_order(rows, forwards.elements, states)
 
 
 def _answered(rows: Ragged, states: Tensor) -> Tensor:
-    """The states of the answers among those of a padded forward, in the form of :func:`_hidden`."""
+    """The states of the answers among those of a padded forward, in the form of :func:`_hidden_states`."""
     elements = (rows.positions > 0).nonzero().squeeze(-1)
     return _in_order(rows, [elements], [states[: len(elements)]])
 

@@ -170,7 +170,7 @@ class RememberedScorer(Scorer):
     ) -> Scores:
         """See :meth:`Scorer.run`."""
         options = self.options if options is None else options
-        if reference is not None or not _stored(request, options):
+        if reference is not None or not _is_stored(request, options):
             return self.inner.run(request, options, reference=reference)
         # No updater changes the weights of a model in this process between the look at them and the forward.
         with locked(self.inner.model) if self._here else nullcontext():
@@ -179,7 +179,7 @@ class RememberedScorer(Scorer):
     def begin(self, request: ScoreRequest, options: ScoreOptions | None = None) -> Callable[[], Scores]:
         """Look the scores up and request the others of a service."""
         options = self.options if options is None else options
-        if self._here or not _stored(request, options):
+        if self._here or not _is_stored(request, options):
             return partial(self.run, request, options)
         return self._begin(request, options)
 
@@ -232,7 +232,7 @@ class RememberedScorer(Scorer):
         return {name: blake2b(f"{name} {about}".encode(), digest_size=32).digest() for name in names}
 
 
-def _stored(request: ScoreRequest, options: ScoreOptions) -> bool:
+def _is_stored(request: ScoreRequest, options: ScoreOptions) -> bool:
     """Whether such scores are stored: log-probs and entropies that depend on tokens and images alone."""
     return not (
         request.recorded.keys() - {"images"}

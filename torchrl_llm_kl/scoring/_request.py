@@ -71,7 +71,7 @@ def read_sequences(
     elif isinstance(sequences, Tensor):
         tokens = Ragged.from_nested(sequences)
     elif isinstance(sequences, (list, tuple)):
-        tokens = Ragged.from_list([_row(i, row, torch.long) for i, row in enumerate(sequences)])
+        tokens = Ragged.from_list([_row_tensor(i, row, torch.long) for i, row in enumerate(sequences)])
     else:
         raise TypeError(
             f"expected a Ragged, a list of token id lists, or a padded tensor, got {type(sequences).__name__}."
@@ -112,7 +112,9 @@ def _read_padded(ids: Tensor, mask: TokenMask | None, attention_mask: Tensor | N
 
 def _mask_of_rows(mask: Ragged | Sequence[Tensor | Sequence[bool]], tokens: Ragged) -> Tensor:
     flat = (
-        mask if isinstance(mask, Ragged) else Ragged.from_list([_row(i, row, torch.bool) for i, row in enumerate(mask)])
+        mask
+        if isinstance(mask, Ragged)
+        else Ragged.from_list([_row_tensor(i, row, torch.bool) for i, row in enumerate(mask)])
     )
     if flat.sizes != tokens.sizes:
         raise ValueError(
@@ -121,7 +123,7 @@ def _mask_of_rows(mask: Ragged | Sequence[Tensor | Sequence[bool]], tokens: Ragg
     return flat.values
 
 
-def _row(i: int, row: Tensor | Sequence[int] | Sequence[bool], empty: torch.dtype) -> Tensor:
+def _row_tensor(i: int, row: Tensor | Sequence[int] | Sequence[bool], empty: torch.dtype) -> Tensor:
     """Row ``i`` as a tensor ``[T]``; ``empty`` is the dtype of a list without elements."""
     if isinstance(row, Tensor):
         return row

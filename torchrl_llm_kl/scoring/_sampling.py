@@ -128,7 +128,7 @@ class Sampling:
         return Sampling(self.temperature)
 
     def __str__(self) -> str:
-        return f"Sampling({', '.join(f'{name}={value:g}' for name, value in _changed(self).items())})"
+        return f"Sampling({', '.join(f'{name}={value:g}' for name, value in _settings_changed(self).items())})"
 
 
 def _arguments_of_generate(model: Any) -> set[str]:
@@ -167,5 +167,5 @@ def truncate(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits.masked_fill(logits < floor_of(logits, sampling.truncation).unsqueeze(-1), -torch.inf)
 
 
-def _changed(sampling: Sampling) -> dict[str, float]:
+def _settings_changed(sampling: Sampling) -> dict[str, float]:
     return {name: vars(sampling)[name] for name in TRANSFORMERS if vars(sampling)[name] != OTHERS[name]}

@@ -36,7 +36,7 @@ from torchrl_llm_kl.scoring._model import (
     vocab_size,
 )
 from torchrl_llm_kl.scoring._options import Changes, ScoreOptions
-from torchrl_llm_kl.scoring._passes import Run
+from torchrl_llm_kl.scoring._passes import ScoringRun
 from torchrl_llm_kl.scoring._probe import choose_route, find_variance
 from torchrl_llm_kl.scoring._protocol import Model, Scorer
 from torchrl_llm_kl.scoring._request import ScoreRequest, Sequences, TokenMask, not_text, read_request
@@ -218,7 +218,9 @@ class LogProbScorer(Scorer):
         finds_kept = options.return_kept and kept is None
         with locked(*(scorer.model for scorer in scorers)), nullcontext() if options.grad else torch.no_grad():
             if self._wrapper is None:
-                elements, columns = Run(scorers, ranks, request, routings, replace(options, return_kept=finds_kept))()
+                elements, columns = ScoringRun(
+                    scorers, ranks, request, routings, replace(options, return_kept=finds_kept)
+                )()
             else:
                 device, budget = tokens.values.device, self.tokens_per_batch or 8192
                 elements, log_probs = score_wrapper(self._wrapper, request, device, budget, options.grad)

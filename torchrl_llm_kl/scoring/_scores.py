@@ -168,10 +168,10 @@ def kept_of(columns: Columns, elements: Tensor, count: int) -> Kept:
 
 def join_columns(parts: Sequence[Columns]) -> Columns:
     """Concatenate columns."""
-    return {name: join([part[name] for part in parts]) for name in parts[0]}
+    return {name: join_tensors([part[name] for part in parts]) for name in parts[0]}
 
 
-def join(parts: Sequence[Tensor]) -> Tensor:
+def join_tensors(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors; a single one is not copied."""
     return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
@@ -181,11 +181,11 @@ def columns_of_nothing(request: ScoreRequest, options: ScoreOptions, reference: 
     width, none = max(1, options.top_k, options.sampling.top_k), torch.zeros(0, dtype=torch.long, device=device)
     nothing = States(none, lambda _: torch.zeros(0, width, device=device), 1.0, truncation=options.sampling.truncation)
     ids = None if request.top_ids is None else request.top_ids[:0].to(device)
-    return Reading(nothing, none, options, nothing if reference else None, ids).columns()
+    return HeadReading(nothing, none, options, nothing if reference else None, ids).columns()
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class HeadReading:
     """Tokens, the distributions that predict them, and the scores that are requested, from one sweep.
 
     Where whole logits are needed they are held for ``chunk`` positions at once; ``recompute`` drops them and computes
@@ -209,7 +209,7 @@ class Reading:
             return {name: values[: self.targets.shape[0]] for name, values in columns.items()}
         return self._columns(None)
 
-    def _padded(self, after: int) -> Reading:
+    def _padded(self, after: int) -> HeadReading:
         """With so many positions of no token after the others."""
         kept, ref, ids = self.states.kept, self.ref, self.ids
         if kept is not None:

@@ -186,7 +186,7 @@ class ScoreStore:
                 new[key] = _joined(earlier, new[key])
             self._mark_used(file)
             self._make_room(file, size)
-            rows = [(key, time.time(), _encode(key, own)) for key, own in new.items()]
+            rows = [(key, time.time(), _encode_scores(key, own)) for key, own in new.items()]
             file.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", rows)
 
     def _records(self, file: sqlite3.Connection, wanted: Mapping[bytes, int], span: Span) -> dict[bytes, np.ndarray]:
@@ -246,15 +246,15 @@ def _joined(earlier: np.ndarray | None, later: np.ndarray) -> np.ndarray:
     return later if earlier is None else np.where(np.isnan(earlier), later, earlier)
 
 
-def _encode(key: bytes, values: np.ndarray) -> bytes:
+def _encode_scores(key: bytes, values: np.ndarray) -> bytes:
     """The scores from the first to the last one, and a digest."""
     known = np.flatnonzero(~np.isnan(values))
     first, some = known[0], values[known[0] : known[-1] + 1]
     body = _HEAD.pack(len(values), first, some.itemsize) + some.astype(some.dtype.newbyteorder("<")).tobytes()
-    return body + _digest(key, body)
+    return body + _checksum_of(key, body)
 
 
-def _digest(key: bytes, body: bytes) -> bytes:
+def _checksum_of(key: bytes, body: bytes) -> bytes:
     return blake2b(body, digest_size=_CHECK_BYTES, key=key).digest()
 
 
@@ -264,7 +264,7 @@ def _decoded(key: bytes, record: object, length: int) -> np.ndarray | None:
         return None
     body, raw = record[:-_CHECK_BYTES], record[_HEAD.size : -_CHECK_BYTES]
     count, first, width = _HEAD.unpack_from(body)
-    if _digest(key, body) != record[-_CHECK_BYTES:] or count != length or width not in (4, 8) or len(raw) % width:
+    if _checksum_of(key, body) != record[-_CHECK_BYTES:] or count != length or width not in (4, 8) or len(raw) % width:
         return None
     some = np.frombuffer(raw, f"<f{width}")
     if not 0 < len(some) <= length - first:

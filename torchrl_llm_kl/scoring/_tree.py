@@ -55,7 +55,7 @@ class PrefixTree:
         """
         values, lengths = tokens.values.detach().cpu(), tokens.lengths.cpu()
         forward_lengths = forward_lengths.detach().cpu()
-        _check(values, lengths, forward_lengths)
+        _check_lengths(values, lengths, forward_lengths)
         check_range(0, min_shared=min_shared, min_length=min_length)
         offsets = lengths.cumsum(0) - lengths
         order, ends = _sorted_sequences(values, offsets, forward_lengths)
@@ -140,7 +140,7 @@ class PrefixTree:
 # ---------------------------------------------------------------------- the order of the sequences
 
 
-def _check(values: Tensor, lengths: Tensor, forward_lengths: Tensor) -> None:
+def _check_lengths(values: Tensor, lengths: Tensor, forward_lengths: Tensor) -> None:
     if values.ndim != 1 or values.dtype != torch.long:
         raise ValueError(f"token ids must be int64 [N], got shape {tuple(values.shape)} of dtype {values.dtype}.")
     if forward_lengths.shape != lengths.shape or forward_lengths.dtype != torch.long:

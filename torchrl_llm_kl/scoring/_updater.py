@@ -156,9 +156,9 @@ class ReferenceUpdater:
         weights = {name: own.detach() for name, own in self._targets()}
         rest: dict[str, Tensor] = {}
         for name, own in weights.items() if self.decay is not None else ():
-            local = _part(own)
+            local = _local_part(own)
             lost = self._rest.get(name, torch.zeros((), dtype=_precise(local), device=local.device).expand(local.shape))
-            rest[name] = _like(lost.contiguous(), own)
+            rest[name] = _sharded_like(lost.contiguous(), own)
         return {"steps": self.steps, "weights": weights, "rest": rest}
 
     @torch.no_grad()
@@ -184,7 +184,7 @@ class ReferenceUpdater:
         with locked(self._reference):
             for name, value in own.items():
                 value.copy_(weights[name])
-        self._rest = {name: _part(value).detach().clone() for name, value in rest.items()}
+        self._rest = {name: _local_part(value).detach().clone() for name, value in rest.items()}
         self.steps = int(state["steps"])
         self._push()
 
@@ -322,12 +322,12 @@ def _local(name: str, own: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     return own, new.full_tensor() if isinstance(new, DTensor) else new
 
 
-def _part(value: Tensor) -> Tensor:
+def _local_part(value: Tensor) -> Tensor:
     """This rank's part of a tensor."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _like(part: Tensor, whole: Tensor) -> Tensor:
+def _sharded_like(part: Tensor, whole: Tensor) -> Tensor:
     """A tensor of which this rank has ``part``, sharded as ``whole`` is."""
     if not isinstance(whole, DTensor):
         return part

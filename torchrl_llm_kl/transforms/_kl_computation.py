@@ -147,7 +147,7 @@ class KLComputation(KLPenalty):
         total = finite_total(*_used(entries[1:] if exact else entries, read_ragged(td, ATTENTION_MASK)))
         host, total = on_host(td, _DEFAULTS.token_keys, total)
         finite, attention = math.isfinite(total), read_ragged(host, ATTENTION_MASK)
-        gen, other, *old = (None if x is None else _without_padding(x, attention) for x in entries)
+        gen, other, *old = (None if x is None else _at_tokens(x, attention) for x in entries)
         for i, key in enumerate(keys):
             if entries[i] is None and (i > 0 or not exact):
                 self._missing(td, next_td, key)
@@ -188,7 +188,7 @@ class KLComputation(KLPenalty):
         old = read_result(td, next_td, self.old_log_probs_key)
         if old is None:
             self._missing(td, next_td, self.old_log_probs_key)
-        return self._matching(gen, _without_padding(old, read_ragged(td, ATTENTION_MASK)))
+        return self._matching(gen, _at_tokens(old, read_ragged(td, ATTENTION_MASK)))
 
     def _matching(self, gen: Ragged, old: Ragged) -> Ragged:
         return match(gen, old, repr(self.old_log_probs_key), padding_side=self.padding_side)
@@ -223,7 +223,7 @@ class KLComputation(KLPenalty):
         )
 
 
-def _without_padding(value: Ragged, attention: Ragged | None) -> Ragged:
+def _at_tokens(value: Ragged, attention: Ragged | None) -> Ragged:
     """Values of all slots without those of padding; ``[N]``."""
     if attention is None or not same_rows(attention.container, value.container):
         return value

@@ -50,7 +50,7 @@ _POLICY, _REFERENCE, _KL = range(3)
 _OF_POLICY: tuple[Extra, ...] = (*RetrieveLogProb.defaults, RoutedExperts())
 
 
-def _check_estimator(composition: RetrieveKL, estimator: object) -> None:
+def _check_exact(composition: RetrieveKL, estimator: object) -> None:
     """An exact KL needs both models' distributions."""
     if estimator == "exact":
         check_distributions(*(getattr(composition[part], "model", None) for part in (_POLICY, _REFERENCE)))
@@ -120,7 +120,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
     detach = SharedSetting((_POLICY, "detach"))
     gen_log_probs_full_key = SharedSetting((_POLICY, "log_probs_full_key"), (_KL, "gen_log_probs_full_key"))
     ref_log_probs_full_key = SharedSetting((_REFERENCE, "log_probs_full_key"), (_KL, "ref_log_probs_full_key"))
-    estimator = SharedSetting((_KL, "estimator"), check=_check_estimator)
+    estimator = SharedSetting((_KL, "estimator"), check=_check_exact)
     coeff = SharedSetting((_KL, "coeff"))
     add_to_reward = SharedSetting((_KL, "add_to_reward"))
     reward_placement = SharedSetting((_KL, "reward_placement"))

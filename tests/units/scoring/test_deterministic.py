@@ -19,7 +19,7 @@ from torchrl_llm_kl import LogProbScorer, PolicyLoss, Ragged, RetrieveKL, ScoreO
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.scoring import _attention, _invariant, _passes, _probe, _scorer
 from torchrl_llm_kl.scoring._attention import PackLayout, PackPiece
-from torchrl_llm_kl.scoring._scores import Reading, Scores
+from torchrl_llm_kl.scoring._scores import HeadReading, Scores
 from toy_models import FORWARD, VOCAB_SIZE, altered, tiny_model, with_lora
 
 pytestmark = needs_equal_rows
@@ -242,13 +242,13 @@ def _in_pieces(layout: PackLayout, past: Any, inputs: Any) -> Tensor:
     return _attention._attend(replace(layout, pieces=pieces, shared={}, attend=None), past, inputs)
 
 
-def _read_anyhow(*args: Any, tile: Any = None) -> Reading:
-    return Reading(*args)
+def _read_anyhow(*args: Any, tile: Any = None) -> HeadReading:
+    return HeadReading(*args)
 
 
 @pytest.mark.parametrize(
     ("module", "name", "broken"),
-    [(_passes, "pad_pack", lambda row, _: row), (_passes, "attend", _in_pieces), (_probe, "Reading", _read_anyhow)],
+    [(_passes, "pad_pack", lambda row, _: row), (_passes, "attend", _in_pieces), (_probe, "HeadReading", _read_anyhow)],
     ids=["packs", "attention", "head"],
 )
 def test_the_check_finds_other_bits(module, name, broken, model, monkeypatch):
@@ -283,7 +283,7 @@ def test_no_other_budget_after_out_of_memory_and_an_exact_kl_needs_both_alike(fi
             fixed.evaluate(ROW, reference=reference)
     default = LogProbScorer(fixed.model, deterministic=True, tokens_per_batch=256)
     assert not fixed.evaluate(ROW, reference=default).kl.values.any()
-    monkeypatch.setattr(_passes.Run, "_attempt", fail)
+    monkeypatch.setattr(_passes.ScoringRun, "_attempt", fail)
     with pytest.raises(torch.OutOfMemoryError):
         fixed.score(ROW)
     assert fixed.tokens_per_batch is None

@@ -22,7 +22,7 @@ from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import ReferenceUpdater, RememberedModel, Scorer, ScoreRequest, Scores, fingerprint_of
-from torchrl_llm_kl.scoring._store import _encode
+from torchrl_llm_kl.scoring._store import _encode_scores
 from torchrl_llm_kl.transforms import KLRewardTransform, RetrieveKL, RetrieveLogProb
 from toy_models import FORWARD, tiny_model, with_lora
 from toy_tokenizer import build_tokenizer
@@ -319,7 +319,7 @@ def test_scores_that_cannot_be_are_computed_again(remember: Remember, column: in
     scores = [np.where(mask, each.values.numpy(), np.nan).astype(np.float32) for each in want]
     with sqlite3.connect(store.folder / "scores.sqlite3") as file:
         (key,) = (x for (x,) in file.execute("SELECT key FROM records") if store.read([x], [3])[1] == scores[column][1])
-        wrong = _encode(key, np.array([np.nan, scores[column][1], value], np.float32))
+        wrong = _encode_scores(key, np.array([np.nan, scores[column][1], value], np.float32))
         file.execute("UPDATE records SET record = ? WHERE key = ?", (wrong, key))
     with pytest.warns(UserWarning, match="holds a damaged record"):
         found = remember(tiny_model()).evaluate(row, entropy=True)[:2]
