@@ -191,7 +191,7 @@ def refuse(wrap, kind):
 
 def out_of_memory(wrap, where, room):
     """On rank 1 part of the model has room for so many tokens. The budget in the end, and the difference."""
-    from torchrl_llm_kl.scoring._scores import Reading
+    from torchrl_llm_kl.scoring._scores import HeadReading
 
     model = build()
 
@@ -203,7 +203,7 @@ def out_of_memory(wrap, where, room):
     modules = {"embedding": decoder.embed_tokens, "layer": cases.layers_of(model)[1].mlp, "norm": decoder.norm}
     if where in modules:
         modules[where].register_forward_pre_hook(lambda _, args: check(args[0].shape[1]))
-    plain_read = Reading.columns
+    plain_read = HeadReading.columns
 
     def read(reading):
         if where == "head" and loss.scorer.tokens_per_batch > room:
@@ -211,11 +211,11 @@ def out_of_memory(wrap, where, room):
         return plain_read(reading)
 
     run, loss = wrapped(wrap, model)
-    Reading.columns = read
+    HeadReading.columns = read
     try:
         cases.steps(run, loss)
     finally:
-        Reading.columns = plain_read
+        HeadReading.columns = plain_read
     return loss.scorer.tokens_per_batch, difference(loss, expected())
 
 
