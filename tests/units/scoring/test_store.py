@@ -203,7 +203,7 @@ def head(length: int, first: int, width: int, *scores: float) -> bytes:
 
 def signed(body: bytes, number: int = 1) -> bytes:
     """With the right checksum."""
-    return body + load()._digest(row(number)[0], body)
+    return body + load()._checksum_of(row(number)[0], body)
 
 
 @pytest.mark.parametrize(
