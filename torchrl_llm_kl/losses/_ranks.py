@@ -32,9 +32,9 @@ def check_ranks(loss: Any, parts: Sequence[TensorDictBase], group: ProcessGroup 
     if not parts:
         return
     truth, counted = _true_gradient(loss, parts, group, ranks)
-    found = [p.grad for p in loss.parameters() if p.requires_grad]
-    products = torch.zeros(3, dtype=torch.float64)  # found * found, found * truth, truth * truth
-    for a, b in zip(found, truth, strict=True):
+    gradients = [p.grad for p in loss.parameters() if p.requires_grad]
+    products = torch.zeros(3, dtype=torch.float64)  # the script's squared, times the truth, and the truth squared
+    for a, b in zip(gradients, truth, strict=True):
         a, b = torch.zeros_like(b) if a is None else a.double(), b.double()
         products += torch.stack([(a * a).sum(), (a * b).sum(), (b * b).sum()]).cpu()
     square, inner, true_square = products.tolist()

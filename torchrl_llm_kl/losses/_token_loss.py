@@ -255,12 +255,12 @@ class TokenLoss(LossModule):
         for (_, mode), group in groups.items():
             mask, names, each = group[0].mask, [term.name for term in group], [term.value for term in group]
             if mode == "none":
-                found: Iterable[Tensor] = (aggregate(value, mask, mode) for value in each)
+                sums: Iterable[Tensor] = (aggregate(value, mask, mode) for value in each)
             elif denominators is None:
-                found = aggregate_each(each, mask, mode, self._denominator(group[0]))
+                sums = aggregate_each(each, mask, mode, self._denominator(group[0]))
             else:
-                found = aggregate_each(each, mask, mode, torch.stack([denominators[name] for name in names]))
-            values |= dict(zip(names, found, strict=True))
+                sums = aggregate_each(each, mask, mode, torch.stack([denominators[name] for name in names]))
+            values |= dict(zip(names, sums, strict=True))
         out: dict[str, object] = {}
         for term in terms:
             value = values[term.name]

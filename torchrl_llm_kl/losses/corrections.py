@@ -315,8 +315,8 @@ def mismatch_metrics(old_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tenso
 
     Example:
         >>> old, sampler = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.5]])
-        >>> found = mismatch_metrics(old, sampler, torch.ones(1, 2, dtype=torch.bool))
-        >>> found["mismatch_k1"], found["log_ppl_diff"], found["chi2_seq"]
+        >>> metrics = mismatch_metrics(old, sampler, torch.ones(1, 2, dtype=torch.bool))
+        >>> metrics["mismatch_k1"], metrics["log_ppl_diff"], metrics["chi2_seq"]
         (tensor(0.2500), tensor(0.2500), tensor(-0.6321))
 
     Source: Liu et al. 2025, "When Speed Kills Stability"; verl 0.9.1 has the same numbers as ``rollout_corr/*``.
