@@ -189,10 +189,12 @@ class Connection:
 
     def broadcast(self, method: str, *args: object, timeout: float) -> list[Any]:
         """What a method of each running replica returns; an exception for one that does not answer in time."""
+        from ray.serve.exceptions import DeploymentUnavailableError
+
         self.connect()
         try:
             return list(self._handle.broadcast(method, *args).results(timeout_s=timeout, return_exceptions=True))
-        except TimeoutError as error:
+        except (TimeoutError, DeploymentUnavailableError) as error:  # the latter: no replica runs
             return [error]
 
 
