@@ -142,8 +142,11 @@ def read_ragged(td: TensorDictBase, key: NestedKey, mask_key: NestedKey | None =
         return data
     mask = _from_column(mask_value, td.batch_size, mask_key)
     if not same_rows(mask.container, data.container):
-        sizes = f"got rows of {mask.container.row_sizes} and {data.container.row_sizes} positions"
-        raise ValueError(f"{mask_key!r} must have the length of {key!r}: {sizes}.")
+        sizes = list(zip(mask.container.row_sizes, data.container.row_sizes, strict=True))
+        row = next((i for i, (own, other) in enumerate(sizes) if own != other), 0)
+        raise ValueError(
+            f"{mask_key!r} must have the length of {key!r}: sequence {row} has {sizes[row][0]} and {sizes[row][1]} positions."
+        )
     keep = mask.slots().bool()
     return Ragged.from_slots(data.slots(), data.container, keep if data.keep is None else keep & data.keep)
 

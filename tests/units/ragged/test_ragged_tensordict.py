@@ -159,7 +159,7 @@ test_read_errors = refused(
     (lazy_stack([TensorDict({"x": torch.zeros(2, n)}) for n in (5, 6)]), "x", r"\(2, 6\).* at row 1"),
     (lazy_stack([TensorDict({"x": torch.tensor(1)})]), "x", "scalar at row 0"),
     (TensorDict({"x": torch.zeros(2, 3)}, [2]), ("x", "y"), TypeError, "nested TensorDict under 'x'.*got Tensor"),
-    (MASKED, "x", "m", r"'m' must have the length of 'x': got rows of \[2, 5\] and \[2, 3\]"),
+    (MASKED, "x", "m", r"'m' must have the length of 'x': sequence 1 has 5 and 3 positions"),
 )
 
 

@@ -240,7 +240,7 @@ def test_refusals():
     for message, call in [
         ("score the two apart", lambda: truncated.evaluate(tokens, top_k=3)),
         ("the reference is scored with Sampling", lambda: plain.evaluate(tokens, reference=truncated)),
-        ("infinite where the policy is truncated", lambda: truncated.evaluate(tokens, **whole)),
+        ("infinite where only the policy is truncated", lambda: truncated.evaluate(tokens, **whole)),
         ("two temperatures", lambda: LogProbScorer(model, temperature=0.5, sampling=Sampling(0.7))),
         ("which leaves every token: there is nothing to return", lambda: warm.evaluate(tokens, return_kept=True)),
         (

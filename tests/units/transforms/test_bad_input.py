@@ -233,7 +233,7 @@ def test_tokens_elsewhere_and_tensors_where_something_else_belongs(lab: Any, nam
     with assert_refused(KeyError, data, "found … tokens.full … ('ids', 'full')"):
         make(name, lab, lab.wrapped(True, input_key=("ids", "full")))(data)
     data = TensorDict(tokens=torch.tensor([[1, 2, 3]]), reward=torch.ones(1, 1), batch_size=[1])
-    with assert_refused(TypeError, data, "'tokens' … ('tokens', 'full') … Tensor"):
+    with assert_refused(TypeError, data, "expected a nested TensorDict under 'tokens' … Tensor"):
         make(name, lab)(data)
     if name != LEGACY:  # which reads no history
         data = TensorDict(history=TensorDict(full=torch.zeros(2, 3), batch_size=[2]), batch_size=[2])

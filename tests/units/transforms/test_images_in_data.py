@@ -136,12 +136,11 @@ def test_a_loss_trains_the_encoder():
     assert b.abs().max() > 0
 
 
-def test_a_service_gets_each_image(monkeypatch):
-    policy, data = model_of(), data_of()
-    loop = Loopback(monkeypatch)
+def test_a_service_gets_each_image():
+    policy, data, loop = model_of(), data_of(), Loopback()
     out = RetrieveLogProb(loop.serve(policy))(data.clone())
     check(out, policy)
-    loss = PolicyLoss(policy, "sft", terms=[KLToReference(0.5, "k2")], reference=loop.serve(model_of(seed=1), "other"))
+    loss = PolicyLoss(policy, "sft", terms=[KLToReference(0.5, "k2")], reference=loop.serve(model_of(seed=1)))
     here = PolicyLoss(policy, "sft", terms=[KLToReference(0.5, "k2")], reference=model_of(seed=1))
     assert torch.allclose(loss(data)["loss_kl_to_ref"], here(data)["loss_kl_to_ref"], rtol=1e-4)
 
@@ -198,5 +197,5 @@ def test_a_history_is_rendered_with_its_images():
     with pytest.raises(ValueError, match="sequence 0 has 1 images: pass the model's processor"):
         RetrieveLogProb(model, tokenizer=processor.tokenizer, tokenizer_kwargs=template)(data.clone())
     context = RetrieveLogProb(model, tokenizer=processor, extras=[AfterPrompt(lambda history: history)])
-    with pytest.raises(ValueError, match="sequence 0: a context function takes text alone"):
+    with pytest.raises(ValueError, match="sequence 0: a context function takes only text"):
         context(data.clone())
