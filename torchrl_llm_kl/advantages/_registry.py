@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
@@ -149,6 +151,41 @@ def advantage_spec(function: Callable[..., object] | AdvantageName) -> Advantage
     if not isinstance(spec, AdvantageSpec):
         raise TypeError(f"expected an advantage of this package, such as get_advantage('grpo'), got {function!r}.")
     return spec
+
+
+def check_hyperparameters(function: Callable[..., object], inputs: Sequence[str], hyper: Mapping[str, Any]) -> None:
+    """Compute an advantage of this package for four rows, so that it raises here for a value that it refuses.
+
+    Args:
+        function: a registered advantage; one of a user's own may need other data, and is not called.
+        inputs: those that it reads.
+        hyper: its hyper-parameters. A generator draws nothing here.
+    """
+    if not function.__module__.startswith("torchrl_llm_kl.") or not hyper:
+        return
+    settings = dict(hyper)
+    for name, value in hyper.items():
+        if isinstance(value, torch.Generator):
+            settings[name] = torch.Generator()
+        elif isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:  # no host sync
+            settings[name] = value.item()
+    spec, row = advantage_spec(function), torch.arange(4)
+    identities = {"group": row // 4, "run": row // 2, "step": row % 2, "state": row % 2, "role": row}
+    weights = hyper.get("reward_weights")
+    several = {"rewards": (4, len(weights) if isinstance(weights, Sequence) else 2)}
+    data: dict[str, Tensor] = {}
+    for name in inputs:
+        shape = several.get(name, (4, 2) if spec.kind == "token" and name not in spec.per_sequence else (4,))
+        data[name] = torch.linspace(-1.0, 0.0, math.prod(shape)).reshape(shape)
+    data |= {name: identities[name] for name in identities if name in inputs}
+    if "mask" in inputs:
+        data["mask"] = torch.ones(4, 2, dtype=torch.bool)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            function(**data, **settings)
+        except TypeError as error:
+            raise TypeError(f"{spec.name} refuses {dict(hyper)!r:.100}: {error}") from error
 
 
 def available_advantages() -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_choice, check_finite, check_range, send, widen
 from torchrl_llm_kl._registry import no_such
-from torchrl_llm_kl.advantages._registry import advantage_spec, get_advantage
+from torchrl_llm_kl.advantages._registry import advantage_spec, check_hyperparameters, get_advantage
 from torchrl_llm_kl.ragged import Ragged, on_host, own_leaves, read_column, read_ragged, same_rows, write_ragged
 from torchrl_llm_kl.rollouts import (
     ATTENTION_MASK,
@@ -159,6 +159,7 @@ class Advantage(Transform):
             raise ValueError(f"{spec.name} has one number per token: layout must be 'token', got 'sequence'.")
         self.layout: Layout = "token" if spec.kind == "token" else layout or "sequence"
         self.inputs = (*spec.needs, *(key for key, cause in spec.optional.items() if self.hyper.get(cause) is not None))
+        check_hyperparameters(self._function, self.inputs, self.hyper)
         self.kept = None if spec.kept is None else RunningNumbers()
         self.keys = self._resolve_keys(keys or {})
         self.group_key, self.group_size = self._check_group(group_key, group_size)

@@ -291,6 +291,9 @@ def apply_overrides(preset: Algorithm, overrides: Settings) -> Algorithm:
         TypeError: for a name that is not a field.
         ValueError: for a setting without an effect.
     """
+    for args in ("objective_args", "advantage_args"):
+        if not isinstance(overrides.get(args) or {}, Mapping):
+            raise TypeError(f"{args} must be a dict of settings, got {overrides[args]!r:.60}.")
     for name in overrides:
         _check_name(preset, name, overrides)
     distilled = _of_top_k(preset, overrides)

@@ -127,6 +127,9 @@ class LossInputs:
                 raise AttributeError(f"LossInputs has no input {name!r}: its inputs are {', '.join(INPUTS)}.")
             raise MissingInputError(name)
 
+    def __repr__(self) -> str:
+        return f"LossInputs({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
+
     def get(self, name: str) -> Tensor | None:
         """An input, None if it was left out."""
         return vars(self).get(name)
@@ -283,9 +286,13 @@ class _Watched(LossInputs):
         dummy: LossInputs = own["notes"]["dummy"]
         return dummy.get(name) if name in own["notes"]["there"] else None
 
+    def __repr__(self) -> str:
+        return "LossInputs(dry run)"  # printing reads nothing
+
     @property
     def given(self) -> dict[str, Tensor]:
-        return {name: value for name, value in vars(self).items() if name in INPUTS}
+        values = {name: self.get(name) for name in INPUTS}
+        return {name: value for name, value in values.items() if value is not None}
 
     def within(self, mask: Tensor) -> Self:
         return self  # the values of a dry run do not matter

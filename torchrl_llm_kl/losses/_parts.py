@@ -49,12 +49,19 @@ class Part(WideBuffers):
 
     def __init__(self, function: Callable[..., Any], /, **hyper: Any) -> None:
         super().__init__()
-        _, *parameters = signature_of(function).values()
+        parameters = list(signature_of(function).values())
+        by_place = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+        required = [x.name for x in by_place if x.default is x.empty and x.name not in hyper]
+        if not parameters or len(required) > 1:
+            raise TypeError(
+                f"{name_of(function)} must take one LossInputs, and its hyper-parameters as keywords. Read inputs.log_prob."
+            )
         self.function = function
         self.settings: dict[str, object] = {}
         self._reads: dict[frozenset[str], Reads] = {}
-        self._floats = frozenset(x.name for x in parameters if isinstance(x.default, float) or _is_scalar(x))
-        defaults = {x.name: x.default for x in parameters if x.default is not x.empty}
+        self._reads_of: list[tuple[int, int]] = []
+        self._floats = frozenset(x.name for x in parameters[1:] if isinstance(x.default, float) or _is_scalar(x))
+        defaults = {x.name: x.default for x in parameters[1:] if x.default is not x.empty}
         hyper = {name: self._number(name, value) for name, value in hyper.items()}
         for name, value in {**defaults, **hyper}.items():
             self._store(name, value)
@@ -76,6 +83,12 @@ class Part(WideBuffers):
 
     def reads(self, there: Collection[str] = INPUTS) -> Reads:
         """The inputs that the function reads under its current hyper-parameters, if the data holds those of ``there``."""
+        if not str(getattr(self.function, "__module__", "")).startswith("torchrl_llm_kl."):
+            # A user's function may branch on a number, which was assigned, loaded or updated since the last dry run.
+            numbers = [(id(x), 0 if x.is_inference() else x._version) for x in self.buffers()]
+            if numbers != self._reads_of:
+                self._reads.clear()
+                self._reads_of = numbers
         key = frozenset(there)
         if key not in self._reads:
             self._reads[key] = reads_of(self.run, self.dummy(self.hyper), key)

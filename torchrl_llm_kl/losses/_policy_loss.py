@@ -25,6 +25,7 @@ from torchrl_llm_kl.losses._inputs import (
     PER_TOKEN,
     InputKeys,
     LossInputs,
+    MissingInputError,
     dummy_inputs,
 )
 from torchrl_llm_kl.losses._metrics import common_metrics, merge_metrics
@@ -334,7 +335,13 @@ class PolicyLoss(TokenLoss):
         """The loss of a batch, a micro-batch or a single trajectory, which is not changed; see the class."""
         batch = self._read(tensordict, check=True)
         inputs = self._score(batch, self._replayed(batch.td))
-        terms, metrics = self._terms(inputs)
+        try:
+            terms, metrics = self._terms(inputs)
+        except MissingInputError as error:
+            raise ValueError(
+                f"The loss read {error.name} on this data, but not in its dry run on dummy tokens. Read inputs.{error.name} "
+                "before the branch that uses it, so that the loss requires or computes it."
+            ) from None
         return self._output(
             batch.td, batch.response, terms, {**common_metrics(inputs, batch.response.counts), **metrics}
         )

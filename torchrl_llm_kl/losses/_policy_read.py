@@ -154,7 +154,8 @@ class EntryReader:
 
     def _places(self, td: TensorDictBase, without: str | None) -> tuple[dict[str, NestedKey], set[str]]:
         """Input -> the entry that holds it, and the required inputs; a KeyError if a required entry is missing."""
-        possible = self.asked.union(_LOG_PROBS) - {without}
+        # Corrections and metrics leave out experts, whatever the parts read.
+        possible = self.asked.union(_LOG_PROBS, ["expert_mask"]) - {without}
         ordered = [name for name in KEYS if name in possible]
         places: dict[str, NestedKey] = {}
         for name in ordered:

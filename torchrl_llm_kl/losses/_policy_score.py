@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl.losses._inputs import INPUTS, KEYS
 from torchrl_llm_kl.losses._parts import Part
 from torchrl_llm_kl.losses._policy_read import PolicyBatch
 from torchrl_llm_kl.scoring import (
@@ -155,7 +156,8 @@ class PolicyScorers:
         Raises:
             ValueError: if an input cannot be computed from these models and this sampling.
         """
-        needs = {name for part in parts for name in part.needs}
+        there = {*INPUTS} - {*KEYS} | {*batch.data}
+        needs = {name for part in parts for name in part.reads(there).required}
         self.check_needs(actor, needs)
         response, sampling, reference = batch.response, self.options.sampling, self.of_reference()
         ref_here = "ref_log_prob" in needs and "ref_log_prob" not in batch.data

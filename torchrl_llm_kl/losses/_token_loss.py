@@ -177,7 +177,12 @@ class TokenLoss(LossModule):
         if name in exposed:
             part, own = exposed[name]
             part.put(own, value)
-        elif isinstance(value, (int, float, Tensor)) and not hasattr(self, name) and did_you_mean(name, exposed):
+        elif (
+            isinstance(value, (int, float, Tensor))
+            and not name.startswith("_")
+            and not hasattr(self, name)
+            and did_you_mean(name, exposed)
+        ):
             raise AttributeError(f"{type(self).__name__} has no {name!r} to set.{did_you_mean(name, exposed)}")
         else:
             super().__setattr__(name, value)

@@ -172,7 +172,8 @@ class KeptIds(FieldKind[Kept]):
 
     def check(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> Kept:
         """See :class:`FieldKind`: each scored token is among those that were kept for it."""
-        assert isinstance(given, Kept)
+        if not isinstance(given, Kept):
+            raise TypeError(f"{name} must be a Kept, got {type(given).__name__}.")
         ids, offsets = given.ids.detach().cpu().long(), given.offsets.cpu().long()
         values, count = tokens.values, tokens.values.shape[0]
         if offsets.shape != (count + 1,) or int(offsets[0]) != 0 or int(offsets[-1]) > len(ids):

@@ -49,7 +49,7 @@ from torchrl_llm_kl.transforms._penalty import (
     place_in,
     resolve_estimator,
 )
-from torchrl_llm_kl.transforms._retrieve_log_prob import ScoringTransform, over_kept
+from torchrl_llm_kl.transforms._retrieve_log_prob import ScoringTransform, check_is_model, over_kept
 
 T = TypeVar("T")
 
@@ -65,6 +65,7 @@ def _check_estimator(estimator: Estimator) -> Estimator:
 
 def _check_reference(model: T) -> T:
     check_not_a_name(ref_model=model)
+    check_is_model("ref_model", model)
     if getattr(model, "generate", False) is True:
         raise ValueError("The actor is configured to generate text, not compute the log-probs.")
     if getattr(model, "input_mode", "tokens") != "tokens":
@@ -185,7 +186,8 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
             if extra.specs(context) or extra.reference is not None:
                 kind = type(extra).__name__
                 raise ValueError(f"extras has {kind}, which needs the policy: use RetrieveKL, which runs it.")
-        return [self.reward_key, *self._interface().in_keys], list(self.out_keys)
+        read = [extra.prompt for extra in self.extras if isinstance(extra.prompt, (str, tuple))]
+        return [self.reward_key, *self._interface().in_keys, *read], list(self.out_keys)
 
     @property
     def entries(self) -> dict[NestedKey, EntrySpec]:

@@ -73,8 +73,16 @@ def check_options(options: ScoreOptions | None) -> ScoreOptions:
     return options
 
 
+def check_is_model(name: str, model: object) -> None:
+    """Raise a TypeError unless ``model`` can be scored."""
+    if not isinstance(model, nn.Module) and not is_wrapper(model) and not hasattr(model, "make_scorer"):
+        kind = type(model).__name__
+        raise TypeError(f"{name} must be a wrapper or another torch module that returns logits, got {kind}.")
+
+
 def check_scored_model(model: T, name: str = "model", transform: str = "RetrieveLogProb") -> T:
     """Return ``model``; raise torchrl's errors if its settings show that it returns no log-probs of given tokens."""
+    check_is_model(name, model)
     if not getattr(model, "return_log_probs", True):
         raise ValueError(f"The {name} must have `return_log_probs=True` to use the `{transform}` transform.")
     if getattr(model, "generate", False) is True:

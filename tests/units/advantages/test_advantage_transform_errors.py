@@ -31,7 +31,20 @@ test_arguments = refused(
     ("grpo", {"keys": {"mask": "m"}}, "grpo has no key 'mask'"),
     ("grpo", {"keys": {"group": "g"}}, "no key 'group'. Pass group_key=. Known: "),
     ("grpo", {"keys": {"reward": ["a", "b"]}}, r"'reward': \.\.\.\} must be one key, got the list \['a', 'b'\]"),
+    ("clip_b", {"epsilon": -1.0}, "epsilon must be at least 0, got -1.0"),
+    ("step_wise_grpo", {"std_threshold": -1.0}, "std_threshold must be at least 0, got -1.0"),
+    ("jsd", {"beta": torch.tensor(-1.0)}, "beta must be greater than 0 and less than 1, got -1.0"),
     ("gdpo", {"keys": {"rewards": []}}, r"keys=\{'rewards': \.\.\.\} must be one key, got the list \[\]"),
+)
+
+
+test_values_of_another_type = refused(
+    lambda name, hyper: Advantage(name, **hyper),
+    ("on_policy_distill", {"kl_coef": "x"}, "on_policy_distill refuses {'kl_coef': 'x'}"),
+    ("gdpo", {"reward_weights": 2}, "gdpo refuses {'reward_weights': 2}"),
+    ("grpo", {"epsilon": None}, "grpo refuses {'epsilon': None}"),
+    ("gae", {"gamma": [1.0]}, r"gae refuses {'gamma': \[1.0\]}"),
+    error=TypeError,
 )
 
 

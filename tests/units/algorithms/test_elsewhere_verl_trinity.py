@@ -59,7 +59,8 @@ def test_the_loss_by_hand(model: nn.Module, batch: dict[str, Tensor], library: s
     agree(ours(model, batch, found), with_gradients(model, by_hand))
 
 
-ON_POLICY = {"fallback_to_policy_gradient": True, "clip_range": 0.2, "enable_sequence_masking": True}
+FALLBACK = {"fallback_to_policy_gradient": True}
+ON_POLICY = {**FALLBACK, "clip_range": 0.2, "enable_sequence_masking": True}
 
 
 def test_verls_defaults() -> None:
@@ -243,6 +244,11 @@ def test_each_given_setting_of_trinity_is_in_one_list(kind: str) -> None:
         ({"algorithm_type": "dpo", "kl_loss_fn": "k2"}, "kl_loss_fn", "KL-regularised already"),
         (of_type("gspo", policy_loss_fn_args={"clip_range": 0.1}), "loss_agg_mode", TWO_MEANS),
         ({"loss_agg_mode": "seq-mean-token-sum-norm"}, "loss_agg_mode", "padded length"),
+        (
+            of_type("ppo", policy_loss_fn_args={**ON_POLICY, "clip_rang": 1}),
+            "policy_loss_fn_args.clip_rang",
+            "no such setting",
+        ),
         ({"advantage_fn_args": {"duplicate_experiences": True}}, DUPLICATES, "informative_groups"),
         ({"rollout_correction": {"bypass_mode": True}}, "rollout_correction.bypass_mode", "set_keys"),
     ],
@@ -270,6 +276,13 @@ test_wrong_input = refused(
     (from_trinity, of_type("cpt"), "masking_strategy='generic'"),
     (from_trinity, of_type("grpo", policy_loss_fn_args={"clip_ratio_c": 2.0}), "needs clip_range"),
     (from_trinity, of_type("grpo", policy_loss_fn_args={}), "needs clip_range"),
+    (from_trinity, of_type("ppo", policy_loss_fn_args=FALLBACK), "Trinity's ppo needs clip_range"),
+    (from_trinity, of_type("ppo", policy_loss_fn_args={**FALLBACK, "clip_range_low": 0.2}), "needs clip_range"),
+    (
+        from_trinity,
+        of_type("ppo", policy_loss_fn_args={"clip_range": 0.2, "fallback_to_policy_gradient": "yes"}),
+        "fallback_to_policy_gradient must be one of True, False, None, got 'yes'",
+    ),
     (from_trinity, of_type("grpo", policy_loss_fn="pppo"), "policy_loss_fn: unknown objective 'pppo'"),
     (from_trinity, of_type("grpo", kl_loss_fn_args={"adaptive": True}), "needs target_kl and horizon"),
     (from_verl, "nowhere.yaml", FileNotFoundError, r"no file 'nowhere\.yaml'"),

@@ -380,6 +380,8 @@ test_unknown_settings = refused(
     ({"objective_args": {"clip_hihg": 0.1}}, r"no hyper-parameter 'clip_hihg'.*Did you mean 'clip_high'\?"),
     ({"advantage_args": {"espilon": 0.1}}, r"'espilon'.*Did you mean 'epsilon'\?"),
     ({"policy_loss_fn": "ppo"}, r"has no .*'policy_loss_fn'\. Trinity-RFT's 'policy_loss_fn' is 'objective'"),
+    ({"objective_args": 3}, "objective_args must be a dict of settings, got 3"),
+    ({"advantage_args": "std"}, "advantage_args must be a dict of settings, got 'std'"),
     ({"kl_loss_coeff": None}, r"kl_loss_coeff must be a number, a tensor or a coefficient module, got None"),
     ({"entropy_coeff": "0.1"}, r"entropy_coeff must be a number, a tensor or a coefficient module, got '0.1'"),
     error=TypeError,

@@ -201,6 +201,7 @@ def test_a_misspelt_attribute_is_refused(model: nn.Module) -> None:
     loss.options = ScoreOptions(entropy=True)
     assert "entropy" in loss.out_keys
     loss.note = "anything else"  # type: ignore[assignment]
+    loss._clip_hihg = True  # a name of torch's, as torch.compile sets
 
 
 def test_a_mask_is_no_weight(model: nn.Module) -> None:
@@ -331,6 +332,7 @@ def test_clean_inputs_are_taken_as_they_are() -> None:
 def test_an_input_that_was_left_out() -> None:
     inputs = losses.LossInputs(OLD, MASK, advantage=ONES)
     assert (inputs.get("kl"), sorted(inputs.given)) == (None, ["advantage", "log_prob", "mask"])
+    assert repr(inputs).startswith("LossInputs(log_prob=tensor([[-1.")
     with pytest.raises(losses.MissingInputError, match="the loss needs kl: pass kl= to LossInputs"):
         inputs.kl  # noqa: B018
     with pytest.raises(AttributeError, match="LossInputs has no input 'advantages'"):

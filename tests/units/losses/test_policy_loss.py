@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from policy_batches import assert_loss, batch, gradients, responses, token_mean, total
 from refused import refused
 from torchrl_llm_kl import LogProbScorer, Sampling, ScoreOptions, losses
+from torchrl_llm_kl.estimators import ScheduledCoefficient
 from torchrl_llm_kl.losses import (
     AdaptiveEntropyCoefficient,
     EntropyBonus,
@@ -381,6 +382,19 @@ def test_what_any_part_reads_of_experts_is_checked(model: nn.Module) -> None:
             loss(data)
 
 
+def test_corrections_and_metrics_leave_out_experts_that_no_part_reads(model: nn.Module) -> None:
+    data = batch().set("expert_mask", EXPERTS)
+    out = PolicyLoss(model, "gpg", corrections=[losses.ImportanceWeights(high=1.5)])(data)
+    values, kls = [], []
+    for row, expert in zip(responses(model, batch()), EXPERTS, strict=True):
+        weight = 1 if expert else (row["log_probs"] - row["sampler_log_probs"]).exp().clamp(max=1.5)
+        values.append(-row["advantage"] * weight * row["log_prob"])
+        log_ratio = row["ref_log_probs"] - row["log_prob"]
+        kls += [] if expert else [torch.expm1(log_ratio) - log_ratio]
+    assert_close(out["loss_objective"], torch.cat(values).mean(), **CLOSE)
+    assert_close(out["kl_to_ref"], torch.cat(kls).mean().detach(), **CLOSE)
+
+
 def test_dpo_by_interleaved_rows_and_by_key(model: nn.Module) -> None:
     data = batch()
     ratio = torch.stack([(row["log_prob"] - row["ref_log_probs"]).sum() for row in responses(model, data)])
@@ -434,6 +448,79 @@ def test_functions_of_ones_own(model: nn.Module) -> None:
         with pytest.raises(KeyError, match="needs advantage"):
             loss(data.exclude("advantage"))
         repr(loss)
+
+
+def minus(inputs: LossInputs, bonus: Tensor | float) -> tuple[LossTerm, ...]:
+    return (LossTerm("objective", -inputs.advantage * inputs.log_prob - bonus, inputs.mask),)
+
+
+def test_inputs_behind_a_number_that_is_loaded_or_scheduled(model: nn.Module) -> None:
+    def with_bonus(inputs: LossInputs, *, weight: float = 0.0) -> tuple[LossTerm, ...]:
+        return minus(inputs, weight * inputs.entropy if weight > 0 else 0.0)
+
+    def later_on_policy(inputs: LossInputs, *, weight: Any) -> tuple[LossTerm, ...]:
+        return minus(inputs, inputs.old_log_prob if weight < 0.5 else 0.0)
+
+    data, loaded = batch(), PolicyLoss(model, with_bonus)
+    loaded(data)
+    trained = PolicyLoss(model, with_bonus, weight=0.1)
+    loaded.load_state_dict(trained.state_dict())
+    assert_close(loaded(data)["loss_objective"], trained(data)["loss_objective"])
+    weight = ScheduledCoefficient(peak=1.0, valley=0.1, warmup=0, decay=2)
+    loss = PolicyLoss(model, later_on_policy, weight=weight)
+    data[SAMPLER][1] = float("nan")
+    assert loss(data)["loss_objective"].isfinite()
+    weight.update(2)
+    assert SAMPLER in loss.in_keys
+    with pytest.raises(ValueError, match=r"old_log_prob .* is nan at sequence 1"):
+        loss(data)
+
+
+def test_all_inputs_at_once_and_a_record_that_is_printed(model: nn.Module) -> None:
+    """Printing reads nothing; ``given`` has what the data holds."""
+    seen: list[set[str]] = []
+
+    def mine(inputs: LossInputs) -> tuple[LossTerm, ...]:
+        assert repr(inputs)
+        return minus(inputs, 0.0)
+
+    def every(inputs: LossInputs) -> tuple[LossTerm, ...]:
+        seen.append(set(inputs.given))
+        return losses.gpg(LossInputs(**inputs.given))
+
+    loss, data = PolicyLoss(model, mine), batch()
+    assert loss.reads == {"advantage"}
+    assert_close(loss(data)["loss_objective"], PolicyLoss(model, every)(data)["loss_objective"])
+    assert {"log_prob", "mask", "advantage", "old_log_prob", "ref_log_prob"} <= seen[-1]
+    assert "entropy" not in seen[-1]
+
+
+def test_an_input_that_is_read_only_without_an_optional_one(model: nn.Module) -> None:
+    def mine(inputs: LossInputs) -> tuple[LossTerm, ...]:
+        return minus(inputs, inputs.entropy if inputs.get("selected") is None else 0.0)
+
+    data, value = batch(), lambda row: -row["advantage"] * row["log_prob"] - row["entropy"]
+    assert_close(objective(model, data, mine), token_mean(model, data, value), **CLOSE)
+
+
+def test_an_input_that_is_read_only_on_some_data(model: nn.Module) -> None:
+    def mine(inputs: LossInputs) -> tuple[LossTerm, ...]:
+        return minus(inputs, inputs.entropy if bool((inputs.advantage > 0).any()) else 0.0)
+
+    with pytest.raises(ValueError, match=r"read entropy on this data, but not in its dry run.* Read inputs\.entropy"):
+        PolicyLoss(model, mine)(batch())
+
+
+test_a_function_of_other_arguments = refused(
+    lambda name, function: PolicyLoss(tiny_model(seed=0), function),
+    (
+        "log_prob",
+        lambda log_prob, mask, *, advantage: log_prob,
+        "<lambda> must take one LossInputs, and its hyper-param",
+    ),
+    ("nothing", lambda: 1, "<lambda> must take one LossInputs"),
+    error=TypeError,
+)
 
 
 def test_a_registered_function(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -517,6 +517,11 @@ def every(request: ScoreRequest) -> list[list[Any]]:
     return [*([row.tolist() for row in each] for each in tensors), *(rows(request, x) for x in FIELDS)]
 
 
+def test_a_record_of_kept_tokens_has_its_own_type() -> None:
+    with pytest.raises(TypeError, match=r"^kept must be a Kept, got str\.$"):
+        ScoreRequest.of([[1, 2], [3]], kept="x")
+
+
 def test_a_request_is_cut_joined_and_sent() -> None:
     request = replace(REQUEST, **{name: VALUES[KINDS[type(kind)]]() for name, kind in FIELDS.items()})
     assert request.recorded.keys() == FIELDS.keys()

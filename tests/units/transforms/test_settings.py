@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDictBase
 from torch.testing import assert_close
 
-from torchrl_llm_kl import Entropy, KeptTokens, KLRewardTransform, Sampling, ScoreOptions
+from torchrl_llm_kl import AfterPrompt, Entropy, KeptTokens, KLRewardTransform, Sampling, ScoreOptions
 from torchrl_llm_kl._numerics import read_device
 from torchrl_llm_kl.estimators import FixedKLCoefficient
 from torchrl_llm_kl.scoring import TokenCritic, prepare_reference
@@ -115,6 +115,13 @@ def test_what_is_fixed_at_construction_and_what_is_checked(make: Any, ref_model:
             assert getattr(transform, name) is before
     with pytest.raises(ValueError, match="extras has Entropy, which needs the policy: use RetrieveKL"):
         KLRewardTransform(ref_model).extras = [Entropy()]
+    for transform, name in ((KLRewardTransform(ref_model), "ref_model"), (RetrieveLogProb(ref_model), "model")):
+        message = f"{name} must be a wrapper or another torch module that returns logits, got int"
+        with pytest.raises(TypeError, match=f"^{message}"):
+            setattr(transform, name, 3)
+        assert getattr(transform, name) is ref_model
+    hinted = KLRewardTransform(ref_model, extras=[AfterPrompt("hint")])
+    assert hinted.in_keys == [*KLRewardTransform(ref_model).in_keys, "hint"]
 
 
 WRONG: list[tuple[str, Any, str]] = [

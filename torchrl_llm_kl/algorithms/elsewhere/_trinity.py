@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torchrl_llm_kl._foreign import CHOICES, TRINITY
+from torchrl_llm_kl._numerics import check_choice
 from torchrl_llm_kl._registry import Spec, flatten, no_such
 from torchrl_llm_kl.advantages import advantage_spec
 from torchrl_llm_kl.algorithms.elsewhere._translation import New, Reader, Translation, read_mapping
@@ -106,15 +107,28 @@ def from_trinity(config: str | os.PathLike[str] | Mapping[str, object]) -> Trans
 def _arguments(reader: Reader, spec: Spec, prefix: str) -> dict[str, object]:
     """Trinity's arguments of a function, under the names of its hyper-parameters. A null leaves the default."""
     given: dict[str, object] = {}
-    rows = {name: reader.rows.get(name) for name in reader.given if name.startswith(prefix)}
-    owns = {name: row.own_names if row else [name.removeprefix(prefix)] for name, row in rows.items()}
     # A bound of one side replaces a bound of both.
-    for name, own in sorted(owns.items(), key=lambda item: -len(item[1])):
+    for name, own in sorted(_own_names(reader, prefix).items(), key=lambda item: -len(item[1])):
         if own and set(own) <= {*spec.hyper}:
             reader.take(name, f"{spec.name}'s")
             if reader[name] is not None or own == ["clip_ratio_c"]:
                 given |= dict.fromkeys(own, reader[name])
     return given
+
+
+def _own_names(reader: Reader, prefix: str) -> dict[str, list[str]]:
+    """Trinity's arguments of a function -> the names of its hyper-parameters."""
+    rows = {name: reader.rows.get(name) for name in reader.given if name.startswith(prefix)}
+    return {name: row.own_names if row else [name.removeprefix(prefix)] for name, row in rows.items()}
+
+
+def _check_clip(name: str, own: Collection[str]) -> None:
+    """Raise a ValueError if an objective that needs both bounds lacks one."""
+    if name in _NEED_CLIP and not {"clip_low", "clip_high"} <= {*own}:
+        raise ValueError(
+            f"Trinity's {name} needs clip_range, or clip_range_low and clip_range_high, in policy_loss_fn_args as soon as it "
+            "holds anything: its default holds without any arguments alone."
+        )
 
 
 def _has_loss_args(reader: Reader) -> bool:
@@ -126,11 +140,15 @@ def _read_objective(reader: Reader, default: str) -> str:
     """The objective and its hyper-parameters."""
     name: Any = reader["algorithm.policy_loss_fn"] or default
     fallback = f"{_P}fallback_to_policy_gradient"
-    if name == "ppo" and fallback in reader.given and reader.take(fallback):
-        name = "ppo_on_policy"
-        for path in reader.given:
-            if path.startswith(_P) and path not in (fallback, f"{_P}loss_agg_mode"):
+    if name == "ppo" and fallback in reader.given:
+        check_choice((True, False, None), fallback_to_policy_gradient=reader.take(fallback))
+    if name == "ppo" and reader.given.get(fallback):
+        own_names = _own_names(reader, _P)
+        _check_clip(name, [own for path, names in own_names.items() if reader[path] is not None for own in names])
+        for path, names in own_names.items():
+            if names and set(names) <= {*spec_of(name).hyper}:
                 reader.out(path, "nothing: the ratio is 1, and nothing is clipped")
+        name = "ppo_on_policy"
     try:
         spec = spec_of(name)
     except ValueError as error:
@@ -149,11 +167,8 @@ def _read_objective(reader: Reader, default: str) -> str:
     written, own = _has_loss_args(reader), _arguments(reader, spec, _P)
     if schedule:
         own["mu"] = New(ScheduledCoefficient, **schedule)
-    if written and name in _NEED_CLIP and not {"clip_low", "clip_high"} <= own.keys():
-        raise ValueError(
-            f"Trinity's {name} needs clip_range, or clip_range_low and clip_range_high, in policy_loss_fn_args as soon as it "
-            "holds anything: its default holds without any arguments alone."
-        )
+    if written:
+        _check_clip(name, own)
     own = _effective(spec, {**(_CONSTRUCTOR if written else _DEFAULT_ARGS).get(name, {}), **own})
     reader.overrides["objective"] = name
     reader.objective.update(own)
