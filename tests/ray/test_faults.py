@@ -186,3 +186,33 @@ def test_a_shutdown_during_load_ends_all_calls(serve):
     stale.connection.service = "of an earlier service"
     with pytest.raises(ServiceClosedError, match="the one of that name now is another"):
         stale.make_scorer().score(sequences())
+
+
+def test_names_and_configurations_that_go_wrong(serve):
+    """A configuration that Serve refuses leaves the name free, and the application of somebody else stays as it is."""
+    from ray import serve as ray_serve
+
+    @ray_serve.deployment(ray_actor_options={"num_cpus": 0.1})
+    class Chat:
+        pass
+
+    ray_serve.run(Chat.bind(), name="taken", route_prefix=None)
+    with pytest.raises(ServiceError, match="Serve has another application with the name 'taken'"):
+        ScoringService(factory=model, name="taken", num_cpus=0.1)
+    until(lambda: "taken" not in names())
+    assert ray_serve.status().applications["taken"].status == "RUNNING"
+    ray_serve.delete("taken")
+    with pytest.raises(Exception, match="min_replica"):
+        ScoringService(factory=model, name="mended", num_cpus=0.1, autoscaling_config={"min_replicas": -1})
+    scaling = {"min_replicas": 0, "max_replicas": 1}
+    service = serve(factory=model, name="mended", autoscaling_config=scaling)  # its first request starts a replica
+    assert_scores(service.model, model())
+    old = clone(service.model)
+    by_name = ScoringService(name="mended")
+    by_name.shutdown()
+    until(lambda: not names("mended"))  # any driver may end it
+    again = serve(factory=model, name="mended")
+    service.model = old
+    with pytest.raises(ServiceClosedError, match="there is no service 'mended'"):
+        service.update_weights(model(1))
+    assert again.version == 0

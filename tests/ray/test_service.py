@@ -159,7 +159,7 @@ def test_a_service_of_a_server(serve, local):
 def test_an_application_that_serve_deploys(local):
     """As ``serve run`` and RayService do; a driver then uses it by its name, and pushes weights into it."""
     from load import names
-    from torchrl_llm_kl.service import ScoringService, ServiceClosedError, app
+    from torchrl_llm_kl.service import ScoringService, ServiceClosedError, ServiceError, app
 
     target = app({"name": "deployed", "factory": "remote_models:model", "max_wait": 0.0})
     ray_serve.run(
@@ -168,6 +168,8 @@ def test_an_application_that_serve_deploys(local):
         route_prefix=None,
     )
     service = ScoringService(name="deployed")
+    with pytest.raises(ServiceError, match="was deployed by Serve's own commands"):
+        ScoringService(model(), name="deployed")
     assert_same(service.model.make_scorer().score(sequences()).values, local.score(sequences()).values)
     assert service.update_weights(model(1)) == 1
     want = LogProbScorer(model(1)).score(sequences()).values

@@ -42,7 +42,9 @@ def app(args: Mapping[str, Any]) -> serve.Application:
         module, _, function = str(args["factory"]).partition(":")
         factory = partial(getattr(import_module(module), function), **args.get("arguments", {}))
     settings = Settings(**{each.name: args[each.name] for each in fields(Settings) if each.name in args})
-    spec = ServiceSpec(str(args["name"]), "", settings, factory=cloudpickle.dumps(factory), detached=True)
+    spec = ServiceSpec(
+        str(args["name"]), repr(sorted(args.items())), settings, factory=cloudpickle.dumps(factory), detached=True
+    )
     return application(spec)
 
 

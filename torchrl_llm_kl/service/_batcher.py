@@ -24,7 +24,7 @@ class _Waiting:
 
     def __init__(self, job: Job, *, alone: bool) -> None:
         self.job, self.alone, self.arrived = job, alone, time.monotonic()
-        self.answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[Reply | Exception] = asyncio.get_running_loop().create_future()
 
 
 class Batcher:
@@ -41,7 +41,7 @@ class Batcher:
         max_wait: seconds.
 
     Attributes:
-        last_answer: time of the last batch.
+        last_answer: time of the last batch with an answer that is no error.
         answered: number of requests in all batches.
     """
 
@@ -67,7 +67,10 @@ class Batcher:
         self._callers[job.caller] = waiting.arrived
         self._waiting.append(waiting)
         self._changed.set()
-        return await waiting.answer
+        answer = await waiting.answer
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     async def in_thread(self, call: Callable[[], T]) -> T:
         """Run ``call`` in the scoring thread, between two batches."""
@@ -119,12 +122,9 @@ class Batcher:
             answers = [error] * len(batch)
         except (SystemExit, KeyboardInterrupt) as error:  # of the model's code: it must not end this loop
             answers = [ServiceError(f"the model raised {type(error).__name__}: {error}.")] * len(batch)
-        self.last_answer = time.monotonic()
+        if not all(isinstance(answer, Exception) for answer in answers):  # a broken model shall be probed
+            self.last_answer = time.monotonic()
         self.answered += len(batch)
         for waiting, answer in zip(batch, answers, strict=True):
-            if waiting.answer.done():
-                continue
-            if isinstance(answer, Exception):
-                waiting.answer.set_exception(answer)
-            else:
-                waiting.answer.set_result(answer)
+            if not waiting.answer.done():
+                waiting.answer.set_result(answer)  # errors too: a future takes no StopIteration as its exception

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
@@ -10,10 +11,17 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torchrl_llm_kl._registry import install_hint
-from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceOverloaded, ServiceTimeout
+from torchrl_llm_kl.service._errors import (
+    ServiceClosedError,
+    ServiceError,
+    ServiceOverloaded,
+    ServiceTimeout,
+    VersionPending,
+)
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 _LOOK = 2.0  # seconds without an answer after which a client looks whether there is still a service
@@ -27,6 +35,7 @@ class _Ended(NamedTuple):
 
 
 _PENDING = object()  # there is no answer yet
+T = TypeVar("T")
 
 
 class Connection:
@@ -85,6 +94,8 @@ class Connection:
 
     def hold(self, keeper: Any) -> None:
         """Keep the service until this object is closed or freed, or its process ends."""
+        if self._release is not None:
+            self._release()
         client = uuid.uuid4().hex
         held = keeper.hold.remote(client)  # a call that this process owns: Ray tells the keeper of its end
         keeper.watch.remote(client, [held])
@@ -111,10 +122,15 @@ class Connection:
         """Raise a :class:`ServiceClosedError` if the service has ended."""
         import ray
 
-        if self._closed:
-            raise ServiceClosedError(self._closed)
+        from torchrl_llm_kl.service._keeper import is_deployed, keeper_of
+
+        self.connect()
         try:
-            ended = ray.get(self.keeper().state.remote(), timeout=_LOOK).ended
+            ended = ray.get(keeper_of(self.name).state.remote(), timeout=_LOOK).ended
+        except ValueError:
+            if is_deployed(self.name):  # by Serve's own commands; the first replica that starts creates the keeper
+                return
+            raise self.gone() from None
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # it starts again
             return
         if ended:
@@ -135,7 +151,7 @@ class Connection:
         return self._methods[method].remote(*args)
 
     def receive(self, response: Any, again: Callable[[int], Any], deadline: Deadline) -> Any:
-        """The answer; an error that is an answer is raised.
+        """The answer; an error that is an answer is raised, except for :class:`VersionPending`.
 
         Args:
             response: of :meth:`send`.
@@ -153,7 +169,7 @@ class Connection:
                 self.retries += 1
                 time.sleep(_PAUSE)
                 response = again(tries)
-            elif isinstance(outcome, Exception):
+            elif isinstance(outcome, Exception) and not isinstance(outcome, VersionPending):
                 raise outcome
             elif outcome is not _PENDING:
                 return outcome
@@ -181,21 +197,36 @@ class Connection:
             raise ServiceError(f"{deadline.what}: the call was cancelled.") from error
         except (exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.ObjectLostError) as error:
             return _Ended(error)
+        except (exceptions.OutOfMemoryError, exceptions.NodeDiedError) as error:  # Ray's memory monitor, or a lost node
+            return _Ended(error)
 
     def call(self, method: str, *args: object, timeout: float) -> Any:
         """Call a method of any replica, and wait for the answer."""
         deadline = Deadline(timeout, f"{method}() of the service {self.name!r}")
-        return self.receive(self.send(method, *args), lambda tries: self.send(method, *args), deadline)
+        return outside_loop(
+            lambda: self.receive(self.send(method, *args), lambda tries: self.send(method, *args), deadline)
+        )
 
     def broadcast(self, method: str, *args: object, timeout: float) -> list[Any]:
         """What a method of each running replica returns; an exception for one that does not answer in time."""
         from ray.serve.exceptions import DeploymentUnavailableError
 
         self.connect()
+        response = self._handle.broadcast(method, *args)
         try:
-            return list(self._handle.broadcast(method, *args).results(timeout_s=timeout, return_exceptions=True))
+            return outside_loop(lambda: list(response.results(timeout_s=timeout, return_exceptions=True)))
         except (TimeoutError, DeploymentUnavailableError) as error:  # the latter: no replica runs
             return [error]
+
+
+def outside_loop(wait: Callable[[], T]) -> T:
+    """What ``wait`` returns. It runs in another thread if this one runs an event loop, where Serve refuses to wait."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return wait()
+    with ThreadPoolExecutor(1, thread_name_prefix="scores") as pool:
+        return pool.submit(wait).result()
 
 
 class Deadline:

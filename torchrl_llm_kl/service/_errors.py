@@ -37,6 +37,10 @@ class WeightVersionError(ServiceError):
     """The replica does not hold the requested version of the weights and did not receive it in time."""
 
 
+class VersionPending(WeightVersionError):
+    """The required version is not pushed yet. The client sends its request again."""
+
+
 class EngineLost(ServiceError):
     """The engine of a replica cannot go on: the replica exits, and is started again with a new engine.
 

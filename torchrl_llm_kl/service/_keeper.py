@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import ray
 from ray import serve
 
-from torchrl_llm_kl.service._errors import ServiceError, WeightVersionError, portable
-from torchrl_llm_kl.service._spec import NAMESPACE, ServiceSpec
+from torchrl_llm_kl.service._errors import ServiceConfigError, ServiceError, WeightVersionError, portable
+from torchrl_llm_kl.service._spec import DEPLOYMENT, NAMESPACE, ServiceSpec
 
 _LOOK = 2.0  # seconds between two looks at the application
 _UNUSED = 60.0  # seconds without a driver, after the start of this actor, until the service ends
@@ -61,6 +61,7 @@ class Keeper:
         self._ended = ""
         self._failure: Exception | None = None
         self._fingerprint: str | None = None
+        self._source = ""  # of the model with this fingerprint
         self._version, self._chunks = 0, list[Any]()
         self._tensors: frozenset[str] = frozenset()  # of the last push
         self._whole = False  # whether it held all tensors of the model
@@ -70,6 +71,7 @@ class Keeper:
         self._seen = 0  # the latest version that replicas hold: this actor may have lost it
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         self._watching: Any = None
+        self._ending: Any = None
 
     # ------------------------------------------------------------------ drivers
 
@@ -92,7 +94,11 @@ class Keeper:
                 if not self._deployed:
                     await asyncio.to_thread(deploy, self._spec)
                     self._deployed = True
+            except (ServiceConfigError, ray.exceptions.RayError) as error:
+                return portable(error)
             except Exception as error:
+                if not self._deployed:  # a corrected configuration must find the name free
+                    self._ending = asyncio.get_running_loop().create_task(self.end("it could not be deployed"))
                 return portable(error)
             self._watch()
         return None
@@ -123,7 +129,13 @@ class Keeper:
             return
         self._ended = why
         async with self._turn:
-            await asyncio.to_thread(_delete, self._name)
+            while True:
+                try:
+                    await asyncio.to_thread(_delete, self._name)
+                    break
+                except Exception as error:  # Serve's controller restarts, or replicas still finish their requests
+                    logging.getLogger("torchrl_llm_kl.service").warning("%s is not deleted yet: %s", self._name, error)
+                    await asyncio.sleep(_LOOK)
             self._over.set()
             await asyncio.sleep(0.2)  # let the calls of hold() return: Ray would report them as failed
             ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
@@ -156,10 +168,15 @@ class Keeper:
         """The reference to the pickled factory that is not part of the spec, if there is one."""
         return [] if self._model is None else [self._model]
 
-    async def started(self, fingerprint: str | None) -> Held | Exception:
-        """The last push, for a replica that has loaded its factory's model; an error for one with other weights."""
+    async def started(self, fingerprint: str | None, source: str = "") -> Held | Exception:
+        """The last push, for a replica that has loaded its factory's model; an error for one with other weights.
+
+        Serve's own commands may deploy another ``source`` under the same name.
+        """
         self._watch()
         self._failure = None
+        if self._spec is None and source != self._source:
+            self._source, self._fingerprint = source, None
         if self._fingerprint is None:
             self._fingerprint = fingerprint
         if fingerprint != self._fingerprint and not self._whole:
@@ -208,7 +225,7 @@ class Keeper:
         self._staged.pop(token, None)
 
     async def commit(
-        self, token: str, version: int | None, seen: int, tensors: Sequence[str], *, whole: bool
+        self, token: str, version: int | None, seen: int, tensors: Sequence[str], *, whole: bool, parts: int
     ) -> int | Exception:
         """Make a push the last one; its version or an error.
 
@@ -220,6 +237,7 @@ class Keeper:
 
         Keyword Args:
             whole: whether these are all tensors of the model.
+            parts: number of chunks that were staged. This actor may have restarted between two of them.
         """
         seen = max(seen, self._seen)
         last = max(self._version, seen)
@@ -239,7 +257,7 @@ class Keeper:
                 "the weights that were pushed are lost, with the actor that kept them: push all tensors of the model."
             )
         chunks = self._staged.pop(token, [])
-        if not chunks:
+        if len(chunks) != parts:
             return ServiceError("the push is not known to the actor that keeps the weights: push them again.")
         self._version, self._chunks, self._tensors, self._whole = version, chunks, frozenset(tensors), whole
         return version
@@ -274,8 +292,12 @@ async def _is_pending(call: Any) -> bool:
 
 
 def is_deployed(name: str) -> bool:
-    """Whether Serve has an application of this name."""
-    return name in serve.status().applications
+    """Whether Serve has a service of this name. An application with other deployments is somebody else's."""
+    try:
+        application = serve.status().applications.get(name)
+    except ray.exceptions.ActorDiedError:  # after serve.shutdown(): Serve caches its dead controller
+        return False
+    return application is not None and set(application.deployments) <= {DEPLOYMENT}
 
 
 def _delete(name: str) -> None:

@@ -16,7 +16,7 @@ from torchrl_llm_kl.scoring import FEATURES, ScoreOptions, ScoreRequest, Scores
 from torchrl_llm_kl.service._errors import ProtocolError
 
 #: Version of the messages. A change that the other side would misread gets the next number.
-PROTOCOL = 9
+PROTOCOL = 10
 #: The most tokens of ``top_k``.
 MAX_TOP_K = 1024
 #: The features of a scorer that a service offers.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,14 +19,15 @@ from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import Changes, ScoreOptions, Scorer, ScoreRequest, Scores, Sequences, TokenMask
-from torchrl_llm_kl.service._connection import Connection, Deadline
-from torchrl_llm_kl.service._errors import ServiceError
+from torchrl_llm_kl.service._connection import Connection, Deadline, outside_loop
+from torchrl_llm_kl.service._errors import ServiceError, VersionPending
 from torchrl_llm_kl.service._messages import ANSWERED, PROTOCOL, Message, Reply, checked_top_k, scores_of
 from torchrl_llm_kl.service._weights import check_version
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+_PAUSE = 0.05  # seconds before a request for a version that is not pushed yet is sent again
 _PROCESS = uuid.uuid4().hex[:8]  # with the process id the name of this process among the callers
 
 
@@ -236,9 +238,7 @@ class Exchange:
 
     def __call__(self) -> Scores:
         """Wait for the scores; raises the error of a request."""
-        if _in_event_loop():  # Serve's responses are awaited there, and would block the loop
-            return _threads(os.getpid()).submit(self._wait).result()
-        return self._wait()
+        return outside_loop(self._wait)
 
     def _wait(self) -> Scores:
         deadline = Deadline(self._model.timeout, f"scoring on {self._model.name!r}")
@@ -256,12 +256,9 @@ class Exchange:
                 for i in stale:  # weights were pushed meanwhile
                     del replies[i]
                     self._sent[i] = self._send(self._parts[i])
-        except ServiceError:
+        except BaseException as error:  # also when the user interrupts
             self.cancel()
-            raise
-        except ValueError:
-            self.cancel()
-            if len(self._parts) == 1:
+            if not isinstance(error, ValueError) or isinstance(error, ServiceError) or len(self._parts) == 1:
                 raise
         # The message of a part counts the sequences of the part: one replica checks them all.
         return Exchange(self._model, [self._request], self._request, self._options)()
@@ -271,7 +268,12 @@ class Exchange:
             self._sent[i] = self._send(self._parts[i], tries)
             return self._sent[i]
 
-        reply: Reply = self._model.connection.receive(self._sent[i], again, deadline)
+        reply: Reply | VersionPending = self._model.connection.receive(self._sent[i], again, deadline)
+        while isinstance(reply, VersionPending):
+            if deadline.left <= _PAUSE:
+                raise deadline.over(reply) from reply
+            time.sleep(_PAUSE)
+            reply = self._model.connection.receive(again(0), again, deadline)
         return reply
 
     def cancel(self) -> None:
@@ -288,14 +290,6 @@ def cut(request: ScoreRequest, limit: int) -> list[ScoreRequest]:
         return [request]
     place = (sizes.cumsum(0) - sizes) // limit
     return [request.select((place == part).nonzero().squeeze(-1)) for part in torch.unique(place).tolist()]
-
-
-def _in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 @lru_cache(1)

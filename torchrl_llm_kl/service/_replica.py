@@ -20,6 +20,7 @@ from torchrl_llm_kl.service._errors import (
     PoisonedRequest,
     ServiceClosedError,
     ServiceError,
+    VersionPending,
     WeightVersionError,
     portable,
 )
@@ -37,6 +38,7 @@ MAX_TRIALS = 3
 _PROBE = 10.0  # seconds without an answer after which a check of the health scores a probe
 _KEEPER = 60.0  # seconds for the keeper to answer
 _FETCH = 300.0  # seconds to fetch weights or a model
+_PENDING = 1.0  # seconds that a request waits here for a version that is not pushed yet
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 
@@ -70,7 +72,7 @@ class Replica:
         try:
             engine = engine_of(self._load(), tokens_per_batch=settings.tokens_per_batch, memory=settings.memory)
             self._core = ScoringCore(engine)
-            held = ray.get(self._keeper.started.remote(self._fingerprint()), timeout=_KEEPER)
+            held = ray.get(self._keeper.started.remote(self._fingerprint(), spec.source), timeout=_KEEPER)
             if isinstance(held, Exception):
                 raise held
             self._lost: Exception | None = None
@@ -82,6 +84,7 @@ class Replica:
         self._batcher = Batcher(self._score, max_tokens=settings.max_tokens, max_wait=settings.max_wait)
         self._watchdog = Watchdog(self._core, settings.hang_after)
         self._catching_up, self._on_trial = asyncio.Lock(), asyncio.Lock()
+        self._following: asyncio.Task[Any] | None = None  # loads a push that a check of the health found
         try:
             self._probe()
             self._has_probe = True
@@ -132,7 +135,7 @@ class Replica:
             digest = digest_of(message)
             async with self._on_trial:
                 begun = await self._keeper.begin_trial.remote(digest)
-                if begun > MAX_TRIALS:
+                if begun > MAX_TRIALS and message["tries"] > 1:  # equal requests may be on trial in other replicas
                     raise PoisonedRequest(
                         f"{MAX_TRIALS} replicas ended while they scored a request of {len(message['arrays']['lengths'])} "
                         f"sequences and {job.num_tokens} tokens, and nothing else: it is not tried again. Look for the cause "
@@ -168,14 +171,20 @@ class Replica:
             os._exit(1)
         with contextlib.suppress(Exception):  # the keeper restarts
             newest: Held = await asyncio.wait_for(self._keeper.newest.remote(self._core.version), 5.0)
+            self._check_lost(newest)
             if newest.version > self._core.version:
-                await self._catch_up(newest.version)
+                if self._following is None or self._following.done():
+                    self._following = asyncio.create_task(self.take_weights(newest.version))  # its errors are values
+                # The weights wait for the batch that runs, which may take longer than Serve waits for this method.
+                await asyncio.wait([self._following], timeout=5.0)
         idle = self._core.running is None and time.monotonic() - self._batcher.last_answer > _PROBE
         if idle and self._has_probe:
-            with contextlib.suppress(
-                ServiceError
-            ):  # a server elsewhere does not answer: that is no fault of this process
+            try:
                 await self._batcher.in_thread(self._probe)
+            except EngineLost as error:
+                self._exit(error)
+            except ServiceError:  # a server elsewhere does not answer: that is no fault of this process
+                pass
             self._batcher.last_answer = time.monotonic()
 
     def _probe(self) -> None:
@@ -207,6 +216,8 @@ class Replica:
         try:
             staged: Held = await self._keeper.staged.remote(token)
             weights = await asyncio.to_thread(self._fetch, staged.chunks)
+        except EngineLost as error:
+            self._exit(error)
         except Exception as error:
             return portable(error)
         tensors: Sequence[Sequence[str]] = getattr(self._core.engine, "tensors", list)()
@@ -223,38 +234,52 @@ class Replica:
         return await self.state()
 
     async def _catch_up(self, version: int, *, required: int = 0) -> None:
-        """Load the push ``version`` or a later one; wait for it if a request requires a version that is not pushed yet."""
+        """Load the push ``version`` or a later one; wait a moment if a request requires a version that is not pushed yet."""
+        end = time.monotonic() + _PENDING
         while self._lost is not None or self._core.version < version:
             async with self._catching_up:
                 if self._lost is None and self._core.version >= version:
                     return
                 await self._load_newest()
             if self._lost is not None:
-                raise self._lost
+                raise self._lost.with_traceback(None)
             if self._core.version < version:
                 if required < version:
                     raise WeightVersionError(
                         f"version {version} of the weights was seen before, a replica holds {self._core.version} and finds no "
                         "newer one: it is lost, push it again."
                     )
+                if time.monotonic() > end:  # a push needs a free place among the ongoing requests
+                    raise VersionPending(f"version {version} of the weights is not pushed yet.")
                 await asyncio.sleep(0.02)
 
     async def _load_newest(self) -> None:
         held: Held = await self._keeper.newest.remote(self._core.version)
-        if held.version > self._core.version:
-            weights = await asyncio.to_thread(self._fetch, held.chunks)
-            await self._batcher.in_thread(lambda: self._core.update_weights(weights, held.version))
-            self._lost = None
+        self._check_lost(held)
+        if held.version > self._core.version and not held.lost:
+            try:
+                weights = await asyncio.to_thread(self._fetch, held.chunks)
+                await self._batcher.in_thread(lambda: self._update(weights, held.version))
+            except EngineLost as error:
+                self._exit(error)
             _LOG.info("replica %s holds version %d of the weights", self._name, held.version)
 
     def _take(self, held: Held) -> None:
         """Load the last push before the first request."""
-        if held.lost:  # better an error than scores from wrong weights
+        self._check_lost(held)
+        if self._lost is None and held.chunks:
+            self._update(self._fetch(held.chunks), held.version)
+
+    def _update(self, weights: Mapping[str, Tensor], version: int) -> None:
+        self._core.update_weights(weights, version)
+        self._lost = None  # in the same thread: the task that waits may be cancelled meanwhile
+
+    def _check_lost(self, held: Held) -> None:
+        """Answer no requests from now on if pushed weights are lost and this replica has older ones."""
+        if held.lost and self._core.version <= held.version:  # better an error than scores from wrong weights
             self._lost = WeightVersionError(
                 "the weights that were pushed are lost, with the actor that kept them: push them again."
             )
-        elif held.chunks:
-            self._core.update_weights(self._fetch(held.chunks), held.version)
 
     def _fetch(self, chunks: Sequence[Any]) -> Mapping[str, Tensor]:
         """The weights of a push under the model's own names; an error if they do not fit."""
@@ -294,5 +319,7 @@ def deploy(spec: ServiceSpec) -> None:
     """Deploy the application, without waiting for its replicas. Only handles call it: no HTTP proxy is started."""
     serve.start(proxy_location="Disabled")
     if not is_deployed(spec.name):
+        if spec.name in serve.status().applications:
+            raise ServiceError(f"Serve has another application with the name {spec.name!r}: choose another name=.")
         target = serve.RunTarget(target=application(spec), name=spec.name, route_prefix=None)
         serve.run_many([target], wait_for_applications_running=False)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torchrl_llm_kl._numerics import check_choice, check_not_a_name, check_range
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY
-from torchrl_llm_kl.service._connection import Deadline, import_ray
+from torchrl_llm_kl.service._connection import Connection, Deadline, import_ray
 from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._messages import state_dict_of
 from torchrl_llm_kl.service._remote import RemoteModel
@@ -99,6 +99,8 @@ class ScoringService:
         if model is None and factory is None:
             self.model = RemoteModel(str(name), timeout=timeout)
             self.model.connection.connect()
+            with contextlib.suppress(ServiceError):  # a replica that Serve's own commands deployed may still start
+                self.model.connection.service = self._state().id
             return
         packed = import_ray().cloudpickle.dumps(factory or partial(_by_value, model))
         small = factory is not None and len(packed) <= _SMALL
@@ -122,12 +124,15 @@ class ScoringService:
         if not ray.is_initialized():
             ray.init(log_to_driver=False)
         deadline = Deadline(timeout, f"the start of the service {spec.name!r}")
-        keeper, state = _join(spec, packed, deadline)
-        self.model = RemoteModel(spec.name, timeout=timeout, service=state.id)
-        self.model.connection.hold(keeper)
-        is_new = state.id == spec.id
+        self.model = RemoteModel(spec.name, timeout=timeout)
+        is_new = False
         try:
-            _wait_for_replicas(keeper, spec, deadline, needed=(spec.num_replicas or 1) if is_new else 1)
+            keeper, state = _join(self.model.connection, spec, packed, deadline)
+            self.model.connection.service, is_new = state.id, state.id == spec.id
+            scaling = spec.options.get("autoscaling_config") or {}
+            first = scaling.get("initial_replicas") or scaling.get("min_replicas", 1)  # 0: started by the first request
+            needed = min(first, 1) if scaling else spec.num_replicas or 1
+            _wait_for_replicas(keeper, spec, deadline, needed=needed if is_new else min(needed, 1))
         except BaseException:
             if is_new:
                 self.shutdown()
@@ -192,11 +197,16 @@ class ScoringService:
         given = state_dict_of(_answer(weights, self.model.timeout) if isinstance(weights, ray.ObjectRef) else weights)
         if not given:
             raise ValueError("there are no weights in the update: pass at least one.")
+        if connection.service and self._state().id != connection.service:
+            raise connection.gone()
+        parts = 0
         try:
             for chunk in chunks_of(given.items()):
                 self._ask("stage", token, chunk)
+                parts += 1
             tensors, whole = self.model.call("check_weights", token)
-            pushed = PushedVersion(self._ask("commit", token, version, connection.newest, tensors, whole=whole))
+            number = self._ask("commit", token, version, connection.newest, tensors, whole=whole, parts=parts)
+            pushed = PushedVersion(number)
         except BaseException:
             with contextlib.suppress(Exception):
                 self._ask("drop", token)
@@ -224,7 +234,7 @@ class ScoringService:
         Clients cannot bring it back. A new :class:`ScoringService` may take the name.
         """
         ray = import_ray()
-        with contextlib.suppress(ServiceClosedError, ray.exceptions.RayActorError):
+        with contextlib.suppress(ServiceClosedError, ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             if self._is_own():
                 ray.get(self.model.connection.keeper().end.remote("it was shut down"), timeout=_END)
         deadline = time.monotonic() + _END
@@ -258,8 +268,8 @@ def _answer(reference: Any, timeout: float) -> Any:
     return answer
 
 
-def _join(spec: ServiceSpec, packed: bytes | None, deadline: Deadline) -> tuple[Any, State]:
-    """The keeper of the service, which has deployed it, and its state."""
+def _join(connection: Connection, spec: ServiceSpec, packed: bytes | None, deadline: Deadline) -> tuple[Any, State]:
+    """The keeper of the service, which has deployed it, and its state. ``connection`` holds the service."""
     import ray
 
     from torchrl_llm_kl.service._keeper import keeper_of
@@ -267,6 +277,7 @@ def _join(spec: ServiceSpec, packed: bytes | None, deadline: Deadline) -> tuple[
 
     while True:
         keeper = keeper_of(spec.name, spec, create=True)
+        connection.hold(keeper)  # before it joins: another driver, the last one so far, may end meanwhile
         try:
             _answer(keeper.join.remote(spec, packed, deploy), deadline.left)
             state = _answer(keeper.state.remote(), deadline.left)
@@ -285,8 +296,6 @@ def _wait_for_replicas(keeper: Any, spec: ServiceSpec, deadline: Deadline, *, ne
 
     while True:
         state: State = _answer(keeper.state.remote(), max(deadline.left, 1.0))
-        if state.failure is not None:
-            raise state.failure
         application = serve.status().applications.get(spec.name)
         if application is None:
             raise ServiceClosedError(f"the service {spec.name!r} was shut down while it started.")
@@ -294,6 +303,8 @@ def _wait_for_replicas(keeper: Any, spec: ServiceSpec, deadline: Deadline, *, ne
         running = sum(count for states in replicas for state, count in states.items() if state == "RUNNING")
         if running >= needed:
             return
+        if state.failure is not None:
+            raise state.failure
         if application.status == "DEPLOY_FAILED":
             raise ServiceError(f"the service {spec.name!r} did not start: {application.message}")
         if deadline.left <= 0:

@@ -117,6 +117,18 @@ async def test_a_request_whose_client_gave_up_is_not_scored():
     assert recorder.batches == [[0], [2]]
 
 
+async def test_errors_do_not_count_as_answers_and_a_stop_iteration_is_one():
+    """A model that only fails is probed. A future takes no ``StopIteration`` as its exception."""
+    batcher = queue(lambda jobs: [StopIteration("over")] * len(jobs))
+    before = batcher.last_answer
+    (error,) = await ask(batcher, job(0))
+    assert (type(error), str(error.__cause__)) == (RuntimeError, "over")
+    assert (batcher.last_answer, batcher.answered) == (before, 1)
+    batcher._score = Recorder(fails=[1])
+    assert (await ask(batcher, job(1), job(2)))[1] == 2
+    assert batcher.last_answer > before
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "text"),
     [

@@ -25,6 +25,7 @@ from torchrl_llm_kl.service import (
 )
 from torchrl_llm_kl.service._connection import Connection
 from torchrl_llm_kl.service._core import ScoringCore
+from torchrl_llm_kl.service._errors import VersionPending
 from torchrl_llm_kl.service._messages import PROTOCOL, check_protocol, read
 from torchrl_llm_kl.service._replica import digest_of
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
@@ -125,6 +126,48 @@ def test_a_replica_that_ended_is_replaced_and_the_request_is_marked():
     assert_local(made.make_scorer())
     assert [message["tries"] for message in made.connection.messages] == [0, 1, 2]
     assert made.retries == 2
+
+
+@pytest.mark.parametrize("error", [ray.exceptions.OutOfMemoryError("full"), ray.exceptions.NodeDiedError("gone")])
+def test_a_replica_that_the_machine_ended_is_replaced_too(error):
+    made = remote([error])
+    assert_local(made.make_scorer())
+    assert made.retries == 1
+
+
+def test_a_version_that_is_not_pushed_yet_is_asked_for_again():
+    """A request that waits holds no place in the replica: the push needs one."""
+    made = remote([lambda: VersionPending("3")], [lambda: VersionPending("3")])
+    made.version = 0
+    assert_local(made.make_scorer())
+    assert [message["tries"] for message in made.connection.messages] == [0, 0, 0]
+    assert made.retries == 0
+    made = remote(*[[lambda: VersionPending("version 3 is not there")]] * 9, timeout=0.1)
+    with pytest.raises(ServiceTimeout, match=r"took more than 0.1 s: version 3 is not there"):
+        made.make_scorer().score(sequences())
+
+
+def test_an_error_of_one_part_withdraws_the_others():
+    made = remote([lambda: RuntimeError("no room")], part_size=12)
+    with pytest.raises(RuntimeError, match="no room"):
+        made.make_scorer().score(sequences(count=6))
+    assert len(made.connection.responses) > 1
+    assert all(response.withdrawn for response in made.connection.responses)
+
+
+async def test_calls_and_broadcasts_in_an_event_loop():
+    """As in a notebook: Serve refuses to wait in the thread of a loop."""
+
+    def refuses(**given):
+        with pytest.raises(RuntimeError):
+            asyncio.get_running_loop()
+        return ["answer"]
+
+    made = Fake()
+    made.send = lambda method: SimpleNamespace(result=refuses)
+    made._handle = SimpleNamespace(broadcast=lambda method: SimpleNamespace(results=refuses))
+    assert made.call("interface", timeout=1.0) == ["answer"]
+    assert made.broadcast("state", timeout=1.0) == ["answer"]
 
 
 def test_all_scores_of_a_call_come_from_one_version():

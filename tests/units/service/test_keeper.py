@@ -7,7 +7,7 @@ import torch
 
 from load import job_of
 from remote_models import model
-from torchrl_llm_kl.service import ServiceConfigError, ServiceError, WeightVersionError, _keeper
+from torchrl_llm_kl.service import ServiceConfigError, ServiceError, WeightVersionError, _keeper, _replica
 from torchrl_llm_kl.service._keeper import Keeper
 from torchrl_llm_kl.service._spec import ServiceSpec, Settings
 from torchrl_llm_kl.service._weights import MAX_VERSION, check_version, chunks_of, tensors_of
@@ -20,9 +20,14 @@ ALL = ["body", "head"]
 @pytest.fixture
 def context(monkeypatch):
     """Ray's context of an actor; objects are kept as they are, and nothing is deployed."""
-    context = SimpleNamespace(deployed=[])
-    fake = SimpleNamespace(put=lambda value: value, get_runtime_context=lambda: context)
+    context = SimpleNamespace(deployed=[], current_actor="keeper", killed=[], deleted=[], applications={})
+    fake = SimpleNamespace(put=lambda value: value, get_runtime_context=lambda: context, exceptions=ray.exceptions)
+    fake.kill = lambda actor, no_restart: context.killed.append(actor)
     monkeypatch.setattr(_keeper, "ray", fake)
+    monkeypatch.setattr(_keeper, "_LOOK", 0.01)
+    serve = SimpleNamespace(status=lambda: context, delete=context.deleted.append)
+    monkeypatch.setattr(_keeper, "serve", serve)
+    context.serve = serve
     monkeypatch.setattr(Keeper, "_watch", lambda self: None)
     return context
 
@@ -33,7 +38,7 @@ def spec(**given):
 
 async def push(keeper, token, version=None, *, seen=0, tensors=ALL, whole=False):
     await keeper.stage(token, f"chunk of {token}")
-    return await keeper.commit(token, version, seen, tensors, whole=whole)
+    return await keeper.commit(token, version, seen, tensors, whole=whole, parts=1)
 
 
 async def test_the_first_driver_deploys_and_later_ones_must_agree(context):
@@ -62,6 +67,54 @@ async def test_an_error_of_the_deployment_reaches_the_driver(context):
     assert str((await keeper.state()).failure) == "no such checkpoint"
 
 
+async def test_a_configuration_that_cannot_be_deployed_leaves_the_name_free(context):
+    def fails(spec):
+        raise ValueError("no such option")
+
+    def lost(spec):
+        raise ray.exceptions.ActorUnavailableError("Serve's controller restarts", None)
+
+    keeper = Keeper("name", spec())
+    assert isinstance(await keeper.join(spec(), None, lost), ray.exceptions.RayError)
+    assert keeper._ending is None
+    assert isinstance(await keeper.join(spec(), None, fails), ValueError)
+    await keeper._ending
+    assert (await keeper.state()).ended == "it could not be deployed"
+    assert context.killed == ["keeper"]
+
+
+async def test_the_end_is_tried_until_serve_has_deleted_the_application(context):
+    failures = [TimeoutError("it drains"), ray.exceptions.ActorUnavailableError("it restarts", None)]
+
+    def delete(name):
+        if failures:
+            raise failures.pop()
+        context.deleted.append(name)
+
+    context.applications["name"], context.serve.delete = SimpleNamespace(deployments={"Replica": None}), delete
+    await Keeper("name", spec()).end("it was shut down")
+    assert (context.deleted, context.killed) == (["name"], ["keeper"])
+
+
+async def test_the_application_of_somebody_else_is_not_deleted(context, monkeypatch):
+    context.applications["name"] = SimpleNamespace(deployments={"Chat": None, "Replica": None})
+    await Keeper("name", spec()).end("its last driver ended")
+    assert (context.deleted, context.killed) == ([], ["keeper"])
+    monkeypatch.setattr(_replica, "serve", SimpleNamespace(start=lambda **given: None, status=lambda: context))
+    with pytest.raises(ServiceError, match="Serve has another application with the name 'name': choose another name="):
+        _replica.deploy(spec())
+
+
+def test_no_service_is_left_after_serve_was_shut_down(context):
+    """Serve caches its controller, which is dead then."""
+
+    def status():
+        raise ray.exceptions.ActorDiedError()
+
+    context.serve.status = status
+    assert not _keeper.is_deployed("name")
+
+
 async def test_versions_increase_and_are_never_given_twice(context):
     keeper = Keeper("name", spec())
     assert await push(keeper, "a") == 1
@@ -80,7 +133,17 @@ async def test_a_push_that_was_dropped_changes_nothing(context):
     assert (await keeper.staged("a")).chunks == [1]
     await keeper.drop("a")
     assert (await keeper.staged("a")).chunks == []
-    assert isinstance(await keeper.commit("a", None, 0, ALL, whole=True), ServiceError)
+    assert isinstance(await keeper.commit("a", None, 0, ALL, whole=True, parts=1), ServiceError)
+    assert await keeper.newest(0) == (0, [], False)
+
+
+async def test_a_push_that_is_not_complete_changes_nothing(context):
+    """The keeper started again between two chunks."""
+    keeper = Keeper("name", spec())
+    await keeper.stage("a", "the second of two chunks")
+    error = await keeper.commit("a", None, 0, ["head"], whole=False, parts=2)
+    assert isinstance(error, ServiceError)
+    assert "push them again" in str(error)
     assert await keeper.newest(0) == (0, [], False)
 
 
@@ -116,6 +179,14 @@ async def test_a_replica_with_another_checkpoint_is_refused_unless_pushed_weight
     await push(keeper, "b", whole=True)
     assert (await keeper.started("y")).version == 2
     assert (await keeper.state()).fingerprint == "x"
+
+
+async def test_serves_own_commands_may_deploy_another_model_under_the_name(context):
+    keeper = Keeper("name", None)
+    assert await keeper.started("x", "args") == (0, [], False)
+    assert isinstance(await keeper.started("y", "args"), ServiceError)
+    assert await keeper.started("y", "other args") == (0, [], False)
+    assert isinstance(await Keeper("name", spec()).started("x", "args"), tuple)
 
 
 async def test_trials_are_counted_until_a_replica_survives(context):

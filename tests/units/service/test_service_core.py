@@ -58,6 +58,25 @@ def test_weights_that_do_not_fit_change_nothing():
     assert all(torch.equal(engine.model.state_dict()[key], value) for key, value in before.items())
 
 
+def test_weights_that_are_copied_in_part_end_the_engine():
+    """Scores of a mixture of two versions would be wrong under either one."""
+    engine, copies = TransformersEngine(model()), []
+    weights = {name: value.clone() for name, value in model(1).state_dict().items()}
+
+    class Full:
+        def copy_(self, value):
+            raise RuntimeError("no room")
+
+    first, second, *_ = weights
+    for bad, error in ((first, RuntimeError), (second, EngineLost)):
+        own = {**engine.model.state_dict(keep_vars=True), bad: Full()}
+        engine._module = lambda own=own: SimpleNamespace(state_dict=lambda keep_vars: own)
+        with pytest.raises(error, match="no room") as caught:
+            engine.update_weights(weights, checked=True)
+        copies.append(type(caught.value))
+    assert copies == [RuntimeError, EngineLost]
+
+
 @pytest.mark.parametrize(
     ("dtype", "largest"),
     [(torch.float32, 1e300), (torch.float16, 1e5), (torch.float16, -7e4), (torch.bfloat16, 3.4e38), (torch.float64, 0)],

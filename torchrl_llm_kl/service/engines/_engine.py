@@ -19,6 +19,7 @@ from torchrl_llm_kl.scoring import (
     Scores,
     fingerprint_of,
 )
+from torchrl_llm_kl.service._errors import EngineLost
 from torchrl_llm_kl.service._messages import ANSWERED, state_dict_of
 
 
@@ -145,14 +146,19 @@ class TransformersEngine:
         return own_of
 
     def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
-        """Copy ``weights`` into the model, in place. An error leaves the model unchanged.
+        """Copy ``weights`` into the model, in place. An error leaves the model unchanged, except for :class:`EngineLost`.
 
         ``checked`` weights are the result of :meth:`check_weights`, which is then not repeated.
         """
         own, fitting = self._module().state_dict(keep_vars=True), weights if checked else self.check_weights(weights)
         with torch.no_grad():
-            for name, value in fitting.items():
-                own[name].copy_(value)
+            for i, (name, value) in enumerate(fitting.items()):
+                try:
+                    own[name].copy_(value)
+                except Exception as error:
+                    if i == 0:
+                        raise
+                    raise EngineLost(f"only a part of the weights was copied: {error}") from error
                 self._steps += 1
         for scorer in self._scorers.values():
             scorer.forget()

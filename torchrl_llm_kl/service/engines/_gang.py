@@ -91,6 +91,7 @@ class GangEngine:
         self._lives: list[Any] = []
         self._group: Any = None
         self._lost: EngineLost | None = None
+        self._is_closed = False  # by its user, who needs no other gang
         self._lock, self._turn = threading.Lock(), threading.Lock()
         try:
             options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": dict(resources or {})}
@@ -201,7 +202,7 @@ class GangEngine:
 
     def _wait_for(self, method: str, arguments: Sequence[tuple[Any, ...]], limit: float | None) -> list[Any]:
         if self._lost is not None:
-            raise self._lost
+            raise self._lost.with_traceback(None)
         answers: list[Any] = [None] * len(arguments)
         waiting: dict[Any, int] = {}
         start = moved = time.monotonic()
@@ -244,24 +245,26 @@ class GangEngine:
         def watch() -> None:
             lives = list(self._lives)
             ended, _ = ray.wait(lives, num_returns=1)
-            with self._lock:
-                closed = not self._ranks
-            if not closed:
+            if not self._is_closed:
                 end(self._lose(f"rank {lives.index(ended[0])} died."))
 
         threading.Thread(target=watch, name="gang", daemon=True).start()
 
     def _lose(self, why: str) -> EngineLost:
         self._lost = self._lost or EngineLost(f"the gang of {len(self._progress)} ranks is lost: {why}")
-        self.close()
+        self._free()
         return self._lost
 
     def close(self) -> None:
         """End all ranks and free their resources."""
+        self._is_closed = True
+        self._lost = self._lost or EngineLost("the gang was closed.")
+        self._free()
+
+    def _free(self) -> None:
         with self._lock:
             ranks, group = self._ranks, self._group
             self._ranks, self._group = [], None
-        self._lost = self._lost or EngineLost("the gang was closed.")
         with contextlib.suppress(Exception):  # the cluster may be gone
             for rank in ranks:
                 ray.kill(rank, no_restart=True)
