@@ -266,7 +266,7 @@ class Lookup:
             name: [blake2b(text, digest_size=KEY_BYTES, key=context).digest() for text in texts]
             for name, context in contexts.items()
         }
-        # Of all tokens, NaN where unknown: what was stored, and what is computed.
+        # One value for each token: stored or computed, NaN where neither is known yet.
         self._known = {name: store.read(keys, self._lengths, _SPANS[name]) for name, keys in self._keys.items()}
         self._new: dict[str, np.ndarray] = {}
         self._missing = self._mask & np.logical_or.reduce([np.isnan(values) for values in self._known.values()])

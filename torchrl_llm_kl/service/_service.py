@@ -152,7 +152,7 @@ class ScoringService:
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the factory's model, see :func:`~torchrl_llm_kl.scoring.fingerprint_of`; None for an engine without weights."""
+        """Fingerprint of the model (:func:`~torchrl_llm_kl.scoring.fingerprint_of`); None for an engine without weights."""
         return self._state().fingerprint
 
     def _state(self) -> State:
