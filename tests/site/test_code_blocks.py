@@ -36,9 +36,9 @@ from torchrl_llm_kl import Advantage, LogProbScorer, RetrieveKL, Sampling, diagn
 from torchrl_llm_kl.advantages._registry import _REGISTRY as ADVANTAGES
 from torchrl_llm_kl.algorithms import ALGORITHMS
 from torchrl_llm_kl.cli._commands import app
-from torchrl_llm_kl.estimators import _table
-from torchrl_llm_kl.estimators._controllers import _CONTROLLERS as CONTROLLERS
-from torchrl_llm_kl.estimators._table import _REGISTRY as ESTIMATORS
+from torchrl_llm_kl.estimators import _per_token
+from torchrl_llm_kl.estimators._coefficients import _CONTROLLERS as CONTROLLERS
+from torchrl_llm_kl.estimators._per_token import _REGISTRY as ESTIMATORS
 from torchrl_llm_kl.losses._objective import _REGISTRY as OBJECTIVES
 from toy_rollouts import collect, flat, make_env, make_model, make_policy, make_tokenizer
 
@@ -258,7 +258,7 @@ def surroundings(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(loader, "from_pretrained", load)
     for registry in REGISTRIES:
         monkeypatch.setattr(registry, "_items", dict(registry._items))
-    monkeypatch.setattr(_table, "_CONTRACTS", dict(_table._CONTRACTS))
+    monkeypatch.setattr(_per_token, "_CONTRACTS", dict(_per_token._CONTRACTS))
     with tensordict.set_list_to_stack(True), torch.random.fork_rng():
         torch.manual_seed(0)
         yield

@@ -5,14 +5,12 @@ from typing import Literal
 from torchrl_llm_kl.estimators._coefficients import (
     AdaptiveEntropyCoefficient as AdaptiveEntropyCoefficient,
     AdaptiveKLCoefficient as AdaptiveKLCoefficient,
-    FixedKLCoefficient as FixedKLCoefficient,
-    ScheduledCoefficient as ScheduledCoefficient,
-    as_coefficient as as_coefficient,
-)
-from torchrl_llm_kl.estimators._controllers import (
     DualKLCoefficient as DualKLCoefficient,
     DualParametrisation as DualParametrisation,
+    FixedKLCoefficient as FixedKLCoefficient,
     PIKLCoefficient as PIKLCoefficient,
+    ScheduledCoefficient as ScheduledCoefficient,
+    as_coefficient as as_coefficient,
     controller as controller,
     get_controller as get_controller,
 )
@@ -22,26 +20,24 @@ from torchrl_llm_kl.estimators._exact import (
     top_k_divergence as top_k_divergence,
 )
 from torchrl_llm_kl.estimators._per_token import (
+    QUANTITIES as QUANTITIES,
+    EstimatorContract as EstimatorContract,
+    KLPlacementWarning as KLPlacementWarning,
     StraightThrough as StraightThrough,
+    UnknownEstimatorError as UnknownEstimatorError,
     abs_ as abs_,
+    available_estimators as available_estimators,
+    check_placement as check_placement,
+    contracts as contracts,
     corrected_k3 as corrected_k3,
     estimator as estimator,
+    estimator_table as estimator_table,
+    get_estimator as get_estimator,
     k1 as k1,
     k2 as k2,
     k3 as k3,
     low_var_kl as low_var_kl,
     none_ as none_,
-)
-from torchrl_llm_kl.estimators._table import (
-    QUANTITIES as QUANTITIES,
-    EstimatorContract as EstimatorContract,
-    KLPlacementWarning as KLPlacementWarning,
-    UnknownEstimatorError as UnknownEstimatorError,
-    available_estimators as available_estimators,
-    check_placement as check_placement,
-    contracts as contracts,
-    estimator_table as estimator_table,
-    get_estimator as get_estimator,
 )
 
 # isort: split

@@ -70,17 +70,7 @@ def exact_kl(
     arXiv 2306.13649, generalized Jensen-Shannon with the teacher as first distribution.
     """
     check_range(1, chunk_size=chunk_size)
-    for prefix, states, head in (("", hidden, weight), ("ref_", ref_hidden, ref_weight)):
-        if states.ndim < 2 or head.ndim != 2 or states.shape[-1] != head.shape[1]:
-            raise ValueError(
-                f"{prefix}hidden has shape {tuple(states.shape)} and {prefix}weight has shape {tuple(head.shape)}; "
-                "expected [*B, T, H] and [V, H]."
-            )
-    if hidden.shape[:-1] != ref_hidden.shape[:-1]:
-        raise ValueError(
-            f"hidden has shape {tuple(hidden.shape)} but ref_hidden has shape {tuple(ref_hidden.shape)}; "
-            "all but the last dimension must be equal."
-        )
+    check_same_shape(hidden=hidden[..., 0], ref_hidden=ref_hidden[..., 0])
     double = [torch.float64 in (hidden.dtype, weight.dtype), torch.float64 in (ref_hidden.dtype, ref_weight.dtype)]
     product_dtype = torch.float64 if double[0] != double[1] else None
     pair = linear_pair(
@@ -119,11 +109,6 @@ def exact_kl_from_logits(
         tensor([0.1438])
     """
     check_range(1, chunk_size=chunk_size)
-    if logits.shape[-1] != ref_logits.shape[-1]:
-        raise ValueError(
-            f"logits covers a vocabulary of {logits.shape[-1]} tokens but ref_logits one of {ref_logits.shape[-1]}; an "
-            "exact KL needs the same tokens in order. If one head is only padded, cut both to the common vocabulary."
-        )
     check_same_shape(logits=logits, ref_logits=ref_logits)
     rows = [t.flatten(0, -2) if t.ndim > 1 else t[None] for t in (logits, ref_logits)]
     flat = logits_kl(*rows, direction=direction, beta=beta, temperature=temperature, chunk=chunk_size)

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from refused import refused
 from torchrl_llm_kl import AdaptiveKLCoefficient, DualKLCoefficient, PIKLCoefficient, estimators
-from torchrl_llm_kl.estimators import AdaptiveEntropyCoefficient, FixedKLCoefficient, _controllers, as_coefficient
+from torchrl_llm_kl.estimators import AdaptiveEntropyCoefficient, FixedKLCoefficient, _coefficients, as_coefficient
 
 
 def ziegler(**changes):
@@ -291,12 +291,8 @@ test_bad_updates = refused(
     lambda make, arguments: make().update(*arguments),
     (ziegler, (0.0, -1), r"n=-1 with horizon=100: expected 0 <= n < 5 \* horizon"),  # it could flip the sign
     (ziegler, (0.0, 500), r"n=500 with horizon=100: expected 0 <= n < 5 \* horizon"),
-    (ziegler, (torch.zeros(3), 1), r"current_kl must have one element, got shape \(3,\)"),
-    (entropy, (torch.zeros(2),), r"current_entropy must have one element, got shape \(2,\): reduce it"),
-    (pi, (torch.zeros(3), 1), r"current_kl must have one element, got shape \(3,\)"),
     (pi, (0.5, -1), "n is -1; expected the number of samples"),
     (pi, (0.5, math.nan), "n is nan"),
-    (pi, (0.5, torch.ones(2)), r"n must have one element, got shape \(2,\)"),
 )
 
 
@@ -310,54 +306,25 @@ def test_no_samples_change_nothing_and_ranks_need_a_group():
         pi().update(0.5, 1, all_ranks=True)
 
 
-OF_CONTROLLERS = [
-    ({"init": 0.0}, "expected 0 < low <= init <= high and finite, got low=0.0001, init=0.0"),
-    ({"init": math.nan}, "init=nan"),
-    ({"low": 0.3}, "got low=0.3, init=0.2"),
-    ({"low": 0.0}, "got low=0.0, init=0.2"),
-    ({"high": math.inf}, "high=inf"),
-    ({"target": -0.5}, "target must be finite and positive, got -0.5"),
-    ({"max_step": 0.0}, "max_step must be finite and positive, got 0"),
-    ({"smoothing": 1.0}, "smoothing must be at least 0 and below 1, got 1.0"),
-    ({"warmup": -1}, "warmup must be a whole number of updates, 0 for none, got -1"),
-    ({"warmup": 0.5}, "warmup must be a whole number"),
-]
-
-
 test_bad_settings = refused(
     lambda make, changes: make(**changes),
-    (FixedKLCoefficient, {"value": math.inf}, "the KL coefficient must be finite, got inf"),
-    (ziegler, {"init": -0.1}, "init must be finite and not negative, got -0.1"),
-    (ziegler, {"init": math.nan}, "init must be finite"),
-    (ziegler, {"target": 0.0}, "target must be finite and positive, got 0.0"),
-    (ziegler, {"horizon": 0}, "horizon must be finite and positive, got 0"),
-    (ziegler, {"horizon": math.inf}, "horizon must be finite and positive, got inf"),
-    *((make, *case) for make in (pi, dual) for case in OF_CONTROLLERS),
-    (pi, {"proportional": -0.1}, "proportional must be finite and at least 0"),
-    (pi, {"integral": 0.0}, "integral must be finite and positive, got 0.0"),
-    (dual, {"rate": math.inf}, "rate must be finite and positive, got inf"),
+    (ziegler, {"init": -0.1}, "init must be at least 0, got -0.1"),
+    (ziegler, {"horizon": 0}, "horizon must be greater than 0, got 0"),
+    (pi, {"init": 0.0}, "init must be greater than 0, got 0.0"),
+    (pi, {"low": 0.3}, "expected 0 <= low <= init <= high, got low=0.3, init=0.2 and high=100"),
+    (dual, {"target": math.nan}, "target must be greater than 0, got nan"),
+    (pi, {"smoothing": 1.0}, "smoothing must be at least 0 and less than 1, got 1.0"),
+    (dual, {"warmup": -1}, "warmup must be at least 0, got -1"),
     (dual, {"parametrisation": "exp"}, "parametrisation must be one of 'log', 'softplus', got 'exp'"),
-    (entropy, {"target": 0.0}, "target must be finite and positive, got 0.0"),
-    (entropy, {"delta": -0.1}, "delta must be finite and positive, got -0.1"),
-    (entropy, {"low": -0.1}, "expected 0 <= low <= init <= high and finite, got low=-0.1, init=0.18 and high=0.6"),
-    (entropy, {"init": 0.7}, "got low=0.01, init=0.7 and high=0.6"),
-    (entropy, {"high": math.inf}, "high=inf"),
-    (entropy, {"init": math.nan}, "init=nan"),
+    (entropy, {"init": 0.7}, "expected 0 <= low <= init <= high, got low=0.01, init=0.7 and high=0.6"),
 )
 
 
 test_as_coefficient_of_invalid_input = refused(
     as_coefficient,
-    ("0.1", TypeError, "got str"),
-    (True, TypeError, "got bool"),
-    (None, TypeError, "got NoneType"),
-    (nn.Linear(1, 1), TypeError, r"Linear has no method update"),
-    (torch.zeros(2), ValueError, r"one element, got shape \(2,\)"),
-    (nn.Parameter(torch.tensor(0.1)), ValueError, "requires grad"),
-    (math.nan, ValueError, "must be a finite number of at least 0, got nan"),
-    (math.inf, ValueError, "must be a finite number of at least 0, got inf"),
-    (-1, ValueError, r"at least 0, got -1: .* Pass FixedKLCoefficient\(-1\) if that is meant"),
-    (torch.tensor([-0.5]), ValueError, r"at least 0, got -0.5: .* Pass FixedKLCoefficient\(-0.5\) if that is"),
+    (nn.Parameter(torch.tensor(0.1)), "requires grad"),
+    (math.nan, "must be a finite number of at least 0, got nan"),
+    (torch.tensor([-0.5]), r"at least 0, got -0.5: .* Pass FixedKLCoefficient\(-0.5\) if that is"),
 )
 
 
@@ -376,7 +343,7 @@ def test_settings_are_shown():
 
 
 def test_controllers_have_names_also_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_controllers._CONTROLLERS, "_items", dict(_controllers._CONTROLLERS._items))
+    monkeypatch.setattr(_coefficients._CONTROLLERS, "_items", dict(_coefficients._CONTROLLERS._items))
     kinds = {"pi": PIKLCoefficient, "dual": DualKLCoefficient, "ziegler": AdaptiveKLCoefficient}
     assert {name: estimators.get_controller(name) for name in kinds} == kinds
 

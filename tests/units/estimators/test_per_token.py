@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from torchrl_llm_kl import estimators, losses
-from torchrl_llm_kl.estimators import _table, available_estimators, corrected_k3, get_estimator, k3, low_var_kl
+from torchrl_llm_kl.estimators import _per_token, available_estimators, corrected_k3, get_estimator, k3, low_var_kl
 
 PER_TOKEN = [name for name in available_estimators() if name != "exact"]
 E = math.e
@@ -137,8 +137,8 @@ def test_unknown_names_get_a_suggestion(name, near):
 
 def test_an_estimator_of_ones_own_works_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a name is taken, with the gradient of k2 under a ``+``, and with the warning of its contract."""
-    monkeypatch.setattr(_table._REGISTRY, "_items", dict(_table._REGISTRY._items))
-    monkeypatch.setattr(_table, "_CONTRACTS", dict(_table._CONTRACTS))
+    monkeypatch.setattr(_per_token._REGISTRY, "_items", dict(_per_token._REGISTRY._items))
+    monkeypatch.setattr(_per_token, "_CONTRACTS", dict(_per_token._CONTRACTS))
 
     @estimators.estimator(estimators.EstimatorContract("fourth", False, "zero", "none"))
     def fourth(log_prob, ref_log_prob, old_log_prob=None):
