@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -68,12 +68,8 @@ def narrow(values: Tensor) -> Tensor:
     return values.int() if values.dtype == torch.long and fits else values
 
 
-def array_of(arrays: Arrays, name: str, count: int) -> Tensor:
-    """An array of ``count`` integers as int64; a ValueError for another."""
-    array = arrays.get(name)
-    if array is None or array.dtype.kind != "i" or array.shape != (count,):
-        shown = "missing" if array is None else f"{array.dtype} {array.shape}"
-        raise ValueError(f"the array {name!r} of a request must hold {count} integers, it is {shown}.")
+def longs(array: np.ndarray) -> Tensor:
+    """The integers of an array as int64."""
     return torch.from_numpy(array.astype(np.int64))
 
 
@@ -81,20 +77,16 @@ def array_of(arrays: Arrays, name: str, count: int) -> Tensor:
 
 
 class TokenIntegers(FieldKind[Tensor]):
-    """Integers ``[N, *F]``, with ``at_least`` dimensions ``F``, none of size 0."""
-
-    def __init__(self, at_least: int) -> None:
-        self.at_least = at_least
+    """Integers ``[N, *F]``, with at least one dimension ``F``."""
 
     def check(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> Tensor | None:
         """See :class:`FieldKind`."""
-        if not isinstance(given, Tensor) or given.is_floating_point() or given.dtype == torch.bool:
-            kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
-            raise ValueError(f"{name} must be a tensor of integers, got {kind}.")
-        count, shape = tokens.values.shape[0], tuple(given.shape)
-        if len(shape) <= self.at_least or shape[0] != count or 0 in shape[1:]:
-            raise ValueError(f"{name} has shape {shape}: expected ({count}, ..., k), integers for each token.")
-        return given.detach().cpu().long()
+        values = cast(Tensor, given).detach().cpu()
+        if values.ndim < 2 or values.shape[0] != len(tokens.values) or not _holds_integers(values):
+            raise ValueError(
+                f"{name} has shape {tuple(values.shape)} of {values.dtype}: expected integers ({len(tokens.values)}, ..., k)."
+            )
+        return values.long()
 
     def select(self, value: Tensor, elements: Tensor, rows: Tensor) -> Tensor:
         """See :class:`FieldKind`."""
@@ -127,39 +119,39 @@ class ExpertIds(TokenIntegers):
     def check(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> Tensor:
         """See :class:`FieldKind`; ``given`` is of any form of :data:`RoutedExperts`."""
         count = tokens.values.shape[0]
-        if isinstance(given, Tensor) and given.is_nested:
-            given = Ragged.from_nested(given)
-        if isinstance(given, Tensor):
+        if isinstance(given, Tensor) and not given.is_nested:
             values = given.detach().cpu()
             slots = tokens.container.batch_shape.numel(), sum(tokens.container.row_sizes)
             if values.ndim > 3 and (values.shape[:-3].numel(), values.shape[:-2].numel()) == slots:
                 values = values.flatten(0, -3) if tokens.keep is None else values.flatten(0, -3)[tokens.keep]
-            if values.ndim != 3 or values.shape[0] != count or 0 in values.shape[1:]:
-                raise ValueError(f"{name} has shape {tuple(given.shape)}: expected ({count}, layers, experts).")
-            return _signed_experts(name, values)
-        given = given.to_list() if isinstance(given, Ragged) else given
-        assert isinstance(given, Sequence), "a sequence of tensors"
-        rows = [torch.as_tensor(row).detach().cpu() for row in given]
+            return _signed_experts(name, values, count)
+        given = Ragged.from_nested(given) if isinstance(given, Tensor) else given
+        given = given.to_list() if isinstance(given, Ragged) else cast(Sequence[Tensor], given)
         lengths = tokens.lengths.tolist()
-        if len(rows) != len(lengths):
-            raise ValueError(
-                f"{name} has {len(rows)} sequences, the tokens have {len(lengths)}: expected one for each."
-            )
-        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            if row.ndim != 3 or row.shape[0] not in (length, length - 1):
-                raise ValueError(
-                    f"{name} of sequence {i} has shape {tuple(row.shape)}: expected ({length}, layers, experts), or "
-                    f"{max(length - 1, 0)} rows if the last token was not forwarded."
-                )
-        joined = Ragged.from_list([_signed_experts(name, row) for row in rows])
+        if len(given) != len(lengths):
+            raise ValueError(f"{name} has {len(given)} sequences, the tokens have {len(lengths)}.")
+        # An engine does not forward the last token of a sequence, and may leave it out of its record.
+        rows = [
+            _signed_experts(f"{name} of sequence {i}", torch.as_tensor(row).detach().cpu(), length, length - 1)
+            for i, (row, length) in enumerate(zip(given, lengths, strict=True))
+        ]
+        joined = Ragged.from_list(rows)
         out = joined.values.new_full((count, *joined.values.shape[1:]), -1)
         out[tokens.first(joined.lengths)] = joined.values
         return out
 
 
-def _signed_experts(name: str, values: Tensor) -> Tensor:
-    if values.is_floating_point() or values.dtype == torch.bool:
-        raise ValueError(f"{name} holds {values.dtype}: expected integers, the ids of experts.")
+def _holds_integers(values: Tensor) -> bool:
+    return not values.is_floating_point() and values.dtype != torch.bool
+
+
+def _signed_experts(name: str, values: Tensor, *counts: int) -> Tensor:
+    """Expert ids ``[count, L, k]`` in a signed dtype, for one of the allowed ``counts`` of tokens."""
+    if values.ndim != 3 or values.shape[0] not in counts or not _holds_integers(values):
+        raise ValueError(
+            f"{name} has shape {tuple(values.shape)} of {values.dtype}: expected integers "
+            f"({' or '.join(map(str, counts))}, layers, experts)."
+        )
     wider = {torch.uint8: torch.int16, torch.uint16: torch.int32, torch.uint32: torch.int64}
     return values.to(wider.get(values.dtype, values.dtype))
 
@@ -172,20 +164,14 @@ class KeptIds(FieldKind[Kept]):
 
     def check(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> Kept:
         """See :class:`FieldKind`: each scored token is among those that were kept for it."""
-        if not isinstance(given, Kept):
-            raise TypeError(f"{name} must be a Kept, got {type(given).__name__}.")
-        ids, offsets = given.ids.detach().cpu().long(), given.offsets.cpu().long()
-        values, count = tokens.values, tokens.values.shape[0]
-        if offsets.shape != (count + 1,) or int(offsets[0]) != 0 or int(offsets[-1]) > len(ids):
+        ids, offsets = (x.detach().cpu().long() for x in cast(Kept, given)[:2])
+        values, count, counts = tokens.values, tokens.values.shape[0], offsets.diff()
+        ascends = offsets.shape == (count + 1,) and int(offsets[0]) == 0 and not bool((counts < 0).any())
+        if not ascends or int(offsets[-1]) > len(ids) or bool((ids < 0).any()):
             raise ValueError(
-                f"{name}.offsets must hold {count + 1} numbers from 0 to at most {len(ids)}, got {tuple(offsets.shape)}."
+                f"{name} must hold token ids of at least 0 and {count + 1} ascending offsets, from 0 to at most {len(ids)}."
             )
-        counts = offsets.diff()
-        if bool((counts < 0).any()):
-            raise ValueError(f"{name}.offsets must not descend.")
         kept = Kept(ids[: int(offsets[-1])], offsets)
-        if bool((kept.ids < 0).any()):
-            raise ValueError(f"{name} holds token id {int(kept.ids.min())}, expected at least 0.")
         rows = kept.rows
         is_kept = torch.zeros(count, dtype=torch.bool)
         is_kept[rows[kept.ids == values[rows]]] = True
@@ -217,8 +203,7 @@ class KeptIds(FieldKind[Kept]):
 
     def unpack(self, arrays: Arrays, tokens: Ragged, mask: Tensor) -> Kept:
         """See :class:`FieldKind`."""
-        counts = array_of(arrays, "counts", int(mask.sum()))
-        return spread_kept(array_of(arrays, "ids", int(counts.sum())), counts, mask)
+        return spread_kept(longs(arrays["ids"]), longs(arrays["counts"]), mask)
 
     def moved(self, name: str, value: Kept, source: Tensor, target: Tensor) -> Kept:
         """See :class:`FieldKind`."""

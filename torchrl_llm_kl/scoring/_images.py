@@ -22,7 +22,7 @@ from torchrl_llm_kl._numerics import send
 from torchrl_llm_kl._typing import ImageRows, Json
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._asked import asked, has
-from torchrl_llm_kl.scoring._fields import Arrays, FieldKind, array_of
+from torchrl_llm_kl.scoring._fields import Arrays, FieldKind, longs
 from torchrl_llm_kl.scoring._model import Setup, call, find_body
 from torchrl_llm_kl.scoring._wrapping import unwrapped
 
@@ -70,7 +70,7 @@ class RowImages:
         known: dict[object, list[tuple[Mapping[str, Tensor], bytes]]] = {}  # rows may share memory
         every: list[list[tuple[Mapping[str, Tensor], bytes]]] = []
         for row, record in enumerate(rows):
-            tensors = {} if record is None else _row_tensors(record, row)
+            tensors = {} if record is None else _row_tensors(record)
             same = tuple((name, t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in sorted(tensors.items()))
             if same not in known:
                 known[same] = [(image, _digest_of(image)) for image in (_images_of(tensors, row) if tensors else [])]
@@ -134,21 +134,15 @@ class ImageField(FieldKind[RowImages]):
 
     def unpack(self, arrays: Arrays, tokens: Ragged, mask: Tensor) -> RowImages:
         """See :class:`FieldKind`."""
-        counts = array_of(arrays, "counts", tokens.num_sequences)
-        index = array_of(arrays, "index", int(counts.sum()))
         columns: dict[str, list[Tensor]] = {}
         for name in arrays.keys() - {"counts", "index"}:
             if not name.endswith(".shapes"):
                 shapes = arrays[f"{name}.shapes"]
                 flat = torch.from_numpy(arrays[name].copy()).split(shapes.prod(1).tolist())
                 columns[name] = [x.reshape(n) for x, n in zip(flat, shapes.tolist(), strict=True)]
-        number = {len(column) for column in columns.values()}
-        if len(number) != 1 or (len(index) and not (int(index.min()) >= 0 and int(index.max()) < max(number))):
-            raise ValueError(f"a request holds {sorted(number)} images and an index of others.")
         inputs = [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
-        for image in inputs:
-            _check_image(image, "of a request")
-        return _tidy(inputs, [_digest_of(image) for image in inputs], index, counts.tolist())
+        digests = [_digest_of(image) for image in inputs]
+        return _tidy(inputs, digests, longs(arrays["index"]), arrays["counts"].tolist())
 
     def moved(self, name: str, value: RowImages, source: Tensor, target: Tensor) -> RowImages:
         """See :class:`FieldKind`; the placeholders of the new prompts are counted when they are scored."""
@@ -159,56 +153,31 @@ def _tidy(
     inputs: Sequence[Mapping[str, Tensor]], digests: Sequence[bytes], index: Tensor, counts: Sequence[int]
 ) -> RowImages:
     """Images of which equal ones are one, and none is unused."""
-    place: dict[bytes, int] = {}
-    kept: list[int] = []
-    new_index: list[int] = []
-    for i in index.tolist():
-        if digests[i] not in place:
-            place[digests[i]] = len(kept)
-            kept.append(i)
-        new_index.append(place[digests[i]])
-    chosen = tuple(inputs[i] for i in kept)
-    if len(names := {tuple(sorted(image)) for image in chosen}) > 1:
-        raise ValueError(f"images of one request have the names {sorted(names)}: expected those of one processor.")
-    index = torch.tensor(new_index, dtype=torch.long)
-    return RowImages(chosen, tuple(place), index, torch.tensor(list(counts), dtype=torch.long))
+    used = list(dict.fromkeys(digests[i] for i in index.tolist()))
+    first = {digest: image for digest, image in reversed(list(zip(digests, inputs, strict=True)))}
+    place = {digest: i for i, digest in enumerate(used)}
+    new_index = torch.tensor([place[digests[i]] for i in index.tolist()], dtype=torch.long)
+    return RowImages(
+        tuple(first[x] for x in used), tuple(used), new_index, torch.tensor(list(counts), dtype=torch.long)
+    )
 
 
-def _row_tensors(record: Mapping[str, object], row: int) -> dict[str, Tensor]:
+def _row_tensors(record: Mapping[str, object]) -> dict[str, Tensor]:
     """What a processor returned for a row's images, on the CPU, in numpy's types."""
-    if not has(record, "items"):
-        raise TypeError(f"images of row {row}: expected a processor's output or None, got {type(record).__name__}.")
-    tensors: dict[str, Tensor] = {}
-    for name, value in record.items():
-        if name in _OF_TOKENS or value is None:
-            continue
-        if not str(name).isidentifier() or "video" in name or "audio" in name or "input_features" in name:
-            raise ValueError(
-                f"images of row {row} have an entry {name!r:.40}: expected only images, no video or sound."
-            )
-        try:
-            tensor = torch.as_tensor(value).detach().cpu()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"images of row {row}: {name} is no tensor (return_tensors='pt'): {error!s:.80}") from None
-        tensor = tensor.to({torch.bfloat16: torch.float32, torch.bool: torch.uint8}.get(tensor.dtype, tensor.dtype))
-        tensors[name] = tensor
-    if tensors and _PIXELS not in tensors:
-        raise ValueError(
-            f"images of row {row} have {sorted(tensors)}, expected {_PIXELS} as the processor returns them."
-        )
-    return tensors
+    numpy_types = {torch.bfloat16: torch.float32, torch.bool: torch.uint8}
+    given = {
+        name: torch.as_tensor(x).detach().cpu()
+        for name, x in record.items()
+        if x is not None and name not in _OF_TOKENS
+    }
+    return {name: tensor.to(numpy_types.get(tensor.dtype, tensor.dtype)) for name, tensor in given.items()}
 
 
 def _images_of(tensors: Mapping[str, Tensor], row: int) -> list[dict[str, Tensor]]:
     """The images of a row apart."""
     pixels, grid = tensors[_PIXELS], tensors.get(_GRID)
-    where = f"of row {row}"
     if grid is not None:
         sizes = grid.reshape(-1, 3).prod(-1).tolist()
-        if sum(sizes) != len(pixels) or min(sizes, default=0) < 0:
-            raise ValueError(
-                f"images {where}: {_PIXELS} has {len(pixels)} patches and {_GRID} {sizes}: expected the sum."
-            )
         return [{_PIXELS: p, _GRID: g} for p, g in zip(pixels.split(sizes), grid.reshape(-1, 3), strict=True)]
     if pixels.ndim == 5 and _SIZES not in tensors:  # [1, images, channels, height, width]
         tensors = {name: t.squeeze(0) if len(t) == 1 else t for name, t in tensors.items()}
@@ -220,29 +189,12 @@ def _images_of(tensors: Mapping[str, Tensor], row: int) -> list[dict[str, Tensor
         if lacking := tensors.keys() - image.keys() - {_ALONE}:
             name = min(lacking)
             raise ValueError(
-                f"images {where}: {name} has the shape {tuple(tensors[name].shape)}, expected {count} images."
+                f"images of row {row}: {name} has shape {tuple(tensors[name].shape)}, expected {count} images."
             )
         if _ALONE in tensors:  # which decides how it is encoded
             image[_ALONE] = torch.tensor(1 if count == 1 else 2)
-        _check_image(image, where)
         images.append(image)
     return images
-
-
-def _check_image(image: Mapping[str, Tensor], where: str) -> None:
-    """Raise a ValueError unless the parts of an image fit."""
-    pixels, grid = image.get(_PIXELS), image.get(_GRID)
-    if pixels is None or not all(name.isidentifier() for name in image):
-        raise ValueError(f"images {where} have {sorted(image)}: expected {_PIXELS} as the processor returns it.")
-    dims = 2 if grid is not None or "image_position_ids" in image else 4 if _SIZES in image else 3
-    fits = pixels.ndim == dims and pixels.is_floating_point() and 0 not in pixels.shape
-    if grid is not None:
-        fits = fits and grid.shape == (3,) and min(grid.tolist()) > 0 and int(grid.prod()) == len(pixels)
-    if not fits:
-        raise ValueError(
-            f"images {where}: an image has {_PIXELS} {tuple(pixels.shape)} of {pixels.dtype}: expected {dims} dimensions, as "
-            "the processor returns them for this row."
-        )
 
 
 def _digest_of(image: Mapping[str, Tensor]) -> bytes:
@@ -429,7 +381,6 @@ def _watched(decoder: nn.Module | None) -> Iterator[Json]:
     """Context: calls of the language model return their embeddings without running it; their arguments are in the dict."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
-    assert decoder is not None, "packs need a body"
     seen: Json = {}
 
     def forward(*_: object, inputs_embeds: Tensor | None = None, **given: object) -> BaseModelOutputWithPast:

@@ -71,22 +71,17 @@ def read_sequences(
     elif isinstance(sequences, Tensor):
         tokens = Ragged.from_nested(sequences)
     elif isinstance(sequences, (list, tuple)):
-        tokens = Ragged.from_list([_row_tensor(i, row, torch.long) for i, row in enumerate(sequences)])
+        tokens = Ragged.from_list([_row_tensor(row, torch.long) for row in sequences])
     else:
         raise TypeError(
             f"expected a Ragged, a list of token id lists, or a padded tensor, got {type(sequences).__name__}."
         )
-    return tokens, mask if mask is None or isinstance(mask, Tensor) else _mask_of_rows(mask, tokens)
+    return tokens, _flat_mask(mask, tokens)
 
 
 def _read_padded(ids: Tensor, mask: TokenMask | None, attention_mask: Tensor | None) -> tuple[Ragged, Tensor | None]:
-    shape = tuple(ids.shape)
-    if ids.ndim < 2:
-        raise ValueError(f"token ids must be a tensor [*B, T], got shape {shape}: pass a list of such rows.")
     if attention_mask is None:
-        raise ValueError(f"token ids of shape {shape} may be padded: pass attention_mask=, or a list of rows.")
-    if attention_mask.shape != ids.shape:
-        raise ValueError(f"attention_mask: expected shape {shape} of the token ids, got {tuple(attention_mask.shape)}.")
+        raise ValueError(f"token ids {tuple(ids.shape)} may be padded: pass attention_mask=, or a list of rows.")
     if ids.device.type != "cpu":
         dense = [mask] if isinstance(mask, Tensor) else []
         host, attention_mask, *dense = to_host(ids, attention_mask, *dense)
@@ -97,40 +92,27 @@ def _read_padded(ids: Tensor, mask: TokenMask | None, attention_mask: Tensor | N
         raise ValueError("attention_mask must hold 1 at tokens and 0 at padding, found other numbers.")
     real = attention_mask.to(ids.device).bool()
     if isinstance(mask, Tensor) and mask.shape == ids.shape:
-        check_is_mask(mask=mask)
         mask = mask.to(ids.device)
-        padding = (mask & ~real).reshape(-1, ids.shape[-1]).nonzero().tolist()
-        if padding:
-            row, slot = padding[0]
-            raise ValueError(
-                f"the mask selects padding: sequence {row}, slot {slot}. Pass mask & attention_mask.bool()."
-            )
+        if bool(mask[~real].any()):
+            raise ValueError("the mask selects padding: pass mask & attention_mask.bool().")
         mask = mask[real]
     tokens = Ragged.from_padded(ids, mask=real, batch_dims=ids.ndim - 1)
-    return tokens, mask if mask is None or isinstance(mask, Tensor) else _mask_of_rows(mask, tokens)
+    return tokens, _flat_mask(mask, tokens)
 
 
-def _mask_of_rows(mask: Ragged | Sequence[Tensor | Sequence[bool]], tokens: Ragged) -> Tensor:
-    flat = (
-        mask
-        if isinstance(mask, Ragged)
-        else Ragged.from_list([_row_tensor(i, row, torch.bool) for i, row in enumerate(mask)])
-    )
+def _flat_mask(mask: TokenMask | None, tokens: Ragged) -> Tensor | None:
+    """The mask of rows, end to end."""
+    if mask is None or isinstance(mask, Tensor):
+        return mask
+    flat = mask if isinstance(mask, Ragged) else Ragged.from_list([_row_tensor(row, torch.bool) for row in mask])
     if flat.sizes != tokens.sizes:
-        raise ValueError(
-            f"the mask must have one bool for each token, rows of {tokens.sizes}, got rows of {flat.sizes}."
-        )
+        raise ValueError(f"the mask has rows of {flat.sizes} tokens: expected {tokens.sizes}, one bool for each token.")
     return flat.values
 
 
-def _row_tensor(i: int, row: Tensor | Sequence[int] | Sequence[bool], empty: torch.dtype) -> Tensor:
-    """Row ``i`` as a tensor ``[T]``; ``empty`` is the dtype of a list without elements."""
-    if isinstance(row, Tensor):
-        return row
-    try:
-        return torch.tensor(row, dtype=None if len(row) else empty)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"expected a list of rows of numbers, found {row!r:.60} as row {i}.") from error
+def _row_tensor(row: Tensor | Sequence[int] | Sequence[bool], empty: torch.dtype) -> Tensor:
+    """A row as a tensor ``[T]``. A list without elements gets the dtype ``empty``."""
+    return row if isinstance(row, Tensor) else torch.tensor(row, dtype=None if len(row) else empty)
 
 
 class PaddedBatch(NamedTuple):
@@ -173,9 +155,9 @@ class ScoreRequest:
     mask: Tensor
     layout: Ragged
     kept: Kept | None = field(default=None, metadata={"kind": KeptIds()})
-    top_ids: Tensor | None = field(default=None, metadata={"kind": TokenIntegers(at_least=1)})
-    routing: Tensor | None = field(default=None, metadata={"kind": ExpertIds(at_least=2)})
-    ref_routing: Tensor | None = field(default=None, metadata={"kind": ExpertIds(at_least=2)})
+    top_ids: Tensor | None = field(default=None, metadata={"kind": TokenIntegers()})
+    routing: Tensor | None = field(default=None, metadata={"kind": ExpertIds()})
+    ref_routing: Tensor | None = field(default=None, metadata={"kind": ExpertIds()})
     images: RowImages | None = field(default=None, metadata={"kind": ImageField()})
     whole: bool = False  # forward scored sequences to their end: for models whose positions depend on the length
 
@@ -227,7 +209,7 @@ class ScoreRequest:
             )
         host, *masks = layout.to_host(*([] if flat is None else [flat]))
         tokens = Ragged(host.values.detach().long(), host.lengths, layout.container, host.keep)
-        scored = _checked_mask(tokens, masks[0]) if masks else _all_but_first(tokens)
+        scored = _checked_mask(tokens, masks[0]) if masks else tokens.positions > 0
         every = {"kept": kept, "top_ids": top_ids, "routing": routing, "ref_routing": ref_routing, "images": images}
         given = {name: value for name, value in every.items() if value is not None}
         checked: FieldValues = {name: FIELDS[name].check(name, x, tokens, scored) for name, x in given.items()}
@@ -263,9 +245,6 @@ class ScoreRequest:
     @staticmethod
     def concat(requests: Sequence[ScoreRequest]) -> ScoreRequest:
         """The sequences of several requests of one :attr:`form`."""
-        forms = {request.form for request in requests}
-        if len(forms) != 1:
-            raise ValueError(f"expected requests with the same fields, found {sorted(forms)}.")
         every = [(request.tokens.values, request.tokens.lengths, request.mask) for request in requests]
         values, lengths, mask = map(torch.cat, zip(*every, strict=True))
         tokens, first = _laid_out(values, lengths), requests[0]
@@ -297,20 +276,13 @@ class ScoreRequest:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> ScoreRequest:
-        """The request of :meth:`to_arrays`, checked as :meth:`of` checks it; a ValueError for other arrays."""
+        """The request of :meth:`to_arrays`, checked as :meth:`of` checks it."""
         lengths, values, bits = (arrays[name] for name in ("lengths", "tokens", "mask"))
-        count, parts = len(values), {name: dict[str, np.ndarray]() for name in FIELDS}
-        if (lengths < 0).any() or lengths.sum() != count or bits.shape != ((count + 7) // 8,):
-            raise ValueError(
-                f"a request has {count} tokens, {len(bits)} bytes of a mask and the lengths {lengths.tolist()!s:.60}: expected "
-                "lengths that add up to the tokens, and a bit for each."
-            )
+        parts = {name: dict[str, np.ndarray]() for name in FIELDS}
         for name in arrays.keys() - {"lengths", "tokens", "mask"}:
             owner, _, part = name.partition(".")
-            if owner not in parts:
-                raise ValueError(f"a request has an unknown array {name!r:.60}.")
             parts[owner][part] = arrays[name]
-        mask = torch.from_numpy(np.unpackbits(bits, count=count).astype(bool))
+        mask = torch.from_numpy(np.unpackbits(bits, count=len(values)).astype(bool))
         tokens = _laid_out(torch.from_numpy(values.copy()), torch.from_numpy(lengths.astype(np.int64)))
         given: FieldValues = {name: FIELDS[name].unpack(own, tokens, mask) for name, own in parts.items() if own}
         return cls.of(tokens, mask, **given)
@@ -347,33 +319,25 @@ class ScoreRequest:
     def check_ids(self, vocab_size: int | None) -> None:
         """Raise a ValueError if the model cannot embed an id."""
         values = self.tokens.values
-        bad = values < 0
-        if vocab_size is not None:
-            bad |= values >= vocab_size
-            listed = values[:0] if self.top_ids is None else self.top_ids[self.mask]
-            if bool((listed >= vocab_size).any()):
-                raise ValueError(
-                    f"top_ids holds token id {int(listed.max())}, outside the vocabulary of {vocab_size}, the student's."
-                )
-        if bool(bad.any()):
-            element = int(bad.nonzero()[0])
-            allowed = "ids must not be negative"
-            if vocab_size is not None:
-                allowed = f"ids must lie in [0, {vocab_size - 1}] (vocabulary of {vocab_size})"
+        size = math.inf if vocab_size is None else vocab_size
+        bad = ((values < 0) | (values >= size)).nonzero()
+        if len(bad):
+            element = int(bad[0])
             raise ValueError(
-                f"token id {int(values[element])} at {self.locate(element)} is outside the vocabulary: {allowed}. Leave out "
-                "padding and ignore markers, and score with the tokenizer of this model."
+                f"token id {int(values[element])} at {self.locate(element)} is outside the vocabulary of {size} tokens. Leave "
+                "out padding and ignore markers, and score with the tokenizer of this model."
             )
+        if self.top_ids is not None and bool((self.top_ids[self.mask] >= size).any()):
+            raise ValueError(f"top_ids holds token ids outside the student's vocabulary of {size} tokens.")
 
     def check_lengths(self, limit: int | None) -> None:
         """Raise a ValueError if a sequence to score exceeds the model's positions."""
-        too_long = (self.tokens.lengths > (limit or math.inf)) & (self.forward_lengths > 0)
-        if bool(too_long.any()):
-            sequence = int(too_long.nonzero()[0])
-            count = int(self.tokens.lengths[sequence])
+        lengths = self.tokens.lengths
+        too_long = ((lengths > (limit or math.inf)) & (self.forward_lengths > 0)).nonzero()
+        if len(too_long):
             raise ValueError(
-                f"sequence {sequence} has {count} tokens but the model's configuration allows {limit} positions: "
-                "truncate it, or use a model with a longer context."
+                f"sequence {int(too_long[0])} has {int(lengths[too_long[0]])} tokens but the model's configuration allows "
+                f"{limit} positions: truncate it, or use a model with a longer context."
             )
 
     def check_finite(self, elements: Tensor, log_probs: Tensor) -> None:
@@ -398,11 +362,10 @@ def not_text(tokens: Ragged, placeholders: Mapping[int, str]) -> NotTextError | 
     """The error of the first token that stands for an image or the like without its pixels; None without one."""
     if not placeholders:
         return None
-    stands_for = torch.isin(tokens.values, torch.tensor(list(placeholders), device=tokens.values.device))
-    if not bool(stands_for.any()):
+    at = torch.isin(tokens.values, torch.tensor(list(placeholders), device=tokens.values.device)).nonzero()
+    if not len(at):
         return None
-    element = int(stands_for.nonzero()[0])
-    token = int(tokens.values[element])
+    element, token = int(at[0]), int(tokens.values[at[0]])
     return NotTextError(
         f"token id {token} at {place_of(tokens, element)} is the model's {placeholders[token]}: it stands for what is not "
         'text, such as an image, and its pixels are missing. Pass images= (the entry "images" of data) for an image, and '
@@ -420,25 +383,17 @@ def _laid_out(values: Tensor, lengths: Tensor) -> Ragged:
     return Ragged(values, None, Rows(lengths.tolist(), torch.Size([len(lengths)]), values.device))
 
 
-def _first_tokens(tokens: Ragged) -> Tensor:
-    """Flat indices of the first token of each sequence that has one."""
-    return tokens.offsets[:-1][tokens.lengths > 0]
-
-
-def _all_but_first(tokens: Ragged) -> Tensor:
-    return torch.ones_like(tokens.values, dtype=torch.bool).index_fill_(0, _first_tokens(tokens), False)
-
-
 def _checked_mask(tokens: Ragged, mask: Tensor) -> Tensor:
     check_is_mask(mask=mask)
-    values = tokens.values
-    if mask.shape != values.shape:
-        raise ValueError(f"the mask needs one entry for each token, {tuple(values.shape)}, got {tuple(mask.shape)}.")
-    first = _first_tokens(tokens)
-    if bool(mask[first].any()):
-        row = int(tokens.sequence_ids[first[mask[first]][0]])
+    if mask.shape != tokens.values.shape:
         raise ValueError(
-            f"the mask selects the first token of sequence {row}: set the mask to False there, a first token has no log-prob."
+            f"the mask has shape {tuple(mask.shape)}: expected one entry for each of {len(tokens.values)} tokens."
+        )
+    first = (mask & (tokens.positions == 0)).nonzero()
+    if len(first):
+        row = int(tokens.sequence_ids[first[0]])
+        raise ValueError(
+            f"the mask selects the first token of sequence {row}, which has no log-prob: set it to False there."
         )
     return mask
 

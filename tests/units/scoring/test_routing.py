@@ -396,9 +396,11 @@ test_records_that_are_refused = refused(
     (lambda r: [x[:, :2] for x in r], "record has 2 layers, and MixtralForCausalLM has 3: expected one for each"),
     (lambda r: [x[..., :1] for x in r], "has 1 experts for each token and layer, and MixtralForCausalLM chooses 2"),
     (lambda r: r[:-1], "routing has 7 sequences, the tokens have 8"),
-    (lambda r: [*r[:2], r[2][:-2], *r[3:]], r"2 has shape \(39, 3, 2\): expected \(41, .*experts\), or 40"),
-    (lambda r: torch.cat(r)[1:], r"shape \(195, 3, 2\): expected \(196, layers, experts\)"),
-    (lambda r: torch.cat(r).float(), "holds torch.float32: expected integers"),
+    (lambda r: [*r[:2], r[2][:-2], *r[3:]], r"2 has shape \(39, 3, 2\) .*\(41 or 40, layers, experts\)"),
+    (
+        lambda r: torch.cat(r).float(),
+        r"shape \(196, 3, 2\) of torch.float32: expected integers \(196, layers, experts\)",
+    ),
     (put(1, 5, 2, [6, 0]), r"\[6, 0\] at sequence 1, position 5, layer 2: expected an expert of 6, 0 to 5"),
     # Ids that were stored in too narrow a type.
     (put(1, 5, 2, [-56, -100]), r"experts \[-56, -100\] at sequence 1, position 5, layer 2: .* 0 to 5, or -1"),

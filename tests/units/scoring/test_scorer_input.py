@@ -8,7 +8,6 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -118,8 +117,6 @@ def test_a_nested_mask(scorer, want, layout):
     for each in got:
         assert_near(each.values, torch.where(FLAT, want, 0), **FORWARD)
     assert got[2].restore().is_nested
-    with pytest.raises(ValueError, match=r"one bool for each token, rows of \[4, 1, 3\], got rows of \[4, 1\]"):
-        scorer.score(rows, torch.nested.as_nested_tensor(marks[:2], layout=layout))
 
 
 FIVE, NONE = random_sequences(3, 0, 2), torch.zeros(0, dtype=torch.long)
@@ -128,33 +125,28 @@ FIVE, NONE = random_sequences(3, 0, 2), torch.zeros(0, dtype=torch.long)
 @pytest.mark.parametrize(
     ("ids", "mask", "attention", "error", "message"),
     [
-        (LEFT, None, None, ValueError, r"token ids of shape \(4, 4\) may be padded: pass attention_mask="),
-        (LEFT[0], None, LEFT_REAL[0], ValueError, r"a tensor \[\*B, T\], got shape \(4,\)"),
-        (LEFT, None, LEFT_REAL[:, 1:], ValueError, r"shape \(4, 4\) of the token ids, got \(4, 3\)"),
+        (LEFT, None, None, ValueError, r"token ids \(4, 4\) may be padded: pass attention_mask="),
         (LEFT, None, LEFT_REAL * 2, ValueError, "must hold 1 at tokens and 0 at padding"),
         (ROWS, None, LEFT_REAL, ValueError, "attention_mask= belongs to a padded tensor"),
-        (LEFT, LEFT_MASK | (LEFT_REAL == 0), LEFT_REAL, ValueError, "the mask selects padding: sequence 1, slot 0"),
+        (LEFT, LEFT_MASK | (LEFT_REAL == 0), LEFT_REAL, ValueError, "the mask selects padding"),
         (LEFT, LEFT_MASK.long(), LEFT_REAL, TypeError, r"boolean, got torch.int64: pass mask.bool\(\)\."),
-        (LEFT, LEFT_MASK[:, 1:], LEFT_REAL, ValueError, r"one entry for each token, \(8,\), got \(4, 3\)"),
-        (FIVE, FLAT[:4], None, ValueError, r"one entry for each token, \(5,\), got \(4,\)"),
-        (FIVE, FLAT[None, :5], None, ValueError, r"one entry for each token, \(5,\), got \(1, 5\)"),
-        (FIVE, torch.arange(5) == 3, None, ValueError, "first token of sequence 2: set the mask to False"),
-        (ROWS, MASK_ROWS[1:], None, ValueError, r"rows of \[4, 0, 1, 3\], got rows of \[0, 1, 3\]"),
-        (ROWS, [[1, 0, 1, 1], [], [0], [0, 1, 0]], None, (TypeError, ValueError), "boolean|rows"),
-        ([3, 5, 7], None, None, TypeError, "expected a list of rows of numbers, found 3 as row 0"),
-        ([[3, 5], ["a"]], None, None, TypeError, r"found \['a'\] as row 1"),
-        ([[3, 5], [0.5]], None, None, ValueError, r"torch.float32 at row 1"),
+        (
+            FIVE,
+            FLAT[None, :5],
+            None,
+            ValueError,
+            r"the mask has shape \(1, 5\): expected one entry for each of 5 tokens",
+        ),
+        (FIVE, torch.arange(5) == 3, None, ValueError, "first token of sequence 2, which has no log-prob"),
+        (ROWS, MASK_ROWS[1:], None, ValueError, r"rows of \[0, 1, 3\] tokens: expected \[4, 0, 1, 3\]"),
         *(
             (Ragged.from_list([values]), None, None, ValueError, "token ids must be a flat integer tensor")
             for values in (torch.rand(4), torch.ones(4).bool(), torch.ones(4, 2).long())
         ),
-        ([], None, None, ValueError, "at least one row"),
         (Ragged(NONE, NONE, Rows([], torch.Size([0]))), None, None, ValueError, "one sequence, got a batch of 0"),
         ("text", None, None, TypeError, "expected a Ragged, a list of token id lists, .* got str"),
-        ({"input_ids": LEFT}, None, None, TypeError, "got dict"),
-        ([[3], [5, 7, 97]], None, None, ValueError, r"id 97 at sequence 1, position 2.*\[0, 96\].*vocabulary of 97"),
+        ([[3], [5, 7, 97]], None, None, ValueError, "id 97 at sequence 1, position 2 is outside the vocabulary of 97"),
         ([[3], [5, 7, -100]], None, None, ValueError, "id -100 at sequence 1, position 2"),
-        ([[3], [5, 7, 2**40]], None, None, ValueError, rf"id {2**40} at sequence 1, position 2"),
         ([[3], [5] * 17], None, None, ValueError, "sequence 1 has 17 tokens .* allows 16 positions: truncate"),
     ],
 )
@@ -517,11 +509,6 @@ def every(request: ScoreRequest) -> list[list[Any]]:
     return [*([row.tolist() for row in each] for each in tensors), *(rows(request, x) for x in FIELDS)]
 
 
-def test_a_record_of_kept_tokens_has_its_own_type() -> None:
-    with pytest.raises(TypeError, match=r"^kept must be a Kept, got str\.$"):
-        ScoreRequest.of([[1, 2], [3]], kept="x")
-
-
 def test_a_request_is_cut_joined_and_sent() -> None:
     request = replace(REQUEST, **{name: VALUES[KINDS[type(kind)]]() for name, kind in FIELDS.items()})
     assert request.recorded.keys() == FIELDS.keys()
@@ -535,26 +522,16 @@ def test_a_request_is_cut_joined_and_sent() -> None:
             found = ScoreRequest.from_arrays(each.to_arrays())
             assert found.recorded.keys() == set(names)
             assert all(rows(found, x) == rows(each, x) for x in names)
-        with pytest.raises(ValueError, match="requests with the same fields"):
-            ScoreRequest.concat([request, alone])
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("lengths", lambda x: x + 1, "expected lengths that add up to the tokens"),
-        ("lengths", lambda x: np.array([3, 3, -1, 4]), "expected lengths that add up to the tokens"),
-        ("mask", lambda x: x[:1], "a bit for each"),
-        ("pixels", lambda x: np.zeros(1), "unknown array 'pixels'"),
-        ("kept.counts", lambda x: x[:-1], "the array 'counts' of a request must hold 4 integers, it is int32 .3,."),
-        ("kept.ids", lambda x: x[:-1], "the array 'ids' of a request must hold 7 integers"),
-        ("kept.ids", lambda x: x * 0 - 1, "kept holds token id -1, expected at least 0"),
+        ("kept.ids", lambda x: x * 0 - 1, "kept must hold token ids of at least 0 and 10 ascending offsets"),
         ("kept.ids", lambda x: x * 0, "token 4 at sequence 0, position 1 is not among the 2 recorded as kept there"),
-        ("top_ids", lambda x: x[1:], r"top_ids has shape \(8, 2, 3\): expected \(9, ..., k\)"),
-        ("top_ids", lambda x: x[:, :0], r"top_ids has shape \(9, 0, 3\)"),
-        ("top_ids", lambda x: x / 2, "top_ids must be a tensor of integers, got torch.float64"),
-        ("routing", lambda x: x[..., 0], r"routing has shape \(9, 2\): expected \(9, layers, experts\)"),
-        ("images.index", lambda x: x + 7, "2 images|and an index of others"),
+        ("top_ids", lambda x: x[1:], r"top_ids has shape \(8, 2, 3\) of torch.int32: expected integers \(9, ..., k\)"),
+        ("top_ids", lambda x: x / 2, r"top_ids has shape \(9, 2, 3\) of torch.float64: expected integers"),
+        ("routing", lambda x: x[..., 0], r"routing has shape \(9, 2\) .* \(9, layers, experts\)"),
     ],
 )
 def test_arrays_of_another_request(name: str, change: Callable[[Any], Any], message: str) -> None:
