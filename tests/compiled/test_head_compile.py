@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 from head_reference import PAIR, N, V, make_head, make_targets
-from torchrl_llm_kl.head import Truncation, linear_log_prob, linear_outcomes, linear_pair, linear_top_k, logits_kl
+from torchrl_llm_kl.head import Truncation, linear_log_prob, linear_outcomes, linear_pair, logits_kl
 from torchrl_llm_kl.losses import LossOutput
 
 CHUNK = {"chunk": (3, 40)}
@@ -25,13 +25,8 @@ def pair(h, w, b, rh, rw, rb, targets, **options):
     return linear_pair(h, w, rh, rw, targets, bias=b, ref_bias=rb, entropy=True, **CHUNK, **options)
 
 
-def beside_top_k(h, w, b, rh, rw, rb, targets):
-    top = linear_top_k(h, w, 5, bias=b, **CHUNK)
-    return (h.sum(-1, keepdim=True) * top.log_probs).sum(-1) + top.tail_log_prob + top.indices.sum(-1)
-
-
 def truncated(h, w, b, rh, rw, rb, targets):
-    targets = linear_top_k(h, w, 1, bias=b).indices.squeeze(1)
+    targets = (h @ w.T + b).argmax(-1)
     return sum(linear_log_prob(h, w, targets, bias=b, truncation=Truncation(9, 0.7), entropy=True))
 
 
@@ -51,7 +46,6 @@ FUNCTIONS = {
         linear_pair(h, w, rh, rw, direction="jensen_shannon", beta=0.3, **CHUNK).kl
     ),
     "from_logits": lambda h, w, b, rh, rw, rb, _: logits_kl(h @ w.T, rh @ rw.T, **CHUNK),
-    "beside_top_k": beside_top_k,
     "truncated": truncated,
     "outcomes": outcomes,
 }
@@ -137,9 +131,6 @@ def test_operators_keep_the_contract_of_torch(shares, truncation, with_targets, 
     grads = [one, None, None, one, one.reshape(N, 1, 1).expand(N, 1, 3).clone() if with_ids else None]
     needed = [True, True, False, True, True, False]
     torch.library.opcheck(ops.head_backward, (everything, result, statistics, grads, needed, *settings))
-    inputs = [everything[0], *tensors[:3], *[None] * 6]
-    of_top_k = (5, [3, 40], [0.0, 1.0, 0.0, *WHOLE, *POLICY], torch.float64, None)
-    torch.library.opcheck(ops.head_top_k, (inputs, *of_top_k))
 
 
 def test_an_output_of_a_loss_can_be_made_and_read_in_a_compiled_function():

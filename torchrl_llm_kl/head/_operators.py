@@ -10,8 +10,8 @@ lists, and return lists without None: ``settings`` hold the rest of the heads an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,10 +53,8 @@ def sweep(
 
 
 def top_k(head: Head, k: int, chunk: tuple[int, int], targets: Tensor | None = None) -> TopKOutput:
-    targets, settings = _from_first(head.part, targets), _flatten(Plan(chunk), head, None)
-    arguments = ([targets, *head[:3], *[None] * (_TENSORS - 4)], min(k, head.vocab), *settings)
-    indices, log_probs, tail, log_prob, log_sum = _dispatch("head_top_k", _top_k_op, *arguments)
-    own = TopKOutput(indices, log_probs, tail, None if targets is None else log_prob)
+    targets = _from_first(head.part, targets)
+    own, log_sum = top_k_sweep(head, min(k, head.vocab), chunk, targets)
     return own if head.part is None else join_top_k(head.part, k, own, log_sum, targets)
 
 
@@ -87,7 +85,8 @@ class _Sweep(torch.autograd.Function):
         tensors, result, rest = saved[:_TENSORS], saved[_TENSORS:first], saved[first:]
         needed = list(ctx.needs_input_grad[4:10])  # after part, settings, statistics and targets
         arguments = (tensors, result, rest, list(grads), needed, *ctx.settings)
-        gradients = _spread(_dispatch("head_backward", _backward_op, *arguments), needed)
+        backward = torch.ops.torchrl_llm_kl.head_backward if torch.compiler.is_compiling() else _backward_op
+        gradients = _spread(backward(*arguments), needed)
         if ctx.part is not None:
             ctx.part.add(gradients[0]), ctx.part.add(gradients[3])  # of the hidden states
         return None, None, None, None, *gradients, None, None, None
@@ -106,14 +105,6 @@ def _forward(part: Slice | None, tensors: Tensors, settings: Settings, keep: int
     end = _RESULTS + plan.statistics(len(heads))
     result, statistics = join_slices(part, plan, tensors[0], spread[:end], tensors[9])
     return [*result, *statistics, *spread[end:]]
-
-
-T = TypeVar("T")
-
-
-def _dispatch(name: str, function: Callable[..., T], *args: object) -> T:
-    """The operator while a graph is being compiled; otherwise the function itself, without the operator's overhead."""
-    return getattr(torch.ops.torchrl_llm_kl, name)(*args) if torch.compiler.is_compiling() else function(*args)
 
 
 def _flatten(plan: Plan, policy: Head, ref: Head | None) -> Settings:
@@ -189,25 +180,11 @@ def _backward_fake(
     return _dense(empty_gradients(_build(tensors, settings)[1], needed))
 
 
-def _top_k_op(tensors: Tensors, k: int, *settings: Unpack[Settings]) -> tuple[Tensor, ...]:
-    plan, (head,), _ = _build(tensors, settings)
-    return top_k_sweep(head, k, plan.chunk, tensors[0])
-
-
-def _top_k_fake(tensors: Tensors, k: int, *settings: Unpack[Settings]) -> tuple[Tensor, ...]:
-    _, (head,), _ = _build(tensors, settings)
-    tail = head.per_position(0.0)
-    values = tail.new_empty(tail.shape[0], k)
-    return values.long(), values, tail, tail.clone(), tail.clone()
-
-
 _SAVED = "Tensor?[] result, Tensor[] rest, Tensor?[] grads, bool[] needed"
-for _function, _fake, _name, _inputs, _outputs in (
-    (_forward_op, _forward_fake, "forward", "Tensor?[] tensors", "Tensor[]"),
-    (_backward_op, _backward_fake, "backward", f"Tensor?[] tensors, {_SAVED}", "Tensor[]"),
-    (_top_k_op, _top_k_fake, "top_k", "Tensor?[] tensors, SymInt k", "(Tensor, Tensor, Tensor, Tensor, Tensor)"),
+for _function, _fake, _name, _inputs in (
+    (_forward_op, _forward_fake, "forward", "Tensor?[] tensors"),
+    (_backward_op, _backward_fake, "backward", f"Tensor?[] tensors, {_SAVED}"),
 ):
-    _schema = f"({_inputs}, {_SETTINGS}) -> {_outputs}"
-    torch.library.custom_op(f"torchrl_llm_kl::head_{_name}", _function, mutates_args=(), schema=_schema).register_fake(
-        _fake
-    )
+    _schema = f"({_inputs}, {_SETTINGS}) -> Tensor[]"
+    _op = torch.library.custom_op(f"torchrl_llm_kl::head_{_name}", _function, mutates_args=(), schema=_schema)
+    _op.register_fake(_fake)

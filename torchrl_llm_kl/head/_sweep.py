@@ -15,6 +15,7 @@ from torchrl_llm_kl.head._tiles import (
     Plan,
     Result,
     Tokens,
+    TopKOutput,
     log_ratio_to_mixture,
     rest_of,
     support_of,
@@ -201,10 +202,8 @@ def _decayed(value: Tensor, shift: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def top_k_sweep(
-    head: Head, k: int, chunk: tuple[int, int], targets: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of a :class:`TopKOutput`, with zeros for missing targets; and the log-sum-exp of all logits; ``[N]``."""
+def top_k_sweep(head: Head, k: int, chunk: tuple[int, int], targets: Tensor | None = None) -> tuple[TopKOutput, Tensor]:
+    """The top ``k``, and the log-sum-exp of all logits; ``[N]``."""
     values = head.hidden.new_empty(head.hidden.shape[0], k, dtype=head.wide)
     indices = values.new_empty(values.shape, dtype=torch.long)
     tail_top, tail = head.per_position(torch.finfo(head.wide).min), head.per_position(0.0)
@@ -228,8 +227,8 @@ def top_k_sweep(
     shares = values - top
     total = (shares[:, 1:].exp().sum(-1) + tail_share.exp()).log1p()
     log_sum = torch.where(top.squeeze(1).isneginf(), -torch.inf, total + top.squeeze(1))
-    log_prob = torch.zeros_like(tail) if targets is None else softmax.chosen - top.squeeze(1) - total
-    return indices, shares - total.unsqueeze(1), tail_share - total, log_prob, log_sum
+    log_prob = None if targets is None else softmax.chosen - top.squeeze(1) - total
+    return TopKOutput(indices, shares - total.unsqueeze(1), tail_share - total, log_prob), log_sum
 
 
 def _add_exponentials(top: Tensor, total: Tensor, values: Tensor) -> None:

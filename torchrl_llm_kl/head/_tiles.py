@@ -85,10 +85,6 @@ class Slice(NamedTuple):
     def ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self.group)
 
-    def matches(self, other: Slice) -> bool:
-        """Whether the other slices are of the same tokens on the same ranks."""
-        return self[1:] == other[1:] and self.ranks == other.ranks
-
     def gather(self, values: Tensor) -> Tensor:
         """Each rank's ``values``, in the order of the vocabulary; ``[R, ...]``."""
         values = values.contiguous()

@@ -103,8 +103,6 @@ class Strided(_FromLengths):
         return torch.Size([len(self.row_sizes)])
 
     def build(self, slots: Tensor) -> Tensor:
-        if not self.row_sizes:
-            raise ValueError("cannot build a nested tensor of 0 rows, expected at least one row.")
         return torch.nested.as_nested_tensor(split_rows(slots, self.row_sizes), layout=torch.strided)
 
 

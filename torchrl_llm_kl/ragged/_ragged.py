@@ -41,12 +41,6 @@ class Ragged:
     def __init__(
         self, values: Tensor, lengths: Tensor | None, container: Container, keep: Tensor | None = None
     ) -> None:
-        assert lengths is None or (lengths.ndim == 1 and lengths.dtype == torch.long)
-        # On an accelerator the check would be a host sync.
-        if lengths is None or lengths.device.type == "cpu":
-            total, count = sum(container.row_sizes) if lengths is None else int(lengths.sum()), values.shape[0]
-            if total != count:
-                raise ValueError(f"the lengths must add up to the number of values: found {total}, expected {count}.")
         self.values, self.container, self.keep = values, container, keep
         # Shared by all results of `like`. Lengths, mask and slots are also there on the host once they were read.
         self._index: dict[str, Tensor] = {} if lengths is None else {"lengths": lengths}
@@ -60,20 +54,11 @@ class Ragged:
     @classmethod
     def from_list(cls, rows: Sequence[Tensor], batch_shape: torch.Size | None = None) -> Ragged:
         """Read rows ``[T_i, *F]``, in row-major order of ``batch_shape`` (default: one batch dimension)."""
-        if len(rows) == 0:
-            raise ValueError("expected at least one row, got an empty list: an empty batch has nothing to score.")
         shape = torch.Size([len(rows)]) if batch_shape is None else torch.Size(batch_shape)
-        try:
-            values = torch.cat(list(rows))
-        except RuntimeError:
-            _check_rows(rows)
-            raise
+        values = torch.cat(list(rows))
+        if len(dtypes := {row.dtype for row in rows}) > 1:  # torch.cat would promote them
+            raise ValueError(f"expected rows of one dtype, got {', '.join(map(str, dtypes))}: convert them first.")
         counts = [row.numel() for row in rows] if values.ndim == 1 else [row.shape[0] for row in rows]
-        # torch.cat promotes rows of different dtypes, and skips a row [0] whatever the features of the others.
-        if len({row.dtype for row in rows}) > 1 or 0 in counts:
-            _check_rows(rows)
-        if shape.numel() != len(rows):
-            raise ValueError(f"a batch of shape {tuple(shape)} has {shape.numel()} rows, found {len(rows)}.")
         return cls(values, None, Rows(counts, shape, values.device))
 
     @classmethod
@@ -82,12 +67,6 @@ class Ragged:
 
         The mask may have padding on both sides, such as a left-padded prompt followed by a right-padded response.
         """
-        if values.is_nested:
-            raise TypeError("expected a dense tensor, found a nested one: use from_nested.")
-        if not 0 <= batch_dims < values.ndim:
-            raise ValueError(
-                f"batch_dims is {batch_dims}, but the values have shape {tuple(values.shape)}: [*B, T, *F]."
-            )
         batch, width = values.shape[:batch_dims], values.shape[batch_dims]
         if mask is not None and mask.shape != (*batch, width):
             raise ValueError(f"the mask must have the shape {(*batch, width)} of the values, got {tuple(mask.shape)}.")
@@ -97,13 +76,8 @@ class Ragged:
     @classmethod
     def from_nested(cls, values: Tensor) -> Ragged:
         """Read a nested tensor ``[S, (T_i), *F]`` of strided or jagged layout; a jagged one may have gaps."""
-        if not values.is_nested:
-            raise TypeError(f"expected a nested tensor, got a dense one of shape {tuple(values.shape)}.")
         if values.layout == torch.strided:
             sizes = nested_sizes(values)  # [S, ndim - 1], on the CPU
-            if sizes.ndim != 2 or sizes.numel() == 0:
-                size = f"{values.size(0)} rows and {values.ndim} dimensions"
-                raise ValueError(f"expected a nested tensor [S, (T_i), *F] of at least one row, found one of {size}.")
             if bool((sizes[:, 1:] != sizes[:1, 1:]).any()):
                 raise ValueError(f"only the first dimension of each row may vary, got row shapes {sizes.tolist()}.")
             slots = values.contiguous().values().reshape(int(sizes[:, 0].sum()), *sizes[0, 1:].tolist())
@@ -117,10 +91,6 @@ class Ragged:
         if lengths is None:
             return cls(buffer, offsets.diff().long(), container)
         starts, ends = offsets[:-1], offsets[:-1] + lengths
-        if bool((ends > offsets[1:]).any() | (lengths < 0).any()):
-            raise ValueError(
-                f"jagged lengths must lie between 0 and {offsets.diff().tolist()}, found {lengths.tolist()}."
-            )
         rows_open = torch.zeros(buffer.shape[0] + 1, dtype=torch.long, device=buffer.device)
         one = torch.ones_like(starts, dtype=torch.long)
         rows_open = rows_open.index_add(0, starts, one).index_add(0, ends, -one)
@@ -133,8 +103,6 @@ class Ragged:
         if keep is None:
             return cls(slots, None, container)
         keep = keep.to(torch.bool)
-        if keep.shape[0] != slots.shape[0]:
-            raise ValueError(f"the mask has {keep.shape[0]} positions but the values have {slots.shape[0]}.")
         (on_host,), device = to_host(keep), slots.device
         if bool(on_host.all()):  # the common case of rollouts without padding: skip the indexing
             return cls(slots, None, container)
@@ -291,14 +259,12 @@ class Ragged:
         """A nested tensor ``[S, (T_i), *F]``."""
         if layout == torch.jagged:
             return torch.nested.nested_tensor_from_jagged(self.values, offsets=self.offsets)
-        check_choice((torch.strided, torch.jagged), layout=layout)
         return Strided(self.sizes).build(self.values)
 
     def to_padded(self, *, side: PaddingSide = "right", value: float = 0) -> Tensor:
         """A dense tensor ``[S, T_max, *F]``; :meth:`padding_mask` marks its elements."""
         if self.values.device.type == "cpu":
             return _scatter(self.values, self.padding_mask(side=side), value)
-        check_padding_side(side)
         width, column = max(self.sizes, default=0), self.positions
         if side == "left":
             column = column + (width - self.lengths)[self.sequence_ids]
@@ -350,21 +316,10 @@ def _from_zero(sums: Tensor) -> Tensor:
     return torch.nn.functional.pad(sums, (1, 0))
 
 
-def _check_rows(rows: Sequence[Tensor]) -> None:
-    """Raise for the first row that does not match row 0."""
-    features, dtype = tuple(rows[0].shape[1:]), rows[0].dtype
-    for i, row in enumerate(rows):
-        if row.ndim == 0 or tuple(row.shape[1:]) != features or row.dtype != dtype:
-            got = f"{tuple(row.shape)} of {row.dtype}" if row.ndim else "a scalar"
-            raise ValueError(f"expected rows [T_i, *{features}] of {dtype} as row 0, found {got} at row {i}.")
-
-
 def _scatter(values: Tensor, mask: Tensor, fill: float) -> Tensor:
     """``[*mask.shape, *F]``: ``values [N, *F]`` where the mask is True, ``fill`` elsewhere."""
     return _filled(values, mask.shape, fill).index_put((mask,), values)
 
 
 def _filled(values: Tensor, shape: torch.Size, fill: float) -> Tensor:
-    if not (values.is_floating_point() or values.is_complex() or float(fill).is_integer()):
-        raise ValueError(f"values of {values.dtype} cannot hold the fill {fill}: expected an integer.")
     return values.new_full((*shape, *values.shape[1:]), fill)

@@ -142,11 +142,9 @@ def read_ragged(td: TensorDictBase, key: NestedKey, mask_key: NestedKey | None =
         return data
     mask = _from_column(mask_value, td.batch_size, mask_key)
     if not same_rows(mask.container, data.container):
-        sizes = list(zip(mask.container.row_sizes, data.container.row_sizes, strict=True))
-        row = next((i for i, (own, other) in enumerate(sizes) if own != other), 0)
-        raise ValueError(
-            f"{mask_key!r} must have the length of {key!r}: sequence {row} has {sizes[row][0]} and {sizes[row][1]} positions."
-        )
+        sizes = zip(mask.container.row_sizes, data.container.row_sizes, strict=True)
+        row, (own, other) = next((i, pair) for i, pair in enumerate(sizes) if pair[0] != pair[1])
+        raise ValueError(f"{mask_key!r} has {own} positions in sequence {row}, but {key!r} has {other}.")
     keep = mask.slots().bool()
     return Ragged.from_slots(data.slots(), data.container, keep if data.keep is None else keep & data.keep)
 
@@ -160,10 +158,9 @@ def _from_column(value: Node, batch_size: torch.Size, key: object) -> Ragged:
     if value.is_nested:
         return Ragged.from_nested(value)
     if value.ndim <= len(batch_size):
-        shapes = f"the batch {tuple(batch_size)}, got shape {tuple(value.shape)}"
-        raise ValueError(f"expected {key!r} to have a token dimension after {shapes}.")
-    if batch_size.numel() == 0:
-        raise ValueError(f"the batch is empty: {key!r} has shape {tuple(value.shape)}; nothing to score, drop it.")
+        raise ValueError(
+            f"{key!r} has shape {tuple(value.shape)}: expected a token dimension after {tuple(batch_size)}."
+        )
     return Ragged.from_padded(value, batch_dims=len(batch_size))
 
 

@@ -13,7 +13,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
@@ -106,11 +106,6 @@ class Inputs(NamedTuple):
         """Whether scores are soft-capped or have sinks, which torch's own attention does not support."""
         return self.softcap is not None or self.sinks is not None
 
-    @property
-    def is_grouped(self) -> bool:
-        """Whether several heads of the query share a key."""
-        return self.query.shape[1] != self.key.shape[1]
-
 
 @dataclass(eq=False)
 class PackLayout(Followed):
@@ -143,15 +138,21 @@ class PackLayout(Followed):
         return list({id(kept): kept for piece in self.pieces for kept in piece.outside}.values())
 
     @property
-    def parts(self) -> int:
-        """Pieces of the pack, and stretches of other packs."""
-        return len(self.pieces) + len(self.outside())
+    def fits_one_call(self) -> bool:
+        """Whether the pack has several parts, and a mask of all pairs of a query and a key is small."""
+        outside, queries = self.outside(), self.pieces[-1].last
+        pairs = queries * (queries + sum(kept[0][0].shape[2] for kept in outside))
+        return len(self.pieces) + len(outside) > 1 and pairs <= _AT_ONCE
 
-    @property
-    def mask_size(self) -> int:
-        """Pairs of a query and a key of the whole pack."""
-        queries = self.pieces[-1].last
-        return queries * (queries + sum(kept[0][0].shape[2] for kept in self.outside()))
+    def mask(self, rows: int, past: int, width: int, window: int | None, like: Tensor) -> Tensor:
+        """0 where a query sees a key, ``-inf`` elsewhere, ``[rows, width]``: with ``past`` keys before the first query."""
+        at = (rows, past, width, window, like.device, like.dtype)
+        if at not in self.shared:
+            hidden = torch.full((rows, width), -torch.inf, device=like.device, dtype=like.dtype)
+            mask = hidden.triu(past + 1)
+            self.shared[at] = mask if window is None else mask.add_(hidden.tril_(past - window))
+        found: Tensor = self.shared[at]
+        return found
 
     def begin(self, key: Tensor, value: Tensor, window: int | None) -> int:
         """The number of an attention call; keeps the keys and values that later packs need."""
@@ -235,11 +236,8 @@ def _in_graph(function: Callable[..., object]) -> Callable[..., object]:
 
 @cache  # one function, for which graphs are compiled once
 def _saving_attention(preserve_rng_state: bool) -> Callable[..., object]:
-    return partial(checkpoint, preserve_rng_state=preserve_rng_state, use_reentrant=False, context_fn=_attention_saved)
-
-
-def _attention_saved() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return create_selective_checkpoint_contexts([torch.ops.torchrl_llm_kl.pack_attention.default])
+    saved = partial(create_selective_checkpoint_contexts, [torch.ops.torchrl_llm_kl.pack_attention.default])
+    return partial(checkpoint, preserve_rng_state=preserve_rng_state, use_reentrant=False, context_fn=saved)
 
 
 def _refuse(*_: object, **__: Any) -> Any:
@@ -299,7 +297,7 @@ def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Input
         return layout.attend(layout, past, inputs)
     if not inputs.has_own_scores and inputs.dropout == 0.0 and takes_varlen(inputs.query):
         return _attend_varlen(layout, past, inputs)
-    if inputs.query.device.type != "cpu" and layout.parts > 1 and layout.mask_size <= _AT_ONCE:
+    if inputs.query.device.type != "cpu" and layout.fits_one_call:
         return _attend_at_once(layout, past, inputs)
     before = {id(kept): pair for kept, pair in zip(layout.outside(), past, strict=True)}
     followed = {piece.past for piece in layout.pieces}
@@ -323,29 +321,17 @@ def _attend_at_once(layout: PackLayout, past: list[tuple[Tensor, Tensor]], input
     query, key, value = inputs[:3]
     at = ("pairs", inputs.window, query.dtype)
     if at not in layout.shared:
-        hidden = send(hidden_pairs(layout, inputs.window), query.device)
-        layout.shared[at] = torch.zeros(hidden.shape, device=query.device, dtype=query.dtype).masked_fill_(
-            hidden, -torch.inf
-        )
+        seen = key_index(layout)
+        mask = torch.full((layout.pieces[-1].last, int(seen[-1][-1]) + 1), -torch.inf, dtype=query.dtype)
+        for piece, keys in zip(layout.pieces, seen, strict=True):
+            length = piece.last - piece.first
+            mask[piece.first : piece.last, keys] = layout.mask(
+                length, len(keys) - length, len(keys), inputs.window, mask
+            )
+        layout.shared[at] = send(mask, query.device)
     if past:
         key, value = torch.cat([*(k for k, _ in past), key], 2), torch.cat([*(v for _, v in past), value], 2)
     return attend_block(inputs._replace(key=key, value=value), layout.shared[at]).transpose(1, 2).contiguous()
-
-
-def hidden_pairs(layout: PackLayout, window: int | None) -> Tensor:
-    """True where a query of the pack must not see a key of the row of all keys; ``[N, K]`` bool, on the CPU."""
-    seen = key_index(layout)
-    queries = layout.pieces[-1].last
-    hidden = torch.ones(queries, int(seen[-1][-1]) + 1, dtype=torch.bool)
-    for piece, keys in zip(layout.pieces, seen, strict=True):
-        length = piece.last - piece.first
-        hidden[piece.first : piece.last, keys] = _hidden_mask(length, len(keys) - length, len(keys), window)
-    return hidden
-
-
-def _hidden_mask(rows: int, past: int, width: int, window: int | None) -> Tensor:
-    distance = torch.arange(rows).unsqueeze(-1) + past - torch.arange(width)
-    return distance < 0 if window is None else (distance < 0) | (distance >= window)
 
 
 def _blocks(
@@ -360,25 +346,15 @@ def _blocks(
     for first in range(0, length, _ROWS):
         last = min(first + _ROWS, length)
         start = 0 if window is None else max(0, past + first - window + 1)
-        at = (last - first, past + first - start, past + last - start, window, query.device, query.dtype)
-        if at not in layout.shared:
-            layout.shared[at] = block_mask(*at)
-        yield slice(first, last), slice(start, past + last), layout.shared[at]
-
-
-def block_mask(
-    rows: int, past: int, width: int, window: int | None, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """0 at keys that a query sees, ``-inf`` at others; ``[rows, width]``."""
-    mask = torch.full((rows, width), -torch.inf, device=device, dtype=dtype).triu_(past + 1)
-    return mask if window is None else mask.add_(torch.full_like(mask, -torch.inf).tril_(past - window))
+        mask = layout.mask(last - first, past + first - start, past + last - start, window, query)
+        yield slice(first, last), slice(start, past + last), mask
 
 
 def attend_block(inputs: Inputs, mask: Tensor | None) -> Tensor:
     """Attention under a mask that is added to the scores, by default a causal one; ``[b, heads, n, size]``."""
     query, key, value, sinks, scale, dropout, _, softcap = inputs
     if not inputs.has_own_scores:
-        causal, grouped = mask is None, inputs.is_grouped
+        causal, grouped = mask is None, query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -470,17 +446,13 @@ def _operator(
         own = [None if t is None else t.detach().clone().requires_grad_() for t in (query, key, value, sinks)]
         pairs = [(k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in layout.past(call)]
         # Not of the checkpoint's graph.
-        held = saved_tensors_hooks(_same, _same) if layout.recomputes else nullcontext()
+        held = saved_tensors_hooks(lambda x: x, lambda x: x) if layout.recomputes else nullcontext()
         with default_dispatch(), torch.enable_grad(), held:
             recorded = _attend(layout, pairs, Inputs(*own, *settings))  # type: ignore[arg-type]
         given = [t for t in own if t is not None]
         _LAYOUTS[layout.number].recorded[call] = Recorded(recorded, given, [t for pair in pairs for t in pair])
         out = recorded.detach().clone()
     return out, torch.tensor([layout.number, call])
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _operator_fake(
@@ -538,21 +510,15 @@ def _gradients(ctx: Any, gradient: Tensor, _: object) -> tuple[Tensor | None, ..
     return *gradients[:3], sinks, gradient.new_zeros((1, 1, 1, 1), dtype=ctx.dtypes[0]), None, None, None, None, None
 
 
-_forward_operator = torch.library.custom_op(
-    "torchrl_llm_kl::pack_attention",
-    _operator,
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor link, bool grad, float? scale, float dropout, "
-    "SymInt? window, float? softcap) -> (Tensor, Tensor)",
-)
-_forward_operator.register_fake(_operator_fake)
-_forward_operator.register_autograd(_gradients, setup_context=_set_up)
-torch.library.custom_op(
-    "torchrl_llm_kl::pack_attention_backward",
-    _operator_backward,
-    mutates_args=(),
-    schema="(Tensor gradient, Tensor where, SymInt[] sizes) -> Tensor[]",
-).register_fake(_operator_backward_fake)
+_SETTINGS = "Tensor link, bool grad, float? scale, float dropout, SymInt? window, float? softcap"
+_SCHEMA = f"(Tensor query, Tensor key, Tensor value, Tensor? sinks, {_SETTINGS}) -> (Tensor, Tensor)"
+_BACKWARD_SCHEMA = "(Tensor gradient, Tensor where, SymInt[] sizes) -> Tensor[]"
+_FORWARD_NAME, _BACKWARD_NAME = "torchrl_llm_kl::pack_attention", "torchrl_llm_kl::pack_attention_backward"
+_forward = torch.library.custom_op(_FORWARD_NAME, _operator, mutates_args=(), schema=_SCHEMA)
+_forward.register_fake(_operator_fake)
+_forward.register_autograd(_gradients, setup_context=_set_up)
+_backward = torch.library.custom_op(_BACKWARD_NAME, _operator_backward, mutates_args=(), schema=_BACKWARD_SCHEMA)
+_backward.register_fake(_operator_backward_fake)
 
 
 # ---------------------------------------------------------------------- one flash-attention call for all pieces
@@ -580,7 +546,7 @@ def _attend_varlen(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs
         for before, own in (([k for k, _ in past], key), ([v for _, v in past], value))
     )
     window = (-1 if inputs.window is None else inputs.window - 1, 0)
-    attend = partial(varlen_attn, scale=inputs.scale, window_size=window, enable_gqa=inputs.is_grouped)
+    attend = partial(varlen_attn, scale=inputs.scale, window_size=window, enable_gqa=query.shape[1] != key.shape[1])
     return cast(Tensor, attend(query[0].transpose(0, 1), keys, values, *spans)).unsqueeze(0)
 
 

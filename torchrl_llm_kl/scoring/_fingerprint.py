@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name
 from torchrl_llm_kl.scoring._asked import asked, call_of, has
-from torchrl_llm_kl.scoring._model import adapter_state, fingerprint, is_on_meta
+from torchrl_llm_kl.scoring._model import adapter_state, fingerprint
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
 from torchrl_llm_kl.scoring._wrapping import Ranks, unwrapped
 
@@ -39,7 +39,7 @@ def fingerprint_of(model: object) -> str:
 
     Raises:
         TypeError: if the weights are not in this process.
-        ValueError: if they are sharded over ranks, or on the meta device.
+        ValueError: if they are sharded over ranks.
 
     Example:
         >>> layer = torch.nn.Linear(2, 2)
@@ -49,8 +49,6 @@ def fingerprint_of(model: object) -> str:
         (32, False)
     """
     module = module_of(model)
-    if is_on_meta(module):
-        raise ValueError(f"{type(module).__name__} has weights on the meta device: load them first.")
     if Ranks([model, module]).groups:
         raise ValueError(f"{type(module).__name__} is sharded over ranks: take the fingerprint of the model before.")
     tensors = dict(_tensors(module))

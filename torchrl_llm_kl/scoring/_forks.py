@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -22,7 +22,7 @@ from torchrl_llm_kl._numerics import send
 from torchrl_llm_kl._private import is_stateful
 from torchrl_llm_kl.scoring._asked import asked
 from torchrl_llm_kl.scoring._cache import CacheLookup
-from torchrl_llm_kl.scoring._checkpoints import CheckpointError, saving
+from torchrl_llm_kl.scoring._checkpoints import CheckpointError, saving, swapped
 from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, read_output, text_config
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._routing import Routing
@@ -71,9 +71,9 @@ def plan_steps(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | 
         >>> tokens = Ragged.from_list([torch.tensor(answer) for answer in answers])
         >>> for step in plan_steps(PrefixTree.build(tokens, tokens.lengths, min_shared=3), 8):
         ...     print(step)
-        Step(nodes=[1], past=-1, width=2, first=0)
+        Step(nodes=[3], past=-1, width=2, first=0)
         Step(nodes=[0], past=-1, width=3, first=0)
-        Step(nodes=[2, 3], past=1, width=2, first=0)
+        Step(nodes=[1, 2], past=1, width=2, first=0)
     """
     done = [0] * tree.num_nodes if cached is None else cached
     lengths = [length - done[node] for node, length in enumerate(tree.length.tolist())]  # what is left
@@ -156,7 +156,7 @@ class ForkedPass:
             self._states[index] = state
         if self._lookup is not None and step.width == int(real.sum(-1).amin()):
             for row, node in enumerate(step.nodes):
-                own = _state_of_row(state, row)
+                own = _state_with(state, partial(_row_of, row))
                 self._lookup.insert(node, step.first, step.width, [], state=own, num_bytes=_state_bytes(own))
         if self._last_use[step.past] == index:
             self._states.pop(step.past, None)
@@ -191,7 +191,8 @@ class ForkedPass:
         routing = self.routing.forward(source, self.setup.device) if self.routing else nullcontext()
         with self.setup.active(), routing, _layers_in_one(body) if self._again else nullcontext():
             if keep or past is not None:
-                state = _fork(_cache_of(self.setup.model) if past is None else past, len(ids), self.recurrence)
+                empty = _cache_type()(config=text_config(self.setup.model)) if past is None else past
+                state = _fork(empty, len(ids), self.recurrence)
                 options |= {"use_cache": True, cache_argument(body): state}
             # A causal model needs no mask for padding on the right.
             return read_output(call(body, ids, **options), "last_hidden_state"), state if keep else None
@@ -240,10 +241,6 @@ def _cache_type() -> type[DynamicCache]:
     return ForkedCache
 
 
-def _cache_of(model: nn.Module) -> DynamicCache:
-    return _cache_type()(config=text_config(model))
-
-
 def _fork(state: DynamicCache, count: int, recurrence: float) -> DynamicCache:
     """A state for ``count`` sequences that continue the one of ``state``, which does not change with it.
 
@@ -259,9 +256,8 @@ def _fork(state: DynamicCache, count: int, recurrence: float) -> DynamicCache:
     return _state_with(state, each)
 
 
-def _state_of_row(state: DynamicCache, row: int) -> DynamicCache:
-    """A copy of the state of one of the sequences that were forwarded together."""
-    return _state_with(state, lambda name, value: value[row : row + 1].clone())
+def _row_of(row: int, _: str, value: Tensor) -> Tensor:
+    return value[row : row + 1].clone()
 
 
 def _state_with(state: DynamicCache, change: Callable[[str, Tensor], Tensor]) -> DynamicCache:
@@ -294,14 +290,7 @@ def checkpoints_layers(model: nn.Module) -> bool:
     return any(asked(module, "gradient_checkpointing", bool) and module.training for module in model.modules())
 
 
-@contextmanager
-def _layers_in_one(body: nn.Module) -> Iterator[None]:
+def _layers_in_one(body: nn.Module) -> AbstractContextManager[None]:
     """Context: transformers checkpoints no layer; restores each layer's setting."""
     layers = [module for module in body.modules() if asked(module, "gradient_checkpointing", bool)]
-    try:
-        for layer in layers:
-            layer.gradient_checkpointing = False  # type: ignore[assignment]
-        yield
-    finally:
-        for layer in layers:
-            layer.gradient_checkpointing = True  # type: ignore[assignment]
+    return swapped([(layer, "gradient_checkpointing", True, False) for layer in layers])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_range, send
 from torchrl_llm_kl._private import compiled_call
-from torchrl_llm_kl.scoring._attention import Inputs, PackLayout, attend_block, block_mask, key_index
+from torchrl_llm_kl.scoring._attention import Inputs, PackLayout, attend_block, key_index
 from torchrl_llm_kl.scoring._model import Setup, frequency_switches
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
@@ -105,7 +105,7 @@ def attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs
     out = []
     for group in groups:
         q, k, v = (t.transpose(1, 2) for t in (queries[group.queries], keys[group.keys], values[group.keys]))
-        mask = _mask_of(layout, group, inputs.window, query)
+        mask = layout.mask(BLOCK, group.first - group.start, group.keys.shape[1], inputs.window, query)
         size = 1 if inputs.has_own_scores else len(q)  # one by one: these run elementwise functions
         blocks = zip(q.split(size), k.split(size), v.split(size), strict=True)
         attended = (attend_block(inputs._replace(query=q, key=k, value=v), mask) for q, k, v in blocks)
@@ -117,14 +117,6 @@ def _rows(parts: list[Tensor]) -> Tensor:
     """``[1, heads, n, size]`` each, end to end, then a row of zeros; ``[N + 1, heads, size]``."""
     rows = [part[0].transpose(0, 1) for part in parts]
     return torch.cat([*rows, torch.zeros_like(rows[0][:1])])
-
-
-def _mask_of(layout: PackLayout, group: _Blocks, window: int | None, query: Tensor) -> Tensor:
-    at = (BLOCK, group.first - group.start, group.keys.shape[1], window, query.device, query.dtype)
-    if at not in layout.shared:
-        layout.shared[at] = block_mask(*at)
-    mask: Tensor = layout.shared[at]
-    return mask
 
 
 def _plan(
@@ -153,9 +145,7 @@ def _plan(
         order[queries.flatten()] = torch.arange(done, done + queries.numel())
         done += queries.numel()
         groups.append(_Blocks(send(queries, device), send(keys, device), first, first + BLOCK - keys.shape[1]))
-    order[num_tokens] = done
-    order = order[:num_tokens]
-    return groups, send(order, device)
+    return groups, send(order[:num_tokens], device)
 
 
 # ---------------------------------------------------------------------- the proof

@@ -6,7 +6,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, cast
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchrl_llm_kl._numerics import is_dtensor
 from torchrl_llm_kl._private import activate_adapters, active_adapters, compiled_inside, own_adapters
 from torchrl_llm_kl.scoring._asked import asked, call_of, has
+from torchrl_llm_kl.scoring._checkpoints import swapped
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._wrapping import is_zero3, unwrapped
 
@@ -57,9 +58,8 @@ class Setup:
     model: nn.Module
     route: Route
     device: torch.device  # where the model expects token ids
-    options: ScoreOptions = field(
-        default_factory=ScoreOptions
-    )  # with ``grad`` the model's own mode, otherwise evaluation mode
+    # With `grad` the model runs in its own mode, otherwise in evaluation mode.
+    options: ScoreOptions = field(default_factory=ScoreOptions)
 
     @property
     def sampler(self) -> tuple[float, ...]:
@@ -80,17 +80,9 @@ class Setup:
             yield
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> AbstractContextManager[None]:
     """Context: evaluation mode; restores each submodule's own mode afterwards, also after an error."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True
+    return swapped([(module, "training", True, False) for module in model.modules() if module.training])
 
 
 _LOCKS: weakref.WeakKeyDictionary[object, threading.RLock] = weakref.WeakKeyDictionary()
@@ -127,16 +119,12 @@ def call(module: nn.Module, input_ids: Tensor, **options: Any) -> Any:
 
 def read_output(output: object, name: Literal["logits", "last_hidden_state"]) -> Tensor:
     """A model's ``logits [b, T, V]`` or a body's ``last_hidden_state [b, T, H]`` in what its forward returned."""
-    tensor: object = asked(output, name, Tensor)
-    if tensor is None and isinstance(output, Mapping):
-        tensor = output.get(name)
-    if tensor is None and isinstance(output, (tuple, list)) and output:
-        tensor = output[0]
-    if tensor is None:
-        tensor = output
-    if not isinstance(tensor, Tensor):
+    found = output.get(name) if isinstance(output, Mapping) else asked(output, name, Tensor, output)
+    if isinstance(found, (tuple, list)) and found:
+        found = found[0]
+    if not isinstance(found, Tensor):
         raise TypeError(f"expected {name!r}, or a tuple that starts with it, got {type(output).__name__}.")
-    return tensor
+    return found
 
 
 # ---------------------------------------------------------------------- PEFT adapters
@@ -181,9 +169,7 @@ def check_base_is_frozen(model: nn.Module) -> None:
 
 def _adapter_names(layer: object) -> set[str]:
     """The adapters that a layer of PEFT holds."""
-    held = (
-        attrgetter(name)(layer) for name in asked(layer, "adapter_layer_names", tuple) or ()
-    )  # some names are dotted
+    held = (attrgetter(name)(layer) for name in asked(layer, "adapter_layer_names", tuple) or ())  # some are dotted
     names = {name for each in held if isinstance(each, (nn.ModuleDict, nn.ParameterDict)) for name in each}
     return names | own_adapters(layer)
 

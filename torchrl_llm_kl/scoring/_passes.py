@@ -110,15 +110,6 @@ class PackedPass:
             self._pasts = {i: past for i, past in self._pasts.items() if i < 0 or self._last_use[i] > index}
             return head_states(self.setup, hidden[0][self._slots[index]])
 
-    def run_last_twice(self, others: Tensor) -> list[Tensor]:
-        """Hidden states of all packs, and of the last one again with other token ids ``[N]``."""
-        number = len(self.elements)
-        states = [self.run(i).source for i in range(number - 1)]
-        pasts, last = dict(self._pasts), number - 1
-        states.append(self.run(last).source)
-        self._pasts, self._ids = pasts, send(others[self._element], self.setup.device)
-        return [*states, self.run(last).source]
-
     def run_dummy(self) -> States:
         """Forward a token of no sequence, for layers that all ranks call together; states at no position."""
         ids = torch.zeros(1, dtype=torch.long, device=self.setup.device)
@@ -220,7 +211,7 @@ def plan_packs(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | 
         >>> tokens = Ragged.from_list([torch.tensor(answer) for answer in answers])
         >>> plan = plan_packs(PrefixTree.build(tokens, tokens.lengths, min_shared=3), 6)
         >>> [[(p.node, p.first, p.length, p.past) for p in map(plan.pieces.__getitem__, pack)] for pack in plan.packs]
-        [[(0, 0, 3, -1), (2, 0, 2, 0), (3, 0, 1, 0)], [(1, 0, 2, -1)]]
+        [[(0, 0, 3, -1), (1, 0, 2, 0), (2, 0, 1, 0)], [(3, 0, 2, -1)]]
     """
     check_range(1, tokens_per_batch=tokens_per_batch)
     parents, lengths = tree.parent.tolist(), tree.length.tolist()

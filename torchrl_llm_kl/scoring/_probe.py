@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,16 +84,11 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
             route, difference = inside([(model, *body_and_head(model))], partial(first_equal, head_routes))
             if route is not None:
                 return route, None
-            complaint = (
-                f"the head of {name}, applied to its body, does not reproduce the model's own log-probs: {difference}"
-            )
+            complaint = f"the body and the head of {name} do not reproduce the model's own log-probs: {difference}"
         # Outside, since these call the model itself.
         route, difference = first_equal(full_routes)
     if route is None:
-        complaint += (
-            f"; nor does its forward on padded sequences ({difference}): scores may be wrong, is the model causal and "
-        )
-        complaint += "deterministic?"
+        complaint += f"; nor does its padded forward ({difference}): is the model causal and deterministic?"
     return route or full_routes[0], complaint
 
 
@@ -123,10 +118,9 @@ def _first_equal(
         except Exception as error:
             outcome = f"{type(error).__name__}: {error}"
         if ranks.all(equal):
-            sharing: Literal["packs", "forks"] = "forks" if has_state(setup.model) else "packs"
-            can_share = _can_fork if sharing == "forks" else _can_pack
-            shared = route.path == "head" and route.positions and ranks.all(can_share(setup, vocab, states))
-            return replace(route, sharing=sharing if shared else None), ""
+            forks = has_state(setup.model)
+            shared = route.path == "head" and route.positions and ranks.all(_can_share(setup, vocab, states, forks))
+            return replace(route, sharing=("forks" if forks else "packs") if shared else None), ""
         complaint = complaint or outcome
     return None, complaint
 
@@ -170,50 +164,34 @@ def _relative_precision(dtype: torch.dtype, device: torch.device) -> float:
 # ---------------------------------------------------------------------- shared prefixes
 
 
-def _can_pack(setup: Setup, vocab: int, states: Tensor) -> bool:
-    """Whether packs reproduce the hidden states of one sequence at a time, ``states``, and no sequence sees another.
+def _can_share(setup: Setup, vocab: int, states: Tensor, forks: bool) -> bool:
+    """Whether packs, or forks of a state, have the hidden states of one sequence at a time, and no sequence sees another.
 
     Compares hidden states, not log-probs, since a head of zeros would hide any difference. A state that leaks from one
-    sequence into the next may be smaller than half precision resolves, so other tokens in one sequence must change
-    nothing in another: the last pack is forwarded twice.
+    sequence into the next may be smaller than half precision resolves, so everything runs again with other tokens in two
+    sequences, which must change nothing in the third.
     """
     model, rows, others = setup.model, *_answers(vocab)
-    if _too_long(model):
+    limit = position_limit(model)
+    if limit is not None and limit < _TRUNK + _OTHER + 1:
         return False
     try:
-        packs = _packs(setup, rows, _TOKENS_PER_BATCH, min_shared=0)
-        *earlier, last, again = packs.run_last_twice(others.values)
-        if has_window(model) and not packs.has_window:
+        own, again = (_forwards(setup, each, _TOKENS_PER_BATCH, 0, forks) for each in (rows, others))
+        hidden, moved = _hidden_states(own, rows), _hidden_states(again, others)
+        if isinstance(own, ForkedPass):
+            # Some kernels begin at an empty state, which may differ by less than rounding in these sequences: an altered
+            # state must make a difference.
+            own.recurrence = 10.0
+            if is_recurrent(model) and torch.equal(_hidden_states(own, rows), hidden):
+                return False
+        elif has_window(model) and not own.has_window:
             return False  # its window is in a mask that packs do not have, and too wide to show in these sequences
-        packed, apart, moved = to_host(torch.cat([*earlier, last]), states, again - last)
     except PrivateNameError:
         raise
-    except Exception:  # for instance an attention that cannot be exchanged
+    except Exception:  # for instance an attention that cannot be exchanged, or a cache of the model's own
         return False
-    untouched = (rows.sequence_ids == 2)[packs.elements[-1]]
-    return _equal(setup, _in_order(rows, packs.elements, [packed]), _answered(rows, apart), moved[untouched])
-
-
-def _can_fork(setup: Setup, vocab: int, states: Tensor) -> bool:
-    """Whether answers that continue a forked state have the hidden states of one sequence at a time; see :func:`_can_pack`.
-
-    Some kernels begin at an empty state, which may differ by less than rounding in these sequences: an altered state must
-    make a difference.
-    """
-    rows, others = _answers(vocab)
-    if _too_long(setup.model):
-        return False
-    try:
-        forks, again = (_forks(setup, each) for each in (rows, others))
-        hidden, moved = _hidden_states(forks, rows), _hidden_states(again, others)
-        forks.recurrence = 10.0
-        if is_recurrent(setup.model) and torch.equal(_hidden_states(forks, rows), hidden):
-            return False
-    except PrivateNameError:
-        raise
-    except Exception:  # for instance a cache of the model's own
-        return False
-    return _equal(setup, hidden, _answered(rows, states.cpu()), (moved - hidden)[rows.sequence_ids == 2])
+    untouched = (moved - hidden)[rows.sequence_ids == 2]
+    return _equal(setup, hidden, _answered(rows, states.cpu()), untouched)
 
 
 def _answers(vocab: int) -> tuple[Ragged, Ragged]:
@@ -225,11 +203,6 @@ def _answers(vocab: int) -> tuple[Ragged, Ragged]:
     rows = Ragged.from_list([torch.cat(row) for row in parts])
     ends = (rows.sequence_ids < 2) & (rows.positions >= _TRUNK + _BRANCH)
     return rows, rows.like(torch.where(ends, (rows.values + 1) % vocab, rows.values))
-
-
-def _too_long(model: nn.Module) -> bool:
-    limit = position_limit(model)
-    return limit is not None and limit < _TRUNK + _OTHER + 1
 
 
 def _equal(setup: Setup, hidden: Tensor, apart: Tensor, moved: Tensor) -> bool:
@@ -275,7 +248,7 @@ def find_variance(setup: Setup, size: int) -> str | None:
 def _bits(setup: Setup, rows: list[Tensor], size: int) -> list[Tensor]:
     """Hidden states, log-probs and entropies of each row; ``[T - 1, H + 2]``."""
     tokens = Ragged.from_list(rows)
-    packs, parts = _packs(setup, tokens, size), []
+    packs, parts = _forwards(setup, tokens, size), []
     for i, elements in enumerate(packs.elements):
         states = packs.run(i)
         targets = tokens.values[elements].to(setup.device)
@@ -290,38 +263,28 @@ def _operators(setup: Setup, rows: list[Tensor], size: int) -> list[tuple[str, l
     calls: list[tuple[str, list[tuple[int, ...]]]] = []
 
     class Recorder(dispatch_mode()):  # type: ignore[misc]
-        def __torch_dispatch__(
-            self,
-            func: Callable[..., object],
-            _: object,
-            args: Sequence[object] = (),
-            kwargs: dict[str, object] | None = None,
-        ) -> object:
+        def __torch_dispatch__(self, func: Any, _: object, args: Any = (), kwargs: Any = None) -> object:
             calls.append((str(func), [tuple(x.shape) for x in tensor_leaves((args, kwargs))]))
             return func(*args, **(kwargs or {}))
 
-    packs = _packs(setup, Ragged.from_list(rows), size)
+    packs = _forwards(setup, Ragged.from_list(rows), size)
     with Recorder():
         packs.run(0)
     return calls
 
 
-def _packs(setup: Setup, rows: Ragged, size: int, min_shared: int = 16) -> PackedPass:
+def _forwards(
+    setup: Setup, rows: Ragged, size: int, min_shared: int = 16, forks: bool = False
+) -> PackedPass | ForkedPass:
     request = ScoreRequest.of(rows)
     tree = PrefixTree.build(request.tokens, request.forward_lengths, min_shared=min_shared)
-    return PackedPass(setup, request, tree, size)
+    return (ForkedPass if forks else PackedPass)(setup, request, tree, size)
 
 
-def _forks(setup: Setup, rows: Ragged) -> ForkedPass:
-    request = ScoreRequest.of(rows)
-    tree = PrefixTree.build(request.tokens, request.forward_lengths, min_shared=0)
-    return ForkedPass(setup, request, tree, _TOKENS_PER_BATCH)
-
-
-def _hidden_states(forwards: ForkedPass, rows: Ragged) -> Tensor:
+def _hidden_states(forwards: PackedPass | ForkedPass, rows: Ragged) -> Tensor:
     """The hidden state that predicts each token, 0 for first tokens; ``[N, H]``, on the CPU."""
-    states = [forwards.run(i).source.cpu() for i in range(len(forwards.elements))]
-    return _in_order(rows, forwards.elements, states)
+    states = [forwards.run(i).source for i in range(len(forwards.elements))]
+    return _in_order(rows, forwards.elements, list(to_host(*states)))
 
 
 def _answered(rows: Ragged, states: Tensor) -> Tensor:

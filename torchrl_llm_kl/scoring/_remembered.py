@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -31,9 +30,9 @@ from torchrl_llm_kl.scoring._wrapping import Ranks
 
 # Counts up when scores change by more than rounding.
 _FORMAT = 1
-# What a score may be, up to rounding; others are neither stored nor served.
-_SPANS = {name: (-math.inf, 0.01) for name in ("log_prob", "ref_log_prob")}
-_SPANS |= {name: (-0.01, math.inf) for name in ("entropy", "kl")}
+# The range of each score, up to rounding. Other values are not stored.
+_SPANS = {name: (-np.inf, 0.01) for name in ("log_prob", "ref_log_prob")}
+_SPANS |= {name: (-0.01, np.inf) for name in ("entropy", "kl")}
 # What transforms read from a TorchRL wrapper or a service's proxy, besides its keys.
 _INTERFACE = {"interface", "input_mode", "generate", "return_log_probs", "pad_output", "layout"}
 _INTERFACE |= {"tokenizer", "chat_template", "chat_template_name"}
@@ -267,7 +266,7 @@ class Lookup:
             for name, context in contexts.items()
         }
         # One value for each token: stored or computed, NaN where neither is known yet.
-        self._known = {name: store.read(keys, self._lengths, _SPANS[name]) for name, keys in self._keys.items()}
+        self._known = {name: store.read(keys, self._lengths) for name, keys in self._keys.items()}
         self._new: dict[str, np.ndarray] = {}
         self._missing = self._mask & np.logical_or.reduce([np.isnan(values) for values in self._known.values()])
         wanted, missing = int(self._mask.sum()), int(self._missing.sum())
@@ -297,7 +296,9 @@ class Lookup:
     def store_new(self) -> None:
         """Store what was computed."""
         for name, values in self._new.items():
-            self._store.add(self._keys[name], self._lengths, values, _SPANS[name])
+            low, high = _SPANS[name]
+            possible = np.isfinite(values) & (values >= low) & (values <= high)
+            self._store.add(self._keys[name], self._lengths, np.where(possible, values, np.nan))
 
     def scores(self, version: int | None) -> Scores:
         """All scores of the request."""

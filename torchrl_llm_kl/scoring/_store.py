@@ -1,19 +1,18 @@
 """Scores on disk: a SQLite file that any number of processes read and write. Independent of torch.
 
-Each record has a checksum over its key and scores, which is checked at each read together with what it may hold: a damaged
-file costs a forward, never a wrong score. Every call opens the file anew, so that threads, forks and copies share nothing.
+Each record has a checksum over its key and scores, which is checked at each read: a damaged file costs a forward, never a
+wrong score. Every call opens the file anew, so that threads, forks and copies share nothing.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import sqlite3
 import struct
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -37,9 +36,6 @@ _SETUP = (
     "CREATE TABLE IF NOT EXISTS records (key BLOB PRIMARY KEY, used REAL, record BLOB) WITHOUT ROWID",
     "CREATE INDEX IF NOT EXISTS oldest ON records (used)",
 )
-#: The smallest and the largest score that can be.
-Span = tuple[float, float]
-ANY: Span = (-math.inf, math.inf)
 T = TypeVar("T")
 
 
@@ -94,39 +90,29 @@ class ScoreStore:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.folder)!r}, max_bytes={self.max_bytes})"
 
-    def read(self, keys: Sequence[bytes], lengths: Sequence[int], span: Span = ANY) -> np.ndarray:
+    def read(self, keys: Sequence[bytes], lengths: Sequence[int]) -> np.ndarray:
         """What is known of some sequences of tokens.
 
         Args:
             keys: one for each sequence, of 16 bytes.
             lengths: its number of tokens.
-            span: the smallest and the largest score that can be. A record that holds another, or an infinite one, is damaged.
 
         Returns:
             The scores of the tokens of all sequences, end to end, NaN where they are not known; float32 or float64 ``[N]``,
             as they were stored.
         """
-        stored = self._tried("read", partial(self._look_up, dict(zip(keys, lengths, strict=True)), span)) or {}
+        stored = self._tried("read", partial(self._look_up, dict(zip(keys, lengths, strict=True)))) or {}
         unknown = (np.full(length, np.nan, np.float32) for length in (0, *lengths))
         return np.concatenate([next(unknown), *(stored.get(*pair) for pair in zip(keys, unknown, strict=True))])
 
-    def add(self, keys: Sequence[bytes], lengths: Sequence[int], values: np.ndarray, span: Span = ANY) -> None:
+    def add(self, keys: Sequence[bytes], lengths: Sequence[int], values: np.ndarray) -> None:
         """Store scores. Those that are stored already stay.
 
         Args:
             keys: see :meth:`read`.
             lengths: see :meth:`read`.
             values: the scores, NaN at tokens without one; float32 or float64 ``[N]``.
-            span: see :meth:`read`: scores outside are not stored, and do not stay.
-
-        Raises:
-            ValueError: if there is not one score for each token, or they are of another dtype.
         """
-        if values.shape != (sum(lengths),) or values.dtype not in (np.float32, np.float64):
-            raise ValueError(
-                f"expected the scores of {sum(lengths)} tokens in float32 or float64, got {values.dtype} {values.shape}."
-            )
-        values = np.where(_possible(values, span), values, np.nan)
         new: dict[bytes, np.ndarray] = {}
         for key, own in zip(keys, np.split(values, np.cumsum(lengths)[:-1]), strict=True):
             if not np.isnan(own).all():
@@ -138,7 +124,7 @@ class ScoreStore:
                 f"did not store the scores of a call: they take {size} bytes, more than half of max_bytes={self.max_bytes}.",
             )
         elif new:
-            self._tried("written", partial(self._write, new, size, span))
+            self._tried("written", partial(self._write, new, size))
 
     @property
     def num_bytes(self) -> int:
@@ -170,34 +156,36 @@ class ScoreStore:
             self._warned.add(cause)
             warnings.warn(f"{self.folder / _FILE} {text}", stacklevel=4)
 
-    def _look_up(self, wanted: Mapping[bytes, int], span: Span, file: sqlite3.Connection) -> dict[bytes, np.ndarray]:
-        stored = self._records(file, wanted, span)
+    def _look_up(self, wanted: Mapping[bytes, int], file: sqlite3.Connection) -> dict[bytes, np.ndarray]:
+        stored = self._records(file, wanted)
         self._used.update(stored)
         if time.monotonic() - self._marked >= _MARK_EVERY:
             self._marked = time.monotonic()  # also if it fails: not at each read
             # Read-only, or another process writes: what was read is right all the same.
-            with suppress(sqlite3.OperationalError), _transaction(file):
+            with suppress(sqlite3.OperationalError), file:
+                file.execute("BEGIN IMMEDIATE")
                 self._mark_used(file)
         return stored
 
-    def _write(self, new: dict[bytes, np.ndarray], size: int, span: Span, file: sqlite3.Connection) -> None:
-        with _transaction(file):
-            for key, earlier in self._records(file, {key: len(own) for key, own in new.items()}, span).items():
+    def _write(self, new: dict[bytes, np.ndarray], size: int, file: sqlite3.Connection) -> None:
+        with file:  # one commit, or nothing is written
+            file.execute("BEGIN IMMEDIATE")
+            for key, earlier in self._records(file, {key: len(own) for key, own in new.items()}).items():
                 new[key] = _joined(earlier, new[key])
             self._mark_used(file)
             self._make_room(file, size)
             rows = [(key, time.time(), _encode_scores(key, own)) for key, own in new.items()]
             file.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", rows)
 
-    def _records(self, file: sqlite3.Connection, wanted: Mapping[bytes, int], span: Span) -> dict[bytes, np.ndarray]:
+    def _records(self, file: sqlite3.Connection, wanted: Mapping[bytes, int]) -> dict[bytes, np.ndarray]:
         """What the file holds of these sequences, by key; damaged records are left out, with a warning."""
         keys, stored = list(wanted), {}
         for start in range(0, len(keys), _AT_ONCE):
             some = keys[start : start + _AT_ONCE]
             query = f"SELECT key, record FROM records WHERE key IN ({','.join('?' * len(some))})"
             for key, record in file.execute(query, some):
-                own = _decoded(key, record, wanted[key]) if key in wanted else None  # a damaged index finds other keys
-                if own is None or not (np.isnan(own) | _possible(own, span)).all():
+                own = _decoded(key, record, wanted.get(key, -1))  # a damaged index finds other keys
+                if own is None:
                     self._warn("damaged", "holds a damaged record; its scores are recomputed and replace it.")
                 else:
                     stored[key] = own
@@ -221,24 +209,7 @@ class ScoreStore:
             file.execute(f"DELETE FROM records WHERE key IN ({few})", (-(-count // 10),))
 
 
-@contextmanager
-def _transaction(file: sqlite3.Connection) -> Iterator[None]:
-    """One commit; nothing is written if the body raises an error."""
-    file.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-    except BaseException:
-        file.rollback()
-        raise
-    file.commit()
-
-
 # ------------------------------------------------------------------ records
-
-
-def _possible(values: np.ndarray, span: Span) -> np.ndarray:
-    """Which scores are finite and in a range."""
-    return np.isfinite(values) & (values >= span[0]) & (values <= span[1])
 
 
 def _joined(earlier: np.ndarray | None, later: np.ndarray) -> np.ndarray:
@@ -260,15 +231,12 @@ def _checksum_of(key: bytes, body: bytes) -> bytes:
 
 def _decoded(key: bytes, record: object, length: int) -> np.ndarray | None:
     """The scores of a sequence of so many tokens; None for a damaged record, or one of another sequence."""
-    if not isinstance(record, bytes) or len(record) < _HEAD.size + _CHECK_BYTES:
+    if not isinstance(record, bytes) or _checksum_of(key, record[:-_CHECK_BYTES]) != record[-_CHECK_BYTES:]:
         return None
-    body, raw = record[:-_CHECK_BYTES], record[_HEAD.size : -_CHECK_BYTES]
-    count, first, width = _HEAD.unpack_from(body)
-    if _checksum_of(key, body) != record[-_CHECK_BYTES:] or count != length or width not in (4, 8) or len(raw) % width:
+    count, first, width = _HEAD.unpack_from(record)
+    if count != length:
         return None
-    some = np.frombuffer(raw, f"<f{width}")
-    if not 0 < len(some) <= length - first:
-        return None
+    some = np.frombuffer(record[_HEAD.size : -_CHECK_BYTES], f"<f{width}")
     values = np.full(length, np.nan, some.dtype)
     values[first : first + len(some)] = some
     return values

@@ -8,7 +8,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.ragged import Ragged
 
 
@@ -20,7 +19,8 @@ class PrefixTree:
     sequences part, or where the longest of them ends. A sequence that is a prefix of another one (or equal to it) ends
     inside a node and costs nothing.
 
-    Nodes are numbered level by level, within a level by ``source``: parents come before children.
+    Nodes are numbered by their first sequence, then by their start: parents come before children, and the order does not
+    depend on the token ids.
 
     Example:
         >>> answers = [[1, 2, 3, 4, 5], [1, 2, 3, 6], [1, 2, 3]]
@@ -34,10 +34,8 @@ class PrefixTree:
 
     # Of each node, int64 [M]:
     parent: Tensor  # the node before it, -1 at the first level
-    level: Tensor  # number of nodes before it
     start: Tensor  # number of tokens before it
     length: Tensor  # number of its tokens, at least 1
-    source: Tensor  # the first sequence that holds the whole node and is not a prefix of a longer one
     element: Tensor  # its tokens are values[element : element + length] of the flat sequences
     # Of each sequence, int64 [S]:
     leaf: Tensor  # the node with its last forwarded token, -1 if there is nothing to forward
@@ -55,8 +53,6 @@ class PrefixTree:
         """
         values, lengths = tokens.values.detach().cpu(), tokens.lengths.cpu()
         forward_lengths = forward_lengths.detach().cpu()
-        _check_lengths(values, lengths, forward_lengths)
-        check_range(0, min_shared=min_shared, min_length=min_length)
         offsets = lengths.cumsum(0) - lengths
         order, ends = _sorted_sequences(values, offsets, forward_lengths)
         shared = _common_prefixes(values, offsets[order], ends)
@@ -70,10 +66,10 @@ class PrefixTree:
         branches = _branches(shared[longest[:-1]].tolist())
         _choose(branches, min_shared, min_length)
         nodes, leaf_of = _nodes(branches, sources, source_ends)
-        parent, level, start, end, source = torch.tensor(nodes, dtype=torch.long).reshape(-1, 5).unbind(-1)
+        source, start, end, parent = torch.tensor(nodes, dtype=torch.long).reshape(-1, 4).unbind(-1)
         deepest = torch.tensor(leaf_of, dtype=torch.long)[held]
         leaf = torch.full_like(lengths, -1).index_put((order,), _holders(parent, start, deepest, ends - 1))
-        return cls(parent, level, start, end - start, source, offsets[source] + start, leaf, forward_lengths)
+        return cls(parent, start, end - start, offsets[source] + start, leaf, forward_lengths)
 
     @property
     def num_nodes(self) -> int:
@@ -138,23 +134,6 @@ class PrefixTree:
 
 
 # ---------------------------------------------------------------------- the order of the sequences
-
-
-def _check_lengths(values: Tensor, lengths: Tensor, forward_lengths: Tensor) -> None:
-    if values.ndim != 1 or values.dtype != torch.long:
-        raise ValueError(f"token ids must be int64 [N], got shape {tuple(values.shape)} of dtype {values.dtype}.")
-    if forward_lengths.shape != lengths.shape or forward_lengths.dtype != torch.long:
-        raise ValueError(
-            f"forward_lengths must be int64 with one entry for each of the {lengths.numel()} sequences, got shape "
-            f"{tuple(forward_lengths.shape)} of dtype {forward_lengths.dtype}."
-        )
-    bad = ((forward_lengths < 0) | (forward_lengths > lengths)).nonzero()
-    if bad.numel():
-        row = int(bad[0])
-        raise ValueError(
-            f"forward_lengths must lie between 0 and the length of the sequence, {int(lengths[row])} for sequence "
-            f"{row}, got {int(forward_lengths[row])}."
-        )
 
 
 def _sorted_sequences(values: Tensor, offsets: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,24 +225,21 @@ def _choose(branches: list[_Branch], min_shared: int, min_length: int) -> None:
 
 def _nodes(
     branches: list[_Branch], sources: list[int], ends: list[int]
-) -> tuple[list[tuple[int, int, int, int, int]], list[int]]:
-    """``(parent, level, start, end, source)`` of each node in order, and the last node of each sorted sequence."""
-    nodes: list[tuple[int, int, int, int, int]] = []
+) -> tuple[list[tuple[int, int, int, int]], list[int]]:
+    """``(source, start, end, parent)`` of each node in order, and the last node of each sorted sequence.
+
+    ``source`` is the first sequence that holds the whole node.
+    """
+    nodes: list[tuple[int, int, int, int]] = []
     owner = [-1] * len(sources)  # the deepest node so far
-
-    def add(first: int, last: int, end: int) -> None:
-        parent = owner[first]
-        level, start = (nodes[parent][1] + 1, nodes[parent][3]) if parent >= 0 else (0, 0)
-        owner[first : last + 1] = [len(nodes)] * (last + 1 - first)
-        nodes.append((parent, level, start, end, min(sources[first : last + 1])))
-
-    for branch in reversed(branches[:-1]):
-        start = nodes[owner[branch.first]][3] if owner[branch.first] >= 0 else 0
+    leaves = [_Branch(end, row, row, latest_start=end) for row, end in enumerate(ends)]
+    for branch in [*reversed(branches[:-1]), *leaves]:
+        parent = owner[branch.first]
+        start = nodes[parent][2] if parent >= 0 else 0
         if start <= branch.latest_start:
-            add(branch.first, branch.last, branch.depth)
-    for row, end in enumerate(ends):
-        add(row, row, end)
-
-    by_level = sorted(range(len(nodes)), key=lambda node: (nodes[node][1], nodes[node][4]))
-    rank = {-1: -1} | {node: i for i, node in enumerate(by_level)}
-    return [(rank[nodes[node][0]], *nodes[node][1:]) for node in by_level], [rank[node] for node in owner]
+            rows = slice(branch.first, branch.last + 1)
+            owner[rows] = [len(nodes)] * len(owner[rows])
+            nodes.append((min(sources[rows]), start, branch.depth, parent))
+    order = sorted(range(len(nodes)), key=nodes.__getitem__)
+    rank = {-1: -1} | {node: i for i, node in enumerate(order)}
+    return [(*nodes[node][:3], rank[nodes[node][3]]) for node in order], [rank[node] for node in owner]

@@ -152,14 +152,11 @@ def test_a_missing_entry_is_none(known: bool, td: TensorDictBase) -> None:
 MASKED = lazy_stack([TensorDict({"x": torch.zeros(n), "m": torch.ones(m)}) for n, m in ((2, 2), (3, 5))])
 test_read_errors = refused(
     read_ragged,
-    (TensorDict({"x": torch.zeros(2)}, [2]), "x", r"'x' to have a token dimension.*\(2,\), got"),
-    (TensorDict({"x": torch.zeros(0, 3)}, [0]), "x", r"is empty: 'x' has shape \(0, 3\).*drop"),
+    (TensorDict({"x": torch.zeros(2)}, [2]), "x", r"'x' has shape \(2,\): expected a token dimension"),
     (TensorDict({"x": "text"}), "x", TypeError, "expected tensors under 'x', got (str|NonTensorData)"),
     (lazy_stack([TensorDict({"x": "a"})] * 2), "x", TypeError, "expected tensors under 'x', got (str|NonTensorD)"),
-    (lazy_stack([TensorDict({"x": torch.zeros(2, n)}) for n in (5, 6)]), "x", r"\(2, 6\).* at row 1"),
-    (lazy_stack([TensorDict({"x": torch.tensor(1)})]), "x", "scalar at row 0"),
     (TensorDict({"x": torch.zeros(2, 3)}, [2]), ("x", "y"), TypeError, "nested TensorDict under 'x'.*got Tensor"),
-    (MASKED, "x", "m", r"'m' must have the length of 'x': sequence 1 has 5 and 3 positions"),
+    (MASKED, "x", "m", r"'m' has 5 positions in sequence 1, but 'x' has 3"),
 )
 
 

@@ -197,7 +197,7 @@ def test_the_probe_misses_no_logit_processing(family, name, dtype, monkeypatch):
     """Hide one entry of the configuration from the fast path: the probe must notice, also in bfloat16."""
     monkeypatch.setattr(_model, "_FACTORS", {k: v for k, v in _model._FACTORS.items() if k != name})
     monkeypatch.setattr(_model, "_SOFT_CAPS", tuple(cap for cap in _model._SOFT_CAPS if cap != name))
-    with pytest.warns(UserWarning, match="does not reproduce the model's own log-probs"):
+    with pytest.warns(UserWarning, match="do not reproduce the model's own log-probs"):
         assert LogProbScorer(tiny_model(family).to(dtype)).path == "full"
 
 

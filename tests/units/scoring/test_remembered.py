@@ -2,12 +2,10 @@
 
 import copy
 import pickle
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -22,7 +20,6 @@ from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import ReferenceUpdater, RememberedModel, Scorer, ScoreRequest, Scores, fingerprint_of
-from torchrl_llm_kl.scoring._store import _encode_scores
 from torchrl_llm_kl.transforms import KLRewardTransform, RetrieveKL, RetrieveLogProb
 from toy_models import FORWARD, tiny_model, with_lora
 from toy_tokenizer import build_tokenizer
@@ -310,22 +307,6 @@ def test_errors_name_the_sequence_of_the_call_and_nan_is_never_stored(remember: 
     assert scorer.model.store.num_bytes == stored
 
 
-@pytest.mark.parametrize(("column", "value"), [(0, 7.0), (1, -5.0), (1, float("inf"))])
-def test_scores_that_cannot_be_are_computed_again(remember: Remember, column: int, value: float) -> None:
-    """A file with right checksums, and a log-prob above 0 or an entropy below."""
-    row, mask = [[1, 2, 3]], np.array([False, True, True])
-    scorer = remember(tiny_model())
-    want, store = scorer.evaluate(row, entropy=True)[:2], scorer.model.store
-    scores = [np.where(mask, each.values.numpy(), np.nan).astype(np.float32) for each in want]
-    with sqlite3.connect(store.folder / "scores.sqlite3") as file:
-        (key,) = (x for (x,) in file.execute("SELECT key FROM records") if store.read([x], [3])[1] == scores[column][1])
-        wrong = _encode_scores(key, np.array([np.nan, scores[column][1], value], np.float32))
-        file.execute("UPDATE records SET record = ? WHERE key = ?", (wrong, key))
-    with pytest.warns(UserWarning, match="holds a damaged record"):
-        found = remember(tiny_model()).evaluate(row, entropy=True)[:2]
-    assert all(torch.equal(a.values, b.values) for a, b in zip(found, want, strict=True))
-
-
 @pytest.mark.parametrize("stated", [None, "step 100"])
 def test_a_model_over_several_ranks_is_refused(tmp_path: Path, stated: str | None) -> None:
     # Gloo has threads, one of which may wait for Python's lock when this one waits for its end.
@@ -403,7 +384,7 @@ def test_a_fingerprint_is_stable(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     for same in (model, type(model).from_pretrained(tmp_path), wrapped(model)):
         assert fingerprint_of(same) == found
-    with pytest.raises(ValueError, match="meta device"):
+    with pytest.raises(NotImplementedError, match="no data"):
         fingerprint_of(nn.Linear(2, 2, device="meta"))
 
 

@@ -57,8 +57,9 @@ def spelled(tree, sequences, node):
     """The tokens of the ancestors of a node and its own."""
     if node < 0:
         return ()
-    start, length, source = (int(x[node]) for x in (tree.start, tree.length, tree.source))
-    return spelled(tree, sequences, int(tree.parent[node])) + tuple(sequences[source][start : start + length])
+    length, element = int(tree.length[node]), int(tree.element[node])
+    own = [token for sequence in sequences for token in sequence][element : element + length]
+    return spelled(tree, sequences, int(tree.parent[node])) + tuple(own)
 
 
 def parents(tree):
@@ -78,21 +79,19 @@ def test_three_answers_to_each_of_two_prompts():
     tree = build(ANSWERS)
     assert {(x.dtype, x.device.type) for x in (getattr(tree, f.name) for f in fields(tree))} == {(torch.long, "cpu")}
     assert arrays(tree) == {
-        #          A   B  0+4  1  2  3  5  0  4
-        "parent": [-1, -1, 0, 1, 0, 1, 1, 2, 2],
-        "level": [0, 0, 1, 1, 1, 1, 1, 2, 2],
-        "start": [0, 0, 4, 2, 4, 2, 2, 5, 5],
-        "length": [4, 2, 1, 1, 1, 3, 1, 1, 2],
-        "source": [0, 1, 0, 1, 2, 3, 5, 0, 4],
-        "element": [0, 6, 4, 8, 13, 16, 28, 5, 24],
-        "leaf": [7, 3, 4, 5, 8, 6],
+        #          A  0+4 0  B   1  2  3  4  5
+        "parent": [-1, 0, 1, -1, 3, 0, 3, 1, 3],
+        "start": [0, 4, 5, 0, 2, 4, 2, 5, 2],
+        "length": [4, 1, 1, 2, 1, 1, 3, 2, 1],
+        "element": [0, 4, 5, 6, 8, 13, 16, 24, 28],
+        "leaf": [2, 4, 5, 6, 7, 8],
         "forward_lengths": [6, 3, 5, 5, 7, 3],
     }
 
 
 def test_a_short_branch_is_not_shared():
     """Longer than prompt A is the common beginning of the two answers to it that begin with 1."""
-    for min_length, lengths in [(1, [4, 2, 1]), (2, [4, 2]), (4, [4]), (5, [5]), (6, [])]:
+    for min_length, lengths in [(1, [4, 1, 2]), (2, [4, 2]), (4, [4]), (5, [5]), (6, [])]:
         tree = PrefixTree.build(ragged(ANSWERS), ragged(ANSWERS).lengths, min_shared=0, min_length=min_length)
         assert tree.length[parents(tree)].tolist() == lengths
 
@@ -107,15 +106,13 @@ def test_nodes_are_well_formed_and_every_token_is_found_with_its_whole_prefix(ba
     prefixes = heads(sequences, lengths)
     tops = maximal(prefixes)
     for node in range(tree.num_nodes):
-        parent, start, length, source = (int(x[node]) for x in (tree.parent, tree.start, tree.length, tree.source))
+        parent, start, length = (int(x[node]) for x in (tree.parent, tree.start, tree.length))
         assert length > 0
         assert parent < node
         assert start == (int(tree.start[parent] + tree.length[parent]) if parent >= 0 else 0)
-        assert int(tree.level[node]) == (int(tree.level[parent]) + 1 if parent >= 0 else 0)
         stretch = spelled(tree, sequences, node)
-        assert source == min(s for s, p in enumerate(prefixes) if p in tops and p[: len(stretch)] == stretch)
+        source = min(s for s, p in enumerate(prefixes) if p in tops and p[: len(stretch)] == stretch)
         assert int(tree.element[node]) == sum(map(len, sequences[:source])) + start
-    assert tree.level.tolist() == sorted(tree.level.tolist())
     for s, length in enumerate(lengths):
         assert (int(tree.leaf[s]) == -1) == (length == 0)
         for t in range(length):
@@ -127,7 +124,7 @@ def test_nodes_are_well_formed_and_every_token_is_found_with_its_whole_prefix(ba
             assert t < length - 1 or node == int(tree.leaf[s])
     twice = build(sequences * 2, lengths * 2, min_shared)
     assert twice.leaf.tolist() == tree.leaf.tolist() * 2
-    for name in ("parent", "level", "start", "length", "source", "element"):
+    for name in ("parent", "start", "length", "element"):
         assert getattr(twice, name).tolist() == getattr(tree, name).tolist(), "copies share everything"
 
 
@@ -170,26 +167,7 @@ def test_nothing_to_forward(sequences):
 def test_a_chain_of_branches_deeper_than_the_recursion_limit():
     sequences = [[0] * i + [1] for i in range(1100)]
     tree = build(sequences, min_shared=0)
-    assert int(tree.level.max()) == 1098  # the first sequence shares nothing
-    assert tree.num_tokens == 1100 + 1099
-
-
-@pytest.mark.parametrize(
-    ("lengths", "min_shared", "message"),
-    [
-        ([2, 3], 0, "between 0 and the length of the sequence, 2 for sequence 1, got 3"),
-        ([-1, 0], 0, "3 for sequence 0, got -1"),
-        ([1], 0, r"one entry for each of the 2 sequences, got shape \(1,\)"),
-        ([1.0, 1.0], 0, "of dtype torch.float32"),
-        ([1, 1], -1, "min_shared must be at least 0, got -1"),
-    ],
-)
-def test_bad_lengths_and_ids(lengths, min_shared, message):
-    tokens = ragged([[1, 2, 3], [4, 5]])
-    with pytest.raises(ValueError, match=message):
-        PrefixTree.build(tokens, torch.tensor(lengths), min_shared=min_shared)
-    with pytest.raises(ValueError, match=r"int64 \[N\], got shape \(5,\) of dtype torch.int32"):
-        PrefixTree.build(tokens.like(tokens.values.int()), tokens.lengths)
+    assert tree.num_tokens == 1100 + 1099  # the first sequence shares nothing
 
 
 def as_tuples(plan):
@@ -200,10 +178,10 @@ def test_packs_by_hand():
     # Depth first: A, its first answers and their continuations, then B.
     plan = plan_packs(build(ANSWERS), 5)
     assert as_tuples(plan) == [
-        [(0, 0, 4, -1), (2, 0, 1, 0)],
-        [(7, 0, 1, 1), (8, 0, 2, 1), (4, 0, 1, 0), (1, 0, 1, -1)],
-        [(1, 1, 1, 5), (3, 0, 1, 6), (5, 0, 3, 6)],
-        [(6, 0, 1, 6)],
+        [(0, 0, 4, -1), (1, 0, 1, 0)],
+        [(2, 0, 1, 1), (7, 0, 2, 1), (5, 0, 1, 0), (3, 0, 1, -1)],
+        [(3, 1, 1, 5), (4, 0, 1, 6), (6, 0, 3, 6)],
+        [(8, 0, 1, 6)],
     ]
     assert plan.last_use() == [1, 1, -1, -1, -1, 3, 3, -1, -1, -1]
     with pytest.raises(ValueError, match="tokens_per_batch must be at least 1, got 0"):
