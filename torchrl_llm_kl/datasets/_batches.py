@@ -6,8 +6,8 @@ Rows stay unpadded: the result is a lazy stack of one TensorDict for each sequen
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from torchrl_llm_kl.datasets._encoding import Answer, Encoder, EncodingArgs, Skip, Skipped
-from torchrl_llm_kl.datasets._rows import DataError, DataSource, Layout, Row, Rows, read_rows
+from torchrl_llm_kl.datasets._rows import DataError, DataSource, Layout, Row, read_rows
 from torchrl_llm_kl.masks import Tokenizer
 
 _Columns = dict[str, list[Tensor | NonTensorData]]
@@ -96,7 +96,7 @@ def from_conversations(
         tensor([3])
     """
     encoder = Encoder("messages", tokenizer, **encoding)
-    stack, metadata = _encode_rows(_named(data, messages=messages_key), encoder, on_skip)
+    stack, metadata = _encode_rows(data, encoder, on_skip, messages=messages_key)
     return _stack([answer for (answer,) in stack], metadata)
 
 
@@ -142,8 +142,9 @@ def from_completions(
         >>> data[0]["tokens", "full"].tolist(), data[0]["tokens", "prompt"].tolist()
         ([0, 1, 0, 2, 3, 4], [0, 1, 0, 2])
     """
-    encoder = Encoder("completion", tokenizer, **_with_eos(encoding))
-    stack, metadata = _encode_rows(_named(data, prompt=prompt_key, completion=completion_key), encoder, on_skip)
+    encoding.setdefault("add_eos", True)
+    encoder = Encoder("completion", tokenizer, **encoding)
+    stack, metadata = _encode_rows(data, encoder, on_skip, prompt=prompt_key, completion=completion_key)
     return _stack([answer for (answer,) in stack], metadata)
 
 
@@ -195,9 +196,10 @@ def from_pairs(
         >>> data["chosen"].tolist()
         [[True, False]]
     """
-    encoder = Encoder("preference", tokenizer, **_with_eos(encoding))
-    rows = _named(data, prompt=prompt_key, chosen=chosen_key, rejected=rejected_key)
-    stack, columns = _encode_rows(rows, encoder, on_skip)
+    encoding.setdefault("add_eos", True)
+    encoder = Encoder("preference", tokenizer, **encoding)
+    keys = {"prompt": prompt_key, "chosen": chosen_key, "rejected": rejected_key}
+    stack, columns = _encode_rows(data, encoder, on_skip, **keys)
     pairs = []
     for i, answers in enumerate(stack):
         pair = _stack(answers, {name: column[i : i + 1] * 2 for name, column in columns.items()})
@@ -207,60 +209,39 @@ def from_pairs(
     return lazy_stack(pairs)
 
 
-def _with_eos(encoding: EncodingArgs) -> EncodingArgs:
-    return {"add_eos": True, **encoding}
-
-
 # ------------------------------------------------------------------ rows
 
 
-@dataclass
-class _Renamed(Rows):
-    """Rows whose columns have the names of a layout."""
-
-    rows: Rows
-    keys: Mapping[str, str]
-
-    def __post_init__(self) -> None:
-        self.name, self.total = self.rows.name, self.rows.total
-
-    def _read(self) -> Iterator[Row]:
-        for row in self.rows:
-            if isinstance(row.value, Mapping):
-                value = {name: item for name, item in row.value.items() if name not in self.keys.values()}
-                value |= {own: row.value[other] for own, other in self.keys.items() if other in row.value}
-                row = Row(row.index, row.place, value)
-            yield row
-
-
-def _named(data: DataSource, **keys: str) -> Rows:
-    rows = read_rows(data)
-    renamed = {own: other for own, other in keys.items() if own != other}
-    first = next((row for row in rows if isinstance(row.value, Mapping)), None) if renamed else None
-    for own, other in renamed.items():
-        if first is not None and other not in first.value:
-            known = ", ".join(map(str, first.value))
-            raise rows.error(first, f"has no column {other!r}, which {own}_key= names: it has {known}")
-    return _Renamed(rows, renamed) if renamed else rows
-
-
-#: The function for each kind of rows, and the columns that become tokens; all others are metadata.
-_MAKERS: dict[Layout, tuple[str, set[str]]] = {
-    "messages": ("from_conversations", {"messages", "tools"}),
-    "completion": ("from_completions", {"prompt", "completion", "tools"}),
-    "preference": ("from_pairs", {"prompt", "chosen", "rejected", "tools"}),
+#: The columns that become tokens in each layout; all others are metadata.
+_COLUMNS: dict[Layout, set[str]] = {
+    "messages": {"messages", "tools"},
+    "completion": {"prompt", "completion", "tools"},
+    "preference": {"prompt", "chosen", "rejected", "tools"},
 }
 
 
-def _encode_rows(rows: Rows, encoder: Encoder, on_skip: OnSkip) -> tuple[list[list[Answer]], _Columns]:
+def _renamed(row: Row, keys: Mapping[str, str]) -> Row:
+    """The row with its columns under the names of a layout; ``keys`` holds their own names."""
+    if not isinstance(row.value, Mapping):
+        return row
+    others = {name: item for name, item in row.value.items() if name not in keys.values()}
+    return replace(row, value=others | {name: row.value[own] for name, own in keys.items() if own in row.value})
+
+
+def _encode_rows(
+    data: DataSource, encoder: Encoder, on_skip: OnSkip, **keys: str
+) -> tuple[list[list[Answer]], _Columns]:
     """The answers of each row that can be used, and the other columns of these rows."""
-    if rows.layout != encoder.layout:
-        maker = f": use {_MAKERS[rows.layout][0]}" if rows.layout in _MAKERS else ""
-        raise DataError(f"the first row of {rows.name} holds {rows.layout}, expected {encoder.layout}{maker}.")
+    rows = read_rows(data)
+    keys = {name: own for name, own in keys.items() if name != own}
+    first = next((row for row in rows if isinstance(row.value, Mapping)), None) if keys else None
+    for name, own in keys.items():  # answers as messages need no prompt: a misspelt key would drop it
+        if first is not None and own not in first.value:
+            raise rows.error(first, f"has no column {own!r}, which {name}_key= names: it has {', '.join(first.value)}")
     skipped = Skipped()
     usable: list[list[Answer]] = []
     values: list[Mapping[str, object]] = []
-    for row in rows:
+    for row in (_renamed(row, keys) for row in rows):
         encoded = encoder.encode(row)
         answers = [item for item in encoded if isinstance(item, Answer)]
         skips = [item for item in encoded if isinstance(item, Skip)]
@@ -268,8 +249,7 @@ def _encode_rows(rows: Rows, encoder: Encoder, on_skip: OnSkip) -> tuple[list[li
             skips = [Skip(row.index, "", row.place, "equal answers", "both answers have the same tokens")]
         for skip in skips[:1]:
             if on_skip == "raise":
-                part, detail = f" ({skip.part})" if skip.part else "", f": {skip.detail}" if skip.detail else ""
-                raise DataError(f"{row.place} of {rows.name}{part}, {skip.reason}{detail.rstrip('.')}.")
+                raise DataError(f"{skip.where} of {rows.name}, {skip.reason}: {skip.detail.rstrip('.')}.")
             skipped.add(skip)
         if not skips:
             skipped.cut += sum(answer.cut for answer in answers)
@@ -281,7 +261,7 @@ def _encode_rows(rows: Rows, encoder: Encoder, on_skip: OnSkip) -> tuple[list[li
         on_skip(skipped)
     elif skipped.total or skipped.cut:
         warnings.warn(SkippedRowsWarning(rows.name, skipped), stacklevel=3)
-    names = dict.fromkeys(name for value in values for name in value if name not in _MAKERS[encoder.layout][1])
+    names = dict.fromkeys(name for value in values for name in value if name not in _COLUMNS[encoder.layout])
     return usable, {str(name): _column([value.get(name) for value in values]) for name in names}
 
 
@@ -295,17 +275,14 @@ def _stack(answers: Sequence[Answer], columns: _Columns) -> LazyStackedTensorDic
 
 def _row_of(answer: Answer, metadata: Mapping[str, object]) -> TensorDictBase:
     prompt = int(answer.mask.int().argmax())  # the first trained token
-    entries: dict[str, TensorDict] = {
-        "tokens": TensorDict({"full": answer.tokens, "prompt": answer.tokens[:prompt]}),
-        "masks": TensorDict(
-            {"all_attention_mask": torch.ones_like(answer.mask), "all_assistant_mask": answer.assistant}
-        ),
+    masks = {"all_attention_mask": torch.ones_like(answer.mask), "all_assistant_mask": answer.assistant}
+    entries = {
+        "tokens": {"full": answer.tokens, "prompt": answer.tokens[:prompt]},
+        "masks": masks,
+        "images": answer.images,
+        "metadata": metadata,
     }
-    if answer.images:
-        entries["images"] = TensorDict(dict(answer.images))
-    if metadata:
-        entries["metadata"] = TensorDict(dict(metadata))
-    return TensorDict(entries)
+    return TensorDict({name: TensorDict(dict(held)) for name, held in entries.items() if held})
 
 
 def _column(values: Sequence[Any]) -> list[Tensor | NonTensorData]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_choice
+from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.datasets._rows import (
     MASKS,
@@ -29,7 +30,6 @@ from torchrl_llm_kl.datasets._rows import (
     read_messages,
 )
 from torchrl_llm_kl.masks import (
-    AssistantMaskError,
     Message,
     MissingChatTemplateError,
     encode_images,
@@ -89,7 +89,7 @@ class Skip:
     part: str
     place: str
     reason: Reason
-    detail: str = ""
+    detail: str
 
     @property
     def where(self) -> str:
@@ -112,7 +112,7 @@ class EncodingArgs(TypedDict, total=False):
     template_kwargs: Mapping[str, object] | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Encoder:
     """Turns rows into token ids, with the mask of the tokens to score or to train on.
 
@@ -161,23 +161,15 @@ class Encoder:
     tools: Sequence[object] | None = None
     chat_template: str | None = None
     template_kwargs: Mapping[str, object] | None = None
-    _processor: ClassVar[Any] = None  # that the tokenizer is of
+    _processor: Any = field(default=None, init=False)  # that the tokenizer is of
 
     def __post_init__(self) -> None:
         if is_processor(self.tokenizer):
-            object.__setattr__(self, "_processor", self.tokenizer)
-            object.__setattr__(self, "tokenizer", self._processor.tokenizer)
-            if self.chat_template is None:
-                object.__setattr__(self, "chat_template", getattr(self._processor, "chat_template", None))
-        if self.layout != "tokens" and not hasattr(self.tokenizer, "eos_token_id"):
-            raise TypeError(
-                f"expected a tokenizer of transformers, found {type(self.tokenizer).__name__}: load it with "
-                "AutoTokenizer.from_pretrained(...)."
-            )
+            self._processor, self.tokenizer = self.tokenizer, self.tokenizer.tokenizer
+            self.chat_template = self.chat_template or self._processor.chat_template
         check_choice(("skip", "cut"), too_long=self.too_long)
         check_choice(("all", "last"), turns=self.turns)
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length={self.max_length}, expected at least 2: the first token is never scored.")
+        check_range(2, max_length=2 if self.max_length is None else self.max_length)
         if self.add_eos and self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no eos_token, which ends an answer: set it, or pass add_eos=False.")
 
@@ -187,7 +179,7 @@ class Encoder:
         return [self._part(row, part) for part in parts]
 
     def _part(self, row: Row, part: str) -> Answer | Skip:
-        def skip(reason: Reason, detail: str = "") -> Skip:
+        def skip(reason: Reason, detail: str) -> Skip:
             return Skip(row.index, part, row.place, reason, detail)
 
         if row.value is None:
@@ -195,21 +187,18 @@ class Encoder:
         try:
             layout = layout_of(row.value)
             if layout != self.layout:
-                raise RowError(f"holds {layout}, expected {self.layout} as in the first row")
+                raise RowError(f"holds {layout}, expected {self.layout}")
             value = row.value if isinstance(row.value, Mapping) else {"messages": row.value}
             tokens, mask, assistant, images = self._tokens(value, part)
         except RowError as error:
             return skip(error.reason, str(error))
         if self.vocab_size is not None and len(tokens) and int(tokens.max()) >= self.vocab_size:
             return skip("malformed", f"token id {int(tokens.max())} is outside the vocabulary of {self.vocab_size}")
-        length, most = len(tokens), self.max_length
-        cut = most is not None and length > most
+        most = self.max_length
+        cut = most is not None and len(tokens) > most
         if cut:
-            if self.too_long == "skip" or not mask[:most].any():
-                before = "" if self.too_long == "skip" else ", and the response begins after them"
-                return skip("too long", f"{length} tokens, at most {most}{before}")
-            if images:
-                return skip("too long", f"{length} tokens, at most {most}, and a sequence with images is not cut")
+            if self.too_long == "skip" or images or not mask[:most].any():  # images cannot be cut
+                return skip("too long", f"{len(tokens)} tokens, at most {most}")
             tokens, mask, assistant = tokens[:most], mask[:most], assistant[:most]
         if not mask.any():
             return skip("empty", "no token to score")
@@ -231,15 +220,11 @@ class Encoder:
                 asked: list[Message] = [{"role": "user", "content": prompt}] if prompt else []
                 return self._of_messages(asked, [{"role": "assistant", "content": answer}], value)
             return self._of_text(prompt, answer)
-        if isinstance(answer, str) and prompt is None:
-            raise RowError(f"has `{name}` as text without a `prompt`")
-        if isinstance(answer, str) or isinstance(prompt, str):
-            raise RowError(f"has one of `prompt` and `{name}` as text and the other as messages: give both alike")
         answer = read_messages(answer, name)
         if prompt is None:  # both conversations begin with the prompt
             other = read_messages(value["rejected" if part == "chosen" else "chosen"], "chosen and rejected")
-            shared = next((i for i, (a, b) in enumerate(zip(answer, other, strict=False)) if a != b), None)
-            shared = min(len(answer), len(other)) if shared is None else shared
+            differing = (i for i, (a, b) in enumerate(zip(answer, other, strict=False)) if a != b)
+            shared = next(differing, min(len(answer), len(other)))
             return self._of_messages(answer[:shared], answer[shared:], value)
         return self._of_messages(read_messages(prompt, "prompt"), answer, value)
 
@@ -249,7 +234,7 @@ class Encoder:
             raise RowError("no message", "empty")
         spoken = [i for i, message in enumerate(answer) if message["role"] == "assistant"]
         if not spoken:
-            raise RowError("", "no assistant turn")
+            raise RowError("no message of the assistant", "no assistant turn")
         if self.turns == "last":
             prompt, answer = [*prompt, *answer[: spoken[-1]]], answer[spoken[-1] :]
         if self.system_prompt is not None and [*prompt, *answer][0]["role"] != "system":
@@ -266,9 +251,8 @@ class Encoder:
                 before = render_conversation(self.tokenizer, whole[: len(prompt)], **options)
                 spans = every[len(before.assistant_spans) :]
             if images:
-                ((tokens, mask), (_, assistant)), pixels = encode_images(
-                    self._processor, rendered.text, images, spans, every
-                )
+                encoded, pixels = encode_images(self._processor, rendered.text, images, spans, every)
+                (tokens, mask), (_, assistant) = encoded
                 return _Encoded(tokens, mask, assistant, pixels)
             if spans is every:
                 return _Encoded(rendered.token_ids, rendered.assistant_mask, rendered.assistant_mask)
@@ -276,17 +260,14 @@ class Encoder:
             return _Encoded(tokens, mask, rendered.assistant_mask)
         except (RowError, MissingChatTemplateError):
             raise
-        except AssistantMaskError as error:
-            raise RowError(str(error), "template") from error
         except Exception as error:  # whatever a template raises
             raise RowError(f"{type(error).__name__}: {error}", "template") from error
 
     def _of_text(self, prompt: str, answer: str) -> _Encoded:
         """Plain text without a template, after the begin-of-sequence token if the tokenizer adds one."""
         check_unicode(prompt + answer)
-        ((tokens, mask),) = encode_with_mask(
-            self.tokenizer, [prompt + answer], [[(len(prompt), len(prompt) + len(answer))]]
-        )
+        text, span = prompt + answer, (len(prompt), len(prompt) + len(answer))
+        ((tokens, mask),) = encode_with_mask(self.tokenizer, [text], [[span]])
         bos = self.tokenizer.bos_token_id
         if bos is not None and bos in self.tokenizer("").input_ids[:1] and tokens[:1].tolist() != [bos]:
             mask[:1] = not prompt  # an answer without a prompt has a prefix after all
@@ -309,28 +290,26 @@ def _of_ids(value: Mapping[str, object]) -> tuple[Tensor, Tensor]:
     given = next((key for key in MASKS if value.get(key) is not None), None)
     if given is None:
         length = value["prompt_length"]
-        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= len(ids):
+        if not isinstance(length, int) or not 0 <= length <= len(ids):
             raise RowError(f"has prompt_length {length!r}, expected a whole number from 0 to {len(ids)}")
         return ids, mask_from_prompt_lengths(torch.tensor([length]), torch.tensor([len(ids)]))
-    held = as_list(value[given])
-    mask = _integers([int(x) if isinstance(x, bool) else x for x in held] if isinstance(held, list) else held, given)
-    if len(mask) != len(ids) or bool(((mask != 0) & (mask != 1)).any()):
+    numbers = _integers(value[given], given)
+    mask = numbers == 1
+    if len(mask) != len(ids) or not torch.equal(mask.long(), numbers):
         raise RowError(
-            f"has {len(mask)} numbers in `{given}`, expected {len(ids)}, 1 at the tokens to score and 0 elsewhere"
+            f"has {len(mask)} numbers in `{given}`, expected {len(ids)} of 0 and 1, 1 at the tokens to score"
         )
-    mask = mask.bool()
     mask[:1] = False  # it has no prefix
     return ids, mask
 
 
 def _integers(value: object, name: str) -> Tensor:
-    value = as_list(value)
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise RowError(f"has `{name}` of {type(value).__name__}, expected a list of whole numbers")
-    wrong = next((x for x in value if isinstance(x, bool) or not isinstance(x, int) or abs(x) >= 2**63), None)
-    if wrong is not None:
-        raise RowError(f"has {wrong!r:.40} in `{name}`, expected whole numbers")
-    return torch.tensor(value, dtype=torch.long)
+    numbers = None
+    with suppress(TypeError, ValueError, RuntimeError):  # a number beyond int64 is a RuntimeError
+        numbers = torch.tensor(as_list(value))
+    if numbers is None or numbers.ndim != 1 or (len(numbers) and numbers.dtype not in (torch.long, torch.bool)):
+        raise RowError(f"has {value!r:.40} in `{name}`, expected a list of whole numbers")
+    return numbers.long()
 
 
 # ------------------------------------------------------------------ sequences that are left out
@@ -370,16 +349,17 @@ class Skipped:
         self.counts[skip.reason] += 1
         places = self.places.setdefault(skip.reason, [])
         if len(places) < _PLACES:
-            places.append(f"{skip.where}{f': {skip.detail}' if skip.detail else ''}")
+            places.append(f"{skip.where}: {skip.detail}")
 
     def to_dict(self) -> Json:
         """Counts and first places by reason, for JSON."""
         return {reason: {"count": n, "first": self.places[reason]} for reason, n in self.counts.items()}
 
     def __str__(self) -> str:
-        lines = [
-            f"skipped {self.counts[reason]:,}, {reason}: {'; '.join(places)}"
-            + ("; ..." if self.counts[reason] > len(places) else "")
-            for reason, places in self.places.items()
-        ]
-        return "\n".join([*lines, *([f"cut {self.cut:,} at the largest length"] if self.cut else [])])
+        lines = []
+        for reason, places in self.places.items():
+            more = "; ..." if self.counts[reason] > len(places) else ""
+            lines.append(f"skipped {self.counts[reason]:,}, {reason}: {'; '.join(places)}{more}")
+        if self.cut:
+            lines.append(f"cut {self.cut:,} at the largest length")
+        return "\n".join(lines)

@@ -11,10 +11,10 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard
 
 from torchrl_llm_kl._registry import install_hint
 from torchrl_llm_kl.masks import Message, history_to_messages
@@ -99,16 +99,12 @@ def read_rows(source: DataSource) -> Rows:
         return source
     if isinstance(source, (str, PathLike)):
         return FileRows(Path(source))
-    kind = type(source).__name__
+    name = f"the {type(source).__name__}"
     if is_history(source):
-        return _IterableRows(_conversations(source), f"the {kind}")
+        return _IterableRows(_conversations(source), name)
     if isinstance(source, Mapping):
         return _IterableRows(_of_columns(source), "the columns")
-    if not isinstance(source, Iterable) or isinstance(source, (bytes, bytearray)):
-        raise TypeError(
-            f"expected rows: a path, a dataset, a list of dicts, a dict of columns or a History, found {kind}."
-        )
-    return _IterableRows(list(source) if isinstance(source, Iterator) else source, f"the {kind}")
+    return _IterableRows(list(source) if isinstance(source, Iterator) else source, name)
 
 
 def is_history(value: object) -> bool:
@@ -186,10 +182,8 @@ class _IterableRows(Rows):
     def _read(self) -> Iterator[Row]:
         for index, item in enumerate(self._items):
             place = f"row {index + 1}"
-            if isinstance(item, (Mapping, str)) or (isinstance(item, Sequence) and not isinstance(item, bytes)):
+            if isinstance(item, (Mapping, str)) or is_list(item):
                 yield Row(index, place, item)
-            elif isinstance(item, Row):
-                yield item
             else:
                 problem = f"is of {type(item).__name__}, expected a dict of columns, a text or messages"
                 yield Row(index, place, None, problem)
@@ -204,21 +198,10 @@ def _conversations(history: History) -> list[list[Message]]:
 
 
 def _of_columns(columns: Mapping[str, object]) -> list[dict[str, object]]:
-    lists: dict[str, Sequence[object]] = {}
-    for name, value in columns.items():
-        if is_history(value):
-            value = _conversations(value)
-        elif hasattr(value, "tolist"):
-            value = value.tolist()
-        if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-            raise DataError(
-                f"expected columns of one length, found {name!r} of {type(value).__name__}: pass a list of dicts for rows, "
-                "or a dict of lists for columns."
-            )
-        lists[name] = value
-    lengths = {name: len(value) for name, value in lists.items()}
-    if len(set(lengths.values())) > 1:
-        raise DataError(f"expected columns of one length, found {lengths}.")
+    lists = {name: _conversations(x) if is_history(x) else as_list(x) for name, x in columns.items()}
+    lengths = {name: len(x) if is_list(x) else type(x).__name__ for name, x in lists.items()}
+    if len(set(lengths.values())) > 1 or not all(map(is_list, lists.values())):
+        raise DataError(f"expected lists of one length, found {lengths}: pass a dict of columns, or a list of dicts.")
     return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
 
 
@@ -248,8 +231,10 @@ class FileRows(Rows):
             raise FileNotFoundError(
                 f"there is no file {self.name:.200}: pass the path of a JSONL or Parquet file, or a list of rows."
             )
-        lines, start = _read_through(path)
-        self.parquet = start.startswith(b"PAR1")
+        with path.open("rb") as file:
+            self.parquet = file.read(4) == b"PAR1"
+            file.seek(0)
+            lines = 0 if self.parquet else sum(bool(line.strip()) for line in file)
         self.total = self._parquet_file().metadata.num_rows if self.parquet else lines
 
     def _parquet_file(self) -> ParquetFile:
@@ -263,33 +248,14 @@ class FileRows(Rows):
             raise DataError(f"{self.path} is a damaged Parquet file: {error}.") from error
 
     def _read(self) -> Iterator[Row]:
-        return self._parquet_rows() if self.parquet else self._json_rows()
-
-    def _parquet_rows(self) -> Iterator[Row]:
-        index = 0
-        for batch in self._parquet_file().iter_batches(batch_size=256):
-            for value in batch.to_pylist():
-                yield Row(index, f"row {index + 1}", value)
-                index += 1
-
-    def _json_rows(self) -> Iterator[Row]:
-        index = 0
+        if self.parquet:
+            batches = self._parquet_file().iter_batches(batch_size=256)
+            yield from _IterableRows(chain.from_iterable(batch.to_pylist() for batch in batches), self.name)
+            return
         with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
+            lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+            for index, (number, line) in enumerate(lines):
                 yield _parse(index, f"line {number}", line)
-                index += 1
-
-
-def _read_through(path: Path) -> tuple[int, bytes]:
-    """The number of lines that are not blank, and the first bytes."""
-    count, start = 0, b""
-    with path.open("rb") as file:
-        for line in file:
-            start = start or line[:4]
-            count += bool(line.strip())
-    return count, start
 
 
 def _parse(index: int, place: str, line: bytes) -> Row:
@@ -318,12 +284,17 @@ def as_list(value: object) -> object:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether a value is a sequence, but no text."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
 def read_messages(value: object, name: str) -> list[Message]:
     """Messages without the fields that Parquet fills with None; a RowError for anything else under ``name``."""
     if is_history(value):
         return history_to_messages(value)
     value = as_list(value)
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+    if not is_list(value):
         raise RowError(f"has `{name}` of {type(value).__name__}, expected a list of messages")
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -349,8 +320,6 @@ def layout_of(value: object) -> Layout:
         >>> layout_of({"prompt": "2 + 2 =", "completion": " 4"})
         'completion'
     """
-    if isinstance(value, str):
-        raise RowError(f"is a text; expected {EXPECTED}")
     if not isinstance(value, Mapping):  # a conversation by itself
         return "messages"
     has = {key for key, item in value.items() if item is not None}  # Parquet fills missing columns with None
@@ -360,8 +329,6 @@ def layout_of(value: object) -> Layout:
         return "completion"
     if "messages" in has:
         return "messages"
-    if has & set(TOKENS):
-        if "prompt_length" in has or has & set(MASKS):
-            return "tokens"
-        raise RowError("has token ids but no `prompt_length` and no `mask`, which mark the tokens to score")
+    if has & set(TOKENS) and has & {"prompt_length", *MASKS}:
+        return "tokens"
     raise RowError(f"has the columns {', '.join(sorted(value)) or '(none)'}; expected {EXPECTED}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import pickle
 import zipfile
 from collections.abc import Callable, Mapping
@@ -36,8 +35,16 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 _PACKAGES = ("tensordict", "torchrl.data", "torchrl.envs.llm", "torchrl.modules.llm")
 #: What a damaged file raises in torch, tensordict or here.
 _DAMAGED = (
-    OSError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, ImportError, EOFError, OverflowError
-)  # fmt: skip
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 # ------------------------------------------------------------------ writing
 
@@ -67,14 +74,7 @@ def save_batch(batch: TensorDictBase, path: str | Path) -> None:
         >>> [row["tokens", "full"].tolist() for row in load_batch(path).unbind(0)]
         [[0, 1], [0, 1, 2]]
     """
-    if not is_tensor_collection(batch):
-        raise TypeError(f"expected a TensorDict, got {type(batch).__name__}: pass a batch of rollouts.")
-    if not Path(path).absolute().parent.is_dir():
-        raise FileNotFoundError(f"the folder {Path(path).parent} does not exist: make it first.")
-    try:
-        record = {"format": _FORMAT, "version": _VERSION, "batch": _encode(batch, ())}
-    except RecursionError:
-        raise TypeError("the batch holds lists or dicts that are nested too deeply to be read again.") from None
+    record = {"format": _FORMAT, "version": _VERSION, "batch": _encode(batch, ())}
     with replacing(Path(path)) as part:
         torch.save(record, part)
 
@@ -83,7 +83,9 @@ def _encode(value: TensorDictBase | Tensor, where: tuple[str, ...]) -> Tensor | 
     """A tensor, or a dict of what :func:`_decode` makes a collection of; ``where`` is its key."""
     if isinstance(value, Tensor):
         return _encode_tensor(value)
-    about = {"batch_size": list(value.batch_size), "device": value.device is not None, "names": _names(value)}
+    names = None if is_non_tensor(value) else value.names
+    names = list(names) if names and any(names) else None
+    about = {"batch_size": list(value.batch_size), "device": value.device is not None, "names": names}
     if isinstance(value, LazyStackedTensorDict):  # a NonTensorStack too
         rows = [_encode(row, where) for row in value.tensordicts]
         return {"class": _name(type(value), where), "dim": value.stack_dim, "rows": rows, **about}
@@ -107,11 +109,6 @@ def _encode_tensor(value: Tensor) -> Tensor:
     return value if whole else value.clone()
 
 
-def _names(td: TensorDictBase) -> list[str | None] | None:
-    names = None if is_non_tensor(td) else td.names
-    return list(names) if names and any(name is not None for name in names) else None
-
-
 def _check(value: Any, where: tuple[str, ...]) -> object:
     """A value of Python's own types, in lists, tuples, sets and dicts of any depth."""
     if type(value) in _PLAIN:
@@ -131,14 +128,10 @@ def _check(value: Any, where: tuple[str, ...]) -> object:
 def _name(cls: type, where: tuple[str, ...]) -> str:
     name = f"{cls.__module__}:{cls.__qualname__}"
     try:
-        if _class(name) is cls:
-            return name
-    except (ValueError, ImportError, AttributeError):
-        pass
-    raise TypeError(
-        f"the entry {where} is a {cls.__module__}.{cls.__name__}, which load_batch does not know: expected a TensorDict, or a "
-        "tensorclass of torchrl. Convert it: .to_tensordict()."
-    )
+        _class(name)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise TypeError(f"the entry {where} cannot be saved: {error}. Convert it with .to_tensordict().") from None
+    return name
 
 
 def _class(name: str) -> type[TensorDict]:
@@ -146,10 +139,10 @@ def _class(name: str) -> type[TensorDict]:
     module, _, cls = name.partition(":")
     if not any(f"{module}.".startswith(f"{package}.") for package in _PACKAGES):
         raise ValueError(f"{name!r} is not a class of {', '.join(_PACKAGES)}")
-    found = getattr(importlib.import_module(module), cls)
-    if not is_tensor_collection(found):
+    loaded = getattr(importlib.import_module(module), cls)
+    if not is_tensor_collection(loaded):
         raise ValueError(f"{name!r} is not a tensor collection")
-    return found
+    return loaded
 
 
 # ------------------------------------------------------------------ reading
@@ -183,52 +176,44 @@ def load_batch(path: str | Path, *, trust: bool = False) -> TensorDictBase:
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(
-            f"{path} does not exist: pass a file of save_batch, or a folder that td.save (memmap) wrote."
-        )
+        raise FileNotFoundError(f"{path} does not exist: pass a file of save_batch, or a folder of td.save.")
     if path.is_dir() or path.suffix.lower() == ".tdz":
         return _of_memmap(path, trust)
-    if not path.is_file():
-        raise DataError(f"{path} is neither a file nor a folder: pass a file of save_batch.")
-    if path.suffix in (".json", ".jsonl", ".parquet", ".safetensors", ".npz"):
-        raise DataError(
-            f"{path} is a {path.suffix} file: expected one of save_batch, a TensorDict's dict from torch.save, or a folder of "
-            "td.save. Files of text or token ids are for `score`."
-        )
+    if not path.is_file():  # opening a pipe would wait for its writer
+        raise DataError(f"{path} is not a regular file: pass a file of save_batch.")
     return _of_torch(path, trust)
+
+
+def _untrusted(path: Path, name: str = "") -> DataError:
+    return DataError(
+        f"{path} holds more than tensors{name}, and loading it can run any code: pass a file of save_batch, or --trust "
+        "(trust=True) if you made it yourself."
+    )
 
 
 def _of_torch(path: Path, trust: bool) -> TensorDictBase:
     try:
-        found = torch.load(path, map_location="cpu", weights_only=not trust)
-    except pickle.UnpicklingError as error:
-        if trust or "weights_only" not in str(error).lower().replace(" ", "_"):
-            raise DataError(f"{path} is not a file of torch.save: {first_sentence(error)}") from error
-        raise DataError(
-            f"{path} holds pickled objects besides tensors, which can run any code when they are loaded: save it with "
-            "torchrl_llm_kl.save_batch; or pass --trust (trust=True) if you made the file yourself."
-        ) from error
-    except _DAMAGED as error:
+        loaded = torch.load(path, map_location="cpu", weights_only=not trust)
+    except (pickle.UnpicklingError, *_DAMAGED) as error:
+        if not trust and "weights_only" in str(error).lower().replace(" ", "_"):
+            raise _untrusted(path) from error
         raise DataError(f"{path} cannot be read by torch.load: {first_sentence(error) or 'it is empty'}") from error
-    if isinstance(found, TensorDictBase):
-        return found
-    if is_tensor_collection(found):
-        return found.to_tensordict()
-    if isinstance(found, dict) and found.get("format") == _FORMAT:
-        return _of_record(found, path)
-    if isinstance(found, dict) and found and all(isinstance(key, str) for key in found):
-        return _of_dict({key: value for key, value in found.items() if not key.startswith("__")}, path)
+    if isinstance(loaded, TensorDictBase):
+        return loaded
+    if is_tensor_collection(loaded):
+        return loaded.to_tensordict()
+    if isinstance(loaded, dict) and loaded.get("format") == _FORMAT:
+        return _of_record(loaded, path)
+    if isinstance(loaded, dict) and loaded and all(isinstance(key, str) for key in loaded):
+        return _of_dict({key: value for key, value in loaded.items() if not key.startswith("__")}, path)
     raise DataError(
-        f"{path} holds a {type(found).__name__}: expected a batch of save_batch, or a TensorDict's to_dict() or state_dict()."
+        f"{path} holds a {type(loaded).__name__}: expected a batch of save_batch, or a TensorDict's to_dict()."
     )
 
 
 def _of_record(record: Json, path: Path) -> TensorDictBase:
     if record.get("version") != _VERSION:
-        raise DataError(
-            f"{path} has version {record.get('version')!r} of the format of save_batch: this package reads {_VERSION}. Load "
-            "it with the release that wrote it."
-        )
+        raise DataError(f"{path} has format version {record.get('version')!r}, expected {_VERSION}. Save it again.")
     try:
         return _decode(record["batch"])
     except (*_DAMAGED, RecursionError) as error:
@@ -255,20 +240,18 @@ def _decode(node: Json | Tensor) -> TensorDictBase | Tensor:
     return out
 
 
-def _of_dict(found: Json, path: Path) -> TensorDictBase:
+def _of_dict(entries: Json, path: Path) -> TensorDictBase:
     """A TensorDict from nested dicts, or from a flat one with dotted names. They do not say what its batch dimensions are."""
-    tokens = found["tokens"].get("full") if isinstance(found.get("tokens"), Mapping) else found.get("tokens.full")
-    dense = tokens is not None and not getattr(tokens, "is_nested", False)
-    dims = max(1, getattr(tokens, "ndim", 2) - 1) if dense else 1
+    tokens = entries["tokens"].get("full") if isinstance(entries.get("tokens"), Mapping) else entries.get("tokens.full")
+    dims = max(1, tokens.ndim - 1) if isinstance(tokens, Tensor) and not tokens.is_nested else 1
     try:
-        td = TensorDict.from_dict(found, auto_batch_size=True, batch_dims=dims)
-        td = td.unflatten_keys(".") if any("." in key for key in found) else td
+        td = TensorDict.from_dict(entries, auto_batch_size=True, batch_dims=dims)
+        td = td.unflatten_keys(".") if any("." in key for key in entries) else td
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"the dict in {path} is not a batch: {first_sentence(error)}") from error
     if td.batch_dims < dims:
         raise DataError(
-            f"the entries of the dict in {path} have no first dimension in common, so it is not a batch: save it with "
-            "torchrl_llm_kl.save_batch."
+            f"the entries of the dict in {path} have no first dimension in common: save it with save_batch."
         )
     return td
 
@@ -280,20 +263,13 @@ def _of_memmap(path: Path, trust: bool) -> TensorDictBase:
     try:
         names, read = _folder(path) if path.is_dir() else _archive(path)
         if "meta.json" not in names:
-            raise DataError(
-                f"{path} holds no meta.json: expected a folder or an archive that td.save or td.memmap wrote."
-            )
+            raise DataError(f"{path} holds no meta.json: expected a folder or an archive of td.save.")
         pickled = sorted(name for name in names if name.lower().endswith((".pickle", ".pkl")))
         if pickled and not trust:
-            raise DataError(
-                f"{path} holds pickled objects ({pickled[0]}), which can run any code when they are loaded: save it with "
-                "torchrl_llm_kl.save_batch; or pass --trust (trust=True) if you made it yourself."
-            )
+            raise _untrusted(path, f" ({pickled[0]})")
         missing = _missing(names, read)
         if missing:
-            raise DataError(
-                f"{path} is incomplete: it lacks {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. Save it again."
-            )
+            raise DataError(f"{path} is incomplete: it lacks {', '.join(missing[:3])}. Save it again.")
         return TensorDict.load_memmap(path, allow_pickle=trust)
     except DataError:
         raise
@@ -307,14 +283,11 @@ _Files = tuple[set[str], Callable[[str], bytes]]
 
 def _folder(path: Path) -> _Files:
     names = set()
-    for folder, folders, files in os.walk(path):
-        for each in (Path(folder) / name for name in (*folders, *files)):
-            if each.is_symlink():
-                raise DataError(f"{each} is a link, which is not followed: replace it by what it points to.")
-            if not each.is_dir():
-                if not each.is_file():
-                    raise DataError(f"{each} is not a regular file: expected what td.save wrote.")
-                names.add(each.relative_to(path).as_posix())
+    for each in path.rglob("*"):
+        if each.is_symlink() or not (each.is_dir() or each.is_file()):
+            raise DataError(f"{each} is a link or a device, which is not read: replace it by a regular file.")
+        if each.is_file():
+            names.add(each.relative_to(path).as_posix())
     return names, lambda name: (path / name).read_bytes()
 
 
