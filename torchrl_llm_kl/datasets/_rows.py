@@ -104,6 +104,8 @@ def read_rows(source: DataSource) -> Rows:
         return _IterableRows(_conversations(source), name)
     if isinstance(source, Mapping):
         return _IterableRows(_of_columns(source), "the columns")
+    if not isinstance(source, Iterable):
+        raise TypeError(f"expected rows: a path, a dataset, a list, a dict of columns or a History, found {name}.")
     return _IterableRows(list(source) if isinstance(source, Iterator) else source, name)
 
 
