@@ -108,12 +108,9 @@ def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: S
     """See :meth:`~torchrl_llm_kl.LogProbScorer.explain`."""
     lengths = request.tokens.lengths.tolist()
     if not 0 <= row < len(lengths) or not 1 <= token < lengths[row]:
-        place = f"{len(lengths)} sequences" if not 0 <= row < len(lengths) else f"tokens 1 to {lengths[row] - 1} there"
-        raise ValueError(f"there is no log-prob of token {token} of sequence {row}: expected one of {place}.")
-    if scorer.path == "wrapper":
-        raise ValueError(f"a log-prob from {scorer.place}, cannot be explained: {scorer.instead}.")
-    if scorer._ranks(None).groups:
-        raise ValueError("the model is sharded over ranks: explain a log-prob in one process, with the whole model.")
+        raise ValueError(f"there is no log-prob of token {token} of sequence {row}: the lengths are {lengths}.")
+    if scorer.path == "wrapper" or scorer._ranks(None).groups:
+        raise ValueError("only a whole model in this process can be explained: no other backend, and no shards.")
     element = int(request.tokens.offsets[row]) + token
     in_mask = bool(request.mask[element])
     if not in_mask:

@@ -118,8 +118,9 @@ class PackedPass:
 
     def chosen(self) -> Tensor:
         """The experts that the routers chose for each token, -1 where none was forwarded; ``[N, L, k]``, on the CPU."""
-        assert self.routing is not None
-        return self._tree.spread(self.routing.result(self._request.tokens.values.shape[0]), self._request.tokens)
+        return self._tree.spread(
+            cast(Routing, self.routing).result(self._request.tokens.values.shape[0]), self._request.tokens
+        )
 
     def attended(self, element: int) -> tuple[int, int]:
         """Positions that the token at a flat element attends to, itself included, and how many of them are in earlier packs."""
@@ -282,8 +283,7 @@ class PaddedPass:
 
     def chosen(self) -> Tensor:
         """The experts that the routers chose for each token, -1 where none was forwarded; ``[N, L, k]``, on the CPU."""
-        assert self.routing is not None
-        return self.routing.result(self._num_tokens)
+        return cast(Routing, self.routing).result(self._num_tokens)
 
     def attended(self, element: int) -> tuple[int, int]:
         """Positions that the token at a flat element attends to, itself included; and 0."""
@@ -346,7 +346,7 @@ def plan_micro_batches(lengths: Tensor, tokens_per_batch: int) -> list[Tensor]:
         Sequence indices, int64 on the CPU, one tensor per micro-batch.
 
     Raises:
-        ValueError: if the budget is below 1 or a length is negative.
+        ValueError: if the budget is below 1.
 
     Example:
         >>> import torch
@@ -355,8 +355,6 @@ def plan_micro_batches(lengths: Tensor, tokens_per_batch: int) -> list[Tensor]:
     """
     check_range(1, tokens_per_batch=tokens_per_batch)
     longest_first, order = lengths.cpu().sort(descending=True, stable=True)
-    if len(order) and int(longest_first[-1]) < 0:
-        raise ValueError(f"lengths must not be negative, got {int(longest_first[-1])} for sequence {int(order[-1])}.")
     batches = []
     start, stop = 0, int((longest_first > 0).sum())
     while start < stop:

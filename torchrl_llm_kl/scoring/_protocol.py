@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._options import Changes, ScoreOptions
 from torchrl_llm_kl.scoring._request import FIELDS, ScoreRequest, Sequences, TokenMask, read_request
-from torchrl_llm_kl.scoring._sampling import Sampling
 from torchrl_llm_kl.scoring._scores import Scores
 
 if TYPE_CHECKING:
@@ -225,9 +224,5 @@ def check_offers(
     wanted |= {name: given[name] for name in FEATURES & given.keys() if given[name] != neutral[name]}
     lacking = sorted(wanted.keys() - scorer.offers)
     if lacking:
-        shown = ", ".join(f"{'sampling' if name == 'truncation' else name}={_shown(wanted[name])}" for name in lacking)
+        shown = ", ".join(f"{'sampling' if name == 'truncation' else name}={wanted[name]!s}" for name in lacking)
         raise ValueError(f"{shown} cannot be had from {scorer.place}: {scorer.instead}.")
-
-
-def _shown(value: object) -> str:
-    return str(value) if isinstance(value, Sampling) or value == "..." else repr(value)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from torchrl_llm_kl._numerics import check_not_a_name, read_device
 from torchrl_llm_kl.scoring._asked import asked, has
-from torchrl_llm_kl.scoring._model import OFFLOADED, body_and_head, is_on_meta
+from torchrl_llm_kl.scoring._model import OFFLOADED, body_and_head
 from torchrl_llm_kl.scoring._wrapping import is_fsdp2, is_zero3, unwrapped
 
 _ALIGN = 256  # bytes; no dtype needs more
@@ -44,7 +44,7 @@ def prepare_reference(
 
     Raises:
         TypeError: if the model does not expose its body and head, or ``dtype`` is neither floating-point nor int8.
-        ValueError: if it has no list of layers, no linear layers for int8, is sharded, on the meta device, or prepared already.
+        ValueError: if it has no list of layers, no linear layers for int8, is sharded, or offloaded already.
 
     Example:
         >>> import copy, torch
@@ -61,11 +61,7 @@ def prepare_reference(
     embedding = inner.get_input_embeddings()
     if any(is_fsdp2(module) or is_zero3(module) for module in inner.modules()) or inner is not model:
         raise ValueError(f"{type(model).__name__} is wrapped or sharded: call prepare_reference before.")
-    if is_on_meta(inner):
-        raise ValueError(f"{type(model).__name__} has weights on the meta device: load them before prepare_reference.")
-    layers = max((list(m) for m in body.modules() if isinstance(m, nn.ModuleList)), key=len, default=[])
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no ModuleList of layers.")
+    layers = max((list(m) for m in body.modules() if isinstance(m, nn.ModuleList)), key=len)
     if has(embedding, OFFLOADED):
         raise ValueError(f"{type(model).__name__} is offloaded already: prepare a new copy.")
     if dtype == torch.int8:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_choice, check_temperature, widen
-from torchrl_llm_kl._registry import did_you_mean
+from torchrl_llm_kl._numerics import check_choice, check_range, check_temperature, widen
 from torchrl_llm_kl.head import Truncation, floor_of
-from torchrl_llm_kl.scoring._asked import asked, call_of
+from torchrl_llm_kl.scoring._asked import asked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,16 +64,14 @@ class Sampling:
             value = given.item() if asked(given, "ndim", int) == 0 else given  # of numpy or torch
             if value is None or (name == "top_k" and value == -1):
                 value = off
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ValueError(f"{name} must be a number, {off:g} or None to turn it off, got {given!r}.")
+            if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else (int, float)):
+                kind = "a whole number" if name == "top_k" else "a number"
+                raise ValueError(f"{name} must be {kind}, {off:g} or None to turn it off, got {given!r}.")
             object.__setattr__(self, name, value if name == "top_k" else float(value))
         check_temperature(self.temperature)
-        if not isinstance(self.top_k, int) or self.top_k < 0:
-            raise ValueError(f"top_k must be a whole number, 0 for all tokens, got {self.top_k!r}.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], 1 for all tokens, got {self.top_p}.")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must lie in [0, 1], 0 for all tokens, got {self.min_p}.")
+        check_range(0, top_k=self.top_k)
+        check_range(high=1, above=0, top_p=self.top_p)
+        check_range(0, 1, min_p=self.min_p)
         check_choice(("whole", "kept"), reference=self.reference)
 
     @property
@@ -100,7 +96,7 @@ class Sampling:
             others: further arguments of ``generate``.
 
         Raises:
-            ValueError: if ``generate`` has no such argument, or it would change the distribution.
+            ValueError: if an argument would change the distribution.
 
         Example:
             >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -114,12 +110,9 @@ class Sampling:
         drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p}
         # torchrl's wrapper takes no top_k of 0.
         drawn |= {"top_k": self.top_k or model.config.get_text_config().vocab_size, **NEUTRAL}
-        known = _arguments_of_generate(model)
-        for name, value in others.items():
-            if name in drawn and value != drawn[name]:
-                raise ValueError(f"{name}={value!r} is not how {self} samples, which needs {name}={drawn[name]!r}.")
-            if name not in known and "custom_generate" not in others:
-                raise ValueError(f"generate of {type(model).__name__} has no {name!r}.{did_you_mean(name, known)}")
+        for name in drawn.keys() & others.keys():
+            if others[name] != drawn[name]:
+                raise ValueError(f"{name}={others[name]!r} is not how {self} samples: expected {name}={drawn[name]!r}.")
         return {**drawn, **others}
 
     @property
@@ -128,28 +121,19 @@ class Sampling:
         return Sampling(self.temperature)
 
     def __str__(self) -> str:
-        return f"Sampling({', '.join(f'{name}={value:g}' for name, value in _settings_changed(self).items())})"
-
-
-def _arguments_of_generate(model: Any) -> set[str]:
-    """What transformers' ``generate`` takes: its own arguments, settings, and inputs of the model."""
-    from transformers import GenerationConfig
-
-    base = call_of(model, "get_base_model", model)  # PEFT's hides them
-    methods = (asked(base, name, (object,)) for name in ("generate", "forward", "prepare_inputs_for_generation"))
-    names = {name for method in methods if method is not None for name in inspect.signature(method).parameters}
-    return names | {"tokenizer", "assistant_tokenizer"} | set(vars(GenerationConfig()))
+        changed = {name: vars(self)[name] for name, off in OTHERS.items() if vars(self)[name] != off}
+        return f"Sampling({', '.join(f'{name}={value:g}' for name, value in changed.items())})"
 
 
 def as_sampling(temperature: float | None, sampling: Sampling | None) -> Sampling:
     """Both arguments in one; a ValueError if they name two temperatures."""
-    asked = Sampling(temperature)  # type: ignore[arg-type]
+    plain = Sampling(temperature)  # type: ignore[arg-type]
     if sampling is None:
-        return asked
+        return plain
     if not isinstance(sampling, Sampling):
         raise TypeError(f"sampling must be a Sampling(temperature, top_k, top_p, min_p), got {sampling!r}.")
-    if asked.temperature not in (1.0, sampling.temperature):
-        raise ValueError(f"temperature={asked.temperature:g} and {sampling} name two temperatures: pass one.")
+    if plain.temperature not in (1.0, sampling.temperature):
+        raise ValueError(f"temperature={plain.temperature:g} and {sampling} name two temperatures: pass one.")
     return sampling
 
 
@@ -165,7 +149,3 @@ def truncate(logits: Tensor, sampling: Sampling) -> Tensor:
     if not sampling.truncates:
         return logits
     return logits.masked_fill(logits < floor_of(logits, sampling.truncation).unsqueeze(-1), -torch.inf)
-
-
-def _settings_changed(sampling: Sampling) -> dict[str, float]:
-    return {name: vars(sampling)[name] for name in TRANSFORMERS if vars(sampling)[name] != OTHERS[name]}

@@ -130,7 +130,7 @@ class LogProbScorer(Scorer):
         self.offers, self.place, self.instead = Scorer.offers, Scorer.place, Scorer.instead
         if not isinstance(self.model, nn.Module) and not is_wrapper(self.model):
             raise TypeError(
-                f"model must be a wrapper or another torch module that returns logits, got {type(model).__name__}."
+                f"model must be a wrapper or a torch module that returns logits, got {type(model).__name__}."
             )
         if is_wrapper(self.model):
             self.offers = frozenset({"grad"})
@@ -204,15 +204,9 @@ class LogProbScorer(Scorer):
             routings = [self._routing(request, request.routing, options.record_routing)]
             if reference is not None:
                 routings.append(scorers[1]._routing(request, request.ref_routing))
-            elif request.ref_routing is not None:
-                raise ValueError(
-                    "ref_routing= is the reference's routing, and no reference= is given: pass both or neither."
-                )
             if request.images is not None:
                 if ranks.groups:
-                    raise ValueError(
-                        "images with a model that is wrapped for ranks or sharded: score them in one process, unwrapped."
-                    )
+                    raise ValueError("images with a model that is wrapped or sharded for ranks: score them unwrapped.")
                 scored = request.mask & (request.tokens.values != ImageModel.of(self.model).token)
                 request = replace(request, mask=scored)
         finds_kept = options.return_kept and kept is None
@@ -307,39 +301,30 @@ class LogProbScorer(Scorer):
     def _check_together(self, request: ScoreRequest, options: ScoreOptions, reference: Scorer | None) -> None:
         """Raise a ValueError for what cannot be computed together."""
         self.check(options, request, reference=reference)
-        sampling, replayed, name = options.sampling, request.kept is not None, type(self.model).__name__
-        restricted = replayed or sampling.truncates
+        kept, exact, grad, adapters = request.kept is not None, options.deterministic, options.grad, options.adapters
+        restricted = kept or options.sampling.truncates
+        mixes = reference is not None and options.direction == "jensen_shannon"
         if options.top_k and restricted:
             raise ValueError("top_k= is of all tokens, and sampling= or kept= leaves some out: score the two apart.")
-        mixes = reference is not None and options.direction == "jensen_shannon"
-        distils = "top_ids=" if request.top_ids is not None else "direction='jensen_shannon'" if mixes else ""
-        if distils and restricted:
+        if (mixes or request.top_ids is not None) and restricted:
             raise ValueError(
-                f"{distils} with {'kept=' if replayed else sampling}: a teacher's tokens that are left out would have none. "
-                "Score the whole distribution: without kept=, and with Sampling(temperature) or temperature= alone."
+                "top_ids= and direction='jensen_shannon' need whole distributions: a teacher's tokens that are left out would "
+                "have none. Leave out kept=, and pass Sampling(temperature) only."
             )
         if options.return_kept and not restricted:
-            raise ValueError(
-                f"return_kept=True with {sampling}, which leaves every token: there is nothing to return. Leave it out."
-            )
-        if options.deterministic and request.images is not None:
-            raise ValueError("deterministic=True with images: their encoder may change last bits. Leave one out.")
-        if options.deterministic and (replayed or options.return_kept):
-            shown = "kept=" if replayed else "return_kept=True"
-            raise ValueError(
-                f"deterministic=True with {shown}: sums over kept tokens may change their last bits. Leave one out."
-            )
-        if options.grad and options.deterministic and drops(self.model):
-            raise ValueError(f"deterministic=True, but {name} drops activations at random: call its eval().")
-        if options.grad and isinstance(self.model, nn.Module) and is_offloaded(self.model):
-            raise ValueError(f"grad=True, but {name} is offloaded, which has no backward: score it with grad=False.")
-        if options.grad and options.adapters is not True:
-            what = f"the adapter {options.adapters!r}" if options.adapters else "the base model"
-            raise ValueError(
-                f"grad=True with adapters={options.adapters!r}: {what} is a reference: pass grad=False, or adapters=True."
-            )
+            raise ValueError(f"return_kept=True with {options.sampling}, which leaves every token: leave it out.")
+        if exact and (kept or options.return_kept or request.images is not None):
+            raise ValueError("deterministic=True with images, kept= or return_kept=True: their last bits may change.")
+        if grad and exact and drops(self.model):
+            raise ValueError("deterministic=True, but the model drops activations at random: call its eval().")
+        if grad and isinstance(self.model, nn.Module) and is_offloaded(self.model):
+            raise ValueError("grad=True, but the model is offloaded, which has no backward: pass grad=False.")
+        if grad and adapters is not True:
+            raise ValueError(f"grad=True with adapters={adapters!r}, a reference: pass grad=False or adapters=True.")
         if reference is not None:
             self._check_reference(options, reference)
+        elif request.ref_routing is not None:
+            raise ValueError("ref_routing= is the routing of a reference: pass reference= too.")
 
     def _check_reference(self, options: ScoreOptions, reference: Scorer) -> None:
         """Raise a ValueError if a KL to the reference would not be one of the two models."""
@@ -347,22 +332,22 @@ class LogProbScorer(Scorer):
             raise ValueError(
                 f"an exact KL needs whole distributions, and {reference.place} returns log-probs only: {reference.instead}."
             )
-        reference.check(reference.options)
-        if reference.options.sampling.truncates:
+        theirs = reference.options
+        reference.check(theirs)
+        if theirs.sampling.truncates:
             raise ValueError(
-                f"the reference is scored with {reference.options.sampling}, so that the KL may be infinite: leave that out. "
-                'Sampling(reference="kept") of the policy compares over what it keeps.'
+                f"the reference is scored with {theirs.sampling}, so that the KL may be infinite: leave that out, or pass "
+                'Sampling(reference="kept") to the policy.'
             )
-        if options.temperature == self.options.temperature != reference.options.temperature:
+        if options.temperature == self.options.temperature != theirs.temperature:
             raise ValueError(
-                f"The policy is scored at temperature {options.temperature} and the reference at "
-                f"{reference.options.temperature}: give both one."
+                f"the policy is scored at temperature {options.temperature} and the reference at {theirs.temperature}: use one."
             )
-        ours, theirs = self._rounding(options), reference._rounding(reference.options)
-        if ours != theirs:
+        rounding, ref_rounding = self._rounding(options), reference._rounding(theirs)
+        if rounding != ref_rounding:
             raise ValueError(
-                f"The policy uses {ours} and the reference {theirs}. Their rounding difference would appear as KL. Use the "
-                "same for both."
+                f"the policy uses {rounding} and the reference {ref_rounding}: their rounding would appear as KL. Use one of "
+                "them for both."
             )
 
     def _routing(self, request: ScoreRequest, record: Tensor | None, records: bool = False) -> Routing | None:
@@ -373,7 +358,7 @@ class LogProbScorer(Scorer):
         return Routing(routers, None if record is None else routers.read(record, request), records)
 
     def _check_request(self, request: ScoreRequest) -> None:
-        """Check a request against this model."""
+        """Raise a ValueError for tokens that this model does not have, and for sequences that are too long."""
         if self._wrapper is not None:
             return request.check_ids(None)
         name = type(self.model).__name__

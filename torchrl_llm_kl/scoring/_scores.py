@@ -307,19 +307,12 @@ class HeadReading:
         if self.ref is not None:
             with torch.no_grad():
                 ref_logits = self.ref.tempered(rows).to(logits.device)
-            if ref_logits.shape != logits.shape:
-                raise ValueError(
-                    f"an exact KL needs one vocabulary, got {logits.shape[-1]} and {ref_logits.shape[-1]} tokens: "
-                    "use an estimator of log-probs, such as 'k1'."
-                )
             if out is not None and options.sampling.reference == "kept":
                 ref_logits = ref_logits.masked_fill(out, -torch.inf)
             columns["ref_log_prob"] = log_prob_at(ref_logits, targets)
             columns["kl"] = logits_kl(logits, ref_logits, direction=options.direction, beta=options.beta)
         if self.ids is not None:
             columns["outcomes"] = _outcomes(log_probs, self.ids[rows].to(logits.device))
-        if options.top_k > logits.shape[-1]:
-            raise ValueError(f"top_k is {options.top_k}; expected at most {logits.shape[-1]}, the vocabulary.")
         with torch.no_grad():
             if options.moments:
                 square, entropy = log_probs.exp().square(), -(log_probs.exp() * finite).sum(-1, keepdim=True)
@@ -347,11 +340,9 @@ def _moments(
     p = linear_log_prob(hidden, weight, targets, entropy=True, temperature=temperature, kept=kept, **own)
     kept = None if kept is None else kept._replace(logits=None)  # they are of another temperature
     q = linear_log_prob(hidden, weight, targets, entropy=True, temperature=temperature / 2, kept=kept, **own)
-    assert p.entropy is not None
-    assert q.entropy is not None
-    log_c = 2 * p.log_prob - q.log_prob
+    log_c, entropies = 2 * p.log_prob - q.log_prob, (cast(Tensor, p.entropy), cast(Tensor, q.entropy))
     collision = log_c.exp()
-    return {"collision": collision, "discriminator": collision * (p.entropy + (log_c - q.entropy) / 2)}
+    return {"collision": collision, "discriminator": collision * (entropies[0] + (log_c - entropies[1]) / 2)}
 
 
 def _outcomes(log_probs: Tensor, ids: Tensor) -> Tensor:

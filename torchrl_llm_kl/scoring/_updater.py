@@ -12,12 +12,10 @@ from torch.distributed.tensor import DTensor
 from torchrl_llm_kl._numerics import check_not_a_name, check_range
 from torchrl_llm_kl._private import WRAPPED
 from torchrl_llm_kl.scoring._asked import asked
-from torchrl_llm_kl.scoring._model import adapter_layers, check_has_adapters, is_on_meta, locked
+from torchrl_llm_kl.scoring._model import adapter_layers, check_has_adapters, locked
 from torchrl_llm_kl.scoring._scorer import LogProbScorer, ModelOrScorer
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
 from torchrl_llm_kl.scoring._wrapping import is_zero3, reshard
-
-# What wrappers add to the names of parameters.
 
 
 @runtime_checkable
@@ -92,10 +90,8 @@ class ReferenceUpdater:
         reset_every: int | None = None,
     ) -> None:
         check_range(1, every=every, reset_every=reset_every)
-        if decay is None and reset_every is None:
-            raise ValueError("the reference would never change: pass decay= for an average, or reset_every=.")
-        if decay is None and every != 1:
-            raise ValueError(f"every={every} is the time between averages, and there is none: pass decay=.")
+        if decay is None and (reset_every is None or every != 1):
+            raise ValueError("pass decay= for an average each `every` steps, or only reset_every= for resets.")
         if decay is not None and not 0 <= decay < 1:
             raise ValueError(f"decay, of the old reference, must be at least 0 and less than 1, got {decay}.")
         self.decay, self.every, self.reset_every, self.steps = decay, every, reset_every, 0
@@ -166,21 +162,13 @@ class ReferenceUpdater:
         """Restore the reference, also behind a service, and the count.
 
         Raises:
-            KeyError, ValueError: if the weights are of another reference; nothing is changed.
+            ValueError: if the weights are of another reference; nothing is changed.
         """
         own = dict(self._targets())
         weights, rest = state["weights"], state["rest"]
-        if weights.keys() != own.keys() or not rest.keys() <= own.keys():
-            different = sorted((weights.keys() ^ own.keys()) | (rest.keys() - own.keys()))
-            raise KeyError(
-                f"the state is of another reference: {', '.join(different[:3])} differ. Build this one alike."
-            )
-        for name, value in own.items():
-            for saved in (weights[name], rest.get(name, value)):
-                if saved.shape != value.shape:
-                    raise ValueError(
-                        f"{name}: the reference has shape {tuple(value.shape)}, the state {tuple(saved.shape)}."
-                    )
+        shapes, saved, lost = ({(name, x.shape) for name, x in some.items()} for some in (own, weights, rest))
+        if different := sorted(name for name, _ in (shapes ^ saved) | (lost - shapes)):
+            raise ValueError(f"the state is of another reference: {', '.join(different[:3])} differ.")
         with locked(self._reference):
             for name, value in own.items():
                 value.copy_(weights[name])
@@ -208,32 +196,22 @@ class ReferenceUpdater:
 
     def _pairs(self) -> list[tuple[str, Tensor, Tensor]]:
         """Name, weight of the reference, weight of the policy: local parts of both where they are sharded alike."""
-        sources, pairs = dict(self._sources()), []
-        for name, own in self._targets():
-            if name not in sources:
+        sources, targets, pairs = dict(self._sources()), dict(self._targets()), []
+        if not targets or (different := sources.keys() ^ targets.keys()):
+            shown = sorted(different)[:3] if targets else "all"
+            raise ValueError(
+                f"reference and policy must have weights of the same names, with use_orig_params=True in FSDP: {shown} differ."
+            )
+        for name, target in targets.items():
+            own, new = _local(name, target, sources[name])
+            if own.shape != new.shape or not own.is_floating_point():
                 raise ValueError(
-                    f"the policy has no counterpart of {name!r} of the reference: give both the same targets."
-                )
-            own, new = _local(name, own, sources.pop(name))
-            if own.shape != new.shape:
-                raise ValueError(
-                    f"{name}: the reference has shape {tuple(own.shape)}, the policy {tuple(new.shape)}: build both alike."
-                )
-            if not own.is_floating_point():
-                raise ValueError(
-                    f"{name} has dtype {own.dtype}, which cannot follow the policy: use bfloat16 or wider."
+                    f"{name}: the reference has shape {tuple(own.shape)} of {own.dtype}, the policy {tuple(new.shape)}. Build "
+                    "both alike, in bfloat16 or wider."
                 )
             pairs.append((name, own, new))
         if self._adapter is not None:
             self._check_scaling(self._active(), self._adapter)
-        if sources:
-            raise ValueError(
-                f"the reference has no counterpart of {next(iter(sources))!r} of the policy: build both alike."
-            )
-        if not pairs:
-            raise ValueError(
-                f"{type(self._reference).__name__} has no named weights: wrap it with use_orig_params=True."
-            )
         return pairs
 
     def _buffers(self) -> list[tuple[Tensor, Tensor]]:
@@ -246,10 +224,7 @@ class ReferenceUpdater:
         """The policy's active adapter."""
         active = {name for layer in adapter_layers(self._policy) for name in _as_list(layer.active_adapter)}
         if len(active) != 1 or active == {self._adapter}:
-            shown = ", ".join(map(repr, sorted(active))) or "none"
-            raise ValueError(
-                f"the adapter {self._adapter!r} follows the policy's active adapter, and active are {shown}: activate another."
-            )
+            raise ValueError(f"the adapter {self._adapter!r} follows another active one, active are {sorted(active)}.")
         return active.pop()
 
     def _check_scaling(self, active: str, adapter: str) -> None:
@@ -264,23 +239,16 @@ class ReferenceUpdater:
                 )
 
     def _check(self, adapter: bool | str) -> None:
-        if adapter is False:
-            raise ValueError(
-                "the reference has adapters=False: the base model never changes. Pass a scorer with an adapter's name."
-            )
-        for model in (self._reference, self._policy):
-            if is_on_meta(model):
-                raise ValueError(f"{type(model).__name__} has weights on the meta device: load them first.")
-            if any(map(is_zero3, model.modules())):
-                raise ValueError(
-                    f"{type(model).__name__} is sharded by ZeRO-3, which hides its weights: use ZeRO-2 or FSDP2."
-                )
+        if any(is_zero3(module) for model in (self._reference, self._policy) for module in model.modules()):
+            raise ValueError("a model is sharded by ZeRO-3, which hides its weights: use ZeRO-2 or FSDP2.")
         if isinstance(adapter, str):
             check_has_adapters(self._reference, adapter)
         elif self._service is None:
             theirs = {id(value) for _, value in _parameters(self._policy)}
             if any(id(value) in theirs for _, value in _parameters(self._reference)):
-                raise ValueError("reference and policy share weights: make the reference a copy (copy.deepcopy).")
+                raise ValueError(
+                    "reference and policy share weights: pass a copy (copy.deepcopy), or a scorer with an adapter's name."
+                )
 
     def _push(self) -> None:
         """Send the average to the service, from one rank."""

@@ -63,15 +63,10 @@ def log_probs_only(model: object) -> bool:
 def check_distributions(*models: object, what: str = "an exact KL") -> None:
     """Raise a ValueError that begins with ``what`` if a model returns log-probs only; None and names pass."""
     for model in filter(log_probs_only, models):
-        served = not is_wrapper(model) and not has(model, "place")
-        place = "behind a service" if served else asked(model, "place", str, "of another backend")
-        advice = (
-            " RetrieveLogProb(model, extras=[TopK(64)]) gets the most probable tokens from there." if served else ""
-        )
         raise ValueError(
-            f"{what} needs whole distributions, and {type(model).__name__}, {place}, returns log-probs only: "
-            "pass the transformers model in this process, or an estimator of log-probs, 'k2' in a loss or 'k1' in a reward."
-            f"{advice}"
+            f"{what} needs whole distributions, and {type(model).__name__} returns log-probs only: pass the transformers model "
+            "in this process, or an estimator of log-probs, 'k2' in a loss or 'k1' in a reward. A service sends the most "
+            "probable tokens for RetrieveLogProb(model, extras=[TopK(64)])."
         )
 
 
@@ -136,22 +131,18 @@ def _check_zeros(score: Callable[[ScoreRequest], Found], request: ScoreRequest, 
     """Raise a ValueError unless each token of ``zeros`` is certain: scored again it is, and another in its place is not."""
     tokens = request.tokens
     starts = tokens.offsets[tokens.sequence_ids[zeros]].tolist()
-    ends = {
-        tuple(tokens.values[start : end + 1].tolist()): end for start, end in [*zip(starts, zeros, strict=True)][::-1]
-    }
+    ends = {tuple(tokens.values[a : b + 1].tolist()): b for a, b in zip(starts, zeros, strict=True)}
     others = [next((x for x in tokens.values.tolist() if x != prefix[-1]), int(prefix[-1] == 0)) for prefix in ends]
     pairs = [row for prefix, other in zip(ends, others, strict=True) for row in (prefix, (*prefix[:-1], other))]
     probe = Ragged.from_list([torch.tensor(row) for row in pairs])
     elements, log_probs, _ = score(ScoreRequest.of(probe, probe.positions == probe.lengths[probe.sequence_ids] - 1))
-    again_and_instead = log_probs[elements.argsort().to(log_probs.device)].reshape(-1, 2).tolist()
-    for (prefix, element), other, (again, instead) in reversed(
-        [*zip(ends.items(), others, again_and_instead, strict=True)]
-    ):
+    scores = log_probs[elements.argsort().to(log_probs.device)].reshape(-1, 2).tolist()
+    for element, other, (again, instead) in zip(ends.values(), others, scores, strict=True):
         if not (again > -1e-3 and instead < -1):
             raise ValueError(
-                f"{name} returned log-probs of exactly 0 up to {request.locate(element)}. Scored again, token {prefix[-1]} has "
-                f"there {again:g} and token {other} in its place {instead:g}, so its engine returned no scores: turn its "
-                "prefix cache off (vLLM: enable_prefix_caching=False), or score the transformers model."
+                f"{name} returned log-probs of exactly 0 up to {request.locate(element)}. Scored again, this token has "
+                f"{again:g} and token {other} in its place {instead:g}, so its engine returned no scores: turn its prefix "
+                "cache off (vLLM: enable_prefix_caching=False), or score the transformers model."
             )
 
 
@@ -163,21 +154,13 @@ def _score_rows(version: LLMWrapperBase, request: ScoreRequest, rows: Tensor, de
     offsets, lengths = request.tokens.offsets[rows].tolist(), (request.forward_lengths[rows] + 1).tolist()
     spans = [torch.arange(start, start + length) for start, length in zip(offsets, lengths, strict=True)]
     output = version(lazy_stack([TensorDict({_TOKENS_KEY: request.tokens.values[s].to(device)}) for s in spans]))
-    name, key = (
-        type(version).__name__,
-        unravel_key((asked(version, "log_probs_key", (str, tuple)) or "log_probs", "full")),
-    )
-    rows_of_log_probs = output.get(key, None, as_list=True)
-    if rows_of_log_probs is None:
-        raise ValueError(
-            f"{name} returned no {key} but {sorted(map(str, output.keys(True, True)))}: set generate=False."
-        )
+    key = unravel_key((asked(version, "log_probs_key", (str, tuple)) or "log_probs", "full"))
+    rows_of_log_probs = output.get(key, as_list=True)
     got = [row.shape[-1] for row in rows_of_log_probs]
     if got != lengths:
-        worst = next((i for i, (a, b) in enumerate(zip(got, lengths, strict=False)) if a != b), len(got))
         raise ValueError(
-            f"{name} returned log-probs for {len(got)} sequences of {got} tokens, expected {lengths}: the first that "
-            f"differs is sequence {int(rows[min(worst, len(rows) - 1)])}. A backend must score all given tokens."
+            f"{type(version).__name__} returned log-probs of {got} tokens for sequences of {lengths}: a backend must score all "
+            "given tokens."
         )
     flat, element = torch.cat([row.reshape(-1) for row in rows_of_log_probs]), torch.cat(spans)
     scored = request.mask[element].nonzero().squeeze(-1)

@@ -141,11 +141,18 @@ def test_what_cannot_be_prepared_is_refused() -> None:
     for error, message, call in [
         (TypeError, "floating-point type, got torch.int32", lambda: reference_of(llama, dtype=torch.int32)),
         (ValueError, "GPT2LM.* no nn.Linear .* use dtype=torch.bfloat16", lambda: reference_of(gpt2, dtype=torch.int8)),
-        (ValueError, "meta device: load them", lambda: prepare_reference(copy.deepcopy(llama).to("meta"))),
         (TypeError, "no separate body and head", lambda: prepare_reference(nn.Linear(1, 1))),
         (ValueError, "offloaded already", lambda: prepare_reference(offloaded, offload_to="cpu")),
-        (ValueError, "LlamaForCausalLM is offloaded", lambda: LogProbScorer(offloaded).score(BATCH, grad=True)),
-        (ValueError, "int8, which cannot follow .* or wider", lambda: ReferenceUpdater(int8, llama, decay=0.5)),
+        (
+            ValueError,
+            "the model is offloaded, which has no backward",
+            lambda: LogProbScorer(offloaded).score(BATCH, grad=True),
+        ),
+        (
+            ValueError,
+            r"of the same names.*\.scale'",
+            lambda: ReferenceUpdater(int8, llama, decay=0.5),
+        ),
     ]:
         with pytest.raises(error, match=message):
             call()
@@ -280,26 +287,21 @@ def test_state_is_saved_and_resumed_to_the_last_bit() -> None:
     assert all(map(torch.equal, reference.parameters(), resumed.parameters()))
     state, norm = whole.state_dict(), "model.norm.weight"
     rest = {n: v for n, v in state["weights"].items() if n != norm}
-    with pytest.raises(KeyError, match=r"another reference: model.norm.weight"):
-        updater.load_state_dict({**state, "weights": rest})
-    with pytest.raises(ValueError, match=r"model.norm.weight: the reference has shape .*32,.*the state .*1, 2"):
-        updater.load_state_dict({**state, "weights": {**rest, norm: torch.zeros(1, 2)}})
+    for wrong in (rest, {**rest, norm: torch.zeros(1, 2)}):
+        with pytest.raises(ValueError, match=r"another reference: model.norm.weight"):
+            updater.load_state_dict({**state, "weights": wrong})
 
 
 def test_what_cannot_follow_is_refused() -> None:
     model, narrow = tiny_model("llama"), tiny_model("llama", vocab_size=50)
     for reference, options, message in [
-        (None, {}, "the reference would never change: pass decay="),
+        (None, {}, "pass decay= for an average"),
         (None, {"decay": 1.0}, "decay.* less than 1, got 1.0"),
-        (None, {"decay": -0.1}, "at least 0 .* got -0.1"),
-        (None, {"decay": 0.5, "every": 0}, "every must be at least 1, got 0"),
         (None, {"reset_every": 0}, "reset_every must be at least 1, got 0"),
-        (None, {"reset_every": 4, "every": 2}, "every=2 is the time between averages, and there is none"),
-        (model, {"decay": 0.5}, "share weights: make the reference a copy"),
-        (tiny_model("gpt2"), {"decay": 0.5}, "no counterpart of 'transformer.wte.weight' of the reference"),
-        (tiny_model("llama", num_hidden_layers=1), {"decay": 0.5}, "has no counterpart of 'model.layers.1"),
-        (narrow, {"decay": 0.5}, r"embed_tokens.weight: the reference has shape \(50, 32\), the policy \(97"),
-        (tiny_model("llama").to("meta"), {"decay": 0.5}, "meta device"),
+        (None, {"reset_every": 4, "every": 2}, "pass decay= for an average"),
+        (model, {"decay": 0.5}, "share weights: pass a copy"),
+        (tiny_model("llama", num_hidden_layers=1), {"decay": 0.5}, r"of the same names.*'model.layers.1.* differ"),
+        (narrow, {"decay": 0.5}, r"embed_tokens.weight: the reference has shape \(50, 32\) .*, the policy \(97"),
     ]:
         with pytest.raises(ValueError, match=message):
             ReferenceUpdater(reference or copy.deepcopy(model), model, **options)
@@ -314,16 +316,14 @@ def test_adapters_that_cannot_follow_are_refused() -> None:
     policy.add_adapter("rank", lora(policy, r=2))
     policy.add_adapter("scaled", lora(policy, lora_alpha=32))  # the same weights times another factor: another model
     for adapters, message in [
-        (False, "adapters=False: the base model never changes"),
-        ("default", "'default' follows the policy's active adapter, and active are 'default': activate another"),
-        ("wide", "no counterpart of .*v_proj.*same targets"),
-        ("rank", r"q_proj.lora_A.rank.weight: the reference has shape \(2, 32\), the policy \(4, 32\)"),
+        (False, "share weights: pass a copy"),
+        ("default", "'default' follows another active one, active are .'default'"),
+        ("wide", "of the same names.*v_proj.* differ"),
+        ("rank", r"q_proj.lora_A.rank.weight: the reference has shape \(2, 32\) .*, the policy \(4, 32\)"),
         ("scaled", r"'scaled' scales its weights by 8\.0, the policy's 'default' by 2\.0"),
     ]:
         with pytest.raises(ValueError, match=message):
             ReferenceUpdater(LogProbScorer(policy, adapters=adapters), policy, decay=0.5)
-    with pytest.raises(ValueError, match=r"no counterpart of .* of the"):
-        ReferenceUpdater(tiny_model("qwen2"), policy, decay=0.5)
 
 
 def step() -> TensorDict:
@@ -469,7 +469,7 @@ def test_adapters_that_are_refused() -> None:
     model, _ = with_two_adapters()
     for adapters, message in [
         (False, "grad=True with adapters=False"),
-        ("ref", r"grad=True with adapters='ref': the adapter 'ref' is a reference.*adapters=True"),
+        ("ref", r"grad=True with adapters='ref', a reference.*adapters=True"),
     ]:
         with pytest.raises(ValueError, match=message):
             LogProbScorer(model, adapters=adapters).score(ONE, grad=True)

@@ -1,7 +1,6 @@
 """Scores of a truncated sampler: beside masked softmaxes of the plain model's logits; and whether a sampler is known."""
 
 import math
-import re
 import warnings
 from functools import partial
 
@@ -138,12 +137,8 @@ def test_deterministic():
     together = scorer.score(Ragged.from_list(rows)).to_list()
     for row, found in zip(rows, together, strict=True):
         assert torch.equal(scorer.score(Ragged.from_list([row])).values, found)
-    with pytest.raises(ValueError, match="deterministic=True with return_kept=True"):
+    with pytest.raises(ValueError, match="deterministic=True with images, kept= or return_kept=True"):
         scorer.evaluate(rows, return_kept=True)
-    with pytest.raises(ValueError, match="deterministic=True with kept="):
-        LogProbScorer(model, deterministic=True).score(
-            ScoreRequest.of(rows, kept=random_record(Ragged.from_list(rows)))
-        )
 
 
 def test_cache_and_store_know_the_sampler(tmp_path):
@@ -242,7 +237,7 @@ def test_refusals():
         ("the reference is scored with Sampling", lambda: plain.evaluate(tokens, reference=truncated)),
         ("infinite where only the policy is truncated", lambda: truncated.evaluate(tokens, **whole)),
         ("two temperatures", lambda: LogProbScorer(model, temperature=0.5, sampling=Sampling(0.7))),
-        ("which leaves every token: there is nothing to return", lambda: warm.evaluate(tokens, return_kept=True)),
+        ("which leaves every token: leave it out", lambda: warm.evaluate(tokens, return_kept=True)),
         (
             r"at sequence 0, position \d.*kept there",
             lambda: plain.score(ScoreRequest.of(random_sequences(5, 4, seed=1), kept=record)),
@@ -261,14 +256,13 @@ def test_a_distillation_needs_the_whole_distribution(kind):
     """A truncated student is refused; a temperature alone divides its logits."""
     model, tokens = tiny_model().double(), random_sequences(5, 4)
     top_ids = torch.tensor([3, 8]).expand(len(tokens.values), 2)
-    scorer, kept, found = LogProbScorer(model), random_record(tokens), "kept="
+    scorer, kept = LogProbScorer(model), random_record(tokens)
     if kind != "replay":
         scorer = LogProbScorer(model if kind == "tiles" else FullLogits(model), sampling=Sampling(top_p=0.9))
-        kept, found = None, "Sampling(top_p=0.9)"
+        kept = None
     teacher = {"reference": LogProbScorer(tiny_model(seed=1).double()), "direction": "jensen_shannon"}
-    for what, given, options in (("top_ids=", top_ids, {}), ("direction='jensen_shannon'", None, teacher)):
-        message = re.escape(f"{what} with {found}: a teacher's tokens") + ".*Sampling.temperature"
-        with pytest.raises(ValueError, match=message):
+    for given, options in ((top_ids, {}), (None, teacher)):
+        with pytest.raises(ValueError, match=r"a teacher's tokens that are left out.*Sampling.temperature"):
             scorer.evaluate(ScoreRequest.of(tokens, top_ids=given, kept=kept), **options)
     warm = LogProbScorer(scorer.model, temperature=0.6).evaluate(ScoreRequest.of(tokens, top_ids=top_ids)).outcomes
     for row, outcomes in zip(tokens.to_list(), warm.to_list(), strict=True):
@@ -287,13 +281,11 @@ def test_a_distillation_needs_the_whole_distribution(kind):
         ({"temperature": math.nan}, "temperature must be a positive number, got nan"),
         ({"temperature": math.inf}, "temperature must be a positive number, got inf"),
         ({"temperature": torch.ones(2)}, "temperature must be a number"),
-        ({"top_k": -2}, "0 for all"),
-        ({"top_k": 2.0}, "whole number"),
-        ({"top_p": math.nan}, r"top_p must lie in \(0, 1\].* got nan"),
-        ({"top_p": 0.0}, "top_p must lie"),
-        ({"min_p": [0.1]}, r"min_p must be a number, .* got \[0.1\]"),
-        ({"min_p": math.nan}, "min_p must lie"),
-        ({"min_p": 1.1}, "min_p must lie"),
+        ({"top_k": -2}, "top_k must be at least 0, got -2"),
+        ({"top_k": 2.0}, "top_k must be a whole number, 0 or None to turn it off, got 2.0"),
+        ({"top_p": math.nan}, "top_p must be .*, got nan"),
+        ({"top_p": 0.0}, "top_p must be greater than 0 and at most 1, got 0.0"),
+        ({"min_p": 1.1}, "min_p must be at least 0 and at most 1, got 1.1"),
         ({"reference": "own"}, "reference"),
     ],
 )
@@ -337,11 +329,8 @@ def test_none_is_off_in_transformers():
     assert all(map(torch.equal, found.scores, found.logits))
 
 
-def test_generate_kwargs_refuses_what_generate_does_not_know():
+def test_generate_kwargs_refuses_another_distribution():
     model = tiny_model()
-    for name, meant in (("max_tokens", "max_new_tokens"), ("streamr", "streamer")):
-        with pytest.raises(ValueError, match=rf"generate of \w+ has no '{name}'\. Did you mean '{meant}'"):
-            Sampling().generate_kwargs(model, **{name: None})
     for name, value in (("temperature", 2.0), ("top_k", 5), ("do_sample", False), ("repetition_penalty", 1.2)):
         with pytest.raises(ValueError, match=f"{name}={value} is not how .*Sampling.temperature=0.5.* samples"):
             Sampling(0.5).generate_kwargs(model, **{name: value})

@@ -163,7 +163,7 @@ def test_what_an_engine_cannot_do_fails_alone():
         "return_kept=True cannot be had": request(4, 5, return_kept=True, sampling=Sampling(top_k=3)),
         "grad=True cannot be had": request(4, 5, grad=True),
         "ref_routing=... cannot be had": request(4, 5, records={"ref_routing": torch.zeros(2, 1, 1).char()}),
-        "is dense: it has no router": request(4, 5, records={"routing": torch.zeros(2, 1, 1).char()}),
+        "has no router of Mixtral": request(4, 5, records={"routing": torch.zeros(2, 1, 1).char()}),
     }
     for message, one in bad.items():
         first, refused, *others = core.score([good[0], one, *good[1:]])

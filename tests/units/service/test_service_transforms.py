@@ -66,8 +66,8 @@ def test_service_arguments_without_a_service_are_refused():
             RayRetrieveLogProb(model(), **here)
 
 
-EXACT = "an exact KL needs whole distributions, and {}, {}, returns log-probs only: pass the transformers model"
-THERE, ELSEWHERE = EXACT.format("RemoteModel", "behind a service"), EXACT.format("Engine", "of another backend")
+EXACT = "an exact KL needs whole distributions, and {} returns log-probs only: pass the transformers model"
+THERE, ELSEWHERE = EXACT.format("RemoteModel"), EXACT.format("Engine")
 
 
 class Engine:

@@ -78,7 +78,7 @@ def test_what_is_refused(lab: Any, policy_model: Any, ref_model: Any, tmp_path: 
     wider.resize_token_embeddings(len(lab.tokenizer) + 8)
     with pytest.raises(ValueError, match="vocabular"):
         RetrieveKL(policy_model, wider, estimator="exact")(flat(lab.collect()))
-    with pytest.raises(ValueError, match="RememberedModel, remembered on disk, returns log-probs only"):
+    with pytest.raises(ValueError, match="RememberedModel returns log-probs only"):
         RetrieveKL(policy_model, RememberedModel(ref_model, tmp_path), estimator="exact")
     with pytest.raises(TypeError, match="nonsense"):
         RetrieveKL(policy_model, ref_model, nonsense=1)
@@ -166,7 +166,7 @@ def test_a_distillation_from_an_env(lab: Any, name: str, beta: float, padded: bo
 
 
 def test_a_top_k_that_is_refused() -> None:
-    for k in (-1, 0, 2.0, True):
+    for k in (-1, 0):
         with pytest.raises(ValueError, match=r"^k must be .*at least 1, got"):
             RetrieveLogProb(tiny_model(seed=0), extras=[TopK(k)])
     with pytest.raises(ValueError, match=r"98.*97"):

@@ -265,7 +265,7 @@ def test_settings_follow_or_are_refused(model: nn.Module, later: nn.Module) -> N
     assert KEY in transform[0].out_keys
     assert transform[1].extras == (theirs,)
     dense = tiny_model()
-    with pytest.raises(ValueError, match="Qwen2ForCausalLM is dense"):
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM has no router"):
         RetrieveLogProb(dense, extras=[RoutedExperts(KEY, record=True)])
     with pytest.raises(ValueError, match="needs a place for the record: pass 'routed_experts'"):
         RetrieveLogProb(model, extras=[RoutedExperts(None, record=True)])
@@ -273,7 +273,7 @@ def test_settings_follow_or_are_refused(model: nn.Module, later: nn.Module) -> N
         RetrieveLogProb("from_collector", extras=[RoutedExperts(KEY, record=True)])
     td = make_data(routed_experts=RECORD).set("other", torch.ones(3, 2).long())
     for score in (RetrieveLogProb(dense, extras=[RoutedExperts(KEY)]), PolicyLoss(dense, "gpg")):
-        with pytest.raises(ValueError, match="Qwen2ForCausalLM is dense"):
+        with pytest.raises(ValueError, match="Qwen2ForCausalLM has no router"):
             score(td)
     with pytest.raises(ValueError, match="routing was recorded for the sampled prompt"):
         RetrieveLogProb(model, extras=[RoutedExperts(KEY), AfterPrompt("other")])(td)
