@@ -154,7 +154,7 @@ def test_pairs_and_options_that_do_not_fit() -> None:
     model = LogProbScorer(tiny_model("llama"))
     wide = LogProbScorer(tiny_model("llama", vocab_size=VOCAB_SIZE + 3))
     for scorer, reference in ((model, wide), (wide, model)):
-        with pytest.raises(ValueError, match=r"(97|100) tokens.*(97|100) tokens.*common vocabulary"):
+        with pytest.raises(ValueError, match="common vocabulary"):
             scorer.evaluate(BATCH, reference=reference)
     with pytest.raises(ValueError, match=r"scored at temperature 0\.7 and the reference at 1\.0"):
         LogProbScorer(model.model, temperature=0.7).evaluate(BATCH, reference=model)
