@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import TypedDict
 
-from torchrl_llm_kl._numerics import NotFiniteError
+from torchrl_llm_kl._numerics import NotFiniteError, widen
 from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl._typing import ImageRows
 from torchrl_llm_kl.ragged import Ragged, on_host, read_column
@@ -72,11 +72,12 @@ COLUMNS: Mapping[str, Column] = {
     "kl_penalty": Column(("next", "kl_penalty"), "KL penalty"),
     "advantage": Column("advantage", "advantage", "reward"),
 }
-#: The entry of the reward, and those that ``keys=`` replaces, by name.
-_REWARD: NestedKey = ("next", "reward")
-_KEYS = {**{name: column.key for name, column in COLUMNS.items() if column.key is not None}, "reward": _REWARD}
+#: The entries that ``keys=`` replaces, by name.
+_KEYS = {name: column.key for name, column in COLUMNS.items() if column.key is not None} | {
+    "reward": ("next", "reward")
+}
 #: Log-probs of the sampler, as an engine's wrapper stores them at the root.
-_OF_WRAPPER: NestedKey = ("log_probs", "full")
+_OF_WRAPPER = (("log_probs", "full"), ("log_probs", "response"))
 #: Where :class:`~torchrl_llm_kl.tasks.FunctionReward` stores the rewards of its functions, by name.
 _PARTS = ("next", "rewards")
 
@@ -139,9 +140,9 @@ class Reading(TypedDict, total=False):
 
 def check_reading(given: Reading) -> None:
     """Raise a TypeError for a name that is none of :class:`Reading`, a ValueError for a temperature out of range."""
-    unknown = sorted(set(given) - set(Reading.__annotations__))
-    if unknown:
-        raise TypeError(no_such("there is no argument", unknown[0], sorted(Reading.__annotations__)))
+    for name in given:
+        if name not in Reading.__annotations__:
+            raise TypeError(no_such("there is no argument", name, Reading.__annotations__))
     as_sampling(given.get("temperature", 1.0), given.get("sampling"))
 
 
@@ -186,9 +187,9 @@ def read_columns(
         >>> columns.columns["old_log_prob"].tolist(), columns.places.tolist()
         ([0.0, 0.0, -1.0, -2.0], [-1, -1, 0, 1])
     """
-    unknown = set(keys or {}) - set(_KEYS)
-    if unknown:
-        raise KeyError(f"no column {sorted(unknown)}: expected some of {sorted(_KEYS)}.")
+    for name in keys or ():
+        if name not in _KEYS:
+            raise KeyError(no_such("no column", name, _KEYS))
     interface = ModelInterface.of(policy.model if isinstance(policy, LogProbScorer) else policy)
     wanted = {**_KEYS, **(keys or {})}
     # A person reads the result, so it is measured on the host. All entries come there in one copy.
@@ -198,7 +199,7 @@ def read_columns(
     located = _locate(tensordict, interface, scope, options)
     tokens, mask = located.tokens, located.mask
     reward = find_key(tensordict, wanted.pop("reward"))
-    columns, unread = _stored(tensordict, located, interface, wanted)
+    columns, unread = _read_entries(tensordict, located, interface, wanted)
     if strict and unread:
         raise next(iter(unread.values()))
     images = read_images(tensordict, "images") or located.images
@@ -218,7 +219,7 @@ def read_columns(
     return TokenColumns(tokens, mask, columns, rows, prompts, located.sampled, unread, images is not None)
 
 
-def _stored(
+def _read_entries(
     td: TensorDictBase, located: Located, interface: ModelInterface, keys: Mapping[str, NestedKey]
 ) -> tuple[dict[str, Tensor], dict[str, ValueError]]:
     """The columns that the data holds, and the errors of entries that fit no token."""
@@ -232,7 +233,8 @@ def _stored(
             continue
         within, repeats = mask if responses is None else responses, not name.endswith("log_prob")
         try:
-            columns[name] = _widened(per_token(td, entry, tokens, within, fill=math.nan, repeats=repeats))
+            values = per_token(td, entry, tokens, within, fill=math.nan, repeats=repeats)
+            (columns[name],) = widen(values.detach())
         except ValueError as error:
             unread[name] = error
     if "sampler_log_prob" in columns:  # torchrl's wrappers never compute the first token's
@@ -256,7 +258,7 @@ def _find(td: TensorDictBase, name: str, key: NestedKey) -> NestedKey | None:
         return key if read_column(td, key) is not None else None
     entry = find_log_probs(td, key) if name.endswith("log_prob") else find_key(td, key)
     if entry is None and name == "sampler_log_prob":
-        for candidate in (_OF_WRAPPER, (*_OF_WRAPPER[:-1], "response")):
+        for candidate in _OF_WRAPPER:
             column = read_column(td, candidate)
             if column is not None and any(row.numel() for row in column):  # an env's reset leaves empty rows
                 return candidate
@@ -277,19 +279,12 @@ def _scored(
         return model if model is None or isinstance(model, LogProbScorer) else LogProbScorer(model, sampling=sampling)
 
     own, other = scorer(policy, scored), scorer(reference, scored.of_reference)
-    if own is None and other is None:
+    separate = {name: each for name, each in (("log_prob", own), ("ref_log_prob", other)) if each is not None}
+    if not separate:
         return {}
-    request, out = ScoreRequest.of(tokens, mask, images=images), dict[str, Ragged | None]()
-    if any(log_probs_only(each.model) for each in (own, other) if each is not None):
-        separate = {"log_prob": own, "ref_log_prob": other}  # a model of another backend has no distributions
-        out = {name: each.score(request) for name, each in separate.items() if each is not None}
-    elif own is not None:
-        scores = own.evaluate(request, entropy=True, reference=other)
-        out = {name: getattr(scores, name) for name in ("log_prob", "entropy", "ref_log_prob", "kl")}
-    elif other is not None:
-        out = {"ref_log_prob": other.score(request)}
-    return {name: _widened(x.values).masked_fill(~mask, math.nan) for name, x in out.items() if x is not None}
-
-
-def _widened(values: Tensor) -> Tensor:
-    return values.detach() if values.dtype in (torch.float32, torch.float64) else values.detach().float()
+    request = ScoreRequest.of(tokens, mask, images=images)
+    if own is None or any(log_probs_only(each.model) for each in separate.values()):  # no distributions
+        out = {name: each.score(request) for name, each in separate.items()}
+    else:
+        out = own.evaluate(request, entropy=True, reference=other).per_token
+    return {name: widen(x.values)[0].masked_fill(~mask, math.nan) for name, x in out.items()}

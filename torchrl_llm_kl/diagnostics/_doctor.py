@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
+import json
 import logging
-import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -26,7 +26,7 @@ from torchrl_llm_kl.diagnostics._measures import Table, measure, retokenised, wo
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
 from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.rollouts import ModelInterface, TokenisingOptions, read_conversations, sub_key
-from torchrl_llm_kl.scoring import LogProbScorer, as_sampling, is_wrapper, not_text, placeholders, unwrap
+from torchrl_llm_kl.scoring import LogProbScorer, as_sampling, inner_module, not_text, placeholders
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -77,24 +77,14 @@ class Diagnosis:
 
     def to_dict(self) -> Json:
         """All of it as plain lists, strings and numbers, for JSON; infinities and NaN as strings."""
-
-        def plain(value: object) -> Any:
-            if isinstance(value, Mapping):
-                return {str(key): plain(x) for key, x in value.items()}
-            if isinstance(value, (list, tuple)):
-                return [plain(x) for x in value]
-            return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-        findings = [each.to_dict() for each in self.findings]
-        return plain(
-            {"measures": self.measures, "findings": findings, "tokens": self.tokens, "forwards": self.forwards}
-        )
+        fields = {**vars(self), "findings": [each.to_dict() for each in self.findings]}
+        return cast(Json, json.loads(json.dumps(fields), parse_constant=str))
 
     def __str__(self) -> str:
         tokens, sequences = (int(self.measures.get(f"mask/{name}", 0)) for name in ("tokens", "sequences"))
         faults, notes = len(self.faults), len(self.notes)
-        what = f"{faults} fault{'s' * (faults != 1)}" if faults else "no fault"
-        lines = [f"{tokens} tokens of {sequences} sequences: {what}, {notes} note{'s' * (notes != 1)}"]
+        counts = f"{faults or 'no'} fault{'s' * (faults > 1)}, {notes} note{'s' * (notes != 1)}"
+        lines = [f"{tokens} tokens of {sequences} sequences: {counts}"]
         for number, each in enumerate((*self.faults, *self.notes), 1):
             kind = "" if each.severity == "fault" else " (note)"
             lines.append(f"{number}. {each.title}{kind}, confidence {each.confidence:.2f} [{each.cause}]")
@@ -183,9 +173,10 @@ def diagnose(
     check_range(0.0, clip_high=clip_high)
     check_reading(reading)
     policy, reference = reading.get("policy"), reading.get("reference")
-    scored = as_sampling(reading.get("temperature", 1.0), reading.get("sampling"))
-    scored = policy.options.sampling if isinstance(policy, LogProbScorer) else scored
-    interface = ModelInterface.of(policy.model if isinstance(policy, LogProbScorer) else policy)
+    scored, model = as_sampling(reading.get("temperature", 1.0), reading.get("sampling")), policy
+    if isinstance(policy, LogProbScorer):
+        scored, model = policy.options.sampling, policy.model
+    interface = ModelInterface.of(model)
     tokenizer = interface.tokenizer if tokenizer is None else tokenizer
     conversations = None
     if isinstance(batch, TokenColumns):
@@ -193,32 +184,28 @@ def diagnose(
     else:
         if tokenizer is not None:
             reading.setdefault("options", TokenisingOptions(tokenizer))
-        columns = _read(batch, reading)
-        key = sub_key(interface.history_key, "prompt")
-        conversations = read_conversations(batch, key, missing_ok=True)
+        columns = _columns_of(batch, reading)
+        conversations = read_conversations(batch, sub_key(interface.history_key, "prompt"), missing_ok=True)
     ended = None if tokenizer is None or not end else _ended(columns, tokenizer, end)
-    measures = measure(columns, clip_low=clip_low, clip_high=clip_high, end=_ends(tokenizer), ended=ended)
+    measures = measure(columns, clip_low=clip_low, clip_high=clip_high, end=_end_tokens(tokenizer), ended=ended)
     if tokenizer is not None:
         measures |= retokenised(columns, tokenizer)
     table = Table.of(columns)
-    models = (
-        x.model if isinstance(x, LogProbScorer) else unwrap(x) if is_wrapper(x) else x for x in (policy, reference)
-    )
     unread = dict(columns.unread)
-    for error in (not_text(columns.tokens, placeholders(model)) for model in models if not columns.has_images):
+    for each in () if columns.has_images else (policy, reference):
+        error = not_text(columns.tokens, placeholders(inner_module(each)))
         if error is not None:
             unread.setdefault("log_prob", error)
     rescorer = None
-    can_score = policy is not None and not columns.has_images and Rescorer.can_score(policy)
-    if can_score and "log_prob" not in unread and bool(columns.mask.any()):
-        assert policy is not None
+    usable = not columns.has_images and "log_prob" not in unread and bool(columns.mask.any())
+    if usable and policy is not None and Rescorer.can_score(policy):
         rescorer = Rescorer(policy, columns, table, scored)
     case = Case(columns, table, measures, rescorer, policy, reference, tokenizer, conversations, unread)
     findings, tokens = tuple(find_causes(case)), tuple(worst_tokens(columns))
     return Diagnosis(measures, findings, tokens, 0 if rescorer is None else rescorer.forwards)
 
 
-def _read(batch: TensorDictBase, reading: Reading) -> TokenColumns:
+def _columns_of(batch: TensorDictBase, reading: Reading) -> TokenColumns:
     """The batch's columns. Models score only the columns that the batch does not hold."""
     needed = reading.copy()
     needed["policy"] = needed["reference"] = None
@@ -227,18 +214,17 @@ def _read(batch: TensorDictBase, reading: Reading) -> TokenColumns:
         needed["policy"] = reading.get("policy")
     if "ref_log_prob" not in stored.columns or needed["policy"] is not None:
         needed["reference"] = reading.get("reference")
-    if needed["policy"] is None and needed["reference"] is None:
-        return stored
-    return read_columns(batch, **needed, strict=False)
+    scores = needed["policy"] is not None or needed["reference"] is not None
+    return read_columns(batch, **needed, strict=False) if scores else stored
 
 
-def _ends(tokenizer: Tokenizer | None) -> list[int] | None:
+def _end_tokens(tokenizer: Tokenizer | None) -> list[int] | None:
     """Ids that end an answer, as far as the tokenizer knows."""
-    end = getattr(tokenizer, "eos_token_id", None)
-    known = end if isinstance(end, list) else [end] if isinstance(end, int) else []
-    names: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
-    known += [names[name] for name in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>") if name in names]
-    return known or None
+    if tokenizer is None:
+        return None
+    names = tokenizer.get_vocab()
+    known = [names[name] for name in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>") if name in names]
+    return [*known, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])] or None
 
 
 def _ended(columns: TokenColumns, tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:
@@ -297,7 +283,6 @@ class Doctor(Transform):
     ) -> None:
         check_range(1, every=every)
         check_choice(("warn", "raise", "log"), on_fault=on_fault)
-        check_reading(reading)
         super().__init__(in_keys=[], out_keys=[])
         self.every, self.on_fault, self.log = every, on_fault, log
         # In a partial, modules are not registered: they are not the transform's own parameters.

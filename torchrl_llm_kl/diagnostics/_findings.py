@@ -19,7 +19,7 @@ from torchrl_llm_kl.diagnostics._measures import Table, clustered_mean, retokeni
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
 from torchrl_llm_kl.masks import Message, Tokenizer
 from torchrl_llm_kl.rollouts import MisalignedEntryError
-from torchrl_llm_kl.scoring import ModelOrScorer, NotTextError
+from torchrl_llm_kl.scoring import ModelOrScorer, NotTextError, inner_module
 
 #: Smallest root mean square of log-ratios that counts as a difference, in nats, by the policy's precision.
 FLOORS = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -140,7 +140,7 @@ def reference_faults(case: Case) -> list[Finding]:
     if policy is None or reference is None:
         return []
     known = policy.isfinite() & reference.isfinite()
-    if not bool(known.any()) or not torch.equal(policy[known], reference[known]):
+    if not bool(known.any()) or bool((policy != reference)[known].any()):
         return []
     evidence = {"kl/k1": 0.0, "tokens": float(known.sum())}
     share, drift = shared_weights(case.policy, case.reference), case.measures.get("drift/max_abs", 0.0)
@@ -155,14 +155,12 @@ def shared_weights(policy: object, reference: object) -> float:
     """The share of the reference's weights that are in the policy's memory; 0 if it is scored with other adapters."""
     if policy is None or reference is None or getattr(policy, "adapters", True) != getattr(reference, "adapters", True):
         return 0.0
-    own, other = (_weights(model) for model in (policy, reference))
-    return len(own & other) / len(other) if other else float(policy is reference)
-
-
-def _weights(model: object) -> set[int]:
-    while not isinstance(model, nn.Module) and hasattr(model, "model"):
-        model = model.model
-    return {p.data_ptr() for p in model.parameters() if p.numel()} if isinstance(model, nn.Module) else set()
+    models = [inner_module(model) for model in (policy, reference)]
+    modules = [model for model in models if isinstance(model, nn.Module)]
+    weights = [{weight.data_ptr() for weight in module.parameters() if weight.numel()} for module in modules]
+    if len(weights) < 2 or not weights[1]:
+        return float(policy is reference)
+    return len(weights[0] & weights[1]) / len(weights[1])
 
 
 #: Share of the answers that are shorter than the longest, and have no end token, at which end tokens are missing.
@@ -185,11 +183,8 @@ def notes(case: Case) -> list[Finding]:
         evidence = {name: share}
         if cause == "truncated_answers":
             evidence |= {"answers/at_limit": at_limit}
-            if share - at_limit > WITHOUT_END:
-                cause = "no_end_tokens"
-            elif at_limit <= 0.3:
-                continue
-        if share > limit:
+            cause = "no_end_tokens" if share - at_limit > WITHOUT_END else cause
+        if share > limit and (cause != "truncated_answers" or at_limit > WITHOUT_END):
             findings.append(finding(cause, min(0.95, 0.5 + share / 2), evidence))
     return findings
 
@@ -197,25 +192,28 @@ def notes(case: Case) -> list[Finding]:
 # ------------------------------------------------------------------ sampler against trainer
 
 
+@dataclass(frozen=True, eq=False)
 class Difference:
     """Tokens at which both the sampler's and the trainer's log-probs are known, without cached zeros.
 
     Args:
-        table: holds log-probs of both.
-        where: of its tokens; bool, with ``n`` tokens.
-
-    Attributes:
         trainer: nats ``[n]``.
         recorded: of the sampler ``[n]``.
         sequences: of each token ``[n]``.
         places: of each token ``[n]``.
+        where: these ``n`` among the masked-in tokens of the batch, bool.
     """
 
-    def __init__(self, table: Table, where: Tensor) -> None:
-        assert table.trainer is not None
-        assert table.recorded is not None
-        self.trainer, self.recorded, self.where = table.trainer[1][where], table.recorded[1][where], where
-        self.sequences, self.places = table.sequences[where], table.places[where]
+    trainer: Tensor
+    recorded: Tensor
+    sequences: Tensor
+    places: Tensor
+    where: Tensor
+
+    def without(self, out: Tensor) -> Difference:
+        """The other tokens than these, bool ``[n]``."""
+        rest, where = ~out, self.where.masked_scatter(self.where, ~out)
+        return Difference(self.trainer[rest], self.recorded[rest], self.sequences[rest], self.places[rest], where)
 
     @property
     def d(self) -> Tensor:
@@ -244,7 +242,9 @@ def explain_mismatch(case: Case) -> list[Finding]:
     trainer, recorded = case.table.trainer, case.table.recorded
     if trainer is None or recorded is None:
         return zeros_alone(case)
-    whole = Difference(case.table, trainer[1].isfinite() & recorded[1].isfinite())
+    where = trainer[1].isfinite() & recorded[1].isfinite()
+    sequences, places = case.table.sequences[where], case.table.places[where]
+    whole = Difference(trainer[1][where], recorded[1][where], sequences, places, where)
     if whole.rms <= case.least_floor or whole.rms <= case.floor:  # the second scores again
         return []
     zeros, rest = _zeros(case, whole)
@@ -298,9 +298,7 @@ def _zeros(case: Case, whole: Difference) -> tuple[list[Finding], Difference]:
     zero = (whole.recorded == 0) & (whole.trainer < -case.floor)
     if not bool(zero.any()):
         return [], whole
-    where = whole.where.clone()
-    where[where.clone()] = ~zero
-    rest = Difference(case.table, where)
+    rest = whole.without(zero)
     explained, share = 1 - float(_capped(rest.d).sum() / _capped(whole.d).sum()), float(zero.double().mean())
     others = float(rest.trainer.mean()) if rest.trainer.numel() else -1.0
     # a truncation to one token has a log-prob of 0 too, where the model is nearly certain
@@ -401,7 +399,7 @@ def _rescored(case: Case, rest: Difference, before: list[Finding]) -> list[Findi
         if case.moved:  # its log-probs are no longer the trainer's
             return []
     out: list[Finding] = []
-    for attempt in (_adapter, _raw, _truncation, _template, _temperature, _precision):
+    for attempt in (_adapter, _raw, _truncation, _other_prompt, _temperature, _precision):
         out += attempt(again)
         if max(_explained(out), _best(before)) > _confidence(CERTAIN) - 0.02:
             break
@@ -435,13 +433,9 @@ def _raw(again: Again) -> list[Finding]:
     if scored.truncates:
         gains["scored_truncation"] = float((tempered - rescorer.as_scored()).sum())
     gain = sum(gains.values())
-    seen: Evidence = {
-        "explained": share,
-        "temperature_of_log_probs": at,
-        "scored": str(scored),
-        "gain_of_recorded": gain,
-    }
-    evidence = {**seen, **_gaps(rescorer, as_scored=scored.temperature, as_recorded=at)}
+    evidence: dict[str, float | str] = {"explained": share, "temperature_of_log_probs": at, "scored": str(scored)}
+    evidence["gain_of_recorded"] = gain
+    evidence |= _gaps(rescorer, as_scored=scored.temperature, as_recorded=at)
     if gain >= LEAST_GAIN:
         others = {name: 1.0 for name, own in gains.items() if own > 0}
         likely = float(gains.get("wrong_temperature", 0.0) <= -LEAST_GAIN)  # and of a truncation that is not sampled
@@ -492,7 +486,7 @@ def _truncation(again: Again) -> list[Finding]:
     return out
 
 
-def _template(again: Again) -> list[Finding]:
+def _other_prompt(again: Again) -> list[Finding]:
     """The sampler's log-probs follow from another rendering of the prompt."""
     if again.case.tokenizer is None:
         return []
@@ -511,7 +505,7 @@ def _template(again: Again) -> list[Finding]:
 def _temperature(again: Again) -> list[Finding]:
     """The temperature at which the policy's log-probs are the sampler's."""
     rescorer, scored = again.rescorer, again.rescorer.sampling.temperature
-    temperature, log_prob, _ = rescorer.fit_recorded(again.rest.recorded[again.here], again.inner)
+    temperature, log_prob = rescorer.fit_recorded(again.rest.recorded[again.here], again.inner)
     share = again.explained(log_prob)
     raw = abs(math.log(temperature)) < 0.02  # at which was looked
     if share < NAMED or raw or abs(math.log(temperature / scored)) < 0.005:
@@ -659,7 +653,7 @@ def explain_tokens(case: Case) -> list[Finding]:
     if rescorer is None or rescorer.sampling.truncates:
         return [finding("other_sampling", 0.6, evidence)]
     scored, own = rescorer.sampling.temperature, rescorer.log_prob
-    temperature, log_prob, _ = rescorer.fit_tokens()
+    temperature, log_prob = rescorer.fit_tokens()
     of_temperature = {"temperature_of_tokens": temperature, "temperature_scored": scored}
     # The gain in log-likelihood of each cause, and its evidence.
     gains: dict[str, tuple[float, Evidence]] = {"wrong_temperature": (float((log_prob - own).sum()), of_temperature)}

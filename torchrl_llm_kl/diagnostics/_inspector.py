@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from typing_extensions import Unpack
 from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl._registry import install_hint
-from torchrl_llm_kl.diagnostics._columns import COLUMNS, Reading, TokenColumns, check_reading, read_columns
+from torchrl_llm_kl.diagnostics._columns import COLUMNS, Reading, TokenColumns, read_columns
 from torchrl_llm_kl.diagnostics._quantities import (
     STEPS,
     Quantity,
@@ -53,66 +54,28 @@ if TYPE_CHECKING:
 _WORST = 200
 #: Byte planes of random mantissas hardly compress: a higher level costs time and gains nothing.
 _LEVEL = 5
-_NONE = "'none'"
-
-
-@dataclass(frozen=True, eq=False)
-class View:
-    """The content of a page: one batch or two, and the text of each token.
-
-    Args:
-        sides: one batch, or two to compare.
-        names: of the batches.
-        title: of the page.
-        quantities: by which tokens can be coloured.
-        texts: by token id.
-    """
-
-    sides: tuple[Side, ...]
-    names: tuple[str, ...]
-    title: str
-    quantities: tuple[Quantity, ...]
-    texts: dict[int, TokenText]
 
 
 # ---------------------------------------------------------------------- the page
 
 
-def write_page(view: View, path: Path) -> None:
-    """Write the page, and then put it in the place of an earlier one. The numbers are streamed: it is never in memory."""
-    page, style = _resource("_inspector.js") + _resource("_controls.js"), _resource("_inspector.css")
-    script = f"{_resource('_parts.js')}(() => {{\n{page}}})();\n"
-    index = {token: i for i, token in enumerate(view.texts)}
-    document = _template("_inspector.html.jinja").stream(
-        title=visible(view.title),
-        policy=_policy(style, script),
-        style=Markup(style),
-        script=Markup(script),
-        meta=_meta(view),
-        ids=[_deflated(_ids(side, index)) for side in view.sides],
-        rollouts=_rollouts(view),
-    )
-    replaced = path.is_file() or not path.exists()  # a device or a folder is not replaced
-    with replacing(path) if replaced else nullcontext(path) as part:
-        document.dump(str(part), encoding="utf-8")
-
-
-def _policy(style: str, script: str | None = None) -> str:
+def _policy(style: str, script: str) -> str:
     """The Content-Security-Policy: only this script and this style, no requests, no markup from strings."""
-    own = f"script-src {_hash(script) if script else _NONE}; style-src {_hash(style)}; img-src data:"
-    rest = f"base-uri {_NONE}; form-action {_NONE}; require-trusted-types-for 'script'; trusted-types {_NONE}"
-    return f"default-src {_NONE}; {own}; {rest}"
+    return (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    )
 
 
 def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" if text else "'none'"
 
 
 def _resource(name: str) -> str:
     return (files(__package__) / name).read_text(encoding="utf-8")
 
 
-def _template(name: str) -> jinja2.Template:
+def _page_template(name: str) -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -122,7 +85,7 @@ def _template(name: str) -> jinja2.Template:
 # ---------------------------------------------------------------------- the numbers
 
 
-def _meta(view: View) -> dict[str, object]:
+def _meta(view: Inspection) -> dict[str, object]:
     """Everything but the numbers per token, for the list, the charts and the legend."""
     width, bins = position_bins(view.sides)
     texts = list(view.texts.values())
@@ -131,11 +94,8 @@ def _meta(view: View) -> dict[str, object]:
     pairs = pair_rollouts(*view.sides) if len(view.sides) == 2 else None
     return {
         "names": [visible(name) for name in view.names],
-        "columns": [(name, COLUMNS[name].label, COLUMNS[name].unit) for name in _stored(view)],
-        "quantities": [
-            {**asdict(quantity), "scale": 1 if quantity.kind == "category" else scale_of(quantity, view.sides)}
-            for quantity in view.quantities
-        ],
+        "columns": [(name, COLUMNS[name].label, COLUMNS[name].unit) for name in _column_names(view)],
+        "quantities": [{**asdict(quantity), "scale": scale_of(quantity, view.sides)} for quantity in view.choices],
         "steps": STEPS,
         "tokenIds": list(view.texts),
         "texts": [token.text for token in texts],
@@ -143,28 +103,28 @@ def _meta(view: View) -> dict[str, object]:
         "bytes": {i: list(token.data) for i, token in enumerate(texts) if token.data},
         "special": [i for i, token in enumerate(texts) if token.special],
         "binWidth": width,
-        "sides": [_side(side, view.quantities, width, bins) for side in view.sides],
+        "sides": [_side(side, view.choices, width, bins) for side in view.sides],
         "pairs": pairs,
         "unpaired": 0 if pairs is None else view.sides[1].count - sum(row >= 0 for row in pairs),
     }
 
 
 def _side(side: Side, quantities: Sequence[Quantity], width: int, bins: int) -> dict[str, object]:
-    tokens, nothing = side.source.tokens, torch.full((side.count,), math.nan)
-    scored = torch.bincount(side.rows[side.mask], minlength=side.count).float()
+    tokens, mask = side.source.tokens, side.source.mask
+    reward = torch.full((side.count,), math.nan) if side.reward is None else side.reward.float()
+    scored = tokens.like(mask.float()).sum()
     numeric = [quantity for quantity in quantities if quantity.numeric]
     summaries = [summary for quantity in numeric for summary in side.summary(quantity)]
-    places, turns = side.source.places.cpu(), side.source.turns.cpu()
-    place_bins = places.div(width, rounding_mode="floor")
+    turns, place_bins = side.source.turns, side.source.places.div(width, rounding_mode="floor")
     turn_count = int(turns.max()) + 1 if turns.numel() else 0
     worst = {quantity.name: side.worst(quantity, _WORST) for quantity in numeric}
     return {
-        "lengths": [int(n) for n in tokens.lengths.tolist()],
-        "firsts": [int(row.long().argmax()) if row.any() else len(row) for row in tokens.like(side.mask).to_list()],
+        "lengths": tokens.lengths.tolist(),
+        "firsts": [int(row.long().argmax()) if row.any() else len(row) for row in tokens.like(mask).to_list()],
         "prompts": side.prompts,
-        "parts": {visible(name): _floats(values) for name, values in side.parts.items()},
+        "parts": {visible(name[7:]): _floats(x) for name, x in side.source.rows.items() if name.startswith("reward/")},
         "sampled": side.source.sampled,
-        "stats": _floats(torch.stack([nothing if side.reward is None else side.reward, scored, *summaries])),
+        "stats": _floats(torch.stack([reward, scored, *summaries])),
         "positions": {q.name: _floats(side.profile(q, place_bins, bins)) for q in numeric},
         "turns": {q.name: _floats(side.profile(q, turns, turn_count)) for q in numeric},
         "worst": {name: [[row, at] for row, at, _ in places] for name, places in worst.items()},
@@ -172,35 +132,26 @@ def _side(side: Side, quantities: Sequence[Quantity], width: int, bins: int) -> 
     }
 
 
-def _stored(view: View) -> list[str]:
+def _column_names(view: Inspection) -> list[str]:
     return [name for name in COLUMNS if any(name in side.columns for side in view.sides)]
 
 
-def _ids(side: Side, index: dict[int, int]) -> bytes:
-    """Numbers in the page's vocabulary, 4 bytes each, byte planes one after the other."""
-    known = torch.tensor(list(index))
-    order = known.argsort()
-    numbers = order[torch.searchsorted(known[order], side.ids)] if known.numel() else side.ids
-    return _planes(numbers.numpy().astype("<u4"))
-
-
-def _rollouts(view: View) -> Iterator[dict[str, object]]:
+def _rollouts(view: Inspection) -> Iterator[dict[str, object]]:
     """Each rollout of each batch, compressed by itself, so that a browser decodes only the open one.
 
     A byte per token (1: the assistant's, 2: ratio beyond the bounds, 4: no gradient), then the numbers of the assistant's
     tokens as float32, column by column, byte planes one after the other.
     """
-    names = _stored(view)
+    names = _column_names(view)
     for at, side in enumerate(view.sides):
-        clipped = torch.zeros_like(side.ids, dtype=torch.uint8) if side.clipped is None else side.clipped
-        flags = (side.mask.to(torch.uint8) + 2 * (clipped > 0) + 4 * (clipped > 1)).to(torch.uint8).numpy()
-        nothing = torch.full(side.mask.shape, math.nan)
-        numbers = torch.stack([side.columns.get(name, nothing) for name in names]) if names else nothing[None][:0]
-        mask, matrix = side.mask.numpy(), numbers.numpy().astype("<f4")
-        for row in range(side.count):
-            part = slice(side.offsets[row], side.offsets[row + 1])
-            columns = matrix[:, part][:, mask[part]]
-            data = flags[part].tobytes() + b"".join(_planes(column) for column in columns)
+        mask = side.source.mask
+        clipped = torch.zeros_like(mask, dtype=torch.uint8) if side.clipped is None else side.clipped
+        flags = (mask.to(torch.uint8) + 2 * (clipped > 0) + 4 * (clipped > 1)).to(torch.uint8).numpy()
+        nothing = torch.full(mask.shape, math.nan)
+        matrix = np.array([side.columns.get(name, nothing).numpy() for name in names], "<f4").reshape(-1, len(mask))
+        for row, (start, end) in enumerate(pairwise(side.offsets)):
+            columns = matrix[:, start:end][:, mask[start:end].numpy()]
+            data = flags[start:end].tobytes() + b"".join(map(_planes, columns))
             yield {"side": at, "row": row, "data": _deflated(data)}
 
 
@@ -242,7 +193,7 @@ class Excerpt:
     after: int
 
 
-def excerpts(view: View, quantity: Quantity, rollouts: int, around: int) -> list[Excerpt]:
+def excerpts(view: Inspection, quantity: Quantity, rollouts: int, around: int) -> list[Excerpt]:
     """The rollouts with the worst tokens, worst first, ``around`` tokens to each side.
 
     Args:
@@ -252,7 +203,7 @@ def excerpts(view: View, quantity: Quantity, rollouts: int, around: int) -> list
         around: how many tokens to each side.
     """
     side, scale = view.sides[0], scale_of(quantity, view.sides) if quantity.numeric else 1.0
-    values = side.numbers(quantity)
+    values, tokens_of = side.values(quantity), side.source.tokens
     sizes, largest = (x.nan_to_num(nan=-1.0, posinf=math.inf) for x in (values.abs(), side.summary(quantity)[1]))
     out = []
     for row in largest.sort(descending=True, stable=True).indices[:rollouts].tolist():
@@ -260,7 +211,9 @@ def excerpts(view: View, quantity: Quantity, rollouts: int, around: int) -> list
         at = int(sizes[start:end].argmax()) if end > start else 0
         low, high = max(start, start + at - around), min(end, start + at + around + 1)
         tokens = []
-        for value, token, scored in zip(*(x[low:high].tolist() for x in (values, side.ids, side.mask)), strict=True):
+        for value, token, scored in zip(
+            *(x[low:high].tolist() for x in (values, tokens_of.values, side.source.mask)), strict=True
+        ):
             text = view.texts[token]
             shown = text.text if text.data else visible(text.text)
             tokens.append(ExcerptToken(shown, step_of(value, scale), value, scored))
@@ -269,7 +222,7 @@ def excerpts(view: View, quantity: Quantity, rollouts: int, around: int) -> list
 
 
 def _facts(side: Side, quantity: Quantity, row: int) -> str:
-    scored = int(side.mask[side.offsets[row] : side.offsets[row + 1]].sum())
+    scored = int(side.source.mask[side.offsets[row] : side.offsets[row + 1]].sum())
     facts = [] if side.reward is None else [f"reward {float(side.reward[row]):.3g}"]
     facts.append(f"{scored} tokens")
     if quantity.numeric:
@@ -278,27 +231,19 @@ def _facts(side: Side, quantity: Quantity, row: int) -> str:
     return ", ".join(facts)
 
 
-def render_excerpt(view: View, quantity: Quantity, rollouts: int, around: int, note: str) -> str:
-    """A static page of excerpts, without a script."""
-    style = _resource("_inspector.css")
-    return _template("_excerpt.html.jinja").render(
-        title=visible(view.title),
-        policy=_policy(style),
-        style=Markup(style),
-        quantity=quantity,
-        excerpts=excerpts(view, quantity, rollouts, around),
-        note=note,
-    )
-
-
 _INK = "#f4f5f7"
 
 
+@dataclass(eq=False, repr=False)
 class Inspection:
     """The result of :func:`inspect_tokens`. A notebook shows its worst rollouts, and :meth:`print` does in a terminal.
 
     Args:
-        view: the content.
+        sides: one batch, or two to compare.
+        names: of the batches.
+        title: of the page.
+        choices: the quantities by which tokens can be coloured, the most telling first.
+        texts: by token id, in ascending order.
         path: where the page was written, or None.
 
     Example:
@@ -316,23 +261,40 @@ class Inspection:
         [(0, 2, 2.0)]
     """
 
-    def __init__(self, view: View, path: Path | None = None) -> None:
-        self._view = view
-        self.path = path
+    sides: tuple[Side, ...]
+    names: tuple[str, ...]
+    title: str
+    choices: tuple[Quantity, ...]
+    texts: dict[int, TokenText]
+    path: Path | None = None
 
     @property
     def quantities(self) -> tuple[str, ...]:
         """The names of the quantities by which tokens can be coloured, the most telling first."""
-        return tuple(quantity.name for quantity in self._view.quantities)
+        return tuple(quantity.name for quantity in self.choices)
 
     def worst(self, quantity: str | None = None, count: int = 20) -> list[tuple[int, int, float]]:
         """The tokens of the largest absolute numbers: rollout, position in it, number; largest first."""
-        return self._view.sides[0].worst(self._quantity(quantity), count)
+        return self.sides[0].worst(self._quantity(quantity), count)
 
     def write(self, html: str | Path) -> Path:
-        """Write the page, and return where it is."""
+        """Write the page, and return where it is. An earlier page stays until the new one is whole."""
+        page, style = _resource("_inspector.js") + _resource("_controls.js"), _resource("_inspector.css")
+        script = f"{_resource('_parts.js')}(() => {{\n{page}}})();\n"
+        token_ids = [side.source.tokens.values.numpy() for side in self.sides]
+        document = _page_template("_inspector.html.jinja").stream(  # the numbers are never in memory together
+            title=visible(self.title),
+            policy=_policy(style, script),
+            style=Markup(style),
+            script=Markup(script),
+            meta=_meta(self),
+            ids=[_deflated(_planes(np.searchsorted([*self.texts], each).astype("<u4"))) for each in token_ids],
+            rollouts=_rollouts(self),
+        )
         path = Path(html)
-        write_page(self._view, path)
+        replaced = path.is_file() or not path.exists()  # a device is not replaced
+        with replacing(path) if replaced else nullcontext(path) as part:
+            document.dump(str(part), encoding="utf-8")
         self.path = path
         return path
 
@@ -353,32 +315,34 @@ class Inspection:
             ImportError: if rich is not installed, which the extra ``cli`` brings.
             KeyError: if the batch does not have this quantity.
         """
-        rendered = render_terminal(self._view, self._quantity(quantity), rollouts, around)
+        rendered = render_terminal(self, self._quantity(quantity), rollouts, around)
         from rich.console import Console
 
         (console or Console()).print(rendered)
 
     def __rich__(self) -> Group:
-        return render_terminal(self._view, self._view.quantities[0], 3, 60)
+        return render_terminal(self, self.choices[0], 3, 60)
 
     def __repr__(self) -> str:
         where = "not written" if self.path is None else str(self.path)
-        rollouts = " and ".join(str(side.count) for side in self._view.sides)
+        rollouts = " and ".join(str(side.count) for side in self.sides)
         return f"Inspection({rollouts} rollouts, {where})"
 
     def _repr_html_(self) -> str:
-        note = "" if self.path is None else f"All rollouts: {self.path}"
-        page = render_excerpt(self._view, self._view.quantities[0], 3, 120, note)
+        style, quantity = _resource("_inspector.css"), self.choices[0]
+        page = _page_template("_excerpt.html.jinja").render(
+            title=visible(self.title),
+            policy=_policy(style, script=""),
+            style=Markup(style),
+            quantity=quantity,
+            excerpts=excerpts(self, quantity, 3, 120),
+            note="" if self.path is None else f"All rollouts: {self.path}",
+        )
         frame = 'sandbox="" width="100%" height="420" style="border: 0" title="The worst rollouts"'
         return f'<iframe {frame} srcdoc="{html_.escape(page)}"></iframe>'
 
     def _quantity(self, name: str | None) -> Quantity:
-        if name is None:
-            return self._view.quantities[0]
-        for quantity in self._view.quantities:
-            if quantity.name == name:
-                return quantity
-        raise KeyError(f"no quantity {name!r} in this batch: expected one of {list(self.quantities)}.")
+        return self.choices[0] if name is None else {each.name: each for each in self.choices}[name]
 
 
 def inspect_tokens(
@@ -420,7 +384,7 @@ def inspect_tokens(
     Raises:
         KeyError: if the data holds no tokens.
         ValueError: if the assistant's tokens cannot be told from the prompt, or the clip range is not one.
-        TypeError: if the tokenizer is none, or columns are given with arguments that say how a batch is read.
+        TypeError: if columns are given with arguments that say how a batch is read.
 
     Example:
         >>> from torchrl_llm_kl import Ragged
@@ -443,25 +407,16 @@ def inspect_tokens(
     """
     check_range(0.0, 1.0, clip_low=clip_low)
     check_range(0.0, clip_high=clip_high)
-    for method in ("convert_ids_to_tokens", "decode"):
-        if not callable(getattr(tokenizer, method, None)):
-            raise TypeError(f"expected a tokenizer with {method!r}, found {type(tokenizer).__name__}.")
-    check_reading(reading)
-    given = {name: value for name, value in reading.items() if value not in (None, 1.0, "full")}
     sides = []
     for data in (batch, other):
-        if isinstance(data, TokenColumns):
-            if given:
-                raise TypeError(
-                    f"{sorted(given)} set how a batch is read, but columns were given: pass them to read_columns."
-                )
-            sides.append(Side(data, clip_low, clip_high))
-        elif data is not None:
-            sides.append(Side(read_columns(data, **reading), clip_low, clip_high))
-    used = sorted({token for side in sides for token in side.ids.unique().tolist()})
+        if isinstance(data, TokenColumns) and reading:
+            raise TypeError(f"columns are already read: pass {sorted(reading)} to read_columns.")
+        if data is not None:
+            columns = data if isinstance(data, TokenColumns) else read_columns(data, **reading)
+            sides.append(Side(columns, clip_low, clip_high))
+    used = sorted({token for side in sides for token in side.source.tokens.values.unique().tolist()})
     texts = dict(zip(used, token_texts(tokenizer, used), strict=True))
-    view = View(tuple(sides), tuple(names[: len(sides)]), title, available(sides), texts)
-    inspection = Inspection(view)
+    inspection = Inspection(tuple(sides), names[: len(sides)], title, available(sides), texts)
     if html is not None:
         inspection.write(html)
     return inspection
@@ -470,7 +425,7 @@ def inspect_tokens(
 # ---------------------------------------------------------------------- in a terminal
 
 
-def render_terminal(view: View, quantity: Quantity, rollouts: int, around: int) -> Group:
+def render_terminal(view: Inspection, quantity: Quantity, rollouts: int, around: int) -> Group:
     """The excerpts as something that rich prints.
 
     Raises:
@@ -499,7 +454,7 @@ def _tokens(excerpt: Excerpt, colours: Mapping[int, str]) -> Iterator[tuple[str,
         yield f" [{excerpt.after} after]", "dim italic"
 
 
-def _legend(view: View, quantity: Quantity, colours: Mapping[int, str]) -> Iterator[tuple[str, str]]:
+def _legend(view: Inspection, quantity: Quantity, colours: Mapping[int, str]) -> Iterator[tuple[str, str]]:
     yield visible(view.title), "bold"
     yield f"  {visible(quantity.label)}\n", ""
     if quantity.numeric:

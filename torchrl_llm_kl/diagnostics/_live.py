@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_range
-from torchrl_llm_kl.diagnostics._columns import Reading, TokenColumns, check_reading, read_columns
+from torchrl_llm_kl.diagnostics._columns import Reading, TokenColumns, read_columns
 from torchrl_llm_kl.diagnostics._doctor import Diagnosis, diagnose
 from torchrl_llm_kl.diagnostics._inspector import inspect_tokens
 from torchrl_llm_kl.masks import Tokenizer
@@ -101,7 +101,6 @@ class RunMonitor:
         end: Sequence[str] = (),
         **reading: Unpack[Reading],
     ) -> None:
-        check_reading(reading)
         check_range(0, every=every)
         if folder is not None and every and tokenizer is None:
             raise ValueError("the page of a batch shows text: pass tokenizer=, or folder=None for only numbers.")
@@ -139,7 +138,12 @@ class RunMonitor:
         Returns:
             The logged numbers.
         """
-        metrics = {**_means(self._sums), **{name: float(value) for name, value in numbers.items()}, **self._findings}
+        # One transfer from the device for all means.
+        devices = {x.device for values in self._sums.values() for x in values if x.device.type != "cpu"}
+        device = next(iter(devices), torch.device("cpu"))
+        means = [torch.stack([x.to(device, torch.float64) for x in values]).mean() for values in self._sums.values()]
+        metrics = dict(zip(self._sums, torch.stack(means).tolist() if means else [], strict=True))
+        metrics |= {**numbers, **self._findings}
         self._sums, self._findings = {}, {}
         for logger in self.loggers:
             log_metrics(logger, metrics, step)
@@ -184,15 +188,6 @@ class RunMonitor:
         plain |= {f"fault/{each.cause}": each.confidence for each in diagnosis.faults}
         self._findings = {f"doctor/{name}": value for name, value in plain.items()}
         return diagnosis
-
-
-def _means(sums: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
-    """The mean of each name's numbers, with one transfer from the device."""
-    if not sums:
-        return {}
-    device = next((x.device for values in sums.values() for x in values if x.device.type != "cpu"), torch.device("cpu"))
-    means = torch.stack([torch.stack([x.to(device, torch.float64) for x in values]).mean() for values in sums.values()])
-    return dict(zip(sums, means.tolist(), strict=True))
 
 
 # ------------------------------------------------------------------ loggers
@@ -240,9 +235,6 @@ def log_page(logger: Logger, name: str, page: str | Path, step: int) -> None:
     W&B shows it as a panel; MLflow keeps it as the artifact ``NAME/STEP.html``; for loggers that write to a folder (CSV,
     TensorBoard) it is copied there, to ``NAME/STEP.html``. Other loggers get none.
 
-    Raises:
-        FileNotFoundError: if the page does not exist.
-
     Example:
         >>> import tempfile
         >>> from torchrl.record import CSVLogger
@@ -254,8 +246,6 @@ def log_page(logger: Logger, name: str, page: str | Path, step: int) -> None:
         '<p>'
     """
     page = Path(page)
-    if not page.is_file():
-        raise FileNotFoundError(f"no page at {page}: write it before it is logged.")
     experiment: Any = getattr(logger, "experiment", None)
     if _is(logger, "WandbLogger"):
         import wandb

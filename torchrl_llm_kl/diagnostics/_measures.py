@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Literal
 
 import torch
@@ -27,6 +26,7 @@ PLACES = (0, 1, 4, 16, 64, 256, 1024, 4096)
 #: Turns that are measured apart; later ones are only in the totals.
 MOST_TURNS = 8
 _LARGEST = 80.0  # nats; its exponential is finite
+_TRIED = 64  # answers that are decoded and encoded again
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class Table:
     def of(cls, columns: TokenColumns) -> Table:
         """Read a batch."""
         mask = columns.mask
-        masked = {name: x[mask].cpu().double() for name, x in columns.columns.items()}
-        rows, places, turns = (x[mask].cpu() for x in (columns.tokens.sequence_ids, columns.places, columns.turns))
+        masked = {name: x[mask].double() for name, x in columns.columns.items()}
+        rows, places, turns = (x[mask] for x in (columns.tokens.sequence_ids, columns.places, columns.turns))
         return cls(masked, rows, places, turns, ResponseTokens(columns.tokens, mask))
 
     def get(self, name: str) -> Tensor | None:
@@ -132,14 +132,11 @@ class Table:
     @property
     def trainer(self) -> tuple[str, Tensor] | None:
         """The trainer's log-probs that the sampler's are compared with: as it stored them, else of the given policy."""
-        for name in ("old_log_prob", "log_prob"):
-            # Stored log-probs without another column of the sampler's may be the sampler's own.
-            if name == "old_log_prob" and self.get("sampler_log_prob") is None and self.get("log_prob") is not None:
-                continue
-            column = self.get(name)
-            if column is not None:
-                return name, column
-        return None
+        # Stored log-probs without another column of the sampler's may be the sampler's own.
+        own = self.get("sampler_log_prob") is None and self.get("log_prob") is not None
+        name = "log_prob" if own or self.get("old_log_prob") is None else "old_log_prob"
+        column = self.get(name)
+        return None if column is None else (name, column)
 
     @property
     def recorded(self) -> tuple[str, Tensor] | None:
@@ -152,11 +149,9 @@ class Table:
 
     def dense(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Values ``[n]`` as ``[S, T]``, and where they are numbers, bool ``[S, T]``."""
-        known = ~values.isnan()
-        columns = self.response.columns
-        shape = tuple(self.response.mask.shape)
-        out = values.new_zeros(shape).index_put((self.sequences, columns), values.nan_to_num(nan=0.0))
-        return out, torch.zeros(shape, dtype=torch.bool).index_put((self.sequences, columns), known)
+        at, shape = (self.sequences, self.response.columns), self.response.mask.shape
+        out = values.new_full(shape, math.nan).index_put(at, values)
+        return out.nan_to_num(nan=0.0), ~out.isnan()
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Parts of the tokens: the suffix of their measures, and where they are, bool ``[n]``."""
@@ -376,62 +371,50 @@ def answer_measures(
         out["answers/length"] = _mean(lengths.double())
         out["answers/at_limit"] = _mean((lengths == lengths.max()).double())
         if end is not None:
-            at = torch.where(mask, torch.arange(mask.numel(), device=mask.device), -1)
-            last = torch.full_like(counts, -1).scatter_reduce(0, tokens.sequence_ids, at, "amax")[answered]
-            stops = torch.as_tensor(end, device=mask.device).reshape(-1)
+            last = mask.nonzero().squeeze(-1)[counts.cumsum(0)[answered] - 1]
             # the end token itself, or whitespace of the template after it
             near = torch.stack([tokens.values[(last - back).clamp(min=0)] for back in (0, 1)], 1)
-            whole = torch.isin(near, stops).any(-1)
-            if ended is not None:
-                whole |= ended.to(mask.device)[answered]
+            whole = torch.isin(near, torch.tensor(end)).any(-1)
+            whole |= False if ended is None else ended[answered]
             out["answers/truncated"] = _mean((~whole).double())
+    reward = columns.rows.get("reward")
     if columns.prompts is not None and columns.prompts.numel():
         _, group, sizes = columns.prompts.unique(return_inverse=True, return_counts=True)
         out |= {"groups/number": float(sizes.numel()), "groups/size": _mean(sizes.double())}
         common = int(sizes.mode().values)
         out["groups/duplicated_prompts"] = _mean((sizes >= 2 * common).double()) if sizes.numel() > 1 else 0.0
-        reward = columns.rows.get("reward")
         if reward is not None:
             low = reward.new_full(sizes.shape, math.inf).scatter_reduce(0, group, reward, "amin")
             high = reward.new_full(sizes.shape, -math.inf).scatter_reduce(0, group, reward, "amax")
-            several = sizes > 1
-            out["groups/without_spread"] = _mean((low == high)[several].double())
-    reward = columns.rows.get("reward")
+            out["groups/without_spread"] = _mean((low == high)[sizes > 1].double())
     if reward is not None:
         out["reward/mean"], out["reward/std"] = _mean(reward.double()), float(reward.double().std(correction=0))
     return out
 
 
-def retokenised(columns: TokenColumns, tokenizer: Tokenizer, *, most: int = 64) -> dict[str, float]:
+def retokenised(columns: TokenColumns, tokenizer: Tokenizer) -> dict[str, float]:
     """Decode each answer and encode it again: the share of tokens and of answers that change, and the first place.
 
     Args:
         columns: the batch.
         tokenizer: with ``decode`` and ``encode``, as transformers' tokenizers have.
 
-    Keyword Args:
-        most: answers to try; the first ones.
-
     Returns:
         ``retokenised/tokens``: tokens from the first changed one on; ``retokenised/answers``; ``retokenised/first``: the mean
         place of the first changed token, where there is one.
     """
-    changed, total, answers, tried, first = 0, 0, 0, 0, []
-    rows = columns.tokens.like(columns.mask).to_list()
-    for ids, mask in zip(columns.tokens.to_list()[:most], rows, strict=False):
-        answer = ids[mask].tolist()
-        if not answer:
-            continue
+    masks = columns.tokens.like(columns.mask).to_list()[:_TRIED]
+    answers = [ids[mask].tolist() for ids, mask in zip(columns.tokens.to_list(), masks, strict=False) if mask.any()]
+    changed, first = 0, []
+    for answer in answers:
         again = list(tokenizer.encode(tokenizer.decode(answer, skip_special_tokens=False), add_special_tokens=False))
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(answer, again, strict=False))
-        at = sum(1 for _ in same)  # tokens before the first that changes
-        tried, total = tried + 1, total + len(answer)
         if again != answer:
-            answers, changed = answers + 1, changed + len(answer) - at
-            first.append(at)
-    if not tried:
+            differing = (i for i, (a, b) in enumerate(zip(answer, again, strict=False)) if a != b)
+            first.append(next(differing, min(len(answer), len(again))))
+            changed += len(answer) - first[-1]
+    if not answers:
         return {}
-    out = {"retokenised/tokens": changed / total, "retokenised/answers": answers / tried}
+    out = {"retokenised/tokens": changed / sum(map(len, answers)), "retokenised/answers": len(first) / len(answers)}
     return out | ({"retokenised/first": sum(first) / len(first)} if first else {})
 
 
@@ -451,11 +434,9 @@ def worst_tokens(columns: TokenColumns, *, most: int = 8) -> list[dict[str, floa
         name, values = "mismatch", (policy - stored["sampler_log_prob"]).abs()
     else:
         return []
-    ranked = torch.where(columns.mask & values.isfinite(), values, -math.inf)
-    top = ranked.topk(min(most, ranked.numel()))
-    worst = []
-    for value, at in zip(top.values.tolist(), top.indices.tolist(), strict=True):
-        if math.isfinite(value):
-            place = {"sequence": int(columns.tokens.sequence_ids[at]), "position": int(columns.tokens.positions[at])}
-            worst.append({**place, "token": int(columns.tokens.values[at]), name: value})
-    return worst
+    known = (columns.mask & values.isfinite()).nonzero().squeeze(-1)
+    worst = known[values[known].argsort(descending=True, stable=True)[:most]]
+    tokens = columns.tokens
+    fields = {"sequence": tokens.sequence_ids, "position": tokens.positions, "token": tokens.values, name: values}
+    rows = zip(*(field[worst].tolist() for field in fields.values()), strict=True)
+    return [dict(zip(fields, row, strict=True)) for row in rows]

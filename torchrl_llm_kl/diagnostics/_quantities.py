@@ -76,26 +76,18 @@ def _token_text(tokenizer: Any, token: int, special: bool) -> TokenText:
         return TokenText(f"⟨id {token}⟩", special=special)
     if special:
         return TokenText(piece, special=True)
-    fallback = _BYTE_TOKEN.fullmatch(piece)  # SentencePiece's
-    data = bytes([int(fallback[1], 16)]) if fallback else _bytes_of(piece) if "\ufffd" in text else None
+    fallback, alphabet = _BYTE_TOKEN.fullmatch(piece), _byte_alphabet()
+    data = None
+    if fallback:  # SentencePiece's
+        data = bytes([int(fallback[1], 16)])
+    elif "\ufffd" in text and all(sign in alphabet for sign in piece):  # a byte-level BPE's
+        data = bytes(alphabet[sign] for sign in piece)
     if data is not None:
-        return _of_bytes(data)
-    if piece.startswith("▁") and not text.startswith(" "):
-        return TokenText(" " + text)
-    return TokenText(text or piece)
-
-
-def _of_bytes(data: bytes) -> TokenText:
-    try:
-        return TokenText(data.decode())
-    except UnicodeDecodeError:
-        return TokenText(data.decode(errors="backslashreplace"), data)
-
-
-def _bytes_of(piece: str) -> bytes | None:
-    """The bytes that a token of a byte-level BPE stands for, or None if it is none."""
-    alphabet = _byte_alphabet()
-    return bytes(alphabet[c] for c in piece) if all(c in alphabet for c in piece) else None
+        try:
+            return TokenText(data.decode())
+        except UnicodeDecodeError:
+            return TokenText(data.decode(errors="backslashreplace"), data)
+    return TokenText(" " + text if piece.startswith("▁") and not text.startswith(" ") else text or piece)
 
 
 @cache
@@ -157,24 +149,9 @@ class Side:
     clip_high: float
 
     @cached_property
-    def ids(self) -> Tensor:
-        """Token ids, int64 ``[N]``."""
-        return self.source.tokens.values.cpu().long()
-
-    @cached_property
-    def mask(self) -> Tensor:
-        """True at the assistant's tokens, ``[N]``."""
-        return self.source.mask.cpu()
-
-    @cached_property
-    def rows(self) -> Tensor:
-        """The rollout of each token, ``[N]``."""
-        return self.source.tokens.sequence_ids.cpu()
-
-    @cached_property
     def offsets(self) -> list[int]:
         """Start of each rollout, then ``N``; ``S + 1``."""
-        return [int(i) for i in self.source.tokens.offsets.tolist()]
+        return self.source.tokens.offsets.tolist()
 
     @property
     def count(self) -> int:
@@ -193,25 +170,18 @@ class Side:
         own = next((given[n] for n in ("log_prob", "old_log_prob", "sampler_log_prob") if n in given), None)
         if self.estimated and own is not None and "ref_log_prob" in given:
             given["kl"] = k3(own, given["ref_log_prob"])
-        return {name: given[name].cpu().float().masked_fill(~self.mask, math.nan) for name in COLUMNS if name in given}
+        return {name: given[name].float().masked_fill(~self.source.mask, math.nan) for name in COLUMNS if name in given}
 
-    @cached_property
+    @property
     def reward(self) -> Tensor | None:
-        """The outcome, float32 ``[S]``."""
-        reward = self.source.rows.get("reward")
-        return None if reward is None else reward.cpu().float().reshape(self.count, -1).sum(-1)
-
-    @cached_property
-    def parts(self) -> dict[str, Tensor]:
-        """The named rewards, float32 ``[S]``."""
-        named = {name.partition("/")[2]: values for name, values in self.source.rows.items() if "/" in name}
-        return {name: values.cpu().float().reshape(self.count, -1).sum(-1) for name, values in named.items()}
+        """The outcome, ``[S]``."""
+        return self.source.rows.get("reward")
 
     @cached_property
     def prompts(self) -> list[int]:
         """Equal numbers for equal prompts, which are compared token by token if the batch does not name them; ``S``."""
         if self.source.prompts is not None:
-            return [int(prompt) for prompt in self.source.prompts.tolist()]
+            return self.source.prompts.tolist()
         seen: dict[bytes, int] = {}
         return [seen.setdefault(key, len(seen)) for key in _keys(self, whole=False)]
 
@@ -229,42 +199,39 @@ class Side:
             out[-advantage * bounded > -advantage * ratio] = 2
         return out
 
-    def values(self, quantity: Quantity) -> Tensor | None:
-        """A quantity's number per token, ``[N]``, or None if a column is missing."""
+    def values(self, quantity: Quantity) -> Tensor:
+        """A quantity's number per token, ``[N]``; NaN everywhere if a column is missing."""
         if not quantity.of or not set(quantity.of) <= set(self.columns):
-            return None
+            return torch.full(self.source.mask.shape, math.nan)
         first, *second = (self.columns[name] for name in quantity.of)
         return first - second[0] if second else first
 
-    def numbers(self, quantity: Quantity) -> Tensor:
-        """As :meth:`values`, NaN everywhere if a column is missing."""
-        values = self.values(quantity)
-        return torch.full(self.mask.shape, math.nan) if values is None else values
-
     def summary(self, quantity: Quantity) -> tuple[Tensor, Tensor]:
         """Mean and largest absolute number of each rollout, float32 ``[S]``, NaN without any."""
-        values = self.numbers(quantity)
+        values = self.values(quantity)
         known = ~values.isnan()
-        rows, numbers = self.rows[known], values[known].double()
+        rows, numbers = self.source.tokens.sequence_ids[known], values[known].double()
         largest = torch.full((self.count,), math.nan, dtype=torch.float64)
         largest.scatter_reduce_(0, rows, numbers.abs(), "amax", include_self=False)
-        return _means(numbers, rows, self.count, quantity), largest.float()
+        return _means_of(numbers, rows, self.count, quantity), largest.float()
 
     def profile(self, quantity: Quantity, index: Tensor, count: int) -> Tensor:
         """Mean over the tokens of each ``index [N]`` (a position or a turn), ``[count]``; -1 belongs to none."""
-        values = self.numbers(quantity)
+        values = self.values(quantity)
         known = ~values.isnan() & (index >= 0)
-        return _means(values[known].double(), index[known], count, quantity)
+        return _means_of(values[known].double(), index[known], count, quantity)
 
     def worst(self, quantity: Quantity, count: int) -> list[tuple[int, int, float]]:
         """Rollout, position and number of the tokens of the largest absolute numbers, largest first."""
-        values = self.numbers(quantity)
+        values = self.values(quantity)
         sizes = values.abs().nan_to_num(nan=-1.0, posinf=math.inf)
         top = sizes.topk(min(count, int((sizes >= 0).sum()))).indices
-        return [(int(self.rows[i]), int(i) - self.offsets[int(self.rows[i])], float(values[i])) for i in top]
+        tokens = self.source.tokens
+        columns = (tokens.sequence_ids[top], tokens.positions[top], values[top])
+        return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def _means(numbers: Tensor, index: Tensor, count: int, quantity: Quantity) -> Tensor:
+def _means_of(numbers: Tensor, index: Tensor, count: int, quantity: Quantity) -> Tensor:
     numbers = numbers.abs() if quantity.sizes else numbers
     sums = torch.zeros(count, dtype=torch.float64).index_add(0, index, numbers)
     return (sums / torch.bincount(index, minlength=count)).float()  # 0 / 0 is NaN
@@ -292,8 +259,7 @@ def available(sides: Sequence[Side]) -> tuple[Quantity, ...]:
 def scale_of(quantity: Quantity, sides: Sequence[Side]) -> float:
     """Where the strongest colour starts: above 98 % of the absolute numbers, at a round number."""
     parts = [side.reward if quantity.kind == "row" else side.values(quantity) for side in sides]
-    known = [part for part in parts if part is not None]
-    numbers = torch.cat(known).abs() if known else torch.zeros(0)
+    numbers = torch.cat([torch.zeros(0), *(part for part in parts if part is not None)]).abs()
     numbers = numbers[numbers.isfinite()].double().sort().values
     top = float(numbers[math.ceil(_QUANTILE * (numbers.numel() - 1))]) if numbers.numel() else 0.0
     if top == 0:
@@ -312,7 +278,7 @@ def step_of(value: float, scale: float) -> int | None:
 
 def position_bins(sides: Sequence[Side]) -> tuple[int, int]:
     """Width and number of the bins over positions in the answers of all batches: at most 60."""
-    longest = max((int(side.source.places.max()) + 1 for side in sides if side.ids.numel()), default=0)
+    longest = max((int(side.source.places.max()) + 1 for side in sides if side.source.mask.numel()), default=0)
     width = max(1, math.ceil(longest / _BINS))
     return width, math.ceil(longest / width)
 
@@ -340,7 +306,7 @@ def pair_rollouts(side: Side, other: Side) -> list[int]:
 def _keys(side: Side, *, whole: bool) -> list[bytes]:
     keys = []
     for start, end in pairwise(side.offsets):
-        first = side.mask[start:end].nonzero()
+        first = side.source.mask[start:end].nonzero()
         stop = start + int(first[0]) if len(first) and not whole else end
-        keys.append(side.ids[start:stop].numpy().tobytes())
+        keys.append(side.source.tokens.values[start:stop].numpy().tobytes())
     return keys

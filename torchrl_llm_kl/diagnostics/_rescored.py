@@ -7,10 +7,10 @@ import csv
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.resources import files
 from itertools import combinations
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,16 @@ from torchrl_llm_kl.diagnostics._columns import TokenColumns
 from torchrl_llm_kl.diagnostics._measures import Table
 from torchrl_llm_kl.masks import Message, Tokenizer
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring import LogProbScorer, ModelOrScorer, Ranks, Sampling, Scores, is_wrapper, unwrap
+from torchrl_llm_kl.scoring import (
+    LogProbScorer,
+    ModelOrScorer,
+    Ranks,
+    Sampling,
+    Scores,
+    inner_module,
+    log_probs_only,
+    vocab_size,
+)
 
 #: Tokens, prompts too, and most probable ids that are scored again; sequences that are tried with other prompts.
 MOST_TOKENS, MOST_TOP, MOST_PROMPTS = 8192, 512, 12
@@ -29,21 +38,10 @@ OUTSIDE = 0.01
 LARGEST_COPY = 4 * 2**30
 
 
-def _template(turn: str, answer: str, role: str, template: str) -> str:
-    """A template whose turns are ``turn % (role, content)``, and the beginning of an answer, unless it is given whole.
-
-    All text is inside of expressions: Jinja drops newlines after blocks and at the end.
-    """
-    turn, answer = (text.replace("\\n", "\n") for text in (turn, answer))
-    values = {"r": role or "m['role']", "c": "m['content']"}
-    parts = (turn.replace("%s", "\0r\0", 1).replace("%s", "\0c\0")).split("\0")
-    pieces = " ~ ".join(values.get(part) or repr(part) for part in parts if part)
-    return template or f"{{% for m in messages %}}{{{{ {pieces} }}}}{{% endfor %}}{{{{ {answer!r} }}}}"
-
-
-#: Templates that a sampler may have used in place of the tokenizer's; without their default system prompts.
+#: Templates that a sampler may have used in place of the tokenizer's; without their default system prompts. All of their text
+#: is inside of expressions: Jinja drops newlines after blocks and at the end.
 _ROWS = csv.DictReader((files(__package__) / "templates.csv").read_text(encoding="utf-8").splitlines())
-COMMON_TEMPLATES = {row.pop("name"): _template(**row) for row in _ROWS}
+COMMON_TEMPLATES = {row["name"]: row["template"] for row in _ROWS}
 _SYSTEM = "You are a helpful assistant."
 
 
@@ -70,12 +68,10 @@ class Rescorer:
         self.adapters = policy.options.adapters if isinstance(policy, LogProbScorer) else True
         self.sampling = sampling
         tokens = columns.tokens
-        answered = tokens.like(columns.mask.long()).sum() > 0
-        candidates = answered.nonzero().squeeze(-1).cpu()
-        lengths = tokens.lengths.cpu()[candidates].double()
-        mean = float(lengths.mean()) if len(lengths) else 1.0
-        number = max(1, min(len(candidates), int(MOST_TOKENS / max(mean, 1.0))))
-        at = torch.linspace(0, max(len(candidates) - 1, 0), number).round().long()
+        candidates = (tokens.like(columns.mask.long()).sum() > 0).nonzero().squeeze(-1)
+        mean = float(tokens.lengths[candidates].double().mean())
+        number = max(1, min(len(candidates), int(MOST_TOKENS / mean)))
+        at = torch.linspace(0, len(candidates) - 1, number).round().long()
         self.rows: list[int] = candidates[at].unique().tolist()
         every, masks = tokens.to_list(), tokens.like(columns.mask).to_list()
         self.ids, self.masks = [every[i] for i in self.rows], [masks[i] for i in self.rows]
@@ -83,11 +79,10 @@ class Rescorer:
         chosen[self.rows] = True
         self.picked = chosen[table.sequences]
         self.sequences = table.sequences[self.picked]
-        model = unwrap(self.policy) if is_wrapper(self.policy) else self.policy
-        weights = (p.dtype for p in model.parameters() if p.is_floating_point()) if isinstance(model, nn.Module) else ()
-        self.dtype = next(iter(weights), torch.float32)
-        text = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
-        self.vocab = getattr(text, "vocab_size", None) or 64
+        self.model = cast(nn.Module, inner_module(self.policy))
+        dtypes = (weight.dtype for weight in self.model.parameters() if weight.is_floating_point())
+        self.dtype = next(dtypes, torch.float32)
+        self.vocab = vocab_size(self.model) or 64
         self.forwards = 0
         self._at: dict[float, tuple[Tensor, Tensor]] = {}
         known = [table.get(name) for name in ("log_prob", "entropy")]
@@ -98,11 +93,11 @@ class Rescorer:
     def can_score(policy: ModelOrScorer) -> bool:
         """Whether a policy's distributions are in this process, and only in this one."""
         model = policy.model if isinstance(policy, LogProbScorer) else policy
-        if getattr(model, "log_probs_only", False):
+        if (
+            log_probs_only(model) or Ranks([model]).groups
+        ):  # ranks score together, and only some may have found something
             return False
-        if Ranks([model]).groups:
-            return False  # all ranks score together, and only some may have found something
-        return unwrap(model) is not None if is_wrapper(model) else isinstance(model, nn.Module)
+        return isinstance(inner_module(model), nn.Module)
 
     @cached_property
     def _scorer(self) -> LogProbScorer:
@@ -117,7 +112,7 @@ class Rescorer:
 
     def _flat(self, scores: Ragged | None) -> Tensor:
         assert scores is not None
-        return scores.values[torch.cat(self.masks)].cpu().double()
+        return scores.values[torch.cat(self.masks)].double()
 
     def at(self, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of the whole distribution at a temperature, nats ``[m]`` each."""
@@ -134,7 +129,7 @@ class Rescorer:
     @cached_property
     def noise(self) -> float:
         """The largest root mean square of differences between scores of the policy in three arrangements, in nats."""
-        scorers = (self._make(), self._make(tokens_per_batch=64), self._make(share_prefixes=False))
+        scorers = (self._scorer, self._make(tokens_per_batch=64), self._make(share_prefixes=False))
         scores = [self._run(scorer, temperature=self.sampling.temperature) for scorer in scorers]
         log_probs = [self._flat(each.log_prob) for each in scores]
         return max(float((a - b).square().mean().sqrt()) for a, b in combinations(log_probs, 2))
@@ -170,17 +165,16 @@ class Rescorer:
         """
         if self.dtype not in (torch.float32, torch.float64):
             return None
-        model: Any = unwrap(self.policy) if is_wrapper(self.policy) else self.policy
-        if sum(p.numel() for p in model.parameters()) * 2 > LARGEST_COPY:
+        if sum(weight.numel() for weight in self.model.parameters()) * 2 > LARGEST_COPY:
             scorer = self._make(dtype=torch.bfloat16, sampling=self.sampling)
         else:
-            rounded = copy.deepcopy(model).to(torch.bfloat16)
+            rounded = copy.deepcopy(self.model).to(torch.bfloat16)
             scorer = LogProbScorer(rounded, adapters=self.adapters, sampling=self.sampling)
         return self._flat(self._run(scorer).log_prob)
 
     # ------------------------------------------------------------------ temperatures
 
-    def fit_recorded(self, recorded: Tensor, inner: Tensor, steps: int = 6) -> tuple[float, Tensor, Tensor]:
+    def fit_recorded(self, recorded: Tensor, inner: Tensor) -> tuple[float, Tensor]:
         r"""The temperature at which the policy's log-probs are closest to recorded ones.
 
         Gauss-Newton in :math:`x = -\log T`: the derivative of a log-prob is :math:`\log p + H`.
@@ -188,10 +182,9 @@ class Rescorer:
         Args:
             recorded: the sampler's log-probs ``[k]``.
             inner: their place among the ``m`` tokens, bool.
-            steps: the most scores.
 
         Returns:
-            The temperature, and log-probs and entropies ``[m]`` there.
+            The temperature, and the log-probs ``[m]`` there.
         """
 
         def step(x: float, log_prob: Tensor, entropy: Tensor) -> float:
@@ -199,9 +192,9 @@ class Rescorer:
             residual = recorded - log_prob[inner]
             return float((slope * residual).sum() / slope.square().sum().clamp(min=1e-12))
 
-        return self._fit(step, close=1e-4, steps=steps)
+        return self._fit(step, close=1e-4)
 
-    def fit_tokens(self, steps: int = 6) -> tuple[float, Tensor, Tensor]:
+    def fit_tokens(self) -> tuple[float, Tensor]:
         """The temperature of the highest likelihood of the tokens, where mean surprisal equals mean entropy.
 
         Returns as :meth:`fit_recorded`.
@@ -216,20 +209,18 @@ class Rescorer:
             before.append((x, value))
             return value / max(curvature, 1e-12)
 
-        return self._fit(step, close=1e-3, steps=steps)
+        return self._fit(step, close=1e-3)
 
-    def _fit(
-        self, step_of: Callable[[float, Tensor, Tensor], float], *, close: float, steps: int
-    ) -> tuple[float, Tensor, Tensor]:
-        """Newton's steps in ``x = -log T``, each bounded, until one is close to 0."""
+    def _fit(self, step_of: Callable[[float, Tensor, Tensor], float], *, close: float) -> tuple[float, Tensor]:
+        """At most six of Newton's steps in ``x = -log T``, each bounded, until one is close to 0."""
         x = -math.log(self.sampling.temperature)
-        for _ in range(steps):
+        for _ in range(6):
             step = max(-0.7, min(0.7, step_of(x, *self.at(math.exp(-x)))))
             x += step
             if abs(step) < close:
                 break
         temperature = math.exp(-x)
-        return (temperature, *self.at(temperature))
+        return temperature, self.at(temperature)[0]
 
     def calibration(self, temperature: float) -> Tensor:
         """The probability of each token minus another draw's in its place: 0 in expectation for samples, ``[m]``."""
@@ -280,7 +271,7 @@ class Rescorer:
             at = {i for i, *_ in chosen}
             known = torch.cat([torch.full((int(mask.sum()),), i in at) for i, mask in enumerate(self.masks)])
             out = torch.full(known.shape, math.nan, dtype=torch.float64)
-            out[known] = scores.values[torch.cat(masks)].cpu().double()
+            out[known] = scores.values[torch.cat(masks)].double()
             yield name, out, known
 
 
@@ -298,28 +289,22 @@ def other_beginnings(tokenizer: object) -> Iterator[tuple[str, Renderer]]:
 def renderers(tokenizer: Any) -> Iterator[tuple[str, Renderer]]:
     """Names of renderings, and functions of a prompt's token ids and its messages that return other token ids."""
 
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False))
+    def render(_: list[int], messages: list[Message], **options: object) -> list[int]:
+        options = {"add_generation_prompt": True, "tokenize": False, **options}
+        return list(tokenizer.encode(tokenizer.apply_chat_template(messages, **options), add_special_tokens=False))
 
-    def template(text: str | None, system: bool = False, **options: bool) -> Renderer:
-        def render(prompt: list[int], messages: list[Message]) -> list[int]:
-            if system:
-                if messages[0]["role"] == "system":
-                    return prompt
-                messages = [{"role": "system", "content": _SYSTEM}, *messages]
-            given = {} if text is None else {"chat_template": text}
-            kwargs = {"add_generation_prompt": True, **given, **options}
-            return encode(tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
-
-        return render
+    def with_system_prompt(prompt: list[int], messages: list[Message]) -> list[int]:
+        if messages[0]["role"] == "system":
+            return prompt
+        return render(prompt, [{"role": "system", "content": _SYSTEM}, *messages])
 
     if getattr(tokenizer, "chat_template", None):
-        yield "the tokenizer's template", template(None)
-        yield "the tokenizer's template without generation prompt", template(None, add_generation_prompt=False)
-        yield "the tokenizer's template with a system prompt", template(None, system=True)
-        yield "the tokenizer's template with enable_thinking=False", template(None, enable_thinking=False)
+        yield "the tokenizer's template", render
+        yield "the tokenizer's template without generation prompt", partial(render, add_generation_prompt=False)
+        yield "the tokenizer's template with a system prompt", with_system_prompt
+        yield "the tokenizer's template with enable_thinking=False", partial(render, enable_thinking=False)
     for name, text in COMMON_TEMPLATES.items():
-        yield name, template(text)
+        yield name, partial(render, chat_template=text)
 
 
 def prompt_messages(tokenizer: Any, prompt: list[int]) -> list[Message] | None:
@@ -327,14 +312,11 @@ def prompt_messages(tokenizer: Any, prompt: list[int]) -> list[Message] | None:
 
     Only for prompts of a single message.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        return None
     mark = "4f1c9b27"
+    asked = [{"role": "user", "content": mark}]
     try:
-        rendered = tokenizer.apply_chat_template(
-            [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
-        )
-    except Exception:  # a template may refuse a conversation in any way it likes
+        rendered = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    except Exception:  # there is no template, or it refuses the conversation in any way it likes
         return None
     before, marked, after = rendered.partition(mark)
     text = tokenizer.decode(prompt, skip_special_tokens=False)
@@ -371,23 +353,18 @@ class Top:
         """At some positions, bool ``[m]``."""
         return Top(self.log_prob[where], self.top_log_probs[where], self.whole)
 
-    @property
-    def mass_of_first(self) -> Tensor:
-        """Probability of the first 1, 2, ... tokens, ``[m, K]``."""
-        return self.top_log_probs.exp().cumsum(-1)
-
     def mass(self, cause: str, value: float) -> Tensor:
         """The probability that a truncation keeps, ``[m]``, 1 where it keeps more than the known tokens."""
-        if cause == "top_k":
-            return self.kept(Sampling(top_k=int(value)))[0]
-        return self.kept(Sampling(top_p=value) if cause == "top_p" else Sampling(min_p=value))[0]
+        setting: Any = int(value) if cause == "top_k" else value
+        return self.kept(Sampling(**{cause: setting}))[0]
 
     def kept(self, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """The probability that truncations keep, and whether each sampled token is among the kept ones, ``[m]`` each.
 
         Each truncation keeps the first so many. Where it keeps more than the known tokens, the answers are 1 and True.
         """
-        sums, top = self.mass_of_first, self.top_log_probs
+        top = self.top_log_probs
+        sums = top.exp().cumsum(-1)  # the probability of the first 1, 2, ... tokens
         number = torch.full_like(sums[:, 0], sums.shape[1], dtype=torch.long)
         left = torch.ones_like(sums[:, 0])
         if sampling.top_k:
@@ -429,7 +406,7 @@ class Top:
         above = self.top_log_probs > self.log_prob.unsqueeze(-1) + 1e-5
         out.append(("top_k", float(above.sum(-1).double().quantile(0.98).ceil()) + 1))
         out.append(("top_p", max(1e-6, float((self.top_log_probs.exp() * above).sum(-1).quantile(0.98)))))
-        sums = self.mass_of_first
+        sums = self.top_log_probs.exp().cumsum(-1)
         distance, at = (sums - kept.unsqueeze(-1)).abs().min(-1)
         usable = (distance < 2e-3) & (kept < 1 - 1e-4)
         if int(usable.sum()) < 8:

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.record import CSVLogger, TensorboardLogger
 
-from torchrl_llm_kl.diagnostics import RunMonitor, log_page, status_line
+from torchrl_llm_kl.diagnostics import RunMonitor, status_line
 from toy_models import tiny_model
 from toy_tokenizer import build_tokenizer
 
@@ -181,5 +181,3 @@ def test_a_logger_of_numbers_alone_and_errors(tmp_path: Path) -> None:
     for settings, message in (({"folder": tmp_path}, "tokenizer"), ({"every": -1}, "every")):
         with pytest.raises(ValueError, match=message):
             RunMonitor(**settings)
-    with pytest.raises(FileNotFoundError, match="no page"):
-        log_page(Lines(), "rollouts", tmp_path / "none.html", 0)

@@ -16,7 +16,6 @@ from rollout_fixtures import _lists_become_stacks  # noqa: F401
 from template_pairs import CALL, END, LOOP, PROMPT, assistant, marked, masked_by, user
 from torchrl_llm_kl import masks
 from torchrl_llm_kl.masks import encode_with_mask, history_to_messages, mask_from_prompt_lengths, render_conversation
-from torchrl_llm_kl.masks._template import Mark, Trace, instrument
 from toy_tokenizer import CHATML, build_tokenizer
 
 
@@ -118,15 +117,12 @@ def test_masks_from_lengths_of_prompts():
             assert mask.dtype == torch.bool
             assert mask.int().tolist() == expected
     for prompts, lengths, message in (
-        ([1, 4], [2, 3], "sequence 1 has prompt length 4 and length 3"),
-        ([-1], [2], "sequence 0 has prompt length -1"),
-        ([1], [2, 3], r"shape \(1,\) and lengths \(2,\)"),
-        ([[1]], [[2]], r"expected \[S\] for both"),
+        ([1, 4], [2, 3], "sequence 1 has 4 of 3 tokens"),
+        ([-1], [2], "sequence 0 has -1 of 2 tokens"),
+        ([1], [2, 3], r"shapes \(1,\) and \(2,\); expected \[S\] for both"),
     ):
         with pytest.raises(ValueError, match=message):
             mask_from_prompt_lengths(torch.tensor(prompts), torch.tensor(lengths))
-    with pytest.raises(TypeError, match=r"lengths has dtype torch.float32"):
-        mask_from_prompt_lengths(torch.tensor([1]), torch.tensor([2.0]))
 
 
 LONG = [user("a"), assistant("b"), user("c"), assistant("d")]
@@ -224,9 +220,7 @@ def test_one_rendering_without_a_mask_where_no_turn_can_be_missing(renderings):
     assert (whole.assistant_spans, whole.located_by, whole.assistant_mask.any().item()) == ((), "not asked", False)
     assert whole.token_ids.equal(render_conversation(tokenizer, talk(2)).token_ids)
     tokenizer = build_tokenizer("{{ messages | length }}{% for m in messages %}{{ m | length }}{% endfor %}")
-    with pytest.raises(
-        (masks.EmptyAssistantMaskError, masks.TurnNotFoundError)
-    ):  # which, depends on transformers' release
+    with pytest.raises(masks.AssistantMaskError):
         render_conversation(tokenizer, talk(1))
     assert render_conversation(tokenizer, talk(1), assistant_mask=False).text == "222"
 
@@ -266,22 +260,6 @@ def test_renderings_of_the_templates_that_trl_ships(renderings, shipped, part):
     assert counts == {template: MORE.get(template, 2) for template in templates}
 
 
-@pytest.mark.parametrize(
-    ("value", "may_be_a_message"),
-    [
-        *(
-            (text, False)
-            for text in ("'a' ~ m.role", "m.content", "m['content']", "m.content.strip()", "not m", "m == x")
-        ),
-        *((other, True) for other in ("m", "ns.content", "messages[0]", "m.get('content')", "[m] | first", "m or x")),
-    ],
-)
-def test_only_assignments_that_may_be_a_message_get_markers(value, may_be_a_message):
-    tree = instrument("{% for m in messages %}{% set found = " + value + " %}{% endfor %}").tree
-    read = [name for name in tree.find_all(jinja2.nodes.Name) if (name.name, name.ctx) == ("found", "load")]
-    assert bool(read) == may_be_a_message
-
-
 def no_thinking(condition: str) -> str:
     thought = "{% if " + condition + " %}<think></think>{% endif %}"
     return "{% if add_generation_prompt %}<|im_start|>assistant\n" + thought + "{% endif %}"
@@ -315,32 +293,6 @@ def test_each_turn_has_the_header_of_its_own_generation_prompt(template):
         assert found == ["yes" + END, "<think></think>no" + END], prompt
 
 
-AFTER_THE_LOOP = {
-    "": True,
-    PROMPT: True,
-    "{% if add_generation_prompt and enable_thinking %}<think>{% endif %}": True,
-    "{% set header = '<a>' %}{% if add_generation_prompt %}{{ header }}{% else %}{{ eos_token }}{% endif %}": True,
-    "{% if add_generation_prompt %}{{ messages | length }}{% endif %}": False,
-    "{% if add_generation_prompt %}{{ roles }}{% endif %}": False,
-    "{% if add_generation_prompt %}{{ head() }}{% endif %}": False,
-    "{% generation %}{{ eos_token }}{% endgeneration %}": False,
-    "{% for m in messages if m.role == 'x' %}{% endfor %}": True,
-}
-
-
-def test_dependence_of_the_generation_prompt_on_the_messages():
-    before = "{% set first = messages[0] %}{% set roles = first.role %}{% macro head() %}{{ roles }}{% endmacro %}"
-    for after, is_fixed in AFTER_THE_LOOP.items():
-        read = instrument(before + LOOP + after)
-        assert read.prompt_is_fixed == is_fixed, after
-        assert not (read.prompt_is_fixed and read.loop_reads_flag), after
-        assert not instrument("{% if messages %}" + LOOP + after + "{% endif %}").prompt_is_fixed, after
-    in_loop = loop_with("{% if loop.last and add_generation_prompt %}!{% endif %}")
-    variable = "{% set asked = add_generation_prompt %}" + loop_with("{{ asked }}")
-    for loop in (in_loop, variable):
-        assert instrument(loop + PROMPT).loop_reads_flag, loop
-
-
 def test_without_a_generation_prompt_the_header_is_the_text_before_any_content():
     for shown, content, expected in (
         ("{{ m.role }}: {{ m.content | upper }}\n", "assistant", "ASSISTANT"),
@@ -360,17 +312,3 @@ def test_without_a_generation_prompt_the_header_is_the_text_before_any_content()
         template += "{% if add_generation_prompt %}{{ eos_token }}assistant: " + closes + "{% endif %}"
         found = masked_by(build_tokenizer(template), [user("x"), assistant("yes")], add_generation_prompt=True)
         assert found == ["yes" + END * bool(closes)], closes
-
-
-def test_marks_of_a_trace_by_message_and_place():
-    """Marks at 2, 5, 5 and 9, by hand: the nearest ones of other messages, those of a message, those of a stretch."""
-    marks = tuple((p, Mark(message, True, 0, False)) for p, message in ((2, 0), (5, 1), (5, 2), (9, 1)))
-    trace = Trace("x" * 12, (), 0, marks)
-    assert trace.marks_around(5, 5, 1) == (5, 5)  # that of message 2
-    assert trace.marks_around(4, 6, 1) == (2, 12)  # none follows
-    assert trace.marks_around(1, 6, 2) == (0, 9)  # none precedes
-    assert trace.marks_around(9, 9, 1) == (5, 12)
-    assert [p for p, _ in trace.marks_of(1)] == [5, 9]
-    assert trace.marks_of(7) == []
-    assert [p for p, _ in trace.marks_in(2, 5)] == [2, 5, 5]
-    assert trace.marks_in(6, 8) == ()

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tensordict
 import torch
-from packaging.version import Version
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, is_tensorclass, lazy_stack
 from torch import Tensor
 from torchrl.collectors.llm import LLMCollector
@@ -22,7 +20,6 @@ from stored_batches import FULL, Mischief, batch, save
 from template_pairs import assistant, user
 from torchrl_llm_kl import load_batch, save_batch
 from torchrl_llm_kl.datasets import DataError
-from torchrl_llm_kl.diagnostics import read_columns
 
 
 def plain(a: Any) -> Any:
@@ -97,7 +94,7 @@ def test_a_batch_is_the_same_after_a_round_trip(name: str, tmp_path: Path) -> No
     same(td, load_batch(tmp_path / "batch.pt"))
 
 
-def test_jagged_entries_go_together_numbers_keep_their_bits_and_rows_are_alone(tmp_path: Path) -> None:
+def test_jagged_entries_go_together_and_a_row_is_saved_without_its_neighbours(tmp_path: Path) -> None:
     """Two jagged tensors of the same offsets can be added; torch goes by the identity of the offsets."""
     ids = torch.nested.nested_tensor([FULL[0], FULL[1, :3]], layout=torch.jagged)
     save_batch(TensorDict(a=ids, b=ids * 2, batch_size=[2]), tmp_path / "batch.pt")
@@ -105,13 +102,6 @@ def test_jagged_entries_go_together_numbers_keep_their_bits_and_rows_are_alone(t
     assert torch.equal((found["a"] + found["b"]).values(), (ids * 3).values())
     save_batch(TensorDict(a=torch.zeros(1000, 1000), batch_size=[1000])[:1], tmp_path / "row.pt")
     assert (tmp_path / "row.pt").stat().st_size < 20_000  # 4 MB as a view
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool):
-        numbers = torch.tensor([0.1, -0.0, 1e-40, torch.inf, torch.nan], dtype=torch.float64)
-        numbers = (numbers if dtype.is_floating_point else numbers.nan_to_num(posinf=7)).to(dtype)
-        if dtype == torch.float32:
-            numbers = torch.cat([numbers, torch.tensor([0x7FC00123], dtype=torch.int32).view(torch.float32)])
-        save_batch(TensorDict(a=numbers, batch_size=[]), tmp_path / "batch.pt")
-        same(numbers, load_batch(tmp_path / "batch.pt")["a"])
 
 
 def test_a_failed_write_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,20 +142,15 @@ def test_a_file_names_no_other_class_and_pickles_need_trust(tmp_path: Path) -> N
     with pytest.raises(DataError, match=r"holds more than tensors.*--trust"):
         load_batch(tmp_path / "batch.pt")
     assert not (tmp_path / "hacked").exists()
-    # A pickled TensorDict needs trust too, but for tensordict 0.15, which tells torch that it is safe to read.
-    path = save("tensordict", tmp_path / "batch.pt", batch())
+    path = save("tensordict", tmp_path / "batch.pt", batch())  # a pickled TensorDict needs trust too
     assert torch.equal(load_batch(path, trust=True)["tokens", "full"], FULL)
-    if Version(tensordict.__version__) < Version("0.15"):
-        with pytest.raises(DataError, match=r"holds more than tensors.*--trust"):
-            load_batch(path)
-    else:
-        assert torch.equal(load_batch(path)["tokens", "full"], FULL)
+    with pytest.raises(DataError, match=r"holds more than tensors.*--trust"):
+        load_batch(path)
 
 
 @pytest.mark.parametrize("kind", ["dict", "state", "memmap"])
 def test_files_of_tensors_are_loaded(kind: str, tmp_path: Path) -> None:
-    batches = [batch(), batch().reshape(1, 2)]
-    batches += [nested(torch.strided), nested(torch.jagged)] if kind == "dict" else []
+    batches = [batch(), batch().reshape(1, 2), *(map(nested, (torch.strided, torch.jagged)) if kind == "dict" else ())]
     for number, td in enumerate(batches):
         found = load_batch(save(kind, tmp_path / f"batch{number}", td))
         assert found.batch_size == td.batch_size
@@ -242,7 +227,7 @@ def test_no_link_is_followed(link: str, tmp_path: Path) -> None:
     assert not (tmp_path / "hacked").exists()
 
 
-def test_mapped_nested_tokens_are_read_and_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     folder = save("memmap", tmp_path / "folder", batch())
     (folder / "tokens" / "meta.json").unlink()
     os.mkfifo(folder / "tokens" / "meta.json")
@@ -251,12 +236,6 @@ def test_mapped_nested_tokens_are_read_and_a_pipe_is_not_waited_for(tmp_path: Pa
         load_batch(folder)
     with pytest.raises(DataError, match="not a regular file"):
         load_batch(tmp_path / "batch.pt")
-    td = nested(torch.strided)
-    td["tokens", "prompt"] = torch.nested.nested_tensor([FULL[0, :2], FULL[1, :1]])
-    found = load_batch(save("memmap", tmp_path / "mapped", td))
-    columns = read_columns(found)
-    assert [row.tolist() for row in columns.tokens.to_list()] == [FULL[0].tolist(), FULL[1, :3].tolist()]
-    assert columns.mask.tolist() == [False, False, True, True, True, False, True, True]
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
@@ -286,9 +265,7 @@ def test_a_value_under_another_case_is_missing(archived: bool, tmp_path: Path) -
 
 
 def test_files_that_are_no_batch(tmp_path: Path) -> None:
-    """Content of each file, None for a folder, and what is said of it."""
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "meta.json").write_text("[" * 100_000)
+    """The content of each file, None for a folder, and a part of the error."""
     for name, content, said in (
         ("tensor.pt", FULL, "holds a Tensor: expected a batch of save_batch, or a TensorDict's"),
         ("dict.pt", {}, "holds a dict: expected a batch"),
@@ -297,7 +274,6 @@ def test_files_that_are_no_batch(tmp_path: Path) -> None:
         ("data.jsonl", "{}", "holds more than tensors"),
         ("bad.tdz", "no archive", "is not an archive"),
         ("folder", None, "holds no meta.json"),
-        ("deep", None, "is damaged"),
     ):
         path = tmp_path / name
         if content is None:
