@@ -24,16 +24,17 @@ class Container(ABC):
     """
 
     batch_shape: torch.Size
-
-    @property
-    @abstractmethod
-    def row_lengths(self) -> Tensor:
-        """Slots per row, padding and gaps included; ``[S]``, int64."""
+    #: Slots per row, padding and gaps included. Comparing two lists is faster than an operation on small tensors.
+    row_sizes: list[int]
+    device: torch.device | None
 
     @cached_property
-    def row_sizes(self) -> list[int]:
-        """``row_lengths`` as Python numbers: comparing two lists is faster than an operation on small tensors."""
-        return self.row_lengths.tolist()
+    def row_lengths(self) -> Tensor:
+        """``row_sizes`` as a tensor; ``[S]``, int64."""
+        if not self.row_sizes:
+            return torch.zeros(0, dtype=torch.long, device=self.device)
+        # 6 times as fast as torch.tensor().
+        return torch.frombuffer(array("q", self.row_sizes), dtype=torch.long).to(self.device)
 
     @abstractmethod
     def build(self, slots: Tensor) -> Tensor | list[Tensor]:
@@ -49,41 +50,21 @@ class Dense(Container):
     device: torch.device
 
     @cached_property
-    def row_lengths(self) -> Tensor:
-        return torch.full((self.batch_shape.numel(),), self.width, dtype=torch.long, device=self.device)
-
-    @cached_property
-    def row_sizes(self) -> list[int]:
+    def row_sizes(self) -> list[int]:  # type: ignore[override]  # as read-only as the field of a frozen dataclass
         return [self.width] * self.batch_shape.numel()
 
     def build(self, slots: Tensor) -> Tensor:
         return slots.reshape(*self.batch_shape, self.width, *slots.shape[1:])
 
 
-class _FromLengths(Container):
-    lengths: Sequence[int]
-    device: torch.device | None
-
-    @cached_property
-    def row_lengths(self) -> Tensor:
-        if not self.lengths:
-            return torch.zeros(0, dtype=torch.long, device=self.device)
-        lengths = torch.frombuffer(array("q", self.lengths), dtype=torch.long)  # 6 times as fast as tensor()
-        return lengths.to(self.device)
-
-    @cached_property
-    def row_sizes(self) -> list[int]:
-        return list(self.lengths)
-
-
 @dataclass(frozen=True, eq=False)
-class Rows(_FromLengths):
+class Rows(Container):
     """Separate rows ``[T_i, *F]`` in row-major order: a Python list, or the leaves of a lazy stack.
 
-    ``lengths`` are slots per row; :attr:`row_lengths` is on ``device``.
+    ``row_sizes`` are slots per row; :attr:`row_lengths` is on ``device``.
     """
 
-    lengths: Sequence[int]
+    row_sizes: list[int]
     batch_shape: torch.Size
     device: torch.device | None = None
 
@@ -92,10 +73,10 @@ class Rows(_FromLengths):
 
 
 @dataclass(frozen=True, eq=False)
-class Strided(_FromLengths):
-    """A nested tensor ``[S, (T_i), *F]`` of strided layout; ``lengths`` are slots per row."""
+class Strided(Container):
+    """A nested tensor ``[S, (T_i), *F]`` of strided layout; ``row_sizes`` are slots per row."""
 
-    lengths: Sequence[int]
+    row_sizes: list[int]
     device: torch.device | None = None
 
     @property
@@ -127,6 +108,10 @@ class Jagged(Container):
         if self.lengths is not None and self.buffer_size is not None:
             edges = torch.cat([edges.new_zeros(1), edges[1:-1], edges.new_full((1,), self.buffer_size)])
         return edges.diff()
+
+    @cached_property
+    def row_sizes(self) -> list[int]:  # type: ignore[override]
+        return self.row_lengths.tolist()
 
     @property
     def batch_shape(self) -> torch.Size:  # type: ignore[override]  # as read-only as the field of a frozen dataclass

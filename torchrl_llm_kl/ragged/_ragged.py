@@ -228,24 +228,19 @@ class Ragged:
 
     def at_slots(self, slots: Tensor) -> Tensor:
         """Select, from one number for each slot ``[M, *G]``, those of the slots that hold a value; ``[N, *G]``."""
-        if self.keep is None:
-            return slots
-        index = self._kept_slots(slots.device)
-        return slots[self.keep] if index is None else slots.index_select(0, index)
+        return slots if self.keep is None else slots[self._kept_slots(self.keep, slots.device)]
 
-    def _kept_slots(self, device: torch.device) -> Tensor | None:
-        """Indices of the slots that hold values, if they are known on ``device``: a mask would be a host sync there."""
+    def _kept_slots(self, keep: Tensor, device: torch.device) -> Tensor:
+        """The slots that hold values: their indices if these are known on ``device``, where a mask would be a host sync."""
         index = self._index.get("slots")
-        return index if index is not None and index.device == device else None
+        return index if index is not None and index.device == device else keep
 
     def slots(self, fill: float = 0) -> Tensor:
         """All slots of the container, with ``fill`` in those without a value; ``[M, *F]``."""
         if self.keep is None:
             return self.values
-        index = self._kept_slots(self.values.device)
-        if index is None:
-            return _scatter(self.values, self.keep, fill)
-        return _filled(self.values, self.keep.shape, fill).index_copy_(0, index, self.values)
+        out = self.values.new_full((*self.keep.shape, *self.values.shape[1:]), fill)
+        return out.index_put_((self._kept_slots(self.keep, self.values.device),), self.values)
 
     def restore(self, fill: float = 0) -> Tensor | list[Tensor]:
         """The data in its original form, with ``fill`` at padding."""
@@ -263,12 +258,11 @@ class Ragged:
 
     def to_padded(self, *, side: PaddingSide = "right", value: float = 0) -> Tensor:
         """A dense tensor ``[S, T_max, *F]``; :meth:`padding_mask` marks its elements."""
-        if self.values.device.type == "cpu":
-            return _scatter(self.values, self.padding_mask(side=side), value)
+        check_padding_side(side)
         width, column = max(self.sizes, default=0), self.positions
         if side == "left":
             column = column + (width - self.lengths)[self.sequence_ids]
-        out = _filled(self.values, torch.Size([self.num_sequences, width]), value)
+        out = self.values.new_full((self.num_sequences, width, *self.values.shape[1:]), value)
         return out.index_put_((self.sequence_ids, column), self.values)
 
     def padding_mask(self, *, side: PaddingSide = "right") -> Tensor:
@@ -314,12 +308,3 @@ def _segment_ids(lengths: Tensor, total: int) -> Tensor:
 def _from_zero(sums: Tensor) -> Tensor:
     """Cumulative sums with a leading 0; ``[S + 1]``."""
     return torch.nn.functional.pad(sums, (1, 0))
-
-
-def _scatter(values: Tensor, mask: Tensor, fill: float) -> Tensor:
-    """``[*mask.shape, *F]``: ``values [N, *F]`` where the mask is True, ``fill`` elsewhere."""
-    return _filled(values, mask.shape, fill).index_put((mask,), values)
-
-
-def _filled(values: Tensor, shape: torch.Size, fill: float) -> Tensor:
-    return values.new_full((*shape, *values.shape[1:]), fill)

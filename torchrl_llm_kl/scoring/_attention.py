@@ -282,13 +282,8 @@ def _active(who: str) -> PackLayout:
     if layout is not None:
         return layout
     if backward_task() >= 0:
-        raise RuntimeError(
-            f"{who} was recomputed in the backward, by a checkpoint in the model's own code or of another library inside a "
-            f"compiled module: the recomputation does not know its pack. Please {ADVICE}, or pass share_prefixes=False."
-        )
-    raise RuntimeError(
-        f"{who} was called while a LogProbScorer scored its model in another thread: run them in turn, or copy the model."
-    )
+        raise RuntimeError(f"{who} was recomputed without its pack: {ADVICE}, or pass share_prefixes=False.")
+    raise RuntimeError(f"{who} ran while a LogProbScorer scored its model in another thread: run them in turn.")
 
 
 def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs) -> Tensor:
@@ -468,8 +463,8 @@ def _operator_backward(gradient: Tensor, where: Tensor, sizes: list[int]) -> lis
     layout, task = _LAYOUTS.get(number), backward_task()
     if layout is None or call not in layout.recorded:
         raise RuntimeError(
-            "the backward of a compiled model found no record of its forward: leave out a checkpoint around it, or pass "
-            "use_reentrant=True; pass retain_graph=True to a first backward."
+            "a compiled model has no record of its forward. Leave out a checkpoint around it, or pass use_reentrant=True to "
+            "it. Pass retain_graph=True to a first backward."
         )
     kept_graph = backward_keeps_graph()
     out, own, past = layout.recorded[call] if kept_graph else layout.recorded.pop(call)

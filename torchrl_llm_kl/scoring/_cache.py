@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -117,7 +116,6 @@ class PrefixKVCache:
             if oldest is None or oldest in (in_use or ()):
                 return False
             assert oldest.parent is not None
-            assert not oldest.children, "a child was used later than its parent"
             del oldest.parent.children[oldest.start, int(oldest.tokens[0])]
             del self._by_use[oldest]
             self.num_bytes -= oldest.num_bytes
@@ -151,10 +149,6 @@ def _common(a: Tensor, b: Tensor) -> int:
     return int(different[0]) if different.numel() else n
 
 
-def _bytes_of(keys_values: KeysValues) -> int:
-    return sum(t.numel() * t.element_size() for pair in keys_values for t in pair)
-
-
 # ---------------------------------------------------------------------- a request against the cache
 
 
@@ -186,10 +180,9 @@ class CacheLookup:
             inside, place = self._inside(element)
             known[inside] = self._log_probs[place]
             for i, segment in self._after_segments(element):
-                if known[i].isnan():
-                    known[i] = segment.followers.get(cache.sampler, {}).get(
-                        int(request.tokens.values[element[i]]), math.nan
-                    )
+                followers, token = segment.followers.get(cache.sampler, {}), int(request.tokens.values[element[i]])
+                if known[i].isnan() and token in followers:
+                    known[i] = followers[token]
         self.element, self.values = element[~known.isnan()], known[~known.isnan()]
         self.scored = request.mask.clone()
         self.scored[self.element] = False
@@ -220,7 +213,7 @@ class CacheLookup:
         if new > 0:
             if held > first:
                 keys_values = [(k[:, :, -new:].clone(), v[:, :, -new:].clone()) for k, v in keys_values]
-            size = num_bytes or _bytes_of(keys_values)
+            size = num_bytes or sum(t.nbytes for pair in keys_values for t in pair)
             segment = self.cache.add(end, tokens[held:], keys_values, size, self._used)
             if segment is None:
                 self._warn(size // new)
@@ -329,10 +322,10 @@ class CacheLookup:
         if self._full:
             return
         self._full = True
+        tokens, mib = self.tree.num_tokens, 2**20
         warnings.warn(
-            f"the scorer's memory of {self.cache.limit / 2**20:.0f} MiB is too small for the conversations of one call: a "
-            f"token takes {token_bytes / 2**10:.0f} KiB, the {self.tree.num_tokens} tokens here "
-            f"{self.tree.num_tokens * token_bytes / 2**20:.0f} MiB. The scores are correct, but tokens that do not fit are "
-            "forwarded again at the next turn: raise memory=, or score fewer conversations at a time.",
+            f"the scorer's memory of {self.cache.limit / mib:.0f} MiB is too small for one call: its {tokens} tokens take "
+            f"{tokens * token_bytes / mib:.0f} MiB. Tokens that do not fit are forwarded again at the next turn. Raise "
+            "memory=, or score fewer conversations at a time.",
             stacklevel=2,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl._numerics import check_not_a_name, check_range, send
+from torchrl_llm_kl._numerics import check_not_a_name, send
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._asked import asked, call_of
 from torchrl_llm_kl.scoring._model import head_weight, placeholders, position_limit, text_config, vocab_size
@@ -42,7 +42,6 @@ class TokenCritic(nn.Module):
         super().__init__()
         model = _without_peft(model)
         hidden_size = _width(model) if hidden_size is None else hidden_size
-        check_range(1, tokens_per_batch=tokens_per_batch)
         self.body = asked(model, "base_model", nn.Module, model)
         parameter = next(self.body.parameters(), torch.zeros(0))
         self.head = nn.Linear(hidden_size, 1, device=parameter.device, dtype=parameter.dtype)
@@ -87,9 +86,7 @@ def _without_peft(model: nn.Module) -> nn.Module:
     if not isinstance(inner, nn.Module):
         return model
     if asked(asked(model, "active_peft_config", object), "is_prompt_learning", bool):
-        raise ValueError(
-            f"{type(model).__name__} learns a prompt, which is not in its body: train LoRA adapters or all weights."
-        )
+        raise ValueError(f"{type(model).__name__} learns a prompt, which is not in its body: train LoRA adapters.")
     return inner
 
 

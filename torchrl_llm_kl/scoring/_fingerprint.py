@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name
 from torchrl_llm_kl.scoring._asked import asked, call_of, has
-from torchrl_llm_kl.scoring._model import adapter_state, fingerprint
+from torchrl_llm_kl.scoring._model import adapter_state
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
 from torchrl_llm_kl.scoring._wrapping import Ranks, unwrapped
 
@@ -59,29 +59,6 @@ def fingerprint_of(model: object) -> str:
     for name, tensor in sorted(tensors.items()):
         whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode() + digests[_memory_place(tensor)])
     return whole.hexdigest()
-
-
-class WeightWatch:
-    """The fingerprint of a model, taken again when its weights or settings have changed; copies start empty."""
-
-    def __init__(self) -> None:
-        self._state: tuple[object, str] | None = None
-        self._fingerprint = ""
-
-    def fingerprint(self, model: nn.Module) -> str:
-        """That of the current weights. A change is noticed as a scorer's cache notices it."""
-        state = (fingerprint(model), structure(model))
-        if state != self._state:
-            self._fingerprint = fingerprint_of(model)
-            self._state = state
-        return self._fingerprint
-
-    def forget(self) -> None:
-        """Read all weights again at the next call."""
-        self._state = None
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(self), ()
 
 
 def module_of(model: object) -> nn.Module:

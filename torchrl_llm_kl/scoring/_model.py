@@ -137,18 +137,13 @@ def adapter_layers(model: nn.Module) -> list[Any]:
 
 def check_has_adapters(model: nn.Module, adapters: bool | str = False) -> None:
     """Raise a ValueError if disabling the adapters, or switching to a named one, has no effect or changes merged weights."""
-    layers = adapter_layers(model)
+    layers, name = adapter_layers(model), type(model).__name__
     if not layers and (isinstance(adapters, str) or not has(model, "disable_adapter")):
-        raise ValueError(
-            f"{type(model).__name__} has no PEFT adapters to switch off: pass a reference, or call get_peft_model."
-        )
+        raise ValueError(f"{name} has no PEFT adapters to switch off: pass a reference, or call get_peft_model.")
     if isinstance(adapters, str) and adapters not in (names := set[str]().union(*map(_adapter_names, layers))):
-        raise ValueError(
-            f"adapters={adapters!r}, but the adapters in the layers of {type(model).__name__} are "
-            f"{', '.join(map(repr, sorted(names)))}: add it with model.add_adapter or load_adapter, or pass one of these."
-        )
+        raise ValueError(f"{name} has the adapters {sorted(names)}, not {adapters!r}: pass one of these, or load it.")
     if any(asked(layer, "merged", bool) for layer in layers):
-        raise ValueError(f"{type(model).__name__} has adapters merged into its weights: call unmerge_adapter() first.")
+        raise ValueError(f"{name} has adapters merged into its weights: call unmerge_adapter() first.")
 
 
 def check_base_is_frozen(model: nn.Module) -> None:
@@ -160,10 +155,8 @@ def check_base_is_frozen(model: nn.Module) -> None:
     trained = [name for name, x in model.named_parameters() if x.requires_grad and id(x) not in owned]
     if trained:
         raise ValueError(
-            f"{len(trained)} parameters of {type(model).__name__} outside its adapters are trained, "
-            f"{', '.join(trained[:3])}{', ...' if len(trained) > 3 else ''}: each step would move the reference, which is "
-            "the same model with other adapters. Freeze them (requires_grad_(False); with LoRA bias='none' and "
-            "modules_to_save=[...]), or pass a frozen copy of the model as the reference."
+            f"{type(model).__name__} trains {len(trained)} parameters outside its adapters, such as {trained[0]}: each step "
+            "would move the reference. Freeze them (LoRA: bias='none'), or pass a frozen copy of the model as the reference."
         )
 
 

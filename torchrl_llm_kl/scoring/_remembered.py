@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl.scoring._asked import asked, has
-from torchrl_llm_kl.scoring._fingerprint import WeightWatch, code_of, module_of
+from torchrl_llm_kl.scoring._fingerprint import code_of, fingerprint_of, module_of, structure
 from torchrl_llm_kl.scoring._invariant import PACK
-from torchrl_llm_kl.scoring._model import locked
+from torchrl_llm_kl.scoring._model import fingerprint as weights_state, locked
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._protocol import Model, Scorer
 from torchrl_llm_kl.scoring._request import ScoreRequest
@@ -85,7 +85,8 @@ class RememberedModel(nn.Module):
         if isinstance(model, LogProbScorer):
             raise TypeError("model is a scorer: pass its model; settings come from where the scores are requested.")
         self.store = store if isinstance(store, ScoreStore) else ScoreStore(store)
-        self._stated, self._watch = fingerprint, WeightWatch()
+        self._stated = fingerprint
+        self._read: tuple[object, str] = (None, "")  # the state of the weights, and their fingerprint
         self._tokenizer: tuple[object, str] = (None, "")
         self.model: Any = model
         if fingerprint is None and not has(model, "make_scorer"):
@@ -106,14 +107,13 @@ class RememberedModel(nn.Module):
 
     def forget(self) -> None:
         """Read the weights again at the next score. Only needed after a few weights were changed through ``.data``."""
-        self._watch.forget()
+        self._read = None, ""
 
     def weights(self) -> tuple[int | None, str] | None:
         """Version, if there are versions, and fingerprint of the current weights; None if a service is changing them."""
         if isinstance(self.model, nn.Module) and Ranks([self.model]).groups:
             raise ValueError(
-                f"{type(self.model).__name__} is wrapped or sharded over ranks, which would wait for one that finds scores: "
-                "use a model in one process, or of a service."
+                f"{type(self.model).__name__} is wrapped or sharded over ranks: use a model in one process."
             )
         if self._stated is not None:
             return None, f"stated {self._stated}"
@@ -121,7 +121,10 @@ class RememberedModel(nn.Module):
             version_and_digest: tuple[int | None, str] | None = self.model.fingerprint()
             return version_and_digest
         module = module_of(self.model)
-        return None, f"{self._watch.fingerprint(module)} {code_of(module)}"
+        state = weights_state(module), structure(module)
+        if state != self._read[0]:
+            self._read = state, fingerprint_of(module)
+        return None, f"{self._read[1]} {code_of(module)}"
 
     def vocabulary(self) -> str:
         """A digest of the tokenizer's vocabulary; empty if the model does not tokenise."""

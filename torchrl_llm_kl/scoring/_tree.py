@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -45,11 +45,10 @@ class PrefixTree:
     def build(cls, tokens: Ragged, forward_lengths: Tensor, *, min_shared: int = 16, min_length: int = 1) -> PrefixTree:
         """The tree of the first ``forward_lengths [S]`` tokens of each sequence; ids and lengths are int64.
 
-        Splitting a pack has a cost, so a short common prefix is not worth sharing. A node with children is charged
-        ``min_shared`` tokens, and the tree minimises forwarded tokens plus charges; a tie goes to the tree that shares
-        more. Hence each node with children saves at least ``min_shared`` tokens: its length times the number of its
-        children minus one. Sequences that part elsewhere are separate after the last such node. Equal sequences and
-        prefixes of others are shared at any ``min_shared``. No node with children has less than ``min_length`` tokens.
+        Splitting a pack has a cost, so a short common prefix is not worth sharing. From the first token on, a common prefix
+        becomes a node if that saves at least ``min_shared`` tokens: its length after the last node times the number of its
+        continuations minus one. Other sequences are separate after their last node. Equal sequences and prefixes of others
+        are shared at any ``min_shared``. No node with children has less than ``min_length`` tokens.
         """
         values, lengths = tokens.values.detach().cpu(), tokens.lengths.cpu()
         forward_lengths = forward_lengths.detach().cpu()
@@ -63,9 +62,7 @@ class PrefixTree:
         held = longest.cumsum(0) - longest.long()
         sources, source_ends = order[longest].tolist(), ends[longest].tolist()
 
-        branches = _branches(shared[longest[:-1]].tolist())
-        _choose(branches, min_shared, min_length)
-        nodes, leaf_of = _nodes(branches, sources, source_ends)
+        nodes, leaf_of = _nodes(shared[longest[:-1]].tolist(), sources, source_ends, min_shared, min_length)
         source, start, end, parent = torch.tensor(nodes, dtype=torch.long).reshape(-1, 4).unbind(-1)
         deepest = torch.tensor(leaf_of, dtype=torch.long)[held]
         leaf = torch.full_like(lengths, -1).index_put((order,), _holders(parent, start, deepest, ends - 1))
@@ -172,59 +169,28 @@ def _holders(parent: Tensor, start: Tensor, node: Tensor, position: Tensor) -> T
 # ---------------------------------------------------------------------- where to share
 
 
-@dataclass(eq=False)
-class _Branch:
-    """Consecutive sequences ``first .. last`` that share ``depth`` leading tokens and part there."""
+def _branches(shared: list[int]) -> list[tuple[int, int, int, int]]:
+    """``(depth, first, last, parts)`` of every branch of ``len(shared) + 1`` sorted sequences, parents before children.
 
-    depth: int
-    first: int
-    last: int = -1
-    children: list[_Branch] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)  # depths at which its node may begin
-    savings: list[int] = field(default_factory=list)  # of the best choice in and below the branch, for each start
-    latest_start: int = -1  # the deepest start at which the branch is worth a node
-
-
-def _branches(shared: list[int]) -> list[_Branch]:
-    """Every branch of ``len(shared) + 1`` sorted sequences, children before parents; the root, of depth 0, is last."""
-    done: list[_Branch] = []
-    stack = [_Branch(depth=0, first=0)]
-    for row, depth in enumerate([*shared, 0]):
-        while stack[-1].depth > depth:
-            branch = stack.pop()
-            branch.last = row
-            done.append(branch)
-            if stack[-1].depth < depth:
-                stack.append(_Branch(depth, branch.first))
-            stack[-1].children.append(branch)
-        if stack[-1].depth < depth:
-            stack.append(_Branch(depth, row))
-    return [*done, stack[0]]
-
-
-def _choose(branches: list[_Branch], min_shared: int, min_length: int) -> None:
-    """Set ``latest_start`` to minimise forwarded tokens plus ``min_shared`` for each node with children.
-
-    A later start costs a branch more savings than all branches below it can gain together: a branch is worth a node at
-    every start up to the latest one.
+    The sequences ``first .. last`` share ``depth`` leading tokens and part there into ``parts``.
     """
-    token = len(branches) + 1  # each node counts 1, which decides ties alone
-    for branch in reversed(branches):
-        for child in branch.children:
-            child.starts = [*branch.starts, branch.depth]
-    for branch in branches[:-1]:
-        below = [sum(savings) for savings in zip(*(child.savings for child in branch.children), strict=True)]
-        below = below or [0] * (len(branch.starts) + 1)
-        for start, apart in zip(branch.starts, below[:-1], strict=True):
-            tokens = (branch.depth - start) * (branch.last - branch.first) - min_shared
-            together = tokens * token + 1 + below[-1] if branch.depth - start >= min_length else -1
-            branch.savings.append(max(together, apart))
-            if together >= apart:
-                branch.latest_start = start
+    done: list[tuple[int, int, int, int]] = []
+    stack = [[0, 0, 0]]  # depth, first and parts so far of the branches that hold the current sequence
+    for row, depth in enumerate([*shared, 0]):
+        if depth > stack[-1][0]:
+            stack.append([depth, row, 0])
+        stack[-1][2] += 1
+        while stack[-1][0] > depth:
+            deeper, first, parts = stack.pop()
+            done.append((deeper, first, row, parts))
+            if stack[-1][0] < depth:
+                stack.append([depth, first, 0])
+            stack[-1][2] += 1
+    return done[::-1]
 
 
 def _nodes(
-    branches: list[_Branch], sources: list[int], ends: list[int]
+    shared: list[int], sources: list[int], ends: list[int], min_shared: int, min_length: int
 ) -> tuple[list[tuple[int, int, int, int]], list[int]]:
     """``(source, start, end, parent)`` of each node in order, and the last node of each sorted sequence.
 
@@ -232,14 +198,14 @@ def _nodes(
     """
     nodes: list[tuple[int, int, int, int]] = []
     owner = [-1] * len(sources)  # the deepest node so far
-    leaves = [_Branch(end, row, row, latest_start=end) for row, end in enumerate(ends)]
-    for branch in [*reversed(branches[:-1]), *leaves]:
-        parent = owner[branch.first]
+    leaves = [(end, row, row, 0) for row, end in enumerate(ends)]
+    for end, first, last, parts in [*_branches(shared), *leaves]:
+        parent = owner[first]
         start = nodes[parent][2] if parent >= 0 else 0
-        if start <= branch.latest_start:
-            rows = slice(branch.first, branch.last + 1)
-            owner[rows] = [len(nodes)] * len(owner[rows])
-            nodes.append((min(sources[rows]), start, branch.depth, parent))
+        if parts == 0 or (end - start >= min_length and (end - start) * (parts - 1) >= min_shared):
+            rows = slice(first, last + 1)
+            owner[rows] = [len(nodes)] * (last + 1 - first)
+            nodes.append((min(sources[rows]), start, end, parent))
     order = sorted(range(len(nodes)), key=nodes.__getitem__)
     rank = {-1: -1} | {node: i for i, node in enumerate(order)}
     return [(*nodes[node][:3], rank[nodes[node][3]]) for node in order], [rank[node] for node in owner]

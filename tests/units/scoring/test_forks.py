@@ -16,7 +16,7 @@ from scoring_reference import plain_log_probs, random_sequences
 from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import ScoreRequest
-from torchrl_llm_kl.scoring._forks import ForkedPass, cache_argument, plan_steps
+from torchrl_llm_kl.scoring._forks import ForkedPass, plan_steps
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from toy_models import BACKWARD, FORKED_FAMILIES, FORWARD, UNFORKED_FAMILIES, VOCAB_SIZE, stateful_model
@@ -74,27 +74,6 @@ def test_no_name_that_transformers_gave_up_is_used(family: str) -> None:
     scorer = LogProbScorer(model)
     assert scorer.shares_prefixes
     scorer.score(group(), remember=True)
-
-
-@pytest.mark.parametrize(
-    ("takes", "name"),
-    [
-        ("cache", "cache"),
-        ("cache_params", "cache_params"),
-        ("past_key_values", "past_key_values"),
-        ("x", "past_key_values"),
-    ],
-)
-def test_the_argument_that_takes_the_states(takes: str, name: str) -> None:
-    """transformers 5.24 has one name for all families, earlier releases had two."""
-    body = torch.nn.Linear(1, 1)
-    body.forward = {  # type: ignore[method-assign]
-        "cache": lambda input_ids, cache=None: None,
-        "cache_params": lambda input_ids, cache_params=None: None,
-        "past_key_values": lambda input_ids, past_key_values=None: None,
-        "x": lambda input_ids, **options: None,
-    }[takes]
-    assert cache_argument(body) == name
 
 
 @pytest.mark.parametrize("family", [x for x in FORKED_FAMILIES if x not in ("qwen3_next", "granitemoehybrid")])
@@ -204,15 +183,6 @@ def test_the_turns_of_a_conversation_continue_from_the_last_state(family: str, k
         rows = [torch.cat(pair) for pair in zip(rows, more, strict=True)]
     # The last token is not forwarded before the next turn. A single new token is padded to two, and has no state of use.
     assert seen == [40 + 4 + 4 + 8, 7 + 7 + 2 + 3, 2 + 4 + (1 + 6) + 2]
-
-
-def test_a_step_has_leaves_with_as_many_tokens_left_and_as_many_cached() -> None:
-    """Of three answers to one prompt, two have two tokens left, but one of these follows a cached token."""
-    tokens = Ragged.from_list([torch.tensor([1, 2, 3, *end]) for end in ([4, 5], [6], [7, 8, 9])])
-    tree = PrefixTree.build(tokens, tokens.lengths, min_shared=3)
-    assert (tree.length.tolist(), tree.parent.tolist()) == ([3, 2, 1, 3], [-1, 0, 0, 0])
-    steps = plan_steps(tree, 1024, cached=[3, 0, 0, 1])
-    assert [(step.nodes, step.width, step.first) for step in steps] == [([1], 2, 0), ([2], 2, 0), ([3], 2, 1)]
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])

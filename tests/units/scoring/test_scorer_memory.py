@@ -3,7 +3,6 @@
 import copy
 import threading
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -168,7 +167,7 @@ def test_the_least_recently_used_is_evicted_first(model: Any) -> None:
         assert cost(twin, row) == tokens
     for room in (1, 5):
         scorer = LogProbScorer(model, memory=room * TOKEN_BYTES)
-        with pytest.warns(UserWarning, match=r"memory of 0 MiB is too small .* 19 tokens here .* raise memory="):
+        with pytest.warns(UserWarning, match=r"memory of 0 MiB is too small .* 19 tokens take .* Raise memory="):
             assert_exact(scorer, model, [ids(20, 0)])
         assert len(scorer.memory) == 0
 
@@ -264,26 +263,6 @@ APART = sum(len(row) - 1 for row in ROWS)
 WEIGHTS = torch.linspace(-1, 2, len(BATCH.values))
 
 
-class Recomputed(torch.autograd.Function):
-    """A checkpoint that is not torch's."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        ctx.run, ctx.hidden = run, hidden
-        return run(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
-        hidden = ctx.hidden.detach().requires_grad_()
-        with torch.enable_grad():
-            ctx.run(hidden).backward(gradient)
-        return None, hidden.grad
-
-
-def of_another_library(model: Any, reentrant: bool) -> None:
-    in_own_code(model, reentrant, lambda run, hidden, **_: Recomputed.apply(run, hidden))
-
-
 def backward(model: Any, **settings: Any) -> tuple[list[Tensor | None], int]:
     """The gradients of a weighted sum of all log-probs, and how often layers ran in the backward."""
     runs: list[int] = []
@@ -332,7 +311,7 @@ def test_packs_under_checkpointing(checkpointed: Any, reentrant: bool, family: s
 
 @pytest.mark.parametrize(
     ("checkpointed", "reentrant"),
-    [(in_own_code, True), (in_own_code, False), (enable_in_own_code, False), (of_another_library, False)],
+    [(in_own_code, True), (in_own_code, False), (enable_in_own_code, False)],
 )
 def test_other_checkpoints_are_padded_with_one_warning(checkpointed: Any, reentrant: bool) -> None:
     for tokens_per_batch in (9, 8192):

@@ -96,36 +96,21 @@ def test_the_size_is_bounded_and_the_least_recently_read_scores_go(tmp_path: Pat
     assert has(store, 249)
 
 
-def test_reads_alone_keep_scores_and_take_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in later epochs, where nothing is added. Where the file cannot be written, what is read is right all the same."""
+def test_a_read_marks_scores_as_used_unless_another_process_writes(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(load(), "_MARK_EVERY", 0.0)
+    monkeypatch.setattr(load(), "_BUSY", 0.05)
     put(ScoreStore(tmp_path, max_bytes=SMALL), *range(100))
-    reader, plain, statements = ScoreStore(tmp_path, max_bytes=SMALL), sqlite3.connect, []
-
-    def traced(*args: Any, **options: Any) -> sqlite3.Connection:
-        file = plain(*args, **options)
-        file.set_trace_callback(statements.append)
-        return file
-
-    assert all(has(reader, number) for number in range(19))
-    with monkeypatch.context() as patch:
-        patch.setattr(load(), "_MARK_EVERY", 0.0)
-        patch.setattr(sqlite3, "connect", traced)
-        assert has(reader, 19)
-    assert statements.count("BEGIN IMMEDIATE") == statements.count("COMMIT") == 1
-    assert sum(each.startswith("UPDATE") for each in statements) == 20
+    reader = ScoreStore(tmp_path, max_bytes=SMALL)
+    assert all(has(reader, number) for number in range(20))
     put(ScoreStore(tmp_path, max_bytes=SMALL), *range(1000, 1100))
     assert [number for number in range(100) if has(reader, number)][:20] == list(range(20))
     assert not has(reader, 20)
-    monkeypatch.setattr(load(), "_BUSY", 0.05)
-    monkeypatch.setattr(load(), "_MARK_EVERY", 0.0)
-    other, late = plain(tmp_path / FILE), ScoreStore(tmp_path)
+    other = sqlite3.connect(tmp_path / FILE)
     other.execute("BEGIN IMMEDIATE")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert has(late, 0)
+        assert has(ScoreStore(tmp_path), 0)
     other.close()
-    assert has(late, 0)
-    assert not late._used, "marked as soon as it can be"
 
 
 def test_a_folder_that_was_removed_is_made_again_and_one_that_cannot_be_written_warns_once(tmp_path: Path) -> None:
