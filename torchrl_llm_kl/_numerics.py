@@ -13,6 +13,7 @@ from typing import Annotated
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from torchrl_llm_kl._registry import Range, did_you_mean
 
@@ -238,6 +239,11 @@ def widen(*tensors: Tensor) -> tuple[Tensor, ...]:
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """Return the dtype that :func:`widen` converts to: the common one, float32 at least."""
     return functools.reduce(torch.promote_types, dtypes, torch.float32)
+
+
+def from_zero(sums: Tensor) -> Tensor:
+    """Cumulative sums with a leading 0; ``[S]`` to ``[S + 1]``."""
+    return functional.pad(sums, (1, 0))
 
 
 def masked_mean(value: Tensor, mask: Tensor) -> Tensor:

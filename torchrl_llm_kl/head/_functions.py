@@ -10,8 +10,7 @@ from typing_extensions import TypedDict, Unpack
 
 from torchrl_llm_kl._numerics import check_choice, check_temperature, wide_dtype
 from torchrl_llm_kl.head._kept import find_kept, kept_scores, most_kept
-from torchrl_llm_kl.head._operators import sweep, top_k
-from torchrl_llm_kl.head._shards import local_part
+from torchrl_llm_kl.head._operators import local_part, sweep, top_k
 from torchrl_llm_kl.head._support import WHOLE, Kept, Truncation
 from torchrl_llm_kl.head._tiles import Head, HeadOutput, OutcomesOutput, PairOutput, Plan, Result, Tokens, TopKOutput
 

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchrl_llm_kl.head._support import Kept, Truncation, by_row, from_zero
+from torchrl_llm_kl._numerics import from_zero
+from torchrl_llm_kl.head._support import Kept, Truncation, by_row
 from torchrl_llm_kl.head._sweep import Softmax, forward_sweep
 from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, Plan, Result, Tokens, tiles
 
@@ -49,7 +50,8 @@ def find_kept(
     head: Head, truncation: Truncation, chunk: tuple[int, int], targets: Tensor | None, most: int
 ) -> Kept | None:
     """The tokens of :func:`linear_kept`; None if a block of positions keeps more than ``most`` of each on average."""
-    parts = []
+    none = head.hidden.new_zeros(0, dtype=torch.long)
+    parts = [Kept(none, none.new_zeros(1), head.per_position(0.0)[:0], none.bool())]
     with torch.autocast(head.hidden.device.type, enabled=False):
         for start in range(0, head.positions, chunk[0]):
             rows = slice(start, min(start + chunk[0], head.positions))
@@ -58,9 +60,6 @@ def find_kept(
             if part is None:
                 return None
             parts.append(part)
-    if not parts:
-        none = head.hidden.new_zeros(0, dtype=torch.long)
-        return Kept(none, none.new_zeros(1), head.per_position(0.0), none.bool())
     ids, logits, added = (torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "logits", "added"))
     counts = torch.cat([part.offsets.diff() for part in parts])
     return Kept(ids, from_zero(counts.cumsum(0)), logits, added)

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchrl_llm_kl._numerics import from_zero
+
 _BLOCK = 2**18  # logits, 1 MiB in float32
 
 
@@ -71,11 +73,6 @@ class Kept(NamedTuple):
         logits = None if self.logits is None else self.logits[index]
         added = None if self.added is None else self.added[positions]
         return Kept(self.ids[index], offsets, logits, added)
-
-
-def from_zero(sums: Tensor) -> Tensor:
-    """Cumulative sums with a leading 0."""
-    return F.pad(sums, (1, 0))
 
 
 def log_softmax(logits: Tensor) -> Tensor:

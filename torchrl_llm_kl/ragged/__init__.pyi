@@ -1,17 +1,15 @@
 """Names of the package: it loads them on first use, type checkers read them here."""
 
-from torchrl_llm_kl.ragged._containers import (
+from torchrl_llm_kl.ragged._ragged import (
     Container as Container,
     Dense as Dense,
     Jagged as Jagged,
-    Rows as Rows,
-    Strided as Strided,
-    same_rows as same_rows,
-)
-from torchrl_llm_kl.ragged._ragged import (
     PaddingSide as PaddingSide,
     Ragged as Ragged,
+    Rows as Rows,
+    Strided as Strided,
     check_padding_side as check_padding_side,
+    same_rows as same_rows,
     segment_sum as segment_sum,
 )
 from torchrl_llm_kl.ragged._tensordict import (

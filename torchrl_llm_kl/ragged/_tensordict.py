@@ -27,8 +27,7 @@ from torch import Tensor
 
 from torchrl_llm_kl._numerics import to_host
 from torchrl_llm_kl._private import nested_sizes, part_of_class
-from torchrl_llm_kl.ragged._containers import Container, Dense, Rows, same_rows, split_rows
-from torchrl_llm_kl.ragged._ragged import Ragged
+from torchrl_llm_kl.ragged._ragged import Container, Dense, Ragged, Rows, same_rows, split_rows
 
 #: An entry or an element as TensorDict returns it: a tensor, a TensorDict, a tensorclass or non-tensor data. Its annotations
 #: contradict one another, so none is used.

@@ -6,9 +6,6 @@ from torchrl_llm_kl.scoring._critic import (
 from torchrl_llm_kl.scoring._explain import (
     Explanation as Explanation,
 )
-from torchrl_llm_kl.scoring._fingerprint import (
-    fingerprint_of as fingerprint_of,
-)
 from torchrl_llm_kl.scoring._mismatch import (
     SamplerMismatchWarning as SamplerMismatchWarning,
 )
@@ -27,6 +24,7 @@ from torchrl_llm_kl.scoring._reference import (
 )
 from torchrl_llm_kl.scoring._remembered import (
     RememberedModel as RememberedModel,
+    fingerprint_of as fingerprint_of,
 )
 from torchrl_llm_kl.scoring._request import (
     ScoreRequest as ScoreRequest,

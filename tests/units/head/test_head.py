@@ -245,7 +245,7 @@ def test_products_in_onednn(monkeypatch):
     monkeypatch.setattr(_private, "_FEWEST_PRODUCTS", 0)
     products = []
     counted = lambda *args: products.append(found := _private.onednn_linear(*args)) or found  # noqa: E731
-    for module in (layer._tiles, layer._gradient):
+    for module in (layer._tiles, layer._sweep):
         monkeypatch.setattr(module, "onednn_linear", counted)
     truth, targets = make_head(grad=True), make_targets()
     tiles = -(-N // 5) * -(-V // 30)

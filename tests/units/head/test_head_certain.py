@@ -18,7 +18,7 @@ from torchrl_llm_kl.head import (
     log_softmax,
     logits_kl,
 )
-from torchrl_llm_kl.head._shards import join_slices
+from torchrl_llm_kl.head._operators import join_slices
 from torchrl_llm_kl.head._sweep import forward_sweep
 from torchrl_llm_kl.head._tiles import Head, Plan, Tokens
 

@@ -19,7 +19,7 @@ from scoring_reference import FakeBackend, engine, plain_log_probs, random_mask,
 from torchrl_llm_kl import LogProbScorer, PolicyLoss, ReferenceUpdater, make_algorithm, prepare_reference
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.ragged._containers import Rows
+from torchrl_llm_kl.ragged._ragged import Rows
 from torchrl_llm_kl.scoring import RememberedModel, Sampling, ScoreOptions, ScoreRequest, fingerprint_of, placeholders
 from torchrl_llm_kl.scoring._fields import ExpertIds, KeptIds, TokenIntegers
 from torchrl_llm_kl.scoring._images import ImageField, RowImages
