@@ -426,7 +426,7 @@ def test_a_reference_that_training_would_move_is_refused(name: str) -> None:
     for adapters in (False, "default"):
         with pytest.raises(ValueError, match=message):
             LogProbScorer(model, adapters=adapters)
-    with pytest.raises(ValueError, match=r"Freeze them \(requires_grad_\(False\).*or pass a frozen copy"):
+    with pytest.raises(ValueError, match=r"Freeze them .*or pass a frozen copy"):
         RetrieveKL(model, "base")(step())
     LogProbScorer(model).score(ONE)
     for parameter_name, parameter in model.named_parameters():
