@@ -16,10 +16,8 @@ from torchrl_llm_kl.scoring import (
     ScoringContext as ScoringContext,
     TopK as TopK,
 )
-from torchrl_llm_kl.transforms._kl_computation import (
+from torchrl_llm_kl.transforms._kl import (
     KLComputation as KLComputation,
-)
-from torchrl_llm_kl.transforms._kl_reward import (
     KLRewardTransform as KLRewardTransform,
 )
 from torchrl_llm_kl.transforms._record_kept import (

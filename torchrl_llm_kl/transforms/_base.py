@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, ABCMeta, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, cast, get_args, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -16,81 +16,69 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, EnvBase, Transform
 
 from torchrl_llm_kl._exports import load_plugins
-from torchrl_llm_kl._numerics import read_device
+from torchrl_llm_kl._numerics import check_choice
 from torchrl_llm_kl._private import container_of
 from torchrl_llm_kl.ragged import Ragged, Rows, own_leaves, read_node, write_ragged
-from torchrl_llm_kl.rollouts import Scope, with_a_row
+from torchrl_llm_kl.rollouts import with_a_row
 from torchrl_llm_kl.scoring import Changes, EntrySpec, Model, repair_padding
 
 T = TypeVar("T")
 
 
-def check_scope(scope: Scope) -> Scope:
-    """Return ``scope`` if it is ``"turn"`` or ``"full"``, else raise a ValueError."""
-    if scope not in get_args(Scope):
-        raise ValueError(f"scope must be 'turn' or 'full', got {scope!r}.")
-    return scope
-
-
 # ------------------------------------------------------------------ settings
 
 
-class Setting(Generic[T]):
-    """An attribute of a transform that may be set at any time: the value is checked, and keys and specs follow.
+class TransformSetting(Generic[T]):
+    """An attribute of a transform that may change at any time. The transform's keys and its env's specs follow.
 
-    A value that is refused, here or where keys and specs follow, leaves the transform as it was.
+    A rejected value leaves the transform unchanged.
 
     Args:
-        check: returns a new value in its stored form, or raises an error.
+        check: returns the value to store, or raises an error.
 
     Keyword Args:
-        registers: whether a module is a submodule of the transform, and its weights part of the state.
+        choices: the accepted values. Empty accepts all.
+        registers: whether a module becomes a submodule of the transform, with its weights.
     """
 
-    def __init__(self, check: Callable[[Any], T] | None = None, *, registers: bool = True) -> None:
-        self.check, self.registers = check, registers
+    def __init__(
+        self, check: Callable[[Any], T] | None = None, *, choices: Collection[T] = (), registers: bool = True
+    ) -> None:
+        self.check, self.choices, self.registers = check, choices, registers
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    @overload
-    def __get__(self, transform: None, owner: type) -> Setting[T]: ...
-    @overload
-    def __get__(self, transform: Transform, owner: type) -> T: ...
-    def __get__(self, transform: Transform | None, owner: type) -> Setting[T] | T:
+    def __get__(self, transform: Transform | None, owner: type) -> T:
         if transform is None:
-            return self
-        for values in self._homes(transform):
-            if self.name in values:
-                return cast(T, values[self.name])
-        raise AttributeError(f"{owner.__name__}.{self.name} is not set.")
+            return cast(T, self)
+        if self.name in vars(transform):
+            return cast(T, vars(transform)[self.name])
+        raise AttributeError(self.name)  # torch then looks among the submodules
 
     def __set__(self, transform: StepTransform, value: object) -> None:
         value = value if self.check is None else self.check(value)
-        before = [(values, values.pop(self.name)) for values in self._homes(transform) if self.name in values]
-        modules, plain = self._homes(transform)
-        (modules if isinstance(value, nn.Module) and self.registers else plain)[self.name] = value
-        if "_out_keys" in plain:  # not while the transform is built
+        if self.choices:
+            check_choice(self.choices, **{self.name: value})
+        plain, modules = transform.__dict__, cast("dict[str, Any]", transform._modules)
+        before = [(place, place.pop(self.name)) for place in (plain, modules) if self.name in place]
+        place = modules if isinstance(value, nn.Module) and self.registers else plain
+        place[self.name] = value
+        if "_out_keys" in plain:  # the constructor has finished
             try:
                 transform.declare()
             except Exception:
-                for values in (modules, plain):
-                    values.pop(self.name, None)
-                for values, old in before:
-                    values[self.name] = old
+                del place[self.name]
+                for old_place, old in before:
+                    old_place[self.name] = old
                 raise
-
-    @staticmethod
-    def _homes(transform: Transform) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Where values are: submodules, and everything else."""
-        return cast("dict[str, Any]", transform._modules), transform.__dict__
 
 
 class SharedSetting:
-    """A setting of a composition, which is one of its parts': ``(part, attribute)``, read from the first and set in all."""
+    """A setting of a composition: the attributes ``(part, name)`` of its parts, read from the first and set in all."""
 
-    def __init__(self, *places: tuple[int, str], check: Callable[[Any, Any], None] | None = None) -> None:
-        self.places, self.check = places, check
+    def __init__(self, *places: tuple[int, str]) -> None:
+        self.places = places
 
     def __get__(self, composition: Any, owner: type) -> Any:
         if composition is None:
@@ -99,8 +87,6 @@ class SharedSetting:
         return getattr(composition[part], name)
 
     def __set__(self, composition: Any, value: object) -> None:
-        if self.check is not None:
-            self.check(composition, value)
         for part, name in self.places:
             setattr(composition[part], name, value)
 
@@ -124,14 +110,13 @@ class StepMixin(ABC):
 
     def __setattr__(self, name: str, value: object) -> None:
         owner, declared = type(self).__name__, getattr(type(self), name, None)
-        if isinstance(declared, (Setting, SharedSetting)):
+        if isinstance(declared, (TransformSetting, SharedSetting)):
             declared.__set__(self, value)  # type: ignore[arg-type]  # torch would register a module, past the setting
         elif name in self.fixed:
             raise AttributeError(f"{owner}.{name} is fixed at construction: build a new {owner}({name}=...).")
         elif name in Changes.__annotations__:
             raise AttributeError(
-                f"{owner} has no setting {name!r}, which is one of its options: set transform.options = "
-                f"transform.options.but({name}=...)."
+                f"{name} is an option of {owner}: set transform.options = transform.options.but({name}=...)."
             )
         else:
             super().__setattr__(name, value)
@@ -165,10 +150,7 @@ class StepMixin(ABC):
             row = with_a_row(tensordict)
             if row is not tensordict:  # models may be sharded: other ranks wait for this one
                 return tensordict.update(self.forward(row)[:0])
-            shape = tuple(tensordict.batch_size)
-            raise ValueError(f"the batch is empty: a TensorDict of batch size {shape} holds nothing to score, drop it.")
-        if tensordict.is_locked:
-            raise RuntimeError("Cannot modify locked TensorDict. Unlock it first: td.unlock_().")
+            raise ValueError(f"the batch is empty: its batch size is {tuple(tensordict.batch_size)}. Drop it.")
         next_td = read_node(tensordict, "next")
         inside = () if next_td is None else ("next",)
         outputs = [
@@ -189,7 +171,7 @@ class StepMixin(ABC):
 class StepTransform(StepMixin, Transform):
     """A transform of one step that behaves the same in an env, in a replay buffer and called directly.
 
-    Its settings are attributes, each a :class:`Setting`.
+    Its settings are attributes, each a :class:`TransformSetting`.
     """
 
     @abstractmethod
@@ -227,13 +209,8 @@ class StepTransform(StepMixin, Transform):
 
 def declare_entry(spec: Composite, key: NestedKey, entry: EntrySpec) -> None:
     """Add an entry ``[*B, -1, *F]`` to a spec."""
-    path = unravel_key(key)
-    path = (path,) if isinstance(path, str) else path
-    for name in path[:-1]:
-        if spec.get(name, None) is None:
-            spec[name] = Composite(shape=spec.shape, device=spec.device)
-        spec = spec[name]
-    spec[path[-1]] = Unbounded(shape=(*spec.shape, -1, *entry.shape), device=spec.device, dtype=entry.dtype)
+    shape = (*spec.shape, -1, *entry.shape)
+    spec[unravel_key(key)] = Unbounded(shape=shape, device=spec.device, dtype=entry.dtype)
 
 
 # ------------------------------------------------------------------ envs and collectors around a transform
@@ -298,30 +275,18 @@ def collector_policy(transform: Transform) -> nn.Module:
 
 
 def resolve_factory(
-    name: str, model: Model | str | None, factory: Callable[[], Model] | None, *, default: str | None
+    name: str, model: Model | str | None, factory: Callable[[], Model] | None, *, default: str | None = None
 ) -> Any:
-    """The model, built by the factory if there is one; ``default`` if neither is passed.
+    """The model, built by the factory if there is one.
 
     Raises:
-        ValueError: if both are given.
+        ValueError: if the factory comes with a model other than the argument's ``default``.
     """
     if factory is None:
         return model
     if model is not None and not (isinstance(model, str) and model == default):
         raise ValueError(f"Cannot provide both '{name}' and '{name}_factory'. Choose one.")
     return factory()
-
-
-def to_device(model: T, device: torch.device | str | None) -> T:
-    """Move a model; one that is not in this process raises a TypeError."""
-    if device is None:
-        return model
-    if not hasattr(model, "to"):
-        raise TypeError(
-            f"device={str(device)!r} moves the model, and {type(model).__name__} is not in this process: leave it out, and "
-            "place the model where it is created (ScoringService(factory=...))."
-        )
-    return model.to(read_device(device))
 
 
 #: A transform -> its variant whose models are behind a service on Ray. The service fills it.
@@ -344,7 +309,4 @@ class RayVariant(_RayServiceMetaClass, ABCMeta):
         load_plugins()
         if cls in RAY_VARIANTS:
             return RAY_VARIANTS[cls]
-        raise TypeError(
-            f"{cls.__name__} does not support service_backend='ray': it has no variant for Ray. Derive it from one of "
-            f"{sorted(variant.__name__ for variant in RAY_VARIANTS.values())}, or pass it the model of a ScoringService."
-        )
+        raise TypeError(f"{cls.__name__} has no variant for Ray: pass it the model of a ScoringService instead.")

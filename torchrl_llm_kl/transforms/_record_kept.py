@@ -38,8 +38,6 @@ class RecordKept:
     """
 
     def __init__(self, sampling: Sampling, *, key: NestedKey = "kept") -> None:
-        if not isinstance(sampling, Sampling):
-            raise TypeError(f"sampling must be a Sampling, got {type(sampling).__name__}.")
         self.sampling, self.key = sampling, key
         #: Of each generated token: the ids that were kept, of all sequences one after another, and their numbers ``[B]``.
         self.steps: list[tuple[Tensor, Tensor]] = []
@@ -71,17 +69,12 @@ class RecordKept:
         located = locate(td)
         tokens, mask = located.tokens, located.host_mask
         rows, batch = tokens.sequence_ids.cpu()[mask], len(self.steps[0][1]) if self.steps else 0
-        if batch != tokens.num_sequences:
-            raise ValueError(
-                f"the record is of {batch} sequences, and the data has {tokens.num_sequences}: call write() on what the policy "
-                "returned, before it generates again."
-            )
-        generated = torch.zeros(batch, dtype=torch.long).index_add(0, rows, torch.ones_like(rows))
+        generated = torch.zeros(tokens.num_sequences, dtype=torch.long).index_add(0, rows, torch.ones_like(rows))
         step = torch.arange(len(rows)) - (generated.cumsum(0) - generated)[rows]
-        if len(rows) and int(step.max()) >= len(self.steps):
+        if batch != tokens.num_sequences or int(generated.max()) > len(self.steps):
             raise ValueError(
-                f"a sequence has {int(step.max()) + 1} response tokens, and {len(self.steps)} were generated: call write() on "
-                "what the policy returned, before it generates again."
+                f"the record has {batch} sequences and {len(self.steps)} tokens of each, the data has {tokens.num_sequences} "
+                f"and up to {int(generated.max())}: call write() on the policy's output before it generates again."
             )
         ids, counts = (torch.cat(each).long() for each in zip(*self.steps, strict=True))
         kept = Kept.of(ids, counts).take(step * batch + rows)
@@ -90,8 +83,8 @@ class RecordKept:
         if len(missing):
             at = int(missing[0])
             raise ValueError(
-                f"response token {int(step[at])} of sequence {int(rows[at])} is not among the {int(number[at])} that were kept "
-                "for it: the record is of another call of generate, or generate applies another temperature or penalty."
+                f"response token {int(step[at])} of sequence {int(rows[at])} is not among the {int(number[at])} kept tokens: "
+                "the record is of another call of generate, or generate applies another temperature or penalty."
             )
         all_counts = torch.zeros(len(mask), dtype=torch.long)
         all_counts[mask] = number

@@ -17,7 +17,7 @@ from torchrl_llm_kl._numerics import check_not_a_name
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.rollouts import Located, MissingEntryError, RewardPlacement, Scope, first_difference
+from torchrl_llm_kl.rollouts import Located, RewardPlacement, Scope, first_difference
 from torchrl_llm_kl.scoring import (
     Extra,
     LogProbScorer,
@@ -30,30 +30,23 @@ from torchrl_llm_kl.scoring import (
     asked_of,
     check_distributions,
     check_extras,
-    check_replays,
     check_vocabularies,
     log_probs_only,
 )
 from torchrl_llm_kl.transforms._base import RayVariant, ServiceBackend, SharedSetting, StepMixin, resolve_factory
-from torchrl_llm_kl.transforms._kl_computation import KLComputation
-from torchrl_llm_kl.transforms._penalty import Estimator
+from torchrl_llm_kl.transforms._kl import Estimator, KLComputation
 from torchrl_llm_kl.transforms._retrieve_log_prob import (
     RetrieveLogProb,
     check_options,
     check_scored_model,
     full_key_problem,
+    no_record,
     over_kept,
 )
 
 _POLICY, _REFERENCE, _KL = range(3)
 #: Extras of the policy unless there is another one of their kind.
 _OF_POLICY: tuple[Extra, ...] = (*RetrieveLogProb.defaults, RoutedExperts())
-
-
-def _check_exact(composition: RetrieveKL, estimator: object) -> None:
-    """An exact KL needs both models' distributions."""
-    if estimator == "exact":
-        check_distributions(*(getattr(composition[part], "model", None) for part in (_POLICY, _REFERENCE)))
 
 
 class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
@@ -120,7 +113,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
     detach = SharedSetting((_POLICY, "detach"))
     gen_log_probs_full_key = SharedSetting((_POLICY, "log_probs_full_key"), (_KL, "gen_log_probs_full_key"))
     ref_log_probs_full_key = SharedSetting((_REFERENCE, "log_probs_full_key"), (_KL, "ref_log_probs_full_key"))
-    estimator = SharedSetting((_KL, "estimator"), check=_check_exact)
+    estimator = SharedSetting((_KL, "estimator"))
     coeff = SharedSetting((_KL, "coeff"))
     add_to_reward = SharedSetting((_KL, "add_to_reward"))
     reward_placement = SharedSetting((_KL, "reward_placement"))
@@ -159,8 +152,8 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
     ) -> None:
         options, extras = check_options(options), _check_extras(extras)
         gen_model = resolve_factory("gen_model", gen_model, gen_model_factory, default="from_collector")
-        ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
-        if estimator == "exact":
+        ref_model = resolve_factory("ref_model", ref_model, ref_model_factory)
+        if estimator == "exact":  # before a model in another process is asked for its settings
             check_distributions(gen_model, ref_model)
         _check_models(gen_model, ref_model)
         if isinstance(gen_model, str):  # as torchrl: otherwise RetrieveLogProb warns
@@ -176,20 +169,19 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
             scope=scope,
             service_backend="direct",  # the models are behind a service already, if anywhere
         )
-        base, ref_extras = isinstance(ref_model, str), _of(extras, "reference")
-        ref_options = _of_reference(options, base=base)
+        self._base = base = isinstance(ref_model, str)
+        compared = gen_model if base else ref_model
+        ref_options, ref_extras = self._of_reference(options), _of(extras, "reference")
         if base and asked_of(ref_options, ref_extras).adapters is True:
             raise ValueError(
                 'ref_model="base" with Adapters(True, of="reference") is the policy itself: its KL would be 0 everywhere.'
             )
-        if over_kept(options):
-            check_replays(gen_model, ref_model, what="a reference over what the policy keeps")
         with warnings.catch_warnings():  # the reference samples nothing
             warnings.simplefilter("ignore", SamplerMismatchWarning)
             reference = part(
-                gen_model if base else ref_model,
+                compared,
                 log_probs_full_key=ref_log_probs_full_key,
-                device=None if base and isinstance(gen_model, str) else device,
+                device=None if isinstance(compared, str) else device,
                 options=ref_options,
                 extras=ref_extras,
             )
@@ -203,27 +195,23 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
             extras=_of(extras, "policy"),
         )
         policy.defaults = _OF_POLICY
-        super().__init__(
-            policy,
-            reference,
-            KLComputation(
-                gen_log_probs_full_key,
-                ref_log_probs_full_key,
-                kl_key=kl_key,
-                add_to_reward=add_to_reward,
-                coeff=coeff,
-                padding_side=padding_side,
-                estimator=estimator,
-                reward_placement=reward_placement,
-            ),
+        kl = KLComputation(
+            gen_log_probs_full_key,
+            ref_log_probs_full_key,
+            kl_key=kl_key,
+            add_to_reward=add_to_reward,
+            coeff=coeff,
+            padding_side=padding_side,
+            estimator=estimator,
+            reward_placement=reward_placement,
         )
-        for each in self.transforms[:_KL]:
+        super().__init__(policy, reference, kl)
+        for each in (policy, reference):
             each.read_conversation(history_key)
-        self._base, self._extras, self._compared_vocabularies = base, extras, False
+        self._extras, self._compared_vocabularies = extras, False
         if not isinstance(gen_model, str):
             self._check_vocabularies()
-        if self.side_by_side:
-            self._check_side_by_side()
+        self._check_side_by_side()
 
     # ------------------------------------------------------------------ settings
 
@@ -235,7 +223,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
 
     @options.setter
     def options(self, options: ScoreOptions) -> None:
-        self[_REFERENCE].options = _of_reference(check_options(options), base=self._base)
+        self[_REFERENCE].options = self._of_reference(check_options(options))
         self[_POLICY].options = options
 
     @property
@@ -279,8 +267,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         located = gen.locate(td)
         if not located.sampled and not gen.tokenises_like(ref):
             _check_same_tokens(located, ref.locate(td))
-        if self.side_by_side:
-            self._check_side_by_side()
+        self._check_side_by_side()
         step = gen.step(td, next_td, located)
         job, ref_job = gen.job(step), ref.job(ref.step(td, next_td, located))
         outputs: dict[NestedKey, Ragged] = {}
@@ -289,7 +276,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
             ref_log_prob, penalty = scores.ref_log_prob, kl.checked_exact(scores.kl, scores.log_prob)
         else:
             if over_kept(self.options):
-                scores, ref_log_prob = _over_kept(gen, ref, job, ref_job)
+                scores, ref_log_prob = _over_kept(gen, ref, job, ref_job, td)
             else:
                 finish = ref.begin(ref_job)  # a remote one runs meanwhile
                 scores, ref_scores = gen.evaluate(job), finish()
@@ -306,29 +293,32 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
 
     def _check_side_by_side(self) -> None:
         """Raise a ValueError for what one pass over both models cannot do."""
+        if not self.side_by_side:
+            return
         exact, reference = self.estimator == "exact", self[_REFERENCE]
-        what = "estimator='exact'" if exact else "Sampling(reference='kept')"
+        if exact:
+            check_distributions(*(getattr(part, "model", None) for part in self.transforms[:_KL]))
+        setting = "estimator='exact'" if exact else "Sampling(reference='kept')"
         written = [key for key in reference.entries if key != reference.log_probs_full_key]
         if written:
             raise ValueError(
-                f"{what} runs both models side by side, and gets log-probs and a KL of the reference alone: an extra of the "
-                f"reference writes {written}. Leave it out, or score the reference with a RetrieveLogProb too."
+                f"{setting} runs both models side by side, and an extra of the reference writes {written}: leave it out, or "
+                "score the reference with a RetrieveLogProb too."
             )
-        policys, references = (
-            next((extra.prompt for extra in part.extras if extra.prompt is not None), None)
-            for part in self.transforms[:_KL]
-        )
-        if policys != references:
-            advice = "Use Sampling(reference='whole')."
-            if exact:
-                advice = (
-                    "Use an estimator of log-probs such as 'k1', or the teacher's most probable tokens: "
-                    "RetrieveLogProb(teacher, extras=[AfterPrompt(...), TopK(64)])."
-                )
+        prompts = [
+            [extra.prompt for extra in part.extras if extra.prompt is not None] for part in self.transforms[:_KL]
+        ]
+        if prompts[0] != prompts[1]:
+            advice = "an estimator such as 'k1'" if exact else "Sampling(reference='whole')"
             raise ValueError(
-                f"{what} runs both models side by side on the same tokens, and their prompts differ: {policys!r} of the "
-                f"policy, {references!r} of the reference. {advice}"
+                f"{setting} runs both models side by side on the same tokens, but the policy has the prompts {prompts[0]} and "
+                f"the reference {prompts[1]}: use {advice}."
             )
+
+    def _of_reference(self, options: ScoreOptions) -> ScoreOptions:
+        """How the reference scores: at the temperature, over all tokens."""
+        options = options.but(sampling=options.sampling.of_reference)
+        return options.but(adapters=False) if self._base else options
 
 
 def _check_extras(extras: Sequence[Extra]) -> tuple[Extra, ...]:
@@ -343,19 +333,13 @@ def _of(extras: Sequence[Extra], model: str) -> list[Extra]:
     return [extra for extra in extras if extra.of in (model, "both")]
 
 
-def _of_reference(options: ScoreOptions, *, base: bool) -> ScoreOptions:
-    """How the reference scores: at the temperature, over all tokens."""
-    options = options.but(sampling=options.sampling.of_reference)
-    return options.but(adapters=False) if base else options
-
-
 def _paired(job: ScoringJob, ref_job: ScoringJob) -> ScoringJob:
     """The policy's job, with the routing of the reference."""
     return job._replace(request=replace(job.request, ref_routing=ref_job.request.routing))
 
 
 def _over_kept(
-    gen: RetrieveLogProb, ref: RetrieveLogProb, job: ScoringJob, ref_job: ScoringJob
+    gen: RetrieveLogProb, ref: RetrieveLogProb, job: ScoringJob, ref_job: ScoringJob, td: TensorDictBase
 ) -> tuple[Scores, Ragged | None]:
     """The policy's scores, and the reference's log-probs over the tokens that the policy keeps."""
     if not any(log_probs_only(part._scored_model()) for part in (gen, ref)):
@@ -366,10 +350,7 @@ def _over_kept(
         finish = ref.begin(ref_job._replace(request=replace(ref_job.request, kept=kept)))
         return gen.evaluate(job), finish().log_prob
     if not isinstance(gen.scorer, LogProbScorer):
-        raise MissingEntryError(
-            'Sampling(reference="kept") with a policy in another process needs the tokens that the sampler kept: expected '
-            "them under 'kept', or the key of KeptTokens. Record them (RecordKept), or score the policy in this process."
-        )
+        raise no_record(td)
     scores = gen.evaluate(job, return_kept=True)  # whose record is of the tokens in the context: both have one prompt
     return scores, ref.begin(ref_job._replace(request=replace(ref_job.request, kept=scores.kept)))().log_prob
 
@@ -383,47 +364,40 @@ def _check_models(gen_model: Model | str | None, ref_model: Model | str | None) 
     check_not_a_name("base", ref_model=ref_model)
     if ref_model is None:
         raise ValueError(
-            "ref_model cannot be None: pass the reference model, ref_model_factory=, which builds it, or 'base' for the policy "
-            "without its adapters."
+            "ref_model cannot be None: pass the reference model, or 'base' for the policy without its adapters."
         )
     if gen_model is None:
         raise ValueError(
-            "gen_model cannot be None when not using 'from_collector': pass the policy, gen_model_factory=, which builds it, "
-            "or 'from_collector' in the env of a collector."
+            "gen_model cannot be None when not using 'from_collector': pass the policy, or 'from_collector' in the env of a "
+            "collector."
         )
-    known = [
-        (name, model)
-        for name, model in (("generation model", gen_model), ("reference model", ref_model))
-        if not isinstance(model, str)
-    ]
-    paddings = [model.pad_output for _, model in known if hasattr(model, "pad_output")]
+    named = {"generation model": gen_model, "reference model": ref_model}
+    known = {name: model for name, model in named.items() if not isinstance(model, str)}
+    paddings = [model.pad_output for model in known.values() if hasattr(model, "pad_output")]
     if len(set(paddings)) > 1:
         raise ValueError(
             f"pad_output mismatch: gen_model.pad_output={paddings[0]}, ref_model.pad_output={paddings[1]}. "
             "Both models must use the same padding strategy for KL computation."
         )
-    for name, model in known:
+    for name, model in known.items():
         check_scored_model(model, name, "RetrieveKL")
-    gen_key, ref_key = (
-        getattr(gen_model, "log_probs_key", "gen_log_probs"),
-        getattr(ref_model, "log_probs_key", "log_probs"),
-    )
-    if len(known) == 2 and gen_key == ref_key:
+    keys = [model.log_probs_key for model in known.values() if hasattr(model, "log_probs_key")]
+    if len(keys) == 2 and keys[0] == keys[1]:
         raise ValueError(
             "The generation and reference models must have different `log_prob_key` values to use the `RetrieveKL` transform."
         )
 
 
 def _check_same_tokens(gen: Located, ref: Located) -> None:
-    for what, ours, theirs in (
-        ("see different tokens", gen.tokens, ref.tokens),
-        ("disagree on the assistant tokens", gen.tokens.like(gen.mask), ref.tokens.like(ref.mask)),
-    ):
+    pairs = {
+        "tokens": (gen.tokens, ref.tokens),
+        "assistant masks": (gen.tokens.like(gen.mask), ref.tokens.like(ref.mask)),
+    }
+    for name, (ours, theirs) in pairs.items():
         if (difference := first_difference(ours, theirs)) is not None:
             row, at = difference
-            a, b = (x.to_list()[row] for x in (ours, theirs))
+            a, b = (x.to_list()[row][at : at + 4].tolist() for x in (ours, theirs))
             raise ValueError(
-                f"the two models {what}, first at sequence {row}, position {at}: {a[at : at + 4].tolist()} and "
-                f"{b[at : at + 4].tolist()} (lengths {len(a)} and {len(b)}). Give both the same tokenizer and chat template, "
-                "or store the sampled tokens."
+                f"the two models have different {name}, first at sequence {row}, position {at}: {a} and {b}. Give both the "
+                "same tokenizer and chat template, or store the sampled tokens."
             )

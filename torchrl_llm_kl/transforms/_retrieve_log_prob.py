@@ -6,17 +6,27 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_llm_kl._numerics import check_not_a_name
+from torchrl_llm_kl._numerics import check_not_a_name, read_device
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.rollouts import Located, ModelInterface, Scope, TokenisingOptions, in_layout, locate, sub_key
+from torchrl_llm_kl.rollouts import (
+    Located,
+    MissingEntryError,
+    ModelInterface,
+    Scope,
+    TokenisingOptions,
+    describe_entries,
+    in_layout,
+    locate,
+    sub_key,
+)
 from torchrl_llm_kl.scoring import (
     EntrySpec,
     Extra,
@@ -45,12 +55,10 @@ from torchrl_llm_kl.transforms._base import (
     NoCollectorError,
     RayVariant,
     ServiceBackend,
-    Setting,
     StepTransform,
-    check_scope,
+    TransformSetting,
     collector_policy,
     in_env,
-    to_device,
 )
 
 T = TypeVar("T")
@@ -59,16 +67,12 @@ Critic: TypeAlias = Callable[[Ragged, Tensor], Ragged]
 
 
 def check_options(options: ScoreOptions | None) -> ScoreOptions:
-    if options is None:
-        return ScoreOptions()
-    if not isinstance(options, ScoreOptions):
-        raise TypeError(f"options must be ScoreOptions(...), got {options!r:.60}.")
-    for name in ("grad", "remember", "return_kept"):
-        if getattr(options, name):
-            raise ValueError(f"options has {name}=True, which a transform decides: use detach=False for a gradient.")
-    if asked := [*options.beside, *["record_routing"] * options.record_routing]:
+    options = ScoreOptions() if options is None else options
+    decided = [name for name in ("grad", "remember", "return_kept", "record_routing") if getattr(options, name)]
+    if asked := [*decided, *options.beside]:
         raise ValueError(
-            f"options asks for {', '.join(asked)}, and names no entry for it: use extras=[Entropy(), TopK(64), ...]."
+            f"options asks for {', '.join(asked)}, which a transform sets itself: use detach=False for a gradient, and "
+            "extras=[Entropy(), TopK(64), ...] for more scores."
         )
     return options
 
@@ -105,6 +109,14 @@ def full_key_problem(name: str, key: NestedKey) -> str | None:
     )
 
 
+def no_record(td: TensorDictBase) -> MissingEntryError:
+    """The error where the data lacks the tokens that the sampler kept."""
+    return MissingEntryError(
+        "Sampling(reference='kept') needs the tokens that the sampler kept, below 'kept' or the key of KeptTokens: found "
+        f"{describe_entries(td)}. Record them (RecordKept), or use RetrieveKL with a policy in this process."
+    )
+
+
 # Attributes that hold a model.
 _MODELS = ("model", "ref_model")
 
@@ -118,10 +130,10 @@ class ScoringTransform(StepTransform):
     """The base of the transforms that locate the tokens of a step and score them under one model."""
 
     fixed = frozenset({"device", "padding_side", "tokenizer", "tokenizer_kwargs"})
-    assistant_only = Setting[bool]()
-    scope = Setting(check_scope)
-    options = Setting(check_options)
-    extras = Setting(check_extras)
+    assistant_only = TransformSetting[bool]()
+    scope = TransformSetting[Scope](choices=get_args(Scope))
+    options = TransformSetting(check_options)
+    extras = TransformSetting(check_extras)
     #: Extras that read the data unless there is another one of their kind.
     defaults: tuple[Extra, ...] = (KeptTokens(), Images())
     _tokenising: TokenisingOptions
@@ -161,16 +173,6 @@ class ScoringTransform(StepTransform):
         return ModelInterface.of(self._scored_model())
 
     @property
-    def padding_side(self) -> str:
-        """The side of padding where text is tokenised for a model that pads its output."""
-        return self._tokenising.padding_side
-
-    @property
-    def tokenizer_kwargs(self) -> Json:
-        """A copy of the chat template's arguments."""
-        return dict(self._tokenising.template_kwargs)
-
-    @property
     def scorer(self) -> Scorer:
         """The scorer; for ``"from_collector"``, of the policy of the collector that currently runs the env."""
         return self._slot.get(self._scored_model(), options=self.scored)
@@ -179,6 +181,11 @@ class ScoringTransform(StepTransform):
     def scored(self) -> ScoreOptions:
         """The options, with those that the extras set."""
         return asked_of(self.options, self.extras)
+
+    @property
+    def prompt_keys(self) -> list[NestedKey]:
+        """The entries with other prompts, which extras read."""
+        return [extra.prompt for extra in self.extras if isinstance(extra.prompt, (str, tuple))]
 
     @property
     @abstractmethod
@@ -276,9 +283,9 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
     .. seealso:: :class:`RetrieveKL`, :class:`KLComputation`.
     """
 
-    model = Setting[Any](check_scored_model)
-    log_probs_full_key = Setting[NestedKey]()
-    detach = Setting[bool]()
+    model = TransformSetting[Any](check_scored_model)
+    log_probs_full_key = TransformSetting[NestedKey]()
+    detach = TransformSetting[bool]()
 
     def __init__(
         self,
@@ -305,19 +312,16 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
         self._tokenising = TokenisingOptions.make(tokenizer, tokenizer_kwargs, padding_side)
         self._slot, self._ref_slot = ScorerSlot(), ScorerSlot()
         self._history_key: NestedKey = "history"
-        if self._compared_model is not None:
+        if self._compared_model is not None:  # before a model in another process is asked for its settings
             check_distributions(model)
         check_not_a_name("from_collector", model=model)
         if not isinstance(model, str):
             check_scored_model(model)
-            self.model = to_device(model, device)
+            self.model = model if device is None else cast(Any, model).to(read_device(device))
         elif device is not None:
             raise ValueError(f"device={str(device)!r}: the policy of a collector stays on its device, leave it out.")
         if (tokenizer_kwargs or {}).get("padding") and hasattr(self, "model") and not self._interface().pad_output:
-            raise ValueError(
-                "tokenizer_kwargs['padding']=True, but the model's pad_output, which decides about padding, is "
-                f"{self._interface().pad_output}: build the wrapper with pad_output=True."
-            )
+            raise ValueError("tokenizer_kwargs['padding']=True has no effect: build the wrapper with pad_output=True.")
         if log_probs_full_key is None:
             log_probs_full_key = sub_key(self._known_interface().log_probs_key, "full")
         elif problem := full_key_problem("log_probs_full_key", log_probs_full_key):
@@ -332,8 +336,7 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
         """The model's input and what extras read; the log-probs, and what extras write."""
-        read = [key for extra in self.extras if isinstance(key := extra.prompt, (str, tuple))]
-        return [*self._known_interface().in_keys, *read], list(self.entries)
+        return [*self._known_interface().in_keys, *self.prompt_keys], list(self.entries)
 
     @property
     def entries(self) -> dict[NestedKey, EntrySpec]:
@@ -443,14 +446,6 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
             return ModelInterface()
 
 
-def _check_critic(critic: Critic) -> Critic:
-    if not callable(critic):
-        raise TypeError(
-            f"critic must be a TokenCritic or a function (tokens, mask) -> values, got {type(critic).__name__}."
-        )
-    return critic
-
-
 class RetrieveValue(StepTransform):
     """Write the value of each response token's prefix, for advantages and for a clipped value loss.
 
@@ -476,10 +471,10 @@ class RetrieveValue(StepTransform):
         [[0.0, 0.0, 2.0, 3.0]]
     """
 
-    critic = Setting(_check_critic, registers=False)  # keeps the critic out of the env's state
-    value_key = Setting[NestedKey]()
-    scope = Setting(check_scope)
-    assistant_only = Setting[bool]()
+    critic = TransformSetting[Critic](registers=False)  # keeps the critic out of the env's state
+    value_key = TransformSetting[NestedKey]()
+    scope = TransformSetting[Scope](choices=get_args(Scope))
+    assistant_only = TransformSetting[bool]()
 
     def __init__(
         self,

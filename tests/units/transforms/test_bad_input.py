@@ -25,9 +25,8 @@ from toy_models import tiny_model
 from toy_rollouts import histories, make_model, make_scoring_pair, make_scoring_wrapper
 from toy_tokenizer import CHATML, build_tokenizer
 
-FORMS = ["padded", "nested", "lazy"]
-SCORING = [LOG, BOTH, LEGACY] = ["RetrieveLogProb", "RetrieveKL", "KLRewardTransform"]
-PARTS, NAN = "KLComputation", float("nan")
+SCORING = ["RetrieveLogProb", "RetrieveKL", "KLRewardTransform"]
+NAN = float("nan")
 PROMPTS, RESPONSES = [[7, 8, 9], [10, 11]], [[20, 21], [30, 31, 32, 33]]
 GEN = [[0.0, 0.0, 0.0, -1.0, -2.0], [0.0, 0.0, -3.0, -0.5, -1.5, -2.5]]
 REF = [[0.0, 0.0, 0.0, -2.0, -1.0], [0.0, 0.0, -1.0, -0.75, -1.25, -4.5]]
@@ -40,7 +39,7 @@ Columns = dict[Any, Any]
 
 
 def columns_of() -> Columns:
-    """Tokens, masks, log-probs of both models and an outcome: rows of two sequences."""
+    """Tokens, masks, log-probs of both models and an outcome, as rows of two sequences."""
     return {
         FULL: [torch.tensor(row) for row in joined(PROMPTS, RESPONSES)],
         PROMPT: [torch.tensor(row) for row in PROMPTS],
@@ -55,30 +54,30 @@ def flags(*lengths: int) -> list[Tensor]:
     return [torch.ones(n, dtype=torch.bool) for n in lengths]
 
 
-def build(form: str, columns: Columns | None = None) -> TensorDictBase:
-    return lay_out(form, columns_of() if columns is None else columns, PROMPTS, RESPONSES)
+def build(layout: str, columns: Columns | None = None) -> TensorDictBase:
+    return lay_out(layout, columns_of() if columns is None else columns, PROMPTS, RESPONSES)
 
 
 def everything(td: TensorDictBase) -> Any:
-    """All keys, and the bytes of all leaves, also of "next" and of each element of a lazy stack."""
+    """All keys and the bytes of all leaves, also below "next" and in each element of a lazy stack."""
     if hasattr(td, "tensordicts"):
         return [everything(sub) for sub in td.tensordicts]
-    found: Columns = {}
+    content: Columns = {}
     for key in td.keys(True):
         value = td.get(key, as_list=True)  # tensordict 0.15 stacks no rows of unequal shapes
         rows = value.unbind() if isinstance(value, Tensor) and value.is_nested else value
         rows = rows if isinstance(rows, (list, tuple)) else [rows]
-        found[key] = [(x.dtype, x.shape, x.numpy().tobytes()) if isinstance(x, Tensor) else type(x) for x in rows]
-    return found
+        content[key] = [(x.dtype, x.shape, x.numpy().tobytes()) if isinstance(x, Tensor) else type(x) for x in rows]
+    return content
 
 
 @contextmanager
-def assert_refused(error: type[Exception], data: TensorDictBase, text: str) -> Iterator[None]:
-    """``error`` is raised, its text holds all parts of ``text``, and ``data`` stays as it is."""
+def assert_refused(error: type[Exception], data: TensorDictBase, *parts: str) -> Iterator[None]:
+    """``error`` is raised, its message contains all ``parts``, and ``data`` is unchanged."""
     before, batch = everything(data), data.batch_size
     with pytest.raises(error) as caught:
         yield
-    missing = [part for part in text.split(" … ") if part not in str(caught.value)]
+    missing = [part for part in parts if part not in str(caught.value)]
     assert not missing, f"expected {missing} in {str(caught.value)!r}"
     assert data.batch_size == batch
     assert before == everything(data), "the data was changed"
@@ -88,23 +87,22 @@ def make(name: str, lab: Any, models: Any = None) -> Any:
     """A transform on the two models, or on wrappers of them."""
     gen, ref = models or (lab.gen_model, lab.ref_model)
     return {
-        LOG: lambda: RetrieveLogProb(ref),
-        BOTH: lambda: RetrieveKL(gen, ref),
-        LEGACY: lambda: KLRewardTransform(ref),
-        PARTS: KLComputation,
-        "other key": lambda: KLComputation(ref_log_probs_full_key=("mine", "full")),
+        "RetrieveLogProb": lambda: RetrieveLogProb(ref),
+        "RetrieveKL": lambda: RetrieveKL(gen, ref),
+        "KLRewardTransform": lambda: KLRewardTransform(ref),
+        "KLComputation": KLComputation,
         "legacy key": lambda: KLRewardTransform(ref, log_prob_key=("mine", "full")),
         "exact": lambda: KLComputation(estimator="exact"),
         "corrected": lambda: KLComputation(estimator="corrected_k3", old_log_probs_key=OLD),
     }[name]()
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", [*SCORING, PARTS])
-def test_the_data_of_these_tests_is_good(lab: Any, name: str, form: str) -> None:
-    """Without this the tests of bad input could pass for another reason."""
-    data = make(name, lab)(build(form))
-    key = ("next", "log_probs", "full") if name == LOG else ("next", "kl_penalty")
+@pytest.mark.parametrize("layout", ["padded", "nested", "lazy"])
+@pytest.mark.parametrize("name", [*SCORING, "KLComputation"])
+def test_the_unchanged_data_is_accepted(lab: Any, name: str, layout: str) -> None:
+    """A negative control: without it the refusals below could have another cause."""
+    data = make(name, lab)(build(layout))
+    key = ("next", "log_probs", "full") if name == "RetrieveLogProb" else ("next", "kl_penalty")
     assert data.get(key, as_list=True) is not None
 
 
@@ -121,12 +119,12 @@ def put(key: Any, rows: Any) -> Change:
 
 
 def sampled(*rows: list[float]) -> Change:
-    """Log-probs of the response alone, as a policy stores them."""
-    return lambda columns: columns.update({GEN_KEY: None, SAMPLED: [torch.tensor(row) for row in rows]})
+    """Log-probs of the responses only, as a policy stores them."""
+    return lambda columns: [columns.pop(GEN_KEY), columns.update({SAMPLED: [torch.tensor(row) for row in rows]})]
 
 
 def number(key: Any, at: int, value: float, source: Any = None) -> Change:
-    """A value of the second row of an entry, of one that is a copy of ``source``."""
+    """Set one number in the second row of an entry, which is a copy of ``source`` if that is given."""
 
     def change(columns: Columns) -> None:
         rows = columns[key] = [row.clone() for row in columns[source or key]]
@@ -139,132 +137,95 @@ def floats(columns: Columns) -> None:
     columns[FULL] = [row.float() for row in columns[FULL]]
 
 
-def longer(key: Any) -> Change:
-    """The second row, of a copy of the policy's log-probs."""
-    return lambda columns: columns.update(
-        {key: [columns[GEN_KEY][0], torch.cat([columns[GEN_KEY][1], torch.zeros(1)])]}
-    )
-
-
-NO_TOKENS = "found … masks.all_attention_mask … Run the policy first … ('tokens', 'full')"
-NO_POLICY = (
-    "Log-probs not found. Expected keys: ('log_probs', 'full'), ('ref_log_probs', 'full') … Found:  … tokens.full"
-    " … Missing: ('log_probs', 'full') … in 'next':  … reward … Put RetrieveLogProb before"
-)
-DEFECT_15 = "the policy's log-probs are missing … ('mine', 'full') … tokens.full … return_log_probs=True … RetrieveKL"
-NO_MASK = "cannot tell which tokens the assistant produced: add ('tokens', 'prompt') … ('masks', 'all_assistant_mask')"
-WRITER = "RetrieveLogProb(policy, extras=[ExactKL(reference)])"
-LONGER = "[1].shape=torch.Size([7]), ref_log_probs[1].shape=torch.Size([6]). From position 6 on … score the same tokens"
-AT = "at sequence 1, position"
 OTHER_PROMPT = put(PROMPT, [torch.tensor([7, 8, 9]), torch.tensor([10, 99])])
 LONG_PROMPT = put(PROMPT, [torch.tensor([7, 8, 9]), torch.ones(9, dtype=torch.long)])
-NESTED = put(REF_KEY, torch.nested.as_nested_tensor([torch.zeros(5), torch.zeros(5)]))
+LONG_GEN = put(GEN_KEY, [torch.zeros(5), torch.zeros(7)])
+SHORT_REF = put(REF_KEY, torch.nested.as_nested_tensor([torch.zeros(5), torch.zeros(5)]))
 REWARDS = put(REWARD, [torch.ones(5, 1), torch.ones(4, 1)])
-ONLY_ADD_UP = put(OLD, [torch.zeros(6), torch.zeros(5)])  # the same total, each number at the wrong token
-#: Transforms, layouts, what is changed, and parts of what is said of it.
-REFUSED: list[tuple[str, str, Change, str]] = [
+SWAPPED = put(OLD, [torch.zeros(6), torch.zeros(5)])  # the right total, each number at the wrong token
+NAN_INSIDE, NAN_FIRST = sampled([-1.0] * 2, [-1.0, -2.0, NAN, -4.0]), sampled([-1.0] * 2, [NAN, -2.0, -3.0, -4.0])
+LEGACY = "KLRewardTransform"
+#: Transform, layout, change of the data, and the parts of the message. One row for each kind of guard.
+REFUSED: list[tuple[Any, ...]] = [
     # keys
-    ("/".join(SCORING), "nested", without(FULL, PROMPT), NO_TOKENS),
-    (PARTS, "padded lazy", without(GEN_KEY), NO_POLICY),
-    (PARTS, "nested", without(REF_KEY), "Missing: ('ref_log_probs', 'full') … Found:  … tokens.full … in 'next': "),
-    ("other key", "nested", without(), "Missing: ('mine', 'full') … Found: log_probs.full … the keys that hold them"),
-    ("legacy key", "nested", without(), DEFECT_15),
-    ("corrected", "nested", without(), "Missing: ('old', 'full') … Found: log_probs.full … give the keys"),
-    ("exact", "nested", without(), f"Exact KL not found … {EXACT} … in 'next':  … {WRITER}"),
-    ("exact", "padded", put(EXACT, torch.zeros(2)), f"{EXACT} to have a token dimension"),
+    ("RetrieveKL", "nested", without(FULL, PROMPT), "found", "masks.all_attention_mask", "Run the policy first"),
+    ("KLComputation", "lazy", without(GEN_KEY), "Log-probs not found", f"Missing: {GEN_KEY}", "in 'next': ref", "Put "),
+    ("legacy key", "nested", without(), "log-probs are missing: expected ('mine', 'full')", "return_log_probs=True"),
     # tokens
-    (LOG, "padded nested lazy", floats, "integer token ids … ('tokens', 'full') … torch.float32"),
-    (BOTH, "padded nested lazy", number(FULL, 4, 9999), f"token id 9999 {AT} 4 … tokenizer of this model"),
-    (LOG, "lazy", LONG_PROMPT, "sequence 1 … has 9 tokens, the whole 6"),
-    (LEGACY, "nested", OTHER_PROMPT, f"{AT[3:]} 1 … does not start with ('tokens', 'prompt') … pad token"),
-    (BOTH, "lazy", without(PROMPT), NO_MASK),
+    ("RetrieveLogProb", "padded", floats, f"integer token ids under {FULL}", "torch.float32"),
+    ("RetrieveKL", "lazy", number(FULL, 4, 9999), "token id 9999 at sequence 1, position 4", "tokenizer of this model"),
+    ("RetrieveLogProb", "lazy", LONG_PROMPT, "sequence 1", "has 9 tokens, the whole 6"),
+    (LEGACY, "nested", OTHER_PROMPT, "sequence 1, position 1", f"does not start with {PROMPT}"),
+    ("RetrieveKL", "lazy", without(PROMPT), "cannot tell which tokens", f"{PROMPT} or {ASSISTANT}"),
     # lengths
-    (PARTS, "nested lazy", longer(GEN_KEY), f"Sample 1 has different shapes … {LONGER}"),
-    (LEGACY, "nested", longer(GEN_KEY), "Sample … torch.Size([7]) … torch.Size([6]) … score the same tokens"),
-    (PARTS, "padded", put(REF_KEY, torch.zeros(2, 8)), "Sample 0 … Size([7]) … Size([8]) … From position 7 on"),
-    (PARTS, "padded", NESTED, "Sample 1 … torch.Size([6]) … torch.Size([5]) … From position 5 on"),
-    ("exact", "lazy", longer(EXACT), f"Sample 1 … torch.Size([6]), exact_kl[1] … torch.Size([7]) … {WRITER}"),
-    ("corrected", "nested", put(OLD, [torch.zeros(5), torch.zeros(7)]), "('old', 'full') … 7 … 6 … same tokens"),
-    ("corrected", "padded", put(OLD, torch.zeros(2, 6)), "('old', 'full') … 6 … 7 … same tokens"),
-    ("corrected", "nested lazy", ONLY_ADD_UP, "('old', 'full') … Sample 0 … 6 … 5"),
-    (LEGACY, "lazy", sampled([-1.0] * 2, [-1.0] * 9), f"{SAMPLED} must have the length … 1 has 9 values and 6 tokens"),
-    (LOG, "nested lazy", put(ATTENTION, flags(5, 4)), f"{ATTENTION} … sequence 1 … 4 … 6"),
-    (BOTH, "nested lazy", put(ASSISTANT, flags(5, 4)), f"{ASSISTANT} … rows of [5, 6], found [5, 4]"),
-    (f"{BOTH}/{LEGACY}/{PARTS}", "lazy", REWARDS, "The rewards have shape [5, 4] … [5, 6] … [*B, T, 1]"),
+    ("KLComputation", "nested", LONG_GEN, "[1].shape=torch.Size([7])", "From position 6 on"),
+    ("KLComputation", "padded", put(REF_KEY, torch.zeros(2, 8)), "Sample 0", "Size([7])", "Size([8])", "position 7 on"),
+    ("KLComputation", "padded", SHORT_REF, "Sample 1", "torch.Size([6])", "torch.Size([5])"),
+    ("corrected", "lazy", SWAPPED, f"{OLD}", "Sample 0", "Size([5])", "Size([6])"),
+    (LEGACY, "lazy", sampled([-1.0] * 2, [-1.0] * 9), f"{SAMPLED} must have", "has 9 values and 6 tokens"),
+    ("RetrieveLogProb", "nested", put(ATTENTION, flags(5, 4)), f"{ATTENTION}", "sequence 1"),
+    ("RetrieveKL", "lazy", put(ASSISTANT, flags(5, 4)), f"{ASSISTANT} must have rows of [5, 6], found [5, 4]"),
+    (LEGACY, "lazy", REWARDS, "The rewards have shape [5, 4]", "[5, 6]", "[*B, T, 1]"),
     # numbers; a sequence may begin with NaN ("not scored"), not with infinity
-    (LEGACY, "padded lazy", sampled([-1.0] * 2, [-1.0, -2.0, NAN, -4.0]), f"policy under {SAMPLED} … nan {AT} 4"),
-    (LEGACY, "nested", sampled([-1.0] * 2, [NAN, -2.0, -3.0, -4.0]), f"{SAMPLED} … is nan {AT} 2"),
-    (PARTS, "nested", number(GEN_KEY, 0, -torch.inf), f"the policy … is -inf {AT} 0"),
-    ("corrected", "nested lazy", number(OLD, 3, NAN, GEN_KEY), f"('old', 'full') … is nan {AT} 3"),
-    *(
-        (
-            "exact",
-            "nested lazy jagged",
-            number(EXACT, 4, bad, GEN_KEY),
-            f"exact KL under {EXACT} is {bad} {AT} 4: … {WRITER}",
-        )
-        for bad in (NAN, torch.inf, -torch.inf)
-    ),
-    *(
-        (name, "padded nested lazy", number(key, 4, bad), f"the {who} under {key[-2:]} … is {bad} {AT} 4 … weights")
-        for bad in (NAN, torch.inf, -torch.inf)
-        for name, key, who in ((PARTS, GEN_KEY, "policy"), (PARTS, REF_KEY, "reference"), (LEGACY, GEN_KEY, "policy"))
-    ),
+    (LEGACY, "padded", NAN_INSIDE, f"policy under {SAMPLED} is nan at sequence 1, position 4"),
+    (LEGACY, "nested", NAN_FIRST, f"{SAMPLED} is nan at sequence 1, position 2"),
+    (LEGACY, "lazy", number(GEN_KEY, 4, torch.inf), f"{GEN_KEY} is inf at sequence 1, position 4", "weights"),
+    ("KLComputation", "nested", number(GEN_KEY, 0, -torch.inf), "the policy", "is -inf at sequence 1, position 0"),
+    ("KLComputation", "padded", number(REF_KEY, 4, NAN), "reference under", "is nan at sequence 1, position 4"),
+    ("corrected", "lazy", number(OLD, 3, NAN, GEN_KEY), f"{OLD} is nan at sequence 1, position 3"),
+    ("exact", "jagged", number(EXACT, 4, torch.inf, GEN_KEY), f"{EXACT} is inf at sequence 1, position 4"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "form", "change", "text"),
-    [(name, form, *row) for names, forms, *row in REFUSED for name in names.split("/") for form in forms.split()],
-    ids=lambda value: {NO_POLICY: "defect_31", DEFECT_15: "defect_15"}.get(value) if isinstance(value, str) else None,
-)
-def test_refused(lab: Any, name: str, form: str, change: Change, text: str) -> None:
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: f"{case[0]}: {case[3]}"[:70])
+def test_refused(lab: Any, case: tuple[Any, ...]) -> None:
+    """Defects 15 and 31 are the cases of missing log-probs."""
+    name, layout, change, *parts = case
     columns = columns_of()
     change(columns)
-    data = build(form, {key: rows for key, rows in columns.items() if rows is not None})
-    missing = text is NO_TOKENS or name == "legacy key"
-    with assert_refused(KeyError if missing else TypeError if change is floats else ValueError, data, text):
+    data = build(layout, columns)
+    missing = name == "legacy key" or FULL not in columns
+    with assert_refused(KeyError if missing else TypeError if change is floats else ValueError, data, *parts):
         make(name, lab)(data)
 
 
 @pytest.mark.parametrize("name", SCORING)
 def test_tokens_elsewhere_and_tensors_where_something_else_belongs(lab: Any, name: str) -> None:
     data = build("padded")
-    with assert_refused(KeyError, data, "found … tokens.full … ('ids', 'full')"):
+    with assert_refused(KeyError, data, "found", "tokens.full", "('ids', 'full')"):
         make(name, lab, lab.wrapped(True, input_key=("ids", "full")))(data)
     data = TensorDict(tokens=torch.tensor([[1, 2, 3]]), reward=torch.ones(1, 1), batch_size=[1])
-    with assert_refused(TypeError, data, "expected a nested TensorDict under 'tokens' … Tensor"):
+    with assert_refused(TypeError, data, "expected a nested TensorDict under 'tokens'", "Tensor"):
         make(name, lab)(data)
-    if name != LEGACY:  # which reads no history
+    if name != "KLRewardTransform":  # which reads no history
         data = TensorDict(history=TensorDict(full=torch.zeros(2, 3), batch_size=[2]), batch_size=[2])
-        with assert_refused(TypeError, data, "expected a torchrl History … ('history', 'full') … Tensor"):
+        with assert_refused(TypeError, data, "expected a torchrl History", "('history', 'full')", "Tensor"):
             make(name, lab, lab.wrapped(True, input_mode="history"))(data)
 
 
 @pytest.mark.parametrize(
     ("name", "size", "data"),
     [
-        (LOG, "(0,)", build("padded")[:0]),
-        (BOTH, "(0,)", build("lazy")[:0]),
-        (LEGACY, "(0, 2)", lazy_stack([build("lazy")])[:0]),
-        (PARTS, "(1, 0)", lazy_stack([build("padded")])[:, :0]),
+        ("RetrieveLogProb", "(0,)", build("padded")[:0]),
+        ("RetrieveKL", "(0,)", build("lazy")[:0]),
+        ("KLComputation", "(1, 0)", lazy_stack([build("padded")])[:, :0]),
     ],
 )
 def test_an_empty_batch(lab: Any, name: str, size: str, data: TensorDictBase) -> None:
-    with assert_refused(ValueError, data, f"the batch is empty: a TensorDict of batch size {size} holds … drop it"):
+    with assert_refused(ValueError, data, f"the batch is empty: its batch size is {size}. Drop it"):
         make(name, lab)(data)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("name", [LEGACY, PARTS])
+@pytest.mark.parametrize("name", ["KLRewardTransform", "KLComputation"])
 def test_defect_37_padding_may_hold_anything(lab: Any, name: str, bad: float) -> None:
     data = build("padded")
     for key in (GEN_KEY, REF_KEY):
         data[key][0, 5:] = bad
         data[key][1, 0] = bad
-    found = make(name, lab)(data)["next"]
-    assert found["reward"].isfinite().all()
-    kl = found["kl_penalty"].reshape(2, 7)
+    result = make(name, lab)(data)["next"]
+    assert result["reward"].isfinite().all()
+    kl = result["kl_penalty"].reshape(2, 7)
     assert (kl[0, 5:] == 0).all()
     assert kl[1, 0] == 0
 
@@ -279,25 +240,26 @@ def test_defect_13_two_templates_and_two_tokenizers(lab: Any) -> None:
     data = histories(full=CHATS)
     small, capital = (lab.tokenizer.convert_tokens_to_ids(c) for c in "hH")
     # "<|im_start|>", "u", "s", "e", "r", "\n", then "hi" or "HI"
-    text = f"different tokens, first at sequence 0, position 6 … [{small},  … [{capital},  … same tokenizer and chat"
-    with assert_refused(ValueError, data, text):
+    with assert_refused(
+        ValueError, data, "different tokens, first at sequence 0, position 6", f"[{small},", f"[{capital},"
+    ):
         RetrieveKL(gen, ref)(data)
     other = build_tokenizer(pad_token="<|pad|>", merges=[("h", "i")])
     ref = make_scoring_wrapper(make_model(other, seed=1), other, **options, log_probs_key="ref_log_probs")
     # "<|im_start|>" has another id where a merge comes before it
-    with assert_refused(ValueError, data, "sequence 0, position 0 … 258 … 259 … same tokenizer"):
+    with assert_refused(ValueError, data, "sequence 0, position 0", "258", "259", "same tokenizer"):
         RetrieveKL(gen, ref)(data)
 
 
-@pytest.mark.parametrize("name", [LOG, BOTH])
+@pytest.mark.parametrize("name", ["RetrieveLogProb", "RetrieveKL"])
 def test_no_template_and_no_tokenizer(lab: Any, name: str) -> None:
     data, bare = histories(full=CHATS), build_tokenizer(None, pad_token="<|pad|>")
-    with assert_refused(ValueError, data, "toy … chat template … chat_template"):
+    with assert_refused(ValueError, data, "toy", "chat template", "chat_template"):
         make(name, lab, make_scoring_pair(lab.gen_model, lab.ref_model, bare, input_mode="history"))(data)
     wrappers = lab.wrapped(input_mode="history")
     for wrapper in wrappers:
         wrapper.tokenizer = None
-    with assert_refused(ValueError, data, "tokenizer=None … Pass `tokenizer=`"):
+    with assert_refused(ValueError, data, "tokenizer=None", "Pass `tokenizer=`"):
         make(name, lab, wrappers)(data)
 
 

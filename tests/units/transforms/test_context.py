@@ -219,7 +219,7 @@ def test_an_exact_kl_needs_one_context() -> None:
     rows = [[distributions(m, *row).detach() for m in both] for row in zip(CONTEXTS, RESPONSES, strict=True)]
     kl = [(p.exp() * (p - q)).sum(-1) for p, q in rows]
     assert_close(at_responses(found, "kl_penalty"), kl, atol=1e-5, rtol=0)
-    message = r"estimator='exact' runs both .* prompts differ: None of the policy, \('hint', 'ids'\) of the reference"
+    message = r"estimator='exact' runs both .* the policy has the prompts \[\] and the reference \[\('hint', 'ids'\)\]"
     with pytest.raises(ValueError, match=message):
         RetrieveKL(model, reference, estimator="exact", extras=[AfterPrompt(HINT_IDS, of="reference")])
     kept = ScoreOptions(Sampling(top_k=3, reference="kept"))

@@ -81,7 +81,7 @@ def test_further_keys_of_the_kl_are_set_on_the_whole(name: str, value: Any, make
     with pytest.raises(AssertionError):
         assert_same(result, plain)
     if name == "old_log_probs_key":
-        with pytest.raises(ValueError, match="corrects an estimate from sampled tokens"):
+        with pytest.raises(ValueError, match="has no effect with estimator='exact'"):
             whole.estimator = "exact"
         assert whole.estimator != "exact"
 
@@ -95,7 +95,7 @@ def test_what_is_fixed_at_construction_and_what_is_checked(make: Any, ref_model:
             message = rf"{type(transform).__name__}\.{name} is fixed at construction: build a new"
             with pytest.raises(AttributeError, match=message):
                 setattr(transform, name, "left")
-    message = "scope must be 'turn' or 'full', got 'word'"
+    message = "scope must be one of 'turn', 'full', got 'word'"
     classes = KLRewardTransform, RetrieveLogProb, RetrieveValue
     for cls in classes:
         with pytest.raises(ValueError, match=message):
@@ -104,7 +104,7 @@ def test_what_is_fixed_at_construction_and_what_is_checked(make: Any, ref_model:
         with pytest.raises(ValueError, match=message):
             transform.scope = "word"
     for transform in (make(), KLRewardTransform(ref_model), RetrieveLogProb(ref_model)):
-        with pytest.raises(AttributeError, match=r"no setting 'temperature'.* set transform.options = .*but"):
+        with pytest.raises(AttributeError, match=r"temperature is an option of .*: set transform.options = .*but"):
             transform.temperature = 0.5
         for name, wrong, message in WRONG:
             before = getattr(transform, name)
@@ -125,10 +125,8 @@ def test_what_is_fixed_at_construction_and_what_is_checked(make: Any, ref_model:
 
 
 WRONG: list[tuple[str, Any, str]] = [
-    ("options", {"temperature": 1.0}, r"options must be ScoreOptions\(...\), got {'temperature': 1.0}"),
-    ("options", ScoreOptions(grad=True), "options has grad=True, which a transform decides: use detach=False"),
-    ("options", ScoreOptions(top_k=3), r"options asks for top_k, and names no entry for it: use extras="),
-    ("options", ScoreOptions(record_routing=True), r"options asks for record_routing, and names no entry"),
+    ("options", ScoreOptions(grad=True), "options asks for grad, which a transform sets itself: use detach=False"),
+    ("options", ScoreOptions(top_k=3), r"options asks for top_k, .*extras=\[Entropy"),
     ("extras", [KeptTokens("a"), KeptTokens("b")], "extras has one kind twice: leave one out of .*KeptTokens"),
 ]
 
@@ -161,8 +159,6 @@ def test_a_critic_set_later_is_used_and_stays_outside_the_state(data: TensorDict
     found, want = transform(data.clone()), RetrieveValue(critic)(data.clone())
     assert_same(found, want)
     assert next(steps(found))["next", "state_value"].any()
-    with pytest.raises(TypeError, match="critic must be"):
-        transform.critic = 3
 
 
 def test_the_estimator_of_kl_reward_transform(data: TensorDictBase, policy_model: Any, ref_model: Any) -> None:
@@ -170,7 +166,7 @@ def test_the_estimator_of_kl_reward_transform(data: TensorDictBase, policy_model
     changed = KLRewardTransform(ref_model)
     changed.estimator = "k2"
     assert_same(changed(data.clone()), KLRewardTransform(ref_model, estimator="k2")(data.clone()))
-    for name, message in (("exact", "needs the policy's whole distributions"), ("k9", "unknown KL estimator 'k9'")):
+    for name, message in (("exact", "estimator='exact' needs the policy"), ("k9", "unknown KL estimator 'k9'")):
         with pytest.raises(ValueError, match=message):
             changed.estimator = name
         with pytest.raises(ValueError, match=message):
