@@ -1,10 +1,10 @@
-"""Attention within a pack: each piece attends to the pieces before it in its sequences and to itself, to no other.
+"""Attention within a pack: each piece attends to itself and to the earlier pieces of its sequences.
 
-transformers' models look up their attention by a name in their configuration. While a pack is scored, that name is the
-one registered here; and again while checkpointed layers of the pack are recomputed in the backward.
+transformers looks up the attention function by a name in the configuration. While a pack is scored, and while its
+checkpointed layers are recomputed in the backward, that name is the one registered here.
 
-In a body with compiled parts, the attention of a layer is one operator, which finds its pack when it runs: one graph
-serves all packs.
+In a compiled body the attention of a layer is one operator. It looks up its pack when it runs, so one graph serves all
+packs.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from torchrl_llm_kl.scoring._checkpoints import (
 )
 from torchrl_llm_kl.scoring._model import body_and_head, locked
 
-#: Keys and values of some tokens, one pair for each attention call of a forward: ``[1, heads, tokens, size]``.
+#: Keys and values of some tokens, ``[1, heads, tokens, size]``, one pair for each attention call of a forward.
 KeysValues = list[tuple[Tensor, Tensor]]
 
 NAME = "torchrl_llm_kl_pack"
-# Queries at a time where keys come from other packs or a window limits them: bounds the size of the mask.
+# Queries per attention call where a mask is needed. It bounds the size of the mask.
 _ROWS = 512
-# Pairs of a query and a key in a pack that an accelerator attends to in one call, under a mask of them all: up to here that
-# costs less than several kernels for each piece. A guess.
+# An accelerator attends to a whole pack in one call if the pack has at most this many pairs of a query and a key: a small
+# mask costs less than several kernels per piece. The number is a guess.
 _AT_ONCE = 2**22
 
 _ACTIVE = threading.local()
@@ -68,29 +68,30 @@ _ACTIVE = threading.local()
 
 @dataclass(frozen=True, eq=False)
 class PackPiece:
-    """One piece of a pack."""
+    """Consecutive tokens of a pack that belong to one node of the prefix tree."""
 
-    first: int  # its first place in the pack
-    last: int  # the place after its last one
-    past: int  # the piece before it, -1 if that is not in the pack
-    outside: list[KeysValues]  # of all tokens before it, in order, if the piece before it is not in the pack
-    kept: KeysValues | None = None  # an empty list that the forward fills; None if no later pack needs them
+    first: int  # place of its first token in the pack
+    last: int  # place after its last token
+    past: int  # index of the piece that it continues, -1 if that is not in this pack
+    outside: list[KeysValues]  # keys and values of its prefix from earlier packs, in order
+    kept: KeysValues | None = None  # the forward appends here; None if no later pack needs them
 
 
-#: Gradients of keys and values from the backwards of later packs: by list of keys and values, and attention call.
+#: Gradients of keys and values from the backwards of later packs. The key is the id of the list and the attention call; the
+#: value is the number of the backward and the two gradients.
 Gradients = dict[tuple[int, int], tuple[int, Tensor, Tensor]]
 
 
 class Recorded(NamedTuple):
-    """An attention call of a body with compiled parts, with its own graph."""
+    """An attention call in a compiled body, with its own autograd graph."""
 
     out: Tensor
-    own: list[Tensor]  # query, key, value and, where there are some, sinks
-    past: list[Tensor]  # key and value of each of :meth:`PackLayout.outside`
+    own: list[Tensor]  # query, key, value, and sinks if the layer has them
+    past: list[Tensor]  # keys and values of :meth:`PackLayout.outside`, alternating
 
 
 class Inputs(NamedTuple):
-    """Query, key and value of an attention call, ``[b, heads, n, size]``, and its settings."""
+    """The arguments of an attention call; query, key and value are ``[b, heads, n, size]``."""
 
     query: Tensor
     key: Tensor
@@ -103,49 +104,49 @@ class Inputs(NamedTuple):
 
     @property
     def has_own_scores(self) -> bool:
-        """Whether scores are soft-capped or have sinks, which torch's own attention does not support."""
+        """Whether the scores are soft-capped or have sinks. torch's own attention supports neither."""
         return self.softcap is not None or self.sinks is not None
 
 
 @dataclass(eq=False)
 class PackLayout(Followed):
-    """The pieces of a pack, and the state of its forward."""
+    """The pieces of a pack and the state of its forward."""
 
-    pieces: list[PackPiece]  # in the order of the pack, without gaps
-    gradients: Gradients | None = None  # of all packs of a score, if the body has compiled parts
-    recorded: dict[int, Recorded] = field(default_factory=dict)  # by call, until their backward
-    recomputes: bool = False  # whether this is the recomputation of a checkpoint
+    pieces: list[PackPiece]  # in order, without gaps
+    gradients: Gradients | None = None  # shared by all packs of a call; None unless the body is compiled
+    recorded: dict[int, Recorded] = field(default_factory=dict)  # by attention call, until its backward
+    recomputes: bool = False  # True while a checkpoint recomputes the forward
     number: int = field(default_factory=itertools.count().__next__)
     calls: int = 0  # attention calls so far
     has_window: bool = False  # whether any layer passed a sliding window
-    shared: dict[object, Any] = field(default_factory=dict)  # tensors for all attention calls of the forward
-    attend: Callable[..., Tensor] | None = None  # in place of :func:`_attend`, with its arguments
+    shared: dict[object, Any] = field(default_factory=dict)  # masks and indices for all attention calls
+    attend: Callable[..., Tensor] | None = None  # replaces :func:`_attend`
     saving: tuple[bool, object] = (False, None)
 
     @contextmanager
     def again(self, model: nn.Module, call: int) -> Iterator[None]:
-        """Context: a recomputation that begins with an attention call of the forward."""
+        """Context for a recomputation that starts at attention call ``call`` of the forward."""
         pieces = [replace(piece, kept=None) for piece in self.pieces]
         with locked(model), pack_attention(model, replace(self, pieces=pieces, calls=call, recomputes=True)):
             yield
 
     def past(self, call: int) -> list[tuple[Tensor, Tensor]]:
-        """The keys and values of other packs in an attention call."""
+        """Keys and values from earlier packs for an attention call."""
         return [kept[call] for kept in self.outside()]
 
     def outside(self) -> list[KeysValues]:
-        """The keys and values of other packs, each once."""
+        """The lists of keys and values from earlier packs, each once."""
         return list({id(kept): kept for piece in self.pieces for kept in piece.outside}.values())
 
     @property
     def fits_one_call(self) -> bool:
-        """Whether the pack has several parts, and a mask of all pairs of a query and a key is small."""
+        """Whether the pack has several parts and a mask of all pairs of a query and a key is small."""
         outside, queries = self.outside(), self.pieces[-1].last
         pairs = queries * (queries + sum(kept[0][0].shape[2] for kept in outside))
         return len(self.pieces) + len(outside) > 1 and pairs <= _AT_ONCE
 
     def mask(self, rows: int, past: int, width: int, window: int | None, like: Tensor) -> Tensor:
-        """0 where a query sees a key, ``-inf`` elsewhere, ``[rows, width]``: with ``past`` keys before the first query."""
+        """A mask ``[rows, width]``: 0 where a query sees a key, else ``-inf``. ``past`` keys precede the first query."""
         at = (rows, past, width, window, like.device, like.dtype)
         if at not in self.shared:
             hidden = torch.full((rows, width), -torch.inf, device=like.device, dtype=like.dtype)
@@ -155,28 +156,29 @@ class PackLayout(Followed):
         return found
 
     def begin(self, key: Tensor, value: Tensor, window: int | None) -> int:
-        """The number of an attention call; keeps the keys and values that later packs need."""
+        """Start an attention call: keep the keys and values that later packs need, and return the number of the call."""
         call, self.calls = self.calls, self.calls + 1
         self.has_window |= window is not None
         for piece in self.pieces:
             if piece.kept is not None:
                 k, v = key[:, :, piece.first : piece.last], value[:, :, piece.first : piece.last]
-                # Copy, so that the rest of the pack is freed; with gradient the graph holds it anyway.
+                # A copy lets the rest of the pack be freed. With gradient the graph holds all of it anyway.
                 piece.kept.append((k, v) if k.requires_grad else (k.clone(), v.clone()))
         return call
 
 
 @contextmanager
 def pack_attention(model: nn.Module, layout: PackLayout) -> Iterator[None]:
-    """Context: attention within a pack, in this thread; restores the model's attributes afterwards, also after an error.
+    """Context in which the model attends within a pack, in this thread. The model's attributes are restored at the end.
 
-    Raises a NotImplementedError if the body's attention cannot be replaced, or is more than a causal mask and a window.
+    Raises:
+        NotImplementedError: if the body's attention cannot be replaced, or uses more than a causal mask and a window.
     """
     body = body_and_head(model)[0]
     by_id = {id(config): config for m in body.modules() if (config := getattr(m, "config", None)) is not None}
     configs = [config for config in by_id.values() if hasattr(config, ATTENTION)]
     if not configs or not asked(body, FLASH, bool):
-        raise NotImplementedError(f"{type(body).__name__} has an attention that cannot be exchanged.")
+        raise NotImplementedError(f"{type(body).__name__} has an attention function that cannot be replaced.")
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
@@ -205,18 +207,18 @@ def pack_attention(model: nn.Module, layout: PackLayout) -> Iterator[None]:
 
 
 def _linear(module: nn.Linear, input: Tensor) -> Tensor:
-    """A linear layer of the body, without gradient."""
+    """The forward of a linear layer without gradient, with oneDNN's product where that is faster."""
     output = onednn_linear(input, module.weight, module.bias)
     return nn.Linear.forward(module, input) if output is None else output
 
 
 def _checkpoints_outside(module: nn.Module) -> bool:
-    """Whether a module checkpoints its call, not its forward: layers of transformers before 5.23."""
+    """Whether a module checkpoints its ``__call__`` and not its forward, as layers of transformers before 5.23 do."""
     return type(module).__call__ is not nn.Module.__call__
 
 
 def _walk(module: nn.Module, inside: bool = False) -> Iterator[tuple[nn.Module, bool]]:
-    """All modules, and whether each is inside a compiled one."""
+    """Yield all modules, and for each whether it is inside a compiled one."""
     yield module, inside
     inside = inside or compiled_call(module) is not None
     for child in module.children():
@@ -227,14 +229,14 @@ def _walk(module: nn.Module, inside: bool = False) -> Iterator[tuple[nn.Module, 
 
 
 def _in_graph(function: Callable[..., object]) -> Callable[..., object]:
-    """The checkpoint function inside a compiled module: all but the attention is recomputed."""
+    """The checkpoint function of a layer inside a compiled module: everything but the attention is recomputed."""
     settings = settings_of(function)
     if settings is None or settings.keys() - {"use_reentrant", "preserve_rng_state"}:
         return _refuse
     return _saving_attention(settings.get("preserve_rng_state", True))
 
 
-@cache  # one function, for which graphs are compiled once
+@cache  # the same function object each time, or every call would compile new graphs
 def _saving_attention(preserve_rng_state: bool) -> Callable[..., object]:
     saved = partial(create_selective_checkpoint_contexts, [torch.ops.torchrl_llm_kl.pack_attention.default])
     return partial(checkpoint, preserve_rng_state=preserve_rng_state, use_reentrant=False, context_fn=saved)
@@ -261,12 +263,12 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls: ``[1, heads, N, size]`` to ``[1, N, heads, size]``."""
+    """The attention function that transformers calls; from ``[1, heads, N, size]`` to ``[1, N, heads, size]``."""
     inputs = Inputs(query, key, value, s_aux, scaling, dropout, sliding_window, softcap)
     by_operator = torch.compiler.is_compiling() or _active(type(module).__name__).gradients is not None
     own_mask = (None if attention_mask is None else attention_mask.shape) != ((1, 1, 1, 1) if by_operator else None)
     if own_mask or not asked(module, "is_causal", bool, True):
-        raise NotImplementedError(f"{type(module).__name__} has its own attention mask.")
+        raise NotImplementedError(f"{type(module).__name__} passes its own attention mask, which packs cannot apply.")
     if by_operator:
         assert attention_mask is not None
         return _attend_by_operator(inputs, attention_mask), None
@@ -277,7 +279,7 @@ def _attention(
 
 
 def _active(who: str) -> PackLayout:
-    """The layout of the pack that this thread forwards."""
+    """The layout of the pack that runs in this thread; ``who`` names the caller in the error."""
     layout = asked(_ACTIVE, "layout", PackLayout)
     if layout is not None:
         return layout
@@ -287,7 +289,10 @@ def _active(who: str) -> PackLayout:
 
 
 def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs) -> Tensor:
-    """``[1, heads, N, size]`` to ``[1, N, heads, size]``; ``past`` are keys and values of ``layout.outside()``."""
+    """Attend piece by piece; ``[1, heads, N, size]`` to ``[1, N, heads, size]``.
+
+    ``past`` holds the keys and values of ``layout.outside()`` in this attention call.
+    """
     if layout.attend is not None:
         return layout.attend(layout, past, inputs)
     if not inputs.has_own_scores and inputs.dropout == 0.0 and takes_varlen(inputs.query):
@@ -296,7 +301,7 @@ def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Input
         return _attend_at_once(layout, past, inputs)
     before = {id(kept): pair for kept, pair in zip(layout.outside(), past, strict=True)}
     followed = {piece.past for piece in layout.pieces}
-    seen: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values up to the end of each piece that others follow
+    seen: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values up to the end of each piece that others continue
     out = []
     for i, piece in enumerate(layout.pieces):
         q, k, v = (tensor[:, :, piece.first : piece.last] for tensor in inputs[:3])
@@ -312,7 +317,7 @@ def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Input
 
 
 def _attend_at_once(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs) -> Tensor:
-    """One call for all pieces, under a mask of all pairs."""
+    """Attend to all pieces in one call, with a mask over all pairs of a query and a key."""
     query, key, value = inputs[:3]
     at = ("pairs", inputs.window, query.dtype)
     if at not in layout.shared:
@@ -332,7 +337,7 @@ def _attend_at_once(layout: PackLayout, past: list[tuple[Tensor, Tensor]], input
 def _blocks(
     layout: PackLayout, query: Tensor, key: Tensor, window: int | None
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Blocks of queries, the keys that they may see, and the mask; None for a causal mask on equal lengths."""
+    """Yield blocks of queries with the range of their keys and the mask; None stands for torch's own causal mask."""
     length, width = query.shape[2], key.shape[2]
     past = width - length
     if past == 0 and (window is None or length <= window):
@@ -346,7 +351,7 @@ def _blocks(
 
 
 def attend_block(inputs: Inputs, mask: Tensor | None) -> Tensor:
-    """Attention under a mask that is added to the scores, by default a causal one; ``[b, heads, n, size]``."""
+    """Attention with a mask that is added to the scores; None means causal. Returns ``[b, heads, n, size]``."""
     query, key, value, sinks, scale, dropout, _, softcap = inputs
     if not inputs.has_own_scores:
         causal, grouped = mask is None, query.shape[1] != key.shape[1]
@@ -367,20 +372,20 @@ def attend_block(inputs: Inputs, mask: Tensor | None) -> Tensor:
 
 # ---------------------------------------------------------------------- one operator, for compiled layers
 
-# A graph records an attention call as an operator, which finds the pack of its thread when it runs, and as the operator's
-# backward, which finds the call by number and goes back through the graph that the operator recorded for itself. Gradients
-# of keys and values of earlier packs cannot flow from graph to graph: they are added up in `PackLayout.gradients`, where
-# the backward of the earlier pack fetches them. It cannot come too early: its last hidden state depends, through the link,
-# on all attention calls of the later pack.
+# A compiled graph contains an attention call as one operator and its backward as another. When the operator runs, it looks
+# up the pack of its thread and records its own autograd graph under the number of the call. The backward operator finds that
+# graph by the number and runs it. Gradients of keys and values from earlier packs cannot flow from one compiled graph to
+# another. They are summed in `PackLayout.gradients`, and the backward of the earlier pack adds them. The link ensures the
+# order: every attention call of the later pack depends on the last hidden state of the earlier one.
 
 _LAYOUTS: weakref.WeakValueDictionary[int, PackLayout] = weakref.WeakValueDictionary()
 
 
 def link(layout: PackLayout, before: Tensor | None, device: torch.device) -> Tensor:
-    """A tensor ``[1, 1, 1, 1]`` to pass to a body with compiled parts as its mask.
+    """A tensor ``[1, 1, 1, 1]`` that a compiled body receives as its attention mask.
 
-    The backward of ``before``, the last hidden state of the pack before this one, waits for the backward of every layer that
-    gets it. Models pass a mask of four dimensions on to their attention unchanged.
+    It makes the backward of ``before``, the last hidden state of the previous pack, wait for the backward of every layer in
+    this pack. transformers passes a mask of four dimensions unchanged to the attention of each layer.
     """
     start = torch.zeros(1, 1, 1, 1, device=device, requires_grad=torch.is_grad_enabled())
     return _Link.apply(layout, start if before is None else before, start)
@@ -389,7 +394,7 @@ def link(layout: PackLayout, before: Tensor | None, device: torch.device) -> Ten
 class _Link(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layout: PackLayout, before: Tensor, start: Tensor) -> Tensor:
-        ctx.layout = layout  # lives as long as the graph that needs it
+        ctx.layout = layout  # keeps the entry of _LAYOUTS alive as long as the graph
         ctx.shape, ctx.dtype = before.shape, before.dtype
         _LAYOUTS[layout.number] = layout
         return torch.zeros_like(start)
@@ -401,25 +406,25 @@ class _Link(torch.autograd.Function):
 
 
 def _call_compiled(function: Callable[..., object], layout: PackLayout, *args: object, **options: object) -> object:
-    """Call a compiled module so that one graph serves packs of any number of tokens."""
+    """Call a compiled module with a dynamic number of tokens, so that one graph serves all packs."""
     layout.check_saving()
     tensors = [x for x in tensor_leaves((args, options)) if x.ndim > 1]
-    for tensor in tensors:  # the first one is token ids or hidden states
+    for tensor in tensors:  # the first is token ids or hidden states, [1, N, ...]
         if tensor.shape[:2] == tensors[0].shape[:2]:
             mark_dynamic(tensor, 1)
     return function(*args, **options)
 
 
 def _attend_by_operator(inputs: Inputs, link: Tensor) -> Tensor:
-    """As :func:`_attend`, in a graph or beside graphs."""
+    """Run the attention as an operator, in a compiled graph or eagerly; else like :func:`_attend`."""
     tensors = inputs[:3]
     if link.requires_grad and not torch.is_grad_enabled():
         raise CheckpointError
     device = inputs.query.device.type
-    if torch.is_autocast_enabled(device):  # graphs do not pass it on to their operators
+    if torch.is_autocast_enabled(device):  # autocast does not reach custom operators in a graph
         dtype = torch.get_autocast_dtype(device)
         tensors = tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)  # type: ignore[assignment]
-    # Frozen layers before the first adapter have no backward, despite the link.
+    # Frozen layers before the first adapter need no backward, although the link requires a gradient.
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     link = link if grad else link.detach()
     out: Tensor = torch.ops.torchrl_llm_kl.pack_attention(*tensors, inputs.sinks, link, grad, *inputs[4:])[0]
@@ -432,15 +437,15 @@ def _operator(
     layout, inputs = _active("a compiled attention"), Inputs(query, key, value, sinks, *settings)
     if saving()[1] is not layout.saving[1]:
         raise CheckpointError
-    if not grad or (layout.saving[1] is not None and not layout.recomputes):  # no backward, or only of a recomputation
+    if not grad or (layout.saving[1] is not None and not layout.recomputes):  # no backward, or one that recomputes
         call = layout.begin(key, value, inputs.window)
         out = _attend(layout, layout.past(call), inputs)
     else:
         call = layout.begin(key.detach(), value.detach(), inputs.window)
-        # Copies: a graph may write into the memory of a tensor after its their last use.
+        # Copies, since inductor may reuse the memory of a tensor after its last use in the graph.
         own = [None if t is None else t.detach().clone().requires_grad_() for t in (query, key, value, sinks)]
         pairs = [(k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in layout.past(call)]
-        # Not of the checkpoint's graph.
+        # The checkpoint's hooks must not pack the tensors of this inner graph.
         held = saved_tensors_hooks(lambda x: x, lambda x: x) if layout.recomputes else nullcontext()
         with default_dispatch(), torch.enable_grad(), held:
             recorded = _attend(layout, pairs, Inputs(*own, *settings))  # type: ignore[arg-type]
@@ -458,7 +463,7 @@ def _operator_fake(
 
 
 def _operator_backward(gradient: Tensor, where: Tensor, sizes: list[int]) -> list[Tensor]:
-    """The gradients of query, key, value and sinks."""
+    """Gradients of query, key, value and, if present, sinks."""
     number, call = where.tolist()
     layout, task = _LAYOUTS.get(number), backward_task()
     if layout is None or call not in layout.recorded:
@@ -474,7 +479,7 @@ def _operator_backward(gradient: Tensor, where: Tensor, sizes: list[int]) -> lis
     assert gradients is not None, "the operator is for bodies with compiled parts"
     for kept, k, v in zip(layout.outside(), others[::2], others[1::2], strict=True):
         before = gradients.get((id(kept), call))
-        if before is not None and before[0] == task:  # not left over from a backward that failed
+        if before is not None and before[0] == task:  # an entry of another backward is left over from one that failed
             k, v = before[1].add_(k), before[2].add_(v)
         gradients[id(kept), call] = task, k, v
     mine = [t.contiguous() for t in all_gradients[: len(own)]]
@@ -520,7 +525,7 @@ _backward.register_fake(_operator_backward_fake)
 
 
 def takes_varlen(query: Tensor) -> bool:
-    """Whether the GPU kernel supports these queries: half precision, heads of at most 256, Ampere or later."""
+    """Whether the flash-attention kernel supports these queries: half precision, head size up to 256, Ampere or later."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -531,7 +536,7 @@ def takes_varlen(query: Tensor) -> bool:
 
 
 def _attend_varlen(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs) -> Tensor:
-    """``[1, heads, N, size]`` to ``[1, N, heads, size]``."""
+    """Attend to all pieces in one variable-length flash-attention call; returns ``[1, N, heads, size]``."""
     query, key, value = inputs[:3]
     if "varlen" not in layout.shared:
         layout.shared["varlen"] = _varlen_index(layout, query.device)
@@ -546,10 +551,9 @@ def _attend_varlen(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs
 
 
 def _varlen_index(layout: PackLayout, device: torch.device) -> tuple[Tensor, tuple[Tensor, Tensor, int, int]]:
-    """The keys of each piece, for every layer.
+    """The indices of the keys of all pieces, and the kernel's spans; the same for every layer.
 
-    Returns :func:`key_index` of all pieces, end to end; and the kernel's spans: cumulative query and key counts of the
-    pieces (int32, from 0), and the most queries and keys of a piece.
+    The spans are the cumulative numbers of queries and of keys (int32, from 0) and the largest number of each.
     """
     seen = key_index(layout)
     lengths = [piece.last - piece.first for piece in layout.pieces]
@@ -559,7 +563,7 @@ def _varlen_index(layout: PackLayout, device: torch.device) -> tuple[Tensor, tup
 
 
 def key_index(layout: PackLayout) -> list[Tensor]:
-    """The places of each piece's keys in the row of all keys: ``layout.outside()``, then the pack's own."""
+    """The indices of each piece's keys among all keys: those of ``layout.outside()``, then the pack's own."""
     span: dict[int, Tensor] = {}
     width = 0
     for kept in layout.outside():

@@ -1,4 +1,4 @@
-"""The prefix cache: keys, values and log-probs of conversations that continue, looked up by their tokens."""
+"""The prefix cache: keys, values and log-probs of growing conversations, looked up by their tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
-# Samplers whose log-probs are cached; keys and values serve any.
+# Log-probs are cached for this many samplers per segment. Keys and values do not depend on the sampler.
 _SAMPLERS = 4
 
 # ---------------------------------------------------------------------- the cache
@@ -25,30 +25,31 @@ _SAMPLERS = 4
 
 @dataclass(eq=False)
 class Segment:
-    """Consecutive tokens of one or more conversations, after the first ``start`` tokens of the parent segment."""
+    """Consecutive tokens of one or more conversations; they follow the first ``start`` tokens of the parent segment."""
 
     tokens: Tensor  # ids [n], on the CPU
     keys_values: KeysValues
-    num_bytes: int  # of these, or of the state
-    # By sampler: [n] float32, float64 for a float64 head, on the CPU; NaN where not computed.
+    num_bytes: int  # bytes of the keys and values, or of the state
+    # Sampler to log-probs [n] on the CPU: float32, or float64 for a float64 head. NaN where not computed.
     log_probs: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
     parent: Segment | None = None  # None for the root
     start: int = 0
     children: dict[tuple[int, int], Segment] = field(default_factory=dict)  # by start and first token
-    # By sampler, as `log_probs`: the log-probs of tokens right after the last one, where a turn ended.
+    # Sampler to log-probs of tokens that follow the last one. A turn's last token is scored but not forwarded, so its
+    # log-prob has no place in `log_probs`.
     followers: dict[tuple[float, ...], dict[int, float]] = field(default_factory=dict)
-    state: Any = None  # transformers' cache after its last token, of a model that continues from such states
+    state: Any = None  # recurrent models: transformers' cache after the last token
 
 
 @dataclass(frozen=True, eq=False)
 class Cursor:
-    """A place in the cache: after the first ``offset`` tokens of ``segment``."""
+    """A position in the cache: after the first ``offset`` tokens of ``segment``."""
 
     segment: Segment
     offset: int
 
     def spans(self) -> list[tuple[Segment, int]]:
-        """The segments from the root to here, and the number of tokens of each."""
+        """The segments from the root to this position, with the number of tokens of each."""
         out = []
         segment, offset = self.segment, self.offset
         while segment.parent is not None:
@@ -58,22 +59,22 @@ class Cursor:
 
 
 class PrefixKVCache:
-    """Scored token sequences as a tree of segments; evicts the least recently used when it is full.
+    """A tree of segments of scored sequences. When it is full, the least recently used segments are evicted.
 
-    Lookups use the tokens alone, so environments may interleave in any order.
+    Lookups use only the tokens, so environments may interleave in any order.
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit  # the most bytes of keys and values
-        self.tokens_seen = 0  # tokens of all requests so far; shared prefixes once
-        self.tokens_recalled = 0  # cache hits among them
+        self.limit = limit  # upper bound of num_bytes
+        self.tokens_seen = 0  # tokens of all requests so far, shared prefixes counted once
+        self.tokens_recalled = 0  # how many of them were cached
         self.dtype = torch.float32  # of log-probs
-        self.sampler: tuple[float, ...] = ()  # of the call, whose log-probs are looked up: see Setup.sampler
+        self.sampler: tuple[float, ...] = ()  # Setup.sampler of the current call
         self._owner: tuple[object, ...] = ()
         self.clear()
 
     def bind(self, setup: Setup, ranks: Ranks) -> None:
-        """Clear the cache if weights or settings changed, on any rank: each sees a part of sharded weights."""
+        """Clear the cache if weights or settings changed on any rank. With sharded weights each rank sees only a part."""
         self.sampler = setup.sampler
         owner = (fingerprint(setup.model), setup.options.adapters, setup.options.dtype, setup.options.deterministic)
         if not ranks.all(owner == self._owner):
@@ -87,14 +88,17 @@ class PrefixKVCache:
         """Drop all segments."""
         self.num_bytes = 0
         self.root = Cursor(Segment(torch.zeros(0).long(), [], 0), 0)  # where every conversation begins
-        # A segment is touched before its parents, so the first one here has no children.
+        # From the least recently used. Segments are touched before their parents, so the first one has no children.
         self._by_use: OrderedDict[Segment, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_use)
 
     def walk(self, cursor: Cursor, tokens: Tensor) -> tuple[Cursor, list[tuple[Segment, int, int]]]:
-        """The cursor up to which ``tokens`` are cached, and the hits: segment, and first and last place in it."""
+        """Follow ``tokens`` from a cursor.
+
+        Returns the cursor up to which they are cached, and the hits: a segment and the range of its tokens.
+        """
         segment, offset, done = cursor.segment, cursor.offset, 0
         hits = []
         while done < tokens.numel():
@@ -110,7 +114,7 @@ class PrefixKVCache:
         return Cursor(segment, offset), hits
 
     def shrink(self, size: int, in_use: set[Segment] | None = None) -> bool:
-        """Evict the least recently used until at most ``size`` bytes are left; False if ``in_use`` is in the way."""
+        """Evict the least recently used until at most ``size`` bytes remain; False if only segments ``in_use`` are left."""
         while self.num_bytes > size:
             oldest = next(iter(self._by_use), None)
             if oldest is None or oldest in (in_use or ()):
@@ -122,14 +126,14 @@ class PrefixKVCache:
         return True
 
     def touch(self, cursor: Cursor) -> None:
-        """Mark the segments up to a place as the most recently used."""
+        """Mark the segments up to a cursor as the most recently used."""
         for segment, _ in reversed(cursor.spans()):
             self._by_use.move_to_end(segment)
 
     def add(
         self, cursor: Cursor, tokens: Tensor, keys_values: KeysValues, needed: int, in_use: set[Segment]
     ) -> Segment | None:
-        """Insert ``tokens [n]`` where :meth:`walk` ended; None if its bytes fit only by evicting ``in_use``."""
+        """Insert ``tokens [n]`` where :meth:`walk` ended; None if they fit only by evicting segments ``in_use``."""
         segment = Segment(tokens.clone(), keys_values, needed, parent=cursor.segment, start=cursor.offset)
         self.touch(cursor)
         before = {held for held, _ in cursor.spans()}
@@ -143,7 +147,7 @@ class PrefixKVCache:
 
 
 def _common(a: Tensor, b: Tensor) -> int:
-    """Number of leading tokens that are equal."""
+    """The number of equal leading tokens."""
     n = min(a.numel(), b.numel())
     different = (a[:n] != b[:n]).nonzero()
     return int(different[0]) if different.numel() else n
@@ -153,14 +157,14 @@ def _common(a: Tensor, b: Tensor) -> int:
 
 
 class CacheLookup:
-    """The cached part of a request's prefix tree; takes keys, values and log-probs of the rest.
+    """The cached part of a request's prefix tree. It also takes the keys, values and log-probs of the rest.
 
     If ``values`` is False, no score is read from the cache, because more than log-probs is requested.
 
     Attributes:
         scored: the request's mask without the tokens whose log-prob is cached; ``[N]``.
-        cached: number of leading tokens of each node that need no forward; ``[M]``. Fewer than the cache holds where a
-            wanted log-prob needs the hidden state of a cached token.
+        cached: number of leading tokens of each node that need no forward; ``[M]``. It can be less than the cache holds,
+            where a requested log-prob needs the hidden state of a cached token.
         element: scored tokens whose log-prob is cached; ``[L]``.
         values: their log-probs; ``[L]``.
     """
@@ -168,9 +172,9 @@ class CacheLookup:
     def __init__(self, cache: PrefixKVCache, request: ScoreRequest, tree: PrefixTree, *, values: bool = True) -> None:
         self.cache, self.request, self.tree = cache, request, tree
         self._log_probs = torch.full((tree.num_tokens,), torch.nan, dtype=cache.dtype)  # NaN where unknown
-        self._hits: list[tuple[Segment, int, int, int]] = []  # segment, its first and last place, place in the tree
+        self._hits: list[tuple[Segment, int, int, int]] = []  # segment, range of its tokens, place in the tree
         self._used: set[Segment] = set()
-        self._end: list[Cursor | None] = []  # of each node, if the cache holds all of it
+        self._end: list[Cursor | None] = []  # the cursor after each node, None if a part of it is not cached
         self._full = False
         held = [self._look_up(node) for node in range(tree.num_nodes)]
 
@@ -192,7 +196,7 @@ class CacheLookup:
         cache.tokens_recalled += sum(self.cached)
 
     def past(self, node: int) -> list[KeysValues]:
-        """Keys and values of all tokens before the first forwarded token of ``node``."""
+        """Keys and values of all tokens before the first token of ``node`` that is forwarded."""
         begin = self._begin(node)
         assert begin is not None
         end, _ = self.cache.walk(begin, self._tokens(node)[: self.cached[node]])
@@ -201,14 +205,14 @@ class CacheLookup:
     def insert(
         self, node: int, first: int, length: int, keys_values: KeysValues, *, state: Any = None, num_bytes: int = 0
     ) -> None:
-        """Cache forwarded tokens of a node, or the ``state`` after them; those before them must come first."""
+        """Cache forwarded tokens of a node, or the ``state`` after them. Earlier tokens must be inserted first."""
         begin, tokens = self._begin(node), self._tokens(node)[: first + length]
         if begin is None:
             return
         end, hits = self.cache.walk(begin, tokens)
         held = sum(last - start for _, start, last in hits)
         if held < first:
-            return  # the preceding tokens did not fit
+            return  # earlier tokens did not fit
         new = first + length - held
         if new > 0:
             if held > first:
@@ -225,7 +229,7 @@ class CacheLookup:
             self._end[node] = end
 
     def finish(self, element: Tensor, log_probs: Tensor) -> None:
-        """Cache computed log-probs; ``[K]`` each, on the CPU."""
+        """Cache the computed log-probs of some elements; ``[K]`` each, on the CPU."""
         inside, place = self._inside(element)
         self._log_probs[place] = log_probs[inside].to(self._log_probs.dtype)
         for segment, first, last, place_in_tree in self._hits:
@@ -236,7 +240,7 @@ class CacheLookup:
             of_sampler[int(self.request.tokens.values[element[i]])] = float(log_probs[i])
 
     def _look_up(self, node: int) -> int:
-        """Look a node up, after its parent; returns the number of its leading tokens in the cache."""
+        """Look up a node after its parent; returns how many of its leading tokens are cached."""
         begin = self._begin(node)
         if begin is None:
             self._end.append(None)
@@ -259,26 +263,26 @@ class CacheLookup:
         return self.request.tokens.values[element : element + int(self.tree.length[node])]
 
     def _hit(self, segment: Segment, first: int, last: int, place: int) -> None:
-        """Read a hit's log-probs into the tree, and note it for :meth:`finish`."""
+        """Read the log-probs of a hit into the tree, and record it for :meth:`finish`."""
         self._used.add(segment)
         self._hits.append((segment, first, last, place))
         if self.cache.sampler in segment.log_probs:
             self._log_probs[place : place + last - first] = segment.log_probs[self.cache.sampler][first:last]
 
     def _log_probs_of(self, segment: Segment) -> Tensor:
-        """A segment's log-probs under the sampler of the call, which becomes its latest one."""
+        """The log-probs of a segment under the current sampler, which becomes the segment's most recent sampler."""
         held = segment.log_probs.pop(self.cache.sampler, None)
         if held is None:
             held = torch.full((segment.tokens.numel(),), torch.nan, dtype=self.cache.dtype)
         segment.log_probs[self.cache.sampler] = held
-        if len(segment.log_probs) > _SAMPLERS:
+        if len(segment.log_probs) > _SAMPLERS:  # dicts keep their order: the first was used least recently
             oldest = next(iter(segment.log_probs))
             del segment.log_probs[oldest]
             segment.followers.pop(oldest, None)
         return held
 
     def _after_segments(self, element: Tensor) -> list[tuple[int, Segment]]:
-        """Which elements come right after the last token of a segment, and that segment."""
+        """The elements that directly follow the last token of a segment, each as its index in ``element`` and the segment."""
         ends = {place + last - first - 1: x for x, first, last, place in self._hits if last == x.tokens.numel()}
         at_end = torch.zeros(self.tree.num_tokens, dtype=torch.bool)
         at_end[list(ends)] = True
@@ -286,28 +290,28 @@ class CacheLookup:
         return [(i, ends[int(before[i])]) for i in at_end[before].nonzero().flatten().tolist()]
 
     def _inside(self, element: Tensor) -> tuple[Tensor, Tensor]:
-        """Which elements are in the tree, which lacks the last token of a sequence, and their places there."""
+        """Which elements are in the tree, and their places. The last token of a sequence is not forwarded, so not in it."""
         tokens = self.request.tokens
         sequence, position = tokens.sequence_ids[element], tokens.positions[element]
         inside = position < self.tree.forward_lengths[sequence]
         return inside, self.tree.place(sequence[inside], position[inside])
 
     def state(self, node: int, first: int) -> Any:
-        """The state after the first ``first`` tokens of a node, or before it; None at the start of sequences."""
+        """The state after the first ``first`` tokens of a node; None at the start of a sequence."""
         parent = int(self.tree.parent[node])
         if not first:
             return None if parent < 0 else self.state(parent, int(self.tree.length[parent]))
         return self._states(node)[first]
 
     def only_states(self) -> None:
-        """Continue only from states, which are at the ends of segments."""
+        """Reduce ``cached`` to places that have a recurrent state. Only ends of segments have one."""
         before = sum(self.cached)
         for node, cached in enumerate(self.cached):
             self.cached[node] = max((n for n in self._states(node) if n <= cached), default=0)
         self.cache.tokens_recalled += sum(self.cached) - before
 
     def _states(self, node: int) -> dict[int, Any]:
-        """The cached states inside a node, or at its end, by the number of its tokens before them."""
+        """The cached states inside a node or at its end, by the number of its tokens before them."""
         begin = self._begin(node)
         if begin is None:
             return {}

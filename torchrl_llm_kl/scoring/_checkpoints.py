@@ -1,4 +1,4 @@
-"""Checkpoints that a scorer follows: what is recomputed in the backward runs in the context of its forward."""
+"""Activation checkpoints: a layer that is recomputed in the backward runs in the context of its forward."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ from torchrl_llm_kl._private import saving_hook
 from torchrl_llm_kl.scoring._asked import asked
 
 ADVICE = "use transformers' checkpointing or torch's checkpoint_wrapper"
-#: A module or configuration, the name of an attribute, its value, and the value that replaces it.
+#: A module or configuration, the name of an attribute, its current value and its replacement.
 Swap = tuple[object, str, object, object]
-ABSENT: Final = object()  # before: an instance without the attribute
+ABSENT: Final = object()  # the current value of an attribute that the instance does not have
 
 
 Result = TypeVar("Result")
 
 
 class CheckpointError(Exception):
-    """Layers would be recomputed in the backward without the context of their forward."""
+    """A checkpoint would recompute layers without the context of their forward."""
 
     def __init__(self) -> None:
         super().__init__(f"Layers run in a checkpoint in their own code or of another library: {ADVICE}.")
 
 
 class Followed:
-    """The state of a forward whose checkpoints are followed."""
+    """The state of a forward that its checkpoints restore."""
 
-    calls: int = 0  # of what a recomputation must find again, so far
-    saving: tuple[bool, object] = (False, None)  # of :func:`saving`, where the forward or its checkpoint began
+    calls: int = 0  # calls so far, such as attention calls; a recomputation starts at its first one
+    saving: tuple[bool, object] = (False, None)  # the result of saving() where the forward, or its checkpoint, began
     refusal: Callable[[], Exception] = CheckpointError
 
     def check_saving(self) -> None:
-        """Raise an error inside a checkpoint whose recomputation would not find this forward."""
+        """Raise an error inside a checkpoint that :func:`follow` does not know: its recomputation would lack this forward."""
         if saving() != self.saving:
             raise self.refusal()
 
 
 def saving() -> tuple[bool, object]:
-    """Whether a graph is recorded here, and the innermost checkpoint that drops the tensors it saves.
+    """Whether a graph is recorded, and the hook of the innermost checkpoint.
 
-    A reentrant checkpoint records no graph; any other replaces saved tensors through a hook.
+    A reentrant checkpoint records no graph. A non-reentrant one replaces saved tensors through a hook. So a changed result
+    shows that a checkpoint was entered.
     """
     pack = saving_hook()
     return torch.is_grad_enabled(), pack if asked(pack, "__module__", str) == "torch.utils.checkpoint" else None
@@ -60,7 +61,10 @@ def follow(
     *args: object,
     **options: object,
 ) -> Result:
-    """``function(run, ...)``, a checkpoint; its recomputation runs in ``again(calls)``, with the calls before ``run``."""
+    """Call the checkpoint ``function(run, ...)`` so that its recomputation runs inside ``again(calls)``.
+
+    ``calls`` is the number of calls of the forward before ``run``.
+    """
     calls = -1
 
     def bound(*inputs: object, **named: object) -> Result:
@@ -69,7 +73,7 @@ def follow(
             with again(calls):
                 return run(*inputs, **named)
         calls, before = forward.calls, forward.saving
-        if before[0] == torch.is_grad_enabled():  # not reentrant
+        if before[0] == torch.is_grad_enabled():  # a reentrant checkpoint disables gradients
             forward.saving = saving()
         try:
             return run(*inputs, **named)
@@ -78,13 +82,13 @@ def follow(
 
     forward.check_saving()
     settings = settings_of(function)
-    if settings is not None:  # reentrant or not: the values are the same, but only one finds keys of other packs
+    if settings is not None:  # always non-reentrant: gradients must reach keys and values of other packs
         function = partial(checkpoint, **{**settings, "use_reentrant": False})
     return function(bound, *args, **options)
 
 
 def settings_of(function: Callable[..., object]) -> dict[str, Any] | None:
-    """The settings of torch's checkpoint function; None if ``function`` is another."""
+    """The settings bound to torch's checkpoint function; None if ``function`` is another one."""
     if isinstance(function, partial) and not function.args:
         inner = settings_of(function.func)
         return None if inner is None else inner | function.keywords
@@ -93,7 +97,7 @@ def settings_of(function: Callable[..., object]) -> dict[str, Any] | None:
 
 @contextmanager
 def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
-    """Context: attributes replaced; restores them afterwards, also after an error."""
+    """Context in which attributes are replaced. They are restored at the end, also after an error."""
     try:
         for owner, name, _, value in swaps:
             _put(owner, name, value)
@@ -108,6 +112,6 @@ def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
 
 def _put(owner: object, name: str, value: object) -> None:
     if isinstance(owner, nn.Module):
-        owner.__dict__[name] = value  # a compiled module passes attributes on to the one inside
+        owner.__dict__[name] = value  # setattr on a compiled module would set the inner module's attribute
     else:
         setattr(owner, name, value)

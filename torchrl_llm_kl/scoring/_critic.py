@@ -1,4 +1,4 @@
-"""Values of prefixes: a body with a scalar head."""
+"""A critic: a language model's body with a scalar head."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torchrl_llm_kl.scoring._request import ScoreRequest, not_text
 
 
 class TokenCritic(nn.Module):
-    r"""The value of each token's prefix: the expected return from the token on, before it is drawn.
+    r"""Predicts the value of each token's prefix: the expected return from that token on, before it is drawn.
 
     Args:
-        model: a transformers model, also with PEFT adapters; its body is used in place, not copied. Do not share a body
-            with the policy: both losses would train it.
+        model: a transformers model, with or without PEFT adapters. Its body is used in place, not copied. Do not share a
+            body with the policy, since both losses would train it.
 
     Keyword Args:
-        hidden_size: width of the body's output; by default the width in the model's own head or its configuration.
-        tokens_per_batch: the most tokens, including padding, in one forward.
+        hidden_size: width of the body's output. By default it is read from the model's head or its configuration.
+        tokens_per_batch: maximum number of tokens in one forward, including padding.
 
     Attributes:
         body: the model without its head.
@@ -50,11 +50,11 @@ class TokenCritic(nn.Module):
         self.tokens_per_batch = tokens_per_batch
 
     def forward(self, tokens: Ragged, mask: Tensor | None = None) -> Ragged:
-        """Values of the prefixes of tokens.
+        """Values of the tokens' prefixes.
 
         Args:
             tokens: ids; ``values [N]``.
-            mask: the tokens to evaluate, bool ``[N]``; by default all but the first of each sequence, which has no prefix.
+            mask: the tokens to evaluate, bool ``[N]``. By default all except the first of each sequence, which has no prefix.
 
         Returns:
             ``tokens.like(values)``: float32 ``[N]``, in the unit of the reward; 0 where the mask is False.
@@ -70,28 +70,28 @@ class TokenCritic(nn.Module):
             request = ScoreRequest.of(tokens, mask)
             request.check_ids(vocab_size(self.body))
             if not_text(request.tokens, placeholders(self.body)):
-                raise ValueError("the tokens have placeholders of images, and a TokenCritic takes none: leave it out.")
+                raise ValueError("The tokens contain image placeholders, but a TokenCritic evaluates only text.")
             request.check_lengths(position_limit(self.body))
             for rows in plan_micro_batches(request.forward_lengths, self.tokens_per_batch):
                 ids, real, slots, elements = (send(part, out.device) for part in request.padded(rows)[:4])
                 hidden = self.body(input_ids=ids, attention_mask=real).last_hidden_state
-                # Position t - 1 predicts token t: the hidden state of its prefix.
+                # The hidden state at position t - 1 is that of token t's prefix.
                 out = out.index_copy(0, elements, self.head(hidden.flatten(0, 1)[slots]).squeeze(-1).float())
         return tokens.like(out.to(tokens.values.device))
 
 
 def _without_peft(model: nn.Module) -> nn.Module:
-    """The transformers model inside a PEFT model; it keeps the adapters' layers."""
+    """The transformers model inside a PEFT model. Its layers keep their adapters."""
     inner = call_of(model, "get_base_model")
     if not isinstance(inner, nn.Module):
         return model
     if asked(asked(model, "active_peft_config", object), "is_prompt_learning", bool):
-        raise ValueError(f"{type(model).__name__} learns a prompt, which is not in its body: train LoRA adapters.")
+        raise ValueError(f"{type(model).__name__} learns a prompt, which its body lacks: train LoRA adapters.")
     return inner
 
 
 def _width(model: nn.Module) -> int:
-    """The input width of the head: bodies such as OPT-350m's project their hidden states before they return them."""
+    """The input width of the head. It can differ from ``hidden_size``: OPT-350m's body projects its output."""
     weight = head_weight(model)
     if weight is not None and weight.ndim == 2:
         return weight.shape[1]

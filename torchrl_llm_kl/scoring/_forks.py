@@ -1,7 +1,7 @@
 """Models with a recurrent state or convolutions: a shared prefix is forwarded once, and each answer continues from its state.
 
-Such layers cannot run over a pack of several sequences, where a state would leak from one into the next. Their state after a
-prefix is small, and transformers' cache holds it beside the keys and values of attention: it is forked where sequences part.
+In a pack of several sequences the state of such layers would leak from one sequence into the next. The state after a prefix
+is small, and transformers' cache holds it beside the keys and values of attention. It is forked where sequences part.
 """
 
 from __future__ import annotations
@@ -32,38 +32,40 @@ from torchrl_llm_kl.scoring._tree import PrefixTree
 if TYPE_CHECKING:
     from transformers import DynamicCache
 
-#: A shared prefix costs a forward that does nothing else, and chunks of such layers are filled up: share longer ones alone.
+#: Tokens from which a prefix is shared. It costs a separate forward, and such layers pad their input to whole chunks.
 MIN_SHARED = 32
-#: A single token that continues a state would run in the kernels of generation, which write to the state and have no backward.
+#: Tokens of a continuation. For a single token transformers runs the kernels of generation, which write to the state in place
+#: and have no backward.
 MIN_LENGTH = 2
 
 
 def has_state(model: nn.Module) -> bool:
-    """Whether layers carry a state from token to token: a recurrence, or the last inputs of a convolution."""
+    """Whether layers carry a state from token to token: a recurrent state, or the last inputs of a convolution."""
     kinds = asked(text_config(model), "layer_types", (list, tuple)) or ()
     return is_recurrent(model) or any("attention" not in kind or "linear" in kind for kind in kinds)
 
 
 def is_recurrent(model: nn.Module) -> bool:
-    """Whether layers have a recurrent state, not the inputs of a convolution alone."""
+    """Whether layers have a recurrent state, and not only the inputs of a convolution."""
     return any(map(is_stateful, model.modules()))
 
 
 @dataclass(frozen=True)
 class Step:
-    """A forward: nodes of a prefix tree that follow the same node, right-padded to the longest."""
+    """One forward of nodes of a prefix tree that continue the same node, right-padded to the longest."""
 
-    nodes: list[int]  # several only if no sequence continues them
-    past: int  # the step before, -1 at the start of sequences and after what is cached
-    width: int  # tokens of the longest node; at least MIN_LENGTH after others
-    first: int = 0  # leading tokens of the node that are cached
+    nodes: list[int]  # several only if they are leaves
+    past: int  # the step that it continues, -1 at the start of a sequence and after cached tokens
+    width: int  # tokens of the longest node; at least MIN_LENGTH unless at the start
+    first: int = 0  # number of leading tokens of the node that are cached
 
 
 def plan_steps(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | None = None) -> list[Step]:
-    """Every node of a tree in a step, after the step that it continues; depth first, which holds the fewest states.
+    """Put every node of a tree into a step, after the step that it continues.
 
-    A step has at most ``tokens_per_batch`` tokens, padding included, or a single node. ``cached`` is the number of leading
-    tokens of each node that need no forward, by default 0; there is no padding then, since the state after it is of no use.
+    The order is depth first, which holds the fewest states at a time. A step has at most ``tokens_per_batch`` tokens, padding
+    included, or a single node. ``cached`` is the number of leading tokens of each node that need no forward, by default 0.
+    With ``cached`` a step has no padding, since the state after padding could not be cached.
 
     Example:
         >>> from torchrl_llm_kl.ragged import Ragged
@@ -76,19 +78,19 @@ def plan_steps(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | 
         Step(nodes=[1, 2], past=1, width=2, first=0)
     """
     done = [0] * tree.num_nodes if cached is None else cached
-    lengths = [length - done[node] for node, length in enumerate(tree.length.tolist())]  # what is left
+    lengths = [length - done[node] for node, length in enumerate(tree.length.tolist())]  # tokens left to forward
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(tree.parent.tolist()):
         children.setdefault(parent, []).append(node)
     steps: list[Step] = []
-    waiting = [(-1, -1)]  # nodes, and the steps that end with them
+    waiting = [(-1, -1)]  # nodes whose children come next, and the steps that end with them
     while waiting:
         node, past = waiting.pop()
         if node >= 0:
             if lengths[node]:
                 steps.append(Step([node], -1 if done[node] else past, lengths[node], done[node]))
             past = len(steps) - 1 if lengths[node] else -1
-        nodes = children.get(node, [])  # no node at all if there is nothing to forward
+        nodes = children.get(node, [])  # empty if there is nothing to forward
         leaves = sorted((x for x in nodes if x not in children and lengths[x]), key=lambda x: (done[x], -lengths[x]))
         while leaves:
             longest, first = lengths[leaves[0]], done[leaves[0]]
@@ -103,7 +105,7 @@ def plan_steps(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | 
 
 
 class ForkedPass:
-    """One model over the prefix tree of a request, a step at a time."""
+    """Runs one model over the prefix tree of a request, one step at a time."""
 
     kind: Final = "step"
 
@@ -117,7 +119,7 @@ class ForkedPass:
         routing: Routing | None = None,
     ) -> None:
         self.setup, self.routing, self._lookup = setup, routing, lookup
-        # A factor of recurrent states where they are forked: a probe sees whether it changes anything.
+        # A factor on forked recurrent states. The probe changes it to see whether the states have an effect.
         self.recurrence = 1.0
         self._request, self._tree = request, tree
         self.steps = plan_steps(tree, tokens_per_batch, None if lookup is None else lookup.cached)
@@ -132,11 +134,11 @@ class ForkedPass:
         self.elements = list(scored[order].split(counts))  # flat indices of the tokens that each step predicts
         self._slots = list((first[node] + offset)[order].split(counts))
         self._last_use = {step.past: i for i, step in enumerate(self.steps)}
-        self._states: dict[int, DynamicCache] = {}  # after each step that others continue
+        self._states: dict[int, DynamicCache] = {}  # the state after each step that later steps continue
         self._again = setup.options.grad and checkpoints_layers(setup.model)
 
     def run(self, index: int) -> States:
-        """States at the positions that predict ``elements[index]``. Steps must be run in order."""
+        """Hidden states at the positions that predict ``elements[index]``. Steps must run in order."""
         step = self.steps[index]
         nodes, column = torch.tensor(step.nodes)[:, None], torch.arange(step.width) + step.first
         real = column < self._tree.length[nodes]
@@ -146,7 +148,7 @@ class ForkedPass:
         past, keep = self._states.get(step.past), index in self._last_use or self._lookup is not None
         if self._lookup is not None and step.past < 0:
             past = self._lookup.state(step.nodes[0], step.first)
-        # A checkpoint's backward calls this again, so all that it needs is set inside.
+        # A checkpoint calls _forward again in the backward, so _forward sets all of its context itself.
         args = ids, positions, past, keep, source.flatten()
         if self._again:
             hidden, state = checkpoint(self._forward, *args, use_reentrant=False)
@@ -164,19 +166,19 @@ class ForkedPass:
             return head_states(self.setup, hidden.flatten(0, 1)[send(self._slots[index], self.setup.device)])
 
     def run_dummy(self) -> States:
-        """Forward a token of no sequence, for layers that all ranks call together; states at no position."""
+        """Forward a dummy token, since all ranks must call sharded layers equally often. Returns no states."""
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.setup.device)
         hidden, _ = self._forward(ids, ids, None, False, torch.full((1,), -1))
         with self.setup.active():
             return head_states(self.setup, hidden.flatten(0, 1)[:0])
 
     def chosen(self) -> Tensor:
-        """The experts that the routers chose for each token, -1 where none was forwarded; ``[N, L, k]``, on the CPU."""
+        """The experts that the routers chose; ``[N, L, k]`` on the CPU, -1 for tokens that were not forwarded."""
         assert self.routing is not None
         return self._tree.spread(self.routing.result(self._request.tokens.values.shape[0]), self._request.tokens)
 
     def attended(self, element: int) -> tuple[int, int]:
-        """Positions that the token at a flat element depends on, itself included, and how many of them are in earlier steps."""
+        """Number of positions on which an element depends, itself included, and how many of them are in earlier steps."""
         sequence, position = self._request.tokens.sequence_ids[element], self._request.tokens.positions[element]
         (node,), _ = self._tree.locate(sequence[None], position[None])
         return int(position) + 1, int(self._tree.start[node])
@@ -184,7 +186,7 @@ class ForkedPass:
     def _forward(
         self, ids: Tensor, positions: Tensor, past: DynamicCache | None, keep: bool, source: Tensor
     ) -> tuple[Tensor, DynamicCache | None]:
-        """The hidden states ``[b, T, H]`` of tokens that continue ``past``, and the state after them."""
+        """Hidden states ``[b, T, H]`` of tokens that continue ``past``, and the state after them."""
         body = body_and_head(self.setup.model)[0]
         options: dict[str, object] = {"position_ids": positions, "use_cache": False}
         state = None
@@ -194,7 +196,7 @@ class ForkedPass:
                 empty = _cache_type()(config=text_config(self.setup.model)) if past is None else past
                 state = _fork(empty, len(ids), self.recurrence)
                 options |= {"use_cache": True, cache_argument(body): state}
-            # A causal model needs no mask for padding on the right.
+            # A causal model needs no mask, since the padding is on the right.
             return read_output(call(body, ids, **options), "last_hidden_state"), state if keep else None
 
 
@@ -202,7 +204,7 @@ class ForkedPass:
 
 
 def cache_argument(body: nn.Module) -> str:
-    """The argument of a body's forward that takes the states: ``cache`` since transformers 5.24, before it one of two names."""
+    """The name of the cache argument of a body's forward: ``cache`` since transformers 5.24, earlier one of two others."""
     takes = inspect.signature(body.forward).parameters
     return next((name for name in ("cache", "cache_params") if name in takes), "past_key_values")
 
@@ -212,7 +214,7 @@ def _cache_type() -> type[DynamicCache]:
     from transformers import DynamicCache
 
     class ForkedCache(DynamicCache):
-        """A cache whose recurrent states are never overwritten, since a graph may hold them."""
+        """A cache that never overwrites a recurrent state, since an autograd graph may hold it."""
 
         saving: tuple[bool, Any]
 
@@ -230,11 +232,11 @@ def _cache_type() -> type[DynamicCache]:
             self._check()
             held = cast(Any, self.layers[layer_idx]).recurrent_states
             if held[state_idx] is not None:
-                held[state_idx] = torch.empty_like(recurrent_states)  # to be written
+                held[state_idx] = torch.empty_like(recurrent_states)  # the update writes here
             return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **options)
 
         def _check(self) -> None:
-            """Raise an error inside a checkpoint, which would advance the state once more in the backward."""
+            """Raise an error inside a checkpoint: its recomputation would advance the state a second time."""
             if saving() != self.saving:
                 raise CheckpointError
 
@@ -242,9 +244,9 @@ def _cache_type() -> type[DynamicCache]:
 
 
 def _fork(state: DynamicCache, count: int, recurrence: float) -> DynamicCache:
-    """A state for ``count`` sequences that continue the one of ``state``, which does not change with it.
+    """A copy of ``state`` for ``count`` sequences that continue it.
 
-    Keys and values of attention are appended to; the states of other layers are written to.
+    Keys and values may be views, since attention appends to them. Other layers write to their states, so these are copied.
     """
 
     def each(name: str, value: Tensor) -> Tensor:
@@ -261,7 +263,7 @@ def _row_of(row: int, _: str, value: Tensor) -> Tensor:
 
 
 def _state_with(state: DynamicCache, change: Callable[[str, Tensor], Tensor]) -> DynamicCache:
-    """A copy of a state with each of its tensors changed. Attributes as in transformers 5.21 to 5.24."""
+    """A copy of a state with ``change`` applied to each tensor. The attributes are those of transformers 5.21 to 5.24."""
     out = copy.copy(state)
     out.layers, out.saving = [], saving()  # type: ignore[attr-defined]
     for layer in state.layers:
@@ -286,11 +288,11 @@ def _state_bytes(state: DynamicCache) -> int:
 
 
 def checkpoints_layers(model: nn.Module) -> bool:
-    """Whether transformers recomputes the model's layers in the backward; it keeps no state then: a step is the checkpoint."""
+    """Whether transformers checkpoints the model's layers. It would keep no state then, so a whole step is the checkpoint."""
     return any(asked(module, "gradient_checkpointing", bool) and module.training for module in model.modules())
 
 
 def _layers_in_one(body: nn.Module) -> AbstractContextManager[None]:
-    """Context: transformers checkpoints no layer; restores each layer's setting."""
+    """Context in which transformers checkpoints no layer. Each layer's setting is restored at the end."""
     layers = [module for module in body.modules() if asked(module, "gradient_checkpointing", bool)]
     return swapped([(layer, "gradient_checkpointing", True, False) for layer in layers])

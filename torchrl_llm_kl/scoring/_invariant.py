@@ -1,11 +1,11 @@
-"""Scores that are the same to the last bit whatever else is in the call: ``LogProbScorer(deterministic=True)``.
+"""Scores that do not depend on the other sequences of a call, to the last bit: ``LogProbScorer(deterministic=True)``.
 
 A kernel's rounding depends on the shape of its inputs: a matrix product picks its blocking by the number of rows, an
 elementwise function ends in a scalar loop, attention cuts queries and keys by their place in the call. Here every shape is
-fixed. All packs have the same number of tokens, the last one padded; attention runs in blocks of queries at fixed positions
-of their sequence, over all keys up to the end of the block; and the head's tiles have the same number of positions. In
-a kernel of fixed shape a row's result depends on no other row and not on its place: that is checked on the model itself,
-see :func:`~torchrl_llm_kl.scoring._probe.find_variance`.
+fixed. All packs have the same number of tokens, and the last one is padded. Attention runs in blocks of queries at fixed
+positions of their sequence, over all keys up to the end of the block. The head's tiles have the same number of positions. In
+a kernel of fixed shape the result of a row must not depend on its place or on other rows.
+:func:`~torchrl_llm_kl.scoring._probe.find_variance` checks this on the model itself.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from torchrl_llm_kl.scoring._attention import Inputs, PackLayout, attend_block, 
 from torchrl_llm_kl.scoring._model import Setup, frequency_switches
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
-#: Tokens of each forward by default: measured, 128 take a tenth more for answers of 64 tokens, and 512 mean more padding.
+#: Default number of tokens of each forward. For answers of 64 tokens, 128 took a tenth more time; 512 mean more padding.
 PACK = 256
-#: Queries of an attention block, and positions of a tile of the head; packs are multiples of it.
+#: Queries of an attention block, and positions of a tile of the head. The size of a pack is a multiple of it.
 BLOCK = 64
 
-# ---------------------------------------------------------------------- where it is possible
+# ---------------------------------------------------------------------- which models qualify
 
 
 def check_pack(tokens_per_batch: int | None) -> None:
-    """Raise a ValueError unless forwards of so many tokens are whole blocks."""
+    """Raise a ValueError unless ``tokens_per_batch`` is a multiple of the block size."""
     check_range(1, tokens_per_batch=tokens_per_batch)
     if tokens_per_batch is not None and tokens_per_batch % BLOCK:
         raise ValueError(
-            f"tokens_per_batch must be a multiple of {BLOCK} with deterministic=True, where every forward has exactly as many "
-            f"tokens, got {tokens_per_batch}."
+            f"With deterministic=True every forward has exactly tokens_per_batch tokens. Expected a multiple of {BLOCK}, got "
+            f"{tokens_per_batch}."
         )
 
 
 def obstacle(setup: Setup, *, probe: bool, share_prefixes: bool) -> str | None:
-    """Why scores of a model depend on the other sequences of a call, judging by its kind; None if nothing is known."""
+    """The reason why this kind of model cannot be scored deterministically; None if there is no known one."""
     model, device = setup.model, setup.device
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} | {setup.options.dtype} - {None}
     narrow = [str(dtype) for dtype in dtypes if dtype not in (torch.float32, torch.float64)]
     reasons = {
-        f"is on {device}, and fixed shapes are known to suffice on a CPU only": device.type != "cpu",
-        f"computes in {', '.join(narrow)}, and fixed shapes are known to suffice in float32 and float64 only": narrow,
+        f"is on {device}: fixed shapes were verified only on CPUs": device.type != "cpu",
+        f"computes in {', '.join(narrow)}: fixed shapes were verified only in float32 and float64": narrow,
         "was not probed: leave out probe=False": not probe,
         "is scored in padded batches: leave out share_prefixes=False": not share_prefixes,
-        "is scored by its own forward, on padded batches": setup.route.path == "full",
+        "is scored by its own forward, in padded batches": setup.route.path == "full",
         "has rotary frequencies that depend on the longest sequence": frequency_switches(model),
         "cannot attend within a pack and is scored in padded batches": setup.route.sharing != "packs",
         "is wrapped or sharded over ranks": Ranks([model]).groups,
@@ -60,7 +60,7 @@ def obstacle(setup: Setup, *, probe: bool, share_prefixes: bool) -> str | None:
 
 
 def drops(model: nn.Module) -> bool:
-    """Whether activations or layers are dropped at random: by a module, or by a function with a module's probability."""
+    """Whether dropout or layerdrop is on, in a dropout module or as a probability that a module stores for a function."""
     training = [module for module in model.modules() if module.training]
     return any(
         (isinstance(module, nn.Dropout) and module.p > 0)
@@ -73,28 +73,28 @@ def drops(model: nn.Module) -> bool:
 
 
 def pad_pack(row: Tensor, size: int) -> Tensor:
-    """``row [N]`` with zeros up to a multiple of ``size``."""
+    """``row [N]``, padded with zeros to a multiple of ``size``."""
     return F.pad(row, (0, -row.numel() % size))
 
 
 class _Blocks(NamedTuple):
-    """The ``n`` blocks of a pack with the same place in their sequences."""
+    """The ``n`` blocks of a pack that have the same position in their sequences."""
 
-    queries: Tensor  # rows of the pack, the row after the last where the pack has no query; int64 [n, BLOCK]
-    keys: Tensor  # rows of all keys, the row after the last where a sequence has ended; int64 [n, width]
+    queries: Tensor  # indices of queries; one past the last for a missing query; int64 [n, BLOCK]
+    keys: Tensor  # indices of keys; one past the last after the end of a sequence; int64 [n, width]
     first: int  # position of the first query
     start: int  # position of the first key
 
 
 def attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs) -> Tensor:
-    """Attention whose shapes depend on positions alone: ``[1, heads, N, size]`` to ``[1, N, heads, size]``.
+    """Attention whose shapes depend only on positions; ``[1, heads, N, size]`` to ``[1, N, heads, size]``.
 
-    Queries come in blocks that begin at multiples of ``BLOCK`` in their sequence. Each block attends to the keys from the
-    start of the sequence, or of its window, to the end of the block. Missing queries and keys are 0. In a pack, blocks with
-    the same place in their sequences are one batch.
+    Blocks of queries begin at multiples of ``BLOCK`` in their sequence. Each block attends to the keys from the start of the
+    sequence, or of its window, to the end of the block. Missing queries and keys are 0. Blocks of a pack that have the same
+    position in their sequences form one batch.
     """
     if inputs.dropout:
-        raise ValueError("the attention's dropout is on: no score is the same twice. Call model.eval().")
+        raise ValueError("deterministic=True, but the attention's dropout is on: call model.eval().")
     query, key, value = inputs[:3]
     at = ("blocks", inputs.window)
     if at not in layout.shared:
@@ -106,7 +106,8 @@ def attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs
     for group in groups:
         q, k, v = (t.transpose(1, 2) for t in (queries[group.queries], keys[group.keys], values[group.keys]))
         mask = layout.mask(BLOCK, group.first - group.start, group.keys.shape[1], inputs.window, query)
-        size = 1 if inputs.has_own_scores else len(q)  # one by one: these run elementwise functions
+        # One by one with scores of our own: the rounding of elementwise functions depends on the size of the batch.
+        size = 1 if inputs.has_own_scores else len(q)
         blocks = zip(q.split(size), k.split(size), v.split(size), strict=True)
         attended = (attend_block(inputs._replace(query=q, key=k, value=v), mask) for q, k, v in blocks)
         out += [block.transpose(1, 2).flatten(0, 1) for block in attended]
@@ -114,7 +115,7 @@ def attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs
 
 
 def _rows(parts: list[Tensor]) -> Tensor:
-    """``[1, heads, n, size]`` each, end to end, then a row of zeros; ``[N + 1, heads, size]``."""
+    """Concatenate parts ``[1, heads, n, size]`` and a row of zeros to ``[N + 1, heads, size]``."""
     rows = [part[0].transpose(0, 1) for part in parts]
     return torch.cat([*rows, torch.zeros_like(rows[0][:1])])
 
@@ -122,9 +123,9 @@ def _rows(parts: list[Tensor]) -> Tensor:
 def _plan(
     layout: PackLayout, num_tokens: int, window: int | None, device: torch.device
 ) -> tuple[list[_Blocks], Tensor]:
-    """The blocks, by position; and the place of each token's result, ``[N]``.
+    """The blocks by position, and for each token the index of its result; ``[N]``.
 
-    Results lie end to end, then a row of zeros, for tokens of no piece.
+    The results are concatenated in the order of the blocks. A final row of zeros is for padding tokens.
     """
     keys_of = key_index(layout)
     num_keys = sum(kept[0][0].shape[2] for kept in layout.outside()) + num_tokens
@@ -148,9 +149,9 @@ def _plan(
     return groups, send(order[:num_tokens], device)
 
 
-# ---------------------------------------------------------------------- the proof
+# ---------------------------------------------------------------------- the check
 
 
 def circumstances(setup: Setup, size: int) -> tuple[object, ...]:
-    """What a proof of invariance holds for, besides the model's kind."""
+    """The settings for which a check of the model is valid. After a change it runs again."""
     return torch.get_num_threads(), setup.device, setup.options.dtype, setup.options.adapters, size

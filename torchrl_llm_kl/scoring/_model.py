@@ -1,4 +1,4 @@
-"""A causal language model of any library: its parts and configuration, and how it is run while it is scored."""
+"""Causal language models of any library: their parts and configuration, and how they run while they are scored."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from torchrl_llm_kl.scoring._checkpoints import swapped
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._wrapping import is_zero3, unwrapped
 
-# Configuration entries that scale the logits: 1 for a factor, -1 for a divisor.
+# Configuration entries that scale the logits, with the power: 1 for a factor, -1 for a divisor.
 _FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
-# Attribute of an input embedding: the device of a model whose weights are elsewhere.
+# Attribute of the input embedding of an offloaded model: the device that scores.
 OFFLOADED = "_scored_on"
-_SAMPLES = 16  # values of each tensor that a fingerprint compares
+_SAMPLES = 16  # values of each tensor that fingerprint() compares
 _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 # ---------------------------------------------------------------------- how a model is run
 
 
-# Names in a configuration for the tokens in whose place a model puts features of images, videos or sounds.
+# Configuration entries for placeholder tokens, which a model replaces by features of images, videos or sounds.
 _PLACEHOLDERS = [f"{kind}_token_{end}" for kind in ("image", "video", "audio", "speech") for end in ("id", "index")]
 _PLACEHOLDERS += ["image_patch_id", "visual_indicator_token_ids", "audio_prompt_token_id", "audio_latent_token_id"]
 _PLACEHOLDERS += ["audio_delay_token_id", "media_placeholder_token_id", "img_context_token_id"]
@@ -40,20 +40,19 @@ _PLACEHOLDERS += ["audio_delay_token_id", "media_placeholder_token_id", "img_con
 
 @dataclass(frozen=True)
 class Route:
-    """How to get logits out of a model: body, then head at scored positions only; or the model's own full forward."""
+    """How to get logits from a model: the body and then the head at scored positions, or the model's own full forward."""
 
     path: Literal["head", "full"]
-    # Pass attention_mask: a causal model never attends to padding on its right, but flash attention saves the work.
+    # Whether to pass attention_mask. A causal model never attends to padding on its right, but flash attention skips it then.
     mask: bool = True
-    positions: bool = True  # pass position_ids
-    # How a shared prefix is forwarded once: the body can attend within a pack of several sequences, or several sequences can
-    # continue its state.
+    positions: bool = True  # whether to pass position_ids
+    # How a shared prefix is forwarded once: in a pack with the sequences that continue it, or by forking its state.
     sharing: Literal["packs", "forks"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """A model and the options of one call, whose ``dtype`` is the autocast that applies."""
+    """A model and the options of one call. ``options.dtype`` is the autocast dtype that applies."""
 
     model: nn.Module
     route: Route
@@ -63,12 +62,12 @@ class Setup:
 
     @property
     def sampler(self) -> tuple[float, ...]:
-        """What log-probs depend on besides weights and prefix."""
+        """The sampling settings on which log-probs depend."""
         return self.options.sampling.temperature, *self.options.sampling.truncation
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context: the settings applied to the model; restores its state afterwards, also after an error."""
+        """Context in which the settings apply to the model. Its state is restored at the end, also after an error."""
         with ExitStack() as stack:
             if self.options.adapters is not True:
                 stack.enter_context(_adapters_switched(self.model, self.options.adapters))
@@ -81,7 +80,7 @@ class Setup:
 
 
 def evaluating(model: nn.Module) -> AbstractContextManager[None]:
-    """Context: evaluation mode; restores each submodule's own mode afterwards, also after an error."""
+    """Context in which all submodules are in evaluation mode. Each one's mode is restored at the end."""
     return swapped([(module, "training", True, False) for module in model.modules() if module.training])
 
 
@@ -91,9 +90,9 @@ _LOCKS_GUARD = threading.Lock()
 
 @contextmanager
 def locked(*models: object) -> Iterator[None]:
-    """Hold the lock of each model's body: a call may change the model's mode, adapters and attention while it runs."""
+    """Hold the lock of each model's body. A call may change the model's mode, adapters and attention while it runs."""
     with ExitStack() as stack:
-        # Models that share a body share its lock. A fixed order for all callers prevents deadlocks.
+        # Models with the same body share its lock. All callers lock in the same order, which prevents deadlocks.
         for model in sorted(map(_shared, models), key=id):
             with _LOCKS_GUARD:
                 lock = _LOCKS.setdefault(model, threading.RLock())
@@ -102,13 +101,13 @@ def locked(*models: object) -> Iterator[None]:
 
 
 def _shared(model: object) -> object:
-    """What two models with the same body have in common: that body, compiled or not."""
+    """The object whose lock a model uses: its body without wrappers, or the model itself if it has no body."""
     body = find_body(model) if isinstance(model, nn.Module) else None
     return model if body is None else unwrapped(body)
 
 
 def call(module: nn.Module, input_ids: Tensor, **options: Any) -> Any:
-    """Call ``module`` by keyword, leaving out options that its ``forward`` does not accept."""
+    """Call ``module`` with the options that its ``forward`` accepts, by keyword."""
     parameters = inspect.signature(module.forward).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         options = {name: value for name, value in options.items() if name in parameters}
@@ -118,7 +117,7 @@ def call(module: nn.Module, input_ids: Tensor, **options: Any) -> Any:
 
 
 def read_output(output: object, name: Literal["logits", "last_hidden_state"]) -> Tensor:
-    """A model's ``logits [b, T, V]`` or a body's ``last_hidden_state [b, T, H]`` in what its forward returned."""
+    """Read a model's ``logits [b, T, V]`` or a body's ``last_hidden_state [b, T, H]`` from the output of its forward."""
     found = output.get(name) if isinstance(output, Mapping) else asked(output, name, Tensor, output)
     if isinstance(found, (tuple, list)) and found:
         found = found[0]
@@ -131,12 +130,12 @@ def read_output(output: object, name: Literal["logits", "last_hidden_state"]) ->
 
 
 def adapter_layers(model: nn.Module) -> list[Any]:
-    """PEFT's layers, whose ``disable_adapters`` is a flag; on a transformers model that name is a method."""
+    """PEFT's layers. Their ``disable_adapters`` is a bool, while a transformers model has a method of that name."""
     return [module for module in model.modules() if asked(module, "disable_adapters", bool) is not None]
 
 
 def check_has_adapters(model: nn.Module, adapters: bool | str = False) -> None:
-    """Raise a ValueError if disabling the adapters, or switching to a named one, has no effect or changes merged weights."""
+    """Raise a ValueError if the adapters cannot be disabled, or the named one not activated."""
     layers, name = adapter_layers(model), type(model).__name__
     if not layers and (isinstance(adapters, str) or not has(model, "disable_adapter")):
         raise ValueError(f"{name} has no PEFT adapters to switch off: pass a reference, or call get_peft_model.")
@@ -147,7 +146,7 @@ def check_has_adapters(model: nn.Module, adapters: bool | str = False) -> None:
 
 
 def check_base_is_frozen(model: nn.Module) -> None:
-    """Raise a ValueError if parameters outside the adapters are trained: a step would move the model without adapters."""
+    """Raise a ValueError if parameters outside the adapters are trained. A step would move the reference, which shares them."""
     names = set[str](asked(model, "peft_config", dict) or ()).union(*map(_adapter_names, adapter_layers(model)))
     holders = [module for module in model.modules() if isinstance(module, (nn.ModuleDict, nn.ParameterDict))]
     # PEFT keeps the parameters of an adapter under its name: layer.lora_A["default"], model.prompt_encoder["default"].
@@ -161,7 +160,7 @@ def check_base_is_frozen(model: nn.Module) -> None:
 
 
 def _adapter_names(layer: object) -> set[str]:
-    """The adapters that a layer of PEFT holds."""
+    """The names of the adapters in a PEFT layer."""
     held = (attrgetter(name)(layer) for name in asked(layer, "adapter_layer_names", tuple) or ())  # some are dotted
     names = {name for each in held if isinstance(each, (nn.ModuleDict, nn.ParameterDict)) for name in each}
     return names | own_adapters(layer)
@@ -169,18 +168,18 @@ def _adapter_names(layer: object) -> set[str]:
 
 @contextmanager
 def _adapters_switched(model: nn.Module, adapters: bool | str) -> Iterator[None]:
-    """Context: adapters disabled, or the named one active alone; restores each layer and every ``requires_grad``."""
+    """Context in which adapters are disabled, or only the named one is active. Restores layers and ``requires_grad``."""
     check_has_adapters(model, adapters)
     layers, on = adapter_layers(model), adapters is not False
     before = [(layer, layer.disable_adapters, active_adapters(layer)) for layer in layers]
     trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
-        # A PeftModel also disables prompts and prefixes, which are not layers.
+        # disable_adapter also disables prompts and prefixes, which are not in layers.
         with cast(Any, model).disable_adapter() if not on and has(model, "disable_adapter") else nullcontext():
             for layer in layers:
                 if layer.disable_adapters == on:
                     layer.enable_adapters(on)
-                if isinstance(adapters, str):  # set_adapter would also make it trainable
+                if isinstance(adapters, str):  # PEFT's set_adapter would also make it trainable
                     activate_adapters(layer, [adapters] if adapters in _adapter_names(layer) else [])
             yield
     finally:
@@ -208,7 +207,7 @@ def head_weight(model: nn.Module) -> Tensor | None:
 
 
 def find_body(model: nn.Module) -> nn.Module | None:
-    """The module that maps token ids to the hidden states that the head reads."""
+    """The module that maps token ids to the head's input."""
     model = unwrapped(model)
     parts = (asked(model, name, nn.Module) for name in ("base_model", "model"))
     for candidate in (call_of(model, "get_decoder"), *parts):
@@ -218,7 +217,7 @@ def find_body(model: nn.Module) -> nn.Module | None:
 
 
 def _as_compiled(model: nn.Module, body: nn.Module) -> nn.Module:
-    """``body``, or what ``torch.compile(body)`` returned if that took its place in the model."""
+    """The module in the model that runs ``body``: itself, or the result of ``torch.compile(body)`` that replaced it."""
     waiting = [model]
     while waiting:
         for child in waiting.pop().children():
@@ -230,7 +229,7 @@ def _as_compiled(model: nn.Module, body: nn.Module) -> nn.Module:
 
 
 def body_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Both parts; a TypeError if the model does not expose them."""
+    """The body and the head; raises a TypeError if the model does not expose them."""
     body, head = find_body(model), find_head(model)
     if body is None or head is None:
         raise TypeError(f"{type(model).__name__} has no separate body and head.")
@@ -238,7 +237,7 @@ def body_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def whole_logits(model: nn.Module, logits: Tensor) -> Tensor:
-    """A forward's ``logits [..., V]``, gathered if the head left them sharded over the vocabulary; without gradient."""
+    """The whole ``logits [..., V]`` of a forward, gathered if the head left them sharded; without gradient."""
     if not is_dtensor(logits) and shards_logits(model, logits):
         from torch.distributed.tensor import DTensor, Shard
 
@@ -251,9 +250,10 @@ def whole_logits(model: nn.Module, logits: Tensor) -> Tensor:
 
 
 def check_whole_sequence(model: nn.Module) -> None:
-    """Raise a ValueError if a tensor parallel plan shards the sequence, in torch's form or transformers'."""
+    """Raise a ValueError if a tensor parallel plan of torch or transformers shards the sequence."""
     for name, module in model.named_modules():
         for hook in (module.__dict__.get("forward"), *module._forward_pre_hooks.values()):
+            # Both libraries bind the parallel style in the closure of a hook, so it is found there.
             held = [cell.cell_contents for cell in asked(hook, "__closure__", tuple) or ()]
             made = {type(x).__name__ for x in held}
             made |= {asked(asked(x, "func", object, x), "__qualname__", str, "") for x in held}
@@ -262,14 +262,14 @@ def check_whole_sequence(model: nn.Module) -> None:
 
 
 def shards_logits(model: nn.Module, logits: Tensor) -> bool:
-    """Whether a forward's logits cover only this rank's slice of the vocabulary."""
+    """Whether the logits of a forward cover only this rank's slice of the vocabulary."""
     weight = head_weight(model)
     return is_dtensor(logits) or (weight is not None and is_dtensor(weight) and logits.shape[-1] != weight.shape[0])
 
 
 @dataclass(frozen=True)
 class LogitMap:
-    """Turns the head's output into logits: a factor, then soft-capping ``c * tanh(logits / c)``."""
+    """Maps the head's output to logits: a factor, then the soft-cap ``c * tanh(logits / c)``."""
 
     scale: float = 1.0
     soft_cap: float | None = None
@@ -281,7 +281,7 @@ class LogitMap:
 
 
 def logit_map(model: nn.Module) -> LogitMap:
-    """The factor and soft-cap in the model's configuration."""
+    """The factor and the soft-cap from the model's configuration."""
     config = text_config(model)
     scale = 1.0
     for name, power in _FACTORS.items():
@@ -296,30 +296,30 @@ def logit_map(model: nn.Module) -> LogitMap:
 
 
 def vocab_size(model: nn.Module) -> int | None:
-    """Number of token ids that the model can embed; None if unknown."""
+    """The number of token ids that the model can embed; None if unknown."""
     weight = _embedding_weight(model)
     if weight is None:
         return None
     shape = asked(weight, "ds_shape", tuple, tuple(weight.shape))
-    # FSDP shards a flat weight.
+    # FSDP flattens a sharded weight, so the configuration gives the number.
     return shape[0] if len(shape) == 2 else asked(text_config(model), "vocab_size", int)
 
 
 def output_size(model: nn.Module) -> int | None:
-    """Number of tokens with a logit; of the embedding where no head tells, None if unknown."""
+    """The number of tokens with a logit, by default that of the embedding; None if unknown."""
     size = asked(find_head(model), "out_features", int)
     return vocab_size(model) if size is None else size
 
 
 def trains_with(model: nn.Module, other: nn.Module) -> bool:
-    """Whether all weights of ``model`` that are trained are weights of ``other`` too: a step changes both."""
+    """Whether ``other`` shares all trained weights of ``model``, so that an optimizer step changes both."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad] or list(model.parameters())
     others = {_memory(parameter) for parameter in other.parameters()}
     return bool(trained) and all(_memory(parameter) in others for parameter in trained)
 
 
 def _memory(parameter: Tensor) -> tuple[str, int]:
-    """Which memory holds a parameter; its identity if it is sharded, or on the meta device."""
+    """The memory of a parameter; its identity if it is sharded or on the meta device."""
     address = parameter.data_ptr() if type(parameter.data) is Tensor else 0
     return ("memory", address) if address else ("object", id(parameter))
 
@@ -329,7 +329,7 @@ def _embedding(model: nn.Module) -> Any:
 
 
 def _embedding_weight(model: nn.Module) -> Tensor | None:
-    """The weight of the input embedding, empty if ZeRO-3 sharded it: to read the attribute may gather it."""
+    """The weight of the input embedding. With ZeRO-3 it is empty: reading the attribute itself could gather it."""
     embedding = _embedding(model)
     return embedding._parameters.get("weight") if is_zero3(embedding) else asked(embedding, "weight", Tensor)
 
@@ -346,29 +346,29 @@ def model_device(model: nn.Module, default: torch.device) -> torch.device:
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Whether layers are copied to the device only while they run."""
+    """Whether the model's layers are in host memory and copied to the device only to run."""
     return has(_embedding(model), OFFLOADED)
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether weights are not loaded yet."""
+    """Whether weights are on the meta device, so not loaded yet."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def drops_layers(model: nn.Module) -> bool:
-    """Whether layers are dropped at random, as OPT does in training."""
+    """Whether layers are dropped at random, as in OPT in training mode."""
     return any(module.training and asked(module, "layerdrop", (int, float)) for module in model.modules())
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """Number of positions that the configuration allows; None without a limit."""
+    """The number of positions that the configuration allows; None without a limit."""
     config = text_config(model)
     limits = [asked(config, name, int) for name in _POSITION_LIMITS]
     return next((limit for limit in limits if limit is not None and limit > 0), None)
 
 
 def has_window(model: nn.Module) -> bool:
-    """Whether the configuration limits some layers to a window of the past."""
+    """Whether some layers attend only to a window of the past, by the configuration."""
     config = text_config(model)
     kinds: Any = asked(config, "layer_types", (list, tuple))
     if kinds:
@@ -378,9 +378,9 @@ def has_window(model: nn.Module) -> bool:
 
 
 def frequency_switches(model: nn.Module) -> set[int]:
-    """Lengths beyond which the model uses other rotary frequencies (longrope); usually empty.
+    """Lengths beyond which the model uses other rotary frequencies (longrope). Usually empty.
 
-    The longest sequence of a forward decides for all, so sequences on either side of a switch must not share one.
+    The longest sequence of a forward decides for all sequences, so those on different sides of a switch must not share one.
     """
     config = text_config(model)
     rope = asked(config, "rope_parameters", dict) or asked(config, "rope_scaling", dict)
@@ -396,7 +396,7 @@ def frequency_switches(model: nn.Module) -> set[int]:
 
 
 def placeholders(model: object) -> dict[int, str]:
-    """Token ids that stand for what is not text, each with its name in the configuration, or in a part of it."""
+    """Token ids of placeholders for other inputs than text, with their names in the configuration or one of its parts."""
     names: dict[int, str] = {}
     configs = [asked(unwrapped(model), "config", object)]
     for config in configs:
@@ -410,21 +410,21 @@ def placeholders(model: object) -> dict[int, str]:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The configuration of the language model, which in a multimodal model is one of several; None if there is none."""
+    """The configuration of the language model, which is a part of a multimodal model's; None without a configuration."""
     config: Any = asked(unwrapped(model), "config", object)
     return config.get_text_config(decoder=True) if has(config, "get_text_config") else config
 
 
-# ---------------------------------------------------------------------- what changes scores
+# ---------------------------------------------------------------------- changes of weights
 
 
 def fingerprint(model: nn.Module) -> tuple[object, ...]:
-    """Equal for the same weights in the same place with the same active adapters.
+    """A value that is equal while the model has the same weights, in the same memory, with the same active adapters.
 
-    Addresses and version counters reveal every change that autograd sees: an optimiser's step, ``load_state_dict``,
-    ``.to``. A write through ``.data``, as weight updaters do, bumps no counter: samples of each tensor reveal it.
+    Addresses and version counters reveal every change that autograd sees: an optimizer step, ``load_state_dict``, ``.to``.
+    A write through ``.data``, as weight updaters do, changes no counter. A sample of the values of each tensor reveals it.
     """
-    # For tensors sharded over processes, the local part: of a DTensor, or of ZeRO-3.
+    # Of sharded tensors (DTensor, ZeRO-3) the part of this process.
     both = (*(asked(p, "ds_tensor", Tensor, p) for p in model.parameters()), *model.buffers())
     tensors: list[Tensor] = [cast(Any, t).to_local() if has(t, "to_local") else t for t in both]
     where = tuple((t.data_ptr(), t.device, t.dtype, -1 if t.is_inference() else t._version) for t in tensors)
@@ -433,13 +433,13 @@ def fingerprint(model: nn.Module) -> tuple[object, ...]:
         flat = tensor.detach().reshape(-1)
         some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].double()
         samples.setdefault(tensor.device, []).append(some)
-    # One synchronisation per device.
+    # One host synchronization per device.
     values = tuple(torch.cat(some).cpu().numpy().tobytes() for some in samples.values())
     return where, values, adapter_state(model)
 
 
 def adapter_state(model: nn.Module) -> tuple[object, ...]:
-    """Which PEFT adapters are active in each layer, and their factors."""
+    """The active PEFT adapters of each layer, with their factors."""
     return tuple(
         (
             layer.disable_adapters,

@@ -1,4 +1,4 @@
-"""Check on a few short sequences that a fast route reproduces the model's own numbers."""
+"""Checks on a few short sequences that a fast route reproduces the model's own log-probs and hidden states."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ from torchrl_llm_kl.scoring._scores import HeadReading, log_prob_at
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import Ranks, inside
 
-# Beginnings of the first answer that are padded beside three whole answers.
+# Lengths of beginnings of the first answer. They are scored in one padded batch with three whole answers.
 _BEGINNINGS = (7, 3)
 
-# In order of preference. A model may use its own position numbering. In some attention (eager, float64) padding with no
-# key inside a sliding window is NaN, and so are gradients through it: models with a window get a mask last. The probe's
-# sequences are too short to show it.
+# In order of preference. Routes without position_ids are for models that number positions in their own way. Models with a
+# sliding window try the routes without a mask first: in eager float64 attention a padding position with no key in its window
+# is NaN, and so are gradients through it. The probe's sequences are too short to show that.
 _HEAD_ROUTES = (Route("head"), Route("head", mask=False), Route("head", positions=False))
 _FULL_ROUTES = (Route("full"), Route("full", mask=False), Route("full", positions=False))
 
-# The packed probe has two levels, a cut inside a node, and a past from an earlier pack; its sequences are equally long.
+# Lengths of the parts of the probe's answers. With these, packs have two levels of shared prefixes, a cut inside a node and a
+# past from an earlier pack. The answers are equally long.
 _TRUNK, _BRANCH, _TAIL, _OTHER = 5, 4, 3, 7
 _TOKENS_PER_BATCH = 10
 
@@ -55,9 +56,9 @@ _TOKENS_PER_BATCH = 10
 
 
 def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = None) -> tuple[Route, str | None]:
-    """The first route that reproduces the model's own forward, and the reason if it is not the fast one.
+    """The first route that reproduces the model's own forward, and a complaint if it is not the fast one.
 
-    The model's own forward here takes one sequence, without padding; the others are its first tokens.
+    The model's own forward takes one sequence without padding. Its first tokens serve as the other sequences.
     """
     check_whole_sequence(model)
     head = find_head(model)
@@ -73,7 +74,7 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
 
     setup = Setup(model, Route("full"), model_device(model, torch.device("cpu")), ScoreOptions(dtype=dtype))
     ranks = Ranks([model])
-    # Graphs of such short sequences would serve nothing else.
+    # Compiled graphs for such short sequences would never be used again.
     with torch.compiler.set_stance("force_eager"), setup.active():
         limit = position_limit(model)
         answers = [row[:limit] for row in _answers(vocab)[0].to_list()]
@@ -85,7 +86,7 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
             if route is not None:
                 return route, None
             complaint = f"the body and the head of {name} do not reproduce the model's own log-probs: {difference}"
-        # Outside, since these call the model itself.
+        # Not in `inside`, since these routes call the model itself.
         route, difference = first_equal(full_routes)
     if route is None:
         complaint += f"; nor does its padded forward ({difference}): is the model causal and deterministic?"
@@ -93,7 +94,7 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
 
 
 def _predicted_vocab(model: nn.Module) -> int | None:
-    """Number of token ids that the model embeds and predicts; None if unknown. Some embed more than they predict."""
+    """The number of token ids that the model both embeds and predicts; None if unknown. Some embed more than they predict."""
     vocab, weight = vocab_size(model), head_weight(model)
     return min(vocab, weight.shape[0]) if vocab and weight is not None and weight.ndim == 2 else vocab
 
@@ -106,7 +107,7 @@ def _first_equal(
     plain: tuple[Tensor, Tensor, float],
     vocab: int,
 ) -> tuple[Route | None, str]:
-    """The first route that reproduces the plain log-probs, on all ranks; what the first one gave instead."""
+    """The first route that reproduces the plain log-probs on all ranks. If there is none, also the outcome of the first one."""
     complaint = ""
     for route in routes:
         setup, equal = replace(setup, route=route), False
@@ -126,7 +127,7 @@ def _first_equal(
 
 
 def _plain_log_probs(model: nn.Module, row: Tensor, request: ScoreRequest) -> tuple[Tensor, Tensor, float]:
-    """The model's own log-probs of the request, beginnings of ``row [T]``; the spread of its logits; their precision."""
+    """The model's own log-probs for the beginnings of ``row [T]`` in the request, the spread of its logits, their precision."""
     ids = send(row, model_device(model, row.device))
     logits = whole_logits(model, read_output(call(model, ids[:-1].unsqueeze(0)), "logits")).squeeze(0)[1 - len(row) :]
     spread = (logits - logits.mean(-1, keepdim=True)).abs().max()
@@ -136,14 +137,14 @@ def _plain_log_probs(model: nn.Module, row: Tensor, request: ScoreRequest) -> tu
 
 
 def _of_first(tokens: Ragged) -> Tensor:
-    """Whether a token is of the first answer or of one of its beginnings."""
+    """Whether a token belongs to the first answer or to one of its beginnings."""
     return (tokens.sequence_ids == 0) | (tokens.sequence_ids >= 3)
 
 
 def _rounding_difference(
     setup: Setup, request: ScoreRequest, plain: Tensor, spread: Tensor, precision: float
 ) -> tuple[float, float, Tensor]:
-    """The largest difference from the plain forward, the largest that rounding can explain; the states, answers first."""
+    """The largest difference from the plain forward, the largest that rounding can explain, and the hidden states."""
     padded = PaddedPass(setup, request, [torch.arange(request.tokens.num_sequences)])
     elements = padded.elements[0]
     states, targets = padded.run(0), send(request.tokens.values[elements], setup.device)
@@ -154,7 +155,7 @@ def _rounding_difference(
 
 
 def _relative_precision(dtype: torch.dtype, device: torch.device) -> float:
-    """The rounding difference between two orders of summation after many layers, relative to the largest value."""
+    """The relative difference that two orders of summation can cause after many layers."""
     if dtype == torch.bfloat16:
         return 5e-2
     tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
@@ -195,7 +196,7 @@ def _can_share(setup: Setup, vocab: int, states: Tensor, forks: bool) -> bool:
 
 
 def _answers(vocab: int) -> tuple[Ragged, Ragged]:
-    """Two answers to one question and one to another; and these with other tokens at the end of the first two."""
+    """Two answers to one question and one to another, and the same with other tokens at the end of the first two."""
     generator = torch.Generator().manual_seed(1)
     lengths = (_TRUNK, _BRANCH, _TAIL, _TAIL, _OTHER)
     trunk, branch, one, two, other = (torch.randint(vocab, (n,), generator=generator) for n in lengths)
@@ -206,47 +207,47 @@ def _answers(vocab: int) -> tuple[Ragged, Ragged]:
 
 
 def _equal(setup: Setup, hidden: Tensor, apart: Tensor, moved: Tensor) -> bool:
-    """Whether hidden states agree, and those of a sequence did not move with other tokens in another one."""
+    """Whether hidden states agree with ``apart``, and those of one sequence ``moved`` by no more than rounding."""
     precision = _relative_precision(setup.options.dtype or apart.dtype, setup.device)
     largest = float(apart.abs().max())
     if largest == 0.0 or float((hidden - apart).abs().max()) > precision * largest:
-        return False  # a comparison of zeros shows nothing
-    half = precision >= 1e-2  # half precision: any change comes from another sequence
+        return False  # zeros would agree with anything
+    half = precision >= 1e-2  # its shapes are the same in both runs, so any change comes from another sequence
     return float(moved.abs().max()) <= (0.0 if half else 1e-5 * largest)
 
 
-# ---------------------------------------------------------------------- invariance
+# ---------------------------------------------------------------------- determinism
 
 
 @torch.no_grad()
 def find_variance(setup: Setup, size: int) -> str | None:
-    """What makes a sequence's scores depend on the other sequences of a call; None if nothing does.
+    """The reason why the scores of a sequence depend on the other sequences of a call; None if they do not.
 
-    Forwards of ``size`` tokens, as in all later calls. Other tokens must lead to the same operators on the same shapes, and
-    sequences have equal bits alone and in packs of several orders.
+    Forwards have ``size`` tokens, as in all later calls. Other token ids must lead to the same operators on the same shapes.
+    A sequence must have the same bits in a pack of its own and in packs of several orders.
     """
     vocab, limit = _predicted_vocab(setup.model), position_limit(setup.model)
     assert vocab is not None, "a packed route was probed"
     generator = torch.Generator().manual_seed(2)
     lengths = [4, size // 4 + 6, size // 2 + 3, size // 3 + 5, *[size // 8 + 7] * 4]
     rows = [torch.randint(vocab, (min(n, limit or n),), generator=generator) for n in lengths]
-    rows[3][: size // 6] = rows[1][: size // 6]  # a shared prefix
+    rows[3][: size // 6] = rows[1][: size // 6]  # two rows share a prefix
     others = [(row + 1) % vocab for row in rows]
     first, second = (_operators(setup, each, size) for each in (rows, others))
     if ragged := next((a for a, b in zip(first, second, strict=False) if a != b or "grouped_mm" in a[0]), None):
-        return f"runs {ragged[0]} on sizes that depend on the tokens, as a mixture of experts does"
+        return f"runs {ragged[0]} on sizes that depend on the tokens, as in a mixture of experts"
     alone = [_bits(setup, [row], size)[0] for row in rows[:4]]
     for order in (list(range(len(rows))), list(range(len(rows)))[::-1], [3, 0, 4, 2, 1]):
         packed = dict(zip(order, _bits(setup, [rows[i] for i in order], size), strict=True))
         for i, want in enumerate(alone):
             if not torch.equal(packed[i], want):
                 difference = float((packed[i] - want).abs().max())
-                return f"computes other bits for a sequence alone than in a pack: they differ by up to {difference:.1g}"
+                return f"computes other bits for a sequence in a pack, with differences up to {difference:.1g}"
     return None
 
 
 def _bits(setup: Setup, rows: list[Tensor], size: int) -> list[Tensor]:
-    """Hidden states, log-probs and entropies of each row; ``[T - 1, H + 2]``."""
+    """Hidden states, log-probs and entropies of each row; ``[T, H + 2]``."""
     tokens = Ragged.from_list(rows)
     packs, parts = _forwards(setup, tokens, size), []
     for i, elements in enumerate(packs.elements):
@@ -259,7 +260,7 @@ def _bits(setup: Setup, rows: list[Tensor], size: int) -> list[Tensor]:
 
 
 def _operators(setup: Setup, rows: list[Tensor], size: int) -> list[tuple[str, list[tuple[int, ...]]]]:
-    """The operators of the first pack, and the shapes of their inputs."""
+    """The operators that run for the first pack, with the shapes of their inputs."""
     calls: list[tuple[str, list[tuple[int, ...]]]] = []
 
     class Recorder(dispatch_mode()):  # type: ignore[misc]
@@ -282,13 +283,13 @@ def _forwards(
 
 
 def _hidden_states(forwards: PackedPass | ForkedPass, rows: Ragged) -> Tensor:
-    """The hidden state that predicts each token, 0 for first tokens; ``[N, H]``, on the CPU."""
+    """The hidden state that predicts each token, 0 for first tokens; ``[N, H]`` on the CPU."""
     states = [forwards.run(i).source for i in range(len(forwards.elements))]
     return _in_order(rows, forwards.elements, list(to_host(*states)))
 
 
 def _answered(rows: Ragged, states: Tensor) -> Tensor:
-    """The states of the answers among those of a padded forward, in the form of :func:`_hidden_states`."""
+    """The states of the answers, from those of a padded forward, in the form of :func:`_hidden_states`."""
     elements = (rows.positions > 0).nonzero().squeeze(-1)
     return _in_order(rows, [elements], [states[: len(elements)]])
 

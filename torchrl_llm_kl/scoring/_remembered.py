@@ -1,4 +1,4 @@
-"""A model whose scores are remembered on disk, and its scorer."""
+"""A model whose scores are remembered on disk, its scorer, and the digest that identifies a model."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ from torchrl_llm_kl.scoring._store import KEY_BYTES, ScoreStore
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, log_probs_only, unwrap, vocabulary_of
 from torchrl_llm_kl.scoring._wrapping import Ranks, unwrapped
 
-# Counts up when scores change by more than rounding.
+# Increase this when scores change by more than rounding: earlier records are then no longer found.
 _FORMAT = 1
 # The range of each score, up to rounding. Other values are not stored.
 _SPANS = {name: (-np.inf, 0.01) for name in ("log_prob", "ref_log_prob")}
 _SPANS |= {name: (-0.01, np.inf) for name in ("entropy", "kl")}
-# What transforms read from a TorchRL wrapper or a service's proxy, besides its keys.
+# Attributes that transforms read from a TorchRL wrapper or a service's proxy, besides its keys.
 _INTERFACE = {"interface", "input_mode", "generate", "return_log_probs", "pad_output", "layout"}
 _INTERFACE |= {"tokenizer", "chat_template", "chat_template_name"}
 
 
 class RememberedModel(nn.Module):
-    """A model whose log-probs and entropies are remembered on disk: what was scored once is read, not forwarded.
+    """A model whose log-probs and entropies are remembered on disk. Sequences that were scored before need no forward.
 
-    For frozen references: further epochs over a replay buffer, repeated runs. Pass it wherever a transform or a loss takes a
-    reference; processes may share the folder. Scores are found by weights, settings and tokens: a change of one of them is a
-    miss, even of one weight, in place. They have the bits of their first computation, so that they differ from a new one by
-    its rounding (not at all with ``deterministic=True``). A sequence of which only some tokens were scored is forwarded for the
-    others. Gradients, top-k, moments and an exact KL are not remembered.
+    It is for frozen references, in later epochs over a replay buffer and in repeated runs. Pass it wherever a transform or a
+    loss takes a reference. Processes may share the folder. Scores are looked up by weights, settings and tokens, so a change
+    of any of them is a miss, even an in-place change of one weight. A remembered score has the bits of its first computation.
+    A new computation may differ by rounding, except with ``deterministic=True``. If only some tokens of a sequence were
+    scored, the sequence is forwarded for the others. Gradients, top-k, moments and an exact KL are not remembered.
 
-    The weights are read once, when the first score is requested, and again after they changed (see :func:`fingerprint_of`); a
-    service reports the fingerprint of its weights at each call, so that a push misses.
+    The weights are read at the first score, and again after they changed; see :func:`fingerprint_of`. A service reports the
+    fingerprint of its weights at each call, so scores of earlier weights are misses after a push.
 
     Args:
-        model: what a :class:`LogProbScorer` takes (for a wrapper of another backend ``fingerprint`` is required), or a
-            :class:`~torchrl_llm_kl.service.RemoteModel`.
+        model: any model that a :class:`LogProbScorer` takes, or a :class:`~torchrl_llm_kl.service.RemoteModel`. A wrapper of
+            another backend requires ``fingerprint``.
         store: a :class:`ScoreStore`, or a folder for one.
 
     Keyword Args:
-        fingerprint: states the weights in place of reading them; the caller answers for changing it with them.
+        fingerprint: a text that identifies the weights, which are then not read. Pass another text whenever they change.
 
     Raises:
         TypeError: if ``model`` is a scorer, or its weights are not in this process and ``fingerprint`` is not given.
@@ -86,7 +86,7 @@ class RememberedModel(nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(model, LogProbScorer):
-            raise TypeError("model is a scorer: pass its model; settings come from where the scores are requested.")
+            raise TypeError("model is a scorer: pass its model. Set options on the transform or loss.")
         self.store = store if isinstance(store, ScoreStore) else ScoreStore(store)
         self._stated = fingerprint
         self._read: tuple[object, str] = (None, "")  # the state of the weights, and their fingerprint
@@ -97,7 +97,7 @@ class RememberedModel(nn.Module):
 
     @property
     def replays(self) -> bool:
-        """Whether it can be scored over recorded tokens; such scores are not remembered."""
+        """Whether the model can be scored over recorded tokens. Such scores are not remembered."""
         return not log_probs_only(self.model) or asked(self.model, "replays", bool) is True
 
     def __getattr__(self, name: str) -> Any:
@@ -105,15 +105,18 @@ class RememberedModel(nn.Module):
         return getattr(self.model, name) if of_wrapper else super().__getattr__(name)
 
     def make_scorer(self, **settings: Any) -> RememberedScorer:
-        """A scorer with these settings of :class:`LogProbScorer`, or of the service's."""
+        """A scorer with these settings of :class:`LogProbScorer` or of the service's scorer."""
         return RememberedScorer(self, settings)
 
     def forget(self) -> None:
-        """Read the weights again at the next score. Only needed after a few weights were changed through ``.data``."""
+        """Read the weights again at the next score. Needed only after a few weights were changed through ``.data``."""
         self._read = None, ""
 
     def weights(self) -> tuple[int | None, str] | None:
-        """Version, if there are versions, and fingerprint of the current weights; None if a service is changing them."""
+        """The version and the fingerprint of the current weights; None while a service changes them.
+
+        Only the weights of a service have a version.
+        """
         if isinstance(self.model, nn.Module) and Ranks([self.model]).groups:
             raise ValueError(
                 f"{type(self.model).__name__} is wrapped or sharded over ranks: use a model in one process."
@@ -130,7 +133,7 @@ class RememberedModel(nn.Module):
         return None, f"{self._read[1]} {code_of(module)}"
 
     def vocabulary(self) -> str:
-        """A digest of the tokenizer's vocabulary; empty if the model does not tokenise."""
+        """A digest of the tokenizer's vocabulary; empty if the model does not tokenize."""
         model = asked(self.model, "interface", object, self.model)
         tokenizer = asked(model, "tokenizer", object)
         if tokenizer is not self._tokenizer[0]:
@@ -140,11 +143,11 @@ class RememberedModel(nn.Module):
 
 
 class RememberedScorer(Scorer):
-    """Scores of a :class:`RememberedModel`; only log-probs and entropies without gradient are stored.
+    """The scorer of a :class:`RememberedModel`. It stores log-probs and entropies without gradient.
 
     Args:
         model: the model.
-        settings: of the scorer that computes what is not in the store.
+        settings: settings of the scorer that computes the missing scores.
     """
 
     model: RememberedModel
@@ -167,7 +170,7 @@ class RememberedScorer(Scorer):
     def check(
         self, options: ScoreOptions, request: ScoreRequest | None = None, *, reference: Scorer | None = None
     ) -> None:
-        """Refuse what the model's own scorer refuses."""
+        """Raise the errors of the model's own scorer."""
         self.inner.check(options, request, reference=reference)
 
     def run(
@@ -177,19 +180,19 @@ class RememberedScorer(Scorer):
         options = self.options if options is None else options
         if reference is not None or not _is_stored(request, options):
             return self.inner.run(request, options, reference=reference)
-        # No updater changes the weights of a model in this process between the look at them and the forward.
+        # The lock keeps updaters of this process from changing the weights between the fingerprint and the forward.
         with locked(self.inner.model) if self._here else nullcontext():
             return self._begin(request, options)()
 
     def begin(self, request: ScoreRequest, options: ScoreOptions | None = None) -> Callable[[], Scores]:
-        """Look the scores up and request the others of a service."""
+        """Look up the scores, and request the missing ones from a service."""
         options = self.options if options is None else options
         if self._here or not _is_stored(request, options):
             return partial(self.run, request, options)
         return self._begin(request, options)
 
     def forget(self) -> None:
-        """Clear the scorer's cache, and read the weights again at the next score. The store is kept."""
+        """Clear the scorer's cache and read the weights again at the next score. The store keeps its scores."""
         self.inner.forget()
         self.model.forget()
 
@@ -210,9 +213,9 @@ class RememberedScorer(Scorer):
         def finish() -> Scores:
             try:
                 scores = start()
-            except ValueError:  # it names a sequence among those that were sent: let it name the caller's
+            except ValueError:  # its sequence number counts the missing sequences: repeat for a number of the caller's
                 return inner.run(request, options)
-            if version is not None and scores.version != version:  # other weights, meanwhile
+            if version is not None and scores.version != version:  # the weights were replaced meanwhile
                 return inner.run(request, options)
             lookup.take(scores)
             if self.model.weights() == weights:
@@ -222,14 +225,14 @@ class RememberedScorer(Scorer):
         return finish
 
     def _contexts(self, inner: Scorer, weights: str, options: ScoreOptions) -> dict[str, bytes]:
-        """For each column, the key of all that a score depends on besides the tokens."""
+        """A key for each column, from everything but the tokens that a score depends on."""
         settings: dict[str, object] = {"temperature": options.temperature, "adapters": options.adapters}
         if options.sampling.truncates:
             settings["truncation"] = options.sampling.truncation
         dtype = options.dtype or (_autocast(inner.model) if self._here else None)
         settings["dtype"] = dtype and str(dtype)
         if options.deterministic:
-            # The same bits in every call are promised for one number of threads and one size of packs.
+            # Equal bits are promised only for one number of threads and one size of packs.
             size = asked(inner, "tokens_per_batch", int) or PACK
             settings["deterministic"] = (torch.__version__, torch.get_num_threads(), size)
         about = json.dumps([_FORMAT, weights, self.model.vocabulary(), settings], default=str)
@@ -238,7 +241,7 @@ class RememberedScorer(Scorer):
 
 
 def _is_stored(request: ScoreRequest, options: ScoreOptions) -> bool:
-    """Whether such scores are stored: log-probs and entropies that depend on tokens and images alone."""
+    """Whether such scores are stored: log-probs and entropies that depend only on tokens and images."""
     return not (
         request.recorded.keys() - {"images"}
         or options.grad
@@ -248,16 +251,16 @@ def _is_stored(request: ScoreRequest, options: ScoreOptions) -> bool:
 
 
 def _autocast(model: Model) -> torch.dtype | None:
-    """The dtype of an autocast around the call, on the model's device."""
+    """The autocast dtype around the call, on the model's device."""
     weight = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     device = "cpu" if weight is None else weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 class Lookup:
-    """The scores of a request that the store holds; takes the others.
+    """The scores of a request: those in the store, and those that are computed.
 
-    ``contexts`` has for each column of the scores the digest of all that it depends on besides the tokens, 32 bytes.
+    ``contexts`` has a digest of 32 bytes for each column, of everything but the tokens that its scores depend on.
     """
 
     def __init__(self, store: ScoreStore, request: ScoreRequest, contexts: Mapping[str, bytes]) -> None:
@@ -271,7 +274,7 @@ class Lookup:
             name: [blake2b(text, digest_size=KEY_BYTES, key=context).digest() for text in texts]
             for name, context in contexts.items()
         }
-        # One value for each token: stored or computed, NaN where neither is known yet.
+        # One value per token, NaN where the score is not known yet.
         self._known = {name: store.read(keys, self._lengths) for name, keys in self._keys.items()}
         self._new: dict[str, np.ndarray] = {}
         self._missing = self._mask & np.logical_or.reduce([np.isnan(values) for values in self._known.values()])
@@ -281,18 +284,18 @@ class Lookup:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing has to be computed."""
+        """Whether the store has all scores."""
         return not self._missing.any()
 
     def missing(self) -> ScoreRequest:
-        """The sequences that lack a score, and the mask of the tokens that lack one."""
+        """A request for the missing scores: the sequences that lack one, and the mask of their tokens that lack one."""
         sequence, mask = self._request.tokens.sequence_ids, torch.from_numpy(self._missing)
         rows = sequence[mask].unique()
         self._sent = replace(self._request.select(rows), mask=mask[torch.isin(sequence, rows)])
         return self._sent
 
     def take(self, scores: Scores) -> None:
-        """Take the computed scores of :meth:`missing`; what was stored before stays."""
+        """Take the computed scores of :meth:`missing`. Scores from the store stay as they are."""
         for name, known in self._known.items():
             computed = scores.per_token[name].values.detach().cpu()[self._sent.mask].numpy()
             self._new[name] = np.full(len(known), np.nan, computed.dtype)
@@ -300,7 +303,7 @@ class Lookup:
             self._new[name][~np.isnan(known)] = np.nan
 
     def store_new(self) -> None:
-        """Store what was computed."""
+        """Store the computed scores."""
         for name, values in self._new.items():
             low, high = _SPANS[name]
             possible = np.isfinite(values) & (values >= low) & (values <= high)
@@ -320,18 +323,18 @@ class Lookup:
 
 
 _CHUNK = 16 * 2**20  # bytes hashed at a time
-# Attributes of modules that do not change scores, or differ between equal models.
+# Attributes of modules that do not change scores, or that differ between equal models.
 _IGNORED = {"training", "gradient_checkpointing", "name_or_path"}
 _LIBRARIES = ("torch", "transformers", "peft")
 
 
 def fingerprint_of(model: object) -> str:
-    """The digest of a model's configuration and weights: 32 hexadecimal digits.
+    """A digest of a model's configuration and weights: 32 hexadecimal digits.
 
-    Equal for equal models in any process and on any device, whatever path they were loaded from. It covers the configuration;
-    the class and plain attributes of each module; name, dtype, shape and all bytes of each parameter and buffer; and which
-    PEFT adapters are active, with their factors. The rotary frequencies of a transformers model count by its configuration
-    alone. About 1 GB/s for each CPU core, up to 8.
+    It is equal for equal models in any process and on any device, wherever they were loaded from. It covers the configuration,
+    the class and plain attributes of each module, the name, dtype, shape and bytes of each parameter and buffer, and the active
+    PEFT adapters with their factors. The rotary frequencies of a transformers model are covered only by its configuration.
+    Hashing runs at about 1 GB/s per CPU core, on up to 8 cores.
 
     Args:
         model: a module, or a TorchRL wrapper around one.
@@ -349,7 +352,7 @@ def fingerprint_of(model: object) -> str:
     """
     module = module_of(model)
     if Ranks([model, module]).groups:
-        raise ValueError(f"{type(module).__name__} is sharded over ranks: take the fingerprint of the model before.")
+        raise ValueError(f"{type(module).__name__} is sharded over ranks: take the fingerprint before it is sharded.")
     tensors = dict(_tensors(module))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         distinct = {_memory_place(tensor): tensor for tensor in tensors.values()}  # tied weights are read once
@@ -361,11 +364,11 @@ def fingerprint_of(model: object) -> str:
 
 
 def module_of(model: object) -> nn.Module:
-    """The module that a model is, or wraps; a TypeError if it is in another process."""
+    """The module of a model or of a wrapper; raises a TypeError if it is in another process."""
     check_not_a_name(model=model)
     module = unwrapped(unwrap(model) if is_wrapper(model) else model)
     if not isinstance(module, nn.Module):
-        raise TypeError(f"{type(model).__name__} has no weights in this process: state what they are, as fingerprint=.")
+        raise TypeError(f"{type(model).__name__} has no weights in this process: pass a text for them as fingerprint=.")
     return module
 
 
@@ -373,7 +376,7 @@ def module_of(model: object) -> nn.Module:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name; a tensor of several parts, such as a quantised one, by its parts."""
+    """Yield parameters and buffers by name. A tensor of several parts, such as a quantized one, is yielded by its parts."""
     named = dict(nn.Module.named_parameters(module, remove_duplicate=False))
     for prefix, part in module.named_modules(remove_duplicate=False):
         if not (_of_library(part) and any(name.endswith("inv_freq") for name in part._buffers)):
@@ -406,12 +409,12 @@ def _digest_of_tensor(tensor: Tensor) -> bytes:
 
 
 def structure(model: nn.Module) -> str:
-    """What decides a model's scores besides its tensors, as text: configuration, classes, plain attributes, adapters."""
+    """A text of everything but tensors on which scores depend: configuration, classes, plain attributes, adapters."""
     parts = [_config(model)]
     for name, module in model.named_modules():
         kind = type(module)
         plain = {}
-        if not kind.__module__.startswith("transformers."):  # theirs follow from the configuration
+        if not kind.__module__.startswith("transformers."):  # their attributes follow from the configuration
             plain = {
                 key: value
                 for key, value in vars(module).items()
@@ -428,7 +431,7 @@ def _config(model: nn.Module) -> str:
 
 
 def _lasting(value: object) -> object:
-    """Without the entries that say where a model came from and how it is run."""
+    """The settings without the entries on where a model came from and how it runs."""
     if not isinstance(value, dict):
         return value
     drop = ("architectures", "transformers_version", "dtype", "torch_dtype", "use_cache")
@@ -436,7 +439,7 @@ def _lasting(value: object) -> object:
 
 
 def code_of(model: nn.Module) -> str:
-    """The versions of the libraries whose modules a model consists of, and the code of all other forwards, as text."""
+    """The versions of the libraries that define a model's modules, and the code of all other forwards, as text."""
     code = set()
     for kind in {type(module) for module in model.modules()}:
         library = kind.__module__.split(".")[0]

@@ -1,7 +1,7 @@
-"""Scores on disk: a SQLite file that any number of processes read and write. Independent of torch.
+"""Scores on disk, in a SQLite file that any number of processes read and write. This module does not import torch.
 
-Each record has a checksum over its key and scores, which is checked at each read: a damaged file costs a forward, never a
-wrong score. Every call opens the file anew, so that threads, forks and copies share nothing.
+Each record has a checksum over its key and scores, which every read verifies. So a damaged file costs a forward, but never
+gives a wrong score. Every call opens the file again, so threads, forks and copies share no connection.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import numpy as np
 KEY_BYTES = 16
 _CHECK_BYTES = 8
 _FILE = "scores.sqlite3"
-_HEAD = struct.Struct("<QQB")  # tokens, the first of them with a score, bytes of a score
-_BUSY = 60.0  # seconds that another process may hold the file
+_HEAD = struct.Struct("<QQB")  # number of tokens, index of the first one with a score, bytes per score
+_BUSY = 60.0  # seconds to wait for another process that holds the file
 _PAGE = 4096
-_AT_ONCE = 500  # keys in a query
-_MARK_EVERY = 60.0  # seconds between marks of use: a commit each
+_AT_ONCE = 500  # keys per query; SQLite limits the number of parameters
+_MARK_EVERY = 60.0  # seconds between updates of the time of use, each of which is a commit
 _SETUP = (
     f"PRAGMA page_size = {_PAGE}",
     "PRAGMA synchronous = NORMAL",
@@ -40,25 +40,25 @@ T = TypeVar("T")
 
 
 class ScoreStore:
-    """A folder of scores, found by the digest of what they depend on. Bounded; shared by threads and processes.
+    """A folder of scores, looked up by a digest of everything that they depend on. Its size is bounded.
 
-    Scores are written when they are added; of two processes that add one, the first is kept. When the folder is full, those
-    that were not read for the longest time go. Pickles and copies open the same folder. Processes on several machines need a
-    file system with working locks.
+    Threads and processes may share it. Scores are written when they are added; if two processes add the same one, the first is
+    kept. When the folder is full, the least recently read scores are removed. Pickles and copies open the same folder.
+    Processes on several machines need a file system with working locks.
 
-    A store may be unwritable or damaged at any time: it warns, and the scores are computed again.
+    If the file cannot be written or is damaged, the store warns and the scores are computed again.
 
     Args:
-        folder: created if missing. Every model, setting and process may share one.
+        folder: created if missing. All models, settings and processes may share one.
 
     Keyword Args:
-        max_bytes: of the file, never exceeded; one that is larger already does not shrink. A token takes 4 bytes (8 in
-            float64) from the first scored one of its sequence to the last, a sequence about 80 more. Default 4 GiB, about a
+        max_bytes: upper bound of the file's size. A larger existing file does not shrink. Each sequence takes about 80 bytes,
+            plus 4 bytes (8 in float64) per token from its first scored token to its last. The default of 4 GiB is about a
             billion tokens.
 
     Attributes:
-        tokens_seen: number of tokens that scorers looked up in this process.
-        tokens_recalled: number of those that were found.
+        tokens_seen: number of tokens that scorers of this process looked up.
+        tokens_recalled: how many of them were found.
 
     Raises:
         ValueError: if ``max_bytes`` is below 64 KiB.
@@ -81,7 +81,7 @@ class ScoreStore:
         self.max_bytes = max_bytes
         self.tokens_seen = self.tokens_recalled = 0
         self._warned: set[str] = set()
-        self._used: set[bytes] = set()  # keys that were read since the last mark of use
+        self._used: set[bytes] = set()  # keys that were read since the last update of the time of use
         self._marked = time.monotonic()
 
     def __reduce__(self) -> tuple[Callable[..., ScoreStore], tuple[Path]]:
@@ -91,27 +91,27 @@ class ScoreStore:
         return f"{type(self).__name__}({str(self.folder)!r}, max_bytes={self.max_bytes})"
 
     def read(self, keys: Sequence[bytes], lengths: Sequence[int]) -> np.ndarray:
-        """What is known of some sequences of tokens.
+        """Look up the scores of some sequences.
 
         Args:
-            keys: one for each sequence, of 16 bytes.
-            lengths: its number of tokens.
+            keys: one key of 16 bytes for each sequence.
+            lengths: the number of tokens of each sequence.
 
         Returns:
-            The scores of the tokens of all sequences, end to end, NaN where they are not known; float32 or float64 ``[N]``,
-            as they were stored.
+            The scores of all tokens, sequence after sequence, NaN where unknown; ``[N]`` in the dtype in which they were
+            stored.
         """
         stored = self._tried("read", partial(self._look_up, dict(zip(keys, lengths, strict=True)))) or {}
         unknown = (np.full(length, np.nan, np.float32) for length in (0, *lengths))
         return np.concatenate([next(unknown), *(stored.get(*pair) for pair in zip(keys, unknown, strict=True))])
 
     def add(self, keys: Sequence[bytes], lengths: Sequence[int], values: np.ndarray) -> None:
-        """Store scores. Those that are stored already stay.
+        """Store scores. A score that is stored already stays as it is.
 
         Args:
             keys: see :meth:`read`.
             lengths: see :meth:`read`.
-            values: the scores, NaN at tokens without one; float32 or float64 ``[N]``.
+            values: the scores of all tokens, NaN at tokens without one; float32 or float64 ``[N]``.
         """
         new: dict[bytes, np.ndarray] = {}
         for key, own in zip(keys, np.split(values, np.cumsum(lengths)[:-1]), strict=True):
@@ -121,37 +121,37 @@ class ScoreStore:
         if 2 * size > self.max_bytes:
             self._warn(
                 "too large",
-                f"did not store the scores of a call: they take {size} bytes, more than half of max_bytes={self.max_bytes}.",
+                f"cannot store the scores of a call: they take {size} bytes, more than half of max_bytes={self.max_bytes}.",
             )
         elif new:
             self._tried("written", partial(self._write, new, size))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the file."""
+        """Size of the file."""
         path = self.folder / _FILE
         return path.stat().st_size if path.exists() else 0
 
     # ------------------------------------------------------------------ the file
 
     def _tried(self, what: str, work: Callable[[sqlite3.Connection], T]) -> T | None:
-        """What ``work`` does with the open file; None and a warning if it fails."""
+        """The result of ``work`` with the open file; None and a warning if it fails."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with closing(sqlite3.connect(self.folder / _FILE, timeout=_BUSY, isolation_level=None)) as file:
                 for statement in (*_SETUP, f"PRAGMA max_page_count = {self.max_bytes // _PAGE}"):
                     file.execute(statement)
                 return work(file)
-        except (sqlite3.Error, OSError, UnicodeDecodeError) as error:  # the last: SQLite's message quotes damaged text
+        except (sqlite3.Error, OSError, UnicodeDecodeError) as error:  # the last: SQLite quotes damaged text
             self._warn(
                 what,
-                f"could not be {what} ({type(error).__name__}: {error}); its scores are recomputed. Check the free space of "
-                "the disk; if the file is damaged, delete it.",
+                f"could not be {what} ({type(error).__name__}: {error}). Its scores are recomputed. Check the free space of "
+                "the disk. If the file is damaged, delete it.",
             )
             return None
 
     def _warn(self, cause: str, text: str) -> None:
-        """Once for each cause."""
+        """Warn once for each cause."""
         if cause not in self._warned:
             self._warned.add(cause)
             warnings.warn(f"{self.folder / _FILE} {text}", stacklevel=4)
@@ -160,15 +160,15 @@ class ScoreStore:
         stored = self._records(file, wanted)
         self._used.update(stored)
         if time.monotonic() - self._marked >= _MARK_EVERY:
-            self._marked = time.monotonic()  # also if it fails: not at each read
-            # Read-only, or another process writes: what was read is right all the same.
+            self._marked = time.monotonic()  # set first: after a failure the next attempt waits, too
+            # This fails if the file is read-only or another process writes. The scores that were read are valid anyway.
             with suppress(sqlite3.OperationalError), file:
                 file.execute("BEGIN IMMEDIATE")
                 self._mark_used(file)
         return stored
 
     def _write(self, new: dict[bytes, np.ndarray], size: int, file: sqlite3.Connection) -> None:
-        with file:  # one commit, or nothing is written
+        with file:  # commits at the end; after an error nothing is written
             file.execute("BEGIN IMMEDIATE")
             for key, earlier in self._records(file, {key: len(own) for key, own in new.items()}).items():
                 new[key] = _joined(earlier, new[key])
@@ -178,27 +178,27 @@ class ScoreStore:
             file.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", rows)
 
     def _records(self, file: sqlite3.Connection, wanted: Mapping[bytes, int]) -> dict[bytes, np.ndarray]:
-        """What the file holds of these sequences, by key; damaged records are left out, with a warning."""
+        """The stored scores of these sequences, by key. Damaged records are left out, with a warning."""
         keys, stored = list(wanted), {}
         for start in range(0, len(keys), _AT_ONCE):
             some = keys[start : start + _AT_ONCE]
             query = f"SELECT key, record FROM records WHERE key IN ({','.join('?' * len(some))})"
             for key, record in file.execute(query, some):
-                own = _decoded(key, record, wanted.get(key, -1))  # a damaged index finds other keys
+                own = _decoded(key, record, wanted.get(key, -1))  # a damaged index may return other keys
                 if own is None:
-                    self._warn("damaged", "holds a damaged record; its scores are recomputed and replace it.")
+                    self._warn("damaged", "holds a damaged record. Its scores are recomputed and replace it.")
                 else:
                     stored[key] = own
         return stored
 
     def _mark_used(self, file: sqlite3.Connection) -> None:
-        """Write that the scores that were read were used now."""
+        """Update the time of use of the scores that were read."""
         used, self._used = self._used, set()
         file.executemany("UPDATE records SET used = ? WHERE key = ?", [(time.time(), key) for key in used])
         self._marked = time.monotonic()
 
     def _make_room(self, file: sqlite3.Connection, size: int) -> None:
-        """Remove what was not used for the longest time, a tenth of the records at once, until ``size`` bytes are free."""
+        """Remove the least recently used tenth of the records, again and again, until ``size`` bytes are free."""
 
         def free() -> int:
             pages, unused = (file.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count"))
@@ -213,12 +213,12 @@ class ScoreStore:
 
 
 def _joined(earlier: np.ndarray | None, later: np.ndarray) -> np.ndarray:
-    """The scores of both; where both have one, the earlier."""
+    """Merge scores. Where both have one, the earlier one counts."""
     return later if earlier is None else np.where(np.isnan(earlier), later, earlier)
 
 
 def _encode_scores(key: bytes, values: np.ndarray) -> bytes:
-    """The scores from the first to the last one, and a digest."""
+    """A record: the header, the scores from the first to the last one, and the checksum."""
     known = np.flatnonzero(~np.isnan(values))
     first, some = known[0], values[known[0] : known[-1] + 1]
     body = _HEAD.pack(len(values), first, some.itemsize) + some.astype(some.dtype.newbyteorder("<")).tobytes()
@@ -230,7 +230,7 @@ def _checksum_of(key: bytes, body: bytes) -> bytes:
 
 
 def _decoded(key: bytes, record: object, length: int) -> np.ndarray | None:
-    """The scores of a sequence of so many tokens; None for a damaged record, or one of another sequence."""
+    """The scores in a record of a sequence of ``length`` tokens; None if it is damaged or belongs to another sequence."""
     if not isinstance(record, bytes) or _checksum_of(key, record[:-_CHECK_BYTES]) != record[-_CHECK_BYTES:]:
         return None
     count, first, width = _HEAD.unpack_from(record)

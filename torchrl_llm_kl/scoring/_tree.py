@@ -1,4 +1,4 @@
-"""The prefix tree of a batch: a prefix shared by several sequences is forwarded once."""
+"""The prefix tree of a batch. A prefix that several sequences share is forwarded once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from torchrl_llm_kl.ragged import Ragged
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """``M`` stretches of tokens (nodes) that spell out ``S`` sequences, each stretch held once. All on the CPU.
+    """``M`` nodes, each a stretch of tokens, that spell out ``S`` sequences. All tensors are on the CPU.
 
-    The tokens before a node are its ancestors' tokens, so its keys and values follow from theirs. A node ends where
-    sequences part, or where the longest of them ends. A sequence that is a prefix of another one (or equal to it) ends
-    inside a node and costs nothing.
+    The tokens before a node are those of its ancestors. A node ends where sequences part, or where the longest of them
+    ends. A sequence that is a prefix of another one, or equal to it, ends inside a node and costs nothing.
 
     Nodes are numbered by their first sequence, then by their start: parents come before children, and the order does not
     depend on the token ids.
@@ -33,17 +32,17 @@ class PrefixTree:
     """
 
     # Of each node, int64 [M]:
-    parent: Tensor  # the node before it, -1 at the first level
+    parent: Tensor  # the node before it, -1 for a node at the start of sequences
     start: Tensor  # number of tokens before it
     length: Tensor  # number of its tokens, at least 1
     element: Tensor  # its tokens are values[element : element + length] of the flat sequences
     # Of each sequence, int64 [S]:
     leaf: Tensor  # the node with its last forwarded token, -1 if there is nothing to forward
-    forward_lengths: Tensor  # number of its leading tokens in the tree
+    forward_lengths: Tensor  # number of leading tokens that are in the tree
 
     @classmethod
     def build(cls, tokens: Ragged, forward_lengths: Tensor, *, min_shared: int = 16, min_length: int = 1) -> PrefixTree:
-        """The tree of the first ``forward_lengths [S]`` tokens of each sequence; ids and lengths are int64.
+        """Build the tree of the first ``forward_lengths [S]`` tokens of each sequence. Ids and lengths are int64.
 
         Splitting a pack has a cost, so a short common prefix is not worth sharing. From the first token on, a common prefix
         becomes a node if that saves at least ``min_shared`` tokens: its length after the last node times the number of its
@@ -56,7 +55,8 @@ class PrefixTree:
         order, ends = _sorted_sequences(values, offsets, forward_lengths)
         shared = _common_prefixes(values, offsets[order], ends)
 
-        # In this order a sequence is a prefix of its successor or of none; `held` is the one that contains each.
+        # In this order a sequence that is a prefix of others is a prefix of its successor. `held` is the index of the sequence
+        # that contains each.
         longest = torch.ones(len(order), dtype=torch.bool)
         longest[:-1] = shared < ends[:-1]
         held = longest.cumsum(0) - longest.long()
@@ -75,40 +75,40 @@ class PrefixTree:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Number of tokens that a model forwards; ``forward_lengths.sum()`` without sharing."""
+        """Number of tokens that a model forwards. Without sharing it would be ``forward_lengths.sum()``."""
         return int(self.length.sum())
 
     @cached_property
     def first(self) -> Tensor:
-        """Where each node begins when all nodes are laid end to end; ``[M]``."""
+        """The start of each node when all nodes are concatenated; ``[M]``."""
         return self.length.cumsum(0) - self.length
 
     def place(self, sequence: Tensor, position: Tensor) -> Tensor:
-        """Where the tokens that :meth:`locate` finds are when all nodes are laid end to end; ``[K]``."""
+        """The places of tokens when all nodes are concatenated; ``[K]``. The arguments are those of :meth:`locate`."""
         node, offset = self.locate(sequence, position)
         return self.first[node] + offset
 
     def locate(self, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """The node of each token, and the token's place in it; ``[K]`` each.
+        """The node of each token and the token's place in it; ``[K]`` each.
 
-        ``sequence`` and ``position``, int64 ``[K]``, name the tokens; positions must lie below the forward length
-        (not checked).
+        ``sequence`` and ``position``, int64 ``[K]``, identify the tokens. Positions must be below the forward length, which
+        is not checked.
         """
         sequences, nodes = self._paths
-        stride = int(self.forward_lengths.max())  # more than any position
+        stride = int(self.forward_lengths.max())  # exceeds any position, so sequence and position give one sorted key
         step = torch.searchsorted(sequences * stride + self.start[nodes], sequence * stride + position, right=True) - 1
         node = nodes[step]
         return node, position - self.start[node]
 
     def forwarded(self, count: int) -> Tensor:
-        """Which of ``count`` flat elements are forwarded; bool ``[N]``."""
+        """A mask of the elements that are forwarded, among ``count`` flat elements; bool ``[N]``."""
         inside = torch.arange(self.num_tokens) - self.first.repeat_interleave(self.length)
         return torch.zeros(count, dtype=torch.bool).index_fill_(
             0, self.element.repeat_interleave(self.length) + inside, True
         )
 
     def spread(self, values: Tensor, tokens: Ragged) -> Tensor:
-        """``found [N, ...]`` with what was written for a forwarded token at all tokens that share it; changes ``found``."""
+        """Copy the value of each forwarded token to all tokens that share it, in place; ``values [N, ...]``."""
         element = (tokens.positions < self.forward_lengths[tokens.sequence_ids]).nonzero().squeeze(-1)
         node, offset = self.locate(tokens.sequence_ids[element], tokens.positions[element])
         values[element] = values[self.element[node] + offset]
@@ -116,7 +116,7 @@ class PrefixTree:
 
     @cached_property
     def _paths(self) -> tuple[Tensor, Tensor]:
-        """The nodes of each sequence in order, sequence after sequence: sequences ``[P]`` and nodes ``[P]``."""
+        """The path of each sequence through the tree, from the root: sequences ``[P]`` and nodes ``[P]``."""
         sequence = (self.leaf >= 0).nonzero().squeeze(-1)
         node = self.leaf[sequence]
         steps = []
@@ -134,13 +134,13 @@ class PrefixTree:
 
 
 def _sorted_sequences(values: Tensor, offsets: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Non-empty sequences in an order that makes those with a common prefix neighbours, and their lengths; ``[R]``.
+    """The non-empty sequences, ordered so that those with a common prefix are neighbours, and their lengths; ``[R]``.
 
-    A prefix comes before the sequences that continue it; of equal sequences the first comes last.
+    A prefix comes before the sequences that continue it. Of equal sequences the first one comes last.
     """
     raw, width = values.numpy().tobytes(), values.element_size()
     firsts, stops = (offsets * width).tolist(), ((offsets + lengths) * width).tolist()
-    # Any total order works, so compare bytes: one memory comparison per pair of sequences.
+    # Any total order works. Comparing bytes takes one memory comparison per pair of sequences.
     rows = [row for row in reversed(range(len(firsts))) if firsts[row] < stops[row]]
     rows.sort(key=lambda row: raw[firsts[row] : stops[row]])
     order = torch.tensor(rows, dtype=torch.long)
@@ -148,7 +148,7 @@ def _sorted_sequences(values: Tensor, offsets: Tensor, lengths: Tensor) -> tuple
 
 
 def _common_prefixes(values: Tensor, offsets: Tensor, lengths: Tensor) -> Tensor:
-    """Number of leading tokens that each sequence shares with the next; ``[max(R - 1, 0)]``."""
+    """The number of leading tokens that each sequence shares with the next; ``[max(R - 1, 0)]``."""
     both = torch.minimum(lengths[:-1], lengths[1:])
     pair = torch.repeat_interleave(torch.arange(both.numel()), both)
     position = torch.arange(pair.numel()) - (both.cumsum(0) - both)[pair]
@@ -157,7 +157,7 @@ def _common_prefixes(values: Tensor, offsets: Tensor, lengths: Tensor) -> Tensor
 
 
 def _holders(parent: Tensor, start: Tensor, node: Tensor, position: Tensor) -> Tensor:
-    """The node, among ``node [R]`` and its ancestors, that holds each ``position [R]``; ``[R]``."""
+    """The node that contains each ``position [R]``, among ``node [R]`` and its ancestors; ``[R]``."""
     node = node.clone()
     early = (start[node] > position).nonzero().squeeze(-1)
     while early.numel():
@@ -175,7 +175,7 @@ def _branches(shared: list[int]) -> list[tuple[int, int, int, int]]:
     The sequences ``first .. last`` share ``depth`` leading tokens and part there into ``parts``.
     """
     done: list[tuple[int, int, int, int]] = []
-    stack = [[0, 0, 0]]  # depth, first and parts so far of the branches that hold the current sequence
+    stack = [[0, 0, 0]]  # depth, first and parts so far of the branches of the current sequence
     for row, depth in enumerate([*shared, 0]):
         if depth > stack[-1][0]:
             stack.append([depth, row, 0])
@@ -197,7 +197,7 @@ def _nodes(
     ``source`` is the first sequence that holds the whole node.
     """
     nodes: list[tuple[int, int, int, int]] = []
-    owner = [-1] * len(sources)  # the deepest node so far
+    owner = [-1] * len(sources)  # the deepest node of each sequence so far
     leaves = [(end, row, row, 0) for row, end in enumerate(ends)]
     for end, first, last, parts in [*_branches(shared), *leaves]:
         parent = owner[first]

@@ -188,8 +188,8 @@ def test_the_attention_in_blocks_is_the_attention() -> None:
     [
         (tiny_model, {"dtype": torch.bfloat16}, "Qwen2ForCausalLM computes in torch.bfloat16"),
         (tiny_model, {"share_prefixes": False}, "scored in padded batches: leave out share_prefixes=False"),
-        (tiny_model, {"tokens_per_batch": 100}, "tokens_per_batch must be a multiple of 64"),
-        (partial(tiny_model, "mixtral"), {}, "on sizes that depend on the tokens, as a mixture of experts does"),
+        (tiny_model, {"tokens_per_batch": 100}, "Expected a multiple of 64, got 100"),
+        (partial(tiny_model, "mixtral"), {}, "on sizes that depend on the tokens, as in a mixture of experts"),
         (lambda: altered("qwen2", lambda m: m.model.layers[0].mlp.compile(backend="eager")), {}, "has compiled layers"),
     ],
 )
@@ -236,7 +236,7 @@ def _read_anyhow(*args: Any, tile: Any = None) -> HeadReading:
 def test_the_check_finds_other_bits(module, name, broken, model, monkeypatch):
     """Without one of the three parts scores vary, and the check of the model says so."""
     monkeypatch.setattr(module, name, broken)
-    with pytest.raises(ValueError, match="other bits for a sequence alone than in a pack: they differ by up to"):
+    with pytest.raises(ValueError, match="other bits for a sequence in a pack, with differences up to"):
         LogProbScorer(model, deterministic=True)
 
 

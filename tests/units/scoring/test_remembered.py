@@ -244,7 +244,7 @@ def test_another_backend_needs_a_stated_fingerprint(tmp_path: Path) -> None:
     module = tiny_model()
     backend = engine(module)
     wrapper = FakeBackend(backend, tokenizer_kwargs={"padding": True})
-    with pytest.raises(TypeError, match="FakeBackend has no weights in this process: state what they are"):
+    with pytest.raises(TypeError, match="FakeBackend has no weights in this process: pass a text"):
         RememberedModel(wrapper, tmp_path)
     scorer = RememberedModel(wrapper, tmp_path, fingerprint="step 100").make_scorer()
     first = scorer.score(SEQUENCES)
@@ -287,7 +287,7 @@ def test_a_model_over_several_ranks_is_refused(tmp_path: Path, stated: str | Non
         reference = RememberedModel(nn.parallel.DistributedDataParallel(tiny_model()), tmp_path, fingerprint=stated)
         with pytest.raises(ValueError, match="wrapped or sharded over ranks"):
             reference.make_scorer().score(SEQUENCES)
-        with pytest.raises(ValueError, match="take the fingerprint of the model before"):
+        with pytest.raises(ValueError, match="take the fingerprint before it is sharded"):
             fingerprint_of(reference.model)
     finally:
         torch.distributed.destroy_process_group()

@@ -193,7 +193,7 @@ def test_a_damaged_record_is_a_miss_and_is_replaced(tmp_path: Path, store: Any, 
     put(store, 1, 2)
     with sqlite3.connect(tmp_path / FILE) as file:
         file.execute("INSERT OR REPLACE INTO records VALUES (?, 0.0, ?)", (key, record))
-    with pytest.warns(UserWarning, match="holds a damaged record; its scores are recomputed and replace it"):
+    with pytest.warns(UserWarning, match="holds a damaged record. Its scores are recomputed and replace it"):
         assert np.isnan(store.read([key], [3])).all()
     assert has(store, 2)
     store.add([key], [3], want)
