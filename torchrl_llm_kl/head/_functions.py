@@ -1,4 +1,4 @@
-"""The public functions: log-probs, entropy, exact divergences and top-k, and the checks of their arguments."""
+"""The public functions: log-probs, entropy, exact divergences and top-k, with the checks of their arguments."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torchrl_llm_kl.head._operators import local_part, sweep, top_k
 from torchrl_llm_kl.head._support import WHOLE, Kept, Truncation
 from torchrl_llm_kl.head._tiles import Head, HeadOutput, OutcomesOutput, PairOutput, Plan, Result, Tokens, TopKOutput
 
-#: A divergence of policy and reference, see :func:`linear_pair`.
+#: A divergence of policy and reference; see :func:`linear_pair`.
 Direction = Literal["reverse", "forward", "jensen_shannon"]
 _SHARES = {"reverse": (1.0, 0.0), "forward": (0.0, 1.0)}
 
-# Positions and tokens of a tile. The CPU's is measured (benchmarks/head.py): half and twice of it are hardly slower. The
-# other one is a guess.
+# Positions and tokens of a tile. The CPU's size is measured (benchmarks/head.py), where half and twice of it are hardly slower.
+# The other size is a guess.
 _CPU_CHUNK = (512, 2048)
 _CHUNK = (2048, 8192)
 
 
 class HeadOptions(TypedDict, total=False):
-    """How a linear head makes logits of hidden states, and in which tiles: keyword arguments, see :func:`linear_log_prob`."""
+    """Keyword arguments that say how a linear head computes logits, and in which tiles; see :func:`linear_log_prob`."""
 
     bias: Tensor | None
     temperature: float
@@ -36,7 +36,7 @@ class HeadOptions(TypedDict, total=False):
 
 
 class PairOptions(HeadOptions, total=False):
-    """:class:`HeadOptions` of the policy's head, and the reference's where they differ; see :func:`linear_pair`."""
+    """:class:`HeadOptions` of the policy's head, and those of the reference where they differ; see :func:`linear_pair`."""
 
     ref_bias: Tensor | None
     ref_scale: float
@@ -59,44 +59,44 @@ def linear_log_prob(
 ) -> HeadOutput:
     """Log-probs of given tokens, and the entropy, under ``softcap(scale * (hidden @ weight.T + bias)) / temperature``.
 
-    Works through tiles of positions and tokens with an online softmax in float32 or wider, and recomputes the logits in
-    backward: neither holds more than a few tiles besides inputs and gradients. Gradients of hidden states, weight and
-    bias are summed in float32 or wider. Differentiable once.
+    The forward goes through tiles of positions and tokens with an online softmax in float32 or wider. The backward recomputes
+    the logits. Neither holds more than a few tiles besides inputs and gradients. Gradients of hidden states, weight and bias
+    are summed in float32 or wider. The result is differentiable once.
 
-    The product is computed as the model's own head computes it: by default in the dtype of the inputs (under autocast,
-    in autocast's), so that half precision rounds each logit; everything after is float32. Backward then rounds each
-    tile's part of a gradient as well as the sum, whereas plain torch rounds once. ``product_dtype=torch.float32`` leaves
-    only the last rounding; tiles are converted one at a time.
+    The product is computed as in the model's own head: by default in the dtype of the inputs, under autocast in its dtype. So
+    half precision rounds each logit, and everything after is float32. The backward then rounds each tile's part of a
+    gradient and the sum, while plain torch rounds once. With ``product_dtype=torch.float32`` only the last rounding remains;
+    tiles are converted one at a time.
 
-    In a compiled function each sweep is one operator: no graph break, and one graph for any number of positions.
+    In a compiled function each sweep is one operator. There is no graph break, and one graph serves any number of positions.
 
-    A weight that is a ``DTensor`` with ``Shard(0)`` (tensor parallel) stays sharded: each rank sweeps its own slice of the
-    vocabulary, and a few numbers for each position are exchanged. All its ranks call this with the same hidden states
-    and targets, get the same results, and the whole gradient of the hidden states.
+    A weight that is a ``DTensor`` with ``Shard(0)`` (tensor parallel) stays sharded. Each rank sweeps its own slice of the
+    vocabulary, and the ranks exchange a few numbers per position. All ranks must call this with the same hidden states and
+    targets. They get the same results and the whole gradient of the hidden states.
 
     Args:
         hidden: input of the head; ``[N, H]``.
-        weight: of the head; ``[V, H]``.
-        targets: token ids, any integer dtype; ``[N]``.
+        weight: weight of the head; ``[V, H]``.
+        targets: token ids of any integer dtype; ``[N]``.
 
     Keyword Args:
-        bias: of the head; ``[V]``, sharded as the weight is. ``-inf`` rules a token out.
+        bias: bias of the head; ``[V]``, sharded like the weight. ``-inf`` excludes a token.
         temperature: divides the logits, last.
         scale: multiplies product and bias, first.
         soft_cap: ``c`` of ``c * tanh(logit / c)``; None for no cap.
-        entropy: whether to compute the entropy too, about 2% more time.
-        truncation: what the sampler leaves of the distribution, which is then renormalised. The tokens are found from these
-            logits; the gradient takes them as given. Forward takes tiles of all tokens and fewer positions: where few tokens
-            are left, :func:`linear_kept` and then ``kept=`` take less time.
-        kept: instead, the tokens that a sampler recorded or :func:`linear_kept` found. If they are few, nothing else of the
-            head is read.
-        keep_targets: a target that the truncation leaves out is kept beside the others.
-        added: gets a tensor that is True where that happened; ``[N]``.
-        product_dtype: of the matrix products, see above.
+        entropy: whether to compute the entropy too, which takes about 2% more time.
+        truncation: the sampler's truncation. The distribution is renormalized over the kept tokens, which are found from
+            these logits and have no gradient themselves. The forward then uses tiles of all tokens and fewer positions. If few
+            tokens are kept, :func:`linear_kept` and then ``kept=`` take less time.
+        kept: in place of ``truncation``, the tokens that a sampler recorded or :func:`linear_kept` found. If they are few, no
+            other row of the weight is read.
+        keep_targets: whether to keep a target that the truncation excludes, beside the other tokens.
+        added: a list that receives a mask ``[N]``, True where such a target was kept.
+        product_dtype: dtype of the matrix products; see above.
         chunk: positions and tokens of a tile, or only positions; changes memory and speed only. Default: by device.
 
     Returns:
-        :class:`HeadOutput`: nats, ``[N]``; not masked, not reduced. A target that the truncation leaves out has ``-inf``.
+        :class:`HeadOutput`: nats, ``[N]``; not masked, not reduced. A target that the truncation excludes has ``-inf``.
 
     Raises:
         ValueError: if shapes or shards disagree or an option is out of range. The log-prob of a target outside the vocabulary
@@ -108,8 +108,8 @@ def linear_log_prob(
         >>> linear_log_prob(torch.ones(2, 1), weight, torch.tensor([0, 1]), entropy=True)
         HeadOutput(log_prob=tensor([-0.2877, -1.3863]), entropy=tensor([0.5623, 0.5623]))
 
-    Source: online softmax: Milakov and Gimelshein, arXiv 1805.02867; logits recomputed in backward: Wijmans et al.,
-    arXiv 2411.09009.
+    Source: Milakov and Gimelshein, arXiv 1805.02867, for the online softmax. Wijmans et al., arXiv 2411.09009, for logits that
+    the backward recomputes.
     """
     head, tile = _prepare(hidden, weight, **options)
     plan = Plan(tile, entropy, truncation=_check_truncation(truncation, kept, head), keep_targets=keep_targets)
@@ -129,13 +129,14 @@ def linear_outcomes(
 ) -> OutcomesOutput:
     """Log-probs of given tokens, of ``k`` more ids at each position, and of all other tokens together, in one sweep.
 
-    The student's side of a distillation from a teacher's top ``k`` (:func:`linear_top_k`): ``k + 1`` outcomes, of which the
-    last is "any other token". Its probability is the sum over the other tokens, never ``1 - x``: it is as accurate at ``1e-30``
-    as at one half, and so is its gradient. An outcome without probability has ``-inf`` and no gradient.
+    This is the student's side of a distillation from a teacher's top ``k`` (:func:`linear_top_k`). There are ``k + 1``
+    outcomes, and the last one is "any other token". Its probability is the sum over the other tokens, never ``1 - x``, so the
+    log-prob and its gradient are as accurate at ``1e-30`` as at one half. An outcome of probability 0 has ``-inf`` and no
+    gradient.
 
-    Memory, precision and all other arguments: see :func:`linear_log_prob`; the head is swept once,
-    whatever the number of ids. ``ids`` are the ``k`` different ids of each list, ``[N, *M, k]``: any number of lists at a
-    position, one for each teacher. A negative id pads a shorter list: an outcome without probability.
+    Memory, precision and all other arguments are those of :func:`linear_log_prob`. The head is swept once for any number of
+    ids. ``ids`` are the ``k`` different ids of each list, ``[N, *M, k]``, with any number of lists at a position, such as one
+    per teacher. A negative id pads a shorter list and has probability 0.
 
     Returns:
         :class:`OutcomesOutput`: nats; ``outcomes`` is ``[N, *M, k + 1]``; not masked, not reduced.
@@ -178,32 +179,33 @@ def linear_pair(
 
     ``"reverse"`` is :math:`KL(\pi \| \pi_{ref})`, ``"forward"`` is :math:`KL(\pi_{ref} \| \pi)`, and
     ``"jensen_shannon"`` is :math:`\beta KL(\pi_{ref} \| m) + (1-\beta) KL(\pi \| m)` with
-    :math:`m = \beta\pi_{ref} + (1-\beta)\pi`. The mixture is known only once a row is complete: forward takes tiles of
-    all tokens and fewer positions (64, or as many as give a tile of the usual size), and converts a head as a whole
-    where ``product_dtype`` differs from its own.
+    :math:`m = \beta\pi_{ref} + (1-\beta)\pi`. The mixture is known only once a row is complete. So its forward uses tiles of
+    all tokens and fewer positions (64, or more if the tile does not grow then), and converts a whole head if
+    ``product_dtype`` differs from the head's dtype.
 
-    Value and *gradient* belong to the sum over the vocabulary: nothing is sampled at the position itself. Gradients
-    reach the tensors of either head. Memory, precision, errors and all other arguments: see
-    :func:`linear_log_prob`; names with ``ref_`` belong to the reference, the others to the policy. ``temperature``
-    divides both models' logits, as at sampling; ``product_dtype`` is by default each head's own.
+    Value and *gradient* are those of the exact sum over the vocabulary; nothing is sampled at the position. Gradients reach the
+    tensors of both heads. Memory, precision, errors and all other arguments are those of :func:`linear_log_prob`. Names with
+    ``ref_`` belong to the reference, the others to the policy. ``temperature`` divides the logits of both models, as in
+    sampling. ``product_dtype`` is each head's own by default.
 
-    A ``truncation``, or recorded tokens ``kept``, restrict only the policy: the KL from the sampler to the whole
-    reference, finite for ``"reverse"``. With ``ref_kept`` the reference is renormalised over the same tokens, the KL is 0 where
-    both agree on these, and ``"forward"`` is finite too; its log-prob of a target that is left out is ``-inf``.
+    ``truncation`` and ``kept`` restrict only the policy. The result is then the KL from the sampler to the whole reference,
+    which is finite for ``"reverse"``. With ``ref_kept`` the reference is renormalized over the same tokens. The KL is then 0
+    where both agree on these tokens, and ``"forward"`` is finite too. The reference's log-prob of an excluded target is
+    ``-inf``.
 
-    ``targets`` are the token ids whose log-probs are computed too, if any; ``[N]``. ``beta``, inside (0, 1), is the
-    weight of the reference in the mixture, for ``"jensen_shannon"`` alone.
+    ``targets``, ``[N]``, are optional token ids whose log-probs are computed too. ``beta`` in (0, 1) is the weight of the
+    reference in the mixture and is used only by ``"jensen_shannon"``.
 
     Returns:
-        :class:`PairOutput`: nats, ``[N]`` each; not masked, not reduced. A token that only the second distribution of
-        a KL rules out makes it ``inf``, with a NaN gradient; one that both or only the first rule out adds 0.
+        :class:`PairOutput`: nats, ``[N]`` each; not masked, not reduced. A token of probability 0 only in the second
+        distribution of a KL makes it ``inf``, with a NaN gradient. A token of probability 0 in the first one adds 0.
 
     Example:
         >>> weight, ref_weight = torch.zeros(2, 1), torch.tensor([[3.0], [1.0]]).log()
         >>> linear_pair(torch.ones(1, 1), weight, torch.ones(1, 1), ref_weight, torch.tensor([0])).ref_log_prob
         tensor([-0.2877])
 
-    Source: the exact inner sum: Amini et al., arXiv 2504.10637; ``beta``: Agarwal et al., arXiv 2306.13649, with the
+    Source: Amini et al., arXiv 2504.10637, for the exact inner sum. Agarwal et al., arXiv 2306.13649, for ``beta``, with the
     teacher as first distribution.
     """
     bias, scale, cap = options.pop("ref_bias", None), options.pop("ref_scale", 1.0), options.pop("ref_soft_cap", None)
@@ -239,9 +241,9 @@ def logits_kl(
 ) -> Tensor:
     """Exact divergence of policy and reference at each position, from existing logits.
 
-    :func:`linear_pair` without the product: besides inputs and gradients only a few tiles exist, in float32 or wider.
-    ``logits`` are the policy's and ``ref_logits`` the reference's, ``[N, V]`` each. The other arguments, the result and
-    the errors: see :func:`linear_pair`.
+    Works like :func:`linear_pair`, without the product. Besides inputs and gradients it holds only a few tiles in float32 or
+    wider. ``logits`` are the policy's and ``ref_logits`` the reference's, ``[N, V]`` each. The other arguments, the result and
+    the errors are those of :func:`linear_pair`.
 
     Example:
         >>> logits_kl(torch.tensor([[3.0, 1.0]]).log(), torch.zeros(1, 2), direction="forward")
@@ -264,14 +266,14 @@ def linear_top_k(
 ) -> TopKOutput:
     """The ``k`` most probable tokens of each position, and the log-probability of all others together.
 
-    The tail is the log-sum-exp of the logits outside the top ``k``, never ``log(1 - x)``: it is as accurate at ``1e-30``
-    as at one half. The result has no graph. ``k`` is from 1 to ``V``. ``targets`` are token ids whose log-probs are
-    computed too, from the same sweep; ``[N]``. All other arguments, and the errors: see :func:`linear_log_prob`; by
+    The tail is the log-sum-exp of the logits outside the top ``k``, never ``log(1 - x)``, so it is as accurate at ``1e-30`` as
+    at one half. The result has no graph. ``k`` is from 1 to ``V``. ``targets``, ``[N]``, are optional token ids whose
+    log-probs are computed in the same sweep. All other arguments and the errors are those of :func:`linear_log_prob`. By
     default tiles have at least ``128 k`` tokens, since torch selects few of many faster.
 
     Returns:
-        :class:`TopKOutput`: ``indices [N, k]``, ``log_probs [N, k]`` (nats, descending), ``tail_log_prob [N]`` and, of the
-        targets, ``log_prob [N]``.
+        :class:`TopKOutput`: ``indices [N, k]``, ``log_probs [N, k]`` (nats, descending), ``tail_log_prob [N]`` and
+        ``log_prob [N]`` of the targets.
 
     Example:
         >>> weight = torch.tensor([[1.0], [5.0], [2.0]]).log()
@@ -297,24 +299,24 @@ def linear_kept(
     most: int | None = None,
     **options: Unpack[HeadOptions],
 ) -> Kept | None:
-    """The tokens that truncated sampling leaves at each position, and their logits, in one sweep of whole rows.
+    """Find the tokens that truncated sampling keeps at each position, and their logits, in one sweep of whole rows.
 
-    Pass them as ``kept`` to :func:`linear_log_prob` or :func:`linear_pair` with the same head and options: their sums and
-    gradients are then over these tokens alone. ``targets [N]`` are kept beside the others where the truncation leaves them
-    out. All other arguments, and the errors: see :func:`linear_log_prob`.
+    Pass them as ``kept`` to :func:`linear_log_prob` or :func:`linear_pair` with the same head and options. Their sums and
+    gradients then run only over these tokens. All other arguments and the errors are those of :func:`linear_log_prob`.
 
     Args:
         hidden: input of the head; ``[N, H]``.
-        weight: of the head; ``[V, H]``.
-        truncation: the sampler's, which leaves out some token.
-        targets: token ids to keep in any case.
+        weight: weight of the head; ``[V, H]``.
+        truncation: the sampler's truncation.
+        targets: token ids ``[N]`` to keep even if the truncation excludes them.
 
     Keyword Args:
-        most: the most tokens of a position, on average over a tile of positions. Default: 64, or a 64th of the vocabulary.
-        options: of the head, as for :func:`linear_log_prob`.
+        most: maximum number of tokens per position, on average over a tile of positions. Default: 64, or a 64th of the
+            vocabulary if that is more.
+        options: options of the head, as for :func:`linear_log_prob`.
 
     Returns:
-        The tokens, by position, with their logits and with ``added``; None if there are more than ``most``.
+        The tokens by position, with their logits and ``added``; None if there are more than ``most``.
 
     Example:
         >>> weight = torch.tensor([[4.0], [1.0], [2.0], [1.0]]).log()  # probabilities 1/2, 1/8, 1/4, 1/8
@@ -337,13 +339,13 @@ def _sweep_or_kept(plan: Plan, policy: Head, ref: Head | None, tokens: Tokens, a
     out = sweep(plan, policy, ref, tokens, statistics)
     (top, log_total, *_), floor = statistics, statistics[plan.statistics(1 if ref is None else 2) - 1]
     assert out.log_prob is not None
-    # The target's logit, rounded anew: one that is equal to the floor is kept.
+    # The target's logit, with a new rounding error. A logit that equals the floor is kept, hence the tolerance.
     added.append(out.log_prob.detach() + top + log_total < floor - 1e-5 * floor.abs().clamp(min=1.0))
     return out
 
 
 def _few(kept: Kept, policy: Head, ref: Head | None, plan: Plan) -> bool:
-    """Whether to score only the kept tokens. A compiled graph cannot hold tensors of their number."""
+    """Whether to score only the kept tokens. In a compiled graph their number is unknown, so all tokens are scored."""
     if torch.compiler.is_compiling() or policy.part is not None or (plan.keep_targets and kept.logits is None):
         return False
     if ref is not None and ref.requires_grad:
@@ -366,7 +368,7 @@ def _prepare(
     product_dtype: torch.dtype | None = None,
     chunk: tuple[int, int] | int | None = None,
 ) -> tuple[Head, tuple[int, int]]:
-    """One head, of a sharded vocabulary this rank's part of it, and a tile; names in messages begin with ``prefix``."""
+    """The head (its slice on this rank if it is sharded) and the size of a tile. ``prefix`` begins names in messages."""
     weight, bias, part = local_part(prefix, weight, bias)
     vocab = weight.shape[:1]
     fits = hidden.ndim == 2 and weight.shape[1:] == hidden.shape[1:] and vocab != (0,)
@@ -388,7 +390,7 @@ def _prepare(
 
 
 def _same_slice(plan: Plan, policy: Head, ref: Head) -> Head:
-    """The reference's head over this rank's slice of the policy's."""
+    """The reference's head over the same slice of the vocabulary as the policy's on this rank."""
     if plan.mixture:
         raise ValueError('direction="jensen_shannon" needs whole rows, but a head is sharded: use "reverse".')
     part, ref_part = policy.part, ref.part
@@ -404,7 +406,7 @@ def _same_slice(plan: Plan, policy: Head, ref: Head) -> Head:
 
 
 def _check_truncation(truncation: Truncation | None, kept: Kept | None, head: Head) -> Truncation:
-    """The truncation of the policy's logits; none with recorded tokens, which replace it."""
+    """The truncation of the policy's logits. Recorded tokens replace it."""
     if kept is not None:
         if truncation is not None:
             raise ValueError("truncation and kept both restrict the tokens: pass one of them.")
@@ -427,14 +429,14 @@ def _check_targets(targets: Tensor, head: Head) -> Tensor:
 
 
 def _check_ids(ids: Tensor, head: Head) -> Tensor:
-    """Ids of outcomes as int64 ``[N, M, k]``."""
+    """The ids of outcomes as int64 ``[N, M, k]``."""
     if ids.ndim < 2 or ids.shape[0] != head.positions or ids.numel() == 0 < head.positions:
         raise ValueError(f"ids has shape {tuple(ids.shape)}; expected ({head.positions}, ..., k) with k at least 1.")
     return _check_tokens("ids", ids).reshape(head.positions, ids.shape[1:-1].numel(), ids.shape[-1])
 
 
 def _check_tokens(name: str, ids: Tensor) -> Tensor:
-    """Token ids as int64. Ids outside the vocabulary give NaN: to refuse them would be a host sync."""
+    """Token ids as int64. Ids outside the vocabulary give NaN, since a check would be a host sync."""
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise TypeError(f"{name} has dtype {ids.dtype}: expected an integer dtype for token ids.")
     return ids.long()

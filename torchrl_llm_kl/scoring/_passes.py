@@ -110,6 +110,15 @@ class PackedPass:
             self._pasts = {i: past for i, past in self._pasts.items() if i < 0 or self._last_use[i] > index}
             return head_states(self.setup, hidden[0][self._slots[index]])
 
+    def run_last_twice(self, others: Tensor) -> list[Tensor]:
+        """The hidden states of all packs, and of the last one again with other token ids ``[N]``."""
+        last = len(self.elements) - 1
+        states = [self.run(i).source for i in range(last)]
+        pasts = dict(self._pasts)
+        states.append(self.run(last).source)
+        self._pasts, self._ids = pasts, send(others[self._element], self.setup.device)
+        return [*states, self.run(last).source]
+
     def run_dummy(self) -> States:
         """Forward a token of no sequence, for layers that all ranks call together; states at no position."""
         ids = torch.zeros(1, dtype=torch.long, device=self.setup.device)

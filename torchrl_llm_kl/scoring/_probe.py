@@ -169,30 +169,35 @@ def _can_share(setup: Setup, vocab: int, states: Tensor, forks: bool) -> bool:
     """Whether packs, or forks of a state, have the hidden states of one sequence at a time, and no sequence sees another.
 
     Compares hidden states, not log-probs, since a head of zeros would hide any difference. A state that leaks from one
-    sequence into the next may be smaller than half precision resolves, so everything runs again with other tokens in two
-    sequences, which must change nothing in the third.
+    sequence into the next may be smaller than half precision resolves, so some passes run again with other tokens in two
+    sequences. This must change nothing in the third.
     """
     model, rows, others = setup.model, *_answers(vocab)
     limit = position_limit(model)
     if limit is not None and limit < _TRUNK + _OTHER + 1:
         return False
     try:
-        own, again = (_forwards(setup, each, _TOKENS_PER_BATCH, 0, forks) for each in (rows, others))
-        hidden, moved = _hidden_states(own, rows), _hidden_states(again, others)
-        if isinstance(own, ForkedPass):
+        passes = _forwards(setup, rows, _TOKENS_PER_BATCH, 0, forks)
+        if isinstance(passes, PackedPass):
+            *parts, again = passes.run_last_twice(others.values)
+            hidden, moved, apart = to_host(torch.cat(parts), torch.cat([*parts[:-1], again]), states)
+            if has_window(model) and not passes.has_window:
+                return False  # its window is in a mask that packs do not have, and too wide to show in these sequences
+        else:
+            other = _forwards(setup, others, _TOKENS_PER_BATCH, 0, forks)
+            hidden, moved, apart = to_host(_run(passes), _run(other), states)
             # Some kernels begin at an empty state, which may differ by less than rounding in these sequences: an altered
             # state must make a difference.
-            own.recurrence = 10.0
-            if is_recurrent(model) and torch.equal(_hidden_states(own, rows), hidden):
+            passes.recurrence = 10.0
+            if is_recurrent(model) and torch.equal(_run(passes).cpu(), hidden):
                 return False
-        elif has_window(model) and not own.has_window:
-            return False  # its window is in a mask that packs do not have, and too wide to show in these sequences
     except PrivateNameError:
         raise
     except Exception:  # for instance an attention that cannot be exchanged, or a cache of the model's own
         return False
-    untouched = (moved - hidden)[rows.sequence_ids == 2]
-    return _equal(setup, hidden, _answered(rows, states.cpu()), untouched)
+    untouched = (rows.sequence_ids == 2)[torch.cat(passes.elements)]
+    ordered = _in_order(rows, passes.elements, [hidden])
+    return _equal(setup, ordered, _answered(rows, apart), (moved - hidden)[untouched])
 
 
 def _answers(vocab: int) -> tuple[Ragged, Ragged]:
@@ -282,18 +287,18 @@ def _forwards(
     return (ForkedPass if forks else PackedPass)(setup, request, tree, size)
 
 
-def _hidden_states(forwards: PackedPass | ForkedPass, rows: Ragged) -> Tensor:
-    """The hidden state that predicts each token, 0 for first tokens; ``[N, H]`` on the CPU."""
-    states = [forwards.run(i).source for i in range(len(forwards.elements))]
-    return _in_order(rows, forwards.elements, list(to_host(*states)))
+def _run(forwards: PackedPass | ForkedPass) -> Tensor:
+    """The hidden states of all steps; ``[n, H]``, in the order of their elements."""
+    return torch.cat([forwards.run(i).source for i in range(len(forwards.elements))])
 
 
 def _answered(rows: Ragged, states: Tensor) -> Tensor:
-    """The states of the answers, from those of a padded forward, in the form of :func:`_hidden_states`."""
+    """The states of the answers, from those of a padded forward, in the form of :func:`_in_order`."""
     elements = (rows.positions > 0).nonzero().squeeze(-1)
     return _in_order(rows, [elements], [states[: len(elements)]])
 
 
 def _in_order(rows: Ragged, elements: list[Tensor], parts: list[Tensor]) -> Tensor:
+    """The hidden state that predicts each token, 0 for first tokens; ``[N, H]``."""
     out = parts[0].new_zeros(rows.values.shape[0], parts[0].shape[-1])
     return out.index_copy(0, torch.cat(elements), torch.cat(parts))
