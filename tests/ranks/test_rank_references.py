@@ -120,7 +120,8 @@ def test_a_reference_follows_the_policy(pool, wrap, options):
 
 
 @pytest.mark.parametrize(
-    ("wrap", "match"), [("fsdp1, original parameters", "has shape"), ("fsdp1, flat parameters", "of the same names")]
+    ("wrap", "match"),
+    [("fsdp1, original parameters", "cannot follow"), ("fsdp1, flat parameters", "of the same names")],
 )
 def test_a_whole_reference_cannot_follow_fsdp1(pool, wrap, match):
     for message in pool.run(f"{CASES}:refuse", wrap=wrap):

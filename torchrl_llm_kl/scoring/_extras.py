@@ -201,9 +201,7 @@ def fill(extras: Sequence[Extra], step: ScoredStep) -> ScoringJob:
             located = in_context(step.td, located, extra.prompt, context.interface, context.tokenising)
     if isinstance(located, InContext):
         if records:
-            raise ValueError(
-                "AfterPrompt with RoutedExperts(record=True): the experts would be those of another prompt."
-            )
+            raise ValueError("AfterPrompt with RoutedExperts(record=True) would record the experts of another prompt.")
         source, target = located.origin.mask, located.mask
         moved = {name: FIELDS[name].moved(name, value, source, target) for name, value in given.items()}
         given = RequestFields(**moved)  # type: ignore[typeddict-item]
@@ -393,11 +391,7 @@ def _routers(model: object) -> Routers:
     """The routers whose choices are recorded."""
     module = unwrap(model) if is_wrapper(model) else model
     if not isinstance(module, nn.Module):
-        given = "'from_collector'" if model is None else type(model).__name__
-        raise ValueError(
-            "RoutedExperts(record=True) declares the layers and experts of the record, and reads them from a model in this "
-            f"process: pass a transformers model or a wrapper of one, got {given}."
-        )
+        raise ValueError(f"RoutedExperts(record=True) needs a model in this process, got {type(model).__name__}.")
     return Routers.of(module)
 
 
@@ -415,10 +409,7 @@ class SamplerLogProbs(Extra):
     def specs(self, context: ScoringContext) -> dict[NestedKey, EntrySpec]:
         """See :class:`Extra`."""
         if self.key == context.log_probs_key:
-            raise ValueError(
-                f"SamplerLogProbs and log_probs_full_key are both {self.key!r}: the model's log-probs would replace the "
-                "sampler's. Give them different keys."
-            )
+            raise ValueError(f"SamplerLogProbs and log_probs_full_key are both {self.key!r}: give them different keys.")
         return {self.key: EntrySpec()}
 
     def outputs(self, step: ScoredStep, scores: Scores) -> dict[NestedKey, Ragged | None]:

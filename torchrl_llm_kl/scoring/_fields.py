@@ -5,9 +5,8 @@ Shapes: ``N`` tokens of ``S`` sequences; ``F`` the dimensions of a field after t
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Generic, TypeAlias, TypeVar, cast
+from typing import Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -23,18 +22,15 @@ RoutedExperts: TypeAlias = Ragged | Tensor | Sequence[Tensor]
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 
 
-class FieldKind(ABC, Generic[T]):
+class FieldKind(Protocol[T]):
     """What a :class:`ScoreRequest` does with a field of one kind; it loops over its fields and calls only these methods."""
 
-    @abstractmethod
     def check(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> T | None:
         """The field on the CPU, from any accepted form; a ValueError unless it belongs to these tokens and their mask."""
 
-    @abstractmethod
     def select(self, value: T, elements: Tensor, rows: Tensor) -> T | None:
         """The part of the tokens at flat ``elements``, which are those of the sequences ``rows``."""
 
-    @abstractmethod
     def concat(self, values: Sequence[T]) -> T:
         """The field of several requests with one :meth:`form`."""
 
@@ -42,24 +38,18 @@ class FieldKind(ABC, Generic[T]):
         """The sizes, or names, that fields must share to be joined."""
         return ()
 
-    @abstractmethod
     def sizes(self, value: T, tokens: Ragged) -> Tensor:
         """How many numbers are sent for each sequence, about; ``[S]``."""
 
-    @abstractmethod
     def pack(self, value: T, mask: Tensor) -> dict[str, np.ndarray]:
         """The arrays that are sent, by the part of their names after the field's; ``mask [N]`` is True at scored tokens."""
 
-    @abstractmethod
     def unpack(self, arrays: Arrays, tokens: Ragged, mask: Tensor) -> object:
         """The field of the arrays, in a form that :meth:`check` takes."""
 
     def moved(self, name: str, value: T, source: Tensor, target: Tensor) -> T:
         """The field after the prompts were replaced: scored tokens are at ``target [M]`` in place of ``source [N]``."""
-        raise ValueError(
-            f"{name} was recorded for the sampled prompt, and the response is scored after another prompt (AfterPrompt). "
-            "Leave out one of them."
-        )
+        raise ValueError(f"{name} was recorded for the sampled prompt: leave out {name} or AfterPrompt.")
 
 
 def narrow(values: Tensor) -> Tensor:
@@ -81,10 +71,10 @@ class TokenIntegers(FieldKind[Tensor]):
 
     def check(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> Tensor | None:
         """See :class:`FieldKind`."""
-        values = cast(Tensor, given).detach().cpu()
-        if values.ndim < 2 or values.shape[0] != len(tokens.values) or not _holds_integers(values):
+        values, count = cast(Tensor, given).detach().cpu(), tokens.values.shape[0]
+        if values.ndim < 2 or values.shape[0] != count or not _holds_integers(values):
             raise ValueError(
-                f"{name} has shape {tuple(values.shape)} of {values.dtype}: expected integers ({len(tokens.values)}, ..., k)."
+                f"{name} must hold integers ({count}, ..., k), got {tuple(values.shape)} of {values.dtype}."
             )
         return values.long()
 
@@ -168,9 +158,7 @@ class KeptIds(FieldKind[Kept]):
         values, count, counts = tokens.values, tokens.values.shape[0], offsets.diff()
         ascends = offsets.shape == (count + 1,) and int(offsets[0]) == 0 and not bool((counts < 0).any())
         if not ascends or int(offsets[-1]) > len(ids) or bool((ids < 0).any()):
-            raise ValueError(
-                f"{name} must hold token ids of at least 0 and {count + 1} ascending offsets, from 0 to at most {len(ids)}."
-            )
+            raise ValueError(f"{name} needs ids of at least 0 and {count + 1} ascending offsets up to {len(ids)}.")
         kept = Kept(ids[: int(offsets[-1])], offsets)
         rows = kept.rows
         is_kept = torch.zeros(count, dtype=torch.bool)
@@ -178,10 +166,7 @@ class KeptIds(FieldKind[Kept]):
         missing = (mask & ~is_kept).nonzero()
         if len(missing):
             element = int(missing[0])
-            raise ValueError(
-                f"token {int(values[element])} at {place_of(tokens, element)} is not among the {int(counts[element])} recorded "
-                "as kept there: check that rows and positions match the token ids, or mask out tokens that were not sampled."
-            )
+            raise ValueError(f"{name} at {place_of(tokens, element)} lacks the scored token {int(values[element])}.")
         return kept
 
     def select(self, value: Kept, elements: Tensor, rows: Tensor) -> Kept:

@@ -188,9 +188,7 @@ def _images_of(tensors: Mapping[str, Tensor], row: int) -> list[dict[str, Tensor
         image = {name: t[i] for name, t in tensors.items() if name != _ALONE and t.ndim and len(t) == count}
         if lacking := tensors.keys() - image.keys() - {_ALONE}:
             name = min(lacking)
-            raise ValueError(
-                f"images of row {row}: {name} has shape {tuple(tensors[name].shape)}, expected {count} images."
-            )
+            raise ValueError(f"images of row {row}: {name} has {len(tensors[name])} entries, expected {count} images.")
         if _ALONE in tensors:  # which decides how it is encoded
             image[_ALONE] = torch.tensor(1 if count == 1 else 2)
         images.append(image)
@@ -229,10 +227,7 @@ class ImageModel:
                 part = module, next((name for name in sorted(_OF_TOKENS) if "type" in name and name in takes), None)
         token = None if part is None else asked(part[0].config, "image_token_id", int)
         if part is None or token is None or kind not in FAMILIES:
-            raise ValueError(
-                f"images with {type(inner).__name__} (model_type {kind!r}): expected an image-text model of the families "
-                f"{', '.join(FAMILIES)}, in transformers 5.23 or later. Score it with the model's own forward."
-            )
+            raise ValueError(f"{type(inner).__name__} ({kind}) takes no images: expected one of {', '.join(FAMILIES)}.")
         return cls(part[0], token, part[1])
 
     def encode(self, images: RowImages, device: torch.device) -> list[list[Tensor]]:
@@ -276,9 +271,7 @@ class ImageInputs:
         if len(wrong):
             row = int(wrong[0])
             raise ValueError(
-                f"sequence {row} has {int(placed[row])} image tokens (id {self.model.token}), and its "
-                f"{int(images.counts[row])} images have {int(expected[row])} features: "
-                "pass the ids and the images of one output of the processor."
+                f"sequence {row}: {int(placed[row])} image tokens, {int(expected[row])} features of its images."
             )
 
     def keys(self) -> Tensor:

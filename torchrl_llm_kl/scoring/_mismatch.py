@@ -89,17 +89,13 @@ def mismatch_of(model: object, scored: Sampling, *, trains: bool = False) -> str
         return 0 if everything and top_k >= everything else top_k
 
     differs, settings = [], {"top_k": scored.top_k or everything, "top_p": scored.top_p}
-    for name, none in OTHERS.items():
+    for name in OTHERS:
         ours, theirs = vars(scored)[name], vars(sampler)[name]
         if name == "top_k":
             ours, theirs = count(ours), count(theirs)
         if not math.isclose(ours, theirs, rel_tol=1e-6):
             settings |= {} if name == "top_k" else {name: ours}
-            if none in (ours, theirs) and name != "temperature":
-                one, value, other = ("sampler", theirs, "scorer") if ours == none else ("scorer", ours, "sampler")
-                differs.append(f"{one} uses {name}={value:g}, {other} does not")
-            else:
-                differs.append(f"sampler uses {name}={theirs:g}, scorer {name}={ours:g}")
+            differs.append(f"sampler uses {name}={theirs:g}, scorer {name}={ours:g}")
     scorable = bool(differs)
     for name, value in (_sampler_settings(model) or {}).items():
         if value != NEUTRAL.get(name, value):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypedDict, cast, get_args
 import torch
 
 from torchrl_llm_kl._numerics import FLOAT_TYPES, check_choice, check_range
-from torchrl_llm_kl._registry import did_you_mean
+from torchrl_llm_kl._registry import Range
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.head import Direction
 from torchrl_llm_kl.scoring._sampling import Sampling, as_sampling
@@ -115,8 +115,7 @@ class ScoreOptions:
         as_sampling(1.0, self.sampling)
         check_range(0, top_k=self.top_k, memory=self.memory)
         check_choice(get_args(Direction), direction=self.direction)
-        if not 0 < self.beta < 1:
-            raise ValueError(f"beta must lie inside (0, 1), got {self.beta}.")
+        Range(above=0.0, below=1.0).check("beta", self.beta)
         if not isinstance(self.adapters, (bool, str)):
             raise TypeError(f"adapters must be True, False or a name, got {self.adapters!r:.60}: False is the base.")
         if self.dtype is not None:
@@ -132,10 +131,6 @@ class ScoreOptions:
 
         A ``temperature`` of None is 1, a ``sampling`` of None leaves every token at the temperature.
         """
-        known = Changes.__annotations__
-        for name in changes.keys() - known.keys():
-            hint = did_you_mean(name, known) or " Records of tokens are passed in a request: ScoreRequest.of(...)."
-            raise TypeError(f"unknown option {name!r}.{hint}")
         given: Json = {**changes}
         temperature = given.pop("temperature", self.temperature)
         if given.get("sampling") is not None:

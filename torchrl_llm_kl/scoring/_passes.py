@@ -167,8 +167,8 @@ class PackedPass:
             piece = self.plan.pieces[i]
             later = self._last_use[i] > number
             if piece.past not in self._pasts and piece.past not in inside:
-                assert self.lookup is not None, "a piece is forwarded before those that follow it"
-                self._pasts[piece.past] = self.lookup.past(self.plan.pieces[piece.past].node)
+                lookup = cast(CacheLookup, self.lookup)  # a piece that no pack forwards is cached
+                self._pasts[piece.past] = lookup.past(self.plan.pieces[piece.past].node)
             kept: KeysValues = []
             if later:
                 self._pasts[i] = [*self._pasts[piece.past], kept]
@@ -325,10 +325,7 @@ class PaddedPass:
             if setup.route.path == "full":
                 logits = read_output(call(setup.model, ids, use_cache=False, **options), "logits")
                 if shards_logits(setup.model, logits):
-                    raise ValueError(
-                        f"{type(setup.model).__name__} returns the logits of this rank's slice of the vocabulary: gather them "
-                        '(tp_plan={"lm_head": "colwise_gather_output"}).'
-                    )
+                    raise ValueError('the logits are sharded: use tp_plan={"lm_head": "colwise_gather_output"}.')
                 # The last positions: prompt tuning puts virtual tokens before the sequence.
                 logits = logits[:, -ids.shape[1] :].flatten(0, 1)
                 places, temperature = slots.to(logits.device), setup.options.temperature
@@ -448,9 +445,7 @@ class ScoringRun:
                 return self._attempt()
             except CheckpointError as error:
                 if self.options.deterministic:
-                    raise ValueError(
-                        f"deterministic=True with grad=True needs packs: leave one out. {error}"
-                    ) from error
+                    raise ValueError("deterministic=True with grad=True needs packs: leave one out.") from error
                 self._part(str(error))
                 continue
             except (RuntimeError, MemoryError) as error:

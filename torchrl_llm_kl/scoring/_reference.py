@@ -59,11 +59,10 @@ def prepare_reference(
     inner = unwrapped(model)
     body, head = body_and_head(inner)
     embedding = inner.get_input_embeddings()
-    if any(is_fsdp2(module) or is_zero3(module) for module in inner.modules()) or inner is not model:
-        raise ValueError(f"{type(model).__name__} is wrapped or sharded: call prepare_reference before.")
+    sharded = any(is_fsdp2(module) or is_zero3(module) for module in inner.modules())
+    if sharded or inner is not model or has(embedding, OFFLOADED):
+        raise ValueError(f"{type(model).__name__} is wrapped, sharded or offloaded: prepare a plain copy.")
     layers = max((list(m) for m in body.modules() if isinstance(m, nn.ModuleList)), key=len)
-    if has(embedding, OFFLOADED):
-        raise ValueError(f"{type(model).__name__} is offloaded already: prepare a new copy.")
     if dtype == torch.int8:
         _to_int8(layers, type(model).__name__)
     elif dtype is not None:

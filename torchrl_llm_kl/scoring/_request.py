@@ -73,9 +73,7 @@ def read_sequences(
     elif isinstance(sequences, (list, tuple)):
         tokens = Ragged.from_list([_row_tensor(row, torch.long) for row in sequences])
     else:
-        raise TypeError(
-            f"expected a Ragged, a list of token id lists, or a padded tensor, got {type(sequences).__name__}."
-        )
+        raise TypeError(f"expected a Ragged, token id lists, or a padded tensor, got {type(sequences).__name__}.")
     return tokens, _flat_mask(mask, tokens)
 
 
@@ -204,9 +202,7 @@ class ScoreRequest:
         layout, flat = read_sequences(sequences, mask, attention_mask)
         values = layout.values
         if values.ndim != 1 or values.is_floating_point() or values.dtype == torch.bool:
-            raise ValueError(
-                f"token ids must be a flat integer tensor, got shape {tuple(values.shape)}, {values.dtype}."
-            )
+            raise ValueError(f"token ids must be flat integers, got shape {tuple(values.shape)} of {values.dtype}.")
         host, *masks = layout.to_host(*([] if flat is None else [flat]))
         tokens = Ragged(host.values.detach().long(), host.lengths, layout.container, host.keep)
         scored = _checked_mask(tokens, masks[0]) if masks else tokens.positions > 0
@@ -322,11 +318,8 @@ class ScoreRequest:
         size = math.inf if vocab_size is None else vocab_size
         bad = ((values < 0) | (values >= size)).nonzero()
         if len(bad):
-            element = int(bad[0])
-            raise ValueError(
-                f"token id {int(values[element])} at {self.locate(element)} is outside the vocabulary of {size} tokens. Leave "
-                "out padding and ignore markers, and score with the tokenizer of this model."
-            )
+            element, token = int(bad[0]), int(values[bad[0]])
+            raise ValueError(f"token id {token} at {self.locate(element)} is outside the vocabulary of {size} tokens.")
         if self.top_ids is not None and bool((self.top_ids[self.mask] >= size).any()):
             raise ValueError(f"top_ids holds token ids outside the student's vocabulary of {size} tokens.")
 
@@ -335,10 +328,8 @@ class ScoreRequest:
         lengths = self.tokens.lengths
         too_long = ((lengths > (limit or math.inf)) & (self.forward_lengths > 0)).nonzero()
         if len(too_long):
-            raise ValueError(
-                f"sequence {int(too_long[0])} has {int(lengths[too_long[0]])} tokens but the model's configuration allows "
-                f"{limit} positions: truncate it, or use a model with a longer context."
-            )
+            row = int(too_long[0])
+            raise ValueError(f"sequence {row} has {int(lengths[row])} tokens, the model allows {limit}: truncate it.")
 
     def check_finite(self, elements: Tensor, log_probs: Tensor) -> None:
         """Raise a ValueError for the first log-prob that is not finite: it would turn a log-ratio into NaN."""
@@ -386,15 +377,11 @@ def _laid_out(values: Tensor, lengths: Tensor) -> Ragged:
 def _checked_mask(tokens: Ragged, mask: Tensor) -> Tensor:
     check_is_mask(mask=mask)
     if mask.shape != tokens.values.shape:
-        raise ValueError(
-            f"the mask has shape {tuple(mask.shape)}: expected one entry for each of {len(tokens.values)} tokens."
-        )
+        raise ValueError(f"the mask has shape {tuple(mask.shape)}, expected {tuple(tokens.values.shape)}.")
     first = (mask & (tokens.positions == 0)).nonzero()
     if len(first):
         row = int(tokens.sequence_ids[first[0]])
-        raise ValueError(
-            f"the mask selects the first token of sequence {row}, which has no log-prob: set it to False there."
-        )
+        raise ValueError(f"the mask selects the first token of sequence {row}, which has no prefix: set it to False.")
     return mask
 
 

@@ -155,11 +155,10 @@ class Routers:
 
         Layers without a router may have a place in the record, which is ignored.
         """
-        name, layers, slots = type(unwrapped(self.model)).__name__, *record.shape[1:]
+        layers, slots = record.shape[1:]
         if slots != self.k or layers not in (len(self.layers), self.num_layers):
             raise ValueError(
-                f"the record has {layers} layers of {slots} experts: {name} has {len(self.layers)} routers in "
-                f"{self.num_layers} layers, and each chooses {self.k}."
+                f"the record has {layers} layers of {slots} experts: expected {len(self.layers)} of {self.k}."
             )
         if layers == self.num_layers:
             record = record[:, list(self.layers)]
@@ -230,10 +229,8 @@ class Routing:
         places = range(len(self.routers.modules))
         if missing := set(places) - forward.called:
             place = min(missing)
-            raise ValueError(
-                f"{type(self.routers.modules[place]).__name__} of layer {self.routers.layers[place]} was not called: another "
-                "kernel computes its block. Load the model without kernels."
-            )
+            name, layer = type(self.routers.modules[place]).__name__, self.routers.layers[place]
+            raise ValueError(f"{name} of layer {layer} was not called: load the model without kernels.")
         if forward.chosen is not None:
             experts = torch.stack([forward.chosen[place] for place in places], 1)
             self.chosen.append((elements, experts.to(self.routers.dtype).cpu()))

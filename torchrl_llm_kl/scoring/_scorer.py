@@ -41,7 +41,6 @@ from torchrl_llm_kl.scoring._probe import choose_route, find_variance
 from torchrl_llm_kl.scoring._protocol import Model, Scorer
 from torchrl_llm_kl.scoring._request import ScoreRequest, Sequences, TokenMask, not_text, read_request
 from torchrl_llm_kl.scoring._routing import Routers, Routing
-from torchrl_llm_kl.scoring._sampling import Sampling
 from torchrl_llm_kl.scoring._scores import Scores, kept_of
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, log_probs_only, score_wrapper, scoring_version, unwrap
 from torchrl_llm_kl.scoring._wrapping import Ranks
@@ -105,7 +104,7 @@ class LogProbScorer(Scorer):
 
     # No other attribute can be set: a setting that is none would have no effect.
     __slots__ = (
-        *("_complaint", "_memory", "_model", "_proof", "_route", "_warned_apart", "_warned_outside", "_wrapper"),
+        *("_complaint", "_memory", "_model", "_proof", "_route", "_warned", "_wrapper"),
         *("forwards", "head_chunk", "instead", "offers", "place", "probe", "share_prefixes", "tokens_per_batch"),
     )
 
@@ -129,9 +128,7 @@ class LogProbScorer(Scorer):
         self._model = model if inner is None else inner
         self.offers, self.place, self.instead = Scorer.offers, Scorer.place, Scorer.instead
         if not isinstance(self.model, nn.Module) and not is_wrapper(self.model):
-            raise TypeError(
-                f"model must be a wrapper or a torch module that returns logits, got {type(model).__name__}."
-            )
+            raise TypeError(f"model must be a wrapper or a module that returns logits, got {type(model).__name__}.")
         if is_wrapper(self.model):
             self.offers = frozenset({"grad"})
             self.place = f"{type(self.model).__name__}, whose backend returns log-probs, not logits"
@@ -147,7 +144,7 @@ class LogProbScorer(Scorer):
         self._proof: tuple[object, ...] = ()  # what `deterministic` was checked for
         self._route: Route | None = None
         self._complaint: str | None = None  # why the model's own forward is taken
-        self._warned_apart = self._warned_outside = False
+        self._warned: set[type[Warning]] = set()
         self._wrapper: nn.Module | None = None  # scores in place of the model
         if is_wrapper(self.model):
             self._wrapper = scoring_version(self.model)
@@ -227,7 +224,14 @@ class LogProbScorer(Scorer):
             with ranks.together():
                 if not math.isfinite(total):
                     request.check_finite(elements, log_prob)
-            self._warn_outside(float(sum(share)), len(elements), options.sampling)
+            if sum(share) > 0.01:
+                self._warn_once(
+                    f"{float(sum(share)):.1%} of the {len(elements)} tokens are not among those that {options.sampling} "
+                    "leaves: they were sampled otherwise, or by a policy that has changed since. Score with the sampler's own "
+                    "settings, and replay what it kept (kept=, RecordKept) where several updates use one batch.",
+                    SamplerMismatchWarning,
+                    stacklevel=4,
+                )
         chosen = columns.pop("routing", None)
         if finds_kept:
             kept = kept_of(columns, elements, tokens.values.shape[0])
@@ -286,18 +290,6 @@ class LogProbScorer(Scorer):
         """See :meth:`Scorer.together`."""
         return self._ranks(reference).together()
 
-    def _warn_outside(self, share: float, count: int, sampling: Sampling) -> None:
-        """Warn once if many tokens are not among those that the sampler leaves."""
-        if share > 0.01 and not self._warned_outside:
-            self._warned_outside = True
-            warnings.warn(
-                f"{share:.1%} of the {count} tokens are not among those that {sampling} leaves: they were sampled "
-                "otherwise, or by a policy that has changed since. Score with the sampler's own settings, and replay what it "
-                "kept (kept=, RecordKept) where several updates use one batch.",
-                SamplerMismatchWarning,
-                stacklevel=4,
-            )
-
     def _check_together(self, request: ScoreRequest, options: ScoreOptions, reference: Scorer | None) -> None:
         """Raise a ValueError for what cannot be computed together."""
         self.check(options, request, reference=reference)
@@ -307,10 +299,7 @@ class LogProbScorer(Scorer):
         if options.top_k and restricted:
             raise ValueError("top_k= is of all tokens, and sampling= or kept= leaves some out: score the two apart.")
         if (mixes or request.top_ids is not None) and restricted:
-            raise ValueError(
-                "top_ids= and direction='jensen_shannon' need whole distributions: a teacher's tokens that are left out would "
-                "have none. Leave out kept=, and pass Sampling(temperature) only."
-            )
+            raise ValueError("top_ids= and 'jensen_shannon' need whole distributions: leave out sampling= and kept=.")
         if options.return_kept and not restricted:
             raise ValueError(f"return_kept=True with {options.sampling}, which leaves every token: leave it out.")
         if exact and (kept or options.return_kept or request.images is not None):
@@ -329,26 +318,18 @@ class LogProbScorer(Scorer):
     def _check_reference(self, options: ScoreOptions, reference: Scorer) -> None:
         """Raise a ValueError if a KL to the reference would not be one of the two models."""
         if not isinstance(reference, LogProbScorer) or log_probs_only(reference.model):
-            raise ValueError(
-                f"an exact KL needs whole distributions, and {reference.place} returns log-probs only: {reference.instead}."
-            )
+            raise ValueError(f"an exact KL needs whole distributions, not {reference.place}: {reference.instead}.")
         theirs = reference.options
         reference.check(theirs)
         if theirs.sampling.truncates:
-            raise ValueError(
-                f"the reference is scored with {theirs.sampling}, so that the KL may be infinite: leave that out, or pass "
-                'Sampling(reference="kept") to the policy.'
-            )
+            raise ValueError(f"the KL may be infinite, since the reference has {theirs.sampling}: leave that out.")
         if options.temperature == self.options.temperature != theirs.temperature:
             raise ValueError(
                 f"the policy is scored at temperature {options.temperature} and the reference at {theirs.temperature}: use one."
             )
-        rounding, ref_rounding = self._rounding(options), reference._rounding(theirs)
-        if rounding != ref_rounding:
-            raise ValueError(
-                f"the policy uses {rounding} and the reference {ref_rounding}: their rounding would appear as KL. Use one of "
-                "them for both."
-            )
+        ours, other = self._rounding(options), reference._rounding(theirs)
+        if ours != other:
+            raise ValueError(f"the policy uses {ours} and the reference {other}: they would differ by rounding.")
 
     def _routing(self, request: ScoreRequest, record: Tensor | None, records: bool = False) -> Routing | None:
         """What to do with the routing of this model; None if nothing."""
@@ -426,13 +407,17 @@ class LogProbScorer(Scorer):
 
     def _warn_apart(self, reason: str, where: str = "needs a gradient") -> None:
         """Warn once that some calls share no prefixes."""
-        if not self._warned_apart:
-            self._warned_apart = True
-            warnings.warn(
-                f"{reason} LogProbScorer can share no prefixes where {type(self.model).__name__} {where}: each sequence is "
-                "forwarded separately, with padding. share_prefixes=False silences this warning.",
-                stacklevel=6,
-            )
+        self._warn_once(
+            f"{reason} LogProbScorer can share no prefixes where {type(self.model).__name__} {where}: each sequence is "
+            "forwarded separately, with padding. share_prefixes=False silences this warning.",
+            UserWarning,
+            stacklevel=7,
+        )
+
+    def _warn_once(self, message: str, kind: type[Warning], stacklevel: int) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(message, kind, stacklevel=stacklevel)
 
 
 #: A model of this process, or its scorer.

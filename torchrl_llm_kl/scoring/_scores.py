@@ -127,9 +127,7 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
     head, mapped = body_and_head(setup.model)[1], logit_map(setup.model)
     weight, plain = asked(head, "weight", Tensor), _is_plain(head)
     if not plain and is_dtensor(weight):
-        raise ValueError(
-            f"the head {type(head).__name__} is sharded over ranks and more than linear: leave it out of the plan."
-        )
+        raise ValueError(f"the head {type(head).__name__} is sharded and more than linear: leave it out of the plan.")
     own = weight.dtype if weight is not None and weight.is_floating_point() else None
     narrow = setup.options.dtype if plain and own != torch.float64 else None
     if weight is not None:
@@ -271,10 +269,7 @@ class HeadReading:
             columns |= _top_columns(*linear_top_k(hidden, head.weight, options.top_k, **own)[:3])
         if options.moments:
             if sampled and kept is None:
-                raise ValueError(
-                    f"moments=True: {truncation} leaves too many of {head.weight.shape[0]} tokens to keep at once: "
-                    "score them without truncation."
-                )
+                raise ValueError(f"moments=True: {truncation} leaves too many tokens: score without it.")
             columns |= _moments(hidden, head.weight, targets, kept=kept, **own)
         if states.kept is None and truncation.active:
             outside += [torch.zeros_like(targets, dtype=torch.bool) if kept is None else cast(Tensor, kept.added)]

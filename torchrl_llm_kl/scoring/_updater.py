@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol, TypedDict, runtime_checkable
 
 import torch
@@ -199,16 +199,11 @@ class ReferenceUpdater:
         sources, targets, pairs = dict(self._sources()), dict(self._targets()), []
         if not targets or (different := sources.keys() ^ targets.keys()):
             shown = sorted(different)[:3] if targets else "all"
-            raise ValueError(
-                f"reference and policy must have weights of the same names, with use_orig_params=True in FSDP: {shown} differ."
-            )
+            raise ValueError(f"reference and policy must have weights of the same names, these differ: {shown}.")
         for name, target in targets.items():
-            own, new = _local(name, target, sources[name])
+            own, new = _local(target, sources[name])
             if own.shape != new.shape or not own.is_floating_point():
-                raise ValueError(
-                    f"{name}: the reference has shape {tuple(own.shape)} of {own.dtype}, the policy {tuple(new.shape)}. Build "
-                    "both alike, in bfloat16 or wider."
-                )
+                raise ValueError(f"{name}: {own.dtype}{list(own.shape)} cannot follow {new.dtype}{list(new.shape)}.")
             pairs.append((name, own, new))
         if self._adapter is not None:
             self._check_scaling(self._active(), self._adapter)
@@ -222,7 +217,7 @@ class ReferenceUpdater:
 
     def _active(self) -> str:
         """The policy's active adapter."""
-        active = {name for layer in adapter_layers(self._policy) for name in _as_list(layer.active_adapter)}
+        active = {name for layer in adapter_layers(self._policy) for name in layer.active_adapters}
         if len(active) != 1 or active == {self._adapter}:
             raise ValueError(f"the adapter {self._adapter!r} follows another active one, active are {sorted(active)}.")
         return active.pop()
@@ -234,8 +229,7 @@ class ReferenceUpdater:
             own, new = factors.get(adapter), factors.get(active)
             if own != new:
                 raise ValueError(
-                    f"{adapter!r} scales its weights by {own}, the policy's {active!r} by {new}: give both the same "
-                    "lora_alpha, r and use_rslora."
+                    f"{adapter!r} scales its weights by {own}, {active!r} by {new}: use one lora_alpha and r."
                 )
 
     def _check(self, adapter: bool | str) -> None:
@@ -246,9 +240,7 @@ class ReferenceUpdater:
         elif self._service is None:
             theirs = {id(value) for _, value in _parameters(self._policy)}
             if any(id(value) in theirs for _, value in _parameters(self._reference)):
-                raise ValueError(
-                    "reference and policy share weights: pass a copy (copy.deepcopy), or a scorer with an adapter's name."
-                )
+                raise ValueError("reference and policy share weights: pass a copy, or a scorer with an adapter's name.")
 
     def _push(self) -> None:
         """Send the average to the service, from one rank."""
@@ -280,13 +272,11 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, value
 
 
-def _local(name: str, own: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+def _local(own: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     """Tensors of this rank that correspond."""
     own, new = own.detach(), new.detach()
     if isinstance(own, DTensor) and isinstance(new, DTensor):
         return own.to_local(), new.redistribute(own.device_mesh, own.placements).to_local()
-    if isinstance(own, DTensor):
-        raise ValueError(f"{name} is sharded in the reference and whole in the policy: shard both alike.")
     return own, new.full_tensor() if isinstance(new, DTensor) else new
 
 
@@ -305,7 +295,3 @@ def _sharded_like(part: Tensor, whole: Tensor) -> Tensor:
 
 def _precise(value: Tensor) -> torch.dtype:
     return torch.promote_types(value.dtype, torch.float32)
-
-
-def _as_list(names: str | Iterable[str]) -> list[str]:
-    return [names] if isinstance(names, str) else list(names)

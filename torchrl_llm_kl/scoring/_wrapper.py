@@ -112,9 +112,7 @@ def score_wrapper(
             with torch.no_grad():
                 _check_zeros(score, request, zeros, type(version).__name__)
     if grad and log_probs.numel() and not log_probs.requires_grad:
-        raise ValueError(
-            f"grad=True, but the backend of {type(version).__name__} returns log-probs without a graph: pass grad=False."
-        )
+        raise ValueError(f"grad=True, but {type(version).__name__} returns log-probs without a graph: pass grad=False.")
     return elements, log_probs
 
 
@@ -158,10 +156,7 @@ def _score_rows(version: LLMWrapperBase, request: ScoreRequest, rows: Tensor, de
     rows_of_log_probs = output.get(key, as_list=True)
     got = [row.shape[-1] for row in rows_of_log_probs]
     if got != lengths:
-        raise ValueError(
-            f"{type(version).__name__} returned log-probs of {got} tokens for sequences of {lengths}: a backend must score all "
-            "given tokens."
-        )
+        raise ValueError(f"the backend returned log-probs of {got} tokens for sequences of {lengths} tokens.")
     flat, element = torch.cat([row.reshape(-1) for row in rows_of_log_probs]), torch.cat(spans)
     scored = request.mask[element].nonzero().squeeze(-1)
     log_probs = flat[scored.to(flat.device)].float().to(device)

@@ -186,12 +186,8 @@ class ErrorGuard:
 
     def __init__(self, bodies: Sequence[nn.Module], ranks: Ranks) -> None:
         self._ranks = ranks
-        own_groups = (
-            [m for body in bodies for m in body.modules() if m is not body and _has_hooks(m) and not is_zero3(m)]
-            if ranks.groups
-            else []
-        )
-        self._layers = dict.fromkeys(own_groups)
+        inner = [m for body in bodies if ranks.groups for m in body.modules() if m is not body]
+        self._layers = dict.fromkeys(m for m in inner if _has_hooks(m) and not is_zero3(m))
         # ZeRO-3 gathers weights ahead, in the order of earlier forwards: a rank in error cannot keep that.
         self._at_once = any(is_zero3(body) for body in bodies)
         self._called: list[nn.Module] = []

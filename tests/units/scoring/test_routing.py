@@ -393,8 +393,8 @@ def replayed(change: Any) -> None:
 
 test_records_that_are_refused = refused(
     replayed,
-    (lambda r: [x[:, :2] for x in r], "record has 2 layers of 2 experts: MixtralForCausalLM has 3 routers in 3 layers"),
-    (lambda r: [x[..., :1] for x in r], "record has 3 layers of 1 experts: .* each chooses 2"),
+    (lambda r: [x[:, :2] for x in r], "record has 2 layers of 2 experts: expected 3 of 2"),
+    (lambda r: [x[..., :1] for x in r], "record has 3 layers of 1 experts"),
     (lambda r: r[:-1], "routing has 7 sequences, the tokens have 8"),
     (lambda r: [*r[:2], r[2][:-2], *r[3:]], r"2 has shape \(39, 3, 2\) .*\(41 or 40, layers, experts\)"),
     (

@@ -197,10 +197,13 @@ def test_what_cannot_be_replayed(loop):
     other = Kept(torch.tensor([1, 2, 3, 4, 9]), torch.arange(6))
     last = torch.tensor([0, 1, 2, 3, 4, 6])
     for message, options in {
-        "token 5 at sequence 1, position 2 is not among the 1 recorded as kept there": {"kept": other},
-        "kept must hold token ids of at least 0": {"kept": Kept(torch.tensor([1, 2, 3, 4, 5, -4]), last)},
+        "kept at sequence 1, position 2 lacks the scored token 5": {"kept": other},
+        "kept needs ids of at least 0": {"kept": Kept(torch.tensor([1, 2, 3, 4, 5, -4]), last)},
         "to 97; expected 0 to 96": {"kept": Kept(torch.tensor([1, 2, 3, 4, 5, 97]), last)},
-        "teacher's tokens that are left out": {"kept": right, "top_ids": torch.ones(5, 1, dtype=torch.long)},
+        "need whole distributions: leave out sampling= and kept=": {
+            "kept": right,
+            "top_ids": torch.ones(5, 1, dtype=torch.long),
+        },
     }.items():
         with pytest.raises(ValueError, match=message):
             scorer.evaluate(ScoreRequest.of(rows, **options))

@@ -136,7 +136,7 @@ def test_what_needs_the_model_here_is_refused_at_construction():
         lambda: RetrieveLogProb(Engine(), extras=[Entropy()]),
     )
     refused(
-        "a service returns log-probs only: it sends scores of single tokens. Score",
+        "an exact KL needs whole distributions, not a service: it sends scores of single tokens. Score",
         lambda: LogProbScorer(tiny_model()).evaluate([[3, 4]], reference=remote),
     )
     with pytest.raises(TypeError, match="got RemoteScorer"):

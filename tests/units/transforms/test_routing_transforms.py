@@ -269,7 +269,7 @@ def test_settings_follow_or_are_refused(model: nn.Module, later: nn.Module) -> N
         RetrieveLogProb(dense, extras=[RoutedExperts(KEY, record=True)])
     with pytest.raises(ValueError, match="needs a place for the record: pass 'routed_experts'"):
         RetrieveLogProb(model, extras=[RoutedExperts(None, record=True)])
-    with pytest.raises(ValueError, match="pass a transformers model or a wrapper of one, got 'from_collector'"):
+    with pytest.raises(ValueError, match="needs a model in this process, got NoneType"):
         RetrieveLogProb("from_collector", extras=[RoutedExperts(KEY, record=True)])
     td = make_data(routed_experts=RECORD).set("other", torch.ones(3, 2).long())
     for score in (RetrieveLogProb(dense, extras=[RoutedExperts(KEY)]), PolicyLoss(dense, "gpg")):

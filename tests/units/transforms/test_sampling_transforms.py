@@ -153,7 +153,7 @@ def test_records_of_other_calls_are_refused() -> None:
 def warnings_of_50(call: Any) -> int:
     """How often a call warns that the sampler's top k is not the scorer's, and of no other difference."""
     found = warned(call, "sampler ")[1]
-    assert all(text.startswith("sampler uses top_k=50, scorer does not") for text in found), found
+    assert all(text.startswith("sampler uses top_k=50, scorer top_k=0") for text in found), found
     return len(found)
 
 
