@@ -24,7 +24,7 @@ from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._asked import asked, has
 from torchrl_llm_kl.scoring._fields import Arrays, FieldKind, longs
 from torchrl_llm_kl.scoring._model import Setup, call, find_body
-from torchrl_llm_kl.scoring._wrapping import unwrapped
+from torchrl_llm_kl.scoring._wrapping import replaced_forward, unwrapped
 
 #: Families whose scores with images were compared with the models' own.
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "llava_onevision", "smolvlm", "idefics3")
@@ -380,14 +380,8 @@ def _watched(decoder: nn.Module | None) -> Iterator[Json]:
         seen.update(given, inputs_embeds=inputs_embeds)
         return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
 
-    before = decoder.__dict__.get("forward")
-    decoder.__dict__["forward"] = forward
-    try:
+    with replaced_forward(cast(nn.Module, decoder), forward):
         yield seen
-    finally:
-        del decoder.__dict__["forward"]
-        if before is not None:
-            decoder.__dict__["forward"] = before
 
 
 def _is_causal(mask: object, real: Tensor) -> bool:

@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import nn
@@ -84,15 +85,11 @@ def mismatch_of(model: object, scored: Sampling, *, trains: bool = False) -> str
         )
     if not isinstance(sampler, Sampling):
         return None
-
-    def count(top_k: int) -> int:
-        return 0 if everything and top_k >= everything else top_k
-
+    if everything:  # a top-k of the whole vocabulary is none
+        sampler, scored = (replace(x, top_k=x.top_k * (x.top_k < everything)) for x in (sampler, scored))
     differs, settings = [], {"top_k": scored.top_k or everything, "top_p": scored.top_p}
     for name in OTHERS:
         ours, theirs = vars(scored)[name], vars(sampler)[name]
-        if name == "top_k":
-            ours, theirs = count(ours), count(theirs)
         if not math.isclose(ours, theirs, rel_tol=1e-6):
             settings |= {} if name == "top_k" else {name: ours}
             differs.append(f"sampler uses {name}={theirs:g}, scorer {name}={ours:g}")

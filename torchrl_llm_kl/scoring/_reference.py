@@ -102,13 +102,8 @@ class Int8Linear(nn.Module):
 
 
 def _to_int8(layers: list[nn.Module], name: str) -> None:
-    linears = [
-        (parent, key, child)
-        for layer in layers
-        for parent in layer.modules()
-        for key, child in parent.named_children()
-        if type(child) is nn.Linear
-    ]
+    parents = [module for layer in layers for module in layer.modules()]
+    linears = [(parent, key, x) for parent in parents for key, x in parent.named_children() if type(x) is nn.Linear]
     if not linears:
         raise ValueError(f"the layers of {name} hold no nn.Linear to store in int8: use dtype=torch.bfloat16.")
     for parent, key, linear in linears:

@@ -10,7 +10,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -20,7 +20,7 @@ from torch import nn
 
 from torchrl_llm_kl._private import active_ddp, compiled_inside, deepspeed_groups, reshard_fsdp1
 from torchrl_llm_kl.scoring._asked import asked
-from torchrl_llm_kl.scoring._checkpoints import CheckpointError
+from torchrl_llm_kl.scoring._checkpoints import ABSENT, CheckpointError, swapped
 
 Result = TypeVar("Result")
 
@@ -199,8 +199,7 @@ class ErrorGuard:
         with ExitStack() as stack:
             for layer in self._layers:
                 inner = unwrapped(layer)
-                stack.callback(_put_forward, inner, inner.__dict__.get("forward"))
-                inner.__dict__["forward"] = partial(self._call, layer, inner.forward)
+                stack.enter_context(replaced_forward(inner, partial(self._call, layer, inner.forward)))
             result = self.compute(work)
             if self.error is not None:
                 self._call_rest(model)
@@ -289,18 +288,10 @@ def _callers(model: nn.Module, body: nn.Module, head: nn.Module) -> list[nn.Modu
 
 def _call_with(module: nn.Module, work: Callable[[], Result]) -> Result:
     """Call ``module`` with ``work`` in place of its forward."""
-    replaced = unwrapped(module)
-    before = replaced.__dict__.get("forward")
-    replaced.__dict__["forward"] = lambda *_, **__: work()
-    try:
-        return module()
-    finally:
-        _put_forward(replaced, before)
+    with replaced_forward(unwrapped(module), lambda *_, **__: work()):
+        return cast(Result, module())
 
 
-def _put_forward(module: nn.Module, forward: Callable[..., object] | None) -> None:
-    """Set or, with None, remove an instance's own forward."""
-    if forward is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = forward
+def replaced_forward(module: nn.Module, forward: Callable[..., object]) -> AbstractContextManager[None]:
+    """Context: ``module`` has another forward."""
+    return swapped([(module, "forward", vars(module).get("forward", ABSENT), forward)])

@@ -8,7 +8,7 @@ import torch
 
 from image_models import FAMILIES, IMAGE, image_model, joined, num_placeholders, own_log_probs, picture
 from torchrl_llm_kl import LogProbScorer, RememberedModel, ScoreRequest
-from torchrl_llm_kl.scoring._images import RowImages, _is_causal
+from torchrl_llm_kl.scoring._images import RowImages
 
 pytestmark = pytest.mark.filterwarnings("ignore:Image tokens attend")
 SHARED = [20, 21, 22] * 6  # tokens after the images that all rows share
@@ -131,15 +131,6 @@ def test_the_whole_output_of_a_processor_will_do():
     for images in ([{**output, **image, "pixel_values_videos": None}], ScoreRequest.of(rows, images=[image]).images):
         assert torch.equal(scorer.score(ScoreRequest.of(rows, images=images)).values, expected)
     assert ScoreRequest.of(rows, images=[None]).images is None
-
-
-def test_masks_that_see_later_tokens():
-    real, causal = torch.tensor([[1, 1, 1, 0]]), torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
-    block, padding = causal.clone(), causal.clone()
-    block[..., 1, 2] = padding[..., 2, 3] = padding[..., 3, 3] = True
-    numbers = torch.zeros(1, 1, 4, 4).masked_fill(~block, torch.finfo(torch.float32).min)
-    assert all(_is_causal(mask, real) for mask in (None, real, causal, causal.triu(-1), {"a": None, "b": causal}))
-    assert not any(_is_causal(mask, real) for mask in (block, padding, numbers, {"a": None, "b": block}, object()))
 
 
 # ------------------------------------------------------------------ identity

@@ -1,7 +1,6 @@
 """Routing of a mixture of experts: recorded and replayed, beside plain models whose routers are patched by hand."""
 
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Gemma3Config
 
 from checkpointed import enable, enable_and_wrap, in_own_code, wrap
 from closeness import assert_near
@@ -18,8 +16,7 @@ from routed_by_hand import by_hand, perturbed, routers
 from scoring_reference import SHARED, FakeBackend, assert_scores, body_tokens, conversation, engine, ids, make_scorer
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import RememberedModel, ScoreRequest
-from torchrl_llm_kl.scoring._model import text_config
-from torchrl_llm_kl.scoring._routing import Routers, tell_apart
+from torchrl_llm_kl.scoring._routing import Routers
 from toy_models import EXPERT_FAMILIES, FORWARD, ROUTED_FAMILIES, altered, stateful_model, tiny_model, with_lora
 
 # Layers with a router, of three.
@@ -185,22 +182,12 @@ def test_engines_forms() -> None:
         assert torch.equal(scorer.score(ScoreRequest.of(padded, attention_mask=real, routing=form)).values, expected)
 
 
-def test_dtype_of_a_record_and_parts() -> None:
+def test_a_record_has_the_narrowest_dtype() -> None:
     assert Routers.of(tiny_model("mixtral", num_local_experts=128)).dtype == torch.int8
     scorer = LogProbScorer(tiny_model("mixtral", num_local_experts=129))
     first = scorer.evaluate([ROWS[0]], record_routing=True)
     assert first.routing.values.dtype == torch.int16
     assert torch.equal(scorer.score(ScoreRequest.of([ROWS[0]], routing=first.routing)).values, first.log_prob.values)
-    config = Gemma3Config(text_config={"num_hidden_layers": 3}, vision_config={"num_hidden_layers": 5})
-    assert text_config(SimpleNamespace(config=config)).num_hidden_layers == 3
-    # Tokens are told apart where they or their experts differ.
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randint(3, (200,), generator=generator)
-    record = torch.randint(2, (200, 2, 1), generator=generator).to(torch.int8)
-    found = tell_apart(values, None, record, record.long())
-    equal = (values[:, None] == values) & (record.flatten(1)[:, None] == record.flatten(1)).all(-1)
-    assert torch.equal(found[:, None] == found, equal)
-    assert tell_apart(values, None) is values
 
 
 @pytest.mark.filterwarnings("ignore")

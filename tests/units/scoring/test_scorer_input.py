@@ -16,11 +16,11 @@ from torchrl.modules.llm import TransformersWrapper
 
 from closeness import assert_near
 from scoring_reference import FakeBackend, engine, plain_log_probs, random_mask, random_sequences
-from torchrl_llm_kl import LogProbScorer, PolicyLoss, ReferenceUpdater, make_algorithm, prepare_reference
+from torchrl_llm_kl import LogProbScorer, PolicyLoss, make_algorithm
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.ragged._ragged import Rows
-from torchrl_llm_kl.scoring import RememberedModel, Sampling, ScoreOptions, ScoreRequest, fingerprint_of, placeholders
+from torchrl_llm_kl.scoring import RememberedModel, Sampling, ScoreOptions, ScoreRequest, placeholders
 from torchrl_llm_kl.scoring._fields import ExpertIds, KeptIds, TokenIntegers
 from torchrl_llm_kl.scoring._images import ImageField, RowImages
 from torchrl_llm_kl.scoring._options import SHARED
@@ -146,7 +146,6 @@ FIVE, NONE = random_sequences(3, 0, 2), torch.zeros(0, dtype=torch.long)
         ("text", None, None, TypeError, "expected a Ragged, token id lists, .* got str"),
         ([[3], [5, 7, 97]], None, None, ValueError, "id 97 at sequence 1, position 2 is outside the vocabulary of 97"),
         ([[3], [5, 7, -100]], None, None, ValueError, "id -100 at sequence 1, position 2"),
-        ([[3], [5] * 17], None, None, ValueError, "sequence 1 has 17 tokens, the model allows 16: truncate"),
     ],
 )
 def test_bad_input(scorer, ids, mask, attention, error, message):
@@ -161,16 +160,12 @@ NAME = "Qwen/Qwen2-0.5B"
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        *((make, "model must be a model,") for make in (LogProbScorer, fingerprint_of, prepare_reference)),
-        (lambda name: RememberedModel(name, "unused"), "model must be a model,"),
-        (lambda name: ReferenceUpdater(tiny_model(), name, decay=0.9), "policy must be a model,"),
+        (LogProbScorer, "model must be a model,"),
         (PolicyLoss, "actor must be a model,"),
-        (lambda name: make_algorithm("grpo", name, reference=tiny_model()), "actor must be a model,"),
         (lambda name: make_algorithm("grpo", name), "actor must be a model,"),
         (lambda x: make_algorithm("grpo", tiny_model(), reference=x), "reference must be a model or 'base' or 'data',"),
         (RetrieveLogProb, "model must be a model or 'from_collector',"),
         (lambda name: RetrieveLogProb(tiny_model(), extras=[ExactKL(name)]), "reference must be a model,"),
-        (lambda name: RetrieveKL(name, tiny_model()), "gen_model must be a model or 'from_collector',"),
         (lambda name: RetrieveKL(tiny_model(), name), "ref_model must be a model or 'base',"),
         (KLRewardTransform, "ref_model must be a model,"),
     ],
@@ -197,10 +192,7 @@ def test_the_name_of_a_model(make, expected, tmp_path, monkeypatch):
         ("sampling", 0.7, TypeError, "sampling must be a Sampling"),
         ("tokens_per_batch", 0, ValueError, "tokens_per_batch must be at least 1, got 0"),
         ("head_chunk", 0, ValueError, "head_chunk must be at least 1, got 0"),
-        *(
-            ("dtype", value, ValueError, f"dtype must be one of torch.bfloat16, .*torch.float64, got {value!r}")
-            for value in (torch.int8, torch.bool, torch.float8_e4m3fn, "bfloat16")
-        ),
+        ("dtype", torch.int8, ValueError, "dtype must be one of torch.bfloat16, .*torch.float64, got torch.int8"),
         ("adapters", 3, TypeError, "adapters must be True, False or a name, got 3"),
         ("adapters", False, ValueError, "has no PEFT adapters to switch off"),
         ("memory", -1, ValueError, "memory must be at least 0, got -1"),
@@ -276,7 +268,7 @@ def test_families_with_tokens_that_stand_for_what_is_not_text(make, expected):
 def test_longer_than_the_models_positions(family):
     scorer = LogProbScorer(tiny_model(family, max_position_embeddings=16))
     assert scorer.score(random_sequences(16, 3)).values.isfinite().all()
-    with pytest.raises(ValueError, match=r"sequence 1 has 17 tokens"):
+    with pytest.raises(ValueError, match=r"sequence 1 has 17 tokens, the model allows 16: truncate"):
         scorer.score(random_sequences(3, 17))
     mask = torch.arange(43) == 42  # a long sequence that is not scored
     assert scorer.score(random_sequences(40, 3), mask).values[42] < 0
@@ -511,22 +503,6 @@ def test_a_request_is_cut_joined_and_sent() -> None:
             found = ScoreRequest.from_arrays(each.to_arrays())
             assert found.recorded.keys() == set(names)
             assert all(rows(found, x) == rows(each, x) for x in names)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("kept.ids", lambda x: x * 0 - 1, "kept needs ids of at least 0 and 10 ascending offsets up to 7"),
-        ("kept.ids", lambda x: x * 0, "kept at sequence 0, position 1 lacks the scored token 4"),
-        ("top_ids", lambda x: x[1:], r"top_ids must hold integers \(9, ..., k\), got \(8, 2, 3\) of torch.int32"),
-        ("top_ids", lambda x: x / 2, r"top_ids must hold integers .*, got \(9, 2, 3\) of torch.float64"),
-        ("routing", lambda x: x[..., 0], r"routing has shape \(9, 2\) .* \(9, layers, experts\)"),
-    ],
-)
-def test_arrays_of_another_request(name: str, change: Callable[[Any], Any], message: str) -> None:
-    arrays = replace(REQUEST, **{field: VALUES[KINDS[type(kind)]]() for field, kind in FIELDS.items()}).to_arrays()
-    with pytest.raises(ValueError, match=message):
-        ScoreRequest.from_arrays({**arrays, name: change(arrays.get(name))})
 
 
 def test_a_request_holds_its_own_mask(scorer) -> None:
