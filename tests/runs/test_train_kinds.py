@@ -99,7 +99,7 @@ def test_checkpointed_layers_need_a_model_without_dropout(lab: Path, tmp_path: P
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {setting: 0.1}))
     config = settings(lab, tmp_path / "out", f"model.name={tmp_path / 'model'}", CHECKPOINTED)
-    with pytest.raises(ModelError, match=rf"drops activations \({setting}\): set its dropout to 0"):
+    with pytest.raises(ModelError, match=rf"trains with dropout \({setting}\): set it to 0"):
         load_policy(config)
 
 
@@ -233,7 +233,7 @@ def test_a_run_imports_the_user_s_code_first(lab: Path, tmp_path: Path) -> None:
     mine.write_text(MINE + "# changed")
     _, said = go(lab, tmp_path / "named", *named, "run.steps=2", kl={})
     assert any(line.startswith(f"{mine} has changed since") for line in said)
-    with pytest.raises(ConfigError, match="expected an advantage of this package"):
+    with pytest.raises(ValueError, match="expected an advantage of this package"):
         plan_algorithm(settings(lab, lab / "none", f"algorithm.args.advantage={mine}:vowels"))
     with pytest.raises(ConfigError, match="there is no file nowhere"):
         load_inputs(settings(lab, lab / "none", "imports=[nowhere.py]"))
@@ -241,7 +241,7 @@ def test_a_run_imports_the_user_s_code_first(lab: Path, tmp_path: Path) -> None:
 
 TEACHER = ["algorithm.name=gkd", "algorithm.teacher=t", "kl.place=preset", "kl.target=null", "kl.controller_args={}"]
 NO_HORIZON = ["kl.controller_args={}", "kl.controller_args.horizon=0"]
-LOW = r"'low': 0.2}, init is kl.coefficient, .*0 < low <= init <= .*, got low=0.2, init=0.1"
+LOW = r"'low': 0.2}: .*0 < low <= init <= .*, got low=0.2, init=0.1"
 
 
 @pytest.mark.parametrize(
@@ -257,12 +257,11 @@ LOW = r"'low': 0.2}, init is kl.coefficient, .*0 < low <= init <= .*, got low=0.
         (["algorithm.args.clip_hihg=0.3"], "grpo has no setting 'clip_hihg'"),
         (["kl.estimator=k9"], "unknown KL estimator 'k9'.*Did you mean 'k3'"),
         (["kl.controller_args.warmupp=0"], "kl.controller_args .*warmupp"),
-        (["kl.coefficient=0"], r"^kl.coefficient is 0 and kl.target .*leave it out for 0.1, or leave kl.target out.$"),
+        (["kl.coefficient=0"], r"^kl.coefficient is 0, from which it cannot adapt"),
         (["kl.controller_args.low=0.2"], LOW),
-        ([*NO_HORIZON, "kl.controller=ziegler"], r"kl.controller_args is {'horizon': 0}, .*: horizon must be finite"),
-        ([*TEACHER, "reference.decay=0.9"], "takes the place of the reference"),
-        ([*TEACHER, "reference.reset_every=2"], "takes the place of the reference"),
-        ([*TEACHER, "reference.service=shared"], "takes the place of the reference"),
+        ([*NO_HORIZON, "kl.controller=ziegler"], r"kl.controller_args {'horizon': 0}: horizon must be finite"),
+        ([*TEACHER, "reference.decay=0.9"], "has a teacher as its reference"),
+        ([*TEACHER, "reference.service=shared"], "has a teacher as its reference"),
     ],
 )
 def test_algorithms_that_a_configuration_cannot_describe(lab: Path, overrides: list[str], message: str) -> None:

@@ -46,7 +46,7 @@ from torchrl_llm_kl.scoring import (
     position_limit,
     vocab_size,
 )
-from torchrl_llm_kl.training import check_model, load_model, load_tokenizer, progress
+from torchrl_llm_kl.training import load_model, load_tokenizer, progress
 
 #: Estimators of log-probs only. Those with a ``+`` have the values of these; ``corrected_k3`` needs the sampler's log-probs.
 ESTIMATORS = ("k1", "k2", "k3", "low_var_kl", "abs", "exact")
@@ -144,9 +144,6 @@ def _check_arguments(options: ScoreArguments) -> None:
     if out is not None and out.exists() and out.stat().st_size and not (store is not None and store.exists()):
         advice = "it would be replaced. Pass another --out, or remove the file"
         raise CommandError(f"--out {out} exists, and {store} holds no scores of an earlier run: {advice}.")
-    for model in (options.model, options.reference):
-        if model is not None:
-            check_model(model)
 
 
 # ------------------------------------------------------------------ the models and their batches

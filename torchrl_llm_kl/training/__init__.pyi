@@ -11,9 +11,6 @@ from torchrl_llm_kl.training._config import (
     example_config as example_config,
     read_config as read_config,
 )
-from torchrl_llm_kl.training._evaluation import (
-    evaluate as evaluate,
-)
 from torchrl_llm_kl.training._models import (
     ModelError as ModelError,
     chat_tokenizer as chat_tokenizer,
@@ -33,6 +30,7 @@ from torchrl_llm_kl.training._run import (
     train as train,
 )
 from torchrl_llm_kl.training._steps import (
+    evaluate as evaluate,
     forget_scores as forget_scores,
     learn as learn,
     loss_entries as loss_entries,
@@ -53,7 +51,6 @@ from torchrl_llm_kl.training._inputs import (
     load_inputs as load_inputs,
 )
 from torchrl_llm_kl.training._models import (
-    check_model as check_model,
     load_tokenizer as load_tokenizer,
 )
 from torchrl_llm_kl.training._report import (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Literal, cast
 import torch
 from torch import nn
 
-from torchrl_llm_kl._registry import UnknownNameError, install_hint
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.advantages import advantage_spec
 from torchrl_llm_kl.algorithms import Algorithm, AlgorithmParts, apply_overrides, get_algorithm, make_algorithm
@@ -34,12 +32,7 @@ Reference = Model | Literal["base"]
 
 #: Arguments of :func:`make_algorithm` -> the settings that a configuration has for them.
 _OWN_SETTINGS = {
-    "reference": "reference.name",
-    "group_size": "data.group_size",
-    "repeat_times": "data.group_size",
     "max_len": "sampler.max_new_tokens",
-    "temperature": "sampler.temperature",
-    "sampling": "sampler.temperature, top_k, top_p and min_p",
     "kl_loss_coeff": "kl.coefficient",
     "kl_reward_coeff": "kl.coefficient",
     "kl_loss": "kl.place and kl.estimator",
@@ -93,32 +86,7 @@ def load_reference(config: TrainConfig) -> Reference | None:
     return ScoringService(factory=load, name=settings.service, num_gpus=float(has_gpu)).model
 
 
-def check_ray(config: TrainConfig) -> None:
-    """Raise if a run needs Ray, which is not installed."""
-    if config.reference.service is not None and importlib.util.find_spec("ray") is None:
-        raise ConfigError(f"reference.service needs ray: {install_hint('ray')}.")
-
-
 # ------------------------------------------------------------------ the algorithm
-
-
-@dataclass(frozen=True, eq=False)
-class Training:
-    """An algorithm with the parts that measure and control its KL.
-
-    Args:
-        parts: the algorithm, bound to its models.
-        kl: scores the answers in the env; None without a reference.
-        coefficient: of the KL; None if nothing is charged.
-        charged: whether the KL is subtracted from the rewards.
-        updater: moves the reference; None for a fixed one.
-    """
-
-    parts: AlgorithmParts
-    kl: RetrieveKL | None
-    coefficient: nn.Module | None
-    charged: bool
-    updater: ReferenceUpdater | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,12 +108,18 @@ class AlgorithmPlan:
         """Whether the reference is a teacher."""
         return self.algorithm.schema == "distill"
 
-    def build(self, policy: nn.Module, reference: Reference | None) -> Training:
+    def build(
+        self, policy: nn.Module, reference: Reference | None
+    ) -> tuple[AlgorithmParts, RetrieveKL | None, ReferenceUpdater | None]:
         """Bind the algorithm to its models.
 
         Args:
             policy: the model that is trained.
             reference: of :func:`load_reference`.
+
+        Returns:
+            The algorithm with its models; the transform that scores the answers in the env, None without a reference; and the
+            updater of the reference, None for a fixed reference.
         """
         config, critic, moved = self.config, None, reference
         if self.distils:
@@ -163,7 +137,7 @@ class AlgorithmPlan:
             updater = ReferenceUpdater(
                 moved, policy, decay=about.decay, every=about.every, reset_every=about.reset_every
             )
-        return Training(parts, kl, self.coefficient, self.algorithm.kl_reward != "none", updater)
+        return parts, kl, updater
 
     def check(self, policy: nn.Module, reference: nn.Module) -> None:
         """Bind the algorithm to models without weights: it refuses here, before any are loaded.
@@ -227,59 +201,30 @@ def plan_algorithm(config: TrainConfig) -> AlgorithmPlan:
     name, kl, about, teacher = config.algorithm.name, config.kl, config.reference, config.algorithm.teacher
     preset = get_algorithm(name)  # type: ignore[arg-type]
     distils = preset.schema == "distill"
-    refuse(
-        (
-            preset.schema in _NEEDS_MORE,
-            f"algorithm.name is {name}, which {_NEEDS_MORE.get(preset.schema)}: choose one that learns from the policy's own "
-            f"answers, such as grpo, or write the loop yourself with make_algorithm({name!r}, ...).",
-        ),
-        *(
-            (argument in config.algorithm.args, f"algorithm.args has {argument}: set {setting} instead.")
-            for argument, setting in _OWN_SETTINGS.items()
-        ),
-        (
-            distils and teacher is None,
-            f"algorithm.name is {name}, which learns from a teacher: set algorithm.teacher to its folder or hub name.",
-        ),
-        (
-            teacher is not None and not distils,
-            f"algorithm.teacher is set, and {name} has no teacher: choose on_policy_distill, jsd or gkd, or leave it out.",
-        ),
-        (
-            distils and (kl.place in ("loss", "reward") or kl.target is not None),
-            f"{name} compares with its teacher: leave kl.place and kl.target out.",
-        ),
-        (
-            distils and (about.service is not None or about.moves),
-            f"{name} compares with its teacher, which takes the place of the reference: leave reference.service, "
-            "reference.decay and reference.reset_every out.",
-        ),
-    )
+    lacks, own = _NEEDS_MORE.get(preset.schema), [key for key in config.algorithm.args if key in _OWN_SETTINGS]
+    charges = kl.place in ("loss", "reward") or kl.target or about.service or about.moves
     estimators = _estimators(config, preset)
+    penalised = bool(kl.target or kl.coefficient or kl.estimator)
     refuse(
-        (
-            not estimators and not (kl.target is kl.coefficient is kl.estimator is None),
-            f"{name} has no KL penalty, so that kl.target, kl.coefficient and kl.estimator have no effect: set kl.place to "
-            "loss or reward, or leave them out.",
-        ),
-        (
-            estimators and about.name == "none",
-            f"{name} charges a KL, and reference.name is none: set reference.name=start, or kl.place=none.",
-        ),
+        (lacks, f"algorithm.name is {name}, which {lacks}: choose another, or write the loop with make_algorithm."),
+        *((True, f"algorithm.args has {key}: set {_OWN_SETTINGS[key]} instead.") for key in own),
+        (distils and not teacher, f"algorithm.name is {name}: set algorithm.teacher to its folder or hub name."),
+        (teacher and not distils, f"{name} has no teacher: leave algorithm.teacher out, or choose on_policy_distill."),
+        (distils and charges, f"{name} has a teacher as its reference: leave kl and reference settings out."),
+        (penalised and not estimators, f"{name} has no KL penalty: set kl.place, or leave the other kl settings out."),
+        (estimators and about.name == "none", f"{name} charges a KL: set reference.name=start, or kl.place=none."),
     )
     coefficient = None
     if estimators:
         coefficient = _coefficient(config, getattr(preset, f"{next(iter(estimators))}_coeff"))
     changes: Json = {"kl_loss": "none", "kl_reward": "none", **estimators}
     changes |= {f"{place}_coeff": coefficient for place in estimators}
+    changes |= {key: _registered(key, value) for key, value in config.algorithm.args.items()}
     try:
-        changes |= {key: _registered(key, value) for key, value in config.algorithm.args.items()}
         if apply_overrides(preset, changes).summed == "seq-mean-token-sum-norm":
             changes["max_len"] = config.sampler.max_new_tokens
         algorithm = apply_overrides(preset, changes)
         algorithm.check_group_size(config.data.group_size, name="data.group_size")
-    except ConfigError:
-        raise
     except (TypeError, ValueError) as error:
         raise ConfigError(f"algorithm.args is {config.algorithm.args}: {error}") from error
     return AlgorithmPlan(config, algorithm, coefficient)
@@ -320,22 +265,16 @@ def _coefficient(config: TrainConfig, usual: float) -> nn.Module:
     kl = config.kl
     if kl.target is None:
         return as_coefficient(usual if kl.coefficient is None else kl.coefficient)
-    refuse(
-        (
-            kl.coefficient == 0,
-            f"kl.coefficient is 0 and kl.target is {kl.target:g}: the coefficient adapts in steps relative to itself, and one "
-            "of 0 would stay 0. Set it above 0, leave it out for 0.1, or leave kl.target out.",
+    if kl.coefficient == 0:  # it adapts in steps relative to itself, so that one of 0 would stay 0
+        raise ConfigError(
+            "kl.coefficient is 0, from which it cannot adapt to kl.target: set it above 0, or leave it out."
         )
-    )
-    try:
-        kind = get_controller(kl.controller)
-    except UnknownNameError as error:
-        raise ConfigError(f"kl.controller: {error}") from error
     settings: Json = {"init": 0.1 if kl.coefficient is None else kl.coefficient, "target": kl.target}
     if kl.controller == "ziegler":  # changes by at most 10 % per step: 0.2 * n / horizon
-        settings["horizon"] = 2 * config.data.answers
+        settings["horizon"] = 2 * config.data.num_prompts * config.data.group_size
     try:
-        return kind(**{**settings, **kl.controller_args})
+        return get_controller(kl.controller)(**{**settings, **kl.controller_args})
     except (TypeError, ValueError) as error:
-        given = f"kl.controller_args is {kl.controller_args}, init is kl.coefficient, target is kl.target"
-        raise ConfigError(f"{given}: {error}") from error
+        raise ConfigError(
+            f"kl.controller is {kl.controller}, kl.controller_args {kl.controller_args}: {error}"
+        ) from error

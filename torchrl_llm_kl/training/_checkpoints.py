@@ -10,14 +10,14 @@ import warnings
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._typing import Json
 
 RECORD = "checkpoint.json"
-_NAME = re.compile(r"step-(\d{6,})")
+_NAME = re.compile(r"step-\d{6,}")
 
 
 class CheckpointWarning(UserWarning):
@@ -26,19 +26,59 @@ class CheckpointWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was read whole.
+    """A checkpoint on the disk.
 
     Args:
         folder: with its files.
         step: steps that were done.
         numbers: the plain values that were saved with it.
+        files: size and checksum of each file, by path.
         resumes: whether it has all that a run needs to go on from it.
     """
 
     folder: Path
     step: int
     numbers: Json
+    files: dict[str, tuple[int, int]]
     resumes: bool = True
+
+    def write_record(self, file: Path) -> None:
+        """Write ``checkpoint.json``: JSON with the checksum of its values."""
+        file.write_bytes(self._record)
+
+    @property
+    def _record(self) -> bytes:
+        values = {name: value for name, value in vars(self).items() if name != "folder"}
+        return (json.dumps({**values, "checksum": zlib.crc32(json.dumps(values).encode())}, indent=1) + "\n").encode()
+
+    @classmethod
+    def read(cls, folder: Path) -> Checkpoint:
+        """The checkpoint that a folder's record describes; its files may be damaged.
+
+        Raises:
+            ValueError: if the record is not the output of :meth:`write_record`, to the last bit.
+        """
+        if not (folder / RECORD).is_file():  # to open a pipe would block
+            raise ValueError(f"{RECORD} is missing")
+        data = (folder / RECORD).read_bytes()
+        try:
+            values = json.loads(data.decode())
+            values.pop("checksum", None)
+            read = cls(folder, **values)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{RECORD}: {error}") from error
+        if data != read._record:  # the values, their checksum or the text around them
+            raise ValueError(f"{RECORD} has another content")
+        return read
+
+    def check_files(self) -> None:
+        """Raise a ValueError or an OSError for a file that is damaged."""
+        for name, entry in self.files.items():
+            file = self.folder / name
+            if not file.is_file():
+                raise ValueError(f"{name} is missing")
+            if _size_and_checksum(file) != tuple(entry):
+                raise ValueError(f"{name} has another content")
 
 
 class Checkpoints:
@@ -106,9 +146,8 @@ class Checkpoints:
         try:
             yield new
             files = {str(file.relative_to(new)): _flushed(file) for file in sorted(new.rglob("*")) if file.is_file()}
-            record = new / RECORD
-            record.write_bytes(_Record(step, dict(numbers), files).to_bytes())
-            _flushed(record)
+            Checkpoint(path, step, dict(numbers), files).write_record(new / RECORD)
+            _flushed(new / RECORD)
             for inner in (*(each for each in new.rglob("*") if each.is_dir()), new):
                 flush_folder(inner)
         except BaseException:
@@ -144,42 +183,20 @@ class Checkpoints:
     def _whole(self, path: Path, then: str) -> Checkpoint | None:
         """The checkpoint in a folder; None, and a warning with the reason, if it is damaged."""
         try:
-            return self.read(path)
-        except ValueError as error:
+            saved = Checkpoint.read(path)
+            saved.check_files()
+            return saved
+        except (OSError, ValueError) as error:
             warnings.warn(f"the checkpoint {path} is damaged ({error}){then}", CheckpointWarning, stacklevel=3)
             return None
-
-    @staticmethod
-    def read(path: Path) -> Checkpoint:
-        """The checkpoint in a folder.
-
-        Raises:
-            ValueError: if it is damaged; says which file, and how.
-        """
-        record = _Record.read(path / RECORD)
-        number = _NAME.fullmatch(path.name)
-        if number is not None and int(number[1]) != record.step:
-            raise ValueError(f"{RECORD}: it is of step {record.step}")
-        for name, (size, checksum) in record.files.items():
-            file = path / name
-            try:
-                if not file.is_file():
-                    raise ValueError(f"{name} is missing")
-                if file.stat().st_size != size:
-                    raise ValueError(f"{name} has {file.stat().st_size} bytes of {size}")
-                if _file_checksum(file) != checksum:
-                    raise ValueError(f"{name} has another content")
-            except OSError as error:
-                raise ValueError(f"{name}: {error}") from error
-        return Checkpoint(path, record.step, record.numbers, record.resumes)
 
     def _reduce(self, path: Path) -> None:
         """Remove the files that only a resumed run reads: the record names them no more before the first is gone."""
         with suppress(ValueError):  # a damaged one is left as it is
-            record = _Record.read(path / RECORD)
-            left = {name: entry for name, entry in record.files.items() if name not in self.to_resume}
+            saved = Checkpoint.read(path)
+            left = {name: entry for name, entry in saved.files.items() if name not in self.to_resume}
             with replacing(path / RECORD) as part:
-                part.write_bytes(replace(record, files=left, resumes=False).to_bytes())
+                replace(saved, files=left, resumes=False).write_record(part)
             for name in self.to_resume:
                 (path / name).unlink(missing_ok=True)
 
@@ -192,62 +209,19 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
 
 
-@dataclass(frozen=True)
-class _Record:
-    """The content of ``checkpoint.json``.
-
-    Args:
-        step: steps that were done.
-        numbers: the plain values that were saved with the checkpoint.
-        files: size and checksum of each file, by path.
-        resumes: whether a run can go on from the checkpoint.
-    """
-
-    step: int
-    numbers: Json
-    files: dict[str, tuple[int, int]]
-    resumes: bool = True
-
-    def to_bytes(self) -> bytes:
-        """JSON with the checksum of its values."""
-        values = asdict(self)
-        return (json.dumps({**values, "checksum": zlib.crc32(json.dumps(values).encode())}, indent=1) + "\n").encode()
-
-    @classmethod
-    def read(cls, file: Path) -> _Record:
-        """The record of a file.
-
-        Raises:
-            ValueError: if it is not the output of :meth:`to_bytes`, to the last bit.
-        """
-        try:
-            if not file.is_file():  # to open a pipe would block
-                raise ValueError("there is no such file")
-            data = file.read_bytes()
-            values = json.loads(data.decode())
-            if not isinstance(values, dict) or values.pop("checksum", None) is None:
-                raise ValueError("it has no checksum: it is damaged, or of an earlier version")
-            record = cls(**values)
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"{RECORD}: {error}") from error
-        if data != record.to_bytes():  # the values, their checksum or the text around them
-            raise ValueError(f"{RECORD}: its checksum is of another content")
-        return record
-
-
-def _file_checksum(file: Path) -> int:
+def _size_and_checksum(file: Path) -> tuple[int, int]:
     value = 0
     with file.open("rb") as data:
         for block in iter(lambda: data.read(1 << 22), b""):
             value = zlib.crc32(block, value)
-    return value
+    return file.stat().st_size, value
 
 
 def _flushed(file: Path) -> tuple[int, int]:
     """Flush a file to the disk; returns its size and checksum."""
     with file.open("rb") as data:
         os.fsync(data.fileno())
-    return file.stat().st_size, _file_checksum(file)
+    return _size_and_checksum(file)
 
 
 def flush_folder(folder: Path) -> None:

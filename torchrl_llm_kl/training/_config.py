@@ -12,11 +12,10 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from importlib.resources import files
-from io import StringIO
 from pathlib import Path
 from typing import Annotated, cast, get_args, get_type_hints
 
-from torchrl_llm_kl._registry import Range, did_you_mean, flatten, members_of, nearest, no_such
+from torchrl_llm_kl._registry import Range, flatten, members_of, nearest, no_such
 from torchrl_llm_kl._typing import Json
 
 #: The value of a setting that has no default, as in OmegaConf.
@@ -36,8 +35,7 @@ class OneOf(tuple[str, ...]):
     def check(self, name: str, value: object) -> None:
         """Raise a ValueError for any other value."""
         if value not in self:
-            known = ", ".join(map(repr, self))
-            raise ValueError(f"{name} must be one of {known}, got {value!r}.{did_you_mean(value, self)}")
+            raise ValueError(no_such(f"{name} has the unknown value", value, self))
 
 
 class PathKind:
@@ -102,11 +100,6 @@ class DataConfig:
     shuffle: bool = True
     num_prompts: PositiveWhole = 8
     group_size: PositiveWhole = 8
-
-    @property
-    def answers(self) -> int:
-        """The number of answers in a step."""
-        return self.num_prompts * self.group_size
 
 
 @dataclass
@@ -273,62 +266,27 @@ class TrainConfig:
 
     def _contradictions(self) -> Iterator[tuple[object, str]]:
         """Pairs of a condition that no run may fulfil, and the message."""
-        kl, reference, loggers, optimizer = self.kl, self.reference, self.logging.loggers, self.optimizer
-        minibatches, answers, name = self.algorithm.minibatches, self.data.answers, reference.name
+        kl, reference, reward, warmup = self.kl, self.reference, self.reward, self.optimizer.warmup_steps
+        name, rewards = reference.name, reward.parts
         needs_model = reference.moves and (self.starts_from_base or name == "none")
-        watches = kl.place in ("loss", "reward") or kl.target or kl.stop_above
-        rewards, teacher = bool(self.reward.parts), self.algorithm.teacher
-        wrong_betas = len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas)
-        yield wrong_betas, f"optimizer.betas is {optimizer.betas}: expected two numbers of at least 0 and below 1."
-        yield kl.target and kl.place == "none", "kl.place=none charges no KL: choose loss or reward, or drop kl.target."
         yield kl.controller_args and not kl.target, "kl.controller_args adapt to a target: set kl.target, or drop them."
-        yield (
-            name == "none" and watches,
-            "reference.name=none leaves no KL to charge or watch: set reference.name=start.",
-        )
+        yield name == "none" and kl.stop_above, "kl.stop_above needs a KL to a reference: set reference.name=start."
         yield name == "base" and self.lora is None, "reference.name=base is the model without its adapters: set lora."
-        yield (
-            needs_model,
-            "reference.decay and reset_every need separate weights: name a folder, or train without lora.",
-        )
+        yield needs_model, "reference.decay and reset_every need a separate model: set reference.name to a folder."
         yield reference.every != 1 and reference.decay is None, "reference.every spaces averages: set reference.decay."
-        yield (
-            reference.service and reference.moves,
-            "reference.decay and reference.reset_every would move the model of reference.service for all runs that share it.",
-        )
-        yield (
-            reference.service and name in ("base", "none"),
-            f"reference.service holds a separate model, and reference.name is {name}: name its folder.",
-        )
-        yield minibatches > answers, f"algorithm.minibatches is {minibatches}: a step has only {answers} answers."
-        yield (
-            optimizer.warmup_steps >= self.run.steps,
-            f"optimizer.warmup_steps is {optimizer.warmup_steps}: expected fewer than run.steps, {self.run.steps}.",
-        )
+        shared = reference.service and (reference.moves or name in ("base", "none"))
+        yield shared, "reference.service shares a fixed model: set reference.name to it, without decay or reset_every."
+        yield warmup >= self.run.steps, f"optimizer.warmup_steps is {warmup}: expected less than run.steps."
         yield (
             "" in self.sampler.end,
             "sampler.end has an empty text, which would end each answer at once: leave it out.",
         )
-        yield len(set(loggers)) < len(loggers), f"logging.loggers is {loggers}: name each once."
-        for each in loggers:
+        for each in self.logging.loggers:
             yield each not in LOGGERS, no_such("logging.loggers has the unknown logger", each, LOGGERS)
-        yield (
-            self.checkpoints.final == "best" and not self.evaluation.every,
-            "checkpoints.final=best takes the best evaluation, and evaluation.every is 0: evaluate, or take last.",
-        )
-        yield (
-            self.reward.function is not None and self.reward.functions,
-            "reward.function and reward.functions are both set: leave one of them out.",
-        )
-        yield (
-            not rewards and teacher is None,
-            "reward.function is missing: set it to module.py:function, or name several in reward.functions. Only a run with "
-            "algorithm.teacher needs none.",
-        )
-        yield (
-            not rewards and self.data.held_out,
-            "data.held_out evaluates the reward, and the run has none: leave it out.",
-        )
+        yield reward.function and reward.functions, "reward.function and reward.functions are both set: leave one out."
+        needs_reward = not rewards and self.algorithm.teacher is None
+        yield needs_reward, "reward.function is missing: set it to module.py:function, or set reward.functions."
+        yield not rewards and self.data.held_out, "data.held_out needs a reward to evaluate: set one, or leave it out."
 
     def to_dict(self) -> Json:
         """The sections as plain dicts, lists, numbers and texts."""
@@ -521,21 +479,18 @@ def read_config(source: str | Path | Mapping[str, object] | None = None, overrid
     config = OmegaConf.structured(TrainConfig)
     if any(key.startswith("lora.") for key, _ in given):
         config.lora = LoraConfig()
-    key: str = ""
-    value: object = None
+    key, values = "", dict(given)
     try:
         for key, value in given:
             OmegaConf.update(config, key, value, merge=value != {}, force_add=True)
-    except (OmegaConfBaseException, OverflowError) as error:
-        raise ConfigError(f"{key} is {value!r:.100}: {_first_line(error)}.") from None
-    try:
         OmegaConf.resolve(config)
         return cast(TrainConfig, OmegaConf.to_object(config))
     except MissingMandatoryValue as error:
         raise ConfigError(_missing_setting(str(error.full_key))) from None
-    except OmegaConfBaseException as error:
-        refer = ", ".join(f"{key} is {value!r}" for key, value in given if "${" in str(value))
-        raise ConfigError(f"{refer}: {_first_line(error)}.") from None
+    except (OmegaConfBaseException, OverflowError) as error:
+        at = str(getattr(error, "full_key", None))
+        key = at if at in values else key
+        raise ConfigError(f"{key} is {values[key]!r:.100}: {_first_line(error)}.") from None
 
 
 def _of_source(source: str | Path | Mapping[str, object] | None) -> Iterator[tuple[str, object]]:
@@ -545,11 +500,9 @@ def _of_source(source: str | Path | Mapping[str, object] | None) -> Iterator[tup
     name = "the configuration" if source is None or isinstance(source, Mapping) else str(source)
     expected = "expected sections such as `model:` and `data:`"
     try:
-        loaded = (
-            OmegaConf.load(StringIO(_text_of(Path(source)))) if isinstance(source, (str, Path)) else dict(source or {})
-        )
-        plain = OmegaConf.to_container(OmegaConf.create(loaded))
-    except (ConfigError, FileNotFoundError):
+        loaded = OmegaConf.load(source) if isinstance(source, (str, Path)) else OmegaConf.create(dict(source or {}))
+        plain = OmegaConf.to_container(loaded)
+    except OSError:
         raise
     except Exception as error:  # of two parsers
         raise ConfigError(f"{name} is not YAML: {_first_line(error)}; {expected}.") from error
@@ -565,16 +518,11 @@ def _of_override(text: str) -> Iterator[tuple[str, object]]:
 
     key, equals, value = text.partition("=")
     if not equals or not key.strip() or "[" in key:
-        raise ConfigError(
-            f"{text!r:.100} changes no setting: write it as key=value, such as optimizer.betas=[0.9, 0.95]."
-        )
+        raise ConfigError(f"{text!r:.100} changes no setting: expected key=value, such as optimizer.betas=[0.9, 0.95].")
     try:
         parsed = cast(Json, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"])))["value"]
     except Exception as error:  # of two parsers
-        raise ConfigError(
-            f"{text!r:.100} has a value that cannot be read ({_first_line(error)}): expected YAML, such as 1e-5, text, [a, b] "
-            "or {name: 1}; quotes go around a text with special characters."
-        ) from error
+        raise ConfigError(f"{text!r:.100} has a value that is not YAML: {_first_line(error)}.") from error
     yield from _pairs(key.strip(), parsed)
 
 
@@ -591,18 +539,6 @@ def _pairs(key: str, value: object) -> Iterator[tuple[str, object]]:
             yield from _pairs(f"{key}.{name}", item)
     elif (key, value) != ("lora", None):
         yield key, value
-
-
-def _text_of(path: Path) -> str:
-    """The text of a configuration's file."""
-    if not path.exists():
-        raise FileNotFoundError(f"there is no file {path}: pass the YAML file of the run.")
-    if not path.is_file():
-        raise ConfigError(f"{path} is not a file: pass the YAML file of the run.")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is neither YAML nor text: {error}.") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -623,16 +559,12 @@ def _check_keys(keys: Iterable[str]) -> None:
 
 def _unknown(key: str) -> str:
     """A message with the nearest key, or with the keys of the section."""
-    section, _, leaf = key.rpartition(".")
-    if key in _SECTIONS:
-        section, leaf = key, ""
+    section, _, leaf = (key, "", "") if key in _SECTIONS else key.rpartition(".")
     own = {known.split(".")[-1]: known for known in SETTINGS if known.startswith(f"{section}.")}
-    for known in (*own.values(), *SETTINGS):
-        if leaf in (known.split(".")[-1], *SETTINGS[known].also):
-            return f"unknown key {key}: did you mean {known}?"
     if key in _SECTIONS:
         return f"{key} is a section: expected the names {', '.join(own)} with values."
-    near = own.get(nearest(leaf, own) or "") or (None if own else nearest(key, [*_SECTIONS, *SETTINGS]))
+    same = (known for known in (*own.values(), *SETTINGS) if leaf in (known.split(".")[-1], *SETTINGS[known].also))
+    near = next(same, None) or own.get(nearest(leaf, own) or "") or nearest(key, () if own else [*_SECTIONS, *SETTINGS])
     if near:
         return f"unknown key {key}: did you mean {near}?"
     return f"unknown key {key}: {section if own else 'a configuration'} has {', '.join(own or _SECTIONS)}."

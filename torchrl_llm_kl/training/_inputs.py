@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -15,10 +13,9 @@ import torch
 from jinja2 import TemplateError
 
 from torchrl_llm_kl.tasks import Prompts, RewardFunction, make_env
-from torchrl_llm_kl.training._build import AlgorithmPlan, check_ray, plan_algorithm
-from torchrl_llm_kl.training._config import ConfigError, TrainConfig, refuse
+from torchrl_llm_kl.training._build import AlgorithmPlan, plan_algorithm
+from torchrl_llm_kl.training._config import ConfigError, TrainConfig
 from torchrl_llm_kl.training._models import (
-    ModelError,
     chat_tokenizer,
     device_of_setting,
     load_model_config,
@@ -79,30 +76,25 @@ def load_inputs(config: TrainConfig) -> RunInputs:
         >>> len(inputs.prompts)  # doctest: +SKIP
         190
     """
-    check_folder(Path(config.run.out))
     for place in config.imports:
         import_code(place)
     plan = plan_algorithm(config)
     device_of_setting(config.model.device, name="model.device")
     check_loggers(config.logging.loggers)
-    check_ray(config)
     prompts, held_out = load_prompts(config)
-    refuse(
-        (
-            held_out is None and config.checkpoints.final == "best",
-            "checkpoints.final=best takes the best evaluation, and the run has no held-out prompts: set data.held_out or "
-            "data.held_out_share, or take last.",
+    evaluates = held_out is not None and config.evaluation.every > 0
+    if config.checkpoints.final == "best" and not evaluates:
+        raise ConfigError(
+            "checkpoints.final=best needs evaluations: set data.held_out and evaluation.every, or take last."
         )
-    )
     policy, reference = _without_weights(config)
     plan.check(policy, reference)
     memory, disk = _memory_and_disk(plan, policy, reference)
     tokenizer = chat_tokenizer(config.model.tokenizer or config.model.name)
     seed_everything(config.run.seed)  # a module of rewards may draw
     reward, files = load_reward(config), file_digests(config)
-    for some in (prompts, held_out):
-        if some is not None:
-            _render_first(config, some, reward, tokenizer)
+    for some in filter(None, (prompts, held_out)):
+        _render_first(config, some, reward, tokenizer)
     return RunInputs(prompts, held_out, reward, plan, files, tokenizer, memory, disk)
 
 
@@ -158,24 +150,11 @@ def _render_first(
         try:
             make_env(prompts, reward, tokenizer, group_size=1, system_prompt=system, timeout=timeout)
         except TemplateError as error:
-            advice = "change the prompts" if system is None else "change the prompts, or leave data.system_prompt out"
+            advice = "change the prompts or data.system_prompt"
             raise ConfigError(f"the tokenizer's chat template refuses the first prompt ({error}): {advice}.") from error
 
 
 # ------------------------------------------------------------------ the folder of the run
-
-
-def check_folder(out: Path) -> None:
-    """Raise if a folder cannot be made, or nothing can be written into it.
-
-    Raises:
-        ConfigError: names the place.
-    """
-    place = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not place.is_dir():
-        raise ConfigError(f"run.out is {out}, and {place} is a file: pass a folder.")
-    if not os.access(place, os.W_OK):
-        raise ConfigError(f"run.out is {out}, and nothing can be written in {place}: pass another folder.")
 
 
 def check_inputs_stay(config: TrainConfig, written: tuple[str, ...]) -> None:
@@ -190,18 +169,13 @@ def check_inputs_stay(config: TrainConfig, written: tuple[str, ...]) -> None:
     """
     places = [*_models(config), ("data.prompts", config.data.prompts), ("data.held_out", config.data.held_out)]
     places += user_files(config)
-    for (key, value), name in product(places, written):
-        if value is not None and _is_within(value, Path(config.run.out, name)):
-            advice = "which this run would move or replace: copy it to another folder, or pass another run.out"
-            raise ConfigError(f"{key} is {value}, of an earlier run in run.out, {advice}.")
-
-
-def _is_within(path: str, folder: Path) -> bool:
-    """Whether a file or folder is within another one, by its name or by the target of its links."""
-    if not folder.exists():
-        return False
-    expanded = os.path.expanduser(path)
-    return any(Path(whole(expanded)).is_relative_to(whole(folder)) for whole in (os.path.abspath, os.path.realpath))
+    folders = [path.resolve() for path in (Path(config.run.out, name) for name in written) if path.exists()]
+    for key, value in places:
+        path = Path(value or "").expanduser().resolve()
+        if value is not None and any(path.is_relative_to(folder) for folder in folders):
+            raise ConfigError(
+                f"{key} is {value}, which this run would move or replace: copy it, or pass another run.out."
+            )
 
 
 # ------------------------------------------------------------------ the models, without their weights
@@ -220,13 +194,8 @@ def _without_weights(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedMo
     """The policy and its reference, or the teacher, on the meta device."""
     from transformers import AutoModelForCausalLM
 
-    configs = {}
-    for key, name in _models(config):
-        if name is not None and key != "model.tokenizer":  # which is loaded
-            try:
-                configs[key] = load_model_config(name)
-            except ModelError as error:
-                raise ModelError(f"{key}: {error}") from error
+    names = {key: name for key, name in _models(config) if key != "model.tokenizer"}
+    configs = {key: load_model_config(name) for key, name in names.items() if name is not None}
     policy = policy_without_weights(config, configs["model.name"])
     other = configs.get("algorithm.teacher", configs.get("reference.name", configs["model.name"]))
     with torch.device("meta"):

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 Figures = dict[str, float]
 _SECONDS_BETWEEN_LINES = 10.0
+#: Steps of the moving averages in curves.
+_WINDOW = 10
 
 
 class FiguresFile:
@@ -95,10 +98,7 @@ def keep_earlier(folder: Path, names: Sequence[str]) -> Path | None:
     written = [folder / name for name in names if (folder / name).exists()]
     if not written:
         return None
-    number = 1
-    while (folder / f"earlier-{number}").exists():
-        number += 1
-    earlier = folder / f"earlier-{number}"
+    earlier = next(path for path in (folder / f"earlier-{number}" for number in count(1)) if not path.exists())
     earlier.mkdir()
     for path in written:
         path.rename(earlier / path.name)
@@ -185,20 +185,17 @@ def make_loggers(config: TrainConfig, folder: Path) -> list[Logger]:
     name = logging.name or Path(config.run.out).resolve().name
     loggers = []
     for kind in logging.loggers:
-        own = folder / kind
+        own, settings = folder / kind, {}
         if kind in ("csv", "tensorboard"):
             shutil.rmtree(own, ignore_errors=True)
         own.mkdir(parents=True, exist_ok=True)
-        if kind == "mlflow":
-            loggers.append(_mlflow_logger(name, own, logging.project))
-            continue
-        settings = {}
         if kind == "wandb":
             run_id = own / "id"
             if not run_id.exists():
                 run_id.write_text(uuid.uuid4().hex[:12])
             settings = {"id": run_id.read_text(), "project": logging.project, "config": config.to_dict()}
-        loggers.append(get_logger(kind, str(own), name, wandb_kwargs=settings))
+        own_logger = _mlflow_logger(name, own, logging.project) if kind == "mlflow" else None
+        loggers.append(own_logger or get_logger(kind, str(own), name, wandb_kwargs=settings))
     return loggers
 
 
@@ -215,21 +212,13 @@ def _mlflow_logger(name: str, folder: Path, project: str) -> MLFlowLogger:
     from torchrl.record.loggers.mlflow import MLFlowLogger
 
     mlflow.end_run()  # of an earlier logger of this process
-    own, run_id = folder / "id", "MLFLOW_RUN_ID"  # which mlflow.start_run reads, and torchrl's logger calls
-    before = os.environ.get(run_id)
-    if own.exists():
-        os.environ[run_id] = own.read_text()
-    try:
-        # In a database: MLflow 3.10 and later refuse folders of files.
-        logger = MLFlowLogger(
-            project,
-            tracking_uri=f"sqlite:///{folder.resolve() / 'mlflow.db'}",
-            artifact_location=(folder / "artifacts").resolve().as_uri(),
-        )
-    finally:
-        os.environ.pop(run_id, None)
-        if before is not None:
-            os.environ[run_id] = before
+    own = folder / "id"
+    if own.exists():  # read by mlflow.start_run, which torchrl's logger calls
+        os.environ["MLFLOW_RUN_ID"] = own.read_text()
+    # In a database: MLflow 3.10 and later refuse folders of files.
+    database, artifacts = f"sqlite:///{folder.resolve() / 'mlflow.db'}", (folder / "artifacts").resolve().as_uri()
+    logger = MLFlowLogger(project, tracking_uri=database, artifact_location=artifacts)
+    os.environ.pop("MLFLOW_RUN_ID", None)
     if not own.exists():
         mlflow.set_tag("mlflow.runName", name)
         own.write_text(logger.experiment.info.run_id)
@@ -262,7 +251,6 @@ def plot_curves(
     held_out_label: str = "held-out prompts",
     held_out_format: str = "{:.3g}",
     reward_range: tuple[float, float] | None = None,
-    window: int = 10,
 ) -> None:
     """Plot reward, KL and coefficient by step, and the rewards on held-out prompts.
 
@@ -279,7 +267,6 @@ def plot_curves(
         held_out_label: name of the evaluations.
         held_out_format: how the first and the last of them are written.
         reward_range: limits of the axis of rewards.
-        window: number of steps of the moving averages.
 
     Raises:
         ImportError: if matplotlib is not installed.
@@ -293,7 +280,7 @@ def plot_curves(
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
-    window = min(window, max(1, len(rows)))
+    window = min(_WINDOW, max(1, len(rows)))
     names = ["reward", *(name for name in ("kl", "coefficient") if all(name in row for row in rows))]
     heights = [2 if name == "coefficient" else 3 for name in names]
     size, mosaic = (8, 8.5 * sum(heights) / 8), cast(Any, [[name] for name in names])
@@ -310,16 +297,15 @@ def plot_curves(
     if all("penalised_reward" in row for row in rows):
         draw(reward, "penalised_reward", "the same − coefficient × KL: what is maximised", "tab:orange")
     if held_out:
-        reward.plot(
-            *zip(*(each[:2] for each in held_out), strict=True), "o", color="black", label=held_out_label, clip_on=False
-        )
+        at, means = zip(*(each[:2] for each in held_out), strict=True)
+        reward.plot(at, means, "o", color="black", label=held_out_label, clip_on=False)
     intervals = [each for each in held_out if len(each) == 4]
     if intervals:
         places, _, lows, highs = zip(*intervals, strict=True)
         reward.vlines(places, lows, highs, color="black", linewidth=1, label="their 95 % interval", clip_on=False)
-    for at, value, *_ in dict.fromkeys((held_out[0], held_out[-1])) if held_out else ():
+    for step, value, *_ in dict.fromkeys((*held_out[:1], *held_out[-1:])):
         text = held_out_format.format(value)
-        reward.annotate(text, (at, value), (0, 9), textcoords="offset points", ha="center", bbox=LABEL_BOX)
+        reward.annotate(text, (step, value), (0, 9), textcoords="offset points", ha="center", bbox=LABEL_BOX)
     figure.suptitle(title)
     reward.set(ylabel="mean per answer (dimensionless)")
     reward.margins(y=0.12)
@@ -338,9 +324,8 @@ def plot_curves(
         of = "in the reward\n(reward per nat)" if "penalised_reward" in rows[0] else "in the loss\n(weight)"
         coefficient.set(ylabel=f"KL coefficient\n{of}", ylim=(0, None))
     axes[names[-1]].set(xlabel="RL step" + f" (thick lines: mean of {window} steps)" * (window > 1))
-    reward.xaxis.set_major_locator(
-        MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
-    )  # of all: they share it
+    # All axes share this one.
+    reward.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     for axis in axes.values():
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)

@@ -24,13 +24,11 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._registry import install_hint
 from torchrl_llm_kl.diagnostics import RunMonitor, log_metrics, status_line
-from torchrl_llm_kl.estimators import EstimatorName
 from torchrl_llm_kl.tasks import PromptOrder, Prompts, make_env
 from torchrl_llm_kl.training._build import Reference, load_reference, measured_kl, sampling_of
 from torchrl_llm_kl.training._checkpoints import Checkpoint, Checkpoints
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig, differences
-from torchrl_llm_kl.training._evaluation import evaluate
-from torchrl_llm_kl.training._inputs import RunInputs, check_folder, check_inputs_stay, load_inputs
+from torchrl_llm_kl.training._inputs import RunInputs, check_inputs_stay, load_inputs
 from torchrl_llm_kl.training._models import export_policy, load_policy, save_policy
 from torchrl_llm_kl.training._report import (
     Figures,
@@ -47,6 +45,7 @@ from torchrl_llm_kl.training._report import (
 )
 from torchrl_llm_kl.training._steps import (
     apart,
+    evaluate,
     forget_scores,
     learn,
     loss_entries,
@@ -166,8 +165,7 @@ class Run:
         seed_everything(config.run.seed)
         self.policy = load_policy(config, None if saved is None else saved.folder / "model")
         self.reference: Reference | None = load_reference(config)
-        self.training = self.inputs.plan.build(self.policy, self.reference)
-        self.parts, self.updater = self.training.parts, self.training.updater
+        self.parts, self.kl, self.updater = self.inputs.plan.build(self.policy, self.reference)
         self.optimizer = make_optimizer(self.parts, config.optimizer)
         self.schedule = make_schedule(self.optimizer, config.optimizer, steps=config.run.steps, done=self.step)
         rows: list[Figures] = []
@@ -183,7 +181,7 @@ class Run:
         self.sampler = self._sampler(greedy=False)
         data = config.data
         order = PromptOrder(config.run.seed if data.shuffle else None, self.step * data.num_prompts)
-        self.env = self._env(self.inputs.prompts, self.training.kl, order, data.num_prompts, data.group_size)
+        self.env = self._env(self.inputs.prompts, self.kl, order, data.num_prompts, data.group_size)
         self.monitor = self._monitor()
 
     # ------------------------------------------------------------------ parts
@@ -223,21 +221,16 @@ class Run:
 
     def take_step(self) -> Figures:
         """Sample answers, learn from them, and adapt the coefficient; returns the figures."""
-        config, algorithm = self.config, self.config.algorithm
+        algorithm, plan = self.config.algorithm, self.inputs.plan
         batch = self.sample()
         with apart(self.step):  # how often the doctor looks changes no random number of the run
             self.monitor.look(self.step, batch)
-        figures = step_figures(
-            batch,
-            coefficient=self.training.coefficient,
-            charged=self.training.charged,
-            compares=self.inputs.plan.algorithm.compares_answers,
-        )
+        charged, compares = plan.algorithm.kl_reward != "none", plan.algorithm.compares_answers
+        figures = step_figures(batch, coefficient=plan.coefficient, charged=charged, compares=compares)
         if self.step == 0 and figures.get("equal_rewards") == 1 and algorithm.teacher is None:
             self.say(
-                "warning: in the first step all answers that are compared have the same reward (mean "
-                f"{figures['reward']:.4g}), so that nothing is learnt from the rewards: look at the reward function, choose "
-                "prompts that are neither too easy nor too hard, or raise data.group_size."
+                f"warning: all answers of the first step have the same reward, {figures['reward']:.4g}, from which nothing is "
+                "learnt: look at the reward function and the prompts, or raise data.group_size."
             )
         figures["lr"] = self.optimizer.param_groups[0]["lr"]
         learn(
@@ -247,13 +240,13 @@ class Run:
             epochs=algorithm.epochs,
             minibatches=algorithm.minibatches,
             micro_batch=algorithm.micro_batch,
-            max_grad_norm=config.optimizer.max_grad_norm,
+            max_grad_norm=self.config.optimizer.max_grad_norm,
             monitor=self.monitor,
             after_update=None if self.updater is None else self.updater.step,
         )
         self.schedule.step()
-        if self.training.coefficient is not None and "kl" in figures:
-            self.training.coefficient.update(figures["kl"], n=len(batch))  # type: ignore[operator]
+        if plan.coefficient is not None and "kl" in figures:
+            plan.coefficient.update(figures["kl"], n=len(batch))  # type: ignore[operator]
         row = {"step": self.step, **self.monitor.step(self.step, **figures), "seconds": self.elapsed}
         self.rows.append(row)
         self.step += 1
@@ -281,11 +274,9 @@ class Run:
         """Answer the held-out prompts, and store the figures."""
         settings, kl, held_out = self.config.evaluation, None, self.inputs.held_out
         assert held_out is not None
-        if self.training.kl is not None and self.reference is not None:
-            local = isinstance(self.reference, (str, torch.nn.Module))
-            if local or not settings.greedy:  # the mean of k1 is no KL of greedy answers
-                estimator: EstimatorName = "exact" if settings.greedy else "k1"
-                kl = measured_kl(self.config, self.policy, self.reference, estimator)
+        # The mean of k1 is no KL of greedy answers, and a service computes no exact KL.
+        if self.reference is not None and (isinstance(self.reference, (str, torch.nn.Module)) or not settings.greedy):
+            kl = measured_kl(self.config, self.policy, self.reference, "exact" if settings.greedy else "k1")
         env = self._env(held_out, kl, PromptOrder(seed=None), min(settings.batch_size, len(held_out)), 1)
         sampler = self._sampler(greedy=settings.greedy)
         row = {"step": self.step, **evaluate(env, sampler, len(held_out), seed=self.config.run.seed)}
@@ -325,12 +316,8 @@ class Run:
 
     def save(self, checkpoints: Checkpoints) -> Path:
         """Write a checkpoint of all that the next step depends on."""
-        numbers: dict[str, object] = {
-            "config": self.config.to_dict(),
-            "files": self.inputs.files,
-            "versions": versions(),
-        }
-        numbers |= {"seconds": self.elapsed, "best": self.best}
+        numbers: dict[str, object] = {"config": self.config.to_dict(), "files": self.inputs.files}
+        numbers |= {"versions": versions(), "seconds": self.elapsed, "best": self.best}
         with checkpoints.writing(self.step, numbers, best=self.best) as folder:
             save_policy(self.policy, self.tokenizer, folder / "model")
             state = {
@@ -410,11 +397,7 @@ def train(
     """
     tensordict.set_list_to_stack(True).set()  # required by torchrl's LLM components
     out = Path(config.run.out)
-    check_folder(out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run.out is {out}, which cannot be made ({error.strerror}): pass another folder.") from error
+    out.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(out / ".lock", timeout=0):
             return _train(config, out, fresh=fresh, say=say, build=build)
@@ -470,14 +453,9 @@ def _saved(config: TrainConfig, out: Path) -> Checkpoint | None:
         if checkpoints.paths():
             raise ConfigError(f"no checkpoint in {checkpoints.folder} is whole: begin anew with --fresh.")
         return None
-    if not isinstance(saved.numbers.get("config"), Mapping):
-        raise ConfigError(f"{saved.folder} is of another program: pass another run.out, or begin anew with --fresh.")
-    different = differences(saved.numbers["config"], config)
+    different = "; ".join(differences(saved.numbers.get("config", {}), config))
     if different:
-        raise ConfigError(
-            f"{out} holds a run with other settings ({'; '.join(different)}): use those, another run.out, or begin anew with "
-            "--fresh."
-        )
+        raise ConfigError(f"{out} has a run with other settings ({different}): use those, or begin anew with --fresh.")
     return saved
 
 

@@ -7,10 +7,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torchrl.envs import EnvBase
 from torchrl.modules.llm import TransformersWrapper
@@ -25,27 +27,17 @@ from torchrl_llm_kl.transforms import RetrieveLogProb
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+_Z95 = NormalDist().inv_cdf(0.975)
+#: Two-sided 95 % quantiles of Student's t with 1 to 10 degrees of freedom.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 #: The entries that losses read.
 LOSS_KEYS = (
-    ("tokens", "full"),
-    ("tokens", "prompt"),
-    ("masks", "all_attention_mask"),
-    ("masks", "all_assistant_mask"),
-    ("next", "log_probs", "full"),
-    ("next", "ref_log_probs", "full"),
-    ("next", "entropy"),
-    ("next", "moments"),
-    ("next", "state_value"),
-    ("kept", "counts"),
-    ("kept", "ids"),
-    "top_k",
-    ("next", "top_k"),
-    "routed_experts",
-    "images",
-    "advantage",
-    "value_target",
-    "loss_mask",
-    "expert_mask",
+    *(("tokens", name) for name in ("full", "prompt")),
+    *(("masks", name) for name in ("all_attention_mask", "all_assistant_mask")),
+    *(("next", name, "full") for name in ("log_probs", "ref_log_probs")),
+    *(("next", name) for name in ("entropy", "moments", "state_value", "top_k")),
+    *(("kept", name) for name in ("counts", "ids")),
+    *("top_k", "routed_experts", "images", "advantage", "value_target", "loss_mask", "expert_mask"),
 )
 
 # ------------------------------------------------------------------ answers
@@ -159,7 +151,11 @@ def make_sampler(
     if sampling is not None:  # a top-k of the whole vocabulary would sort it at each token
         drawn = {**sampling.generate_kwargs(model), "top_k": sampling.top_k}
     if end:
-        drawn |= _ending(model, tokenizer, end)
+        from transformers.generation import StoppingCriteriaList, StopStringCriteria
+
+        own = model.generation_config.eos_token_id  # with one, generate pads answers that have ended
+        drawn["eos_token_id"] = tokenizer.eos_token_id if own is None else own
+        drawn["stopping_criteria"] = StoppingCriteriaList([StopStringCriteria(tokenizer, list(end))])
     return _Sampler(
         model,
         tokenizer=tokenizer,
@@ -170,18 +166,6 @@ def make_sampler(
         pad_output=True,  # plain tensors: prompts padded on the left, answers on the right
         device=model.device if model.device.type != "cpu" else None,
     )
-
-
-def _ending(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Json:
-    """Arguments of ``generate`` with which texts end an answer, besides the model's own end tokens."""
-    from transformers import StoppingCriteriaList
-    from transformers.generation import StopStringCriteria
-
-    own = model.generation_config.eos_token_id  # with one, generate pads answers that have ended
-    return {
-        "eos_token_id": tokenizer.eos_token_id if own is None else own,
-        "stopping_criteria": StoppingCriteriaList([StopStringCriteria(tokenizer, list(texts))]),
-    }
 
 
 def forget_scores(env: EnvBase) -> None:
@@ -259,21 +243,16 @@ def learn(
                         output.total_loss.backward()
                         if monitor is not None:
                             monitor.add(output)
-                norms = [_clip_gradient(loss, max_grad_norm) for loss in parts.losses]
+                limit = max_grad_norm or float("inf")
+                norms = [torch.nn.utils.clip_grad_norm_(_trained(loss), limit) for loss in parts.losses]
                 if monitor is not None:
                     monitor.add({"grad_norm": norms[0]})
                 if not all(bool(norm.isfinite()) for norm in norms):
-                    raise FloatingPointError(
-                        f"the gradient's norm is {float(norms[0])}: look at diagnosis.txt and rollouts.html, and for a "
-                        "learning rate that is too high."
-                    )
+                    advice = "look at diagnosis.txt and rollouts.html, and at the learning rate"
+                    raise FloatingPointError(f"the gradient's norm is {float(norms[0])}: {advice}.")
                 optimizer.step()
                 if after_update is not None:
                     after_update()
-
-
-def _clip_gradient(loss: nn.Module, max_norm: float) -> Tensor:
-    return torch.nn.utils.clip_grad_norm_(_trained(loss), max_norm or float("inf"))
 
 
 def _trained(loss: nn.Module) -> list[nn.Parameter]:
@@ -368,30 +347,24 @@ def step_figures(
     columns, after = answer_columns(batch), batch["next"]
     figures: dict[str, float] = {}
     rewards, kl = columns.get("reward"), columns.get("kl")
+    value = 0.0 if coefficient is None else coefficient().item()
     if rewards is not None:
+        rounding = torch.zeros_like(rewards)
+        if charged and kl is not None:  # the rewards before the KL was charged
+            figures["penalised_reward"] = rewards.mean().item()
+            rounding = 1e-5 * (rewards.abs() + value * after["kl_penalty"].flatten(1).abs().sum(-1))
+            rewards = rewards + value * kl
         figures["reward"] = rewards.mean().item()
-        earned, rounding = rewards, torch.zeros_like(rewards)
+        if "group" in batch.keys():  # noqa: SIM118
+            group = batch["group"].flatten()
+            figures["equal_rewards"] = _equal_share(rewards, rounding, group if compares else torch.zeros_like(group))
     if kl is not None:
-        if coefficient is not None:
-            value = coefficient().item()
-            if charged and rewards is not None:
-                figures = {
-                    "reward": figures["reward"] + value * kl.mean().item(),
-                    "penalised_reward": figures["reward"],
-                }
-                earned = rewards + value * kl
-                rounding = 1e-5 * (rewards.abs() + value * after["kl_penalty"].flatten(1).abs().sum(-1))
-            figures["coefficient"] = value
         figures["kl"] = kl.mean().item()
-    group = batch.get("group", None)
-    if group is not None and rewards is not None:
-        group = group.flatten()
-        figures["equal_rewards"] = _equal_share(earned, rounding, group if compares else torch.zeros_like(group))
+        if coefficient is not None:
+            figures["coefficient"] = value
     figures |= {name: values.mean().item() for name, values in columns.items() if name.startswith("reward/")}
-    failures = after.get("reward_failures", None)
-    count = 0.0 if failures is None else float(failures.sum())
-    if count:
-        figures["reward_failures"] = count
+    if "reward_failures" in after.keys() and after["reward_failures"].any():  # noqa: SIM118
+        figures["reward_failures"] = float(after["reward_failures"].sum())
     if "answer_tokens" in columns:
         figures["answer_tokens"] = int(columns["answer_tokens"].sum())
         figures["tokens"] = batch["masks", "all_attention_mask"].sum().item()
@@ -426,6 +399,89 @@ def _equal_share(rewards: Tensor, rounding: Tensor, group: Tensor) -> float:
         nothing.scatter_reduce(0, index, values, "amax") for values in (rewards, -rewards, rounding)
     )
     return (largest + less <= slack).float().mean().item()
+
+
+@torch.no_grad()
+def evaluate(env: EnvBase, sampler: TensorDictModuleBase, num_prompts: int, *, seed: int = 0) -> dict[str, float]:
+    """The mean reward of a policy's answers to the first prompts of an env, and their KL if the env measures it.
+
+    Random numbers outside are not touched.
+
+    Args:
+        env: of :func:`~torchrl_llm_kl.tasks.make_env`, new, with one answer to each prompt and prompts as they come.
+        sampler: the policy; see :func:`make_sampler`.
+        num_prompts: how many are posed.
+
+    Keyword Args:
+        seed: of the answers, if they are sampled.
+
+    Returns:
+        ``reward`` and, of several prompts, its standard error ``reward_error``, the mean of each named part
+        ``reward/<name>``, the ends of the 95 % interval of these means where there is one (:func:`interval`), ``low/reward``,
+        ``high/reward`` and so on, ``kl`` in nats per answer if there is an entry ``("next", "kl_penalty")``,
+        ``answer_tokens``, the mean length, and ``num_prompts``.
+
+    Example:
+        >>> env = make_env(held_out, reward, tokenizer, group_size=1, order=PromptOrder(seed=None))  # doctest: +SKIP
+        >>> evaluate(env, sampler, 200)  # doctest: +SKIP
+    """
+    columns: dict[str, list[float]] = {}
+    done = 0
+    with apart(seed):
+        while done < num_prompts:
+            batch = env.rollout(1, sampler).reshape(-1)[: num_prompts - done]
+            done += len(batch)
+            for name, values in answer_columns(batch).items():
+                columns.setdefault(name, []).extend(values.flatten().tolist())
+    figures = {name: mean_and_error(values)[0] for name, values in columns.items()}
+    if num_prompts > 1:
+        figures["reward_error"] = mean_and_error(columns["reward"])[1]
+    for name in [name for name in columns if name.startswith("reward")]:
+        ends = interval(columns[name])
+        if ends is not None:
+            figures[f"low/{name}"], figures[f"high/{name}"] = ends
+    return {**figures, "num_prompts": num_prompts}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % interval of the mean of independent values: Wilson's score interval if all are 0 or 1, else Student's t.
+
+    Returns:
+        Its ends; None for one value, and for equal ones other than 0 and 1: they do not show how much others differ.
+
+    Example:
+        >>> [round(end, 2) for end in interval([1.0, 1.0])]
+        [0.34, 1.0]
+        >>> [round(end, 2) for end in interval([0.2, 0.4, 0.6])]
+        [-0.1, 0.9]
+        >>> interval([0.5, 0.5])
+
+    Source: E. B. Wilson, "Probable Inference, the Law of Succession, and Statistical Inference" (1927).
+    """
+    n, (mean, error) = len(values), mean_and_error(values)
+    if n < 2:
+        return None
+    if set(values) <= {0.0, 1.0}:
+        shrunk = 1 + _Z95**2 / n
+        centre = (mean + _Z95**2 / (2 * n)) / shrunk
+        half = _Z95 / shrunk * math.sqrt(mean * (1 - mean) / n + (_Z95 / (2 * n)) ** 2)
+        return max(0.0, centre - half), min(1.0, centre + half)
+    if min(values) == max(values):
+        return None
+    half = (_T95[n - 2] if n - 2 < len(_T95) else _Z95 + 2.5 / (n - 1)) * error  # to 1 % of the quantile
+    return mean - half, mean + half
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean of independent values and its standard error.
+
+    Example:
+        >>> mean_and_error([0.0, 1.0, 1.0, 0.0])
+        (0.5, 0.288...)
+    """
+    data = torch.tensor(values, dtype=torch.float64)
+    error = data.std().item() / len(values) ** 0.5 if len(values) > 1 else float("nan")
+    return data.mean().item(), error
 
 
 # ------------------------------------------------------------------ random numbers
@@ -477,10 +533,8 @@ def set_random_state(state: RandomState) -> None:
     import numpy as np
 
     torch.set_rng_state(state["torch"].cpu())
-    generators = _generators()
-    if len(state["accelerators"]) == len(generators):
-        for generator, saved in zip(generators, state["accelerators"], strict=True):
-            generator.set_state(saved.cpu())
+    for generator, saved in zip(_generators(), state["accelerators"], strict=False):
+        generator.set_state(saved.cpu())
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
 
@@ -517,15 +571,3 @@ def apart(seed: int) -> Iterator[None]:
         yield
     finally:
         set_random_state(state)
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean of independent values and its standard error.
-
-    Example:
-        >>> mean_and_error([0.0, 1.0, 1.0, 0.0])
-        (0.5, 0.288...)
-    """
-    data = torch.tensor(values, dtype=torch.float64)
-    error = data.std().item() / len(values) ** 0.5 if len(values) > 1 else float("nan")
-    return data.mean().item(), error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from hashlib import sha256
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -66,8 +66,7 @@ def imported_function(place: str) -> Callable[..., Any]:
         >>> imported_function("math:sqrt")(9.0)
         3.0
     """
-    import_code(place.rpartition(":")[0])
-    return load_function(place)
+    return load_function(place, _IMPORTED)
 
 
 def is_place(value: object) -> bool:
@@ -75,19 +74,13 @@ def is_place(value: object) -> bool:
     return isinstance(value, str) and ":" in value
 
 
-def named_functions(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Key and place of each function in the user's code that a configuration names."""
-    yield from (("reward.function", part.function) for part in config.reward.parts.values())
-    values = {f"algorithm.args.{name}": config.algorithm.args.get(name) for name in FUNCTIONS_OF_ALGORITHM}
-    values["kl.estimator"] = config.kl.estimator
-    yield from ((key, str(value)) for key, value in values.items() if is_place(value))
-
-
 def user_files(config: TrainConfig) -> list[tuple[str, str]]:
     """Key and path of the user's files, as the configuration has them; modules are left out."""
-    places = [(key, place.rpartition(":")[0]) for key, place in named_functions(config)]
-    places += [("imports", place) for place in config.imports]
-    return [(key, path) for key, path in places if path.endswith(".py")]
+    places = [("reward.function", part.function) for part in config.reward.parts.values()]
+    places += [(f"algorithm.args.{name}", str(config.algorithm.args.get(name))) for name in FUNCTIONS_OF_ALGORITHM]
+    places += [("kl.estimator", str(config.kl.estimator)), *(("imports", f"{path}:") for path in config.imports)]
+    files = [(key, place.rpartition(":")[0]) for key, place in places]
+    return [(key, path) for key, path in files if path.endswith(".py")]
 
 
 def file_digests(config: TrainConfig) -> dict[str, str]:

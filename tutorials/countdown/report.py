@@ -35,7 +35,6 @@ def plot_curves(
     kl_target: float | None,
     held_out: Sequence[float],
     algorithm: str = "grpo",
-    window: int = 10,
 ) -> None:
     """Plot reward and KL by step, and the accuracy on held-out problems.
 
@@ -45,7 +44,6 @@ def plot_curves(
         kl_target: nats per answer; None for a run without a KL penalty, which has no coefficient either.
         held_out: accuracy before the first step, and after the last one if the run got there.
         algorithm: its name, for the title.
-        window: number of steps of the moving averages.
     """
     ends = (rows[0]["step"], rows[-1]["step"] + 1)
     training.plot_curves(
@@ -58,7 +56,6 @@ def plot_curves(
         held_out_label="share right, held-out problems, greedy",
         held_out_format="{:.1%}",
         reward_range=(0, 1),
-        window=window,
     )
 
 

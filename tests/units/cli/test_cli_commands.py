@@ -277,7 +277,7 @@ def test_a_conversation_of_one_s_own_whose_escape_sequences_do_not_reach_the_ter
         assert text in error_of(cli("templates", model, "--conversation", path, code=2))
     assert "cannot read" in error_of(cli("templates", model, "--conversation", tmp_path / "none.json", code=2))
     assert "chat template" in error_of(cli("templates", saved(tmp_path, None), code=2))
-    assert "there is no folder" in error_of(cli("templates", tmp_path / "none", code=2))
+    assert "cannot load the tokenizer" in error_of(cli("templates", tmp_path / "none", code=2))
     path.write_text(json.dumps([user("\x1b[2J"), assistant("a\u202eb")]))
     for env in ({}, COLOURS):
         text = cli("templates", model, "--conversation", path, env=env).stdout

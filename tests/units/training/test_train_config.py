@@ -87,7 +87,7 @@ def test_braces_empty_a_setting_and_a_value_in_braces_is_added() -> None:
         ("optimizer.lr=fast", "optimizer.lr is 'fast': Value 'fast' of type 'str' could not be converted to Float."),
         ("logging.loggers=csv", "logging.loggers is 'csv': Invalid value"),
         ("algorithm.args=3", "algorithm.args is 3: "),
-        ("run.steps=3; run.steps.a=1", "run.steps.a is 1: "),
+        ("run.steps=3; run.steps.a=1", "run.steps is 3: "),
         (
             "reward.functions={a: {function: f, weight: x}}",
             "reward.functions is {'a': {'function': 'f', 'weight': 'x'}}: ",
@@ -95,39 +95,31 @@ def test_braces_empty_a_setting_and_a_value_in_braces_is_added() -> None:
         ("reward.functions={a: {weight: 1}}", "reward.functions.a.function is missing"),
         ("reward.functions={a: f}", "reward.function and reward.functions are both set"),
         ("reward=null", "reward.function is missing: set it to module.py:function"),
-        ("optimizer.lr", "'optimizer.lr' changes no setting: write it as key=value"),
-        ("optimizer.betas[0]=0.8", "changes no setting: write it as key=value, such as optimizer.betas=[0.9, 0.95]"),
+        ("optimizer.lr", "'optimizer.lr' changes no setting: expected key=value"),
+        ("optimizer.betas[0]=0.8", "changes no setting: expected key=value, such as optimizer.betas=[0.9, 0.95]"),
         ("optimizer.lr=0", "optimizer.lr must be greater than 0, got 0.0."),
         ("optimizer.lr=1e400", "optimizer.lr is inf: expected a finite number."),
         ("sampler.top_p=1.5", "sampler.top_p must be greater than 0 and at most 1, got 1.5."),
-        ("kl.place=los", "kl.place must be one of 'preset', 'loss', 'reward', 'none', got 'los'. Did you mean 'loss'?"),
+        ("kl.place=los", "kl.place has the unknown value 'los'. Did you mean 'loss'? Known: preset, loss, reward, none."),
         ("run.seed=9223372036854775808", "run.seed must be at least 0 and at most"),
         (f"optimizer.lr={'9' * 400}", "int too large to convert to float"),
-        (
-            "run.steps=!!python/object/apply:os.system [ls]",
-            "python/object/apply:os.system' (line 1, column 1)): expected YAML",
-        ),
-        ("run.out=!!timestamp 2020-01-01", "(Value 'date' is not a supported primitive type): expected YAML"),
+        ("run.steps=!!python/object/apply:os.system [ls]", "python/object/apply:os.system' (line 1, column 1)."),
+        ("run.out=!!timestamp 2020-01-01", "is not YAML: Value 'date' is not a supported primitive type."),
         (
             "model.name=${nothing.there}",
             "model.name is '${nothing.there}': Interpolation key 'nothing.there' not found.",
         ),
         ("run.out=${run.out}", "run.out is '${run.out}': Recursive interpolation detected."),
         ('sampler.end=["\\n", ""]', "sampler.end has an empty text"),
-        ("optimizer.betas=[0.9]", "expected two numbers"),
         ("logging.loggers=[csv,foo]", "logging.loggers has the unknown logger 'foo'"),
-        ("logging.loggers=[csv,csv]", "loggers is ['csv', 'csv']: name each once"),
         ("reference.name=base", "reference.name=base is the model without its adapters"),
         ("reference.every=3", "set reference.decay"),
-        ("optimizer.warmup_steps=100", "expected fewer than run.steps"),
+        ("optimizer.warmup_steps=100", "expected less than run.steps"),
         ("kl.controller_args={integral: 0.1}", "set kl.target"),
-        ("algorithm.minibatches=65", "algorithm.minibatches is 65: a step has only 64 answers."),
-        ("kl.place=none; kl.target=0.5", "choose loss or reward, or drop kl.target"),
-        ("reference.name=none; kl.place=loss", "leaves no KL to charge"),
-        ("lora.r=4; reference.decay=0.9", "train without lora"),
-        ("reference.name=base; lora.r=4; reference.service=shared", "holds a separate model"),
-        ("reference.service=shared; reference.decay=0.9", "for all runs that share it"),
-        ("checkpoints.final=best; evaluation.every=0", "evaluate, or take last"),
+        ("reference.name=none; kl.stop_above=1", "kl.stop_above needs a KL to a reference"),
+        ("lora.r=4; reference.decay=0.9", "need a separate model"),
+        ("reference.name=base; lora.r=4; reference.service=shared", "shares a fixed model"),
+        ("reference.service=shared; reference.decay=0.9", "shares a fixed model"),
     ],
 )
 def test_what_is_wrong_is_named(override: str, message: str) -> None:
@@ -146,7 +138,7 @@ def test_all_unknown_keys_what_is_missing_what_has_changed_and_no_file(tmp_path:
         TrainConfig()
     taught = {**LEAST, "reward": None, "algorithm": {"name": "gkd", "teacher": "t"}}
     assert read_config(taught).reward.parts == {}
-    with pytest.raises(ConfigError, match=r"^data\.held_out evaluates the reward, and the run has none"):
+    with pytest.raises(ConfigError, match=r"^data\.held_out needs a reward"):
         read_config(taught, ["data.held_out=h.jsonl"])
     old = read_config(LEAST).to_dict()
     allowed = ["run.steps=200", "logging.loggers=[csv]", "checkpoints.keep=5", "kl.stop_above=3", "run.out=elsewhere"]
@@ -158,10 +150,8 @@ def test_all_unknown_keys_what_is_missing_what_has_changed_and_no_file(tmp_path:
     lora, found = ([x for x in differences(old, changed) if ("lora" in x) == of_lora] for of_lora in (True, False))
     assert set(found) == {"optimizer.lr: 1e-06, now 1e-05", "algorithm.args.clip_high: None, now 0.3"}
     assert any(each.startswith("lora.r: ") for each in lora)
-    with pytest.raises(FileNotFoundError, match="there is no file"):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.yaml"):
         read_config(tmp_path / "nothing.yaml")
-    with pytest.raises(ConfigError, match="is not a file"):
-        read_config(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +161,7 @@ def test_all_unknown_keys_what_is_missing_what_has_changed_and_no_file(tmp_path:
         (b"- a\n", "holds a list: expected sections"),
         (b"run: {steps: 3}\nrun: {steps: 4}", "is not YAML: .*duplicate key run"),
         (b"run: {steps: " + b"9" * 5000 + b"}", "is not YAML: .*Exceeds the limit"),
-        (b"\x80\x02}q\x00.", "is neither YAML nor text"),
+        (b"\x80\x02}q\x00.", "is not YAML: .*can't decode"),
         (b"a\0b", "is not YAML: .*special characters"),
         (b"", r"model\.name is missing"),
     ],
@@ -215,18 +205,12 @@ def test_the_limit_of_the_sampler_is_given_to_the_losses_that_divide_by_it(
     assert load_inputs(settings(lab, tmp_path, f"algorithm.{change}"))
 
 
-def test_a_reference_of_another_vocabulary_and_a_folder_that_cannot_be(lab: Path, tmp_path: Path) -> None:
+def test_a_reference_of_another_vocabulary(lab: Path, tmp_path: Path) -> None:
     shutil.copytree(lab / "model", other := tmp_path / "other")
     model = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**model, "vocab_size": 777}))
     with pytest.raises(ConfigError, match=r"vocabulary of 777"):
         load_inputs(settings(lab, tmp_path / "out", f"reference.name={other}"))
-    (tmp_path / "file").write_text("")
-    for run in (load_inputs, train):
-        with pytest.raises(ConfigError, match=rf"run.out is .*, and {tmp_path}/file is a file"):
-            run(settings(lab, tmp_path / "file" / "x"))
-    with pytest.raises(ConfigError, match="which cannot be made"):
-        train(settings(lab, Path("/proc/x")))
 
 
 @pytest.mark.parametrize("pad_is_end", [True, False])
