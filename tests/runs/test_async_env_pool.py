@@ -81,17 +81,3 @@ def test_processes_with_models_of_their_own() -> None:
         check([row.clone() for row in pool.async_step_recv(min_get=CHILDREN).unbind(0)], turns=1)
         with pytest.raises(IndexError):
             collected(pool, CHILDREN)
-
-
-def test_what_a_pool_cannot_do() -> None:
-    """It is registered with the collector, its children are not: pass the policy.
-
-    torchrl writes the numbers of the children, one dimension, into a TensorDict of two: take a collector.
-    """
-    models = ("from_collector", scoring_models()[1])
-    with pool_of(2, models=models) as pool, pytest.raises(ValueError, match="The collector is not set"):
-        collected(pool, 2)
-    with pool_of(2) as pool:
-        chosen = greedy_policy()(pool.reset())
-        with pytest.raises(RuntimeError, match="batch dimension mismatch"):
-            pool.step(chosen)

@@ -12,7 +12,7 @@ pytest.importorskip("rich")
 pytest.importorskip("typer")
 import countdown_demo
 import gsm8k_text
-from countdown.algorithms import build, label, make_coefficient
+from countdown.algorithms import build, label
 from countdown.model import as_policy, build_model, build_tokenizer, render_prompt, warm_up
 from countdown.settings import check_positive, read_settings
 from countdown.task import Problem, all_problems, make_env, reward, solved, split_problems
@@ -118,15 +118,6 @@ def test_the_demo_warms_up_once_and_trains_by_its_configuration(tmp_path, monkey
     for name in ("grpo", "dapo", "cispo"):
         config.algorithm.name = name
         assert len(load_inputs(config).prompts) == len(PROBLEMS) - len(split_problems(PROBLEMS)[1])
-
-
-@pytest.mark.parametrize(("controller", "first", "second"), [("pi", 0.2, 0.2), ("ziegler", 0.2, 0.18)])
-def test_controllers(controller, first, second):
-    """A KL of 0 at the first step: held in the warm-up; clipped at 20 % below the target, by half of that."""
-    coefficient = make_coefficient(controller, target=0.5, batch_size=4)
-    assert float(coefficient()) == pytest.approx(first)
-    coefficient.update(0.0, n=4)
-    assert float(coefficient()) == pytest.approx(second)
 
 
 def test_settings_of_scripts():

@@ -2,8 +2,6 @@
 
 import math
 import random
-import subprocess
-import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -13,7 +11,6 @@ import pytest
 import torch
 
 from cli_files import read_jsonl, write_jsonl
-from project import PROJECT
 
 pytest.importorskip("rich")
 pytest.importorskip("omegaconf")
@@ -22,7 +19,7 @@ import gsm8k_text
 from gsm8k import task
 from gsm8k.measure import equal_writers, is_right, mean_with_error, pair_figures, run_command
 from gsm8k.report import mean_of, summary
-from gsm8k.task import FILE, FOLDER, WRITERS, Question, guess_by_writer, pairs, read_questions
+from gsm8k.task import FILE, WRITERS, Question, guess_by_writer, pairs
 
 
 def question(number: int, right: str) -> Question:
@@ -60,16 +57,6 @@ def test_no_question_is_on_both_sides_and_pairs_are_right_against_wrong() -> Non
     assert [rows[0][which][0]["content"][-5:] for which in ("chosen", "rejected")] == ["A: 21", "A: 22"]
     ((asked, said),) = (solution["messages"] for solution in task.solutions([question(7, "0110")]))
     assert (asked["role"], said) == ("user", {"role": "assistant", "content": "7 + 14 = 21\nA: 21"})
-
-
-@pytest.mark.skipif(not (FOLDER / FILE).exists(), reason=f"no {FOLDER / FILE}")
-def test_the_real_questions() -> None:
-    """Numbers that were counted in the file by other means."""
-    questions = read_questions(FOLDER)
-    assert len(questions) == 1319
-    assert len(pairs(questions)) == 290 * 3 + 236 * 4 + 205 * 3  # with one, two and three right answers
-    assert questions[0].solution.endswith("A: 18")
-    assert [right for _, right in questions[0].answers.values()] == [False, False, False, True]
 
 
 def test_guesses_know_only_what_training_shows_and_errors_count_questions() -> None:
@@ -181,31 +168,6 @@ def test_figures_are_those_of_plain_forwards(finished: tuple[Path, str]) -> None
     assert result["margin"] == pytest.approx(sum(margins) / len(margins), abs=1e-5)
     assert min(map(abs, margins)) > 1e-5
     assert result["accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / len(margins))
-
-
-@pytest.mark.slow
-def test_seeds_in_two_processes_have_the_same_figures(finished: tuple[Path, str], tmp_path: Path) -> None:
-    out, _ = finished
-    settings = {**QUICK, "seeds": "[0,2]", "data": out.parent, "out": tmp_path / "out"}
-    words = [f"{name}={value}" for name, value in settings.items()]
-    command = [sys.executable, str(PROJECT / "tutorials" / "gsm8k_text.py"), *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found, expected = (read_jsonl(folder / "results.jsonl") for folder in (tmp_path / "out", out))
-    varying = {"seconds", "cpu_seconds", "commands"}
-    plain = [{key: x for key, x in result.items() if key not in varying} for result in (*found, *expected)]
-    assert sorted(plain[:2], key=lambda result: result["seed"]) == plain[2:]
-    assert "seed 0: SFT" in done.stdout
-    assert "seed 2: DPO" in done.stdout
-
-
-def test_a_second_run_keeps_the_first(finished: tuple[Path, str], monkeypatch: Any, capsys: Any) -> None:
-    out, _ = finished
-    earlier = (out / "results.jsonl").read_text()
-    monkeypatch.setattr(gsm8k_text, "run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert gsm8k_text.main(gsm8k_text.Settings(**QUICK, jobs=0, data=str(out.parent), out=str(out))) == 130
-    assert "interrupted after 0 of 3 seeds" in capsys.readouterr().out
-    assert (out / "earlier-1" / "results.jsonl").read_text() == earlier
-    assert (out / "earlier-1" / "seed-0" / "dpo").is_dir()
 
 
 def test_wrong_settings_and_a_command_that_fails(tmp_path: Path) -> None:

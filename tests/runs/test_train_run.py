@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -385,15 +384,3 @@ def test_a_killed_run_is_finished_with_the_same_bits(lab: Path, whole: Path, tmp
     out = ended_after(1, whole, tmp_path / "odd")
     assert go(lab, out)[1][0].startswith("going on after step 1 of 4")
     assert_same_run(out, whole)
-
-
-@pytest.mark.slow
-def test_a_run_killed_five_times_ends_with_the_same_bits(lab: Path, tmp_path: Path) -> None:
-    overrides = ("run.steps=12", "checkpoints.keep=2", "optimizer.lr=1e-3", "kl.stop_above=100")
-    go(lab, tmp_path / "whole", *overrides)
-    seed = random.SystemRandom().randrange(2**32)
-    rng = random.Random(seed)
-    killed_at = [killed(lab, tmp_path / "out", rng.uniform(0, 0.5), *overrides) for _ in range(5)]
-    print(json.dumps({"seed": seed, "killed at": killed_at}))
-    go(lab, tmp_path / "out", *overrides)
-    assert_same_run(tmp_path / "out", tmp_path / "whole")

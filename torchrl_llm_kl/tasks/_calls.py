@@ -58,76 +58,61 @@ class Caller:
 
     def __init__(self, timeout: float | None = 30.0, workers: int | None = None) -> None:
         self.timeout, self.workers = timeout, workers
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_loop": None}  # the copy makes its own
 
     def __call__(self, calls: Sequence[Call]) -> list[object]:
         """A result for each call."""
-        later = [_is_async(call.function) for call in calls]
-        begun = self._begin([call for call, waits in zip(calls, later, strict=True) if waits])
-        direct = iter(self._run_sync([call for call, waits in zip(calls, later, strict=True) if not waits]))
-        awaited = iter(self._end(begun))
-        results = [next(awaited if waits else direct) for waits in later]
-        # A sync function may return a coroutine, as `lambda ...: judge(...)` does.
-        returned = [place for place, result in enumerate(results) if inspect.isawaitable(result)]
-        more = self._end(self._begin([Call(_awaited, (results[place],)) for place in returned]))
-        for place, result in zip(returned, more, strict=True):
-            results[place] = result
-        return results
+        results = self._run(calls)
+        begun = [result for result in results if isinstance(result, Future)]
+        rounds = -(-len(begun) // (self.workers or max(1, len(begun))))
+        if wait(begun, None if self.timeout is None else self.timeout * rounds + _GRACE).not_done:
+            self._loop = None  # its thread is left behind
+        blocked = Failure(TimeoutError("blocked the event loop: an async function must await, not sleep or compute"))
+        ended = {future: future.result() if future.done() else blocked for future in begun}
+        return [ended[result] if isinstance(result, Future) else result for result in results]
 
     def _too_long(self) -> Failure:
         return Failure(TimeoutError(f"took longer than {self.timeout:g} s"))
 
-    # ------------------------------------------------------------------ sync functions
-
-    def _run_sync(self, calls: list[Call]) -> list[object]:
+    def _run(self, calls: Sequence[Call]) -> list[object]:
+        """Call the functions. An async one gives an awaitable, which runs in the event loop: its result is a future."""
         workers = self.workers or 1
-        if self.timeout is None and workers == 1:
-            return [_result_of(call, (Exception, SystemExit)) for call in calls]  # generated code may call sys.exit
+        if self.timeout is None and workers == 1:  # generated code may call sys.exit
+            return [self._begun(_result_of(call, (Exception, SystemExit))) for call in calls]
+        limit = math.inf if self.timeout is None else self.timeout
         results: list[object] = [None] * len(calls)
         todo = deque(enumerate(calls))
         running: dict[Future[object], tuple[int, float]] = {}  # place and time of its end at the latest
         while todo or running:
             while todo and len(running) < workers:
                 place, call = todo.popleft()
-                running[_in_thread(call)] = (
-                    place,
-                    time.monotonic() + (math.inf if self.timeout is None else self.timeout),
-                )
+                running[_in_thread(call)] = (place, time.monotonic() + limit)
             first = min(end for _, end in running.values())
             wait(running, None if self.timeout is None else first - time.monotonic(), return_when=FIRST_COMPLETED)
             for future, (place, end) in list(running.items()):
                 if future.done() or time.monotonic() >= end:
-                    results[place] = future.result() if future.done() else self._too_long()
+                    results[place] = self._begun(future.result() if future.done() else self._too_long())
                     del running[future]
         return results
 
-    # ------------------------------------------------------------------ async functions
+    def _begun(self, result: object) -> object:
+        """A result of a function; an awaitable is started in the event loop."""
+        if not inspect.isawaitable(result):
+            return result
+        loop, places = self._loop = self._loop or _start_loop(self, self.workers)
+        return asyncio.run_coroutine_threadsafe(self._one(result, places), loop)
 
-    def _begin(self, calls: list[Call]) -> list[Future[object]]:
-        if calls and self._loop is None:
-            self._loop = _start_loop(self)
-        places, futures = asyncio.Semaphore(self.workers or max(1, len(calls))), [Future[object]() for _ in calls]
-        for call, future in zip(calls, futures, strict=True):
-            asyncio.run_coroutine_threadsafe(self._one(call, future, places), self._loop)  # type: ignore[arg-type]
-        return futures
-
-    async def _one(self, call: Call, future: Future[object], places: asyncio.Semaphore) -> None:
+    async def _one(self, value: Awaitable[object], places: asyncio.Semaphore) -> object:
         async with places:
-            task = asyncio.ensure_future(_guarded(call, future))
+            task = asyncio.ensure_future(_guarded(value))
             await asyncio.wait({task}, timeout=self.timeout)
-            if not future.done():
-                future.set_result(self._too_long())
-                task.cancel()
-
-    def _end(self, futures: list[Future[object]]) -> list[object]:
-        rounds = -(-len(futures) // (self.workers or max(1, len(futures))))
-        if wait(futures, None if self.timeout is None else self.timeout * rounds + _GRACE).not_done:
-            self._loop = None  # its thread is left behind
-        blocked = Failure(TimeoutError("blocked the event loop: an async function must await, not sleep or compute"))
-        return [future.result() if future.done() else blocked for future in futures]
+            if task.done():
+                return task.result()
+            task.cancel()
+            return self._too_long()
 
 
 def _result_of(call: Call, catch: tuple[type[BaseException], ...]) -> object:
@@ -143,9 +128,7 @@ def _in_thread(call: Call) -> Future[object]:
     future, context = Future[object](), contextvars.copy_context()
 
     def work() -> None:
-        future.set_result(
-            context.run(_result_of, call, (BaseException,))
-        )  # whatever it is, the caller waits for an end
+        future.set_result(context.run(_result_of, call, (BaseException,)))  # the caller waits for an end
 
     threading.Thread(target=work, daemon=True, name="reward").start()
     return future
@@ -158,44 +141,26 @@ def check_takes(function: object, what: str, *arguments: str) -> None:
         >>> check_takes(lambda answer: 1.0, "reward", "question", "answer", "metadata")
         Traceback (most recent call last):
         ...
-        TypeError: reward is called with (question, answer, metadata), and the function given takes (answer).
+        TypeError: reward is called with (question, answer, metadata): too many positional arguments.
     """
-    if not callable(function):
-        raise TypeError(f"{what} must be a function of ({', '.join(arguments)}), got {function!r:.60}.")
     try:
-        signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
-    except (TypeError, ValueError):  # some functions of C tell none
-        return
-    try:
-        signature.bind(*arguments)
+        inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function).bind(*arguments)  # type: ignore[arg-type]
     except TypeError as error:
-        given = str(signature).partition(" -> ")[0]
-        raise TypeError(
-            f"{what} is called with ({', '.join(arguments)}), and the function given takes {given}."
-        ) from error
+        raise TypeError(f"{what} is called with ({', '.join(arguments)}): {error}.") from error
+    except ValueError:  # some functions of C have no signature
+        pass
 
 
-def _is_async(function: object) -> bool:
-    method = getattr(function, "__call__", None)  # noqa: B004  (an object with async __call__)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
-
-
-async def _awaited(value: Awaitable[object]) -> object:
-    return await value
-
-
-async def _guarded(call: Call, future: Future[object]) -> None:
+async def _guarded(value: Awaitable[object]) -> object:
     try:
-        result = await call.function(*call.args, **call.kwargs)
+        return await value
     except BaseException as error:  # a cancellation too
-        result = Failure(error)
-    if not future.done():
-        future.set_result(result)
+        return Failure(error)
 
 
-def _start_loop(owner: object) -> asyncio.AbstractEventLoop:
-    """An event loop in its own thread, which ends with its owner."""
+def _start_loop(owner: object, workers: int | None) -> tuple[asyncio.AbstractEventLoop, asyncio.Semaphore]:
+    """An event loop in its own thread, which ends with its owner, and the places for ``workers`` calls in it."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="async rewards").start()
     weakref.finalize(owner, loop.call_soon_threadsafe, loop.stop)
-    return loop
+    return loop, asyncio.Semaphore(workers or 1 << 30)

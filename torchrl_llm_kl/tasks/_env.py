@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from tensordict import TensorDict, TensorDictBase, list_to_stack
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, list_to_stack
 from torch import Tensor
 from torchrl.data import Categorical, Composite, NonTensor, Unbounded
 from torchrl.data.llm import History
@@ -18,11 +18,10 @@ from torchrl.modules.llm.policies import ChatHistory, Text
 from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.datasets import DataSource
-from torchrl_llm_kl.masks import Message, MissingChatTemplateError, Tokenizer
+from torchrl_llm_kl.masks import Message, Tokenizer
 from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, check_takes
 from torchrl_llm_kl.tasks._prompts import Prompt, PromptOrder, Prompts
-from torchrl_llm_kl.tasks._rewards import FailureLog, FunctionReward, Metadata, Reward
-from torchrl_llm_kl.tasks._rows import read_rows_of, stack_rows
+from torchrl_llm_kl.tasks._rewards import FailureLog, FunctionReward, Metadata, Reward, read_rows_of
 from torchrl_llm_kl.tasks._tools import Dialog, Parsed, ToolParser, Tools, as_unicode, strip_end
 
 #: ``(messages, metadata) -> str | None``: the user's next message, or None at the end; sync or async.
@@ -63,14 +62,12 @@ class Turns:
     def __post_init__(self) -> None:
         check_range(2, max_turns=self.max_turns)
         check_range(1, workers=self.workers)
-        if not self.tools and self.reply is None:
-            raise ValueError(f"nothing follows an answer: max_turns={self.max_turns} needs tools= or reply=.")
+        if not self.tools and (self.reply is None or self.tool_parser is not None):
+            raise ValueError("several turns need tools= or reply=, and tool_parser= needs tools=.")
         if self.reply is not None:
             check_takes(self.reply, "reply", "messages", "metadata")
         if self.tool_parser is not None:
             check_takes(self.tool_parser, "tool_parser", "text")
-            if not self.tools:
-                raise ValueError("tool_parser= has no effect without tools=.")
 
 
 def make_env(
@@ -165,10 +162,7 @@ def make_env(
         tensor([1., 1., 0., 0.])
     """
     if not list_to_stack():
-        raise RuntimeError(
-            "torchrl's LLM components store lists of strings as stacks: call `tensordict.set_list_to_stack(True).set()` at the "
-            "beginning of the script, or set LIST_TO_STACK=1."
-        )
+        raise RuntimeError("torchrl's LLM envs need `tensordict.set_list_to_stack(True).set()`, or LIST_TO_STACK=1.")
     base = TaskEnv(
         prompts if isinstance(prompts, Prompts) else Prompts(prompts),
         tokenizer,
@@ -188,6 +182,16 @@ def make_env(
         if transform is not None:
             env = env.append_transform(transform)
     return env
+
+
+def stack_rows(values: Iterable[object]) -> NonTensorStack:
+    """One value of any type for each row, lists and dicts included.
+
+    Example:
+        >>> stack_rows([[1, 2], {"a": 3}]).tolist()
+        [[1, 2], {'a': 3}]
+    """
+    return NonTensorStack(*(NonTensorData(value) for value in values))
 
 
 class _Answered(NamedTuple):
@@ -239,10 +243,7 @@ class TaskEnv(ChatEnv):
         self.turns, self.dialog = turns, None
         if turns is not None:
             if input_mode != "text":
-                raise ValueError(
-                    "several turns need input_mode='text', which keeps the text that was sampled: leave out input_mode=."
-                )
-            self._check_template()
+                raise ValueError("several turns need input_mode='text', which keeps the text that was sampled.")
             tools = Tools(turns.tools, timeout=timeout, workers=turns.workers) if turns.tools else None
             self.dialog = Dialog(tokenizer, tools, template_kwargs, turns.tool_parser)
         self._call_all, self._log = Caller(timeout, None if turns is None else turns.workers), FailureLog()
@@ -252,33 +253,20 @@ class TaskEnv(ChatEnv):
         if input_mode == "text":
             self._render(prompts[0])  # errors of the template come at once
 
-    def _check_template(self) -> None:
-        if not self.tokenizer.chat_template and "chat_template" not in self.template_kwargs:
-            raise MissingChatTemplateError(
-                "the tokenizer has no chat template: pass template_kwargs={'chat_template': ...}, the model's own, or "
-                "'{% for m in messages %}{{ m.content }}{% endfor %}' to pose texts as they are."
-            )
-
     def _declare(self) -> None:
-        shape, device = self.batch_size, self.device
-        self.full_state_spec = Composite(
-            query=NonTensor(example_data="a question", shape=shape, device=device),
-            metadata=NonTensor(example_data={}, shape=shape, device=device),
-            group=Unbounded(shape=(*shape, 1), dtype=torch.int64, device=device),
-            shape=shape,
-            device=device,
-        )
+        env: Any = self  # torchrl's setters are untyped
+        own = {"shape": self.batch_size, "device": self.device}
+        number = Unbounded(shape=(*self.batch_size, 1), dtype=torch.int64, device=self.device)
+        question, metadata = NonTensor(example_data="a question", **own), NonTensor(example_data={}, **own)
+        states = {"query": question, "metadata": metadata, "group": number}
         if self.dialog is not None:
-            env: Any = self  # torchrl's setters are untyped
-            observations, states = env.full_observation_spec.clone(), env.full_state_spec.clone()
-            number = Unbounded(shape=(*shape, 1), dtype=torch.int64, device=device)
-            observations["messages"] = NonTensor(example_data=[], shape=shape, device=device)
-            observations["step"], states["run"] = number, number.clone()
-            env.full_observation_spec, env.full_state_spec = observations, states
-        flag = Categorical(2, shape=(*shape, 1), dtype=torch.bool, device=device)
-        self.full_done_spec = Composite(
-            {name: flag.clone() for name in ("done", "terminated", "truncated")}, shape=shape, device=device
-        )
+            states["run"] = number.clone()
+            observations = env.full_observation_spec.clone()
+            observations["messages"], observations["step"] = NonTensor(example_data=[], **own), number.clone()
+            env.full_observation_spec = observations
+        env.full_state_spec = Composite(states, **own)
+        flag = Categorical(2, shape=(*self.batch_size, 1), dtype=torch.bool, device=self.device)
+        env.full_done_spec = Composite({name: flag.clone() for name in ("done", "terminated", "truncated")}, **own)
 
     # ------------------------------------------------------------------ prompts
 
@@ -318,8 +306,7 @@ class TaskEnv(ChatEnv):
             lengths = sorted({len(messages) for messages in conversations})
             if len(lengths) > 1:
                 raise ValueError(
-                    f"torchrl's History needs as many messages in each conversation of a batch, found {lengths}: use "
-                    "input_mode='text'."
+                    f"conversations of {lengths} messages need input_mode='text': a History has one length."
                 )
             history.prompt = History.from_chats(conversations)
             td.set("history", history)
@@ -332,7 +319,6 @@ class TaskEnv(ChatEnv):
 
     def _render(self, prompt: Prompt) -> str:
         """The text that the policy continues."""
-        self._check_template()
         tools = {} if self.dialog is None or self.dialog.schemas is None else {"tools": self.dialog.schemas}
         text = self.tokenizer.apply_chat_template(
             self._conversation(prompt), add_generation_prompt=True, tokenize=False, **tools, **self.template_kwargs

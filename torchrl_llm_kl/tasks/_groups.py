@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import count
 
-from tensordict import NestedKey, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.ragged import has_entry
@@ -17,8 +17,6 @@ def whole_groups(
     group_size: int,
     *,
     num_groups: int = 1,
-    group_key: NestedKey = "group",
-    run_key: NestedKey = "run",
 ) -> Iterator[TensorDictBase]:
     """Batches of whole groups of finished episodes, from batches that end anywhere.
 
@@ -27,12 +25,12 @@ def whole_groups(
 
     Args:
         batches: of a collector: rows ``[*envs, steps]`` or flattened, each step once and the steps of an episode in order.
+            The integer ``"group"`` is equal for the rows of a group, ``"run"`` for the steps of an episode. Data without
+            ``"run"`` has episodes of one step.
         group_size: episodes of a group.
 
     Keyword Args:
         num_groups: groups of a batch.
-        group_key: entry that is equal for the rows of a group; an integer.
-        run_key: entry that is equal for the steps of an episode; an integer. Data without it has episodes of one step.
 
     Yields:
         Rows ``[R]``, groups in the order in which they were completed, in each the episodes in the order of their numbers, in
@@ -55,8 +53,8 @@ def whole_groups(
     complete: list[int] = []
     for batch in batches:
         for row in batch.reshape(-1).unbind(0):
-            group = int(row[group_key])
-            steps[group][int(row[run_key]) if has_entry(row, run_key) else next(unnamed)].append(row)
+            group = int(row["group"])
+            steps[group][int(row["run"]) if has_entry(row, "run") else next(unnamed)].append(row)
             if bool(row["next", "done"].any()):
                 ended[group] += 1
                 if ended[group] == group_size:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
-from typing import Any, overload
+from typing import Any, cast
 
 import torch
 
@@ -61,10 +61,7 @@ class Prompts(Sequence[Prompt]):
         if self._table is None:
             rows = read_rows(source)
             if rows.total is None:
-                raise TypeError(
-                    f"prompts must have a length, and {rows.name} is a stream: pass its first rows, "
-                    "list(itertools.islice(stream, 10_000))."
-                )
+                raise TypeError(f"{rows.name} is a stream without a length: pass a list of its first rows.")
             for row in rows:
                 if row.value is None:
                     raise rows.error(row, row.problem)
@@ -76,13 +73,7 @@ class Prompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._prompts if self._table is None else self._table)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> Prompt:  # type: ignore[override]  # no slices
         if self._table is None:
             return self._prompts[index]
         return parse_prompt(self._table[int(index)], f"row {int(index) + 1} of the data set")
@@ -109,7 +100,7 @@ def parse_prompt(row: object, place: str) -> Prompt:
     """
     try:
         return _parsed(row if isinstance(row, Mapping) else {"prompt": row})
-    except ValueError as error:  # a RowError, or of images
+    except (TypeError, ValueError) as error:  # a RowError, or of messages and images
         raise PromptError(f"{place} {error}.") from None
 
 
@@ -118,34 +109,26 @@ def _parsed(row: Mapping[object, object]) -> Prompt:
     column = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
     if column is None:
         filled = ", ".join(str(name) for name, value in row.items() if value is not None) or "(none)"
-        raise RowError(
-            f"has no prompt: found the columns {filled}, expected one of {', '.join(PROMPT_COLUMNS)}. Rename the column that "
-            "holds the question"
-        )
+        raise RowError(f"has no prompt: found the columns {filled}, expected one of {', '.join(PROMPT_COLUMNS)}")
     value = row[column]
     messages: list[Message] = [{"role": "user", "content": value}]
     if not isinstance(value, str):
         messages = read_messages(value, column)
     if not messages or messages[-1]["role"] == "assistant":
-        what = "ends with the assistant's message" if messages else "is empty"
-        raise RowError(f"has a `{column}` that {what}, expected a prompt. Put the expected answer into another column")
+        raise RowError(f"has a `{column}` without a last message of the user: put the answer into another column")
     if split_images(messages)[1]:
         raise RowError(f"has images in `{column}`, and a task poses only text. Leave such rows out")
-    question = _question(messages, column)
+    question = _question(messages)
     check_unicode(question)
     return Prompt(question, messages, {str(key): item for key, item in row.items() if key != column})
 
 
-def _question(messages: Sequence[Message], column: str) -> str:
+def _question(messages: Sequence[Message]) -> str:
     """The text of the user's last message."""
     content = as_list(next((m.get("content", "") for m in reversed(messages) if m["role"] == "user"), ""))
     if isinstance(content, str):
         return content
-    if not isinstance(content, Sequence):
-        raise RowError(
-            f"has a message with the content {content!r:.60} in `{column}`, expected a text or a list of parts"
-        )
-    return "".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
+    return "".join(part.get("text") or "" for part in cast(Sequence[object], content) if isinstance(part, Mapping))
 
 
 # ------------------------------------------------------------------ the order

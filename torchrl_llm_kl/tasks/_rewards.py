@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase, is_non_tensor
 from torch import Tensor
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform
@@ -18,9 +18,8 @@ from torchrl.envs import Transform
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import Node, read_column
-from torchrl_llm_kl.rollouts import MissingEntryError, describe_entries, read_conversations, sub_key
+from torchrl_llm_kl.rollouts import MissingEntryError, describe_entries, read_conversations
 from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, check_takes
-from torchrl_llm_kl.tasks._rows import read_rows_of
 from torchrl_llm_kl.tasks._tools import special_tokens, strip_end
 
 logger = logging.getLogger("torchrl_llm_kl.tasks")
@@ -75,15 +74,12 @@ class FunctionReward(Transform):
             use signals.
         workers: threads for sync functions (default one), and the most async calls at a time (default all).
         tokenizer: its special tokens are stripped from the end of an answer. Default: the env's.
-        question_key, answer_key: entries of the texts.
-        metadata_key: entry of the other columns; without it a function gets ``{}``.
-        messages_key: entry of the conversation, which a function gets as ``metadata["messages"]`` if the data has it.
-        reward_key: where the sum of weight times part goes.
-        rewards_key: below it each named part, without its weight.
-        failures_key: how many parts of a row failed.
+        question_key, answer_key: entries of the texts. A function gets the entry ``"metadata"``, and the conversation
+            ``"messages"`` as ``metadata["messages"]``, if the data has them.
 
     Shapes:
-        float32 ``[*B, 1]``; the failures int64 ``[*B, 1]``. All under ``"next"``.
+        Under ``"next"``, ``[*B, 1]``: ``"reward"``, the sum of weight times part, and ``("rewards", name)``, a part without
+        its weight, both float32; ``"reward_failures"``, how many parts of the row failed, int64.
 
     Raises:
         RewardError: if a function fails for all answers of its first batch.
@@ -118,11 +114,6 @@ class FunctionReward(Transform):
         tokenizer: Tokenizer | None = None,
         question_key: NestedKey = "query",
         answer_key: NestedKey = ("text", "response"),
-        metadata_key: NestedKey = "metadata",
-        messages_key: NestedKey = "messages",
-        reward_key: NestedKey = "reward",
-        rewards_key: NestedKey = "rewards",
-        failures_key: NestedKey = "reward_failures",
     ) -> None:
         check_range(above=0.0, timeout=timeout)
         check_range(1, workers=workers)
@@ -130,14 +121,12 @@ class FunctionReward(Transform):
         self.named = weights is not None or isinstance(reward, Mapping)
         self.tokenizer = tokenizer
         self.question_key, self.answer_key = question_key, answer_key
-        self.metadata_key, self.messages_key = metadata_key, messages_key
-        self.reward_key, self.rewards_key, self.failures_key = reward_key, rewards_key, failures_key
         self._call_all = Caller(timeout, workers)
         self._worked: set[str] = set()
         self._log = FailureLog()
         super().__init__(
-            in_keys=[question_key, answer_key, metadata_key],
-            out_keys=[reward_key, *(self.part_key(name) for name in self.names), failures_key],
+            in_keys=[question_key, answer_key, "metadata"],
+            out_keys=["reward", *(("rewards", name) for name in self.names), "reward_failures"],
         )
 
     @property
@@ -145,14 +134,10 @@ class FunctionReward(Transform):
         """The named parts; empty for one function that returns a number."""
         return list(self.weights) if self.named else []
 
-    def part_key(self, name: str) -> NestedKey:
-        """The entry of a named part."""
-        return sub_key(self.rewards_key, name)
-
     @property
     def part_keys(self) -> list[NestedKey]:
         """Entries of a batch that hold the named parts, as ``gdpo`` reads them: ``keys={"rewards": reward.part_keys}``."""
-        return [unravel_key(("next", self.part_key(name))) for name in self.names]
+        return [("next", "rewards", name) for name in self.names]
 
     # ------------------------------------------------------------------ where TorchRL calls it
 
@@ -173,9 +158,8 @@ class FunctionReward(Transform):
         shape = tensordict.batch_size
         values, failures = self._evaluate(self._answered(tensordict, next_tensordict), shape.numel())
         total = torch.stack([weight * values[name] for name, weight in self.weights.items()]).sum(0)
-        outputs = {self.reward_key: total, self.failures_key: failures}
-        outputs |= {self.part_key(name): values[name] for name in self.names}
-        for key, x in outputs.items():
+        outputs = [total, *(values[name] for name in self.names), failures]
+        for key, x in zip(self.out_keys, outputs, strict=True):
             next_tensordict.set(key, x.reshape(*shape, 1).to(next_tensordict.device or x.device))
         return next_tensordict
 
@@ -183,7 +167,7 @@ class FunctionReward(Transform):
         """Declare the reward, its parts and the failures."""
         shape = (*reward_spec.shape, 1)
         for key in self.out_keys:
-            dtype = torch.int64 if key == self.failures_key else torch.float32
+            dtype = torch.int64 if key == "reward_failures" else torch.float32
             reward_spec[key] = Unbounded(shape=shape, dtype=dtype, device=reward_spec.device)
         return reward_spec
 
@@ -217,17 +201,14 @@ class FunctionReward(Transform):
         """The numbers that a call returned, one for each of ``names``."""
         if isinstance(result, Failure):
             return result
-        single = part in self.weights
-        if isinstance(result, Mapping) == single or (isinstance(result, Mapping) and set(result) != set(names)):
-            returned = (
-                f"a dict with {', '.join(map(repr, result))}" if isinstance(result, Mapping) else f"{result!r:.60}"
-            )
-            expected = "a number: name its parts with weights={...}" if single else f"a dict with {', '.join(names)}"
-            return Failure(TypeError(f"returned {returned}, expected {expected}"))
         try:
-            return [_float32(result)] if single else [_float32(result[name]) for name in names]  # type: ignore[index]
-        except (TypeError, ValueError, OverflowError) as error:
+            if part in self.weights:
+                return [_float32(result)]
+            if isinstance(result, Mapping) and set(result) == set(names):
+                return [_float32(result[name]) for name in names]
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             return Failure(error)
+        return Failure(TypeError(f"returned {result!r:.60}, expected a dict with {', '.join(names)}"))
 
     def _report(self, part: str, failed: list[tuple[AnsweredRow, BaseException]], count: int) -> None:
         """Log the failures of a part; raise if it has never worked."""
@@ -239,9 +220,8 @@ class FunctionReward(Transform):
         what = f"the reward {part!r}" if part else "the reward function"
         reason = f"{type(error).__name__}: {error}".rstrip(": .")
         if part not in self._worked:
-            raise RewardError(
-                f"{what} failed for all {count} answers of its first batch, first in {row}: {reason}."
-            ) from error
+            where = f"all {count} answers of its first batch, first in {row}"
+            raise RewardError(f"{what} failed for {where}: {reason}.") from error
         self._log.add(f"{what} failed for {len(failed)} of {count} answers, first in {row}: {reason}; they count as 0")
 
     # ------------------------------------------------------------------ reading the data
@@ -251,8 +231,8 @@ class FunctionReward(Transform):
         questions = self._texts(td, next_td, self.question_key)
         special = self._special()
         answers = [strip_end(text, special) for text in self._answers(td, next_td)]
-        metadata = self._column(td, next_td, self.metadata_key) or [{} for _ in answers]
-        messages = self._column(next_td, td, self.messages_key)  # with the answer
+        metadata = self._column(td, next_td, "metadata") or [{} for _ in answers]
+        messages = self._column(next_td, td, "messages")  # with the answer
         given = [{} if messages is None else {"messages": list(messages[row])} for row in range(len(answers))]
         return [
             AnsweredRow(row, questions[row], answers[row], {**metadata[row], **given[row]})
@@ -275,10 +255,8 @@ class FunctionReward(Transform):
     def _texts(self, td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> list[str]:
         texts = self._column(td, next_td, key)
         if texts is None:
-            raise MissingEntryError(
-                f"expected texts under {key!r}, found {describe_entries(td)}. The env writes the question, the policy the "
-                "answer (a wrapper of input_mode 'text' or 'history'); name other entries with question_key= and answer_key=."
-            )
+            advice = "name another entry with question_key= or answer_key="
+            raise MissingEntryError(f"expected texts under {key!r}, found {describe_entries(td)}: {advice}.")
         return texts
 
     def _column(self, td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> list[Node] | None:
@@ -298,35 +276,45 @@ def _read_reward(
     """The functions by name (``""`` for a single one), and the weights of the numbers they return."""
     if isinstance(reward, Mapping):
         if weights is not None:
-            raise ValueError(
-                "weights= belong to one function that returns a dict: give parts as {name: (weight, function)}."
-            )
+            raise ValueError("weights= belong to one function that returns a dict: pass {name: (weight, function)}.")
         pairs = {name: part if isinstance(part, tuple) else (1.0, part) for name, part in reward.items()}
         functions = {name: function for name, (_, function) in pairs.items()}
         factors: Mapping[str, float] = {name: weight for name, (weight, _) in pairs.items()}
     else:
         functions, factors = {"": reward}, {"": 1.0} if weights is None else weights
-    if not factors:
-        raise ValueError("no reward is given: expected a function, or named parts such as {'right': function}.")
     for name, function in functions.items():
         what = f"the reward {name!r}" if isinstance(reward, Mapping) else "reward"
         check_takes(function, what, "question", "answer", "metadata")
     for name, weight in factors.items():
-        if not math.isfinite(weight):
-            raise ValueError(f"the weight of {name!r} must be a finite number, got {weight!r}.")
+        check_range(-_LARGEST, _LARGEST, **{f"the weight of {name!r}": weight})
     return functions, {name: float(weight) for name, weight in factors.items()}
 
 
 def _float32(value: Any) -> float:
-    """A number that float32 holds, of Python, numpy or a tensor of one element; else a TypeError or a ValueError."""
-    if hasattr(value, "item"):
-        try:
-            value = value.item()
-        except (RuntimeError, ValueError):
-            raise TypeError(f"returned an array of shape {tuple(value.shape)}, expected one number") from None
+    """A number that float32 holds, of Python, numpy or a tensor of one element; an error for anything else."""
+    value = value.item() if hasattr(value, "item") else value
     if not (isinstance(value, numbers.Real) and abs(float(value)) <= _LARGEST):
         raise ValueError(f"returned {value!r:.60}, expected a finite number of at most {_LARGEST:.2g}")
     return float(value)
+
+
+def read_rows_of(td: TensorDictBase, key: NestedKey) -> list[Node] | None:
+    """The values of an entry, one for each row of a batch of any shape; None if there is none.
+
+    Example:
+        >>> from tensordict import NonTensorStack, TensorDict
+        >>> read_rows_of(TensorDict(x=NonTensorStack("a", {"b": 3}), batch_size=[2]), "x")
+        ['a', {'b': 3}]
+    """
+    column = read_column(td, key)
+    if column is None:
+        return None
+    if isinstance(column, list):  # of the rows
+        return [value.tolist() if is_non_tensor(value) else value for value in column]
+    rows = [column.tolist() if is_non_tensor(column) else column]
+    for _ in range(td.batch_dims):
+        rows = [item for part in rows for item in part]
+    return rows
 
 
 def _finished_rows(next_td: TensorDictBase) -> list[bool]:

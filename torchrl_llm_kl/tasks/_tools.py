@@ -6,11 +6,11 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import islice, starmap
+from itertools import starmap
 from typing import Any
 
 from torchrl_llm_kl._typing import Json
@@ -50,10 +50,6 @@ class Parsed:
 
 #: Levels of lists and objects in the arguments of a call: fewer than copies and templates can follow.
 _DEEPEST = 64
-#: Calls of an answer: each is rendered with its result.
-_MOST_CALLS = 1000
-#: Characters of an answer that a tokenizer's own `response_template` reads: a quarter of a second at worst.
-_LONGEST_RESPONSE = 1 << 16
 
 
 def _read_call(value: object) -> ToolCall:
@@ -86,12 +82,6 @@ def _not_too_deep(call: ToolCall) -> ToolCall:
     return ToolCall(call.name, error=f"its arguments are nested more than {_DEEPEST} levels deep")
 
 
-def _bounded(calls: Iterable[ToolCall]) -> list[ToolCall]:
-    """The calls, or one that tells that there are too many."""
-    first = list(islice(calls, _MOST_CALLS + 1))
-    return first if len(first) <= _MOST_CALLS else [ToolCall("", error=f"an answer has at most {_MOST_CALLS} calls")]
-
-
 def _read_json(text: str) -> object:
     """A ValueError for whatever cannot be read, also for text that is nested too deeply."""
     try:
@@ -100,13 +90,13 @@ def _read_json(text: str) -> object:
         raise ValueError("it is nested too deeply") from None
 
 
-def _json_calls(text: str) -> Iterable[ToolCall]:
+def _json_calls(text: str) -> list[ToolCall]:
     """The calls of JSON text: one object or a list of them."""
     try:
         value = _read_json(text)
     except ValueError as error:
         return [ToolCall("", error=f"the call is not JSON: {error}")]
-    return map(_read_call, value if isinstance(value, list) else [value])
+    return [_read_call(call) for call in (value if isinstance(value, list) else [value])]
 
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -139,7 +129,7 @@ def parse_hermes(text: str) -> Parsed:
         Parsed(content='Let me see.', calls=[ToolCall(name='add', arguments={'a': 1}, error='')])
     """
     content, blocks = _tagged_blocks(text, _NO_HEAD)
-    return Parsed(content, _bounded(call for _, body in blocks for call in _json_calls(body.strip())))
+    return Parsed(content, [call for _, body in blocks for call in _json_calls(body.strip())])
 
 
 def parse_mistral(text: str) -> Parsed:
@@ -150,10 +140,10 @@ def parse_mistral(text: str) -> Parsed:
         [ToolCall(name='add', arguments={'a': 1}, error='')]
     """
     content, *parts = text.split("[TOOL_CALLS]")
-    return Parsed(content.strip(), _bounded(call for part in parts for call in _mistral_calls(part.strip())))
+    return Parsed(content.strip(), [call for part in parts for call in _mistral_calls(part.strip())])
 
 
-def _mistral_calls(part: str) -> Iterable[ToolCall]:
+def _mistral_calls(part: str) -> list[ToolCall]:
     name, brace, rest = part.partition("{")
     if part.startswith("[") or not brace:
         return _json_calls(part)
@@ -170,7 +160,7 @@ def parse_llama(text: str) -> Parsed:
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith("{"):
         return Parsed(text.strip(), [])
-    return Parsed("", _bounded(_json_calls(body)))
+    return Parsed("", _json_calls(body))
 
 
 _TAGGED = re.compile(r"\s*(?:<function=([^<>\n]+)>|([^<\n]+))")
@@ -195,7 +185,7 @@ def parse_tagged(text: str, schemas: Sequence[Json] = ()) -> Parsed:
         arguments = {key: _value(text, types.get(key, {}).get("type")) for key, text in _tagged_arguments(body)}
         return _not_too_deep(ToolCall(name, arguments))
 
-    return Parsed(content, _bounded(starmap(call, blocks)))
+    return Parsed(content, list(starmap(call, blocks)))
 
 
 def _tagged_arguments(body: str) -> Iterator[tuple[str, str]]:
@@ -249,7 +239,7 @@ def read_calls(parser: ToolParser, text: str) -> Parsed:
         parsed = Parsed(str(parsed.get("text", "")), parsed.get("calls") or [])
     elif not isinstance(parsed, Parsed):
         parsed = Parsed(answer, parsed or [])
-    return Parsed(thought + tag + parsed.content + "".join(unfinished), _bounded(map(_read_call, parsed.calls)))
+    return Parsed(thought + tag + parsed.content + "".join(unfinished), [_read_call(call) for call in parsed.calls])
 
 
 # ------------------------------------------------------------------ tools
@@ -264,7 +254,6 @@ class Tools:
         workers: threads for sync functions, and the most async calls at a time.
 
     Raises:
-        TypeError: for an object that is no function.
         ValueError: for a function without description, or two of one name.
     """
 
@@ -276,16 +265,12 @@ class Tools:
         self.functions: dict[str, Callable[..., object]] = {}
         self.schemas: list[Json] = []  # as transformers makes them
         for function in functions:
-            if not callable(function):
-                raise TypeError(f"a tool must be a function, got {function!r:.60}.")
             name = getattr(function, "__name__", type(function).__name__)
             try:
                 schema = get_json_schema(function)
             except Exception as error:  # transformers has its own errors
-                raise ValueError(
-                    f"the tool {name!r} has no schema: {error}. Give it type hints and a docstring with an `Args:` section "
-                    "that describes each argument."
-                ) from error
+                advice = "give it type hints and a docstring whose `Args:` describe each argument"
+                raise ValueError(f"the tool {name!r} has no schema ({error}): {advice}.") from error
             if name in self.functions:
                 raise ValueError(f"two tools are called {name!r}: rename one.")
             self.functions[name] = function
@@ -378,10 +363,8 @@ class Dialog:
                 thinks = prompt.rstrip().endswith("<think>")  # some templates begin the thought
                 parsed = read_calls(self._parser, f"<think>{answer}" if thinks else answer)
                 return Parsed(parsed.content.removeprefix("<think>") if thinks else parsed.content, parsed.calls)
-            if len(answer) > _LONGEST_RESPONSE:  # the time of transformers' parser is quadratic in it
-                raise ValueError(f"an answer of {len(answer):,} characters is too long, {_LONGEST_RESPONSE:,} are read")
             message = self.tokenizer.parse_response(answer, prefix=prompt, tools=self.schemas)
-            calls = _bounded(_read_call(call) for call in message.get("tool_calls") or [])
+            calls = [_read_call(call) for call in message.get("tool_calls") or []]
             return Parsed(str(message.get("content") or ""), calls)
         except Exception as error:  # whatever an odd answer does to a parser
             return Parsed(answer, [ToolCall("", error=f"the call cannot be read: {type(error).__name__}: {error}")])
@@ -468,9 +451,7 @@ class Dialog:
         try:
             turn, after = self._rendered(messages)
         except Exception as error:  # a template may raise anything
-            raise ValueError(
-                f"the chat template does not render {what}, {type(error).__name__}: {error} — {advice}"
-            ) from error
+            raise ValueError(f"the chat template fails to render {what} ({error}): {advice}") from error
         if mark not in after:
             raise ValueError(f"the chat template does not render {what}: {advice}")
         return turn, after
@@ -489,10 +470,7 @@ class Dialog:
         for parse in (parse_hermes, tagged, parse_mistral, parse_llama):
             if read_calls(parse, strip_end(written, self.special)).calls == [call]:
                 return parse
-        raise ValueError(
-            f"the chat template writes calls in a format that is not known here: {written!r}. Pass tool_parser=, a function "
-            "text -> [{'name': ..., 'arguments': {...}}, ...]."
-        )
+        raise ValueError(f"the chat template writes calls in an unknown format: {written!r}. Pass tool_parser=.")
 
 
 def _example(schema: Json) -> ToolCall:

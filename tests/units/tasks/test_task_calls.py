@@ -4,7 +4,6 @@ import asyncio
 import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,7 +160,6 @@ def test_results_and_errors_are_texts() -> None:
     for tools, error, message in (
         ([lambda x: x], ValueError, r"the tool '<lambda>' has no schema.*Args:"),
         ([add, add], ValueError, "two tools are called 'add'"),
-        (["add"], TypeError, "a tool must be a function"),
     ):
         with pytest.raises(error, match=message):
             tools_of(*tools)
@@ -208,9 +206,9 @@ def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
 
 test_templates_that_cannot_be_used_say_so_at_the_start = refused(
     lambda name: Dialog(of_family(name), tools_of(add), {}),
-    ("lfm2_v2", r"writes calls in a format that is not known here: .*add\(a=1, b=1\).*Pass tool_parser="),
-    ("deepseekv3", "writes calls in a format that is not known here"),
-    ("gemma3", "does not render results of tools, TemplateError: Conversation roles must alternate"),
+    ("lfm2_v2", r"writes calls in an unknown format: .*add\(a=1, b=1\).*Pass tool_parser="),
+    ("deepseekv3", "writes calls in an unknown format"),
+    ("gemma3", r"fails to render results of tools \(Conversation roles must alternate"),
     ("phi3", "does not render results of tools: pass one that does"),
 )
 
@@ -292,20 +290,3 @@ def test_a_call_that_is_nested_too_deeply_is_told(name: str, text: str) -> None:
         assert found.arguments == {"a": "[" * 100_000 + "]" * 100_000}
     else:
         assert "nested too deeply" in found.error
-
-
-def test_too_many_calls_are_told() -> None:
-    one = '<tool_call>{"name": "add"}</tool_call>'
-    assert len(parse_hermes(one * 1000).calls) == 1000
-    dialog, empty = Dialog.__new__(Dialog), {"name": "f", "arguments": {}}
-    dialog.tools, dialog._parser = SimpleNamespace(schemas=[]), None
-    # A tokenizer whose `response_template` finds as many calls as an answer has brackets.
-    dialog.tokenizer = SimpleNamespace(chat_template="{{ messages }}", response_template=True)
-    dialog.tokenizer.parse_response = lambda text, **_: {"content": "", "tool_calls": [empty] * text.count("<")}
-    assert len(dialog.parse("", "<" * 10).calls) == 10
-    listed = f"<tool_call>[{'{},' * 1000}{{}}]</tool_call>"
-    for found in (read_calls(parse_hermes, one * 1001), read_calls(parse_hermes, listed), dialog.parse("", "<" * 1001)):
-        assert [call.error for call in found.calls] == ["an answer has at most 1000 calls"]
-    # The tokenizer's own parser would take minutes: it does not get such an answer.
-    (call,) = dialog.parse("", "<tool_call></tool_call>" * 50_000).calls
-    assert "1,150,000 characters is too long" in call.error

@@ -100,7 +100,10 @@ def test_braces_empty_a_setting_and_a_value_in_braces_is_added() -> None:
         ("optimizer.lr=0", "optimizer.lr must be greater than 0, got 0.0."),
         ("optimizer.lr=1e400", "optimizer.lr is inf: expected a finite number."),
         ("sampler.top_p=1.5", "sampler.top_p must be greater than 0 and at most 1, got 1.5."),
-        ("kl.place=los", "kl.place has the unknown value 'los'. Did you mean 'loss'? Known: preset, loss, reward, none."),
+        (
+            "kl.place=los",
+            "kl.place has the unknown value 'los'. Did you mean 'loss'? Known: preset, loss, reward, none.",
+        ),
         ("run.seed=9223372036854775808", "run.seed must be at least 0 and at most"),
         (f"optimizer.lr={'9' * 400}", "int too large to convert to float"),
         ("run.steps=!!python/object/apply:os.system [ls]", "python/object/apply:os.system' (line 1, column 1)."),

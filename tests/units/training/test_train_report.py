@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from torchrl_llm_kl.training import plot_curves, progress
-from torchrl_llm_kl.training._steps import interval
 from torchrl_llm_kl.training._report import with_interval
+from torchrl_llm_kl.training._steps import interval
 
 
 @pytest.mark.parametrize(
