@@ -233,7 +233,7 @@ def test_a_run_imports_the_user_s_code_first(lab: Path, tmp_path: Path) -> None:
     mine.write_text(MINE + "# changed")
     _, said = go(lab, tmp_path / "named", *named, "run.steps=2", kl={})
     assert any(line.startswith(f"{mine} has changed since") for line in said)
-    with pytest.raises(ValueError, match="expected an advantage of this package"):
+    with pytest.raises(TypeError, match="expected an advantage of this package"):
         plan_algorithm(settings(lab, lab / "none", f"algorithm.args.advantage={mine}:vowels"))
     with pytest.raises(ConfigError, match="there is no file nowhere"):
         load_inputs(settings(lab, lab / "none", "imports=[nowhere.py]"))
@@ -241,7 +241,7 @@ def test_a_run_imports_the_user_s_code_first(lab: Path, tmp_path: Path) -> None:
 
 TEACHER = ["algorithm.name=gkd", "algorithm.teacher=t", "kl.place=preset", "kl.target=null", "kl.controller_args={}"]
 NO_HORIZON = ["kl.controller_args={}", "kl.controller_args.horizon=0"]
-LOW = r"'low': 0.2}: .*0 < low <= init <= .*, got low=0.2, init=0.1"
+LOW = r"'low': 0.2}: .* low <= init <= .*, got low=0.2, init=0.1"
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ LOW = r"'low': 0.2}: .*0 < low <= init <= .*, got low=0.2, init=0.1"
         (["kl.controller_args.warmupp=0"], "kl.controller_args .*warmupp"),
         (["kl.coefficient=0"], r"^kl.coefficient is 0, from which it cannot adapt"),
         (["kl.controller_args.low=0.2"], LOW),
-        ([*NO_HORIZON, "kl.controller=ziegler"], r"kl.controller_args {'horizon': 0}: horizon must be finite"),
+        ([*NO_HORIZON, "kl.controller=ziegler"], r"kl.controller_args {'horizon': 0}: horizon must be"),
         ([*TEACHER, "reference.decay=0.9"], "has a teacher as its reference"),
         ([*TEACHER, "reference.service=shared"], "has a teacher as its reference"),
     ],

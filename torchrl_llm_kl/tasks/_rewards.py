@@ -148,12 +148,6 @@ class FunctionReward(Transform):
         tensordict.set("next", self._step(tensordict, tensordict["next"]))
         return tensordict
 
-    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return self.forward(next_tensordict)
-
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        return tensordict_reset
-
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         shape = tensordict.batch_size
         values, failures = self._evaluate(self._answered(tensordict, next_tensordict), shape.numel())
@@ -229,16 +223,16 @@ class FunctionReward(Transform):
     def _answered(self, td: TensorDictBase, next_td: TensorDictBase) -> list[AnsweredRow]:
         """The rows that end their episode here."""
         questions = self._texts(td, next_td, self.question_key)
-        special = self._special()
+        parent = self.parent
+        own = None if parent is None else getattr(parent.base_env, "tokenizer", None)
+        special = special_tokens(own if self.tokenizer is None else self.tokenizer)
         answers = [strip_end(text, special) for text in self._answers(td, next_td)]
         metadata = self._column(td, next_td, "metadata") or [{} for _ in answers]
         messages = self._column(next_td, td, "messages")  # with the answer
-        given = [{} if messages is None else {"messages": list(messages[row])} for row in range(len(answers))]
-        return [
-            AnsweredRow(row, questions[row], answers[row], {**metadata[row], **given[row]})
-            for row, done in enumerate(_finished_rows(next_td))
-            if done
-        ]
+        if messages is not None:
+            metadata = [{**each, "messages": list(own)} for each, own in zip(metadata, messages, strict=True)]
+        rows = (row for row, done in enumerate(_finished_rows(next_td)) if done)
+        return [AnsweredRow(row, questions[row], answers[row], metadata[row]) for row in rows]
 
     def _answers(self, td: TensorDictBase, next_td: TensorDictBase) -> list[str]:
         if self._column(td, next_td, self.answer_key) is None:
@@ -262,12 +256,6 @@ class FunctionReward(Transform):
     def _column(self, td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> list[Node] | None:
         column = read_rows_of(td, key)
         return read_rows_of(next_td, key) if column is None else column
-
-    def _special(self) -> tuple[str, ...]:
-        tokenizer = self.tokenizer
-        if tokenizer is None and self.parent is not None:
-            tokenizer = getattr(self.parent.base_env, "tokenizer", None)
-        return special_tokens(tokenizer)
 
 
 def _read_reward(

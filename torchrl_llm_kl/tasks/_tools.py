@@ -336,11 +336,7 @@ class Dialog:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        tools: Tools | None,
-        template_kwargs: Json,
-        parser: ToolParser | None = None,
+        self, tokenizer: Tokenizer, tools: Tools | None, template_kwargs: Json, parser: ToolParser | None = None
     ) -> None:
         self.tokenizer, self.tools, self.template_kwargs = tokenizer, tools, dict(template_kwargs)
         self.special = special_tokens(tokenizer)
@@ -438,11 +434,7 @@ class Dialog:
             for tools in (None, self.schemas)
         )
         if told == plain:
-            warnings.warn(
-                "the chat template does not show the tools to the model: describe them in system_prompt=, or pass a template "
-                "that does.",
-                stacklevel=5,
-            )
+            warnings.warn("the chat template does not show the tools: describe them in system_prompt=.", stacklevel=5)
         if self._parser is None and not _knows_responses(self.tokenizer):
             self._parser = self._format(asked[:2], call)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import time
@@ -168,16 +169,16 @@ class Run:
         self.parts, self.kl, self.updater = self.inputs.plan.build(self.policy, self.reference)
         self.optimizer = make_optimizer(self.parts, config.optimizer)
         self.schedule = make_schedule(self.optimizer, config.optimizer, steps=config.run.steps, done=self.step)
-        rows: list[Figures] = []
-        evaluations: list[Figures] = []
         seed_everything(config.run.seed)  # whatever the parts above have drawn
         if saved is not None:
-            rows, evaluations = (read_figures(saved.folder / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
             self._load(saved)
         if begin is not None:
             begin()
-        self.rows = FiguresFile(self.out / "metrics.jsonl", rows)
-        self.evaluations = FiguresFile(self.out / "evaluations.jsonl", evaluations)
+        names = ("metrics.jsonl", "evaluations.jsonl")
+        before = [[] if saved is None else read_figures(saved.folder / name) for name in names]
+        self.rows, self.evaluations = (
+            FiguresFile(self.out / name, rows) for name, rows in zip(names, before, strict=True)
+        )
         self.sampler = self._sampler(greedy=False)
         data = config.data
         order = PromptOrder(config.run.seed if data.shuffle else None, self.step * data.num_prompts)
@@ -296,15 +297,13 @@ class Run:
     def blow_up(self) -> str:
         """Why the KL ends the run; empty if it does not."""
         kl, rows = self.config.kl, self.rows.rows
-        limit = kl.stop_above if kl.stop_above is not None else None if kl.target is None else 10 * kl.target
+        limit = kl.stop_above or 10 * (kl.target or math.inf)
         last = [row["kl"] for row in rows[-kl.stop_after :] if "kl" in row]
-        if limit is None or len(last) < kl.stop_after or any(value <= limit for value in last):
+        if len(last) < kl.stop_after or any(value <= limit for value in last):
             return ""
         shown = ", ".join(f"{value:.3g}" for value in last)
-        return (
-            f"the KL was above kl.stop_above={limit:g} nats per answer in {kl.stop_after} steps in a row ({shown}): lower "
-            "optimizer.lr, or raise kl.coefficient."
-        )
+        steps = f"{kl.stop_after} steps in a row ({shown})"
+        return f"the KL was above kl.stop_above={limit:g} nats per answer in {steps}: lower optimizer.lr."
 
     def close(self) -> None:
         """Leave the service of the reference, if there is one, which ends with its last run."""

@@ -58,7 +58,7 @@ NOT_THERE = {
     "reward={lab}/rewards.py:nothing": "has no function 'nothing'. Known: vowels, digits",
     "reward=no.such.module:f": "there is no module no.such.module",
     "reward=math": "names no function",
-    "reward=null; reward.functions.a={{function: {lab}/rewards.py:vowels, weight: 1e400}}": "the weight of 'a' must be at least",
+    "reward=null; reward.functions.a={{function: {lab}/rewards.py:vowels, weight: 1e400}}": "weight of 'a' must be at",
     "model.name=./nowhere": "cannot load the model './nowhere', which is not a folder here, from the hub",
     "model.name={tmp}/empty": "cannot load the model '{tmp}/empty'",
     "model.name={tmp}/broken": "cannot load the model '{tmp}/broken'",
