@@ -19,7 +19,7 @@ from train_lab import ANSWERS, assert_same_run, build_lab, go, steps_in
 
 def test_a_run_and_its_continuation(device, tmp_path, monkeypatch):
     """Equal to the last bit."""
-    monkeypatch.setattr("torchrl_llm_kl.training._run.plot_curves", lambda *_, **__: None, raising=False)
+    monkeypatch.setattr("torchrl_llm_kl.training._report.plot_curves", lambda *_, **__: None, raising=False)
     lab = build_lab(tmp_path)
     three = ("run.steps=3", "evaluation.every=0", "optimizer.warmup_steps=0")
     go(lab, tmp_path / "whole", *three)

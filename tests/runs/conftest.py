@@ -41,4 +41,4 @@ def whole(lab: Path) -> Path:
 @pytest.fixture
 def _no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """A picture takes as long as a run; that of ``whole`` is drawn."""
-    monkeypatch.setattr("torchrl_llm_kl.training._run.plot_curves", lambda *args, **kwargs: None)
+    monkeypatch.setattr("torchrl_llm_kl.training._report.plot_curves", lambda *args, **kwargs: None)

@@ -6,7 +6,7 @@ import pytest
 
 from mutants import record
 from mutants.__main__ import _few
-from mutants.mutations import dropped, mutants_of
+from mutants.mutations import mutants_of
 from project import PROJECT
 
 
@@ -79,27 +79,6 @@ def test_a_gradient_is_cut_only_where_there_is_one() -> None:
     line = "return (LossTerm('a', g(log_prob), mask),)"
     cut, _ = sorted(changes(line, arguments=arguments, graph=True))
     assert cut == "return (LossTerm('a', (g(log_prob)).detach(), mask),)"
-
-
-def test_what_is_no_maths_stays_and_where_there_is_none_a_result_is_lost() -> None:
-    text = '''"""1 + 1"""
-import torch
-from a import b
-__all__ = ["f"]
-BOUND = 80.0
-Scalar = float | Tensor
-
-@g(1 + 1)
-def f(x: int | float = 1 + 1, *, y=2) -> 1 + 1:
-    """1 + 1"""
-    z: int | float = x
-    return z
-'''
-    assert [mutant.after for mutant in mutants_of(text)] == ["BOUND = 160.0"]
-    text = "def f(a):\n    return g(a)\n\n\nclass A:\n    def g(self):\n        super().g()\n\n    def h(self): ...\n"
-    found = dropped(text, {"k"})
-    assert [(m.function, m.after) for m in found] == [("f", "return None"), ("A.g", "super()")]
-    assert [m.function for m in dropped(text, {"f"})] == ["A.g"]
 
 
 def test_a_record_and_tests_of_each_file(tmp_path: Path) -> None:

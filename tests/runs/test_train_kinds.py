@@ -92,14 +92,13 @@ def test_checkpointed_layers_change_no_figure(lab: Path, tmp_path: Path, monkeyp
         assert row == pytest.approx({**want, "seconds": row["seconds"]}, abs=1e-4, rel=1e-3)
 
 
-@pytest.mark.parametrize("setting", ["attention_dropout", "attn_pdrop"])
-def test_checkpointed_layers_need_a_model_without_dropout(lab: Path, tmp_path: Path, setting: str) -> None:
+def test_checkpointed_layers_need_a_model_without_dropout(lab: Path, tmp_path: Path) -> None:
     """Dropout of attention is no module: in training mode it would change the log-probs that the loss compares."""
     shutil.copytree(lab / "model", tmp_path / "model")
     file = tmp_path / "model" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {setting: 0.1}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attn_pdrop": 0.1}))
     config = settings(lab, tmp_path / "out", f"model.name={tmp_path / 'model'}", CHECKPOINTED)
-    with pytest.raises(ModelError, match=rf"trains with dropout \({setting}\): set it to 0"):
+    with pytest.raises(ModelError, match=r"trains with dropout \(attn_pdrop\): set it to 0"):
         load_policy(config)
 
 
@@ -157,19 +156,16 @@ def test_two_rewards_with_weights_and_no_reference(lab: Path, tmp_path: Path) ->
     assert "near" not in (tmp_path / "final" / "README.md").read_text().split("```")[0]
 
 
-@pytest.mark.parametrize(("name", "zero"), [("on_policy_distill", "kl"), ("gkd", "loss_objective")])
-def test_a_teacher(lab: Path, tmp_path: Path, name: str, zero: str) -> None:
-    """The student starts as its teacher: nothing pulls it away, and noise alone moves it."""
-    changes = (f"algorithm.name={name}", f"algorithm.teacher={lab / 'model'}", "algorithm.minibatches=1", "run.steps=1")
-    result, _ = go(lab, tmp_path, *changes, "optimizer.warmup_steps=0", kl={})
-    assert result.outcome == "finished"
-    assert abs(result.rows[0][zero]) < 1e-4
+def test_a_teacher_with_a_reward(lab: Path, tmp_path: Path) -> None:
+    """The student starts as its teacher, so the first KL is 0."""
+    changes = ("algorithm.name=on_policy_distill", f"algorithm.teacher={lab / 'model'}", "algorithm.minibatches=1")
+    result, _ = go(lab, tmp_path, *changes, "run.steps=1", "optimizer.warmup_steps=0", kl={})
+    assert abs(result.rows[0]["kl"]) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["gkd", "on_policy_distill"])
-def test_a_teacher_of_top_tokens_without_a_reward(lab: Path, tmp_path: Path, name: str) -> None:
+def test_a_teacher_of_top_tokens_without_a_reward(lab: Path, tmp_path: Path) -> None:
     """Nothing is evaluated, and no figure is about a reward; the student is its teacher until the first update."""
-    changes = (f"algorithm.name={name}", f"algorithm.teacher={lab / 'model'}", "algorithm.args={top_k: 16}")
+    changes = ("algorithm.name=gkd", f"algorithm.teacher={lab / 'model'}", "algorithm.args={top_k: 16}")
     quiet = ("algorithm.minibatches=1", "logging.doctor_every=1", "run.steps=2", "optimizer.warmup_steps=0")
     result, said = go(lab, tmp_path, *changes, *quiet, "reward=null", kl={})
     assert (result.outcome, result.step, result.evaluations) == ("finished", 2, [])
@@ -280,12 +276,8 @@ def test_a_file_of_rewards_runs_once_and_imports_what_is_beside_it(lab: Path, tm
     (_, f), (_, g) = parts["f"], parts["g"]
     assert f.__globals__ is g.__globals__
     assert (f("", "abc", {}), g("", "abc", {})) == (3.0, 3.0)
-
-
-@pytest.mark.parametrize(("text", "message"), [("def f(q, a, m: return 1", "SyntaxError"), ("x = absent", "NameError")])
-def test_a_file_of_rewards_that_fails_is_named(lab: Path, tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "bad.py").write_text(text)
-    with pytest.raises(ConfigError, match=rf"bad\.py cannot be loaded: {message}: "):
+    (tmp_path / "bad.py").write_text("x = absent")
+    with pytest.raises(ConfigError, match=r"bad\.py cannot be loaded: NameError: "):
         load_reward(settings(lab, lab / "none", f"reward={tmp_path / 'bad.py'}:f"))
 
 

@@ -137,24 +137,15 @@ def test_figures_for_people(lab: Path, tmp_path: Path) -> None:
 
 
 def test_equal_rewards_are_said_in_the_first_step_and_in_the_report(lab: Path, tmp_path: Path) -> None:
-    """Constant rewards, and those of the prompt alone for algorithms with and without groups."""
-    text = "same = lambda q, a, m: 0.25\nof_prompt = lambda q, a, m: float(len(m['answer'] + q) + ord(q[-1]))\n"
-    (tmp_path / "r.py").write_text(text)
-
-    def run(name: str, function: str, *changes: str) -> tuple[list[float], list[str], str]:
-        result, said = go(lab, tmp_path / name, *SHORT, f"reward={tmp_path / 'r.py'}:{function}", *changes)
-        warned = [line for line in said if line.startswith("warning: ")]
-        return [row["equal_rewards"] for row in result.rows], warned, result.figures["groups with equal rewards"]
-
-    shares, (warning,), report = run("equal", "same", "run.steps=2")
-    assert shares == [1.0, 1.0], "also when the KL that is charged differs"
+    """Constant rewards, also when the KL that is charged differs."""
+    (tmp_path / "r.py").write_text("same = lambda q, a, m: 0.25\n")
+    result, said = go(lab, tmp_path / "equal", *SHORT, f"reward={tmp_path / 'r.py'}:same", "run.steps=2")
+    (warning,) = [line for line in said if line.startswith("warning: ")]
+    assert [row["equal_rewards"] for row in result.rows] == [1.0, 1.0]
+    report = result.figures["groups with equal rewards"]
     assert "all answers of the first step have the same reward, 0.25, from which nothing is learnt" in warning
     assert report == "all: nothing was learnt from the rewards"
     assert f"| groups with equal rewards | {report} |" in (tmp_path / "equal" / "final" / "README.md").read_text()
-    shares, warned, _ = run("of the prompt", "of_prompt", "run.steps=1")
-    assert (shares, len(warned)) == ([1.0], 1)
-    found = run("step", "of_prompt", "run.steps=1", "algorithm.name=reinforce_plus_plus")
-    assert found == ([0.0], [], "0 %, mean of all steps")
 
 
 def test_the_share_of_groups_with_equal_rewards() -> None:
@@ -258,7 +249,6 @@ def test_what_a_fresh_run_reads_is_not_moved(lab: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(out)
     before = sorted(out.rglob("*"))
     for key, value in {
-        "model.name": out / "final",
         "model.tokenizer": out / "logs" / ".." / "final",
         "reference.name": tmp_path / "link" / "final",
         "data.prompts": out / "logs" / "p.jsonl",

@@ -26,38 +26,13 @@ from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._registry import install_hint
 from torchrl_llm_kl.diagnostics import RunMonitor, log_metrics, status_line
 from torchrl_llm_kl.tasks import PromptOrder, Prompts, make_env
+from torchrl_llm_kl.training import _report, _steps
 from torchrl_llm_kl.training._build import Reference, load_reference, measured_kl, sampling_of
 from torchrl_llm_kl.training._checkpoints import Checkpoint, Checkpoints
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig, differences
 from torchrl_llm_kl.training._inputs import RunInputs, check_inputs_stay, load_inputs
 from torchrl_llm_kl.training._models import export_policy, load_policy, save_policy
-from torchrl_llm_kl.training._report import (
-    Figures,
-    FiguresFile,
-    keep_earlier,
-    make_loggers,
-    plot_curves,
-    progress,
-    read_figures,
-    summary,
-    versions,
-    with_interval,
-    write_card,
-)
-from torchrl_llm_kl.training._steps import (
-    apart,
-    evaluate,
-    forget_scores,
-    learn,
-    loss_entries,
-    make_optimizer,
-    make_sampler,
-    make_schedule,
-    random_state,
-    seed_everything,
-    set_random_state,
-    step_figures,
-)
+from torchrl_llm_kl.training._report import Figures, FiguresFile
 from torchrl_llm_kl.transforms import RetrieveKL
 
 #: Files and folders that a run writes into its folder.
@@ -163,19 +138,19 @@ class Run:
         self.step, self.begun, self.seconds = 0 if saved is None else saved.step, time.perf_counter(), 0.0
         self.inputs = load_inputs(config) if inputs is None else inputs
         self.tokenizer = self.inputs.tokenizer
-        seed_everything(config.run.seed)
+        _steps.seed_everything(config.run.seed)
         self.policy = load_policy(config, None if saved is None else saved.folder / "model")
         self.reference: Reference | None = load_reference(config)
         self.parts, self.kl, self.updater = self.inputs.plan.build(self.policy, self.reference)
-        self.optimizer = make_optimizer(self.parts, config.optimizer)
-        self.schedule = make_schedule(self.optimizer, config.optimizer, steps=config.run.steps, done=self.step)
-        seed_everything(config.run.seed)  # whatever the parts above have drawn
+        self.optimizer = _steps.make_optimizer(self.parts, config.optimizer)
+        self.schedule = _steps.make_schedule(self.optimizer, config.optimizer, steps=config.run.steps, done=self.step)
+        _steps.seed_everything(config.run.seed)  # whatever the parts above have drawn
         if saved is not None:
             self._load(saved)
         if begin is not None:
             begin()
         names = ("metrics.jsonl", "evaluations.jsonl")
-        before = [[] if saved is None else read_figures(saved.folder / name) for name in names]
+        before = [[] if saved is None else _report.read_figures(saved.folder / name) for name in names]
         self.rows, self.evaluations = (
             FiguresFile(self.out / name, rows) for name, rows in zip(names, before, strict=True)
         )
@@ -197,10 +172,10 @@ class Run:
     def _sampler(self, *, greedy: bool) -> TransformersWrapper:
         sampling = None if greedy else sampling_of(self.config)
         length, end = self.config.sampler.max_new_tokens, self.config.sampler.end
-        return make_sampler(self.policy, self.tokenizer, max_new_tokens=length, sampling=sampling, end=end)
+        return _steps.make_sampler(self.policy, self.tokenizer, max_new_tokens=length, sampling=sampling, end=end)
 
     def _monitor(self) -> RunMonitor:
-        every, loggers = self.config.logging.doctor_every, make_loggers(self.config, self.out / "logs")
+        every, loggers = self.config.logging.doctor_every, _report.make_loggers(self.config, self.out / "logs")
         earlier = [(row["step"], row) for row in self.rows.rows]  # of other processes
         earlier += [(row["step"], _evaluation_log(row)) for row in self.evaluations.rows]
         for logger in loggers:
@@ -224,19 +199,19 @@ class Run:
         """Sample answers, learn from them, and adapt the coefficient; returns the figures."""
         algorithm, plan = self.config.algorithm, self.inputs.plan
         batch = self.sample()
-        with apart(self.step):  # how often the doctor looks changes no random number of the run
+        with _steps.apart(self.step):  # how often the doctor looks changes no random number of the run
             self.monitor.look(self.step, batch)
         charged, compares = plan.algorithm.kl_reward != "none", plan.algorithm.compares_answers
-        figures = step_figures(batch, coefficient=plan.coefficient, charged=charged, compares=compares)
+        figures = _steps.step_figures(batch, coefficient=plan.coefficient, charged=charged, compares=compares)
         if self.step == 0 and figures.get("equal_rewards") == 1 and algorithm.teacher is None:
             self.say(
                 f"warning: all answers of the first step have the same reward, {figures['reward']:.4g}, from which nothing is "
                 "learnt: look at the reward function and the prompts, or raise data.group_size."
             )
         figures["lr"] = self.optimizer.param_groups[0]["lr"]
-        learn(
+        _steps.learn(
             self.parts,
-            loss_entries(batch),
+            _steps.loss_entries(batch),
             self.optimizer,
             epochs=algorithm.epochs,
             minibatches=algorithm.minibatches,
@@ -255,7 +230,7 @@ class Run:
 
     def sample(self) -> TensorDictBase:
         """The answers of a step, scored, with advantages."""
-        forget_scores(self.env)
+        _steps.forget_scores(self.env)
         return self.parts.prepare(self.env.rollout(1, self.sampler).reshape(-1))
 
     @property
@@ -280,7 +255,7 @@ class Run:
             kl = measured_kl(self.config, self.policy, self.reference, "exact" if settings.greedy else "k1")
         env = self._env(held_out, kl, PromptOrder(seed=None), min(settings.batch_size, len(held_out)), 1)
         sampler = self._sampler(greedy=settings.greedy)
-        row = {"step": self.step, **evaluate(env, sampler, len(held_out), seed=self.config.run.seed)}
+        row = {"step": self.step, **_steps.evaluate(env, sampler, len(held_out), seed=self.config.run.seed)}
         self.evaluations.append(row)
         for logger in self.monitor.loggers:
             log_metrics(logger, _evaluation_log(row), self.step)
@@ -316,13 +291,13 @@ class Run:
     def save(self, checkpoints: Checkpoints) -> Path:
         """Write a checkpoint of all that the next step depends on."""
         numbers: dict[str, object] = {"config": self.config.to_dict(), "files": self.inputs.files}
-        numbers |= {"versions": versions(), "seconds": self.elapsed, "best": self.best}
+        numbers |= {"versions": _report.versions(), "seconds": self.elapsed, "best": self.best}
         with checkpoints.writing(self.step, numbers, best=self.best) as folder:
             save_policy(self.policy, self.tokenizer, folder / "model")
             state = {
                 "optimizer": self.optimizer.state_dict(),
                 "parts": self.parts.state_dict(),
-                "random": random_state(),
+                "random": _steps.random_state(),
             }
             if self.updater is not None:
                 state["reference"] = self.updater.state_dict()
@@ -351,7 +326,7 @@ class Run:
 
             load_model(self.parts.critic_loss.critic_network, str(saved.folder / "critic.safetensors"))
         self.seconds = float(saved.numbers["seconds"])
-        set_random_state(state["random"])
+        _steps.set_random_state(state["random"])
 
 
 def _evaluation_log(row: Mapping[str, float]) -> dict[str, float]:
@@ -411,12 +386,12 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
 
     def begin() -> None:
         """Move earlier files. Comes last before the run writes, so that a run that cannot begin moves nothing."""
-        earlier = keep_earlier(out, WRITTEN) if fresh else None
+        earlier = _report.keep_earlier(out, WRITTEN) if fresh else None
         if earlier is not None:
             say(f"{out} held an earlier run: moved it to {earlier}.")
         settings = out / "config.yaml"
         if settings.exists() and not settings.read_text(encoding="utf-8").startswith(_ALL_SETTINGS):
-            say(f"moved {settings}, which no run wrote, to {keep_earlier(out, [settings.name])}.")
+            say(f"moved {settings}, which no run wrote, to {_report.keep_earlier(out, [settings.name])}.")
         with replacing(settings) as part:
             part.write_text(_ALL_SETTINGS + config.to_yaml(), encoding="utf-8")
 
@@ -431,9 +406,9 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
             for name in (name for name, digest in run.inputs.files.items() if before.get(name) != digest):
                 say(f"{name} has changed since: the next steps differ from those of a run without a stop.")
         clock = partial(getattr, run, "elapsed")
-        bar = progress(config.algorithm.name, config.run.steps, done=run.step, stream=sys.stderr, clock=clock)
+        bar = _report.progress(config.algorithm.name, config.run.steps, done=run.step, stream=sys.stderr, clock=clock)
         with closing(run), stop_on_signals(say) as stop, bar as advance:
-            outcome, why = _steps(run, checkpoints, stop, advance, saved=None if saved is None else saved.step)
+            outcome, why = _train_on(run, checkpoints, stop, advance, saved=None if saved is None else saved.step)
     result = TrainResult(outcome, why, run.step, out, run.rows.rows, run.evaluations.rows)
     if outcome == "interrupted":
         folder = checkpoints.folder / f"step-{run.step:06d}"
@@ -458,7 +433,7 @@ def _saved(config: TrainConfig, out: Path) -> Checkpoint | None:
     return saved
 
 
-def _steps(
+def _train_on(
     run: Run, checkpoints: Checkpoints, stop: Event, advance: Callable[[str], None], *, saved: int | None
 ) -> tuple[Literal["finished", "interrupted", "stopped"], str]:
     """Train to the last step, or until there is a reason not to; ``saved`` is the step of the last checkpoint."""
@@ -467,7 +442,7 @@ def _steps(
         ending = stop.is_set()
         if not ending and run.evaluation_is_due():
             row = run.evaluate()
-            run.say(f"step {run.step}: reward on held-out prompts {with_interval(row)}")
+            run.say(f"step {run.step}: reward on held-out prompts {_report.with_interval(row)}")
         why, last = run.blow_up(), run.step >= settings.run.steps  # a resumed run may have fewer steps than are done
         due = run.step > 0 and run.step % settings.checkpoints.every == 0
         if saved != run.step and (due or last or ending or why or run.best == run.step):
@@ -495,7 +470,9 @@ def _write_final(run: Run, checkpoints: Checkpoints, result: TrainResult) -> Tra
         if rows and "reward" in rows[0]:
             names = ("step", "reward", "low/reward", "high/reward")
             held_out = [tuple(row[name] for name in names if name in row) for row in evaluations]
-            plot_curves(rows, curves, kl_target=config.kl.target, held_out=held_out, title=config.algorithm.name)
+            _report.plot_curves(
+                rows, curves, kl_target=config.kl.target, held_out=held_out, title=config.algorithm.name
+            )
     except ImportError:
         run.say(f"curves.png is left out: it needs matplotlib: {install_hint('train')}.")
     chosen = checkpoints.latest()
@@ -506,6 +483,6 @@ def _write_final(run: Run, checkpoints: Checkpoints, result: TrainResult) -> Tra
     final = out / "final"
     export_policy(config, chosen.folder / "model", run.tokenizer, final)
     picture = curves if curves.exists() else None
-    write_card(config, final, rows=rows, evaluations=evaluations, chosen=chosen.step, curves=picture)
-    figures = summary(config, rows, evaluations, chosen=chosen.step)
+    _report.write_card(config, final, rows=rows, evaluations=evaluations, chosen=chosen.step, curves=picture)
+    figures = _report.summary(config, rows, evaluations, chosen=chosen.step)
     return replace(result, final=final, chosen=chosen.step, figures=figures)

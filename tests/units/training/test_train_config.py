@@ -246,7 +246,7 @@ def test_each_sampled_token_is_in_the_mask(pad_is_end: bool, monkeypatch: pytest
 
 def test_the_doctor_finds_no_fault_in_a_truncated_sampler(lab, tmp_path, monkeypatch):
     """torchrl's wrapper would record log-probs of temperature 1, over all tokens, and none of an answer's first token."""
-    monkeypatch.setattr(training._run, "plot_curves", lambda *_, **__: None)
+    monkeypatch.setattr(training._report, "plot_curves", lambda *_, **__: None)
     changes = ["sampler.temperature=0.7", "sampler.top_k=5", "logging.doctor_every=1", "evaluation.every=0"]
     for row in go(lab, tmp_path, *changes, "run.steps=2")[0].rows:
         assert not [name for name in row if name.startswith("doctor/fault/")]
