@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -16,7 +16,6 @@ from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm.policies import ChatHistory, Text
 
 from torchrl_llm_kl._numerics import check_choice, check_range
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.datasets import DataSource
 from torchrl_llm_kl.masks import Message, Tokenizer
 from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, check_takes
@@ -83,7 +82,7 @@ def make_env(
     kl_transform: Transform | Sequence[Transform] | None = None,
     timeout: float | None = 30.0,
     input_mode: InputMode = "text",
-    template_kwargs: Json | None = None,
+    template_kwargs: Mapping[str, object] | None = None,
 ) -> EnvBase:
     r"""An env that poses prompts in groups and rewards the answers by Python functions.
 
@@ -228,7 +227,7 @@ class TaskEnv(ChatEnv):
         turns: Turns | None,
         timeout: float | None,
         input_mode: InputMode,
-        template_kwargs: Json,
+        template_kwargs: Mapping[str, object],
     ) -> None:
         check_range(1, group_size=group_size, num_prompts=num_prompts)
         check_choice(get_args(InputMode), input_mode=input_mode)

@@ -336,9 +336,14 @@ class Dialog:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, tools: Tools | None, template_kwargs: Json, parser: ToolParser | None = None
+        self,
+        tokenizer: Tokenizer,
+        tools: Tools | None,
+        template_kwargs: Mapping[str, object],
+        parser: ToolParser | None = None,
     ) -> None:
-        self.tokenizer, self.tools, self.template_kwargs = tokenizer, tools, dict(template_kwargs)
+        self.tokenizer, self.tools = tokenizer, tools
+        self.template_kwargs: Json = dict(template_kwargs)
         self.special = special_tokens(tokenizer)
         self._json_arguments = False  # whether the template wants the arguments of a call as JSON text
         self._parser = parser
@@ -467,7 +472,7 @@ class Dialog:
 
 def _example(schema: Json) -> ToolCall:
     """A call of a tool, with an argument of each of its types."""
-    values: Json = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
+    values = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
     function = schema["function"]
     properties = function.get("parameters", {}).get("properties", {})
     kinds = {name: each.get("type") for name, each in properties.items()}

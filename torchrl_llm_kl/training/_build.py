@@ -11,7 +11,6 @@ from typing import Literal, cast
 import torch
 from torch import nn
 
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.advantages import advantage_spec
 from torchrl_llm_kl.algorithms import Algorithm, AlgorithmParts, apply_overrides, get_algorithm, make_algorithm
 from torchrl_llm_kl.estimators import (
@@ -217,7 +216,7 @@ def plan_algorithm(config: TrainConfig) -> AlgorithmPlan:
     coefficient = None
     if estimators:
         coefficient = _coefficient(config, getattr(preset, f"{next(iter(estimators))}_coeff"))
-    changes: Json = {"kl_loss": "none", "kl_reward": "none", **estimators}
+    changes: dict[str, object] = {"kl_loss": "none", "kl_reward": "none", **estimators}
     changes |= {f"{place}_coeff": coefficient for place in estimators}
     changes |= {key: _registered(key, value) for key, value in config.algorithm.args.items()}
     try:
@@ -269,7 +268,7 @@ def _coefficient(config: TrainConfig, usual: float) -> nn.Module:
         raise ConfigError(
             "kl.coefficient is 0, from which it cannot adapt to kl.target: set it above 0, or leave it out."
         )
-    settings: Json = {"init": 0.1 if kl.coefficient is None else kl.coefficient, "target": kl.target}
+    settings: dict[str, object] = {"init": 0.1 if kl.coefficient is None else kl.coefficient, "target": kl.target}
     if kl.controller == "ziegler":  # changes by at most 10 % per step: 0.2 * n / horizon
         settings["horizon"] = 2 * config.data.num_prompts * config.data.group_size
     try:

@@ -288,11 +288,11 @@ class TrainConfig:
         yield needs_reward, "reward.function is missing: set it to module.py:function, or set reward.functions."
         yield not rewards and self.data.held_out, "data.held_out needs a reward to evaluate: set one, or leave it out."
 
-    def to_dict(self) -> Json:
+    def to_dict(self) -> dict[str, object]:
         """The sections as plain dicts, lists, numbers and texts."""
         from omegaconf import OmegaConf
 
-        return cast(Json, OmegaConf.to_container(OmegaConf.structured(self)))
+        return cast(dict[str, object], OmegaConf.to_container(OmegaConf.structured(self)))
 
     def to_yaml(self) -> str:
         """The whole configuration, which :func:`read_config` reads."""
@@ -520,7 +520,7 @@ def _of_override(text: str) -> Iterator[tuple[str, object]]:
     if not equals or not key.strip() or "[" in key:
         raise ConfigError(f"{text!r:.100} changes no setting: expected key=value, such as optimizer.betas=[0.9, 0.95].")
     try:
-        parsed = cast(Json, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"])))["value"]
+        parsed = cast(dict[str, object], OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"])))["value"]
     except Exception as error:  # of two parsers
         raise ConfigError(f"{text!r:.100} has a value that is not YAML: {_first_line(error)}.") from error
     yield from _pairs(key.strip(), parsed)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_llm_kl._registry import first_sentence
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.training._checkpoints import flush_folder
 
 if TYPE_CHECKING:
@@ -250,8 +249,10 @@ def save_policy(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
     Example:
         >>> save_policy(policy, tokenizer, Path("model"))  # doctest: +SKIP
     """
-    adapters: Json = {"save_embedding_layers": False} if hasattr(policy, "peft_config") else {}
-    policy.save_pretrained(folder, **adapters)
+    if hasattr(policy, "peft_config"):
+        policy.save_pretrained(folder, save_embedding_layers=False)
+    else:
+        policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -52,7 +52,7 @@ class _Sampler(TransformersWrapper):
 
     generate_kwargs: Json
 
-    def __init__(self, *args: Any, generate_kwargs: Json, **settings: Any) -> None:
+    def __init__(self, *args: object, generate_kwargs: Json, **settings: object) -> None:
         taken = {name: value for name, value in generate_kwargs.items() if name != "top_k"}
         super().__init__(*args, generate_kwargs=taken, **settings)
         self.generate_kwargs = {**generate_kwargs, **self.generate_kwargs}
@@ -147,7 +147,7 @@ def make_sampler(
     Example:
         >>> sampler = make_sampler(model, tokenizer, max_new_tokens=64, sampling=Sampling())  # doctest: +SKIP
     """
-    drawn: Json = {"do_sample": False, "repetition_penalty": 1.0}
+    drawn: dict[str, object] = {"do_sample": False, "repetition_penalty": 1.0}
     if sampling is not None:  # a top-k of the whole vocabulary would sort it at each token
         drawn = {**sampling.generate_kwargs(model), "top_k": sampling.top_k}
     if end:
