@@ -85,7 +85,7 @@ def test_switches_of_the_tests_own_server(server: VllmServer) -> None:
     decimals = {len(str(x["logprob"]).partition(".")[2]) for at in plain[1:] for x in at.values()}  # type: ignore[union-attr]
     assert max(decimals) > 6, "decimals: full floats"
     answer = server.post("/v1/completions", model=MODEL, prompt=prompt, max_tokens=1, return_token_ids=True)
-    assert answer["choices"][0]["prompt_token_ids"] == prompt, "retokenises, starts, old: ids come back as they were"
+    assert answer["choices"][0]["prompt_token_ids"] == prompt, "retokenises, starts: ids come back as they were"
 
 
 # ------------------------------------------------------------------ a sampler

@@ -17,8 +17,7 @@ from remote_models import slowed
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring import Sampling, ScoreOptions, ScoreRequest
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
-from torchrl_llm_kl.service.engines._gang import split
-from torchrl_llm_kl.service.engines._rank import RankEngine, may_split, shard_model
+from torchrl_llm_kl.service.engines._gang import RankEngine, may_split, shard_model, split
 from toy_models import tiny_model
 
 

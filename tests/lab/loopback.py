@@ -3,9 +3,9 @@
 import pickle
 
 from torchrl_llm_kl.service import RemoteModel
-from torchrl_llm_kl.service._connection import Connection
 from torchrl_llm_kl.service._core import ScoringCore
 from torchrl_llm_kl.service._messages import read
+from torchrl_llm_kl.service._remote import Connection
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 
 

@@ -29,7 +29,6 @@ FIXED = {
     "fails": [],  # statuses of the next replies; 0 drops the connection
     "delay": 0.0,  # seconds of each reply
     "seed": 0,  # of the model
-    "old": False,  # vLLM before `return_token_ids`
     "max_logprobs": 20,
     "key": None,
     "odd": False,  # JSON of another form
@@ -101,7 +100,7 @@ class Toy:
             found = [None, *found[max(cached, 1) :]]
         entries = [position and logprobs(position) for position in found]
         choice = {"index": 0, "text": "<1>", "prompt_logprobs": entries}
-        if body.get("return_token_ids") and not s["old"]:
+        if body.get("return_token_ids"):
             choice["prompt_token_ids"] = ids
         return {"object": "text_completion", "model": MODEL, "choices": [choice]}
 

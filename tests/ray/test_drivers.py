@@ -38,7 +38,7 @@ def test_a_forked_child_gets_an_error_at_once(shared, drivers):
         print(first == total(remote))
         """
     )
-    assert found.count("was forked from one that was connected to Ray") == 2
+    assert found.count("was forked from a process that was connected to Ray") == 2
     assert found.count("'spawn' or 'forkserver'") == 2
     assert found.endswith("True")
 

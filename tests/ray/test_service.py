@@ -13,12 +13,19 @@ from tensordict import TensorDict
 
 from closeness import assert_near
 from image_models import IMAGE, image_model, num_placeholders, picture
-from load import Client, assert_same, callers, clone, record_of, sequences
+from load import Client, assert_same, callers, clone, names, record_of, sequences
 from prompt_server import MODEL, PromptServer
 from remote_models import delayed, model
 from torchrl_llm_kl import AfterPrompt, LogProbScorer, RememberedModel, RetrieveKL, RetrieveLogProb, TopK
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, fingerprint_of
-from torchrl_llm_kl.service import HTTPEngine, RayRetrieveLogProb
+from torchrl_llm_kl.service import (
+    HTTPEngine,
+    RayRetrieveLogProb,
+    ScoringService,
+    ServiceClosedError,
+    ServiceError,
+    app,
+)
 from toy_models import tiny_model
 from waits import LONG, until
 
@@ -158,15 +165,8 @@ def test_a_service_of_a_server(serve, local):
 
 def test_an_application_that_serve_deploys(local):
     """As ``serve run`` and RayService do; a driver then uses it by its name, and pushes weights into it."""
-    from load import names
-    from torchrl_llm_kl.service import ScoringService, ServiceClosedError, ServiceError, app
-
     target = app({"name": "deployed", "factory": "remote_models:model", "max_wait": 0.0})
-    ray_serve.run(
-        target.options(ray_actor_options={"num_cpus": 0.1}) if hasattr(target, "options") else target,
-        name="deployed",
-        route_prefix=None,
-    )
+    ray_serve.run(target, name="deployed", route_prefix=None)
     service = ScoringService(name="deployed")
     with pytest.raises(ServiceError, match="was deployed by Serve's own commands"):
         ScoringService(model(), name="deployed")

@@ -44,10 +44,7 @@ def test_weights_reach_every_replica_under_their_version(pushed):
         pushed.update_weights(broken)
     with pytest.raises(WeightVersionError, match="this push lacks"):
         pushed.update_weights({"lm_head.weight": model().lm_head.weight})
-    with pytest.raises(TypeError, match="version must be a whole number, got '7'"):
-        pushed.update_weights(model(), "7")
-    with pytest.raises(TypeError, match="version must be a whole number"):
-        pushed.model.version = 2.5
+    assert type(pushed.model.connection.newest) is int, "the keeper would import torch for a PushedVersion"
     assert_holds(pushed, model(seed=3), start + 6)
 
 
@@ -178,7 +175,7 @@ def test_the_loss_of_the_keeper(serve):
     time.sleep(10.0)  # the replica tells the next keeper which version it holds
     os.kill(pids(service)[0], signal.SIGKILL)
     all_up(service, 1)
-    with pytest.raises(WeightVersionError, match="are lost, with the actor that kept them"):
+    with pytest.raises(WeightVersionError, match="were lost, with the actor that kept them"):
         service.model.make_scorer().score(sequences())
     with pytest.raises(WeightVersionError, match="push all tensors"):
         service.update_weights({"lm_head.weight": model().lm_head.weight})

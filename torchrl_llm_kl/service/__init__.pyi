@@ -1,8 +1,5 @@
 """Names of the package: it loads them on first use, type checkers read them here."""
 
-from torchrl_llm_kl.service._app import (
-    app as app,
-)
 from torchrl_llm_kl.service._errors import (
     EngineLost as EngineLost,
     PoisonedRequest as PoisonedRequest,
@@ -14,9 +11,15 @@ from torchrl_llm_kl.service._errors import (
     ServiceTimeout as ServiceTimeout,
     WeightVersionError as WeightVersionError,
 )
+from torchrl_llm_kl.service._messages import (
+    PushedVersion as PushedVersion,
+)
 from torchrl_llm_kl.service._remote import (
     RemoteModel as RemoteModel,
     RemoteScorer as RemoteScorer,
+)
+from torchrl_llm_kl.service._replica import (
+    app as app,
 )
 from torchrl_llm_kl.service._service import (
     ScoringService as ScoringService,
@@ -29,9 +32,6 @@ from torchrl_llm_kl.service._transforms import (
 from torchrl_llm_kl.service._weight_sync import (
     ServiceWeightSyncScheme as ServiceWeightSyncScheme,
     ServiceWeightUpdater as ServiceWeightUpdater,
-)
-from torchrl_llm_kl.service._weights import (
-    PushedVersion as PushedVersion,
 )
 from torchrl_llm_kl.service.engines._gang import (
     GangEngine as GangEngine,

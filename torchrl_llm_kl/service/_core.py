@@ -1,37 +1,51 @@
-"""A replica's answers: batches of requests to an engine, replies from it. Independent of Ray."""
+"""The work of a replica, independent of Ray: its queue of requests, batches to an engine, and replies."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.scoring import ScoreRequest, check_offers
-from torchrl_llm_kl.service._errors import EngineLost, ServiceTimeout, WeightVersionError
-from torchrl_llm_kl.service._messages import Job, Reply, check_columns, columns_of
+from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, check_offers
+from torchrl_llm_kl.service._errors import EngineLost, ServiceError, ServiceTimeout, WeightVersionError
+from torchrl_llm_kl.service._messages import Job, Reply, columns_of
 from torchrl_llm_kl.service.engines._engine import Engine
 
+#: Batches wait for a caller until this many seconds after its last request.
+CALLER_TTL = 10.0
 T = TypeVar("T")
+
+
+def _raise(error: EngineLost) -> NoReturn:
+    raise error
 
 
 class ScoringCore:
     """Answers requests with one engine, those with equal settings in one call. For one thread.
+
+    Args:
+        engine: scores.
+        lost: called with the error of an engine that cannot go on; by default raises it.
 
     Attributes:
         version: of the engine's weights; 0 before the first update.
         running: number of the call that runs; None between calls.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.version = engine, 0
+    def __init__(self, engine: Engine, lost: Callable[[EngineLost], NoReturn] = _raise) -> None:
+        self.engine, self.version, self._lost = engine, 0, lost
         self.running: int | None = None
         self._calls = itertools.count()
-        self._fingerprint = ""  # of the weights, once it is read
+        self._fingerprint = ""  # of the weights; empty until it is read
 
     def score(self, jobs: Sequence[Job]) -> list[Reply | Exception]:
         """One reply per request, in order; an exception for a request that failed."""
@@ -46,8 +60,7 @@ class ScoringCore:
             else:
                 groups.setdefault((job.options, job.request.form), []).append(i)
         for members in groups.values():
-            some = [jobs[i] for i in members]
-            alike = self.call(partial(self._score_alike, some))
+            alike = self.call(partial(self._score_alike, [jobs[i] for i in members]))
             answers.update(zip(members, alike, strict=True))
         return [answers[i] for i in range(len(jobs))]
 
@@ -69,13 +82,17 @@ class ScoringCore:
         whole = requests[0] if len(requests) == 1 else ScoreRequest.concat(requests)
         check_offers(self.engine, options, whole)
         columns = columns_of(self.engine.run(whole, options), whole.mask)
-        check_columns(columns, whole, options)
         counts = [int(request.mask.sum()) for request in requests]
         parts = zip(*(values.split(counts) for values in columns.values()), strict=True)
         return [
             Reply(columns={n: x.numpy() for n, x in zip(columns, part, strict=True)}, version=self.version)
             for part in parts
         ]
+
+    def probe(self) -> None:
+        """Score two tokens that every model has. An error means that the model is broken."""
+        request = ScoreRequest.of(torch.tensor([[0, 1]]), attention_mask=torch.ones(1, 2, dtype=torch.long))
+        self.call(lambda: self.engine.run(request, ScoreOptions()))
 
     def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Pass ``weights``, a result of the engine's ``check_weights``, to the engine under a new version."""
@@ -84,10 +101,12 @@ class ScoringCore:
         self.version = version
 
     def call(self, work: Callable[[], T]) -> T:
-        """Work of the engine that a :class:`Watchdog` sees."""
+        """Run a call of the engine under the eyes of the :class:`Watchdog`."""
         self.running = next(self._calls)
         try:
             return work()
+        except EngineLost as error:
+            self._lost(error)
         finally:
             self.running = None
 
@@ -110,7 +129,7 @@ class ScoringCore:
 class Watchdog:
     """Tells whether a call of a core has made no progress for ``hang_after`` seconds.
 
-    A long call does not hang while the engine's ``progress()`` grows, nor does a core that waits.
+    A long call does not hang while the engine's ``progress()`` grows, and an idle core does not hang either.
 
     Args:
         core: its calls are watched.
@@ -123,7 +142,7 @@ class Watchdog:
         self._since = 0.0
 
     def hangs(self, now: float | None = None) -> bool:
-        """Whether the call hangs, at a time in seconds; to be asked a few times within ``hang_after``."""
+        """Whether the call hangs, at a time in seconds. Ask a few times within ``hang_after``."""
         now = time.monotonic() if now is None else now
         running = self._core.running
         state = None if running is None else (running, self._core.engine.progress())
@@ -132,6 +151,112 @@ class Watchdog:
         return state is not None and now - self._since >= self.hang_after
 
 
-def probe() -> ScoreRequest:
-    """Two tokens that every model has, to see whether a model answers at all."""
-    return ScoreRequest.of(torch.tensor([[0, 1]]), attention_mask=torch.ones(1, 2, dtype=torch.long))
+class _Waiting:
+    """A request in the queue. Its future ends with the answer, or is cancelled by a client that gave up."""
+
+    def __init__(self, job: Job, *, by_itself: bool) -> None:
+        self.job, self.by_itself, self.arrived = job, by_itself, time.monotonic()
+        self.answer: asyncio.Future[Reply | Exception] = asyncio.get_running_loop().create_future()
+
+
+class Batcher:
+    """Collects requests on an event loop and scores them in one thread, in the order of their arrival.
+
+    A batch waits up to ``max_wait`` seconds for a request of every caller of the last ten seconds, so that callers that
+    answer in step share one forward. A single caller never waits.
+
+    Args:
+        score: scores a batch in the thread; one reply or error for each request.
+
+    Keyword Args:
+        max_tokens: per batch. A larger request is a batch of its own.
+        max_wait: seconds.
+
+    Attributes:
+        last_answer: time of the last batch with an answer that is no error.
+        answered: number of requests in all batches.
+    """
+
+    def __init__(
+        self, score: Callable[[Sequence[Job]], list[Reply | Exception]], *, max_tokens: int, max_wait: float
+    ) -> None:
+        self._score, self.max_tokens, self.max_wait = score, max_tokens, max_wait
+        self._waiting: list[_Waiting] = []
+        self._changed = asyncio.Event()
+        self._callers: dict[str, float] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scoring")
+        self._loop: asyncio.Task[None] | None = None
+        self.last_answer, self.answered = time.monotonic(), 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def submit(self, job: Job, *, by_itself: bool = False) -> Reply:
+        """Wait for the answer. Raises the error of the request. A request ``by_itself`` shares no batch."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop().create_task(self._run())
+        waiting = _Waiting(job, by_itself=by_itself)
+        self._callers[job.caller] = waiting.arrived
+        self._waiting.append(waiting)
+        self._changed.set()
+        answer = await waiting.answer
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def in_thread(self, call: Callable[[], T]) -> T:
+        """Run ``call`` in the scoring thread, between two batches."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+    async def _run(self) -> None:
+        while True:
+            self._changed.clear()
+            if not self._waiting:
+                await self._changed.wait()
+                continue
+            await self._wait_for_callers()
+            batch = self._take()
+            if batch:
+                await self._answer(batch)
+
+    async def _wait_for_callers(self) -> None:
+        """Wait until all recent callers have a request, the batch is full, or the oldest has waited ``max_wait``."""
+        end = self._waiting[0].arrived + self.max_wait
+        while not self._is_complete() and time.monotonic() < end:
+            self._changed.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), end - time.monotonic())
+
+    def _is_complete(self) -> bool:
+        if sum(waiting.job.num_tokens for waiting in self._waiting) >= self.max_tokens:
+            return True
+        since = time.monotonic() - CALLER_TTL
+        self._callers = {caller: seen for caller, seen in self._callers.items() if seen > since}
+        return self._callers.keys() <= {waiting.job.caller for waiting in self._waiting}
+
+    def _take(self) -> list[_Waiting]:
+        """The next batch, without requests whose client gave up."""
+        self._waiting = [waiting for waiting in self._waiting if not waiting.answer.done()]
+        batch = self._waiting[:1]
+        if batch and not batch[0].by_itself:
+            tokens = np.cumsum([waiting.job.num_tokens for waiting in self._waiting])
+            few = self._waiting[: max(int((tokens <= self.max_tokens).sum()), 1)]
+            batch = [waiting for waiting in few if not waiting.by_itself]
+        self._waiting = [waiting for waiting in self._waiting if waiting not in batch]
+        return batch
+
+    async def _answer(self, batch: Sequence[_Waiting]) -> None:
+        jobs = [waiting.job for waiting in batch]
+        answers: Sequence[Reply | Exception]
+        try:
+            answers = await self.in_thread(lambda: self._score(jobs))
+        except Exception as error:  # the scorer itself failed: every caller gets the error, and the queue goes on
+            answers = [error] * len(batch)
+        except (SystemExit, KeyboardInterrupt) as error:  # raised by the model's code: it must not end this loop
+            answers = [ServiceError(f"the model raised {type(error).__name__}: {error}.")] * len(batch)
+        if not all(isinstance(answer, Exception) for answer in answers):  # a broken model must be probed
+            self.last_answer = time.monotonic()
+        self.answered += len(batch)
+        for waiting, answer in zip(batch, answers, strict=True):
+            if not waiting.answer.done():
+                waiting.answer.set_result(answer)  # errors too: a future takes no StopIteration as its exception

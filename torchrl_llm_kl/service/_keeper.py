@@ -1,13 +1,15 @@
 """The keeper of a service: a small actor that deploys the application once and keeps the newest weights.
 
-Serve's controller starts, checks, scales and replaces the replicas. The keeper does what Serve has no place for: it compares
-the configurations of all drivers that ask for a name, holds a model given by value, holds the last push for replicas that
-start later, counts the replicas that a request has killed, and deletes the application after its last driver. Imports no torch.
+Serve's controller starts, checks, scales and replaces the replicas. Serve has no place for the rest, which the keeper does: it
+compares the configurations of all drivers that ask for a name, holds a model given by value, holds the last push for replicas
+that start later, counts the replicas that a request has killed, and deletes the application after its last driver. It imports
+no torch, so that it starts fast.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -20,9 +22,12 @@ from ray import serve
 from torchrl_llm_kl.service._errors import ServiceConfigError, ServiceError, WeightVersionError, portable
 from torchrl_llm_kl.service._spec import DEPLOYMENT, NAMESPACE, ServiceSpec
 
+_LOG = logging.getLogger("torchrl_llm_kl.service")
 _LOOK = 2.0  # seconds between two looks at the application
 _UNUSED = 60.0  # seconds without a driver, after the start of this actor, until the service ends
-_STAGED = 8  # pushes that may be under way
+_STAGED = 600.0  # seconds that a push may take; longer ones belong to drivers that were killed
+#: Ray's own limit for asynchronous actors is 1,000 calls at a time, and each driver holds two for as long as it lives.
+_CALLS = 100_000
 
 
 class Held(NamedTuple):
@@ -30,7 +35,7 @@ class Held(NamedTuple):
 
     version: int
     chunks: list[Any]  # references to the weights
-    lost: bool  # whether an earlier push was lost, which this one does not replace
+    seen: int  # the latest version that any replica held; more than `version` after the loss of a push
 
 
 class State(NamedTuple):
@@ -60,18 +65,15 @@ class Keeper:
         self._deployed = False
         self._ended = ""
         self._failure: Exception | None = None
-        self._fingerprint: str | None = None
-        self._source = ""  # of the model with this fingerprint
+        self._fingerprints: dict[str, str | None] = {}  # of the model of each source
         self._version, self._chunks = 0, list[Any]()
         self._tensors: frozenset[str] = frozenset()  # of the last push
         self._whole = False  # whether it held all tensors of the model
-        self._staged: dict[str, list[Any]] = {}  # pushes that are not committed
+        self._staged: dict[str, tuple[float, list[Any]]] = {}  # begin and chunks of pushes that are not committed
         self._trials = Counter[str]()
         self._turn = asyncio.Lock()
         self._seen = 0  # the latest version that replicas hold: this actor may have lost it
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        self._watching: Any = None
-        self._ending: Any = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # asyncio itself holds tasks weakly
 
     # ------------------------------------------------------------------ drivers
 
@@ -94,11 +96,10 @@ class Keeper:
                 if not self._deployed:
                     await asyncio.to_thread(deploy, self._spec)
                     self._deployed = True
-            except (ServiceConfigError, ray.exceptions.RayError) as error:
-                return portable(error)
             except Exception as error:
-                if not self._deployed:  # a corrected configuration must find the name free
-                    self._ending = asyncio.get_running_loop().create_task(self.end("it could not be deployed"))
+                is_final = not isinstance(error, (ServiceConfigError, ray.exceptions.RayError))
+                if is_final and not self._deployed:  # a corrected configuration must find the name free
+                    self._start("end", self.end("it could not be deployed"))
                 return portable(error)
             self._watch()
         return None
@@ -121,7 +122,8 @@ class Keeper:
     async def state(self) -> State:
         """See :class:`State`."""
         service = "" if self._spec is None else self._spec.id
-        return State(service, self._ended, self._failure, self._fingerprint, self._version)
+        fingerprint = next(iter(self._fingerprints.values()), None)
+        return State(service, self._ended, self._failure, fingerprint, self._version)
 
     async def end(self, why: str) -> None:
         """Delete the application, and exit."""
@@ -134,7 +136,7 @@ class Keeper:
                     await asyncio.to_thread(_delete, self._name)
                     break
                 except Exception as error:  # Serve's controller restarts, or replicas still finish their requests
-                    logging.getLogger("torchrl_llm_kl.service").warning("%s is not deleted yet: %s", self._name, error)
+                    _LOG.warning("%s is not deleted yet: %s", self._name, error)
                     await asyncio.sleep(_LOOK)
             self._over.set()
             await asyncio.sleep(0.2)  # let the calls of hold() return: Ray would report them as failed
@@ -142,24 +144,29 @@ class Keeper:
 
     @property
     def _stays(self) -> bool:
-        """Whether the service does not end with its drivers."""
+        """Whether the service outlives its drivers."""
         return self._spec is None or self._spec.detached
 
+    def _start(self, name: str, work: Any) -> None:
+        self._tasks[name] = asyncio.get_running_loop().create_task(work)
+
     def _watch(self) -> None:
-        if self._watching is None:
-            self._watching = asyncio.get_running_loop().create_task(self._watch_application())
+        if "watch" not in self._tasks:
+            self._start("watch", self._watch_application())
 
     async def _watch_application(self) -> None:
-        """End after an application that somebody else deleted, and one that no driver has used for a minute."""
         while True:
             await asyncio.sleep(_LOOK)
-            if not self._drivers and not self._stays and time.monotonic() - self._unused_since > _UNUSED:
-                await self.end("no driver used it")
-            try:
-                there = await asyncio.to_thread(is_deployed, self._name)
-            except Exception:  # Serve's controller restarts
-                continue
-            if not there and not self._turn.locked():
+            await self._watch_once()
+
+    async def _watch_once(self) -> None:
+        """End after an application that somebody else deleted, and one that no driver has used for a minute."""
+        now = time.monotonic()
+        self._staged = {token: push for token, push in self._staged.items() if now - push[0] < _STAGED}
+        if not self._drivers and not self._stays and now - self._unused_since > _UNUSED:
+            await self.end("no driver used it")
+        with contextlib.suppress(Exception):  # Serve's controller restarts
+            if not await asyncio.to_thread(is_deployed, self._name) and not self._turn.locked():
                 await self.end("its application was deleted")
 
     # ------------------------------------------------------------------ replicas
@@ -168,37 +175,31 @@ class Keeper:
         """The reference to the pickled factory that is not part of the spec, if there is one."""
         return [] if self._model is None else [self._model]
 
-    async def started(self, fingerprint: str | None, source: str = "") -> Held | Exception:
-        """The last push, for a replica that has loaded its factory's model; an error for one with other weights.
-
-        Serve's own commands may deploy another ``source`` under the same name.
-        """
+    async def started(self, fingerprint: str | None, source: str) -> Held | Exception:
+        """The last push, for a replica that has loaded the model ``source``; an error for one with other weights."""
         self._watch()
         self._failure = None
-        if self._spec is None and source != self._source:
-            self._source, self._fingerprint = source, None
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint
-        if fingerprint != self._fingerprint and not self._whole:
+        first = self._fingerprints.setdefault(source, fingerprint)
+        if fingerprint != first and not self._whole:
             return ServiceError(
-                f"a replica of {self._name!r} loaded weights with the fingerprint {fingerprint}, the first one had "
-                f"{self._fingerprint}: the checkpoint changed. Restore it, or make the service again."
+                f"a replica of {self._name!r} loaded weights with the fingerprint {fingerprint}, the first one had {first}: "
+                "the checkpoint changed. Restore it, or make the service again."
             )
         return self._held()
 
     async def failed(self, error: Exception) -> None:
-        """A replica could not start."""
+        """Note why a replica could not start."""
         self._watch()
         self._failure = error
 
-    async def begin_trial(self, digest: str) -> int:
+    async def begin_trial(self, request: str) -> int:
         """Number of replicas that have begun to score a request and no other one, this one included."""
-        self._trials[digest] += 1
-        return self._trials[digest]
+        self._trials[request] += 1
+        return self._trials[request]
 
-    async def end_trial(self, digest: str) -> None:
-        """A replica survived a request."""
-        self._trials.pop(digest, None)
+    async def end_trial(self, request: str) -> None:
+        """Note that a replica survived a request."""
+        self._trials.pop(request, None)
 
     # ------------------------------------------------------------------ weights
 
@@ -208,17 +209,16 @@ class Keeper:
         return self._held()
 
     def _held(self) -> Held:
-        return Held(self._version, self._chunks, self._seen > self._version)
+        return Held(self._version, self._chunks, max(self._seen, self._version))
 
-    async def staged(self, token: str) -> Held:
-        """A push that is not committed."""
-        return Held(self._version, self._staged.get(token, []), lost=False)
+    async def staged(self, token: str) -> list[Any]:
+        """References to the chunks of a push that is not committed."""
+        return self._staged.get(token, (0.0, []))[1]
 
     async def stage(self, token: str, chunk: Any) -> None:
-        """Store a part of a push, which changes nothing yet. The oldest of several that were given up is dropped."""
-        self._staged.setdefault(token, []).append(await asyncio.to_thread(ray.put, chunk))
-        if len(self._staged) > _STAGED:
-            self._staged.pop(next(iter(self._staged)))
+        """Store a part of a push, which changes nothing yet."""
+        stored = await asyncio.to_thread(ray.put, chunk)
+        self._staged.setdefault(token, (time.monotonic(), []))[1].append(stored)
 
     async def drop(self, token: str) -> None:
         """Free a push that is not committed."""
@@ -239,26 +239,23 @@ class Keeper:
             whole: whether these are all tensors of the model.
             parts: number of chunks that were staged. This actor may have restarted between two of them.
         """
-        seen = max(seen, self._seen)
-        last = max(self._version, seen)
+        last = max(self._version, self._seen, seen)
         version = last + 1 if version is None else version
-        if version <= last:
-            return WeightVersionError(
-                f"version {version} of the weights came after version {last}: versions must increase."
-            )
-        # A replica that starts later loads only the last push.
         missing = sorted(self._tensors - set(tensors))
-        if missing:
-            return WeightVersionError(
-                f"this push lacks {len(missing)} tensors, such as {missing[0]!r}, which earlier pushes held: push those too."
+        chunks = self._staged.pop(token, (0.0, []))[1]
+        refused = ""
+        if version <= last:
+            refused = f"version {version} of the weights came after version {last}: versions must increase."
+        elif missing:  # a replica that starts later loads only the last push
+            refused = (
+                f"this push lacks {len(missing)} tensors of earlier pushes, such as {missing[0]!r}: push those too."
             )
-        if seen > self._version and not whole:
-            return WeightVersionError(
-                "the weights that were pushed are lost, with the actor that kept them: push all tensors of the model."
-            )
-        chunks = self._staged.pop(token, [])
-        if len(chunks) != parts:
-            return ServiceError("the push is not known to the actor that keeps the weights: push them again.")
+        elif last > self._version and not whole:
+            refused = "the pushed weights were lost, with the actor that kept them: push all tensors of the model."
+        elif len(chunks) != parts:
+            refused = "the actor that keeps the weights restarted during this push: push them again."
+        if refused:
+            return WeightVersionError(refused)
         self._version, self._chunks, self._tensors, self._whole = version, chunks, frozenset(tensors), whole
         return version
 
@@ -274,19 +271,20 @@ def keeper_of(name: str, spec: ServiceSpec | None = None, *, create: bool = Fals
         get_if_exists=True,
         lifetime="detached",
         num_cpus=0,
+        max_concurrency=_CALLS,
         max_restarts=-1,
         max_task_retries=-1,
     ).remote(name, spec)
 
 
 async def _is_pending(call: Any) -> bool:
-    """Wait for a call that a driver holds; whether its end says nothing about the driver, as after a restart of this actor."""
+    """Wait for a call that a driver holds. True if it failed although the driver lives, as in a restart of this actor."""
     try:
         await call
     except (ray.exceptions.OwnerDiedError, ray.exceptions.TaskCancelledError):
         return False
     except Exception as error:
-        logging.getLogger("torchrl_llm_kl.service").info("a driver's call is sent again: %r", error)
+        _LOG.info("a driver's call is sent again: %r", error)
         return True
     return False
 

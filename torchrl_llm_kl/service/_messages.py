@@ -1,8 +1,9 @@
-"""The messages between clients and replicas: arrays and plain values, which Ray sends; and weights by their names."""
+"""The messages between clients and replicas: arrays and plain values, which Ray sends. Also the chunks of pushed weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -16,9 +17,7 @@ from torchrl_llm_kl.scoring import FEATURES, ScoreOptions, ScoreRequest, Scores
 from torchrl_llm_kl.service._errors import ProtocolError
 
 #: Version of the messages. A change that the other side would misread gets the next number.
-PROTOCOL = 10
-#: The most tokens of ``top_k``.
-MAX_TOP_K = 1024
+PROTOCOL = 11
 #: The features of a scorer that a service offers.
 ANSWERED = FEATURES - {"grad", "reference", "ref_routing", "return_kept", "record_routing"}
 #: The scores of a reply.
@@ -26,6 +25,11 @@ COLUMNS = (
     *("log_prob", "entropy", "top_indices", "top_log_probs", "tail_log_prob"),
     *("collision", "discriminator", "outcomes"),
 )
+#: Bytes of an object that holds weights; a larger weight is a separate object.
+CHUNK = 256 * 2**20
+
+#: Type, shape and bytes of weights by name. Ray maps the bytes into memory where a copy would double them.
+Chunk = dict[str, tuple[str, tuple[int, ...], np.ndarray]]
 
 
 class Message(TypedDict):
@@ -33,6 +37,7 @@ class Message(TypedDict):
 
     protocol: int
     service: str  # the id of the service that the client joined; empty for any
+    id: str  # of this request, the same for all its tries
     arrays: dict[str, np.ndarray]
     options: Json
     version: int | None  # the required version of the weights
@@ -63,60 +68,30 @@ class Job:
         return int(self.request.tokens.values.shape[0])
 
 
-def check_protocol(message: Message) -> None:
-    """Raise a :class:`ProtocolError` for a message of another release."""
+def read(message: Message) -> Job:
+    """The request in a message. Raises a :class:`ProtocolError` for a message of another release."""
     if message["protocol"] != PROTOCOL:
         older = "client" if message["protocol"] < PROTOCOL else "replica"
         raise ProtocolError(
             f"the client sends version {message['protocol']} of the messages, this replica reads version {PROTOCOL}: update "
             f"torchrl_llm_kl on the side of the {older}."
         )
-
-
-def read(message: Message) -> Job:
-    """The request in a message."""
-    request = ScoreRequest.from_arrays(message["arrays"])
-    options = checked_top_k(ScoreOptions.from_dict(message["options"]))
+    request, options = ScoreRequest.from_arrays(message["arrays"]), ScoreOptions.from_dict(message["options"])
     return Job(request, options, message["version"], message["caller"])
 
 
-def checked_top_k(options: ScoreOptions) -> ScoreOptions:
-    """The options; a ValueError if more tokens are asked for than a reply holds."""
-    if options.top_k > MAX_TOP_K:
-        raise ValueError(f"top_k must be at most {MAX_TOP_K} where a service answers, got {options.top_k}.")
-    return options
-
-
 def columns_of(scores: Scores, mask: Tensor) -> dict[str, Tensor]:
-    """The scores at the tokens of ``mask [N]``, on the CPU; log-probs and entropies of a float64 model stay float64."""
+    """The scores at the tokens of ``mask [N]``, on the CPU. Log-probs and entropies of a float64 model stay float64."""
     columns = {}
     for name, value in scores.per_token.items():
-        if name in COLUMNS:
-            values = value.values.detach()
-            columns[name] = _narrow(name, values[mask.to(values.device)].cpu())
+        values = value.values.detach()[mask.to(value.values.device)].cpu()
+        if name == "top_indices":
+            columns[name] = values.int()
+        elif name in COLUMNS:
+            columns[name] = (
+                values if name in ("log_prob", "entropy") and values.dtype == torch.float64 else values.float()
+            )
     return columns
-
-
-def _narrow(name: str, values: Tensor) -> Tensor:
-    """Scores in the type that a reply has for them."""
-    if name == "top_indices":
-        return values.int()
-    return values if values.dtype == torch.float64 and name in ("log_prob", "entropy") else values.float()
-
-
-def check_columns(columns: Mapping[str, Tensor], request: ScoreRequest, options: ScoreOptions) -> None:
-    """Raise a RuntimeError unless an engine returned what was requested."""
-    count, k = int(request.mask.sum()), options.top_k
-    expected: dict[str, tuple[int, ...]] = {"log_prob": (count,)}
-    expected |= {"entropy": (count,)} if options.entropy else {}
-    expected |= {"top_indices": (count, k), "top_log_probs": (count, k), "tail_log_prob": (count,)} if k else {}
-    expected |= {"collision": (count,), "discriminator": (count,)} if options.moments else {}
-    if request.top_ids is not None:
-        *shape, ids = request.top_ids.shape[1:]
-        expected["outcomes"] = (count, *shape, ids + 1)
-    shapes = {name: tuple(values.shape) for name, values in columns.items()}
-    if shapes != expected:
-        raise RuntimeError(f"the engine returned scores of the shapes {shapes}, expected {expected}.")
 
 
 def scores_of(replies: list[Reply], request: ScoreRequest) -> Scores:
@@ -130,6 +105,25 @@ def scores_of(replies: list[Reply], request: ScoreRequest) -> Scores:
     return Scores.spread(request.layout, elements, **columns)._replace(version=first["version"])
 
 
+# ------------------------------------------------------------------ weights
+
+
+class PushedVersion(int):
+    """The version of pushed weights: an ``int`` that :meth:`ScoringService.update_weights` returns.
+
+    Attributes:
+        missed: reasons of replicas that did not take the weights in time. They load them before they answer a client that has
+            seen this version, and after a few seconds at the latest.
+
+    Example:
+        >>> version = service.update_weights(policy)  # doctest: +SKIP
+        >>> version, version.missed  # doctest: +SKIP
+        (7, ())
+    """
+
+    missed: tuple[str, ...] = ()
+
+
 def state_dict_of(weights: Any) -> dict[str, Tensor]:
     """Tensors under their ``state_dict()`` names.
 
@@ -138,17 +132,36 @@ def state_dict_of(weights: Any) -> dict[str, Tensor]:
     """
     if isinstance(weights, nn.Module):
         inner = getattr(weights, "model", None)
-        wrapped = hasattr(weights, "input_mode") and isinstance(inner, nn.Module)
-        tensors = dict((inner if wrapped and inner is not None else weights).state_dict())
-    elif isinstance(weights, TensorDictBase):
-        tensors = {key: value.data for key, value in weights.flatten_keys(".").items()}
-    elif isinstance(weights, Mapping):
-        tensors = dict(weights)
-    else:
-        raise TypeError(
-            f"weights must be a module, a TensorDict or a mapping of names to tensors, got {type(weights).__name__}."
-        )
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"weights must be tensors, got {type(value).__name__} for {name!r}.")
+        is_wrapper = hasattr(weights, "input_mode") and isinstance(inner, nn.Module)
+        return dict((inner if is_wrapper and inner is not None else weights).state_dict())
+    if isinstance(weights, TensorDictBase):
+        return {key: value.data for key, value in weights.flatten_keys(".").items()}
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights must be a module, a TensorDict or a mapping, got {type(weights).__name__}.")
+    return dict(weights)
+
+
+def chunks_of(weights: Iterable[tuple[str, Tensor]], *, size: int = CHUNK) -> Iterator[Chunk]:
+    """Weights by name in chunks of at most ``size`` bytes; a larger weight is a separate chunk."""
+    chunk: Chunk = {}
+    held = 0
+    for name, value in weights:
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        if chunk and held + data.nbytes > size:
+            yield chunk
+            chunk, held = {}, 0
+        chunk[name] = (str(value.dtype).removeprefix("torch."), tuple(value.shape), data)
+        held += data.nbytes
+    if chunk:
+        yield chunk
+
+
+def tensors_of(chunk: Chunk) -> dict[str, Tensor]:
+    """The weights of a chunk, on its memory: not to be written to."""
+    tensors = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        for name, (dtype, shape, data) in chunk.items():
+            flat = torch.from_numpy(data) if data.nbytes else torch.zeros(0, dtype=torch.uint8)
+            tensors[name] = flat.view(getattr(torch, dtype)).reshape(shape)
     return tensors

@@ -1,34 +1,282 @@
-"""The client: proxies of a model and its scorer."""
+"""The client of a service: its connection, and proxies of the model and its scorer."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import sys
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from operator import index
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from torchrl_llm_kl._typing import Json
+from torchrl_llm_kl._registry import install_hint
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import Changes, ScoreOptions, Scorer, ScoreRequest, Scores, Sequences, TokenMask
-from torchrl_llm_kl.service._connection import Connection, Deadline, outside_loop
-from torchrl_llm_kl.service._errors import ServiceError, VersionPending
-from torchrl_llm_kl.service._messages import ANSWERED, PROTOCOL, Message, Reply, checked_top_k, scores_of
-from torchrl_llm_kl.service._weights import check_version
+from torchrl_llm_kl.service._errors import (
+    ServiceClosedError,
+    ServiceError,
+    ServiceOverloaded,
+    ServiceTimeout,
+    VersionPending,
+)
+from torchrl_llm_kl.service._messages import ANSWERED, PROTOCOL, Message, Reply, scores_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_PAUSE = 0.05  # seconds before a request for a version that is not pushed yet is sent again
-_PROCESS = uuid.uuid4().hex[:8]  # with the process id the name of this process among the callers
+_LOOK = 2.0  # seconds without an answer after which a client checks that the service still exists
+_PAUSE = 0.1  # seconds before a call is repeated
+_PROCESS = uuid.uuid4().hex[:8]  # names this process among the callers, together with the process id
+T = TypeVar("T")
+
+
+# ------------------------------------------------------------------ the connection
+
+
+class Connection:
+    """One client's connection to a service: Serve's handle and the keeper. Thread-safe.
+
+    The handle is looked up on first use, and again after ``ray.shutdown()``.
+
+    Attributes:
+        name: of the application.
+        service: the id of the service; empty for the one that has the name now.
+        address: of the Ray cluster, for processes that have not joined one.
+        newest: latest version of the weights that this client has seen.
+        retries: number of calls that were repeated after their replica ended.
+    """
+
+    _forked: ClassVar[bool] = False  # whether only the parent process is connected to Ray
+
+    def __init__(self, name: str, service: str = "", address: str | None = None) -> None:
+        self.name, self.service, self.address = name, service, address
+        self.newest = self.retries = 0
+        self._lock = threading.RLock()
+        self._worker, self._closed = "", ""
+        self._handle: Any = None
+        self._release: weakref.finalize[..., Connection] | None = None
+
+    def __reduce__(self) -> tuple[type[Connection], tuple[str, str, str | None]]:
+        return Connection, (self.name, self.service, self.address)
+
+    def connect(self) -> None:
+        """Join a cluster if this process is not part of one, then find the application."""
+        if Connection._forked:
+            raise ServiceError(
+                f"process {os.getpid()} was forked from a process that was connected to Ray. A connection does not survive a "
+                "fork: start the process with multiprocessing's 'spawn' or 'forkserver' method."
+            )
+        if self._closed:
+            raise ServiceClosedError(self._closed)
+        ray = import_ray()
+        if self._worker and ray.is_initialized() and self._worker == ray.get_runtime_context().get_worker_id():
+            return
+        with self._lock:
+            if not ray.is_initialized():
+                ray.init(self.address, log_to_driver=False)
+            context = ray.get_runtime_context()
+            self.address = context.gcs_address
+            try:
+                self._handle = ray.serve.get_app_handle(self.name)
+            except ray.serve.exceptions.RayServeException as error:
+                raise self.gone() from error
+            self._worker = context.get_worker_id()
+
+    def gone(self) -> ServiceClosedError:
+        """The error for a service that does not exist."""
+        return ServiceClosedError(f"there is no service {self.name!r}: it was shut down, or its last driver ended.")
+
+    def hold(self, keeper: Any) -> None:
+        """Keep the service until this object is closed or freed, or its process ends."""
+        if self._release is not None:
+            self._release()
+        client = uuid.uuid4().hex
+        # This process owns the call, so Ray tells the keeper when the process ends.
+        held = keeper.hold.remote(client)
+        keeper.watch.remote(client, [held])
+        self._release = weakref.finalize(self, _cancel, held)
+        self._release.atexit = False  # the end of the process cancels the call too
+
+    def close(self, why: str) -> None:
+        """Stop using the service. Later calls raise :class:`ServiceClosedError` with this text."""
+        self._closed = self._closed or why
+        if self._release is not None:
+            self._release()
+
+    def keeper(self) -> Any:
+        """The actor that keeps the weights."""
+        from torchrl_llm_kl.service._keeper import keeper_of
+
+        self.connect()
+        try:
+            return keeper_of(self.name)
+        except ValueError:
+            raise self.gone() from None
+
+    def check_open(self) -> None:
+        """Raise a :class:`ServiceClosedError` if the service has ended."""
+        import ray
+
+        from torchrl_llm_kl.service._keeper import is_deployed
+
+        try:
+            if ray.get(self.keeper().state.remote(), timeout=_LOOK).ended:
+                raise self.gone()
+        except ServiceClosedError:
+            # Serve's own commands deploy without a keeper: the first replica that starts creates it.
+            if self._closed or not is_deployed(self.name):
+                raise
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # the keeper restarts
+            pass
+
+    def saw(self, version: int) -> None:
+        """Note a version of the weights."""
+        with self._lock:
+            self.newest = max(
+                self.newest, index(version)
+            )  # a plain int: the keeper would import torch for its subclass
+
+    def send(self, method: str, *args: object) -> Any:
+        """Call a method of any replica. Returns Serve's response."""
+        self.connect()
+        return getattr(self._handle, method).remote(*args)
+
+    def receive(self, response: Any, again: Callable[[int], Any], deadline: Deadline) -> Any:
+        """Wait for an answer, and repeat the call when its replica ends. Answers that are errors are raised.
+
+        Args:
+            response: of :meth:`send`.
+            again: sends the call again. Its argument is the number of replicas that ended while they held the call.
+            deadline: of the answer.
+        """
+        from ray import exceptions, serve
+
+        tries = 0
+        while True:
+            try:
+                answer = response.result(timeout_s=min(deadline.left, _LOOK))
+            except serve.exceptions.BackPressureError as error:
+                raise ServiceOverloaded(
+                    f"{deadline.what}: this process has max_queued_requests waiting calls ({error.message}) Add replicas, or "
+                    "send fewer calls at a time."
+                ) from error
+            except serve.exceptions.DeploymentUnavailableError as error:
+                self.check_open()
+                raise ServiceError(f"{deadline.what}: the application failed: {error.message}") from error
+            except TimeoutError:
+                self.check_open()
+                if deadline.left <= 0:
+                    raise deadline.over() from None
+                continue
+            except (
+                exceptions.RayActorError,
+                exceptions.WorkerCrashedError,
+                exceptions.ObjectLostError,
+                exceptions.OutOfMemoryError,  # Ray's memory monitor killed the replica
+                exceptions.NodeDiedError,
+            ) as error:
+                self.check_open()
+                why: Exception = error
+                tries += 1
+                self.retries += 1
+            else:
+                if isinstance(answer, Exception) and not isinstance(answer, VersionPending):
+                    raise answer
+                if not isinstance(answer, Exception):
+                    return answer
+                why = answer
+            if deadline.left <= _PAUSE:
+                raise deadline.over(why) from why
+            time.sleep(_PAUSE)
+            response = again(tries)
+
+    def call(self, method: str, *args: object, timeout: float) -> Any:
+        """Call a method of any replica, and wait for the answer."""
+        deadline = Deadline(timeout, f"{method}() of the service {self.name!r}")
+        return outside_loop(
+            lambda: self.receive(self.send(method, *args), lambda tries: self.send(method, *args), deadline)
+        )
+
+    def broadcast(self, method: str, *args: object, timeout: float) -> list[Any]:
+        """Call a method of each running replica. The result has an exception for a replica that does not answer in time."""
+        from ray.serve.exceptions import DeploymentUnavailableError
+
+        self.connect()
+        response = self._handle.broadcast(method, *args)
+        try:
+            return outside_loop(lambda: list(response.results(timeout_s=timeout, return_exceptions=True)))
+        except (TimeoutError, DeploymentUnavailableError) as error:  # the latter: no replica runs
+            return [error]
+
+
+class Deadline:
+    """The time by which something must be done, and its description for the error."""
+
+    def __init__(self, timeout: float, what: str) -> None:
+        self.timeout, self.what = timeout, what
+        self._end = time.monotonic() + timeout
+
+    @property
+    def left(self) -> float:
+        """Seconds, at least 0."""
+        return max(self._end - time.monotonic(), 0.0)
+
+    def over(self, why: object = None) -> ServiceTimeout:
+        """The error of a missed deadline."""
+        reason = "" if why is None else f": {why}"
+        return ServiceTimeout(
+            f"{self.what} took more than {self.timeout:g} s{reason}. Raise timeout=, or add replicas."
+        )
+
+
+def outside_loop(wait: Callable[[], T]) -> T:
+    """The result of ``wait``, in another thread if this one runs an event loop: Serve refuses to wait there."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return wait()
+    with ThreadPoolExecutor(1, thread_name_prefix="scores") as pool:
+        return pool.submit(wait).result()
+
+
+def import_ray() -> Any:
+    """Ray, or an ImportError that says how to install it."""
+    try:
+        import ray
+        import ray.serve
+    except ImportError as error:
+        raise ImportError(f"a service needs Ray Serve: {install_hint('ray')}.") from error
+    return ray
+
+
+def _cancel(held: Any) -> None:
+    """Cancel the call that a driver holds. Garbage collection may run this anywhere, so a thread does it."""
+    import ray
+
+    if ray.is_initialized():
+        threading.Thread(target=ray.cancel, args=(held,), name="release", daemon=True).start()
+
+
+def _after_fork() -> None:
+    """Note in a forked child whether its parent was connected: Ray would count as connected, and every call would hang."""
+    ray = sys.modules.get("ray")
+    Connection._forked = ray is not None and ray.is_initialized()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+# ------------------------------------------------------------------ the proxies
 
 
 class RemoteModel:
@@ -47,12 +295,10 @@ class RemoteModel:
 
     log_probs_only = True  # no distributions: see check_distributions
     replays = True  # scores over recorded tokens: see check_replays
-    #: A call of more numbers than this is sent in parts of about this size, so that small calls of others come between them.
+    #: Larger calls, in numbers, are sent in parts of about this size, so that small calls of others come between them.
     part_size = 8192
 
     def __init__(self, name: str, *, timeout: float = 120.0, service: str = "", address: str | None = None) -> None:
-        if not timeout > 0:
-            raise ValueError(f"timeout must be a number of seconds greater than 0, got {timeout}.")
         self.timeout = timeout
         self.connection = Connection(name, service, address)
         self._version: int | None = None
@@ -73,34 +319,32 @@ class RemoteModel:
 
     @version.setter
     def version(self, version: int | None) -> None:
-        self._version = None if version is None else check_version(version)
-
-    def __reduce__(self) -> tuple[Callable[..., RemoteModel], tuple[Json, Json]]:
-        own = self.connection
-        given: Json = {"name": own.name, "timeout": self.timeout, "service": own.service, "address": own.address}
-        return _restored, (given, {"_version": self._version, "_interface": self._interface})
+        self._version = None if version is None else index(version)
 
     @property
     def interface(self) -> ModelInterface:
         """Keys and tokenizer of the model, requested once."""
-        return self._model_interface()
+        return self._described()[0]
 
     @property
     def log_probs_key(self) -> Any:
-        """That of the TorchRL wrapper; an AttributeError if the model is not one."""
-        return self._model_interface("log_probs_key").log_probs_key
+        """The key of the TorchRL wrapper; an AttributeError if the model is not one."""
+        return self._wrapper("log_probs_key").log_probs_key
 
     @property
     def pad_output(self) -> bool:
-        """That of the TorchRL wrapper; an AttributeError if the model is not one."""
-        return bool(self._model_interface("pad_output").pad_output)
+        """Whether the TorchRL wrapper pads; an AttributeError if the model is not one."""
+        return bool(self._wrapper("pad_output").pad_output)
 
-    def _model_interface(self, of_wrapper: str = "") -> ModelInterface:
+    def _described(self) -> tuple[ModelInterface, bool]:
         if self._interface is None:
             self._interface = self.call("interface")
-        interface, is_wrapper = self._interface
-        if of_wrapper and not is_wrapper:
-            raise AttributeError(f"the model of {self!r} is not a TorchRL wrapper: it has no {of_wrapper}.")
+        return self._interface
+
+    def _wrapper(self, name: str) -> ModelInterface:
+        interface, is_wrapper = self._described()
+        if not is_wrapper:
+            raise AttributeError(f"the model of {self!r} is not a TorchRL wrapper: it has no {name}.")
         return interface
 
     def make_scorer(self, options: ScoreOptions | None = None, **changes: Unpack[Changes]) -> RemoteScorer:
@@ -118,11 +362,6 @@ class RemoteModel:
         old = version < self.connection.newest or self._version not in (None, version)
         return None if old else (version, fingerprint)
 
-    @property
-    def retries(self) -> int:
-        """Number of calls through this object that were repeated after their replica ended."""
-        return self.connection.retries
-
     def call(self, method: str, *args: object) -> Any:
         """Call a method of any replica, with retries until the timeout."""
         return self.connection.call(method, *args, timeout=self.timeout)
@@ -135,18 +374,12 @@ class RemoteModel:
         return f"{type(self).__name__}({self.name!r})"
 
 
-def _restored(given: Json, state: Json) -> RemoteModel:
-    model = RemoteModel(**given)
-    model.__dict__.update(state)
-    return model
-
-
 class RemoteScorer(Scorer):
     """Scores on a service.
 
-    Each of the ``top_k`` tokens, of which there are at most 1024, takes 8 bytes of the reply; their log-probs and the rest's
-    are float32 for any model. Each of the recorded tokens that were ``kept`` takes 4 bytes of the request. Calls raise a
-    :class:`ServiceError` if the service does not answer.
+    Each of the ``top_k`` tokens takes 8 bytes of the reply. Their log-probs and the log-prob of the rest are float32 for any
+    model. Each recorded token that was ``kept`` takes 4 bytes of the request. Calls raise a :class:`ServiceError` if the
+    service does not answer.
 
     Args:
         model: the service.
@@ -166,18 +399,11 @@ class RemoteScorer(Scorer):
     def __init__(self, model: RemoteModel, options: ScoreOptions) -> None:
         self.model, self.options = model, options
 
-    def check(
-        self, options: ScoreOptions, request: ScoreRequest | None = None, *, reference: Scorer | None = None
-    ) -> None:
-        """See :meth:`Scorer.check`."""
-        super().check(checked_top_k(options), request, reference=reference)
-
     def run(
         self, request: ScoreRequest, options: ScoreOptions | None = None, *, reference: Scorer | None = None
     ) -> Scores:
         """See :meth:`Scorer.run`."""
-        self.check(self.options if options is None else options, request, reference=reference)
-        return self._begun(request, options)()
+        return self.begin(request, options, reference=reference)()
 
     async def ascore(self, sequences: Sequences, mask: TokenMask | None = None, **changes: Unpack[Changes]) -> Ragged:
         """:meth:`score` without blocking an event loop; see :meth:`arun`."""
@@ -186,7 +412,7 @@ class RemoteScorer(Scorer):
     async def arun(self, request: ScoreRequest, options: ScoreOptions | None = None) -> Scores:
         """:meth:`run` without blocking an event loop. Cancelling it withdraws the requests.
 
-        It takes a thread, of up to 256 in this process.
+        It takes one of up to 256 threads of this process.
 
         Example:
             >>> async def both(scorer, a, b):
@@ -200,34 +426,36 @@ class RemoteScorer(Scorer):
             begun.add_done_callback(_withdraw)
             raise
 
-    def begin(self, request: ScoreRequest, options: ScoreOptions | None = None) -> Exchange:
-        """Send the request; the result is a function that waits for the scores of :meth:`run`."""
-        self.check(self.options if options is None else options, request)
-        return self._begun(request, options)
-
-    def _begun(self, request: ScoreRequest, options: ScoreOptions | None) -> Exchange:
-        self.model.connection.connect()  # before any tensor: torch's own threads do not survive a fork either
+    def begin(
+        self, request: ScoreRequest, options: ScoreOptions | None = None, *, reference: Scorer | None = None
+    ) -> Exchange:
+        """Send the request. The result is a function that waits for the scores of :meth:`run`."""
         options = self.options if options is None else options
+        self.check(options, request, reference=reference)
+        # Connect before tensors are made: in a forked child torch's own threads do not run either, and would hang.
+        self.model.connection.connect()
         if options.remember and not options.memory:
             options = options.but(remember=False)
         return Exchange(self.model, cut(request, self.model.part_size), request, options)
 
 
 class Exchange:
-    """One call of a scorer, sent in parts; calling it waits for the scores, all from the same version of the weights."""
+    """One call of a scorer, sent in parts. Calling it waits for the scores, all from the same version of the weights."""
 
     def __init__(
         self, model: RemoteModel, parts: list[ScoreRequest], request: ScoreRequest, options: ScoreOptions
     ) -> None:
         self._model, self._parts, self._request, self._options = model, parts, request, options
-        self._sent = [self._send(part) for part in self._parts]
+        self._id = uuid.uuid4().hex
+        self._sent = [self._send(i) for i in range(len(parts))]
 
-    def _send(self, part: ScoreRequest, tries: int = 0) -> Any:
+    def _send(self, i: int, tries: int = 0) -> Any:
         connection = self._model.connection
         message = Message(
             protocol=PROTOCOL,
             service=connection.service,
-            arrays=part.to_arrays(),
+            id=f"{self._id}/{i}",
+            arrays=self._parts[i].to_arrays(),
             options=self._options.to_dict(),
             version=self._model.version,
             newest=connection.newest,
@@ -237,7 +465,7 @@ class Exchange:
         return connection.send("score", message)
 
     def __call__(self) -> Scores:
-        """Wait for the scores; raises the error of a request."""
+        """Wait for the scores. Raises the error of a request."""
         return outside_loop(self._wait)
 
     def _wait(self) -> Scores:
@@ -255,36 +483,31 @@ class Exchange:
                     return scores_of([replies[i] for i in range(len(self._parts))], self._request)
                 for i in stale:  # weights were pushed meanwhile
                     del replies[i]
-                    self._sent[i] = self._send(self._parts[i])
+                    self._sent[i] = self._send(i)
         except BaseException as error:  # also when the user interrupts
             self.cancel()
             if not isinstance(error, ValueError) or isinstance(error, ServiceError) or len(self._parts) == 1:
                 raise
-        # The message of a part counts the sequences of the part: one replica checks them all.
+        # The message of a part counts the sequences of that part. Let one replica check the whole request.
         return Exchange(self._model, [self._request], self._request, self._options)()
 
     def _receive(self, i: int, deadline: Deadline) -> Reply:
         def again(tries: int) -> Any:
-            self._sent[i] = self._send(self._parts[i], tries)
+            self._sent[i] = self._send(i, tries)
             return self._sent[i]
 
-        reply: Reply | VersionPending = self._model.connection.receive(self._sent[i], again, deadline)
-        while isinstance(reply, VersionPending):
-            if deadline.left <= _PAUSE:
-                raise deadline.over(reply) from reply
-            time.sleep(_PAUSE)
-            reply = self._model.connection.receive(again(0), again, deadline)
+        reply: Reply = self._model.connection.receive(self._sent[i], again, deadline)
         return reply
 
     def cancel(self) -> None:
-        """Withdraw the requests: no replica scores those that wait there."""
+        """Withdraw the requests, so that no replica scores those that still wait there."""
         for response in self._sent:
             with contextlib.suppress(Exception):  # Serve raises the error of a call that has failed already
                 response.cancel()
 
 
 def cut(request: ScoreRequest, limit: int) -> list[ScoreRequest]:
-    """The request in parts of whole sequences, of about ``limit`` numbers each; neighbours stay together."""
+    """The request in parts of whole sequences, of about ``limit`` numbers each. Neighbours stay together."""
     sizes = request.sizes()
     if int(sizes.sum()) <= limit:
         return [request]
@@ -299,6 +522,6 @@ def _threads(pid: int) -> ThreadPoolExecutor:
 
 
 def _withdraw(begun: Future[Exchange]) -> None:
-    """Cancel a call for which nobody waits."""
+    """Cancel a call whose caller has stopped waiting."""
     if not begun.cancelled() and begun.exception() is None:
         begun.result().cancel()

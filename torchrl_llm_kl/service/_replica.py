@@ -1,4 +1,4 @@
-"""The deployment: a replica loads the model and answers requests. The keeper imports it, so that it loads torch late."""
+"""The deployment: a replica loads the model and answers requests. The keeper imports this file, so it imports torch late."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import ray
 from ray import serve
 
+from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.service._errors import (
     EngineLost,
@@ -25,7 +29,7 @@ from torchrl_llm_kl.service._errors import (
     portable,
 )
 from torchrl_llm_kl.service._keeper import Held, is_deployed, keeper_of
-from torchrl_llm_kl.service._spec import DEFAULTS, DEPLOYMENT, OF_ACTORS, ServiceSpec
+from torchrl_llm_kl.service._spec import DEFAULTS, DEPLOYMENT, OF_ACTORS, ServiceSpec, Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +42,6 @@ MAX_TRIALS = 3
 _PROBE = 10.0  # seconds without an answer after which a check of the health scores a probe
 _KEEPER = 60.0  # seconds for the keeper to answer
 _FETCH = 300.0  # seconds to fetch weights or a model
-_PENDING = 1.0  # seconds that a request waits here for a version that is not pushed yet
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 
@@ -56,42 +59,41 @@ class ReplicaState(NamedTuple):
 class Replica:
     """Scores the requests of any number of clients, and takes pushed weights between two batches.
 
-    The event loop only waits. The model runs in one thread. Errors of a call are returned as values, with their own type,
-    since they are not failures of the replica.
+    The event loop only waits. The model runs in one thread. Errors of a call are returned as values, with their own type:
+    Serve would count raised ones as failures of the replica.
     """
 
     def __init__(self, spec: ServiceSpec) -> None:
-        from torchrl_llm_kl.service._batcher import Batcher
-        from torchrl_llm_kl.service._core import ScoringCore, Watchdog
+        from torchrl_llm_kl.service._core import Batcher, ScoringCore, Watchdog
         from torchrl_llm_kl.service.engines._engine import engine_of
 
         os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")  # only the start blocks
         self._spec, self._name = spec, serve.get_replica_context().replica_id.unique_id
         settings = spec.settings
+        self._newest = 0  # the latest version that any replica held
         self._keeper = keeper_of(spec.name, create=True)  # Serve's own commands deploy without one
         try:
             engine = engine_of(self._load(), tokens_per_batch=settings.tokens_per_batch, memory=settings.memory)
-            self._core = ScoringCore(engine)
+            self._core = ScoringCore(engine, self._exit)
             held = ray.get(self._keeper.started.remote(self._fingerprint(), spec.source), timeout=_KEEPER)
             if isinstance(held, Exception):
                 raise held
-            self._lost: Exception | None = None
-            self._take(held)
+            self._newest = held.seen
+            if held.chunks:
+                self._core.update_weights(self._fetch(held.chunks), held.version)
         except Exception as error:
             _LOG.exception("a replica of %s has no model", spec.name)
             ray.get(self._keeper.failed.remote(portable(error)), timeout=_KEEPER)
             raise
-        self._batcher = Batcher(self._score, max_tokens=settings.max_tokens, max_wait=settings.max_wait)
+        self._batcher = Batcher(self._core.score, max_tokens=settings.max_tokens, max_wait=settings.max_wait)
         self._watchdog = Watchdog(self._core, settings.hang_after)
         self._catching_up, self._on_trial = asyncio.Lock(), asyncio.Lock()
-        self._following: asyncio.Task[Any] | None = None  # loads a push that a check of the health found
+        self._following: asyncio.Task[Any] | None = None  # loads a push that a check of the health noticed
         try:
-            self._probe()
+            self._core.probe()
             self._has_probe = True
-        except Exception:  # the model has no use for these tokens: its health is that it makes progress
+        except Exception:  # the model cannot score these tokens: its health is only that it makes progress
             self._has_probe = False
-        if hasattr(engine, "when_lost"):
-            engine.when_lost(self._exit)
 
     def _load(self) -> Any:
         """The model or the engine that the factory returns."""
@@ -109,7 +111,7 @@ class Replica:
     def _fingerprint(self) -> str | None:
         try:
             return self._core.read_fingerprint()[1]
-        except Exception as error:  # weights elsewhere, or of an exotic kind: it can be scored all the same
+        except Exception as error:  # weights elsewhere, or of an exotic kind: the model can be scored all the same
             _LOG.info("the model of %s has no fingerprint: %s", self._spec.name, error)
             return None
 
@@ -117,45 +119,36 @@ class Replica:
 
     async def score(self, message: Message) -> Reply | Exception:
         """The scores of a request, or its error."""
-        from torchrl_llm_kl.service._messages import check_protocol, read
+        from torchrl_llm_kl.service._messages import read
 
         try:
-            check_protocol(message)
+            job = read(message)
             if message["service"] not in ("", self._spec.id):
                 raise ServiceClosedError(
-                    f"the service {self._spec.name!r} was shut down; the one of that name now is another: construct a "
-                    "ScoringService again to use it."
+                    f"the service {self._spec.name!r} was shut down, and a new one has its name: construct a ScoringService "
+                    "again to use it."
                 )
-            job = read(message)
-            await self._catch_up(max(job.version or 0, message["newest"]), required=job.version or 0)
+            await self._catch_up(max(job.version or 0, message["newest"], self._newest), required=job.version or 0)
             if not message["tries"]:
                 return await self._batcher.submit(job)
             # A replica ended while it held this request. From now on it is scored by itself: if the next ones end too, the
             # request is the cause. Requests that waited beside it are on trial as well, and pass.
-            digest = digest_of(message)
             async with self._on_trial:
-                begun = await self._keeper.begin_trial.remote(digest)
-                if begun > MAX_TRIALS and message["tries"] > 1:  # equal requests may be on trial in other replicas
+                if await self._keeper.begin_trial.remote(message["id"]) > MAX_TRIALS:
                     raise PoisonedRequest(
-                        f"{MAX_TRIALS} replicas ended while they scored a request of {len(message['arrays']['lengths'])} "
-                        f"sequences and {job.num_tokens} tokens, and nothing else: it is not tried again. Look for the cause "
-                        f"in the logs of {self._spec.name!r}, and score its sequences in smaller requests to find the one at "
-                        "fault."
+                        f"{MAX_TRIALS} replicas ended while they scored only a request of "
+                        f"{len(message['arrays']['lengths'])} sequences and {job.num_tokens} tokens. It is not tried again. "
+                        f"Look for the cause in the logs of {self._spec.name!r}, and score its sequences in smaller requests "
+                        "to find the one at fault."
                     )
                 try:
-                    return await self._batcher.submit(job, alone=True)
+                    return await self._batcher.submit(job, by_itself=True)
                 finally:
-                    self._keeper.end_trial.remote(digest)
+                    self._keeper.end_trial.remote(message["id"])
         except ray.exceptions.RayError as error:
             return ServiceError(f"the actor that keeps the weights of {self._spec.name!r} does not answer: {error}")
         except Exception as error:
             return portable(error)
-
-    def _score(self, jobs: Sequence[Any]) -> list[Reply | Exception]:
-        try:
-            return self._core.score(jobs)
-        except EngineLost as error:
-            self._exit(error)
 
     def _exit(self, error: EngineLost) -> NoReturn:
         """End the process of a replica without an engine, so that Serve replaces it and clients retry their requests."""
@@ -164,35 +157,22 @@ class Replica:
         os._exit(1)
 
     async def check_health(self) -> None:
-        """Serve calls this. An exception, several times in a row, replaces the replica; one that hangs ends at once."""
+        """Serve calls this. Several exceptions in a row replace the replica. A replica that hangs ends at once."""
         if self._watchdog.hangs():
             _LOG.error("replica %s made no progress for %g s and ends", self._name, self._watchdog.hang_after)
             faulthandler.dump_traceback(all_threads=True)
             os._exit(1)
         with contextlib.suppress(Exception):  # the keeper restarts
-            newest: Held = await asyncio.wait_for(self._keeper.newest.remote(self._core.version), 5.0)
-            self._check_lost(newest)
-            if newest.version > self._core.version:
-                if self._following is None or self._following.done():
-                    self._following = asyncio.create_task(self.take_weights(newest.version))  # its errors are values
-                # The weights wait for the batch that runs, which may take longer than Serve waits for this method.
-                await asyncio.wait([self._following], timeout=5.0)
+            held: Held = await asyncio.wait_for(self._keeper.newest.remote(self._core.version), 5.0)
+            self._newest = held.seen
+            if held.version > self._core.version and not self._catching_up.locked():
+                # Not awaited: the weights wait for the batch that runs, which may take longer than Serve waits here.
+                self._following = asyncio.create_task(self.take_weights(held.version))
         idle = self._core.running is None and time.monotonic() - self._batcher.last_answer > _PROBE
         if idle and self._has_probe:
-            try:
-                await self._batcher.in_thread(self._probe)
-            except EngineLost as error:
-                self._exit(error)
-            except ServiceError:  # a server elsewhere does not answer: that is no fault of this process
-                pass
+            with contextlib.suppress(ServiceError):  # a server elsewhere does not answer: not a fault of this process
+                await self._batcher.in_thread(self._core.probe)
             self._batcher.last_answer = time.monotonic()
-
-    def _probe(self) -> None:
-        """Score two tokens; an error means that the model is broken."""
-        from torchrl_llm_kl.scoring import ScoreOptions
-        from torchrl_llm_kl.service._core import probe
-
-        self._core.call(lambda: self._core.engine.run(probe(), ScoreOptions()))
 
     async def state(self) -> ReplicaState:
         """See :class:`ReplicaState`."""
@@ -214,10 +194,7 @@ class Replica:
     async def check_weights(self, token: str) -> tuple[list[str], bool] | Exception:
         """Whether a staged push fits the model: one name of each tensor in it, and whether these are all."""
         try:
-            staged: Held = await self._keeper.staged.remote(token)
-            weights = await asyncio.to_thread(self._fetch, staged.chunks)
-        except EngineLost as error:
-            self._exit(error)
+            weights = await asyncio.to_thread(self._fetch, await self._keeper.staged.remote(token))
         except Exception as error:
             return portable(error)
         tensors: Sequence[Sequence[str]] = getattr(self._core.engine, "tensors", list)()
@@ -234,72 +211,35 @@ class Replica:
         return await self.state()
 
     async def _catch_up(self, version: int, *, required: int = 0) -> None:
-        """Load the push ``version`` or a later one; wait a moment if a request requires a version that is not pushed yet."""
-        end = time.monotonic() + _PENDING
-        while self._lost is not None or self._core.version < version:
-            async with self._catching_up:
-                if self._lost is None and self._core.version >= version:
-                    return
-                await self._load_newest()
-            if self._lost is not None:
-                raise self._lost.with_traceback(None)
-            if self._core.version < version:
-                if required < version:
-                    raise WeightVersionError(
-                        f"version {version} of the weights was seen before, a replica holds {self._core.version} and finds no "
-                        "newer one: it is lost, push it again."
-                    )
-                if time.monotonic() > end:  # a push needs a free place among the ongoing requests
-                    raise VersionPending(f"version {version} of the weights is not pushed yet.")
-                await asyncio.sleep(0.02)
-
-    async def _load_newest(self) -> None:
-        held: Held = await self._keeper.newest.remote(self._core.version)
-        self._check_lost(held)
-        if held.version > self._core.version and not held.lost:
-            try:
+        """Load the push ``version`` or a later one. An error if it is lost, or if a request requires it before its push."""
+        if self._core.version >= version:
+            return
+        async with self._catching_up:
+            held: Held = await self._keeper.newest.remote(self._core.version)
+            if held.version > self._core.version:
                 weights = await asyncio.to_thread(self._fetch, held.chunks)
-                await self._batcher.in_thread(lambda: self._update(weights, held.version))
-            except EngineLost as error:
-                self._exit(error)
-            _LOG.info("replica %s holds version %d of the weights", self._name, held.version)
-
-    def _take(self, held: Held) -> None:
-        """Load the last push before the first request."""
-        self._check_lost(held)
-        if self._lost is None and held.chunks:
-            self._update(self._fetch(held.chunks), held.version)
-
-    def _update(self, weights: Mapping[str, Tensor], version: int) -> None:
-        self._core.update_weights(weights, version)
-        self._lost = None  # in the same thread: the task that waits may be cancelled meanwhile
-
-    def _check_lost(self, held: Held) -> None:
-        """Answer no requests from now on if pushed weights are lost and this replica has older ones."""
-        if held.lost and self._core.version <= held.version:  # better an error than scores from wrong weights
-            self._lost = WeightVersionError(
-                "the weights that were pushed are lost, with the actor that kept them: push them again."
+                await self._batcher.in_thread(lambda: self._core.update_weights(weights, held.version))
+                _LOG.info("replica %s holds version %d of the weights", self._name, held.version)
+            self._newest = held.seen
+        if self._core.version < version:
+            # The request does not wait here: the push needs a free place among the ongoing requests.
+            if required == version:
+                raise VersionPending(f"version {version} of the weights is not pushed yet.")
+            raise WeightVersionError(
+                f"version {version} of the weights was pushed, but this replica has {self._core.version}: the weights were "
+                "lost, with the actor that kept them. Push them again."
             )
 
     def _fetch(self, chunks: Sequence[Any]) -> Mapping[str, Tensor]:
         """The weights of a push under the model's own names; an error if they do not fit."""
-        from torchrl_llm_kl.service._weights import tensors_of
+        from torchrl_llm_kl.service._messages import tensors_of
 
-        if not chunks:
-            raise ServiceError("the push is not known to the actor that keeps the weights: push them again.")
         parts = ray.get(list(chunks), timeout=_FETCH)
         weights = {name: value for part in parts for name, value in tensors_of(part).items()}
         return self._core.engine.check_weights(weights)
 
 
-def digest_of(message: Message) -> str:
-    """Equal for requests of the same tokens, masks, options and records."""
-    import hashlib
-
-    digest = hashlib.blake2b(repr(message["options"]).encode(), digest_size=16)
-    for name, array in message["arrays"].items():
-        digest.update(name.encode() + array.tobytes())
-    return digest.hexdigest()
+# ------------------------------------------------------------------ the application
 
 
 def application(spec: ServiceSpec) -> serve.Application:
@@ -323,3 +263,49 @@ def deploy(spec: ServiceSpec) -> None:
             raise ServiceError(f"Serve has another application with the name {spec.name!r}: choose another name=.")
         target = serve.RunTarget(target=application(spec), name=spec.name, route_prefix=None)
         serve.run_many([target], wait_for_applications_running=False)
+
+
+def app(args: Mapping[str, Any]) -> serve.Application:
+    """The application of a service in a configuration file of Serve: ``import_path: torchrl_llm_kl.service:app``.
+
+    Args:
+        args: of the file. ``name`` is the name of the application. ``model`` is a folder or a name of the hub, with ``dtype``;
+            or ``factory`` is ``"module:function"``, with its ``arguments``. The settings ``tokens_per_batch``, ``memory``,
+            ``max_tokens``, ``max_wait`` and ``hang_after`` are those of :class:`ScoringService`. The ``deployments`` of the
+            file hold replicas and resources.
+
+    Raises:
+        ValueError: for other arguments, or without a model.
+
+    Example:
+        >>> app({"name": "reference", "model": "Qwen/Qwen3-0.6B", "dtype": "bfloat16"})  # doctest: +SKIP
+    """
+    settings = [each.name for each in fields(Settings)]
+    names = ["name", "model", "dtype", "factory", "arguments", *settings]
+    for name in args:
+        if name not in names:
+            raise ValueError(f"the application has no argument {name!r}.{did_you_mean(name, names)}")
+    if "name" not in args or ("model" in args) == ("factory" in args):
+        raise ValueError(f"args must have a name, and a model or a factory, got {sorted(args)}.")
+    if "model" in args:
+        factory = partial(served_model, args["model"], args.get("dtype", "auto"))
+    else:
+        module, _, function = str(args["factory"]).partition(":")
+        factory = partial(getattr(import_module(module), function), **args.get("arguments", {}))
+    spec = ServiceSpec(
+        name=str(args["name"]),
+        source=repr(sorted(args.items())),
+        settings=Settings(**{name: args[name] for name in settings if name in args}),
+        factory=ray.cloudpickle.dumps(factory),
+        detached=True,
+    )
+    return application(spec)
+
+
+def served_model(path: str, dtype: str) -> Any:
+    """A causal language model of transformers, on the accelerator if the replica has one."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    return model.to(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else model

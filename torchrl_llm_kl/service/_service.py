@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import pickle
 import time
 import uuid
 from collections.abc import Callable
 from functools import partial
+from operator import index
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+import torch
+from torch import nn
+
 from torchrl_llm_kl._numerics import check_choice, check_not_a_name, check_range
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY
-from torchrl_llm_kl.service._connection import Connection, Deadline, import_ray
+from torchrl_llm_kl.scoring import DEFAULT_MEMORY, fingerprint_of
 from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout
-from torchrl_llm_kl.service._messages import state_dict_of
-from torchrl_llm_kl.service._remote import RemoteModel
-from torchrl_llm_kl.service._source import describe_source
+from torchrl_llm_kl.service._messages import PushedVersion, chunks_of, state_dict_of
+from torchrl_llm_kl.service._remote import Deadline, RemoteModel, import_ray
 from torchrl_llm_kl.service._spec import DEFAULTS, HANG_AFTER, ServeOptions, ServiceSpec, Settings
-from torchrl_llm_kl.service._weights import PushedVersion, check_version, chunks_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
     from torchrl_llm_kl.service._keeper import State
     from torchrl_llm_kl.service._replica import ReplicaState
 
-#: Bytes of a pickled factory that is an argument of an actor; Ray drops larger arguments after the first start.
+#: Bytes of a pickled factory that is an argument of an actor. Ray drops larger arguments after the first start.
 _SMALL = 2**16
 _END = 60.0  # seconds for a service to end
 
@@ -89,12 +94,9 @@ class ScoringService:
             )
         if unknown := options.keys() - ServeOptions.__annotations__:
             raise TypeError(f"ScoringService has no argument {min(unknown)!r}.")
-        if name is not None and not name.strip():
-            raise ValueError(f"name must not be empty, got {name!r}.")
-        # Check arguments here rather than in the actors, whose errors arrive late and wrapped.
+        # Check these here: errors in the actors would arrive late, and other processes would see the name meanwhile.
         check_choice((None, "detached"), lifetime=options.get("lifetime"))
         check_range(1, num_replicas=num_replicas, tokens_per_batch=tokens_per_batch, max_tokens=max_tokens)
-        check_range(0, memory=memory, max_wait=max_wait)
         check_range(above=0, hang_after=hang_after, timeout=timeout)
         if model is None and factory is None:
             self.model = RemoteModel(str(name), timeout=timeout)
@@ -103,23 +105,23 @@ class ScoringService:
                 self.model.connection.service = self._state().id
             return
         packed = import_ray().cloudpickle.dumps(factory or partial(_by_value, model))
-        small = factory is not None and len(packed) <= _SMALL
+        is_small = factory is not None and len(packed) <= _SMALL
         lifetime = options.pop("lifetime", None)
         given = cast(ServeOptions, DEFAULTS | {key: value for key, value in options.items() if value is not None})
         spec = ServiceSpec(
-            name or f"scorer-{uuid.uuid4().hex[:8]}",
+            f"scorer-{uuid.uuid4().hex[:8]}" if name is None else name,
             describe_source(model, factory),
             Settings(tokens_per_batch, memory, max_tokens, max_wait, hang_after),
             given,
             None if "autoscaling_config" in given else num_replicas,
             detached=lifetime == "detached",
             id=uuid.uuid4().hex,
-            factory=packed if small else None,
+            factory=packed if is_small else None,
         )
-        self._start(spec, None if small else packed, timeout)
+        self._start(spec, None if is_small else packed, timeout)
 
     def _start(self, spec: ServiceSpec, packed: bytes | None, timeout: float) -> None:
-        """Join the service of this name, or deploy it; the keeper decides which driver is the first."""
+        """Join the service of this name, or deploy it. The keeper decides which driver is the first."""
         ray = import_ray()
         if not ray.is_initialized():
             ray.init(log_to_driver=False)
@@ -127,18 +129,69 @@ class ScoringService:
         self.model = RemoteModel(spec.name, timeout=timeout)
         is_new = False
         try:
-            keeper, state = _join(self.model.connection, spec, packed, deadline)
+            state = self._join(spec, packed, deadline)
             self.model.connection.service, is_new = state.id, state.id == spec.id
             scaling = spec.options.get("autoscaling_config") or {}
             first = scaling.get("initial_replicas") or scaling.get("min_replicas", 1)  # 0: started by the first request
-            needed = min(first, 1) if scaling else spec.num_replicas or 1
-            _wait_for_replicas(keeper, spec, deadline, needed=needed if is_new else min(needed, 1))
+            needed = min(first, 1) if scaling or not is_new else spec.num_replicas or 1
+            self._wait_for_replicas(spec, deadline, needed)
         except BaseException:
             if is_new:
                 self.shutdown()
             else:
                 self.close()
             raise
+
+    def _join(self, spec: ServiceSpec, packed: bytes | None, deadline: Deadline) -> State:
+        """The state of the service, after its keeper has deployed it."""
+        import ray
+
+        from torchrl_llm_kl.service._keeper import keeper_of
+        from torchrl_llm_kl.service._replica import deploy
+
+        while True:
+            keeper = keeper_of(spec.name, spec, create=True)
+            self.model.connection.hold(keeper)  # first: another driver, the last one so far, may end meanwhile
+            try:
+                _answer(keeper.join.remote(spec, packed, deploy), deadline.left)
+                state: State = _answer(keeper.state.remote(), deadline.left)
+                if not state.ended:
+                    return state
+            except ray.exceptions.RayActorError as error:
+                if deadline.left <= 0:
+                    raise deadline.over(error) from error
+            time.sleep(0.1)  # an earlier service of this name ends
+
+    def _wait_for_replicas(self, spec: ServiceSpec, deadline: Deadline, needed: int) -> None:
+        """Wait until so many replicas run. Raises the error of the factory, or says which resource is missing."""
+        import ray
+        from ray import serve
+
+        while True:
+            failure = self._state().failure
+            application = serve.status().applications.get(spec.name)
+            if application is None:
+                raise ServiceClosedError(f"the service {spec.name!r} was shut down while it started.")
+            replicas = [each.replica_states for each in application.deployments.values()]
+            if sum(count for states in replicas for state, count in states.items() if state == "RUNNING") >= needed:
+                return
+            if failure is not None:
+                raise failure
+            if application.status == "DEPLOY_FAILED":
+                raise ServiceError(f"the service {spec.name!r} did not start: {application.message}")
+            if deadline.left <= 0:
+                options = spec.options
+                wanted = {
+                    "CPU": options.get("num_cpus"),
+                    "GPU": options.get("num_gpus"),
+                    **(options.get("resources") or {}),
+                }
+                messages = [each.message for each in application.deployments.values()]
+                raise deadline.over(
+                    f"each replica needs {wanted}, the cluster has {ray.cluster_resources()}, of which "
+                    f"{ray.available_resources()} is free. {' '.join(messages)}"
+                )
+            time.sleep(0.1)
 
     @property
     def name(self) -> str:
@@ -192,7 +245,7 @@ class ScoringService:
         """
         ray = import_ray()
         check_range(0, wait=wait)
-        version = None if version is None else check_version(version)
+        version = None if version is None else index(version)
         connection, token = self.model.connection, uuid.uuid4().hex
         given = state_dict_of(_answer(weights, self.model.timeout) if isinstance(weights, ray.ObjectRef) else weights)
         if not given:
@@ -268,59 +321,31 @@ def _answer(reference: Any, timeout: float) -> Any:
     return answer
 
 
-def _join(connection: Connection, spec: ServiceSpec, packed: bytes | None, deadline: Deadline) -> tuple[Any, State]:
-    """The keeper of the service, which has deployed it, and its state. ``connection`` holds the service."""
-    import ray
+def describe_source(model: Any, factory: Callable[[], Any] | None) -> str:
+    """Name and arguments of the factory, or class and weights of the model: equal texts for equal models.
 
-    from torchrl_llm_kl.service._keeper import keeper_of
-    from torchrl_llm_kl.service._replica import deploy
-
-    while True:
-        keeper = keeper_of(spec.name, spec, create=True)
-        connection.hold(keeper)  # before it joins: another driver, the last one so far, may end meanwhile
-        try:
-            _answer(keeper.join.remote(spec, packed, deploy), deadline.left)
-            state = _answer(keeper.state.remote(), deadline.left)
-        except ray.exceptions.RayActorError as error:
-            if deadline.left <= 0:
-                raise deadline.over(error) from error
-        else:
-            if not state.ended:
-                return keeper, state
-        time.sleep(0.1)  # an earlier service of this name ends
+    Factories that differ only in their code, or in globals that they read, have equal texts.
+    """
+    return f"model {_described(model)}" if factory is None else f"factory {_described(factory)}"
 
 
-def _wait_for_replicas(keeper: Any, spec: ServiceSpec, deadline: Deadline, *, needed: int) -> None:
-    """Wait until so many replicas run; raises the error of the factory, or says what keeps them from starting."""
-    from ray import serve
-
-    while True:
-        state: State = _answer(keeper.state.remote(), max(deadline.left, 1.0))
-        application = serve.status().applications.get(spec.name)
-        if application is None:
-            raise ServiceClosedError(f"the service {spec.name!r} was shut down while it started.")
-        replicas = [each.replica_states for each in application.deployments.values()]
-        running = sum(count for states in replicas for state, count in states.items() if state == "RUNNING")
-        if running >= needed:
-            return
-        if state.failure is not None:
-            raise state.failure
-        if application.status == "DEPLOY_FAILED":
-            raise ServiceError(f"the service {spec.name!r} did not start: {application.message}")
-        if deadline.left <= 0:
-            texts = [each.message for each in application.deployments.values() if each.message]
-            raise deadline.over(ServiceError("; ".join([_lacks(spec), *texts])))
-        time.sleep(0.1)
-
-
-def _lacks(spec: ServiceSpec) -> str:
-    """The resources that a replica requests, beside those of the cluster."""
-    import ray
-
-    options, total, free = spec.options, ray.cluster_resources(), ray.available_resources()
-    needed = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0), **(options.get("resources") or {})}
-    return ", ".join(
-        f"{name}: {amount:g} requested, {total.get(name, 0):g} in the cluster, {free.get(name, 0):g} free"
-        for name, amount in needed.items()
-        if amount
-    )
+def _described(value: Any) -> str:
+    if isinstance(value, nn.Module):
+        with contextlib.suppress(TypeError, ValueError):  # weights elsewhere, or not loaded
+            return f"{type(value).__name__} {fingerprint_of(value)}"
+        return type(value).__name__
+    if isinstance(value, partial):
+        given = [*map(_described, value.args), *(f"{key}={_described(x)}" for key, x in sorted(value.keywords.items()))]
+        return f"{_described(value.func)}({', '.join(given)})"
+    if hasattr(value, "__func__"):
+        return f"{_described(value.__func__)} of {_described(value.__self__)}"
+    if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, torch.Tensor):  # its pickle holds addresses
+        value = [value.dtype, value.shape, value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()]
+    text, name = repr(value), type(value).__qualname__
+    if " at 0x" not in text and not isinstance(value, (list, tuple, dict, set, frozenset, np.ndarray)):
+        return text
+    with contextlib.suppress(Exception):  # addresses differ between processes, and containers may hold long arrays
+        return f"{name} {hashlib.blake2b(pickle.dumps(value), digest_size=6).hexdigest()}"
+    return name

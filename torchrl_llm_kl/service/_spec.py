@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypedDict
 
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.service._errors import ServiceConfigError
 
 #: Ray's namespace of the actors that keep the services' weights.
@@ -17,19 +16,14 @@ DEPLOYMENT = "Replica"
 HANG_AFTER = 300.0
 
 
-class ActorOptions(TypedDict, total=False):
-    """Resources of each replica, as Ray's actors have them, and the lifetime of the service."""
+class ServeOptions(TypedDict, total=False):
+    """Options of each replica's actor, arguments of ``serve.deployment``, and the lifetime of the service."""
 
     num_cpus: float
     num_gpus: float
     resources: Mapping[str, float] | None
-    runtime_env: Mapping[str, Any] | None
+    runtime_env: Mapping[str, object] | None
     lifetime: Literal["detached"] | None
-
-
-class ServeOptions(ActorOptions, total=False):
-    """Arguments of ``serve.deployment`` that a service passes on."""
-
     max_ongoing_requests: int
     max_queued_requests: int
     autoscaling_config: Mapping[str, Any] | None
@@ -39,13 +33,13 @@ class ServeOptions(ActorOptions, total=False):
     max_replicas_per_node: int | None
     placement_group_bundles: Sequence[Mapping[str, float]] | None
     placement_group_strategy: str | None
-    request_router_config: Mapping[str, Any] | None
+    request_router_config: Mapping[str, object] | None
 
 
 #: The names of :class:`ServeOptions` that are options of an actor.
 OF_ACTORS = ("num_cpus", "num_gpus", "resources", "runtime_env")
-#: What a service sets where its caller does not. Serve's own defaults are one call of a replica at a time times five, and
-#: ten seconds between two checks of its health.
+#: The defaults of a service where they differ from Serve's. Serve sends a replica five calls at a time, too few for a batch,
+#: and checks its health every ten seconds.
 DEFAULTS: ServeOptions = {
     "num_cpus": 1,
     "num_gpus": 0,
@@ -92,8 +86,8 @@ class ServiceSpec:
     factory: bytes | None = None
 
     @property
-    def config(self) -> Json:
-        """What all clients of a name must share."""
+    def config(self) -> dict[str, object]:
+        """The values that all clients of a name must share."""
         plain = {key: value for key, value in self.options.items() if key not in ("runtime_env", "lifetime")}
         own = {"model": self.source, "num_replicas": self.num_replicas, "detached": self.detached}
         return {**own, **asdict(self.settings), **plain}
@@ -103,7 +97,7 @@ class ServiceSpec:
         own, wanted = self.config, other.config
         differences = [
             f"{key}: it has {own.get(key)!r}, requested {wanted.get(key)!r}"
-            for key in sorted({*wanted, *own})
+            for key in sorted(own | wanted)
             if wanted.get(key) != own.get(key)
         ]
         if differences:

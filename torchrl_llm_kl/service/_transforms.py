@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from torchrl_llm_kl._numerics import read_device
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.service._remote import RemoteModel
 from torchrl_llm_kl.service._service import ScoringService
 from torchrl_llm_kl.service._spec import ServeOptions
@@ -33,7 +32,7 @@ SERVICE_ARGS = [name for name in SERVICE_ARGS if name not in ("model", "factory"
 class Served(RayVariant):
     """Construction of a Ray variant: the backend is Ray, and the options of its actors are arguments of the service."""
 
-    def __init__(cls, name: str, bases: tuple[type, ...], namespace: Json) -> None:
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, object]) -> None:
         super().__init__(name, bases, namespace)
         if not isinstance(bases[0], Served):  # a user's subclass of a variant
             RAY_VARIANTS[bases[0]] = cls
@@ -49,18 +48,17 @@ class Served(RayVariant):
     ) -> Any:
         """The variant; ``ray_actor_options`` is where torchrl's metaclass puts the options."""
         if not use_ray_service or service_backend not in (None, "ray"):
-            argument_given = f"{service_backend=}" if use_ray_service else f"{use_ray_service=}"
-            raise ValueError(f"{argument_given}: use the local class, whose name does not begin with Ray.")
+            raise ValueError(
+                f"{cls.__name__} always uses Ray: use the local class, whose name does not begin with Ray."
+            )
         options = {**(service_backend_options or {}), **(ray_actor_options or {})}
         for name, value in options.get("actor_options", options).items():
             argument = "actor_name" if name == "name" else name
-            if name not in (*ACTOR_OPTIONS, "name"):
+            if name not in (*ACTOR_OPTIONS, "name") or argument in kwargs:
                 raise ValueError(
-                    f"service_backend_options has {name!r}, expected options of Ray's actors among {['name', *ACTOR_OPTIONS]}: "
-                    f"pass arguments of the service, such as timeout= or num_replicas=, to {cls.__name__}."
+                    f"service_backend_options has {name!r}, expected options of Ray's actors among {['name', *ACTOR_OPTIONS]} "
+                    f"that are no arguments too: pass others, such as timeout= or num_replicas=, to {cls.__name__}."
                 )
-            if argument in kwargs:
-                raise ValueError(f"{argument}= and service_backend_options[{name!r}] are both given: leave one out.")
             kwargs[argument] = value
         return type.__call__(cls, *args, **kwargs)
 
@@ -88,8 +86,7 @@ class RayRetrieveLogProb(RetrieveLogProb, metaclass=Served):
         device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
-        models = {"model": (model, model_factory, actor_name)}
-        with _served(models, kwargs, actor_name, device, policy="model") as (served,):
+        with _served(kwargs, actor_name, device, model=(model, model_factory, "")) as (served,):
             super().__init__(served, **kwargs)
 
 
@@ -118,11 +115,8 @@ class RayRetrieveKL(RetrieveKL, metaclass=Served):
         device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
-        models = {
-            "gen_model": (gen_model, gen_model_factory, None if actor_name is None else f"{actor_name}-gen"),
-            "ref_model": (ref_model, ref_model_factory, actor_name),
-        }
-        with _served(models, kwargs, actor_name, device, policy="gen_model") as served:
+        gen, ref = (gen_model, gen_model_factory, "-gen"), (ref_model, ref_model_factory, "")
+        with _served(kwargs, actor_name, device, gen_model=gen, ref_model=ref) as served:
             super().__init__(*served, **kwargs)
 
 
@@ -146,67 +140,51 @@ class RayKLRewardTransform(KLRewardTransform, metaclass=Served):
         device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
-        models = {"ref_model": (ref_model, ref_model_factory, actor_name)}
-        with _served(models, kwargs, actor_name, device) as (served,):
+        with _served(kwargs, actor_name, device, ref_model=(ref_model, ref_model_factory, "")) as (served,):
             super().__init__(served, **kwargs)
 
 
 @contextmanager
 def _served(
-    models: dict[str, tuple[Any, Callable[[], Any] | None, str | None]],
-    kwargs: Json,
+    kwargs: dict[str, Any],
     actor_name: str | None,
     device: torch.device | str | None,
-    *,
-    policy: str | None = None,
+    **models: tuple[Any, Callable[[], Any] | None, str],
 ) -> Iterator[list[Any]]:
-    """The models behind services, in order; those already served, or found later, unchanged.
+    """The models behind services, in order. Models that are served already, and names for the local class, are unchanged.
 
-    ``models`` maps the name of each argument, one of which may be the ``policy``, to model, factory and service name. The
-    services' arguments are removed from ``kwargs``. The services are closed if the block raises.
+    ``models`` holds the model, the factory and the suffix of the service's name, for each argument. The services' arguments
+    are removed from ``kwargs``. The services are closed if the block raises.
     """
-    for name, (model, factory, _) in models.items():
-        if factory is not None and model is not None and not isinstance(model, str):
-            raise ValueError(f"Cannot provide both '{name}' and '{name}_factory'. Choose one.")
-    if policy is not None:
-        if kwargs.get("estimator") == "exact" or any(extra.reference is not None for extra in kwargs.get("extras", ())):
-            raise ValueError(
-                "an exact KL needs the models in this process: a service sends log-probs, entropies and, with "
-                "TopK(...), the most probable tokens and the log-prob of the rest. Use a local transform, or "
-                "RayRetrieveLogProb(extras=[TopK(...)])."
-            )
-        model, factory, _ = models[policy]
-        if (factory is not None or not isinstance(model, str)) and not kwargs.get("detach", True):
-            raise ValueError("a model behind a service returns no gradient: score the policy where it is trained.")
     options = {name: kwargs.pop(name) for name in SERVICE_ARGS if name in kwargs}
     options = {name: value for name, value in options.items() if value is not None}
-
-    given = [model for model, _, _ in models.values()]
-    to_serve = [
-        factory is not None or not (model is None or isinstance(model, (str, RemoteModel)))
-        for model, factory, _ in models.values()
-    ]
-    if not any(to_serve) and all(model is not None for model in given):  # the local class refuses a missing model
-        unused = {"actor_name": actor_name, "device": device, **options}
-        idle = [name for name, value in unused.items() if value is not None]
-        if idle:
-            raise ValueError(f"there is no model to serve, so {', '.join(idle)} would be ignored: leave them out.")
-        if not any(isinstance(model, RemoteModel) for model in given) and "base" in given:
-            raise ValueError(
-                "ref_model='base' is scored where the policy lives: there is nothing to serve, use the local class."
-            )
     with ExitStack() as undo:
         served = []
-        for (model, factory, service_name), serve in zip(models.values(), to_serve, strict=True):
-            if serve:
+        for name, (model, factory, suffix) in models.items():
+            if factory is not None and model is not None and not isinstance(model, str):
+                raise ValueError(f"Cannot provide both '{name}' and '{name}_factory'. Choose one.")
+            if factory is not None or not (model is None or isinstance(model, (str, RemoteModel))):
                 if factory is not None:
                     model, factory = None, factory if device is None else partial(_on_device, factory, device)
                 elif device is not None:
                     model = model.to(read_device(device))
+                service_name = None if actor_name is None else actor_name + suffix
                 service = ScoringService(model, factory=factory, name=service_name, **options)
                 undo.callback(service.close)
                 model = service.model
             served.append(model)
+        given = {"actor_name": actor_name, "device": device, **options}
+        idle = [name for name, value in given.items() if value is not None]
+        if not any(isinstance(model, RemoteModel) for model in served) and "base" in served:
+            raise ValueError(
+                "ref_model='base' is scored with the policy's weights, in their process: use the local class."
+            )
+        if (
+            idle
+            and None not in served
+            and all(model is own for model, (own, *_) in zip(served, models.values(), strict=True))
+        ):
+            raise ValueError(f"there is no model to serve, so {', '.join(idle)} would be ignored: leave them out.")
         yield served
         undo.pop_all()
 

@@ -11,8 +11,7 @@ from torch.testing import assert_close
 from load import job_of
 from remote_models import model
 from torchrl_llm_kl.service import ServiceError
-from torchrl_llm_kl.service._batcher import Batcher
-from torchrl_llm_kl.service._core import ScoringCore
+from torchrl_llm_kl.service._core import Batcher, ScoringCore
 from torchrl_llm_kl.service._messages import Reply
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from waits import LONG
@@ -30,24 +29,21 @@ class Recorder:
     """A scorer that answers each request with its first token, or with an error if it is among ``fails``."""
 
     def __init__(self, fails=()):
-        self.fails, self.batches, self.threads = fails, [], set()
+        self.fails, self.batches = fails, []
 
     def __call__(self, jobs):
-        self.threads.add(threading.current_thread().name)
         self.batches.append([tag_of(one) for one in jobs])
         replies = [Reply(columns={"log_prob": np.array([float(tag)])}, version=0) for tag in self.batches[-1]]
-        return [
-            ValueError(f"bad {tag}") if tag in self.fails else x
-            for tag, x in zip(self.batches[-1], replies, strict=True)
-        ]
+        pairs = zip(self.batches[-1], replies, strict=True)
+        return [ValueError(f"bad {tag}") if tag in self.fails else reply for tag, reply in pairs]
 
 
 def queue(score, **settings):
     return Batcher(score, **{"max_tokens": 1000, "max_wait": 0.05, **settings})
 
 
-async def ask(batcher, *jobs, alone=()):
-    calls = [batcher.submit(one, alone=tag_of(one) in alone) for one in jobs]
+async def ask(batcher, *jobs, by_itself=()):
+    calls = [batcher.submit(one, by_itself=tag_of(one) in by_itself) for one in jobs]
     answers = await asyncio.gather(*calls, return_exceptions=True)
     return [answer if isinstance(answer, Exception) else int(answer["columns"]["log_prob"][0]) for answer in answers]
 
@@ -62,15 +58,6 @@ async def test_batches_are_taken_in_the_order_of_arrival(tokens, most, batches):
     jobs = [job(tag, tokens=count) for tag, count in enumerate(tokens)]
     assert await ask(queue(recorder, max_tokens=most), *jobs) == list(range(len(jobs)))
     assert recorder.batches == batches
-    assert recorder.threads == {"scoring_0"}
-
-
-async def test_a_bad_request_of_a_batch_fails_by_itself():
-    recorder = Recorder(fails=[1])
-    first, bad, *others = await ask(queue(recorder), *(job(tag, caller=str(tag)) for tag in range(6)))
-    assert (type(bad), str(bad)) == (ValueError, "bad 1")
-    assert [first, *others] == [0, 2, 3, 4, 5]
-    assert recorder.batches == [list(range(6))]
 
 
 async def test_recent_callers_are_waited_for_and_nobody_else():
@@ -90,9 +77,9 @@ async def test_recent_callers_are_waited_for_and_nobody_else():
     assert recorder.batches == [[0], [1], [2, 3]]
 
 
-async def test_a_request_on_trial_shares_no_batch():
+async def test_requests_that_share_no_batch():
     recorder = Recorder()
-    assert await ask(queue(recorder), *(job(tag) for tag in range(4)), alone=(1, 3)) == [0, 1, 2, 3]
+    assert await ask(queue(recorder), *(job(tag) for tag in range(4)), by_itself=(1, 3)) == [0, 1, 2, 3]
     assert recorder.batches == [[0, 2], [1], [3]]
 
 
@@ -117,15 +104,18 @@ async def test_a_request_whose_client_gave_up_is_not_scored():
     assert recorder.batches == [[0], [2]]
 
 
-async def test_errors_do_not_count_as_answers_and_a_stop_iteration_is_one():
-    """A model that only fails is probed. A future takes no ``StopIteration`` as its exception."""
-    batcher = queue(lambda jobs: [StopIteration("over")] * len(jobs))
+async def test_errors_do_not_count_as_answers():
+    """A model that only fails is probed. Python takes no ``StopIteration`` as the exception of a future."""
+    fails = {"all": True}
+    recorder = Recorder(fails=[1])
+    batcher = queue(lambda jobs: [StopIteration("over")] * len(jobs) if fails["all"] else recorder(jobs))
     before = batcher.last_answer
     (error,) = await ask(batcher, job(0))
     assert (type(error), str(error.__cause__)) == (RuntimeError, "over")
     assert (batcher.last_answer, batcher.answered) == (before, 1)
-    batcher._score = Recorder(fails=[1])
-    assert (await ask(batcher, job(1), job(2)))[1] == 2
+    fails["all"] = False
+    bad, good = await ask(batcher, job(1), job(2))
+    assert (type(bad), str(bad), good) == (ValueError, "bad 1", 2)
     assert batcher.last_answer > before
 
 
@@ -144,21 +134,20 @@ async def test_an_error_of_the_model_reaches_all_callers_of_its_batch_and_ends_t
         return Recorder()(jobs)
 
     batcher = queue(score)
-    found = await ask(batcher, job(0, caller="a"), job(1, caller="b"))
-    assert [(type(each), str(each)) for each in found] == [(kind, text)] * 2
+    errors = await ask(batcher, job(0, caller="a"), job(1, caller="b"))
+    assert [(type(each), str(each)) for each in errors] == [(kind, text)] * 2
     assert await ask(batcher, job(2)) == [2]
 
 
-async def test_work_in_the_thread_comes_between_two_batches():
+async def test_weights_are_copied_between_two_batches():
     core = ScoringCore(TransformersEngine(model()))
     batcher = queue(core.score)
     before = await batcher.submit(job_of([[3, 4, 5]]))
     weights = model(seed=1).state_dict()
-    push = asyncio.ensure_future(batcher.in_thread(lambda: core.update_weights(weights, 4)))
-    await push
+    await batcher.in_thread(lambda: core.update_weights(weights, 4))
     after = await batcher.submit(job_of([[3, 4, 5]]))
     assert (before["version"], after["version"]) == (0, 4)
     want = ScoringCore(TransformersEngine(model(seed=1))).score([job_of([[3, 4, 5]])])[0]
-    found, expected = (torch.from_numpy(reply["columns"]["log_prob"]) for reply in (after, want))
-    assert_close(found, expected, atol=1e-9, rtol=0)
+    got, expected = (torch.from_numpy(reply["columns"]["log_prob"]) for reply in (after, want))
+    assert_close(got, expected, atol=1e-9, rtol=0)
     assert not np.allclose(before["columns"]["log_prob"], after["columns"]["log_prob"])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import threading
-import time
 from contextlib import closing
 from functools import cache
 
@@ -21,7 +19,6 @@ from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import Scores
 from torchrl_llm_kl.service import HTTPEngine, ServiceConfigError, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._core import ScoringCore
-from torchrl_llm_kl.service.engines import _http
 from waits import LONG, until
 
 ROWS = sequences(4, 6)
@@ -150,16 +147,14 @@ def test_a_forbidden_token_is_no_number(server, dialect):
         assert scored(found, rows, mask).isfinite().all()
 
 
-@pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-def test_other_tokens_than_were_sent(server, dialect, old):
-    found, rows = engine(server, dialect), rows_of([1, 2, 5, 4])
-    with server.set(old=old):
-        assert scored(found, rows)[0] == 0, "the first token has no log-prob"
-    with server.set(retokenises=True, old=old), pytest.raises(ServiceError, match="5 was sent, 96 came back"):
-        scored(found, rows)
-    with server.set(starts=True, old=old), pytest.raises(ServiceError, match="scored other tokens than were sent"):
-        scored(found, rows)
+def test_other_tokens_than_were_sent(server, dialect):
+    made, rows = engine(server, dialect), rows_of([1, 2, 5, 4])
+    assert scored(made, rows)[0] == 0, "the first token has no log-prob"
+    with server.set(retokenises=True), pytest.raises(ServiceError, match="5 was sent, 96 came back"):
+        scored(made, rows)
+    with server.set(starts=True), pytest.raises(ServiceError, match="scored other tokens than were sent"):
+        scored(made, rows)
 
 
 @pytest.mark.parametrize("fails", [[503, 0, 429], [500, 500]])
@@ -237,25 +232,21 @@ def test_a_server_that_is_killed_and_started_again():
 
 
 def test_addresses():
-    hidden = ("http://user:hush@host/", "http://:hush@host/")
-    for url in ("host:8000", "ftp://host", "http://", "http://höst", *hidden, "http://host/?x=1", 3):
-        with pytest.raises(ValueError, match="url must be http") as caught:
+    for url in ("host:8000", "ftp://user:hush@host", "http://"):
+        with pytest.raises(ValueError, match="url must begin with http") as caught:
             HTTPEngine(url, model=MODEL)
         assert "hush" not in str(caught.value)
 
 
 def test_keys(server, monkeypatch):
     """The key is in no message."""
-    monkeypatch.setenv("TOY_KEY", "hush")
+    monkeypatch.setenv("TOY_KEY", "hush\n")
     with server.set(key="hush"):
         assert scored(engine(server, api_key_env="TOY_KEY")).isfinite().all()
         with pytest.raises(ServiceError, match="HTTP 401"):
             engine(server)
-    refused = r"^api_key_env: the environment variable 'TOY_KEY' is not set, or holds a blank\.$"
-    for key in ("", "hush\n", "hu sh", "hüsh"):
-        monkeypatch.setenv("TOY_KEY", key)
-        with pytest.raises(ValueError, match=refused):
-            engine(server, api_key_env="TOY_KEY")
+    with pytest.raises(KeyError, match="NO_KEY"):
+        engine(server, api_key_env="NO_KEY")
 
 
 class Hostile(Handler):
@@ -280,68 +271,14 @@ def hostile():
         yield found
 
 
-def attacked(hostile, misdeed, timeout=5.0):
-    """Score with an engine whose probe was answered well."""
+@pytest.mark.parametrize(("sent", "refused"), [("3.7", "3.7"), ("Infinity", "inf"), ("1e-7", "")])
+def test_a_log_prob_is_at_most_0_up_to_rounding(hostile, sent, refused):
     hostile.misdeed = Hostile.answer
-    found = HTTPEngine(hostile.url, model=MODEL, timeout=5.0)
-    assert scored(found).tolist() == (ROWS.positions > 0).float().neg().tolist()
-    found._timeout, hostile.misdeed = timeout, misdeed
-    with closing(found):
-        scored(found, ONE_ROW)
-
-
-def drip(to, reply):
-    to.wfile.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(reply)}\r\n\r\n".encode())
-    for byte in reply.encode():
-        to.wfile.write(bytes([byte]))
-        time.sleep(0.02)
-
-
-def endless(to, reply):
-    to.wfile.write(f"HTTP/1.1 200 OK\r\nContent-Length: {2**30}\r\n\r\n".encode())
-    while True:
-        to.server.sent += 2**16
-        to.wfile.write(b"x" * 2**16)
-
-
-@pytest.mark.parametrize(
-    ("misdeed", "timeout", "error", "message"),
-    [
-        (drip, 0.3, ServiceTimeout, "did not answer in time: ReadTimeout"),
-        (endless, 20.0, ServiceError, f"answers with more than {2**20 + 256 * 6 * 2} bytes"),
-    ],
-)
-def test_an_answer_that_does_not_end(hostile, misdeed, timeout, error, message):
-    """It ends at the deadline, whatever the time-out of a read, and is not larger than what was asked."""
-    hostile.sent, begin = 0, time.monotonic()
-    with pytest.raises(error, match=message):
-        attacked(hostile, misdeed, timeout)
-    assert time.monotonic() - begin < timeout + 2.7
-    assert hostile.sent < 2**20 + 16 * 2**20  # what the system holds between the two is sent too
-
-
-def test_a_thread_that_is_stuck_before_it_has_a_connection(hostile, monkeypatch):
-    def resolve(*args, **kwargs):
-        time.sleep(1.0)
-        raise OSError("no such name")
-
-    monkeypatch.setattr(_http, "_GRACE", 0.1)
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    begin = time.monotonic()
-    with pytest.raises(ServiceTimeout, match="cannot be reached in time"):
-        HTTPEngine(hostile.url, model=MODEL, timeout=0.2)
-    assert time.monotonic() - begin < 0.9
-
-
-@pytest.mark.parametrize(
-    ("sent", "shown"), [("3.7", "3.7"), ("false", "False"), ('"-1.0"', "-1.0"), ("Infinity", "inf")]
-)
-def test_a_log_prob_is_a_number_of_at_most_0(hostile, sent, shown):
-    with pytest.raises(ServiceError, match=f"the server sent the log-prob {shown}, expected a number of at most 0"):
-        attacked(hostile, lambda to, reply: to.answer(reply.replace("-1.0", sent, 1)))
-
-
-def test_a_log_prob_above_0_by_rounding_is_one_and_deep_nesting_is_no_json(hostile):
-    attacked(hostile, lambda to, reply: to.answer(reply.replace("-1.0", "1e-7")))
-    with pytest.raises(ServiceError, match="something that is not JSON"):
-        attacked(hostile, lambda to, reply: to.answer("[" * 100_000))
+    made = HTTPEngine(hostile.url, model=MODEL, timeout=5.0)  # its probe is answered well
+    assert scored(made).tolist() == (ROWS.positions > 0).float().neg().tolist()
+    hostile.misdeed = lambda to, reply: to.answer(reply.replace("-1.0", sent, 1))
+    if refused:
+        with pytest.raises(ServiceError, match=f"sent the log-prob {refused}, expected a number of at most 0"):
+            scored(made, ONE_ROW)
+    else:
+        assert scored(made, ONE_ROW)[1] == pytest.approx(1e-7)

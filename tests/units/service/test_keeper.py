@@ -5,12 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from load import job_of
 from remote_models import model
 from torchrl_llm_kl.service import ServiceConfigError, ServiceError, WeightVersionError, _keeper, _replica
 from torchrl_llm_kl.service._keeper import Keeper
+from torchrl_llm_kl.service._messages import chunks_of, tensors_of
 from torchrl_llm_kl.service._spec import ServiceSpec, Settings
-from torchrl_llm_kl.service._weights import MAX_VERSION, check_version, chunks_of, tensors_of
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 
 ray = pytest.importorskip("ray")
@@ -76,9 +75,9 @@ async def test_a_configuration_that_cannot_be_deployed_leaves_the_name_free(cont
 
     keeper = Keeper("name", spec())
     assert isinstance(await keeper.join(spec(), None, lost), ray.exceptions.RayError)
-    assert keeper._ending is None
+    assert not keeper._tasks
     assert isinstance(await keeper.join(spec(), None, fails), ValueError)
-    await keeper._ending
+    await keeper._tasks["end"]
     assert (await keeper.state()).ended == "it could not be deployed"
     assert context.killed == ["keeper"]
 
@@ -123,28 +122,33 @@ async def test_versions_increase_and_are_never_given_twice(context):
         error = await push(keeper, "c", version)
         assert isinstance(error, WeightVersionError)
         assert f"version {version} of the weights came after version 5: versions must increase" in str(error)
-    assert await keeper.newest(0) == (5, ["chunk of b"], False)
+    assert await keeper.newest(0) == (5, ["chunk of b"], 5)
     assert await push(keeper, "d") == 6
 
 
-async def test_a_push_that_was_dropped_changes_nothing(context):
+async def test_a_push_that_was_dropped_or_is_not_complete_changes_nothing(context):
+    """It is not complete if the keeper started again between two chunks."""
     keeper = Keeper("name", spec())
     await keeper.stage("a", 1)
-    assert (await keeper.staged("a")).chunks == [1]
+    assert await keeper.staged("a") == [1]
     await keeper.drop("a")
-    assert (await keeper.staged("a")).chunks == []
-    assert isinstance(await keeper.commit("a", None, 0, ALL, whole=True, parts=1), ServiceError)
-    assert await keeper.newest(0) == (0, [], False)
+    assert await keeper.staged("a") == []
+    for parts in (1, 2):
+        error = await keeper.commit("a", None, 0, ALL, whole=True, parts=parts)
+        assert isinstance(error, WeightVersionError)
+        assert "push them again" in str(error)
+        assert await keeper.newest(0) == (0, [], 0)
+        await keeper.stage("a", "the second of two chunks")
 
 
-async def test_a_push_that_is_not_complete_changes_nothing(context):
-    """The keeper started again between two chunks."""
-    keeper = Keeper("name", spec())
-    await keeper.stage("a", "the second of two chunks")
-    error = await keeper.commit("a", None, 0, ["head"], whole=False, parts=2)
-    assert isinstance(error, ServiceError)
-    assert "push them again" in str(error)
-    assert await keeper.newest(0) == (0, [], False)
+async def test_a_push_of_a_driver_that_was_killed_is_freed(context, monkeypatch):
+    keeper = Keeper("name", None)
+    await keeper.stage("a", 1)
+    await keeper._watch_once()
+    assert await keeper.staged("a") == [1]
+    monkeypatch.setattr(_keeper, "_STAGED", 0.0)
+    await keeper._watch_once()
+    assert await keeper.staged("a") == []
 
 
 async def test_a_push_holds_all_tensors_of_those_before_it(context):
@@ -154,39 +158,32 @@ async def test_a_push_holds_all_tensors_of_those_before_it(context):
     assert await push(keeper, "b", tensors=["body", "head"]) == 2
     error = await push(keeper, "c", tensors=["head"])
     assert isinstance(error, WeightVersionError)
-    assert "lacks 1 tensors, such as 'body'" in str(error)
+    assert "lacks 1 tensors of earlier pushes, such as 'body'" in str(error)
 
 
 async def test_a_keeper_that_lost_the_weights_takes_only_all_of_them(context):
-    """The replicas say which version they hold."""
+    """The replicas report which version they hold."""
     keeper = Keeper("name", spec())
-    assert not (await keeper.started("x")).lost, "nothing was pushed"
-    assert (await keeper.newest(5)).lost
-    assert (await keeper.started("x")).lost, "a replica that starts now must not answer"
+    assert (await keeper.started("x", "source")).seen == 0, "nothing was pushed"
+    assert await keeper.newest(5) == (0, [], 5)
+    assert (await keeper.started("x", "source")).seen == 5, "a replica that starts now must not answer"
     error = await push(keeper, "a", tensors=["head"])
     assert isinstance(error, WeightVersionError)
-    assert "are lost, with the actor that kept them: push all tensors" in str(error)
+    assert "were lost, with the actor that kept them: push all tensors" in str(error)
     assert await push(keeper, "b", seen=7, whole=True) == 8, "after the version that the pusher knows"
-    assert await keeper.started("x") == (8, ["chunk of b"], False)
+    assert await keeper.started("x", "source") == (8, ["chunk of b"], 8)
 
 
 async def test_a_replica_with_another_checkpoint_is_refused_unless_pushed_weights_replace_it(context):
     keeper = Keeper("name", spec())
-    assert await keeper.started("x") == (0, [], False)
-    assert isinstance(await keeper.started("y"), ServiceError)
+    assert await keeper.started("x", "source") == (0, [], 0)
+    assert isinstance(await keeper.started("y", "source"), ServiceError)
+    assert await keeper.started("y", "another that serve deploys") == (0, [], 0)
     await push(keeper, "a", tensors=["head"])
-    assert isinstance(await keeper.started("y"), ServiceError), "the body is another"
+    assert isinstance(await keeper.started("y", "source"), ServiceError), "the body is another"
     await push(keeper, "b", whole=True)
-    assert (await keeper.started("y")).version == 2
+    assert (await keeper.started("y", "source")).version == 2
     assert (await keeper.state()).fingerprint == "x"
-
-
-async def test_serves_own_commands_may_deploy_another_model_under_the_name(context):
-    keeper = Keeper("name", None)
-    assert await keeper.started("x", "args") == (0, [], False)
-    assert isinstance(await keeper.started("y", "args"), ServiceError)
-    assert await keeper.started("y", "other args") == (0, [], False)
-    assert isinstance(await Keeper("name", spec()).started("x", "args"), tuple)
 
 
 async def test_trials_are_counted_until_a_replica_survives(context):
@@ -213,18 +210,6 @@ def test_chunks_hold_every_type_and_shape():
     for name, value in weights.items():
         assert found[name].dtype == value.dtype
         assert torch.equal(found[name], value)
-    with pytest.raises(TypeError, match=r"weights must be dense tensors, got torch\.sparse_coo for 'x'"):
-        list(chunks_of([("x", torch.eye(2).to_sparse())]))
-
-
-def test_versions_are_whole_numbers_that_a_message_can_hold():
-    assert check_version(MAX_VERSION) == MAX_VERSION
-    for wrong in (True, 2.5, "7", None):
-        with pytest.raises(TypeError, match="version must be a whole number"):
-            check_version(wrong)
-    for wrong in (-1, MAX_VERSION + 1):
-        with pytest.raises(WeightVersionError, match="must be from 0 to"):
-            check_version(wrong)
 
 
 def test_names_of_the_tensors_of_a_model():
@@ -233,4 +218,3 @@ def test_names_of_the_tensors_of_a_model():
     made.lm_head.weight = made.model.embed_tokens.weight
     tied = [names for names in TransformersEngine(made).tensors() if len(names) > 1]
     assert [sorted(names) for names in tied] == [["lm_head.weight", "model.embed_tokens.weight"]]
-    assert job_of([[1, 2]]).num_tokens == 2

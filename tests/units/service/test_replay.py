@@ -86,7 +86,6 @@ HERE = "cannot be had from a service: it sends scores of single tokens. Score th
 REFUSED = {
     "98.*97": {"top_k": 98},
     "top_k must .* got -1": {"top_k": -1},
-    "top_k must be at most 1024 where a service answers, got 2000": {"top_k": 2000},
     f"record_routing=True {HERE}": {"record_routing": True},
     f"return_kept=True {HERE}": {"return_kept": True},
     f"grad=True {HERE}, .* most probable tokens, top_k=": {"grad": True},
@@ -107,23 +106,18 @@ def test_what_is_refused(loop):
 
 
 class Plain(TransformersEngine):
-    """An engine without distributions, which knows nothing of recorded tokens; and says less than the truth of entropies."""
+    """An engine without distributions, which does not score over recorded tokens."""
 
     def __init__(self, made):
         super().__init__(made)
-        self.offers, self.place, self.instead = frozenset({"temperature", "entropy"}), "Plain", "ask for less"
-
-    def run(self, request, options):
-        return super().run(request, options)._replace(entropy=None)
+        self.offers, self.place, self.instead = frozenset({"temperature"}), "Plain", "ask for less"
 
 
 def test_an_engine_without_distributions(loop):
     remote = loop.serve(model())
     core = remote.connection.core = ScoringCore(Plain(model()))
-    plain, entropy, top = core.score([job_of([[3, 4, 5]], **each) for each in ({}, {"entropy": True}, {"top_k": 2})])
+    plain, top = core.score([job_of([[3, 4, 5]], **each) for each in ({}, {"top_k": 2})])
     assert plain["columns"].keys() == {"log_prob"}
-    assert isinstance(entropy, RuntimeError)
-    assert "the engine returned scores of the shapes {'log_prob': (2,)}, expected" in str(entropy)
     assert (type(top), str(top)) == (ValueError, "top_k=2 cannot be had from Plain: ask for less.")
     scorer = remote.make_scorer()
     with pytest.raises(ValueError, match=r"kept=... cannot be had from Plain: ask for less"):

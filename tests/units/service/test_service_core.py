@@ -50,10 +50,9 @@ def test_weights_that_do_not_fit_change_nothing():
     for message, bad in {
         "holds values that are not finite": {NAME: good[NAME].clone().fill_(torch.inf)},
         "the model has shape": {NAME: torch.zeros(2)},
-        "weights must be tensors, got list": {NAME: [1.0]},
         "no weight 'nowhere'": {"nowhere": torch.zeros(1)},
     }.items():
-        with pytest.raises((TypeError, ValueError, KeyError), match=message):
+        with pytest.raises((ValueError, KeyError), match=message):
             engine.update_weights({**good, **bad})
     assert all(torch.equal(engine.model.state_dict()[key], value) for key, value in before.items())
 
@@ -79,27 +78,22 @@ def test_weights_that_are_copied_in_part_end_the_engine():
 
 @pytest.mark.parametrize(
     ("dtype", "largest"),
-    [(torch.float32, 1e300), (torch.float16, 1e5), (torch.float16, -7e4), (torch.bfloat16, 3.4e38), (torch.float64, 0)],
+    [(torch.float32, 1e300), (torch.float16, 1e5), (torch.float16, -7e4), (torch.bfloat16, 3.4e38)],
     ids=str,
 )
 def test_numbers_of_another_kind_and_those_that_overflow_in_the_cast_are_refused(dtype, largest):
     engine = TransformersEngine(model().to(dtype))
     before = engine.model.state_dict()[NAME].clone()
-    real, value = torch.ones(before.shape), before.double()
-    bad = {f"the model has {dtype}, got {kind}": real.to(kind) for kind in (torch.int8, torch.int64, torch.bool)}
-    bad[f"the model has {dtype}, got torch.complex64"] = real.to(torch.complex64)
-    bad[r"must be a dense tensor with values, got torch.sparse_coo"] = real.to_sparse()
-    bad[r"must be a dense tensor with values, got .* on meta"] = real.to("meta")
-    if largest:
-        beyond = f"up to {abs(largest):.3g} in torch.float64, beyond the range of the model's {dtype}"
-        bad[re.escape(beyond)] = value.clone()
-        bad[re.escape(beyond)][3, 2] = largest
+    real, beyond = torch.ones(before.shape), before.double()
+    beyond[3, 2] = largest
+    bad = {f"the model has {dtype}, got {kind}": real.to(kind) for kind in (torch.int8, torch.bool, torch.complex64)}
+    bad[f"not finite, or beyond the range of the model's {dtype}"] = beyond
     for message, weight in bad.items():
         with pytest.raises(ValueError, match=message):
             engine.update_weights({NAME: weight})
     assert torch.equal(engine.model.state_dict()[NAME], before)
-    value[3, 2] = torch.finfo(dtype).max
-    engine.update_weights({NAME: value})
+    beyond[3, 2] = torch.finfo(dtype).max
+    engine.update_weights({NAME: beyond})
     for good in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         engine.update_weights({NAME: 2 * real.to(good)})
         assert torch.equal(engine.model.state_dict()[NAME], torch.full_like(before, 2))
@@ -111,7 +105,7 @@ def test_whole_numbers_keep_their_values():
     engine = TransformersEngine(made)
     engine.update_weights({"count": torch.tensor([3, -128])})
     assert made.count.tolist() == [3, -128]
-    with pytest.raises(ValueError, match=r"count holds values beyond the range of the model's torch.int8"):
+    with pytest.raises(ValueError, match=r"count holds values .* beyond the range of the model's torch.int8"):
         engine.update_weights({"count": torch.tensor([3, 128])})
     with pytest.raises(ValueError, match=r"the model has torch.int8, got torch.float32"):
         engine.update_weights({"count": torch.tensor([3.0, 1.0])})
@@ -301,8 +295,8 @@ def test_a_lost_engine_is_no_answer():
 
 def test_arguments_of_a_gang_are_checked():
     for options, message in (
-        ({"ranks": 0}, "ranks must be a whole number of at least 1, got 0"),
-        ({"ranks": 2, "shard": "fsdp1"}, "shard must be 'fsdp2', 'tp', 'none' or a function, got 'fsdp1'"),
+        ({"ranks": 0}, "ranks must be at least 1, got 0"),
+        ({"ranks": 2, "shard": "fsdp1"}, "shard must be one of 'fsdp2', 'tp', 'none', got 'fsdp1'"),
     ):
         with pytest.raises(ValueError, match=message):
             GangEngine(model, **options)

@@ -59,7 +59,9 @@ def service():
 def test_service_arguments_without_a_service_are_refused():
     with pytest.raises(ValueError, match="actor_name, num_replicas would be ignored"):
         RayRetrieveLogProb(service(), num_replicas=7, actor_name="x")
-    with pytest.raises(ValueError, match="there is nothing to serve, use the local class"):
+    with pytest.raises(
+        ValueError, match="'base' is scored with the policy's weights, in their process: use the local class"
+    ):
         RetrieveKL("from_collector", "base", service_backend="ray")
     for here in ({"use_ray_service": False}, {"service_backend": "direct"}):
         with pytest.raises(ValueError, match="use the local class"):
@@ -215,7 +217,7 @@ def test_an_option_that_no_actor_has_is_refused(started):
     for option in ("memory", "num_replicas", "num_cpu"):
         with pytest.raises(ValueError, match=f"options has '{option}', expected options of Ray's actors"):
             made(RetrieveLogProb, service_backend="ray", service_backend_options={option: 1})
-    with pytest.raises(ValueError, match=r"num_cpus= and service_backend_options\['num_cpus'\] are both given"):
+    with pytest.raises(ValueError, match="has 'num_cpus', expected .* that are no arguments too"):
         made(RetrieveLogProb, service_backend="ray", service_backend_options={"num_cpus": 1}, num_cpus=1)
     assert started == []
 

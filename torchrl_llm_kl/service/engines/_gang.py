@@ -1,36 +1,57 @@
-""":class:`GangEngine`: one replica's model over several processes, which start and end together."""
+""":class:`GangEngine`: one replica's model over several processes, the ranks, which start and end together."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from datetime import timedelta
+from functools import wraps
+from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
 
 import ray
 import torch
 import torch.distributed as dist
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY, ScoreOptions, Scorer, ScoreRequest, Scores
-from torchrl_llm_kl.service._errors import EngineLost, ServiceTimeout
-from torchrl_llm_kl.service._messages import ANSWERED
-from torchrl_llm_kl.service.engines._rank import Columns, GangRank, Shard
+from torchrl_llm_kl.scoring import (
+    DEFAULT_MEMORY,
+    ScoreOptions,
+    Scorer,
+    ScoreRequest,
+    Scores,
+    collective_device,
+    is_wrapper,
+    unwrap,
+)
+from torchrl_llm_kl.service._errors import EngineLost, ServiceTimeout, portable
+from torchrl_llm_kl.service._messages import ANSWERED, columns_of
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
 
-_LOG = logging.getLogger("torchrl_llm_kl.service")
 _TICK = 1.0  # seconds between two looks at the progress of the ranks
+#: A rank's scores of its share of a request at the masked-in tokens, by name; ``[K, ...]``.
+Columns = dict[str, Tensor]
+#: How to shard: by name, or a function of the model and the mesh of all ranks that returns the model (None: in place).
+Shard = Literal["fsdp2", "tp", "none"] | Callable[[Any, DeviceMesh], Any]
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class GangEngine:
     """An engine for a model that is sharded over several Ray actors, the ranks of one ``torch.distributed`` group.
 
     Pass it as the factory of a service: each replica then creates its own ranks in a placement group, and ends with
-    them. If one rank dies or hangs, the replica exits, and Ray starts the replica with all its ranks again.
+    them. If one rank dies or hangs, the replica exits, and Serve starts the replica with all its ranks again.
 
     Args:
         factory: returns the model, on every rank; the process group exists when it is called.
@@ -39,10 +60,10 @@ class GangEngine:
         ranks: number of processes.
         shard: ``"fsdp2"`` shards each layer (``fully_shard``). ``"tp"`` applies
             the tensor parallel plan of transformers, ``"none"`` nothing (the factory may have sharded the model). Or a
-            function of the model and the mesh ``[ranks]`` that returns the sharded model. Each rank scores a part of the
-            sequences if FSDP shards the model, or nothing does; else all ranks score all of them.
-        num_cpus: per rank, as are ``num_gpus`` and ``resources``; the service's own are for the replica's process, which
-            only passes requests on: give it few.
+            function of the model and the mesh ``[ranks]`` that returns the sharded model. With FSDP and with whole models
+            each rank scores a part of the sequences. With other shards all ranks score all of them.
+        num_cpus: per rank, as are ``num_gpus`` and ``resources``. The service's own resources are for the replica's process,
+            which only passes requests on: give it few.
         strategy: of the placement group; ``"STRICT_PACK"`` keeps all ranks on one node.
         backend: of the process group; by default ``"nccl"`` with GPUs, else ``"gloo"``.
         start_timeout: seconds until all ranks are placed and have loaded the model.
@@ -80,19 +101,16 @@ class GangEngine:
         tokens_per_batch: int | None = None,
         memory: int = DEFAULT_MEMORY,
     ) -> None:
-        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-            raise ValueError(f"ranks must be a whole number of at least 1, got {ranks!r}.")
-        if not callable(shard) and shard not in ("fsdp2", "tp", "none"):
-            raise ValueError(f"shard must be 'fsdp2', 'tp', 'none' or a function, got {shard!r}.")
+        check_range(1, ranks=ranks)
+        if not callable(shard):
+            check_choice(("fsdp2", "tp", "none"), shard=shard)
         self._timeout = timeout
-        self._progress: list[int] = [0] * ranks
+        self._progress = [0] * ranks
         self._polls: dict[int, Any] = {}
         self._ranks: list[Any] = []
-        self._lives: list[Any] = []
         self._group: Any = None
         self._lost: EngineLost | None = None
-        self._is_closed = False  # by its user, who needs no other gang
-        self._lock, self._turn = threading.Lock(), threading.Lock()
+        self._turn = threading.Lock()
         try:
             options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": dict(resources or {})}
             self._place(ranks, options, strategy, start_timeout)
@@ -100,9 +118,8 @@ class GangEngine:
             # The store lives in this process, on a free port, so that it ends with the gang.
             address = ray.util.get_node_ip_address()
             self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-            settings = {"tokens_per_batch": tokens_per_batch, "memory": memory}
             where = (address, self._store.port)
-            start = (ray.put(factory), shard, where, backend, max(start_timeout, timeout), settings)
+            start = (ray.put(factory), shard, where, backend, max(start_timeout, timeout), tokens_per_batch, memory)
             made = self._ask("start", [start] * ranks, limit=start_timeout)
         except BaseException:
             self.close()
@@ -118,7 +135,7 @@ class GangEngine:
         self._group = ray.util.placement_group([bundle or {"CPU": 0.001}] * ranks, strategy=strategy)
         if not self._group.wait(timeout):
             raise ServiceTimeout(
-                f"{ranks} ranks with {bundle} each ({strategy}) have no room, for {timeout:g} s; the cluster has "
+                f"{ranks} ranks with {bundle} each ({strategy}) had no room for {timeout:g} s; the cluster has "
                 f"{ray.available_resources()} free. Add nodes, ask for less, or raise start_timeout=."
             )
         make_remote: Any = ray.remote
@@ -131,7 +148,7 @@ class GangEngine:
     # ------------------------------------------------------------------ scores
 
     def run(self, request: ScoreRequest, options: ScoreOptions) -> Scores:
-        """See :class:`Engine`; as one process computes them."""
+        """See :class:`Engine`; the numbers are those of one process."""
         ranks = len(self._ranks)
         try:
             return self._run(request, options, split(request, ranks if self._split else 1))
@@ -178,7 +195,7 @@ class GangEngine:
         """Names of each tensor of the whole model, several for a tied one; empty without weights in the ranks."""
         return self._tensors
 
-    # ------------------------------------------------------------------ ranks
+    # ------------------------------------------------------------------ calls of all ranks
 
     def _ask(self, method: str, arguments: Sequence[tuple[Any, ...]], *, limit: float | None = None) -> list[Any]:
         """Call a method of all ranks, each with its arguments; their answers, or the error of one of them.
@@ -194,9 +211,7 @@ class GangEngine:
             if method != "start":
                 apart = [x for x in self._wait_for("in_step", [()] * len(self._ranks), None) if x is not None]
                 if apart or (method == "update_weights" and len(errors) < len(answers)):
-                    raise self._lose(
-                        f"its ranks are out of step after {errors[0]!r}: {(apart or ['weights differ'])[0]}"
-                    )
+                    raise self._lose(f"its ranks are out of step after {errors[0]!r}")
         # Another rank's error is on all ranks: raise the original.
         raise next((error for error in errors if type(error).__name__ != "RankError"), errors[0])
 
@@ -204,27 +219,23 @@ class GangEngine:
         if self._lost is not None:
             raise self._lost.with_traceback(None)
         answers: list[Any] = [None] * len(arguments)
-        waiting: dict[Any, int] = {}
-        start = moved = time.monotonic()
-        for i, (rank, args) in enumerate(zip(self._ranks, arguments, strict=True)):
-            waiting[getattr(rank, method).remote(*args)] = i
+        moved = time.monotonic()
+        calls = [getattr(rank, method).remote(*args) for rank, args in zip(self._ranks, arguments, strict=True)]
+        waiting = {call: i for i, call in enumerate(calls)}
         while waiting:
             ready, _ = ray.wait([*waiting, *self._lives], num_returns=1, timeout=_TICK)
             for reference in ready:
                 try:
                     answer = ray.get(reference)
                 except ray.exceptions.RayError as error:
-                    rank = waiting[reference] if reference in waiting else self._lives.index(reference)
-                    raise self._lose(f"rank {rank} died: {error}") from error
+                    raise self._lose(f"a rank died: {error}") from error
                 if limit is not None and isinstance(answer, Exception):
                     return [answer]  # a rank that cannot start: the others would wait for it
                 answers[waiting.pop(reference)] = answer
-            if ready or self._poll():
+            if limit is None and (ready or self._poll()):
                 moved = time.monotonic()
-            if limit is not None and time.monotonic() - start > limit:
-                raise self._lose(f"ranks {sorted(waiting.values())} did not answer {method}() within {limit:g} s.")
-            if limit is None and time.monotonic() - moved > self._timeout:
-                raise self._lose(f"ranks {sorted(waiting.values())} made no progress for {self._timeout:g} s.")
+            if time.monotonic() - moved > (limit or self._timeout):
+                raise self._lose(f"ranks {sorted(waiting.values())} made no progress in {method}()")
         return answers
 
     def _poll(self) -> bool:
@@ -239,37 +250,20 @@ class GangEngine:
             self._polls[i] = rank.progress.remote()
         return self.progress() != before
 
-    def when_lost(self, end: Callable[[EngineLost], None]) -> None:
-        """Call ``end`` in a thread when a rank dies, also while no call waits for it."""
-
-        def watch() -> None:
-            lives = list(self._lives)
-            ended, _ = ray.wait(lives, num_returns=1)
-            if not self._is_closed:
-                end(self._lose(f"rank {lives.index(ended[0])} died."))
-
-        threading.Thread(target=watch, name="gang", daemon=True).start()
-
     def _lose(self, why: str) -> EngineLost:
-        self._lost = self._lost or EngineLost(f"the gang of {len(self._progress)} ranks is lost: {why}")
-        self._free()
+        self._lost = self._lost or EngineLost(f"the gang of {len(self._progress)} ranks is lost: {why}.")
+        self.close()
         return self._lost
 
     def close(self) -> None:
         """End all ranks and free their resources."""
-        self._is_closed = True
         self._lost = self._lost or EngineLost("the gang was closed.")
-        self._free()
-
-    def _free(self) -> None:
-        with self._lock:
-            ranks, group = self._ranks, self._group
-            self._ranks, self._group = [], None
+        ranks, self._ranks = self._ranks, []
         with contextlib.suppress(Exception):  # the cluster may be gone
             for rank in ranks:
                 ray.kill(rank, no_restart=True)
-            if group is not None:
-                ray.util.remove_placement_group(group)
+            if ranks:
+                ray.util.remove_placement_group(self._group)
 
 
 def split(request: ScoreRequest, ranks: int) -> list[ScoreRequest | None]:
@@ -283,3 +277,164 @@ def split(request: ScoreRequest, ranks: int) -> list[ScoreRequest | None]:
     owners = ((ends - request.tokens.lengths / 2) * ranks / total).long().clamp(0, ranks - 1)
     rows = [(owners == rank).nonzero().squeeze(-1) for rank in range(ranks)]
     return [request.select(some) if len(some) else None for some in rows]
+
+
+# ------------------------------------------------------------------ one rank
+
+
+def _errors_as_values(call: Callable[_P, _T]) -> Callable[_P, _T | Exception]:
+    """The method with its errors as results, which the gang compares between ranks."""
+
+    @wraps(call)
+    def caught(*args: _P.args, **kwargs: _P.kwargs) -> _T | Exception:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            return portable(error)
+
+    return caught
+
+
+class RankEngine(TransformersEngine):
+    """The engine of a model whose weights may be shards. All ranks make the same calls."""
+
+    def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Check whole weights; returns this rank's shards of them, without communication."""
+        own = self._module().state_dict(keep_vars=True)
+        return {name: _sharded_as(own[name], value) for name, value in super().check_weights(weights).items()}
+
+    def _module(self) -> nn.Module:
+        module = super()._module()
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # after a forward the root's parameters may still be whole
+        return module
+
+
+def _sharded_as(own: Tensor, value: Tensor) -> Tensor:
+    """``value`` sharded as ``own`` is."""
+    if not isinstance(own, DTensor) or isinstance(value, DTensor):
+        return value
+    value = value.to(own.device)
+    return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
+
+
+class GangRank:
+    """An actor. The model runs in one thread. Calls of ``progress`` and ``life`` have threads of their own.
+
+    Methods return their errors.
+    """
+
+    GROUPS: ClassVar[dict[str, int]] = {"watch": 1, "life": 1}  # threads for each group of calls
+    _engine: RankEngine  # after start
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank, self._ranks = rank, ranks
+
+    @_errors_as_values
+    def start(
+        self,
+        factory: Callable[[], Any],
+        shard: Shard,
+        store: tuple[str, int],
+        backend: str,
+        timeout: float,
+        tokens_per_batch: int | None,
+        memory: int,
+    ) -> tuple[tuple[ModelInterface, bool], bool, list[list[str]]]:
+        """Join the other ranks and load the model.
+
+        Returns its interface, whether ranks may score different sequences, and the names of its tensors.
+        """
+        # Ray shows each rank only its own GPU, as device 0.
+        os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._ranks), LOCAL_RANK="0")
+        limit = timedelta(seconds=timeout)
+        server = dist.TCPStore(*store, self._ranks, is_master=False, timeout=limit)
+        dist.init_process_group(backend, store=server, rank=self._rank, world_size=self._ranks, timeout=limit)
+        mesh = init_device_mesh(collective_device(backend).type, (self._ranks,))
+        made = shard_model(factory(), shard, mesh)
+        self._engine = RankEngine(made, tokens_per_batch=tokens_per_batch, memory=memory)
+        _meet()
+        return self._engine.interface(), may_split(made), self._engine.tensors()
+
+    @_errors_as_values
+    def run(self, request: ScoreRequest, options: ScoreOptions) -> Columns:
+        """The scores of a rank's share of a request."""
+        return columns_of(self._engine.run(request, options), request.mask)
+
+    @_errors_as_values
+    def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, str]:
+        """The model's own names of whole weights, by those given; an error if they do not fit the model."""
+        self._engine.check_weights(weights)
+        return self._engine.own_names(weights)
+
+    @_errors_as_values
+    def update_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy this rank's shards of whole weights into the model; an error if they do not fit."""
+        self._engine.update_weights(weights)
+
+    @_errors_as_values
+    def in_step(self) -> None:
+        """Meet the other ranks."""
+        _meet()
+
+    @ray.method(concurrency_group="watch")
+    def progress(self) -> int:
+        """Steps of the engine so far."""
+        return self._engine.progress() if "_engine" in vars(self) else 0
+
+    @ray.method(concurrency_group="life")
+    def life(self) -> None:
+        """Never return: the reference to this call gets ready when the process ends."""
+        threading.Event().wait()
+
+
+def _meet() -> None:
+    dist.all_reduce(torch.ones(1, device=collective_device(dist.get_backend())))
+
+
+# ------------------------------------------------------------------ sharding
+
+
+def shard_model(made: Any, shard: Shard, mesh: DeviceMesh) -> Any:
+    """``made``, a model or a TorchRL wrapper of one, sharded in place, or what the function ``shard`` returns."""
+    if callable(shard):
+        sharded = shard(made, mesh)
+        return made if sharded is None else sharded
+    model = unwrap(made) if is_wrapper(made) else made
+    if shard == "fsdp2":
+        decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+        for layer in getattr(decoder, "layers", ()):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif shard == "tp":
+        _shard_by_plan(model, mesh)
+    return made
+
+
+def may_split(made: Any) -> bool:
+    """Whether ranks may score different sequences: with FSDP or whole models, not with tensor parallel ones."""
+    model = unwrap(made) if is_wrapper(made) else made
+    parts = list(model.modules()) if isinstance(model, nn.Module) else []
+    sharded = [x for part in parts for x in part.parameters(recurse=False) if isinstance(x, DTensor)]
+    by_fsdp = any(isinstance(part, FSDPModule) for part in parts) and all(x.device_mesh.ndim == 1 for x in sharded)
+    return by_fsdp or not sharded
+
+
+def _shard_by_plan(model: Any, mesh: DeviceMesh) -> None:
+    """Apply the tensor parallel plan that transformers has for the model; embeddings stay whole."""
+    styles: dict[str, ParallelStyle] = {
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    }
+    plan = {name: style for name, style in (model.tp_plan or {}).items() if "embed" not in name}
+    heads = getattr(model.config, "num_key_value_heads", mesh.size())
+    if not plan or not set(plan.values()) <= styles.keys() or heads % mesh.size():
+        raise ValueError(
+            f"shard='tp': {type(model).__name__} has the plan {plan or None} and {heads} heads of keys and values. This needs "
+            f"a plan of only {', '.join(styles)}, and heads that {mesh.size()} ranks share equally. Pass shard='fsdp2', a "
+            "function that shards the model, or another number of ranks."
+        )
+    model.to(mesh.device_type)
+    parallelize_module(model, mesh, {name: styles[style] for name, style in plan.items()})

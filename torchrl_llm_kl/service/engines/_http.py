@@ -20,17 +20,16 @@ What the servers do, and where that is written (looked up in 2026-11):
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import itertools
 import json
-import logging
 import math
 import os
 import ssl
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -40,16 +39,16 @@ import tenacity
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_choice, check_range
+from torchrl_llm_kl._numerics import check_choice
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, Scores
 from torchrl_llm_kl.service._errors import ServiceConfigError, ServiceError, ServiceTimeout
 
-_LOG = logging.getLogger("torchrl_llm_kl.service")
+#: Token ids that every model of interest has.
+_PROBE = list(range(1, 13))
 #: Log-probs of the same tokens that differ by more nats are not rounding: another model, or wrong numbers.
 _TOLERANCE = 0.1
 _CLAMPED = -9999.0
-_GRACE = 1.0  # seconds after the deadline for a thread to give up by itself, which names and TLS handshakes do not
 _FAILURES = (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException)
 #: No temperature, penalty or truncation from the model's generation config may enter log-probs.
 _PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -78,16 +77,14 @@ class HTTPEngine:
         dialect: ``"vllm"`` (``/v1/completions`` with ``prompt_logprobs``) or ``"sglang"`` (``/generate``).
         api_key_env: environment variable of the replica with the key. (An argument would be visible to all clients of the
             service, which compare factories.)
-        timeout: seconds for all requests of a batch, from the first connection to the last byte, retries included; less than
-            the service's, whose callers then see the reason.
+        timeout: seconds until the server must answer all requests of a batch, retries included. Choose less than the
+            service's timeout: callers then see the reason.
         concurrency: the most requests at a time.
-        probe: token ids that every model of interest has.
         interface: keys and tokenizer for clients that tokenise.
 
     Raises:
         ServiceError: if the server answers with errors or with numbers that cannot be right.
-        ServiceTimeout: if it has not answered in full in time.
-        ServiceError: if its answer has more bytes than what was requested can have.
+        ServiceTimeout: if it does not answer in time.
         ServiceConfigError: if it has another model.
         ValueError: for a request that it refuses, and for settings that it does not have: temperatures, entropy, ``dtype``,
             ``adapters``, ``deterministic``. ``remember`` has no effect: the server has its own cache.
@@ -112,20 +109,14 @@ class HTTPEngine:
         api_key_env: str | None = None,
         timeout: float = 60.0,
         concurrency: int = 16,
-        probe: Sequence[int] = range(1, 13),
         interface: ModelInterface | None = None,
     ) -> None:
         check_choice(("vllm", "sglang"), dialect=dialect)
-        check_range(1, concurrency=concurrency)
-        check_range(above=0, timeout=timeout)
-        self._probe = [int(token) for token in probe]
-        if len(self._probe) < 2:
-            raise ValueError(f"probe must have at least two token ids, got {self._probe}.")
         self._http = _Http(url, api_key_env)
         self.place = str(self._http)
         self._dialect = _Vllm(model) if dialect == "vllm" else _Sglang()
         self._timeout, self._interface = timeout, interface or ModelInterface()
-        self._threads = concurrent.futures.ThreadPoolExecutor(concurrency, thread_name_prefix="http")
+        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="http")
         until = time.monotonic() + timeout
         if dialect == "sglang" and (served := self._http.served_model(until)) not in (model, None):
             raise ServiceConfigError(f"{self._http} serves {served!r}, expected model={model!r}.")
@@ -143,7 +134,7 @@ class HTTPEngine:
             if where := chosen.nonzero().squeeze(-1).tolist():
                 tokens = row.tolist()[: where[-1] + 1]
                 jobs.append(_Job(f"sequence {i}", tokens, where, top_k, deadline))
-        scored = zip(jobs, self._in_time(jobs, deadline), strict=True)
+        scored = zip(jobs, self._threads.map(self._positions, jobs), strict=True)
         scored_positions = [(job.tokens[t], positions[t]) for job, positions in scored for t in job.scored]
         if self._http.renewed != renewed:
             self._compare(self._score_probe(deadline), "it came back with another model")
@@ -152,17 +143,6 @@ class HTTPEngine:
         request.check_finite(elements, log_prob)
         top = _top([position for _, position in scored_positions], top_k) if top_k else {}
         return Scores.spread(request.layout, elements, log_prob, **top)
-
-    def _in_time(self, jobs: Sequence[_Job], deadline: float) -> list[list[Position]]:
-        """The positions of each job, found in threads; a ServiceTimeout wherever one of them is stuck."""
-        try:
-            return list(
-                self._threads.map(self._positions, jobs, timeout=max(deadline - time.monotonic(), 0.0) + _GRACE)
-            )
-        except ServiceTimeout:
-            raise
-        except concurrent.futures.TimeoutError:
-            raise ServiceTimeout(f"{self._http} cannot be reached in time. Raise timeout=.") from None
 
     def _positions(self, job: _Job) -> list[Position]:
         """Checked log-probs at each position of a sequence; empty where it is not scored."""
@@ -193,12 +173,12 @@ class HTTPEngine:
     # ------------------------------------------------------------------ the probe
 
     def _score_probe(self, deadline: float) -> list[Position]:
-        job = _Job("the probe", self._probe, [*range(1, len(self._probe))], 2, deadline)
-        return self._in_time([job], deadline)[0][1:]
+        job = _Job("the probe", _PROBE, [*range(1, len(_PROBE))], 2, deadline)
+        return self._positions(job)[1:]
 
     def _compare(self, scored: list[Position], what: str) -> None:
         """Compare the probe's log-probs with those at the start."""
-        tokens, both = self._probe[1:], (self._reference, scored)
+        tokens, both = _PROBE[1:], (self._reference, scored)
         values = torch.tensor([[at[token] for token, at in zip(tokens, each, strict=True)] for each in both])
         worst = float(values.clamp(min=_CLAMPED).diff(dim=0).abs().max())
         if not worst <= _TOLERANCE:  # NaN too
@@ -221,10 +201,6 @@ class HTTPEngine:
     def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
         """Raises a TypeError: the weights are the server's."""
         self.check_weights(weights)
-
-    def close(self) -> None:
-        """End the threads; requests under way end by themselves."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _top(positions: Sequence[Mapping[int, float]], k: int) -> dict[str, Tensor]:
@@ -274,10 +250,7 @@ class _Vllm:
         if len(entries) < len(tokens):  # which ones are missing is unknown
             return [{}] * len(tokens), tokens
         positions = [_position((int(token), x["logprob"]) for token, x in entry.items()) for entry in entries]
-        # Earlier versions do not return the ids, but each entry holds the id of its token.
-        ids = choice.get("prompt_token_ids") or tokens + [-1] * (len(positions) - len(tokens))
-        pairs = zip(ids, positions, strict=True)
-        return positions, [token if token in position else next(iter(position), token) for token, position in pairs]
+        return positions, list(choice["prompt_token_ids"])
 
 
 class _Sglang:
@@ -307,16 +280,12 @@ class _Sglang:
 
 def _position(entries: Iterable[tuple[int, Any]]) -> Position:
     """Log-probs by token: -inf where the server has clamped it, NaN where its weights are broken; null values are left out."""
-    log_probs: Position = {}
-    for token, value in entries:
-        if value is None:
-            continue
-        if type(value) not in (int, float) or value > 1e-3:  # rounding may lift it above 0
-            raise ServiceError(
-                f"the server sent the log-prob {str(value)[:40]}, expected a number of at most 0: look for another processor "
-                "of log-probs at the server, or a faulty proxy."
-            )
-        log_probs[token] = -math.inf if value <= _CLAMPED else float(value)
+    log_probs = {token: -math.inf if x <= _CLAMPED else float(x) for token, x in entries if x is not None}
+    if any(value > 1e-3 for value in log_probs.values()):  # rounding may lift it above 0
+        raise ServiceError(
+            f"the server sent the log-prob {max(log_probs.values())}, expected a number of at most 0: look for another "
+            "processor of log-probs at the server, or a faulty proxy."
+        )
     return log_probs
 
 
@@ -332,18 +301,14 @@ class _Http:
     """
 
     def __init__(self, url: str, api_key_env: str | None) -> None:
-        parts = urlsplit(url if isinstance(url, str) and url.isascii() else "")
-        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.query:
-            shown = str(url).rpartition("@")[2]  # without a password
-            raise ValueError(f"url must be http:// or https:// with a host and without user or query, got {shown!r}.")
-        self._url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
-        self._headers: dict[bytes | str, bytes | str] = {"Host": parts.netloc, "Accept-Encoding": "identity"}
-        self._headers["Content-Type"] = "application/json"
+        parts = urlsplit(url)
+        place = parts.netloc.rpartition("@")[2]  # a password must not appear in errors
+        if parts.scheme not in ("http", "https") or not place:
+            raise ValueError(f"url must begin with http:// or https:// and a host, got {parts.scheme!r} and {place!r}.")
+        self._url = f"{parts.scheme}://{place}{parts.path.rstrip('/').removesuffix('/v1')}"
+        self._headers = {"Content-Type": "application/json"}
         if api_key_env is not None:
-            key = os.environ.get(api_key_env, "")
-            if not key or not all("!" <= letter <= "~" for letter in key):
-                raise ValueError(f"api_key_env: the environment variable {api_key_env!r} is not set, or holds a blank.")
-            self._headers["Authorization"] = f"Bearer {key}"
+            self._headers["Authorization"] = f"Bearer {os.environ[api_key_env].strip()}"
         self._pool = httpcore.ConnectionPool(ssl.create_default_context(), max_connections=None)
         self.renewed = self.replied = 0
 
@@ -356,15 +321,13 @@ class _Http:
         Raises:
             ValueError: if the server refuses the request.
             ServiceTimeout: without an answer until the deadline.
-            ServiceError: for any other answer, and for one of more bytes than what was requested can have.
+            ServiceError: for any other answer.
         """
-        data = json.dumps(body).encode()
-        limit = 2**20 + 256 * len(job.tokens) * (job.top_k + 2)  # an entry of a token's scores usually has 100 bytes
         failures = itertools.count(1)
 
         def attempt() -> Any:
             try:
-                status, content = self._exchange("POST", path, job.deadline, limit, data)
+                status, content = self._exchange("POST", path, job.deadline, json.dumps(body).encode())
             except _FAILURES as error:
                 why = f"{type(error).__name__}: {error}"
             else:
@@ -390,39 +353,28 @@ class _Http:
     def served_model(self, deadline: float) -> object:
         """Path of SGLang's model, or None if the server has no such page or does not answer."""
         with contextlib.suppress(AttributeError, *_FAILURES):
-            status, content = self._exchange("GET", "/get_model_info", deadline, 2**20)
+            status, content = self._exchange("GET", "/get_model_info", deadline)
             return self._parsed(content).get("model_path") if status == 200 else None
         return None
 
-    def _exchange(self, method: str, path: str, deadline: float, limit: int, data: bytes = b"") -> tuple[int, bytes]:
-        """Status and content; a timeout of httpcore at the deadline, a ServiceError for more than ``limit`` bytes."""
+    def _exchange(self, method: str, path: str, deadline: float, data: bytes = b"") -> tuple[int, bytes]:
+        """Status and content of a reply. Each step of the exchange (connect, write, read) must end by the deadline."""
         limits = dict.fromkeys(("connect", "read", "write", "pool"), max(deadline - time.monotonic(), 0.001))
         about = {"timeout": limits, "trace": self._trace}
-        content = bytearray()
-        with self._pool.stream(
-            method, self._url + path, headers=self._headers, content=data, extensions=about
-        ) as response:
-            for part in response.iter_stream():
-                content += part
-                if len(content) > limit:
-                    raise ServiceError(
-                        f"{self} answers with more than {limit} bytes: check that it is the right server."
-                    )
-                if time.monotonic() > deadline:
-                    raise httpcore.ReadTimeout("the answer is not complete")
-        return response.status, bytes(content)
+        response = self._pool.request(method, self._url + path, headers=self._headers, content=data, extensions=about)
+        return response.status, response.content
 
     def _trace(self, event: str, info: object) -> None:
         if event == "connection.connect_tcp.started":
             self.renew()
 
     def renew(self) -> None:
-        """The next answer may come from another process."""
+        """Note that the next answer may come from another process."""
         self.renewed = time.monotonic_ns()
 
     def _parsed(self, text: bytes) -> Any:
         self.replied = time.monotonic_ns()
         try:
             return json.loads(text)
-        except (ValueError, RecursionError):
+        except ValueError:
             raise ServiceError(f"{self} answers with something that is not JSON: {text[:80]!r}.") from None
