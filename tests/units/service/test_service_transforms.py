@@ -217,7 +217,7 @@ def test_an_option_that_no_actor_has_is_refused(started):
     for option in ("memory", "num_replicas", "num_cpu"):
         with pytest.raises(ValueError, match=f"options has '{option}', expected options of Ray's actors"):
             made(RetrieveLogProb, service_backend="ray", service_backend_options={option: 1})
-    with pytest.raises(ValueError, match="has 'num_cpus', expected .* that are no arguments too"):
+    with pytest.raises(ValueError, match=r"has 'num_cpus', expected .* that are no arguments too"):
         made(RetrieveLogProb, service_backend="ray", service_backend_options={"num_cpus": 1}, num_cpus=1)
     assert started == []
 

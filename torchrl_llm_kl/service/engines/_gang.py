@@ -401,7 +401,7 @@ def shard_model(made: Any, shard: Shard, mesh: DeviceMesh) -> Any:
     if callable(shard):
         sharded = shard(made, mesh)
         return made if sharded is None else sharded
-    model = unwrap(made) if is_wrapper(made) else made
+    model: Any = unwrap(made) if is_wrapper(made) else made
     if shard == "fsdp2":
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
         for layer in getattr(decoder, "layers", ()):

@@ -306,7 +306,7 @@ class _Http:
         if parts.scheme not in ("http", "https") or not place:
             raise ValueError(f"url must begin with http:// or https:// and a host, got {parts.scheme!r} and {place!r}.")
         self._url = f"{parts.scheme}://{place}{parts.path.rstrip('/').removesuffix('/v1')}"
-        self._headers = {"Content-Type": "application/json"}
+        self._headers: dict[bytes | str, bytes | str] = {"Content-Type": "application/json"}
         if api_key_env is not None:
             self._headers["Authorization"] = f"Bearer {os.environ[api_key_env].strip()}"
         self._pool = httpcore.ConnectionPool(ssl.create_default_context(), max_connections=None)
