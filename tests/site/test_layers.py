@@ -19,8 +19,8 @@ EXPORTED = set(ROW) - set(layers.LAYERS[-1])
 
 SERVICE = f"{layers.PACKAGE}.service."
 # Folders and modules of the service, from the lowest row to the highest. The folders' own packages hold no names.
-SERVICE_ROWS = ["_errors", "_spec _source", "_messages", "_weights", "engines", "_core _batcher _keeper", "_replica"]
-SERVICE_ROWS += ["_connection", "_remote", "_service _app", "_transforms _weight_sync"]
+SERVICE_ROWS = ["_errors", "_spec", "_messages", "engines", "_core _keeper", "_replica", "_remote", "_service"]
+SERVICE_ROWS += ["_transforms _weight_sync"]
 SERVICE_ROW = {part: row for row, parts in enumerate(SERVICE_ROWS) for part in parts.split()}
 
 
