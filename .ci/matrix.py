@@ -103,7 +103,7 @@ def install(column: str, folder: Path, pins: list[str], torch_index: str | None)
     torch = [pin for pin in chosen if re.match("torch[=<>]", pin)]
     run([*pip, *torch, *(("--index-url", torch_index) if torch_index else ())])
     if column == "beyond":  # the package's own upper bounds would win
-        others = ("setuptools>=77", "safetensors", "filelock", "jinja2", "httpcore", "tenacity")
+        others = ("setuptools>=77", "safetensors", "filelock", "jinja2", "httpcore")
         run([*pip, "--upgrade", *chosen, *TOOLS, *others])
         run([*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)])
     else:

@@ -74,8 +74,8 @@ def test_ranks_score_as_one_process(pool, shard):
 @pytest.mark.slow
 def test_models_that_have_no_plan_are_refused(pool):
     for config, text in (
-        ({"num_key_value_heads": 1}, "the model has 1 heads of keys and values, which 2 ranks cannot share equally"),
-        ({"family": "gpt2"}, "transformers has no plan for GPT2LMHeadModel"),
+        ({"num_key_value_heads": 1}, "and 1 heads of keys and values"),
+        ({"family": "gpt2"}, "GPT2LMHeadModel has the plan None"),
     ):
         assert all(text in message for message in pool.run("gang_ranks:refusal", shard="tp", **config))
 
@@ -168,7 +168,7 @@ def test_the_replica_killed(service, local, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["fsdp2", "tp"])
 def test_a_rank_that_hangs(tmp_path, local, shard):
-    factory = gang(tmp_path, shard=shard, timeout=4.0)
+    factory = gang(tmp_path, shard=shard, timeout=15.0)
     with ScoringService(factory=factory, timeout=LONG, **CPUS) as service:
         try:
             with callers(service.model, calls=6) as load:

@@ -47,7 +47,6 @@ def test_the_same_numbers_as_locally(shared, local):
         scores, expected = remote.evaluate(request), local.evaluate(request)
         for name, values in expected.per_token.items():
             assert_same(scores.per_token[name].values.double(), values.values.double())
-    assert shared.fingerprint == fingerprint_of(model())
 
 
 def test_a_call_in_parts(shared, local):
@@ -159,7 +158,7 @@ def test_a_service_of_a_server(serve, local):
             assert_same(answer, local.score(sequences(seed)).values.float())
         with pytest.raises(ValueError, match="entropy=True cannot be had from the server at"):
             service.model.make_scorer().evaluate(sequences(), entropy=True)
-        with pytest.raises(TypeError, match="update them at the server"):
+        with pytest.raises(TypeError, match=r"weights of the server at .* are not in this process"):
             service.update_weights(model().state_dict(), version=1)
 
 

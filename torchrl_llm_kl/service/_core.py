@@ -45,6 +45,8 @@ class ScoringCore:
         self.engine, self.version, self._lost = engine, 0, lost
         self.running: int | None = None
         self._calls = itertools.count()
+        self._progress: tuple[int, int] | None = None  # as of the last look at it
+        self._since = 0.0
         self._fingerprint = ""  # of the weights; empty until it is read
 
     def score(self, jobs: Sequence[Job]) -> list[Reply | Exception]:
@@ -101,7 +103,7 @@ class ScoringCore:
         self.version = version
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run a call of the engine under the eyes of the :class:`Watchdog`."""
+        """Run a call of the engine, so that :meth:`hangs` sees it."""
         self.running = next(self._calls)
         try:
             return work()
@@ -110,45 +112,22 @@ class ScoringCore:
         finally:
             self.running = None
 
-    def read_fingerprint(self) -> tuple[int, str]:
-        """Version and fingerprint of the weights, which are read once after each update.
+    def hangs(self, after: float, now: float | None = None) -> bool:
+        """Whether a call has made no progress for ``after`` seconds, at a time in seconds. Ask a few times within ``after``.
 
-        Raises a TypeError for an engine that reports none.
+        A long call does not hang while the engine's ``progress()`` grows, and an idle core does not hang either.
         """
-        if not self._fingerprint:
-            read: Callable[[], object] | None = getattr(self.engine, "fingerprint", None)
-            if read is None:
-                raise TypeError(
-                    f"{type(self.engine).__name__} reports no fingerprint of its weights: state it, RememberedModel(model, "
-                    "store, fingerprint=), as a text that changes with them."
-                )
-            self._fingerprint = str(read())
-        return self.version, self._fingerprint
-
-
-class Watchdog:
-    """Tells whether a call of a core has made no progress for ``hang_after`` seconds.
-
-    A long call does not hang while the engine's ``progress()`` grows, and an idle core does not hang either.
-
-    Args:
-        core: its calls are watched.
-        hang_after: seconds.
-    """
-
-    def __init__(self, core: ScoringCore, hang_after: float) -> None:
-        self._core, self.hang_after = core, hang_after
-        self._state: tuple[int, int] | None = None
-        self._since = 0.0
-
-    def hangs(self, now: float | None = None) -> bool:
-        """Whether the call hangs, at a time in seconds. Ask a few times within ``hang_after``."""
         now = time.monotonic() if now is None else now
-        running = self._core.running
-        state = None if running is None else (running, self._core.engine.progress())
-        if state != self._state:
-            self._state, self._since = state, now
-        return state is not None and now - self._since >= self.hang_after
+        state = None if self.running is None else (self.running, self.engine.progress())
+        if state != self._progress:
+            self._progress, self._since = state, now
+        return state is not None and now - self._since >= after
+
+    def read_fingerprint(self) -> tuple[int, str]:
+        """Version and fingerprint of the weights, which are read once after each update."""
+        if not self._fingerprint:
+            self._fingerprint = self.engine.fingerprint()
+        return self.version, self._fingerprint
 
 
 class _Waiting:

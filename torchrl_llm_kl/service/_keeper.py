@@ -44,7 +44,6 @@ class State(NamedTuple):
     id: str
     ended: str  # why; empty for a service in use
     failure: Exception | None  # the error of the last start of a replica that failed
-    fingerprint: str | None  # of the factory's model
     version: int  # of the last push
 
 
@@ -58,6 +57,7 @@ class Keeper:
 
     def __init__(self, name: str, spec: ServiceSpec | None) -> None:
         self._name, self._spec = name, spec
+        self._stays = spec is None or spec.detached  # after its last driver
         self._model: Any = None  # reference to a pickled factory that is not part of the spec
         self._drivers: set[str] = set()
         self._unused_since = time.monotonic()
@@ -122,13 +122,12 @@ class Keeper:
     async def state(self) -> State:
         """See :class:`State`."""
         service = "" if self._spec is None else self._spec.id
-        fingerprint = next(iter(self._fingerprints.values()), None)
-        return State(service, self._ended, self._failure, fingerprint, self._version)
+        return State(service, self._ended, self._failure, self._version)
 
     async def end(self, why: str) -> None:
-        """Delete the application, and exit."""
+        """Delete the application, and exit. This ends the call too, so that the name is free when it fails."""
         if self._ended:
-            return
+            await asyncio.Event().wait()
         self._ended = why
         async with self._turn:
             while True:
@@ -141,11 +140,6 @@ class Keeper:
             self._over.set()
             await asyncio.sleep(0.2)  # let the calls of hold() return: Ray would report them as failed
             ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
-
-    @property
-    def _stays(self) -> bool:
-        """Whether the service outlives its drivers."""
-        return self._spec is None or self._spec.detached
 
     def _start(self, name: str, work: Any) -> None:
         self._tasks[name] = asyncio.get_running_loop().create_task(work)

@@ -12,7 +12,7 @@ import uuid
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _LOOK = 2.0  # seconds without an answer after which a client checks that the service still exists
 _PAUSE = 0.1  # seconds before a call is repeated
+_THREADS = ThreadPoolExecutor(256, thread_name_prefix="scores")  # for awaited calls
 _PROCESS = uuid.uuid4().hex[:8]  # names this process among the callers, together with the process id
 T = TypeVar("T")
 
@@ -53,14 +54,13 @@ class Connection:
         service: the id of the service; empty for the one that has the name now.
         address: of the Ray cluster, for processes that have not joined one.
         newest: latest version of the weights that this client has seen.
-        retries: number of calls that were repeated after their replica ended.
     """
 
     _forked: ClassVar[bool] = False  # whether only the parent process is connected to Ray
 
     def __init__(self, name: str, service: str = "", address: str | None = None) -> None:
         self.name, self.service, self.address = name, service, address
-        self.newest = self.retries = 0
+        self.newest = 0
         self._lock = threading.RLock()
         self._worker, self._closed = "", ""
         self._handle: Any = None
@@ -188,7 +188,6 @@ class Connection:
                 self.check_open()
                 why: Exception = error
                 tries += 1
-                self.retries += 1
             else:
                 if isinstance(answer, Exception) and not isinstance(answer, VersionPending):
                     raise answer
@@ -418,10 +417,11 @@ class RemoteScorer(Scorer):
             >>> async def both(scorer, a, b):
             ...     return await asyncio.gather(scorer.ascore(a), scorer.ascore(b, temperature=0.5))
         """
-        begun = _threads(os.getpid()).submit(self.begin, request, options)
+        self.model.connection.connect()  # raises in a forked child, where the threads do not run
+        begun = _THREADS.submit(self.begin, request, options)
         try:
             exchange = await asyncio.wrap_future(begun)
-            return await asyncio.get_running_loop().run_in_executor(_threads(os.getpid()), exchange)
+            return await asyncio.wrap_future(_THREADS.submit(exchange))
         except asyncio.CancelledError:
             begun.add_done_callback(_withdraw)
             raise
@@ -447,7 +447,9 @@ class Exchange:
     ) -> None:
         self._model, self._parts, self._request, self._options = model, parts, request, options
         self._id = uuid.uuid4().hex
-        self._sent = [self._send(i) for i in range(len(parts))]
+        self._sent: dict[int, Any] = {}
+        for i in range(len(parts)):
+            self._send(i)
 
     def _send(self, i: int, tries: int = 0) -> Any:
         connection = self._model.connection
@@ -462,7 +464,8 @@ class Exchange:
             caller=f"{_PROCESS}-{os.getpid()}/{threading.get_ident()}",
             tries=tries,
         )
-        return connection.send("score", message)
+        self._sent[i] = connection.send("score", message)
+        return self._sent[i]
 
     def __call__(self) -> Scores:
         """Wait for the scores. Raises the error of a request."""
@@ -475,7 +478,7 @@ class Exchange:
             while True:
                 for i in range(len(self._parts)):
                     if i not in replies:
-                        replies[i] = self._receive(i, deadline)
+                        replies[i] = self._model.connection.receive(self._sent[i], partial(self._send, i), deadline)
                 newest = max(reply["version"] for reply in replies.values())
                 self._model.connection.saw(newest)
                 stale = [i for i, reply in replies.items() if reply["version"] < newest]
@@ -483,7 +486,7 @@ class Exchange:
                     return scores_of([replies[i] for i in range(len(self._parts))], self._request)
                 for i in stale:  # weights were pushed meanwhile
                     del replies[i]
-                    self._sent[i] = self._send(i)
+                    self._send(i)
         except BaseException as error:  # also when the user interrupts
             self.cancel()
             if not isinstance(error, ValueError) or isinstance(error, ServiceError) or len(self._parts) == 1:
@@ -491,17 +494,9 @@ class Exchange:
         # The message of a part counts the sequences of that part. Let one replica check the whole request.
         return Exchange(self._model, [self._request], self._request, self._options)()
 
-    def _receive(self, i: int, deadline: Deadline) -> Reply:
-        def again(tries: int) -> Any:
-            self._sent[i] = self._send(i, tries)
-            return self._sent[i]
-
-        reply: Reply = self._model.connection.receive(self._sent[i], again, deadline)
-        return reply
-
     def cancel(self) -> None:
         """Withdraw the requests, so that no replica scores those that still wait there."""
-        for response in self._sent:
+        for response in self._sent.values():
             with contextlib.suppress(Exception):  # Serve raises the error of a call that has failed already
                 response.cancel()
 
@@ -513,12 +508,6 @@ def cut(request: ScoreRequest, limit: int) -> list[ScoreRequest]:
         return [request]
     place = (sizes.cumsum(0) - sizes) // limit
     return [request.select((place == part).nonzero().squeeze(-1)) for part in torch.unique(place).tolist()]
-
-
-@lru_cache(1)
-def _threads(pid: int) -> ThreadPoolExecutor:
-    """For all asynchronous calls of process ``pid``."""
-    return ThreadPoolExecutor(256, thread_name_prefix="scores")
 
 
 def _withdraw(begun: Future[Exchange]) -> None:

@@ -9,7 +9,6 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import ray
 from ray import serve
 
-from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.service._errors import (
     EngineLost,
@@ -64,7 +62,7 @@ class Replica:
     """
 
     def __init__(self, spec: ServiceSpec) -> None:
-        from torchrl_llm_kl.service._core import Batcher, ScoringCore, Watchdog
+        from torchrl_llm_kl.service._core import Batcher, ScoringCore
         from torchrl_llm_kl.service.engines._engine import engine_of
 
         os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")  # only the start blocks
@@ -86,7 +84,6 @@ class Replica:
             ray.get(self._keeper.failed.remote(portable(error)), timeout=_KEEPER)
             raise
         self._batcher = Batcher(self._core.score, max_tokens=settings.max_tokens, max_wait=settings.max_wait)
-        self._watchdog = Watchdog(self._core, settings.hang_after)
         self._catching_up, self._on_trial = asyncio.Lock(), asyncio.Lock()
         self._following: asyncio.Task[Any] | None = None  # loads a push that a check of the health noticed
         try:
@@ -136,10 +133,8 @@ class Replica:
             async with self._on_trial:
                 if await self._keeper.begin_trial.remote(message["id"]) > MAX_TRIALS:
                     raise PoisonedRequest(
-                        f"{MAX_TRIALS} replicas ended while they scored only a request of "
-                        f"{len(message['arrays']['lengths'])} sequences and {job.num_tokens} tokens. It is not tried again. "
-                        f"Look for the cause in the logs of {self._spec.name!r}, and score its sequences in smaller requests "
-                        "to find the one at fault."
+                        f"{MAX_TRIALS} replicas ended while they scored only this request, of {job.num_tokens} tokens. It is "
+                        f"not tried again. Look for the cause in the logs of {self._spec.name!r}."
                     )
                 try:
                     return await self._batcher.submit(job, by_itself=True)
@@ -158,8 +153,8 @@ class Replica:
 
     async def check_health(self) -> None:
         """Serve calls this. Several exceptions in a row replace the replica. A replica that hangs ends at once."""
-        if self._watchdog.hangs():
-            _LOG.error("replica %s made no progress for %g s and ends", self._name, self._watchdog.hang_after)
+        if self._core.hangs(self._spec.settings.hang_after):
+            _LOG.error("replica %s made no progress for %g s and ends", self._name, self._spec.settings.hang_after)
             faulthandler.dump_traceback(all_threads=True)
             os._exit(1)
         with contextlib.suppress(Exception):  # the keeper restarts
@@ -197,7 +192,7 @@ class Replica:
             weights = await asyncio.to_thread(self._fetch, await self._keeper.staged.remote(token))
         except Exception as error:
             return portable(error)
-        tensors: Sequence[Sequence[str]] = getattr(self._core.engine, "tensors", list)()
+        tensors = self._core.engine.tensors()
         tied = tensors or [[name] for name in weights]
         held = [names[0] for names in tied if not weights.keys().isdisjoint(names)]
         return held, bool(tensors) and len(held) == len(tensors)
@@ -275,31 +270,21 @@ def app(args: Mapping[str, Any]) -> serve.Application:
             file hold replicas and resources.
 
     Raises:
-        ValueError: for other arguments, or without a model.
+        TypeError: for other arguments.
+        KeyError: without a name, or without a model and a factory.
 
     Example:
         >>> app({"name": "reference", "model": "Qwen/Qwen3-0.6B", "dtype": "bfloat16"})  # doctest: +SKIP
     """
-    settings = [each.name for each in fields(Settings)]
-    names = ["name", "model", "dtype", "factory", "arguments", *settings]
-    for name in args:
-        if name not in names:
-            raise ValueError(f"the application has no argument {name!r}.{did_you_mean(name, names)}")
-    if "name" not in args or ("model" in args) == ("factory" in args):
-        raise ValueError(f"args must have a name, and a model or a factory, got {sorted(args)}.")
-    if "model" in args:
-        factory = partial(served_model, args["model"], args.get("dtype", "auto"))
+    given = dict(args)
+    name = given.pop("name")
+    if "model" in given:
+        factory = partial(served_model, given.pop("model"), given.pop("dtype", "auto"))
     else:
-        module, _, function = str(args["factory"]).partition(":")
-        factory = partial(getattr(import_module(module), function), **args.get("arguments", {}))
-    spec = ServiceSpec(
-        name=str(args["name"]),
-        source=repr(sorted(args.items())),
-        settings=Settings(**{name: args[name] for name in settings if name in args}),
-        factory=ray.cloudpickle.dumps(factory),
-        detached=True,
-    )
-    return application(spec)
+        module, _, function = given.pop("factory").partition(":")
+        factory = partial(getattr(import_module(module), function), **given.pop("arguments", {}))
+    packed = ray.cloudpickle.dumps(factory)
+    return application(ServiceSpec(name, repr(sorted(args.items())), Settings(**given), factory=packed, detached=True))
 
 
 def served_model(path: str, dtype: str) -> Any:

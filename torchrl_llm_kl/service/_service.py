@@ -92,8 +92,6 @@ class ScoringService:
             raise ValueError(
                 "pass the model, or factory=, a function that returns it, or only name= of a running service."
             )
-        if unknown := options.keys() - ServeOptions.__annotations__:
-            raise TypeError(f"ScoringService has no argument {min(unknown)!r}.")
         # Check these here: errors in the actors would arrive late, and other processes would see the name meanwhile.
         check_choice((None, "detached"), lifetime=options.get("lifetime"))
         check_range(1, num_replicas=num_replicas, tokens_per_batch=tokens_per_batch, max_tokens=max_tokens)
@@ -104,7 +102,7 @@ class ScoringService:
             with contextlib.suppress(ServiceError):  # a replica that Serve's own commands deployed may still start
                 self.model.connection.service = self._state().id
             return
-        packed = import_ray().cloudpickle.dumps(factory or partial(_by_value, model))
+        packed = import_ray().cloudpickle.dumps(factory or (lambda: model))
         is_small = factory is not None and len(packed) <= _SMALL
         lifetime = options.pop("lifetime", None)
         given = cast(ServeOptions, DEFAULTS | {key: value for key, value in options.items() if value is not None})
@@ -180,12 +178,7 @@ class ScoringService:
             if application.status == "DEPLOY_FAILED":
                 raise ServiceError(f"the service {spec.name!r} did not start: {application.message}")
             if deadline.left <= 0:
-                options = spec.options
-                wanted = {
-                    "CPU": options.get("num_cpus"),
-                    "GPU": options.get("num_gpus"),
-                    **(options.get("resources") or {}),
-                }
+                wanted = {name: spec.options.get(name) for name in ("num_cpus", "num_gpus", "resources")}
                 messages = [each.message for each in application.deployments.values()]
                 raise deadline.over(
                     f"each replica needs {wanted}, the cluster has {ray.cluster_resources()}, of which "
@@ -202,11 +195,6 @@ class ScoringService:
     def version(self) -> int:
         """Version of the last pushed weights; 0 if none were pushed."""
         return self._state().version
-
-    @property
-    def fingerprint(self) -> str | None:
-        """Fingerprint of the model (:func:`~torchrl_llm_kl.scoring.fingerprint_of`); None for an engine without weights."""
-        return self._state().fingerprint
 
     def _state(self) -> State:
         return self._ask("state")
@@ -244,7 +232,6 @@ class ScoringService:
             ServiceTimeout: if no replica checks them within ``timeout``, or they are not stored by then: push them again.
         """
         ray = import_ray()
-        check_range(0, wait=wait)
         version = None if version is None else index(version)
         connection, token = self.model.connection, uuid.uuid4().hex
         given = state_dict_of(_answer(weights, self.model.timeout) if isinstance(weights, ray.ObjectRef) else weights)
@@ -269,14 +256,6 @@ class ScoringService:
         pushed.missed = tuple(str(answer) for answer in answers if isinstance(answer, Exception))
         return pushed
 
-    def _is_own(self) -> bool:
-        """Whether this service still has its name."""
-        ray = import_ray()
-        try:
-            return bool(self._state().id == self.model.connection.service)
-        except (ray.exceptions.RayActorError, ServiceClosedError):
-            return False
-
     def close(self) -> None:
         """Stop using the service through this object; the service ends with its last driver."""
         self.model.close()
@@ -288,11 +267,8 @@ class ScoringService:
         """
         ray = import_ray()
         with contextlib.suppress(ServiceClosedError, ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            if self._is_own():
+            if self._state().id == self.model.connection.service:
                 ray.get(self.model.connection.keeper().end.remote("it was shut down"), timeout=_END)
-        deadline = time.monotonic() + _END
-        while self._is_own() and time.monotonic() < deadline:  # its name is free then
-            time.sleep(0.05)
         self.model.connection.close(f"the service {self.name!r} was shut down.")
 
     def __enter__(self) -> ScoringService:
@@ -300,10 +276,6 @@ class ScoringService:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _by_value(model: Any) -> Any:
-    return model
 
 
 def _answer(reference: Any, timeout: float) -> Any:

@@ -175,15 +175,7 @@ def _served(
             served.append(model)
         given = {"actor_name": actor_name, "device": device, **options}
         idle = [name for name, value in given.items() if value is not None]
-        if not any(isinstance(model, RemoteModel) for model in served) and "base" in served:
-            raise ValueError(
-                "ref_model='base' is scored with the policy's weights, in their process: use the local class."
-            )
-        if (
-            idle
-            and None not in served
-            and all(model is own for model, (own, *_) in zip(served, models.values(), strict=True))
-        ):
+        if idle and None not in served and served == [model for model, *_ in models.values()]:
             raise ValueError(f"there is no model to serve, so {', '.join(idle)} would be ignored: leave them out.")
         yield served
         undo.pop_all()

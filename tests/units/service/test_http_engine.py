@@ -151,10 +151,9 @@ def test_a_forbidden_token_is_no_number(server, dialect):
 def test_other_tokens_than_were_sent(server, dialect):
     made, rows = engine(server, dialect), rows_of([1, 2, 5, 4])
     assert scored(made, rows)[0] == 0, "the first token has no log-prob"
-    with server.set(retokenises=True), pytest.raises(ServiceError, match="5 was sent, 96 came back"):
-        scored(made, rows)
-    with server.set(starts=True), pytest.raises(ServiceError, match="scored other tokens than were sent"):
-        scored(made, rows)
+    for trap in ({"retokenises": True}, {"starts": True}):
+        with server.set(**trap), pytest.raises(ServiceError, match="scored other tokens than were sent for sequence 0"):
+            scored(made, rows)
 
 
 @pytest.mark.parametrize("fails", [[503, 0, 429], [500, 500]])
@@ -168,7 +167,7 @@ def test_failures_that_pass_are_retried(server, fails):
     ("switches", "message", "tries"),
     [
         ({"fails": [500] * 1000}, "answers with HTTP 500: .*switched off", 3),
-        ({"fails": [299] * 1000}, "something that is not JSON", 1),
+        ({"fails": [299] * 1000}, "answers in another form, .*not JSON", 1),
         ({"fails": [403] * 1000}, "answers with HTTP 403", 1),
         ({"fails": [302]}, "answers with HTTP 302", 1),
         ({"odd": True}, "answers in another form, .*pass its dialect=", 1),
@@ -197,7 +196,7 @@ def test_a_batch_waits_once_for_a_server_that_is_down(server):
         answers = ScoringCore(found).score([job_of([[1, 2]])] * 20)
         tries = len(server.requests())
     assert [type(answer) for answer in answers] == [ServiceTimeout] * 20
-    assert re.search("did not answer in time: HTTP 503: .*switched off", str(answers[0]))
+    assert re.search("did not answer in time: (HTTP 503: .*switched off|ReadTimeout)", str(answers[0]))
     assert found.progress() == first
     assert tries <= 20 * 5  # pauses of 0.05, 0.1, 0.2, 0.4 s
 

@@ -142,7 +142,7 @@ async def test_a_push_that_was_dropped_or_is_not_complete_changes_nothing(contex
 
 
 async def test_a_push_of_a_driver_that_was_killed_is_freed(context, monkeypatch):
-    keeper = Keeper("name", None)
+    context.applications["name"], keeper = SimpleNamespace(deployments={"Replica": None}), Keeper("name", None)
     await keeper.stage("a", 1)
     await keeper._watch_once()
     assert await keeper.staged("a") == [1]
@@ -183,7 +183,6 @@ async def test_a_replica_with_another_checkpoint_is_refused_unless_pushed_weight
     assert isinstance(await keeper.started("y", "source"), ServiceError), "the body is another"
     await push(keeper, "b", whole=True)
     assert (await keeper.started("y", "source")).version == 2
-    assert (await keeper.state()).fingerprint == "x"
 
 
 async def test_trials_are_counted_until_a_replica_survives(context):

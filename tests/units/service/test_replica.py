@@ -10,11 +10,12 @@ from remote_models import model
 from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.scoring import ScoreRequest
 from torchrl_llm_kl.service import EngineLost, PoisonedRequest, WeightVersionError, _replica
-from torchrl_llm_kl.service._core import Batcher, ScoringCore, Watchdog
+from torchrl_llm_kl.service._core import Batcher, ScoringCore
 from torchrl_llm_kl.service._errors import VersionPending
 from torchrl_llm_kl.service._keeper import Held
 from torchrl_llm_kl.service._messages import PROTOCOL, Message
 from torchrl_llm_kl.service._replica import Replica
+from torchrl_llm_kl.service._spec import ServiceSpec, Settings
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from waits import LONG
 
@@ -42,11 +43,11 @@ class FakeKeeper:
 def replica(monkeypatch):
     """A replica whose pushes hold the weights of ``model(1)``; its process does not end."""
     made = object.__new__(Replica)
-    made._spec, made._name, made._keeper = SimpleNamespace(name="name", id=""), "a", FakeKeeper()
+    made._spec, made._name = ServiceSpec("name", "source", Settings(hang_after=LONG)), "a"
+    made._keeper = FakeKeeper()
     made._core = ScoringCore(TransformersEngine(model()))
     made._newest, made._following, made._has_probe = 0, None, True
     made._batcher = Batcher(made._core.score, max_tokens=1000, max_wait=0.0)
-    made._watchdog = Watchdog(made._core, LONG)
     made._catching_up, made._on_trial = asyncio.Lock(), asyncio.Lock()
     monkeypatch.setattr(Replica, "_fetch", lambda self, chunks: model(1).state_dict())
     return made

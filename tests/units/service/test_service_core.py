@@ -20,7 +20,7 @@ from remote_models import model
 from torchrl_llm_kl import LogProbScorer, Ragged, Sampling
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, fingerprint_of
 from torchrl_llm_kl.service import EngineLost, GangEngine
-from torchrl_llm_kl.service._core import ScoringCore, Watchdog
+from torchrl_llm_kl.service._core import ScoringCore
 from torchrl_llm_kl.service._messages import state_dict_of
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.engines._gang import split
@@ -232,23 +232,22 @@ def test_progress_grows_within_a_call():
     assert engine.progress() >= before + 10
 
 
-def test_the_watchdog_sees_calls_without_progress():
+def test_a_call_without_progress_hangs():
     engine = SimpleNamespace(steps=0)
     engine.progress = lambda: engine.steps
     core = ScoringCore(engine)
-    watchdog = Watchdog(core, hang_after=10.0)
-    assert not any(watchdog.hangs(now) for now in range(0, 100, 3)), "no call runs"
+    assert not any(core.hangs(10.0, now) for now in range(0, 100, 3)), "no call runs"
     core.running = 1
     for now in range(100, 200, 5):
         engine.steps += 1
-        assert not watchdog.hangs(now), "a long call makes progress"
+        assert not core.hangs(10.0, now), "a long call makes progress"
     for now in range(200, 300, 9):
         core.running += 1
-        assert not watchdog.hangs(now), "short calls without any"
-    assert not watchdog.hangs(300.0)
-    assert watchdog.hangs(309.5)
+        assert not core.hangs(10.0, now), "short calls without any"
+    assert not core.hangs(10.0, 300.0)
+    assert core.hangs(10.0, 309.5)
     core.running = None
-    assert not watchdog.hangs(400.0)
+    assert not core.hangs(10.0, 400.0)
 
 
 def test_weights_are_read_once_after_each_update():
@@ -265,8 +264,9 @@ def test_weights_are_read_once_after_each_update():
     assert core.engine.reads == 1
     core.update_weights(model(seed=1).state_dict(), 0)  # under the same number
     assert core.read_fingerprint() == (0, fingerprint_of(model(seed=1)))
-    with pytest.raises(TypeError, match="object reports no fingerprint of its weights: state it"):
-        ScoringCore(object()).read_fingerprint()
+    engine = object.__new__(GangEngine)
+    with pytest.raises(TypeError, match="a gang of ranks reports no fingerprint of its weights: state it"):
+        engine.fingerprint()
 
 
 def test_sequences_are_split_by_tokens():

@@ -59,10 +59,6 @@ def service():
 def test_service_arguments_without_a_service_are_refused():
     with pytest.raises(ValueError, match="actor_name, num_replicas would be ignored"):
         RayRetrieveLogProb(service(), num_replicas=7, actor_name="x")
-    with pytest.raises(
-        ValueError, match="'base' is scored with the policy's weights, in their process: use the local class"
-    ):
-        RetrieveKL("from_collector", "base", service_backend="ray")
     for here in ({"use_ray_service": False}, {"service_backend": "direct"}):
         with pytest.raises(ValueError, match="use the local class"):
             RayRetrieveLogProb(model(), **here)

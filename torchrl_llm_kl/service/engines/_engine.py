@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,35 +24,55 @@ from torchrl_llm_kl.service._errors import EngineLost
 from torchrl_llm_kl.service._messages import ANSWERED, state_dict_of
 
 
-@runtime_checkable
-class Engine(Protocol):
-    """Scores sequences for a replica. It calls ``progress`` and ``check_weights`` from any thread, the rest from one."""
+class Engine(ABC):
+    """Scores sequences for a replica. It calls ``progress`` and ``check_weights`` from any thread, the rest from one.
 
-    offers: frozenset[str]  # of the FEATURES of a scorer; requests for others are refused
-    place: str  # where it scores, for the error
-    instead: str  # what to do instead
+    Attributes:
+        offers: of the FEATURES of a scorer; requests for others are refused.
+        place: where it scores, for the error, and ``instead``, a way out.
+    """
 
+    offers: frozenset[str]
+    place: str
+    instead: str
+
+    @abstractmethod
     def run(self, request: ScoreRequest, options: ScoreOptions) -> Scores:
-        """Log-probs of the masked-in tokens in nats, 0 elsewhere, and what else the options ask for."""
+        """Log-probs of the masked-in tokens in nats, 0 elsewhere, and the other scores that the options ask for."""
 
-    def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights under the model's own names; an error if one does not fit. Changes nothing."""
-
-    def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
-        """Take the weights; an error leaves the old ones. ``checked`` ones come from :meth:`check_weights`."""
-
+    @abstractmethod
     def progress(self) -> int:
         """A number that grows while a call does its work: one that stands still during a call hangs."""
 
+    @abstractmethod
     def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
+
+    def fingerprint(self) -> str:
+        """A text that changes with the weights."""
+        raise TypeError(
+            f"{self.place} reports no fingerprint of its weights: state it, RememberedModel(model, store, fingerprint=), as a "
+            "text that changes with them."
+        )
+
+    def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights under the model's own names; an error if one does not fit. Changes nothing."""
+        raise TypeError(f"the weights of {self.place} are not in this process: update them there.")
+
+    def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
+        """Take the weights; an error leaves the old ones. ``checked`` ones come from :meth:`check_weights`."""
+        self.check_weights(weights)
+
+    def tensors(self) -> list[list[str]]:
+        """Names of each tensor of the whole model, several for a tied one; empty without weights in this process."""
+        return []
 
 
 #: Scorers of one model, each with an own cache: the least recently used of more is dropped.
 _SCORERS = 4
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """An engine for a model in this process: whatever :class:`~torchrl_llm_kl.LogProbScorer` scores.
 
     It creates one scorer for each combination of dtype, adapters, ``deterministic`` and truncation, which scores at any
@@ -216,6 +237,6 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
 
 def engine_of(made: Any, *, tokens_per_batch: int | None = None, memory: int = DEFAULT_MEMORY) -> Engine:
     """``made`` if it is an engine, else one for the model ``made``; for the settings see :class:`TransformersEngine`."""
-    if isinstance(made, Engine) and not isinstance(made, nn.Module):
+    if isinstance(made, Engine):
         return made
     return TransformersEngine(made, tokens_per_batch=tokens_per_batch, memory=memory)

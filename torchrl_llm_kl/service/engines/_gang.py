@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import wraps
-from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
 import ray
 import torch
@@ -36,18 +35,15 @@ from torchrl_llm_kl.scoring import (
 )
 from torchrl_llm_kl.service._errors import EngineLost, ServiceTimeout, portable
 from torchrl_llm_kl.service._messages import ANSWERED, columns_of
-from torchrl_llm_kl.service.engines._engine import TransformersEngine
+from torchrl_llm_kl.service.engines._engine import Engine, TransformersEngine
 
-_TICK = 1.0  # seconds between two looks at the progress of the ranks
 #: A rank's scores of its share of a request at the masked-in tokens, by name; ``[K, ...]``.
 Columns = dict[str, Tensor]
 #: How to shard: by name, or a function of the model and the mesh of all ranks that returns the model (None: in place).
 Shard = Literal["fsdp2", "tp", "none"] | Callable[[Any, DeviceMesh], Any]
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
-class GangEngine:
+class GangEngine(Engine):
     """An engine for a model that is sharded over several Ray actors, the ranks of one ``torch.distributed`` group.
 
     Pass it as the factory of a service: each replica then creates its own ranks in a placement group, and ends with
@@ -67,13 +63,13 @@ class GangEngine:
         strategy: of the placement group; ``"STRICT_PACK"`` keeps all ranks on one node.
         backend: of the process group; by default ``"nccl"`` with GPUs, else ``"gloo"``.
         start_timeout: seconds until all ranks are placed and have loaded the model.
-        timeout: seconds without progress of any rank until a call counts as hung.
+        timeout: seconds after which a call counts as hung: the largest batch and a push of weights must take less.
         tokens_per_batch: per forward of a rank; see :class:`~torchrl_llm_kl.LogProbScorer`.
         memory: bytes of keys and values that each rank caches for continued conversations.
 
     Raises:
         ServiceTimeout: if the cluster has no room for the ranks within ``start_timeout``.
-        EngineLost: if a rank dies, or hangs for ``timeout`` seconds.
+        EngineLost: if a rank dies, or does not answer for ``timeout`` seconds.
         Exception: the error of the factory.
 
     Example:
@@ -104,9 +100,7 @@ class GangEngine:
         check_range(1, ranks=ranks)
         if not callable(shard):
             check_choice(("fsdp2", "tp", "none"), shard=shard)
-        self._timeout = timeout
-        self._progress = [0] * ranks
-        self._polls: dict[int, Any] = {}
+        self._timeout, self._start_timeout, self._calls = timeout, start_timeout, 0
         self._ranks: list[Any] = []
         self._group: Any = None
         self._lost: EngineLost | None = None
@@ -120,7 +114,7 @@ class GangEngine:
             self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
             where = (address, self._store.port)
             start = (ray.put(factory), shard, where, backend, max(start_timeout, timeout), tokens_per_batch, memory)
-            made = self._ask("start", [start] * ranks, limit=start_timeout)
+            made = self._ask("start", [start] * ranks)
         except BaseException:
             self.close()
             raise
@@ -139,7 +133,7 @@ class GangEngine:
                 f"{ray.available_resources()} free. Add nodes, ask for less, or raise start_timeout=."
             )
         make_remote: Any = ray.remote
-        remote = make_remote(concurrency_groups=GangRank.GROUPS)(GangRank)
+        remote = make_remote(concurrency_groups={"life": 1})(GangRank)  # a thread of its own
         for rank in range(ranks):
             where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
             self._ranks.append(remote.options(scheduling_strategy=where, **options).remote(rank, ranks))
@@ -170,8 +164,8 @@ class GangEngine:
         return Scores.spread(request.layout, request.mask.nonzero().squeeze(-1), **columns)
 
     def progress(self) -> int:
-        """Sum of the ranks' progress, as of the last second of a call."""
-        return sum(self._progress)
+        """Number of answers of ranks."""
+        return self._calls
 
     def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
@@ -192,66 +186,51 @@ class GangEngine:
         self._ask("update_weights", [(ray.put(dict(weights)),)] * len(self._ranks))
 
     def tensors(self) -> list[list[str]]:
-        """Names of each tensor of the whole model, several for a tied one; empty without weights in the ranks."""
+        """See :class:`Engine`."""
         return self._tensors
 
     # ------------------------------------------------------------------ calls of all ranks
 
-    def _ask(self, method: str, arguments: Sequence[tuple[Any, ...]], *, limit: float | None = None) -> list[Any]:
+    def _ask(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call a method of all ranks, each with its arguments; their answers, or the error of one of them.
 
-        Raises :class:`EngineLost` if a rank dies, if no rank makes progress for ``timeout`` seconds (or the call takes
-        ``limit``), or if the ranks are out of step after an error.
+        Raises :class:`EngineLost` if a rank dies or does not answer in time, or if the ranks are out of step after an error.
         """
         with self._turn:  # two calls at once would reach the ranks in different orders
-            answers = self._wait_for(method, arguments, limit)
+            answers = self._wait_for(method, arguments)
             errors = [answer for answer in answers if isinstance(answer, Exception)]
             if not errors:
                 return answers
             if method != "start":
-                apart = [x for x in self._wait_for("in_step", [()] * len(self._ranks), None) if x is not None]
+                apart = [x for x in self._wait_for("in_step", [()] * len(self._ranks)) if x is not None]
                 if apart or (method == "update_weights" and len(errors) < len(answers)):
                     raise self._lose(f"its ranks are out of step after {errors[0]!r}")
         # Another rank's error is on all ranks: raise the original.
         raise next((error for error in errors if type(error).__name__ != "RankError"), errors[0])
 
-    def _wait_for(self, method: str, arguments: Sequence[tuple[Any, ...]], limit: float | None) -> list[Any]:
+    def _wait_for(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         if self._lost is not None:
             raise self._lost.with_traceback(None)
         answers: list[Any] = [None] * len(arguments)
-        moved = time.monotonic()
-        calls = [getattr(rank, method).remote(*args) for rank, args in zip(self._ranks, arguments, strict=True)]
-        waiting = {call: i for i, call in enumerate(calls)}
+        pairs = zip(self._ranks, arguments, strict=True)
+        waiting = {rank.call.remote(method, *args): i for i, (rank, args) in enumerate(pairs)}
+        end = time.monotonic() + (self._start_timeout if method == "start" else self._timeout)
         while waiting:
-            ready, _ = ray.wait([*waiting, *self._lives], num_returns=1, timeout=_TICK)
-            for reference in ready:
-                try:
-                    answer = ray.get(reference)
-                except ray.exceptions.RayError as error:
-                    raise self._lose(f"a rank died: {error}") from error
-                if limit is not None and isinstance(answer, Exception):
-                    return [answer]  # a rank that cannot start: the others would wait for it
-                answers[waiting.pop(reference)] = answer
-            if limit is None and (ready or self._poll()):
-                moved = time.monotonic()
-            if time.monotonic() - moved > (limit or self._timeout):
-                raise self._lose(f"ranks {sorted(waiting.values())} made no progress in {method}()")
+            ready, _ = ray.wait([*waiting, *self._lives], num_returns=1, timeout=max(end - time.monotonic(), 0))
+            if not ready:
+                raise self._lose(f"ranks {sorted(waiting.values())} did not answer {method}() in time")
+            try:
+                answer = ray.get(ready[0])
+            except ray.exceptions.RayError as error:
+                raise self._lose(f"a rank died: {error}") from error
+            if method == "start" and isinstance(answer, Exception):
+                return [answer]  # a rank that cannot start: the others would wait for it
+            answers[waiting.pop(ready[0])] = answer
+            self._calls += 1
         return answers
 
-    def _poll(self) -> bool:
-        """Read progress that has arrived, and request it again; whether any rank made some."""
-        before = self.progress()
-        for i, rank in enumerate(self._ranks):
-            if i in self._polls:
-                if not ray.wait([self._polls[i]], timeout=0)[0]:
-                    continue
-                with contextlib.suppress(ray.exceptions.RayError):  # the next wait finds the dead rank
-                    self._progress[i] = ray.get(self._polls[i])
-            self._polls[i] = rank.progress.remote()
-        return self.progress() != before
-
     def _lose(self, why: str) -> EngineLost:
-        self._lost = self._lost or EngineLost(f"the gang of {len(self._progress)} ranks is lost: {why}.")
+        self._lost = self._lost or EngineLost(f"the gang of {len(self._ranks)} ranks is lost: {why}.")
         self.close()
         return self._lost
 
@@ -282,19 +261,6 @@ def split(request: ScoreRequest, ranks: int) -> list[ScoreRequest | None]:
 # ------------------------------------------------------------------ one rank
 
 
-def _errors_as_values(call: Callable[_P, _T]) -> Callable[_P, _T | Exception]:
-    """The method with its errors as results, which the gang compares between ranks."""
-
-    @wraps(call)
-    def caught(*args: _P.args, **kwargs: _P.kwargs) -> _T | Exception:
-        try:
-            return call(*args, **kwargs)
-        except Exception as error:
-            return portable(error)
-
-    return caught
-
-
 class RankEngine(TransformersEngine):
     """The engine of a model whose weights may be shards. All ranks make the same calls."""
 
@@ -320,18 +286,20 @@ def _sharded_as(own: Tensor, value: Tensor) -> Tensor:
 
 
 class GangRank:
-    """An actor. The model runs in one thread. Calls of ``progress`` and ``life`` have threads of their own.
+    """An actor. The model runs in one thread."""
 
-    Methods return their errors.
-    """
-
-    GROUPS: ClassVar[dict[str, int]] = {"watch": 1, "life": 1}  # threads for each group of calls
     _engine: RankEngine  # after start
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks
 
-    @_errors_as_values
+    def call(self, method: str, *args: object) -> Any:
+        """Call another method. Its error is returned as a value, since the gang compares the errors of its ranks."""
+        try:
+            return getattr(self, method)(*args)
+        except Exception as error:
+            return portable(error)
+
     def start(
         self,
         factory: Callable[[], Any],
@@ -354,43 +322,30 @@ class GangRank:
         mesh = init_device_mesh(collective_device(backend).type, (self._ranks,))
         made = shard_model(factory(), shard, mesh)
         self._engine = RankEngine(made, tokens_per_batch=tokens_per_batch, memory=memory)
-        _meet()
+        self.in_step()
         return self._engine.interface(), may_split(made), self._engine.tensors()
 
-    @_errors_as_values
     def run(self, request: ScoreRequest, options: ScoreOptions) -> Columns:
         """The scores of a rank's share of a request."""
         return columns_of(self._engine.run(request, options), request.mask)
 
-    @_errors_as_values
     def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, str]:
         """The model's own names of whole weights, by those given; an error if they do not fit the model."""
         self._engine.check_weights(weights)
         return self._engine.own_names(weights)
 
-    @_errors_as_values
     def update_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy this rank's shards of whole weights into the model; an error if they do not fit."""
         self._engine.update_weights(weights)
 
-    @_errors_as_values
     def in_step(self) -> None:
         """Meet the other ranks."""
-        _meet()
-
-    @ray.method(concurrency_group="watch")
-    def progress(self) -> int:
-        """Steps of the engine so far."""
-        return self._engine.progress() if "_engine" in vars(self) else 0
+        dist.all_reduce(torch.ones(1, device=collective_device(dist.get_backend())))
 
     @ray.method(concurrency_group="life")
     def life(self) -> None:
         """Never return: the reference to this call gets ready when the process ends."""
         threading.Event().wait()
-
-
-def _meet() -> None:
-    dist.all_reduce(torch.ones(1, device=collective_device(dist.get_backend())))
 
 
 # ------------------------------------------------------------------ sharding

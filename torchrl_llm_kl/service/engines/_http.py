@@ -21,7 +21,6 @@ What the servers do, and where that is written (looked up in 2026-11):
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -35,7 +34,6 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import httpcore
-import tenacity
 import torch
 from torch import Tensor
 
@@ -43,6 +41,7 @@ from torchrl_llm_kl._numerics import check_choice
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, Scores
 from torchrl_llm_kl.service._errors import ServiceConfigError, ServiceError, ServiceTimeout
+from torchrl_llm_kl.service.engines._engine import Engine
 
 #: Token ids that every model of interest has.
 _PROBE = list(range(1, 13))
@@ -58,7 +57,7 @@ _PLAIN |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 Position = dict[int, float]
 
 
-class HTTPEngine:
+class HTTPEngine(Engine):
     """An engine for a model that a vLLM or SGLang server holds.
 
     Pass it as the factory of a service, which shares the server between collectors, batches nothing and retries. Each
@@ -148,19 +147,17 @@ class HTTPEngine:
         """Checked log-probs at each position of a sequence; empty where it is not scored."""
         missing: list[int] = []
         for start in dict.fromkeys(self._dialect.starts(job.scored[0])):
-            reply = self._http.post(self._dialect.path, self._dialect.body(job, start), job)
+            content = self._http.post(self._dialect.path, self._dialect.body(job, start), job)
             try:
-                positions, ids = self._dialect.read(reply, job.tokens, start)
-            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+                positions, ids = self._dialect.read(json.loads(content), job.tokens, start)
+            except (AttributeError, LookupError, TypeError, ValueError):
                 raise ServiceError(
-                    f"{self._http} answers in another form, {str(reply)[:80]!r}: pass its dialect=."
+                    f"{self._http} answers in another form, {content[:80]!r}: pass its dialect=."
                 ) from None
             if ids != job.tokens[start:]:
-                pairs = itertools.zip_longest(job.tokens[start:], ids)
-                sent, scored = next((sent, scored) for sent, scored in pairs if sent != scored)
                 raise ServiceError(
-                    f"{self._http} scored other tokens than were sent for {job.name}: {sent} was sent, {scored} came back. "
-                    "Look for a proxy that sends text, or a start token that the server adds."
+                    f"{self._http} scored other tokens than were sent for {job.name}, {ids[:9]} in place of "
+                    f"{job.tokens[start:][:9]}: look for a proxy that sends text, or a start token that the server adds."
                 )
             missing = [t for t in job.scored if job.tokens[t] not in positions[t]]
             if not missing:
@@ -193,14 +190,6 @@ class HTTPEngine:
     def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer for clients that tokenise; the model is not a TorchRL wrapper."""
         return self._interface, False
-
-    def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Raises a TypeError: the weights are the server's."""
-        raise TypeError(f"the weights of {self._http} are not in this process: update them at the server.")
-
-    def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
-        """Raises a TypeError: the weights are the server's."""
-        self.check_weights(weights)
 
 
 def _top(positions: Sequence[Mapping[int, float]], k: int) -> dict[str, Tensor]:
@@ -315,46 +304,39 @@ class _Http:
     def __str__(self) -> str:
         return f"the server at {self._url}"
 
-    def post(self, path: str, body: Mapping[str, object], job: _Job) -> Any:
-        """The JSON of the reply. Repeats a request without a proper answer until the deadline.
+    def post(self, path: str, body: Mapping[str, object], job: _Job) -> bytes:
+        """The content of the reply. Repeats a request without a proper answer until the deadline.
 
         Raises:
             ValueError: if the server refuses the request.
             ServiceTimeout: without an answer until the deadline.
             ServiceError: for any other answer.
         """
-        failures = itertools.count(1)
-
-        def attempt() -> Any:
+        failures, pause = 0, 0.05
+        while True:
             try:
                 status, content = self._exchange("POST", path, job.deadline, json.dumps(body).encode())
-            except _FAILURES as error:
-                why = f"{type(error).__name__}: {error}"
-            else:
-                if status == 200:
-                    return self._parsed(content)
                 why = f"HTTP {status}: {content[:300].decode(errors='replace')}"
-                if status in (400, 413, 422):
-                    raise ValueError(f"{self} refuses {job.name}: {why}")
-                # An internal error may come from the request: it is not repeated for long.
-                stays = next(failures) >= 3 if status == 500 else status < 500
-                if stays and status not in (408, 425, 429):
-                    raise ServiceError(f"{self} answers with {why}")
-            raise ServiceTimeout(f"{self} did not answer in time: {why}. Raise timeout=, or look at its log.")
-
-        return tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(ServiceTimeout),
-            wait=tenacity.wait_exponential(0.05, max=2.0),
-            stop=tenacity.stop_before_delay(job.deadline - time.monotonic()),
-            after=lambda _: self.renew(),
-            reraise=True,
-        )(attempt)
+            except _FAILURES as error:
+                status, why = 0, f"{type(error).__name__}: {error}"
+            if status == 200:
+                self.replied = time.monotonic_ns()
+                return content
+            if status in (400, 413, 422):
+                raise ValueError(f"{self} refuses {job.name}: {why}")
+            failures += status == 500  # it may come from the request, and is not repeated for long
+            if (0 < status < 500 and status not in (408, 425, 429)) or failures == 3:
+                raise ServiceError(f"{self} answers with {why}")
+            if time.monotonic() + pause > job.deadline:
+                raise ServiceTimeout(f"{self} did not answer in time: {why}. Raise timeout=, or look at its log.")
+            time.sleep(pause)
+            pause = min(2 * pause, 2.0)
+            self.renew()
 
     def served_model(self, deadline: float) -> object:
         """Path of SGLang's model, or None if the server has no such page or does not answer."""
-        with contextlib.suppress(AttributeError, *_FAILURES):
-            status, content = self._exchange("GET", "/get_model_info", deadline)
-            return self._parsed(content).get("model_path") if status == 200 else None
+        with contextlib.suppress(AttributeError, ValueError, *_FAILURES):
+            return json.loads(self._exchange("GET", "/get_model_info", deadline)[1]).get("model_path")
         return None
 
     def _exchange(self, method: str, path: str, deadline: float, data: bytes = b"") -> tuple[int, bytes]:
@@ -371,10 +353,3 @@ class _Http:
     def renew(self) -> None:
         """Note that the next answer may come from another process."""
         self.renewed = time.monotonic_ns()
-
-    def _parsed(self, text: bytes) -> Any:
-        self.replied = time.monotonic_ns()
-        try:
-            return json.loads(text)
-        except ValueError:
-            raise ServiceError(f"{self} answers with something that is not JSON: {text[:80]!r}.") from None
