@@ -25,6 +25,7 @@ FIXED = {
     "recomputes": True,  # whether logprob_start_len recomputes what is in the cache
     "retokenises": False,  # one token comes back as another
     "starts": False,  # adds a start token
+    "adds": 0.0,  # to all log-probs
     "forbids": None,  # a token whose logit is -inf
     "fails": [],  # statuses of the next replies; 0 drops the connection
     "delay": 0.0,  # seconds of each reply
@@ -70,7 +71,7 @@ class Toy:
             logits = served(s["seed"])(torch.tensor([ids])).logits[0, :-1]
         if s["forbids"] is not None:
             logits[:, s["forbids"]] = -torch.inf
-        log_probs = logits.log_softmax(-1)
+        log_probs = logits.log_softmax(-1) + s["adds"]
         best = zip(ids[1:], log_probs, log_probs.topk(k).indices.tolist(), strict=True)
         return [None, *({i: float(row[i]) for i in (token, *others)} for token, row, others in best)]
 

@@ -168,8 +168,8 @@ def test_the_replica_killed(service, local, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["fsdp2", "tp"])
 def test_a_rank_that_hangs(tmp_path, local, shard):
-    factory = gang(tmp_path, shard=shard, timeout=15.0)
-    with ScoringService(factory=factory, timeout=LONG, **CPUS) as service:
+    factory = gang(tmp_path, shard=shard)
+    with ScoringService(factory=factory, timeout=LONG, health_check_timeout_s=4.0, **CPUS) as service:
         try:
             with callers(service.model, calls=6) as load:
                 until(lambda: len(load.answers) >= 4)

@@ -82,16 +82,6 @@ def test_a_detached_service_outlives_its_driver(drivers, serve):
 
 
 @pytest.mark.slow
-def test_a_service_ends_with_its_last_client_in_one_process(serve):
-    first, second = (serve(factory=model, name="last") for _ in "ab")
-    first.close()
-    time.sleep(5)
-    assert_scores(second.model, model())
-    second.close()
-    until(lambda: not names("last"))
-
-
-@pytest.mark.slow
 def test_a_client_that_connects_again_finds_a_detached_service(drivers):
     """Its handles ended with the old connection, the service and the pushed weights did not."""
     client = drivers()

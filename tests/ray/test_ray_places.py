@@ -11,7 +11,6 @@ from ray import cloudpickle
 from tensordict import lazy_stack
 from torchrl.collectors.llm import RayLLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs import EnvCreator
 
 import ray_lab
 from ray_lab import TOKENIZER, assert_same, chat_env, collected, greedy_policy, local, remote, scorers
@@ -128,15 +127,6 @@ def test_copies_and_pickled_env_factories(policy, name):
         assert_same(found(given.clone()), expected)
     factories = [partial(chat_env, partial(list, [*before(name), each]), turns=3) for each in (variant, original)]
     assert_rollouts(name, [cloudpickle.loads(cloudpickle.dumps(factory))() for factory in factories], policy, 3)
-
-
-@pytest.mark.parametrize("name", ["RetrieveLogProb", "RetrieveKL"])
-def test_env_creator(name):
-    """EnvCreator takes a step with a random action, of which only text can be scored."""
-    policy = make_policy(make_model(TOKENIZER, seed=0), TOKENIZER, pad_output=False, input_mode="text")
-    makers = [EnvCreator(partial(chat_env, partial(list, [each]), input_mode="text")) for each in both(name)]
-    envs = [(pickled(creator) if name == "RetrieveKL" else creator)() for creator in makers]
-    assert_rollouts(name, envs, policy, 2)
 
 
 def test_ray_collector():

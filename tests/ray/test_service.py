@@ -9,18 +9,16 @@ import pytest
 import ray
 import torch
 from ray import serve as ray_serve
-from tensordict import TensorDict
 
 from closeness import assert_near
 from image_models import IMAGE, image_model, num_placeholders, picture
 from load import Client, assert_same, callers, clone, names, record_of, sequences
 from prompt_server import MODEL, PromptServer
 from remote_models import delayed, model
-from torchrl_llm_kl import AfterPrompt, LogProbScorer, RememberedModel, RetrieveKL, RetrieveLogProb, TopK
+from torchrl_llm_kl import LogProbScorer, RememberedModel
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, fingerprint_of
 from torchrl_llm_kl.service import (
     HTTPEngine,
-    RayRetrieveLogProb,
     ScoringService,
     ServiceClosedError,
     ServiceError,
@@ -47,17 +45,6 @@ def test_the_same_numbers_as_locally(shared, local):
         scores, expected = remote.evaluate(request), local.evaluate(request)
         for name, values in expected.per_token.items():
             assert_same(scores.per_token[name].values.double(), values.values.double())
-
-
-def test_a_call_in_parts(shared, local):
-    """Larger than a part: the parts go to both replicas, and come back in order."""
-    rows = sequences(3, count=80, longest=60)
-    remote = clone(shared.model)
-    remote.part_size = 200
-    assert_same(remote.make_scorer().score(rows).values, local.score(rows).values)
-    rows = [*rows.to_list()[:70], torch.tensor([1, 500])]
-    with pytest.raises(ValueError, match="token id 500 at sequence 70, position 1 is outside the vocabulary"):
-        remote.make_scorer().score(rows)
 
 
 def test_experts_and_images(serve):
@@ -87,22 +74,6 @@ def test_other_processes_find_it_by_name_and_one_is_killed_mid_call(shared, loca
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(unanswered)
     until(lambda: all(state.waiting == 0 for state in shared.replicas()))
-
-
-def test_another_prompt_for_a_served_model(shared):
-    """The client builds the sequences, which travel as any others."""
-    full = torch.tensor([[7, 8, 11, 12], [5, 6, 13, 14]])
-    tokens, hint = {"full": full, "prompt": full[:, :2].clone()}, torch.tensor([[20, 21, 22], [23, 24, 25]])
-    data = TensorDict({"tokens": tokens, "hint": hint, "next": {"reward": torch.zeros(2, 1)}}, [2])
-    want = RetrieveLogProb(model(), extras=[TopK(3), AfterPrompt("hint")])(data.clone())["next"]
-    assert torch.count_nonzero(want["log_probs", "full"]) == 4
-    for transform in (RetrieveLogProb, RayRetrieveLogProb):
-        found = transform(shared.model, extras=[TopK(3), AfterPrompt("hint")])(data.clone())["next"]
-        assert torch.equal(found["top_k", "ids"], want["top_k", "ids"])
-        for key in (("log_probs", "full"), ("top_k", "log_probs")):  # those of the top k are float32 for any model
-            assert_near(found[key].double(), want[key].double(), size=16, dtype=torch.float32)
-    both = RetrieveKL(model(1), shared.model, extras=[AfterPrompt("hint", of="reference")])(data.clone())["next"]
-    assert_near(both["ref_log_probs", "full"], want["log_probs", "full"], size=16, dtype=torch.float32)
 
 
 def test_remembered_scores_are_requested_again_once_weights_are_pushed(pushed, tmp_path):

@@ -112,7 +112,7 @@ def test_nothing_is_lost_or_wrong_and_memory_stays_flat(serve, tmp_path):
     local, outcomes, rng = LogProbScorer(model()), [], random.Random(0)
     questions = [(seed, size) for size in SIZES for seed in range(SEEDS)]
     expected = {question: local.score(sequences(question[0], count=question[1])).values for question in questions}
-    service = serve(factory=partial(deadly, str(tmp_path)), num_replicas=2, hang_after=30.0)
+    service = serve(factory=partial(deadly, str(tmp_path)), num_replicas=2, health_check_timeout_s=10.0)
     end, faults, memory = time.monotonic() + SECONDS, Faults(service), []
     common = service.model, expected, end
     threads = [threading.Thread(target=work, args=(*common, i, outcomes), daemon=True) for i in range(CALLERS)]

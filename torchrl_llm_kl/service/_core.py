@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,15 +37,10 @@ class ScoringCore:
 
     Attributes:
         version: of the engine's weights; 0 before the first update.
-        running: number of the call that runs; None between calls.
     """
 
     def __init__(self, engine: Engine, lost: Callable[[EngineLost], NoReturn] = _raise) -> None:
         self.engine, self.version, self._lost = engine, 0, lost
-        self.running: int | None = None
-        self._calls = itertools.count()
-        self._progress: tuple[int, int] | None = None  # as of the last look at it
-        self._since = 0.0
         self._fingerprint = ""  # of the weights; empty until it is read
 
     def score(self, jobs: Sequence[Job]) -> list[Reply | Exception]:
@@ -103,25 +97,11 @@ class ScoringCore:
         self.version = version
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run a call of the engine, so that :meth:`hangs` sees it."""
-        self.running = next(self._calls)
+        """Run a call of the engine."""
         try:
             return work()
         except EngineLost as error:
             self._lost(error)
-        finally:
-            self.running = None
-
-    def hangs(self, after: float, now: float | None = None) -> bool:
-        """Whether a call has made no progress for ``after`` seconds, at a time in seconds. Ask a few times within ``after``.
-
-        A long call does not hang while the engine's ``progress()`` grows, and an idle core does not hang either.
-        """
-        now = time.monotonic() if now is None else now
-        state = None if self.running is None else (self.running, self.engine.progress())
-        if state != self._progress:
-            self._progress, self._since = state, now
-        return state is not None and now - self._since >= after
 
     def read_fingerprint(self) -> tuple[int, str]:
         """Version and fingerprint of the weights, which are read once after each update."""

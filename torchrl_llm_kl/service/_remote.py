@@ -288,8 +288,6 @@ class RemoteModel:
 
     Keyword Args:
         timeout: seconds per call, retries included.
-        service: the id of the service; by default that of any service with this name.
-        address: of the Ray cluster, for a process that has not joined one.
     """
 
     log_probs_only = True  # no distributions: see check_distributions
@@ -297,9 +295,9 @@ class RemoteModel:
     #: Larger calls, in numbers, are sent in parts of about this size, so that small calls of others come between them.
     part_size = 8192
 
-    def __init__(self, name: str, *, timeout: float = 120.0, service: str = "", address: str | None = None) -> None:
+    def __init__(self, name: str, *, timeout: float = 120.0) -> None:
         self.timeout = timeout
-        self.connection = Connection(name, service, address)
+        self.connection = Connection(name)
         self._version: int | None = None
         self._interface: tuple[ModelInterface, bool] | None = None
 

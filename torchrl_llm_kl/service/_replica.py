@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import logging
 import os
 import time
@@ -152,19 +151,15 @@ class Replica:
         os._exit(1)
 
     async def check_health(self) -> None:
-        """Serve calls this. Several exceptions in a row replace the replica. A replica that hangs ends at once."""
-        if self._core.hangs(self._spec.settings.hang_after):
-            _LOG.error("replica %s made no progress for %g s and ends", self._name, self._spec.settings.hang_after)
-            faulthandler.dump_traceback(all_threads=True)
-            os._exit(1)
+        """Serve calls this. Three exceptions in a row, or calls without an answer in time, replace the replica."""
         with contextlib.suppress(Exception):  # the keeper restarts
             held: Held = await asyncio.wait_for(self._keeper.newest.remote(self._core.version), 5.0)
             self._newest = held.seen
             if held.version > self._core.version and not self._catching_up.locked():
                 # Not awaited: the weights wait for the batch that runs, which may take longer than Serve waits here.
                 self._following = asyncio.create_task(self.take_weights(held.version))
-        idle = self._core.running is None and time.monotonic() - self._batcher.last_answer > _PROBE
-        if idle and self._has_probe:
+        if time.monotonic() - self._batcher.last_answer > _PROBE and self._has_probe:
+            # The probe waits for the batch that runs: a model that hangs gives no answer.
             with contextlib.suppress(ServiceError):  # a server elsewhere does not answer: not a fault of this process
                 await self._batcher.in_thread(self._core.probe)
             self._batcher.last_answer = time.monotonic()
@@ -266,8 +261,8 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     Args:
         args: of the file. ``name`` is the name of the application. ``model`` is a folder or a name of the hub, with ``dtype``;
             or ``factory`` is ``"module:function"``, with its ``arguments``. The settings ``tokens_per_batch``, ``memory``,
-            ``max_tokens``, ``max_wait`` and ``hang_after`` are those of :class:`ScoringService`. The ``deployments`` of the
-            file hold replicas and resources.
+            ``max_tokens`` and ``max_wait`` are those of :class:`ScoringService`. The ``deployments`` of the file hold replicas
+            and resources.
 
     Raises:
         TypeError: for other arguments.

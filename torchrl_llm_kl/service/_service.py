@@ -22,7 +22,7 @@ from torchrl_llm_kl.scoring import DEFAULT_MEMORY, fingerprint_of
 from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._messages import PushedVersion, chunks_of, state_dict_of
 from torchrl_llm_kl.service._remote import Deadline, RemoteModel, import_ray
-from torchrl_llm_kl.service._spec import DEFAULTS, HANG_AFTER, ServeOptions, ServiceSpec, Settings
+from torchrl_llm_kl.service._spec import DEFAULTS, ServeOptions, ServiceSpec, Settings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,11 +54,10 @@ class ScoringService:
         max_tokens: per batch of requests.
         max_wait: the longest time that a request waits for others to share its batch, in seconds.
         timeout: seconds per call of a client, retries included.
-        hang_after: seconds without progress (a forward, a copied weight) after which a replica that scores counts as hung and
-            is started again. Loading the model does not count.
         options: of each replica's actor: ``num_cpus`` (1), ``num_gpus`` (0), ``resources`` and ``runtime_env``; of
             ``serve.deployment``: ``max_ongoing_requests`` (256), ``max_queued_requests``, ``autoscaling_config``,
-            ``health_check_period_s`` (2), ...; and ``lifetime``, ``"detached"`` to outlive all drivers, until
+            ``health_check_period_s`` (2), ``health_check_timeout_s`` (100: a replica whose batch takes three times as long
+            is replaced), ...; and ``lifetime``, ``"detached"`` to outlive all drivers, until
             :meth:`shutdown`: by default a service ends with the last driver that constructed it.
 
     Raises:
@@ -84,7 +83,6 @@ class ScoringService:
         max_tokens: int = 65536,
         max_wait: float = 0.003,
         timeout: float = 120.0,
-        hang_after: float = HANG_AFTER,
         **options: Unpack[ServeOptions],
     ) -> None:
         check_not_a_name(model=model)
@@ -95,7 +93,7 @@ class ScoringService:
         # Check these here: errors in the actors would arrive late, and other processes would see the name meanwhile.
         check_choice((None, "detached"), lifetime=options.get("lifetime"))
         check_range(1, num_replicas=num_replicas, tokens_per_batch=tokens_per_batch, max_tokens=max_tokens)
-        check_range(above=0, hang_after=hang_after, timeout=timeout)
+        check_range(above=0, timeout=timeout)
         if model is None and factory is None:
             self.model = RemoteModel(str(name), timeout=timeout)
             self.model.connection.connect()
@@ -109,7 +107,7 @@ class ScoringService:
         spec = ServiceSpec(
             f"scorer-{uuid.uuid4().hex[:8]}" if name is None else name,
             describe_source(model, factory),
-            Settings(tokens_per_batch, memory, max_tokens, max_wait, hang_after),
+            Settings(tokens_per_batch, memory, max_tokens, max_wait),
             given,
             None if "autoscaling_config" in given else num_replicas,
             detached=lifetime == "detached",
@@ -303,14 +301,10 @@ def describe_source(model: Any, factory: Callable[[], Any] | None) -> str:
 
 def _described(value: Any) -> str:
     if isinstance(value, nn.Module):
-        with contextlib.suppress(TypeError, ValueError):  # weights elsewhere, or not loaded
-            return f"{type(value).__name__} {fingerprint_of(value)}"
-        return type(value).__name__
+        return f"{type(value).__name__} {fingerprint_of(value)}"
     if isinstance(value, partial):
         given = [*map(_described, value.args), *(f"{key}={_described(x)}" for key, x in sorted(value.keywords.items()))]
         return f"{_described(value.func)}({', '.join(given)})"
-    if hasattr(value, "__func__"):
-        return f"{_described(value.__func__)} of {_described(value.__self__)}"
     if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, torch.Tensor):  # its pickle holds addresses

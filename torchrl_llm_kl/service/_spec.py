@@ -12,8 +12,6 @@ from torchrl_llm_kl.service._errors import ServiceConfigError
 NAMESPACE = "torchrl_llm_kl"
 #: The name of the deployment in each application.
 DEPLOYMENT = "Replica"
-#: Seconds without progress of the model after which a replica is started again.
-HANG_AFTER = 300.0
 
 
 class ServeOptions(TypedDict, total=False):
@@ -45,7 +43,7 @@ DEFAULTS: ServeOptions = {
     "num_gpus": 0,
     "max_ongoing_requests": 256,
     "health_check_period_s": 2.0,
-    "health_check_timeout_s": 30.0,
+    "health_check_timeout_s": 100.0,  # three times this is the longest time of a batch
 }
 
 
@@ -57,7 +55,6 @@ class Settings:
     memory: int = 256 * 2**20
     max_tokens: int = 65536
     max_wait: float = 0.003
-    hang_after: float = HANG_AFTER
 
 
 @dataclass(frozen=True, eq=False)

@@ -224,7 +224,8 @@ async def test_awaited_calls():
 
 
 def test_a_model_travels_without_its_weights():
-    made = RemoteModel("name", timeout=7.0, service="id", address="here:1")
+    made = RemoteModel("name", timeout=7.0)
+    made.connection.service, made.connection.address = "id", "here:1"
     made.version, made._interface = 3, "known"
     for other in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
         assert (other.name, other.timeout, other.version, other._interface) == ("name", 7.0, 3, "known")

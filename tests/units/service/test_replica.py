@@ -43,7 +43,7 @@ class FakeKeeper:
 def replica(monkeypatch):
     """A replica whose pushes hold the weights of ``model(1)``; its process does not end."""
     made = object.__new__(Replica)
-    made._spec, made._name = ServiceSpec("name", "source", Settings(hang_after=LONG)), "a"
+    made._spec, made._name = ServiceSpec("name", "source", Settings()), "a"
     made._keeper = FakeKeeper()
     made._core = ScoringCore(TransformersEngine(model()))
     made._newest, made._following, made._has_probe = 0, None, True

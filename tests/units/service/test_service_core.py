@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import warnings
 from types import SimpleNamespace
@@ -166,7 +165,6 @@ def test_what_an_engine_cannot_do_fails_alone():
         for found, asked in zip([first, *others], good, strict=True):
             alone = core.score([asked])[0]["columns"]["log_prob"]
             assert_close(found["columns"]["log_prob"], alone, atol=1e-6, rtol=1e-6)
-    assert core.running is None
 
 
 def test_many_temperatures_share_one_scorer():
@@ -182,18 +180,6 @@ def test_many_temperatures_share_one_scorer():
     (scorer,) = engine._scorers.values()
     assert len(scorer.memory) == 2, "keys and values are cached once"
     assert all(len(segment.log_probs) <= 4 for segment in scorer.memory._by_use)
-
-
-def test_what_a_sampler_left():
-    """Options that travel score like a scorer of this process, whatever was scored before."""
-    engine, row = TransformersEngine(model()), Ragged.from_list([torch.arange(20) % 97])
-    for sampling in (Sampling(), Sampling(0.7, top_k=60), Sampling(0.7), Sampling(1.3, 80, 0.999, 0.001)):
-        options = ScoreOptions.from_dict(ScoreOptions(sampling).to_dict())
-        assert options.sampling == sampling
-        found = scores(engine, row, sampling=options.sampling)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert_close(found, LogProbScorer(model(), sampling=sampling).score(row).values)
 
 
 def test_scorers_of_other_settings_are_few_and_share_the_memory():
@@ -217,37 +203,6 @@ def test_scorers_of_other_settings_are_few_and_share_the_memory():
                 assert_close(found, expected, atol=0.1, rtol=0.0)
         assert len(engine._scorers) <= 4
         assert sum(scorer.memory.num_bytes for scorer in engine._scorers.values()) <= 2 * one
-
-
-def test_progress_grows_within_a_call():
-    """At each forward of a pack, and at each weight that is copied."""
-    engine = TransformersEngine(model(), tokens_per_batch=16)
-    seen = [engine.progress()]
-    engine.model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(engine.progress()))
-    scores(engine, Ragged.from_list([(torch.arange(20) + 20 * i) % 97 for i in range(4)]))
-    assert len(seen) >= 6
-    assert all(a < b for a, b in itertools.pairwise(seen))
-    before = engine.progress()
-    engine.update_weights(model(seed=1).state_dict())
-    assert engine.progress() >= before + 10
-
-
-def test_a_call_without_progress_hangs():
-    engine = SimpleNamespace(steps=0)
-    engine.progress = lambda: engine.steps
-    core = ScoringCore(engine)
-    assert not any(core.hangs(10.0, now) for now in range(0, 100, 3)), "no call runs"
-    core.running = 1
-    for now in range(100, 200, 5):
-        engine.steps += 1
-        assert not core.hangs(10.0, now), "a long call makes progress"
-    for now in range(200, 300, 9):
-        core.running += 1
-        assert not core.hangs(10.0, now), "short calls without any"
-    assert not core.hangs(10.0, 300.0)
-    assert core.hangs(10.0, 309.5)
-    core.running = None
-    assert not core.hangs(10.0, 400.0)
 
 
 def test_weights_are_read_once_after_each_update():

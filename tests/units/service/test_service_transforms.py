@@ -117,16 +117,6 @@ def test_an_exact_kl_is_refused_at_construction(make, message):
         )
 
 
-def test_an_exact_kl_that_is_requested_later():
-    actor = tiny_model(seed=0)
-    kl = RetrieveKL(actor, Engine())
-    kl.estimator = "exact"
-    refused(ELSEWHERE, lambda: kl(batch()))
-    loss = PolicyLoss(actor, terms=[KLToReference(0.1, "k2")], reference=service())
-    loss.kl_to_ref_estimator = "exact"
-    refused(THERE, lambda: loss(batch()))
-
-
 def test_what_needs_the_model_here_is_refused_at_construction():
     remote = service().make_scorer()
     refused(

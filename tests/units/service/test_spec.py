@@ -83,7 +83,7 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch):
 
 REFUSED = {
     "num_replicas must be at least 1, got 0": {"num_replicas": 0},
-    "hang_after must be greater than 0, got 0": {"hang_after": 0},
+    "timeout must be greater than 0, got 0": {"timeout": 0},
     "lifetime must be one of None, 'detached', got 'long'": {"lifetime": "long"},
     "pass the model, or factory=": {"factory": None},
 }

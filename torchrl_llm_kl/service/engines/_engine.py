@@ -25,7 +25,7 @@ from torchrl_llm_kl.service._messages import ANSWERED, state_dict_of
 
 
 class Engine(ABC):
-    """Scores sequences for a replica. It calls ``progress`` and ``check_weights`` from any thread, the rest from one.
+    """Scores sequences for a replica. It calls ``check_weights`` from any thread, the rest from one.
 
     Attributes:
         offers: of the FEATURES of a scorer; requests for others are refused.
@@ -39,10 +39,6 @@ class Engine(ABC):
     @abstractmethod
     def run(self, request: ScoreRequest, options: ScoreOptions) -> Scores:
         """Log-probs of the masked-in tokens in nats, 0 elsewhere, and the other scores that the options ask for."""
-
-    @abstractmethod
-    def progress(self) -> int:
-        """A number that grows while a call does its work: one that stands still during a call hangs."""
 
     @abstractmethod
     def interface(self) -> tuple[ModelInterface, bool]:
@@ -90,7 +86,6 @@ class TransformersEngine(Engine):
         self.model = model
         self._tokens_per_batch, self._memory = tokens_per_batch, memory
         self._scorers: OrderedDict[tuple[Any, ...], LogProbScorer] = OrderedDict()
-        self._steps = 0  # calls and weights copied so far
         scorer = self._scorer(ScoreOptions())  # refuses a model that cannot be scored
         self.offers, self.place, self.instead = scorer.offers & ANSWERED, scorer.place, scorer.instead
 
@@ -119,12 +114,7 @@ class TransformersEngine(Engine):
 
     def run(self, request: ScoreRequest, options: ScoreOptions) -> Scores:
         """See :class:`Engine`."""
-        self._steps += 1
         return self._scorer(options).run(request, options)
-
-    def progress(self) -> int:
-        """Number of calls, forwards and copied weights."""
-        return self._steps + sum(scorer.forwards for scorer in tuple(self._scorers.values()))  # other threads ask
 
     def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
@@ -143,7 +133,6 @@ class TransformersEngine(Engine):
             if name not in own:
                 raise KeyError(f"the model has no weight {name!r}; it has {', '.join(list(own)[:3])}, ...")
             _check_weight(name, own[name], value)
-            self._steps += 1
         return weights
 
     def own_names(self, names: Iterable[str]) -> dict[str, str]:
@@ -170,15 +159,16 @@ class TransformersEngine(Engine):
         ``checked`` weights are the result of :meth:`check_weights`, which is then not repeated.
         """
         own, fitting = self._module().state_dict(keep_vars=True), weights if checked else self.check_weights(weights)
-        with torch.no_grad():
-            for i, (name, value) in enumerate(fitting.items()):
-                try:
+        copied = 0
+        try:
+            with torch.no_grad():
+                for name, value in fitting.items():
                     own[name].copy_(value)
-                except Exception as error:
-                    if i == 0:
-                        raise
-                    raise EngineLost(f"only a part of the weights was copied: {error}") from error
-                self._steps += 1
+                    copied += 1
+        except Exception as error:
+            if not copied:
+                raise
+            raise EngineLost(f"only a part of the weights was copied: {error}") from error
         for scorer in self._scorers.values():
             scorer.forget()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -47,7 +46,8 @@ class GangEngine(Engine):
     """An engine for a model that is sharded over several Ray actors, the ranks of one ``torch.distributed`` group.
 
     Pass it as the factory of a service: each replica then creates its own ranks in a placement group, and ends with
-    them. If one rank dies or hangs, the replica exits, and Serve starts the replica with all its ranks again.
+    them. If one rank dies, the replica exits. If one hangs, the replica's health shows it. In both cases Serve starts the
+    replica with all its ranks again.
 
     Args:
         factory: returns the model, on every rank; the process group exists when it is called.
@@ -62,14 +62,13 @@ class GangEngine(Engine):
             which only passes requests on: give it few.
         strategy: of the placement group; ``"STRICT_PACK"`` keeps all ranks on one node.
         backend: of the process group; by default ``"nccl"`` with GPUs, else ``"gloo"``.
-        start_timeout: seconds until all ranks are placed and have loaded the model.
-        timeout: seconds after which a call counts as hung: the largest batch and a push of weights must take less.
+        start_timeout: seconds until all ranks are placed; also the longest time that a rank waits for the others.
         tokens_per_batch: per forward of a rank; see :class:`~torchrl_llm_kl.LogProbScorer`.
         memory: bytes of keys and values that each rank caches for continued conversations.
 
     Raises:
         ServiceTimeout: if the cluster has no room for the ranks within ``start_timeout``.
-        EngineLost: if a rank dies, or does not answer for ``timeout`` seconds.
+        EngineLost: if a rank dies.
         Exception: the error of the factory.
 
     Example:
@@ -93,14 +92,12 @@ class GangEngine(Engine):
         strategy: str = "STRICT_PACK",
         backend: str | None = None,
         start_timeout: float = 600.0,
-        timeout: float = 300.0,
         tokens_per_batch: int | None = None,
         memory: int = DEFAULT_MEMORY,
     ) -> None:
         check_range(1, ranks=ranks)
         if not callable(shard):
             check_choice(("fsdp2", "tp", "none"), shard=shard)
-        self._timeout, self._start_timeout, self._calls = timeout, start_timeout, 0
         self._ranks: list[Any] = []
         self._group: Any = None
         self._lost: EngineLost | None = None
@@ -113,7 +110,7 @@ class GangEngine(Engine):
             address = ray.util.get_node_ip_address()
             self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
             where = (address, self._store.port)
-            start = (ray.put(factory), shard, where, backend, max(start_timeout, timeout), tokens_per_batch, memory)
+            start = (ray.put(factory), shard, where, backend, start_timeout, tokens_per_batch, memory)
             made = self._ask("start", [start] * ranks)
         except BaseException:
             self.close()
@@ -163,10 +160,6 @@ class GangEngine(Engine):
         columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         return Scores.spread(request.layout, request.mask.nonzero().squeeze(-1), **columns)
 
-    def progress(self) -> int:
-        """Number of answers of ranks."""
-        return self._calls
-
     def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
         return self._interface
@@ -194,7 +187,7 @@ class GangEngine(Engine):
     def _ask(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call a method of all ranks, each with its arguments; their answers, or the error of one of them.
 
-        Raises :class:`EngineLost` if a rank dies or does not answer in time, or if the ranks are out of step after an error.
+        Raises :class:`EngineLost` if a rank dies, or if the ranks are out of step after an error.
         """
         with self._turn:  # two calls at once would reach the ranks in different orders
             answers = self._wait_for(method, arguments)
@@ -214,11 +207,8 @@ class GangEngine(Engine):
         answers: list[Any] = [None] * len(arguments)
         pairs = zip(self._ranks, arguments, strict=True)
         waiting = {rank.call.remote(method, *args): i for i, (rank, args) in enumerate(pairs)}
-        end = time.monotonic() + (self._start_timeout if method == "start" else self._timeout)
         while waiting:
-            ready, _ = ray.wait([*waiting, *self._lives], num_returns=1, timeout=max(end - time.monotonic(), 0))
-            if not ready:
-                raise self._lose(f"ranks {sorted(waiting.values())} did not answer {method}() in time")
+            ready, _ = ray.wait([*waiting, *self._lives], num_returns=1)
             try:
                 answer = ray.get(ready[0])
             except ray.exceptions.RayError as error:
@@ -226,7 +216,6 @@ class GangEngine(Engine):
             if method == "start" and isinstance(answer, Exception):
                 return [answer]  # a rank that cannot start: the others would wait for it
             answers[waiting.pop(ready[0])] = answer
-            self._calls += 1
         return answers
 
     def _lose(self, why: str) -> EngineLost:
