@@ -143,7 +143,7 @@ def test_a_gang_that_lost_pushed_weights_takes_only_all_of_them(service, local, 
     until(lambda: len(pids(folder, 0)) > before)
     all_up(service, 1)
     some = {"lm_head.weight": build(2).state_dict()["lm_head.weight"]}
-    with pytest.raises(WeightVersionError, match="push all tensors"):
+    with pytest.raises(WeightVersionError, match="Push all tensors"):
         service.update_weights(some)
     wrapped = {f"model.{name}": value for name, value in build().state_dict().items()}  # as in a TorchRL wrapper
     service.update_weights(wrapped)
@@ -187,7 +187,7 @@ def test_the_error_of_one_rank_s_factory_and_of_ranks_without_room():
     with pytest.raises(OSError, match="no such checkpoint: /nowhere"):
         GangEngine(broken_on_one_rank, ranks=2, start_timeout=LONG, **CPUS)
     until(lambda: groups().count("CREATED") <= 1)
-    with pytest.raises(TimeoutError, match=r"2 ranks with \{'CPU': 100\} each \(STRICT_PACK\) have no room"):
+    with pytest.raises(TimeoutError, match=r"2 ranks with \{'CPU': 100\} each \(STRICT_PACK\) had no room"):
         GangEngine(build, ranks=2, num_cpus=100, start_timeout=1.0)
 
 

@@ -53,7 +53,7 @@ def test_a_past_version_and_one_that_is_never_pushed(pushed):
     remote = clone(pushed.model, timeout=1.0)
     remote.version = pushed.version - 1
     with pytest.raises(
-        WeightVersionError, match=rf"version {remote.version} of the weights was requested, this replica"
+        WeightVersionError, match=rf"version {remote.version} of the weights was requested, but this replica"
     ):
         remote.make_scorer().score(sequences())
     remote.version = pushed.version + 1
@@ -175,9 +175,9 @@ def test_the_loss_of_the_keeper(serve):
     time.sleep(10.0)  # the replica tells the next keeper which version it holds
     os.kill(pids(service)[0], signal.SIGKILL)
     all_up(service, 1)
-    with pytest.raises(WeightVersionError, match="were lost, with the actor that kept them"):
+    with pytest.raises(WeightVersionError, match="were lost with the actor that kept them"):
         service.model.make_scorer().score(sequences())
-    with pytest.raises(WeightVersionError, match="push all tensors"):
+    with pytest.raises(WeightVersionError, match="Push all tensors"):
         service.update_weights({"lm_head.weight": model().lm_head.weight})
     service.update_weights(model(seed=2))
     assert_scores(service.model, model(seed=2))

@@ -1,6 +1,6 @@
 """One model for many processes, over Ray.
 
-Names load on first use: the keeper of a service starts without torch, a replica without torchrl's collectors.
+Names load on first use, so that the keeper of a service starts without torch, and a replica without torchrl's collectors.
 """
 
 from __future__ import annotations

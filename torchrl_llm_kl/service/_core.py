@@ -1,4 +1,4 @@
-"""The work of a replica, independent of Ray: its queue of requests, batches to an engine, and replies."""
+"""The work of a replica, independent of Ray: a queue of requests, batches for an engine, and replies."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def _raise(error: EngineLost) -> NoReturn:
 
 
 class ScoringCore:
-    """Answers requests with one engine, those with equal settings in one call. For one thread.
+    """Answers requests with one engine. Requests with equal settings share a call. For use in one thread.
 
     Args:
-        engine: scores.
-        lost: called with the error of an engine that cannot go on; by default raises it.
+        engine: scores the requests.
+        lost: called with the error of an engine that cannot go on. By default it raises the error.
 
     Attributes:
-        version: of the engine's weights; 0 before the first update.
+        version: of the engine's weights, 0 before the first update.
     """
 
     def __init__(self, engine: Engine, lost: Callable[[EngineLost], NoReturn] = _raise) -> None:
@@ -44,14 +44,14 @@ class ScoringCore:
         self._fingerprint = ""  # of the weights; empty until it is read
 
     def score(self, jobs: Sequence[Job]) -> list[Reply | Exception]:
-        """One reply per request, in order; an exception for a request that failed."""
+        """Returns one reply per request, in order, or an exception for a request that failed."""
         answers: dict[int, Reply | Exception] = {}
         groups: dict[tuple[object, ...], list[int]] = {}
         for i, job in enumerate(jobs):
             if job.version not in (None, self.version):
                 answers[i] = WeightVersionError(
-                    f"version {job.version} of the weights was requested, this replica holds {self.version}: push it with "
-                    "update_weights(), or request no version."
+                    f"version {job.version} of the weights was requested, but this replica holds {self.version}. Request the "
+                    "latest version, or none."
                 )
             else:
                 groups.setdefault((job.options, job.request.form), []).append(i)
@@ -86,32 +86,32 @@ class ScoringCore:
         ]
 
     def probe(self) -> None:
-        """Score two tokens that every model has. An error means that the model is broken."""
+        """Scores two tokens that every model has. An error means that the model is broken."""
         request = ScoreRequest.of(torch.tensor([[0, 1]]), attention_mask=torch.ones(1, 2, dtype=torch.long))
         self.call(lambda: self.engine.run(request, ScoreOptions()))
 
     def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Pass ``weights``, a result of the engine's ``check_weights``, to the engine under a new version."""
+        """Passes ``weights``, a result of the engine's ``check_weights``, to the engine under a new version."""
         self._fingerprint = ""
         self.call(lambda: self.engine.update_weights(weights, checked=True))
         self.version = version
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run a call of the engine."""
+        """Runs a call of the engine. All calls that may lose it go through here."""
         try:
             return work()
         except EngineLost as error:
             self._lost(error)
 
     def read_fingerprint(self) -> tuple[int, str]:
-        """Version and fingerprint of the weights, which are read once after each update."""
+        """Returns version and fingerprint of the weights. Reads the weights once after each update."""
         if not self._fingerprint:
             self._fingerprint = self.engine.fingerprint()
         return self.version, self._fingerprint
 
 
 class _Waiting:
-    """A request in the queue. Its future ends with the answer, or is cancelled by a client that gave up."""
+    """A request in the queue. Its future receives the answer. A client that gives up cancels it."""
 
     def __init__(self, job: Job, *, by_itself: bool) -> None:
         self.job, self.by_itself, self.arrived = job, by_itself, time.monotonic()
@@ -125,14 +125,14 @@ class Batcher:
     answer in step share one forward. A single caller never waits.
 
     Args:
-        score: scores a batch in the thread; one reply or error for each request.
+        score: scores a batch in the thread. Returns one reply or error for each request.
 
     Keyword Args:
         max_tokens: per batch. A larger request is a batch of its own.
         max_wait: seconds.
 
     Attributes:
-        last_answer: time of the last batch with an answer that is no error.
+        last_answer: time of the last batch with at least one reply that is not an error.
         answered: number of requests in all batches.
     """
 
@@ -151,7 +151,7 @@ class Batcher:
         return len(self._waiting)
 
     async def submit(self, job: Job, *, by_itself: bool = False) -> Reply:
-        """Wait for the answer. Raises the error of the request. A request ``by_itself`` shares no batch."""
+        """Waits for the answer. Raises the error of the request. A request ``by_itself`` shares no batch."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop().create_task(self._run())
         waiting = _Waiting(job, by_itself=by_itself)
@@ -164,7 +164,7 @@ class Batcher:
         return answer
 
     async def in_thread(self, call: Callable[[], T]) -> T:
-        """Run ``call`` in the scoring thread, between two batches."""
+        """Runs ``call`` in the scoring thread, between two batches."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     async def _run(self) -> None:
@@ -179,7 +179,7 @@ class Batcher:
                 await self._answer(batch)
 
     async def _wait_for_callers(self) -> None:
-        """Wait until all recent callers have a request, the batch is full, or the oldest has waited ``max_wait``."""
+        """Waits until all recent callers have a request, the batch is full, or the oldest has waited ``max_wait``."""
         end = self._waiting[0].arrived + self.max_wait
         while not self._is_complete() and time.monotonic() < end:
             self._changed.clear()
@@ -194,7 +194,7 @@ class Batcher:
         return self._callers.keys() <= {waiting.job.caller for waiting in self._waiting}
 
     def _take(self) -> list[_Waiting]:
-        """The next batch, without requests whose client gave up."""
+        """Takes the next batch from the queue, without requests whose client gave up."""
         self._waiting = [waiting for waiting in self._waiting if not waiting.answer.done()]
         batch = self._waiting[:1]
         if batch and not batch[0].by_itself:
@@ -218,4 +218,5 @@ class Batcher:
         self.answered += len(batch)
         for waiting, answer in zip(batch, answers, strict=True):
             if not waiting.answer.done():
-                waiting.answer.set_result(answer)  # errors too: a future takes no StopIteration as its exception
+                # Errors are results too: a future takes no StopIteration as its exception.
+                waiting.answer.set_result(answer)

@@ -1,4 +1,4 @@
-"""Errors of the service. An error of a request itself, such as an unknown token id, keeps its own type."""
+"""Errors of the service. An error in a request, such as an unknown token id, keeps its own type."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pickle
 
 
 class ServiceError(RuntimeError):
-    """The service cannot do what was requested."""
+    """The service failed. The base class of the other errors."""
 
 
 class ServiceTimeout(ServiceError, TimeoutError):
@@ -14,7 +14,7 @@ class ServiceTimeout(ServiceError, TimeoutError):
 
 
 class ServiceOverloaded(ServiceError, TimeoutError):
-    """As many calls of this process wait as ``max_queued_requests`` allows."""
+    """This process already has ``max_queued_requests`` waiting calls."""
 
 
 class ServiceClosedError(ServiceError):
@@ -22,15 +22,15 @@ class ServiceClosedError(ServiceError):
 
 
 class ServiceConfigError(ServiceError, ValueError):
-    """The name is in use with another configuration; the message shows the difference."""
+    """The name is in use with another configuration. The message shows the difference."""
 
 
 class ProtocolError(ServiceError, ValueError):
-    """Client and replica have different releases of this package, which do not understand each other."""
+    """Client and replica have releases of this package whose messages differ."""
 
 
 class PoisonedRequest(ServiceError):
-    """Several replicas ended while they scored this request. It is not retried."""
+    """Several replicas ended while they scored this request. The client does not retry it."""
 
 
 class WeightVersionError(ServiceError):
@@ -42,14 +42,14 @@ class VersionPending(WeightVersionError):
 
 
 class EngineLost(ServiceError):
-    """The engine of a replica cannot go on: the replica exits, and is started again with a new engine.
+    """The engine of a replica cannot go on. The replica exits, and Serve starts another one.
 
-    Raised by an engine. Callers see it only from an engine outside a service.
+    Engines raise it. Callers see it only from an engine outside a service.
     """
 
 
 def portable(error: Exception) -> Exception:
-    """``error`` if it survives pickling, else a :class:`ServiceError` with its class name and message."""
+    """Returns ``error`` if it survives pickling, else a :class:`ServiceError` with its class name and message."""
     try:
         copy = pickle.loads(pickle.dumps(error))
         if type(copy) is type(error) and str(copy) == str(error):

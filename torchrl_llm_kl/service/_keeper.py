@@ -1,9 +1,9 @@
 """The keeper of a service: a small actor that deploys the application once and keeps the newest weights.
 
-Serve's controller starts, checks, scales and replaces the replicas. Serve has no place for the rest, which the keeper does: it
-compares the configurations of all drivers that ask for a name, holds a model given by value, holds the last push for replicas
-that start later, counts the replicas that a request has killed, and deletes the application after its last driver. It imports
-no torch, so that it starts fast.
+Serve's controller starts, checks, scales and replaces the replicas. The keeper does the work that Serve has no place for. It
+compares the configurations of all drivers that ask for a name. It holds a model given by value, and the last push for replicas
+that start later. It counts the replicas that a request has killed. It deletes the application after the last driver has ended.
+This file imports no torch, so that the keeper starts fast.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchrl_llm_kl.service._spec import DEPLOYMENT, NAMESPACE, ServiceSpec
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 _LOOK = 2.0  # seconds between two looks at the application
 _UNUSED = 60.0  # seconds without a driver, after the start of this actor, until the service ends
-_STAGED = 600.0  # seconds that a push may take; longer ones belong to drivers that were killed
+_STAGED = 600.0  # seconds after which a push counts as given up, by a driver that was killed
 #: Ray's own limit for asynchronous actors is 1,000 calls at a time, and each driver holds two for as long as it lives.
 _CALLS = 100_000
 
@@ -35,24 +35,24 @@ class Held(NamedTuple):
 
     version: int
     chunks: list[Any]  # references to the weights
-    seen: int  # the latest version that any replica held; more than `version` after the loss of a push
+    seen: int  # the latest version that any replica held, greater than `version` if that push is lost
 
 
 class State(NamedTuple):
     """A service as its keeper sees it."""
 
     id: str
-    ended: str  # why; empty for a service in use
+    ended: str  # the reason, empty for a service in use
     failure: Exception | None  # the error of the last start of a replica that failed
     version: int  # of the last push
 
 
 class Keeper:
-    """The actor ``NAME`` in the namespace of this package. All its methods are quick. Errors are returned as values.
+    """The actor with the name of the service, in the namespace of this package. Methods return their errors as values.
 
     Args:
         name: of the application.
-        spec: the service that the first driver asked for; None if Serve's own commands deployed the application.
+        spec: the service that the first driver asked for, or None if Serve's own commands deployed the application.
     """
 
     def __init__(self, name: str, spec: ServiceSpec | None) -> None:
@@ -80,13 +80,13 @@ class Keeper:
     async def join(
         self, spec: ServiceSpec, factory: bytes | None, deploy: Callable[[ServiceSpec], None]
     ) -> Exception | None:
-        """Deploy the application for the first driver, and compare the configurations of later ones."""
+        """Deploys the application for the first driver, and compares the configurations of later ones."""
         async with self._turn:
             if self._ended:
                 return None
             if self._spec is None:
                 return ServiceError(
-                    f"the application {self._name!r} was deployed by Serve's own commands: use it by ScoringService("
+                    f"the application {self._name!r} was deployed by Serve's own commands. Use it with ScoringService("
                     f"name={self._name!r}), without a model."
                 )
             try:
@@ -105,12 +105,12 @@ class Keeper:
         return None
 
     async def hold(self, client: str) -> None:
-        """Return at the end of the service. The driver that owns this call uses it until it cancels the call, or ends."""
+        """Returns at the end of the service. A driver uses the service until it cancels this call, or ends."""
         self._drivers.add(client)
         await self._over.wait()
 
     async def watch(self, client: str, held: Sequence[Any]) -> None:
-        """Wait for the end of :meth:`hold`. Ray fails the call when the process that owns it ends."""
+        """Waits for the end of :meth:`hold`. Ray fails that call when the process that owns it ends."""
         self._drivers.add(client)
         while await _is_pending(held[0]):
             await asyncio.sleep(_LOOK)
@@ -120,12 +120,12 @@ class Keeper:
             await self.end("its last driver ended")
 
     async def state(self) -> State:
-        """See :class:`State`."""
+        """Returns the :class:`State`."""
         service = "" if self._spec is None else self._spec.id
         return State(service, self._ended, self._failure, self._version)
 
     async def end(self, why: str) -> None:
-        """Delete the application, and exit. This ends the call too, so that the name is free when it fails."""
+        """Deletes the application, and exits. Ray fails this call then, so the caller knows that the name is free."""
         if self._ended:
             await asyncio.Event().wait()
         self._ended = why
@@ -154,7 +154,7 @@ class Keeper:
             await self._watch_once()
 
     async def _watch_once(self) -> None:
-        """End after an application that somebody else deleted, and one that no driver has used for a minute."""
+        """Ends a service whose application somebody else deleted, or that no driver has used for a minute."""
         now = time.monotonic()
         self._staged = {token: push for token, push in self._staged.items() if now - push[0] < _STAGED}
         if not self._drivers and not self._stays and now - self._unused_since > _UNUSED:
@@ -166,11 +166,11 @@ class Keeper:
     # ------------------------------------------------------------------ replicas
 
     async def model(self) -> list[Any]:
-        """The reference to the pickled factory that is not part of the spec, if there is one."""
+        """Returns the reference to the pickled factory, in a list, if the factory is not part of the spec."""
         return [] if self._model is None else [self._model]
 
     async def started(self, fingerprint: str | None, source: str) -> Held | Exception:
-        """The last push, for a replica that has loaded the model ``source``; an error for one with other weights."""
+        """Returns the last push to a replica that has loaded ``source``, or an error if its checkpoint has changed."""
         self._watch()
         self._failure = None
         first = self._fingerprints.setdefault(source, fingerprint)
@@ -182,23 +182,23 @@ class Keeper:
         return self._held()
 
     async def failed(self, error: Exception) -> None:
-        """Note why a replica could not start."""
+        """Notes why a replica could not start."""
         self._watch()
         self._failure = error
 
     async def begin_trial(self, request: str) -> int:
-        """Number of replicas that have begun to score a request and no other one, this one included."""
+        """Counts the replicas that have begun to score only this request, the caller included."""
         self._trials[request] += 1
         return self._trials[request]
 
     async def end_trial(self, request: str) -> None:
-        """Note that a replica survived a request."""
+        """Forgets a request that a replica survived."""
         self._trials.pop(request, None)
 
     # ------------------------------------------------------------------ weights
 
     async def newest(self, version: int) -> Held:
-        """The last push, for a replica that holds a version."""
+        """Returns the last push to a replica that holds ``version``."""
         self._seen = max(self._seen, version)
         return self._held()
 
@@ -206,27 +206,27 @@ class Keeper:
         return Held(self._version, self._chunks, max(self._seen, self._version))
 
     async def staged(self, token: str) -> list[Any]:
-        """References to the chunks of a push that is not committed."""
+        """Returns references to the chunks of a push that is not committed."""
         return self._staged.get(token, (0.0, []))[1]
 
     async def stage(self, token: str, chunk: Any) -> None:
-        """Store a part of a push, which changes nothing yet."""
+        """Stores a part of a push. Replicas ignore it until the commit."""
         stored = await asyncio.to_thread(ray.put, chunk)
         self._staged.setdefault(token, (time.monotonic(), []))[1].append(stored)
 
     async def drop(self, token: str) -> None:
-        """Free a push that is not committed."""
+        """Frees a push that is not committed."""
         self._staged.pop(token, None)
 
     async def commit(
         self, token: str, version: int | None, seen: int, tensors: Sequence[str], *, whole: bool, parts: int
     ) -> int | Exception:
-        """Make a push the last one; its version or an error.
+        """Makes a push the last one. Returns its version or an error.
 
         Args:
             token: of the push.
-            version: a number greater than all earlier ones; None for the next one.
-            seen: the latest version that the pusher knows, which this actor may have lost.
+            version: greater than all earlier versions, or None for the next one.
+            seen: the latest version that the pusher knows. This actor may have lost that push.
             tensors: one name of each tensor in the push.
 
         Keyword Args:
@@ -239,15 +239,15 @@ class Keeper:
         chunks = self._staged.pop(token, (0.0, []))[1]
         refused = ""
         if version <= last:
-            refused = f"version {version} of the weights came after version {last}: versions must increase."
+            refused = f"version {version} of the weights came after version {last}, but versions must increase."
         elif missing:  # a replica that starts later loads only the last push
             refused = (
-                f"this push lacks {len(missing)} tensors of earlier pushes, such as {missing[0]!r}: push those too."
+                f"this push lacks {len(missing)} tensors of earlier pushes, such as {missing[0]!r}. Push those too."
             )
         elif last > self._version and not whole:
-            refused = "the pushed weights were lost, with the actor that kept them: push all tensors of the model."
+            refused = "the earlier weights were lost with the actor that kept them. Push all tensors of the model."
         elif len(chunks) != parts:
-            refused = "the actor that keeps the weights restarted during this push: push them again."
+            refused = "the actor that keeps the weights restarted during this push. Push them again."
         if refused:
             return WeightVersionError(refused)
         self._version, self._chunks, self._tensors, self._whole = version, chunks, frozenset(tensors), whole
@@ -255,7 +255,7 @@ class Keeper:
 
 
 def keeper_of(name: str, spec: ServiceSpec | None = None, *, create: bool = False) -> Any:
-    """The keeper of a service, created by the first process that asks; a ValueError if there is none."""
+    """Returns the keeper of a service. Creates it if asked to, else raises a ValueError if there is none."""
     if not create:
         return ray.get_actor(name, namespace=NAMESPACE)
     remote: Any = ray.remote(Keeper)
@@ -272,7 +272,7 @@ def keeper_of(name: str, spec: ServiceSpec | None = None, *, create: bool = Fals
 
 
 async def _is_pending(call: Any) -> bool:
-    """Wait for a call that a driver holds. True if it failed although the driver lives, as in a restart of this actor."""
+    """Waits for a call that a driver holds. True if it failed although the driver lives, as in a restart of this actor."""
     try:
         await call
     except (ray.exceptions.OwnerDiedError, ray.exceptions.TaskCancelledError):
@@ -284,7 +284,7 @@ async def _is_pending(call: Any) -> bool:
 
 
 def is_deployed(name: str) -> bool:
-    """Whether Serve has a service of this name. An application with other deployments is somebody else's."""
+    """Whether Serve has a service of this name. An application with other deployments belongs to somebody else."""
     try:
         application = serve.status().applications.get(name)
     except ray.exceptions.ActorDiedError:  # after serve.shutdown(): Serve caches its dead controller

@@ -1,4 +1,4 @@
-"""The messages between clients and replicas: arrays and plain values, which Ray sends. Also the chunks of pushed weights."""
+"""The messages between clients and replicas, and the chunks of pushed weights: arrays and plain values, which Ray sends."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ COLUMNS = (
     *("log_prob", "entropy", "top_indices", "top_log_probs", "tail_log_prob"),
     *("collision", "discriminator", "outcomes"),
 )
-#: Bytes of an object that holds weights; a larger weight is a separate object.
+#: Bytes of a chunk of weights. A larger weight is a chunk of its own.
 CHUNK = 256 * 2**20
 
-#: Type, shape and bytes of weights by name. Ray maps the bytes into memory where a copy would double them.
+#: Type, shape and bytes of weights by name. Replicas read numpy arrays in place, from the memory of Ray's object store.
 Chunk = dict[str, tuple[str, tuple[int, ...], np.ndarray]]
 
 
@@ -36,7 +36,7 @@ class Message(TypedDict):
     """A request to a replica."""
 
     protocol: int
-    service: str  # the id of the service that the client joined; empty for any
+    service: str  # id of the service that the client joined, empty for any
     id: str  # of this request, the same for all its tries
     arrays: dict[str, np.ndarray]
     options: Json
@@ -49,7 +49,7 @@ class Message(TypedDict):
 class Reply(TypedDict):
     """The answer: scores at the ``K`` masked-in tokens of a request, in nats."""
 
-    columns: dict[str, np.ndarray]  # by the names of :data:`COLUMNS`; [K, ...]
+    columns: dict[str, np.ndarray]  # [K, ...] each, by the names of :data:`COLUMNS`
     version: int  # of the weights
 
 
@@ -69,11 +69,11 @@ class Job:
 
 
 def read(message: Message) -> Job:
-    """The request in a message. Raises a :class:`ProtocolError` for a message of another release."""
+    """Reads the request from a message. Raises a :class:`ProtocolError` for a message of another release."""
     if message["protocol"] != PROTOCOL:
         older = "client" if message["protocol"] < PROTOCOL else "replica"
         raise ProtocolError(
-            f"the client sends version {message['protocol']} of the messages, this replica reads version {PROTOCOL}: update "
+            f"the client sends version {message['protocol']} of the messages, but this replica reads {PROTOCOL}. Update "
             f"torchrl_llm_kl on the side of the {older}."
         )
     request, options = ScoreRequest.from_arrays(message["arrays"]), ScoreOptions.from_dict(message["options"])
@@ -112,8 +112,8 @@ class PushedVersion(int):
     """The version of pushed weights: an ``int`` that :meth:`ScoringService.update_weights` returns.
 
     Attributes:
-        missed: reasons of replicas that did not take the weights in time. They load them before they answer a client that has
-            seen this version, and after a few seconds at the latest.
+        missed: for each replica that did not take the weights in time, the reason. It loads them within a few seconds, and in
+            any case before it answers a client that has seen this version.
 
     Example:
         >>> version = service.update_weights(policy)  # doctest: +SKIP
@@ -125,10 +125,11 @@ class PushedVersion(int):
 
 
 def state_dict_of(weights: Any) -> dict[str, Tensor]:
-    """Tensors under their ``state_dict()`` names.
+    """Returns tensors under their ``state_dict()`` names.
 
-    ``weights`` is a module (for a TorchRL wrapper, its model is used), a TensorDict of parameters (nested, as in torchrl's
-    collectors), or a mapping.
+    Args:
+        weights: a module, a mapping, or a TensorDict of parameters, nested as in torchrl's collectors. For a TorchRL wrapper
+            the model inside it is used.
     """
     if isinstance(weights, nn.Module):
         inner = getattr(weights, "model", None)
@@ -142,7 +143,7 @@ def state_dict_of(weights: Any) -> dict[str, Tensor]:
 
 
 def chunks_of(weights: Iterable[tuple[str, Tensor]], *, size: int = CHUNK) -> Iterator[Chunk]:
-    """Weights by name in chunks of at most ``size`` bytes; a larger weight is a separate chunk."""
+    """Yields weights by name, in chunks of at most ``size`` bytes. A larger weight is a chunk of its own."""
     chunk: Chunk = {}
     held = 0
     for name, value in weights:
@@ -157,11 +158,12 @@ def chunks_of(weights: Iterable[tuple[str, Tensor]], *, size: int = CHUNK) -> It
 
 
 def tensors_of(chunk: Chunk) -> dict[str, Tensor]:
-    """The weights of a chunk, on its memory: not to be written to."""
+    """Returns the weights of a chunk. They share its read-only memory: do not write to them."""
     tensors = {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         for name, (dtype, shape, data) in chunk.items():
+            # torch takes no empty read-only array.
             flat = torch.from_numpy(data) if data.nbytes else torch.zeros(0, dtype=torch.uint8)
             tensors[name] = flat.view(getattr(torch, dtype)).reshape(shape)
     return tensors

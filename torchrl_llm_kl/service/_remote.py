@@ -47,11 +47,11 @@ T = TypeVar("T")
 class Connection:
     """One client's connection to a service: Serve's handle and the keeper. Thread-safe.
 
-    The handle is looked up on first use, and again after ``ray.shutdown()``.
+    It looks up the handle on first use, and again after ``ray.shutdown()``.
 
     Attributes:
         name: of the application.
-        service: the id of the service; empty for the one that has the name now.
+        service: the id of the service, or empty for the service that has the name now.
         address: of the Ray cluster, for processes that have not joined one.
         newest: latest version of the weights that this client has seen.
     """
@@ -70,11 +70,11 @@ class Connection:
         return Connection, (self.name, self.service, self.address)
 
     def connect(self) -> None:
-        """Join a cluster if this process is not part of one, then find the application."""
+        """Joins a cluster if this process is not part of one, then finds the application."""
         if Connection._forked:
             raise ServiceError(
-                f"process {os.getpid()} was forked from a process that was connected to Ray. A connection does not survive a "
-                "fork: start the process with multiprocessing's 'spawn' or 'forkserver' method."
+                f"process {os.getpid()} was forked from a process that was connected to Ray, whose connection does not survive a "
+                "fork. Start the process with multiprocessing's 'spawn' or 'forkserver' method."
             )
         if self._closed:
             raise ServiceClosedError(self._closed)
@@ -93,11 +93,11 @@ class Connection:
             self._worker = context.get_worker_id()
 
     def gone(self) -> ServiceClosedError:
-        """The error for a service that does not exist."""
+        """Builds the error for a service that does not exist."""
         return ServiceClosedError(f"there is no service {self.name!r}: it was shut down, or its last driver ended.")
 
     def hold(self, keeper: Any) -> None:
-        """Keep the service until this object is closed or freed, or its process ends."""
+        """Keeps the service until this object is closed or freed, or its process ends."""
         if self._release is not None:
             self._release()
         client = uuid.uuid4().hex
@@ -108,7 +108,7 @@ class Connection:
         self._release.atexit = False  # the end of the process cancels the call too
 
     def close(self, why: str) -> None:
-        """Stop using the service. Later calls raise :class:`ServiceClosedError` with this text."""
+        """Stops using the service. Later calls raise :class:`ServiceClosedError` with this text."""
         self._closed = self._closed or why
         if self._release is not None:
             self._release()
@@ -124,7 +124,7 @@ class Connection:
             raise self.gone() from None
 
     def check_open(self) -> None:
-        """Raise a :class:`ServiceClosedError` if the service has ended."""
+        """Raises a :class:`ServiceClosedError` if the service has ended."""
         import ray
 
         from torchrl_llm_kl.service._keeper import is_deployed
@@ -133,29 +133,29 @@ class Connection:
             if ray.get(self.keeper().state.remote(), timeout=_LOOK).ended:
                 raise self.gone()
         except ServiceClosedError:
-            # Serve's own commands deploy without a keeper: the first replica that starts creates it.
+            # Serve's own commands deploy without a keeper. The first replica that starts creates it.
             if self._closed or not is_deployed(self.name):
                 raise
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # the keeper restarts
             pass
 
     def saw(self, version: int) -> None:
-        """Note a version of the weights."""
+        """Notes a version of the weights."""
         with self._lock:
             self.newest = max(
                 self.newest, index(version)
             )  # a plain int: the keeper would import torch for its subclass
 
     def send(self, method: str, *args: object) -> Any:
-        """Call a method of any replica. Returns Serve's response."""
+        """Calls a method of any replica. Returns Serve's response."""
         self.connect()
         return getattr(self._handle, method).remote(*args)
 
     def receive(self, response: Any, again: Callable[[int], Any], deadline: Deadline) -> Any:
-        """Wait for an answer, and repeat the call when its replica ends. Answers that are errors are raised.
+        """Waits for an answer, and repeats the call when its replica ends. Raises an answer that is an error.
 
         Args:
-            response: of :meth:`send`.
+            response: the result of :meth:`send`.
             again: sends the call again. Its argument is the number of replicas that ended while they held the call.
             deadline: of the answer.
         """
@@ -200,21 +200,21 @@ class Connection:
             response = again(tries)
 
     def call(self, method: str, *args: object, timeout: float) -> Any:
-        """Call a method of any replica, and wait for the answer."""
+        """Calls a method of any replica, and waits for the answer."""
         deadline = Deadline(timeout, f"{method}() of the service {self.name!r}")
         return outside_loop(
             lambda: self.receive(self.send(method, *args), lambda tries: self.send(method, *args), deadline)
         )
 
     def broadcast(self, method: str, *args: object, timeout: float) -> list[Any]:
-        """Call a method of each running replica. The result has an exception for a replica that does not answer in time."""
+        """Calls a method of each running replica. The result has an exception for a replica that does not answer in time."""
         from ray.serve.exceptions import DeploymentUnavailableError
 
         self.connect()
         response = self._handle.broadcast(method, *args)
         try:
             return outside_loop(lambda: list(response.results(timeout_s=timeout, return_exceptions=True)))
-        except (TimeoutError, DeploymentUnavailableError) as error:  # the latter: no replica runs
+        except (TimeoutError, DeploymentUnavailableError) as error:  # late answers, or no running replica
             return [error]
 
 
@@ -231,7 +231,7 @@ class Deadline:
         return max(self._end - time.monotonic(), 0.0)
 
     def over(self, why: object = None) -> ServiceTimeout:
-        """The error of a missed deadline."""
+        """Builds the error of a missed deadline."""
         reason = "" if why is None else f": {why}"
         return ServiceTimeout(
             f"{self.what} took more than {self.timeout:g} s{reason}. Raise timeout=, or add replicas."
@@ -239,7 +239,7 @@ class Deadline:
 
 
 def outside_loop(wait: Callable[[], T]) -> T:
-    """The result of ``wait``, in another thread if this one runs an event loop: Serve refuses to wait there."""
+    """Runs ``wait``, in another thread if this one runs an event loop, where Serve refuses to wait."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -249,7 +249,7 @@ def outside_loop(wait: Callable[[], T]) -> T:
 
 
 def import_ray() -> Any:
-    """Ray, or an ImportError that says how to install it."""
+    """Imports Ray. Raises an ImportError that says how to install it."""
     try:
         import ray
         import ray.serve
@@ -259,7 +259,7 @@ def import_ray() -> Any:
 
 
 def _cancel(held: Any) -> None:
-    """Cancel the call that a driver holds. Garbage collection may run this anywhere, so a thread does it."""
+    """Cancels the call that a driver holds, in a thread: garbage collection may run this at any place."""
     import ray
 
     if ray.is_initialized():
@@ -267,7 +267,7 @@ def _cancel(held: Any) -> None:
 
 
 def _after_fork() -> None:
-    """Note in a forked child whether its parent was connected: Ray would count as connected, and every call would hang."""
+    """Notes in a forked child whether its parent was connected. Ray would claim to be connected, and every call would hang."""
     ray = sys.modules.get("ray")
     Connection._forked = ray is not None and ray.is_initialized()
 
@@ -308,7 +308,7 @@ class RemoteModel:
 
     @property
     def version(self) -> int | None:
-        """Required version of the weights; None for the replica's current one.
+        """The version of the weights that calls require, or None for the replica's current one.
 
         A call waits for a version that was not pushed yet, and raises :class:`WeightVersionError` for an earlier one.
         """
@@ -320,17 +320,17 @@ class RemoteModel:
 
     @property
     def interface(self) -> ModelInterface:
-        """Keys and tokenizer of the model, requested once."""
+        """Keys and tokenizer of the model. They are requested once."""
         return self._described()[0]
 
     @property
     def log_probs_key(self) -> Any:
-        """The key of the TorchRL wrapper; an AttributeError if the model is not one."""
+        """The key of the TorchRL wrapper. Raises an AttributeError if the model is not a wrapper."""
         return self._wrapper("log_probs_key").log_probs_key
 
     @property
     def pad_output(self) -> bool:
-        """Whether the TorchRL wrapper pads; an AttributeError if the model is not one."""
+        """Whether the TorchRL wrapper pads. Raises an AttributeError if the model is not a wrapper."""
         return bool(self._wrapper("pad_output").pad_output)
 
     def _described(self) -> tuple[ModelInterface, bool]:
@@ -341,15 +341,15 @@ class RemoteModel:
     def _wrapper(self, name: str) -> ModelInterface:
         interface, is_wrapper = self._described()
         if not is_wrapper:
-            raise AttributeError(f"the model of {self!r} is not a TorchRL wrapper: it has no {name}.")
+            raise AttributeError(f"the model of {self!r} is not a TorchRL wrapper, and has no {name}.")
         return interface
 
     def make_scorer(self, options: ScoreOptions | None = None, **changes: Unpack[Changes]) -> RemoteScorer:
-        """A scorer with these options. The service's own ``memory`` sizes the cache; 0 here turns it off."""
+        """Makes a scorer with these options. The service's own ``memory`` sizes the cache, and 0 here turns it off."""
         return RemoteScorer(self, (options or ScoreOptions()).but(**changes))
 
     def fingerprint(self) -> tuple[int, str] | None:
-        """Version and fingerprint of the weights that a replica holds; None if calls require others.
+        """Returns version and fingerprint of the weights of a replica, or None if calls require another version.
 
         See :func:`~torchrl_llm_kl.scoring.fingerprint_of`. The replica reads all weights at the first call, and at the first
         one after each push.
@@ -360,11 +360,11 @@ class RemoteModel:
         return None if old else (version, fingerprint)
 
     def call(self, method: str, *args: object) -> Any:
-        """Call a method of any replica, with retries until the timeout."""
+        """Calls a method of any replica, with retries until the timeout."""
         return self.connection.call(method, *args, timeout=self.timeout)
 
     def close(self) -> None:
-        """Stop using the service through this object."""
+        """Stops using the service through this object."""
         self.connection.close(f"{self!r} was closed.")
 
     def __repr__(self) -> str:
@@ -380,7 +380,7 @@ class RemoteScorer(Scorer):
 
     Args:
         model: the service.
-        options: how to score; a ``memory`` of 0 allows no cache.
+        options: how to score. A ``memory`` of 0 allows no cache.
     """
 
     path = "remote"
@@ -390,7 +390,7 @@ class RemoteScorer(Scorer):
         "it sends scores of single tokens. Score the transformers model in this process, with a LogProbScorer, or compare "
         "distributions by their most probable tokens, top_k="
     )
-    __slots__ = ("model",)  # other attributes cannot be set: they would have no effect
+    __slots__ = ("model",)  # other attributes would have no effect, so they cannot be set
     model: RemoteModel
 
     def __init__(self, model: RemoteModel, options: ScoreOptions) -> None:
@@ -403,11 +403,11 @@ class RemoteScorer(Scorer):
         return self.begin(request, options, reference=reference)()
 
     async def ascore(self, sequences: Sequences, mask: TokenMask | None = None, **changes: Unpack[Changes]) -> Ragged:
-        """:meth:`score` without blocking an event loop; see :meth:`arun`."""
+        """Does the work of :meth:`score` without blocking an event loop. See :meth:`arun`."""
         return (await self.arun(ScoreRequest.of(sequences, mask), self.options.but(**changes))).log_prob
 
     async def arun(self, request: ScoreRequest, options: ScoreOptions | None = None) -> Scores:
-        """:meth:`run` without blocking an event loop. Cancelling it withdraws the requests.
+        """Does the work of :meth:`run` without blocking an event loop. Cancelling it withdraws the requests.
 
         It takes one of up to 256 threads of this process.
 
@@ -415,7 +415,7 @@ class RemoteScorer(Scorer):
             >>> async def both(scorer, a, b):
             ...     return await asyncio.gather(scorer.ascore(a), scorer.ascore(b, temperature=0.5))
         """
-        self.model.connection.connect()  # raises in a forked child, where the threads do not run
+        self.model.connection.connect()  # raises in a forked child, where submitted calls would never run
         begun = _THREADS.submit(self.begin, request, options)
         try:
             exchange = await asyncio.wrap_future(begun)
@@ -427,10 +427,10 @@ class RemoteScorer(Scorer):
     def begin(
         self, request: ScoreRequest, options: ScoreOptions | None = None, *, reference: Scorer | None = None
     ) -> Exchange:
-        """Send the request. The result is a function that waits for the scores of :meth:`run`."""
+        """Sends the request. The result is a function that waits for the scores of :meth:`run`."""
         options = self.options if options is None else options
         self.check(options, request, reference=reference)
-        # Connect before tensors are made: in a forked child torch's own threads do not run either, and would hang.
+        # Connect first, which raises in a forked child: there torch would hang, since its threads do not run.
         self.model.connection.connect()
         if options.remember and not options.memory:
             options = options.but(remember=False)
@@ -466,7 +466,7 @@ class Exchange:
         return self._sent[i]
 
     def __call__(self) -> Scores:
-        """Wait for the scores. Raises the error of a request."""
+        """Waits for the scores. Raises the error of a request."""
         return outside_loop(self._wait)
 
     def _wait(self) -> Scores:
@@ -482,25 +482,25 @@ class Exchange:
                 stale = [i for i, reply in replies.items() if reply["version"] < newest]
                 if not stale:
                     return scores_of([replies[i] for i in range(len(self._parts))], self._request)
-                for i in stale:  # weights were pushed meanwhile
+                for i in stale:  # weights were pushed between the parts
                     del replies[i]
                     self._send(i)
         except BaseException as error:  # also when the user interrupts
             self.cancel()
             if not isinstance(error, ValueError) or isinstance(error, ServiceError) or len(self._parts) == 1:
                 raise
-        # The message of a part counts the sequences of that part. Let one replica check the whole request.
+        # The error of a part counts the sequences of that part only. One replica checks the whole request for the right count.
         return Exchange(self._model, [self._request], self._request, self._options)()
 
     def cancel(self) -> None:
-        """Withdraw the requests, so that no replica scores those that still wait there."""
+        """Withdraws the requests, so that no replica scores those that still wait there."""
         for response in self._sent.values():
             with contextlib.suppress(Exception):  # Serve raises the error of a call that has failed already
                 response.cancel()
 
 
 def cut(request: ScoreRequest, limit: int) -> list[ScoreRequest]:
-    """The request in parts of whole sequences, of about ``limit`` numbers each. Neighbours stay together."""
+    """Cuts a request into parts of whole sequences, of about ``limit`` numbers each. Neighbours stay together."""
     sizes = request.sizes()
     if int(sizes.sum()) <= limit:
         return [request]
@@ -509,6 +509,6 @@ def cut(request: ScoreRequest, limit: int) -> list[ScoreRequest]:
 
 
 def _withdraw(begun: Future[Exchange]) -> None:
-    """Cancel a call whose caller has stopped waiting."""
+    """Cancels a call whose caller has stopped waiting."""
     if not begun.cancelled() and begun.exception() is None:
         begun.result().cancel()

@@ -1,4 +1,7 @@
-"""The deployment: a replica loads the model and answers requests. The keeper imports this file, so it imports torch late."""
+"""The deployment: a replica loads the model and answers requests.
+
+The keeper imports this file too, so torch is imported inside functions: the keeper starts faster without it.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,11 @@ if TYPE_CHECKING:
     from torchrl_llm_kl.rollouts import ModelInterface
     from torchrl_llm_kl.service._messages import Message, Reply
 
-#: Replicas that may end while they score a request, and no other one, before it is refused.
+#: Number of replicas that may end while they score only one request, before that request is refused.
 MAX_TRIALS = 3
 _PROBE = 10.0  # seconds without an answer after which a check of the health scores a probe
 _KEEPER = 60.0  # seconds for the keeper to answer
-_FETCH = 300.0  # seconds to fetch weights or a model
+_FETCH = 300.0  # seconds to fetch weights or a model from the object store
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 
@@ -56,8 +59,8 @@ class ReplicaState(NamedTuple):
 class Replica:
     """Scores the requests of any number of clients, and takes pushed weights between two batches.
 
-    The event loop only waits. The model runs in one thread. Errors of a call are returned as values, with their own type:
-    Serve would count raised ones as failures of the replica.
+    The event loop only waits. The model runs in one thread. Calls return their errors as values, so that these keep their type:
+    Ray would wrap a raised error.
     """
 
     def __init__(self, spec: ServiceSpec) -> None:
@@ -67,7 +70,7 @@ class Replica:
         os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")  # only the start blocks
         self._spec, self._name = spec, serve.get_replica_context().replica_id.unique_id
         settings = spec.settings
-        self._newest = 0  # the latest version that any replica held
+        self._newest = 0  # the latest version that any replica held: this one must not answer with older weights
         self._keeper = keeper_of(spec.name, create=True)  # Serve's own commands deploy without one
         try:
             engine = engine_of(self._load(), tokens_per_batch=settings.tokens_per_batch, memory=settings.memory)
@@ -88,18 +91,18 @@ class Replica:
         try:
             self._core.probe()
             self._has_probe = True
-        except Exception:  # the model cannot score these tokens: its health is only that it makes progress
+        except Exception:  # the model cannot score these tokens, and is never probed
             self._has_probe = False
 
     def _load(self) -> Any:
-        """The model or the engine that the factory returns."""
+        """Runs the factory. Returns its model or engine."""
         packed: Any = self._spec.factory
         if packed is None:
             references = ray.get(self._keeper.model.remote(), timeout=_KEEPER)
             if not references:
                 raise ServiceError(
-                    f"the model of {self._spec.name!r} was given by value, and is lost with the actor that kept it: construct "
-                    "ScoringService with it again, or use a factory."
+                    f"the model of {self._spec.name!r} was given by value, and is lost with the actor that kept it. Construct "
+                    "ScoringService with the model again, or use a factory."
                 )
             packed = ray.get(references[0], timeout=_FETCH)
         return ray.cloudpickle.loads(packed)()
@@ -114,21 +117,21 @@ class Replica:
     # ------------------------------------------------------------------ scores
 
     async def score(self, message: Message) -> Reply | Exception:
-        """The scores of a request, or its error."""
+        """Returns the scores of a request, or its error."""
         from torchrl_llm_kl.service._messages import read
 
         try:
             job = read(message)
             if message["service"] not in ("", self._spec.id):
                 raise ServiceClosedError(
-                    f"the service {self._spec.name!r} was shut down, and a new one has its name: construct a ScoringService "
-                    "again to use it."
+                    f"the service {self._spec.name!r} was shut down, and a new one has its name. Construct a ScoringService "
+                    "again to use the new one."
                 )
             await self._catch_up(max(job.version or 0, message["newest"], self._newest), required=job.version or 0)
             if not message["tries"]:
                 return await self._batcher.submit(job)
-            # A replica ended while it held this request. From now on it is scored by itself: if the next ones end too, the
-            # request is the cause. Requests that waited beside it are on trial as well, and pass.
+            # A replica ended while it held this request, so the request is on trial: it is scored by itself, one request at a
+            # time. If more replicas end during its trials, it is the cause. Its former neighbours are on trial too, and pass.
             async with self._on_trial:
                 if await self._keeper.begin_trial.remote(message["id"]) > MAX_TRIALS:
                     raise PoisonedRequest(
@@ -145,35 +148,35 @@ class Replica:
             return portable(error)
 
     def _exit(self, error: EngineLost) -> NoReturn:
-        """End the process of a replica without an engine, so that Serve replaces it and clients retry their requests."""
+        """Ends the process of a replica without an engine. Serve replaces it, and clients retry their requests."""
         _LOG.error("replica %s of %s ends: %s", self._name, self._spec.name, error)
         logging.shutdown()
         os._exit(1)
 
     async def check_health(self) -> None:
-        """Serve calls this. Three exceptions in a row, or calls without an answer in time, replace the replica."""
-        with contextlib.suppress(Exception):  # the keeper restarts
+        """Serve calls this. It replaces the replica after three calls in a row that raise or time out."""
+        with contextlib.suppress(Exception):  # the keeper restarts: the next check asks it again
             held: Held = await asyncio.wait_for(self._keeper.newest.remote(self._core.version), 5.0)
             self._newest = held.seen
             if held.version > self._core.version and not self._catching_up.locked():
-                # Not awaited: the weights wait for the batch that runs, which may take longer than Serve waits here.
+                # Not awaited: the weights wait for the running batch, which may take longer than Serve waits for this check.
                 self._following = asyncio.create_task(self.take_weights(held.version))
         if time.monotonic() - self._batcher.last_answer > _PROBE and self._has_probe:
-            # The probe waits for the batch that runs: a model that hangs gives no answer.
-            with contextlib.suppress(ServiceError):  # a server elsewhere does not answer: not a fault of this process
+            # The probe waits for the running batch, so that a model that hangs fails the check too.
+            with contextlib.suppress(ServiceError):  # an HTTP server does not answer: a new replica would not help
                 await self._batcher.in_thread(self._core.probe)
             self._batcher.last_answer = time.monotonic()
 
     async def state(self) -> ReplicaState:
-        """See :class:`ReplicaState`."""
+        """Returns the :class:`ReplicaState`."""
         return ReplicaState(self._name, os.getpid(), self._core.version, len(self._batcher), self._batcher.answered)
 
     async def interface(self) -> tuple[ModelInterface, bool]:
-        """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
+        """Returns keys and tokenizer of the model, for clients that tokenise, and whether it is a TorchRL wrapper."""
         return self._core.engine.interface()
 
     async def fingerprint(self) -> tuple[int, str] | Exception:
-        """Version and fingerprint of the weights."""
+        """Returns version and fingerprint of the weights."""
         try:
             return await self._batcher.in_thread(self._core.read_fingerprint)
         except Exception as error:
@@ -182,7 +185,7 @@ class Replica:
     # ------------------------------------------------------------------ weights
 
     async def check_weights(self, token: str) -> tuple[list[str], bool] | Exception:
-        """Whether a staged push fits the model: one name of each tensor in it, and whether these are all."""
+        """Checks that a staged push fits the model. Returns one name of each tensor in it, and whether these are all."""
         try:
             weights = await asyncio.to_thread(self._fetch, await self._keeper.staged.remote(token))
         except Exception as error:
@@ -193,7 +196,7 @@ class Replica:
         return held, bool(tensors) and len(held) == len(tensors)
 
     async def take_weights(self, version: int) -> ReplicaState | Exception:
-        """Load the last push, unless this replica has ``version`` by then."""
+        """Loads the last push, unless this replica already has ``version``."""
         try:
             await self._catch_up(version)
         except Exception as error:
@@ -201,7 +204,7 @@ class Replica:
         return await self.state()
 
     async def _catch_up(self, version: int, *, required: int = 0) -> None:
-        """Load the push ``version`` or a later one. An error if it is lost, or if a request requires it before its push."""
+        """Loads the push ``version`` or a later one. Raises an error if it is lost, or required but not pushed yet."""
         if self._core.version >= version:
             return
         async with self._catching_up:
@@ -212,16 +215,16 @@ class Replica:
                 _LOG.info("replica %s holds version %d of the weights", self._name, held.version)
             self._newest = held.seen
         if self._core.version < version:
-            # The request does not wait here: the push needs a free place among the ongoing requests.
+            # The request must not wait here: the push needs a free place among the replica's ongoing requests.
             if required == version:
                 raise VersionPending(f"version {version} of the weights is not pushed yet.")
             raise WeightVersionError(
-                f"version {version} of the weights was pushed, but this replica has {self._core.version}: the weights were "
-                "lost, with the actor that kept them. Push them again."
+                f"version {version} of the weights was pushed, this replica has {self._core.version}. The weights were lost "
+                "with the actor that kept them. Push them again."
             )
 
     def _fetch(self, chunks: Sequence[Any]) -> Mapping[str, Tensor]:
-        """The weights of a push under the model's own names; an error if they do not fit."""
+        """Returns the weights of a push under the model's own names. Raises an error if they do not fit."""
         from torchrl_llm_kl.service._messages import tensors_of
 
         parts = ray.get(list(chunks), timeout=_FETCH)
@@ -233,36 +236,36 @@ class Replica:
 
 
 def application(spec: ServiceSpec) -> serve.Application:
-    """The application of a service, for ``serve.run``."""
+    """Builds the application of a service, for ``serve.run``."""
     options: Json = {**DEFAULTS, **spec.options}
     actor = {name: options.pop(name) for name in OF_ACTORS if name in options}
     if spec.num_replicas is not None:
         options["num_replicas"] = spec.num_replicas
     deployment: Any = serve.deployment(Replica)
     options |= {"name": DEPLOYMENT, "ray_actor_options": actor, "graceful_shutdown_wait_loop_s": 0.2}
-    logging_config = {"enable_access_log": False}  # a line for each call takes time
+    logging_config = {"enable_access_log": False}  # writing a line for each call takes time
     made: serve.Application = deployment.options(logging_config=logging_config, **options).bind(spec)
     return made
 
 
 def deploy(spec: ServiceSpec) -> None:
-    """Deploy the application, without waiting for its replicas. Only handles call it: no HTTP proxy is started."""
+    """Deploys the application, without waiting for its replicas. Clients use handles, so no HTTP proxy is started."""
     serve.start(proxy_location="Disabled")
     if not is_deployed(spec.name):
         if spec.name in serve.status().applications:
-            raise ServiceError(f"Serve has another application with the name {spec.name!r}: choose another name=.")
+            raise ServiceError(f"Serve has another application with the name {spec.name!r}. Choose another name=.")
         target = serve.RunTarget(target=application(spec), name=spec.name, route_prefix=None)
         serve.run_many([target], wait_for_applications_running=False)
 
 
 def app(args: Mapping[str, Any]) -> serve.Application:
-    """The application of a service in a configuration file of Serve: ``import_path: torchrl_llm_kl.service:app``.
+    """Builds the application of a service for a configuration file of Serve: ``import_path: torchrl_llm_kl.service:app``.
 
     Args:
-        args: of the file. ``name`` is the name of the application. ``model`` is a folder or a name of the hub, with ``dtype``;
-            or ``factory`` is ``"module:function"``, with its ``arguments``. The settings ``tokens_per_batch``, ``memory``,
-            ``max_tokens`` and ``max_wait`` are those of :class:`ScoringService`. The ``deployments`` of the file hold replicas
-            and resources.
+        args: of the file. ``name`` is the name of the application. ``model`` is a folder or a name of the hub, with ``dtype``.
+            Instead of it, ``factory`` names a function, ``"module:function"``, with its ``arguments``. The settings
+            ``tokens_per_batch``, ``memory``, ``max_tokens`` and ``max_wait`` are those of :class:`ScoringService`. The
+            ``deployments`` of the file hold replicas and resources.
 
     Raises:
         TypeError: for other arguments.
@@ -283,7 +286,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
 
 
 def served_model(path: str, dtype: str) -> Any:
-    """A causal language model of transformers, on the accelerator if the replica has one."""
+    """Loads a causal language model of transformers, on the accelerator if the replica has one."""
     import torch
     from transformers import AutoModelForCausalLM
 

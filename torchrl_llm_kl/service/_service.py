@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torchrl_llm_kl.service._keeper import State
     from torchrl_llm_kl.service._replica import ReplicaState
 
-#: Bytes of a pickled factory that is an argument of an actor. Ray drops larger arguments after the first start.
+#: The most bytes of a pickled factory that is an argument of an actor. Ray drops larger arguments after the first start.
 _SMALL = 2**16
 _END = 60.0  # seconds for a service to end
 
@@ -42,28 +42,28 @@ class ScoringService:
     that die, and calls are retried until ``timeout``.
 
     Args:
-        model: the model, sent by value; or None with a factory. With neither, the service ``name`` must exist already: one of
-            another driver, or one that ``serve deploy`` has started.
+        model: the model, sent by value, or None with a factory. Without both, the service ``name`` must exist already: a
+            service of another driver, or of ``serve deploy``.
 
     Keyword Args:
-        factory: returns the model, in the replica: better for large models.
-        name: of the application; drivers that pass the same name (and configuration) share it. Unique by default.
+        factory: returns the model, in the replica. It is the better way for large models.
+        name: of the application. Drivers that pass the same name and configuration share it. Unique by default.
         num_replicas: copies of the model. None with ``autoscaling_config``.
-        tokens_per_batch: per forward; see :class:`~torchrl_llm_kl.LogProbScorer`.
-        memory: bytes of keys and values that each replica caches for continued conversations, in all.
-        max_tokens: per batch of requests.
+        tokens_per_batch: tokens of one forward, see :class:`~torchrl_llm_kl.LogProbScorer`.
+        memory: the most bytes of keys and values that each replica caches for continued conversations.
+        max_tokens: the most tokens in a batch of requests.
         max_wait: the longest time that a request waits for others to share its batch, in seconds.
         timeout: seconds per call of a client, retries included.
-        options: of each replica's actor: ``num_cpus`` (1), ``num_gpus`` (0), ``resources`` and ``runtime_env``; of
-            ``serve.deployment``: ``max_ongoing_requests`` (256), ``max_queued_requests``, ``autoscaling_config``,
-            ``health_check_period_s`` (2), ``health_check_timeout_s`` (100: a replica whose batch takes three times as long
-            is replaced), ...; and ``lifetime``, ``"detached"`` to outlive all drivers, until
-            :meth:`shutdown`: by default a service ends with the last driver that constructed it.
+        options: ``num_cpus`` (1), ``num_gpus`` (0), ``resources`` and ``runtime_env`` are options of each replica's actor.
+            ``max_ongoing_requests`` (256), ``max_queued_requests``, ``autoscaling_config``, ``health_check_period_s`` (2) and
+            others are arguments of ``serve.deployment``. A replica whose batch takes longer than three times
+            ``health_check_timeout_s`` (100) is replaced. With ``lifetime="detached"`` the service outlives all drivers, until
+            :meth:`shutdown`. By default it ends with the last driver that constructed it.
 
     Raises:
         ServiceConfigError: if the name is in use with another configuration.
         ServiceClosedError: if there is no service of this name, and neither a model nor a factory.
-        ServiceTimeout: if no replica started; says which resource is missing.
+        ServiceTimeout: if no replica started. The message says which resource is missing.
         Exception: the error of the factory.
 
     Example:
@@ -90,7 +90,7 @@ class ScoringService:
             raise ValueError(
                 "pass the model, or factory=, a function that returns it, or only name= of a running service."
             )
-        # Check these here: errors in the actors would arrive late, and other processes would see the name meanwhile.
+        # Checked here, before another process can see the name.
         check_choice((None, "detached"), lifetime=options.get("lifetime"))
         check_range(1, num_replicas=num_replicas, tokens_per_batch=tokens_per_batch, max_tokens=max_tokens)
         check_range(above=0, timeout=timeout)
@@ -117,7 +117,7 @@ class ScoringService:
         self._start(spec, None if is_small else packed, timeout)
 
     def _start(self, spec: ServiceSpec, packed: bytes | None, timeout: float) -> None:
-        """Join the service of this name, or deploy it. The keeper decides which driver is the first."""
+        """Joins the service of this name, or deploys it. The keeper decides which driver is the first."""
         ray = import_ray()
         if not ray.is_initialized():
             ray.init(log_to_driver=False)
@@ -128,7 +128,7 @@ class ScoringService:
             state = self._join(spec, packed, deadline)
             self.model.connection.service, is_new = state.id, state.id == spec.id
             scaling = spec.options.get("autoscaling_config") or {}
-            first = scaling.get("initial_replicas") or scaling.get("min_replicas", 1)  # 0: started by the first request
+            first = scaling.get("initial_replicas") or scaling.get("min_replicas", 1)  # 0: the first request starts one
             needed = min(first, 1) if scaling or not is_new else spec.num_replicas or 1
             self._wait_for_replicas(spec, deadline, needed)
         except BaseException:
@@ -139,7 +139,7 @@ class ScoringService:
             raise
 
     def _join(self, spec: ServiceSpec, packed: bytes | None, deadline: Deadline) -> State:
-        """The state of the service, after its keeper has deployed it."""
+        """Returns the state of the service after its keeper has deployed it."""
         import ray
 
         from torchrl_llm_kl.service._keeper import keeper_of
@@ -147,7 +147,8 @@ class ScoringService:
 
         while True:
             keeper = keeper_of(spec.name, spec, create=True)
-            self.model.connection.hold(keeper)  # first: another driver, the last one so far, may end meanwhile
+            # Hold it before joining: the only other driver may end between the two.
+            self.model.connection.hold(keeper)
             try:
                 _answer(keeper.join.remote(spec, packed, deploy), deadline.left)
                 state: State = _answer(keeper.state.remote(), deadline.left)
@@ -156,10 +157,10 @@ class ScoringService:
             except ray.exceptions.RayActorError as error:
                 if deadline.left <= 0:
                     raise deadline.over(error) from error
-            time.sleep(0.1)  # an earlier service of this name ends
+            time.sleep(0.1)  # an earlier service of this name still ends
 
     def _wait_for_replicas(self, spec: ServiceSpec, deadline: Deadline, needed: int) -> None:
-        """Wait until so many replicas run. Raises the error of the factory, or says which resource is missing."""
+        """Waits until so many replicas run. Raises the error of the factory, or one that says which resource is missing."""
         import ray
         from ray import serve
 
@@ -191,43 +192,43 @@ class ScoringService:
 
     @property
     def version(self) -> int:
-        """Version of the last pushed weights; 0 if none were pushed."""
+        """Version of the last pushed weights, 0 before the first push."""
         return self._state().version
 
     def _state(self) -> State:
         return self._ask("state")
 
     def _ask(self, method: str, *args: object, **kwargs: object) -> Any:
-        """The answer of the keeper; an error that is an answer is raised."""
+        """Calls the keeper. Raises an answer that is an error."""
         return _answer(getattr(self.model.connection.keeper(), method).remote(*args, **kwargs), self.model.timeout)
 
     def replicas(self, *, timeout: float = 10.0) -> list[ReplicaState]:
-        """The replicas that answer in time, with their processes and versions; the dashboard has more."""
+        """Returns the replicas that answer in time, with their processes and versions."""
         states = self.model.connection.broadcast("state", timeout=timeout)
         return [state for state in states if not isinstance(state, Exception)]
 
     def update_weights(self, weights: Any, version: int | None = None, *, wait: float = 30.0) -> PushedVersion:
-        """Copy weights into every replica, in place. Replicas that start later load them too.
+        """Copies weights into every replica, in place. Replicas that start later load them too.
 
-        One replica checks that the weights fit. Then they are stored, which makes them the latest ones, and each replica copies
-        them between two batches: all of them or none.
+        One replica checks that the weights fit. Then they become the latest ones, and each replica copies them between two
+        batches: all of them or none.
 
         Args:
-            weights: a ``state_dict``, a module, a TensorDict of parameters, or a Ray reference to one of them; with all
-                tensors of earlier pushes, since a replica that starts later loads only the last one.
-            version: a whole number greater than the last one; by default the next one, which no other push gets.
+            weights: a ``state_dict``, a module, a TensorDict of parameters, or a Ray reference to one of them. They must
+                include all tensors of earlier pushes, since a replica that starts later loads only the last push.
+            version: an int greater than the last version. By default the next one, which no other push gets.
 
         Keyword Args:
-            wait: seconds to wait for the replicas. One that does not take the weights by then loads them before it answers a
-                client that has seen this version, and after a few seconds at the latest.
+            wait: seconds to wait for the replicas. A late replica loads the weights within a few seconds, and in any case
+                before it answers a client that has seen this version.
 
         Returns:
-            The version, an ``int`` whose attribute ``missed`` says why replicas did not take the weights in time.
+            The version. Its attribute ``missed`` says which replicas did not take the weights in time, and why.
 
         Raises:
-            KeyError, TypeError, ValueError: if they do not fit the model or are not finite; nothing is changed.
+            KeyError, TypeError, ValueError: if they do not fit the model or are not finite. Nothing is changed then.
             WeightVersionError: if this version or a later one was pushed before, or earlier pushes held other tensors too.
-            ServiceTimeout: if no replica checks them within ``timeout``, or they are not stored by then: push them again.
+            ServiceTimeout: if no replica checks them within ``timeout``, or they are not stored by then. Push them again.
         """
         ray = import_ray()
         version = None if version is None else index(version)
@@ -255,13 +256,13 @@ class ScoringService:
         return pushed
 
     def close(self) -> None:
-        """Stop using the service through this object; the service ends with its last driver."""
+        """Stops using the service through this object. The service ends with its last driver."""
         self.model.close()
 
     def shutdown(self) -> None:
-        """End the service for all clients: waiting calls are answered for a while, later ones raise ServiceClosedError.
+        """Ends the service for all clients. Running requests are answered, later calls raise :class:`ServiceClosedError`.
 
-        Clients cannot bring it back. A new :class:`ScoringService` may take the name.
+        A new :class:`ScoringService` may take the name.
         """
         ray = import_ray()
         with contextlib.suppress(ServiceClosedError, ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
@@ -277,14 +278,14 @@ class ScoringService:
 
 
 def _answer(reference: Any, timeout: float) -> Any:
-    """The value of a reference; an error that is a value is raised."""
+    """Returns the value of a reference. Raises a value that is an error."""
     import ray
 
     try:
         answer = ray.get(reference, timeout=timeout)
     except ray.exceptions.GetTimeoutError:
         raise ServiceTimeout(
-            f"no answer within {timeout:g} s: check the cluster, and the room in its object store."
+            f"no answer within {timeout:g} s. Check the cluster, and the free memory of its object store."
         ) from None
     if isinstance(answer, Exception):
         raise answer
@@ -292,7 +293,7 @@ def _answer(reference: Any, timeout: float) -> Any:
 
 
 def describe_source(model: Any, factory: Callable[[], Any] | None) -> str:
-    """Name and arguments of the factory, or class and weights of the model: equal texts for equal models.
+    """Describes a factory by its name and arguments, or a model by its class and weights. Equal models have equal texts.
 
     Factories that differ only in their code, or in globals that they read, have equal texts.
     """

@@ -1,4 +1,4 @@
-"""The configuration of a service, in values that need no torch, and how two clients' configurations are compared."""
+"""The configuration of a service, without torch, and the comparison of two clients' configurations."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ class ServiceSpec:
         options: of Serve and of Ray.
         num_replicas: number of replicas; None if Serve scales them.
         detached: whether the service outlives the drivers that use it.
-        id: of this service. A later service of the same name has another.
-        factory: a pickled function that returns the model in a replica; None for one that is too large for an argument of an
-            actor, such as a model given by value. The keeper has that one.
+        id: identifies this service. A later service of the same name has another id.
+        factory: a pickled function that returns the model in a replica. None if it is too large for an argument of an actor,
+            as for a model given by value. The keeper holds a large one.
     """
 
     name: str
@@ -84,13 +84,13 @@ class ServiceSpec:
 
     @property
     def config(self) -> dict[str, object]:
-        """The values that all clients of a name must share."""
+        """The values that all drivers of one name must share."""
         plain = {key: value for key, value in self.options.items() if key not in ("runtime_env", "lifetime")}
         own = {"model": self.source, "num_replicas": self.num_replicas, "detached": self.detached}
         return {**own, **asdict(self.settings), **plain}
 
     def check_same(self, other: ServiceSpec) -> None:
-        """Raise a :class:`ServiceConfigError` with the differences if a client asks for another configuration."""
+        """Raises a :class:`ServiceConfigError` with the differences if a client asks for another configuration."""
         own, wanted = self.config, other.config
         differences = [
             f"{key}: it has {own.get(key)!r}, requested {wanted.get(key)!r}"

@@ -1,4 +1,4 @@
-"""Ray variants of the transforms: same results as the local classes, with the models behind a service."""
+"""Ray variants of the transforms: the results of the local classes, with the models behind a service."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchrl_llm_kl.transforms import (
     RetrieveLogProb,
 )
 
-#: Options of Ray's actors and of Serve; ``memory`` is another thing there.
+#: Options of Ray's actors and of Serve. Their ``memory`` differs from the service's, and is left out.
 ACTOR_OPTIONS = tuple(ServeOptions.__annotations__)
 #: Arguments of :class:`ScoringService` that the transforms pass on.
 SERVICE_ARGS = [*inspect.signature(ScoringService).parameters, *ACTOR_OPTIONS]
@@ -30,7 +30,7 @@ SERVICE_ARGS = [name for name in SERVICE_ARGS if name not in ("model", "factory"
 
 
 class Served(RayVariant):
-    """Construction of a Ray variant: the backend is Ray, and the options of its actors are arguments of the service."""
+    """Constructs a Ray variant. The options of torchrl's Ray backend become arguments of the service."""
 
     def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, object]) -> None:
         super().__init__(name, bases, namespace)
@@ -46,18 +46,18 @@ class Served(RayVariant):
         ray_actor_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The variant; ``ray_actor_options`` is where torchrl's metaclass puts the options."""
+        """Returns the variant. Torchrl's metaclass passes its options as ``ray_actor_options``."""
         if not use_ray_service or service_backend not in (None, "ray"):
             raise ValueError(
-                f"{cls.__name__} always uses Ray: use the local class, whose name does not begin with Ray."
+                f"{cls.__name__} always uses Ray. Use the local class, whose name does not begin with Ray."
             )
         options = {**(service_backend_options or {}), **(ray_actor_options or {})}
         for name, value in options.get("actor_options", options).items():
             argument = "actor_name" if name == "name" else name
             if name not in (*ACTOR_OPTIONS, "name") or argument in kwargs:
                 raise ValueError(
-                    f"service_backend_options has {name!r}, expected options of Ray's actors among {['name', *ACTOR_OPTIONS]} "
-                    f"that are no arguments too: pass others, such as timeout= or num_replicas=, to {cls.__name__}."
+                    f"service_backend_options has {name!r}, expected options of Ray's actors among {['name', *ACTOR_OPTIONS]}, "
+                    f"each given only once. Pass others, such as timeout= or num_replicas=, to {cls.__name__}."
                 )
             kwargs[argument] = value
         return type.__call__(cls, *args, **kwargs)
@@ -67,11 +67,11 @@ class RayRetrieveLogProb(RetrieveLogProb, metaclass=Served):
     """:class:`~torchrl_llm_kl.RetrieveLogProb` with its model behind a service that other processes share.
 
     Args:
-        model: the model, sent by value; or None with a factory.
+        model: the model, sent by value, or None with a factory.
 
     Keyword Args:
         model_factory: returns the model, in the actor.
-        actor_name: of the service; processes that pass the same name share it.
+        actor_name: of the service. Processes that pass the same name share it.
         device: of the model, in the actor.
         kwargs: of :class:`ScoringService` (``num_replicas``, ``timeout``, ...) and of :class:`~torchrl_llm_kl.RetrieveLogProb`
             (``extras=[TopK(64)]`` for a teacher's distribution, ...).
@@ -96,11 +96,11 @@ class RayRetrieveKL(RetrieveKL, metaclass=Served):
     A policy passed as a model or a factory is served too; ``"from_collector"`` (the default) is scored in its own process.
 
     Args:
-        gen_model, ref_model: as for :class:`~torchrl_llm_kl.RetrieveKL`; sent by value, or None with a factory.
+        gen_model, ref_model: as for :class:`~torchrl_llm_kl.RetrieveKL`. Models are sent by value. None with a factory.
 
     Keyword Args:
         gen_model_factory, ref_model_factory: return the models, in their actors.
-        actor_name: of the reference's service; the policy's is ``ACTOR_NAME-gen``.
+        actor_name: of the reference's service. The policy's service is ``ACTOR_NAME-gen``.
         device, kwargs: see :class:`RayRetrieveLogProb`.
     """
 
@@ -124,7 +124,7 @@ class RayKLRewardTransform(KLRewardTransform, metaclass=Served):
     """:class:`~torchrl_llm_kl.KLRewardTransform` with its reference behind a service that other processes share.
 
     Args:
-        ref_model: the reference, sent by value; or None with a factory.
+        ref_model: the reference, sent by value, or None with a factory.
 
     Keyword Args:
         ref_model_factory: returns the reference, in the actor.
@@ -151,7 +151,7 @@ def _served(
     device: torch.device | str | None,
     **models: tuple[Any, Callable[[], Any] | None, str],
 ) -> Iterator[list[Any]]:
-    """The models behind services, in order. Models that are served already, and names for the local class, are unchanged.
+    """Starts services for the models. Models that are served already, and names for the local class, stay as they are.
 
     ``models`` holds the model, the factory and the suffix of the service's name, for each argument. The services' arguments
     are removed from ``kwargs``. The services are closed if the block raises.
@@ -176,11 +176,11 @@ def _served(
         given = {"actor_name": actor_name, "device": device, **options}
         idle = [name for name, value in given.items() if value is not None]
         if idle and None not in served and served == [model for model, *_ in models.values()]:
-            raise ValueError(f"there is no model to serve, so {', '.join(idle)} would be ignored: leave them out.")
+            raise ValueError(f"there is no model to serve, so {', '.join(idle)} would have no effect. Leave them out.")
         yield served
         undo.pop_all()
 
 
 def _on_device(factory: Callable[[], Any], device: Any) -> Any:
-    """A factory's model, moved to a device in the actor."""
+    """Runs a factory and moves its model to a device, in the actor."""
     return factory().to(read_device(device))

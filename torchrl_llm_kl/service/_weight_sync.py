@@ -1,4 +1,7 @@
-"""A service as the receiver of torchrl's weight synchronisation. Imports torchrl's collectors, so it loads on first use."""
+"""Torchrl's weight synchronisation into a service.
+
+This file imports torchrl's collectors, which takes time, so the package loads it on first use.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,20 @@ from torchrl_llm_kl.service._service import ScoringService
 
 
 class ServiceTransport:
-    """Sends weights to every replica; replicas copy them without a receiver."""
+    """Sends weights to every replica. Replicas need no receiver."""
 
     def __init__(self, service: ScoringService) -> None:
         self.service = service
 
     def send_weights(self, weights: Any) -> None:
-        """Push weights under the next version; see :meth:`ScoringService.update_weights`."""
+        """Pushes weights under the next version, see :meth:`ScoringService.update_weights`."""
         self.service.update_weights(weights)
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Nothing to set up."""
+        """Does nothing: the sender needs no connection of its own."""
 
     def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> None:
-        """Nothing to receive."""
+        """Does nothing: replicas take the weights themselves."""
 
 
 class ServiceWeightSyncScheme(WeightSyncScheme):
@@ -54,10 +57,10 @@ class ServiceWeightSyncScheme(WeightSyncScheme):
         self._register_worker_sender(worker_idx=0)
 
     def _init_on_receiver_impl(self, *, model_id: str = "policy", context: Any = None, **kwargs: Any) -> None:
-        raise NotImplementedError("replicas need no receiver: call init_on_sender() where the policy is trained.")
+        raise NotImplementedError("replicas need no receiver. Call init_on_sender() where the policy is trained.")
 
     def create_transport(self, **kwargs: Any) -> TransportBackend:
-        """The transport to the replicas."""
+        """Returns the transport to the replicas."""
         return ServiceTransport(self.service)
 
 
@@ -85,7 +88,7 @@ with warnings.catch_warnings():
         def _get_server_weights(self) -> Any:
             if self.policy is None:
                 raise ValueError(
-                    "no weights were given, and there is no policy: pass ServiceWeightUpdater(service, policy)."
+                    "no weights were given, and there is no policy. Pass ServiceWeightUpdater(service, policy)."
                 )
             return self.policy
 

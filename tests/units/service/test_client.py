@@ -115,7 +115,7 @@ def test_the_fields_of_a_message():
     assert (message["protocol"], message["service"], message["version"], message["tries"]) == (PROTOCOL, "abc", 0, 0)
     assert message["caller"].endswith(f"/{threading.get_ident()}")
     for protocol, side in ((PROTOCOL - 1, "client"), (PROTOCOL + 1, "replica")):
-        with pytest.raises(ProtocolError, match=f"update torchrl_llm_kl on the side of the {side}"):
+        with pytest.raises(ProtocolError, match=f"Update torchrl_llm_kl on the side of the {side}"):
             read({**message, "protocol": protocol})
 
 
@@ -241,7 +241,7 @@ def test_attributes_of_the_wrapper():
     made = remote()
     made._interface = SimpleNamespace(log_probs_key="k", pad_output=1), False
     with pytest.raises(
-        AttributeError, match=r"RemoteModel\('name'\) is not a TorchRL wrapper: it has no log_probs_key"
+        AttributeError, match=r"RemoteModel\('name'\) is not a TorchRL wrapper, and has no log_probs_key"
     ):
         _ = made.log_probs_key
     made._interface = SimpleNamespace(log_probs_key="k", pad_output=1), True

@@ -121,7 +121,7 @@ async def test_versions_increase_and_are_never_given_twice(context):
     for version in (5, 3):
         error = await push(keeper, "c", version)
         assert isinstance(error, WeightVersionError)
-        assert f"version {version} of the weights came after version 5: versions must increase" in str(error)
+        assert f"version {version} of the weights came after version 5, but versions must increase" in str(error)
     assert await keeper.newest(0) == (5, ["chunk of b"], 5)
     assert await push(keeper, "d") == 6
 
@@ -136,7 +136,7 @@ async def test_a_push_that_was_dropped_or_is_not_complete_changes_nothing(contex
     for parts in (1, 2):
         error = await keeper.commit("a", None, 0, ALL, whole=True, parts=parts)
         assert isinstance(error, WeightVersionError)
-        assert "push them again" in str(error)
+        assert "Push them again" in str(error)
         assert await keeper.newest(0) == (0, [], 0)
         await keeper.stage("a", "the second of two chunks")
 
@@ -169,7 +169,7 @@ async def test_a_keeper_that_lost_the_weights_takes_only_all_of_them(context):
     assert (await keeper.started("x", "source")).seen == 5, "a replica that starts now must not answer"
     error = await push(keeper, "a", tensors=["head"])
     assert isinstance(error, WeightVersionError)
-    assert "were lost, with the actor that kept them: push all tensors" in str(error)
+    assert "were lost with the actor that kept them. Push all tensors" in str(error)
     assert await push(keeper, "b", seen=7, whole=True) == 8, "after the version that the pusher knows"
     assert await keeper.started("x", "source") == (8, ["chunk of b"], 8)
 

@@ -122,7 +122,7 @@ async def test_weights_that_are_lost_while_a_replica_runs(replica):
     for _ in range(2):
         error = await replica.score(message())
         assert isinstance(error, WeightVersionError)
-        assert "were lost, with the actor that kept them" in str(error)
+        assert "were lost with the actor that kept them" in str(error)
     replica._keeper.held = Held(6, ["chunk"], 6)
     reply = await replica.score(message())
     want = LogProbScorer(model(1)).score([[3, 4, 5]]).values[1:]

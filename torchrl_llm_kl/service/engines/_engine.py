@@ -1,4 +1,4 @@
-"""Engines: where the scores of a replica come from. Independent of Ray."""
+"""The engines that compute the scores of a replica. Independent of Ray."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from torchrl_llm_kl.service._messages import ANSWERED, state_dict_of
 
 
 class Engine(ABC):
-    """Scores sequences for a replica. It calls ``check_weights`` from any thread, the rest from one.
+    """Scores sequences for a replica, which calls ``check_weights`` from any thread and the other methods from one.
 
     Attributes:
-        offers: of the FEATURES of a scorer; requests for others are refused.
-        place: where it scores, for the error, and ``instead``, a way out.
+        offers: the FEATURES of a scorer that it has. Requests for others are refused.
+        place: says in the error where it scores.
+        instead: says in the error what to do.
     """
 
     offers: frozenset[str]
@@ -38,47 +39,47 @@ class Engine(ABC):
 
     @abstractmethod
     def run(self, request: ScoreRequest, options: ScoreOptions) -> Scores:
-        """Log-probs of the masked-in tokens in nats, 0 elsewhere, and the other scores that the options ask for."""
+        """Returns log-probs of the masked-in tokens in nats, 0 elsewhere, and the other scores that the options ask for."""
 
     @abstractmethod
     def interface(self) -> tuple[ModelInterface, bool]:
-        """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
+        """Returns keys and tokenizer of the model, for clients that tokenise, and whether it is a TorchRL wrapper."""
 
     def fingerprint(self) -> str:
-        """A text that changes with the weights."""
+        """Returns a text that changes with the weights."""
         raise TypeError(
-            f"{self.place} reports no fingerprint of its weights: state it, RememberedModel(model, store, fingerprint=), as a "
-            "text that changes with them."
+            f"{self.place} reports no fingerprint of its weights. State one, as a text that changes with them: "
+            "RememberedModel(model, store, fingerprint=)."
         )
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights under the model's own names; an error if one does not fit. Changes nothing."""
-        raise TypeError(f"the weights of {self.place} are not in this process: update them there.")
+        """Returns the weights under the model's own names. Raises an error if one does not fit, and changes nothing."""
+        raise TypeError(f"the weights of {self.place} are not in this process. Update them there.")
 
     def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
-        """Take the weights; an error leaves the old ones. ``checked`` ones come from :meth:`check_weights`."""
+        """Takes the weights. An error leaves the old ones. ``checked`` weights are a result of :meth:`check_weights`."""
         self.check_weights(weights)
 
     def tensors(self) -> list[list[str]]:
-        """Names of each tensor of the whole model, several for a tied one; empty without weights in this process."""
+        """Returns the names of each tensor of the model, several for a tied one. Empty without weights in this process."""
         return []
 
 
-#: Scorers of one model, each with an own cache: the least recently used of more is dropped.
+#: The most scorers of one model, each with its own cache. The least recently used one is dropped.
 _SCORERS = 4
 
 
 class TransformersEngine(Engine):
-    """An engine for a model in this process: whatever :class:`~torchrl_llm_kl.LogProbScorer` scores.
+    """An engine for a model in this process, of any kind that :class:`~torchrl_llm_kl.LogProbScorer` scores.
 
-    It creates one scorer for each combination of dtype, adapters, ``deterministic`` and truncation, which scores at any
-    temperature, and keeps the last four. Their caches share ``memory``.
+    It creates one scorer for each combination of dtype, adapters, ``deterministic`` and truncation. Each scores at any
+    temperature. The engine keeps the last four, whose caches share ``memory``.
 
     Args:
-        model: scored as it is.
+        model: a model or a TorchRL wrapper of one.
 
     Keyword Args:
-        tokens_per_batch: see :class:`~torchrl_llm_kl.LogProbScorer`.
+        tokens_per_batch: tokens of one forward, see :class:`~torchrl_llm_kl.LogProbScorer`.
         memory: the most bytes of keys and values in all caches together.
     """
 
@@ -90,7 +91,7 @@ class TransformersEngine(Engine):
         self.offers, self.place, self.instead = scorer.offers & ANSWERED, scorer.place, scorer.instead
 
     def _scorer(self, options: ScoreOptions) -> LogProbScorer:
-        """The scorer of what a cache serves: it follows any temperature, and what else is asked."""
+        """Returns the scorer whose cache serves these options. Temperature and requested scores do not matter for a cache."""
         key = (options.sampling.truncation, options.adapters, options.dtype, options.deterministic)
         if key not in self._scorers:
             own = ScoreOptions(Sampling(1.0, *key[0]), *key[1:], memory=self._memory)
@@ -102,7 +103,7 @@ class TransformersEngine(Engine):
         return self._scorers[key]
 
     def _share_memory(self, scorer: LogProbScorer) -> None:
-        """Let a scorer cache what the others leave of the memory: at least an equal share, for which others are shrunk."""
+        """Gives a scorer the memory that the others leave, and shrinks them if that is less than an equal share."""
         others = [other.memory for other in self._scorers.values() if other is not scorer]
         share = self._memory // (len(others) + 1)
         if self._memory - sum(cache.num_bytes for cache in others) < share:
@@ -113,17 +114,17 @@ class TransformersEngine(Engine):
     # ------------------------------------------------------------------ scores
 
     def run(self, request: ScoreRequest, options: ScoreOptions) -> Scores:
-        """See :class:`Engine`."""
+        """See :meth:`Engine.run`."""
         return self._scorer(options).run(request, options)
 
     def interface(self) -> tuple[ModelInterface, bool]:
-        """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
+        """See :meth:`Engine.interface`."""
         return ModelInterface.of(self.model), hasattr(self.model, "input_mode")
 
     # ------------------------------------------------------------------ weights
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights under the model's own names; an error if one does not fit or is not finite.
+        """Returns the weights under the model's own names. Raises an error if one does not fit or is not finite.
 
         ``weights`` holds some or all of them, under their ``state_dict()`` names in the model or in its TorchRL wrapper.
         """
@@ -131,14 +132,15 @@ class TransformersEngine(Engine):
         weights = {name: given[theirs] for theirs, name in self.own_names(given).items()}
         for name, value in weights.items():
             if name not in own:
-                raise KeyError(f"the model has no weight {name!r}; it has {', '.join(list(own)[:3])}, ...")
+                raise KeyError(f"the model has no weight {name!r}. It has {', '.join(list(own)[:3])}, ...")
             _check_weight(name, own[name], value)
         return weights
 
     def own_names(self, names: Iterable[str]) -> dict[str, str]:
-        """The model's own names by those in an update, which may be of its TorchRL wrapper or PEFT's; unknown ones stay.
+        """Maps the names in an update to the model's own names.
 
-        Without non-persistent buffers, such as the frequencies of rotary embeddings, which TensorDicts hold too.
+        An update may have the names of a TorchRL wrapper or of PEFT. Unknown names stay. Non-persistent buffers, such as the
+        frequencies of rotary embeddings, are left out: TensorDicts hold them, state dicts do not.
         """
         model = self._module()
         own = model.state_dict(keep_vars=True)
@@ -154,9 +156,9 @@ class TransformersEngine(Engine):
         return own_of
 
     def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
-        """Copy ``weights`` into the model, in place. An error leaves the model unchanged, except for :class:`EngineLost`.
+        """Copies ``weights`` into the model, in place. An error leaves the model unchanged, except for :class:`EngineLost`.
 
-        ``checked`` weights are the result of :meth:`check_weights`, which is then not repeated.
+        ``checked`` weights are a result of :meth:`check_weights`, which is not repeated.
         """
         own, fitting = self._module().state_dict(keep_vars=True), weights if checked else self.check_weights(weights)
         copied = 0
@@ -173,7 +175,7 @@ class TransformersEngine(Engine):
             scorer.forget()
 
     def tensors(self) -> list[list[str]]:
-        """The model's own names of each of its tensors, several for a tied one; empty without weights in this process."""
+        """See :meth:`Engine.tensors`."""
         inner = next(iter(self._scorers.values())).model
         names: dict[int, list[str]] = {}
         for name, value in inner.state_dict(keep_vars=True).items() if isinstance(inner, nn.Module) else ():
@@ -182,18 +184,18 @@ class TransformersEngine(Engine):
         return [*names.values()]
 
     def fingerprint(self) -> str:
-        """A digest of all weights; see :func:`~torchrl_llm_kl.scoring.fingerprint_of`."""
+        """Returns a digest of all weights, see :func:`~torchrl_llm_kl.scoring.fingerprint_of`."""
         return fingerprint_of(self.model)
 
     def _module(self) -> nn.Module:
         inner = next(iter(self._scorers.values())).model
         if not isinstance(inner, nn.Module):
-            raise TypeError(f"{type(inner).__name__} holds no weights in this process: update them in its backend.")
+            raise TypeError(f"{type(inner).__name__} holds no weights in this process. Update them in its backend.")
         return inner
 
 
 def _short_names(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, str]:
-    """The model's names by those that PEFT writes to a file, without the name of the active adapter; empty without PEFT."""
+    """Maps the names that PEFT writes to a file, without the adapter's name, to the model's. Empty without PEFT."""
     if not hasattr(model, "peft_config"):
         return {}
     from peft import get_peft_model_state_dict
@@ -206,11 +208,11 @@ def _short_names(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _check_weight(name: str, own: Tensor, value: Tensor) -> None:
-    """Raise a ValueError unless ``value`` can be copied into ``own`` and its numbers survive the cast."""
+    """Raises a ValueError unless ``value`` can be copied into ``own`` and its numbers survive the cast."""
     if own.shape != value.shape:
         raise ValueError(f"{name}: the model has shape {tuple(own.shape)}, got {tuple(value.shape)}.")
     if _kind(value.dtype) != _kind(own.dtype):
-        raise ValueError(f"{name}: the model has {own.dtype}, got {value.dtype}: push the model's kind of numbers.")
+        raise ValueError(f"{name}: the model has {own.dtype}, got {value.dtype}. Push the model's kind of numbers.")
     cast = value.to(own.dtype)
     if own.is_floating_point() or own.is_complex():
         # torch has no isfinite for the float8 types
@@ -226,7 +228,7 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
 
 
 def engine_of(made: Any, *, tokens_per_batch: int | None = None, memory: int = DEFAULT_MEMORY) -> Engine:
-    """``made`` if it is an engine, else one for the model ``made``; for the settings see :class:`TransformersEngine`."""
+    """Returns ``made`` if it is an engine, else a :class:`TransformersEngine` for the model ``made``."""
     if isinstance(made, Engine):
         return made
     return TransformersEngine(made, tokens_per_batch=tokens_per_batch, memory=memory)

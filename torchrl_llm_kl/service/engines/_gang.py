@@ -1,4 +1,4 @@
-""":class:`GangEngine`: one replica's model over several processes, the ranks, which start and end together."""
+""":class:`GangEngine`: one model over several processes, the ranks, which start and end together."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from torchrl_llm_kl.service._errors import EngineLost, ServiceTimeout, portable
 from torchrl_llm_kl.service._messages import ANSWERED, columns_of
 from torchrl_llm_kl.service.engines._engine import Engine, TransformersEngine
 
-#: A rank's scores of its share of a request at the masked-in tokens, by name; ``[K, ...]``.
+#: A rank's scores at the masked-in tokens of its share of a request, by name. Each is ``[K, ...]``.
 Columns = dict[str, Tensor]
-#: How to shard: by name, or a function of the model and the mesh of all ranks that returns the model (None: in place).
+#: A name, or a function of the model and the mesh of all ranks. The function returns the model, or None if it works in place.
 Shard = Literal["fsdp2", "tp", "none"] | Callable[[Any, DeviceMesh], Any]
 
 
@@ -50,21 +50,21 @@ class GangEngine(Engine):
     replica with all its ranks again.
 
     Args:
-        factory: returns the model, on every rank; the process group exists when it is called.
+        factory: returns the model, on every rank. The process group exists when it is called.
 
     Keyword Args:
         ranks: number of processes.
-        shard: ``"fsdp2"`` shards each layer (``fully_shard``). ``"tp"`` applies
-            the tensor parallel plan of transformers, ``"none"`` nothing (the factory may have sharded the model). Or a
-            function of the model and the mesh ``[ranks]`` that returns the sharded model. With FSDP and with whole models
-            each rank scores a part of the sequences. With other shards all ranks score all of them.
-        num_cpus: per rank, as are ``num_gpus`` and ``resources``. The service's own resources are for the replica's process,
-            which only passes requests on: give it few.
-        strategy: of the placement group; ``"STRICT_PACK"`` keeps all ranks on one node.
-        backend: of the process group; by default ``"nccl"`` with GPUs, else ``"gloo"``.
-        start_timeout: seconds until all ranks are placed; also the longest time that a rank waits for the others.
-        tokens_per_batch: per forward of a rank; see :class:`~torchrl_llm_kl.LogProbScorer`.
-        memory: bytes of keys and values that each rank caches for continued conversations.
+        shard: ``"fsdp2"`` shards each layer (``fully_shard``). ``"tp"`` applies the tensor parallel plan of transformers.
+            ``"none"`` changes nothing, for a factory that has sharded the model. A function takes the model and the mesh
+            ``[ranks]``, and returns the sharded model. With FSDP and with whole models each rank scores a part of the
+            sequences. With other shards all ranks score all of them.
+        num_cpus, num_gpus, resources: of each rank. The service's own resources are for the replica's process, which only
+            passes requests on and needs few.
+        strategy: of the placement group. ``"STRICT_PACK"`` keeps all ranks on one node.
+        backend: of the process group. By default ``"nccl"`` with GPUs, else ``"gloo"``.
+        start_timeout: seconds until all ranks are placed, and the longest time that a rank waits for the others.
+        tokens_per_batch: tokens of one forward of a rank, see :class:`~torchrl_llm_kl.LogProbScorer`.
+        memory: the most bytes of keys and values that each rank caches for continued conversations.
 
     Raises:
         ServiceTimeout: if the cluster has no room for the ranks within ``start_timeout``.
@@ -120,13 +120,13 @@ class GangEngine(Engine):
         self._split = all(may for _, may, _ in made)
 
     def _place(self, ranks: int, options: Mapping[str, Any], strategy: str, timeout: float) -> None:
-        """Place the ranks. The group and the ranks end with this process, which owns them."""
+        """Places the ranks. The group and the ranks end with this process, which owns them."""
         bundle = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options["resources"]}
         bundle = {name: amount for name, amount in bundle.items() if amount}
         self._group = ray.util.placement_group([bundle or {"CPU": 0.001}] * ranks, strategy=strategy)
         if not self._group.wait(timeout):
             raise ServiceTimeout(
-                f"{ranks} ranks with {bundle} each ({strategy}) had no room for {timeout:g} s; the cluster has "
+                f"{ranks} ranks with {bundle} each ({strategy}) had no room for {timeout:g} s. The cluster has "
                 f"{ray.available_resources()} free. Add nodes, ask for less, or raise start_timeout=."
             )
         make_remote: Any = ray.remote
@@ -139,20 +139,21 @@ class GangEngine(Engine):
     # ------------------------------------------------------------------ scores
 
     def run(self, request: ScoreRequest, options: ScoreOptions) -> Scores:
-        """See :class:`Engine`; the numbers are those of one process."""
+        """See :meth:`Engine.run`. The numbers are those of one process."""
         ranks = len(self._ranks)
         try:
             return self._run(request, options, split(request, ranks if self._split else 1))
         except ValueError:
             if not self._split or ranks == 1:
                 raise
-        # The message of a rank counts the sequences of its share: let one rank score them all.
+        # The error of a rank counts the sequences of its share only. One rank scores them all for the right count.
         return self._run(request, options, [request, *[None] * (ranks - 1)])
 
     def _run(self, request: ScoreRequest, options: ScoreOptions, shares: Sequence[ScoreRequest | None]) -> Scores:
-        """The scores of a share for each rank, or of one that all of them score."""
+        """Returns the scores of one share for each rank, or of one share that all of them score."""
         first = request.select(torch.zeros(1, dtype=torch.long))
-        nothing = replace(first, mask=torch.zeros_like(first.mask))  # the rank takes part in the others' collectives
+        # A rank without a share still takes part in the collectives of the others.
+        nothing = replace(first, mask=torch.zeros_like(first.mask))
         each = [nothing if share is None else share for share in shares]
         sent = [ray.put(each[0])] * len(self._ranks) if len(shares) == 1 else each
         answers: list[Columns] = self._ask("run", [(share, options) for share in sent])[: len(shares)]
@@ -161,31 +162,31 @@ class GangEngine(Engine):
         return Scores.spread(request.layout, request.mask.nonzero().squeeze(-1), **columns)
 
     def interface(self) -> tuple[ModelInterface, bool]:
-        """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
+        """See :meth:`Engine.interface`."""
         return self._interface
 
     # ------------------------------------------------------------------ weights
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights under the model's own names; an error if one does not fit it. Every rank checks, to stay in step."""
+        """See :meth:`Engine.check_weights`. Every rank checks, since all ranks must make the same calls."""
         names: dict[str, str] = self._ask("check_weights", [(ray.put(dict(weights)),)] * len(self._ranks))[0]
         return {own: weights[given] for given, own in names.items()}
 
     def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
-        """Copy whole weights into the shards: one copy in the object store, of which each rank takes its own.
+        """Copies whole weights into the shards. Each rank takes its shards from one copy in the object store.
 
-        The ranks check them again, since their names in the shards are found there.
+        The ranks check the weights again, which also finds their names in the shards.
         """
         self._ask("update_weights", [(ray.put(dict(weights)),)] * len(self._ranks))
 
     def tensors(self) -> list[list[str]]:
-        """See :class:`Engine`."""
+        """See :meth:`Engine.tensors`."""
         return self._tensors
 
     # ------------------------------------------------------------------ calls of all ranks
 
     def _ask(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a method of all ranks, each with its arguments; their answers, or the error of one of them.
+        """Calls a method of all ranks, each with its arguments. Returns their answers, or raises the error of one of them.
 
         Raises :class:`EngineLost` if a rank dies, or if the ranks are out of step after an error.
         """
@@ -198,7 +199,7 @@ class GangEngine(Engine):
                 apart = [x for x in self._wait_for("in_step", [()] * len(self._ranks)) if x is not None]
                 if apart or (method == "update_weights" and len(errors) < len(answers)):
                     raise self._lose(f"its ranks are out of step after {errors[0]!r}")
-        # Another rank's error is on all ranks: raise the original.
+        # Each rank raises a RankError for an error of another rank. Raise the original.
         raise next((error for error in errors if type(error).__name__ != "RankError"), errors[0])
 
     def _wait_for(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -214,7 +215,7 @@ class GangEngine(Engine):
             except ray.exceptions.RayError as error:
                 raise self._lose(f"a rank died: {error}") from error
             if method == "start" and isinstance(answer, Exception):
-                return [answer]  # a rank that cannot start: the others would wait for it
+                return [answer]  # this rank cannot start, and the others wait for it
             answers[waiting.pop(ready[0])] = answer
         return answers
 
@@ -224,7 +225,7 @@ class GangEngine(Engine):
         return self._lost
 
     def close(self) -> None:
-        """End all ranks and free their resources."""
+        """Ends all ranks and frees their resources."""
         self._lost = self._lost or EngineLost("the gang was closed.")
         ranks, self._ranks = self._ranks, []
         with contextlib.suppress(Exception):  # the cluster may be gone
@@ -235,9 +236,9 @@ class GangEngine(Engine):
 
 
 def split(request: ScoreRequest, ranks: int) -> list[ScoreRequest | None]:
-    """One share for each rank: neighbouring sequences, with about equally many tokens; None for a rank without any.
+    """Splits a request into one share for each rank, with about equally many tokens; None for a rank without a sequence.
 
-    Answers to one prompt are neighbours, so that most of them share its forward.
+    A share holds neighbouring sequences: answers to one prompt are neighbours, and share the prompt's forward.
     """
     if ranks == 1:
         return [request]
@@ -254,7 +255,7 @@ class RankEngine(TransformersEngine):
     """The engine of a model whose weights may be shards. All ranks make the same calls."""
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Check whole weights; returns this rank's shards of them, without communication."""
+        """Checks whole weights. Returns this rank's shards of them, without communication."""
         own = self._module().state_dict(keep_vars=True)
         return {name: _sharded_as(own[name], value) for name, value in super().check_weights(weights).items()}
 
@@ -262,12 +263,12 @@ class RankEngine(TransformersEngine):
         module = super()._module()
         for part in module.modules():
             if isinstance(part, FSDPModule):
-                part.reshard()  # after a forward the root's parameters may still be whole
+                part.reshard()  # FSDP keeps the root's parameters whole after a forward
         return module
 
 
 def _sharded_as(own: Tensor, value: Tensor) -> Tensor:
-    """``value`` sharded as ``own`` is."""
+    """Shards ``value`` in the way of ``own``."""
     if not isinstance(own, DTensor) or isinstance(value, DTensor):
         return value
     value = value.to(own.device)
@@ -283,7 +284,7 @@ class GangRank:
         self._rank, self._ranks = rank, ranks
 
     def call(self, method: str, *args: object) -> Any:
-        """Call another method. Its error is returned as a value, since the gang compares the errors of its ranks."""
+        """Calls another method. Returns its error as a value, since the gang compares the errors of its ranks."""
         try:
             return getattr(self, method)(*args)
         except Exception as error:
@@ -299,7 +300,7 @@ class GangRank:
         tokens_per_batch: int | None,
         memory: int,
     ) -> tuple[tuple[ModelInterface, bool], bool, list[list[str]]]:
-        """Join the other ranks and load the model.
+        """Joins the other ranks and loads the model.
 
         Returns its interface, whether ranks may score different sequences, and the names of its tensors.
         """
@@ -315,25 +316,25 @@ class GangRank:
         return self._engine.interface(), may_split(made), self._engine.tensors()
 
     def run(self, request: ScoreRequest, options: ScoreOptions) -> Columns:
-        """The scores of a rank's share of a request."""
+        """Returns the scores of this rank's share of a request."""
         return columns_of(self._engine.run(request, options), request.mask)
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, str]:
-        """The model's own names of whole weights, by those given; an error if they do not fit the model."""
+        """Maps the names of whole weights to the model's own. Raises an error if they do not fit the model."""
         self._engine.check_weights(weights)
         return self._engine.own_names(weights)
 
     def update_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy this rank's shards of whole weights into the model; an error if they do not fit."""
+        """Copies this rank's shards of whole weights into the model. Raises an error if they do not fit."""
         self._engine.update_weights(weights)
 
     def in_step(self) -> None:
-        """Meet the other ranks."""
+        """Waits for the other ranks. It fails if they are in other collectives."""
         dist.all_reduce(torch.ones(1, device=collective_device(dist.get_backend())))
 
     @ray.method(concurrency_group="life")
     def life(self) -> None:
-        """Never return: the reference to this call gets ready when the process ends."""
+        """Never returns. The reference to this call gets ready when the process ends."""
         threading.Event().wait()
 
 
@@ -341,7 +342,7 @@ class GangRank:
 
 
 def shard_model(made: Any, shard: Shard, mesh: DeviceMesh) -> Any:
-    """``made``, a model or a TorchRL wrapper of one, sharded in place, or what the function ``shard`` returns."""
+    """Shards ``made``, a model or a TorchRL wrapper of one, in place. A function ``shard`` may return another object."""
     if callable(shard):
         sharded = shard(made, mesh)
         return made if sharded is None else sharded
@@ -357,7 +358,7 @@ def shard_model(made: Any, shard: Shard, mesh: DeviceMesh) -> Any:
 
 
 def may_split(made: Any) -> bool:
-    """Whether ranks may score different sequences: with FSDP or whole models, not with tensor parallel ones."""
+    """Whether ranks may score different sequences. They may with FSDP and whole models, but not with tensor parallelism."""
     model = unwrap(made) if is_wrapper(made) else made
     parts = list(model.modules()) if isinstance(model, nn.Module) else []
     sharded = [x for part in parts for x in part.parameters(recurse=False) if isinstance(x, DTensor)]
@@ -366,7 +367,7 @@ def may_split(made: Any) -> bool:
 
 
 def _shard_by_plan(model: Any, mesh: DeviceMesh) -> None:
-    """Apply the tensor parallel plan that transformers has for the model; embeddings stay whole."""
+    """Applies the tensor parallel plan that transformers has for the model. Embeddings stay whole."""
     styles: dict[str, ParallelStyle] = {
         "colwise": ColwiseParallel(),
         "rowwise": RowwiseParallel(),
@@ -376,7 +377,7 @@ def _shard_by_plan(model: Any, mesh: DeviceMesh) -> None:
     heads = getattr(model.config, "num_key_value_heads", mesh.size())
     if not plan or not set(plan.values()) <= styles.keys() or heads % mesh.size():
         raise ValueError(
-            f"shard='tp': {type(model).__name__} has the plan {plan or None} and {heads} heads of keys and values. This needs "
+            f"shard='tp': {type(model).__name__} has the plan {plan or None} and {heads} heads of keys and values, but needs "
             f"a plan of only {', '.join(styles)}, and heads that {mesh.size()} ranks share equally. Pass shard='fsdp2', a "
             "function that shards the model, or another number of ranks."
         )

@@ -1,6 +1,6 @@
 """:class:`HTTPEngine`: log-probs from a vLLM or SGLang server.
 
-What the servers do, and where that is written (looked up in 2026-11):
+The behaviour of the servers, with sources of November 2026:
 
 - vLLM, ``POST /v1/completions`` with ``prompt`` as token ids and ``prompt_logprobs`` (docs.vllm.ai,
   ``entrypoints/openai/completion/protocol``): ``choices[0].prompt_logprobs`` is a list with one entry per token, null for
@@ -14,8 +14,8 @@ What the servers do, and where that is written (looked up in 2026-11):
 - SGLang, ``POST /generate`` (docs.sglang.io, ``basic_usage/sampling_params``): ``input_ids``, ``return_logprob``,
   ``logprob_start_len`` (-1, the default: none of the input), ``top_logprobs_num``. ``meta_info.input_token_logprobs`` is a list
   of ``[log-prob, id, text]`` from position ``logprob_start_len`` on. The first log-prob is null, since the logits before it
-  are not cached; 0 computes the whole input again (strands-sglang issue 34). ``input_top_logprobs`` likewise. Log-probs of the
-  input are raw (sglang pull request 36213).
+  are not cached. A start of 0 computes the whole input again (strands-sglang issue 34). ``input_top_logprobs`` has the same
+  form. Log-probs of the input are raw (sglang pull request 36213).
 """
 
 from __future__ import annotations
@@ -43,50 +43,50 @@ from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, Scores
 from torchrl_llm_kl.service._errors import ServiceConfigError, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service.engines._engine import Engine
 
-#: Token ids that every model of interest has.
+#: Token ids of the probe, which every model of interest has.
 _PROBE = list(range(1, 13))
-#: Log-probs of the same tokens that differ by more nats are not rounding: another model, or wrong numbers.
+#: Log-probs of the probe that differ by more nats come from another model, or are wrong: rounding is smaller.
 _TOLERANCE = 0.1
-_CLAMPED = -9999.0
+_CLAMPED = -9999.0  # vLLM sends this for -inf
 _FAILURES = (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException)
-#: No temperature, penalty or truncation from the model's generation config may enter log-probs.
+#: Without these values, temperature, penalties or truncation of the model's generation config could enter log-probs.
 _PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _PLAIN |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 
-#: Log-probs by token id at one position; empty without any.
+#: Log-probs at one position by token id. Empty if there are none.
 Position = dict[int, float]
 
 
 class HTTPEngine(Engine):
     """An engine for a model that a vLLM or SGLang server holds.
 
-    Pass it as the factory of a service, which shares the server between collectors, batches nothing and retries. Each
-    sequence is one HTTP request, sent up to its last scored token; token ids are sent and compared with those that come
-    back, never text.
+    Pass it as the factory of a service, which shares the server between collectors. Each sequence is one HTTP request, sent
+    up to its last scored token. The engine sends token ids, never text, and compares them with the ids that come back.
 
-    Log-probs are at temperature 1, as both servers compute those of prompts. The first scores are of a short probe, twice:
-    the numbers must be stable. After a call that opened a connection or repeated a request, the probe is scored again: a
-    server that came back with another model is an error. (A proxy that keeps its own connections hides that.)
+    Log-probs are at temperature 1, since both servers compute log-probs of prompts at temperature 1. At its start the engine
+    scores a short probe twice: the numbers must be stable. After a call that opened a connection or repeated a request, it
+    scores the probe again, and raises an error if the server came back with another model. A proxy that keeps its own
+    connections hides such a change.
 
     Args:
         url: of the server, such as ``"http://10.0.0.7:8000"``.
 
     Keyword Args:
-        model: its name at the server (``--served-model-name``); SGLang serves one model, whose path is compared.
+        model: its name at the server (``--served-model-name``). SGLang serves one model, whose path is compared with it.
         dialect: ``"vllm"`` (``/v1/completions`` with ``prompt_logprobs``) or ``"sglang"`` (``/generate``).
-        api_key_env: environment variable of the replica with the key. (An argument would be visible to all clients of the
-            service, which compare factories.)
-        timeout: seconds until the server must answer all requests of a batch, retries included. Choose less than the
-            service's timeout: callers then see the reason.
-        concurrency: the most requests at a time.
-        interface: keys and tokenizer for clients that tokenise.
+        api_key_env: environment variable of the replica that holds the key. All clients of the service could read an
+            argument, since they compare factories.
+        timeout: seconds until the server must answer all requests of a batch, retries included. With less than the
+            service's timeout, callers see the reason.
+        concurrency: the most HTTP requests at a time.
+        interface: keys and tokenizer of the model, for clients that tokenise.
 
     Raises:
         ServiceError: if the server answers with errors or with numbers that cannot be right.
         ServiceTimeout: if it does not answer in time.
         ServiceConfigError: if it has another model.
-        ValueError: for a request that it refuses, and for settings that it does not have: temperatures, entropy, ``dtype``,
-            ``adapters``, ``deterministic``. ``remember`` has no effect: the server has its own cache.
+        ValueError: for a request that the server refuses, and for options that it lacks: temperatures, entropy, ``dtype``,
+            ``adapters``, ``deterministic``. ``remember`` has no effect, since the server has its own cache.
 
     Example:
         >>> server = partial(HTTPEngine, "http://10.0.0.7:8000", model="qwen3-8b")  # doctest: +SKIP
@@ -96,7 +96,7 @@ class HTTPEngine(Engine):
     offers = frozenset({"top_k"})
     instead = (
         "its log-probs are of all tokens at temperature 1, under its own --dtype and the adapter that model= names. Serve "
-        "the transformers model for what else is needed"
+        "the transformers model for other scores"
     )
 
     def __init__(
@@ -125,7 +125,7 @@ class HTTPEngine(Engine):
     # ------------------------------------------------------------------ scores
 
     def run(self, request: ScoreRequest, options: ScoreOptions) -> Scores:
-        """See :class:`Engine`."""
+        """See :meth:`Engine.run`."""
         top_k, deadline, renewed = options.top_k, time.monotonic() + self._timeout, self._http.renewed
         masks = request.mask.split(request.tokens.lengths.tolist())
         jobs = []
@@ -144,7 +144,7 @@ class HTTPEngine(Engine):
         return Scores.spread(request.layout, elements, log_prob, **top)
 
     def _positions(self, job: _Job) -> list[Position]:
-        """Checked log-probs at each position of a sequence; empty where it is not scored."""
+        """Returns checked log-probs at each position of a sequence, empty where the server did not score it."""
         missing: list[int] = []
         for start in dict.fromkeys(self._dialect.starts(job.scored[0])):
             content = self._http.post(self._dialect.path, self._dialect.body(job, start), job)
@@ -152,19 +152,19 @@ class HTTPEngine(Engine):
                 positions, ids = self._dialect.read(json.loads(content), job.tokens, start)
             except (AttributeError, LookupError, TypeError, ValueError):
                 raise ServiceError(
-                    f"{self._http} answers in another form, {content[:80]!r}: pass its dialect=."
+                    f"{self._http} answers in another form, {content[:80]!r}. Pass its dialect=."
                 ) from None
             if ids != job.tokens[start:]:
                 raise ServiceError(
                     f"{self._http} scored other tokens than were sent for {job.name}, {ids[:9]} in place of "
-                    f"{job.tokens[start:][:9]}: look for a proxy that sends text, or a start token that the server adds."
+                    f"{job.tokens[start:][:9]}. Look for a proxy that sends text, or a start token that the server adds."
                 )
             missing = [t for t in job.scored if job.tokens[t] not in positions[t]]
             if not missing:
                 return positions
         raise ServiceError(
             f"{self._http} returned no log-prob for {len(missing)} of {len(job.scored)} tokens of {job.name}, "
-            f"first at position {missing[0]}: {self._dialect.advice}"
+            f"first at position {missing[0]}. {self._dialect.advice}"
         )
 
     # ------------------------------------------------------------------ the probe
@@ -174,7 +174,7 @@ class HTTPEngine(Engine):
         return self._positions(job)[1:]
 
     def _compare(self, scored: list[Position], what: str) -> None:
-        """Compare the probe's log-probs with those at the start."""
+        """Compares the probe's log-probs with the first ones."""
         tokens, both = _PROBE[1:], (self._reference, scored)
         values = torch.tensor([[at[token] for token, at in zip(tokens, each, strict=True)] for each in both])
         worst = float(values.clamp(min=_CLAMPED).diff(dim=0).abs().max())
@@ -184,15 +184,15 @@ class HTTPEngine(Engine):
     # ------------------------------------------------------------------ the rest of an engine
 
     def interface(self) -> tuple[ModelInterface, bool]:
-        """Keys and tokenizer for clients that tokenise; the model is not a TorchRL wrapper."""
+        """See :meth:`Engine.interface`. The model is not a TorchRL wrapper."""
         return self._interface, False
 
 
 def _top(positions: Sequence[Mapping[int, float]], k: int) -> dict[str, Tensor]:
-    """The ``k`` most probable tokens, and the log of the others' total probability, from the server's rounded numbers."""
+    """Computes the ``k`` most probable tokens, and the log-prob of the rest, from the server's rounded numbers."""
     best = [sorted(position.items(), key=lambda entry: (-entry[1], entry[0]))[:k] for position in positions]
     if short := [len(some) for some in best if len(some) < k]:
-        raise ServiceError(f"the server returned {min(short)} tokens for top_k={k}: raise its limit (--max-logprobs).")
+        raise ServiceError(f"the server returned {min(short)} tokens for top_k={k}. Raise its limit (--max-logprobs).")
     pairs = torch.tensor(best, dtype=torch.float64).reshape(-1, k, 2)
     ids, values = pairs[..., 0].long(), pairs[..., 1]
     rest = torch.log1p(-values.exp().sum(-1).clamp(max=1.0))
@@ -215,7 +215,7 @@ class _Job:
 
 class _Vllm:
     path = "/v1/completions"
-    advice = "start vLLM with --no-enable-prefix-caching, or a version that recomputes cached prompts."
+    advice = "Start vLLM with --no-enable-prefix-caching, or a version that recomputes cached prompts."
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -224,15 +224,16 @@ class _Vllm:
         return (0,)
 
     def body(self, job: _Job, start: int) -> dict[str, object]:
-        fixed = {"max_tokens": 1, "return_token_ids": True, "stream": False, **_PLAIN}  # 1 is the least
-        scores = {"prompt_logprobs": max(job.top_k, 1), "cache_salt": uuid.uuid4().hex}  # no other request's prefix
+        # vLLM samples at least one token.
+        fixed = {"max_tokens": 1, "return_token_ids": True, "stream": False, **_PLAIN}
+        scores = {"prompt_logprobs": max(job.top_k, 1), "cache_salt": uuid.uuid4().hex}  # read no other prefix
         return {"model": self._model, "prompt": job.tokens, **scores, **fixed}
 
     def read(self, reply: Any, tokens: list[int], start: int) -> tuple[list[Position], list[int]]:
-        """Log-probs at each position of the sequence, and the ids that the server scored from ``start`` on."""
+        """Returns log-probs at each position of the sequence, and the ids that the server scored from ``start`` on."""
         choice = reply["choices"][0]
         entries = [entry or {} for entry in choice["prompt_logprobs"] or ()]
-        if len(entries) < len(tokens):  # which ones are missing is unknown
+        if len(entries) < len(tokens):  # it is unknown which ones are missing
             return [{}] * len(tokens), tokens
         positions = [_position((int(token), x["logprob"]) for token, x in entry.items()) for entry in entries]
         return positions, list(choice["prompt_token_ids"])
@@ -240,10 +241,10 @@ class _Vllm:
 
 class _Sglang:
     path = "/generate"
-    advice = "it did not recompute them with logprob_start_len=0 either, or the token is forbidden (log-prob -inf)."
+    advice = "It did not recompute them with logprob_start_len=0 either, or the token is forbidden (log-prob -inf)."
 
     def starts(self, first: int) -> tuple[int, ...]:
-        # The entry at the start is null: begin one token before. Tokens before it may come from the server's cache.
+        # The entry at the start is null, so begin one token earlier. A start of 0 computes cached tokens again.
         return max(first - 1, 0), 0
 
     def body(self, job: _Job, start: int) -> dict[str, object]:
@@ -256,7 +257,7 @@ class _Sglang:
         info = reply["meta_info"]
         entries: list[Any] = info["input_token_logprobs"] or []
         tops: list[Any] = info.get("input_top_logprobs") or [None] * len(entries)
-        absent = len(tokens) - len(entries)  # not requested, or in the server's cache
+        absent = len(tokens) - len(entries)  # tokens that were not requested, or are in the server's cache
         positions: list[Position] = [{}] * absent
         for (value, token, *_), top in zip(entries, tops, strict=True):
             positions.append(_position((other, x) for x, other, *_ in top or ()) | _position([(token, value)]))
@@ -264,11 +265,11 @@ class _Sglang:
 
 
 def _position(entries: Iterable[tuple[int, Any]]) -> Position:
-    """Log-probs by token: -inf where the server has clamped it, NaN where its weights are broken; null values are left out."""
+    """Reads log-probs by token. They are -inf where the server clamps, NaN for broken weights. Null values are left out."""
     log_probs = {token: -math.inf if x <= _CLAMPED else float(x) for token, x in entries if x is not None}
     if any(value > 1e-3 for value in log_probs.values()):  # rounding may lift it above 0
         raise ServiceError(
-            f"the server sent the log-prob {max(log_probs.values())}, expected a number of at most 0: look for another "
+            f"the server sent the log-prob {max(log_probs.values())}, expected a number of at most 0. Look for another "
             "processor of log-probs at the server, or a faulty proxy."
         )
     return log_probs
@@ -278,15 +279,15 @@ def _position(entries: Iterable[tuple[int, Any]]) -> Position:
 
 
 class _Http:
-    """A server, over connections that stay open.
+    """A server, and connections to it that stay open.
 
     Attributes:
-        renewed: number of new connections and repeated requests: the server may then be another process.
+        renewed: number of new connections and repeated requests. After each, the server may be another process.
     """
 
     def __init__(self, url: str, api_key_env: str | None) -> None:
         parts = urlsplit(url)
-        place = parts.netloc.rpartition("@")[2]  # a password must not appear in errors
+        place = parts.netloc.rpartition("@")[2]  # without a password, which must not appear in errors
         if parts.scheme not in ("http", "https") or not place:
             raise ValueError(f"url must begin with http:// or https:// and a host, got {parts.scheme!r} and {place!r}.")
         self._url = f"{parts.scheme}://{place}{parts.path.rstrip('/').removesuffix('/v1')}"
@@ -300,7 +301,7 @@ class _Http:
         return f"the server at {self._url}"
 
     def post(self, path: str, body: Mapping[str, object], job: _Job) -> bytes:
-        """The content of the reply. Repeats a request without a proper answer until the deadline.
+        """Returns the content of the reply. Repeats a request without a proper answer until the deadline.
 
         Raises:
             ValueError: if the server refuses the request.
@@ -318,7 +319,7 @@ class _Http:
                 return content
             if status in (400, 413, 422):
                 raise ValueError(f"{self} refuses {job.name}: {why}")
-            failures += status == 500  # it may come from the request, and is not repeated for long
+            failures += status == 500  # the request may cause it, so it is not repeated for long
             if (0 < status < 500 and status not in (408, 425, 429)) or failures == 3:
                 raise ServiceError(f"{self} answers with {why}")
             if time.monotonic() + pause > job.deadline:
@@ -328,13 +329,13 @@ class _Http:
             self.renew()
 
     def served_model(self, deadline: float) -> object:
-        """Path of SGLang's model, or None if the server has no such page or does not answer."""
+        """Returns the path of SGLang's model, or None if the server has no such page or does not answer."""
         with contextlib.suppress(AttributeError, ValueError, *_FAILURES):
             return json.loads(self._exchange("GET", "/get_model_info", deadline)[1]).get("model_path")
         return None
 
     def _exchange(self, method: str, path: str, deadline: float, data: bytes = b"") -> tuple[int, bytes]:
-        """Status and content of a reply. Each step of the exchange (connect, write, read) must end by the deadline."""
+        """Returns status and content of a reply. Each step (connect, write, read) must end by the deadline."""
         limits = dict.fromkeys(("connect", "read", "write", "pool"), max(deadline - time.monotonic(), 0.001))
         about = {"timeout": limits, "trace": self._trace}
         response = self._pool.request(method, self._url + path, headers=self._headers, content=data, extensions=about)
@@ -345,5 +346,5 @@ class _Http:
             self.renew()
 
     def renew(self) -> None:
-        """Note that the next answer may come from another process."""
+        """Notes that the next answer may come from another process."""
         self.renewed += 1
