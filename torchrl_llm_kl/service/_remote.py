@@ -73,7 +73,7 @@ class Connection:
         """Joins a cluster if this process is not part of one, then finds the application."""
         if Connection._forked:
             raise ServiceError(
-                f"process {os.getpid()} was forked from a process that was connected to Ray, whose connection does not survive a "
+                f"process {os.getpid()} was forked from a process that was connected to Ray. The connection does not survive a "
                 "fork. Start the process with multiprocessing's 'spawn' or 'forkserver' method."
             )
         if self._closed:
