@@ -137,7 +137,7 @@ def test_a_forbidden_token_is_no_number(server, dialect):
     mask = rows.positions > 0
     message = r"-inf at sequence 1, position 2 \(token 50\)"
     if dialect == "sglang":
-        message = "for 1 of 3 tokens of sequence 1, first at position 2: .*forbidden"
+        message = "for 1 of 3 tokens of sequence 1, first at position 2. .*forbidden"
     with server.set(forbids=50):
         found = engine(server, dialect)
         with pytest.raises(ValueError if dialect == "vllm" else ServiceError, match=message):
@@ -169,7 +169,7 @@ def test_failures_that_pass_are_retried(server, fails):
         ({"fails": [299] * 1000}, "answers in another form, .*not JSON", 1),
         ({"fails": [403] * 1000}, "answers with HTTP 403", 1),
         ({"fails": [302]}, "answers with HTTP 302", 1),
-        ({"odd": True}, "answers in another form, .*pass its dialect=", 1),
+        ({"odd": True}, "answers in another form, .*Pass its dialect=", 1),
     ],
 )
 def test_failures_that_stay(server, switches, message, tries):

@@ -100,7 +100,7 @@ async def test_the_application_of_somebody_else_is_not_deleted(context, monkeypa
     await Keeper("name", spec()).end("its last driver ended")
     assert (context.deleted, context.killed) == ([], ["keeper"])
     monkeypatch.setattr(_replica, "serve", SimpleNamespace(start=lambda **given: None, status=lambda: context))
-    with pytest.raises(ServiceError, match="Serve has another application with the name 'name': choose another name="):
+    with pytest.raises(ServiceError, match="Serve has another application with the name 'name'"):
         _replica.deploy(spec())
 
 

@@ -60,7 +60,7 @@ def test_service_arguments_without_a_service_are_refused():
     with pytest.raises(ValueError, match="actor_name, num_replicas would have no effect"):
         RayRetrieveLogProb(service(), num_replicas=7, actor_name="x")
     for here in ({"use_ray_service": False}, {"service_backend": "direct"}):
-        with pytest.raises(ValueError, match="use the local class"):
+        with pytest.raises(ValueError, match="Use the local class"):
             RayRetrieveLogProb(model(), **here)
 
 
