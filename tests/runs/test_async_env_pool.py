@@ -30,10 +30,10 @@ def greedy_policy() -> TransformersWrapper:
 
 
 @contextmanager
-def pool_of(children: int = CHILDREN, how: Any = None, **settings: Any) -> Iterator[AsyncEnvPool]:
+def pool_of(**settings: Any) -> Iterator[AsyncEnvPool]:
     """An env for each of the first queries."""
-    makers = [partial(child_env, query, **settings) for query in QUERIES[:children]]
-    pool = AsyncEnvPool(makers, **(how or {"backend": "threading"}), stack="lazy")
+    makers = [partial(child_env, query, **settings) for query in QUERIES[:CHILDREN]]
+    pool = AsyncEnvPool(makers, backend="threading", stack="lazy")
     try:
         yield pool
     finally:
@@ -71,13 +71,3 @@ def test_threads_that_share_the_models(turns: int) -> None:
     with pool_of(turns=turns, models=scoring_models()) as pool:
         pool.min_get = CHILDREN
         check(collected(pool, 2 * turns * CHILDREN), turns)
-
-
-@pytest.mark.slow
-def test_processes_with_models_of_their_own() -> None:
-    """By the pool's own methods: torchrl's collector finds no action in the specs that it gets from processes."""
-    with pool_of(how={"backend": "multiprocessing", "exchange": "queue"}) as pool:
-        pool.async_step_send(greedy_policy()(pool.reset()))
-        check([row.clone() for row in pool.async_step_recv(min_get=CHILDREN).unbind(0)], turns=1)
-        with pytest.raises(IndexError):
-            collected(pool, CHILDREN)

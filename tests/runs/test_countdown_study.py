@@ -2,23 +2,19 @@
 
 import math
 from dataclasses import asdict
-from itertools import chain, islice, repeat
 from statistics import fmean
 
 import pytest
 import torch
-from torchrl.collectors.llm import LLMCollector
 
 pytest.importorskip("rich")
 
 import countdown_study as study
 from cli_files import read_jsonl
-from closeness import assert_near
-from countdown.model import as_policy, build_model, build_tokenizer, render_prompt, warm_up
-from countdown.task import Problem, all_problems, in_order, make_env
+from countdown.model import build_model, build_tokenizer, render_prompt
+from countdown.task import Problem, all_problems
 from countdown_study import STUDIES, Cell, Scale
 from project import PROJECT
-from torchrl_llm_kl import RetrieveKL
 
 QUICK = Scale(steps=3, warmup_steps=25, num_prompts=2, group_size=3, held_out=8, samples=2)
 #: One cell of each kind that runs its own way.
@@ -108,39 +104,3 @@ def test_the_true_kl_of_one_token_is_exact_and_of_several_agrees_with_its_estima
     error = float(estimates.std()) / 20
     assert 3 * error < kl
     assert abs(kl - float(estimates.mean())) < 5 * error
-
-
-def test_answers_are_those_of_the_collector():
-    """The studies go around env and collector: the same problems, tokens, rewards and scores."""
-    torch.manual_seed(4)
-    problems = all_problems(6)[:5]  # fewer than are posed: the order goes on with other permutations
-    tokenizer = build_tokenizer(problems)
-    policy, reference = build_model(tokenizer), build_model(tokenizer)
-    for _ in warm_up(policy, tokenizer, problems, steps=25, seed=4, batch_size=8, lr=5e-3):
-        pass  # the form of an answer, so that some have a reward
-    task = {"num_prompts": 3, "group_size": 2, "seed": 5}
-    env = make_env(problems, tokenizer, **task).append_transform(RetrieveKL("from_collector", reference, coeff=0.1))
-    turns = {"dialog_turns_per_batch": 6, "total_dialog_turns": 18}
-    collector = LLMCollector(env, policy=as_policy(policy, tokenizer), **turns, flatten_data=True)
-    torch.manual_seed(3)
-    expected = list(collector)
-    collector.shutdown()
-    torch.manual_seed(3)
-    kl = RetrieveKL(policy, reference, coeff=0.1)
-    order = chain.from_iterable(repeat(in_order(problems, 5, collate=lambda some: some[0])))
-    list(islice(order, 3))
-    found = []
-    for _ in range(3):
-        asked = [problem for problem in islice(order, 3) for _ in range(2)]
-        found.append(kl(study.answered(as_policy(policy, tokenizer), tokenizer, asked)))
-    assert len(expected) == 3
-    rewards = torch.cat([batch["next", "reward"].flatten(1).sum(-1) for batch in found])
-    assert len(set(rewards.tolist())) > 1
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine["text", "full"] == theirs["text", "full"]
-        for key in (("tokens", "full"), ("masks", "all_attention_mask")):
-            assert torch.equal(mine[key], theirs[key]), key
-        assert torch.equal(mine["next", "success"], theirs["next", "success"])
-        # the env's scorer goes on from the prompts that it remembers: sums over 128 hidden units in another order
-        for name in ("reward", "kl_penalty", ("log_probs", "full"), ("ref_log_probs", "full")):
-            assert_near(mine["next"].get(name), theirs["next"].get(name), terms=policy.config.hidden_size)

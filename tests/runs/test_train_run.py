@@ -1,6 +1,5 @@
 """A run does what its configuration says, and goes on to the bit where it was ended."""
 
-import json
 import os
 import re
 import shutil
@@ -26,12 +25,10 @@ from torchrl_llm_kl.training import Checkpoints, CheckpointWarning, ConfigError,
 from torchrl_llm_kl.training._inputs import load_prompts
 from torchrl_llm_kl.training._report import summary
 from torchrl_llm_kl.training._user_code import file_digests
-from toy_tokenizer import build_bos_tokenizer
 from train_lab import (
     ANSWERS,
     HELD_OUT,
     assert_same_run,
-    build_lab,
     ended_after,
     figures,
     go,
@@ -61,18 +58,6 @@ def test_the_figures_of_a_run(whole: Path) -> None:
         assert ANSWERS <= row["answer_tokens"] <= ANSWERS * 6
     assert len({row["coefficient"] for row in rows}) > 1
     assert steps_in(whole) == [f"step-00000{step}" for step in range(5) if step or evaluations[0]["reward"] >= 0][-5:]
-
-
-def test_a_run_with_a_tokenizer_that_adds_bos(tmp_path: Path) -> None:
-    """Prompts of unequal lengths: the first policy is the reference, so that their KL is 0 if both see the same prompts."""
-    lab = build_lab(tmp_path, build_bos_tokenizer(), "llama")
-    rows = [{"question": "say it" + " again" * (i % 3), "answer": "a"} for i in range(20)]
-    (lab / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result, _ = go(lab, tmp_path / "out", *SHORT, "run.steps=2", "logging.doctor_every=1")
-    assert result.outcome == "finished"
-    first, second = figures(tmp_path / "out" / "metrics.jsonl")
-    assert first["kl"] == pytest.approx(0, abs=1e-4)
-    assert abs(second["kl"]) > 1e-4, "the policy has moved"
 
 
 def test_the_evaluation_by_hand(lab: Path, whole: Path) -> None:
@@ -117,20 +102,14 @@ def test_the_final_folder_opens_and_has_a_card(whole: Path) -> None:
 
 
 def test_figures_for_people(lab: Path, tmp_path: Path) -> None:
-    """One held-out prompt has no standard error and no interval; a code block in a prompt does not end that of the settings."""
+    """One held-out prompt has no interval; a code block in a prompt does not end that of the settings."""
     changes = ("run.steps=1", SHORT[0], "evaluation.num_prompts=1", "data.system_prompt='```\\n# not a title'")
     result, said = go(lab, tmp_path / "mine", *changes)
-    lines = (tmp_path / "mine" / "evaluations.jsonl").read_text().splitlines()
-    before = json.loads(lines[0], parse_constant=pytest.fail)
-    assert "reward_error" not in before
-    assert f"step 0: reward on held-out prompts {before['reward']:.4g}" in said
-    assert result.figures["reward on 1 held-out prompt, before"] == f"{before['reward']:.4g}"
+    before = figures(tmp_path / "mine" / "evaluations.jsonl")[0]["reward"]
+    assert f"step 0: reward on held-out prompts {before:.4g}" in said
+    assert result.figures["reward on 1 held-out prompt, before"] == f"{before:.4g}"
     card = (tmp_path / "mine" / "final" / "README.md").read_text()
-    for text in (
-        "trained for 1 step with grpo",
-        f"| 0 | {before['reward']:.4g} | — | 0 |",
-        "````yaml\nimports: []\nmodel:\n",
-    ):
+    for text in ("trained for 1 step with grpo", f"| 0 | {before:.4g} | — | 0 |", "````yaml\nimports: []\nmodel:\n"):
         assert text in card
     rows = [{"step": 0, "tokens": 38_811.0, "seconds": 7_500.0}, {"tokens": 1.0, "seconds": 7_500.0}]
     assert summary(settings(lab, tmp_path), rows, [])["training"] == "2 steps, 38,812 tokens, 2 h 5 min"

@@ -237,18 +237,14 @@ _HOSTILE = [
         ("<tool_call>a", " ", ""),
         ("<tool_call>", "\n", "<x"),
         ("", "<tool_call>", ""),
-        ("", "<tool_call>a", "</tool_call>"),
         ("<tool_call>", "<function=", ""),
         ("<tool_call>a", "<parameter=a>", ""),
-        ("<tool_call>a", "<parameter=", ""),
         ("<tool_call>a<parameter=a>", "\n", ""),
         ("<tool_call>a<parameter=a>'", "\\'", "</parameter>"),
         ("<tool_call>a", "<arg_key>", "</arg_key>"),
-        ("<tool_call>a", "<arg_key>k</arg_key> ", ""),
         ("<tool_call>a<arg_key>k</arg_key>", "<arg_value>", ""),
         ("", "[TOOL_CALLS]a{", ""),
         ("{", '"a":{', ""),
-        ("", "<think>", ""),
         ("", "</think>", ""),
     )
 ]
