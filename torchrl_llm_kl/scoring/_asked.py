@@ -1,4 +1,4 @@
-"""The one place where objects of other libraries are asked for attributes that they may lack."""
+"""Reads attributes of other libraries' objects, which may lack them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def asked(owner: object, name: str, kind: tuple[type, ...]) -> Any: ...
 @overload
 def asked(owner: object, name: str, kind: type[T], default: T) -> T: ...
 def asked(owner: object, name: str, kind: type[T] | tuple[type, ...], default: object = None) -> object:
-    """An attribute of a model, a module or a configuration; ``default`` if it is missing or has another type.
+    """Read an attribute. Returns ``default`` if it is missing or has another type.
 
     Example:
         >>> import torch
@@ -26,7 +26,7 @@ def asked(owner: object, name: str, kind: type[T] | tuple[type, ...], default: o
 
 
 def call_of(owner: object, name: str, default: object = None) -> object:
-    """The result of a method without arguments; ``default`` if there is none, or it is not implemented."""
+    """Call a method without arguments. Returns ``default`` if it is missing or not implemented."""
     method = getattr(owner, name, None)
     try:
         return method() if callable(method) else default
@@ -35,5 +35,5 @@ def call_of(owner: object, name: str, default: object = None) -> object:
 
 
 def has(owner: object, name: str) -> bool:
-    """Whether there is an attribute."""
+    """Whether an object has an attribute."""
     return hasattr(owner, name)

@@ -1,10 +1,10 @@
-"""How the log-prob of one token comes about: its route, its numbers, and a plain forward beside them."""
+"""The explanation of one log-prob: its route, its numbers, and a comparison with a plain forward."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -26,37 +26,41 @@ from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._sampling import Sampling
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
+if TYPE_CHECKING:
+    from torchrl_llm_kl.scoring._scorer import LogProbScorer
+
 
 @dataclass(frozen=True)
 class Explanation:
-    """The log-prob of one token, step by step; see :meth:`~torchrl_llm_kl.LogProbScorer.explain`. ``str`` is a table.
+    """The steps of one log-prob, see :meth:`~torchrl_llm_kl.LogProbScorer.explain`. ``str`` formats them as a table.
 
     Attributes:
-        row: its sequence.
-        token: its place there.
-        token_id: its id.
-        path: ``"head"``, body and then head at scored positions; or ``"full"``, the model's own forward.
-        kind: ``"pack"`` or ``"step"``, in which a shared prefix is forwarded once, or ``"micro-batch"``, with padding.
-        why: the reason for both.
-        batch: the number of its pack or micro-batch, from 0, and ``batches``, how many there are.
-        attended: positions before the token that its distribution depends on, all in all.
-        elsewhere: the positions among them that an earlier pack forwarded.
-        in_mask: whether it is scored. The numbers are those that it would have; the score of one outside is 0.
+        row: the index of the sequence.
+        token: the index of the token in the sequence.
+        token_id: the id of the token.
+        path: ``"head"`` runs the body, then the head at scored positions. ``"full"`` is the model's own forward.
+        kind: ``"pack"`` or ``"step"``, which forward a shared prefix once, or ``"micro-batch"``, which is padded.
+        why: the reason for ``path`` and ``kind``.
+        batch: the index of the pack or micro-batch, from 0.
+        batches: the number of packs or micro-batches.
+        attended: the number of earlier positions that the token's distribution depends on.
+        elsewhere: how many of these positions were forwarded by an earlier pack.
+        in_mask: whether the token is scored. A masked-out token has the score 0, and the numbers here are hypothetical.
         sampling: temperature and truncation.
-        kept: number of tokens that the sampler leaves, or left, at this position; the whole vocabulary without truncation.
-        is_kept: whether the token is among them. If not, the scorer adds it.
-        logit: of the token, before the temperature.
-        log_normaliser: the log of the sum of ``exp(logit / temperature)`` over the tokens that are kept.
-        log_prob: what the scorer returns: ``logit / temperature - log_normaliser``, but for rounding.
-        plain: the same from one forward of the sequence alone by the model itself.
+        kept: the number of tokens that the sampler keeps at this position. Without truncation, the whole vocabulary.
+        is_kept: whether the token itself is one of them. If not, the scorer adds it.
+        logit: the token's logit, before the temperature.
+        log_normaliser: the log of the sum of ``exp(logit / temperature)`` over the kept tokens.
+        log_prob: the scorer's result, which is ``logit / temperature - log_normaliser`` up to rounding.
+        plain: the same log-prob from a forward of only this sequence, by the model itself.
 
     Example:
         >>> from torchrl_llm_kl import LogProbScorer
         >>> class Uniform(torch.nn.Module):
         ...     def forward(self, input_ids):
         ...         return (torch.zeros(*input_ids.shape, 4),)
-        >>> found = LogProbScorer(Uniform()).explain([[0, 1, 2]], row=0, token=2)
-        >>> found.kept, f"{found.log_normaliser:.4f}", found.difference
+        >>> explained = LogProbScorer(Uniform()).explain([[0, 1, 2]], row=0, token=2)
+        >>> explained.kept, f"{explained.log_normaliser:.4f}", explained.difference
         (4, '1.3863', 0.0)
     """
 
@@ -81,7 +85,7 @@ class Explanation:
 
     @property
     def difference(self) -> float:
-        """The scorer's log-prob less the plain one."""
+        """The scorer's log-prob minus the plain one."""
         return self.log_prob - self.plain
 
     def __str__(self) -> str:
@@ -104,7 +108,7 @@ class Explanation:
         return "\n".join(f"{name:<20}{value}" for name, value in rows.items())
 
 
-def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: ScoreOptions) -> Explanation:
+def explain(scorer: LogProbScorer, request: ScoreRequest, row: int, token: int, options: ScoreOptions) -> Explanation:
     """See :meth:`~torchrl_llm_kl.LogProbScorer.explain`."""
     lengths = request.tokens.lengths.tolist()
     if not 0 <= row < len(lengths) or not 1 <= token < lengths[row]:
@@ -116,7 +120,8 @@ def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: S
     if not in_mask:
         scored = request.mask.clone()
         scored[element] = True
-        request = replace(request, mask=scored, kept=None)  # nothing was recorded for it
+        request = replace(request, mask=scored, kept=None)  # a masked-out token may have no record
+    # Keep only the options that change a log-prob.
     options = ScoreOptions(options.sampling, options.adapters, options.dtype, options.deterministic)
     log_prob = scorer.run(request, options).log_prob.values[element]
     with locked(scorer.model), torch.no_grad():
@@ -125,7 +130,7 @@ def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: S
         batch, at = next(
             (i, int(hit[0])) for i, x in enumerate(forwards.elements) if len(hit := (x == element).nonzero())
         )
-        states = [forwards.run(i) for i in range(batch + 1)][-1]  # packs in order
+        states = [forwards.run(i) for i in range(batch + 1)][-1]  # packs must run in order
         logits = states.tempered(torch.tensor([at])).cpu()
         out, added = _left_out(run, logits, element)
         plain = _plain_logits(run, row, token)
@@ -157,7 +162,7 @@ def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: S
 
 
 def _left_out(run: ScoringRun, logits: Tensor, element: int) -> tuple[Tensor, Tensor]:
-    """Of logits ``[1, V]``: which tokens are left out, never the target, and whether it was added."""
+    """The mask of the dropped tokens of logits ``[1, V]``, and whether the target had to be added."""
     truncation, kept = run.options.sampling.truncation, run.request.kept
     if kept is None and not truncation.active:
         return torch.zeros_like(logits, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
@@ -166,9 +171,10 @@ def _left_out(run: ScoringRun, logits: Tensor, element: int) -> tuple[Tensor, Te
 
 
 def _plain_logits(run: ScoringRun, row: int, token: int) -> Tensor:
-    """Logits of the model's own forward of the sequence alone, over the temperature; ``[1, V]``, on the CPU."""
+    """Logits ``[1, V]`` over the temperature, from the model's own forward of only this sequence. On the CPU."""
     (setup,), (routing,), tokens = run.setups, run.routings, run.request.tokens
     first, images = int(tokens.offsets[row]), next(iter(run.images), None)
+    # Positions may depend on the whole length, and images must not be cut.
     last = int(tokens.lengths[row]) if run.request.whole or images is not None else token
     here = torch.arange(first, first + last)
     with setup.active(), routing.forward(here, setup.device) if routing else nullcontext():
@@ -177,12 +183,12 @@ def _plain_logits(run: ScoringRun, row: int, token: int) -> Tensor:
             given = {} if images is None else images.arguments([row], ids[None])
             logits = read_output(call(setup.model, ids[None], use_cache=False, **given), "logits")
         logits = whole_logits(setup.model, logits)
-    # From the end: prompt tuning puts virtual tokens before the sequence.
+    # Counted from the end, since prompt tuning puts virtual tokens before the sequence.
     (logits,) = widen(logits[:, logits.shape[1] - len(here) + token - 1].cpu())
     return logits / run.options.temperature
 
 
-def _why(scorer: Any, setup: Setup, run: ScoringRun) -> str:
+def _why(scorer: LogProbScorer, setup: Setup, run: ScoringRun) -> str:
     name = type(setup.model).__name__
     if run.images and run.tree is None and setup.route.sharing is not None:
         why = f"{name} cannot attend to images within a pack"
@@ -196,4 +202,4 @@ def _why(scorer: Any, setup: Setup, run: ScoringRun) -> str:
         why = f"the positions of {name} depend on the length of its sequences (longrope)"
     else:
         why = f"the body of {name} can neither attend within a pack nor continue a state"
-    return why + (", some layers see a sliding window of the past alone" if has_window(setup.model) else "")
+    return why + (", some layers see only a sliding window of the past" if has_window(setup.model) else "")

@@ -1,7 +1,7 @@
-"""What is scored, read and written beyond log-probs: one small object for each capability, for transforms and losses.
+"""Extras: capabilities beyond log-probs, one small object each, for transforms and losses.
 
-An :class:`Extra` declares the options that it sets and has three hooks: ``fields`` fills the request from the data, ``specs``
-declares entries, ``outputs`` computes them. A user's own is a subclass that overrides what applies.
+An :class:`Extra` declares the options that it sets and has three hooks. ``fields`` fills the request from the data, ``specs``
+declares entries, and ``outputs`` computes them. Users add their own by overriding these hooks in a subclass.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from torchrl_llm_kl.scoring._scores import Scores
 from torchrl_llm_kl.scoring._wrapper import check_distributions, is_wrapper, unwrap
 
 R = TypeVar("R")
-#: Which models of a :class:`~torchrl_llm_kl.RetrieveKL`.
+#: The models of a :class:`~torchrl_llm_kl.RetrieveKL` to which an extra applies.
 Of = Literal["policy", "reference", "both"]
 
 
 class EntrySpec(NamedTuple):
-    """An entry that is written for each token: its shape after the token dimension, and its dtype."""
+    """The shape, after the token dimension, and the dtype of an entry that is written for each token."""
 
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
@@ -63,12 +63,12 @@ class ScoringContext:
     """The settings of a transform or a loss that an extra may read.
 
     Attributes:
-        model: what is scored; None while no collector runs the env whose policy it is.
-        options: how it is scored.
+        model: the scored model. None for ``"from_collector"`` before a collector runs the env.
+        options: the options of the score.
         interface: keys and tokenisation of the model.
         tokenising: how text becomes tokens.
-        log_probs_key: where the policy's log-probs are.
-        in_env: whether an env holds the transform.
+        log_probs_key: the entry of the policy's log-probs.
+        in_env: whether the transform is part of an env.
     """
 
     model: object
@@ -85,10 +85,10 @@ class ScoredStep:
 
     Attributes:
         context: the settings of the transform or the loss.
-        td: the step.
-        next_td: its result; the same data, if it has no ``"next"``.
-        locate: finds the tokens of the step and which of them are scored.
-        images: of a conversation that was rendered.
+        td: the data of the step.
+        next_td: its ``"next"``, or ``td`` itself without one.
+        locate: finds the tokens of the step and the mask of those to score.
+        images: the images of a conversation that the transform rendered.
     """
 
     context: ScoringContext
@@ -99,23 +99,23 @@ class ScoredStep:
 
     @cached_property
     def located(self) -> Located:
-        """The tokens of the step, and which of them are scored."""
+        """The tokens of the step, and the mask of those to score."""
         return self.locate()
 
     def first(self, read: Callable[[TensorDictBase], R | None]) -> R | None:
-        """The record that a function reads from the result, else from the step."""
+        """Read a record from ``next_td``, or from ``td`` if it is not there."""
         record = read(self.next_td)
         return read(self.td) if record is None and self.next_td is not self.td else record
 
 
 class ScoringJob(NamedTuple):
-    """The tokens that are scored, after another prompt if there is one, and the request for their scores."""
+    """The located tokens, with the prompt that they are scored after, and the request for their scores."""
 
     located: Located
     request: ScoreRequest
 
     def in_place(self, scores: Scores) -> Scores:
-        """The scores at the tokens of the data; ``kept`` stays at the request's tokens."""
+        """Move the scores to the tokens of the data. ``kept`` stays at the request's tokens."""
         located = self.located
         if not isinstance(located, InContext):
             return scores
@@ -123,14 +123,14 @@ class ScoringJob(NamedTuple):
 
 
 class Extra:
-    """A capability of a transform; see :class:`~torchrl_llm_kl.RetrieveLogProb`.
+    """A capability of a transform, see :class:`~torchrl_llm_kl.RetrieveLogProb`.
 
     Attributes:
-        of: the model of a :class:`~torchrl_llm_kl.RetrieveKL` that it is for.
-        asks: fields of :class:`~torchrl_llm_kl.scoring.ScoreOptions` that it sets.
-        columns: entry -> the field of :class:`~torchrl_llm_kl.Scores` that is written there.
-        prompt: another prompt to score the response after.
-        reference: another model, to compute the exact KL to.
+        of: the model of a :class:`~torchrl_llm_kl.RetrieveKL` to which it applies.
+        asks: the fields of :class:`~torchrl_llm_kl.scoring.ScoreOptions` that it sets.
+        columns: maps each written entry to its field of :class:`~torchrl_llm_kl.Scores`.
+        prompt: another prompt that the response is scored after.
+        reference: another model for an exact KL.
 
     Example:
         >>> class Collision(Extra):
@@ -147,20 +147,20 @@ class Extra:
     reference: Model | None = None
 
     def fields(self, step: ScoredStep) -> RequestFields:
-        """Fields of the :class:`~torchrl_llm_kl.scoring.ScoreRequest`, in the order of the tokens of the data."""
+        """Read fields of the :class:`~torchrl_llm_kl.scoring.ScoreRequest` from the data, in the order of its tokens."""
         return {}
 
     def specs(self, context: ScoringContext) -> dict[NestedKey, EntrySpec]:
-        """The entries that are written; an error if this cannot be done."""
+        """Declare the entries that are written, or raise an error if they cannot be."""
         return dict.fromkeys(self.columns, EntrySpec())
 
     def outputs(self, step: ScoredStep, scores: Scores) -> dict[NestedKey, Ragged | None]:
-        """The entries to write; None writes nothing."""
+        """The entries to write. An entry of None is not written."""
         return {key: scores._asdict()[name] for key, name in self.columns.items()}
 
 
 def check_extras(extras: Iterable[Extra]) -> tuple[Extra, ...]:
-    """Extras as a tuple; an error for another object, or if a kind comes twice for one model."""
+    """Return the extras as a tuple. Raises a ValueError if one kind occurs twice for a model."""
     checked = tuple(extras)
     for extra in checked:
         check_choice(get_args(Of), of=extra.of)
@@ -171,20 +171,20 @@ def check_extras(extras: Iterable[Extra]) -> tuple[Extra, ...]:
 
 
 def with_defaults(extras: Iterable[Extra], defaults: Iterable[Extra]) -> tuple[Extra, ...]:
-    """The extras, and those of the defaults of whose kind there is none."""
+    """Add the defaults whose kinds are missing from the extras."""
     given = tuple(extras)
     return *given, *(extra for extra in defaults if type(extra) not in set(map(type, given)))
 
 
 def asked_of(options: ScoreOptions, extras: Iterable[Extra]) -> ScoreOptions:
-    """The options with the changes that the extras ask for."""
+    """The options, with the changes that the extras need."""
     for extra in extras:
         options = options.but(**extra.asks)
     return options
 
 
 def read_fields(extras: Iterable[Extra], step: ScoredStep) -> RequestFields:
-    """The fields of a request that the extras read from the data of a step."""
+    """Collect the fields of a request that the extras read from the data of a step."""
     given = RequestFields()
     for extra in extras:
         given |= extra.fields(step)
@@ -192,7 +192,7 @@ def read_fields(extras: Iterable[Extra], step: ScoredStep) -> RequestFields:
 
 
 def fill(extras: Sequence[Extra], step: ScoredStep) -> ScoringJob:
-    """The request for a step, with the fields that the extras read from its data."""
+    """Build the request for a step, with the fields that the extras read from its data."""
     located, given, records = step.located, read_fields(extras, step), False
     for extra in extras:
         records = records or bool(extra.asks.get("record_routing"))
@@ -202,17 +202,18 @@ def fill(extras: Sequence[Extra], step: ScoredStep) -> ScoringJob:
     if isinstance(located, InContext):
         if records:
             raise ValueError("AfterPrompt with RoutedExperts(record=True) would record the experts of another prompt.")
+        # Records belong to the tokens of the data. Move those of the response after the new prompt.
         source, target = located.origin.mask, located.mask
         moved = {name: FIELDS[name].moved(name, value, source, target) for name, value in given.items()}
         given = RequestFields(**moved)  # type: ignore[typeddict-item]
     return ScoringJob(located, ScoreRequest.of(located.tokens, located.host_mask, **given))
 
 
-# ------------------------------------------------------------------ more of each distribution
+# ------------------------------------------------------------------ other scores of each distribution
 
 
 class _OfScores(Extra):
-    """Writes fields of :class:`~torchrl_llm_kl.Scores`: one to the entry ``key``, several below it."""
+    """Writes fields of :class:`~torchrl_llm_kl.Scores`. One field goes to the entry ``key``, several go below it."""
 
     key: NestedKey
     scores: ClassVar[tuple[str, ...]]
@@ -225,7 +226,7 @@ class _OfScores(Extra):
 
 @dataclass(frozen=True)
 class Entropy(_OfScores):
-    """Write the entropy of the distribution that each token was drawn from; float32 nats ``[*B, T]``."""
+    """Write the entropy of the distribution that each token was drawn from, as float32 nats ``[*B, T]``."""
 
     key: NestedKey = "entropy"
     asks: ClassVar[Changes] = {"entropy": True}  # type: ignore[misc]
@@ -234,9 +235,9 @@ class Entropy(_OfScores):
 
 @dataclass(frozen=True)
 class Moments(_OfScores):
-    """Write ``"collision"`` and ``"discriminator"`` of each distribution below a key; see :class:`~torchrl_llm_kl.Scores`.
+    """Write ``"collision"`` and ``"discriminator"`` of each distribution below a key. See :class:`~torchrl_llm_kl.Scores`.
 
-    Inputs of the advantages ``optimal_token_baseline`` and ``clip_v``; without gradient.
+    They are inputs of the advantages ``optimal_token_baseline`` and ``clip_v``, and have no gradient.
     """
 
     key: NestedKey = "moments"
@@ -246,11 +247,11 @@ class Moments(_OfScores):
 
 @dataclass(frozen=True)
 class TopK(Extra):
-    """Write the most probable tokens at each scored token: a teacher's distribution for distillation. Without gradient.
+    """Write the most probable tokens at each scored token, as a teacher's distribution for distillation. No gradient.
 
     Args:
-        k: how many.
-        key: below which key they go: ``"ids"`` (int64) and ``"log_probs"`` ``[*B, T, k]``, in descending order, and
+        k: the number of tokens.
+        key: the parent of the entries: ``"ids"`` (int64) and ``"log_probs"``, both ``[*B, T, k]`` in descending order, and
             ``"rest_log_prob"`` ``[*B, T]``, the log of the total probability of all other tokens.
     """
 
@@ -262,12 +263,12 @@ class TopK(Extra):
 
     @property
     def asks(self) -> Changes:  # type: ignore[override]
-        """The top k."""
+        """The option ``top_k``."""
         return {"top_k": self.k}
 
     @property
     def columns(self) -> Mapping[NestedKey, str]:  # type: ignore[override]
-        """Ids, log-probs and the rest."""
+        """The entries of the ids, the log-probs and the rest."""
         return dict(zip(top_k_entries(self.key), ("top_indices", "top_log_probs", "tail_log_prob"), strict=True))
 
     def specs(self, context: ScoringContext) -> dict[NestedKey, EntrySpec]:
@@ -278,11 +279,11 @@ class TopK(Extra):
 
 @dataclass(frozen=True, eq=False)
 class ExactKL(_OfScores):
-    """Write the exact KL to another model over the whole vocabulary, from the same pass; float32 nats ``[*B, T]``.
+    """Write the exact KL to another model over the whole vocabulary, as float32 nats ``[*B, T]``, from the same pass.
 
     Args:
         reference: a model with the same vocabulary, in this process.
-        key: where it goes.
+        key: the entry of the KL.
     """
 
     reference: Model
@@ -294,15 +295,15 @@ class ExactKL(_OfScores):
         check_distributions(self.reference)
 
 
-# ------------------------------------------------------------------ what was recorded at sampling time
+# ------------------------------------------------------------------ records of the sampler
 
 
 @dataclass(frozen=True)
 class KeptTokens(Extra):
     """Score over the tokens that the sampler kept, as it recorded them (:class:`~torchrl_llm_kl.RecordKept`).
 
-    Read where the data holds them and the ``sampling`` of the options leaves tokens out: transforms have one of these with the
-    default key then.
+    They are read if the data holds them and the ``sampling`` of the options drops tokens. Transforms have one of these by
+    default, with the default key.
 
     Args:
         key: parent of the entries.
@@ -320,14 +321,14 @@ class KeptTokens(Extra):
 
 @dataclass(frozen=True)
 class Images(Extra):
-    """Score rows with their images; see ``docs/images.md``.
+    """Score rows with their images, see ``docs/images.md``.
 
-    Read where the data holds them, or from a conversation that the transform renders with a processor as its ``tokenizer``:
-    transforms have one of these with the default key.
+    They are read from the data, or from a conversation that the transform renders with a processor as its ``tokenizer``.
+    Transforms have one of these by default, with the default key.
 
     Args:
-        key: parent of the entries, for each row what the processor returned for its images (``pixel_values``,
-            ``image_grid_thw``, ...); a row without images lacks them.
+        key: parent of the entries. Each row holds the processor's output for its images (``pixel_values``,
+            ``image_grid_thw``, ...). A row without images lacks these entries.
     """
 
     key: NestedKey = "images"
@@ -342,15 +343,15 @@ class Images(Extra):
 
 @dataclass(frozen=True)
 class RoutedExperts(Extra):
-    """Replay, or record, the experts of a mixture of experts; see ``docs/routing.md``.
+    """Replay or record the experts of a mixture of experts, see ``docs/routing.md``.
 
     Args:
-        key: the entry with the experts that a sampler chose: integers ``[*B, T, L, k]`` for each layer with a router (or each
-            layer) and slot. Where the data holds it, the model uses these experts, with its own routers' weights. None: the
-            model routes by itself.
-        record: write the experts that the model used to the entry, for later scores and losses: the entry's if the
-            data holds it already, else its own (in an env always its own).
-        of: the model of a :class:`~torchrl_llm_kl.RetrieveKL`.
+        key: the entry with the experts that a sampler chose, integers ``[*B, T, L, k]`` for each layer with a router (or each
+            layer) and slot. If the data holds it, the model uses these experts, with the weights of its own routers. With
+            None the model routes by itself.
+        record: write the experts that the model used to the entry, for later scores and losses. They are the replayed ones
+            if the data holds the entry already, otherwise (and always in an env) the model's own choice.
+        of: the model of a :class:`~torchrl_llm_kl.RetrieveKL` to which it applies.
     """
 
     key: NestedKey | None = "routed_experts"
@@ -363,12 +364,12 @@ class RoutedExperts(Extra):
 
     @property
     def asks(self) -> Changes:  # type: ignore[override]
-        """The record."""
+        """The option ``record_routing``."""
         return {"record_routing": True} if self.record else {}
 
     @property
     def columns(self) -> Mapping[NestedKey, str]:  # type: ignore[override]
-        """The record."""
+        """The entry of the record."""
         return {self.key: "routing"} if self.record and self.key is not None else {}
 
     def specs(self, context: ScoringContext) -> dict[NestedKey, EntrySpec]:
@@ -388,7 +389,7 @@ class RoutedExperts(Extra):
 
 
 def _routers(model: object) -> Routers:
-    """The routers whose choices are recorded."""
+    """The routers whose choices are recorded, for the shape of the entry."""
     module = unwrap(model) if is_wrapper(model) else model
     if not isinstance(module, nn.Module):
         raise ValueError(f"RoutedExperts(record=True) needs a model in this process, got {type(model).__name__}.")
@@ -397,11 +398,11 @@ def _routers(model: object) -> Routers:
 
 @dataclass(frozen=True)
 class SamplerLogProbs(Extra):
-    """Move the log-probs that the policy stored when it sampled to another entry, before the model's are written there.
+    """Move the sampler's log-probs to another entry, before the model's log-probs replace them.
 
-    They are read under the transform's ``log_probs_full_key`` (or the ``"response"`` beside it);
-    :class:`~torchrl_llm_kl.PolicyLoss` reads them under the default key. NaN where the sampler returned none, 0 at tokens that
-    are not scored. Outside an env, data that already has the entry keeps it.
+    They are read under the transform's ``log_probs_full_key``, or the ``"response"`` next to it.
+    :class:`~torchrl_llm_kl.PolicyLoss` reads the moved ones under the default key. They are NaN where the sampler returned
+    none, and 0 at tokens that are not scored. Outside an env, data that already has the entry keeps it.
     """
 
     key: NestedKey = ("sampler_log_probs", "full")
@@ -432,7 +433,7 @@ class SamplerLogProbs(Extra):
 
 
 def _stored_by_sampler(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
-    """Where the policy stored its log-probs: the response's, which no transform writes, before the whole sequence's."""
+    """The entry of the sampler's log-probs. Prefers those of the response, which no transform overwrites."""
     names: list[NestedKey] = [key] if isinstance(key, str) else [(*key[:-1], "response"), key]
     places = {name: find_key(td, name) for name in names}
     here = [name for name, place in places.items() if place == name]
@@ -444,14 +445,14 @@ def _stored_by_sampler(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
 
 @dataclass(frozen=True)
 class AfterPrompt(Extra):
-    """Score the response after another prompt, which replaces all before the assistant's first token.
+    """Score the response after another prompt, which replaces everything before the assistant's first token.
 
     Args:
         prompt: a function of the conversation (``History -> History``, or ``(History, row) -> History`` to read other entries
-            of the row), or the entry with the ids of the prompts; see :func:`~torchrl_llm_kl.rollouts.in_context`. What is
-            written keeps the shape and the mask of the data.
-        of: the model of a :class:`~torchrl_llm_kl.RetrieveKL`: the reference after a prompt with the solution, or a policy
-            that is not to see a prompt it was sampled with.
+            of the row), or the entry with the ids of the prompts. See :func:`~torchrl_llm_kl.rollouts.in_context`. Written
+            entries keep the shape and the mask of the data.
+        of: the model of a :class:`~torchrl_llm_kl.RetrieveKL` to which it applies. For instance the reference sees a prompt
+            with the solution, or the policy does not see a prompt that it was sampled with.
     """
 
     prompt: Context
@@ -463,7 +464,7 @@ class AfterPrompt(Extra):
 
 @dataclass(frozen=True)
 class Adapters(Extra):
-    """Score one model of a :class:`~torchrl_llm_kl.RetrieveKL` with other adapters than the options say.
+    """Score one model of a :class:`~torchrl_llm_kl.RetrieveKL` with its own setting of ``adapters``.
 
     ``RetrieveKL(policy, "base", extras=[Adapters("ref", of="reference")])`` compares the policy's active adapter with its
     adapter ``"ref"``.
@@ -474,5 +475,5 @@ class Adapters(Extra):
 
     @property
     def asks(self) -> Changes:  # type: ignore[override]
-        """The adapters."""
+        """The option ``adapters``."""
         return {"adapters": self.adapters}

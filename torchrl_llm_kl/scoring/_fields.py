@@ -1,6 +1,6 @@
-"""The kinds of optional fields of a request: how each is read, cut, joined and sent.
+"""The kinds of optional fields of a request: how their values are checked, cut, joined and sent.
 
-Shapes: ``N`` tokens of ``S`` sequences; ``F`` the dimensions of a field after the tokens.
+Shapes: ``N`` tokens of ``S`` sequences. ``F`` are the dimensions of a field after the token dimension.
 """
 
 from __future__ import annotations
@@ -16,50 +16,53 @@ from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 
 T = TypeVar("T")
-#: Chosen experts of each token, layer and slot: ``[N, L, k]``; ``[*B, T, L, k]``; or a tensor ``[T, L, k]`` for each sequence.
+#: The experts of each token, layer and slot: ``[N, L, k]``, ``[*B, T, L, k]``, or a tensor ``[T, L, k]`` for each sequence.
 RoutedExperts: TypeAlias = Ragged | Tensor | Sequence[Tensor]
-#: The arrays of one field, by the part of their names after the field's.
+#: The arrays of one field. Their full names begin with the field's name.
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 
 
 class FieldKind(Protocol[T]):
-    """What a :class:`ScoreRequest` does with a field of one kind; it loops over its fields and calls only these methods."""
+    """The operations on a field of one kind. A :class:`ScoreRequest` loops over its fields and calls only these."""
 
-    def check(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> T | None:
-        """The field on the CPU, from any accepted form; a ValueError unless it belongs to these tokens and their mask."""
+    def read(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> T | None:
+        """Convert any accepted form to the field's value on the CPU, and check that it matches the tokens and the mask."""
 
     def select(self, value: T, elements: Tensor, rows: Tensor) -> T | None:
-        """The part of the tokens at flat ``elements``, which are those of the sequences ``rows``."""
+        """The values of the sequences ``rows``, whose tokens are at the flat ``elements``."""
 
     def concat(self, values: Sequence[T]) -> T:
-        """The field of several requests with one :meth:`form`."""
+        """Join the values of several requests that have the same :meth:`form`."""
 
     def form(self, value: T) -> tuple[object, ...]:
-        """The sizes, or names, that fields must share to be joined."""
+        """The sizes or names that values must share to be joined."""
         return ()
 
     def sizes(self, value: T, tokens: Ragged) -> Tensor:
-        """How many numbers are sent for each sequence, about; ``[S]``."""
+        """About how many numbers are sent for each sequence, ``[S]``."""
 
     def pack(self, value: T, mask: Tensor) -> dict[str, np.ndarray]:
-        """The arrays that are sent, by the part of their names after the field's; ``mask [N]`` is True at scored tokens."""
+        """The arrays to send. ``mask [N]`` is True at scored tokens."""
 
     def unpack(self, arrays: Arrays, tokens: Ragged, mask: Tensor) -> object:
-        """The field of the arrays, in a form that :meth:`check` takes."""
+        """Read the arrays of :meth:`pack` into a form that :meth:`read` takes."""
 
     def moved(self, name: str, value: T, source: Tensor, target: Tensor) -> T:
-        """The field after the prompts were replaced: scored tokens are at ``target [M]`` in place of ``source [N]``."""
+        """Move the value to a request with other prompts.
+
+        The scored tokens move from ``source [N]`` to ``target [M]``, both boolean masks.
+        """
         raise ValueError(f"{name} was recorded for the sampled prompt: leave out {name} or AfterPrompt.")
 
 
 def narrow(values: Tensor) -> Tensor:
-    """Integers in at most 4 bytes each where they fit."""
+    """Convert int64 to int32 if all values fit."""
     fits = values.numel() == 0 or (int(values.max()) < 2**31 and int(values.min()) >= -(2**31))
     return values.int() if values.dtype == torch.long and fits else values
 
 
 def longs(array: np.ndarray) -> Tensor:
-    """The integers of an array as int64."""
+    """Read an array of integers as an int64 tensor."""
     return torch.from_numpy(array.astype(np.int64))
 
 
@@ -69,7 +72,7 @@ def longs(array: np.ndarray) -> Tensor:
 class TokenIntegers(FieldKind[Tensor]):
     """Integers ``[N, *F]``, with at least one dimension ``F``."""
 
-    def check(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> Tensor | None:
+    def read(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> Tensor | None:
         """See :class:`FieldKind`."""
         values, count = cast(Tensor, given).detach().cpu(), tokens.values.shape[0]
         if values.ndim < 2 or values.shape[0] != count or not _holds_integers(values):
@@ -104,14 +107,15 @@ class TokenIntegers(FieldKind[Tensor]):
 
 
 class ExpertIds(TokenIntegers):
-    """The experts of each token, layer and slot; ``[N, L, k]`` in the dtype of the record, -1 where the router chooses."""
+    """The experts of each token, layer and slot: ``[N, L, k]`` in the dtype of the record. -1 lets the router choose."""
 
-    def check(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> Tensor:
-        """See :class:`FieldKind`; ``given`` is of any form of :data:`RoutedExperts`."""
+    def read(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> Tensor:
+        """See :class:`FieldKind`. Accepts any form of :data:`RoutedExperts`."""
         count = tokens.values.shape[0]
         if isinstance(given, Tensor) and not given.is_nested:
             values = given.detach().cpu()
             slots = tokens.container.batch_shape.numel(), sum(tokens.container.row_sizes)
+            # A padded record has the batch dimensions and the width of the padded token ids.
             if values.ndim > 3 and (values.shape[:-3].numel(), values.shape[:-2].numel()) == slots:
                 values = values.flatten(0, -3) if tokens.keep is None else values.flatten(0, -3)[tokens.keep]
             return _signed_experts(name, values, count)
@@ -142,6 +146,7 @@ def _signed_experts(name: str, values: Tensor, *counts: int) -> Tensor:
             f"{name} has shape {tuple(values.shape)} of {values.dtype}: expected integers "
             f"({' or '.join(map(str, counts))}, layers, experts)."
         )
+    # -1 needs a sign, and torch has few operators for unsigned types.
     wider = {torch.uint8: torch.int16, torch.uint16: torch.int32, torch.uint32: torch.int64}
     return values.to(wider.get(values.dtype, values.dtype))
 
@@ -150,17 +155,19 @@ def _signed_experts(name: str, values: Tensor, *counts: int) -> Tensor:
 
 
 class KeptIds(FieldKind[Kept]):
-    """Tokens that the sampler could have drawn at each token."""
+    """The tokens that the sampler could have drawn at each position."""
 
-    def check(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> Kept:
-        """See :class:`FieldKind`: each scored token is among those that were kept for it."""
+    def read(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> Kept:
+        """See :class:`FieldKind`. Each scored token must be among the tokens kept at its position."""
         ids, offsets = (x.detach().cpu().long() for x in cast(Kept, given)[:2])
         values, count, counts = tokens.values, tokens.values.shape[0], offsets.diff()
         ascends = offsets.shape == (count + 1,) and int(offsets[0]) == 0 and not bool((counts < 0).any())
         if not ascends or int(offsets[-1]) > len(ids) or bool((ids < 0).any()):
             raise ValueError(f"{name} needs ids of at least 0 and {count + 1} ascending offsets up to {len(ids)}.")
+        # A record may have spare room after its last id.
         kept = Kept(ids[: int(offsets[-1])], offsets)
         rows = kept.rows
+        # Compare every kept id with the token of its position, instead of a search for each token.
         is_kept = torch.zeros(count, dtype=torch.bool)
         is_kept[rows[kept.ids == values[rows]]] = True
         missing = (mask & ~is_kept).nonzero()
@@ -182,7 +189,7 @@ class KeptIds(FieldKind[Kept]):
         return value.offsets[tokens.offsets].diff()
 
     def pack(self, value: Kept, mask: Tensor) -> dict[str, np.ndarray]:
-        """Those of scored tokens."""
+        """See :class:`FieldKind`. Only the records of scored tokens are sent."""
         scored = value.take(mask.nonzero().squeeze(-1))
         return {"counts": scored.offsets.diff().int().numpy(), "ids": narrow(scored.ids).numpy()}
 
@@ -198,12 +205,12 @@ class KeptIds(FieldKind[Kept]):
 
 
 def spread_kept(ids: Tensor, counts: Tensor, mask: Tensor) -> Kept:
-    """The record of all ``N`` tokens from that of the tokens where ``mask [N]`` is True; none elsewhere."""
+    """Spread the records of masked-in tokens over all ``N`` tokens. The other tokens get an empty record."""
     every = torch.zeros(len(mask), dtype=torch.long, device=mask.device)
     every[mask] = counts
     return Kept.of(ids, every)
 
 
 def place_of(tokens: Ragged, element: int) -> str:
-    """Sequence and position of a flat element, for errors."""
+    """The sequence and the position of a flat element, for errors."""
     return f"sequence {int(tokens.sequence_ids[element])}, position {int(tokens.positions[element])}"

@@ -1,8 +1,8 @@
-"""Images beside token ids: each distinct one, found by its content, is encoded once, and the model's own code places it.
+"""Images of a request: each distinct image is encoded once, and the model's own code places it among the tokens.
 
-A processor returns the pixels of a row under names of its family (``pixel_values``, ``image_grid_thw``, ...). They are kept
-apart by image, hashed, and joined again for the encoder. What follows the encoder comes from the model's multimodal body, which
-takes encoded images (``mm_encoder_outputs``): it merges them into the embeddings, numbers the positions and makes the masks.
+A processor returns the pixels of a row under the names of its family (``pixel_values``, ``image_grid_thw``, ...). They are
+split by image, hashed, and joined again for the encoder. The steps after the encoder run in the model's multimodal body, which
+takes encoded images (``mm_encoder_outputs``). It merges them into the embeddings, numbers the positions and makes the masks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torchrl_llm_kl.scoring._fields import Arrays, FieldKind, longs
 from torchrl_llm_kl.scoring._model import Setup, call, find_body
 from torchrl_llm_kl.scoring._wrapping import replaced_forward, unwrapped
 
-#: Families whose scores with images were compared with the models' own.
+#: Families whose scores with images were compared with the model's own forward.
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "llava_onevision", "smolvlm", "idefics3")
-# Names in a processor's output that are of the tokens: they follow from the ids.
+# Entries of a processor's output that describe tokens. They follow from the ids, so they are ignored.
 _OF_TOKENS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 _GRID, _PIXELS, _SIZES, _ALONE = "image_grid_thw", "pixel_values", "image_sizes", "batch_num_images"
-# Of families whose pixels have a dimension of rows before that of images.
+# Families whose pixels have a dimension of rows before the dimension of images.
 _BY_ROW = {"smolvlm", "idefics3"}
 
 # ------------------------------------------------------------------ the images of a request
@@ -39,13 +39,13 @@ _BY_ROW = {"smolvlm", "idefics3"}
 
 @dataclass(frozen=True, eq=False)
 class RowImages:
-    """The images of ``S`` rows, each distinct one once. On the CPU.
+    """The ``M`` images of ``S`` rows. Each distinct image is stored once, on the CPU.
 
     Attributes:
-        inputs: of each distinct image, what its encoder takes, by the processor's names.
-        digests: of the content of each.
-        index: which of these each image is, row after row; int64 ``[M]``.
-        counts: images of each row; int64 ``[S]``.
+        inputs: the encoder's inputs for each distinct image, by the processor's names.
+        digests: a digest of the content of each distinct image.
+        index: int64 ``[M]``, the index into ``inputs`` of each image, row after row.
+        counts: int64 ``[S]``, the number of images of each row.
 
     Example:
         >>> cat, dog = torch.zeros(1, 3, 4, 4), torch.ones(1, 3, 4, 4)
@@ -61,7 +61,7 @@ class RowImages:
 
     @classmethod
     def of(cls, rows: ImageRows | RowImages, count: int) -> RowImages | None:
-        """The images of ``count`` rows, None if no row has one; a ValueError that names the row for others."""
+        """Read the images of ``count`` rows. Returns None if no row has images."""
         given = len(rows.counts) if isinstance(rows, RowImages) else len(rows)
         if given != count:
             raise ValueError(f"images has {given} rows, the tokens have {count}: expected one, or None, for each.")
@@ -71,6 +71,7 @@ class RowImages:
         every: list[list[tuple[Mapping[str, Tensor], bytes]]] = []
         for row, record in enumerate(rows):
             tensors = {} if record is None else _row_tensors(record)
+            # The answers of a group often share the memory of one image, which is then split and hashed once.
             same = tuple((name, t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in sorted(tensors.items()))
             if same not in known:
                 known[same] = [(image, _digest_of(image)) for image in (_images_of(tensors, row) if tensors else [])]
@@ -81,11 +82,11 @@ class RowImages:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The processor's names."""
+        """The processor's names of the inputs."""
         return tuple(sorted(self.inputs[0])) if self.inputs else ()
 
     def of_row(self, row: int) -> list[int]:
-        """Which distinct images a row has, in order."""
+        """The indices of the distinct images of a row, in order."""
         first = int(self.counts[:row].sum())
         images: list[int] = self.index[first : first + int(self.counts[row])].tolist()
         return images
@@ -94,12 +95,12 @@ class RowImages:
 class ImageField(FieldKind[RowImages]):
     """The images of each sequence."""
 
-    def check(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> RowImages | None:
+    def read(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> RowImages | None:
         """See :class:`FieldKind`."""
         return RowImages.of(cast("ImageRows | RowImages", given), tokens.num_sequences)
 
     def select(self, value: RowImages, elements: Tensor, rows: Tensor) -> RowImages | None:
-        """See :class:`FieldKind`; None if no row has an image."""
+        """See :class:`FieldKind`. Returns None if no row has an image."""
         chosen = [value.of_row(row) for row in rows.tolist()]
         index = torch.tensor([i for images in chosen for i in images], dtype=torch.long)
         return _tidy(value.inputs, value.digests, index, list(map(len, chosen))) if len(index) else None
@@ -113,18 +114,18 @@ class ImageField(FieldKind[RowImages]):
         return _tidy(inputs, digests, index, torch.cat([part.counts for part in values]).tolist())
 
     def form(self, value: RowImages) -> tuple[object, ...]:
-        """The processor's names."""
+        """The processor's names of the inputs."""
         return value.names
 
     def sizes(self, value: RowImages, tokens: Ragged) -> Tensor:
-        """See :class:`FieldKind`; an image counts once for all of its rows."""
+        """See :class:`FieldKind`. The size of an image is divided among its rows."""
         numbers = torch.tensor([sum(t.numel() for t in image.values()) for image in value.inputs])
         rows = torch.repeat_interleave(torch.arange(len(value.counts)), value.counts)
         each = (numbers // torch.bincount(value.index))[value.index]
         return torch.zeros_like(value.counts).index_add_(0, rows, each)
 
     def pack(self, value: RowImages, mask: Tensor) -> dict[str, np.ndarray]:
-        """Each distinct image once: by the processor's names, all numbers end to end, and the shapes."""
+        """See :class:`FieldKind`. Sends each distinct image once: the numbers of each input end to end, and the shapes."""
         arrays = {"counts": value.counts.int().numpy(), "index": value.index.int().numpy()}
         for name in value.names:
             tensors = [image[name] for image in value.inputs]
@@ -145,14 +146,14 @@ class ImageField(FieldKind[RowImages]):
         return _tidy(inputs, digests, longs(arrays["index"]), arrays["counts"].tolist())
 
     def moved(self, name: str, value: RowImages, source: Tensor, target: Tensor) -> RowImages:
-        """See :class:`FieldKind`; the placeholders of the new prompts are counted when they are scored."""
+        """See :class:`FieldKind`. The placeholders of the new prompts are counted when they are scored."""
         return value
 
 
 def _tidy(
     inputs: Sequence[Mapping[str, Tensor]], digests: Sequence[bytes], index: Tensor, counts: Sequence[int]
 ) -> RowImages:
-    """Images of which equal ones are one, and none is unused."""
+    """Merge equal images, and drop unused ones."""
     used = list(dict.fromkeys(digests[i] for i in index.tolist()))
     first = {digest: image for digest, image in reversed(list(zip(digests, inputs, strict=True)))}
     place = {digest: i for i, digest in enumerate(used)}
@@ -163,7 +164,8 @@ def _tidy(
 
 
 def _row_tensors(record: Mapping[str, object]) -> dict[str, Tensor]:
-    """What a processor returned for a row's images, on the CPU, in numpy's types."""
+    """The tensors of a row's images from a processor's output, on the CPU, in dtypes that numpy has."""
+    # Inputs are hashed and sent as numpy arrays, and numpy has no bfloat16.
     numpy_types = {torch.bfloat16: torch.float32, torch.bool: torch.uint8}
     given = {
         name: torch.as_tensor(x).detach().cpu()
@@ -174,7 +176,7 @@ def _row_tensors(record: Mapping[str, object]) -> dict[str, Tensor]:
 
 
 def _images_of(tensors: Mapping[str, Tensor], row: int) -> list[dict[str, Tensor]]:
-    """The images of a row apart."""
+    """Split the tensors of a row by image."""
     pixels, grid = tensors[_PIXELS], tensors.get(_GRID)
     if grid is not None:
         sizes = grid.reshape(-1, 3).prod(-1).tolist()
@@ -189,17 +191,18 @@ def _images_of(tensors: Mapping[str, Tensor], row: int) -> list[dict[str, Tensor
         if lacking := tensors.keys() - image.keys() - {_ALONE}:
             name = min(lacking)
             raise ValueError(f"images of row {row}: {name} has {len(tensors[name])} entries, expected {count} images.")
-        if _ALONE in tensors:  # which decides how it is encoded
+        if _ALONE in tensors:  # the encoder treats a row's only image differently
             image[_ALONE] = torch.tensor(1 if count == 1 else 2)
         images.append(image)
     return images
 
 
 def _digest_of(image: Mapping[str, Tensor]) -> bytes:
-    """Equal for images of the same content."""
+    """A digest that is equal for images of equal content."""
     digest = blake2b(digest_size=16)
     for name in sorted(image):
         tensor = image[name]
+        # The same bytes in another shape or dtype are another image.
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         digest.update(tensor.contiguous().numpy().data)
     return digest.digest()
@@ -218,10 +221,10 @@ class ImageModel:
 
     @classmethod
     def of(cls, model: nn.Module) -> ImageModel:
-        """The part; a ValueError for a model that takes no images, or not in this way."""
+        """Find the part. Raises a ValueError for a model of another family."""
         inner = unwrapped(model)
         kind, part = asked(asked(inner, "config", object), "model_type", str), None
-        for module in inner.modules():  # the innermost
+        for module in inner.modules():  # the last match is the innermost
             takes = inspect.signature(module.forward).parameters if has(module, "get_image_features") else {}
             if "mm_encoder_outputs" in takes:
                 part = module, next((name for name in sorted(_OF_TOKENS) if "type" in name and name in takes), None)
@@ -231,9 +234,10 @@ class ImageModel:
         return cls(part[0], token, part[1])
 
     def encode(self, images: RowImages, device: torch.device) -> list[list[Tensor]]:
-        """Features ``[n, H]`` of each distinct image, and those for deeper layers of the language model."""
+        """Features ``[n, H]`` of each distinct image, followed by those for deeper layers of the language model."""
         groups: dict[object, list[int]] = {}
         for i, image in enumerate(images.inputs):
+            # The encoder takes images of equal shapes in one batch. With a grid, it packs images of any size.
             shapes = tuple((name, t.shape) for name, t in sorted(image.items()) if _GRID not in image)
             groups.setdefault((shapes, int(image.get(_ALONE, 0))), []).append(i)
         features: list[list[Tensor]] = [[]] * len(images.inputs)
@@ -245,7 +249,7 @@ class ImageModel:
                 given[name] = send(join([image[name] for image in some]), device)
             if self.body.config.model_type in _BY_ROW:
                 given = {name: tensor.unsqueeze(1) for name, tensor in given.items()}
-            if _ALONE in given:  # several images of one row: more than there are, which the model does not count
+            if _ALONE in given:  # any count above the number of images marks several images per row; it is not checked
                 given[_ALONE] = [1] * len(some) if int(some[0][_ALONE]) == 1 else [len(some) + 1]
             out = self.body.get_image_features(**given, return_dict=True)
             deep = asked(out, "deepstack_features", (list, tuple)) or []
@@ -255,7 +259,7 @@ class ImageModel:
 
 
 class ImageInputs:
-    """The images of a request in one model: encoded once, and the arguments of its forwards."""
+    """The encoded images of a request for one model, and the arguments of the model's forwards."""
 
     def __init__(self, setup: Setup, images: RowImages, tokens: Ragged) -> None:
         self.setup, self.images, self._tokens = setup, images, tokens
@@ -266,6 +270,7 @@ class ImageInputs:
         expected = torch.tensor(
             [sum(len(self.features[i][0]) for i in images.of_row(r)) for r in range(len(tokens.lengths))]
         )
+        # transformers compares only the totals of a batch, where errors of two rows may cancel out.
         placed = torch.zeros_like(tokens.lengths).index_add_(0, tokens.sequence_ids, self.places.long())
         wrong = (placed != expected).nonzero()
         if len(wrong):
@@ -275,7 +280,8 @@ class ImageInputs:
             )
 
     def keys(self) -> Tensor:
-        """The token ids, with a digest of the image in place of each placeholder: equal for equal prefixes; int64 ``[N]``."""
+        """The token ids, int64 ``[N]``, with a digest of the image at each placeholder. Equal prefixes have equal keys."""
+        # Digests become negative numbers, which never equal a token id.
         digests = torch.tensor([-1 - (int.from_bytes(each[:8], "little") >> 1) for each in self.images.digests])
         counts = torch.tensor([len(features[0]) for features in self.features])
         out = self._tokens.values.clone()
@@ -283,7 +289,7 @@ class ImageInputs:
         return out
 
     def arguments(self, rows: Sequence[int], ids: Tensor) -> Json:
-        """What the multimodal body takes beside the padded ids ``[b, T]`` of some rows and their mask."""
+        """The arguments of the multimodal body besides the padded ids ``[b, T]`` of some rows and their mask."""
         chosen = [i for row in rows for i in self.images.of_row(row)]
         if not chosen:
             return {}
@@ -302,7 +308,7 @@ class ImageInputs:
 
     @contextmanager
     def forward(self) -> Iterator[Any]:
-        """Context: the multimodal body; restores what it notes about its last positions."""
+        """Context: the multimodal body. Restores the positions that the body stores for a next call."""
         body, name = self.model.body, "rope_deltas"
         before = getattr(body, name, None)
         try:
@@ -311,13 +317,13 @@ class ImageInputs:
             if hasattr(body, name):
                 setattr(body, name, before)
 
-    # ------------------------------------------------------------------ for packs
+    # ------------------------------------------------------------------ packs
 
     def prepare(self, batches: Sequence[tuple[Sequence[int], Tensor, Tensor, Tensor]], needed: Tensor) -> bool:
-        """Take what the multimodal body passes to the language model for the ``needed [N]`` tokens of whole rows.
+        """Record the inputs that the multimodal body passes to the language model, for the tokens ``needed [N]``.
 
-        Of each batch its rows, and ids, mask and sources as in :class:`PaddedBatch`. False if that cannot run in packs: an
-        attention that is more than causal, or an input of another kind.
+        Each batch holds whole rows: their indices, and ids, mask and sources as in :class:`PaddedBatch`. Returns False if
+        these inputs cannot run in packs, since the attention is not causal or an input is of an unknown kind.
         """
         self._place, self._deep_place = torch.full((2, len(needed)), -1)
         parts: list[dict[str, Tensor]] = []
@@ -328,6 +334,7 @@ class ImageInputs:
             with self.setup.active(), self.forward() as body, _watched(find_body(self.setup.model)) as seen:
                 call(body, ids, attention_mask=real, use_cache=False, **self.arguments(rows, ids))
             given = {name: x for name, x in seen.items() if isinstance(x, (Tensor, Mapping)) or "deepstack" in name}
+            # A pack is causal. It cannot express attention to later tokens, as among the patches of an image.
             if not _is_causal(given.pop("attention_mask", None), real):
                 return False
             elements = sources[here]
@@ -340,6 +347,7 @@ class ImageInputs:
                 self._deep_place[elements] = place[wanted].cpu()
                 deep.append(layers)
             positions = given.pop("position_ids", None)
+            # Inputs of an unknown kind may not be one row per token.
             if given.keys() - {"inputs_embeds", "per_layer_inputs"}:
                 return False
             part = {name: x[wanted] for name, x in given.items()}
@@ -350,13 +358,14 @@ class ImageInputs:
             parts.append({**part, "position_ids": positions})
         axes = max((part["position_ids"].shape[1] for part in parts), default=1)
         for part in parts:
+            # Batches without images have a single axis of positions, those with images may have several.
             part["position_ids"] = part["position_ids"].expand(-1, axes)
         self._inputs = {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
         self._deep = [torch.cat(layer) for layer in zip(*deep, strict=True)]
         return True
 
     def of_pack(self, elements: Tensor) -> Json:
-        """The language model's inputs for the tokens at flat ``elements [n]``."""
+        """The recorded inputs of the language model for the tokens at flat ``elements [n]``."""
         at = send(self._place[elements], self.setup.device)
         inputs: Json = {name: x[at][None] for name, x in self._inputs.items()}
         positions = inputs["position_ids"]
@@ -371,7 +380,7 @@ class ImageInputs:
 
 @contextmanager
 def _watched(decoder: nn.Module | None) -> Iterator[Json]:
-    """Context: calls of the language model return their embeddings without running it; their arguments are in the dict."""
+    """Context: calls of the language model return their embeddings, without running it. Yields their arguments."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     seen: Json = {}
@@ -385,7 +394,7 @@ def _watched(decoder: nn.Module | None) -> Iterator[Json]:
 
 
 def _is_causal(mask: object, real: Tensor) -> bool:
-    """Whether no token of ``real [b, T]`` attends to a later one."""
+    """Whether no token of ``real [b, T]`` attends to a later token."""
     if isinstance(mask, Mapping):
         return all(_is_causal(each, real) for each in mask.values())
     if mask is None or not isinstance(mask, Tensor) or mask.ndim != 4:

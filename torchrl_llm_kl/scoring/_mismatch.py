@@ -1,4 +1,4 @@
-"""Whether two models fit together: the sampler and the scored distribution, the vocabularies of policy and reference."""
+"""Checks that models match: the sampler and the scored distribution, the vocabularies of policy and reference."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from torchrl_llm_kl.scoring._sampling import NEUTRAL, OTHERS, TRANSFORMERS, Samp
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap, vocabulary_of
 
 _DOCS = "docs/sampling.md"
-# Rows that pad a head: two heads of one tokenizer may differ by as many, and by this share of the larger one. As large a
-# share of a tokenizer's names may differ: families rename their reserved tokens.
+# Heads of one tokenizer may differ by so many rows of padding, and by this share of the larger head. The same share of a
+# tokenizer's names may differ, since families rename their reserved tokens.
 _MOST_PADDING, _MOST_PADDED = 1024, 0.02
 
 
 class SamplerMismatchWarning(UserWarning):
-    """Tokens are not sampled from the distribution that is scored: ratios and KLs compare the wrong ones."""
+    """The sampler draws from another distribution than the scored one, so ratios and KLs are biased."""
 
 
 def sampler_of(model: object) -> Sampling | Literal["greedy"] | None:
-    """How a TorchRL wrapper generates; None if it is not known, or the model is none.
+    """How a TorchRL wrapper samples. None if that is unknown, or the model is not a wrapper.
 
-    A wrapper of transformers takes its settings from ``generate_kwargs``, else the model's ``generation_config``, else of
-    transformers itself, whose top-k is 50. Other engines have no truncation by default. A wrapper that scores
-    (``generate=False``) only tells how it would sample if it was given such settings, as a new version of a policy is.
+    A wrapper of transformers takes its settings from ``generate_kwargs``, then from the model's ``generation_config``, then
+    from the defaults of transformers, whose top-k is 50. Other engines do not truncate by default. A wrapper with
+    ``generate=False`` has a known sampler only if it was given sampling settings, like a new version of a policy.
     """
     settings = _sampler_settings(model)
     if settings is None:
@@ -42,27 +42,28 @@ def sampler_of(model: object) -> Sampling | Literal["greedy"] | None:
         return "greedy"
     try:
         return Sampling(settings["temperature"], max(int(settings["top_k"]), 0), settings["top_p"], settings["min_p"])
-    except (TypeError, ValueError):  # the engine will say what it does not like
+    except (TypeError, ValueError):  # the engine itself will refuse these settings
         return None
 
 
 def _sampler_settings(model: object) -> Json | None:
-    """What a wrapper generates with; None if it does not generate, as far as is known."""
+    """The generation settings of a wrapper. None if it is not known to generate."""
     if not is_wrapper(model):
         return None
     given = dict(asked(model, "generate_kwargs", (Mapping,)) or {})
+    # A wrapper that only scores has no sampler, except if it was given settings of one.
     names = (*TRANSFORMERS, *NEUTRAL, "do_sample")
     inner = unwrap(model)
     if asked(model, "generate", bool) is not True and not any(map(given.get, names)):
         return None
-    off = {**OTHERS, **NEUTRAL, "do_sample": inner is None}  # what None means
+    off = {**OTHERS, **NEUTRAL, "do_sample": inner is None}  # None turns a setting off
     own = {name: off[name] if given[name] is None else given[name] for name in names if name in given}
     if inner is None:
         params = asked(model, "sampling_params", object)  # vLLM's
         stated = {name: asked(params, name, (int, float)) for name in TRANSFORMERS}
         own |= {name: value for name, value in stated.items() if value is not None}
         return {**OTHERS, "do_sample": True, **own}
-    # A configuration given to the call fills its gaps from the model's.
+    # A configuration in the call takes missing values from the model's own.
     configs = asked(inner, "generation_config", object), given.get("generation_config")
     pairs = [(name, asked(config, name, object)) for config in configs for name in names]
     held = {name: value for name, value in pairs if value is not None}
@@ -70,13 +71,13 @@ def _sampler_settings(model: object) -> Json | None:
 
 
 def mismatch_of(model: object, scored: Sampling, *, trains: bool = False) -> str | None:
-    """What differs between the sampler of a wrapper and ``scored``, with the remedies; None if nothing is known to.
+    """Describe how a wrapper's sampler differs from ``scored``, with the remedies. None without a known difference.
 
-    A greedy wrapper passes, as in an evaluation, unless it is the one that ``trains``.
+    A greedy wrapper passes, since evaluations use one, except if its samples train a policy (``trains``).
     """
     sampler = sampler_of(model)
     config = None if sampler is None else asked(unwrap(model), "config", object)
-    everything = asked(config, "vocab_size", int, 0)  # torchrl's wrapper takes no top_k of 0
+    everything = asked(config, "vocab_size", int, 0)  # stands for a top_k of 0, which torchrl's wrapper refuses
     if sampler == "greedy" and trains:
         settings = {"do_sample": True, "top_k": everything, "top_p": 1.0}
         return (
@@ -90,6 +91,7 @@ def mismatch_of(model: object, scored: Sampling, *, trains: bool = False) -> str
     differs, settings = [], {"top_k": scored.top_k or everything, "top_p": scored.top_p}
     for name in OTHERS:
         ours, theirs = vars(scored)[name], vars(sampler)[name]
+        # Engines may store settings in float32.
         if not math.isclose(ours, theirs, rel_tol=1e-6):
             settings |= {} if name == "top_k" else {name: ours}
             differs.append(f"sampler uses {name}={theirs:g}, scorer {name}={ours:g}")
@@ -108,14 +110,15 @@ def mismatch_of(model: object, scored: Sampling, *, trains: bool = False) -> str
 
 
 def warn_of_chatml(wrapper: object, stacklevel: int = 1) -> None:
-    """Warn if torchrl renders a wrapper's conversations as ChatML, and its markers are no tokens of the model.
+    """Warn if torchrl renders a wrapper's conversations as ChatML, but its markers are not tokens of the model.
 
-    torchrl does so for every tokenizer without a template with ``{% generation %}`` blocks, but for a few families.
+    torchrl does so for every tokenizer whose template has no ``{% generation %}`` blocks, except for a few families.
     """
     tokenizer: Any = asked(wrapper, "tokenizer", object)
     marker = "<|im_start|>"
     if tokenizer is None or asked(wrapper, "input_mode", str) != "history":
         return
+    # A marker that the model knows is a single token.
     if len(tokenizer(marker, add_special_tokens=False)["input_ids"]) == 1:
         return
     from torchrl.data.llm import History
@@ -126,21 +129,24 @@ def warn_of_chatml(wrapper: object, stacklevel: int = 1) -> None:
     )
     if marker in text:
         warnings.warn(
-            f"torchrl renders the conversations of this policy as ChatML, and {marker!r} is no token of its tokenizer: the "
-            "model has not been trained on such markers. Use torchrl_llm_kl.make_env, which renders with the model's own "
+            f"torchrl renders the conversations of this policy as ChatML, but {marker!r} is not a token of its tokenizer: the "
+            "model was not trained on such markers. Use torchrl_llm_kl.make_env, which renders with the model's own "
             "template, or pass chat_template= to the policy's wrapper (docs/own_task.md).",
             stacklevel=stacklevel + 1,
         )
 
 
 def warn_of_mismatch(model: object, scored: Sampling, *, trains: bool = False, stacklevel: int = 1) -> None:
-    """Warn if tokens that ``model`` generates are known to be sampled otherwise than they are ``scored``."""
+    """Warn if ``model`` is known to sample from another distribution than the ``scored`` one."""
     if problem := mismatch_of(model, scored, trains=trains):
         warnings.warn(problem, SamplerMismatchWarning, stacklevel=stacklevel + 1)
 
 
 def inner_module(model: object) -> object:
-    """The model inside scorers, remembered models and wrappers; a wrapper of another backend itself, None for a service."""
+    """The model inside scorers, remembered models and wrappers.
+
+    A wrapper of another backend is returned itself. A service has no model in this process, so the result is None.
+    """
     while isinstance(model, Scorer) or has(model, "make_scorer"):
         model = asked(model, "model", object)
     inner = unwrap(model) if is_wrapper(model) else None
@@ -148,9 +154,10 @@ def inner_module(model: object) -> object:
 
 
 def check_vocabularies(policy: object, reference: object) -> None:
-    """Raise a ValueError if token ids are other tokens for the reference. Models of other processes are not looked at.
+    """Raise a ValueError if the models assign different tokens to the same ids. Models in other processes are skipped.
 
-    Two tokenizers are compared by their tokens. Without them sizes decide, which may differ by padding.
+    Two tokenizers are compared by their tokens. Without tokenizers, the vocabulary sizes are compared. They may differ by
+    padding.
     """
     ours, theirs = (vocabulary_of(model) for model in (policy, reference))
     advice = "Pass a reference with the policy's tokenizer."

@@ -1,4 +1,4 @@
-"""How tokens are scored: one record for scorers, transforms, losses and services."""
+"""The options of a score: one record for scorers, transforms, losses and services."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torchrl_llm_kl.scoring._sampling import Sampling, as_sampling
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-#: Bytes of keys and values that a scorer caches by default: 256 MiB.
+#: The default size of a scorer's cache of keys and values, in bytes: 256 MiB.
 DEFAULT_MEMORY = 256 * 2**20
-#: Of the options, those that decide the scores of given tokens and travel to another process.
+#: The options that decide the scores of given tokens. They are sent to another process.
 SHARED = ("sampling", "adapters", "dtype", "deterministic", "entropy", "top_k", "moments", "record_routing", "remember")
 
 
 class Changes(TypedDict, total=False):
-    """The fields of :class:`ScoreOptions` as keywords, and the temperature of its ``sampling``."""
+    """The fields of :class:`ScoreOptions` as keywords, and ``temperature`` for the temperature of ``sampling``."""
 
     temperature: float | None
     sampling: Sampling | None
@@ -44,41 +44,43 @@ class Changes(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """How tokens are scored, and what is computed beside their log-probs.
+    """How tokens are scored, and which scores are computed besides their log-probs.
 
-    Scorers take the fields as keywords, both when they are built and for one call, and ``temperature``
-    for ``Sampling(temperature)``.
+    Scorers take the fields as keywords, both at construction and for one call. They also take ``temperature``, short for
+    ``sampling=Sampling(temperature)``.
 
     Args:
-        sampling: the sampler's temperature, top-k, top-p and min-p: scores are over what is left, renormalised.
-        adapters: False disables the model's PEFT adapters while it is scored: the base model as a reference, without a
-            second copy of the weights. A name scores with that adapter alone (a reference that is itself an adapter, for
-            instance of an earlier stage of training); the active one is restored afterwards. Both are without gradient.
-        dtype: autocast dtype of the body, and of the products of a linear head; for instance ``torch.bfloat16`` on float32
-            weights. All after the head's product stays float32.
-        deterministic: a sequence's scores are the same to the last bit in every call, whatever other sequences, order and
-            cache it has, with and without ``grad`` (gradients are not). Float32 or float64 on a CPU, for one number of threads
-            and one ``tokens_per_batch``, a multiple of 64, by default 256. Checked on the model, when the scorer is built and
-            when one of these changes.
-        memory: the most bytes of keys and values that ``remember`` may cache; the least recently used are evicted first.
+        sampling: the sampler's temperature, top-k, top-p and min-p. Scores are computed over the tokens that remain, and
+            their probabilities are renormalised.
+        adapters: False disables the model's PEFT adapters during the score. The base model then serves as a reference
+            without a second copy of the weights. A name activates only that adapter, for a reference that is itself an
+            adapter (for instance from an earlier stage of training). The active adapter is restored afterwards. Both are
+            scored without gradient.
+        dtype: autocast dtype of the body and of the products of a linear head, for instance ``torch.bfloat16`` on float32
+            weights. Everything after the head's product stays float32.
+        deterministic: make a sequence's scores the same to the last bit in every call, whatever the other sequences, their
+            order and the cache, with and without ``grad`` (gradients may differ). Requires float32 or float64 on a CPU, one
+            number of threads, and one ``tokens_per_batch``, a multiple of 64, by default 256. The scorer checks it on the
+            model at construction and after a change of these settings.
+        memory: the most bytes of keys and values that ``remember`` may cache. The least recently used are evicted first.
             0 disables the cache.
-        entropy: of the distribution over the whole vocabulary that each token was drawn from.
-        top_k: number of most probable tokens to return, with the log of the total probability of all others. These
-            have no gradient.
-        moments: ``collision`` and ``discriminator`` of :class:`Scores`, for advantages; one more sweep of the head, without
-            gradient.
-        direction: of the exact KL to a reference: ``"reverse"`` is ``KL(model || reference)``, ``"forward"``
-            ``KL(reference || model)``, ``"jensen_shannon"`` a mean of both to their mixture; see
+        entropy: compute the entropy of the whole distribution that each token was drawn from.
+        top_k: the number of most probable tokens to return, with the log of the total probability of all others. These
+            scores have no gradient.
+        moments: compute ``collision`` and ``discriminator`` of :class:`Scores`, for advantages. This takes another sweep of
+            the head, without gradient.
+        direction: the direction of the exact KL to a reference. ``"reverse"`` is ``KL(model || reference)``, ``"forward"``
+            is ``KL(reference || model)``, and ``"jensen_shannon"`` a mean of the KLs of both to their mixture. See
             :func:`~torchrl_llm_kl.head.linear_pair`.
         beta: the reference's share of that mixture, inside (0, 1).
-        return_kept: return as ``kept`` of the scores the tokens that ``sampling`` leaves at each scored token: a model in
-            another process can be scored over them.
+        return_kept: return the tokens that ``sampling`` keeps at each scored position, as ``kept`` of the scores. A model in
+            another process can then be scored over the same tokens.
         record_routing: return the experts that the routers chose, as ``routing`` of the scores.
-        grad: keep the graph, so that the result is differentiable with respect to the model's parameters; logits are
-            computed again in the backward instead of held. By default no part of the graph is kept.
-        remember: cache keys, values and log-probs for later calls, so that the next turn of a conversation costs only its
-            new tokens. A change of weights or settings clears the cache. No effect with ``grad`` or where prefixes are not
-            shared.
+        grad: keep the graph, so that the result is differentiable with respect to the model's parameters. Logits are
+            recomputed in the backward instead of stored. By default no part of the graph is kept.
+        remember: cache keys, values and log-probs for later calls. The next turn of a conversation then costs only its new
+            tokens. A change of weights or settings clears the cache. It has no effect with ``grad`` or where prefixes are
+            not shared.
 
     Raises:
         ValueError: for a value out of range.
@@ -105,10 +107,11 @@ class ScoreOptions:
     remember: bool = False
 
     def __post_init__(self) -> None:
-        if cast(Sampling | None, self.sampling) is None:  # of a configuration
+        if cast(Sampling | None, self.sampling) is None:  # from a configuration file
             object.__setattr__(self, "sampling", Sampling())
         for each in fields(self):
             value = vars(self)[each.name]
+            # Configurations and messages are untyped: the text "false" would count as True.
             if each.type in ("bool", "int") and type(value).__name__ != each.type:
                 expected = "True or False" if each.type == "bool" else "a whole number of at least 0"
                 raise ValueError(f"{each.name} must be {expected}, got {value!r:.60}.")
@@ -127,14 +130,15 @@ class ScoreOptions:
         return self.sampling.temperature
 
     def but(self, **changes: Unpack[Changes]) -> ScoreOptions:
-        """These options with some changed; a TypeError for a name that is none.
+        """A copy with some options changed.
 
-        A ``temperature`` of None is 1, a ``sampling`` of None leaves every token at the temperature.
+        A ``temperature`` of None means 1. A ``sampling`` of None keeps every token, at the temperature.
         """
         given: Json = {**changes}
         temperature = given.pop("temperature", self.temperature)
         if given.get("sampling") is not None:
             given["sampling"] = as_sampling(changes.get("temperature"), given["sampling"])
+        # A temperature changes only that setting of the current sampling.
         elif "sampling" in given or "temperature" in changes:
             others = Sampling() if "sampling" in given else self.sampling
             given["sampling"] = replace(others, temperature=temperature)
@@ -142,19 +146,18 @@ class ScoreOptions:
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """The scores beside the log-prob that need the whole distribution of the model alone."""
+        """The requested scores, besides the log-prob, that need the whole distribution of this model."""
         return tuple(name for name in ("entropy", "top_k", "moments", "return_kept") if vars(self)[name])
 
     # ------------------------------------------------------------------ for another process
 
     def to_dict(self) -> Json:
-        """The :data:`SHARED` options that differ from the defaults, as JSON has them."""
+        """The :data:`SHARED` options that differ from the defaults, as JSON values."""
         options: Json = {name: vars(self)[name] for name in SHARED if vars(self)[name] != vars(_DEFAULTS)[name]}
         if self.dtype is not None:
             options["dtype"] = str(self.dtype).removeprefix("torch.")
         if "sampling" in options:
-            sampling = vars(self.sampling)
-            options["sampling"] = {name: value for name, value in sampling.items() if value != vars(Sampling())[name]}
+            options["sampling"] = dict(vars(self.sampling))
         return options
 
     @classmethod

@@ -1,7 +1,7 @@
-"""A call: the forwards of one model, or two side by side, and the head.
+"""A call of a scorer: the forwards of one model, or of two in step, and the head.
 
-Models run in packs, every distinct prefix once and without padding. Those with a recurrent state continue it after a shared
-prefix; any others run in padded micro-batches.
+Models run in packs, where every distinct prefix is forwarded once and without padding. Models with a recurrent state continue
+it after a shared prefix. All other models run in padded micro-batches.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,13 +50,16 @@ from torchrl_llm_kl.scoring._scores import (
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import ErrorGuard, Ranks, inside, is_out_of_memory, is_sharded
 
+if TYPE_CHECKING:
+    from torchrl_llm_kl.scoring._scorer import LogProbScorer
+
 _SMALLEST_PACK = 16  # tokens
 
 # ---------------------------------------------------------------------- packs
 
 
 class PackedPass:
-    """One model over the prefix tree of a request, a pack at a time; with ``lookup``, over the part that is not cached."""
+    """Runs one model over the prefix tree of a request, one pack at a time. A ``lookup`` skips the cached part."""
 
     kind: Final = "pack"
 
@@ -79,7 +82,7 @@ class PackedPass:
         bounds = torch.arange(len(self.plan.packs) + 1) * tokens_per_batch
         counts = torch.searchsorted(slots, bounds).diff().tolist()
         self.elements = list(scored[order].split(counts))  # flat indices of the tokens that each pack predicts
-        # Move everything that the forwards need to the device in one go, before the first.
+        # One transfer before the first forward: a copy between forwards would make the device wait.
         row = request.tokens.values[element], position
         if setup.options.deterministic:
             row = pad_pack(row[0], tokens_per_batch), pad_pack(row[1], tokens_per_batch)
@@ -87,15 +90,15 @@ class PackedPass:
         self._slots = send(slots % tokens_per_batch, setup.device).split(counts)
         self._element = element
         self._last_use = self.plan.last_use()
-        # For pieces that later packs attend to: keys and values of the piece and of all before it, in order.
+        # For each piece that later packs attend to: its keys and values, and those of all pieces before it, in order.
         self._pasts: dict[int, list[KeysValues]] = {-1: []}
-        # With compiled parts: what later packs add to the gradients of these, and the last hidden state of the last pack.
+        # Only for compiled parts: the gradients that later packs add to those keys, and the hidden states of the last pack.
         self._gradients: Gradients = {}
         self._last: Tensor | None = None
-        self.has_window = False  # whether any layer has passed a sliding window so far
+        self.has_window = False  # whether a forwarded layer had a sliding window
 
     def run(self, index: int) -> States:
-        """States at the positions that predict ``elements[index]``. Packs must be run in order."""
+        """Run a pack, and return the states that predict ``elements[index]``. Packs must run in order."""
         layout = self._layout(index)
         here = slice(index * self.size, (index + 1) * self.size)
         inputs = None if self.images is None else self.images.of_pack(self._element[here])
@@ -107,6 +110,7 @@ class PackedPass:
                 if self.lookup is not None and forwarded.kept is not None:
                     piece = self.plan.pieces[i]
                     self.lookup.insert(piece.node, piece.first, piece.length, forwarded.kept)
+            # Free the keys and values that no later pack attends to.
             self._pasts = {i: past for i, past in self._pasts.items() if i < 0 or self._last_use[i] > index}
             return head_states(self.setup, hidden[0][self._slots[index]])
 
@@ -120,19 +124,19 @@ class PackedPass:
         return [*states, self.run(last).source]
 
     def run_dummy(self) -> States:
-        """Forward a token of no sequence, for layers that all ranks call together; states at no position."""
+        """Forward a dummy token, since layers that ranks share must be called on all of them. Returns no positions."""
         ids = torch.zeros(1, dtype=torch.long, device=self.setup.device)
         with self.setup.active():
             return head_states(self.setup, self._forward(PackLayout([PackPiece(0, 1, -1, [])]), ids, ids)[0][:0])
 
     def chosen(self) -> Tensor:
-        """The experts that the routers chose for each token, -1 where none was forwarded; ``[N, L, k]``, on the CPU."""
+        """The experts that the routers chose for each token, ``[N, L, k]`` on the CPU. -1 at tokens without a forward."""
         return self._tree.spread(
             cast(Routing, self.routing).result(self._request.tokens.values.shape[0]), self._request.tokens
         )
 
     def attended(self, element: int) -> tuple[int, int]:
-        """Positions that the token at a flat element attends to, itself included, and how many of them are in earlier packs."""
+        """How many positions a token attends to, itself included, and how many of them are in earlier packs."""
         tokens, packs = self._request.tokens, {i: n for n, pack in enumerate(self.plan.packs) for i in pack}
         (node,), (place,) = self._tree.locate(tokens.sequence_ids[element, None], tokens.positions[element, None])
         pieces = self.plan.pieces
@@ -146,11 +150,12 @@ class PackedPass:
         return here + earlier, earlier
 
     def _forward(self, layout: PackLayout, ids: Tensor, positions: Tensor, inputs: Json | None = None) -> Tensor:
-        """The hidden states of a pack; ``[1, N, H]``. ``inputs`` take the place of ids and positions."""
+        """The hidden states of a pack, ``[1, N, H]``. ``inputs`` replace the ids and positions."""
         body = body_and_head(self.setup.model)[0]
         options: Json = {"position_ids": positions[None], "use_cache": False, **(inputs or {})}
         if any(compiled_call(module) for module in body.modules()):
             layout.gradients = self._gradients
+            # A compiled body takes the pack as an argument, since its graph reads no Python state.
             options["attention_mask"] = link(layout, self._last, ids.device)
         with pack_attention(self.setup.model, layout):
             out = call(body, ids[None], **options) if inputs is None else body(**options)
@@ -185,20 +190,20 @@ class Piece:
     """Consecutive tokens of one node of a prefix tree."""
 
     node: int
-    first: int  # place of its first token in the node
+    first: int  # index of its first token in the node
     length: int  # at least 1
-    past: int  # the piece before its first token; -1 at the start of a sequence, and for a cached one, which is in no pack
+    past: int  # the piece before it; -1 at the start of a sequence, and for a cached piece, which is in no pack
 
 
 @dataclass(frozen=True)
 class PackPlan:
-    """Pieces in an order in which each comes after its ``past``, and the packs that they form."""
+    """Pieces, each after its ``past``, and the packs that they form."""
 
     pieces: list[Piece]
     packs: list[list[int]]  # indices of pieces, ascending through all packs
 
     def last_use(self) -> list[int]:
-        """The last pack in which another piece attends to each piece, -1 if none does."""
+        """For each piece, the last pack that attends to it from another piece, or -1."""
         out = [-1] * len(self.pieces)
         for pack, indices in enumerate(self.packs):
             for index in indices:
@@ -212,8 +217,8 @@ class PackPlan:
 def plan_packs(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | None = None) -> PackPlan:
     """Lay the nodes of a prefix tree end to end, depth first, and cut the row every ``tokens_per_batch`` tokens.
 
-    Depth first holds the fewest keys and values for later packs. ``cached`` is the number of leading tokens of each node
-    that need no forward, by default 0.
+    In depth-first order the fewest keys and values are held for later packs. ``cached`` is the number of leading tokens of
+    each node that need no forward, by default 0.
 
     Example:
         >>> from torchrl_llm_kl.ragged import Ragged
@@ -254,10 +259,10 @@ def plan_packs(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | 
 
 
 def _row_of_tokens(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, Tensor]:
-    """The row of all tokens to forward, pack after pack.
+    """Lay all tokens to forward in a row, pack after pack.
 
-    Returns the flat element and the position of each token in the row; and the place in the row of each token of the
-    tree, node after node, -1 for those not in it.
+    Returns the flat element and the position of each token in the row, and the index in the row of each token of the tree,
+    node after node. Tokens that are not in the row have the index -1.
     """
     pieces = [plan.pieces[i] for pack in plan.packs for i in pack]
     node, first, length = torch.tensor([(p.node, p.first, p.length) for p in pieces]).long().reshape(-1, 3).unbind(-1)
@@ -273,7 +278,7 @@ def _row_of_tokens(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, Te
 
 
 class PaddedPass:
-    """One model over a request, a micro-batch at a time, each of sequences with at least one token to forward."""
+    """Runs one model over a request, one micro-batch at a time. Each sequence has at least one token to forward."""
 
     kind: Final = "micro-batch"
 
@@ -287,25 +292,25 @@ class PaddedPass:
     ) -> None:
         self.setup, self.routing, self.images, self._rows = setup, routing, images, batches
         self._batches = [request.padded(rows) for rows in batches]
-        self.elements = [batch.elements for batch in self._batches]  # that each micro-batch predicts
+        self.elements = [batch.elements for batch in self._batches]  # flat indices that each micro-batch predicts
         self._num_tokens = request.tokens.values.shape[0]
 
     def chosen(self) -> Tensor:
-        """The experts that the routers chose for each token, -1 where none was forwarded; ``[N, L, k]``, on the CPU."""
+        """The experts that the routers chose for each token, ``[N, L, k]`` on the CPU. -1 at tokens without a forward."""
         return cast(Routing, self.routing).result(self._num_tokens)
 
     def attended(self, element: int) -> tuple[int, int]:
-        """Positions that the token at a flat element attends to, itself included; and 0."""
+        """How many positions a token attends to, itself included, and 0 for those in earlier packs."""
         batch, (row, column) = next((x, at[0]) for x in self._batches if len(at := (x.sources == element).nonzero()))
         return int(batch.real[row, : column + 1].sum()), 0
 
     def run_dummy(self) -> States:
-        """Forward a token of no sequence, for layers that all ranks call together; states at no position."""
+        """Forward a dummy token, since layers that ranks share must be called on all of them. Returns no positions."""
         ids = torch.zeros(1, 1, dtype=torch.long)
         return self._run(ids, torch.ones_like(ids), torch.zeros(0, dtype=torch.long))
 
     def run(self, index: int) -> States:
-        """States at the positions that predict ``elements[index]``."""
+        """Run a micro-batch, and return the states that predict ``elements[index]``."""
         ids, real, slots = (send(part, self.setup.device) for part in self._batches[index][:3])
         sources = self._batches[index].sources.flatten()
         with self.routing.forward(sources, self.setup.device) if self.routing else nullcontext():
@@ -326,7 +331,7 @@ class PaddedPass:
                 logits = read_output(call(setup.model, ids, use_cache=False, **options), "logits")
                 if shards_logits(setup.model, logits):
                     raise ValueError('the logits are sharded: use tp_plan={"lm_head": "colwise_gather_output"}.')
-                # The last positions: prompt tuning puts virtual tokens before the sequence.
+                # Counted from the end, since prompt tuning puts virtual tokens before the sequence.
                 logits = logits[:, -ids.shape[1] :].flatten(0, 1)
                 places, temperature = slots.to(logits.device), setup.options.temperature
                 return States(
@@ -341,12 +346,12 @@ class PaddedPass:
 def plan_micro_batches(lengths: Tensor, tokens_per_batch: int) -> list[Tensor]:
     """Split sequences into micro-batches of similar length under a token budget.
 
-    A micro-batch costs ``rows * longest``, padding included. The longest sequences come first, so that a run that does
+    A micro-batch costs ``rows * longest`` tokens, padding included. The longest sequences come first, so a run that does
     not fit into memory fails at once.
 
     Args:
-        lengths: tokens to forward per sequence; ``[S]``, int64. A sequence of 0 tokens is in no micro-batch.
-        tokens_per_batch: the budget. A longer sequence gets a separate micro-batch.
+        lengths: tokens to forward per sequence, int64 ``[S]``. A sequence of 0 tokens is in no micro-batch.
+        tokens_per_batch: the budget. A longer sequence gets a micro-batch of its own.
 
     Returns:
         Sequence indices, int64 on the CPU, one tensor per micro-batch.
@@ -371,7 +376,7 @@ def plan_micro_batches(lengths: Tensor, tokens_per_batch: int) -> list[Tensor]:
 
 
 def padded_batches(lengths: Tensor, tokens_per_batch: int, *models: nn.Module) -> list[Tensor]:
-    """:func:`plan_micro_batches`, with no batch on both sides of a model's frequency switch."""
+    """Plan micro-batches that stay on one side of each model's switch of rotary frequencies (longrope)."""
     sides = [lengths]
     for switch in set().union(*map(frequency_switches, models)):
         sides = [torch.where(within, side, 0) for side in sides for within in (side <= switch, side > switch)]
@@ -385,12 +390,12 @@ Pass = PackedPass | ForkedPass | PaddedPass
 
 @dataclass(eq=False)
 class ScoringRun:
-    """A call: every masked-in token under a model, and under a reference if there is a second scorer."""
+    """One call: scores every masked-in token under a model, and under a reference if there is a second scorer."""
 
-    scorers: Sequence[Any]  # LogProbScorer, which imports this module
+    scorers: Sequence[LogProbScorer]
     ranks: Ranks
     request: ScoreRequest
-    routings: Sequence[Routing | None]  # of each scorer
+    routings: Sequence[Routing | None]  # one for each scorer
     options: ScoreOptions
 
     def __post_init__(self) -> None:
@@ -406,21 +411,23 @@ class ScoringRun:
         self.images = (
             [] if row_images is None else [ImageInputs(x, row_images, self.request.tokens) for x in self.setups]
         )
+        # Both models forward the same packs, so they must share prefixes in the same way.
         sharing = {setup.route.sharing for setup in self.setups}
         if len(sharing) == 1 and None not in sharing:
-            # A prefix is shared among sequences that route it alike.
+            # Sequences share a prefix only if they also route it alike.
             records = (each.record for each in self.routings if each is not None)
             values = self.images[0].keys() if self.images else self.request.tokens.values
             tokens = self.request.tokens.like(tell_apart(values, *records))
             self.forks = "forks" in sharing
             lengths = self.request.forward_lengths
+            # A step for a short prefix costs more than it saves.
             least = {"min_shared": MIN_SHARED, "min_length": MIN_LENGTH} if self.forks else {}
             self.tree = PrefixTree.build(tokens, lengths, **least)
         if self.images:
             self._place_images()
 
     def _place_images(self) -> None:
-        """Take the inputs of packs from the models' own code, or share no prefixes."""
+        """Compute the packs' inputs with the models' own code. If that fails, do not share prefixes."""
         whole = replace(self.request, whole=True)
         if self.tree is not None and not self.forks:
             needed = self.tree.forwarded(len(whole.mask))
@@ -433,12 +440,12 @@ class ScoringRun:
         self.request = whole
 
     def __call__(self) -> tuple[Tensor, Columns]:
-        """Flat elements ``[K]`` on the CPU, and their scores on the model's device."""
+        """Score the request. Returns the flat elements ``[K]`` on the CPU, and their scores on the model's device."""
         if self.tree is not None and self.options.grad and drops_layers(self.setups[0].model):
             self._part("Layers are dropped at random: set layerdrop to 0, or call eval().")
         model = self.setups[0].model
         if self.forks and self.options.grad and self.ranks.groups and is_sharded(model) and checkpoints_layers(model):
-            # Recomputed whole, a step would gather weights out of order, and not as often on each rank.
+            # A recomputed step would gather weights in another order, and not equally often on each rank.
             self._part("Sharded layers are checkpointed one by one.")
         while True:
             try:
@@ -449,7 +456,7 @@ class ScoringRun:
                 self._part(str(error))
                 continue
             except (RuntimeError, MemoryError) as error:
-                # With deterministic=True another budget would round otherwise.
+                # Another budget rounds differently, which deterministic=True forbids.
                 if not is_out_of_memory(error) or self.options.deterministic:
                     raise
                 longest = max(self.request.forward_lengths.tolist(), default=0)
@@ -463,18 +470,19 @@ class ScoringRun:
                 "retry.",
                 stacklevel=4,
             )
+            # Return cached blocks, or fragmentation may keep the smaller forward from fitting.
             if torch.accelerator.is_available():
                 torch.accelerator.empty_cache()
 
     def _part(self, reason: str, *where: str) -> None:
-        """Share no prefixes in this call."""
+        """Stop sharing prefixes in this call."""
         self.tree, self.forks = None, False
-        if self.images:  # which are not cut
+        if self.images:  # an image must not be cut
             self.request = replace(self.request, whole=True)
         self.scorers[0]._warn_apart(reason, *where)
 
     def _attempt(self) -> tuple[Tensor, Columns]:
-        """Forward and read the whole request, ``budget`` tokens at a time."""
+        """Forward and score the whole request, ``budget`` tokens at a time."""
         lookups = [] if self.tree is None else self._lookups(self.tree)
         passes = self.passes(lookups)
         models = [(setup.model, *body_and_head(setup.model)) for setup in self.setups if setup.route.path == "head"]
@@ -486,11 +494,12 @@ class ScoringRun:
         return scores
 
     def _lookups(self, tree: PrefixTree) -> list[CacheLookup]:
-        """The cached part of the request for each model; nothing if the call does not use the caches."""
+        """The cached part of the request for each model. Empty if the call does not use the caches."""
         caches: list[PrefixKVCache] = [scorer.memory for scorer in self.scorers]
         options, request = self.options, self.request
         if not options.remember or options.grad or any(self.routings) or not all(cache.limit for cache in caches):
             return []
+        # The cache stores only log-probs of the sampler's distribution. Other scores need the distribution itself.
         plain = not options.beside and len(caches) == 1 and request.top_ids is None and request.kept is None
         lookups = []
         keyed = replace(request, tokens=request.tokens.like(self.images[0].keys())) if self.images else request
@@ -499,7 +508,7 @@ class ScoringRun:
             lookups.append(CacheLookup(cache, keyed, tree, values=plain))
             if self.forks:
                 lookups[-1].only_states()
-        # Both models run side by side: use only hits of both caches.
+        # Both models forward the same tokens: use only hits of both caches.
         pairs = zip(*(lookup.cached for lookup in lookups), strict=True)
         cached = [min(both) if not self.forks or len({*both}) == 1 else 0 for both in pairs]
         for lookup in lookups:
@@ -507,7 +516,7 @@ class ScoringRun:
         return lookups
 
     def passes(self, lookups: Sequence[CacheLookup] = ()) -> Sequence[Pass]:
-        """The forwards of each model: packs or steps of the tree, or padded micro-batches without one."""
+        """The forwards of each model: packs or steps of the prefix tree, or padded micro-batches without a tree."""
         images: list[ImageInputs | None] = [*self.images] or [None] * len(self.setups)
         if self.tree is None:
             models = (setup.model for setup in self.setups)
@@ -524,9 +533,9 @@ class ScoringRun:
     def _forward_all(
         self, guard: ErrorGuard, passes: Sequence[Pass], lookups: list[CacheLookup]
     ) -> tuple[Tensor, Columns]:
-        """Run all packs or micro-batches, and the head."""
+        """Run all packs or micro-batches, and the head on their states."""
         request, ranks, grad, device = self.request, self.ranks, self.options.grad, self.setups[0].device
-        # Layers that ranks share are called, and have a backward, equally often on each rank.
+        # Layers that ranks share must be called, and have a backward, equally often on each rank.
         number = ranks.most(max(1, len(passes[0].elements))) if ranks.groups else len(passes[0].elements)
         elements: list[Tensor] = [torch.zeros(0, dtype=torch.long)]
         parts: list[Columns] = []
@@ -546,7 +555,7 @@ class ScoringRun:
             elements.append(some)
             targets = send(request.tokens.values[some], device)
             if grad and all(each.head is not None for each in states):
-                # The graph holds hidden states anyway, and a single head call yields a single gradient of its weight.
+                # The graph holds the hidden states anyway. A single head call computes a single gradient of its weight.
                 held.append((some, targets, states))
             else:
                 parts += self._read(guard, some, targets, states)
@@ -562,13 +571,13 @@ class ScoringRun:
         element = torch.cat(elements)
         for lookup, name in zip(lookups if request.kept is None else [], ("log_prob", "ref_log_prob"), strict=False):
             lookup.finish(element, columns[name].cpu())
-        if lookups and lookups[0].element.numel():  # only if nothing but log-probs is requested
+        if lookups and lookups[0].element.numel():  # cached scores, only if a call requests nothing but log-probs
             element = torch.cat([element, lookups[0].element])
             columns["log_prob"] = torch.cat([columns["log_prob"], lookups[0].values.to(device)])
         return element, columns
 
     def _read(self, guard: ErrorGuard, some: Tensor, targets: Tensor, states: list[States]) -> list[Columns]:
-        """The scores of some tokens; nothing after an error."""
+        """The scores of some tokens. Empty after an error."""
         request, grad, tile = self.request, self.options.grad, BLOCK if self.options.deterministic else None
         own, ref = states[0], states[1] if len(states) > 1 else None
         if request.kept is not None:
@@ -579,7 +588,7 @@ class ScoringRun:
         return [columns] if columns else []
 
 
-def budget_of(scorer: Any, setup: Setup) -> int:
-    """The most tokens of a forward."""
+def budget_of(scorer: LogProbScorer, setup: Setup) -> int:
+    """The most tokens of one forward."""
     default = PACK if setup.options.deterministic else 1024 if setup.device.type == "cpu" else 16384
     return scorer.tokens_per_batch or default

@@ -1,4 +1,4 @@
-"""What all scorers share: their options, the ways to call them, and the refusal of what one cannot do."""
+"""The interface of all scorers: options, methods, and the check of unsupported features."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrl_llm_kl.scoring._scores import Scores
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-#: What may be asked of a scorer beside log-probs of the model's own distribution, by the name under which it is asked.
+#: The features of scorers, beyond log-probs of the model's own distribution, by the name of their argument.
 FEATURES = frozenset(
     {
         *("temperature", "truncation", "adapters", "dtype", "deterministic", "grad", "reference"),
@@ -29,16 +29,17 @@ _NEUTRAL = ScoreOptions()
 
 
 class Scorer(ABC):
-    """Scores token ids under a model, here or elsewhere.
+    """Scores token ids under a model, in this process or another.
 
-    Its :attr:`options` are one frozen record. Set another one, ``scorer.options = scorer.options.but(temperature=0.7)``, or
-    pass changes for one call.
+    The :attr:`options` are one frozen record. Set another one with ``scorer.options = scorer.options.but(temperature=0.7)``,
+    or pass changes for one call.
 
     Attributes:
-        model: what is scored.
+        model: the scored model.
         path: the route for log-probs.
-        offers: the :data:`FEATURES` that it has; a call that asks for another raises an error.
-        place: where it scores, for these errors, and ``instead``, what to do instead.
+        offers: the supported :data:`FEATURES`. A call that needs another feature raises an error.
+        place: where the scorer runs, for the text of these errors.
+        instead: the advice of these errors.
 
     Example:
         >>> class Uniform(Scorer):
@@ -62,7 +63,7 @@ class Scorer(ABC):
 
     @property
     def options(self) -> ScoreOptions:
-        """How it scores where a call does not say otherwise."""
+        """The default options of each call."""
         return self._options
 
     @options.setter
@@ -76,19 +77,22 @@ class Scorer(ABC):
     def run(
         self, request: ScoreRequest, options: ScoreOptions | None = None, *, reference: Scorer | None = None
     ) -> Scores:
-        """The scores of a request; nats, exactly 0 where the mask is False.
+        """Score a request. All scores are in nats, and exactly 0 where the mask is False.
 
         Args:
-            request: what is scored.
-            options: how; by default :attr:`options`.
+            request: the tokens to score.
+            options: how to score them. Default: :attr:`options`.
 
         Keyword Args:
-            reference: the scorer of a model with the same vocabulary: adds its log-probs and the exact KL to it. It runs
-                without gradient, at the temperature of the options.
+            reference: the scorer of a model with the same vocabulary. It adds that model's log-probs and the exact KL to it.
+                The reference runs without gradient, at the temperature of the options.
         """
 
     def begin(self, request: ScoreRequest, options: ScoreOptions | None = None) -> Callable[[], Scores]:
-        """Start to score, and return a function that waits for the scores; a model of this process runs when it is called."""
+        """Start to score, and return a function that waits for the scores.
+
+        A model in this process runs only when that function is called.
+        """
         return partial(self.run, request, options)
 
     def score(
@@ -104,21 +108,21 @@ class Scorer(ABC):
         Args:
             sequences: token ids of any form that :meth:`ScoreRequest.of` takes, or a request, which also holds the mask and
                 records of the tokens.
-            mask: True at tokens to score; by default all but the first of each sequence.
+            mask: True at tokens to score. By default all tokens except the first of each sequence.
 
         Keyword Args:
-            attention_mask: of padded token ids; 1 at tokens, 0 at padding.
+            attention_mask: for padded token ids, 1 at tokens and 0 at padding.
             changes: fields of :class:`ScoreOptions` for this call, and ``temperature``.
 
         Returns:
-            The log-probs as ``values [N]``: nats, float32 on the device of ``sequences``; exactly 0 where the mask is False.
-            ``restore()`` converts them to the form of ``sequences`` (padded, nested or a list), with 0 at padding.
+            The log-probs as ``values [N]``, in nats, float32 on the device of ``sequences``. They are exactly 0 where the mask
+            is False. ``restore()`` converts them to the form of ``sequences`` (padded, nested or a list), with 0 at padding.
 
         Raises:
-            TypeError: if ``sequences`` or a row has another type.
-            ValueError: for a batch without sequences; if the mask selects padding or a first token, a sequence is too long for
-                the model, a token id is outside its vocabulary, or a log-prob is not finite (each message names the sequence);
-                if the attention mask is missing or not a mask of the token ids; if the scorer lacks what is asked.
+            TypeError: if ``sequences`` has another type.
+            ValueError: if the batch has no sequences, the mask selects padding or a first token, a sequence is too long for
+                the model, a token id is outside its vocabulary, or a log-prob is not finite. Each message names the sequence.
+                Also if the attention mask is missing or does not match the ids, or the scorer lacks a requested feature.
 
         Example:
             >>> from torchrl_llm_kl import LogProbScorer
@@ -141,7 +145,7 @@ class Scorer(ABC):
         reference: Scorer | None = None,
         **changes: Unpack[Changes],
     ) -> Scores:
-        """Log-probs, and the other scores that the options ask for, from one forward of the body.
+        """Log-probs and all other requested scores, from one forward of the body.
 
         Args:
             sequences: token ids or a request, as for :meth:`score`.
@@ -149,15 +153,15 @@ class Scorer(ABC):
 
         Keyword Args:
             attention_mask: as for :meth:`score`.
-            reference: the scorer of a model to compare with; see :meth:`run`.
+            reference: the scorer of a model to compare with, see :meth:`run`.
             changes: fields of :class:`ScoreOptions` for this call, and ``temperature``.
 
         Returns:
-            The requested scores, None for the others; nats, exactly 0 where the mask is False.
+            The requested scores, and None for the others. All are in nats, and exactly 0 where the mask is False.
 
         Raises:
-            ValueError: as :meth:`score`; or if the vocabularies or the temperatures differ, the reference truncates, or a
-                scored token is not among its ``kept``; with routing, if the model is dense, of another family, sharded,
+            ValueError: for the reasons of :meth:`score`. Also if the vocabularies or the temperatures differ, the reference
+                truncates, or ``kept`` lacks a scored token. With routing, if the model is dense, of another family, sharded,
                 compiled or of another backend, or the record has other tokens, layers or experts.
 
         Example:
@@ -178,34 +182,34 @@ class Scorer(ABC):
         return self.run(request, options, reference=reference)
 
     def forget(self) -> None:  # noqa: B027
-        """Clear the cache of ``remember=True``. Only needed after a few weights were changed through ``.data``."""
+        """Clear the cache of ``remember=True``. Only needed after a change of a few weights through ``.data``."""
 
     def together(self, reference: Scorer | None = None) -> AbstractContextManager[None]:
-        """A context whose errors all ranks raise that score together."""
+        """A context for ranks that score together: an error on one rank is raised on all of them."""
         return nullcontext()
 
-    # ------------------------------------------------------------------ what it cannot do
+    # ------------------------------------------------------------------ unsupported features
 
     def check(
         self, options: ScoreOptions, request: ScoreRequest | None = None, *, reference: Scorer | None = None
     ) -> None:
-        """Raise a ValueError that says what is asked for and not among :attr:`offers`."""
+        """Raise a ValueError that names the requested features that are not in :attr:`offers`."""
         check_offers(self, options, request, reference=reference)
 
 
 class MakesScorer(Protocol):
-    """A model that makes its own scorers: it is in another process, or its scores are remembered."""
+    """A model that makes its own scorers, since it runs in another process or its scores are stored."""
 
     def make_scorer(self, *, options: ScoreOptions) -> Scorer:
-        """A scorer with these options."""
+        """Make a scorer with these options."""
 
 
-#: What can be scored: a transformers model, a wrapper of TorchRL's, or a model that makes its own scorers.
+#: Models that can be scored: a transformers model, a TorchRL wrapper, or a model that makes its own scorers.
 Model: TypeAlias = nn.Module | MakesScorer
 
 
 class Offers(Protocol):
-    """What answers requests: a scorer, or a service's engine."""
+    """A scorer, or the engine of a service: anything that declares its features."""
 
     offers: frozenset[str]
     place: str
@@ -215,7 +219,7 @@ class Offers(Protocol):
 def check_offers(
     scorer: Offers, options: ScoreOptions, request: ScoreRequest | None = None, *, reference: object = None
 ) -> None:
-    """Raise a ValueError for what is wanted of a scorer, or of a service's engine, and not among its ``offers``."""
+    """Raise a ValueError for requested features that are not in the ``offers`` of a scorer or an engine."""
     wanted: dict[str, object] = {} if request is None else dict.fromkeys(request.recorded, "...")
     wanted |= {"reference": "..."} if reference is not None else {}
     if options.sampling.truncates:

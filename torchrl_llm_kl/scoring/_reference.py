@@ -1,4 +1,4 @@
-"""A frozen reference in less memory: weights in bfloat16 or int8, layers in the host's memory until they run."""
+"""A frozen reference that takes less memory: bfloat16 or int8 weights, and layers that stay on the host until they run."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 def prepare_reference(
     model: ModuleT, *, dtype: torch.dtype | None = None, offload_to: torch.device | str | None = None
 ) -> ModuleT:
-    """Freeze a model, in place, and make it small, beside a policy of any dtype.
+    """Freeze a model in place and reduce its memory. The policy may have any dtype.
 
-    Scores follow from the changed weights, in float32 from the head's logits on, whatever the policy's dtype. The
-    model is not trained afterwards: pass a copy, never the policy itself.
+    Scores are computed from the changed weights, in float32 from the head's logits on. The model cannot be trained
+    afterwards, so pass a copy and never the policy itself.
 
     Args:
         model: a transformers causal LM with its layers in a ``ModuleList``, before it is sharded.
 
     Keyword Args:
-        dtype: a floating-point type for all parameters, such as ``torch.bfloat16`` (buffers, as rotary frequencies, keep
-            theirs); or ``torch.int8`` for the linear layers between embedding and head: rows rounded to 127 steps on either
-            side of 0, a scale for each, products in the dtype of the activations. Default None: as they are.
-        offload_to: the device that scores. The layers stay in the host's memory (page-locked for an accelerator), and each is
-            copied to the device while the one before it runs: two layers, the norm and the head are there, and the embedding
-            if it is the head. Default None: the model stays where it is.
+        dtype: a floating-point type for all parameters, such as ``torch.bfloat16``. Buffers, such as rotary frequencies,
+            keep their dtype. ``torch.int8`` instead applies to the linear layers between embedding and head. Each row is
+            rounded to 127 steps on either side of 0 and has its own scale. Products have the dtype of the activations.
+            Default None: no change.
+        offload_to: the device that scores. The layers stay in the host's memory (page-locked for an accelerator), and each
+            is copied to the device while the previous one runs. The device holds two layers, the norm, the head, and the
+            embedding if it is tied to the head. Default None: the model stays where it is.
 
     Returns:
         ``model``, in evaluation mode, without gradients.
@@ -73,7 +74,7 @@ def prepare_reference(
                 parameter.data = parameter.data.to(dtype)
     inner.requires_grad_(False).eval()
     if device is not None:
-        device = torch.empty(0, device=device).device  # with its index
+        device = torch.empty(0, device=device).device  # adds the index of the device
         _keep_apart(inner, layers, embedding, head, device)
         LayerStream(layers, device)
     return model
@@ -83,12 +84,13 @@ def prepare_reference(
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with weights ``scale * weight``: int8 ``[out, in]``, one scale for each row."""
+    """A linear layer with the weights ``scale * weight``: int8 ``[out, in]`` with one scale for each row."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         weight = linear.weight.detach()
         largest = weight.abs().amax(1).to(torch.promote_types(weight.dtype, torch.float32))
+        # A row of zeros must not be divided by 0.
         scale = torch.where(largest == 0, 1, largest) / 127
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = nn.Parameter((weight / scale[:, None]).round().to(torch.int8), requires_grad=False)
@@ -103,6 +105,7 @@ class Int8Linear(nn.Module):
 
 def _to_int8(layers: list[nn.Module], name: str) -> None:
     parents = [module for layer in layers for module in layer.modules()]
+    # Only exact nn.Linear: a subclass may compute more than a product.
     linears = [(parent, key, x) for parent in parents for key, x in parent.named_children() if type(x) is nn.Linear]
     if not linears:
         raise ValueError(f"the layers of {name} hold no nn.Linear to store in int8: use dtype=torch.bfloat16.")
@@ -116,14 +119,16 @@ def _to_int8(layers: list[nn.Module], name: str) -> None:
 def _keep_apart(
     model: nn.Module, layers: list[nn.Module], embedding: nn.Module, head: nn.Module, device: torch.device
 ) -> None:
-    """Layers and an untied embedding to the host, all else to the device."""
+    """Move the layers and an untied embedding to the host, and everything else to the device."""
     host, pin = torch.device("cpu"), device.type != "cpu"
     tied = asked(head, "weight", Tensor) is embedding.weight
     streamed = {module for layer in layers for module in layer.modules()}
     away = set() if tied else set(embedding.modules())
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
+            # A tied embedding is the head's weight, which must stay on the device.
             moved = parameter.data.to(host if module in streamed or module in away else device)
+            # Copies from page-locked memory run beside the computation.
             parameter.data = moved.pin_memory() if pin and module in streamed else moved
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(host if module in away else device)
@@ -134,7 +139,7 @@ def _keep_apart(
 
 
 class LayerStream:
-    """Copies the weights of each layer to the device while the layer before it runs; two layers have room there."""
+    """Copies the weights of each layer to the device while the previous layer runs. The device has room for two layers."""
 
     def __init__(self, layers: list[nn.Module], device: torch.device) -> None:
         self._weights = [
@@ -153,12 +158,13 @@ class LayerStream:
         self._copied, self._used = ([torch.Event(device) for _ in range(2)] if apart else [] for _ in range(2))
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(partial(self._begin, index))
+            # Also after an error, so that layers get their own weights back.
             layer.register_forward_hook(partial(self._end, index), always_call=True)
 
     def _begin(self, index: int, *_: object) -> None:
         slot = index % 2
         if index == 0:
-            self._held = [None, None]  # from before an error; the weights may have changed since
+            self._held = [None, None]  # an error may have left stale weights in the slots
         if self._held[slot] != index:
             self._fetch(index)
         if self._copies is not None:
@@ -191,7 +197,7 @@ class LayerStream:
             self._copied[slot].record(self._copies)
 
     def _views(self, index: int) -> list[Tensor]:
-        """The weights of a layer in its slot."""
+        """Views of a layer's weights in its slot."""
         views, start = [], 0
         for _, _, weight in self._weights[index]:
             raw = self._slots[index % 2][start : start + weight.numel() * weight.element_size()]

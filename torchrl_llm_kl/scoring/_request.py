@@ -1,4 +1,4 @@
-"""What is scored: token ids, the tokens among them to score, and what was recorded for each."""
+"""The request: token ids, the mask of the tokens to score, and the records of each token."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from torchrl_llm_kl.ragged import Dense, Ragged, Rows
 from torchrl_llm_kl.scoring._fields import ExpertIds, FieldKind, KeptIds, RoutedExperts, TokenIntegers, narrow, place_of
 from torchrl_llm_kl.scoring._images import ImageField, RowImages
 
-#: Token ids to score: sequences without padding; a list of them; or ``[*B, T]`` with an attention mask.
+#: Token ids: sequences without padding, or a padded tensor ``[*B, T]`` with an attention mask.
 Sequences = Ragged | Tensor | Sequence[Tensor | Sequence[int]]
-#: Tokens to score: one bool for each token, flat or in the form of the token ids.
+#: The mask of the tokens to score, one bool for each token. It is flat or has the form of the token ids.
 TokenMask = Ragged | Tensor | Sequence[Tensor | Sequence[bool]]
 
 
-#: The optional fields of a request by name, each a value of its kind.
+#: The optional fields of a request, by name. Each value has the type of its field's kind.
 FieldValues: TypeAlias = dict[str, Any]
 
 
@@ -40,19 +40,19 @@ class RequestFields(TypedDict, total=False):
 
 
 class NotTextError(ValueError):
-    """A token stands for an image or other contents that are missing; see :func:`not_text`."""
+    """A token is the placeholder of an image, a video or a sound, and its data is missing."""
 
 
 def read_sequences(
     sequences: Sequences, mask: TokenMask | None, attention_mask: Tensor | None
 ) -> tuple[Ragged, Tensor | None]:
-    """Convert token ids of any accepted form, and the mask of those to score, to their flat form.
+    """Convert token ids and their mask from any accepted form to the flat form.
 
-    Padded ids of an accelerator are read on the host, where their mask stays.
+    Padded ids on an accelerator are read on the host, and the returned mask stays there.
 
     Raises:
-        TypeError: if ``sequences`` is none of the forms.
-        ValueError: if the attention mask is missing, superfluous or no mask of the ids, or the mask selects padding.
+        TypeError: if ``sequences`` has another type.
+        ValueError: if the attention mask is missing, superfluous or does not match the ids, or the mask selects padding.
 
     Example:
         >>> ids, real = torch.tensor([[3, 4, 5], [6, 7, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
@@ -80,12 +80,14 @@ def read_sequences(
 def _read_padded(ids: Tensor, mask: TokenMask | None, attention_mask: Tensor | None) -> tuple[Ragged, Tensor | None]:
     if attention_mask is None:
         raise ValueError(f"token ids {tuple(ids.shape)} may be padded: pass attention_mask=, or a list of rows.")
+    # One transfer for ids and masks. Each check below would otherwise wait for the device.
     if ids.device.type != "cpu":
         dense = [mask] if isinstance(mask, Tensor) else []
         host, attention_mask, *dense = to_host(ids, attention_mask, *dense)
         tokens, mask = _read_padded(host, dense[0] if dense else mask, attention_mask)
         container = Dense(ids.shape[:-1], ids.shape[-1], ids.device)
         return Ragged.on_device_of(tokens, ids.reshape(-1), container), mask
+    # Packed batches number their sequences in the attention mask. Such numbers would silently count as tokens.
     if bool(((attention_mask != 0) & (attention_mask != 1)).any()):
         raise ValueError("attention_mask must hold 1 at tokens and 0 at padding, found other numbers.")
     real = attention_mask.to(ids.device).bool()
@@ -99,7 +101,7 @@ def _read_padded(ids: Tensor, mask: TokenMask | None, attention_mask: Tensor | N
 
 
 def _flat_mask(mask: TokenMask | None, tokens: Ragged) -> Tensor | None:
-    """The mask of rows, end to end."""
+    """Lay the rows of a mask end to end."""
     if mask is None or isinstance(mask, Tensor):
         return mask
     flat = mask if isinstance(mask, Ragged) else Ragged.from_list([_row_tensor(row, torch.bool) for row in mask])
@@ -114,13 +116,13 @@ def _row_tensor(row: Tensor | Sequence[int] | Sequence[bool], empty: torch.dtype
 
 
 class PaddedBatch(NamedTuple):
-    """Some sequences of a request, right-padded to ``[b, T]``; all int64 on the CPU."""
+    """Some sequences of a request, right-padded to ``[b, T]``. All tensors are int64 on the CPU."""
 
     ids: Tensor  # [b, T], 0 at padding
     real: Tensor  # [b, T], 1 at tokens and 0 at padding
-    slots: Tensor  # the slots, of b * T, that predict a token to score; [K]
-    elements: Tensor  # the flat indices of those tokens; [K]
-    sources: Tensor  # the flat index of the token in each slot, -1 at padding; [b, T]
+    slots: Tensor  # [K], the slots among b * T that predict a token to score
+    elements: Tensor  # [K], the flat indices of the predicted tokens
+    sources: Tensor  # [b, T], the flat index of the token in each slot, -1 at padding
 
 
 # ------------------------------------------------------------------ the request
@@ -128,20 +130,21 @@ class PaddedBatch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ScoreRequest:
-    """Token ids of ``S`` sequences laid end to end, ``N`` in all, and the tokens among them to score. On the CPU.
+    """The ``N`` token ids of ``S`` sequences, laid end to end, and the mask of those to score. On the CPU.
 
-    Build one with :meth:`of`, which takes every form of token ids. An optional field is declared with its
-    :class:`~torchrl_llm_kl.scoring._fields.FieldKind`, which checks, cuts, joins and sends it.
+    Build a request with :meth:`of`, which takes every form of token ids. Each optional field is declared with a
+    :class:`~torchrl_llm_kl.scoring._fields.FieldKind`, which checks, cuts, joins and sends its values.
 
     Attributes:
-        tokens: int64 ids; ``values [N]``.
-        mask: True at tokens to score; bool ``[N]``.
-        layout: the token ids as they were given, whose layout and device scores get.
-        kept: tokens that the sampler could have drawn, as it recorded them: scores are over these alone.
-        top_ids: ids whose log-probs are wanted beside each token's; int64 ``[N, *M, k]``.
-        routing: experts that a mixture of experts used for each token; integers ``[N, L, k]``, -1 where it is to choose.
-        ref_routing: likewise of a reference.
-        images: of each sequence.
+        tokens: int64 ids, ``values [N]``.
+        mask: bool ``[N]``, True at tokens to score.
+        layout: the token ids as they were passed. The scores get their layout and device.
+        kept: the tokens that the sampler could have drawn at each position, as it recorded them. Scores are restricted to
+            these tokens.
+        top_ids: int64 ids ``[N, *M, k]``, whose log-probs are computed too.
+        routing: the experts that a mixture of experts used for each token, ``[N, L, k]``. -1 lets the router choose.
+        ref_routing: the same for the reference model.
+        images: the images of each sequence.
 
     Example:
         >>> request = ScoreRequest.of([[3, 4, 5], [6, 7]])
@@ -157,7 +160,7 @@ class ScoreRequest:
     routing: Tensor | None = field(default=None, metadata={"kind": ExpertIds()})
     ref_routing: Tensor | None = field(default=None, metadata={"kind": ExpertIds()})
     images: RowImages | None = field(default=None, metadata={"kind": ImageField()})
-    whole: bool = False  # forward scored sequences to their end: for models whose positions depend on the length
+    whole: bool = False  # forward whole sequences, for models whose positions depend on the length
 
     @classmethod
     def of(
@@ -172,65 +175,68 @@ class ScoreRequest:
         ref_routing: RoutedExperts | None = None,
         images: ImageRows | RowImages | None = None,
     ) -> ScoreRequest:
-        """A request, checked.
+        """Build a request from any form of token ids, and check it.
 
         Args:
             sequences: token ids of an integer dtype: a :class:`~torchrl_llm_kl.Ragged` (``values [N]``), a list of rows
                 (lists or tensors), a nested tensor, or a padded tensor ``[*B, T]`` with ``attention_mask``. Rows may be empty.
-            mask: True at tokens to score; ``[N]`` bool, in the order of the tokens without padding; also a list of rows, a
-                nested tensor, or ``[*B, T]`` for padded token ids. None scores every token but the first of each sequence,
-                which has no prefix.
+            mask: bool, True at tokens to score. Either ``[N]``, in the order of the tokens without padding, or a list of rows,
+                a nested tensor, or ``[*B, T]`` for padded token ids. None scores every token except the first of each
+                sequence, which has no prefix.
 
         Keyword Args:
-            attention_mask: 1 or True at tokens, 0 or False at padding, which may be on either side; ``[*B, T]``. Required by,
-                and only for, a padded tensor.
-            kept: for each of the ``N`` tokens those that its sampler could have drawn; tokens outside the mask may have none.
-            top_ids: ids at each token, ``[N, *M, k]``. A negative id pads; ids of masked-out tokens are ignored.
-            routing: experts of each token, layer and slot: integers ``[N, L, k]``, in the order of the tokens without
-                padding; one array ``[T, L, k]`` for each sequence, without its last token if that was not forwarded (vLLM's
-                ``routed_experts``); or ``[*B, T, L, k]`` for padded token ids. ``L`` is the number of layers with a router, or
-                of all layers. -1 leaves a token or a layer to the router.
-            ref_routing: likewise of the reference.
-            images: for each sequence what the processor returned for its images (``pixel_values``, ``image_grid_thw``, ...; the
-                whole output will do), or None; see ``docs/images.md``. Image tokens are never scored.
+            attention_mask: ``[*B, T]``, 1 or True at tokens and 0 or False at padding, on either side. A padded tensor
+                requires it, other forms do not take it.
+            kept: the tokens that the sampler could have drawn at each of the ``N`` positions. Positions outside the mask may
+                have none.
+            top_ids: ids at each position, ``[N, *M, k]``. Negative ids are padding. Ids of masked-out tokens are ignored.
+            routing: the experts of each token, layer and slot. Either integers ``[N, L, k]``, in the order of the tokens
+                without padding, or ``[*B, T, L, k]`` for padded token ids, or one array ``[T, L, k]`` for each sequence. Such
+                an array may lack the last token if the engine did not forward it (vLLM's ``routed_experts``). ``L`` counts
+                the layers with a router, or all layers. -1 leaves a token or a layer to the router.
+            ref_routing: the same for the reference model.
+            images: for each sequence, None or the processor's output for its images (``pixel_values``, ``image_grid_thw``,
+                ...). The whole output is accepted. Image tokens are never scored. See ``docs/images.md``.
 
         Raises:
-            TypeError: if ``sequences`` or a row has another type.
-            ValueError: if the mask selects padding or a first token, the attention mask is missing or not a mask of the token
-                ids, or a record is not one of these tokens.
+            TypeError: if ``sequences`` has another type.
+            ValueError: if the mask selects padding or a first token, the attention mask is missing or does not match the
+                token ids, or a record does not match the tokens.
         """
         layout, flat = read_sequences(sequences, mask, attention_mask)
         values = layout.values
         if values.ndim != 1 or values.is_floating_point() or values.dtype == torch.bool:
             raise ValueError(f"token ids must be flat integers, got shape {tuple(values.shape)} of {values.dtype}.")
+        # Packs are planned and ids checked on the CPU, where reads cost no synchronisation.
         host, *masks = layout.to_host(*([] if flat is None else [flat]))
         tokens = Ragged(host.values.detach().long(), host.lengths, layout.container, host.keep)
         scored = _checked_mask(tokens, masks[0]) if masks else tokens.positions > 0
         every = {"kept": kept, "top_ids": top_ids, "routing": routing, "ref_routing": ref_routing, "images": images}
         given = {name: value for name, value in every.items() if value is not None}
-        checked: FieldValues = {name: FIELDS[name].check(name, x, tokens, scored) for name, x in given.items()}
+        checked: FieldValues = {name: FIELDS[name].read(name, x, tokens, scored) for name, x in given.items()}
         return cls(tokens, scored, layout, **checked)
 
     # ------------------------------------------------------------------ optional fields
 
     @property
     def recorded(self) -> FieldValues:
-        """The optional fields that are given, by name."""
+        """The optional fields that are set, by name."""
         return {name: vars(self)[name] for name in FIELDS if vars(self)[name] is not None}
 
     @property
     def form(self) -> tuple[tuple[str, tuple[object, ...]], ...]:
-        """What requests must share to be joined."""
+        """The names and sizes of the optional fields. Only requests of one form can be joined."""
         return tuple((name, FIELDS[name].form(value)) for name, value in self.recorded.items())
 
     def elements(self, rows: Tensor) -> Tensor:
-        """Flat indices of the tokens of sequences ``rows``, in that order."""
+        """Flat indices of the tokens of the sequences ``rows``, in that order."""
         lengths, starts = self.tokens.lengths[rows], self.tokens.offsets[:-1][rows]
         before = lengths.cumsum(0) - lengths
+        # Each sequence moves as a whole: shift its elements by the difference of its old and new start.
         return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
 
     def select(self, rows: Tensor) -> ScoreRequest:
-        """The sequences ``rows``, in that order."""
+        """A request of the sequences ``rows``, in that order."""
         elements = self.elements(rows)
         tokens = _laid_out(self.tokens.values[elements], self.tokens.lengths[rows])
         chosen: FieldValues = {
@@ -240,7 +246,7 @@ class ScoreRequest:
 
     @staticmethod
     def concat(requests: Sequence[ScoreRequest]) -> ScoreRequest:
-        """The sequences of several requests of one :attr:`form`."""
+        """A request of all sequences of several requests, which must share their :attr:`form`."""
         every = [(request.tokens.values, request.tokens.lengths, request.mask) for request in requests]
         values, lengths, mask = map(torch.cat, zip(*every, strict=True))
         tokens, first = _laid_out(values, lengths), requests[0]
@@ -248,17 +254,17 @@ class ScoreRequest:
         return replace(first, tokens=tokens, mask=mask, layout=tokens, **joined)
 
     def sizes(self) -> Tensor:
-        """How many numbers are sent for each sequence, about; ``[S]``."""
+        """About how many numbers are sent for each sequence, ``[S]``."""
         sizes = self.tokens.lengths
         for name, value in self.recorded.items():
             sizes = sizes + FIELDS[name].sizes(value, self.tokens)
         return sizes
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """The request as arrays: 4 or 8 bytes for a token, 8 for a sequence, a bit for a token, and the optional fields.
+        """The request as arrays, to send it to another process.
 
-        A :class:`~torchrl_llm_kl.head.Kept` takes 4 bytes for each scored token and for each one that was kept, as does each
-        of the ``top_ids``.
+        Token ids take 4 or 8 bytes each, a sequence 8 bytes, and the mask one bit per token. Each id of ``kept`` and of
+        ``top_ids`` takes 4 bytes.
         """
         arrays = {
             "lengths": self.tokens.lengths.numpy(),
@@ -279,6 +285,7 @@ class ScoreRequest:
             owner, _, part = name.partition(".")
             parts[owner][part] = arrays[name]
         mask = torch.from_numpy(np.unpackbits(bits, count=len(values)).astype(bool))
+        # Arrays from Ray are read-only views of shared memory, so the ids are copied.
         tokens = _laid_out(torch.from_numpy(values.copy()), torch.from_numpy(lengths.astype(np.int64)))
         given: FieldValues = {name: FIELDS[name].unpack(own, tokens, mask) for name, own in parts.items() if own}
         return cls.of(tokens, mask, **given)
@@ -287,9 +294,9 @@ class ScoreRequest:
 
     @cached_property
     def forward_lengths(self) -> Tensor:
-        """Leading tokens of each sequence to forward, ``[S]``: those before its last scored token.
+        """How many leading tokens of each sequence are forwarded, ``[S]``: all before its last scored token.
 
-        Position t - 1 predicts token t, and a causal model needs no later one.
+        Position t - 1 predicts token t, and a causal model needs no later position.
         """
         tokens = self.tokens
         last_scored = torch.where(self.mask, tokens.positions, 0)
@@ -297,23 +304,24 @@ class ScoreRequest:
         return torch.where(needed > 0, tokens.lengths, 0) if self.whole else needed
 
     def before(self, element: Tensor) -> tuple[Tensor, Tensor]:
-        """Sequence and position of the token that predicts each flat element; ``[K]`` each."""
+        """The sequence and the position that predict each flat element, ``[K]`` each."""
         return self.tokens.sequence_ids[element], self.tokens.positions[element] - 1
 
     def padded(self, rows: Tensor) -> PaddedBatch:
-        """The tokens to forward of sequences ``rows``, each with at least one."""
+        """The tokens to forward of the sequences ``rows``, each of which must have at least one."""
         lengths = self.forward_lengths[rows].unsqueeze(-1)
         column = torch.arange(int(lengths.max()))
         real = column < lengths
+        # At padding, repeat the last forwarded token, so that the index stays within the sequence.
         index = self.tokens.offsets[rows].unsqueeze(-1) + torch.minimum(column, lengths - 1)
-        # After a sequence comes the first token of the next, which is never scored, or nothing.
+        # The element after a sequence is the first token of the next one, which is never scored.
         predicts = real & torch.cat([self.mask, self.mask.new_zeros(1)])[index + 1]
         ids = torch.where(real, self.tokens.values[index], 0)
         slots = predicts.flatten().nonzero().squeeze(-1)
         return PaddedBatch(ids, real.long(), slots, index[predicts] + 1, torch.where(real, index, -1))
 
     def check_ids(self, vocab_size: int | None) -> None:
-        """Raise a ValueError if the model cannot embed an id."""
+        """Raise a ValueError for an id outside the vocabulary. None checks only for negative ids."""
         values = self.tokens.values
         size = math.inf if vocab_size is None else vocab_size
         bad = ((values < 0) | (values >= size)).nonzero()
@@ -332,7 +340,7 @@ class ScoreRequest:
             raise ValueError(f"sequence {row} has {int(lengths[row])} tokens, the model allows {limit}: truncate it.")
 
     def check_finite(self, elements: Tensor, log_probs: Tensor) -> None:
-        """Raise a ValueError for the first log-prob that is not finite: it would turn a log-ratio into NaN."""
+        """Raise a ValueError for the first log-prob that is not finite. It would turn a log-ratio into NaN."""
 
         def place(index: int) -> str:
             element = int(elements[index])
@@ -345,12 +353,12 @@ class ScoreRequest:
         )
 
     def locate(self, element: int) -> str:
-        """Sequence and position of a flat element, for errors."""
+        """The sequence and the position of a flat element, for errors."""
         return place_of(self.tokens, element)
 
 
 def not_text(tokens: Ragged, placeholders: Mapping[int, str]) -> NotTextError | None:
-    """The error of the first token that stands for an image or the like without its pixels; None without one."""
+    """The error for the first placeholder of an image, a video or a sound whose data is missing, else None."""
     if not placeholders:
         return None
     at = torch.isin(tokens.values, torch.tensor(list(placeholders), device=tokens.values.device)).nonzero()
@@ -358,9 +366,9 @@ def not_text(tokens: Ragged, placeholders: Mapping[int, str]) -> NotTextError | 
         return None
     element, token = int(at[0]), int(tokens.values[at[0]])
     return NotTextError(
-        f"token id {token} at {place_of(tokens, element)} is the model's {placeholders[token]}: it stands for what is not "
-        'text, such as an image, and its pixels are missing. Pass images= (the entry "images" of data) for an image, and '
-        "leave sequences with video or sound out."
+        f"token id {token} at {place_of(tokens, element)} is the model's {placeholders[token]}: it is a placeholder, and its "
+        'pixels are missing. Pass images= (the entry "images" of data) for an image, and leave out sequences with video or '
+        "sound."
     )
 
 
@@ -388,7 +396,7 @@ def _checked_mask(tokens: Ragged, mask: Tensor) -> Tensor:
 def read_request(
     sequences: Sequences | ScoreRequest, mask: TokenMask | None, attention_mask: Tensor | None
 ) -> ScoreRequest:
-    """The request, or one of token ids and masks; a TypeError for a request and a mask."""
+    """Return a request as it is, or build one from token ids and masks."""
     if not isinstance(sequences, ScoreRequest):
         return ScoreRequest.of(sequences, mask, attention_mask=attention_mask)
     if mask is not None or attention_mask is not None:

@@ -1,9 +1,9 @@
 """Routing of a mixture of experts: recorded, and replayed in later forwards.
 
-A router computes logits over experts, chooses the best ``k`` and weighs them. A replay fixes the choice alone: hooks on the
-routers, present while a forward runs, exchange the chosen experts and compute their weights from the router's own logits, as
-its family does, so that routers get gradients. The hooks find the experts of the forward under way in a context variable;
-recomputed checkpoints enter that context again.
+A router computes logits over experts, chooses the best ``k`` and weighs them. A replay fixes only the choice. During a
+forward, hooks on the routers replace the chosen experts and compute their weights from the router's own logits, with the
+formula of its family. Routers therefore get gradients. A context variable holds the experts of the running forward, and
+recomputed checkpoints enter the same context again.
 
 Shapes: ``N`` tokens of a call, ``n`` of a forward, ``L`` layers with a router, ``k`` experts of a token, ``E`` experts.
 """
@@ -37,7 +37,7 @@ from torchrl_llm_kl.scoring._wrapping import Ranks, is_fsdp2, unwrapped
 if TYPE_CHECKING:
 
     class Router(nn.Module):
-        """What routers of transformers have."""
+        """The attributes of transformers' routers."""
 
         weight: Tensor
         top_k: int
@@ -57,7 +57,7 @@ def _mixtral(router: Router, logits: Tensor, ids: Tensor) -> Tensor:
 
 def _qwen3_moe(router: Router, logits: Tensor, ids: Tensor) -> Tensor:
     top = F.softmax(logits, dim=-1, dtype=torch.float).gather(-1, ids)
-    if asked(router, "norm_topk_prob", bool, True):  # Qwen3.5 always does
+    if asked(router, "norm_topk_prob", bool, True):  # Qwen3.5 lacks the flag and always normalises
         top = top / top.sum(-1, keepdim=True)
     return top.to(logits.dtype)
 
@@ -72,14 +72,14 @@ def _granite(router: Router, logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def _deepseek_v3(router: Router, logits: Tensor, ids: Tensor, least: float = 1e-20) -> Tensor:
-    # The bias of the scores, and the limit to a few groups, are for the choice alone.
+    # The bias of the scores and the limit to a few groups affect only the choice, not the weights.
     top = logits.sigmoid().gather(-1, ids)
     if router.norm_topk_prob:
         top = top / (top.sum(-1, keepdim=True) + least)
     return top * router.routed_scaling_factor
 
 
-#: Model types of transformers 5.23, and the formula of their routers.
+#: The formula of the routers of each model type, from transformers 5.23.
 _FORMULAS: Mapping[str, Weights] = {
     "mixtral": _mixtral,
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "olmoe"), _qwen3_moe),
@@ -95,16 +95,17 @@ _KNOWN = (
 
 
 def _weights_of(module: nn.Module) -> Weights | None:
-    """The weights of a router of a known family; None for any other module. FSDP2 derives a class from it."""
+    """The formula of a router of a known family, else None. Base classes count, since FSDP2 derives a class."""
     for kind in type(module).__mro__:
         package, _, family = kind.__module__.rpartition(".modeling_")
+        # The class name and its module identify the family, without an import of the module.
         if re.search(r"Top[Kk]Router$", kind.__name__) and package == f"transformers.models.{family}":
             return _FORMULAS.get(family)
     return None
 
 
 def _gathers_weights(model: nn.Module) -> bool:
-    """Whether each rank computes with whole weights: DDP, FSDP, and FSDP2 over one dimension of ranks."""
+    """Whether each rank computes with whole weights, as in DDP, FSDP, and FSDP2 over one dimension of ranks."""
     meshes = [cast(Any, p).device_mesh for p in model.parameters() if is_dtensor(p)]
     deepspeed = any(deepspeed_groups(p) for p in model.parameters())
     sharded = not meshes or any(is_fsdp2(module) for module in model.modules())
@@ -128,7 +129,7 @@ class Routers:
 
     @classmethod
     def of(cls, model: nn.Module) -> Routers:
-        """The routers; a ValueError if the model has none, or some whose choice cannot be replaced."""
+        """Find the routers. Raises a ValueError if there are none, or their choice cannot be replaced."""
         named = {name: module for name, module in model.named_modules() if _weights_of(module) is not None}
         name = type(unwrapped(model)).__name__
         if not named:
@@ -140,6 +141,7 @@ class Routers:
         modules = [cast("Router", module) for module in named.values()]
         layers = [int(numbers[-1]) for numbers in (re.findall(r"(?:^|\.)layers\.(\d+)\.", each) for each in named)]
         sizes = {(module.top_k, module.num_experts) for module in modules}
+        # One configuration applies to all layers.
         ((k, num_experts),) = sizes
         num_layers = text_config(model).num_hidden_layers
         weights = [cast(Weights, _weights_of(module)) for module in modules]
@@ -151,9 +153,9 @@ class Routers:
         return torch.int8 if self.num_experts <= 128 else torch.int16
 
     def read(self, record: Tensor, request: ScoreRequest) -> Tensor:
-        """The experts of each token as ``[N, L, k]``, -1 where the router chooses; a ValueError if they are not this model's.
+        """Check a record against this model, and return it as ``[N, L, k]``, with -1 where the router chooses.
 
-        Layers without a router may have a place in the record, which is ignored.
+        A record of all layers is cut to those with a router.
         """
         layers, slots = record.shape[1:]
         if slots != self.k or layers not in (len(self.layers), self.num_layers):
@@ -185,9 +187,9 @@ class Routers:
 
 
 def tell_apart(values: Tensor, *records: Tensor | None) -> Tensor:
-    """Ids that are equal where the tokens ``[N]`` and their experts are; int64 ``[N]``.
+    """Number the distinct pairs of token and experts, int64 ``[N]``.
 
-    A tree of these shares a prefix only among sequences that route it alike.
+    In a tree of these numbers, sequences share a prefix only if they route it alike.
 
     Example:
         >>> tell_apart(torch.tensor([7, 7, 7]), torch.tensor([[[0]], [[1]], [[0]]])).tolist()
@@ -199,33 +201,33 @@ def tell_apart(values: Tensor, *records: Tensor | None) -> Tensor:
     columns = [values.unsqueeze(1), *given]
     parts = [np.ascontiguousarray(column.numpy()).view(np.uint8) for column in columns]
     raw = np.ascontiguousarray(np.concatenate(parts, 1))
+    # View each row as one opaque value, so that np.unique compares whole rows.
     whole = raw.view(np.dtype((np.void, raw.shape[1]))).reshape(-1)
     return torch.from_numpy(np.unique(whole, return_inverse=True)[1].reshape(-1)).long()
 
 
-# ---------------------------------------------------------------------- a call, and its forwards
+# ---------------------------------------------------------------------- calls and forwards
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """What a call does with the routing of one model."""
+    """The replay and the record of one model's routing during a call."""
 
     routers: Routers
-    record: (
-        Tensor | None
-    )  # the experts to replay, -1 where the router chooses; None for no replay; [N, L, k], on the CPU
-    records: bool = False  # whether the call returns what was chosen
+    record: Tensor | None  # the experts to replay, [N, L, k] on the CPU; -1 lets the router choose
+    records: bool = False  # whether the call returns the chosen experts
     chosen: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # flat elements, and their experts
 
     @contextmanager
     def forward(self, elements: Tensor, device: torch.device) -> Iterator[None]:
-        """Context: a forward of the tokens at flat ``elements [n]``, of which -1 is padding."""
+        """Context: a forward of the tokens at flat ``elements [n]``, where -1 is padding."""
         rows = None
         if self.record is not None:
             rows = send(torch.where(elements[:, None, None] < 0, -1, self.record[elements.clamp(min=0)]), device)
         forward = RoutedForward(self.routers, rows, {} if self.records else None)
         with routed(forward):
             yield
+        # Fused kernels compute a whole block and skip its router, so neither replay nor record would happen.
         places = range(len(self.routers.modules))
         if missing := set(places) - forward.called:
             place = min(missing)
@@ -236,7 +238,7 @@ class Routing:
             self.chosen.append((elements, experts.to(self.routers.dtype).cpu()))
 
     def result(self, count: int) -> Tensor:
-        """The experts that the routers chose for each of ``count`` tokens, -1 where none was forwarded; ``[N, L, k]``."""
+        """The chosen experts of all ``count`` tokens, ``[N, L, k]``. -1 at tokens without a forward."""
         out = torch.full((count, len(self.routers.modules), self.routers.k), -1, dtype=self.routers.dtype)
         for elements, experts in self.chosen:
             out[elements[elements >= 0]] = experts[elements >= 0]
@@ -252,24 +254,24 @@ def _refusal() -> ValueError:
 
 @dataclass(eq=False)
 class RoutedForward(Followed):
-    """One forward, and what its routers chose."""
+    """The replay of one forward, and the experts that its routers chose."""
 
     routers: Routers
     rows: Tensor | None  # [n, L, k], on the device of the forward
-    chosen: dict[int, Tensor] | None = None  # by place among the routers, [n, k]; None if not recorded
+    chosen: dict[int, Tensor] | None = None  # [n, k] by the index of the router; None if not recorded
     called: set[int] = field(default_factory=set)
     refusal = staticmethod(_refusal)
 
     @contextmanager
     def again(self, _: int) -> Iterator[None]:
-        """Context: a recomputation."""
+        """Context: a recomputation of the forward, which replays but records nothing."""
         with locked(self.routers.model), routed(replace(self, chosen=None, called=set())):
             yield
 
     def route(
         self, place: int, router: Router, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The output of a router with the recorded experts in place of its choice."""
+        """Replace the choice in a router's output by the recorded experts. Returns None without a record."""
         self.check_saving()
         logits, scores, ids = output
         self.called.add(place)
@@ -290,7 +292,7 @@ _PROVEN: weakref.WeakSet[Router] = weakref.WeakSet()
 
 @torch.no_grad()
 def _prove(router: Router, weigh: Weights, logits: Tensor, scores: Tensor, ids: Tensor) -> None:
-    """Raise a ValueError, once for each router, if it weighs its own choice otherwise than its family here does."""
+    """Raise a ValueError if the formula does not reproduce the router's weights of its own choice. Checked once."""
     if router in _PROVEN:
         return
     if not torch.allclose(weigh(router, logits, ids), scores, rtol=1e-3, atol=1e-5):
@@ -303,7 +305,7 @@ _ACTIVE: ContextVar[RoutedForward | None] = ContextVar("torchrl_llm_kl_routing",
 
 @contextmanager
 def routed(forward: RoutedForward) -> Iterator[None]:
-    """Context: the forward of this thread records and replays its routing, also where checkpoints recompute it."""
+    """Context: the forward of this thread records and replays its routing, also in recomputed checkpoints."""
     routers = forward.routers
     swaps: list[Swap] = []
     for module in routers.model.modules():
@@ -324,5 +326,5 @@ def routed(forward: RoutedForward) -> Iterator[None]:
 def _hook(
     forward: RoutedForward, place: int, router: Router, _: object, output: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    # Another thread may run the model meanwhile.
+    # Another thread may run the model at the same time, and must route by itself.
     return forward.route(place, router, output) if _ACTIVE.get() is forward else None

@@ -1,4 +1,4 @@
-"""How tokens are sampled: the distribution that is left of a model's own."""
+"""Sampler settings: temperature and truncations of the model's distribution."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from torchrl_llm_kl.scoring._asked import asked
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# What transformers fills in where neither the call nor the model's configuration says (5.x), and the other engines.
+# The defaults of transformers 5.x where neither the call nor the model's configuration has a value, and of other engines.
 TRANSFORMERS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 OTHERS = {**TRANSFORMERS, "top_k": 0}
-# What else changes the distribution, and cannot be scored: settings of transformers that change nothing.
+# Other settings of transformers change the distribution in ways that cannot be scored. With these values they have no effect.
 NEUTRAL = {"repetition_penalty": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "num_beams": 1}
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The distribution that tokens are drawn from: logits over a temperature, then top-k, top-p and min-p in this order.
+    """The distribution that tokens are drawn from: logits over a temperature, then top-k, top-p and min-p, in this order.
 
-    Each truncation is of what the one before left, and the rest is renormalised, as in transformers and vLLM. The defaults are
-    the model's own distribution. Scored with ``sampling=``, a sampled token is always among those that are left: the sampler
-    drew it, even where rounding or a newer policy puts it just outside.
+    Each truncation applies to the tokens that the previous one kept, and the rest is renormalised, as in transformers and
+    vLLM. The defaults keep the model's own distribution. A score with ``sampling=`` always keeps the sampled token, since the
+    sampler drew it. Rounding or a newer policy may put that token just outside the truncation.
 
-    None turns a setting off, as in transformers and vLLM; so does a top-k of -1, as in vLLM.
+    None turns a setting off, as in transformers and vLLM. A top-k of -1 does too, as in vLLM.
 
     Args:
         temperature: divides the logits.
-        top_k: the most probable tokens, and those equal to the last of them; 0 for all.
-        top_p: the fewest tokens, most probable first, whose probabilities add up to this; 1 for all.
-        min_p: tokens at least this probable, relative to the most probable one; 0 for all.
-        reference: what a reference model is compared over. ``"whole"``: its distribution over all tokens at the same
-            temperature, so that it is the KL of the sampler to the reference. ``"kept"``: the tokens that the policy keeps,
-            renormalised. ``docs/sampling.md`` says what each does to a KL. A reference's *own* truncation is not offered: the
-            KL would be infinite wherever it drops a token that the policy keeps.
+        top_k: keeps the most probable tokens, and all that tie with the last of them. 0 keeps all tokens.
+        top_p: keeps the fewest tokens, most probable first, whose probabilities add up to this value. 1 keeps all tokens.
+        min_p: keeps tokens of at least this probability, relative to the most probable one. 0 keeps all tokens.
+        reference: the tokens over which a reference model is compared. ``"whole"`` uses the reference's distribution over
+            all tokens at the same temperature, so the result is the KL of the sampler to the reference. ``"kept"`` uses the
+            tokens that the policy keeps, renormalised. ``docs/sampling.md`` shows the effect of each on a KL. A reference
+            cannot have a truncation of its own: the KL would be infinite wherever it drops a token that the policy keeps.
 
     Raises:
-        ValueError: for a number out of range, or a value of another type.
+        ValueError: if a number is out of range or has another type.
 
     Example:
         >>> Sampling(0.7, top_p=0.95).truncates
@@ -61,7 +61,7 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, off in OTHERS.items():
             given = vars(self)[name]
-            value = given.item() if asked(given, "ndim", int) == 0 else given  # of numpy or torch
+            value = given.item() if asked(given, "ndim", int) == 0 else given  # a scalar of numpy or torch
             if value is None or (name == "top_k" and value == -1):
                 value = off
             if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else (int, float)):
@@ -76,20 +76,20 @@ class Sampling:
 
     @property
     def truncation(self) -> Truncation:
-        """The three truncations."""
+        """Top-k, top-p and min-p as one record."""
         return Truncation(self.top_k, self.top_p, self.min_p)
 
     @property
     def truncates(self) -> bool:
-        """Whether any token may be left out."""
+        """Whether the sampler may drop tokens."""
         return self.truncation.active
 
     def generate_kwargs(self, model: PreTrainedModel, **others: Any) -> dict[str, Any]:
-        """Arguments of transformers' ``generate`` with which ``model`` samples from this distribution.
+        """Arguments of transformers' ``generate``, with which ``model`` samples from this distribution.
 
-        They override the model's ``generation_config`` and transformers' own defaults (a top-k of 50). Without a top-k, it is
-        the size of the vocabulary, since the constructor of torchrl's wrapper refuses 0, and drops ``min_p``. A wrapper is
-        faster with ``wrapper.generate_kwargs["top_k"] = 0`` after its construction.
+        They override the model's ``generation_config`` and transformers' own defaults (a top-k of 50). A top-k of 0 becomes
+        the size of the vocabulary, because the constructor of torchrl's wrapper refuses 0. That constructor also drops
+        ``min_p``. Set ``wrapper.generate_kwargs["top_k"] = 0`` after the construction for faster sampling.
 
         Args:
             model: a transformers model, for the size of its vocabulary.
@@ -108,8 +108,9 @@ class Sampling:
             97
         """
         drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p}
-        # torchrl's wrapper takes no top_k of 0.
+        # torchrl's wrapper refuses a top_k of 0.
         drawn |= {"top_k": self.top_k or model.config.get_text_config().vocab_size, **NEUTRAL}
+        # generate would follow such an argument silently, and scores would no longer match the samples.
         for name in drawn.keys() & others.keys():
             if others[name] != drawn[name]:
                 raise ValueError(f"{name}={others[name]!r} is not how {self} samples: expected {name}={drawn[name]!r}.")
@@ -117,7 +118,7 @@ class Sampling:
 
     @property
     def of_reference(self) -> Sampling:
-        """How a reference is scored apart: at the temperature, over all tokens."""
+        """The settings for a reference that is scored separately: the same temperature, over all tokens."""
         return Sampling(self.temperature)
 
     def __str__(self) -> str:
@@ -126,7 +127,7 @@ class Sampling:
 
 
 def as_sampling(temperature: float | None, sampling: Sampling | None) -> Sampling:
-    """Both arguments in one; a ValueError if they name two temperatures."""
+    """Combine both arguments. Raises a ValueError if they name two temperatures."""
     plain = Sampling(temperature)  # type: ignore[arg-type]
     if sampling is None:
         return plain
@@ -138,7 +139,7 @@ def as_sampling(temperature: float | None, sampling: Sampling | None) -> Samplin
 
 
 def truncate(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits ``[n, V]`` over the temperature, in float32 or wider, with ``-inf`` at tokens that are left out.
+    """Logits ``[n, V]`` over the temperature, in float32 or wider, with ``-inf`` at dropped tokens.
 
     Example:
         >>> truncate(torch.tensor([[4.0, 1.0, 2.0]]), Sampling(0.5, top_k=2))

@@ -53,42 +53,43 @@ class LogProbScorer(Scorer):
     r"""Per-token :math:`\log \pi(\text{token} \mid \text{prefix})` of given token ids under a language model.
 
     Sequences are laid end to end without padding. A prefix that several of them share (the prompt of a group of
-    answers, the earlier turns of a conversation) goes through the model once, the head runs only at positions that
-    predict a scored token, and the softmax is computed in float32, a tile of positions and tokens at a time:
-    ``[B, T, V]`` never exists. A short probe checks this fast path when the scorer is built. If it does not reproduce the
-    model's own log-probs, the scorer warns and uses the model's own forward; see :attr:`path`.
+    answers, the earlier turns of a conversation) goes through the model once. The head runs only at positions that
+    predict a scored token. The softmax is computed in float32, one tile of positions and tokens at a time, so
+    ``[B, T, V]`` never exists. A short probe checks this fast path at construction. If it does not reproduce the
+    model's own log-probs, the scorer warns and uses the model's own forward. See :attr:`path`.
 
-    Without gradient the model is scored in evaluation mode, and its mode restored: dropout would turn the KL of a model
-    with itself into noise. Scorers of one model wait for each other; do not run the model in another thread meanwhile.
+    Without gradient the model is scored in evaluation mode, and its mode is restored afterwards. Dropout would turn the
+    KL of a model with itself into noise. Scorers of one model wait for each other. Do not run the model in another thread
+    during a score.
 
     Args:
-        model: a transformers causal LM; a TorchRL wrapper around one (only its weights matter: ``generate=True`` is
-            fine); a wrapper of another backend, scored through its own forward; or any module that takes ``input_ids``
-            and returns logits (as an attribute, under a key, or first in a tuple).
+        model: a transformers causal LM, or a TorchRL wrapper around one (only its weights matter, so ``generate=True`` is
+            fine), or a wrapper of another backend, which is scored through its own forward, or any module that takes
+            ``input_ids`` and returns logits (as an attribute, under a key, or first in a tuple).
         options: how to score.
 
     Keyword Args:
         tokens_per_batch: the most tokens in one forward. By default 1024 on a CPU, where more is slower, and 16384
-            elsewhere. Halved, with a warning, whenever a forward runs out of memory.
+            elsewhere. It is halved, with a warning, whenever a forward runs out of memory.
         head_chunk: the most positions whose whole logits are held at once, if the head is not a plain linear layer.
         probe: False skips the check of the fast path.
         share_prefixes: False scores every sequence separately, in padded micro-batches of similar length. Models that
-            cannot attend within a pack always run so. Where a gradient is needed, so do models that drop layers at random or
-            checkpoint them in a way that a scorer cannot follow (in the model's own code), with a warning.
+            cannot attend within a pack always run this way. With a gradient, so do models that drop layers at random or
+            checkpoint them in their own code. The scorer warns about these.
         changes: fields of ``options``, and ``temperature``.
 
     Attributes:
-        model: the module that is scored, or the wrapper of another backend.
-        memory: the cache of ``remember``; its ``limit`` in bytes may be set.
+        model: the scored module, or the wrapper of another backend.
+        memory: the cache of ``remember``. Its ``limit`` in bytes may be set.
         forwards: number of packs and micro-batches forwarded so far. It grows during a call.
 
     Raises:
         TypeError: if ``model`` is none of the above, or an option has another type.
-        ValueError: if a number is out of range, a temperature is requested of another backend, or the model cannot be
-            scored with ``deterministic=True``; the message says why.
+        ValueError: if a number is out of range, another backend cannot follow an option, or the model cannot be scored
+            with ``deterministic=True``. The message gives the reason.
 
     Warns:
-        SamplerMismatchWarning: once, if more than one of a hundred tokens are not among those that ``sampling`` leaves.
+        SamplerMismatchWarning: once, if ``sampling`` drops more than one percent of the scored tokens.
 
     Example:
         >>> from torchrl_llm_kl import Ragged
@@ -102,7 +103,7 @@ class LogProbScorer(Scorer):
         [tensor([0.0000, 1.3863])]
     """
 
-    # No other attribute can be set: a setting that is none would have no effect.
+    # Slots refuse misspelt settings, which would have no effect.
     __slots__ = (
         *("_complaint", "_memory", "_model", "_proof", "_route", "_warned", "_wrapper"),
         *("forwards", "head_chunk", "instead", "offers", "place", "probe", "share_prefixes", "tokens_per_batch"),
@@ -126,13 +127,14 @@ class LogProbScorer(Scorer):
         check_not_a_name(model=model)
         inner = unwrap(model) if is_wrapper(model) else None
         self._model = model if inner is None else inner
+        # The slots hide the class attributes of the same names.
         self.offers, self.place, self.instead = Scorer.offers, Scorer.place, Scorer.instead
         if not isinstance(self.model, nn.Module) and not is_wrapper(self.model):
             raise TypeError(f"model must be a wrapper or a module that returns logits, got {type(model).__name__}.")
         if is_wrapper(self.model):
             self.offers = frozenset({"grad"})
             self.place = f"{type(self.model).__name__}, whose backend returns log-probs, not logits"
-            # vLLM's logprobs_mode is of sampled tokens: those of a prompt are of the model itself.
+            # vLLM's logprobs_mode applies to sampled tokens. Log-probs of a prompt are the model's own.
             self.instead = "score the transformers model"
         options = (options or ScoreOptions()).but(**changes)
         check_range(1, tokens_per_batch=tokens_per_batch, head_chunk=head_chunk)
@@ -141,14 +143,15 @@ class LogProbScorer(Scorer):
         self.tokens_per_batch, self.head_chunk = tokens_per_batch, head_chunk
         self.probe, self.share_prefixes = probe, share_prefixes
         self.forwards = 0
-        self._proof: tuple[object, ...] = ()  # what `deterministic` was checked for
+        self._proof: tuple[object, ...] = ()  # the settings for which `deterministic` was checked
         self._route: Route | None = None
-        self._complaint: str | None = None  # why the model's own forward is taken
+        self._complaint: str | None = None  # why the scorer uses the model's own forward
         self._warned: set[type[Warning]] = set()
-        self._wrapper: nn.Module | None = None  # scores in place of the model
+        self._wrapper: nn.Module | None = None  # the scoring version of another backend's wrapper
         if is_wrapper(self.model):
             self._wrapper = scoring_version(self.model)
             return
+        # Weights on the meta device are loaded later. The first score then chooses the route.
         if not is_on_meta(self.model):
             self._route = self._choose_route()
         if options.deterministic and self._route is not None:
@@ -156,7 +159,7 @@ class LogProbScorer(Scorer):
 
     @property
     def model(self) -> Any:
-        """What is scored; fixed, since it is checked when the scorer is built."""
+        """The scored model. It cannot be replaced, since it is checked at construction."""
         return self._model
 
     @property
@@ -167,7 +170,7 @@ class LogProbScorer(Scorer):
     def check(
         self, options: ScoreOptions, request: ScoreRequest | None = None, *, reference: Scorer | None = None
     ) -> None:
-        """Also raises for adapters that the model does not have, and for a reference that training would move."""
+        """See :meth:`Scorer.check`. Also checks that the adapters exist and that training leaves a reference unchanged."""
         super().check(options, request, reference=reference)
         if options.adapters is not True:
             check_has_adapters(self.model, options.adapters)
@@ -175,12 +178,12 @@ class LogProbScorer(Scorer):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether shared prefixes are forwarded once; False for a model that can neither run packs nor continue a state."""
+        """Whether shared prefixes are forwarded once. False for models that can neither run packs nor continue a state."""
         return self.share_prefixes and self._route is not None and self._route.sharing is not None
 
     @property
     def path(self) -> Literal["head", "full", "wrapper"] | None:  # type: ignore[override]
-        """The route for log-probs; None until the first score if the weights are still on the meta device."""
+        """The route for log-probs. None before the first score if the weights were on the meta device."""
         if self._wrapper is not None:
             return "wrapper"
         return None if self._route is None else self._route.path
@@ -192,6 +195,7 @@ class LogProbScorer(Scorer):
         options = self.options if options is None else options
         scorers = [self] if reference is None else [self, cast(LogProbScorer, reference)]
         ranks, tokens, kept = self._ranks(reference), request.layout, request.kept
+        # Any rank may refuse its data. All ranks must learn that before the first collective operation.
         with ranks.together():
             if tokens.num_sequences == 0 and not ranks.groups:
                 raise ValueError("expected at least one sequence, got a batch of 0, which has nothing to score.")
@@ -216,10 +220,12 @@ class LogProbScorer(Scorer):
                 device, budget = tokens.values.device, self.tokens_per_batch or 8192
                 elements, log_probs = score_wrapper(self._wrapper, request, device, budget, options.grad)
                 columns = {"log_prob": log_probs}
+            # One copy for all columns, instead of one synchronisation each.
             if tokens.values.device.type == "cpu" and not options.grad:
                 columns = dict(zip(columns, to_host(*columns.values()), strict=True))
             added, log_prob = columns.pop("added", None), columns["log_prob"]
             share = [] if added is None or not added.numel() else [added.float().mean()]
+            # The check of finiteness and the share of added tokens are read in one synchronisation.
             total, *share = to_host(finite_total(log_prob.detach()), *share)
             with ranks.together():
                 if not math.isfinite(total):
@@ -250,12 +256,12 @@ class LogProbScorer(Scorer):
         attention_mask: Tensor | None = None,
         **changes: Unpack[Changes],
     ) -> Explanation:
-        """How the log-prob of one token comes about, beside the model's own forward of only its sequence.
+        """Explain the log-prob of one token, and compare it with the model's own forward of its sequence.
 
         Args:
             sequences: token ids or a request, as for :meth:`score`.
-            row: which sequence, from 0.
-            token: which of its tokens, from 1: the first has no prefix.
+            row: the index of the sequence, from 0.
+            token: the index of the token in the sequence, from 1. The first token has no prefix.
             mask: as for :meth:`score`.
 
         Keyword Args:
@@ -263,17 +269,18 @@ class LogProbScorer(Scorer):
             changes: fields of :class:`ScoreOptions`, and ``temperature``.
 
         Returns:
-            Numbers of the token in nats, which print as a table. Without gradient; the cache is neither read nor written.
+            Numbers in nats, which print as a table. They have no gradient. The cache is neither read nor written.
 
         Raises:
-            ValueError: as :meth:`score`; if the token does not exist, the model returns no logits, or it is sharded.
+            ValueError: for the reasons of :meth:`score`, or if the token does not exist, or the model is sharded or belongs
+                to another backend.
 
         Example:
             >>> class Uniform(torch.nn.Module):
             ...     def forward(self, input_ids):
             ...         return (torch.zeros(*input_ids.shape, 4),)
-            >>> found = LogProbScorer(Uniform()).explain([[0, 1, 2], [3, 1]], row=0, token=2)
-            >>> print(f"{found.log_prob:.4f} {found.difference:.4f} {found.attended}")
+            >>> explained = LogProbScorer(Uniform()).explain([[0, 1, 2], [3, 1]], row=0, token=2)
+            >>> print(f"{explained.log_prob:.4f} {explained.difference:.4f} {explained.attended}")
             -1.3863 0.0000 2
         """
         request = read_request(sequences, mask, attention_mask)
@@ -291,7 +298,7 @@ class LogProbScorer(Scorer):
         return self._ranks(reference).together()
 
     def _check_together(self, request: ScoreRequest, options: ScoreOptions, reference: Scorer | None) -> None:
-        """Raise a ValueError for what cannot be computed together."""
+        """Raise a ValueError for options and fields that cannot be combined."""
         self.check(options, request, reference=reference)
         kept, exact, grad, adapters = request.kept is not None, options.deterministic, options.grad, options.adapters
         restricted = kept or options.sampling.truncates
@@ -316,13 +323,14 @@ class LogProbScorer(Scorer):
             raise ValueError("ref_routing= is the routing of a reference: pass reference= too.")
 
     def _check_reference(self, options: ScoreOptions, reference: Scorer) -> None:
-        """Raise a ValueError if a KL to the reference would not be one of the two models."""
+        """Raise a ValueError if the KL would measure more than the difference of the two models."""
         if not isinstance(reference, LogProbScorer) or log_probs_only(reference.model):
             raise ValueError(f"an exact KL needs whole distributions, not {reference.place}: {reference.instead}.")
         theirs = reference.options
         reference.check(theirs)
         if theirs.sampling.truncates:
             raise ValueError(f"the KL may be infinite, since the reference has {theirs.sampling}: leave that out.")
+        # A temperature for one call applies to both models. Otherwise each model has its own.
         if options.temperature == self.options.temperature != theirs.temperature:
             raise ValueError(
                 f"the policy is scored at temperature {options.temperature} and the reference at {theirs.temperature}: use one."
@@ -332,7 +340,7 @@ class LogProbScorer(Scorer):
             raise ValueError(f"the policy uses {ours} and the reference {other}: they would differ by rounding.")
 
     def _routing(self, request: ScoreRequest, record: Tensor | None, records: bool = False) -> Routing | None:
-        """What to do with the routing of this model; None if nothing."""
+        """The replay or the record of this model's routing, None without either."""
         if record is None and not records:
             return None
         routers = Routers.of(self.model)
@@ -354,20 +362,21 @@ class LogProbScorer(Scorer):
         request.check_lengths(position_limit(self.model))
 
     def _rounding(self, options: ScoreOptions) -> str:
-        """The settings that decide whether scores are invariant."""
+        """The settings that change the rounding of scores, as text."""
         size = f", tokens_per_batch={self.tokens_per_batch or PACK}" if options.deterministic else ""
         return f"deterministic={options.deterministic}{size}"
 
     def _setup(self, default: torch.device, options: ScoreOptions) -> Setup:
-        """The settings of a call; ``default`` is the device of a model without parameters."""
+        """The settings of a call. A model without parameters runs on the device ``default``."""
         model = self.model
         if self._route is None:
             self._route = self._choose_route()
         device = model_device(model, default)
         shared = self.shares_prefixes and not frequency_switches(model)
         if self._route.sharing == "forks" and any(map(compiled_call, model.modules())):
-            shared = False  # each length of a state would be compiled
+            shared = False  # torch.compile would compile again for each length of a state
         route = self._route if shared else replace(self._route, sharing=None)
+        # An autocast context around the call changes the scores like ``dtype``, also those in the cache.
         outer = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         setup = Setup(model, route, device, replace(options, dtype=options.dtype or outer))
         if options.deterministic:
@@ -375,7 +384,7 @@ class LogProbScorer(Scorer):
         return setup
 
     def _prove(self, setup: Setup) -> None:
-        """Raise a ValueError if scores depend on the other sequences of a call."""
+        """Raise a ValueError if a score depends on the other sequences of its call."""
         check_pack(self.tokens_per_batch)
         size = self.tokens_per_batch or PACK
         reason = obstacle(setup, probe=self.probe, share_prefixes=self.share_prefixes)
@@ -406,7 +415,7 @@ class LogProbScorer(Scorer):
         return route
 
     def _warn_apart(self, reason: str, where: str = "needs a gradient") -> None:
-        """Warn once that some calls share no prefixes."""
+        """Warn once that some calls do not share prefixes."""
         self._warn_once(
             f"{reason} LogProbScorer can share no prefixes where {type(self.model).__name__} {where}: each sequence is "
             "forwarded separately, with padding. share_prefixes=False silences this warning.",
@@ -425,7 +434,7 @@ ModelOrScorer: TypeAlias = nn.Module | LogProbScorer
 
 
 class ScorerSlot:
-    """The scorer of a model, built on first use and again when the model or its settings change.
+    """Holds the scorer of a model. Builds it on first use, and again after a change of the model or the settings.
 
     Copies and pickles start empty, so that they never score the original's model.
     """
@@ -436,7 +445,8 @@ class ScorerSlot:
         self._scorer: Scorer | None = None
 
     def get(self, model: Model, **settings: Any) -> Scorer:
-        """The scorer for these settings; a new one if the model, the weights in a wrapper or a setting changed."""
+        """The scorer for these settings. It is built again if the model, the weights in a wrapper or a setting changed."""
+        # The model inside a wrapper may be replaced without a new wrapper.
         sources = (model, asked(model, "model", object))
         same = all(a is b for a, b in zip(self._sources, sources, strict=True))
         if self._scorer is None or not same or settings != self._settings:

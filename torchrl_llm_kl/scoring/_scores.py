@@ -1,4 +1,4 @@
-"""Scores from a body's hidden states and the head."""
+"""The scores of a request, computed from hidden states and the head, or from whole logits."""
 
 from __future__ import annotations
 
@@ -35,29 +35,30 @@ from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._wrapping import is_fsdp2, is_zero3
 
-#: Fields of :class:`Scores` at some tokens: ``[n]`` float32, ``[n, k]`` for the top k.
+#: Fields of :class:`Scores` at ``n`` tokens: float32 ``[n]``, or ``[n, k]`` for the top k.
 Columns = dict[str, Tensor]
 
 
 class Scores(NamedTuple):
-    """Per-token scores in the layout of the sequences; nats; exactly 0 where the mask is False.
+    """Per-token scores in nats, in the layout of the sequences. They are exactly 0 where the mask is False.
 
     Args:
-        log_prob: of the tokens; ``[N]``.
-        entropy: of the distribution that each token was drawn from; ``[N]``.
-        ref_log_prob: of the tokens under the reference; ``[N]``.
-        kl: the exact KL over the whole vocabulary; ``[N]``.
-        top_indices: the most probable tokens, in order; ``[N, k]``.
-        top_log_probs: their log-probs; ``[N, k]``.
-        tail_log_prob: log of the total probability of all other tokens; ``[N]``, ``-inf`` if there are none.
-        collision: ``sum p ** 2`` over the vocabulary, the probability that two draws are the same token; ``[N]``.
-        discriminator: ``sum p ** 2 (H + log p)``, the mean entropy discriminator ``p (H + log p)`` of a draw; ``[N]``.
-        outcomes: log-probs of given ids, and last the log of the total probability of all other tokens; ``[N, *M, k + 1]``.
-        routing: the experts that the routers chose at each token, layer with a router and slot; -1 at tokens that need no
-            forward (those after the last scored token's predecessor); int8 or int16 ``[N, L, k]``.
-        kept: the tokens that each distribution was restricted to, none where the mask is False; on the CPU. None unless
-            ``return_kept`` asks for them.
-        version: of the weights of a service; None for a model in this process.
+        log_prob: log-probs of the tokens, ``[N]``.
+        entropy: entropy of the distribution that each token was drawn from, ``[N]``.
+        ref_log_prob: log-probs of the tokens under the reference, ``[N]``.
+        kl: the exact KL over the whole vocabulary, ``[N]``.
+        top_indices: the most probable tokens, in descending order, ``[N, k]``.
+        top_log_probs: log-probs of ``top_indices``, ``[N, k]``.
+        tail_log_prob: log of the total probability of all other tokens, ``[N]``. ``-inf`` if there are no others.
+        collision: ``sum p ** 2`` over the vocabulary, the probability that two draws are the same token, ``[N]``.
+        discriminator: ``sum p ** 2 (H + log p)``, the mean entropy discriminator ``p (H + log p)`` of a draw, ``[N]``.
+        outcomes: log-probs of the ``top_ids``, and last the log of the total probability of all other tokens,
+            ``[N, *M, k + 1]``.
+        routing: the experts that the routers chose for each token, layer with a router and slot, int8 or int16
+            ``[N, L, k]``. -1 at tokens that were not forwarded, since no scored token follows them.
+        kept: the tokens that each distribution was restricted to, on the CPU. Masked-out tokens have none. Set only with
+            ``return_kept``.
+        version: the version of a service's weights. None for a model in this process.
     """
 
     log_prob: Ragged
@@ -76,7 +77,7 @@ class Scores(NamedTuple):
 
     @property
     def per_token(self) -> dict[str, Ragged]:
-        """The scores that there are, by name."""
+        """The per-token scores that were computed, by name."""
         return {name: value for name, value in self._asdict().items() if isinstance(value, Ragged)}
 
     @classmethod
@@ -92,7 +93,7 @@ class Scores(NamedTuple):
 
         def place(values: Tensor) -> Ragged:
             out = values.new_zeros((sequences.values.shape[0], *values.shape[1:]))
-            if elements.numel() or values.requires_grad:  # a rank without tokens takes part in the backward
+            if elements.numel() or values.requires_grad:  # a rank without tokens must take part in the backward
                 out = out.index_copy_(0, index.to(out.device), values)
             return sequences.like(out.to(sequences.values.device))
 
@@ -104,25 +105,25 @@ class Scores(NamedTuple):
 class States:
     """The distributions at ``n`` positions."""
 
-    source: Tensor  # hidden states [n, H]; or [n], the places of the positions in logits that exist already
+    source: Tensor  # hidden states [n, H], or indices [n] into logits that exist already
     logits: Callable[[Tensor], Tensor]  # the model's logits [k, V] for some rows of the source
     temperature: float
-    head: nn.Linear | None = None  # computes the logits, followed by `map`; None if that is not all
+    head: nn.Linear | None = None  # the logits are `map(head(source))`; None if they are more than that
     map: LogitMap = field(default_factory=LogitMap)
-    dtype: torch.dtype | None = None  # of the head's products; None for the head's own
+    dtype: torch.dtype | None = None  # dtype of the head's products; None for the head's own
     truncation: Truncation = WHOLE
-    kept: Kept | None = None  # recorded, in place of the truncation
+    kept: Kept | None = None  # a record, which replaces the truncation
 
     def tempered(self, rows: Tensor) -> Tensor:
-        """Logits in float32 or wider, divided by the temperature; indices ``[k]`` to ``[k, V]``."""
+        """Logits of the rows ``[k]``, in float32 or wider, divided by the temperature; ``[k, V]``."""
         (logits,) = widen(self.logits(self.source[rows.to(self.source.device)]))
         return logits if self.temperature == 1.0 else logits / self.temperature
 
 
 def head_states(setup: Setup, hidden: Tensor) -> States:
-    """The states of hidden states ``[n, H]``.
+    """The distributions that follow from hidden states ``[n, H]``.
 
-    A head that is more than a linear layer (wrapped by an adapter, quantised, hooked) is called as a module.
+    A head that is more than a linear layer (wrapped by an adapter, quantised or hooked) is called as a module.
     """
     head, mapped = body_and_head(setup.model)[1], logit_map(setup.model)
     weight, plain = asked(head, "weight", Tensor), _is_plain(head)
@@ -131,7 +132,7 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
     own = weight.dtype if weight is not None and weight.is_floating_point() else None
     narrow = setup.options.dtype if plain and own != torch.float64 else None
     if weight is not None:
-        # Under autocast the body's output is narrower than the head.
+        # Under autocast the body's output is narrower than the head's weight.
         hidden = hidden.to(weight.device, narrow or own)
 
     def logits(some: Tensor) -> Tensor:
@@ -145,19 +146,20 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
 def _is_plain(head: nn.Module) -> bool:
     """Whether the head computes ``hidden @ weight.T + bias`` and nothing else.
 
-    Hooks of FSDP2 and ZeRO-3 run around the whole score; the hooks of tensor parallel shard and gather, which
-    :mod:`~torchrl_llm_kl.head` does.
+    Hooks of FSDP2 and ZeRO-3 are fine, since the whole score runs between them. So are the hooks of tensor parallel:
+    :mod:`~torchrl_llm_kl.head` shards and gathers itself.
     """
     hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
     known = {name for name, applies in (("fsdp", is_fsdp2(head)), ("deepspeed", is_zero3(head))) if applies}
     if is_dtensor(asked(head, "weight", Tensor)):
         known.add("torch.distributed.tensor")
+    # FSDP2 derives a class from FSDPModule and the module's own class.
     kind = type(head).__mro__[2] if is_fsdp2(head) else type(head)
     return kind is nn.Linear and all(any(name in hook.__module__ for name in known) for hook in hooks)
 
 
 def kept_of(columns: Columns, elements: Tensor, count: int) -> Kept:
-    """The kept tokens of ``count`` tokens, from the columns of those at ``elements [K]``, which are removed."""
+    """Remove the columns of kept tokens at ``elements [K]``, and return them as the record of all ``count`` tokens."""
     ids, counts = columns.pop("kept_ids").cpu(), columns.pop("kept_counts").cpu()
     ordered = Kept.of(ids, counts).take(elements.argsort())
     every = torch.zeros(count, dtype=torch.long).index_copy(0, elements, counts)
@@ -165,17 +167,18 @@ def kept_of(columns: Columns, elements: Tensor, count: int) -> Kept:
 
 
 def join_columns(parts: Sequence[Columns]) -> Columns:
-    """Concatenate columns."""
+    """Concatenate columns by name."""
     return {name: join_tensors([part[name] for part in parts]) for name in parts[0]}
 
 
 def join_tensors(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors; a single one is not copied."""
+    """Concatenate tensors. A single one is returned without a copy."""
     return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
 
 def columns_of_nothing(request: ScoreRequest, options: ScoreOptions, reference: bool, device: torch.device) -> Columns:
-    """The columns of no token."""
+    """Empty columns, with the dtypes and shapes of all requested scores."""
+    # topk needs at least as many columns as it returns, even for no rows.
     width, none = max(1, options.top_k, options.sampling.top_k), torch.zeros(0, dtype=torch.long, device=device)
     nothing = States(none, lambda _: torch.zeros(0, width, device=device), 1.0, truncation=options.sampling.truncation)
     ids = None if request.top_ids is None else request.top_ids[:0].to(device)
@@ -184,31 +187,31 @@ def columns_of_nothing(request: ScoreRequest, options: ScoreOptions, reference: 
 
 @dataclass(frozen=True, eq=False)
 class HeadReading:
-    """Tokens, the distributions that predict them, and the scores that are requested, from one sweep.
+    """The requested scores of some tokens, from one sweep over the distributions that predict them.
 
-    Where whole logits are needed they are held for ``chunk`` positions at once; ``recompute`` drops them and computes
-    them again in the backward. With ``tile``, the head runs on exactly so many positions at a time.
+    Where whole logits are needed, they are held for ``chunk`` positions at once. With ``recompute`` they are dropped and
+    computed again in the backward. With ``tile``, the head always runs on exactly that many positions.
     """
 
     states: States
     targets: Tensor  # [n]
     options: ScoreOptions
     ref: States | None = None  # of the reference, for a KL
-    ids: Tensor | None = None  # of outcomes, [n, *M, k]; beside a KL they take another sweep
+    ids: Tensor | None = None  # [n, *M, k], the ids of the outcomes; with a KL they take another sweep
     chunk: int = 1024
     recompute: bool = False
     tile: int | None = None
 
     def columns(self) -> Columns:
-        """All requested scores."""
-        if self.tile is not None:
-            padded = replace(self._padded(-self.targets.shape[0] % self.tile), tile=None, chunk=self.tile)
-            columns = padded._columns(self.tile)
-            return {name: values[: self.targets.shape[0]] for name, values in columns.items()}
-        return self._columns(None)
+        """Compute all requested scores."""
+        if self.tile is None:
+            return self._columns()
+        count = self.targets.shape[0]
+        padded = replace(self._padded(-count % self.tile), chunk=self.tile)
+        return {name: values[:count] for name, values in padded._columns().items()}
 
     def _padded(self, after: int) -> HeadReading:
-        """With so many positions of no token after the others."""
+        """Append ``after`` dummy positions."""
         kept, ref, ids = self.states.kept, self.ref, self.ids
         if kept is not None:
             kept = kept._replace(offsets=F.pad(kept.offsets, (0, after), value=len(kept.ids)))
@@ -217,37 +220,39 @@ class HeadReading:
         ids = None if ids is None else F.pad(ids, (*[0, 0] * (ids.ndim - 1), 0, after))
         return replace(self, states=states, targets=F.pad(self.targets, (0, after)), ref=ref, ids=ids)
 
-    def _columns(self, tile: int | None) -> Columns:
+    def _columns(self) -> Columns:
         head, ref = self.states.head, self.ref
         if head is not None and (ref is None or ref.head is not None):
-            return self._of_linear(head, None if ref is None else ref.head, tile)
+            return self._of_linear(head, None if ref is None else ref.head)
         read = partial(checkpoint, self._of_logits, use_reentrant=False) if self.recompute else self._of_logits
         positions = torch.arange(self.states.source.shape[0], device=self.targets.device)
         return join_columns([read(rows) for rows in positions.split(self.chunk)])
 
     # ------------------------------------------------------------------ a linear head, in tiles
 
-    def _of_linear(self, head: nn.Linear, ref_head: nn.Linear | None, tile: int | None) -> Columns:
-        states, ref, options = self.states, self.ref, self.options
+    def _of_linear(self, head: nn.Linear, ref_head: nn.Linear | None) -> Columns:
+        states, ref, options, tile = self.states, self.ref, self.options, self.tile
         hidden, device = states.source, states.source.device
         targets = self.targets.to(device)
         ids = None if self.ids is None else self.ids.to(device)
         own: HeadOptions = {"bias": head.bias, "scale": states.map.scale, "soft_cap": states.map.soft_cap}
         own |= {"temperature": states.temperature, "chunk": tile}
+        # Products of the two heads in different dtypes would appear as a KL.
         own["product_dtype"] = states.dtype if ref is None or ref.dtype == states.dtype else torch.float32
         kept, truncation = states.kept, states.truncation
         sampled = kept is not None or truncation.active
-        # To find the kept tokens first means less work, and on an accelerator to wait for their number.
+        # A search for the kept tokens saves work, but an accelerator would wait for the host to read their number.
         finds = hidden.device.type == "cpu" or options.return_kept or options.moments
         if kept is None and truncation.active and tile is None and finds and not torch.compiler.is_compiling():
+            # A returned record must hold every kept token, however many there are.
             most = head.weight.shape[0] if options.return_kept else None
             kept = linear_kept(hidden.detach(), head.weight.detach(), truncation, targets, most=most, **own)
         limits: dict[str, Any] = {"kept": kept} if kept is not None else {}
         compiling, outside = torch.compiler.is_compiling(), list[Tensor]()
         if kept is None and truncation.active:
             limits = {"truncation": truncation, "keep_targets": True, "added": None if compiling else outside}
-        alone = ref is None and ids is None and tile is None and not torch.is_grad_enabled()
-        if options.beside == ("top_k",) and alone:
+        only_own = ref is None and ids is None and tile is None and not torch.is_grad_enabled()
+        if options.beside == ("top_k",) and only_own:
             *top, log_prob = linear_top_k(hidden, head.weight, options.top_k, targets, **own)
             return {"log_prob": cast(Tensor, log_prob)} | _top_columns(*top)
         if ref is not None and ref_head is not None:
@@ -295,7 +300,7 @@ class HeadReading:
                 columns |= {"kept_ids": (~out).nonzero()[:, 1], "kept_counts": (~out).sum(-1)}
         log_probs = log_softmax(logits)
         columns["log_prob"] = log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        # 0 log 0 is 0: replace -inf before it meets its probability.
+        # 0 * -inf is NaN, and 0 log 0 must be 0: replace -inf first.
         finite = log_probs.masked_fill(log_probs.isneginf(), 0.0) if options.entropy or options.moments else log_probs
         if options.entropy:
             columns["entropy"] = -(log_probs.exp() * finite).sum(-1)
@@ -319,7 +324,7 @@ class HeadReading:
 
 
 def log_prob_at(logits: Tensor, targets: Tensor) -> Tensor:
-    """``log softmax(logits)`` at ``targets``, in float32 or wider; ``[n, V], [n] -> [n]``."""
+    """``log softmax(logits)`` at ``targets``, in float32 or wider: ``[n, V], [n] -> [n]``."""
     (logits,) = widen(logits)
     return log_softmax(logits).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
@@ -328,12 +333,13 @@ def log_prob_at(logits: Tensor, targets: Tensor) -> Tensor:
 def _moments(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, kept: Kept | None, **own: Any
 ) -> Columns:
-    """The moments of ``p`` from ``q = p ** 2 / c`` with ``c = sum p ** 2``, which has the temperature of ``p``, halved.
+    """The moments of ``p``, from the entropies of ``p`` and ``q``.
 
+    ``q = p ** 2 / c`` with ``c = sum p ** 2`` is the softmax at half the temperature of ``p``. Then
     ``log c = 2 log p - log q`` at any token, and ``sum p ** 2 log p = c E_q[log p] = c (log c - H(q)) / 2``.
     """
     p = linear_log_prob(hidden, weight, targets, entropy=True, temperature=temperature, kept=kept, **own)
-    kept = None if kept is None else kept._replace(logits=None)  # they are of another temperature
+    kept = None if kept is None else kept._replace(logits=None)  # its logits have the temperature of p
     q = linear_log_prob(hidden, weight, targets, entropy=True, temperature=temperature / 2, kept=kept, **own)
     log_c, entropies = 2 * p.log_prob - q.log_prob, (cast(Tensor, p.entropy), cast(Tensor, q.entropy))
     collision = log_c.exp()
@@ -341,14 +347,14 @@ def _moments(
 
 
 def _outcomes(log_probs: Tensor, ids: Tensor) -> Tensor:
-    """What :func:`~torchrl_llm_kl.head.linear_outcomes` computes, from log-probs ``[n, V]``."""
+    """The outcomes of :func:`~torchrl_llm_kl.head.linear_outcomes`, computed from log-probs ``[n, V]``."""
     shape, ids = ids.shape, ids.flatten(1, -2) if ids.ndim > 2 else ids.unsqueeze(1)
     outcomes = []
     for some in ids.unbind(1):
         pads = some < 0
         listed = torch.zeros_like(log_probs).scatter_add(1, some.clamp(min=0), (~pads).to(log_probs.dtype)) > 0
         chosen = log_probs.gather(1, some.clamp(min=0)).masked_fill(pads, -torch.inf)
-        # Of nothing but -inf, logsumexp has a NaN gradient: such a row has finite numbers, which are replaced.
+        # The gradient of logsumexp over only -inf is NaN. Such rows use 0 instead, and their result is replaced.
         possible = (~listed & ~log_probs.isneginf()).any(-1, keepdim=True)
         others = torch.where(possible, log_probs.masked_fill(listed, -torch.inf), 0.0).logsumexp(-1, keepdim=True)
         outcomes.append(torch.cat([chosen, others.masked_fill(~possible, -torch.inf)], -1))

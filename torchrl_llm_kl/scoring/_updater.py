@@ -1,4 +1,4 @@
-"""A reference that follows the policy: an exponential moving average of its weights, a periodic reset to them, or both."""
+"""A reference that follows the policy, by a moving average of the weights, periodic resets, or both."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from torchrl_llm_kl.scoring._wrapping import is_zero3, reshard
 
 @runtime_checkable
 class Service(Protocol):
-    """A model in other processes whose weights can be pushed, as a :class:`~torchrl_llm_kl.service.RemoteModel`."""
+    """A model in other processes that accepts new weights, such as a :class:`~torchrl_llm_kl.service.RemoteModel`."""
 
     def update_weights(self, weights: Mapping[str, Tensor], /) -> object:
-        """Replace the weights."""
+        """Replace the weights of the model."""
 
 
 class UpdaterState(TypedDict):
@@ -35,25 +35,25 @@ class UpdaterState(TypedDict):
 
 
 class ReferenceUpdater:
-    r"""Moves a reference after the policy: an exponential moving average, a periodic reset, or both.
+    r"""Updates a reference from the policy, by an exponential moving average, periodic resets, or both.
 
     Call :meth:`step` after each optimizer step. Every ``every`` steps the reference becomes
-    :math:`\theta_{ref} \leftarrow d\,\theta_{ref} + (1 - d)\,\theta` with ``d = decay``; every ``reset_every`` steps, and in
-    :meth:`reset`, it becomes the policy itself, bit for bit, so that their KL is 0. What an average loses by rounding is
-    carried over to the next one in float32, 4 bytes per weight: a bfloat16 reference follows too.
+    :math:`\theta_{ref} \leftarrow d\,\theta_{ref} + (1 - d)\,\theta` with ``d = decay``. Every ``reset_every`` steps, and in
+    :meth:`reset`, it becomes a bit-exact copy of the policy, so their KL is 0. The rounding error of each average is kept
+    in float32 (4 bytes per weight) and added to the next one. Even a bfloat16 reference therefore follows.
 
-    The weights change in place. Scorers notice it and clear their cache.
+    The weights change in place. Scorers notice the change and clear their cache.
 
     Args:
-        reference: the reference model, a scorer of it, or a TorchRL wrapper; a scorer with ``adapters="ref"`` of the policy's
-            own model updates that adapter from the policy's active one (the average is of the two factors, not of their
-            product). Or a :class:`~torchrl_llm_kl.service.ScoringService`, which receives each change by ``update_weights``;
-            its average lives here, and starts as the policy at construction.
-        policy: the model that is trained, wrapped for several ranks or not. Where it is sharded (FSDP, FSDP2), the reference
-            is sharded alike, or (FSDP2) whole on each rank. Every rank calls :meth:`step`.
+        reference: the reference model, a scorer of it, or a TorchRL wrapper. A scorer of the policy's own model with
+            ``adapters="ref"`` updates that adapter from the policy's active one. This averages the two LoRA factors, not
+            their product. Or a :class:`~torchrl_llm_kl.service.ScoringService`, which receives each change by
+            ``update_weights``. Its average is held in this process and starts as the policy at construction.
+        policy: the trained model, with or without a wrapper for ranks. If it is sharded (FSDP, FSDP2), the reference is
+            sharded in the same way or (FSDP2) whole on each rank. Every rank calls :meth:`step`.
 
     Keyword Args:
-        decay: weight of the old reference in an average, in [0, 1); TRL's ``1 - ref_model_mixup_alpha``. Default: no average.
+        decay: weight of the old reference in an average, in [0, 1). TRL's ``1 - ref_model_mixup_alpha``. Default: no average.
         every: steps between averages. Default 1.
         reset_every: steps between resets, if any.
 
@@ -61,9 +61,9 @@ class ReferenceUpdater:
         steps: number of calls of :meth:`step`.
 
     Raises:
-        TypeError: if one is not a model.
-        ValueError: if nothing would ever change, a number is out of range, a weight of the reference has no counterpart in the
-            policy, or the two are one model.
+        TypeError: if an argument is not a model.
+        ValueError: if nothing would ever change, a number is out of range, the two models have different weights, or they
+            share their weights.
 
     Sources: averages after Polyak and Juditsky (1992), as used in TR-DPO (arXiv 2404.09656, eqs. 3 and 4: soft and hard
     update) and TRL's ``SyncRefModelCallback``.
@@ -101,8 +101,8 @@ class ReferenceUpdater:
         self._reference = self._policy if self._service is not None else _module(reference, "reference")
         self._check(adapter)
         self._adapter = adapter if isinstance(adapter, str) else None
-        self._rest: dict[str, Tensor] = {}  # what rounding took from the average, float32
-        self._own: dict[str, Tensor] = {}  # the weights that a service gets
+        self._rest: dict[str, Tensor] = {}  # the rounding errors of the average, float32
+        self._own: dict[str, Tensor] = {}  # the averaged weights of a service
         if self._service is not None:
             self._own = {name: value.detach().clone() for name, value in self._sources()}
         self._pairs()
@@ -110,7 +110,7 @@ class ReferenceUpdater:
     # ------------------------------------------------------------------ steps
 
     def step(self) -> None:
-        """Count one optimizer step, and average or reset if it is time to."""
+        """Count one optimizer step, and average or reset if this step is due for it."""
         self.steps += 1
         if self.reset_every is not None and self.steps % self.reset_every == 0:
             self.reset()
@@ -120,6 +120,7 @@ class ReferenceUpdater:
     @torch.no_grad()
     def reset(self) -> None:
         """Copy the policy's weights into the reference."""
+        # No score may run while the weights change.
         with locked(self._reference, self._policy):
             for _, own, new in self._pairs():
                 own.copy_(new)
@@ -135,6 +136,7 @@ class ReferenceUpdater:
                 rest = self._rest.get(name)
                 if rest is None:
                     rest = self._rest[name] = torch.zeros_like(own, dtype=_precise(own))
+                # own + rest is the exact average. Move it towards the policy, then keep the part that rounding drops.
                 old = own.to(rest.dtype, copy=True)
                 rest += (new.to(own.device, rest.dtype) - old - rest) * weight
                 own.copy_(old + rest)
@@ -144,14 +146,15 @@ class ReferenceUpdater:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> UpdaterState:
-        """The count of steps, and the reference's weights with what rounding took from them: all that a resumed run needs.
+        """The state of a run: the count of steps, the reference's weights and their rounding errors.
 
-        Tensors are references, not copies, and sharded ones stay sharded. The keys are the same at each step, as
-        ``torch.distributed.checkpoint`` requires, which loads only what the state of a new updater has a place for.
+        The tensors are not copied, and sharded ones stay sharded. The keys are the same at each step, because
+        ``torch.distributed.checkpoint`` loads only keys that the state of a new updater has.
         """
         weights = {name: own.detach() for name, own in self._targets()}
         rest: dict[str, Tensor] = {}
         for name, own in weights.items() if self.decay is not None else ():
+            # Before the first average all errors are 0.
             local = _local_part(own)
             lost = self._rest.get(name, torch.zeros((), dtype=_precise(local), device=local.device).expand(local.shape))
             rest[name] = _sharded_like(lost.contiguous(), own)
@@ -159,10 +162,10 @@ class ReferenceUpdater:
 
     @torch.no_grad()
     def load_state_dict(self, state: UpdaterState) -> None:
-        """Restore the reference, also behind a service, and the count.
+        """Restore the reference (also one behind a service) and the count of steps.
 
         Raises:
-            ValueError: if the weights are of another reference; nothing is changed.
+            ValueError: if the state belongs to another reference. Nothing is changed then.
         """
         own = dict(self._targets())
         weights, rest = state["weights"], state["rest"]
@@ -188,14 +191,14 @@ class ReferenceUpdater:
                 yield name, value
 
     def _sources(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights, under the names of their counterparts in the reference."""
+        """The policy's weights, under the names of the corresponding weights of the reference."""
         of, to = ("", "") if self._adapter is None else (f".{self._active()}.", f".{self._adapter}.")
         for name, value in _parameters(self._policy):
             if of in f".{name}.":
                 yield f".{name}.".replace(of, to).strip(".") if of else name, value
 
     def _pairs(self) -> list[tuple[str, Tensor, Tensor]]:
-        """Name, weight of the reference, weight of the policy: local parts of both where they are sharded alike."""
+        """Triples of name, weight of the reference and weight of the policy. Sharded weights are local parts."""
         sources, targets, pairs = dict(self._sources()), dict(self._targets()), []
         if not targets or (different := sources.keys() ^ targets.keys()):
             shown = sorted(different)[:3] if targets else "all"
@@ -212,6 +215,7 @@ class ReferenceUpdater:
     def _buffers(self) -> list[tuple[Tensor, Tensor]]:
         if self._adapter is not None or self._service is not None:
             return []
+        # Buffers hold no trained values. They are copied in a reset, and never averaged.
         theirs = dict(self._policy.named_buffers())
         return [(own, theirs[name]) for name, own in self._reference.named_buffers() if name in theirs]
 
@@ -223,7 +227,7 @@ class ReferenceUpdater:
         return active.pop()
 
     def _check_scaling(self, active: str, adapter: str) -> None:
-        """Raise a ValueError if equal weights of two adapters would not compute the same."""
+        """Raise a ValueError if the two adapters scale their weights differently, since equal weights would then differ."""
         for layer in adapter_layers(self._policy):
             factors = asked(layer, "scaling", dict) or {}
             own, new = factors.get(adapter), factors.get(active)
@@ -238,14 +242,16 @@ class ReferenceUpdater:
         if isinstance(adapter, str):
             check_has_adapters(self._reference, adapter)
         elif self._service is None:
+            # With shared weights the reference would always equal the policy, and the KL would be 0.
             theirs = {id(value) for _, value in _parameters(self._policy)}
             if any(id(value) in theirs for _, value in _parameters(self._reference)):
                 raise ValueError("reference and policy share weights: pass a copy, or a scorer with an adapter's name.")
 
     def _push(self) -> None:
-        """Send the average to the service, from one rank."""
+        """Send the averaged weights to the service, from one rank."""
         if self._service is None:
             return
+        # full_tensor is a collective operation: all ranks take part, but only one sends the result.
         whole = {
             name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in self._own.items()
         }
@@ -263,9 +269,9 @@ def _module(model: object, name: str) -> nn.Module:
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters under the names that they have without wrappers, sharded ones as shards."""
+    """Parameters by their names without wrappers. Sharded ones are shards."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        reshard(model)  # after a forward they may still be whole, in tensors of their own
+        reshard(model)  # after a forward, parameters may still be whole copies
     for name, value in nn.Module.named_parameters(model):
         for prefix in WRAPPED:
             name = f".{name}".replace(f".{prefix}", ".").removeprefix(".")
@@ -273,7 +279,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _local(own: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Tensors of this rank that correspond."""
+    """The corresponding local tensors of this rank."""
     own, new = own.detach(), new.detach()
     if isinstance(own, DTensor) and isinstance(new, DTensor):
         return own.to_local(), new.redistribute(own.device_mesh, own.placements).to_local()
@@ -281,12 +287,12 @@ def _local(own: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _local_part(value: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
+    """This rank's part of a tensor, or the tensor itself."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _sharded_like(part: Tensor, whole: Tensor) -> Tensor:
-    """A tensor of which this rank has ``part``, sharded as ``whole`` is."""
+    """Wrap this rank's ``part`` as a tensor that is sharded like ``whole``."""
     if not isinstance(whole, DTensor):
         return part
     shape, mesh = (whole.shape, whole.stride()), whole.device_mesh

@@ -1,7 +1,7 @@
 """Models that are wrapped or sharded over ranks: DDP, FSDP, FSDP2, DeepSpeed.
 
-Such a model gathers weights and synchronises gradients in hooks around its forward. So a whole score, with all its packs and
-the head, runs inside one call of the model, and the calls of its layers are as many on each rank.
+Such a model gathers weights and synchronises gradients in hooks around its forward. A whole score, with all its packs and the
+head, therefore runs inside one call of the model, and each rank calls the layers equally often.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _wrappers() -> tuple[type, ...]:
 
 
 def is_zero3(module: object) -> bool:
-    """Whether hooks of DeepSpeed's ZeRO-3 gather the module's weights around its forward; until then they are empty."""
+    """Whether hooks of DeepSpeed's ZeRO-3 gather the module's weights around its forward. Before, they are empty."""
     return isinstance(module, nn.Module) and "ds_id" in module.__dict__
 
 
@@ -59,7 +59,7 @@ def is_fsdp2(module: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free weights that are whole since a forward: until the next one, parameters are this rank's shards."""
+    """Free the whole weights that a forward left behind. Parameters are this rank's shards until the next forward."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     for module in model.modules():
@@ -74,28 +74,29 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether hooks around forwards of its parts gather their weights; DDP's do not."""
+    """Whether hooks around the forwards of its parts gather their weights. Hooks of DDP do not."""
     from torch.nn.parallel import DistributedDataParallel
 
     return any(_has_hooks(module) and not isinstance(module, DistributedDataParallel) for module in model.modules())
 
 
-# ---------------------------------------------------------------------- what ranks agree on
+# ---------------------------------------------------------------------- agreement of ranks
 
 
 class RankError(RuntimeError):
-    """Another rank refused its share of the data; its own message says why."""
+    """Another rank refused its share of the data. That rank's error has the reason."""
 
 
+# The search walks through all modules, which would take time in every score.
 _GROUPS: weakref.WeakKeyDictionary[nn.Module, list[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 class Ranks:
-    """The ranks that take part in a forward or backward of some models; this process alone for models of one process.
+    """The ranks that take part in a forward or backward of some models. Without wrappers, only this process.
 
     Attributes:
         groups: the process groups of ranks whose forwards are in step.
-        witnesses: the groups of ranks that must hear of an error; more than ``groups`` inside a forward of DDP.
+        witnesses: the groups of ranks to which an error is sent. Inside a forward of DDP they are more than ``groups``.
     """
 
     def __init__(self, models: Sequence[object]) -> None:
@@ -103,25 +104,26 @@ class Ranks:
         self.witnesses: list[dist.ProcessGroup] = []
         if dist.is_available() and dist.is_initialized():
             for model in models:
+                # Models in other processes have no ranks here.
                 if isinstance(model, nn.Module):
                     own_groups = _GROUPS.get(model) or _groups_of(model)
-                    if own_groups:  # a model of this process alone may be sharded later
+                    if own_groups:  # not cached if empty: the model may be sharded later
                         _GROUPS[model] = own_groups
                     groups |= {id(group): group for group in own_groups}
             self.witnesses = list((groups or _groups_of_ddp(models)).values())
         self.groups = list(groups.values())
 
     def most(self, number: int) -> int:
-        """The largest ``number`` of all ranks."""
+        """The largest ``number`` over all ranks."""
         return _most(number, self.groups)
 
     def all(self, fact: bool) -> bool:
-        """Whether it is so on all ranks."""
+        """Whether ``fact`` holds on all ranks."""
         return self.most(int(not fact)) == 0
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Context for work without collectives: an error on one rank is an error on all, instead of a hang of the others."""
+        """Context for work without collectives. An error on one rank is raised on all, so the others do not hang."""
         try:
             yield
         except Exception:
@@ -135,7 +137,7 @@ _ELSEWHERE = "another rank refused its share of the data: see that rank's error.
 
 
 def collective_device(backend: str) -> torch.device:
-    """Where a backend of torch.distributed reduces tensors: the CPU for gloo, this process's accelerator for nccl or xccl."""
+    """The device on which a backend of torch.distributed reduces tensors: the CPU for gloo, the accelerator for nccl."""
     kinds = dist.Backend.backend_capability
     parts = [part.rpartition(":")[2] for part in backend.split(",")]  # cpu:gloo,cuda:nccl
     accelerator = torch.accelerator.current_accelerator()
@@ -153,7 +155,7 @@ def _most(number: int, groups: Sequence[dist.ProcessGroup]) -> int:
 
 
 def _groups_of_ddp(models: Sequence[object]) -> dict[int, dist.ProcessGroup]:
-    """The group of the DDP whose forward runs, if it holds a model and its backward synchronises gradients."""
+    """The group of the DDP whose forward is running, if it contains a model and synchronises gradients."""
     ddp = active_ddp()
     if ddp is None or not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
         return {}
@@ -170,7 +172,7 @@ def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
             group: Any = asked(module, "process_group", object) or cast(Any, module).data_parallel_group
             groups[id(group)] = group
         if is_fsdp2(module):
-            cast(Any, module).reshard()  # parameters that are whole do not tell their group
+            cast(Any, module).reshard()  # whole parameters are plain tensors, without a process group
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             groups |= {id(group): group for group in parameter.device_mesh.get_all_groups()}
@@ -179,34 +181,35 @@ def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
 
 
 class ErrorGuard:
-    """Keeps a rank in step with the others after an error in its forwards; without ranks it does nothing.
+    """Keeps a rank in step with the others after an error in its forwards. Without ranks it does nothing.
 
-    From the error on, layers that ranks share are called, and gather weights, but compute nothing.
+    After the error, layers that ranks share are still called and gather weights, but they compute nothing.
     """
 
     def __init__(self, bodies: Sequence[nn.Module], ranks: Ranks) -> None:
         self._ranks = ranks
         inner = [m for body in bodies if ranks.groups for m in body.modules() if m is not body]
         self._layers = dict.fromkeys(m for m in inner if _has_hooks(m) and not is_zero3(m))
-        # ZeRO-3 gathers weights ahead, in the order of earlier forwards: a rank in error cannot keep that.
+        # ZeRO-3 prefetches weights in the order of earlier forwards, which a failed rank cannot reproduce.
         self._at_once = any(is_zero3(body) for body in bodies)
         self._called: list[nn.Module] = []
         self.error: Exception | None = None
 
     def forward(self, model: nn.Module, work: Callable[[], Result]) -> Result | None:
-        """``work()``, which calls each layer of ``model`` once; None after an error, but the layers are called."""
+        """Run ``work``, which calls each layer of ``model`` once. After an error, call the layers and return None."""
         self._called = []
         with ExitStack() as stack:
             for layer in self._layers:
                 inner = unwrapped(layer)
                 stack.enter_context(replaced_forward(inner, partial(self._call, layer, inner.forward)))
             result = self.compute(work)
+            # The other ranks wait in the collectives of the layers that this rank has not called.
             if self.error is not None:
                 self._call_rest(model)
         return result
 
     def compute(self, work: Callable[[], Result]) -> Result | None:
-        """``work()``; None from the first error on."""
+        """Run ``work``. Returns None from the first error on."""
         if not self._ranks.groups or self._at_once:
             return work()
         if self.error is None:
@@ -218,9 +221,9 @@ class ErrorGuard:
         return None
 
     def check(self) -> None:
-        """After the last forward: an error on one rank is an error on all."""
+        """Raise the error of any rank on all of them. Called after the last forward."""
         own = 0
-        if self.error is not None:  # ranks try again together after the first two kinds
+        if self.error is not None:  # all ranks retry together after the first two kinds of error
             own = 1 if isinstance(self.error, CheckpointError) else 2 if is_out_of_memory(self.error) else 3
         worst = self._ranks.most(own)
         if self.error is not None and own == worst:
@@ -230,7 +233,7 @@ class ErrorGuard:
             raise others.get(worst) or RankError(_ELSEWHERE)
 
     def _call_rest(self, module: nn.Module) -> None:
-        """Call the layers in ``module`` that were not called yet, which compute nothing after an error."""
+        """Call the remaining layers of ``module``. They compute nothing after an error."""
         for layer in module.modules():
             if layer in self._layers and layer not in self._called:
                 layer(torch.zeros(1, 1, device=next(layer.parameters()).device))
@@ -243,10 +246,11 @@ class ErrorGuard:
             except Exception as error:
                 self.error = error
         self._call_rest(layer)
+        # After an error, pass the input on: the next layer needs a tensor of the same shape.
         return next(x for x in (*args, *options.values()) if isinstance(x, torch.Tensor))
 
 
-# How allocators without an error class of their own begin: the CPU's on Linux and Windows, Metal's, and libraries of CUDA.
+# Messages of allocators without their own error class: the CPU on Linux and Windows, Metal, and libraries of CUDA.
 _OUT_OF_MEMORY = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory|\b[A-Z]+( backend| error:)? out of memory"
     r"|Invalid buffer size: |_STATUS_ALLOC_FAILED"
@@ -254,7 +258,7 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator failed, of whatever device."""
+    """Whether the allocator of any device failed."""
     known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     return known or (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None)
 
@@ -263,7 +267,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def inside(models: Sequence[tuple[nn.Module, nn.Module, nn.Module]], work: Callable[[], Result]) -> Result:
-    """``work()`` inside one call of each model ``(model, body, head)``: between the hooks before and after its forward."""
+    """Run ``work`` inside one call of each ``(model, body, head)``, between the hooks around the model's forward."""
     for model, body, head in reversed(models):
         for module in reversed(_callers(model, body, head)):
             work = partial(_call_with, module, work)
@@ -271,7 +275,7 @@ def inside(models: Sequence[tuple[nn.Module, nn.Module, nn.Module]], work: Calla
 
 
 def _callers(model: nn.Module, body: nn.Module, head: nn.Module) -> list[nn.Module]:
-    """The modules whose hooks must run around a score, outermost first; those that contain the body, then the head."""
+    """The modules whose hooks must run around a score: those that contain the body, outermost first, then the head."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     chain: list[nn.Module] = []
@@ -287,7 +291,7 @@ def _callers(model: nn.Module, body: nn.Module, head: nn.Module) -> list[nn.Modu
 
 
 def _call_with(module: nn.Module, work: Callable[[], Result]) -> Result:
-    """Call ``module`` with ``work`` in place of its forward."""
+    """Call ``module`` with ``work`` as its forward, so that its hooks run."""
     with replaced_forward(unwrapped(module), lambda *_, **__: work()):
         return cast(Result, module())
 

@@ -16,7 +16,7 @@ from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import SamplerMismatchWarning, ScoreRequest, as_sampling, warn_of_mismatch
 from torchrl_llm_kl.scoring._mismatch import mismatch_of, sampler_of
-from toy_models import FORWARD, OUTPUTS, VOCAB_SIZE, tiny_model
+from toy_models import FORWARD, VOCAB_SIZE, tiny_model
 
 SAMPLINGS = [
     Sampling(0.7, top_k=5),
@@ -313,14 +313,6 @@ def test_settings_in_other_forms():
     scorer = LogProbScorer(model, temperature=0.5)
     scorer.options = scorer.options.but(temperature=None)
     assert scorer.options.sampling == Sampling()
-
-
-def test_none_is_off_in_transformers():
-    """What the comparison with a wrapper takes for granted."""
-    model = configured(top_k=2, top_p=0.5, min_p=0.5, repetition_penalty=3.0)
-    off = dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty"))
-    found = model.generate(torch.tensor([[3, 4, 5]]), do_sample=True, max_new_tokens=2, **off, **OUTPUTS)
-    assert all(map(torch.equal, found.scores, found.logits))
 
 
 def test_generate_kwargs_refuses_another_distribution():

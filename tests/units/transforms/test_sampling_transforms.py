@@ -207,7 +207,7 @@ def test_a_base_model_on_chatml_is_warned_of(lab: Any) -> None:
         policy = make_policy(lab.gen_model, tokenizer, pad_output=True, **options)
         found = warned(partial(warn_of_chatml, policy), "as ChatML")[1]
         assert len(found) == expected, options
-    text = "renders the conversations of this policy as ChatML, and '<|im_start|>' is no token of its tokenizer"
+    text = "renders the conversations of this policy as ChatML, but '<|im_start|>' is not a token of its tokenizer"
     transform = RetrieveLogProb(lab.gen_model)
     collector = LLMCollector(
         lab.env(transform),
