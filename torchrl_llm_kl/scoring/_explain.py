@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from torchrl_llm_kl.scoring._passes import ScoringRun
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._sampling import Sampling
 from torchrl_llm_kl.scoring._wrapping import Ranks
-
-if TYPE_CHECKING:
-    from torchrl_llm_kl.scoring._scorer import LogProbScorer
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ class Explanation:
         return "\n".join(f"{name:<20}{value}" for name, value in rows.items())
 
 
-def explain(scorer: LogProbScorer, request: ScoreRequest, row: int, token: int, options: ScoreOptions) -> Explanation:
+def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: ScoreOptions) -> Explanation:
     """See :meth:`~torchrl_llm_kl.LogProbScorer.explain`."""
     lengths = request.tokens.lengths.tolist()
     if not 0 <= row < len(lengths) or not 1 <= token < lengths[row]:
@@ -188,7 +185,7 @@ def _plain_logits(run: ScoringRun, row: int, token: int) -> Tensor:
     return logits / run.options.temperature
 
 
-def _why(scorer: LogProbScorer, setup: Setup, run: ScoringRun) -> str:
+def _why(scorer: Any, setup: Setup, run: ScoringRun) -> str:
     name = type(setup.model).__name__
     if run.images and run.tree is None and setup.route.sharing is not None:
         why = f"{name} cannot attend to images within a pack"

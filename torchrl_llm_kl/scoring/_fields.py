@@ -76,9 +76,7 @@ class TokenIntegers(FieldKind[Tensor]):
         """See :class:`FieldKind`."""
         values, count = cast(Tensor, given).detach().cpu(), tokens.values.shape[0]
         if values.ndim < 2 or values.shape[0] != count or not _holds_integers(values):
-            raise ValueError(
-                f"{name} must hold integers ({count}, ..., k), got {tuple(values.shape)} of {values.dtype}."
-            )
+            raise ValueError(f"{name} must be integers ({count}, ..., k), got {tuple(values.shape)} of {values.dtype}.")
         return values.long()
 
     def select(self, value: Tensor, elements: Tensor, rows: Tensor) -> Tensor:

@@ -275,9 +275,7 @@ class ImageInputs:
         wrong = (placed != expected).nonzero()
         if len(wrong):
             row = int(wrong[0])
-            raise ValueError(
-                f"sequence {row}: {int(placed[row])} image tokens, {int(expected[row])} features of its images."
-            )
+            raise ValueError(f"sequence {row}: {int(placed[row])} image tokens, {int(expected[row])} image features.")
 
     def keys(self) -> Tensor:
         """The token ids, int64 ``[N]``, with a digest of the image at each placeholder. Equal prefixes have equal keys."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +49,6 @@ from torchrl_llm_kl.scoring._scores import (
 )
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import ErrorGuard, Ranks, inside, is_out_of_memory, is_sharded
-
-if TYPE_CHECKING:
-    from torchrl_llm_kl.scoring._scorer import LogProbScorer
 
 _SMALLEST_PACK = 16  # tokens
 
@@ -388,11 +385,27 @@ def padded_batches(lengths: Tensor, tokens_per_batch: int, *models: nn.Module) -
 Pass = PackedPass | ForkedPass | PaddedPass
 
 
+class RunScorer(Protocol):
+    """The attributes of a :class:`~torchrl_llm_kl.LogProbScorer` that a call uses."""
+
+    options: ScoreOptions
+    tokens_per_batch: int | None
+    head_chunk: int
+    forwards: int
+
+    @property
+    def memory(self) -> PrefixKVCache:
+        """The cache of ``remember``."""
+
+    def _setup(self, default: torch.device, options: ScoreOptions) -> Setup: ...
+    def _warn_apart(self, reason: str, where: str = ...) -> None: ...
+
+
 @dataclass(eq=False)
 class ScoringRun:
     """One call: scores every masked-in token under a model, and under a reference if there is a second scorer."""
 
-    scorers: Sequence[LogProbScorer]
+    scorers: Sequence[RunScorer]
     ranks: Ranks
     request: ScoreRequest
     routings: Sequence[Routing | None]  # one for each scorer
@@ -407,17 +420,15 @@ class ScoringRun:
         self.budget = min(map(budget_of, self.scorers, self.setups))
         self.tree: PrefixTree | None = None
         self.forks = False
-        row_images = self.request.images
-        self.images = (
-            [] if row_images is None else [ImageInputs(x, row_images, self.request.tokens) for x in self.setups]
-        )
+        images, tokens = self.request.images, self.request.tokens
+        self.images = [ImageInputs(setup, images, tokens) for setup in self.setups if images is not None]
         # Both models forward the same packs, so they must share prefixes in the same way.
         sharing = {setup.route.sharing for setup in self.setups}
         if len(sharing) == 1 and None not in sharing:
             # Sequences share a prefix only if they also route it alike.
             records = (each.record for each in self.routings if each is not None)
-            values = self.images[0].keys() if self.images else self.request.tokens.values
-            tokens = self.request.tokens.like(tell_apart(values, *records))
+            values = self.images[0].keys() if self.images else tokens.values
+            tokens = tokens.like(tell_apart(values, *records))
             self.forks = "forks" in sharing
             lengths = self.request.forward_lengths
             # A step for a short prefix costs more than it saves.
@@ -588,7 +599,7 @@ class ScoringRun:
         return [columns] if columns else []
 
 
-def budget_of(scorer: LogProbScorer, setup: Setup) -> int:
+def budget_of(scorer: RunScorer, setup: Setup) -> int:
     """The most tokens of one forward."""
     default = PACK if setup.options.deterministic else 1024 if setup.device.type == "cpu" else 16384
     return scorer.tokens_per_batch or default

@@ -65,7 +65,7 @@ def read_sequences(
     if isinstance(sequences, Tensor) and not sequences.is_nested:
         return _read_padded(sequences, mask, attention_mask)
     if attention_mask is not None:
-        raise ValueError("attention_mask= belongs to a padded tensor of token ids; these sequences have no padding.")
+        raise ValueError("attention_mask= belongs to a padded tensor of token ids. These sequences have no padding.")
     if isinstance(sequences, Ragged):
         tokens = sequences
     elif isinstance(sequences, Tensor):

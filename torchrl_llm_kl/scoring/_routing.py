@@ -159,9 +159,7 @@ class Routers:
         """
         layers, slots = record.shape[1:]
         if slots != self.k or layers not in (len(self.layers), self.num_layers):
-            raise ValueError(
-                f"the record has {layers} layers of {slots} experts: expected {len(self.layers)} of {self.k}."
-            )
+            raise ValueError(f"the record has {layers} layers of {slots} experts, not {len(self.layers)} of {self.k}.")
         if layers == self.num_layers:
             record = record[:, list(self.layers)]
         tokens = request.tokens

@@ -213,9 +213,8 @@ class LogProbScorer(Scorer):
         finds_kept = options.return_kept and kept is None
         with locked(*(scorer.model for scorer in scorers)), nullcontext() if options.grad else torch.no_grad():
             if self._wrapper is None:
-                elements, columns = ScoringRun(
-                    scorers, ranks, request, routings, replace(options, return_kept=finds_kept)
-                )()
+                run = ScoringRun(scorers, ranks, request, routings, replace(options, return_kept=finds_kept))
+                elements, columns = run()
             else:
                 device, budget = tokens.values.device, self.tokens_per_batch or 8192
                 elements, log_probs = score_wrapper(self._wrapper, request, device, budget, options.grad)

@@ -232,9 +232,7 @@ class ReferenceUpdater:
             factors = asked(layer, "scaling", dict) or {}
             own, new = factors.get(adapter), factors.get(active)
             if own != new:
-                raise ValueError(
-                    f"{adapter!r} scales its weights by {own}, {active!r} by {new}: use one lora_alpha and r."
-                )
+                raise ValueError(f"{adapter!r} scales weights by {own}, {active!r} by {new}: use one lora_alpha and r.")
 
     def _check(self, adapter: bool | str) -> None:
         if any(is_zero3(module) for model in (self._reference, self._policy) for module in model.modules()):
@@ -252,9 +250,7 @@ class ReferenceUpdater:
         if self._service is None:
             return
         # full_tensor is a collective operation: all ranks take part, but only one sends the result.
-        whole = {
-            name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in self._own.items()
-        }
+        whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in self._own.items()}
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not (several and torch.distributed.get_rank()):
             self._service.update_weights(whole)

@@ -278,16 +278,11 @@ def _callers(model: nn.Module, body: nn.Module, head: nn.Module) -> list[nn.Modu
     """The modules whose hooks must run around a score: those that contain the body, outermost first, then the head."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
-    chain: list[nn.Module] = []
     path = next((name for name, module in model.named_modules() if module is body), "")
-    module: nn.Module = model
-    for part in ["", *path.split(".")][:-1]:
-        module = module if not part else asked(module, part, nn.Module, module)
-        chain.append(module)
+    chain = [module for name, module in model.named_modules() if not name or path.startswith(f"{name}.")]
     hooked = [module for module in (*chain, head) if _has_hooks(module)]
-    return [
-        m for i, m in enumerate(hooked) if i == 0 or unwrapped(hooked[i - 1]) is not m
-    ]  # the call of a wrapper calls it
+    # The call of a wrapper also calls the module inside it.
+    return [module for i, module in enumerate(hooked) if i == 0 or unwrapped(hooked[i - 1]) is not module]
 
 
 def _call_with(module: nn.Module, work: Callable[[], Result]) -> Result:

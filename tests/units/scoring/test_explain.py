@@ -1,4 +1,4 @@
-"""Each number of an explained log-prob against a plain forward, and the numbers of its route, counted by hand."""
+"""The numbers of an explanation equal those of a plain forward. The numbers of its route are counted by hand."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def test_against_a_plain_forward(settings: Any, batch: Any, attended: Any, sampl
 
 
 def test_a_difference_shows() -> None:
-    """Logits that depend on what a scorer does not pass on: here, on being called with a single sequence."""
+    """The model's logits depend on the number of sequences in a forward, so the explanation shows a difference."""
     inner = tiny_model()
 
     class Odd(FullLogits):
@@ -125,7 +125,7 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.parametrize("length", [8, 9, 10])
 def test_frequencies_that_depend_on_the_length_are_those_of_the_whole_sequence(length: int) -> None:
-    """With longrope, other frequencies apply from 9 tokens on: those of a forward of all tokens, the last one included."""
+    """With longrope other frequencies apply from 9 tokens on, where the last token counts too."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8}
     rope |= {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
     model = tiny_model("llama", head_dim=8, max_position_embeddings=64, rope_parameters=rope)

@@ -1,4 +1,4 @@
-"""Scores with images are the model's own, of one row alone; each distinct image is encoded once, and tells prefixes apart."""
+"""Scores with images equal the model's own forward of each row. Each distinct image is encoded once, and splits prefixes."""
 
 import warnings
 from functools import cache
@@ -29,7 +29,7 @@ def row_of(family, images, *, seed=0, answer=3):
 
 
 def rows_of(family):
-    """A group of two, the same ids after another image, text alone, a wide image, and two images in both orders."""
+    """Two answers to one image, the same ids with another image, only text, a wide image, and two images in both orders."""
     a, b, wide = picture(family, 1), picture(family, 2), picture(family, 3, wide=True)
     images = [a, a, b, None, wide, joined(family, [a, b]), joined(family, [b, a])]
     ids = [row_of(family, x, seed=i, answer=2 + i % 3) for i, x in enumerate(images)]
@@ -38,7 +38,7 @@ def rows_of(family):
 
 
 def counted(monkeypatch, model):
-    """The numbers of images, and of row's images, that the encoder gets."""
+    """A list that grows by the number of images in each call of the encoder."""
     calls, body = [], model.model
     own = body.get_image_features
 
@@ -77,7 +77,7 @@ def test_a_score_with_images_is_explained(family, kind):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_the_models_own(family, monkeypatch):
-    """In float64, of every weight, also of the encoder, which runs once for each of the two distinct images."""
+    """In float64, for every weight including the encoder's. The encoder runs once for each of the two distinct images."""
     model, (ids, images) = model_of(family, torch.float64), rows_of(family)
     ids, images = ids[:4], images[:4]
     own = sum(
@@ -98,7 +98,7 @@ def test_gradients_are_the_models_own(family, monkeypatch):
 
 
 def test_each_distinct_image_is_encoded_once(monkeypatch):
-    """By its content: copies are the same image, whatever row they are in; a forward per answer encodes eight."""
+    """Copies of an image in different rows count as one. The model's own forwards encode all eight."""
     model = image_model("qwen2_5_vl")
     one, two = picture("qwen2_5_vl", 1), picture("qwen2_5_vl", 2)
     copies = [{name: t.clone() for name, t in x.items()} for x in (one, one, one, one, two, two, two, two)]
@@ -121,8 +121,8 @@ def test_each_distinct_image_is_encoded_once(monkeypatch):
     assert torch.equal(both.ref_log_prob.values, other.score(ScoreRequest.of(ids, images=copies)).values)
 
 
-def test_the_whole_output_of_a_processor_will_do():
-    """As do the images of a request."""
+def test_the_whole_output_of_a_processor_is_accepted():
+    """A processor's whole output is accepted, and so are the images of a request."""
     model, image = model_of("qwen2_5_vl"), picture("qwen2_5_vl", 1)
     ids = torch.tensor([row_of("qwen2_5_vl", image)])
     output = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).long()}
@@ -138,7 +138,7 @@ def test_the_whole_output_of_a_processor_will_do():
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
 def test_equal_ids_with_other_pixels_are_other_prefixes(family, tmp_path):
-    """In the tree of one call, in the cache of several, and in a store."""
+    """In the prefix tree of one call, in the cache of several calls, and in a store."""
     model = model_of(family)
     images = [picture(family, seed) for seed in (1, 2)]
     row = row_of(family, images[0])
@@ -156,7 +156,7 @@ def test_equal_ids_with_other_pixels_are_other_prefixes(family, tmp_path):
 
 
 def test_a_conversation_with_one_more_image_continues():
-    """The cache recalls all before the new image."""
+    """The cache recalls everything before the new image."""
     model, first, second = model_of("qwen3_vl"), picture("qwen3_vl", 1), picture("qwen3_vl", 2, wide=True)
     ids = row_of("qwen3_vl", first)
     longer = [*ids, 7, *[IMAGE] * 8, 8, 30, 31]
@@ -177,8 +177,8 @@ def test_what_does_not_fit_names_the_row():
     scorer, good, text = LogProbScorer(model), row_of("qwen2_5_vl", image), [1, 20, 21]
     for ids, images, message in (
         ([text, good], None, "sequence 1, position 2 .* pixels are missing"),
-        ([good, good], [image, None], "sequence 1: 4 image tokens, 0 features of its images"),
-        ([text, good], [image, image], "sequence 0: 0 image tokens, 4 features of its images"),
+        ([good, good], [image, None], "sequence 1: 4 image tokens, 0 image features"),
+        ([text, good], [image, image], "sequence 0: 0 image tokens, 4 image features"),
         ([good, [*good[:3], *good[4:]]], [image, image], "sequence 1: 3 image tokens"),
         ([good], [image, image], "images has 2 rows, the tokens have 1"),
         ([[*good, 6]], [image], "video_token_id"),
@@ -187,7 +187,7 @@ def test_what_does_not_fit_names_the_row():
             scorer.score(ScoreRequest.of(ids, images=images))
 
 
-def test_who_takes_no_images_says_so():
+def test_models_without_images_are_refused():
     image = picture("qwen2_5_vl", 1)
     row = row_of("qwen2_5_vl", image)
     with pytest.raises(ValueError, match="deterministic=True with images"):
@@ -214,7 +214,7 @@ def test_bidirectional_images_take_the_padded_route_and_say_so():
 
 
 def test_the_model_is_left_as_it_was():
-    """Its own forward without ids goes on from the positions of its last sequence."""
+    """The model stores positions for its next forward. A score must not change them."""
     model, image = model_of("qwen2_5_vl"), picture("qwen2_5_vl", 1)
     row = row_of("qwen2_5_vl", image)
     model.model.rope_deltas = before = torch.tensor([[5]])
@@ -240,7 +240,7 @@ def test_a_row_with_nothing_to_score_needs_no_forward():
 
 
 def sent(request):
-    """A request as a replica reads it."""
+    """A request after its way to a replica."""
     return ScoreRequest.from_arrays(request.to_arrays())
 
 
@@ -274,7 +274,7 @@ def test_equal_images_of_several_requests_are_one():
 
 
 def test_rows_that_share_memory_or_take_it_over_are_told_apart():
-    """Records that are made row by row may reuse the memory of earlier ones."""
+    """Records that are created row by row may reuse the memory of earlier ones."""
     records = ({"pixel_values": torch.full((1, 3, 4, 4), float(i // 2)).bfloat16()} for i in range(8))
     images = RowImages.of([next(records) for _ in range(8)], 8)
     assert images.index.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]

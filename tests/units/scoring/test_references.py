@@ -1,4 +1,4 @@
-"""References: in less memory, following the policy (averages, resets), or the policy's own model with other adapters."""
+"""References: in less memory, updated from the policy, or the policy's own model with other adapters."""
 
 import copy
 import io
@@ -28,7 +28,7 @@ def reference_of(policy: nn.Module, **options: Any) -> Any:
 
 
 def moved(model: nn.Module, by: float = 0.1, seed: int = 0) -> nn.Module:
-    """A copy with other weights."""
+    """A copy of a model with other weights."""
     model, rng = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.data += by * torch.randn(parameter.shape, generator=rng).to(parameter.dtype)
@@ -40,7 +40,7 @@ def kl(policy: Any, reference: LogProbScorer) -> Tensor:
 
 
 def lora(model: nn.Module, **config: Any) -> Any:
-    """A model with adapters far from 0; or, for one that has some, the configuration of others."""
+    """Add adapters that are far from 0. For a model that has adapters, return a configuration for further ones."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
     own = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False, **config})
@@ -158,7 +158,7 @@ def test_what_cannot_be_prepared_is_refused() -> None:
 
 @pytest.mark.parametrize(("decay", "dtype"), [(0.9, torch.float32), (0.999, torch.bfloat16), (0.999, torch.float64)])
 def test_averages_of_a_drifting_policy(decay: float, dtype: torch.dtype) -> None:
-    """Of a policy at ``a + b t`` after ``t`` steps it is ``a + b (t - (1 - d^t) d / (1 - d))``; in bfloat16 rounded once."""
+    """The average of a policy at ``a + b t`` is ``a + b (t - (1 - d^t) d / (1 - d))``. In bfloat16 it is rounded once."""
     wide = torch.float32 if dtype == torch.float32 else torch.float64
     start = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).bfloat16().double()
     policy, reference = (nn.Linear(8, 8, bias=False, dtype=each) for each in (wide, dtype))
@@ -230,7 +230,7 @@ def test_adapters_follow(own: bool) -> None:
 
 
 class Served:
-    """Takes weights as a service does."""
+    """Accepts weights like a service."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.version = model, 3
@@ -322,7 +322,7 @@ def test_adapters_that_cannot_follow_are_refused() -> None:
         ("default", "'default' follows another active one, active are .'default'"),
         ("wide", "of the same names.*v_proj"),
         ("rank", r"q_proj.lora_A.rank.weight: torch.float32.2, 32. cannot follow torch.float32.4, 32."),
-        ("scaled", r"'scaled' scales its weights by 8\.0, 'default' by 2\.0"),
+        ("scaled", r"'scaled' scales weights by 8\.0, 'default' by 2\.0"),
     ]:
         with pytest.raises(ValueError, match=message):
             ReferenceUpdater(LogProbScorer(policy, adapters=adapters), policy, decay=0.5)
@@ -355,8 +355,8 @@ def with_two_adapters() -> tuple[Any, Any]:
         ("ref", False, "raises"),
     ],
 )
-def test_another_state_is_scored_alone_and_the_models_own_restored(adapters: Any, native: bool, state: str) -> None:
-    """Of a PeftModel, or of transformers' own model with adapters (native)."""
+def test_other_adapters_are_scored_and_the_models_own_restored(adapters: Any, native: bool, state: str) -> None:
+    """For a PeftModel, and for transformers' own model with adapters (native)."""
     model, alone = with_two_adapters()
     model = model.get_base_model() if native else model
     want = plain_log_probs(alone if adapters else tiny_model("qwen2"), IDS)
@@ -396,7 +396,7 @@ def test_whole_layers_of_a_named_adapter() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_tokens_that_each_adapter_embeds_for_itself(tied: bool) -> None:
-    """With ``trainable_token_indices``; a tied head reads the same rows."""
+    """With ``trainable_token_indices`` each adapter has its own embeddings. A tied head reads the same rows."""
     tokens = {"trainable_token_indices": [9, 40]}
     model = lora(tiny_model("qwen2", tie_word_embeddings=tied), **tokens)
     model.add_adapter("ref", lora(model, **tokens))
@@ -422,7 +422,7 @@ TRAINED_BESIDE = {
 
 @pytest.mark.parametrize("name", TRAINED_BESIDE)
 def test_a_reference_that_training_would_move_is_refused(name: str) -> None:
-    """At construction, and later in the next call. Parameters that belong to an adapter may be trained."""
+    """The scorer refuses at construction, and later in the next call. Parameters of an adapter may be trained."""
     make, message = TRAINED_BESIDE[name]
     model = make(tiny_model("qwen2"))
     for adapters in (False, "default"):

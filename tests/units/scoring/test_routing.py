@@ -1,4 +1,4 @@
-"""Routing of a mixture of experts: recorded and replayed, beside plain models whose routers are patched by hand."""
+"""Recorded and replayed routing of a mixture of experts, compared with plain models whose routers are patched."""
 
 import threading
 from typing import Any
@@ -53,7 +53,7 @@ def own_experts(model: nn.Module, rows: list[Tensor]) -> list[Tensor]:
 
 
 def random_experts(rows: list[Tensor], layers: int, seed: int = 0) -> list[Tensor]:
-    """Different experts at each token; a shared token has the same ones if the sequences agree so far."""
+    """Random experts for each token, layer and slot, all different within a token."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.rand(len(row), layers, EXPERTS, generator=generator).argsort(-1)[..., :K] for row in rows]
 
@@ -64,7 +64,7 @@ def gradients(model: nn.Module, *parts: Tensor) -> list[Tensor | None]:
 
 
 def assert_same(found: list[Tensor | None], expected: list[Tensor | None], tolerance: float = 0.0) -> None:
-    """Equal gradients, up to a share of the largest of each parameter: transformers' norms are in float32 in any model."""
+    """Gradients are equal up to a share of the parameter's largest one. transformers computes norms in float32 in any model."""
     for a, b in zip(found, expected, strict=True):
         a, b = (torch.zeros(()) if x is None else x for x in (a, b))
         assert float((a - b).abs().max()) <= tolerance * float(b.abs().max())
@@ -101,7 +101,7 @@ def test_own_routing_is_recorded_and_replayed_changes_no_bit(family: str, kind: 
 @pytest.mark.parametrize("of", ["another sampler", "chance"])
 @pytest.mark.parametrize(("family", "kind"), KINDS)
 def test_replayed_experts_have_the_models_own_weights(family: str, kind: str, of: str) -> None:
-    """The routing of A in B, whose routers differ, and a separate one for each sequence: prompts are not shared then."""
+    """Replays the routing of A in B, whose routers differ. Each sequence has its own record, so prompts are not shared."""
     sampler = in_float64(family)
     model = perturbed(sampler)
     scorer = make_scorer(model, kind, **SMALL)
@@ -140,7 +140,7 @@ def test_prompts_are_shared_where_they_are_routed_alike() -> None:
 
 @pytest.mark.parametrize("kind", ["packed", "padded"])
 def test_tokens_and_layers_without_a_record(kind: str) -> None:
-    """-1 leaves the choice to the router, whose input depends on the experts before it."""
+    """-1 leaves the choice to the router. The router's input depends on the experts of earlier layers."""
     model, rows = in_float64("mixtral"), ROWS[:4]
     tokens = Ragged.from_list(rows)
     records = random_experts(rows, 3)
@@ -166,8 +166,8 @@ def test_tokens_and_layers_without_a_record(kind: str) -> None:
     assert torch.equal(chosen[free].sort(-1).values, best[free].sort(-1).values)
 
 
-def test_engines_forms() -> None:
-    """vLLM: an array for each sequence without its last token, with a place for each layer, dense ones too."""
+def test_record_formats_of_engines() -> None:
+    """vLLM records an array for each sequence, without the last token, with a place for every layer including dense ones."""
     model = tiny_model("deepseek_v3")
     routing = LogProbScorer(model).evaluate(TOKENS, record_routing=True).routing
     records = routing.to_list()
@@ -196,7 +196,7 @@ def test_a_record_has_the_narrowest_dtype() -> None:
     [(enable, True, True), (wrap, False, True), (enable_and_wrap, True, True), (enable, False, False)],
 )
 def test_checkpoints_replay(checkpointed: Any, reentrant: bool, share: bool) -> None:
-    """The recomputation in the backward replays too: gradients are those without checkpoints."""
+    """The recomputation in the backward replays too, so gradients equal those without checkpoints."""
     records, found = random_experts(ROWS, 3), []
     for change in (False, True):
         model = tiny_model("mixtral").train()
@@ -241,7 +241,7 @@ def test_the_references_own_routing() -> None:
 
 
 def test_adapters_and_the_base_as_reference() -> None:
-    """The policy replays and its base, the same modules without adapters, routes by itself."""
+    """The policy replays. Its base, the same modules without adapters, routes by itself."""
     plain = tiny_model("mixtral")
     own = LogProbScorer(plain).score(TOKENS).values
     torch.manual_seed(0)
@@ -256,8 +256,8 @@ def test_adapters_and_the_base_as_reference() -> None:
     assert float((found.log_prob.values - first.log_prob.values).abs().max()) > 0.1
 
 
-def test_caches_of_prefixes_and_scores_are_left_alone(tmp_path: Any) -> None:
-    """What they hold is of the model's own routing."""
+def test_a_replay_neither_reads_nor_writes_caches(tmp_path: Any) -> None:
+    """The caches hold only scores of the model's own routing."""
     model, records = tiny_model("mixtral"), random_experts(ROWS, 3)
     want = LogProbScorer(model).score(ScoreRequest.of(TOKENS, routing=records)).values
     cached, stored = LogProbScorer(model), RememberedModel(model, tmp_path).make_scorer()
@@ -294,7 +294,7 @@ def test_nothing_stays_on_the_model_and_another_thread_routes_by_itself() -> Non
 
 @pytest.mark.parametrize("family", ROUTED_FAMILIES)
 def test_other_families_replay_as_if_their_own_top_k_had_chosen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hybrid ones too, whose answers continue from the state after their prompt."""
+    """Includes hybrid families, whose answers continue from the state after their prompt."""
     model = stateful_model(family, experts=True)
     first, *rest = (ids(n, n) for n in (40, 6, 9))
     rows = [torch.cat([first, each]) for each in rest]
@@ -380,7 +380,7 @@ def replayed(change: Any) -> None:
 
 test_records_that_are_refused = refused(
     replayed,
-    (lambda r: [x[:, :2] for x in r], "record has 2 layers of 2 experts: expected 3 of 2"),
+    (lambda r: [x[:, :2] for x in r], "record has 2 layers of 2 experts, not 3 of 2"),
     (lambda r: [x[..., :1] for x in r], "record has 3 layers of 1 experts"),
     (lambda r: r[:-1], "routing has 7 sequences, the tokens have 8"),
     (lambda r: [*r[:2], r[2][:-2], *r[3:]], r"2 has shape \(39, 3, 2\) .*\(41 or 40, layers, experts\)"),
@@ -397,7 +397,7 @@ test_records_that_are_refused = refused(
 
 
 def test_tokens_that_need_no_forward_are_not_checked() -> None:
-    """Engines fill the place of the last token with zeros."""
+    """Engines may record zeros at the last token, which is never forwarded."""
     scorer, want = LogProbScorer(tiny_model("mixtral")), random_experts(ROWS, 3)
     filled = [torch.cat([record[:-1], torch.zeros_like(record[-1:])]) for record in want]
     assert torch.equal(

@@ -1,4 +1,4 @@
-"""Scores of a truncated sampler: beside masked softmaxes of the plain model's logits; and whether a sampler is known."""
+"""Scores under a truncated sampler equal masked softmaxes of the plain model's logits. A mismatch with a sampler is found."""
 
 import math
 import warnings
@@ -31,12 +31,12 @@ ROUNDED = {"size": 16, "dtype": torch.float32}
 
 
 def plain_logits(model, row):
-    """Logits that predict each token but the first; ``[T - 1, V]``."""
+    """Logits that predict each token except the first, ``[T - 1, V]``."""
     return model(input_ids=row[None]).logits[0, :-1]
 
 
 def keep_of(logits, sampling, targets):
-    """The tokens that transformers' warpers leave, and the sampled ones."""
+    """The mask of the tokens that transformers' warpers keep, plus the sampled tokens."""
     scores = logits.detach() / sampling.temperature
     if sampling.top_k:
         scores = TopKLogitsWarper(sampling.top_k)(None, scores)
@@ -48,7 +48,7 @@ def keep_of(logits, sampling, targets):
 
 
 def expected(model, rows, sampling, ref=None, keeps=None):
-    """Log-prob, entropy and moments, and KL and reference log-prob of each token but the first; ``[N, 4 or 6]``."""
+    """Log-prob, entropy, two moments, and with ``ref`` KL and reference log-prob of predicted tokens, ``[N, 4 or 6]``."""
     out = []
     for i, row in enumerate(rows):
         logits, targets = plain_logits(model, row), row[1:]
@@ -111,7 +111,7 @@ def test_values_and_gradients(sampling, kind):
 @pytest.mark.parametrize("reference", ["whole", "kept"])
 @pytest.mark.parametrize("kind", ["head", "full"])
 def test_exact_kl(reference, kind):
-    """To the model itself it is 0, or -log of the mass that is kept: the sampler is not the model."""
+    """The KL of a model to itself is 0 over the kept tokens, and -log of the kept mass over the whole vocabulary."""
     sampling = Sampling(0.8, top_k=8, top_p=0.9, reference=reference)
     model, ref = tiny_model().double(), tiny_model(seed=1).double()
     rows = sampled_rows(model, sampling)
@@ -129,7 +129,7 @@ def test_exact_kl(reference, kind):
 
 @needs_equal_rows
 def test_deterministic():
-    """Bits do not depend on the batch."""
+    """Scores are the same to the last bit in any batch."""
     model, sampling = tiny_model(), Sampling(top_k=6)
     rows = sampled_rows(model, sampling)
     scorer = LogProbScorer(model, sampling=sampling, deterministic=True)
@@ -154,7 +154,7 @@ def test_cache_and_store_know_the_sampler(tmp_path):
 
 
 def test_a_token_that_the_sampler_would_not_draw():
-    """It counts as kept, and a warning says how many there are."""
+    """The scorer keeps such tokens, and warns once with their share."""
     model, rows, sampling = tiny_model().double(), [ids(20, 0)], Sampling(top_k=2)
     scorer = LogProbScorer(model, sampling=sampling)
     message = r"% of the 19 tokens are not among those that Sampling\(top_k=2\) leaves"
@@ -167,7 +167,7 @@ def test_a_token_that_the_sampler_would_not_draw():
 
 
 def random_record(tokens, seed=0):
-    """For each token 1 to 6 ids, one of which is its own."""
+    """A record with 1 to 6 kept ids for each token, including the token itself."""
     generator = torch.Generator().manual_seed(seed)
     rows = [
         torch.cat([token[None], torch.randint(VOCAB_SIZE, (int(n),), generator=generator)]).unique()
@@ -178,8 +178,8 @@ def random_record(tokens, seed=0):
 
 @pytest.mark.filterwarnings("ignore::torchrl_llm_kl.scoring.SamplerMismatchWarning")
 @pytest.mark.parametrize(("sampling", "kind"), CASES, ids=str)
-def test_the_tokens_that_are_left_can_be_returned(sampling, kind):
-    """Those of transformers' warpers, and the sampled token; none where nothing is scored; and a replay of them."""
+def test_kept_tokens_can_be_returned(sampling, kind):
+    """``kept`` equals the tokens of transformers' warpers plus the sampled one. Its replay has the same scores."""
     model = tiny_model().double()
     tokens = random_sequences(9, 4, 1, 7)
     mask = random_mask(tokens, keep=0.7)
@@ -202,7 +202,7 @@ def test_the_tokens_that_are_left_can_be_returned(sampling, kind):
 
 @pytest.mark.parametrize("kind", ["packed", "padded", "full", "cached"])
 def test_replay(kind):
-    """Of a record of any tokens; what it computes is not cached."""
+    """A replay scores over any recorded tokens. Its results do not enter the cache."""
     model, ref = tiny_model().double(), tiny_model(seed=1).double()
     tokens = random_sequences(9, 4, 1, 7)
     mask, record = random_mask(tokens, keep=0.7), random_record(tokens)
@@ -255,7 +255,7 @@ def test_refusals():
 @pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
 @pytest.mark.parametrize("kind", ["tiles", "logits", "replay"])
 def test_a_distillation_needs_the_whole_distribution(kind):
-    """A truncated student is refused; a temperature alone divides its logits."""
+    """A truncated student is refused. A temperature without truncation divides the student's logits."""
     model, tokens = tiny_model().double(), random_sequences(5, 4)
     top_ids = torch.tensor([3, 8]).expand(len(tokens.values), 2)
     scorer, kept = LogProbScorer(model), random_record(tokens)
@@ -294,7 +294,7 @@ def test_bad_settings(arguments, match):
 
 
 def test_settings_in_other_forms():
-    """None and -1 turn one off; one temperature of two; numbers of numpy become plain ones."""
+    """None and -1 turn a setting off, two equal temperatures are one, and numpy's numbers become plain ones."""
     assert Sampling(None, None, None, None) == Sampling(top_k=-1) == Sampling()
     assert Sampling(top_k=-1, top_p=None, min_p=0.1) == Sampling(min_p=0.1)
     assert as_sampling(None, Sampling(0.5, top_p=None)) == as_sampling(0.5, None) == Sampling(0.5)
@@ -327,7 +327,7 @@ def test_generate_kwargs_refuses_another_distribution():
 
 
 class Wrapper:
-    """What the comparison reads of a wrapper: ``model`` is None for an engine's."""
+    """The attributes of a wrapper that the comparison reads. The ``model`` of an engine's wrapper is None."""
 
     def __init__(self, model, generate=True, **generate_kwargs):
         self.model, self.generate, self.generate_kwargs = model, generate, generate_kwargs
@@ -370,7 +370,7 @@ def test_sampler_of(wrapper, found):
     assert sampler_of(wrapper) == found
 
 
-def test_what_a_mismatch_says():
+def test_messages_of_a_mismatch():
     wrapper, wide = Wrapper(configured(), do_sample=True), Wrapper(configured(), do_sample=True, top_k=97)
     warm = Wrapper(configured(), do_sample=True, top_k=97, temperature=0.7)
     penalised = Wrapper(configured(repetition_penalty=1.1), do_sample=True, top_k=97)

@@ -26,7 +26,7 @@ LLAMA = partial(tiny_model, "llama")
 
 
 def plain(model: Any, row: Tensor, temperature: float = 1.0) -> Tensor:
-    """All log-probs that predict tokens 1, 2, ... of a sequence; ``[T - 1, V]``."""
+    """The log-probs of the whole vocabulary at tokens 1, 2, ... of a sequence, ``[T - 1, V]``."""
     out = model(input_ids=row[None])
     logits = out.logits if hasattr(out, "logits") else out[0]
     return (logits[0, :-1].float() / temperature).log_softmax(-1)
@@ -96,8 +96,8 @@ def test_the_base_under_the_policys_own_adapters(target: Any) -> None:
 
 
 @pytest.mark.parametrize(("make", "tokens_per_batch"), [(tiny_model, 11), (tiny_model, 8192), (Recurrent, 8192)])
-def test_gradients_reach_the_policy_alone(make: Any, tokens_per_batch: int) -> None:
-    """On the full path logits are recomputed: each saved tensor may be unpacked only once."""
+def test_only_the_policy_gets_gradients(make: Any, tokens_per_batch: int) -> None:
+    """On the full path logits are recomputed, where each saved tensor may be unpacked only once."""
     model, ref, rows = make(seed=0), make(seed=1), ROWS[:5]
     scorer = LogProbScorer(model, tokens_per_batch=tokens_per_batch)
     got = scorer.evaluate(Ragged.from_list(rows), entropy=True, top_k=2, reference=LogProbScorer(ref), grad=True)
@@ -137,7 +137,7 @@ def test_one_forward_of_each_body_and_conversations_that_go_on_use_both_caches()
 
 
 def test_a_temperature_of_one_call() -> None:
-    """For both models, whatever their own temperatures are."""
+    """It applies to both models, whatever their own temperatures are."""
     models = tiny_model("llama"), tiny_model("llama", seed=1)
     scorer, reference = LogProbScorer(models[0], temperature=0.7), LogProbScorer(models[1])
     found = scorer.evaluate(REQUEST, reference=reference, temperature=1.6, **EVERYTHING)
@@ -170,7 +170,7 @@ def test_pairs_and_options_that_do_not_fit() -> None:
 @pytest.mark.parametrize("make", [tiny_model, partial(stateful_model, "lfm2")], ids=["packed", "forked"])
 @pytest.mark.parametrize("options", [{}, {"grad": True}, {"remember": True}], ids=str)
 def test_nothing_to_score_is_all_zeros(make: Any, options: dict[str, bool]) -> None:
-    """One token or none in a sequence, or all masked out."""
+    """Sequences of one token or none, and a mask that is False everywhere."""
     scorer = LogProbScorer(make())
     for lengths in ((0,), (0, 0), (1, 1), (1, 0, 1), (5,)):
         batch, n = random_sequences(*lengths), sum(lengths)
@@ -185,7 +185,7 @@ def test_nothing_to_score_is_all_zeros(make: Any, options: dict[str, bool]) -> N
 
 @pytest.mark.parametrize(("whole_logits", "temperature"), [(False, 1.0), (False, 0.5), (True, 0.5)])
 def test_moments_of_three_tokens_by_hand(whole_logits: bool, temperature: float) -> None:
-    """Probabilities 1/2, 1/3, 1/6, or 9/14, 4/14, 1/14 at half the temperature; and tokens that are ruled out."""
+    """The probabilities are 1/2, 1/3, 1/6, or 9/14, 4/14, 1/14 at half the temperature. All other tokens have probability 0."""
     model: Any = Recurrent() if whole_logits else tiny_model("llama")
     head = model.head if whole_logits else model.lm_head
     nn.init.zeros_(head.weight)

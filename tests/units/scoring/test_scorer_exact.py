@@ -1,4 +1,4 @@
-"""Scores and gradients equal the plain model's, one sequence at a time; defects of what the scorer replaces."""
+"""Scores and gradients equal the plain model's, one sequence at a time. Includes defects of torchrl's wrappers."""
 
 import copy
 import pickle
@@ -52,7 +52,7 @@ def test_defect_01_02_32_33_equals_one_sequence_at_a_time(family):
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])  # with and without biases; a layer that is not nn.Linear
 def test_linear_layers_in_onednn(monkeypatch, family):
-    """Only without gradient and without autocast; the layers and the attention are as before, also after an error."""
+    """They are used only without gradient and autocast. The model is restored afterwards, also after an error."""
     monkeypatch.setattr(_private, "_FEWEST_PRODUCTS", 0)
     products = []
     counted = lambda *args: products.append(found := _private.onednn_linear(*args)) or found  # noqa: E731
@@ -82,7 +82,7 @@ def test_linear_layers_in_onednn(monkeypatch, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_equal_the_plain_models(family):
-    """Every parameter's is the sum over the sequences, each forwarded alone; also through what several share."""
+    """Each gradient is the sum over separately forwarded sequences, also through shared prefixes."""
     model, batch = tiny_model(family).double(), Ragged.from_list([*ROWS[:6], *random_sequences(1, 0, 14).to_list()])
     mask, parameters = random_mask(batch, keep=0.6), list(model.parameters())
     weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -122,7 +122,7 @@ def test_a_copy_scores_the_same_and_new_weights_take_effect_at_once(clone):
 
 
 def test_with_grad_the_logits_are_not_held(monkeypatch):
-    """No tensor saved by the graph has the size of the vocabulary, beyond the few that the head keeps within a budget."""
+    """The graph saves no tensor of vocabulary size. The head's own small budget is set to 0 here."""
     monkeypatch.setattr(_operators, "_KEPT_BYTES", 0)
     model, shapes = tiny_model(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
@@ -163,7 +163,7 @@ def test_gradients_flow_through_half_precision_and_a_head_that_is_more_than_line
 # ------------------------------------------------------------------ defects, by their numbers
 @pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
 def test_defect_03_position_ids_are_integers_and_defect_04_they_count_from_the_first_real_token():
-    """Mask and positions go by keyword."""
+    """The mask and the positions are passed by keyword."""
     model, seen = FullLogits(tiny_model()), []
     scorer = LogProbScorer(model)
     model.register_forward_pre_hook(lambda _, __, keywords: seen.append(keywords), with_kwargs=True)
@@ -197,7 +197,7 @@ def test_defect_34_pad_equal_to_eos_does_not_strip_the_sampled_end_token():
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "opt"])
 def test_defect_36_log_sum_exp_is_float32_in_a_bfloat16_model(family):
-    """No more error than the model's own logits, upcast; far less than a bfloat16 log-softmax."""
+    """The error is at most that of the model's own logits in float32, and far less than that of a bfloat16 log-softmax."""
     model, sequences = tiny_model(family).to(torch.bfloat16), random_sequences(*[30] * 12)
     truth_model, columns = copy.deepcopy(model).double(), []
     with torch.no_grad():
@@ -213,7 +213,7 @@ def test_defect_36_log_sum_exp_is_float32_in_a_bfloat16_model(family):
 
 
 def test_defect_37_minus_infinity_is_masked_or_raises():
-    """-inf minus -inf would be NaN: a scored -inf raises, a masked one is 0."""
+    """A scored -inf raises, since -inf minus -inf would be NaN. A masked one becomes 0."""
     model = tiny_model()
     model.lm_head = nn.Linear(32, 97)
     model.lm_head.bias.data[50] = -torch.inf
@@ -247,7 +247,7 @@ def test_each_shared_stretch_goes_through_the_body_once() -> None:
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(0, 12)), min_size=2, max_size=7))
 def test_any_tree_of_prefixes(shape: list[tuple[int, int, int]]) -> None:
-    """Sequences cut from four trunks at any length, with their own tails, including exact copies."""
+    """Sequences are cut from four trunks at any length and continue with their own tails. Some are exact copies."""
     model = tiny_model("mistral")  # a sliding window shorter than most sequences
     rows = [torch.cat([ids(40, trunk)[:cut], ids(tail, 50 + trunk)]) for trunk, cut, tail in shape]
     assert_scores(LogProbScorer(model), model, rows)
@@ -268,7 +268,7 @@ def test_soft_capped_scores_and_short_windows(own: dict[str, Any]) -> None:
 def slow_kernel(
     query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor, key_ends: Tensor, *most: int, **options: Any
 ) -> Tensor:
-    """The documented contract of ``varlen_attn``: the last query of a sequence sees its last key."""
+    """The documented contract of ``varlen_attn``: the last query of a sequence attends to its last key."""
     assert query_ends.dtype == key_ends.dtype == torch.int32
     assert most == (int(query_ends.diff().max()), int(key_ends.diff().max()))
     scale, window, groups = options["scale"], options["window_size"][0], query.shape[1] // key.shape[1]
@@ -287,7 +287,7 @@ def slow_kernel(
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gpt2"])
 def test_every_query_sees_its_own_keys(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The index passed to the kernel, checked with a slow one of the same contract, which is never used on a CPU."""
+    """Checks the indices passed to the GPU kernel, with a slow kernel of the same contract in its place."""
     assert not _attention.takes_varlen(torch.zeros(1, 2, 3, 64, dtype=torch.bfloat16))
     monkeypatch.setattr(_attention, "takes_varlen", lambda query: True)
     monkeypatch.setattr(_attention, "varlen_attn", slow_kernel)

@@ -1,4 +1,4 @@
-"""What a scorer takes: token ids, masks and settings of every form; TorchRL's wrappers; bad input, with its remedy."""
+"""Inputs of a scorer: every form of token ids and masks, settings, TorchRL's wrappers, and bad input."""
 
 import copy
 import json
@@ -106,7 +106,7 @@ def test_every_form_of_the_mask(scorer, want, ids, attention, mask):
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_mask(scorer, want, layout):
-    """With ids of every form."""
+    """A nested mask works with every form of token ids."""
     some = [0, 2, 3]
     rows, marks = ([torch.tensor(x[i]) for i in some] for x in (ROWS, MASK_ROWS))
     mask = torch.nested.as_nested_tensor(marks, layout=layout)
@@ -255,7 +255,7 @@ IMAGE, VIDEO, AUDIO = "image_token_id", "video_token_id", "audio_token_id"
         (lambda: SimpleNamespace(image_token_id=[5, 6], text=3), {5: IMAGE, 6: IMAGE}),
     ],
 )
-def test_families_with_tokens_that_stand_for_what_is_not_text(make, expected):
+def test_placeholders_of_each_family(make, expected):
     assert placeholders(SimpleNamespace(config=make())) == expected
 
 
@@ -367,7 +367,7 @@ def test_a_backend_that_returns_other_lengths_or_no_numbers(backend, remote, sco
 
 
 def test_a_remote_wrapper_is_used_as_it_is(module, backend):
-    """A new version of it would transfer the weights."""
+    """A new version of a remote wrapper would transfer the weights, so none is made."""
 
     class Remote:
         def __init__(self, local):
@@ -387,9 +387,9 @@ def test_a_remote_wrapper_is_used_as_it_is(module, backend):
 
 # ------------------------------------------------------------------ zeros that torchrl fills in
 def filled(module: nn.Module, cached: int) -> SimpleNamespace:
-    """An engine that returns no scores of tokens whose block of ``cached`` tokens it has seen; torchrl fills in 0.
+    """An engine with a prefix cache in blocks of ``cached`` tokens. It scores no cached tokens, so torchrl fills in 0.
 
-    Like vLLM it always computes a sequence's last token, which predicts none of the sequence.
+    Like vLLM, it always computes a sequence's last token, which predicts no token of the sequence.
     """
     seen, backend = set(), engine(module)
 
@@ -406,8 +406,8 @@ def filled(module: nn.Module, cached: int) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("length", [9, 12, 13])
-def test_scores_of_a_cached_prefix_are_no_zeros(length):
-    """A second call finds the first blocks of 4 in the cache."""
+def test_zeros_of_a_cached_prefix_are_refused(length):
+    """The second call finds the first blocks of 4 tokens in the cache. Its zeros must be refused."""
     sequences, end = random_sequences(length, 2), (length - 1) // 4 * 4
     scorer = LogProbScorer(FakeBackend(filled(tiny_model(), 4), **SETTINGS))
     want = plain_log_probs(tiny_model(), sequences).detach()
@@ -422,7 +422,7 @@ def test_scores_of_a_cached_prefix_are_no_zeros(length):
 
 @pytest.mark.parametrize("prompt", [2, 5])
 def test_an_engine_without_scores_of_prompts(module, backend, remote, prompt):
-    """As SGLang's wrapper: 0 for the whole prompt; a mask of the response alone reads none of them."""
+    """Like SGLang's wrapper, the engine returns 0 for the whole prompt. A mask of only the response reads none of them."""
     sequences, mask = random_sequences(9), torch.arange(9) >= prompt
     row = plain_log_probs(module, sequences, mask).detach()
     backend.score = lambda ids: row[: len(ids)]
@@ -434,14 +434,14 @@ def test_an_engine_without_scores_of_prompts(module, backend, remote, prompt):
 
 
 class Counting(nn.Module):
-    """After ``n`` comes ``n + 1`` with a probability of exactly 1 in float32."""
+    """A model in which ``n + 1`` follows ``n`` with a probability of exactly 1 in float32."""
 
     def forward(self, input_ids):
         return SimpleNamespace(logits=100.0 * nn.functional.one_hot((input_ids + 1) % 10, 10))
 
 
 def test_tokens_that_are_certain_have_zeros():
-    """No false alarm: whole sequences of certain tokens, certain starts, and certain tokens in between."""
+    """Certain tokens raise no false alarm in whole sequences, at the start, or in between."""
     module = Counting()
     backend = engine(module)
     scorer = LogProbScorer(FakeBackend(backend, **SETTINGS))
@@ -468,7 +468,7 @@ KINDS = {TokenIntegers: "integers", ExpertIds: "integers", KeptIds: "lists", Ima
 
 
 def rows(request: ScoreRequest, name: str) -> list[Any]:
-    """A field as a list for each sequence, of what each of its tokens has."""
+    """A field as nested lists: one list for each sequence, with the value of each token."""
     value, tokens = getattr(request, name), request.tokens
     if isinstance(value, RowImages):
         return [
@@ -515,7 +515,7 @@ OTHERS |= {"dtype": torch.bfloat16, "direction": "forward", "beta": 0.25, "int":
 
 @pytest.mark.parametrize("name", [each.name for each in fields(ScoreOptions)])
 def test_options_are_sent(name: str) -> None:
-    """Those that decide the scores of given tokens; the others are of the process that scores."""
+    """Options that decide the scores of given tokens are sent. The others belong to the process that scores."""
     kinds = {each.name: str(each.type) for each in fields(ScoreOptions)}
     options = ScoreOptions(**{name: OTHERS.get(name, OTHERS.get(kinds[name]))})
     assert options != ScoreOptions()
