@@ -87,7 +87,7 @@ def union(members: set[str]) -> str:
 
 def of_objectives() -> Types:
     """The hyper-parameters of objectives: what may be a tensor may be a module that returns one."""
-    types = types_of(spec_of(name) for name in available_objectives())  # type: ignore[arg-type]
+    types = types_of(spec_of(name) for name in available_objectives())
     return {name: members | {"nn.Module"} if "Tensor" in members else members for name, members in types.items()}
 
 
@@ -95,11 +95,9 @@ def objectives() -> list[str]:
     """Types of the losses."""
     types = of_objectives()
     doc = "Every hyper-parameter of every registered objective."
-    more = "Hyper-parameters of objectives, and verl's settings of corrections."
     return [
         literal("ObjectiveName", "The names of :func:`get_objective`.", available_objectives()),
         typed_dict("ObjectiveArgs", doc, types),
-        typed_dict("PolicyArgs", more, {}, "ObjectiveArgs, RolloutArgs"),
     ]
 
 

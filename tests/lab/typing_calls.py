@@ -31,7 +31,14 @@ def right(model: nn.Module, batch: TensorDictBase) -> TensorDictBase:
     PolicyLoss(
         model, "ppo", clip_low=0.1, aggregation="token-mean", terms=[KLToReference(0.1, "k2"), EntropyBonus(0.1)]
     )
-    get_objective("gspo"), get_advantage("gae"), get_estimator("low_var_kl"), get_algorithm("dapo")
+    PolicyLoss(model, "an_objective_of_mine")
+    (
+        get_objective("gspo"),
+        get_objective("an_objective_of_mine"),
+        get_advantage("gae"),
+        get_estimator("low_var_kl"),
+        get_algorithm("dapo"),
+    )
     out = PolicyLoss(model, "gpg")(batch)
     return out
 
@@ -60,7 +67,6 @@ def wrong(model: nn.Module) -> None:
     Advantage("gropo")  # reported
     Advantage("grpo", group_sise=4)  # reported
     Advantage("grpo", layout="tokens")  # reported
-    PolicyLoss(model, "pppo")  # reported
     PolicyLoss(model, "ppo", clip_hihg=0.28)  # reported
     PolicyLoss(model, "ppo", aggregation="mean")  # reported
     KLToReference(0.1, "k9")  # reported
@@ -68,7 +74,6 @@ def wrong(model: nn.Module) -> None:
     Algorithm("mine", "ppo", advantage="gropo")  # reported
     Algorithm("mine", "ppo", schema="experiences")  # reported
     Algorithm("mine", "ppo", kl_loss="k9")  # reported
-    get_objective("pppo")  # reported
     get_advantage("gropo")  # reported
     get_estimator("k9")  # reported
     get_algorithm("grpoo")  # reported

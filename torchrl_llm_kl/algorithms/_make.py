@@ -26,7 +26,6 @@ from torchrl_llm_kl.losses import (
     KLToReference,
     ObjectiveArgs,
     PolicyLoss,
-    RolloutArgs,
     TermPart,
     ValueLoss,
     check_actor_options,
@@ -70,7 +69,7 @@ if TYPE_CHECKING:
 Reference: TypeAlias = Model | LogProbScorer | Literal["base", "data"]
 
 
-class LossArgs(RolloutArgs, total=False):
+class LossArgs(TypedDict, total=False):
     """Arguments of :class:`~torchrl_llm_kl.PolicyLoss` that :func:`make_algorithm` passes on."""
 
     corrections: Sequence[Correction | Callable[..., tuple[Tensor, dict[str, Tensor]]]]
@@ -112,8 +111,8 @@ def make_algorithm(
         options: how old and current log-probs are scored, such as ``ScoreOptions(Sampling(0.7), deterministic=True)``, and
             the reference's, over all tokens; see :class:`~torchrl_llm_kl.PolicyLoss`.
         masking_strategy: the tokens to train on; see :class:`~torchrl_llm_kl.PolicyLoss`.
-        loss_args: further arguments of :class:`~torchrl_llm_kl.PolicyLoss`: ``corrections`` (or verl's ``rollout_is``,
-            ...), ``tokens_per_batch``, ...
+        loss_args: further arguments of :class:`~torchrl_llm_kl.PolicyLoss`: ``corrections``, ``tokens_per_batch`` and
+            ``functional``.
         context: the prompt after which the reference scores the same response, such as one with the solution: a function of the
             conversation, or an entry with token ids; see :class:`~torchrl_llm_kl.RetrieveLogProb`.
         overrides: changes of the preset; see :class:`AlgorithmOverrides`. Each changes something that is computed or required,

@@ -49,7 +49,6 @@ from torchrl_llm_kl.losses._parts import (
     KLToSampler as KLToSampler,
     OffPolicySequenceMask as OffPolicySequenceMask,
     RejectionMask as RejectionMask,
-    RolloutArgs as RolloutArgs,
     TermPart as TermPart,
     TopEntropyMask as TopEntropyMask,
     rollout_corrections as rollout_corrections,
@@ -59,8 +58,6 @@ from torchrl_llm_kl.losses._policy_loss import (
 )
 from torchrl_llm_kl.losses._token_loss import (
     LossOutput as LossOutput,
-)
-from torchrl_llm_kl.losses._value_loss import (
     ValueInputs as ValueInputs,
     ValueLoss as ValueLoss,
     value_error as value_error,
@@ -78,18 +75,16 @@ from torchrl_llm_kl.losses.corrections import (
 )
 from torchrl_llm_kl.losses.objectives._clipped import (
     cispo as cispo,
+    clip_cov as clip_cov,
     dapo as dapo,
     dr_grpo as dr_grpo,
     gmpo as gmpo,
     gspo as gspo,
+    kl_cov as kl_cov,
     luspo as luspo,
     ppo as ppo,
     ppo_on_policy as ppo_on_policy,
     sapo as sapo,
-)
-from torchrl_llm_kl.losses.objectives._covariance import (
-    clip_cov as clip_cov,
-    kl_cov as kl_cov,
     select_clip_cov as select_clip_cov,
     select_kl_cov as select_kl_cov,
 )
@@ -159,7 +154,7 @@ from torchrl_llm_kl.losses.terms import (
 
 # isort: split
 # For the layers above, not public:
-from torchrl_llm_kl.losses._policy_score import (
+from torchrl_llm_kl.losses._policy_inputs import (
     check_actor_options as check_actor_options,
 )
 
@@ -283,6 +278,3 @@ class ObjectiveArgs(TypedDict, total=False):
     weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"]
     weighting: Literal["none", "probability", "aligned"]
     weights: Sequence[float] | None
-
-class PolicyArgs(ObjectiveArgs, RolloutArgs, total=False):
-    """Hyper-parameters of objectives, and verl's settings of corrections."""

@@ -18,6 +18,7 @@ from torchrl_llm_kl._numerics import (
     check_is_mask,
     check_is_number,
     check_is_scalar,
+    check_range,
     check_same_shape,
     wide_dtype,
     widen,
@@ -61,7 +62,7 @@ def aggregate(
 
     Keyword Args:
         denominator: divisor to use instead of the count of this mask; a number or a 0-dim tensor.
-        max_len: the longest possible response in tokens; ``T`` by default.
+        max_len: the longest possible response in tokens; ``T`` by default. A denominator includes it.
 
     Returns:
         0-dim, or ``[*B, T]`` for ``none``; half precision is summed, and returned, in float32. If the mask is empty and
@@ -84,15 +85,11 @@ def aggregate(
     check_same_shape(value=value, mask=mask)
     check_is_mask(mask=mask)
     if mode == "none":
-        if denominator is not None:
-            raise ValueError(f"aggregation 'none' has no denominator, got denominator={denominator}: leave it out.")
         return torch.where(mask, widen(value)[0], 0)
     if denominator is None:
         if mask.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(mask.any()):
             warnings.warn("the mask is empty: the loss is 0.", stacklevel=2)
         denominator = count(mask, mode, max_len=max_len)
-    elif max_len is not None:
-        raise ValueError("got both denominator and max_len: pass the denominator alone, it includes max_len.")
     check_is_scalar(denominator=denominator)
     if not isinstance(denominator, Tensor):
         if not 0 <= denominator < math.inf:
@@ -132,8 +129,7 @@ def count(mask: Tensor, mode: Aggregation = "token-mean", *, max_len: int | None
     """
     check_aggregation(mode)
     check_is_mask(mask=mask)
-    if max_len is not None and max_len < 1:
-        raise ValueError(f"max_len must be at least 1 token, got {max_len}.")
+    check_range(1, max_len=max_len)
     if mode in ("token-mean", "none"):
         return mask.sum()
     sequences = mask.any(-1).sum()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,10 +15,11 @@ from typing_extensions import Self
 from torchrl_llm_kl._numerics import check_is_mask, check_is_number, check_same_shape, widen
 from torchrl_llm_kl.losses._arithmetic import clean
 
+#: Outcomes of ``M`` teachers have another dimension before the last.
 _TOKEN, _OUTCOME, _ROW = "[*B, T]", "[*B, T, k + 1]", "[*B]"
 
 
-class MissingInputError(ValueError):
+class MissingInputError(AttributeError, ValueError):
     """A function reads an input that the record does not have.
 
     Args:
@@ -28,10 +29,20 @@ class MissingInputError(ValueError):
 
     def __init__(self, name: str, owner: str = "the loss") -> None:
         super().__init__(name, owner)
-        self.name, self.owner = name, owner
+        self.input, self.owner = name, owner
 
     def __str__(self) -> str:
-        return f"{self.owner} needs {self.name}: pass {self.name}= to LossInputs, {SHAPES[self.name]}."
+        return f"{self.owner} needs {self.input}: pass {self.input}= to LossInputs, {SHAPES[self.input]}."
+
+
+class _GivenFields:
+    """The fields of a dataclass; of a record of inputs only those that it has, so that ``dataclasses.replace`` works."""
+
+    def __init__(self, every: dict[str, Field[Any]]) -> None:
+        self.every = every
+
+    def __get__(self, inputs: LossInputs | None, owner: type) -> dict[str, Field[Any]]:
+        return self.every if inputs is None else {name: self.every[name] for name in inputs.given}
 
 
 def _optional(shape: str = _TOKEN, **facts: object) -> Any:
@@ -105,24 +116,27 @@ class LossInputs:
     def __post_init__(self) -> None:
         given = {name: value for name, value in vars(self).items() if value is not None}
         check_record(given)
-        self._hold({name: _cleaned(name, value, self.mask) for name, value in given.items()})
-
-    @classmethod
-    def of_clean(cls, **given: Tensor) -> LossInputs:
-        """A record of tensors that are 0 or False outside the mask already: nothing is copied."""
-        check_record(given)
-        inputs = cls.__new__(cls)
-        inputs._hold({name: _widened(name, value) for name, value in given.items()})
-        return inputs
-
-    def _hold(self, given: dict[str, Tensor]) -> None:
         # What was left out must not be in the instance, so that reading it ends in __getattr__.
         vars(self).clear()
-        vars(self).update(given)
+        vars(self).update({name: _cleaned(name, value, given["mask"]) for name, value in given.items()})
+
+    @classmethod
+    def of_clean(cls, **given: Tensor) -> Self:
+        """A record of tensors that are 0 or False outside the mask already: nothing is copied."""
+        check_record(given)
+        return cls._of({name: _widened(name, value) for name, value in given.items()})
+
+    @classmethod
+    def _of(cls, given: Mapping[str, Tensor]) -> Self:
+        inputs = cls.__new__(cls)
+        vars(inputs).update(given)
+        return inputs
 
     if not TYPE_CHECKING:  # a checker then reports names that are no fields
 
         def __getattr__(self, name: str) -> Tensor:
+            if name == "log_ratio":  # Python ends here if its property raises an AttributeError
+                raise MissingInputError("old_log_prob")
             if name not in INPUTS:
                 raise AttributeError(f"LossInputs has no input {name!r}: its inputs are {', '.join(INPUTS)}.")
             raise MissingInputError(name)
@@ -148,16 +162,15 @@ class LossInputs:
         """A copy with some inputs other than the mask changed or added, which need not be clean."""
         assert "mask" not in changes, "within() narrows the mask"
         check_record({"mask": self.mask, **changes})
-        inputs = self.__class__.__new__(self.__class__)
-        inputs._hold({**vars(self), **{name: _cleaned(name, value, self.mask) for name, value in changes.items()}})
-        return inputs
+        return self._of({**self.given, **{name: _cleaned(name, value, self.mask) for name, value in changes.items()}})
 
     def within(self, mask: Tensor) -> Self:
         """A copy for those of the tokens where ``mask`` is True."""
         mask = self.mask & mask
-        inputs = self.__class__.__new__(self.__class__)
-        inputs._hold({name: _cleaned(name, value, mask) for name, value in vars(self).items()} | {"mask": mask})
-        return inputs
+        return self._of({name: _cleaned(name, value, mask) for name, value in self.given.items()} | {"mask": mask})
+
+
+LossInputs.__dataclass_fields__ = _GivenFields(LossInputs.__dataclass_fields__)  # type: ignore[assignment]
 
 
 @dataclass
@@ -185,16 +198,12 @@ def check_record(given: dict[str, Tensor]) -> None:
     check_is_mask(**{name: given[name] for name in _BOOLEAN if name in given})
     check_is_number(**{name: value for name, value in per_token.items() if name not in _BOOLEAN})
     check_same_shape(**{name: given[name] for name in PER_OUTCOME if name in given})
-    shape = tuple(mask.shape)
-    for name in PER_OUTCOME:
-        if name in given and (given[name].shape[: len(shape)] != shape or given[name].ndim - len(shape) not in (1, 2)):
-            sizes = ", ".join(map(str, shape))
-            expected = f"({sizes}, k + 1) or, for M teachers, ({sizes}, M, k + 1)"
-            raise ValueError(f"{name} has shape {tuple(given[name].shape)}, expected {expected}.")
-    for name in PER_ROW:
-        if name in given and given[name].shape != shape[:-1]:
-            expected = f"one value per sequence, {shape[:-1]}"
-            raise ValueError(f"{name} has shape {tuple(given[name].shape)}, expected {expected}.")
+    whole, rows = mask.shape, mask.shape[:-1]
+    for name, shape in {name: given[name].shape for name in (*PER_OUTCOME, *PER_ROW) if name in given}.items():
+        fits = shape == rows if name in PER_ROW else shape[: len(whole)] == whole and len(shape) - len(whole) in (1, 2)
+        if not fits:
+            expected = f"{SHAPES[name]} for a mask of shape {tuple(whole)}"
+            raise ValueError(f"{name} has shape {tuple(shape)}, expected {expected}.")
 
 
 def _widened(name: str, value: Tensor) -> Tensor:
@@ -266,25 +275,23 @@ class Reads(NamedTuple):
 class _Watched(LossInputs):
     """Dummy inputs that note which of them a function reads; :meth:`get` finds only those in ``there``."""
 
-    def __init__(self, dummy: LossInputs, there: Collection[str]) -> None:
-        notes = {"dummy": dummy, "there": there, "required": set[str](), "optional": set[str]()}
-        vars(self).update(log_prob=dummy.log_prob, mask=dummy.mask, notes=notes)
+    def __init__(self, dummy: LossInputs, there: Collection[str], required: set[str], optional: set[str]) -> None:
+        own = {"_dummy": dummy, "_there": there, "_required": required, "_optional": optional}
+        vars(self).update(log_prob=dummy.log_prob, mask=dummy.mask, **own)
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Tensor:
-            if name not in INPUTS:
-                return super().__getattr__(name)
-            self.notes["required"].add(name)
-            return getattr(self.notes["dummy"], name)
+            if name in INPUTS:
+                self._required.add(name)
+                return getattr(self._dummy, name)
+            return super().__getattr__(name)
 
-    def get(self, name: str) -> Tensor | None:
-        own = vars(self)
-        if name in own:
-            return super().get(name)
-        own["notes"]["optional"].add(name)
-        dummy: LossInputs = own["notes"]["dummy"]
-        return dummy.get(name) if name in own["notes"]["there"] else None
+        def get(self, name: str) -> Tensor | None:
+            if name in ("log_prob", "mask"):
+                return getattr(self, name)
+            self._optional.add(name)
+            return self._dummy.get(name) if name in self._there else None
 
     def __repr__(self) -> str:
         return "LossInputs(dry run)"  # printing reads nothing
@@ -300,10 +307,9 @@ class _Watched(LossInputs):
 
 def reads_of(function: Callable[[LossInputs], object], dummy: LossInputs, there: Collection[str] = INPUTS) -> Reads:
     """The inputs that a function reads where the data holds those of ``there``: it runs once, on dummy tokens."""
-    watched: Any = _Watched(dummy, there)
+    required, optional = set[str](), set[str]()
     # A function may raise where an input is missing that it asked for. What it had asked for until then is noted.
     raises = () if {*INPUTS} <= {*there} else (Exception,)
     with torch.no_grad(), torch.random.fork_rng(devices=[]), contextlib.suppress(*raises):  # a selection may be random
-        function(watched)
-    required, optional = watched.notes["required"], watched.notes["optional"]
+        function(_Watched(dummy, there, required, optional))
     return Reads(frozenset(required), frozenset(optional - required))

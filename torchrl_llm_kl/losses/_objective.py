@@ -6,17 +6,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, overload
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_args, overload
 
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_is_mask, check_is_scalar, check_same_shape
-from torchrl_llm_kl._registry import Registry, Spec, UnknownNameError
+from torchrl_llm_kl._numerics import Scalar, check_is_mask, check_is_scalar, check_same_shape
+from torchrl_llm_kl._registry import Range, Registry, Spec, UnknownNameError, signature_of
 from torchrl_llm_kl.losses._arithmetic import Aggregation
 from torchrl_llm_kl.losses._inputs import LossInputs, MissingInputError, dummy_inputs, reads_of
-
-if TYPE_CHECKING:
-    from torchrl_llm_kl.losses import ObjectiveName
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -122,6 +119,7 @@ def objective(
     only_with: Mapping[str, tuple[str, tuple[object, ...]]] | None = None,
     once: Once | None = None,
     together: int = 1,
+    options: Callable[..., object] | None = None,
 ) -> Callable[[Callable[P, Terms]], Callable[P, Terms]]:
     r"""Register a function ``(inputs: LossInputs, *, <hyper-parameters>) -> tuple[LossTerm, ...]`` as an objective.
 
@@ -138,7 +136,8 @@ def objective(
 
     The decorator is all that registers it: names, types and tables follow from the signature and the docstring, whose last
     paragraph is ``Source: ...`` (``make docs`` writes them down). A function without the decorator can be passed to a loss
-    too. The arguments are as in :class:`ObjectiveSpec`.
+    too. The arguments are as in :class:`ObjectiveSpec`; ``options`` is the function to which the function passes its
+    ``**options: Unpack[<a TypedDict>]``, whose keywords of these names become hyper-parameters.
 
     Raises:
         ValueError: if the name is taken.
@@ -154,14 +153,17 @@ def objective(
         ...
         torchrl_llm_kl.losses._inputs.MissingInputError: gpg needs advantage: pass advantage= to LossInputs, [*B, T].
     """
-    spec = ObjectiveSpec(
-        name,
-        aggregation=aggregation,
-        only_with=only_with or {},
-        once=once,
-        together=together,
-    )
-    return lambda function: cast("Callable[P, Terms]", _REGISTRY.add(name, _with_checks(spec, function)))
+    spec = ObjectiveSpec(name, aggregation=aggregation, only_with=only_with or {}, once=once, together=together)
+
+    def register(function: Callable[P, Terms]) -> Callable[P, Terms]:
+        if options is not None:
+            own = inspect.signature(function, eval_str=True)
+            *named, passed = own.parameters.values()
+            there, names = signature_of(options), get_args(passed.annotation)[0].__annotations__
+            function.__signature__ = own.replace(parameters=[*named, *map(there.__getitem__, names)])  # type: ignore[attr-defined]
+        return cast("Callable[P, Terms]", _REGISTRY.add(name, _with_checks(spec, function)))
+
+    return register
 
 
 def loss_part(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -181,17 +183,17 @@ def _with_checks(spec: ObjectiveSpec, formula: Callable[P, R]) -> Callable[P, R]
         try:
             return formula(*args, **hyper)
         except MissingInputError as error:
-            raise MissingInputError(error.name, spec.name) from None
+            raise MissingInputError(error.input, spec.name) from None
 
     call.spec = spec  # type: ignore[attr-defined]
     return call
 
 
 @overload
-def spec_of(function: ObjectiveName) -> ObjectiveSpec: ...
+def spec_of(function: str) -> ObjectiveSpec: ...
 @overload
 def spec_of(function: Callable[..., Terms]) -> ObjectiveSpec | None: ...
-def spec_of(function: Callable[..., Terms] | ObjectiveName) -> ObjectiveSpec | None:
+def spec_of(function: Callable[..., Terms] | str) -> ObjectiveSpec | None:
     """The :class:`ObjectiveSpec` of an objective, by itself or by its name, of a term or a correction; None for others.
 
     Example:
@@ -213,7 +215,7 @@ def available_objectives() -> tuple[str, ...]:
     return tuple(sorted(_REGISTRY))
 
 
-def get_objective(name: ObjectiveName) -> Callable[..., Terms]:
+def get_objective(name: str) -> Callable[..., Terms]:
     """The objective of a name, one of :func:`available_objectives`: always the same object, which can be pickled.
 
     Raises:
@@ -227,7 +229,9 @@ def get_objective(name: ObjectiveName) -> Callable[..., Terms]:
     return _REGISTRY[name]
 
 
-#: The divergence that penalises a policy's distance to the reference, in a preference loss.
+#: The divergence that penalises a policy's distance to the reference.
 FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 #: The weight of a pair of answers: none, the policy's probability of them, or that relative to its own answers.
 Weighting = Literal["none", "probability", "aligned"]
+#: The probability that a label is wrong.
+Smoothing = Annotated[Scalar, Range(0.0, 0.5)]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import TypedDict, Unpack
 
-from torchrl_llm_kl._numerics import Scalar, check_choice
-from torchrl_llm_kl._registry import members_of, no_such, signature_of
+from torchrl_llm_kl._numerics import Scalar
+from torchrl_llm_kl._registry import members_of, signature_of
 from torchrl_llm_kl.estimators import WideBuffers, check_placement
 from torchrl_llm_kl.losses._inputs import INPUTS, OF_SAMPLER, LossInputs, Reads, dummy_inputs, reads_of
 from torchrl_llm_kl.losses._objective import LossTerm
@@ -43,25 +41,19 @@ class Part(WideBuffers):
         hyper: its hyper-parameters; omitted ones have the function's defaults.
 
     Raises:
-        ValueError: if the function rejects a hyper-parameter, or one is a tensor of several numbers or with grad.
-        TypeError: if it has no such hyper-parameter, or one that must be a number is not.
+        ValueError: if the function rejects a hyper-parameter, or one is a tensor with grad.
+        TypeError: if it has no such hyper-parameter.
     """
 
     def __init__(self, function: Callable[..., Any], /, **hyper: Any) -> None:
         super().__init__()
-        parameters = list(signature_of(function).values())
-        by_place = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
-        required = [x.name for x in by_place if x.default is x.empty and x.name not in hyper]
-        if not parameters or len(required) > 1:
-            raise TypeError(
-                f"{name_of(function)} must take one LossInputs, and its hyper-parameters as keywords. Read inputs.log_prob."
-            )
+        _, *parameters = signature_of(function).values()
         self.function = function
         self.settings: dict[str, object] = {}
         self._reads: dict[frozenset[str], Reads] = {}
         self._reads_of: list[tuple[int, int]] = []
-        self._floats = frozenset(x.name for x in parameters[1:] if isinstance(x.default, float) or _is_scalar(x))
-        defaults = {x.name: x.default for x in parameters[1:] if x.default is not x.empty}
+        self._floats = frozenset(x.name for x in parameters if isinstance(x.default, float) or _is_scalar(x))
+        defaults = {x.name: x.default for x in parameters if x.default is not x.empty}
         hyper = {name: self._number(name, value) for name, value in hyper.items()}
         for name, value in {**defaults, **hyper}.items():
             self._store(name, value)
@@ -123,11 +115,9 @@ class Part(WideBuffers):
         """Set a hyper-parameter; a number that is a buffer already changes in place.
 
         Raises:
-            TypeError: if the hyper-parameter is a module, which is changed through its own methods.
+            KeyError: if the hyper-parameter is a module, which is changed through its own methods.
             ValueError: if the function rejects the value. Tensors are not checked: that would be a host sync.
         """
-        if name in self._modules:
-            raise TypeError(f"{name} is a {type(self._modules[name]).__name__}: change that, not {name}.")
         value = self._number(name, value)
         if not isinstance(value, Tensor):
             self._check({**self.hyper, name: value})
@@ -145,15 +135,10 @@ class Part(WideBuffers):
         if name not in self._floats or value is None or isinstance(value, nn.Module):
             return value
         if isinstance(value, Tensor):
-            if value.numel() != 1 or value.requires_grad:
-                fault = (
-                    "requires grad but would be copied" if value.requires_grad else f"has shape {tuple(value.shape)}"
-                )
-                raise ValueError(f"{name} {fault}: pass one number, or a module that returns it.")
+            if value.requires_grad:
+                raise ValueError(f"{name} requires grad but would be copied: pass a module that returns it.")
             return value.reshape(())
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError(f"{name} must be a number, a tensor or a module, got {value!r}.")
-        return float(value)
+        return float(value)  # type: ignore[arg-type]
 
     def _store(self, name: str, value: object) -> None:
         if isinstance(value, nn.Module):
@@ -225,7 +210,19 @@ class TermPart(Part):
         return terms
 
 
-class KLToReference(TermPart):
+class _KLTerm(TermPart):
+    """A KL penalty that checks its estimator."""
+
+    _function: Callable[..., tuple[LossTerm, ...]]
+
+    def __init__(
+        self, coeff: Coefficient = 1e-3, estimator: Estimator = "k2", *, leave_out_experts: bool = False
+    ) -> None:
+        check_placement(estimator, "loss", stacklevel=2)
+        super().__init__(self._function, coeff=coeff, estimator=estimator, leave_out_experts=leave_out_experts)
+
+
+class KLToReference(_KLTerm):
     """The KL to the reference, as a term of the loss: :func:`~torchrl_llm_kl.losses.kl_to_ref`.
 
     Args:
@@ -245,14 +242,10 @@ class KLToReference(TermPart):
         ['kl']
     """
 
-    def __init__(
-        self, coeff: Coefficient = 1e-3, estimator: Estimator = "k2", *, leave_out_experts: bool = False
-    ) -> None:
-        check_placement(estimator, "loss", stacklevel=2)
-        super().__init__(kl_to_ref, coeff=coeff, estimator=estimator, leave_out_experts=leave_out_experts)
+    _function = staticmethod(kl_to_ref)
 
 
-class KLToSampler(TermPart):
+class KLToSampler(_KLTerm):
     """The KL to the sampling policy, a soft trust region: :func:`~torchrl_llm_kl.losses.kl_to_sampler`.
 
     The arguments are as in :class:`KLToReference`, without the estimator ``"exact"``.
@@ -263,11 +256,7 @@ class KLToSampler(TermPart):
         tensor([[0.5000]])
     """
 
-    def __init__(
-        self, coeff: Coefficient = 1e-3, estimator: Estimator = "k2", *, leave_out_experts: bool = False
-    ) -> None:
-        check_placement(estimator, "loss", stacklevel=2)
-        super().__init__(kl_to_sampler, coeff=coeff, estimator=estimator, leave_out_experts=leave_out_experts)
+    _function = staticmethod(kl_to_sampler)
 
 
 class DivergenceToTeacher(TermPart):
@@ -413,28 +402,14 @@ class TopEntropyMask(Correction):
         super().__init__(top_entropy_mask, fraction=fraction, threshold=threshold)
 
 
-class RolloutArgs(TypedDict, total=False):
-    """The settings of verl's ``rollout_correction``; see :func:`rollout_corrections`."""
-
-    rollout_is: Level | None
-    rollout_is_threshold: float | str | None
-    rollout_is_batch_normalize: bool
-    rollout_rs: str | None
-    rollout_rs_threshold: float | str | None
-    bypass_mode: bool
-    loss_type: str
-
-
-#: Settings of verl that are not supported -> (the one value that is, the alternative).
-_REFUSED: dict[str, tuple[object, str]] = {
-    "rollout_is_batch_normalize": (False, "the mean weight of a micro-batch is not the batch's"),
-    "bypass_mode": (False, "read the sampler's log-probs as old ones, set_keys(old_log_prob=...), and correct nothing"),
-    "loss_type": ("ppo_clip", "choose the objective, such as 'gpg' for verl's reinforce"),
-}
-
-
-def rollout_corrections(**verl: Unpack[RolloutArgs]) -> list[Correction]:
-    """The corrections that verl's ``rollout_correction`` settings describe; ``PolicyLoss`` takes these settings itself.
+def rollout_corrections(
+    *,
+    rollout_is: Level | None = None,
+    rollout_is_threshold: float | str = 2.0,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: float | str | None = None,
+) -> list[Correction]:
+    """The corrections that verl's ``rollout_correction`` settings describe.
 
     Keyword Args:
         rollout_is: :class:`ImportanceWeights` of this level (``"geometric"`` too, unlike in verl); None for none.
@@ -442,11 +417,9 @@ def rollout_corrections(**verl: Unpack[RolloutArgs]) -> list[Correction]:
         rollout_rs: one or more of :data:`~torchrl_llm_kl.losses.Divergence`, with commas: a :class:`RejectionMask` each.
         rollout_rs_threshold: one bound for all of them, or one each, with commas. For ``k1`` two ratios of sampler to
             trainer, ``"0.5_2.0"``; a single number stands for ``1 / number`` and ``number``. For the others the upper bound.
-        rollout_is_batch_normalize, bypass_mode, loss_type: refused unless they have verl's default.
 
     Raises:
-        TypeError: for an unknown setting, or a threshold of another type.
-        ValueError: for an unknown or unsupported value, and a threshold that has no use.
+        ValueError: for an unknown value, or another number of bounds.
 
     Example:
         >>> weights, mask = rollout_corrections(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0")
@@ -455,46 +428,26 @@ def rollout_corrections(**verl: Unpack[RolloutArgs]) -> list[Correction]:
 
     Source: verl 0.9.1, ``RolloutCorrectionConfig``.
     """
-    for name, value in verl.items():
-        if name not in RolloutArgs.__annotations__:
-            raise TypeError(no_such("rollout_corrections has no setting", name, RolloutArgs.__annotations__))
-        if name in _REFUSED and value != _REFUSED[name][0]:
-            raise ValueError(f"rollout_corrections: {name}={value!r} is not supported: {_REFUSED[name][1]}.")
-    level, options = verl.get("rollout_is"), verl.get("rollout_rs")
-    threshold, thresholds = verl.get("rollout_is_threshold", 2.0), verl.get("rollout_rs_threshold")
-    for name, bound, default in (("rollout_is", threshold, 2.0), ("rollout_rs", thresholds, None)):
-        if verl.get(name) is None and bound not in (default, None):
-            raise ValueError(f"{name}_threshold={bound!r} has no effect without {name}: pass {name}= too.")
     out: list[Correction] = []
-    if level is not None:
-        check_choice(get_args(Level), rollout_is=level)
-        low, high = _bounds("rollout_is_threshold", threshold)
-        out.append(ImportanceWeights(level=level, mode="truncate" if low is None else "mask", low=low, high=high))
-    if options is None:
-        return out
-    chosen: list[Any] = list(dict.fromkeys(option.strip() for option in options.split(",") if option.strip()))
-    each = [part for part in thresholds.split(",") if part.strip()] if isinstance(thresholds, str) else [thresholds]
-    if not chosen or len(each) not in (1, len(chosen)):
+    if rollout_is is not None:
+        low, high = _bounds(rollout_is_threshold)
+        out.append(ImportanceWeights(level=rollout_is, mode="truncate" if low is None else "mask", low=low, high=high))
+    chosen: list[Any] = list(dict.fromkeys(part.strip() for part in (rollout_rs or "").split(",") if part.strip()))
+    each = str(rollout_rs_threshold).split(",")
+    each = each * len(chosen) if len(each) == 1 else each
+    if len(each) != len(chosen):
         raise ValueError(
-            f"rollout_rs={options!r} has {len(chosen)} divergences and rollout_rs_threshold={thresholds!r} {len(each)} "
-            "bounds: pass one for all, or one each."
+            f"rollout_rs={rollout_rs!r} and rollout_rs_threshold={rollout_rs_threshold!r}: pass one bound each."
         )
-    for option, bound in zip(chosen, each * (len(chosen) if len(each) == 1 else 1), strict=True):
-        low, high = _bounds("rollout_rs_threshold", bound)
-        if str(option).endswith("k1"):
+    for option, bound in zip(chosen, each, strict=True):
+        low, high = _bounds(bound)
+        if option.endswith("k1"):
             low, high = math.log(1 / high if low is None else low), math.log(high)
         out.append(RejectionMask(option, low=low, high=high))
     return out
 
 
-def _bounds(name: str, value: object) -> tuple[float | None, float]:
+def _bounds(value: float | str) -> tuple[float | None, float]:
     """``2.0``, ``"2.0"`` or ``"0.5_2.0"`` as lower and upper bound."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise TypeError(f"{name} must be a number or a string such as '0.5_2.0', got {value!r}.")
-    try:
-        numbers = [float(part) for part in value.strip().split("_")] if isinstance(value, str) else [float(value)]
-    except ValueError:
-        numbers = []
-    if len(numbers) not in (1, 2) or not all(0 < x < math.inf for x in numbers) or numbers[0] > numbers[-1]:
-        raise ValueError(f"{name} must be a positive number or 'lower_upper' such as '0.5_2.0', got {value!r}.")
-    return (numbers[0] if len(numbers) == 2 else None), numbers[-1]
+    low, _, high = str(value).rpartition("_")
+    return (float(low) if low else None), float(high)

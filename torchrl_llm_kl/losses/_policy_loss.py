@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import dispatch
 from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
-from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_not_a_name
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.losses._arithmetic import Aggregation
 from torchrl_llm_kl.losses._inputs import (
     KEYS,
@@ -30,17 +28,8 @@ from torchrl_llm_kl.losses._inputs import (
 )
 from torchrl_llm_kl.losses._metrics import common_metrics, merge_metrics
 from torchrl_llm_kl.losses._objective import LossTerm, Once, Terms, get_objective, spec_of
-from torchrl_llm_kl.losses._parts import (
-    Correction,
-    Part,
-    RolloutArgs,
-    TermPart,
-    device_of,
-    name_of,
-    rollout_corrections,
-)
-from torchrl_llm_kl.losses._policy_read import EntryReader, PolicyBatch
-from torchrl_llm_kl.losses._policy_score import PolicyScorers
+from torchrl_llm_kl.losses._parts import Correction, Part, TermPart, device_of, name_of
+from torchrl_llm_kl.losses._policy_inputs import EntryReader, PolicyBatch, PolicyScorers
 from torchrl_llm_kl.losses._token_loss import LossOutput, TokenLoss, with_graph
 from torchrl_llm_kl.losses.corrections import apply_correction, correction_metrics
 from torchrl_llm_kl.ragged import own_leaves
@@ -71,9 +60,6 @@ from torchrl_llm_kl.scoring import (
     warn_of_mismatch,
 )
 
-if TYPE_CHECKING:
-    from torchrl_llm_kl.losses import ObjectiveName, PolicyArgs
-
 # Names of torchrl's GRPOLoss.
 _KEY_ALIASES = {"action": "tokens", "sample_log_prob": "old_log_prob", "ref_log_probs": "ref_log_prob"}
 
@@ -95,8 +81,8 @@ class PolicyLoss(TokenLoss):
             the protocol of objectives.
         corrections: factors of the objective, or functions that return them: :class:`~torchrl_llm_kl.losses.ImportanceWeights`,
             :class:`~torchrl_llm_kl.losses.RejectionMask`, :class:`~torchrl_llm_kl.losses.OffPolicySequenceMask`,
-            :class:`~torchrl_llm_kl.losses.TopEntropyMask`. verl's settings (``rollout_is="token"``, ``rollout_rs=...``) add
-            theirs; see :func:`~torchrl_llm_kl.losses.rollout_corrections`.
+            :class:`~torchrl_llm_kl.losses.TopEntropyMask`.
+            :func:`~torchrl_llm_kl.losses.rollout_corrections` translates verl's settings.
         aggregation: see :func:`~torchrl_llm_kl.losses.aggregate`; by default the objective's own.
         max_len: the longest possible response in tokens; required by ``seq-mean-token-sum-norm``, refused without it.
         masking_strategy: which tokens are trained. ``"sft"``: the response of each step; ``"rlhf"``: all assistant turns,
@@ -177,7 +163,7 @@ class PolicyLoss(TokenLoss):
     def __init__(
         self,
         actor: ModelOrScorer,
-        objective: ObjectiveName | Callable[..., Terms] = "ppo",
+        objective: str | Callable[..., Terms] = "ppo",
         *,
         terms: Sequence[Part | Callable[..., Terms]] = (),
         corrections: Sequence[Correction | Callable[..., tuple[Tensor, dict[str, Tensor]]]] = (),
@@ -188,33 +174,32 @@ class PolicyLoss(TokenLoss):
         options: ScoreOptions | None = None,
         tokens_per_batch: int | None = None,
         functional: bool = False,
-        **hyper: Unpack[PolicyArgs],
+        **hyper: object,
     ) -> None:
         check_not_a_name(actor=actor, reference=reference)
+        own_settings = functional or tokens_per_batch is not None or options not in (None, ScoreOptions())
+        if isinstance(actor, LogProbScorer) and own_settings:
+            raise ValueError("actor is a scorer with its own settings: set options and tokens_per_batch there.")
         function = get_objective(objective) if isinstance(objective, str) else objective
         spec = spec_of(function)
-        own: Json = dict(hyper)
-        rollout: Json = {name: own.pop(name) for name in RolloutArgs.__annotations__ if name in own}
         if spec is not None:
-            spec.check_used(own)
+            spec.check_used(hyper)
             aggregation = aggregation or spec.aggregation
-        factors = [x if isinstance(x, Part) else Correction(x) for x in (*corrections, *rollout_corrections(**rollout))]
         parts = [term if isinstance(term, Part) else TermPart(term) for term in terms]
-        for name, kind, given in (("terms", TermPart, parts), ("corrections", Correction, factors)):
-            wrong = [x for x in given if not isinstance(x, kind)]
-            if wrong:
-                other = "corrections" if name == "terms" else "terms"
-                raise TypeError(f"{name} must not hold a {type(wrong[0]).__name__}: pass it in {other}=.")
+        factors = [x if isinstance(x, Part) else Correction(x) for x in corrections]
+        for name, kind, given in (("corrections", TermPart, factors), ("terms", Correction, parts)):
+            for wrong in (x for x in given if isinstance(x, kind)):
+                raise TypeError(
+                    f"{name} must not hold a {type(wrong).__name__}, which is for the other of terms and corrections."
+                )
         super().__init__(aggregation=aggregation or "token-mean", max_len=max_len, masking_strategy=masking_strategy)
         self._scorers = PolicyScorers(actor, reference, options, tokens_per_batch)
-        if functional and self._scorers.given is not None:
-            raise ValueError("actor is a scorer with its own settings: set ['functional'] there.")
         self._functional, model = functional, actor.model if isinstance(actor, LogProbScorer) else actor
         if functional:
             self.convert_to_functional(model, "actor_network", create_target_params=False)
         else:
             self.actor_network = model
-        self.objective = TermPart(function, **own)
+        self.objective = TermPart(function, **hyper)
         self.terms, self.corrections = nn.ModuleList(parts), nn.ModuleList(factors)
         self._little_mass: set[NestedKey] = set()  # teachers that a warning was given for
         exposed: dict[str, tuple[Part, str]] = {name: (self.objective, name) for name in self.objective.names}
@@ -286,8 +271,6 @@ class PolicyLoss(TokenLoss):
         ``pair_id``, ``chosen``, ``routed_experts``) is required once it is set to another key than its default.
         """
         renamed = {_KEY_ALIASES.get(name, name): key for name, key in kwargs.items()}
-        if len(renamed) != len(kwargs):
-            raise TypeError(f"got an entry under two of its names: {', '.join(kwargs)}.")
         super().set_keys(**renamed)
         if "top_k" in renamed:
             self._dry_run(len(self._entries.teachers))  # each has a weight
@@ -338,10 +321,8 @@ class PolicyLoss(TokenLoss):
         try:
             terms, metrics = self._terms(inputs)
         except MissingInputError as error:
-            raise ValueError(
-                f"The loss read {error.name} on this data, but not in its dry run on dummy tokens. Read inputs.{error.name} "
-                "before the branch that uses it, so that the loss requires or computes it."
-            ) from None
+            message = f"The loss read {error.input} on this data, but not in its dry run on dummy tokens."
+            raise ValueError(f"{message} Read inputs.{error.input} before the branch that uses it.") from None
         return self._output(
             batch.td, batch.response, terms, {**common_metrics(inputs, batch.response.counts), **metrics}
         )
@@ -397,10 +378,8 @@ class PolicyLoss(TokenLoss):
         replayed = RequestFields() if once.mismatched else self._replayed(td)
         if once.mismatched:
             if self.reference is None:
-                raise ValueError(
-                    f"{name_of(self.objective.function)} scores mismatched prompts and answers with the reference: pass the "
-                    f"model as reference=, or store {once.name!r} yourself ({once.function.__name__})."
-                )
+                what = f"{name_of(self.objective.function)} scores mismatched prompts and answers with the reference"
+                raise ValueError(f"{what}: pass it as reference=, or store {once.name!r} ({once.function.__name__}).")
             batch = PolicyBatch(td, ResponseTokens(*mismatch(batch.response.tokens, batch.response.flat_mask)), data={})
         with torch.no_grad():
             value = once.function(self._score(batch, replayed))

@@ -1,4 +1,4 @@
-"""The base of the loss modules: the trained tokens, the summation of terms, and per-row denominators."""
+"""The base of the loss modules: the trained tokens, the summation of terms, per-row denominators; and the critic's loss."""
 
 from __future__ import annotations
 
@@ -6,23 +6,42 @@ import secrets
 import warnings
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args, overload
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict.nn import dispatch
 from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 
-from torchrl_llm_kl._numerics import check_choice, to_host
+from torchrl_llm_kl._numerics import (
+    Scalar,
+    check_choice,
+    check_is_scalar,
+    check_not_a_name,
+    check_range,
+    masked_mean,
+    to_host,
+)
 from torchrl_llm_kl._private import register_tree
 from torchrl_llm_kl._registry import did_you_mean
-from torchrl_llm_kl.losses._arithmetic import Aggregation, aggregate, aggregate_each, check_aggregation, count
+from torchrl_llm_kl.losses._arithmetic import (
+    Aggregation,
+    aggregate,
+    aggregate_each,
+    check_aggregation,
+    checked,
+    clamp,
+    count,
+)
 from torchrl_llm_kl.losses._metrics import merge_metrics
 from torchrl_llm_kl.losses._objective import LossTerm
-from torchrl_llm_kl.losses._parts import Part
+from torchrl_llm_kl.losses._parts import Part, device_of
 from torchrl_llm_kl.losses._ranks import check_ranks
 from torchrl_llm_kl.ragged import own_leaves
 from torchrl_llm_kl.rollouts import (
+    TOKENS_FULL,
     Located,
     MaskingStrategy,
     ResponseTokens,
@@ -58,7 +77,7 @@ class LossOutput(TensorDict):
         >>> out.std(reduce=True)
         Traceback (most recent call last):
         ...
-        TypeError: std(reduce=True) of a loss would mix losses and metrics: use out.total_loss, or reduce the entries you need.
+        TypeError: std(reduce=True) would mix losses and metrics: use out.total_loss.
     """
 
     @property
@@ -66,19 +85,16 @@ class LossOutput(TensorDict):
         """The sum of all ``loss_<term>`` entries, with graph.
 
         Raises:
-            KeyError: if there is none.
+            RuntimeError: if there is none.
             ValueError: for a loss per token (aggregation ``"none"``), which has padding: reduce it with a mask.
         """
         losses = {key: value for key, value in self.items() if isinstance(key, str) and key.startswith("loss_")}
-        if not losses:
-            raise KeyError(f"no entry of {sorted(map(str, self.keys()))} is a loss: expected loss_<term>.")
         for key, value in losses.items():
             if value.is_nested or value.shape != self.batch_size:
                 raise ValueError(
-                    f"{key} has one value per token (aggregation 'none'), padding too: average it over its tokens, or choose "
-                    "another aggregation."
+                    f"{key} has one value per token (aggregation 'none'), padding too: reduce it with a mask."
                 )
-        return sum(losses.values())
+        return torch.stack(list(losses.values())).sum(0)
 
     def get(self, key: NestedKey, *args: Any, **kwargs: Any) -> Any:
         return self.total_loss if isinstance(key, str) and key == "total_loss" else super().get(key, *args, **kwargs)
@@ -91,10 +107,7 @@ class LossOutput(TensorDict):
         td: TensorDict = super()
         if further_reduce:
             if reduction_name not in _ADDED_UP:
-                raise TypeError(
-                    f"{reduction_name}(reduce=True) of a loss would mix losses and metrics: use out.total_loss, or reduce the "
-                    "entries you need."
-                )
+                raise TypeError(f"{reduction_name}(reduce=True) would mix losses and metrics: use out.total_loss.")
             td = TensorDict({"total_loss": self.total_loss}, batch_size=self.batch_size)
         return td._cast_reduction(reduction_name=reduction_name, further_reduce=further_reduce, **kwargs)
 
@@ -137,15 +150,7 @@ class TokenLoss(LossModule):
         if divides and self.max_len is None:
             raise ValueError(f"{mode} divides by the longest response that is sampled: pass max_len=.")
         if self.max_len is not None and not divides:
-            raise ValueError(
-                f"max_len={self.max_len} has no effect: aggregation {self.aggregation!r} does not divide by it. Leave max_len "
-                f"out, or pass {mode}."
-            )
-
-    @property
-    def functional(self) -> bool:
-        """Whether the actor's parameters are kept apart from its module."""
-        return self._functional
+            raise ValueError(f"max_len={self.max_len} has no effect: leave it out, or pass {mode}.")
 
     @property
     def _reader(self) -> TokenReader:
@@ -177,15 +182,12 @@ class TokenLoss(LossModule):
         if name in exposed:
             part, own = exposed[name]
             part.put(own, value)
-        elif (
-            isinstance(value, (int, float, Tensor))
-            and not name.startswith("_")
-            and not hasattr(self, name)
-            and did_you_mean(name, exposed)
-        ):
+            return
+        # A misspelt hyper-parameter would have no effect.
+        number = isinstance(value, (int, float, Tensor)) and not name.startswith("_") and not hasattr(self, name)
+        if number and did_you_mean(name, exposed):
             raise AttributeError(f"{type(self).__name__} has no {name!r} to set.{did_you_mean(name, exposed)}")
-        else:
-            super().__setattr__(name, value)
+        super().__setattr__(name, value)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -228,10 +230,8 @@ class TokenLoss(LossModule):
         """
         if is_zero3(self):
             name = type(self).__name__
-            raise ValueError(
-                f"DeepSpeed's ZeRO-3 does not see the tensors in a TensorDict, as {name} returns: wrap the model instead, "
-                f"{name}(deepspeed.initialize(model=model, ...)[0]), or use ZeRO-2."
-            )
+            advice = f"wrap the model, {name}(deepspeed.initialize(model=model, ...)[0]), or use ZeRO-2"
+            raise ValueError(f"DeepSpeed's ZeRO-3 does not see the tensors that {name} returns: {advice}.")
         reader = self._reader
         td = reader.with_batch_dims(with_a_row(tensordict))
         located = reader.locate(td)
@@ -280,9 +280,9 @@ class TokenLoss(LossModule):
     def _denominator(self, term: LossTerm) -> Tensor:
         mode = self._mode(term)
         if mode == "seq-mean-token-sum-norm" and self.max_len is not None and term.mask.shape[-1] > self.max_len:
+            sequence = f"a sequence has {term.mask.shape[-1]} trained tokens"
             raise ValueError(
-                f"max_len={self.max_len}, but a sequence has {term.mask.shape[-1]} trained tokens: pass the length limit of "
-                "the sampler, over all turns that are trained."
+                f"max_len={self.max_len}, but {sequence}: pass the sampler's limit over all trained turns."
             )
         return count(term.mask, mode, max_len=self.max_len if mode == "seq-mean-token-sum-norm" else None)
 
@@ -311,20 +311,15 @@ class TokenLoss(LossModule):
             the batch, so that rows of batches that were counted apart are refused.
 
         Raises:
-            RuntimeError: if ``all_ranks`` is True and ``torch.distributed`` is not initialised.
+            ValueError: if ``all_ranks`` is True and ``torch.distributed`` is not initialised.
         """
-        distributed = is_distributed()
-        if all_ranks and not distributed:
-            raise RuntimeError(
-                "all_ranks=True, but torch.distributed is not initialised: call init_process_group first."
-            )
         td = self._reader.with_batch_dims(with_a_row(tensordict))
         with torch.no_grad():
             terms = self._mask_terms(td)
             counts = torch.stack([self._denominator(term).double() for term in terms])  # exact up to 2**53
             # Random, but not from torch's generators, whose state it would change; one for all ranks.
             batch_id = counts.new_tensor(secrets.randbits(32))
-        if distributed and all_ranks is not False:
+        if is_distributed() if all_ranks is None else all_ranks:
             counts = torch.cat([counts, batch_id.unsqueeze(0)])
             torch.distributed.all_reduce(counts, group=process_group)
             counts, batch_id = counts[:-1], counts[-1]
@@ -384,7 +379,7 @@ def as_mask(value: Tensor, key: NestedKey) -> Tensor:
     """A mask as bool. One of numbers must hold 0 and 1 alone, which is read on the host: a mask does not weigh."""
     if value.dtype != torch.bool and not bool(((value == 0) | (value == 1)).all()):
         raise ValueError(
-            f"{key!r} is a mask: expected True and False, or 1 and 0, got other numbers. Weight the advantage."
+            f"{key!r} is a mask: expected True and False, or 1 and 0. To weigh tokens, scale the advantage."
         )
     return value.bool()
 
@@ -396,3 +391,172 @@ def with_graph(value: Tensor, parameters: Iterable[Tensor]) -> Tensor:
     ends = [p.reshape(-1)[:1] for p in parameters if p.requires_grad and p.numel()]
     zeros = [torch.where(torch.zeros_like(end, dtype=torch.bool), end, 0).sum().float() for end in ends]
     return value + torch.stack(zeros).sum().to(value.device) if zeros else value
+
+
+# ------------------------------------------------------------------ the critic
+
+
+@dataclass(frozen=True, eq=False)
+class ValueInputs:
+    """The tensors that the loss of a critic reads, ``[*B, T]`` each, in the unit of the reward.
+
+    Args:
+        value: the critic's current value of each token's prefix, with graph.
+        mask: the trained tokens; bool.
+        value_target: the return; detached.
+        old_value: the critic's value when the advantages were computed, detached; None: there is none.
+
+    Raises:
+        ValueError: if shapes differ.
+        TypeError: if the mask is not boolean.
+    """
+
+    value: Tensor
+    mask: Tensor
+    value_target: Tensor
+    old_value: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        named = {"value": self.value, "value_target": self.value_target.detach()}
+        if self.old_value is not None:
+            named["old_value"] = self.old_value.detach()
+        vars(self).update(zip(named, checked(self.mask, **named), strict=True))
+
+
+def value_error(inputs: ValueInputs, *, clip_value: Scalar | None = 0.2, coeff: Scalar = 1.0) -> tuple[LossTerm, ...]:
+    r"""Half the squared error of a critic, clipped as PPO's: ``max((v - R)^2, (clip(v, v_old +- clip_value) - R)^2) / 2``.
+
+    It has the gradient of ``(v - R)^2 / 2``, and 0 where the value has moved more than ``clip_value`` from the old one
+    towards its target.
+
+    Args:
+        inputs: values and targets.
+
+    Keyword Args:
+        clip_value: the largest unclipped change of a value, in the unit of the reward. None, or no ``old_value``: no clipping.
+        coeff: weight of the term, dimensionless.
+
+    Returns:
+        One term, ``critic``; metrics ``value_clip_fraction``, ``value_mean`` and ``explained_variance``, which is 1 minus
+        the variance of the error over the target's.
+
+    Raises:
+        ValueError: if ``clip_value`` is negative.
+
+    Example:
+        >>> one = torch.ones(1, 1)
+        >>> inputs = ValueInputs(0.5 * one, one == 1, value_target=one, old_value=0 * one)
+        >>> value_error(inputs, clip_value=0.2)[0].value  # (0.2 - 1)^2 / 2
+        tensor([[0.3200]])
+
+    Source: Schulman et al., baselines ``ppo2`` (2017).
+    """
+    check_is_scalar(clip_value=clip_value, coeff=coeff)
+    check_range(low=0.0, clip_value=clip_value)
+    value, mask, target, old = inputs.value, inputs.mask, inputs.value_target, inputs.old_value
+    error = (value - target).square()
+    clipped = torch.zeros_like(mask)
+    if old is not None and clip_value is not None:
+        bounded = (old + clamp(value - old, -clip_value, clip_value) - target).square()
+        clipped = bounded > error
+        error = torch.maximum(error, bounded)
+    with torch.no_grad():
+        residual, spread = (x - masked_mean(x, mask) for x in (target - value, target))
+        variance = masked_mean(spread.square(), mask).clamp(min=1e-12)
+        metrics = {
+            "value_clip_fraction": masked_mean(clipped.float(), mask),
+            "value_mean": masked_mean(value, mask),
+            "explained_variance": 1 - masked_mean(residual.square(), mask) / variance,
+        }
+    return (LossTerm("critic", error / 2, mask, weight=coeff, metrics=metrics),)
+
+
+class _ValueError(Part):
+    """:func:`value_error` with its hyper-parameters."""
+
+    def dummy(self, hyper: Mapping[str, Any]) -> ValueInputs:
+        zero = torch.zeros(1, 1, device=device_of(self))
+        return ValueInputs(zero, zero == 0, zero, zero)
+
+
+class ValueLoss(TokenLoss):
+    """The loss of a critic of token values, for PPO: :func:`~torchrl_llm_kl.losses.value_error` on a TensorDict.
+
+    Args:
+        critic: a :class:`~torchrl_llm_kl.scoring.TokenCritic`, or a module ``(tokens, mask) -> values`` of
+            :class:`~torchrl_llm_kl.Ragged`.
+
+    Keyword Args:
+        clip_value, coeff: see :func:`~torchrl_llm_kl.losses.value_error`. Buffers: ``loss.clip_value = 0.1`` changes one in
+            place.
+        aggregation, max_len, masking_strategy: see :class:`~torchrl_llm_kl.losses.PolicyLoss`.
+
+    Keys (``set_keys``): ``tokens``, ``value_target`` and ``value`` (old values, optional; both are written by
+    :class:`~torchrl_llm_kl.RetrieveValue` and the ``gae`` advantage), ``loss_mask``, ``denominators``. An entry is also found
+    on the other side of ``"next"``.
+
+    Outputs:
+        A :class:`~torchrl_llm_kl.losses.LossOutput`: ``loss_critic`` and the metrics ``value_clip_fraction``,
+        ``value_mean``, ``explained_variance``.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> class Constant(nn.Module):
+        ...     def forward(self, tokens, mask):
+        ...         return tokens.like(torch.where(mask, 0.5, 0.0))
+        >>> tokens = TensorDict(prompt=torch.tensor([[3, 4]]), full=torch.tensor([[3, 4, 5]]), batch_size=[1])
+        >>> data = TensorDict(tokens=tokens, value_target=torch.tensor([[0.0, 0.0, 1.5]]), batch_size=[1])
+        >>> ValueLoss(Constant())(data)["loss_critic"]
+        tensor(0.5000)
+    """
+
+    @dataclass
+    class _AcceptedKeys(LossModule._AcceptedKeys):
+        tokens: NestedKey = TOKENS_FULL
+        value: NestedKey = ("next", "state_value")
+        value_target: NestedKey = "value_target"
+        loss_mask: NestedKey = "loss_mask"
+        denominators: NestedKey = "value_denominators"
+
+    critic_network: nn.Module
+
+    def __init__(
+        self,
+        critic: nn.Module,
+        *,
+        clip_value: float | None = 0.2,
+        coeff: float = 1.0,
+        aggregation: Aggregation = "token-mean",
+        max_len: int | None = None,
+        masking_strategy: MaskingStrategy = "sft",
+    ) -> None:
+        check_not_a_name(critic=critic)
+        super().__init__(aggregation=aggregation, max_len=max_len, masking_strategy=masking_strategy)
+        self._check_max_len([aggregation])
+        self.critic_network = critic
+        self.error = _ValueError(value_error, clip_value=clip_value, coeff=coeff)
+        self._expose({name: (self.error, name) for name in self.error.names})
+        self.out_keys = ["loss_critic", "value_clip_fraction", "value_mean", "explained_variance"]
+
+    @property
+    def _data_keys(self) -> Sequence[NestedKey]:
+        return [self.tensor_keys.value_target]
+
+    def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
+        mask = self._read_tokens(td)[1].response.mask
+        return [LossTerm("critic", mask.float(), mask)]
+
+    @dispatch
+    def forward(self, tensordict: TensorDictBase) -> LossOutput:
+        """The loss of a batch or a micro-batch; see the class."""
+        td, located, responses = self._read_tokens(tensordict)
+        response, tokens, within = located.response, located.tokens, None if responses is None else responses.host_mask
+        advice = "Add the entry, or say where it is with set_keys(value_target=...)."
+        target = require_key(td, self.tensor_keys.value_target, "ValueLoss needs value_target", advice)
+        keys = {"value_target": target, "old_value": find_key(td, self.tensor_keys.value)}
+        places = {name: key for name, key in keys.items() if key is not None}
+        data = {name: response.gather(per_token(td, key, tokens, within).detach()) for name, key in places.items()}
+        response.check_finite({f"{name} ({places[name]!r})": value for name, value in data.items()})
+        value = response.gather(self.critic_network(tokens, located.mask).values)
+        value = with_graph(value, self.critic_network.parameters())
+        return self._output(td, response, self.error.run(ValueInputs(value, response.mask, **data)), {})

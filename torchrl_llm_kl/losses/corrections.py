@@ -27,6 +27,7 @@ from torchrl_llm_kl._numerics import (
     masked_mean,
     widen,
 )
+from torchrl_llm_kl._registry import Range
 from torchrl_llm_kl.estimators import get_estimator
 from torchrl_llm_kl.losses._arithmetic import (
     LARGEST_LOG_RATIO,
@@ -66,11 +67,6 @@ def apply_correction(terms: Sequence[LossTerm], weights: Tensor, mask: Tensor | 
 
 def _corrected(term: LossTerm, weights: Tensor, mask: Tensor | None) -> LossTerm:
     if term.value.shape != weights.shape:
-        if term.value.shape != (*weights.shape[:-1], 1):
-            raise ValueError(
-                f"{term.name} has shape {tuple(term.value.shape)}, the weights {tuple(weights.shape)}: expected one value "
-                "per token or per sequence."
-            )
         if mask is None:
             raise ValueError(
                 f"{term.name} has one value per sequence: pass mask=, to average the weights over its tokens."
@@ -78,6 +74,7 @@ def _corrected(term: LossTerm, weights: Tensor, mask: Tensor | None) -> LossTerm
         check_same_shape(weights=weights, mask=mask)
         check_is_mask(mask=mask)
         weights = sequence_mean(weights, mask)
+        check_same_shape(**{term.name: term.value, "the weights of sequences": weights})
     weights = weights.detach().to(term.value.dtype)
     return term.replace(value=torch.where(weights == 0, 0, term.value) * weights)
 
@@ -171,7 +168,7 @@ def importance_weights(
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS); Ling team 2025
     (arXiv 2510.18855), IcePop; Li et al. 2025, "When Speed Kills Stability" (sequence and geometric).
     """
-    check_range(0.0, high if isinstance(high, (int, float)) else math.inf, **{"the bound low": low})  # type: ignore[arg-type]
+    Range(0.0, high if isinstance(high, (int, float)) else math.inf).check("low", low)
     log_ratio, mask = _mismatch(inputs), inputs.mask
     counts = mask
     if level != "token":
@@ -254,15 +251,12 @@ def rejection_mask(
     Source: Liu et al. 2025, "When Speed Kills Stability" (masked importance sampling, geometric mask); names: verl 0.9.1.
     """
     level, estimator = divergence.rsplit("_", 1)
-    if low is None and high is None:
-        raise ValueError(f"{divergence} rejects nothing without a bound: pass high= (or low=, for k1).")
-    if estimator != "k1" and low is not None:
-        raise ValueError(f"{divergence} is never negative, so it has no lower bound: leave out low={low}.")
-    if isinstance(low, (int, float)) and not low <= 0:
-        raise ValueError(f"low must be at most 0, the value where sampler and trainer agree, got {low}.")
-    if isinstance(high, (int, float)) and not (high >= 0 if estimator == "k1" else high > 0):
-        least = "at least 0" if estimator == "k1" else "greater than 0"
-        raise ValueError(f"high must be {least}: sampler and trainer agree at 0, got {high}.")
+    if (low is None and high is None) or (low is not None and estimator != "k1"):
+        raise ValueError(
+            f"{divergence} needs a bound: pass high= (or low=, only for k1, since the others are never negative)."
+        )
+    Range(high=0.0).check("low", low)  # sampler and trainer agree at 0
+    (Range(0.0) if estimator == "k1" else Range(above=0.0)).check("high", high)
     log_ratio, mask = _mismatch(inputs), inputs.mask
     value = get_estimator(estimator)(torch.zeros_like(log_ratio), log_ratio)  # type: ignore[arg-type]
     if level in ("seq_sum", "seq_mean"):

@@ -16,7 +16,7 @@ PACKAGE = "torchrl_llm_kl"
 _FILES = "estimators/* losses/* losses/objectives/* advantages/* head/* rollouts/* masks/* scoring/* service/_batcher"
 #: Formulas of papers: each of their changes must be noticed.
 _MATHS = """
-    losses/objectives/* losses/corrections losses/terms losses/_arithmetic losses/_value_loss
+    losses/objectives/* losses/corrections losses/terms losses/_arithmetic losses/_token_loss
     advantages/_group advantages/_token advantages/_trajectory
 """
 #: Gradients go through these.

@@ -86,7 +86,6 @@ def test_verls_defaults() -> None:
         ([f"{G}.adv_estimator=gae", f"{G}.lam=0.95"], "ppo", {"advantage_args": {**DEFAULT_GAE, "lam": 0.95}}),
         ([*KL_REWARD, f"{G}.kl_ctrl.kl_coef=0.01"], "grpo", {"kl_reward": "low_var_kl", "kl_reward_coeff": 0.01}),
         (NORM, "grpo", {"aggregation": "seq-mean-token-sum-norm", "max_len": 2048}),
-        (CORRECTED, "grpo", {"loss_args": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}}),
         (CLIPPED, "grpo", {"objective_args": OF_CLIPPED, "aggregation": "token-mean"}),
         (CLIPPED, "grpo", {"kl_loss": "low_var_kl", "kl_loss_coeff": 0.001, "options": ScoreOptions(Sampling(0.8))}),
         (of_type("dapo"), "dapo", {"objective": "ppo", "objective_args": PPO, "aggregation": "token-mean"}),
@@ -101,13 +100,23 @@ def test_verls_defaults() -> None:
         (of_type("raft"), "raft", {"keep_best": False}),
         (of_type("ppo", policy_loss_fn_args=ON_POLICY), "ppo", {"objective": "ppo_on_policy"}),
         (of_type("asymre", entropy_loss_fn_args={"entropy_coef": 0.1}), "asymre", {"entropy_coeff": 0.0}),
-        (of_type("grpo", rollout_correction={"rollout_is": "token"}), "grpo", {"loss_args": {"rollout_is": "token"}}),
     ],
 )
 def test_overrides(settings: Any, algorithm: str, expected: dict[str, Any]) -> None:
     found = from_verl(settings) if isinstance(settings, list) else from_trinity(settings)
     assert found.algorithm == algorithm
     assert expected.items() <= found.overrides.items()
+
+
+def test_verls_corrections_of_the_sampler() -> None:
+    both = of_type(
+        "grpo", rollout_correction={"rollout_is": "token", "rollout_rs": "seq_max_k3", "rollout_rs_threshold": 2}
+    )
+    weights, mask = from_trinity(both).overrides["loss_args"]["corrections"]
+    assert repr(weights) == "ImportanceWeights(level='token', mode='truncate', low=None, high=2.0)"
+    assert repr(mask) == "RejectionMask(divergence='seq_max_k3', low=None, high=2.0)"
+    (weights,) = from_verl(CORRECTED).overrides["loss_args"]["corrections"]
+    assert repr(weights) == "ImportanceWeights(level='token', mode='mask', low=0.5, high=5.0)"
 
 
 @pytest.mark.parametrize("kind", CHOICES["Trinity-RFT", "", "algorithm.algorithm_type"])

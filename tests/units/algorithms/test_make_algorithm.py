@@ -15,7 +15,7 @@ from refused import refused
 from torchrl_llm_kl import LogProbScorer, Sampling, ScoreOptions
 from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm, AlgorithmParts, UnknownAlgorithmError, make_algorithm
 from torchrl_llm_kl.estimators import PIKLCoefficient
-from torchrl_llm_kl.losses import ImportanceWeights, KLPlacementWarning
+from torchrl_llm_kl.losses import ImportanceWeights, KLPlacementWarning, RejectionMask
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue, SamplerLogProbs
 from toy_tasks import TabularCritic, chain
 from toy_training import made as made_by_lab
@@ -103,8 +103,8 @@ def test_a_reference_and_a_critic_are_needed_where_something_reads_them() -> Non
 
 
 def test_arguments_for_the_loss_and_the_masks() -> None:
-    verl = {"rollout_rs": "seq_max_k3", "rollout_rs_threshold": 0.2}
-    args = {"options": ScoreOptions(entropy=True), "loss_args": {"tokens_per_batch": 64, **verl}}
+    own = {"tokens_per_batch": 64, "corrections": [RejectionMask("seq_max_k3", high=0.2)]}
+    args = {"options": ScoreOptions(entropy=True), "loss_args": own}
     parts = made("dr_grpo", reference=None, max_len=7, **args)
     assert "divergence='seq_max_k3'" in repr(parts.loss.corrections)
     assert parts.loss.max_len == 7
@@ -237,7 +237,7 @@ test_settings_without_effect = refused(
         {"advantage": "grpo", "reference": TASK.policy()},
         "advantage='grpo' has no effect: the objective dpo reads",
     ),
-    ("dapo", {"max_len": 8}, "max_len=8 has no effect: aggregation 'token-mean' does not divide by it"),
+    ("dapo", {"max_len": 8}, "max_len=8 has no effect: leave it out"),
     ("dapo", {"kl_loss": "none", "kl_loss_coeff": 0.5}, "kl_loss_coeff=0.5 is the weight of a KL, and kl_loss='none'"),
     (
         "dapo",
@@ -306,7 +306,9 @@ def test_a_correction_brings_the_log_probs_that_the_sampler_stored() -> None:
     ratio = (token_log_probs(actor, td) - token_log_probs(sampler, td)).exp()[real]
     torch.testing.assert_close(out["weight_mean"].double(), ratio.mean(), atol=1e-5, rtol=1e-5)
     # With a reference, and where an env has applied the transform.
-    parts = make_algorithm("grpo", actor, reference=sampler, group_key="query", loss_args={"rollout_is": "token"})
+    parts = make_algorithm(
+        "grpo", actor, reference=sampler, group_key="query", loss_args={"corrections": [ImportanceWeights()]}
+    )
     scored = parts.kl_transform(td.clone())
     assert {("next", name, "full") for name in ("sampler_log_probs", "ref_log_probs")} <= set(scored.keys(True, True))
     out = parts.loss(parts.prepare(scored))
@@ -314,7 +316,10 @@ def test_a_correction_brings_the_log_probs_that_the_sampler_stored() -> None:
     assert not any(isinstance(extra, SamplerLogProbs) for extra in made("grpo").kl_transform.extras)
     # The trainer's own log-probs are not taken for the sampler's.
     bare = RetrieveLogProb(actor, log_probs_full_key=("log_probs", "full"))(td.exclude("log_probs"))
-    for each in (parts, make_algorithm("dapo", actor, group_key="query", loss_args={"rollout_is": "token"})):
+    for each in (
+        parts,
+        make_algorithm("dapo", actor, group_key="query", loss_args={"corrections": [ImportanceWeights()]}),
+    ):
         with pytest.raises(KeyError, match=r"the sampler's log-probs: expected them .*return_log_probs=True"):
             each.prepare(bare.clone())
 
@@ -327,7 +332,11 @@ test_impossible_settings = refused(
     ("gkd", {"reference": "data"}, r"gkd compares whole distributions, which the data does not hold: .*top_k="),
     ("gkd", {"objective_args": {"distribution": "top_k"}}, r"distribution='top_k' contradicts top_k=0"),
     ("grpo", {"top_k": 4}, "top_k=4 has no effect on objective='ppo'"),
-    ("gkd", {"top_k": 4, "loss_args": {"rollout_is": "token"}}, r"top_k=4 beside log-probs of the sampler"),
+    (
+        "gkd",
+        {"top_k": 4, "loss_args": {"corrections": [ImportanceWeights()]}},
+        r"top_k=4 beside log-probs of the sampler",
+    ),
     ("dapo", {}, r"dapo uses no reference model: leave it out, pass use_reference=True"),
     ("grpo", {"reference": "actor"}, r"reference must be a model or 'base' or 'data', got 'actor'"),
     ("grpo", {"reference": "data", "kl_reward": "k1"}, r"kl_reward='k1' needs a reference model to score"),

@@ -101,8 +101,6 @@ def test_bounds_by_hand() -> None:
         distill, -old, mask, teacher_divergence=mask.double(), old_log_prob=0 * old, **EXACT, ratio_max=2.0
     )
     assert_close(term.value, torch.tensor([[2.0, 0.5]], dtype=torch.float64))
-    with pytest.raises(ValueError, match="'exact' has one teacher and all its tokens: leave out log_prob_min"):
-        distill(LossInputs(old, mask, teacher_divergence=mask.double()), distribution="exact", log_prob_min=-1.0)
     with pytest.raises(ValueError, match="distill needs old_log_prob: pass old_log_prob="):
         distill(LossInputs(old, mask, outcomes=teacher, teacher_outcomes=teacher), ratio_max=2.0)
 
@@ -310,7 +308,10 @@ def placed(value: Any, *names: str) -> Callable[[TensorDictBase], TensorDictBase
 PLACE = rf"at sequence 2, position {PROMPT}"
 test_data_that_is_no_teacher = refused(
     lambda spoil: PolicyLoss(tiny_model(seed=0), "distill")(spoil(with_teacher(data(), tiny_model(seed=1), 4))),
-    (placed(0, "ids", "log_probs", "rest_log_prob"), rf"below 'top_k' add up to 5 {PLACE}, not to 1.*did not score"),
+    (
+        placed(0, "ids", "log_probs", "rest_log_prob"),
+        rf"below 'top_k' add up to 5 {PLACE}, not to 1.*Compare",
+    ),
     (placed(torch.nan, "rest_log_prob"), rf"below 'top_k' add up to nan {PLACE}"),
     (lambda td: td.exclude("top_k"), KeyError, r"needs a teacher's top k.*\('top_k', 'ids'\).*TopK\(64\)"),
     (lambda td: td.exclude(("top_k", "rest_log_prob")), KeyError, r"'rest_log_prob'"),
@@ -329,19 +330,15 @@ test_wrong_inputs = refused(
     ({"outcomes": PAIR}, r"distill needs teacher_outcomes: pass teacher_outcomes= to LossInputs, \[\*B, T, k \+ 1\]"),
     (EXACT, "distill needs teacher_divergence"),
     ({"outcomes": PAIR, "teacher_outcomes": PAIR[..., :1]}, r"outcomes has shape \(1, 1, 2\) but teacher_outcomes"),
-    ({"outcomes": PAIR[0], "teacher_outcomes": PAIR[0]}, r"outcomes has shape \(1, 2\), expected \(1, 1, k \+ 1\)"),
+    ({"outcomes": PAIR[0], "teacher_outcomes": PAIR[0]}, r"outcomes has shape \(1, 2\), expected \[\*B, T, k \+ 1\]"),
     ({**BOTH, "beta": 1.5}, "beta must be at least 0 and at most 1, got 1.5"),
-    ({**BOTH, "distribution": "all"}, "distribution must be one of"),
     ({**BOTH, "teacher_weights": [1, 2]}, "2 numbers for 1 teachers"),
-    ({**BOTH, "teacher_weights": [-1.0]}, "must not be negative"),
-    ({**BOTH, "teacher_weights": [0.0]}, "nor all 0"),
-    ({**EXACT, "teacher_divergence": ONE, "teacher_weights": [1.0]}, "leave out teacher_weights"),
 )
 test_contradictory_settings = refused(
     lambda settings: loss_of(tiny_model(seed=0), **settings),
     (EXACT, r"an exact KL is computed from both models: pass the teacher as reference="),
     ({**EXACT, "terms": [KLToReference(0.1, "exact")], "reference": tiny_model(seed=1)}, "two other models, .* is one"),
-    ({"teacher_weights": [0.5, 0.5]}, "teacher_weights has 2 numbers for 1 teachers"),
+    ({**EXACT, "log_prob_min": -1.0}, "log_prob_min=-1.0 has no effect with distribution='exact'"),
     ({"top_k": ["a", "b"], "teacher_weights": [1.0]}, "teacher_weights has 1 numbers for 2 teachers"),
 )
 

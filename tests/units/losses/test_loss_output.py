@@ -38,7 +38,7 @@ def test_the_line_of_torchrls_recipes_has_the_gradient_of_the_losses(model: nn.M
             assert_close(found, by_name(out))
             assert_near(gradients(found, loss, keep=True), expected, terms=64, msg=name)
         else:
-            with pytest.raises(TypeError, match=rf"^{name}\(reduce=True\) of a loss would mix .* use out.total_loss"):
+            with pytest.raises(TypeError, match=rf"^{name}\(reduce=True\) would mix .* use out.total_loss"):
                 getattr(out, name)(*([0.5] if name == "quantile" else []), reduce=True)
 
 
@@ -73,8 +73,6 @@ def test_total_loss_under_all_spellings(model: nn.Module) -> None:
     for name in ("mean", "sum", "std"):  # reductions of each entry
         found, expected = getattr(out.double(), name)(), getattr(plain.double(), name)()
         assert_close(dict(found.items()), dict(expected.items()), equal_nan=True)
-    with pytest.raises(KeyError, match="is a loss: expected loss_<term>"):
-        out.select("ESS", "entropy").mean(reduce=True)
     assert_close(out.select("loss_entropy", "ESS").sum(reduce=True), out["loss_entropy"])
 
 

@@ -141,9 +141,8 @@ def test_echo_weighs_each_role_over_its_own_tokens() -> None:
     assert (
         len(called(echo, **data, message_role=role, roles={"tool": 1.0}, **HYPER)) == 2
     )  # what users said is left out
-    for wrong, message in (("tools", "no role 'tools'. Did you mean 'tool'"), ("user", "user must be at least 0")):
-        with pytest.raises(ValueError, match=message):
-            called(echo, **data, message_role=role, roles={wrong: -1.0 if wrong == "user" else 1.0})
+    with pytest.raises(ValueError, match="user must be at least 0"):
+        called(echo, **data, message_role=role, roles={"user": -1.0})
     # The loss reads roles only if they are weighed.
     assert "message_role" not in spec_of(echo).needs
     assert "message_role" in TermPart(echo, roles={"tool": 1.0}).needs

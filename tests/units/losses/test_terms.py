@@ -173,8 +173,6 @@ def test_aggregation_none_and_of_half_precision() -> None:
     result = aggregate(value, ROWS, "none")
     assert_close(result, tensor([[1, 2, 0, 0], [6, 0, 0, 0], [0, 0, 0, 0]]))
     assert_close(torch.autograd.grad(result.sum(), value)[0], ROWS.double())
-    with pytest.raises(ValueError, match="'none' has no denominator, got denominator=3"):
-        aggregate(value, ROWS, "none", denominator=3)
     value = torch.full((1, 4), 0.1, dtype=torch.bfloat16, requires_grad=True)
     result = aggregate(value, torch.ones(1, 4, dtype=torch.bool))
     assert result.dtype == torch.float32
@@ -192,5 +190,5 @@ def test_an_empty_mask_and_counts_that_are_none() -> None:
             aggregate(VALUE, ROWS, denominator=denominator)
     with pytest.raises(TypeError, match="mask must be boolean"):
         count(ROWS.float())
-    with pytest.raises(ValueError, match="max_len must be at least 1 token, got 0"):
+    with pytest.raises(ValueError, match="max_len must be at least 1, got 0"):
         count(ROWS, "seq-mean-token-sum-norm", max_len=0)

@@ -23,7 +23,7 @@ from torchrl_llm_kl import (
 )
 from torchrl_llm_kl.algorithms import make_algorithm
 from torchrl_llm_kl.losses import KLToReference
-from torchrl_llm_kl.losses._policy_read import PolicyBatch
+from torchrl_llm_kl.losses._policy_inputs import PolicyBatch
 from torchrl_llm_kl.ragged import read_ragged
 from torchrl_llm_kl.rollouts import MissingEntryError, ResponseTokens, read_routing
 from toy_models import FORWARD, tiny_model

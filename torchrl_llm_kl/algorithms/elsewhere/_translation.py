@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from torch import Tensor
+
 from torchrl_llm_kl._foreign import CHOICES, Choice, Foreign, Library, Place, find_row
 from torchrl_llm_kl._registry import did_you_mean, no_such
 from torchrl_llm_kl._typing import Json
@@ -18,7 +20,7 @@ from torchrl_llm_kl.algorithms._make import make_algorithm
 from torchrl_llm_kl.algorithms._parts import AlgorithmParts
 from torchrl_llm_kl.algorithms.presets import get_algorithm
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient
-from torchrl_llm_kl.losses import Correction
+from torchrl_llm_kl.losses import Correction, rollout_corrections
 from torchrl_llm_kl.scoring import LogProbScorer, ModelOrScorer, Sampling, ScoreOptions
 
 if TYPE_CHECKING:
@@ -278,13 +280,15 @@ class Reader:
         loss_args.setdefault("corrections", []).append(New(correction, **settings))
 
     def verls_corrections(self, section: str) -> None:
-        """Verl's ``rollout_correction``, which Trinity-RFT has too: its settings of that name are ours."""
+        """Verl's ``rollout_correction``, which Trinity-RFT has too."""
+        settings: Json = {}
         for name in ("rollout_is", "rollout_rs"):
-            if self[f"{section}{name}"] is None:
-                continue
-            for own in (name, f"{name}_threshold"):
-                if self[f"{section}{own}"] is not None:
-                    self.overrides.setdefault("loss_args", {})[own] = self.take(f"{section}{own}")
+            if self[f"{section}{name}"] is not None:
+                both = {own: self.take(f"{section}{own}") for own in (name, f"{name}_threshold")}
+                settings |= {own: value for own, value in both.items() if value is not None}
+        for made in rollout_corrections(**settings):
+            given = {name: x.item() if isinstance(x, Tensor) else x for name, x in made.hyper.items()}
+            self.correct(type(made), **given)
 
     def adaptive(self, coeff: float, section: str) -> New:
         """A coefficient adapted to a target KL, that is constructed for each loss."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -19,7 +18,7 @@ from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
 Distribution = Literal["top_k", "exact"]
 
 
-@objective("distill")
+@objective("distill", only_with=dict.fromkeys(("teacher_weights", "log_prob_min"), ("distribution", ("top_k",))))
 def distill(
     inputs: LossInputs,
     *,
@@ -68,9 +67,6 @@ def distill(
     """
     mask, metrics = inputs.mask, dict[str, Tensor]()
     if distribution == "exact":
-        for name, given in (("teacher_weights", teacher_weights), ("log_prob_min", log_prob_min)):
-            if given is not None:
-                raise ValueError(f"distribution='exact' has one teacher and all its tokens: leave out {name}.")
         value = inputs.teacher_divergence
     else:
         outcomes, teacher = (
@@ -94,6 +90,4 @@ def _teacher_weights(given: Sequence[float] | None, outcomes: Tensor) -> Tensor:
         return outcomes.new_full((number,), 1 / number)
     if len(given) != number:
         raise ValueError(f"teacher_weights has {len(given)} numbers for {number} teachers: pass one for each.")
-    if not all(math.isfinite(weight) and weight >= 0 for weight in given) or not sum(given) > 0:
-        raise ValueError(f"teacher_weights must not be negative, nor all 0, got {list(given)}.")
     return torch.tensor(list(given), dtype=outcomes.dtype, device=outcomes.device)

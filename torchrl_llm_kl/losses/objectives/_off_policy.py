@@ -226,9 +226,7 @@ def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return log_q.exp() * (log_q - log_p) + rest
 
 
-@objective(
-    "mask_ipo",
-)
+@objective("mask_ipo")
 def mask_ipo(
     inputs: LossInputs,
     *,

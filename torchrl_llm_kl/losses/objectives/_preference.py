@@ -6,27 +6,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal, TypedDict
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+from typing_extensions import Unpack
 
-from torchrl_llm_kl._numerics import Positive, PositiveShare, Scalar, Share, check_range, masked_mean
-from torchrl_llm_kl._registry import no_such
-from torchrl_llm_kl.losses._arithmetic import (
-    LARGEST_LOG_RATIO,
-    Aggregation,
-    bounded_exp,
-    sequence_mean,
-    sequence_sum,
-)
+from torchrl_llm_kl._numerics import Positive, PositiveShare, Scalar, Share, masked_mean
+from torchrl_llm_kl._registry import Range, no_such
+from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, Aggregation, bounded_exp, sequence_mean, sequence_sum
 from torchrl_llm_kl.losses._inputs import LossInputs
-from torchrl_llm_kl.losses._objective import FDivergence, LossTerm, Terms, Weighting, get_objective, objective
+from torchrl_llm_kl.losses._objective import (
+    FDivergence,
+    LossTerm,
+    Smoothing,
+    Terms,
+    Weighting,
+    get_objective,
+    objective,
+)
 
 # ------------------------------------------------------------------ pairs
+
+
+class AnswerOptions(TypedDict, total=False):
+    """Options of :func:`pair_up` for losses of both answers; :func:`dpo` describes them."""
+
+    ld_alpha: Share | None
+    weighting: Weighting
+
+
+class PairOptions(AnswerOptions, total=False):
+    """Options of :func:`pair_up` for losses of the lead."""
+
+    f_divergence: FDivergence
+    f_alpha: PositiveShare
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +88,7 @@ class Pairs:
         if alpha is None:
             return self
         if not isinstance(alpha, Tensor) and not (math.isfinite(alpha) and alpha):
-            raise ValueError(
-                f"alpha must be a finite number other than 0, got {alpha}: None leaves log-probs as they are."
-            )
+            raise ValueError(f"alpha must be a finite number other than 0, got {alpha}: None is no change.")
         chosen, rejected = (_bend(x, alpha) for x in (self.chosen, self.rejected))
         return replace(self, chosen=chosen, rejected=rejected)
 
@@ -101,10 +116,10 @@ def pair_up(
     pairing: Pairing | None = None,
     reference: bool = True,
     length_normalised: bool = False,
-    ld_alpha: Scalar | None = None,
-    f_divergence: FDivergence = "reverse_kl",
-    f_alpha: Scalar = 0.5,
+    ld_alpha: Share | None = None,
     weighting: Weighting = "none",
+    f_divergence: FDivergence = "reverse_kl",
+    f_alpha: PositiveShare = 0.5,
 ) -> Pairs:
     """The pairs of a batch; without ``reference``, of the log-probs themselves. :func:`dpo` describes the options."""
     log_prob, mask = inputs.log_prob, inputs.mask
@@ -155,13 +170,9 @@ def pairing_of(inputs: LossInputs) -> Pairing:
     if pair_id is not None and chosen is not None:
         return Pairing(interleaving(pair_id.reshape(-1), chosen.reshape(-1)))
     if pair_id is not None or chosen is not None:
-        given, missing = ("pair_id", "chosen") if chosen is None else ("chosen", "pair_id")
-        raise ValueError(f"got {given} without {missing}: pass both, or neither for rows chosen, rejected, chosen, ...")
+        raise ValueError("pass both pair_id and chosen, or neither for rows chosen, rejected, chosen, ...")
     if shape.numel() % 2:
-        raise ValueError(
-            f"expected pairs of rows (chosen, rejected, chosen, ...), got {shape.numel()} rows: row {shape.numel() - 1} has "
-            "no partner. Leave it out, or name the pairs with pair_id= and chosen=."
-        )
+        raise ValueError(f"expected rows chosen, rejected, chosen, ..., got {shape.numel()}: the last has no partner.")
     return Pairing(None)
 
 
@@ -188,7 +199,6 @@ _OF_ALPHA: dict[str, tuple[str, tuple[object, ...]]] = {"f_alpha": ("f_divergenc
 
 def logistic(logit: Tensor, label_smoothing: Scalar = 0.0) -> Tensor:
     """``-logsigmoid`` of the logit, with the label wrong with a probability up to 1/2."""
-    check_range(low=0.0, high=0.5, label_smoothing=label_smoothing)
     right, wrong = -logsigmoid(logit), -logsigmoid(-logit)
     return (1 - label_smoothing) * right + label_smoothing * wrong
 
@@ -205,17 +215,14 @@ def of_lead(pairs: Pairs, loss: OfLead, label_smoothing: Scalar = 0.0, margin: S
 # ------------------------------------------------------------------ functions of the lead
 
 
-@objective("dpo", aggregation=SUM, only_with=_OF_ALPHA)
+@objective("dpo", aggregation=SUM, only_with=_OF_ALPHA, options=pair_up)
 def dpo(
     inputs: LossInputs,
     *,
     beta: Positive = 0.1,
-    ld_alpha: Share | None = None,
-    weighting: Weighting = "none",
-    f_divergence: FDivergence = "reverse_kl",
-    f_alpha: PositiveShare = 0.5,
     length_normalised: bool = False,
-    label_smoothing: Scalar = 0.0,
+    label_smoothing: Smoothing = 0.0,
+    **options: Unpack[PairOptions],
 ) -> Terms:
     r"""Direct preference optimisation: ``-logsigmoid(beta * delta)`` per pair of a chosen and a rejected answer.
 
@@ -263,28 +270,17 @@ def dpo(
     preferences & relationship to IPO'; f-divergences: Wang et al. 2023 (arXiv 2309.16240), theorem 1; ld_alpha: Liu et
     al. 2024 (LD-DPO, arXiv 2409.06411); weighting: Zhou et al. 2024 (WPO, arXiv 2406.11827).
     """
-    pairs = pair_up(
-        inputs,
-        beta,
-        ld_alpha=ld_alpha,
-        weighting=weighting,
-        f_divergence=f_divergence,
-        f_alpha=f_alpha,
-        length_normalised=length_normalised,
-    )
+    pairs = pair_up(inputs, beta, length_normalised=length_normalised, **options)
     return pairs.terms(logistic(pairs.beta * pairs.delta, label_smoothing))
 
 
-@objective("robust", aggregation=SUM, only_with=_OF_ALPHA)
+@objective("robust", aggregation=SUM, only_with=_OF_ALPHA, options=pair_up)
 def robust(
     inputs: LossInputs,
     *,
     beta: Positive = 0.1,
-    ld_alpha: Share | None = None,
-    weighting: Weighting = "none",
-    f_divergence: FDivergence = "reverse_kl",
-    f_alpha: PositiveShare = 0.5,
-    label_smoothing: Scalar = 0.0,
+    label_smoothing: Annotated[Scalar, Range(0.0, below=0.5)] = 0.0,
+    **options: Unpack[PairOptions],
 ) -> Terms:
     r"""Robust DPO: with noisy labels its mean is the loss of :func:`dpo` on the true ones.
 
@@ -303,26 +299,13 @@ def robust(
 
     Source: Chowdhury et al. 2024 (arXiv 2403.00409), the loss of robust DPO.
     """
-    pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting, f_divergence=f_divergence, f_alpha=f_alpha)
-    check_range(low=0.0, high=0.5, label_smoothing=label_smoothing)
-    if not isinstance(label_smoothing, Tensor) and label_smoothing == 0.5:
-        raise ValueError(
-            "label_smoothing must be below 0.5, got 0.5: labels wrong half of the time hold no information."
-        )
+    pairs = pair_up(inputs, beta, **options)
     right, wrong = -logsigmoid(pairs.beta * pairs.delta), -logsigmoid(-pairs.beta * pairs.delta)
     return pairs.terms(((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing))
 
 
-@objective("hinge", aggregation=SUM, only_with=_OF_ALPHA)
-def hinge(
-    inputs: LossInputs,
-    *,
-    beta: Positive = 0.1,
-    ld_alpha: Share | None = None,
-    weighting: Weighting = "none",
-    f_divergence: FDivergence = "reverse_kl",
-    f_alpha: PositiveShare = 0.5,
-) -> Terms:
+@objective("hinge", aggregation=SUM, only_with=_OF_ALPHA, options=pair_up)
+def hinge(inputs: LossInputs, *, beta: Positive = 0.1, **options: Unpack[PairOptions]) -> Terms:
     r"""SLiC's hinge: ``max(0, 1 - beta * delta)`` for each pair; all else as in :func:`dpo`.
 
     The gradient is ``-beta`` times ``delta``'s until the chosen answer leads by the margin, ``1 / beta`` nats, then 0.
@@ -335,20 +318,13 @@ def hinge(
     Source: Zhao et al. 2023 (SLiC-HF, arXiv 2305.10425) relative to a reference: Liu et al. 2023 (RSO, arXiv
     2309.06657).
     """
-    pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting, f_divergence=f_divergence, f_alpha=f_alpha)
+    pairs = pair_up(inputs, beta, **options)
     return pairs.terms(of_lead(pairs, "hinge"))
 
 
-@objective("ipo", aggregation=SUM, only_with=_OF_ALPHA)
+@objective("ipo", aggregation=SUM, only_with=_OF_ALPHA, options=pair_up)
 def ipo(
-    inputs: LossInputs,
-    *,
-    beta: Positive = 0.1,
-    ld_alpha: Share | None = None,
-    weighting: Weighting = "none",
-    f_divergence: FDivergence = "reverse_kl",
-    f_alpha: PositiveShare = 0.5,
-    length_normalised: bool = False,
+    inputs: LossInputs, *, beta: Positive = 0.1, length_normalised: bool = False, **options: Unpack[PairOptions]
 ) -> Terms:
     r"""IPO: ``(delta - 1 / (2 beta))**2`` for each pair, nats squared; all else as in :func:`dpo`.
 
@@ -366,28 +342,17 @@ def ipo(
 
     Source: Azar et al. 2023 (arXiv 2310.12036), eq. 17.
     """
-    pairs = pair_up(
-        inputs,
-        beta,
-        ld_alpha=ld_alpha,
-        weighting=weighting,
-        f_divergence=f_divergence,
-        f_alpha=f_alpha,
-        length_normalised=length_normalised,
-    )
+    pairs = pair_up(inputs, beta, length_normalised=length_normalised, **options)
     return pairs.terms(of_lead(pairs, "ipo"))
 
 
-@objective("exo_pair", aggregation=SUM, only_with=_OF_ALPHA)
+@objective("exo_pair", aggregation=SUM, only_with=_OF_ALPHA, options=pair_up)
 def exo_pair(
     inputs: LossInputs,
     *,
     beta: Positive = 0.1,
-    ld_alpha: Share | None = None,
-    weighting: Weighting = "none",
-    f_divergence: FDivergence = "reverse_kl",
-    f_alpha: PositiveShare = 0.5,
-    label_smoothing: Scalar = 1e-3,
+    label_smoothing: Annotated[Scalar, Range(above=0.0, high=0.5)] = 1e-3,
+    **options: Unpack[PairOptions],
 ) -> Terms:
     r"""Efficient exact optimisation: ``KL(p || q)`` of the policy's and the labels' order of the two answers of each pair.
 
@@ -406,23 +371,15 @@ def exo_pair(
 
     Source: Ji et al. 2024 (EXO, arXiv 2402.00856), eq. 16 with two answers.
     """
-    pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting, f_divergence=f_divergence, f_alpha=f_alpha)
-    check_range(above=0.0, high=0.5, label_smoothing=label_smoothing)
+    pairs = pair_up(inputs, beta, **options)
     wrong = torch.as_tensor(label_smoothing, dtype=pairs.delta.dtype, device=pairs.delta.device)
     won, lost = logsigmoid(pairs.beta * pairs.delta), logsigmoid(-pairs.beta * pairs.delta)
     return pairs.terms(won.exp() * (won - torch.log1p(-wrong)) + lost.exp() * (lost - wrong.log()))
 
 
-@objective("discopop", aggregation=SUM, only_with=_OF_ALPHA)
+@objective("discopop", aggregation=SUM, only_with=_OF_ALPHA, options=pair_up)
 def discopop(
-    inputs: LossInputs,
-    *,
-    beta: Positive = 0.1,
-    ld_alpha: Share | None = None,
-    weighting: Weighting = "none",
-    f_divergence: FDivergence = "reverse_kl",
-    f_alpha: PositiveShare = 0.5,
-    tau: Positive = 0.05,
+    inputs: LossInputs, *, beta: Positive = 0.1, tau: Positive = 0.05, **options: Unpack[PairOptions]
 ) -> Terms:
     r"""DiscoPOP: ``-logsigmoid(x)`` and ``exp(-x)`` of ``x = beta * delta``, with weights ``sigmoid(-x / tau)`` and the rest.
 
@@ -439,7 +396,7 @@ def discopop(
 
     Source: Lu et al. 2024 (arXiv 2406.08414), the log-ratio modulated loss.
     """
-    pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting, f_divergence=f_divergence, f_alpha=f_alpha)
+    pairs = pair_up(inputs, beta, **options)
     logit = pairs.beta * pairs.delta
     exponential = bounded_exp(logsigmoid(logit / tau) - logit)
     return pairs.terms((-logit / tau).sigmoid() * -logsigmoid(logit) + exponential)
@@ -448,10 +405,8 @@ def discopop(
 # ------------------------------------------------------------------ functions of both answers
 
 
-@objective("apo_zero", aggregation=SUM)
-def apo_zero(
-    inputs: LossInputs, *, beta: Positive = 0.1, ld_alpha: Share | None = None, weighting: Weighting = "none"
-) -> Terms:
+@objective("apo_zero", aggregation=SUM, options=pair_up)
+def apo_zero(inputs: LossInputs, *, beta: Positive = 0.1, **options: Unpack[AnswerOptions]) -> Terms:
     r"""Anchored preference optimisation: ``1 - sigmoid(beta * c) + sigmoid(beta * l)`` for each pair, from 0 to 2.
 
     The gradient independently raises the chosen answer and lowers the rejected one relative to the reference: for data whose
@@ -464,14 +419,12 @@ def apo_zero(
 
     Source: D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 7, plus 1.
     """
-    pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting)
+    pairs = pair_up(inputs, beta, **options)
     return pairs.terms((-pairs.beta * pairs.chosen).sigmoid() + (pairs.beta * pairs.rejected).sigmoid())
 
 
-@objective("apo_down", aggregation=SUM)
-def apo_down(
-    inputs: LossInputs, *, beta: Positive = 0.1, ld_alpha: Share | None = None, weighting: Weighting = "none"
-) -> Terms:
+@objective("apo_down", aggregation=SUM, options=pair_up)
+def apo_down(inputs: LossInputs, *, beta: Positive = 0.1, **options: Unpack[AnswerOptions]) -> Terms:
     r"""Anchored preference optimisation: ``sigmoid(beta * c) + 1 - sigmoid(beta * delta)`` for each pair, from 0 to 2.
 
     The gradient lowers the chosen answer, and the rejected one more: for data whose chosen answers are worse than the model's.
@@ -484,14 +437,12 @@ def apo_down(
 
     Source: D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 8, plus 1.
     """
-    pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting)
+    pairs = pair_up(inputs, beta, **options)
     return pairs.terms((pairs.beta * pairs.chosen).sigmoid() + (-pairs.beta * pairs.delta).sigmoid())
 
 
-@objective("sppo_hard", aggregation=SUM)
-def sppo_hard(
-    inputs: LossInputs, *, beta: Positive = 0.1, ld_alpha: Share | None = None, weighting: Weighting = "none"
-) -> Terms:
+@objective("sppo_hard", aggregation=SUM, options=pair_up)
+def sppo_hard(inputs: LossInputs, *, beta: Positive = 0.1, **options: Unpack[AnswerOptions]) -> Terms:
     r"""Self-play preference optimisation: ``(c - 1 / (2 beta))**2 + (l + 1 / (2 beta))**2`` for each pair, nats squared.
 
     The reference is the policy of the previous round of play. The gradient pulls each log-ratio to its own target. ``c``,
@@ -505,15 +456,13 @@ def sppo_hard(
 
     Source: Wu et al. 2024 (arXiv 2405.00675), eq. 4.7 with probabilities of winning of 1 and 0.
     """
-    pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting)
+    pairs = pair_up(inputs, beta, **options)
     target = 1 / (2 * pairs.beta)
     return pairs.terms((pairs.chosen - target).square() + (pairs.rejected + target).square())
 
 
-@objective("nca_pair", aggregation=SUM)
-def nca_pair(
-    inputs: LossInputs, *, beta: Positive = 0.1, ld_alpha: Share | None = None, weighting: Weighting = "none"
-) -> Terms:
+@objective("nca_pair", aggregation=SUM, options=pair_up)
+def nca_pair(inputs: LossInputs, *, beta: Positive = 0.1, **options: Unpack[AnswerOptions]) -> Terms:
     r"""Noise-contrastive alignment: ``-logsigmoid(beta c) - (logsigmoid(-beta c) + logsigmoid(-beta l)) / 2`` for each pair.
 
     The gradient pulls the chosen answer up to ``c = log(2) / beta`` and no further, and the rejected one down: absolute
@@ -526,7 +475,7 @@ def nca_pair(
 
     Source: Chen et al. 2024 (arXiv 2402.05369), NCA with two answers whose rewards are far apart.
     """
-    pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting)
+    pairs = pair_up(inputs, beta, **options)
     chosen, rejected = pairs.beta * pairs.chosen, pairs.beta * pairs.rejected
     return pairs.terms(-logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected))
 
@@ -571,8 +520,6 @@ def preference_sum(
     if not losses or isinstance(losses, str):
         raise ValueError(f"losses must be a list of at least one name, got {losses!r}.")
     shares = [1.0] * len(losses) if weights is None else list(weights)
-    for share in shares:
-        check_range(weights=share)  # not NaN
     if len(shares) != len(losses):
         raise ValueError(f"weights has {len(shares)} numbers for {len(losses)} losses: pass one for each.")
     pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting)
@@ -580,11 +527,8 @@ def preference_sum(
     lengths = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
     averaged = summed.replace(log_prob=summed.log_prob / lengths, ref_log_prob=summed.ref_log_prob / lengths)
     total, likelihood = torch.zeros_like(pairs.chosen), []
-    functions = (dpo, robust, hinge, ipo, exo_pair, discopop, apo_zero, apo_down, sppo_hard, nca_pair)
-    known: dict[str, Callable[..., Terms]] = {
-        **{each.__name__: each for each in functions},
-        "bco_pair": get_objective("bco_pair"),
-    }
+    names = ("dpo", "robust", "hinge", "ipo", "exo_pair", "discopop", "apo_zero", "apo_down", "sppo_hard", "nca_pair")
+    known = {each: get_objective(each) for each in (*names, "bco_pair")}
     smoothed = {"label_smoothing": label_smoothing}
     own: dict[str, dict[str, Scalar]] = {"robust": smoothed, "exo_pair": smoothed, "discopop": {"tau": tau}}
     for name, share in zip(losses, shares, strict=True):

@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 from torchrl_llm_kl._numerics import NonNegative, Positive, Scalar, masked_mean
 from torchrl_llm_kl.losses._arithmetic import sequence_sum
 from torchrl_llm_kl.losses._inputs import LossInputs
-from torchrl_llm_kl.losses._objective import LossTerm, Once, Terms, Weighting, objective
+from torchrl_llm_kl.losses._objective import LossTerm, Once, Smoothing, Terms, Weighting, objective
 from torchrl_llm_kl.losses.objectives._preference import SUM, Pairing, Pairs, interleaving, logistic, pair_up
 
 # ------------------------------------------------------------------ one label per answer
@@ -220,7 +220,7 @@ def _of_equal_rank(inputs: LossInputs, pairs: Pairs) -> Tensor:
 
 
 @objective("aot", aggregation=SUM, once=Once("reference_point", aot_reference_point))
-def aot(inputs: LossInputs, *, beta: Positive = 0.1, label_smoothing: Scalar = 0.0) -> Terms:
+def aot(inputs: LossInputs, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.0) -> Terms:
     r"""Alignment via optimal transport: :func:`dpo` between leads of equal rank, the policy's and the reference's.
 
     The leads (log-prob of the chosen answer less the rejected one's) of policy and reference over the batch are sorted,
@@ -281,7 +281,7 @@ def aot_match(inputs: LossInputs) -> Tensor:
 
 
 @objective("aot_unpaired", aggregation=SUM, once=Once("match_id", aot_match))
-def aot_unpaired(inputs: LossInputs, *, beta: Positive = 0.1, label_smoothing: Scalar = 0.0) -> Terms:
+def aot_unpaired(inputs: LossInputs, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.0) -> Terms:
     r"""Alignment via optimal transport: :func:`dpo` between a chosen and a rejected answer whose log-ratios have equal rank.
 
     Each answer is chosen or rejected, as many of the one as of the other, to any prompts. The log-ratios of both kinds are

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import TypedDict
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import NonNegative, PositiveShare, Scalar, Share, check_range, masked_mean
-from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.losses._arithmetic import Aggregation, clamp
 from torchrl_llm_kl.losses._inputs import LossInputs
 from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
@@ -161,9 +162,6 @@ def echo(
     if not roles:
         return *policy, LossTerm("observation", -inputs.log_prob, said, weight=mu, aggregation=nll_aggregation)
     check_range(low=0.0, **roles)
-    for role in roles:
-        if role not in ROLES:
-            raise ValueError(no_such("echo has no role", role, ROLES))
     return *policy, *(
         LossTerm(
             f"observation_{role}",
@@ -177,6 +175,16 @@ def echo(
 
 
 # ------------------------------------------------------------------ mixed with PPO
+
+
+class MixOptions(TypedDict, total=False):
+    """Options of :func:`mix` that :func:`mix_chord` shares."""
+
+    clip_low: Scalar
+    clip_high: Scalar
+    clip_ratio_c: Scalar | None
+    usual_aggregation: Aggregation | None
+    expert_aggregation: Aggregation | None
 
 
 @objective("mix")
@@ -224,17 +232,9 @@ def mix(
     )
 
 
-@objective("mix_chord")
+@objective("mix_chord", options=mix)
 def mix_chord(
-    inputs: LossInputs,
-    *,
-    mu: Share = 0.1,
-    enable_phi_function: bool = True,
-    clip_low: Scalar = 0.2,
-    clip_high: Scalar = 0.2,
-    clip_ratio_c: Scalar | None = 3.0,
-    usual_aggregation: Aggregation | None = None,
-    expert_aggregation: Aggregation | None = None,
+    inputs: LossInputs, *, mu: Share = 0.1, enable_phi_function: bool = True, **options: Unpack[MixOptions]
 ) -> Terms:
     r""":func:`mix` with weighted tokens of experts, and a ``mu`` that follows a schedule over training, if it is one.
 
@@ -256,15 +256,7 @@ def mix_chord(
 
     Source: Zhang et al. 2025 (arXiv 2508.11408), CHORD-mu and CHORD-phi; Trinity-RFT 0.6.0: mix_chord.
     """
-    usual, expert = mix(
-        inputs,
-        mu=mu,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        clip_ratio_c=clip_ratio_c,
-        usual_aggregation=usual_aggregation,
-        expert_aggregation=expert_aggregation,
-    )
+    usual, expert = mix(inputs, mu=mu, **options)
     if enable_phi_function:
         (weighted,) = sft_phi(inputs.within(inputs.expert_mask))
         expert = expert.replace(value=weighted.value, metrics={**weighted.metrics, **expert.metrics})

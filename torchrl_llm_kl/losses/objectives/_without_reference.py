@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 from torchrl_llm_kl._numerics import NonNegative, Positive, Scalar
 from torchrl_llm_kl.losses._arithmetic import Aggregation
 from torchrl_llm_kl.losses._inputs import LossInputs
-from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
+from torchrl_llm_kl.losses._objective import LossTerm, Smoothing, Terms, objective
 from torchrl_llm_kl.losses.objectives._preference import SUM, OfLead, nll_of_chosen, of_lead, pair_up
 
 
@@ -23,7 +23,7 @@ def cpo(
     length_normalised: bool = False,
     loss: OfLead = "logistic",
     alpha: Scalar | None = None,
-    label_smoothing: Scalar = 0.0,
+    label_smoothing: Smoothing = 0.0,
     nll_coeff: NonNegative = 1.0,
     nll_aggregation: Aggregation | None = None,
 ) -> Terms:
@@ -66,7 +66,7 @@ def simpo(
     beta: Positive = 2.0,
     margin: NonNegative = 1.0,
     alpha: Scalar | None = None,
-    label_smoothing: Scalar = 0.0,
+    label_smoothing: Smoothing = 0.0,
 ) -> Terms:
     r"""SimPO: ``-logsigmoid(beta * (c - l) - margin)`` with the mean log-probs ``c`` and ``l`` per token of the two answers.
 
@@ -128,7 +128,7 @@ def tpo(
     *,
     beta: Positive = 0.01,
     loss: OfLead = "logistic",
-    label_smoothing: Scalar = 0.0,
+    label_smoothing: Smoothing = 0.0,
     margin: NonNegative = 0.0,
     length_normalised: bool = False,
     nll_coeff: NonNegative = 1.0,
