@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from torchrl_llm_kl.losses import LossInputs, LossTerm
-from torchrl_llm_kl.losses._inputs import INPUTS
+from torchrl_llm_kl.losses._objective import INPUTS
 
 Rows = Sequence[Sequence[float]]
 Objective = Callable[..., tuple[LossTerm, ...]]

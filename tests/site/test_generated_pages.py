@@ -18,8 +18,8 @@ from torchrl_llm_kl._foreign import FOREIGN, foreign_hint
 from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm, AlgorithmOverrides, make_algorithm
 from torchrl_llm_kl.datasets import Encoder, Skip
 from torchrl_llm_kl.diagnostics import METRICS, describe_metric
-from torchrl_llm_kl.losses._inputs import dummy_inputs
 from torchrl_llm_kl.losses._metrics import common_metrics
+from torchrl_llm_kl.losses._objective import dummy_inputs
 from torchrl_llm_kl.losses._parts import TermPart
 from torchrl_llm_kl.losses.corrections import Divergence, correction_metrics
 from torchrl_llm_kl.tasks import reward_metrics

@@ -26,12 +26,10 @@ from torchrl_llm_kl.losses._arithmetic import (
     aggregate as aggregate,
     count as count,
 )
-from torchrl_llm_kl.losses._inputs import (
-    LossInputs as LossInputs,
-    MissingInputError as MissingInputError,
-)
 from torchrl_llm_kl.losses._objective import (
+    LossInputs as LossInputs,
     LossTerm as LossTerm,
+    MissingInputError as MissingInputError,
     ObjectiveSpec as ObjectiveSpec,
     Once as Once,
     UnknownObjectiveError as UnknownObjectiveError,
@@ -88,9 +86,6 @@ from torchrl_llm_kl.losses.objectives._clipped import (
     select_clip_cov as select_clip_cov,
     select_kl_cov as select_kl_cov,
 )
-from torchrl_llm_kl.losses.objectives._distillation import (
-    distill as distill,
-)
 from torchrl_llm_kl.losses.objectives._off_policy import (
     a2po as a2po,
     dppo as dppo,
@@ -131,6 +126,7 @@ from torchrl_llm_kl.losses.objectives._relative import (
 )
 from torchrl_llm_kl.losses.objectives._supervised import (
     ROLES as ROLES,
+    distill as distill,
     echo as echo,
     mix as mix,
     mix_chord as mix_chord,

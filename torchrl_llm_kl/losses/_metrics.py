@@ -9,8 +9,7 @@ from torch import Tensor
 
 from torchrl_llm_kl._numerics import masked_mean, send
 from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO
-from torchrl_llm_kl.losses._inputs import LossInputs
-from torchrl_llm_kl.losses._objective import LossTerm
+from torchrl_llm_kl.losses._objective import LossInputs, LossTerm
 from torchrl_llm_kl.losses.corrections import mismatch_metrics
 
 _RATIO_QUANTILES = {"ratio_min": 0.0, "ratio_q05": 0.05, "ratio_median": 0.5, "ratio_q95": 0.95, "ratio_max": 1.0}

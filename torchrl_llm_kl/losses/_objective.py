@@ -1,19 +1,324 @@
-"""The protocol of objectives: inputs and outputs, checks, the registry, and the typed names."""
+"""The protocol of objectives: one record of named tensors as input, terms as output, checks, and the registry."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property, wraps
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_args, overload
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, cast, get_args, overload
 
+import torch
+from tensordict import NestedKey
 from torch import Tensor
+from typing_extensions import Self
 
-from torchrl_llm_kl._numerics import Scalar, check_is_mask, check_is_scalar, check_same_shape
+from torchrl_llm_kl._numerics import Scalar, check_is_mask, check_is_number, check_is_scalar, check_same_shape, widen
 from torchrl_llm_kl._registry import Range, Registry, Spec, UnknownNameError, signature_of
-from torchrl_llm_kl.losses._arithmetic import Aggregation
-from torchrl_llm_kl.losses._inputs import LossInputs, MissingInputError, dummy_inputs, reads_of
+from torchrl_llm_kl.losses._arithmetic import Aggregation, clean
+
+#: Outcomes of ``M`` teachers have another dimension before the last.
+_TOKEN, _OUTCOME, _ROW = "[*B, T]", "[*B, T, k + 1]", "[*B]"
+
+
+class MissingInputError(AttributeError, ValueError):
+    """A function reads an input that the record does not have.
+
+    Args:
+        name: of the input.
+        owner: the function.
+    """
+
+    def __init__(self, name: str, owner: str = "the loss") -> None:
+        super().__init__(name, owner)
+        self.input, self.owner = name, owner
+
+    def __str__(self) -> str:
+        return f"{self.owner} needs {self.input}: pass {self.input}= to LossInputs, {SHAPES[self.input]}."
+
+
+class _GivenFields:
+    """The fields of a dataclass; of a record of inputs only those that it has, so that ``dataclasses.replace`` works."""
+
+    def __init__(self, every: dict[str, Field[Any]]) -> None:
+        self.every = every
+
+    def __get__(self, inputs: LossInputs | None, owner: type) -> dict[str, Field[Any]]:
+        return self.every if inputs is None else {name: self.every[name] for name in inputs.given}
+
+
+def _optional(shape: str = _TOKEN, **facts: object) -> Any:
+    """``boolean``, or ``graph`` if its gradient is kept."""
+    return field(default_factory=lambda: None, metadata={"shape": shape, **facts})
+
+
+@dataclass(frozen=True, eq=False)
+class LossInputs:
+    """The tensors that a loss reads, one number per token, sequence or outcome.
+
+    Only ``log_prob`` and ``mask`` are always there. The others may be left out, and reading one that was left out raises a
+    :class:`MissingInputError`; :meth:`get` returns None for it.
+
+    The record is clean: every number is float32 or wider, and 0 (False) where the mask is False, so that a NaN of a
+    masked-out token reaches neither a sum nor a gradient. Gradients flow only into ``log_prob``, ``entropy``, ``kl``,
+    ``teacher_divergence`` and ``outcomes``; the others are detached. Outcomes of ``M`` teachers are ``[*B, T, M, k + 1]``.
+
+    Args:
+        log_prob: nats, of the sampled tokens under the current policy, with graph; ``[*B, T]``.
+        mask: True at trained tokens; bool ``[*B, T]``.
+        old_log_prob: nats, under the policy that sampled the tokens; ``[*B, T]``.
+        ref_log_prob: nats, under the frozen reference; ``[*B, T]``.
+        advantage: in units of the reward; ``[*B, T]``.
+        expert_mask: True for tokens that an expert wrote and the policy did not sample; bool ``[*B, T]``.
+        message_role: who wrote each token, as its number in system, user, assistant, tool; integers ``[*B, T]``.
+        sampler_log_prob: ``old_log_prob`` as the sampling program itself computed it; ``[*B, T]``.
+        entropy: nats, of the policy's distribution over the vocabulary, with graph; ``[*B, T]``.
+        selected: True for tokens chosen over a whole batch; bool ``[*B, T]``.
+        kl: nats, the KL over the whole vocabulary at each position, with graph; ``[*B, T]``.
+        teacher_divergence: nats, the divergence to a teacher over the whole vocabulary, with graph; ``[*B, T]``.
+        sharp_log_prob: nats, ``log_prob`` at half the temperature, without graph; ``[*B, T]``.
+        outcomes: nats, of the ids in a teacher's top k and of all other tokens, with graph; ``[*B, T, k + 1]``.
+        teacher_outcomes: the same under the teacher; same shape.
+        pair_id: the pair that a sequence belongs to; integers ``[*B]``.
+        chosen: True for a preferred sequence, of its pair or by itself; bool ``[*B]``.
+        reference_point: nats, subtracted from log-ratios, computed from a whole batch; ``[*B]``.
+        match_id: equal for two sequences matched over a whole batch; integers ``[*B]``.
+
+    Raises:
+        ValueError: for unequal shapes.
+        TypeError: for a mask that is not boolean, or a boolean tensor in the place of numbers.
+
+    Example:
+        >>> log_prob, mask = torch.tensor([[-1.0, torch.nan]]), torch.tensor([[True, False]])
+        >>> inputs = LossInputs(log_prob, mask, advantage=torch.tensor([[2.0, 3.0]]))
+        >>> inputs.log_prob, inputs.advantage, inputs.get("entropy")
+        (tensor([[-1., 0.]]), tensor([[2., 0.]]), None)
+    """
+
+    log_prob: Tensor = field(metadata={"shape": _TOKEN, "graph": True})
+    mask: Tensor = field(metadata={"shape": _TOKEN, "boolean": True})
+    old_log_prob: Tensor = _optional()
+    ref_log_prob: Tensor = _optional()
+    advantage: Tensor = _optional()
+    expert_mask: Tensor = _optional(boolean=True)
+    message_role: Tensor = _optional()
+    sampler_log_prob: Tensor = _optional()
+    entropy: Tensor = _optional(graph=True)
+    selected: Tensor = _optional(boolean=True)
+    kl: Tensor = _optional(graph=True)
+    teacher_divergence: Tensor = _optional(graph=True)
+    sharp_log_prob: Tensor = _optional()
+    outcomes: Tensor = _optional(_OUTCOME, graph=True)
+    teacher_outcomes: Tensor = _optional(_OUTCOME)
+    pair_id: Tensor = _optional(_ROW)
+    chosen: Tensor = _optional(_ROW, boolean=True)
+    reference_point: Tensor = _optional(_ROW)
+    match_id: Tensor = _optional(_ROW)
+
+    def __post_init__(self) -> None:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        check_record(given)
+        # What was left out must not be in the instance, so that reading it ends in __getattr__.
+        vars(self).clear()
+        vars(self).update({name: _cleaned(name, value, given["mask"]) for name, value in given.items()})
+
+    @classmethod
+    def of_clean(cls, **given: Tensor) -> Self:
+        """A record of tensors that are 0 or False outside the mask already: nothing is copied."""
+        check_record(given)
+        return cls._of({name: _widened(name, value) for name, value in given.items()})
+
+    @classmethod
+    def _of(cls, given: Mapping[str, Tensor]) -> Self:
+        inputs = cls.__new__(cls)
+        vars(inputs).update(given)
+        return inputs
+
+    if not TYPE_CHECKING:  # a checker then reports names that are no fields
+
+        def __getattr__(self, name: str) -> Tensor:
+            if name == "log_ratio":  # Python ends here if its property raises an AttributeError
+                raise MissingInputError("old_log_prob")
+            if name not in INPUTS:
+                raise AttributeError(f"LossInputs has no input {name!r}: its inputs are {', '.join(INPUTS)}.")
+            raise MissingInputError(name)
+
+    def __repr__(self) -> str:
+        return f"LossInputs({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
+
+    def get(self, name: str) -> Tensor | None:
+        """An input, None if it was left out."""
+        return vars(self).get(name)
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """``log_prob - old_log_prob``, nats."""
+        return self.log_prob - self.old_log_prob
+
+    @property
+    def given(self) -> dict[str, Tensor]:
+        """The inputs that are there, by name."""
+        return dict(vars(self))
+
+    def replace(self, **changes: Tensor) -> Self:
+        """A copy with some inputs other than the mask changed or added, which need not be clean."""
+        assert "mask" not in changes, "within() narrows the mask"
+        check_record({"mask": self.mask, **changes})
+        return self._of({**self.given, **{name: _cleaned(name, value, self.mask) for name, value in changes.items()}})
+
+    def within(self, mask: Tensor) -> Self:
+        """A copy for those of the tokens where ``mask`` is True."""
+        mask = self.mask & mask
+        return self._of({name: _cleaned(name, value, mask) for name, value in self.given.items()} | {"mask": mask})
+
+
+LossInputs.__dataclass_fields__ = _GivenFields(LossInputs.__dataclass_fields__)  # type: ignore[assignment]
+
+
+@dataclass
+class InputKeys:
+    """The default entries of the inputs that the data holds; models compute the others."""
+
+    old_log_prob: NestedKey = ("next", "log_probs", "full")
+    ref_log_prob: NestedKey = ("next", "ref_log_probs", "full")
+    advantage: NestedKey = "advantage"
+    expert_mask: NestedKey = "expert_mask"
+    message_role: NestedKey = "message_role"
+    sampler_log_prob: NestedKey = ("next", "sampler_log_probs", "full")
+    selected: NestedKey = "selected"
+    pair_id: NestedKey = "pair_id"
+    chosen: NestedKey = "chosen"
+    reference_point: NestedKey = "reference_point"
+    match_id: NestedKey = "match_id"
+
+
+def check_record(given: dict[str, Tensor]) -> None:
+    """Raise a ValueError for unequal shapes, a TypeError for a mask that is not boolean or a number that is."""
+    mask = given["mask"]
+    per_token = {name: given[name] for name in PER_TOKEN if name in given}
+    check_same_shape(mask=mask, **per_token)
+    check_is_mask(**{name: given[name] for name in _BOOLEAN if name in given})
+    check_is_number(**{name: value for name, value in per_token.items() if name not in _BOOLEAN})
+    check_same_shape(**{name: given[name] for name in PER_OUTCOME if name in given})
+    whole, rows = mask.shape, mask.shape[:-1]
+    for name, shape in {name: given[name].shape for name in (*PER_OUTCOME, *PER_ROW) if name in given}.items():
+        fits = shape == rows if name in PER_ROW else shape[: len(whole)] == whole and len(shape) - len(whole) in (1, 2)
+        if not fits:
+            expected = f"{SHAPES[name]} for a mask of shape {tuple(whole)}"
+            raise ValueError(f"{name} has shape {tuple(shape)}, expected {expected}.")
+
+
+def _widened(name: str, value: Tensor) -> Tensor:
+    """Numbers of tokens in float32 or wider, and data without graph."""
+    value = value if name in _WITH_GRAPH else value.detach()
+    if value.dtype == torch.bool or (name in PER_ROW and not value.is_floating_point()):
+        return value
+    return widen(value)[0]
+
+
+def _cleaned(name: str, value: Tensor, mask: Tensor) -> Tensor:
+    if name == "mask":
+        return value
+    value = _widened(name, value)
+    if name in PER_ROW:
+        return clean(value, mask.any(-1)) if value.is_floating_point() else value
+    return clean(value, mask.reshape(*mask.shape, *[1] * (value.ndim - mask.ndim)))
+
+
+def _with(**facts: object) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(LossInputs) if all(f.metadata.get(key) == x for key, x in facts.items()))
+
+
+#: Every input, and its shape.
+INPUTS, SHAPES = _with(), {f.name: str(f.metadata["shape"]) for f in fields(LossInputs)}
+#: Inputs of one value per token, beside the mask.
+PER_TOKEN = tuple(name for name in _with(shape=_TOKEN) if name != "mask")
+#: Inputs of several values per token, of one teacher or of each.
+PER_OUTCOME = _with(shape=_OUTCOME)
+#: Inputs of one value per sequence.
+PER_ROW = _with(shape=_ROW)
+#: Inputs that are NaN where the sampler computed no log-prob.
+OF_SAMPLER = ("old_log_prob", "sampler_log_prob")
+#: Input -> the entry of the data that holds it; a model computes the others.
+KEYS: dict[str, NestedKey] = {f.name: f.default for f in fields(InputKeys)}
+_BOOLEAN, _WITH_GRAPH = _with(boolean=True), _with(graph=True)
+#: Masks of tokens that the data holds.
+MASKS = tuple(name for name in PER_TOKEN if name in _BOOLEAN and name in KEYS)
+
+
+# ------------------------------------------------------------------ which inputs a function reads
+
+
+def dummy_inputs(*, teachers: int = 1, device: torch.device | None = None) -> LossInputs:
+    """One token in each of six sequences, pairs or triples, for a dry run before there is data."""
+    zeros = torch.zeros(6, 1, device=device)
+    row, place = zeros.squeeze(-1), torch.arange(6, device=device)
+    first = place % 2 == 0
+    given = dict.fromkeys(PER_TOKEN, zeros)
+    given |= dict.fromkeys(PER_OUTCOME, zeros.new_full((6, 1, teachers, 2), 0.5).log())
+    given |= dict.fromkeys(("pair_id", "match_id"), place // 2)
+    given |= {"selected": zeros == 1, "expert_mask": ~first.unsqueeze(-1), "reference_point": row, "chosen": first}
+    return LossInputs.of_clean(mask=zeros == 0, **given)
+
+
+class Reads(NamedTuple):
+    """The inputs that a function reads, beside ``log_prob`` and ``mask``."""
+
+    #: It raises without these.
+    required: frozenset[str]
+    #: It asks whether these are there.
+    optional: frozenset[str]
+
+    def among(self, there: Collection[str]) -> frozenset[str]:
+        """Those that it reads where these are there."""
+        return self.required | (self.optional & frozenset(there))
+
+
+class _Watched(LossInputs):
+    """Dummy inputs that note which of them a function reads; :meth:`get` finds only those in ``there``."""
+
+    def __init__(self, dummy: LossInputs, there: Collection[str], required: set[str], optional: set[str]) -> None:
+        own = {"_dummy": dummy, "_there": there, "_required": required, "_optional": optional}
+        vars(self).update(log_prob=dummy.log_prob, mask=dummy.mask, **own)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor:
+            if name in INPUTS:
+                self._required.add(name)
+                return getattr(self._dummy, name)
+            return super().__getattr__(name)
+
+        def get(self, name: str) -> Tensor | None:
+            if name in ("log_prob", "mask"):
+                return getattr(self, name)
+            self._optional.add(name)
+            return self._dummy.get(name) if name in self._there else None
+
+    def __repr__(self) -> str:
+        return "LossInputs(dry run)"  # printing reads nothing
+
+    @property
+    def given(self) -> dict[str, Tensor]:
+        values = {name: self.get(name) for name in INPUTS}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def within(self, mask: Tensor) -> Self:
+        return self  # the values of a dry run do not matter
+
+
+def reads_of(function: Callable[[LossInputs], object], dummy: LossInputs, there: Collection[str] = INPUTS) -> Reads:
+    """The inputs that a function reads where the data holds those of ``there``: it runs once, on dummy tokens."""
+    required, optional = set[str](), set[str]()
+    # A function may raise where an input is missing that it asked for. What it had asked for until then is noted.
+    raises = () if {*INPUTS} <= {*there} else (Exception,)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), contextlib.suppress(*raises):  # a selection may be random
+        function(_Watched(dummy, there, required, optional))
+    return Reads(frozenset(required), frozenset(optional - required))
+
+
+# ------------------------------------------------------------------ objectives
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -151,7 +456,7 @@ def objective(
         >>> gpg(LossInputs(log_prob, mask))
         Traceback (most recent call last):
         ...
-        torchrl_llm_kl.losses._inputs.MissingInputError: gpg needs advantage: pass advantage= to LossInputs, [*B, T].
+        torchrl_llm_kl.losses._objective.MissingInputError: gpg needs advantage: pass advantage= to LossInputs, [*B, T].
     """
     spec = ObjectiveSpec(name, aggregation=aggregation, only_with=only_with or {}, once=once, together=together)
 

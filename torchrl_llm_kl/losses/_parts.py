@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torchrl_llm_kl._numerics import Scalar
 from torchrl_llm_kl._registry import members_of, signature_of
 from torchrl_llm_kl.estimators import WideBuffers, check_placement
-from torchrl_llm_kl.losses._inputs import INPUTS, OF_SAMPLER, LossInputs, Reads, dummy_inputs, reads_of
-from torchrl_llm_kl.losses._objective import LossTerm
+from torchrl_llm_kl.losses._objective import INPUTS, OF_SAMPLER, LossInputs, LossTerm, Reads, dummy_inputs, reads_of
 from torchrl_llm_kl.losses.corrections import (
     Divergence,
     Level,
@@ -23,7 +22,7 @@ from torchrl_llm_kl.losses.corrections import (
     rejection_mask,
     top_entropy_mask,
 )
-from torchrl_llm_kl.losses.objectives._distillation import Distribution
+from torchrl_llm_kl.losses.objectives._supervised import Distribution
 from torchrl_llm_kl.losses.terms import Estimator, divergence_to_teacher, entropy_bonus, kl_to_ref, kl_to_sampler
 
 #: A weight: a number, or a module that returns one.

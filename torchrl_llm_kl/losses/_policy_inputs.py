@@ -6,15 +6,14 @@ import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_finite, finite_total, to_host
-from torchrl_llm_kl.losses._inputs import INPUTS, KEYS, MASKS, OF_SAMPLER, PER_ROW, PER_TOKEN, LossInputs
-from torchrl_llm_kl.losses._objective import Once
+from torchrl_llm_kl.losses._objective import INPUTS, KEYS, MASKS, OF_SAMPLER, PER_ROW, PER_TOKEN, LossInputs, Once
 from torchrl_llm_kl.losses._parts import Part, name_of
 from torchrl_llm_kl.losses._token_loss import as_mask
 from torchrl_llm_kl.rollouts import (
@@ -140,18 +139,17 @@ class EntryReader:
         rows: dict[str, Tensor] = {}
         for name, place in places.items():
             if name in PER_ROW:
-                value = per_sequence(td, place)
-                if value is None:
-                    raise ValueError(f"{place!r} must hold one value for each sequence: it is read as {name}.")
-                rows[name] = value
+                rows[name] = cast("Tensor", per_sequence(td, place))
                 continue
             fill, repeats = 0.0 if name in MASKS else math.nan, name not in _LOG_PROBS
             value = per_token(td, place, located.tokens, within, fill=fill, repeats=repeats).detach()
             flat[name] = as_mask(value, getattr(self.keys, name)) if name in MASKS else value
         teachers = read_top_k(td, self.teachers, located.tokens, within) if "teacher_outcomes" in needs else None
         response = self._trained(flat, places, located, responses, check=check)
-        if check:
-            self._check_rows(response, rows)
+        for name in [name for name, value in rows.items() if check and value.is_floating_point()]:
+            entry, advice = f"{name} ({getattr(self.keys, name)!r})", "Fix the entry, or mask the sequence out."
+            read = response.mask.any(-1)
+            check_finite({entry: rows[name]}, read=read, place="sequence {}".format, advice=advice)
         data = {**response.gather_each(flat), **rows}
         if teachers is None:
             return PolicyBatch(td, response, data)
@@ -234,17 +232,6 @@ class EntryReader:
                 value = value.masked_fill(value.isnan(), 0)
             named[f"{name} ({getattr(self.keys, name)!r})" if name in KEYS else name] = value
         return named
-
-    def _check_rows(self, response: ResponseTokens, rows: Mapping[str, Tensor]) -> None:
-        """Reject NaN and infinite numbers of sequences."""
-        for name, value in rows.items():
-            if value.is_floating_point():
-                check_finite(
-                    {f"{name} ({getattr(self.keys, name)!r})": value},
-                    read=response.mask.any(-1),
-                    place="sequence {}".format,
-                    advice="Fix the entry, or mask the sequence out.",
-                )
 
     def check_scored(self, response: ResponseTokens, inputs: LossInputs) -> None:
         """Reject what a model computed if it is not finite, and a teacher's outcomes that do not add up to 1.
@@ -356,10 +343,7 @@ class PolicyScorers:
             )
         exact = needs & {"kl", "teacher_divergence"}
         if len(exact) > 1:
-            raise ValueError(
-                "an exact KL to the reference and an exact divergence to a teacher need two other models, and reference= is "
-                "one: distil from the teacher's top k, or take another estimator of the KL."
-            )
+            raise ValueError("exact KLs to a reference and to a teacher need two other models, and reference= is one.")
         if exact and self.reference is None:
             model = "reference model" if "kl" in exact else "teacher"
             raise ValueError(f"an exact KL is computed from both models: pass the {model} as reference=.")

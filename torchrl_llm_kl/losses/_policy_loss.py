@@ -15,7 +15,8 @@ from torchrl.objectives.common import LossModule
 
 from torchrl_llm_kl._numerics import check_not_a_name
 from torchrl_llm_kl.losses._arithmetic import Aggregation
-from torchrl_llm_kl.losses._inputs import (
+from torchrl_llm_kl.losses._metrics import common_metrics, merge_metrics
+from torchrl_llm_kl.losses._objective import (
     KEYS,
     MASKS,
     OF_SAMPLER,
@@ -23,11 +24,14 @@ from torchrl_llm_kl.losses._inputs import (
     PER_TOKEN,
     InputKeys,
     LossInputs,
+    LossTerm,
     MissingInputError,
+    Once,
+    Terms,
     dummy_inputs,
+    get_objective,
+    spec_of,
 )
-from torchrl_llm_kl.losses._metrics import common_metrics, merge_metrics
-from torchrl_llm_kl.losses._objective import LossTerm, Once, Terms, get_objective, spec_of
 from torchrl_llm_kl.losses._parts import Correction, Part, TermPart, device_of, name_of
 from torchrl_llm_kl.losses._policy_inputs import EntryReader, PolicyBatch, PolicyScorers
 from torchrl_llm_kl.losses._token_loss import LossOutput, TokenLoss, with_graph
@@ -187,11 +191,6 @@ class PolicyLoss(TokenLoss):
             aggregation = aggregation or spec.aggregation
         parts = [term if isinstance(term, Part) else TermPart(term) for term in terms]
         factors = [x if isinstance(x, Part) else Correction(x) for x in corrections]
-        for name, kind, given in (("corrections", TermPart, factors), ("terms", Correction, parts)):
-            for wrong in (x for x in given if isinstance(x, kind)):
-                raise TypeError(
-                    f"{name} must not hold a {type(wrong).__name__}, which is for the other of terms and corrections."
-                )
         super().__init__(aggregation=aggregation or "token-mean", max_len=max_len, masking_strategy=masking_strategy)
         self._scorers = PolicyScorers(actor, reference, options, tokens_per_batch)
         self._functional, model = functional, actor.model if isinstance(actor, LogProbScorer) else actor

@@ -15,20 +15,32 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrl_llm_kl.rollouts import read_denominators, write_denominators
+from torchrl_llm_kl.rollouts import is_distributed, read_denominators, write_denominators
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from torchrl_llm_kl.losses._token_loss import TokenLoss
 
-_WRAP = "Wrap the loss, whose forward then synchronises them: loss = DistributedDataParallel(PolicyLoss(model, ...))"
-_AVERAGE = "or average p.grad over the ranks after backward()"
+#: What must be equal on all ranks -> advice.
+_ADVICE = {
+    "parameters": "Start all ranks from the same weights: the same seed or checkpoint, or a broadcast from rank 0. If they "
+    "were equal at the start, the gradients were not averaged",
+    "buffers": "Hyper-parameters and coefficients are buffers: set them, and update adaptive ones, alike on all ranks",
+    "gradients": "A model that was unwrapped from DistributedDataParallel averages none. Wrap the loss, whose forward then "
+    "synchronises them: loss = DistributedDataParallel(PolicyLoss(model, ...)), or average p.grad over the ranks",
+}
 
 
-def check_ranks(loss: Any, parts: Sequence[TensorDictBase], group: ProcessGroup | None, tolerance: float) -> None:
-    """See :meth:`~torchrl_llm_kl.losses.PolicyLoss.check_ranks`; ``loss`` is that or a ``ValueLoss``."""
-    ranks = _num_ranks(group)
-    _check_tensors(loss, group, ranks)
+def check_ranks(loss: TokenLoss, parts: Sequence[TensorDictBase], group: ProcessGroup | None, tolerance: float) -> None:
+    """See :meth:`~torchrl_llm_kl.losses.PolicyLoss.check_ranks`."""
+    if not is_distributed() and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        raise RuntimeError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised: each process trains its own "
+            "model. Call torch.distributed.init_process_group first."
+        )
+    ranks = dist.get_world_size(group) if is_distributed() else 1
+    _compare_tensors(loss, group, ranks)
     if not parts:
         return
     truth, counted = _true_gradient(loss, parts, group, ranks)
@@ -38,8 +50,7 @@ def check_ranks(loss: Any, parts: Sequence[TensorDictBase], group: ProcessGroup 
         a, b = torch.zeros_like(b) if a is None else a.double(), b.double()
         products += torch.stack([(a * a).sum(), (a * b).sum(), (b * b).sum()]).cpu()
     square, inner, true_square = products.tolist()
-    difference = math.sqrt(max(square - 2 * inner + true_square, 0.0))
-    if difference <= tolerance * math.sqrt(true_square):
+    if max(square - 2 * inner + true_square, 0.0) <= tolerance**2 * true_square:
         return
     cosine = inner / math.sqrt(square * true_square) if square and true_square else 0.0
     if cosine < 1 - tolerance**2 / 2 or not true_square:
@@ -50,60 +61,58 @@ def check_ranks(loss: Any, parts: Sequence[TensorDictBase], group: ProcessGroup 
             f"the gradient does not belong to the {len(parts)} parts of this rank and the others': the cosine of the two "
             f"is {cosine:.4g}, expected 1. {advice}"
         )
-    _raise_scaled(inner / true_square, counted, ranks, len(parts))
+    scale = inner / true_square
+    raise RuntimeError(
+        f"the gradient is {scale:.4g} times the batch's of {ranks} rank(s) and {len(parts)} part(s) on this one: "
+        f"{_cause(scale, counted, ranks, len(parts))}."
+    )
 
 
-def _num_ranks(group: ProcessGroup | None) -> int:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size(group)
-    started = os.environ.get("WORLD_SIZE", "1")
-    if started not in ("", "1"):
-        raise RuntimeError(
-            f"WORLD_SIZE is {started}, but torch.distributed is not initialised: each process trains its own model. Call "
-            "torch.distributed.init_process_group first."
-        )
-    return 1
+def _cause(scale: float, counted: float | None, ranks: int, parts: int) -> str:
+    """Why a gradient is ``scale`` times the right one."""
+    if counted is None:
+        return "each part was divided by its own count. Call loss.count(batch) before it is split"
+    # What the ranks did to the gradients of their counted parts: 1 added up, 1 / ranks averaged.
+    done = scale * counted
+    for what, other, factor in (("averaged", "added up", 1 / ranks), ("added up", "averaged", 1.0)):
+        if math.isclose(done, factor, rel_tol=0.02) and ranks > 1:
+            call = f"loss.count(..., ranks_average={what == 'averaged'})"
+            return f"the ranks {what} their gradients, but the counts are for gradients that are {other}. Call {call}"
+        if math.isclose(done * parts, factor, rel_tol=0.02):
+            return (
+                f"it was also divided by {parts}, the number of parts. Accelerator.backward() divides by "
+                "gradient_accumulation_steps, and counted losses are already shares of the batch: call backward() of the loss "
+                "itself, or set gradient_accumulation_steps=1"
+            )
+    return "it may hold a loss scale that is not removed yet, or be clipped. Look for what else multiplies it"
 
 
-def _check_tensors(loss: nn.Module, group: ProcessGroup | None, ranks: int) -> None:
+def _compare_tensors(loss: nn.Module, group: ProcessGroup | None, ranks: int) -> None:
     """Raise a RuntimeError unless all ranks hold the same parameters, buffers and gradients."""
     kinds = {type(x).__name__ for x in (*loss.parameters(), *loss.modules())} & {"DTensor", "FullyShardedDataParallel"}
     if kinds:
         raise ValueError(
-            f"check_ranks compares whole parameters, but these are sharded ({', '.join(sorted(kinds))}), and FSDP itself "
-            "averages the gradients: call it for models that every rank holds."
+            f"check_ranks compares whole parameters, but these are sharded ({', '.join(sorted(kinds))}). FSDP itself averages "
+            "the gradients."
         )
-    trained = {name: p for name, p in loss.named_parameters() if p.requires_grad}
-    gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
+    gradients = {name: p.grad for name, p in loss.named_parameters() if p.requires_grad and p.grad is not None}
     if not gradients:
         raise RuntimeError("no parameter has a gradient: call check_ranks after backward() and before zero_grad().")
-    mine = {
-        "parameters": _digests(loss.named_parameters()),
-        "buffers": _digests(loss.named_buffers()),
-        "gradients": _digests(gradients.items()),
-    }
     if ranks == 1:
         return
+    named = {"parameters": loss.named_parameters(), "buffers": loss.named_buffers(), "gradients": gradients.items()}
     everyone: list[Any] = [None] * ranks
-    dist.all_gather_object(everyone, mine, group=group)
-    advice = {
-        "parameters": "Start all ranks from the same weights: the same seed or checkpoint, or a broadcast from rank 0. If they "
-        "were equal at the start, the gradients were not averaged",
-        "buffers": "Hyper-parameters and coefficients are buffers: set them, and update adaptive ones, alike on all ranks",
-        "gradients": f"A model that was unwrapped from DistributedDataParallel averages none. {_WRAP}; {_AVERAGE}",
-    }
-    for kind, what in advice.items():
+    dist.all_gather_object(everyone, {kind: _digests(each) for kind, each in named.items()}, group=group)
+    for kind, advice in _ADVICE.items():
         for rank, other in enumerate(everyone):
             first, here = everyone[0][kind], other[kind]
             differ = [name for name in {**first, **here} if first.get(name) != here.get(name)]
             if differ:
-                differ.sort(key=(first.keys() & here.keys()).__contains__)  # on one rank alone first
-                alone = " (some are on one of them only)" if first.keys() != here.keys() else ""
+                differ.sort(key=(first.keys() & here.keys()).__contains__)  # those of one rank first
+                one = " (some are on one of them only)" if first.keys() != here.keys() else ""
                 some = ", ".join(differ[:3]) + (", ..." if len(differ) > 3 else "")
-                raise RuntimeError(
-                    f"the {kind} of ranks 0 and {rank} of {ranks} differ in {len(differ)} of {len(first)} tensors{alone}: "
-                    f"{some}. {what}."
-                )
+                count = f"{len(differ)} of {len(first)} tensors{one}"
+                raise RuntimeError(f"the {kind} of ranks 0 and {rank} of {ranks} differ in {count}: {some}. {advice}.")
 
 
 def _digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[tuple[int, ...], str, int]]:
@@ -113,7 +122,7 @@ def _digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[tuple[int, 
 
 
 def _true_gradient(
-    loss: Any, parts: Sequence[TensorDictBase], group: ProcessGroup | None, ranks: int
+    loss: TokenLoss, parts: Sequence[TensorDictBase], group: ProcessGroup | None, ranks: int
 ) -> tuple[list[Tensor], float | None]:
     """The gradient of the batch of all parts of all ranks; and what its denominators are multiplied by in the parts.
 
@@ -121,32 +130,32 @@ def _true_gradient(
     """
     with torch.no_grad():
         terms = [loss._mask_terms(part) for part in parts]
-        modes = [(term.name, str(loss._mode(term))) for term in terms[0]]
+        modes: list[tuple[str, str]] = [(term.name, loss._mode(term)) for term in terms[0]]
         if any(mode == "none" for _, mode in modes):
-            raise ValueError(
-                "aggregation 'none' has no gradient that ranks could share: call check_ranks with another."
-            )
-        per_part = [torch.stack([loss._denominator(term).double() for term in some]) for some in terms]
-    counts = torch.stack(per_part).sum(0)
+            raise ValueError("aggregation 'none' has no gradient that ranks could share: choose another.")
+        counts = torch.stack([torch.stack([loss._denominator(term).double() for term in some]) for some in terms]).sum(
+            0
+        )
     if ranks > 1:
         dist.all_reduce(counts, group=group)
     key = loss.tensor_keys.denominators
+    denominators = dict(zip(modes, counts.unbind(), strict=True))
+    # For each part the ratios of its stored denominators to these; None for a part without.
     stored = [read_denominators(part, key, modes) for part in parts]
     factors = [
-        float(some[name]) / float(n) for some in stored if some for (name, _), n in zip(modes, counts, strict=True) if n
+        some and tuple(round(float(some[name]) / float(n), 6) for (name, _), n in denominators.items() if n)
+        for some in stored
     ]
-    everyone: list[Any] = [[None if some is None else factors for some in stored]] * ranks
+    everyone: list[Any] = [factors] * ranks
     if ranks > 1:
-        dist.all_gather_object(everyone, everyone[0], group=group)
-    seen = [None if some is None else tuple(round(x, 6) for x in some) for one in everyone for some in one]
+        dist.all_gather_object(everyone, factors, group=group)
+    seen = [some for one in everyone for some in one]
     values = {x for some in seen if some for x in some}
     if len(values) > 1 or (values and None in seen) or not values <= {1.0, round(1 / ranks, 6)}:
-        expected = (
-            "1" if ranks == 1 else f"1 (ranks that add up gradients) or {1 / ranks:.4g} (ranks that average them)"
-        )
         raise RuntimeError(
             f"the parts of this step are divided by {sorted(values)} times the count of all parts of {ranks} rank(s)"
-            f"{', and some by their own count' if None in seen else ''}; expected {expected}. Call loss.count once on each "
+            f"{', and some by their own count' if None in seen else ''}; expected 1"
+            f"{f', or {1 / ranks:.4g} for ranks that average gradients' if ranks > 1 else ''}. Call loss.count once on each "
             "rank's whole share of the step, before it is split and over all ranks, and pass all parts of the share here."
         )
 
@@ -163,7 +172,7 @@ def _true_gradient(
                 p.grad = None
             for part in parts:
                 part = part.clone(recurse=False)
-                write_denominators(part, key, dict(zip(modes, counts.unbind(), strict=True)), counts.new_zeros(()))
+                write_denominators(part, key, denominators, counts.new_zeros(()))
                 loss(part).total_loss.backward()
             truth = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         finally:
@@ -173,30 +182,3 @@ def _true_gradient(
         for gradient in truth:
             dist.all_reduce(gradient, group=group)
     return truth, next(iter(values), None)
-
-
-def _raise_scaled(scale: float, counted: float | None, ranks: int, parts: int) -> None:
-    """Raise a RuntimeError for a gradient that is ``scale`` times the right one."""
-    begin = f"the gradient is {scale:.4g} times the batch's of {ranks} rank(s) and {parts} part(s) on this one"
-    if counted is None:
-        raise RuntimeError(
-            f"{begin}: each part was divided by its own count. Call loss.count(batch) before it is split."
-        )
-    # What the ranks did to the gradients of their counted parts: 1 added up, 1 / ranks averaged.
-    done = scale * counted
-    for what, other, factor in (("averaged", "added up", 1 / ranks), ("added up", "averaged", 1.0)):
-        if math.isclose(done, factor, rel_tol=0.02) and ranks > 1:
-            raise RuntimeError(
-                f"{begin}: the ranks {what} their gradients, but the counts are for gradients that are {other}. Call "
-                f"loss.count(..., ranks_average={what == 'averaged'})."
-            )
-        if math.isclose(done * parts, factor, rel_tol=0.02):
-            raise RuntimeError(
-                f"{begin}: it was also divided by {parts}, the number of parts. Accelerator.backward() divides by "
-                "gradient_accumulation_steps, and counted losses are already shares of the batch: call backward() of the loss "
-                "itself, or set gradient_accumulation_steps=1."
-            )
-    raise RuntimeError(
-        f"{begin}. Look for what else multiplies it: a loss scale that is not removed yet, clipping, or gradients of an "
-        "earlier step."
-    )

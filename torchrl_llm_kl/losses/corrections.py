@@ -38,8 +38,7 @@ from torchrl_llm_kl.losses._arithmetic import (
     sequence_mean,
     sequence_sum,
 )
-from torchrl_llm_kl.losses._inputs import LossInputs
-from torchrl_llm_kl.losses._objective import LossTerm, loss_part
+from torchrl_llm_kl.losses._objective import LossInputs, LossTerm, loss_part
 
 
 def apply_correction(terms: Sequence[LossTerm], weights: Tensor, mask: Tensor | None = None) -> tuple[LossTerm, ...]:

@@ -14,9 +14,8 @@ from torch import Tensor
 from torchrl_llm_kl._numerics import Number, Scalar
 from torchrl_llm_kl.estimators import EstimatorName, StraightThrough, check_penalty, corrected_k3, get_estimator
 from torchrl_llm_kl.losses._arithmetic import clean
-from torchrl_llm_kl.losses._inputs import LossInputs
-from torchrl_llm_kl.losses._objective import LossTerm, Terms, loss_part
-from torchrl_llm_kl.losses.objectives._distillation import Distribution, distill
+from torchrl_llm_kl.losses._objective import LossInputs, LossTerm, Terms, loss_part
+from torchrl_llm_kl.losses.objectives._supervised import Distribution, distill
 
 #: The name of a registered estimator, or a function of the same signature.
 Estimator = EstimatorName | Callable[..., Tensor]

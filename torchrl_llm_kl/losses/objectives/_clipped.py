@@ -9,8 +9,7 @@ from torch import Tensor
 
 from torchrl_llm_kl._numerics import AboveOne, NonNegative, Positive, Scalar, Share, check_range, masked_mean
 from torchrl_llm_kl.losses._arithmetic import bounded_exp, clamp, clip_fractions, sequence_mean
-from torchrl_llm_kl.losses._inputs import LossInputs
-from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
+from torchrl_llm_kl.losses._objective import LossInputs, LossTerm, Terms, objective
 from torchrl_llm_kl.losses.corrections import off_policy_sequence_mask
 
 

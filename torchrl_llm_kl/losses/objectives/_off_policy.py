@@ -16,8 +16,7 @@ from torchrl_llm_kl.losses._arithmetic import (
     sequence_mean,
     sequence_sum,
 )
-from torchrl_llm_kl.losses._inputs import LossInputs
-from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
+from torchrl_llm_kl.losses._objective import LossInputs, LossTerm, Terms, objective
 
 
 @objective("gpg")

@@ -18,9 +18,9 @@ from typing_extensions import Unpack
 from torchrl_llm_kl._numerics import Positive, PositiveShare, Scalar, Share, masked_mean
 from torchrl_llm_kl._registry import Range, no_such
 from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, Aggregation, bounded_exp, sequence_mean, sequence_sum
-from torchrl_llm_kl.losses._inputs import LossInputs
 from torchrl_llm_kl.losses._objective import (
     FDivergence,
+    LossInputs,
     LossTerm,
     Smoothing,
     Terms,

@@ -13,8 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from torchrl_llm_kl._numerics import NonNegative, Positive, Scalar, masked_mean
 from torchrl_llm_kl.losses._arithmetic import sequence_sum
-from torchrl_llm_kl.losses._inputs import LossInputs
-from torchrl_llm_kl.losses._objective import LossTerm, Once, Smoothing, Terms, Weighting, objective
+from torchrl_llm_kl.losses._objective import LossInputs, LossTerm, Once, Smoothing, Terms, Weighting, objective
 from torchrl_llm_kl.losses.objectives._preference import SUM, Pairing, Pairs, interleaving, logistic, pair_up
 
 # ------------------------------------------------------------------ one label per answer

@@ -10,8 +10,7 @@ from torch.nn.functional import logsigmoid
 
 from torchrl_llm_kl._numerics import NonNegative, Positive, Scalar
 from torchrl_llm_kl.losses._arithmetic import Aggregation
-from torchrl_llm_kl.losses._inputs import LossInputs
-from torchrl_llm_kl.losses._objective import LossTerm, Smoothing, Terms, objective
+from torchrl_llm_kl.losses._objective import LossInputs, LossTerm, Smoothing, Terms, objective
 from torchrl_llm_kl.losses.objectives._preference import SUM, OfLead, nll_of_chosen, of_lead, pair_up
 
 
