@@ -378,8 +378,7 @@ class _KLController(_Coefficient):
         Raises:
             ValueError: if a *number* is NaN or infinite (such a *tensor* changes nothing, since raising would need a host
                 sync), if ``current_kl`` has several elements, or ``n`` is a negative number. With ranks, on each of them that
-                passes numbers.
-            RuntimeError: if ``all_ranks`` is True and ``torch.distributed`` is not initialised.
+                passes numbers. Also if ``all_ranks`` is True and ``torch.distributed`` is not initialised.
         """
         kl = self._over_ranks(current_kl, n, process_group, all_ranks)
         ok = kl.isfinite()
@@ -409,10 +408,7 @@ class _KLController(_Coefficient):
         self, current_kl: float | Tensor, n: float | Tensor, group: dist.ProcessGroup | None, all_ranks: bool | None
     ) -> Tensor:
         """The mean over all samples, 0-dim like ``value``; NaN if there are none."""
-        distributed = dist.is_available() and dist.is_initialized()
-        shared = distributed and all_ranks is not False
-        if all_ranks and not distributed:
-            raise RuntimeError("all_ranks=True, but torch.distributed is not initialised: call init_process_group.")
+        shared = (dist.is_available() and dist.is_initialized()) if all_ranks is None else all_ranks
         problem, sums = None, self.value.new_full((2,), math.nan, dtype=torch.float64)
         try:
             sums = torch.stack(self._share(current_kl, n))

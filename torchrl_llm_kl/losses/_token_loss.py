@@ -235,10 +235,10 @@ class TokenLoss(LossModule):
         reader = self._reader
         td = reader.with_batch_dims(with_a_row(tensordict))
         located = reader.locate(td)
-        key = find_key(td, self.tensor_keys.loss_mask)
-        if key is None and self._is_set("loss_mask"):
-            advice = "Add the entry, or say where it is with set_keys(loss_mask=...)."
-            require_key(td, self.tensor_keys.loss_mask, "loss_mask was set to another key", advice)
+        key, advice = self.tensor_keys.loss_mask, "Add the entry, or say where it is with set_keys(loss_mask=...)."
+        if self._is_set("loss_mask"):
+            require_key(td, key, "loss_mask was set to another key", advice)
+        key = find_key(td, key)
         responses = None if self.masking_strategy == "generic" else located
         if key is not None:
             value = per_token(td, key, located.tokens, None if responses is None else responses.host_mask, fill=0)

@@ -75,17 +75,6 @@ def test_kl_cov_chooses_the_highest() -> None:
             assert not got.requires_grad
 
 
-def test_inputs_that_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"mask has shape \(2, 4\) but advantage has shape \(2, 1\)"):
-        select_kl_cov(LossInputs(LOG_PROB, MASK, advantage=ADVANTAGE[:, :1]))
-    with pytest.raises(TypeError, match="mask must be boolean"):
-        called(select_clip_cov, LOG_PROB, MASK.float(), **INPUTS)
-    for fraction in (0.0, 1.5):
-        for select, inputs in ((select_clip_cov, INPUTS), (select_kl_cov, {"advantage": ADVANTAGE})):
-            with pytest.raises(ValueError, match=f"fraction must be greater than 0 and at most 1, got {fraction}"):
-                called(select, LOG_PROB, MASK, **inputs, fraction=fraction)
-
-
 def test_what_is_done_to_the_chosen_tokens() -> None:
     """Clip-Cov drops them, KL-Cov pulls them back."""
     tokens: dict[str, Any] = {"ratio": [[1.5, 1.1, 0.5, 0.5, 1.1]], "advantage": [[2.0, 2.0, -1.0, 1.0, -3.0]]}
@@ -98,21 +87,6 @@ def test_what_is_done_to_the_chosen_tokens() -> None:
     result = evaluate(kl_cov, **tokens, selected=torch.tensor([[True, True, False, True]]), coeff=0.25)
     penalty, metrics = 0.25 * math.log(2), {"selected_fraction": 0.75, "ratio_mean": 5.5 / 4}
     assert_result(result, value=[[-6 + penalty, -1.5 + penalty, -6, -3]], gradient=[[-5.75, -1.75, -6, -3]], **metrics)
-
-
-@pytest.mark.parametrize(
-    ("bounds", "value", "gradient", "selected"),
-    [
-        ({}, [0.0, 0.0, 0.0, 1.8], [0.0] * 4, 0.75),
-        ({"cov_low": 3.0}, [0.0, 0.0, -2.0, 1.8], [0.0, 0.0, -2.0, 0.0], 0.5),
-        ({"cov_high": 3.0}, [-1.15, 1.0, 0.0, 1.8], [-1.15, 1.0, 0.0, 0.0], 0.25),
-    ],
-)
-def test_clip_cov_chooses_with_its_own_bounds(bounds: Any, value: Any, gradient: Any, selected: float) -> None:
-    """Covariances 4, 4, 2, 2. PPO clips the last token (0.85 < 0.9, A < 0) and not the first (1.15 < 1.2, A > 0)."""
-    tokens = {"ratio": [[1.15, 1.0, 1.0, 0.85]], "advantage": [[1.0, -1.0, 2.0, -2.0]]}
-    result = evaluate(clip_cov, **tokens, log_prob=LOG_PROB[:1].tolist(), fraction=1.0, **BOUNDS, **bounds)
-    assert_result(result, value=[value], gradient=[gradient], selected_fraction=selected)
 
 
 CLIP_COV = {"fraction": 0.5, "cov_low": 0.3, "cov_high": 2.0, "clip_low": 0.1, "clip_high": 0.3}

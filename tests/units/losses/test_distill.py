@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from by_hand import called
-from closeness import assert_near, needs_equal_rows
+from closeness import assert_near
 from head_reference import Sizes, collapse, gkd_of
 from policy_batches import LENGTHS, PROMPT, batch, gradients, responses
 from refused import refused
-from scoring_reference import FullLogits
 from torchrl_llm_kl import LogProbScorer, PolicyLoss, RetrieveLogProb, Sampling, ScoreOptions, TopK, make_algorithm
 from torchrl_llm_kl.losses import DivergenceToTeacher, KLToReference, LossInputs, LossTerm, distill, get_objective
 from toy_models import VOCAB_SIZE, tiny_model
@@ -141,19 +140,6 @@ def test_temperature_divides_the_logits_of_both(student: nn.Module, teacher: nn.
     assert_close(out, want, **LOOSE)  # entries are float32
 
 
-@pytest.mark.filterwarnings("ignore:LogProbScorer takes")
-@pytest.mark.parametrize("route", ["full", pytest.param("deterministic", marks=needs_equal_rows), "no_prefixes"])
-def test_other_routes_of_the_engine(model: nn.Module, reference: nn.Module, route: str) -> None:
-    """Logits of a model whose head cannot be called alone, fixed tiles, and padded micro-batches."""
-    td = with_teacher(with_teacher(data(), reference, 6, "one"), tiny_model(seed=2), 40, "two")
-    actors = {"full": FullLogits(model), "no_prefixes": LogProbScorer(model, share_prefixes=False)}
-    given: Any = {"top_k": ["one", "two"], "beta": 0.3}
-    expected, options = distilled(model, td, **given), ScoreOptions(deterministic=route == "deterministic")
-    found = distilled(actors.get(route, model), td, **given, options=options)
-    assert_near(found, expected, terms=V)
-    assert_near(gradients(found, model), gradients(expected, model), terms=64 * 64, size=1)
-
-
 def test_no_tensor_over_the_vocabulary() -> None:
     """Forward and backward of the head at 15 positions of a vocabulary of 50,000; a head's own gradient is the largest."""
     small: dict[str, Any] = {"vocab_size": 50_000, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
@@ -189,14 +175,6 @@ def test_several_teachers_are_a_weighted_sum(student: nn.Module, teacher: nn.Mod
     assert loss(td)["loss_objective"].item() == pytest.approx(equal / 2, rel=1e-9)
 
 
-def test_one_teacher_without_its_dimension() -> None:
-    outcomes, teacher = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
-    zeros, both = torch.zeros(3, 4), ((outcomes, teacher), (outcomes.unsqueeze(2), teacher.unsqueeze(2)))
-    one, other = (distill(LossInputs(zeros, zeros == 0, outcomes=a, teacher_outcomes=b))[0] for a, b in both)
-    assert torch.equal(one.value, other.value)
-    assert torch.equal(one.metrics["captured_mass"], other.metrics["captured_mass"])
-
-
 def test_a_term_beside_another_objective(student: nn.Module, teacher: nn.Module) -> None:
     td = with_teacher(batch().exclude(("next", "sampler_log_probs"), ("next", "ref_log_probs")), teacher, 4)
     loss = PolicyLoss(student, "ppo", terms=[DivergenceToTeacher(0.25, beta=1.0)])
@@ -224,17 +202,6 @@ def test_micro_batches_add_up(student: nn.Module, teacher: nn.Module, aggregatio
     nothing = distilled(student, empty, **settings)
     assert nothing == 0
     assert all((gradient == 0).all() for gradient in gradients(nothing, student).values())
-
-
-def test_masked_tokens_may_hold_anything(student: nn.Module, teacher: nn.Module) -> None:
-    td = with_teacher(data(), teacher, 4).set("loss_mask", torch.tensor([1, 0, 1, 1, 0, 1]).bool())
-    want = distilled(student, td)
-    for row in (1, 4):
-        td[row]["top_k", "log_probs"].fill_(torch.nan)
-        td[row]["top_k", "rest_log_prob"].fill_(torch.inf)
-    out = distilled(student, td)
-    assert torch.equal(out, want)
-    assert all(x.isfinite().all() for x in gradients(out, student).values())
 
 
 def test_keys_and_outputs(model: nn.Module, reference: nn.Module) -> None:

@@ -22,10 +22,8 @@ from torchrl_llm_kl.losses import (
     LossInputs,
     LossTerm,
     PolicyLoss,
-    ValueLoss,
 )
 from torchrl_llm_kl.losses._objective import _REGISTRY
-from torchrl_llm_kl.scoring import TokenCritic
 from toy_models import tiny_model
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -476,19 +474,15 @@ def test_inputs_behind_a_number_that_is_loaded_or_scheduled(model: nn.Module) ->
         loss(data)
 
 
-def test_all_inputs_at_once_and_a_record_that_is_printed(model: nn.Module) -> None:
-    """Printing reads nothing; ``given`` has what the data holds."""
+def test_all_inputs_at_once(model: nn.Module) -> None:
+    """``given`` has what the data holds."""
     seen: list[set[str]] = []
-
-    def mine(inputs: LossInputs) -> tuple[LossTerm, ...]:
-        assert repr(inputs)
-        return minus(inputs, 0.0)
 
     def every(inputs: LossInputs) -> tuple[LossTerm, ...]:
         seen.append(set(inputs.given))
         return losses.gpg(LossInputs(**inputs.given))
 
-    loss, data = PolicyLoss(model, mine), batch()
+    loss, data = PolicyLoss(model, lambda inputs: minus(inputs, 0.0)), batch()
     assert loss.reads == {"advantage"}
     assert_close(loss(data)["loss_objective"], PolicyLoss(model, every)(data)["loss_objective"])
     assert {"log_prob", "mask", "advantage", "old_log_prob", "ref_log_prob"} <= seen[-1]
@@ -564,23 +558,11 @@ test_refused_at_construction = refused(
     ({"terms": [EntropyBonus(0.1)] * 2}, "two terms of the loss are called 'entropy'"),
     ({"masking_strategy": "all"}, "masking_strategy must be one of 'sft', 'rlhf', 'generic', got 'all'"),
     ({"objective": "mix", "expert_aggregation": "seq-mean-token-sum-norm"}, "pass max_len="),
+    ({"objective": "simpo", "reference": tiny_model(seed=1)}, "reference has no effect: no part of the loss compares"),
     ({"max_len": 8}, "max_len=8 has no effect: leave it out, or pass aggregation='seq-mean-token-sum-norm'"),
     ({"objective": "dpo", "f_alpha": 0.2}, "f_alpha=0.2 has no effect with f_divergence='reverse_kl'"),
     ({"aggregation": "mean"}, "unknown aggregation 'mean'"),
 )
-
-
-def test_a_reference_and_a_length_are_taken_only_where_something_reads_them(model: nn.Module) -> None:
-    for objective in ("ppo", "sft", "simpo"):
-        with pytest.raises(ValueError, match="reference has no effect: no part of the loss compares with it"):
-            PolicyLoss(model, objective, reference=tiny_model(seed=1))
-    with pytest.raises(ValueError, match="max_len=8 has no effect"):
-        ValueLoss(TokenCritic(tiny_model().model), max_len=8)
-    # A term may be summed in a way of its own; a value that is the default's is no change.
-    norm: Any = "seq-mean-token-sum-norm"
-    assert PolicyLoss(model, "mix", expert_aggregation=norm, max_len=8).max_len == 8
-    assert float(PolicyLoss(model, "ppo", delta_sequence_masking=0.1).delta_sequence_masking) == pytest.approx(0.1)
-    assert PolicyLoss(model, "ppo", delta_sequence_masking=0.2, enable_sequence_masking=True).enable_sequence_masking
 
 
 def test_defect_43_sft_and_distillation_are_means_of_responses(model: nn.Module) -> None:
