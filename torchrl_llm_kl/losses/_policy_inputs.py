@@ -81,7 +81,7 @@ class EntryReader:
 
     Args:
         parts: the objective, terms and corrections.
-        keys: where entries are: the ``tensor_keys`` of the loss.
+        keys: where entries are, by the names of the ``tensor_keys`` of the loss.
         tokens: finds tokens, and log-probs that were not computed.
         of_data: the inputs that no model computes.
         required: optional entries that the user gave another key.
@@ -90,7 +90,7 @@ class EntryReader:
     """
 
     parts: Sequence[Part]
-    keys: Any
+    keys: Mapping[str, NestedKey]
     tokens: TokenReader
     of_data: frozenset[str]
     required: frozenset[str]
@@ -100,7 +100,7 @@ class EntryReader:
     @property
     def teachers(self) -> list[NestedKey]:
         """The key of each teacher's top k."""
-        key = self.keys.top_k
+        key = self.keys["top_k"]
         return key if isinstance(key, list) else [key]
 
     @property
@@ -143,11 +143,11 @@ class EntryReader:
                 continue
             fill, repeats = 0.0 if name in MASKS else math.nan, name not in _LOG_PROBS
             value = per_token(td, place, located.tokens, within, fill=fill, repeats=repeats).detach()
-            flat[name] = as_mask(value, getattr(self.keys, name)) if name in MASKS else value
+            flat[name] = as_mask(value, self.keys[name]) if name in MASKS else value
         teachers = read_top_k(td, self.teachers, located.tokens, within) if "teacher_outcomes" in needs else None
         response = self._trained(flat, places, located, responses, check=check)
         for name in [name for name, value in rows.items() if check and value.is_floating_point()]:
-            entry, advice = f"{name} ({getattr(self.keys, name)!r})", "Fix the entry, or mask the sequence out."
+            entry, advice = f"{name} ({self.keys[name]!r})", "Fix the entry, or mask the sequence out."
             read = response.mask.any(-1)
             check_finite({entry: rows[name]}, read=read, place="sequence {}".format, advice=advice)
         data = {**response.gather_each(flat), **rows}
@@ -163,7 +163,7 @@ class EntryReader:
         ordered = [name for name in KEYS if name in possible]
         places: dict[str, NestedKey] = {}
         for name in ordered:
-            key = getattr(self.keys, name)
+            key = self.keys[name]
             place = find_log_probs(td, key) if name in _LOG_PROBS else find_key(td, key)
             if place is not None:
                 places[name] = place
@@ -174,7 +174,7 @@ class EntryReader:
                 advice = f"Add the entry, or say where it is with set_keys({name}=...)."
                 if self.once is not None and self.once.name == name:
                     advice = f"batch_inputs(batch) computes it from a whole batch. {advice}"
-                require_key(td, getattr(self.keys, name), f"{name_of(self.parts[0].function)} needs {name}", advice)
+                require_key(td, self.keys[name], f"{name_of(self.parts[0].function)} needs {name}", advice)
         return places, needs
 
     def _trained(
@@ -230,7 +230,7 @@ class EntryReader:
                 value = value.masked_fill(experts, 0)
             if name == "sampler_log_prob":
                 value = value.masked_fill(value.isnan(), 0)
-            named[f"{name} ({getattr(self.keys, name)!r})" if name in KEYS else name] = value
+            named[f"{name} ({self.keys[name]!r})" if name in KEYS else name] = value
         return named
 
     def check_scored(self, response: ResponseTokens, inputs: LossInputs) -> None:

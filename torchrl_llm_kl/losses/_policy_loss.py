@@ -261,9 +261,11 @@ class PolicyLoss(TokenLoss):
     def _entries(self) -> EntryReader:
         of_data = frozenset({*KEYS, "teacher_outcomes"} - (set() if self.reference is None else {"ref_log_prob"}))
         required = frozenset(name for name in KEYS if self._is_set(name))
-        return EntryReader(self._parts, self.tensor_keys, self._reader, of_data, required, self.once, self._little_mass)
+        return EntryReader(
+            self._parts, vars(self.tensor_keys), self._reader, of_data, required, self.once, self._little_mass
+        )
 
-    def set_keys(self, **kwargs: Any) -> None:
+    def set_keys(self, **kwargs: object) -> None:
         """Change where entries are read. The names are listed under *Keys* above.
 
         An optional entry that changes the loss (``loss_mask``, ``expert_mask``, ``selected``, ``sampler_log_prob``,
@@ -277,7 +279,7 @@ class PolicyLoss(TokenLoss):
     @property
     def _data_keys(self) -> list[NestedKey]:
         needs = self._needs & self._entries.of_data
-        keys = [getattr(self.tensor_keys, name) for name in KEYS if name in needs]
+        keys = [key for name, key in vars(self.tensor_keys).items() if name in KEYS and name in needs]
         if "teacher_outcomes" in needs:
             keys += [entry for key in self._entries.teachers for entry in top_k_entries(key)]
         return keys
@@ -382,7 +384,7 @@ class PolicyLoss(TokenLoss):
             batch = PolicyBatch(td, ResponseTokens(*mismatch(batch.response.tokens, batch.response.flat_mask)), data={})
         with torch.no_grad():
             value = once.function(self._score(batch, replayed))
-        key = getattr(self.tensor_keys, once.name)
+        key = vars(self.tensor_keys)[once.name]
         own_leaves(tensordict, key)  # do not write into the storage of a replay buffer
         return tensordict.set(key, value.reshape(td.batch_size).to(td.device or value.device))
 

@@ -20,8 +20,6 @@ from torchrl_llm_kl.rollouts import is_distributed, read_denominators, write_den
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from torchrl_llm_kl.losses._token_loss import TokenLoss
-
 #: What must be equal on all ranks -> advice.
 _ADVICE = {
     "parameters": "Start all ranks from the same weights: the same seed or checkpoint, or a broadcast from rank 0. If they "
@@ -32,8 +30,8 @@ _ADVICE = {
 }
 
 
-def check_ranks(loss: TokenLoss, parts: Sequence[TensorDictBase], group: ProcessGroup | None, tolerance: float) -> None:
-    """See :meth:`~torchrl_llm_kl.losses.PolicyLoss.check_ranks`."""
+def check_ranks(loss: Any, parts: Sequence[TensorDictBase], group: ProcessGroup | None, tolerance: float) -> None:
+    """See :meth:`~torchrl_llm_kl.losses.PolicyLoss.check_ranks`; ``loss`` is that or a ``ValueLoss``."""
     if not is_distributed() and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise RuntimeError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised: each process trains its own "
@@ -122,7 +120,7 @@ def _digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[tuple[int, 
 
 
 def _true_gradient(
-    loss: TokenLoss, parts: Sequence[TensorDictBase], group: ProcessGroup | None, ranks: int
+    loss: Any, parts: Sequence[TensorDictBase], group: ProcessGroup | None, ranks: int
 ) -> tuple[list[Tensor], float | None]:
     """The gradient of the batch of all parts of all ranks; and what its denominators are multiplied by in the parts.
 

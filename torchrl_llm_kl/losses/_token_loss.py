@@ -197,7 +197,7 @@ class TokenLoss(LossModule):
 
     def _is_set(self, name: str) -> bool:
         """Whether an optional entry that changes the loss was given another key."""
-        return name in _OPTIONAL and getattr(self.tensor_keys, name) != getattr(self._AcceptedKeys, name)
+        return name in _OPTIONAL and vars(self.tensor_keys)[name] != getattr(self._AcceptedKeys, name)
 
     @property
     def tensor_keys(self) -> Any:
