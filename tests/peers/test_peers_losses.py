@@ -5,7 +5,6 @@ by a configuration is compared in ``tests/units/algorithms/test_elsewhere_trl.py
 """
 
 import itertools
-import math
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -120,19 +119,6 @@ def test_trinity(monkeypatch: pytest.MonkeyPatch, name: str, hyper: dict[str, An
     for mode, seed in [(modes[seed % len(modes)], seed) for seed in range(6)]:
         theirs = trinity(monkeypatch, name)(**hyper, **({} if name == "rec" else {"loss_agg_mode": mode}))
         agree(ours(name, batch_of(seed), mode, **hyper), trinitys(theirs, batch_of(seed)))
-
-
-@pytest.mark.parametrize("name", list(TRINITY)[:9])
-def test_trinitys_defaults_are_ours(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Passing what Trinity takes by default changes nothing, under its own names."""
-    hyper = trinity(monkeypatch, name).default_args()
-    for key in ("loss_agg_mode", "fallback_to_policy_gradient"):
-        hyper.pop(key, None)
-    batch = batch_of(11)
-    if name == "gspo":  # ratios near its narrow bounds
-        batch["old_log_prob"] = batch["log_prob"] + (batch["old_log_prob"] - batch["log_prob"]) * 1e-3
-    for got, want in zip(ours(name, batch, "token-mean"), ours(name, batch, "token-mean", **hyper), strict=True):
-        assert_close(got, want)
 
 
 def test_trinitys_sapo_has_our_gate_but_not_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,58 +275,7 @@ def test_verls_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     assert theirs == pytest.approx((expected.item() + 1) / 2, rel=1e-6)
 
 
-def test_verls_geometric_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl's ppl_ratio of one sequence is the inverse of its geometric weight; its seq_mean_k1 the mask of that weight."""
-    helper = corrections_of_verl(monkeypatch)
-    for seed in range(5):
-        old, sampler, mask = sampled(seed)
-        free, _ = called(importance_weights, old, sampler, mask, level="geometric", high=None)
-        cut, _ = called(importance_weights, old, sampler, mask, level="geometric", high=1.1)
-        for i in range(7):
-            one = slice(i, i + 1)
-            ratio = helper.compute_offpolicy_metrics(old[one], sampler[one], mask[one].double())["ppl_ratio"]
-            assert free[i][mask[i]].tolist() == pytest.approx([1 / ratio] * int(mask[i].sum()), rel=1e-6)
-            assert cut[i][mask[i]].tolist() == pytest.approx([min(1.1, 1 / ratio)] * int(mask[i].sum()), rel=1e-6)
-        kept, _ = helper.compute_rollout_rejection_mask(old - sampler, mask.double(), "seq_mean_k1", "0.8_1.2")
-        hard, _ = called(
-            importance_weights, old, sampler, mask, level="geometric", mode="mask", low=1 / 1.2, high=1 / 0.8
-        )
-        assert torch.equal(hard != 0, kept != 0)
-        assert_close(hard, torch.where(kept != 0, free, 0))
-
-
 # ------------------------------------------------------------------ TRL
-def test_trls_adaptive_entropy_coefficient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bonus that its trainer adds in each of seven steps, and its coefficient after each."""
-    trainer = load(monkeypatch, "trl", "trl.trainer.grpo_trainer").GRPOTrainer
-    ours = losses.AdaptiveEntropyCoefficient(0.01, target=0.4, delta=0.02, low=0.005, high=0.045)
-    control: dict[str, Any] = {"entropy_coef": 0.01, "_last_world_entropy": math.inf, "_entropy_window_stats": None}
-    args = {"entropy_target": 0.4, "entropy_coef_delta": 0.02, "entropy_coef_min": 0.005, "entropy_coef_max": 0.045}
-    fixed = {"loss_type": "bnpo", "importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.2}
-    fixed |= {"top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "beta": 0.0, "use_vllm": False}
-    fixed |= {"current_gradient_accumulation_steps": 1, "args": SimpleNamespace(delta=None, **args)}
-    seen, batch = [], batch_of(0)
-    empty, mask = torch.zeros(8, 0, dtype=torch.long), batch["mask"].double()
-    inputs = {"prompt_ids": empty, "prompt_mask": empty, "completion_ids": mask, "completion_mask": mask}
-    inputs |= {"advantages": batch["advantage"][:, 0], "old_per_token_logps": batch["old_log_prob"]}
-
-    def loss(own: OneDevice) -> Tensor:
-        own._get_per_token_logps_and_entropies = lambda *_, **__: (batch["log_prob"], entropy, None)
-        return trainer._compute_loss(own, None, inputs)
-
-    for scale in (0.3, 0.2, 0.1, 0.5, 0.6, 0.9, 0.2):
-        entropy = scale * (1 + 0.1 * batch["log_prob"].sin())
-        own = OneDevice(**fixed, _entropy_bonus_enabled=True, use_adaptive_entropy=True, **control)
-        difference = loss(OneDevice(**fixed, _entropy_bonus_enabled=False)) - loss(own)
-        control = {name: getattr(own, name) for name in control}
-        mean = entropy[batch["mask"]].mean()
-        assert_close(difference, ours() * mean, rtol=1e-6, atol=1e-8)
-        seen.append(float(ours()))
-        ours.update(mean)
-        assert math.isclose(ours.value, control["entropy_coef"], rel_tol=1e-5)
-    assert seen == pytest.approx([0.0, 0.03, 0.045, 0.045, 0.0, 0.0, 0.0])
-
-
 def trainer_of(name: str) -> Any:
     """A trainer's class, from the installed TRL if it is the one in the folder of peers, whose trainers need all of it."""
     peers.folder("trl")

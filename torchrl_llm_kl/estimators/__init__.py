@@ -1,16 +1,16 @@
 """KL estimators, the exact KL, and their coefficients: pure functions of tensors of one shape.
 
-``docs/estimators.md`` has the table of which estimator to use where. The per-token estimators share their arguments:
+The table in ``docs/estimators.md`` says which estimator to use where. The per-token estimators share these arguments:
 
 Args:
-    log_prob: nats, of the sampled token under the current policy; ``[*B, T]``.
-    ref_log_prob: the token under the reference, without graph; same shape.
-    old_log_prob: the token under the policy that sampled it, without graph; same shape. Only ``corrected_k3`` uses it;
-        the others check its shape.
+    log_prob: nats, log-prob of the sampled token under the current policy, ``[*B, T]``.
+    ref_log_prob: log-prob of the same token under the reference, without graph, same shape.
+    old_log_prob: log-prob of the same token under the policy that sampled it, without graph, same shape. Only
+        ``corrected_k3`` uses it. The others check its shape.
 
 Returns:
-    Per token, ``[*B, T]``; not masked, not reduced, nothing detached. Float32 or wider, as is the arithmetic. NaN where
-    both log-probs are ``-inf``: mask such positions *before* calling.
+    One value per token, ``[*B, T]``, not masked, not reduced and not detached. The arithmetic and the result are in float32
+    or wider. NaN where both log-probs are ``-inf``: mask such positions *before* calling.
 
 Raises:
     ValueError: if the shapes differ.

@@ -23,7 +23,7 @@ class WideBuffers(nn.Module):
     """A module whose numbers stay float32 or wider."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # `.to(torch.bfloat16)` on a whole loss module must not round 0.001 or swallow updates of 1e-5.
+        # `.to(torch.bfloat16)` on a whole loss module must not round 0.001, nor lose updates of 1e-5.
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, buffer in self._buffers.items():
@@ -34,7 +34,7 @@ class WideBuffers(nn.Module):
 
 
 class _Coefficient(WideBuffers):
-    """A 0-dim buffer ``value``, and a call that reads it."""
+    """Base of the coefficients: a 0-dim buffer ``value``. Calling the module returns its value."""
 
     value: Tensor
 
@@ -47,7 +47,7 @@ class _Coefficient(WideBuffers):
         return self.value.clone()
 
     def _measured(self, name: str, current: float | Tensor) -> Tensor:
-        """A measured mean as 0-dim tensor like ``value``: a tensor is not read on the host, a number must be finite."""
+        """Convert a measured mean to a 0-dim tensor like ``value``. Only numbers are checked: tensors would need a host sync."""
         if isinstance(current, Tensor):
             return current.detach().reshape(()).to(self.value)
         if not math.isfinite(current):
@@ -64,8 +64,8 @@ class FixedKLCoefficient(_Coefficient):
     """A constant KL coefficient.
 
     Args:
-        value: weight of the penalty, dimensionless and finite; a negative one, which a plain ``coeff=`` may not be, rewards
-            distance from the reference. The buffer ``value`` stays in float32, also under ``.half()`` and ``.bfloat16()``.
+        value: weight of the penalty, dimensionless. A negative value rewards distance from the reference, and is allowed only
+            here, not as a plain ``coeff=``. The buffer ``value`` stays in float32 under ``.half()`` and ``.bfloat16()``.
 
     Example:
         >>> coefficient = FixedKLCoefficient(0.25)
@@ -84,10 +84,10 @@ class AdaptiveKLCoefficient(_Coefficient):
     Each :meth:`update` multiplies by ``1 + clip(current_kl / target - 1, -0.2, 0.2) * n / horizon``.
 
     Args:
-        init: initial coefficient, at least 0; 0 stays 0, since updates multiply.
-        target: target KL, in the unit of ``current_kl`` (nats per token or per sequence); positive.
-        horizon: samples over which a KL that is at least 20 % off changes the coefficient by about 20 %; same unit as
-            ``n``; positive.
+        init: initial coefficient, at least 0. A coefficient of 0 stays 0, because updates multiply.
+        target: target KL in the unit of ``current_kl`` (nats per token or per sequence), positive.
+        horizon: samples over which a KL that is off by at least 20 % changes the coefficient by about 20 %. Positive, in the
+            unit of ``n``.
 
     Example:
         >>> coefficient = AdaptiveKLCoefficient(init=0.2, target=6.0, horizon=100)
@@ -109,13 +109,13 @@ class AdaptiveKLCoefficient(_Coefficient):
         """Update the coefficient in place.
 
         Args:
-            current_kl: mean KL of the last batch; a number, or a tensor with one element, which is read without a host
-                sync if it is on the module's device.
-            n: samples over which ``current_kl`` is the mean; the unit of ``horizon``.
+            current_kl: mean KL of the last batch, a number or a tensor with one element. A tensor on the module's device
+                needs no host sync.
+            n: samples over which ``current_kl`` is the mean, in the unit of ``horizon``.
 
         Raises:
-            ValueError: if a *number* is NaN or infinite (such a *tensor* leaves the coefficient unchanged, since raising
-                would need a host sync), or ``n`` is negative or so large that the coefficient could drop to 0.
+            ValueError: if a *number* is NaN or infinite, or if ``n`` is negative or so large that the coefficient could drop
+                to 0. A *tensor* that is not finite leaves the coefficient unchanged, because raising would need a host sync.
         """
         rate = n / self.horizon
         if not 0 <= _ERROR_CLIP * rate < 1:
@@ -131,10 +131,11 @@ class AdaptiveKLCoefficient(_Coefficient):
 class AdaptiveEntropyCoefficient(_Coefficient):
     r"""A coefficient of the entropy bonus that grows while the entropy is below a target, and is 0 while it is above.
 
-    Each :meth:`update` adds ``delta`` to ``value`` if the entropy is below the target, and subtracts it if above, within
-    ``[low, high]``. A call returns ``value`` if the last entropy was at most the target, else 0; it is 0 before the first
-    update. Pass it as ``coeff`` of :class:`~torchrl_llm_kl.losses.EntropyBonus`, and update it once for each optimiser step.
-    Both numbers are saved.
+    Each :meth:`update` adds ``delta`` to ``value`` if the entropy is below the target and subtracts ``delta`` if it is above.
+    ``value`` stays within ``[low, high]``. Calling the module returns ``value`` if the last entropy was at most the target,
+    else 0. Before the first update it returns 0. Pass the module as ``coeff`` of
+    :class:`~torchrl_llm_kl.losses.EntropyBonus`, and update it once per optimiser step. The ``state_dict`` holds ``value`` and
+    the last entropy.
 
     Args:
         init: initial value, dimensionless. TRL: ``entropy_coef``.
@@ -172,7 +173,7 @@ class AdaptiveEntropyCoefficient(_Coefficient):
         self.target, self.delta, self.low, self.high = target, delta, low, high
 
     def forward(self) -> Tensor:
-        """Return ``value``, or 0 if the last entropy was above the target; 0-dim, a copy."""
+        """Return a 0-dim copy of ``value``, or 0 if the last entropy was above the target."""
         return torch.where(self.entropy <= self.target, self.value, 0)
 
     @torch.no_grad()
@@ -180,12 +181,12 @@ class AdaptiveEntropyCoefficient(_Coefficient):
         """Update value and entropy in place.
 
         Args:
-            current_entropy: mean entropy per token of the last optimiser step, nats: the metric ``entropy`` of
-                :class:`~torchrl_llm_kl.PolicyLoss`. A number, or a tensor with one element, which is read without a host
-                sync if it is on the module's device.
+            current_entropy: mean entropy per token of the last optimiser step in nats, the metric ``entropy`` of
+                :class:`~torchrl_llm_kl.PolicyLoss`. A number or a tensor with one element. A tensor on the module's device
+                needs no host sync.
 
         Raises:
-            ValueError: if a *number* is NaN or infinite; such a *tensor* changes nothing.
+            ValueError: if a *number* is NaN or infinite. A *tensor* that is not finite changes nothing.
         """
         entropy = self._measured("current_entropy", current_entropy)
         moved = (self.value + self.delta * torch.sign(self.target - entropy)).clamp(self.low, self.high)
@@ -194,15 +195,16 @@ class AdaptiveEntropyCoefficient(_Coefficient):
 
 
 class ScheduledCoefficient(_Coefficient):
-    r"""A weight that rises linearly from 0 to a peak, then falls along half a cosine to a valley: ``mu`` of ``mix_chord``.
+    r"""A weight that rises linearly from 0 to a peak, then falls along half a cosine to a valley.
 
-    Call :meth:`update` once for each optimiser step. ``value`` and ``step`` are saved.
+    It is the schedule of ``mu`` in ``mix_chord``. Call :meth:`update` once per optimiser step. The ``state_dict`` holds
+    ``value`` and ``step``.
 
     Args:
         peak: 0 to 1. Trinity: ``mu_peak``.
         valley: 0 to 1. Trinity: ``mu_valley``.
-        warmup: steps until the peak; with 0 training starts there. Trinity: ``mu_warmup_steps``.
-        decay: steps from the peak to the valley; with 0 the value drops to the valley right after the warm-up. Trinity:
+        warmup: steps until the peak. With 0, training starts at the peak. Trinity: ``mu_warmup_steps``.
+        decay: steps from the peak to the valley. With 0, the value drops to the valley right after the warm-up. Trinity:
             ``mu_decay_steps``.
 
     Raises:
@@ -229,7 +231,7 @@ class ScheduledCoefficient(_Coefficient):
 
     @torch.no_grad()
     def update(self, steps: int = 1) -> None:
-        """Go on by so many steps, in place."""
+        """Advance the schedule by this many steps, in place."""
         self.step += steps
         beyond = self.step - self.warmup
         falling = self.valley + (self.peak - self.valley) * 0.5 * (1 + torch.cos(math.pi * beyond / max(self.decay, 1)))
@@ -244,7 +246,7 @@ def _check_bounds(low: float, init: float, high: float) -> None:
 
 
 def check_penalty(**named: object) -> None:
-    """Raise a ValueError unless each named number is a weight of a penalty: finite, at least 0. Tensors and modules pass."""
+    """Raise a ValueError unless each named number is finite and at least 0. Tensors and modules are not checked."""
     for name, value in named.items():
         if isinstance(value, (int, float)) and not 0 <= value < math.inf:
             away = f": a negative weight pushes the policy away. Pass FixedKLCoefficient({value}) if that is meant"
@@ -252,11 +254,11 @@ def check_penalty(**named: object) -> None:
 
 
 def as_coefficient(coeff: float | Tensor | nn.Module) -> nn.Module:
-    """Convert a ``coeff`` argument to a module: ``module()`` is its 0-dim value, ``module.update(...)`` adapts it.
+    """Convert a ``coeff`` argument to a module: ``module()`` returns its 0-dim value, ``module.update(...)`` adapts it.
 
     Args:
-        coeff: a number of at least 0, a tensor with one such element (its value is copied) and without grad, or a module with
-            a method ``update``, which is returned unchanged.
+        coeff: a number of at least 0, a tensor with one such element and without grad, or a module. A tensor is copied. A
+            module is returned unchanged.
 
     Example:
         >>> as_coefficient(0.1)()
@@ -265,7 +267,7 @@ def as_coefficient(coeff: float | Tensor | nn.Module) -> nn.Module:
     if isinstance(coeff, nn.Module):
         return coeff
     if isinstance(coeff, Tensor) and coeff.requires_grad:
-        raise ValueError("coeff requires grad but would be copied; pass coeff.detach(), or a module that holds it.")
+        raise ValueError("coeff requires grad but would be copied. Pass coeff.detach(), or a module that holds it.")
     number = float(coeff)
     check_penalty(coeff=number)
     return FixedKLCoefficient(number)
@@ -273,12 +275,15 @@ def as_coefficient(coeff: float | Tensor | nn.Module) -> nn.Module:
 
 # ------------------------------------------------------------------ controllers
 
-#: What :class:`DualKLCoefficient` adds its steps to: the logarithm of the multiplier, or the inverse of its softplus.
+#: The quantity that :class:`DualKLCoefficient` steps: the logarithm of the multiplier, or the inverse of its softplus.
 DualParametrisation = Literal["log", "softplus"]
 
-_FAR_BELOW = 0.1  # of the target: a KL below this, or a negative estimate, counts as this
-_RISEN = 0.5  # of the target: a KL that reaches it has risen from 0
-_RUNS_AWAY = (2.0, 1.5)  # of the target: PI control answers a KL and an average above them with the step below at least
+# Shares of the target. A KL below the first is raised to it: the logarithm of 0 or of a negative estimate does not exist.
+_FAR_BELOW = 0.1
+# The warm-up ends when the average KL reaches this share.
+_RISEN = 0.5
+# If the KL exceeds the first and its average the second, PI control takes a step of at least _BRAKE.
+_RUNS_AWAY = (2.0, 1.5)
 _BRAKE = math.log(1.5)
 
 
@@ -289,8 +294,8 @@ C = TypeVar("C", bound=Callable[..., nn.Module])
 def controller(name: str) -> Callable[[C], C]:
     """Register a coefficient that adapts to a target KL: a class, or a function that makes a module.
 
-    It is called as ``(init, target, **settings)``. The module returns the coefficient, 0-dim, and has a method
-    ``update(current_kl, n)``, called once per step. The name works in ``kl.controller`` of a run's configuration.
+    It is called as ``(init, target, **settings)``. The module returns the 0-dim coefficient and has a method
+    ``update(current_kl, n)``, which is called once per step. The name works in ``kl.controller`` of a run's configuration.
 
     Raises:
         ValueError: if the name is taken.
@@ -314,7 +319,7 @@ def get_controller(name: str) -> Callable[..., nn.Module]:
     """The controller of a name: ``"pi"``, ``"dual"``, ``"ziegler"``, or one of your own.
 
     Raises:
-        ValueError: for an unknown name; the message lists the known ones.
+        ValueError: for an unknown name. The message lists the known names.
 
     Example:
         >>> get_controller("pi")(init=0.2, target=6.0)()
@@ -329,8 +334,8 @@ _CONTROLLERS.add("ziegler", AdaptiveKLCoefficient)
 class _KLController(_Coefficient):
     """A coefficient with a moving average of the KL, a warm-up, and steps of bounded size between bounds.
 
-    The state is four buffers in float32: the coefficient, the average, the sum of the average's weights, and the number of
-    updates that the warm-up still lasts. An update reads none of them on the host.
+    The state is four float32 buffers: the coefficient, the average, the sum of the average's weights, and the number of
+    updates left in the warm-up. An update reads none of them on the host.
     """
 
     average: Tensor
@@ -361,24 +366,25 @@ class _KLController(_Coefficient):
     ) -> None:
         """Update the coefficient in place.
 
-        With ``torch.distributed`` this is a collective: call it on every rank, each with its share's KL. All ranks
+        With ``torch.distributed`` this is a collective. Call it on every rank with the KL of that rank's share. All ranks
         then take the same step, from the mean over all samples.
 
         Args:
-            current_kl: mean KL of the last batch, or of this rank's share of it, in the unit of ``target``; a number, or a
-                tensor with one element, which is read without a host sync if it is on the module's device.
-            n: samples or tokens over which ``current_kl`` is the mean: its weight among the ranks. The step does not depend on
-                the sum. 0 for an empty share, whose ``current_kl`` is not read; if all are empty, nothing changes.
+            current_kl: mean KL of the last batch, or of this rank's share of it, in the unit of ``target``. A number or a
+                tensor with one element. A tensor on the module's device needs no host sync.
+            n: samples or tokens over which ``current_kl`` is the mean. It is the weight among the ranks, and the step does not
+                depend on the sum. Pass 0 for an empty share: its ``current_kl`` is not read. If all shares are empty, nothing
+                changes.
 
         Keyword Args:
             process_group: the ranks that share the coefficient.
-            all_ranks: average over ranks; by default if ``torch.distributed`` is initialised. False for a KL that is already
-                averaged over all ranks.
+            all_ranks: average over ranks. By default True if ``torch.distributed`` is initialised. Pass False for a KL that
+                is already averaged over all ranks.
 
         Raises:
-            ValueError: if a *number* is NaN or infinite (such a *tensor* changes nothing, since raising would need a host
-                sync), if ``current_kl`` has several elements, or ``n`` is a negative number. With ranks, on each of them that
-                passes numbers. Also if ``all_ranks`` is True and ``torch.distributed`` is not initialised.
+            ValueError: if a *number* is NaN or infinite, or if ``n`` is a negative number. With several ranks, every rank that
+                passes numbers raises. A *tensor* that is not finite changes nothing, because raising would need a host sync.
+                Also raised if ``all_ranks`` is True and ``torch.distributed`` is not initialised.
         """
         kl = self._over_ranks(current_kl, n, process_group, all_ranks)
         ok = kl.isfinite()
@@ -394,10 +400,10 @@ class _KLController(_Coefficient):
 
     @abstractmethod
     def _step(self, average: Tensor) -> Tensor:
-        """The step before it is clipped; ``self.average`` is still the previous average."""
+        """The step before clipping. ``self.average`` still holds the previous average."""
 
     def _bounded(self, step: Tensor, kl: Tensor, average: Tensor) -> Tensor:
-        """The step within its bounds; ``kl`` is that of the last batch, and ``self.average`` still the previous average."""
+        """Clip the step. ``kl`` is the last batch's, and ``self.average`` still holds the previous average."""
         return step.clamp(-self.max_step, self.max_step)
 
     def _moved(self, step: Tensor) -> Tensor:
@@ -407,12 +413,12 @@ class _KLController(_Coefficient):
     def _over_ranks(
         self, current_kl: float | Tensor, n: float | Tensor, group: dist.ProcessGroup | None, all_ranks: bool | None
     ) -> Tensor:
-        """The mean over all samples, 0-dim like ``value``; NaN if there are none."""
+        """The mean over all samples of all ranks, 0-dim like ``value``, NaN without samples."""
         shared = (dist.is_available() and dist.is_initialized()) if all_ranks is None else all_ranks
         problem, sums = None, self.value.new_full((2,), math.nan, dtype=torch.float64)
         try:
             sums = torch.stack(self._share(current_kl, n))
-        except ValueError as error:  # raised after the collective, in which the other ranks wait
+        except ValueError as error:  # raised after the collective: the other ranks already wait in it
             problem = error
         if shared:
             dist.all_reduce(sums, group=group)
@@ -420,7 +426,7 @@ class _KLController(_Coefficient):
             raise problem
         if shared and not isinstance(current_kl, Tensor) and not bool(sums.isfinite().all()):
             raise ValueError(
-                "current_kl of another rank is not finite, or its n is negative: look for a bad log-prob there."
+                "current_kl of another rank is not finite, or its n is negative. Look for a bad log-prob there."
             )
         return (sums[0] / sums[1]).to(self.value)
 
@@ -443,31 +449,31 @@ class PIKLCoefficient(_KLController):
     r"""A KL coefficient that holds the KL at a target: proportional-integral control of its logarithm.
 
     With ``e = log(average KL / target)`` each :meth:`update` multiplies the coefficient by
-    ``exp(clip(proportional * (e - previous e) + integral * e, -max_step, max_step))``, within ``[low, high]``. The first term
-    answers a KL that moves, before it passes the target; the second removes what error remains. The step starts from the
-    coefficient in use, so that a clipped step, or time spent at a bound, does not wind the integral up.
+    ``exp(clip(proportional * (e - previous e) + integral * e, -max_step, max_step))`` and keeps it within ``[low, high]``. The
+    proportional term reacts to a moving KL before it passes the target. The integral term removes the remaining error. Each
+    step starts from the coefficient in use, so the integral does not wind up while steps are clipped or a bound is active.
 
-    A KL runs away if it is above twice the target, its average is above 1.5 times the target, and it does not fall, as from a
-    start that is far too small. The update then multiplies by at least 1.5, whatever ``max_step`` is.
+    A KL runs away if it is above twice the target, its average is above 1.5 times the target, and it is not falling. This
+    happens when ``init`` is far too small. The update then multiplies by at least 1.5, even if ``max_step`` is smaller.
 
-    A KL starts at 0 and needs some steps to rise, whatever the coefficient. During the warm-up ``init`` is held: until the
-    average has reached half the target, for ``warmup`` updates at most.
+    The KL starts at 0 and needs some steps to rise, whatever the coefficient. During the warm-up the coefficient stays at
+    ``init``. The warm-up ends when the average reaches half the target, or after ``warmup`` updates.
 
-    :class:`~torchrl_llm_kl.AdaptiveKLCoefficient` integrates only, without averaging: it overshoots where the policy follows
-    late. The gains are per update, and no step depends on ``n`` or a horizon. Their defaults are for noisy batches of about 100
-    answers; with 256, ``proportional=2, integral=0.08, smoothing=0.9, max_step=0.2`` and a start near the
-    coefficient that is needed hold the target more closely (``docs/kl_study.md``).
+    :class:`~torchrl_llm_kl.AdaptiveKLCoefficient` has only an integral term and no averaging, so it overshoots if the policy
+    responds late. The gains are per update, and no step depends on ``n`` or a horizon. The defaults are for noisy batches of
+    about 100 answers. With 256 answers, ``proportional=2, integral=0.08, smoothing=0.9, max_step=0.2`` and a start near the
+    final coefficient hold the target more closely (``docs/kl_study.md``).
 
     Args:
         init: initial coefficient, positive, within ``[low, high]``.
-        target: target KL, in the unit of ``current_kl`` (nats per token or per sequence); positive.
+        target: target KL in the unit of ``current_kl`` (nats per token or per sequence), positive.
 
     Keyword Args:
         proportional: gain on the change of the error, dimensionless, at least 0.
         integral: gain on the error, per update, positive.
-        smoothing: weight of the past in the moving average of the KL, at least 0 and below 1; 0.8 averages about 5 updates.
-        max_step: largest change of the coefficient's logarithm in one update, unless the KL runs away; 0.1 is about 10 %.
-        warmup: most updates during which ``init`` is held while the KL rises from 0.
+        smoothing: weight of the past in the moving average of the KL, at least 0 and below 1. 0.8 averages about 5 updates.
+        max_step: largest change of the coefficient's logarithm in one update, unless the KL runs away. 0.1 is about 10 %.
+        warmup: largest number of updates that keep ``init`` while the KL rises from 0.
         low: smallest coefficient.
         high: largest coefficient.
 
@@ -482,7 +488,7 @@ class PIKLCoefficient(_KLController):
         tensor(0.1940)
 
     Source: Stooke et al. 2020, "Responsive Safety in Reinforcement Learning by PID Lagrangian Methods" (arXiv 2007.03964), who
-    give a multiplier a proportional term; here the term is the logarithm's, since the KL falls as a power of the coefficient.
+    give a multiplier a proportional term. Here it acts on the logarithm, because the KL falls as a power of the coefficient.
     """
 
     def __init__(
@@ -505,12 +511,12 @@ class PIKLCoefficient(_KLController):
 
     def _step(self, average: Tensor) -> Tensor:
         error, before = self._error(average), self._error(self.average)
-        moved = torch.where(self.mass > 0, error - before, 0)  # nothing came before the first
+        moved = torch.where(self.mass > 0, error - before, 0)  # the first update has no previous error
         return self.proportional * moved + self.integral * error
 
     def _bounded(self, step: Tensor, kl: Tensor, average: Tensor) -> Tensor:
         bounded = super()._bounded(step, kl, average)
-        # One noisy batch is no reason, and a KL that falls already follows the coefficient late.
+        # One noisy batch must not trigger this. A falling KL already responds to the coefficient, only late.
         above = (kl > _RUNS_AWAY[0] * self.target) & (average > _RUNS_AWAY[1] * self.target)
         runs_away = above & (kl >= self.average)
         return torch.where(runs_away, bounded.clamp(min=_BRAKE), bounded)
@@ -524,23 +530,23 @@ class DualKLCoefficient(_KLController):
     r"""A KL coefficient that is the Lagrange multiplier of ``KL <= target``, found by dual ascent.
 
     The dual's gradient, relative to the target, is ``g = average KL / target - 1``. Each :meth:`update` adds
-    ``clip(rate * g, -max_step, max_step)`` to ``log coefficient``, or to ``softplus^-1(coefficient)``. The gradient of the map
-    itself is left out, since it vanishes with the coefficient. The two are alike for a small coefficient, whose steps are
-    relative; above 1 the steps of softplus become absolute.
+    ``clip(rate * g, -max_step, max_step)`` to ``log coefficient`` or to ``softplus^-1(coefficient)``. The step omits the
+    derivative of this map, because it vanishes with the coefficient. For a small coefficient both parametrisations take
+    relative steps. Above 1 the steps of softplus become absolute.
 
-    Dual ascent integrates only: where the policy follows late, it overshoots more than :class:`PIKLCoefficient`, unless its
-    ``rate`` is small. For the warm-up and the other settings see there.
+    Dual ascent has only an integral term. If the policy responds late, it overshoots more than :class:`PIKLCoefficient`,
+    unless ``rate`` is small. The warm-up works as in :class:`PIKLCoefficient`.
 
     Args:
         init: initial coefficient, positive, within ``[low, high]``.
-        target: largest KL, in the unit of ``current_kl``; positive.
+        target: largest KL in the unit of ``current_kl``, positive.
 
     Keyword Args:
         rate: step size of the ascent, positive.
         parametrisation: ``"log"`` or ``"softplus"``.
-        smoothing: weight of the past in the moving average of the KL; 0, as in the source, takes the last batch alone.
+        smoothing: weight of the past in the moving average of the KL. With 0, as in the source, only the last batch counts.
         max_step: largest step.
-        warmup: most updates during which ``init`` is held while the KL rises from 0.
+        warmup: largest number of updates that keep ``init`` while the KL rises from 0.
         low: smallest coefficient.
         high: largest coefficient.
 
@@ -553,8 +559,8 @@ class DualKLCoefficient(_KLController):
         >>> coefficient()
         tensor(0.2051)
 
-    Source: Abdolmaleki et al. 2018, "Maximum a Posteriori Policy Optimisation" (arXiv 1806.06920), whose KL bound has a
-    multiplier that is trained along with the policy.
+    Source: Abdolmaleki et al. 2018, "Maximum a Posteriori Policy Optimisation" (arXiv 1806.06920): the multiplier of its KL
+    bound is trained along with the policy.
     """
 
     def __init__(
@@ -581,4 +587,5 @@ class DualKLCoefficient(_KLController):
     def _moved(self, step: Tensor) -> Tensor:
         if self.parametrisation == "log":
             return super()._moved(step)
+        # softplus^-1(x) = x + log(1 - exp(-x)), which is exact for small and for large x.
         return softplus(self.value + (-(-self.value).expm1()).log() + step, threshold=80)

@@ -1,4 +1,4 @@
-"""KLs of whole distributions: exact over the vocabulary, a few positions at a time, or of a top k and "any other token"."""
+"""KLs of whole distributions: exact over the vocabulary in chunks of positions, or over a top k and "any other token"."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from torchrl_llm_kl._numerics import Scalar, check_range, check_same_shape, widen
 from torchrl_llm_kl.head import Direction, linear_pair, logits_kl
 
-# exp underflows to 0 below this, in float64 too. An outcome without probability has this log-prob, and no gradient.
+# exp underflows to 0 below this, also in float64. Outcomes without probability get this log-prob, and no gradient.
 _LOG_ZERO = -1000.0
 
 
@@ -29,36 +29,37 @@ def exact_kl(
 
     ``"reverse"`` is :math:`KL(\pi \| \pi_{ref})`, ``"forward"`` is :math:`KL(\pi_{ref} \| \pi)`, and
     ``"jensen_shannon"`` is :math:`\beta KL(\pi_{ref} \| m) + (1-\beta) KL(\pi \| m)` with the mixture
-    :math:`m = \beta\pi_{ref} + (1-\beta)\pi`. So ``beta`` is the weight of the *reference*; 0.5 is symmetric and at
-    most ``log 2``. Divided by ``beta`` it tends to the forward KL as ``beta`` tends to 0; divided by ``1 - beta``, to
-    the reverse KL as ``beta`` tends to 1.
+    :math:`m = \beta\pi_{ref} + (1-\beta)\pi`. So ``beta`` is the weight of the *reference*. With 0.5 the divergence is
+    symmetric and at most ``log 2``. Divided by ``beta``, it tends to the forward KL as ``beta`` tends to 0. Divided by
+    ``1 - beta``, it tends to the reverse KL as ``beta`` tends to 1.
 
-    Nothing is sampled at the position itself: value and *gradient* are the chosen divergence and its gradient given the
-    prefix, whichever policy sampled it. Use it in a **loss** and for logging. In a **reward** its policy gradient at its own
-    position is zero: it only reaches the earlier tokens that led to this prefix.
+    The sum is over every token, so nothing is sampled at the position itself. Value and *gradient* are the divergence and its
+    gradient given the prefix, whichever policy sampled the prefix. Use it in a **loss** and for logging. In a **reward** its
+    policy gradient at its own position is zero. It then only reaches the earlier tokens that led to this prefix.
 
-    Each head computes its logits in its own dtype, as the model does; softmax, sums and accumulated gradients are
-    float32 or wider. Forward and backward, which recomputes the logits, work through tiles: besides inputs and
-    gradients no tensor is larger than ``[chunk_size, V]``. Differentiable once.
+    Each head computes its logits in its own dtype, as the model does. Softmax, sums and accumulated gradients are in float32
+    or wider. Forward and backward work in tiles, and backward recomputes the logits. Apart from inputs and gradients, no
+    tensor is larger than ``[chunk_size, V]``. The result can be differentiated once.
 
     Args:
-        hidden: last hidden state of the policy; ``[*B, T, H]``, in the dtype of ``weight``.
-        ref_hidden: the reference's at the same positions; ``[*B, T, H_ref]``, without graph if the reference is frozen.
-        weight: head of the policy; ``[V, H]``.
-        ref_weight: head of the reference; ``[V, H_ref]``.
-        bias: of the policy's head; ``[V]``.
-        ref_bias: of the reference's head; ``[V]``.
-        direction: which divergence.
-        beta: weight of the reference in the mixture, inside (0, 1); only for ``"jensen_shannon"``.
+        hidden: last hidden state of the policy, ``[*B, T, H]``, in the dtype of ``weight``.
+        ref_hidden: last hidden state of the reference at the same positions, ``[*B, T, H_ref]``, without graph if the
+            reference is frozen.
+        weight: head of the policy, ``[V, H]``.
+        ref_weight: head of the reference, ``[V, H_ref]``.
+        bias: bias of the policy's head, ``[V]``.
+        ref_bias: bias of the reference's head, ``[V]``.
+        direction: the divergence.
+        beta: weight of the reference in the mixture, inside (0, 1). Only for ``"jensen_shannon"``.
         temperature: divides both models' logits, as at sampling.
-        chunk_size: positions at a time; changes memory and speed only. Default: by device.
+        chunk_size: positions per tile. It changes only memory and speed. The default depends on the device.
 
     Returns:
-        Nats per position, ``[*B, T]``; not masked, not reduced. A token with a logit of ``-inf`` in both models
-        adds 0; one that only the second distribution of a KL rules out makes that KL ``inf``.
+        Nats per position, ``[*B, T]``, not masked and not reduced. A token with a logit of ``-inf`` in both models adds 0. A
+        token that only the second distribution of a KL rules out makes that KL ``inf``.
 
     Raises:
-        ValueError: if vocabularies, positions or head sizes disagree, or an option is out of range.
+        ValueError: if vocabularies or positions disagree, or an option is out of range.
 
     Example:
         >>> hidden = ref_hidden = torch.ones(1, 2, 1)
@@ -66,11 +67,12 @@ def exact_kl(
         >>> exact_kl(hidden, ref_hidden, weight, ref_weight)  # (1/2, 1/2) against (3/4, 1/4)
         tensor([[0.1438, 0.1438]])
 
-    Source: the exact inner sum: Amini et al., arXiv 2504.10637 (Rao-Blackwell); ``beta``: Agarwal et al.,
+    Source: the exact inner sum: Amini et al., arXiv 2504.10637 (Rao-Blackwell). ``beta``: Agarwal et al.,
     arXiv 2306.13649, generalized Jensen-Shannon with the teacher as first distribution.
     """
     check_range(1, chunk_size=chunk_size)
     check_same_shape(hidden=hidden[..., 0], ref_hidden=ref_hidden[..., 0])
+    # If only one model is in float64, the other product is computed in float64 too.
     double = [torch.float64 in (hidden.dtype, weight.dtype), torch.float64 in (ref_hidden.dtype, ref_weight.dtype)]
     product_dtype = torch.float64 if double[0] != double[1] else None
     pair = linear_pair(
@@ -100,9 +102,9 @@ def exact_kl_from_logits(
 ) -> Tensor:
     r"""Full-vocabulary divergence at each position, from existing logits.
 
-    Meaning, gradient, placement, result and the other arguments are as in :func:`exact_kl`; float32 copies exist
-    chunk by chunk only. ``logits`` and ``ref_logits`` are the policy's and the reference's, ``[*B, T, V]`` each; a
-    constant added to a row changes nothing. Unequal shapes raise a ValueError.
+    Value, gradient, use and the other arguments are as in :func:`exact_kl`. ``logits`` are the policy's and ``ref_logits``
+    the reference's, ``[*B, T, V]`` each. Adding a constant to a row changes nothing. Float32 copies exist for one chunk at a
+    time. Unequal shapes raise a ValueError.
 
     Example:
         >>> exact_kl_from_logits(torch.tensor([[3.0, 1.0]]).log(), torch.zeros(1, 2), direction="forward")
@@ -128,23 +130,23 @@ def top_k_divergence(outcomes: Tensor, teacher_outcomes: Tensor, *, beta: Scalar
     1                       :math:`KL(q \| p)`                                   reverse KL, mode-seeking
     ======================= ==================================================== =====================
 
-    This is the convention of GKD and of TRL: ``beta`` is the *teacher's* share of the mixture. It is not continuous: the mean
-    of the two KLs tends to 0 at both ends, where the value jumps to the plain KL.
+    As in GKD and TRL, ``beta`` is the *teacher's* share of the mixture. The value is not continuous in ``beta``: the mixed
+    divergence tends to 0 at both ends, where the value jumps to the plain KL.
 
-    For ``k`` below the vocabulary it is a lower bound of the divergence over all tokens, since one outcome stands for many;
-    with ``k = V`` it is that divergence. The gradient is the value's.
+    For ``k`` below the vocabulary size the value is a lower bound of the divergence over all tokens, because one outcome
+    stands for many tokens. With ``k = V`` it is that divergence. The gradient is the gradient of the value.
 
     Args:
-        outcomes: nats, the student's log-probs at the teacher's ids, and last of all other tokens; ``[*B, k + 1]``. See
-            :func:`~torchrl_llm_kl.head.linear_outcomes`.
-        teacher_outcomes: the teacher's, same shape; detached. Log-probs below -1000, ``-inf`` too, count as -1000, so that
-            the value and the gradient are finite where only one of both has no probability.
+        outcomes: nats, ``[*B, k + 1]``. The student's log-probs of the teacher's ids, followed by the log-prob of all other
+            tokens. See :func:`~torchrl_llm_kl.head.linear_outcomes`.
+        teacher_outcomes: the teacher's log-probs, same shape, detached. Log-probs below -1000, also ``-inf``, are raised to
+            -1000. Value and gradient are then finite even if only one of the two models has no probability.
 
     Keyword Args:
         beta: from 0 to 1.
 
     Returns:
-        Nats, ``[*B]``; not masked, not reduced.
+        Nats, ``[*B]``, not masked and not reduced.
 
     Raises:
         ValueError: if the shapes differ, or ``beta`` is out of range.
@@ -164,5 +166,6 @@ def top_k_divergence(outcomes: Tensor, teacher_outcomes: Tensor, *, beta: Scalar
     share = torch.as_tensor(beta, dtype=log_q.dtype, device=log_q.device)
     log_m = torch.logaddexp(log_p + share.log(), log_q + torch.log1p(-share))
     mixed = (share * p * (log_p - log_m) + (1 - share) * q * (log_q - log_m)).sum(-1)
-    # No branch on beta: a tensor is not read on the host. All three are finite, in value and in gradient.
+    # There is no branch on beta, because a tensor is not read on the host. All three have finite values and gradients, so the
+    # unused ones do not turn the gradient into NaN.
     return torch.where(share == 0, forward, torch.where(share == 1, reverse, mixed))

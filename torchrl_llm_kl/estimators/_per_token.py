@@ -1,6 +1,6 @@
-r"""KL estimators from the log-probs of the sampled tokens: the registry with the contract of each, and their formulas.
+r"""KL estimators from the log-probs of the sampled tokens: the registry with their contracts, and their formulas.
 
-:math:`\pi` is the policy, ``d = log_prob - ref_log_prob``, and a "mean" is over the next token given its prefix.
+:math:`\pi` is the policy and ``d = log_prob - ref_log_prob``. A "mean" is over the next token given its prefix.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ QUANTITIES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class EstimatorContract:
-    """The contract of one estimator; means are over one token given its prefix, gradients are keys of :data:`QUANTITIES`."""
+    """The contract of one estimator. Means are over one token given its prefix. Gradients are keys of :data:`QUANTITIES`."""
 
     name: str  #: as in :func:`get_estimator`
     unbiased: bool  #: whether the mean value over tokens from ``p`` is KL(p‖q)
@@ -54,7 +54,7 @@ UNCLAMPED = "while no clamp is active"
 
 
 class UnknownEstimatorError(UnknownNameError):
-    """Unknown estimator; the message lists the names and suggests the nearest one."""
+    """The estimator is not registered. The message lists the known names and suggests the nearest one."""
 
 
 _REGISTRY = Registry[Callable[..., Tensor]]("KL estimator", error=UnknownEstimatorError)
@@ -69,7 +69,7 @@ def register(contract: EstimatorContract, function: F) -> F:
 
 
 def available_estimators() -> tuple[EstimatorName, ...]:
-    """Every name that :func:`get_estimator` accepts.
+    """The names that :func:`get_estimator` accepts.
 
     Example:
         >>> available_estimators()[:4]
@@ -79,7 +79,7 @@ def available_estimators() -> tuple[EstimatorName, ...]:
 
 
 def contracts() -> tuple[EstimatorContract, ...]:
-    """The contract of every estimator, in the order of :func:`available_estimators`.
+    """The contracts of all estimators, in the order of :func:`available_estimators`.
 
     Example:
         >>> contracts()[1].name, contracts()[1].unbiased
@@ -89,13 +89,13 @@ def contracts() -> tuple[EstimatorContract, ...]:
 
 
 def get_estimator(name: EstimatorName) -> Callable[..., Tensor]:
-    """Look up an estimator; every look-up returns the same object, which can be pickled.
+    """Look up an estimator. Every look-up returns the same object, which can be pickled.
 
-    All but ``"exact"`` are called as ``(log_prob, ref_log_prob, old_log_prob=None, *, <clamps>)`` on equal shapes
-    ``[*B, T]``. ``"exact"`` is :func:`exact_kl`, which needs hidden states and heads instead of log-probs.
+    ``"exact"`` is :func:`exact_kl`, which takes hidden states and heads. All others are called as
+    ``(log_prob, ref_log_prob, old_log_prob=None, *, <clamps>)`` on equal shapes ``[*B, T]``.
 
     Args:
-        name: one of :func:`available_estimators`; a trailing ``+`` keeps the value and takes the gradient of ``k2``.
+        name: one of :func:`available_estimators`. A trailing ``+`` keeps the value and takes the gradient of ``k2``.
 
     Raises:
         UnknownEstimatorError: a ``ValueError``.
@@ -140,8 +140,8 @@ def estimator_table() -> str:
 def estimator(contract: EstimatorContract) -> Callable[[F], F]:
     """Register a per-token estimator ``(log_prob, ref_log_prob, old_log_prob=None) -> Tensor`` under its contract's name.
 
-    The name works wherever an estimator's name is taken, and with a ``+`` it has the estimator's value and the gradient of
-    :func:`k2`. :func:`check_placement` warns by the contract.
+    The name works wherever an estimator's name is accepted. The same name with a ``+`` has the estimator's value and the
+    gradient of :func:`k2`. :func:`check_placement` warns according to the contract.
 
     Raises:
         ValueError: if the name is taken.
@@ -157,7 +157,7 @@ def estimator(contract: EstimatorContract) -> Callable[[F], F]:
 
     def add(function: F) -> F:
         register(contract, function)
-        if contract.name != "none":  # a penalty that trains but always logs 0 would be a trap
+        if contract.name != "none":  # "none+" would train with k2 but always log 0
             condition = contract.condition and f"value: {contract.condition}"
             plus = replace(
                 contract,
@@ -175,12 +175,12 @@ def estimator(contract: EstimatorContract) -> Callable[[F], F]:
 
 @dataclass(frozen=True)
 class StraightThrough:
-    r"""The value of ``base``, the gradient of :func:`k2`; registered under the name of ``base`` with a ``+``.
+    r"""The value of ``base`` with the gradient of :func:`k2`. It is registered under the name of ``base`` with a ``+``.
 
     For tokens sampled from the policy the mean *gradient* is the gradient of the reverse :math:`KL(\pi \| \pi_{ref})`, whatever
-    the base. Value and bias are the base's: ``"k3+"`` is unbiased with low variance, a good choice for a **loss** whose
-    value is logged too. Clamps of the base affect only the value. In a **reward**, where the gradient is not used, it
-    equals its base. The gradient is never importance-weighted. Can be pickled.
+    the base. Value and bias are the base's. ``"k3+"`` is unbiased and has low variance, so it suits a **loss** whose value is
+    also logged. Clamps of the base affect only the value. In a **reward**, where the gradient is not used, it equals its
+    base. The gradient is never importance-weighted. The object can be pickled.
 
     Args:
         base: a per-token estimator.
@@ -199,7 +199,7 @@ class StraightThrough:
     def __call__(
         self, log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None, **clamps: float
     ) -> Tensor:
-        """Estimate per token, in the base's unit; NaN where the log-ratio is infinite. ``clamps``: the base's."""
+        """Estimate per token, in the base's unit. NaN where the log-ratio is infinite. ``clamps`` are passed to the base."""
         value = self.base(log_prob, ref_log_prob, old_log_prob, **clamps).detach()
         surrogate = k2(log_prob, ref_log_prob)
         return value + (surrogate - surrogate.detach())
@@ -207,7 +207,7 @@ class StraightThrough:
 
 @estimator(EstimatorContract("none", False, "zero", "zero", False, "zero", "switches it off", "switches it off"))
 def none_(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
-    """No penalty: zeros without a graph, in the dtype of the other estimators. Registered as ``"none"``.
+    """No penalty: zeros without a graph, in the dtype of the other estimators. It is registered as ``"none"``.
 
     Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
 
@@ -226,10 +226,10 @@ def none_(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = 
 def k1(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
     r"""Per-token k1 estimate of :math:`KL(\pi \| \pi_{ref})`: the log-ratio ``d`` itself, nats.
 
-    For tokens sampled from the policy the value is unbiased but noisy, and negative about half of the time. The mean
-    *gradient* is zero, so in a loss it adds noise and no pull. Put it in the **reward**, detached: the policy gradient
-    of that reward is the gradient of the reverse KL. For tokens of another sampler the value is biased and the mean
-    gradient is the gradient of :math:`-KL(\pi_{old} \| \pi)`. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
+    For tokens sampled from the policy the value is unbiased but noisy, and about half of the values are negative. The mean
+    *gradient* is zero, so in a loss it adds noise and no pull. Use it detached in the **reward**: the policy gradient of that
+    reward is the gradient of the reverse KL. For tokens of another sampler the value is biased, and the mean gradient is the
+    gradient of :math:`-KL(\pi_{old} \| \pi)`. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
 
     Example:
         >>> k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
@@ -246,9 +246,9 @@ def k1(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = Non
 def k2(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
     r"""Per-token k2 estimate of :math:`KL(\pi \| \pi_{ref})`: ``d**2 / 2``, nats squared, never negative.
 
-    The value is biased, little when the models are close. For tokens sampled from the policy the mean *gradient* is
-    exactly the gradient of the reverse :math:`KL(\pi \| \pi_{ref})`: the estimator to put in a **loss**. In a reward its policy
-    gradient belongs to no KL. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
+    The value is biased, but only slightly if the models are close. For tokens sampled from the policy the mean *gradient* is
+    exactly the gradient of the reverse :math:`KL(\pi \| \pi_{ref})`, so this is the estimator for a **loss**. In a reward its
+    policy gradient belongs to no KL. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
 
     Example:
         >>> k2(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
@@ -263,11 +263,11 @@ def k2(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = Non
 def k3(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
     r"""Per-token k3 estimate of :math:`KL(\pi \| \pi_{ref})`: ``exp(-d) - 1 + d``, nats, never negative.
 
-    For tokens sampled from the policy the value is unbiased and far less noisy than :func:`k1`: the one to **log**. Its
-    mean *gradient* belongs to the other direction, :math:`KL(\pi_{ref} \| \pi)`, so a **loss** pulls the policy to
-    cover the reference; use :func:`k2` or ``"k3+"`` for the reverse. In a reward its policy gradient is the gradient of the
-    *difference* :math:`KL(\pi \| \pi_{ref}) - KL(\pi_{ref} \| \pi)`: use :func:`k1` there, and :func:`corrected_k3` for
-    another sampler's tokens. Overflows in float32 where ``d < -88``. Arguments and errors:
+    For tokens sampled from the policy the value is unbiased and far less noisy than :func:`k1`, so this is the estimator to
+    **log**. Its mean *gradient* belongs to the other direction, :math:`KL(\pi_{ref} \| \pi)`. In a **loss** it therefore pulls
+    the policy to cover the reference. Use :func:`k2` or ``"k3+"`` for the reverse KL. In a reward its policy gradient is the
+    gradient of the *difference* :math:`KL(\pi \| \pi_{ref}) - KL(\pi_{ref} \| \pi)`, so use :func:`k1` there. Use
+    :func:`corrected_k3` for another sampler's tokens. It overflows in float32 where ``d < -88``. Arguments and errors:
     :mod:`torchrl_llm_kl.estimators`.
 
     Example:
@@ -277,7 +277,7 @@ def k3(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = Non
     Source: J. Schulman, "Approximating KL Divergence" (2020).
     """
     d = k1(log_prob, ref_log_prob, old_log_prob)
-    return torch.expm1(-d) + d
+    return torch.expm1(-d) + d  # with exp(-d) - 1 rounding would make some small estimates negative
 
 
 @estimator(
@@ -293,16 +293,16 @@ def low_var_kl(
     log_ratio_clamp: float = 20.0,
     value_clamp: float = 10.0,
 ) -> Tensor:
-    r""":func:`k3` with ``|d|`` clamped to ``log_ratio_clamp``, then the value to ``value_clamp``; nats.
+    r""":func:`k3` in nats, with ``|d|`` clamped to ``log_ratio_clamp`` and then the value to ``value_clamp``.
 
-    For tokens sampled from the policy, where no clamp is active, value and mean gradient are :func:`k3`'s:
-    unbiased, and the gradient of :math:`KL(\pi_{ref} \| \pi)`. Where one is active the **gradient is 0**. With the
-    defaults that is where ``d < -2.61`` (at ``d = -4`` k3 is 49.6, this returns 10) and where ``d > 11``, so a **loss**
-    no longer pulls back a token whose probability has dropped below 1/13.6 of the reference's. Finite for any finite
-    input, so it suits **logging**; use :func:`k1` in a reward.
+    For tokens sampled from the policy, and while no clamp is active, value and mean gradient are those of :func:`k3`: the
+    value is unbiased, and the gradient belongs to :math:`KL(\pi_{ref} \| \pi)`. Where a clamp is active the **gradient is 0**.
+    With the defaults this happens for ``d < -2.61`` (at ``d = -4``, k3 is 49.6 and this is 10) and for ``d > 11``. A **loss**
+    then no longer pulls back a token whose probability fell below 1/13.6 of the reference's. The value is finite for any
+    finite input, so it suits **logging**. Use :func:`k1` in a reward.
 
-    ``math.inf`` switches a clamp off; without the log-ratio's float32 overflows where ``d < -88``. A clamp must
-    be positive. Other arguments and errors: :mod:`torchrl_llm_kl.estimators`.
+    A clamp is positive, and ``math.inf`` switches it off. Without ``log_ratio_clamp``, float32 overflows where ``d < -88``.
+    Other arguments and errors: :mod:`torchrl_llm_kl.estimators`.
 
     Example:
         >>> low_var_kl(torch.tensor([-2.0, -5.0]), torch.tensor([-1.0, -1.0]))
@@ -317,12 +317,12 @@ def low_var_kl(
 
 @estimator(EstimatorContract("abs", False, "total_variation", "none", loss="for the total variation"))
 def abs_(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
-    r"""Per-token ``|d|``, nats; its gradient at ``d = 0`` is 0. Registered as ``"abs"``.
+    r"""Per-token ``|d|`` in nats. Its gradient at ``d = 0`` is 0. It is registered as ``"abs"``.
 
-    The mean value is at least the KL: biased upwards, and by much when the models are close. For tokens sampled from
-    the policy the mean *gradient* is the gradient of :math:`\sum_v |\pi(v) - \pi_{ref}(v)|`, twice the total variation
-    distance: in a **loss** every token pulls equally hard, however small its log-ratio. In a reward its policy gradient
-    belongs to no KL. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
+    The mean value is at least the KL, and far above it if the models are close. For tokens sampled from the policy the mean *gradient*
+    is the gradient of :math:`\sum_v |\pi(v) - \pi_{ref}(v)|`, which is twice the total variation distance. In a **loss** every
+    token pulls equally hard, however small its log-ratio. In a reward its policy gradient belongs to no KL. Arguments and
+    errors: :mod:`torchrl_llm_kl.estimators`.
 
     Example:
         >>> abs_(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
@@ -333,7 +333,7 @@ def abs_(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = N
     return k1(log_prob, ref_log_prob, old_log_prob).abs()
 
 
-# For tokens of another policy: the ratio corrects value and gradient.
+# For tokens of another policy, the importance ratio corrects value and gradient.
 _CORRECTED = EstimatorContract("corrected_k3", True, "reverse", "reverse_minus_forward", True, "reverse")
 
 
@@ -344,28 +344,28 @@ def corrected_k3(
     r""":func:`k3` for tokens that another policy sampled: ``min(r, ratio_max) * k3``, nats.
 
     The ratio ``r = exp(log_prob - old_log_prob)`` is differentiated too. While no ratio exceeds ``ratio_max``, the mean over
-    the *sampler's* tokens is unbiased for :math:`KL(\pi \| \pi_{ref})` and its mean *gradient* is the gradient of the same
-    reverse KL: fit for a **loss**, on-policy and off-policy. Where the clamp is active both claims fail: the value is
-    too small, and only :func:`k3`'s gradient is left, times ``ratio_max``. In a reward it has the fault of :func:`k3`.
+    the *sampler's* tokens is unbiased for :math:`KL(\pi \| \pi_{ref})`, and its mean *gradient* is the gradient of the same
+    reverse KL. It therefore suits a **loss**, on-policy and off-policy. Where the clamp is active both claims fail: the value
+    is too small, and only the gradient of :func:`k3` times ``ratio_max`` remains. In a reward its policy gradient is wrong in
+    the same way as that of :func:`k3`.
 
-    ``old_log_prob`` is required (Trinity falls back to k3 silently); on-policy, pass ``log_prob.detach()``.
-    ``ratio_max`` is positive; ``math.inf`` switches the clamp off. Other arguments and errors:
-    :mod:`torchrl_llm_kl.estimators`.
+    ``old_log_prob`` is required. (Trinity silently falls back to k3.) On-policy, pass ``log_prob.detach()``. ``ratio_max`` is
+    positive, and ``math.inf`` switches the clamp off. Other arguments and errors: :mod:`torchrl_llm_kl.estimators`.
 
     Example:
         >>> corrected_k3(torch.tensor([-2.0, -2.0]), torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -4.0]))
         tensor([0.7183, 1.4366])
 
-    Source: ``kl_fn="corrected_k3"`` of Trinity-RFT 0.6.0 (clamp to ``[0, 2]``; the 0 never binds).
+    Source: ``kl_fn="corrected_k3"`` of Trinity-RFT 0.6.0, whose clamp is ``[0, 2]``. The 0 is never reached.
     """
     check_range(above=0.0, ratio_max=ratio_max)
     if old_log_prob is None:
         raise ValueError(
-            "corrected_k3 needs old_log_prob, of the policy that sampled: on-policy, pass log_prob.detach()."
+            "corrected_k3 needs old_log_prob, from the policy that sampled. On-policy, pass log_prob.detach()."
         )
     estimate = k3(log_prob, ref_log_prob, old_log_prob)
     log_prob, old_log_prob = widen(log_prob, old_log_prob)
-    # Bounding the exponent first keeps exp finite; an inf here would turn the clamp's zero gradient into NaN.
+    # Bounding the exponent first keeps exp finite. An inf here would turn the clamp's zero gradient into NaN.
     log_ratio = (log_prob - old_log_prob).clamp(max=math.log(ratio_max) + 1.0)
     return log_ratio.exp().clamp(max=ratio_max) * estimate
 
@@ -391,16 +391,16 @@ _IN_REWARD = "detached, its policy gradient is not the reverse KL's. Use 'k1' in
 
 
 class KLPlacementWarning(UserWarning):
-    """A KL estimator is used where its gradient is not the reverse KL's; the message recommends another."""
+    """A KL estimator is used where its gradient is not the reverse KL's. The message recommends another estimator."""
 
 
 def check_placement(estimator: object, place: str, *, stacklevel: int = 2) -> None:
     """Warn if an estimator's gradient is not the reverse KL's where it is used.
 
     Args:
-        estimator: a name of :func:`get_estimator`; anything else passes.
+        estimator: a name of :func:`get_estimator`. Other objects are not checked.
         place: ``"loss"`` or ``"reward"``.
-        stacklevel: of the :class:`KLPlacementWarning`.
+        stacklevel: stack level of the :class:`KLPlacementWarning`.
 
     Example:
         >>> import warnings

@@ -114,7 +114,7 @@ def test_verls_corrections_of_the_sampler() -> None:
     )
     weights, mask = from_trinity(both).overrides["loss_args"]["corrections"]
     assert repr(weights) == "ImportanceWeights(level='token', mode='truncate', low=None, high=2.0)"
-    assert repr(mask) == "RejectionMask(divergence='seq_max_k3', low=None, high=2.0)"
+    assert mask.keywords == {"divergence": "seq_max_k3", "low": None, "high": 2.0}
     (weights,) = from_verl(CORRECTED).overrides["loss_args"]["corrections"]
     assert repr(weights) == "ImportanceWeights(level='token', mode='mask', low=0.5, high=5.0)"
 

@@ -336,12 +336,6 @@ def test_as_coefficient_of_numbers_and_modules():
         assert as_coefficient(module) is module
 
 
-def test_settings_are_shown():
-    assert repr(ziegler(target=6.0, horizon=100)) == "AdaptiveKLCoefficient(value=0.2, target=6, horizon=100)"
-    shown = "value=0.2, target=0.5, smoothing=0, max_step=0.3, low=0.0001, high=100, proportional=0.5, integral=0.1"
-    assert repr(pi(max_step=0.3)) == f"PIKLCoefficient({shown})"
-
-
 def test_controllers_have_names_also_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_coefficients._CONTROLLERS, "_items", dict(_coefficients._CONTROLLERS._items))
     kinds = {"pi": PIKLCoefficient, "dual": DualKLCoefficient, "ziegler": AdaptiveKLCoefficient}

@@ -122,17 +122,9 @@ def test_names():
     assert get_estimator("k3+") == estimators.StraightThrough(k3)
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [("k4", "k3"), ("lowvar_kl", "low_var_kl"), ("none+", "none"), ("K3 +", "k3+"), ("wasserstein", None)],
-)
-def test_unknown_names_get_a_suggestion(name, near):
-    with pytest.raises(ValueError, match="unknown KL") as error:
-        get_estimator(name)
-    assert error.type is estimators.UnknownEstimatorError
-    known = (f" Did you mean {near!r}?" if near else "") + " Known: none, k1, k1+, k2, k2+, k3, "
-    assert str(error.value).startswith(f"unknown KL estimator {name!r}.{known}")
-    assert str(error.value).endswith("exact.")
+def test_an_unknown_name_gets_a_suggestion():
+    with pytest.raises(estimators.UnknownEstimatorError, match=r"unknown KL estimator 'K3 \+'\. Did you mean 'k3\+'"):
+        get_estimator("K3 +")
 
 
 def test_an_estimator_of_ones_own_works_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

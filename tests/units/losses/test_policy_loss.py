@@ -489,14 +489,6 @@ def test_all_inputs_at_once(model: nn.Module) -> None:
     assert "entropy" not in seen[-1]
 
 
-def test_an_input_that_is_read_only_without_an_optional_one(model: nn.Module) -> None:
-    def mine(inputs: LossInputs) -> tuple[LossTerm, ...]:
-        return minus(inputs, inputs.entropy if inputs.get("selected") is None else 0.0)
-
-    data, value = batch(), lambda row: -row["advantage"] * row["log_prob"] - row["entropy"]
-    assert_close(objective(model, data, mine), token_mean(model, data, value), **CLOSE)
-
-
 def test_an_input_that_is_read_only_on_some_data(model: nn.Module) -> None:
     def mine(inputs: LossInputs) -> tuple[LossTerm, ...]:
         return minus(inputs, inputs.entropy if bool((inputs.advantage > 0).any()) else 0.0)

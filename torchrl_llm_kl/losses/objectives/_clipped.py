@@ -21,13 +21,13 @@ def clipped_surrogate(
     clip_high: Scalar,
     clip_ratio_c: Scalar | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's value per token, and the fractions of tokens whose gradient each bound removes; see :func:`ppo`."""
+    """PPO's value per token, and the fractions of tokens whose gradient each bound removes. See :func:`ppo`."""
     loss, bad = -advantage, advantage < 0
     free, bound = loss * ratio, loss * clamp(ratio, 1 - clip_low, 1 + clip_high)
     value = torch.maximum(free, bound)
     clipped, dual = bound > free, dict[str, Tensor]()
     if clip_ratio_c is not None:
-        ceiling = loss.abs() * clip_ratio_c  # only values of a negative advantage are above 0
+        ceiling = loss.abs() * clip_ratio_c  # it can only be reached where the advantage is negative
         dual["clip_fraction_dual"] = value > ceiling
         value = torch.minimum(value, ceiling)
     low = clipped & bad
@@ -46,17 +46,18 @@ def ppo(
 ) -> Terms:
     r"""PPO's clipped surrogate: ``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`` per token.
 
-    It has the gradient of ``-A r`` where the ratio is inside the bounds or moves back towards them, and 0 elsewhere.
+    It has the gradient of ``-A r`` where the ratio is inside the bounds or the gradient moves it back towards them. Elsewhere
+    the gradient is 0.
 
     Hyper-parameters:
-        clip_low, clip_high: the ratio's bounds are ``1 - clip_low`` and ``1 + clip_high``; ``clip_low`` is 0 to 1. Trinity:
+        clip_low, clip_high: the ratio's bounds are ``1 - clip_low`` and ``1 + clip_high``. ``clip_low`` is 0 to 1. Trinity:
             ``clip_range_low`` and ``clip_range_high``, or ``clip_range`` for both.
-        clip_ratio_c: dual clip, above 1: where ``A < 0`` the value is at most ``-A clip_ratio_c``; None for no such bound.
-        enable_sequence_masking: drop the tokens with ``A < 0`` of sequences that have become unlikely: mean of
-            ``old_log_prob - log_prob`` above ``delta_sequence_masking``. They keep their place in the denominator.
+        clip_ratio_c: dual clip, above 1. Where ``A < 0`` the value is at most ``-A clip_ratio_c``. None for no such bound.
+        enable_sequence_masking: drop the tokens with ``A < 0`` of sequences that have become unlikely, which means that their
+            mean of ``old_log_prob - log_prob`` is above ``delta_sequence_masking``. Dropped tokens stay in the denominator.
         delta_sequence_masking: nats per token.
 
-    Metrics: ``clip_fraction`` (``_low``: A < 0, ``_high``: A > 0, ``_dual``); ``sequence_masked_fraction``.
+    Metrics: ``clip_fraction`` (``_low``: A < 0, ``_high``: A > 0, ``_dual``) and ``sequence_masked_fraction``.
 
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
@@ -80,8 +81,8 @@ def ppo(
 def ppo_on_policy(inputs: LossInputs) -> Terms:
     r""":func:`ppo` for answers of the current policy, whose ratio is 1: ``-A exp(log_prob - sg(log_prob))`` per token.
 
-    The value is ``-A`` and the gradient the plain policy gradient, that of :func:`gpg`. It reads no ``old_log_prob`` and
-    nothing is clipped. Trinity: ``fallback_to_policy_gradient`` of ``ppo``.
+    The value is ``-A``, and the gradient is the plain policy gradient, as in :func:`gpg`. It reads no ``old_log_prob`` and
+    clips nothing. Trinity: ``fallback_to_policy_gradient`` of ``ppo``.
 
     Example:
         >>> log_prob, advantage = torch.tensor([[-1.0, -2.0]]), torch.tensor([[1.0, -1.0]])
@@ -101,8 +102,8 @@ def dapo(
     r"""PPO's clipped surrogate with ``clip_high`` above ``clip_low``, averaged over the tokens of the whole batch.
 
     The looser upper bound lets unlikely tokens become likely. Hyper-parameters, gradient and metrics are as in
-    :func:`ppo`; the paper has no dual clip and divides the advantage by its group's deviation. Its overlong reward shaping
-    and dynamic sampling are not part of the objective.
+    :func:`ppo`. The paper has no dual clip and divides the advantage by its group's standard deviation. Its overlong reward
+    shaping and dynamic sampling are not part of the objective.
 
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
@@ -121,9 +122,9 @@ def dr_grpo(
 ) -> Terms:
     r"""PPO's clipped surrogate, summed over tokens and divided by a length that does not depend on the sequence.
 
-    The differences are outside the objective: the aggregation ``seq-mean-token-sum-norm``, and an advantage that is centred
-    but not divided by its group's deviation. Hyper-parameters, gradient and metrics are as in :func:`ppo`; the paper has
-    no dual clip.
+    It differs from :func:`ppo` outside the objective: the aggregation is ``seq-mean-token-sum-norm``, and the advantage is
+    centred but not divided by its group's standard deviation. Hyper-parameters, gradient and metrics are as in :func:`ppo`.
+    The paper has no dual clip.
 
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
@@ -147,15 +148,16 @@ def gspo(
     r"""PPO's surrogate with the geometric mean of a sequence's ratios, ``s = exp(mean(log_prob - old_log_prob))``.
 
     ``level="sequence"`` is ``max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))`` once per sequence, ``[*B, 1]``, with the
-    sequence's mean advantage. In ``level="token"`` each token has the value of ``s`` and its log-prob's gradient,
-    ``r = exp(log_prob - sg(log_prob) + sg(log s))``, so that advantages may differ within a sequence. Where they do not,
-    and tokens are averaged per sequence, both levels agree in value and gradient: 0 for all tokens of a clipped sequence.
+    sequence's mean advantage. With ``level="token"`` each token has the ratio
+    ``r = exp(log_prob - sg(log_prob) + sg(log s))``: the value of ``s`` with the gradient of the token's own log-prob. The
+    advantages may then differ within a sequence. If they do not, and tokens are averaged per sequence, both levels have the
+    same value and gradient. All tokens of a clipped sequence have a gradient of 0.
 
     Hyper-parameters:
-        clip_low, clip_high: as for :func:`ppo`, for ``s``.
-        level: ``"token"`` (as Trinity and verl) or ``"sequence"``.
+        clip_low, clip_high: bounds of ``s``, as in :func:`ppo`.
+        level: ``"token"`` (as in Trinity and verl) or ``"sequence"``.
 
-    Metrics: ``clip_fraction`` (``_low``: A < 0, ``_high``: A > 0), of tokens or of sequences.
+    Metrics: ``clip_fraction`` (``_low``: A < 0, ``_high``: A > 0) of tokens or of sequences.
 
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
@@ -179,12 +181,12 @@ def gspo(
 
 @objective("luspo", aggregation="seq-mean-token-sum")
 def luspo(inputs: LossInputs, *, clip_low: Share = 3e-4, clip_high: NonNegative = 4e-4) -> Terms:
-    r"""GSPO's surrogate times the length of its sequence, so that long answers are not worth less per token.
+    r"""GSPO's surrogate times the length of its sequence, so that tokens of long answers do not weigh less.
 
-    A sequence of ``n`` tokens adds ``n max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))``: each token has the value of the
-    sequence and its log-prob's gradient, as in :func:`gspo`, and ``seq-mean-token-sum`` adds them up. Where nothing
-    is clipped the gradient is ``-A s`` times the whole answer's log-prob gradient. Hyper-parameters and metrics are those
-    of :func:`gspo`.
+    A sequence of ``n`` tokens adds ``n max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))``. Each token has the value of the
+    sequence and the gradient of its own log-prob, as in :func:`gspo`, and ``seq-mean-token-sum`` adds them up. If nothing is
+    clipped, the gradient is ``-A s`` times the gradient of the whole answer's log-prob. Hyper-parameters and metrics are as
+    in :func:`gspo`.
 
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
@@ -199,14 +201,15 @@ def luspo(inputs: LossInputs, *, clip_low: Share = 3e-4, clip_high: NonNegative 
 
 @objective("gmpo", aggregation="seq-mean-token-mean")
 def gmpo(inputs: LossInputs, *, clip_low: NonNegative = 0.4, clip_high: NonNegative = 0.4) -> Terms:
-    r"""``-A exp(mean(c))`` per sequence, ``[*B, 1]``; ``c`` are its tokens' log-ratios after PPO's clipping in log space.
+    r"""``-A exp(mean(c))`` per sequence, ``[*B, 1]``. ``c`` are its tokens' log-ratios after PPO's clipping in log space.
 
-    With ``d = log_prob - old_log_prob`` and ``k = clip(d, -clip_low, clip_high)`` a token's ``c`` is ``min(d, k)`` where
-    ``A > 0`` and ``max(d, k)`` elsewhere; ``A`` is the sequence's mean advantage. The gradient reaches the tokens that are
-    not clipped, all with the same weight. verl calls it ``geo_mean``.
+    With ``d = log_prob - old_log_prob`` and ``k = clip(d, -clip_low, clip_high)``, a token's ``c`` is ``min(d, k)`` where
+    ``A > 0`` and ``max(d, k)`` elsewhere. ``A`` is the sequence's mean advantage. The gradient reaches all unclipped tokens
+    with the same weight. verl calls it ``geo_mean``.
 
     Hyper-parameters:
-        clip_low, clip_high: a log-ratio's bounds are ``-clip_low`` and ``clip_high`` nats. Other names as for :func:`ppo`.
+        clip_low, clip_high: the bounds of a log-ratio are ``-clip_low`` and ``clip_high`` nats. Other libraries' names are as
+            for :func:`ppo`.
 
     Metrics: ``clip_fraction`` (``_low``: A <= 0, ``_high``: A > 0).
 
@@ -240,16 +243,17 @@ def cispo(
 ) -> Terms:
     r"""REINFORCE with a bounded importance weight: ``-A sg(clip(r, 1 - clip_low, 1 + clip_high)) log_prob`` per token.
 
-    The gradient is the off-policy policy gradient with a clipped weight: a clipped token keeps a gradient.
+    The gradient is the off-policy policy gradient with a clipped weight, so a clipped token keeps a gradient.
 
     Hyper-parameters:
-        clip_low, clip_high: bounds of the weight, as of the ratio for :func:`ppo`; ``clip_low=1`` sets no lower bound. (TRL's
-            ``epsilon_high`` is the bound itself, ``1 + clip_high``.)
+        clip_low, clip_high: the bounds of the weight are ``1 - clip_low`` and ``1 + clip_high``. ``clip_low=1`` sets no lower
+            bound. (TRL's ``epsilon_high`` is the bound itself, ``1 + clip_high``.)
         enable_mask_clip: drop tokens that PPO would clip: ``A > 0`` and ``r > 1 + mask_clip_high``, or ``A < 0`` and
-            ``r < 1 - mask_clip_low``. They keep their place in the denominator.
-        mask_clip_low, mask_clip_high: for ``enable_mask_clip``. Trinity: ``mask_clip_range_low``, ``mask_clip_range_high``.
+            ``r < 1 - mask_clip_low``. Dropped tokens stay in the denominator.
+        mask_clip_low, mask_clip_high: bounds for ``enable_mask_clip``. Trinity: ``mask_clip_range_low``,
+            ``mask_clip_range_high``.
 
-    Metrics: ``clip_fraction`` (``_low``: weights raised, ``_high``: weights lowered); ``token_masked_fraction``.
+    Metrics: ``clip_fraction`` (``_low``: weights raised, ``_high``: weights lowered) and ``token_masked_fraction``.
 
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
@@ -276,14 +280,14 @@ def sapo(inputs: LossInputs, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.0
     r"""A smooth gate instead of a hard clip: ``-A f(r)`` per token with ``f(r) = 4 sigmoid(tau (r - 1)) / tau``.
 
     The gradient goes through ``r``: a token's weight is ``A r 4 p (1 - p)`` with ``p = sigmoid(tau (r - 1))``. At ``r = 1``
-    that is the policy gradient; it falls off smoothly on both sides, the faster the larger ``tau``. The value at ``r = 1``
-    is ``-2 A / tau``.
+    this is the policy gradient. The weight falls off smoothly on both sides, faster for a larger ``tau``. The value at
+    ``r = 1`` is ``-2 A / tau``.
 
     Hyper-parameters:
         tau_pos: temperature where ``A > 0``. TRL: ``sapo_temperature_pos``.
-        tau_neg: temperature elsewhere, in the paper larger than ``tau_pos``. TRL: ``sapo_temperature_neg``.
+        tau_neg: temperature elsewhere. The paper's is larger than ``tau_pos``. TRL: ``sapo_temperature_neg``.
 
-    Metrics: ``gate_mean``, the mean of ``4 p (1 - p)``, 1 on-policy.
+    Metrics: ``gate_mean``, the mean of ``4 p (1 - p)``, which is 1 on-policy.
 
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.0]])
@@ -319,14 +323,14 @@ def clip_cov(
 ) -> Terms:
     r"""PPO's clipped surrogate (:func:`ppo` without dual clip), and 0 without gradient for the selected tokens.
 
-    Selected tokens keep their place in the denominator. Without ``selected`` they are drawn with the device's global
-    generator.
+    Selected tokens stay in the denominator. If the input ``selected`` is missing, the objective selects among the tokens at
+    hand, with the device's global generator.
 
     Hyper-parameters:
         clip_low, clip_high: see :func:`ppo`.
         fraction, cov_low, cov_high: see :func:`select_clip_cov`. verl: ``clip_cov_ratio``, ``clip_cov_lb``, ``clip_cov_ub``.
 
-    Metrics: ``clip_fraction`` as in :func:`ppo`; ``selected_fraction``.
+    Metrics: ``clip_fraction`` as in :func:`ppo`, and ``selected_fraction``.
 
     Example:
         >>> log_prob = old = torch.tensor([[-1.0, -2.0]])
@@ -353,10 +357,10 @@ def clip_cov(
 def kl_cov(inputs: LossInputs, *, coeff: NonNegative = 1.0, fraction: float = 2e-4) -> Terms:
     r"""``-A r`` per token without clipping, plus ``coeff |log r|`` for the selected tokens.
 
-    The penalty pulls a selected token's log-prob back with the constant force ``coeff``, and with none at ``r = 1``.
+    The penalty pulls a selected token's log-prob back with the constant force ``coeff``. At ``r = 1`` there is no force.
 
     Hyper-parameters:
-        coeff: of the penalty, per nat, at least 0. verl: ``ppo_kl_coef``.
+        coeff: weight of the penalty, per nat, at least 0. verl: ``ppo_kl_coef``.
         fraction: see :func:`select_kl_cov`. verl: ``kl_cov_ratio``.
 
     Metrics: ``selected_fraction`` and ``ratio_mean``.
@@ -393,17 +397,17 @@ def select_clip_cov(
     clip_high: Scalar = 0.2,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    r"""Select tokens for :func:`clip_cov`: at random among those whose covariance lies between two bounds.
+    r"""Select tokens for :func:`clip_cov` at random among those whose covariance lies between two bounds.
 
-    Inputs and errors are as in :func:`clip_cov`, for a whole batch. Tokens that :func:`ppo` clips are not selected: they
-    have no gradient anyway. The result is True for the selected tokens; bool ``[*B, T]``.
+    Inputs and errors are as in :func:`clip_cov`, for a whole batch. Tokens that :func:`ppo` clips are not selected, because
+    they have no gradient anyway. The result is bool ``[*B, T]``, True for the selected tokens.
 
     Hyper-parameters:
-        fraction: how many of the masked-in tokens to select, in ``(0, 1]``: rounded down, but at least one (as the authors'
-            code).
-        cov_low, cov_high: only tokens with a covariance strictly between them.
+        fraction: share of the masked-in tokens to select, in ``(0, 1]``. The number is rounded down, but at least 1, as in the
+            authors' code.
+        cov_low, cov_high: only tokens with a covariance strictly between these bounds are selected.
         clip_low, clip_high: see :func:`ppo`.
-        generator: of random numbers, on the device of the mask.
+        generator: a random number generator on the device of the mask.
 
     Example:
         >>> log_prob = old = torch.tensor([[-1.0, -9.0, -5.0, -5.0]])
@@ -424,9 +428,9 @@ def select_clip_cov(
 
 @torch.no_grad()
 def select_kl_cov(inputs: LossInputs, *, fraction: float = 2e-4) -> Tensor:
-    r"""Select tokens for :func:`kl_cov`: those with the highest covariance of log-prob and advantage.
+    r"""Select the tokens with the highest covariance of log-prob and advantage, for :func:`kl_cov`.
 
-    Inputs and errors are as in :func:`kl_cov`, for a whole batch; ``fraction`` and the result are as for
+    Inputs and errors are as in :func:`kl_cov`, for a whole batch. ``fraction`` and the result are as in
     :func:`select_clip_cov`.
 
     Example:
@@ -446,7 +450,7 @@ def _covariance(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
 
 
 def _highest(score: Tensor, candidates: Tensor, mask: Tensor, fraction: float) -> Tensor:
-    """The candidates with the highest scores, as many as a fraction of the mask; without host synchronisation."""
+    """The candidates with the highest scores. Their number is a fraction of the masked-in tokens. No host sync."""
     number = (mask.sum().double() * fraction).floor().clamp(min=1)
     order = torch.where(candidates, score, -torch.inf).flatten().argsort(descending=True, stable=True)
     return candidates & (order.argsort() < number).view_as(mask)
