@@ -47,7 +47,7 @@ class _Coefficient(WideBuffers):
         return self.value.clone()
 
     def _measured(self, name: str, current: float | Tensor) -> Tensor:
-        """Convert a measured mean to a 0-dim tensor like ``value``. Only numbers are checked: tensors would need a host sync."""
+        """Convert a measured mean to a 0-dim tensor like ``value``. Only numbers are checked: no host sync."""
         if isinstance(current, Tensor):
             return current.detach().reshape(()).to(self.value)
         if not math.isfinite(current):

@@ -319,10 +319,10 @@ def low_var_kl(
 def abs_(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
     r"""Per-token ``|d|`` in nats. Its gradient at ``d = 0`` is 0. It is registered as ``"abs"``.
 
-    The mean value is at least the KL, and far above it if the models are close. For tokens sampled from the policy the mean *gradient*
-    is the gradient of :math:`\sum_v |\pi(v) - \pi_{ref}(v)|`, which is twice the total variation distance. In a **loss** every
-    token pulls equally hard, however small its log-ratio. In a reward its policy gradient belongs to no KL. Arguments and
-    errors: :mod:`torchrl_llm_kl.estimators`.
+    The mean value is at least the KL, and far above it if the models are close. For tokens sampled from the policy the mean
+    *gradient* is the gradient of :math:`\sum_v |\pi(v) - \pi_{ref}(v)|`, which is twice the total variation distance. In a
+    **loss** every token pulls equally hard, however small its log-ratio. In a reward its policy gradient belongs to no KL.
+    Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
 
     Example:
         >>> abs_(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
