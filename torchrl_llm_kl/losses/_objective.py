@@ -165,7 +165,7 @@ class LossInputs:
         """A copy with some inputs other than the mask changed or added, which need not be clean."""
         assert "mask" not in changes, "within() narrows the mask"
         check_record({"mask": self.mask, **changes})
-        return self._of({**self.given, **{name: _cleaned(name, value, self.mask) for name, value in changes.items()}})
+        return self._of({**vars(self), **{name: _cleaned(name, value, self.mask) for name, value in changes.items()}})
 
     def within(self, mask: Tensor) -> Self:
         """A copy for those of the tokens where ``mask`` is True."""

@@ -1,4 +1,4 @@
-"""Policy gradients and importance weighting: ``-A w log_prob`` per token with different weights ``w``."""
+"""Policy gradients and importance weighting: ``-A w log_prob`` per token, with different weights ``w``."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def gpg(inputs: LossInputs) -> Terms:
 def opmd(inputs: LossInputs, *, tau: NonNegative = 1.0) -> Terms:
     r"""``-A log_prob / (1 + tau)`` per token, on- or off-policy: no ratio, no clipping.
 
-    With advantages ``reward - mean(reward)`` of a group at the old policy it has the gradient of an objective that pulls the
-    policy towards ``pi_old exp(reward / tau)``; elsewhere it needs no importance weight. ``tau`` only scales it.
+    At the old policy, with advantages ``reward - mean(reward)`` of a group, it has the gradient of an objective that pulls the
+    policy towards ``pi_old exp(reward / tau)``. Off-policy it needs no importance weight. ``tau`` only scales the loss.
 
     Hyper-parameters:
         tau: strength of the regulariser, at least 0.
@@ -59,8 +59,9 @@ def opmd(inputs: LossInputs, *, tau: NonNegative = 1.0) -> Terms:
 def importance_sampling(inputs: LossInputs) -> Terms:
     r"""The unbiased off-policy policy gradient: ``-A r`` per token, without clipping.
 
-    It has the mean gradient of ``-E_pi[A]``, per position, whichever policy sampled; its variance grows with the distance
-    between the two policies. A log-ratio above 80 nats is capped there, without gradient, before its exponential overflows.
+    At each position it has the mean gradient of ``-E_pi[A]``, whichever policy sampled the tokens. Its variance grows with the
+    distance between the two policies. Log-ratios are capped at 80 nats, without gradient above, so that the exponential does
+    not overflow.
 
     Metrics: ``ratio_mean``, about 1 for tokens of the old policy.
 
@@ -83,15 +84,15 @@ def topr(
 ) -> Terms:
     r"""Tapered off-policy REINFORCE: ``-A sg(a) log_prob`` with ``a = min(r, 1)`` where ``A <= advantage_threshold``, else 1.
 
-    The gradient raises good tokens whatever their ratio. It lowers bad ones less as they become less likely, which keeps a
-    loss without lower bound from diverging.
+    The gradient raises good tokens whatever their ratio. It lowers bad tokens less as they become less likely. The loss has no
+    lower bound, and this keeps it from diverging.
 
     Hyper-parameters:
         advantage_threshold: tokens with advantages up to this are bad.
-        level: ``"token"``: each token has its own ratio (as Trinity); ``"sequence"``: the ratio of the whole sequence, the
-            product of its tokens' (as the paper, which sums over tokens: ``seq-mean-token-sum``).
+        level: ``"token"``: each token has its own ratio, as in Trinity. ``"sequence"``: each token has the ratio of its whole
+            sequence, the product of the token ratios, as in the paper (which sums over tokens: ``seq-mean-token-sum``).
 
-    Metrics: ``weight_mean`` (of ``a``) and ``tapered_fraction`` (``a < 1``).
+    Metrics: ``weight_mean``, the mean of ``a``, and ``tapered_fraction``, the share of tokens with ``a < 1``.
 
     Example:
         >>> log_prob, old = torch.tensor([[-2.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
@@ -113,11 +114,11 @@ def topr(
 def sppo(inputs: LossInputs, *, epsilon: NonNegative = 0.3) -> Terms:
     r"""A log-ratio surrogate: ``-A (log_prob - old_log_prob)`` where ``1 / (1 + epsilon) <= r <= 1 + epsilon``, else 0.
 
-    The gradient is ``-A`` inside the interval and 0 outside, on both sides and for both signs of ``A``: nothing pulls a
-    token back once it has left.
+    The gradient is ``-A`` inside the interval and 0 outside, on both sides and for both signs of ``A``. Nothing pulls a token
+    back after it has left the interval.
 
     Hyper-parameters:
-        epsilon: how far the ratio may be from 1, either way, as a factor.
+        epsilon: the ratio may differ from 1 by the factor ``1 + epsilon`` in both directions.
 
     Metrics: ``clip_fraction`` (``_low``: ratio below the interval, ``_high``: above).
 
@@ -140,16 +141,17 @@ def sppo(inputs: LossInputs, *, epsilon: NonNegative = 0.3) -> Terms:
 def dro(inputs: LossInputs, *, beta: Positive = 0.05, level: Literal["token", "sequence"] = "token") -> Terms:
     r"""Direct reward optimisation: ``-A log_prob + beta / 2 (log_prob - old_log_prob)^2``.
 
-    The gradient is ``-(A - beta log r)`` times the log-prob's: a regression of ``beta log r`` on the advantage, over
-    ``beta``, on the data of any fixed policy. It vanishes where ``beta log r = A``. For answers of the old policy, rewards of
-    whole answers and ``A = r - beta log E exp(r / beta)`` (the advantage ``opmd`` with ``opmd_baseline="logavgexp"``) that
-    is ``pi_old exp(r / beta)``, with ``level="sequence"``.
+    The gradient is ``-(A - beta log r)`` times the gradient of the log-prob. This is a regression of ``beta log r`` on the
+    advantage, divided by ``beta``, on data of any fixed policy. It vanishes where ``beta log r = A``. With
+    ``level="sequence"``, answers of the old policy, rewards of whole answers and ``A = reward - beta log E exp(reward /
+    beta)`` (the advantage
+    ``opmd`` with ``opmd_baseline="logavgexp"``), the optimum is ``pi_old exp(reward / beta)``, normalised.
 
     Hyper-parameters:
-        beta: weight of the quadratic penalty, above 0, in units of the advantage per nat. verl: ``dro_beta``; the paper:
+        beta: weight of the quadratic penalty, above 0, in units of the advantage per nat. verl: ``dro_beta``. The paper:
             ``tau``.
-        level: ``"token"``: each token on its own (verl, Tinker); ``"sequence"``: the log-prob of the whole answer, its mean
-            advantage and one value, ``[*B, 1]`` (the paper).
+        level: ``"token"``: one value per token, as in verl and Tinker. ``"sequence"``: one value per answer, ``[*B, 1]``, from
+            its whole log-prob and its mean advantage, as in the paper.
 
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
@@ -157,8 +159,8 @@ def dro(inputs: LossInputs, *, beta: Positive = 0.05, level: Literal["token", "s
         >>> dro(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage), beta=0.4)[0].value
         tensor([[ 1.0500, -1.8000]])
 
-    Source: Richemond et al. 2024 (DRO, arXiv 2405.19107), section 3, the gradient of DRO-V; per token and towards the
-    sampler: verl 0.9.1; beta: the example of Thinking Machines' Tinker.
+    Source: Richemond et al. 2024 (DRO, arXiv 2405.19107), section 3, the gradient of DRO-V. Per token and towards the
+    sampler: verl 0.9.1. beta: the example of Thinking Machines' Tinker.
     """
     log_prob, advantage, mask, log_ratio = inputs.log_prob, inputs.advantage, inputs.mask, inputs.log_ratio
     if level == "sequence":
@@ -167,7 +169,7 @@ def dro(inputs: LossInputs, *, beta: Positive = 0.05, level: Literal["token", "s
     return (LossTerm("objective", -advantage * log_prob + beta / 2 * log_ratio.square(), mask),)
 
 
-#: Bounds of each divergence: the authors' settings.
+#: Divergence -> the authors' bound.
 _DPPO_BOUNDS = {"tv": 0.15, "kl": 0.05}
 
 
@@ -182,16 +184,16 @@ def dppo(
 ) -> Terms:
     r"""``-A sg(min(r, clip_ratio_c)) log_prob`` per token, and 0 where the policy has moved too far along the advantage.
 
-    The trust region is in probability, not in its ratio. The distance is between two outcomes, this token or any other,
-    with probabilities ``p`` now and ``q`` at sampling: ``"tv"`` is ``|p - q|``, ``"kl"`` is
-    ``q log(q / p) + (1 - q) log((1 - q) / (1 - p))``. A token is dropped if ``A > 0``, ``p > q`` and its distance is above
-    ``clip_high``, or ``A <= 0``, ``p < q`` and it is above ``clip_low``. The gradient elsewhere is the off-policy policy
-    gradient with a bounded weight; unlikely tokens are free to change by large factors.
+    The trust region bounds probabilities, not their ratio. The distance is between distributions of two outcomes, this token
+    and any other token, where the token's probability is ``p`` now and ``q`` at sampling. ``"tv"`` is ``|p - q|``, and
+    ``"kl"`` is ``q log(q / p) + (1 - q) log((1 - q) / (1 - p))``. A token is dropped if ``A > 0``, ``p > q`` and the distance
+    is above ``clip_high``, or if ``A <= 0``, ``p < q`` and the distance is above ``clip_low``. The gradient of all other
+    tokens is the off-policy policy gradient with a bounded weight. Unlikely tokens may change by large factors.
 
     Hyper-parameters:
-        divergence: ``"tv"`` or ``"kl"``: verl's ``dppo_tv`` and ``dppo_kl``.
-        clip_low, clip_high: bounds where ``A <= 0`` and ``A > 0``; None for 0.15 (tv, a probability) or 0.05 (kl, nats).
-        clip_ratio_c: upper bound of an importance weight, above 1; None for no bound.
+        divergence: ``"tv"`` or ``"kl"``, which are verl's ``dppo_tv`` and ``dppo_kl``.
+        clip_low, clip_high: bounds where ``A <= 0`` and ``A > 0``. None for 0.15 (tv, a probability) or 0.05 (kl, nats).
+        clip_ratio_c: upper bound of an importance weight, above 1. None for no bound.
 
     Metrics: ``clip_fraction`` (``_low``: A <= 0, ``_high``: A > 0) and ``truncated_fraction`` (weights lowered).
 
@@ -219,7 +221,7 @@ def dppo(
 
 
 def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(q || p) of the two outcomes; infinite if ``p`` is 1 and ``q`` is not."""
+    """KL(q || p) of the two outcomes. It is infinite if ``p`` is 1 and ``q`` is not."""
     rest_p, rest_q = -torch.expm1(log_p), -torch.expm1(log_q)
     rest = torch.where(rest_q > 0, rest_q * (rest_q.log() - rest_p.log()), 0)
     return log_q.exp() * (log_q - log_p) + rest
@@ -236,16 +238,15 @@ def mask_ipo(
 ) -> Terms:
     r"""``-A r`` per token whose probability has moved by at most a bound, else 0, plus ``kl_tau (log r)^2`` on every token.
 
-    With the probabilities ``p`` now and ``q`` at sampling, tokens with ``p - q < -clip_low`` or ``p - q > clip_high`` are left
-    out whatever their advantage. The second part pulls all tokens back to the sampler. (:func:`ipo` is another method, a
+    The token's probability is ``p`` now and ``q`` at sampling. Tokens with ``p - q < -clip_low`` or ``p - q > clip_high`` are
+    left out whatever their advantage. The second part pulls all tokens back to the sampler. (:func:`ipo` is another method, a
     preference loss.)
 
     Hyper-parameters:
-        clip_low, clip_high: bounds of the change of probability, None above for no bound. prime-rl:
-            ``ipo_threshold`` for both; ``dppo_mask_low`` and
-            ``dppo_mask_high``, 0.2, of its default loss.
-        one_sided: leave out only tokens that moved along the advantage: up if ``A > 0``, else down. prime-rl's default loss;
-            :func:`dppo` has the same gradient without the second part.
+        clip_low, clip_high: bounds of the change of probability. ``clip_high=None`` sets no upper bound. prime-rl:
+            ``ipo_threshold`` for both, or ``dppo_mask_low`` and ``dppo_mask_high`` (0.2) of its default loss.
+        one_sided: leave out only tokens that moved along the advantage: up if ``A > 0``, else down. This is prime-rl's default
+            loss. :func:`dppo` has the same gradient without the second part.
         kl_tau: weight of the squared log-ratio, at least 0.
 
     Metrics: ``clip_fraction`` (``_low``: fell too far, ``_high``: rose too far).
@@ -270,17 +271,18 @@ def mask_ipo(
 
 @objective("ref_kl")
 def ref_kl(inputs: LossInputs, *, clip_low: Scalar = 0.2, kl_tau: Scalar = 1e-3) -> Terms:
-    r"""Distillation: ``-sg(ref_log_prob - log_prob) r`` per token, plus ``kl_tau (log r)^2``; ``ref`` is the teacher.
+    r"""Distillation: ``-sg(ref_log_prob - log_prob) r`` per token, plus ``kl_tau (log r)^2``. The reference is the teacher.
 
-    The advantage is the current policy's log-ratio to the teacher, where the advantage :func:`on_policy_distill` has the
-    sampler's: over the sampler's tokens the mean gradient is that of :math:`KL(\pi \| \pi_{ref})` at each position,
-    however old they are. Tokens whose probability fell by more than ``clip_low`` since sampling have the second part alone.
+    The advantage is the current policy's log-ratio to the teacher. (The advantage :func:`on_policy_distill` uses the sampler's
+    log-ratio.) Over the sampler's tokens the mean gradient at each position is therefore the gradient of
+    :math:`KL(\pi \| \pi_{ref})`, however old the tokens are. Tokens whose probability fell by more than ``clip_low`` since
+    sampling keep only the second part.
 
     Hyper-parameters:
-        clip_low: bound of the fall of the probability.
+        clip_low: largest fall of the probability.
         kl_tau: as in :func:`mask_ipo`.
 
-    Metrics: as of :func:`mask_ipo`; ``reverse_kl``, the mean of ``log_prob - ref_log_prob``.
+    Metrics: those of :func:`mask_ipo`, and ``reverse_kl``, the mean of ``log_prob - ref_log_prob``.
 
     Example:
         >>> log_prob, old, ref = (torch.tensor([[p]]).log() for p in (0.5, 0.25, 1.0))
@@ -296,18 +298,18 @@ def ref_kl(inputs: LossInputs, *, clip_low: Scalar = 0.2, kl_tau: Scalar = 1e-3)
 
 @objective("a2po", aggregation="seq-mean-token-sum")
 def a2po(inputs: LossInputs, *, beta: Positive = 1e-3) -> Terms:
-    r"""A*-PO: ``(beta log(pi / pi_ref) - A)^2`` of each whole answer: regression on its optimal advantage.
+    r"""A*-PO: ``(beta log(pi / pi_ref) - A)^2`` for each whole answer, a regression on its optimal advantage.
 
-    With ``A = r - V*`` (the advantage :func:`remax`, where :func:`~torchrl_llm_kl.advantages.soft_value` of the reference's
-    answers is the baseline) it is 0 at ``pi_ref exp(r / beta) / Z``, whoever sampled the answers. It uses neither groups
-    nor ratios.
+    Use ``A = reward - V*``: the advantage :func:`remax` with :func:`~torchrl_llm_kl.advantages.soft_value` of the reference's
+    answers as the baseline. The loss is then 0 at ``pi_ref exp(reward / beta) / Z``, whoever sampled the answers. It uses
+    neither groups nor ratios.
 
     Hyper-parameters:
         beta: weight of the KL to the reference, above 0, in units of reward per nat. TRL: ``beta2``.
 
     Returns:
-        One term with one value per sequence, ``[*B, 1]``, of its mean advantage. Metrics: ``implicit_reward``, the mean of
-        ``beta log(pi / pi_ref)``.
+        One term with one value per sequence, ``[*B, 1]``, from the sequence's mean advantage. Metrics: ``implicit_reward``, the
+        mean of ``beta log(pi / pi_ref)``.
 
     Example:
         >>> log_prob, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-2.0, -2.5]])
@@ -315,7 +317,7 @@ def a2po(inputs: LossInputs, *, beta: Positive = 1e-3) -> Terms:
         >>> a2po(LossInputs(log_prob, mask, ref_log_prob=ref, advantage=advantage), beta=2.0)[0].value
         tensor([[6.2500]])
 
-    Source: Brantley et al. 2025 (A*-PO, arXiv 2505.20686), the regression of the second stage; beta 1e-3: TRL 1.16.
+    Source: Brantley et al. 2025 (A*-PO, arXiv 2505.20686), the regression of the second stage. beta 1e-3: TRL 1.16.
     """
     mask = inputs.mask
     implicit = beta * sequence_sum(inputs.log_prob - inputs.ref_log_prob, mask)
@@ -336,15 +338,15 @@ def vespo(
 ) -> Terms:
     r"""REINFORCE with a weight per sequence: ``-A sg(phi(w)) log_prob`` with ``phi(w) = w^k exp(lambda (1 - w))``.
 
-    ``w`` is the probability ratio of the whole sequence, the product of its tokens', without length normalisation. The
-    weight is 1 on-policy, largest at ``w = k / lambda``, and falls to 0 on both sides: sequences that have become much
-    more or much less likely drop out. It passes no gradient.
+    ``w`` is the probability ratio of the whole sequence, the product of its token ratios, without length normalisation. The
+    weight is 1 on-policy, has its maximum at ``w = k / lambda``, and falls to 0 on both sides. Sequences that have become much
+    more or much less likely thus drop out. The weight passes no gradient.
 
     Hyper-parameters:
-        k_pos, lambda_pos: where ``A >= 0``: how fast the weight falls towards ``w = 0`` and for large ``w``.
-        k_neg, lambda_neg: likewise where ``A < 0``. TRL has all four with the prefix ``vespo_``.
+        k_pos, lambda_pos: rates at which the weight falls towards ``w = 0`` and for large ``w``, where ``A >= 0``.
+        k_neg, lambda_neg: the same rates where ``A < 0``. TRL uses the prefix ``vespo_`` for all four.
 
-    Metrics: ``weight_mean`` (of ``phi``).
+    Metrics: ``weight_mean``, the mean of ``phi``.
 
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.0]])  # w = 1/e
@@ -352,11 +354,11 @@ def vespo(
         >>> vespo(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage))[0].value
         tensor([[ 0.9016, -0.3525]])
 
-    Source: Shen et al. 2026 (arXiv 2602.10693); values as TRL 1.16.
+    Source: Shen et al. 2026 (arXiv 2602.10693). The values are TRL 1.16's.
     """
     advantage, mask = inputs.advantage, inputs.mask
     log_w = sequence_sum(inputs.log_ratio.detach(), mask)
-    # An infinite w does no harm: with a rate above 0 its weight is exp(-inf).
+    # An infinite w is harmless: lambda is above 0, so its weight is exp(-inf) = 0.
     room = 1 - log_w.exp()
     log_weight = torch.where(advantage >= 0, k_pos * log_w + lambda_pos * room, k_neg * log_w + lambda_neg * room)
     weight = log_weight.exp()
@@ -391,31 +393,31 @@ def rec(
 ) -> Terms:
     r"""``-A sg(w) log_prob`` per token where the ratio is in range, else 0, plus a regulariser on every token.
 
-    With ``s`` the geometric mean of a sequence's ratios, a token is in range where
+    ``s`` is the geometric mean of a sequence's ratios. A token is in range under these conditions:
 
     ================= ==================================================================================================
     ``none``          always
     ``one-side``      ``r <= 1 + epsilon_high`` if A > 0, ``r >= 1 - epsilon_low`` if A < 0: where PPO has a gradient
     ``two-side``      both
     ``ring``          both; or ``r <= 1 - epsilon_low_prime`` if A > 0, ``r >= 1 + epsilon_high_prime`` if A < 0
-    ``gspo-one-side`` as ``one-side``, with ``s``; the loss is then averaged per sequence, ``seq-mean-token-mean``
+    ``gspo-one-side`` as ``one-side``, with ``s`` for ``r``. The loss is then averaged per sequence, ``seq-mean-token-mean``
     ================= ==================================================================================================
 
-    The gradient in range is ``-A w``: the policy gradient, off-policy unless ``w`` corrects for it. All names and values are
-    Trinity's.
+    The gradient in range is ``-A w``, the policy gradient. It is biased off-policy unless ``w`` corrects for the sampler. All
+    names and values are Trinity's.
 
     Hyper-parameters:
         clip_mode: a row of the table.
-        epsilon_low, epsilon_low_prime: see the table; in ``(0, 1]``.
-        epsilon_high, epsilon_high_prime: see the table; above 0.
-        weight: ``w``: 1 (``none``), ``r`` (``importance_sampling``), ``s`` (``gspo_importance_sampling``), or
-            ``exp(A / temp)`` (``advantage``). Each goes with each clip mode.
-        temp: of the weight ``advantage``, in units of the advantage.
-        regularizer: ``k2``: ``regularizer_coef (log_prob - old_log_prob)^2``, which keeps the policy near the old one;
-            ``forward-kl``: ``-regularizer_coef log_prob``, which imitates it.
+        epsilon_low, epsilon_low_prime: see the table, in ``(0, 1]``.
+        epsilon_high, epsilon_high_prime: see the table, above 0.
+        weight: ``w`` is 1 (``none``), ``r`` (``importance_sampling``), ``s`` (``gspo_importance_sampling``) or
+            ``exp(A / temp)`` (``advantage``). Every weight can be combined with every clip mode.
+        temp: temperature of the weight ``advantage``, in units of the advantage.
+        regularizer: ``k2`` adds ``regularizer_coef (log_prob - old_log_prob)^2``, which keeps the policy near the old policy.
+            ``forward-kl`` adds ``-regularizer_coef log_prob``, which imitates the old policy.
         regularizer_coef: at least 0.
 
-    ``old_log_prob`` is required where a ratio is read: by a clip mode, by either importance weight and by ``k2``.
+    ``old_log_prob`` is required by every clip mode except ``none``, by both importance weights and by ``k2``.
 
     Metrics, if the mode clips: ``clip_fraction`` (``_low``: A < 0, ``_high``: A > 0).
 

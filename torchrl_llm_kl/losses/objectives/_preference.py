@@ -1,6 +1,6 @@
 """Preference losses on pairs of a chosen and a rejected answer, relative to a reference.
 
-:func:`pair_up` turns the inputs of a loss into :class:`Pairs`, one value per answer. An objective is a formula of these.
+:func:`pair_up` turns the inputs of a loss into :class:`Pairs`, with one value per answer. Each objective is a formula of pairs.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ class PairOptions(AnswerOptions, total=False):
 
 @dataclass(frozen=True, eq=False)
 class Pairing:
-    """Which rows are pairs. ``order`` makes them adjacent, chosen first; None if they already are."""
+    """The rows that form pairs. ``order`` sorts them into adjacent rows, chosen first. None if they are sorted already."""
 
     order: Tensor | None
 
     def pairs(self, rows: Tensor) -> Tensor:
-        """One value per row ``[*B]`` or ``[*B, 1]`` side by side; ``[P, 2]``."""
+        """Arrange one value per row, ``[*B]`` or ``[*B, 1]``, as ``[P, 2]``."""
         rows = rows.reshape(-1)
         return (rows if self.order is None else rows[self.order]).view(-1, 2)
 
     def rows(self, pairs: Tensor) -> Tensor:
-        """The inverse of :meth:`pairs`; ``[S]``."""
+        """The inverse of :meth:`pairs`, ``[S]``."""
         pairs = pairs.reshape(-1)
         return pairs if self.order is None else torch.empty_like(pairs).index_put((self.order,), pairs)
 
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    r"""Whole answers, one value per pair ``[P, 1]``.
+    r"""Whole answers, with one value per pair, ``[P, 1]``.
 
-    ``chosen`` and ``rejected`` are :math:`\log(\pi / \pi_{ref})`, or its transformation by the options of :func:`pair_up`.
-    ``mask`` is True where both answers have masked-in tokens. ``weight`` is None if there is none.
+    ``chosen`` and ``rejected`` are :math:`\log(\pi / \pi_{ref})` of the two answers, transformed by the options of
+    :func:`pair_up`. ``mask`` is True where both answers have masked-in tokens. ``weight`` is None without a weighting.
     """
 
     chosen: Tensor
@@ -80,11 +80,11 @@ class Pairs:
 
     @property
     def delta(self) -> Tensor:
-        """The lead of the chosen answer, nats."""
+        """The lead of the chosen answer over the rejected one, nats."""
         return self.chosen - self.rejected
 
     def bent(self, alpha: Scalar | None) -> Pairs:
-        """A copy with ``(1 - exp(-alpha x)) / alpha`` for each log-prob ``x``; None for ``x``."""
+        """A copy with ``(1 - exp(-alpha x)) / alpha`` in place of each log-prob ``x``. No change for ``alpha=None``."""
         if alpha is None:
             return self
         if not isinstance(alpha, Tensor) and not (math.isfinite(alpha) and alpha):
@@ -93,7 +93,7 @@ class Pairs:
         return replace(self, chosen=chosen, rejected=rejected)
 
     def terms(self, value: Tensor, *others: LossTerm) -> Terms:
-        """A term of one value per pair ``[P, 1]``, 0 for pairs that are left out, with the metrics; then other terms."""
+        """A term with one value per pair ``[P, 1]`` and the metrics, followed by ``others``. Pairs outside the mask are 0."""
         mask = self.mask
         won, lost = self.beta * self.chosen.detach(), self.beta * self.rejected.detach()
         margin = won - lost
@@ -121,7 +121,7 @@ def pair_up(
     f_divergence: FDivergence = "reverse_kl",
     f_alpha: PositiveShare = 0.5,
 ) -> Pairs:
-    """The pairs of a batch; without ``reference``, of the log-probs themselves. :func:`dpo` describes the options."""
+    """The pairs of a batch. Without ``reference`` they hold plain log-probs. :func:`dpo` describes the options."""
     log_prob, mask = inputs.log_prob, inputs.mask
     pairing = pairing or pairing_of(inputs)
     ratio = log_prob - inputs.ref_log_prob if reference else log_prob
@@ -139,18 +139,18 @@ def pair_up(
 
 
 def _desensitised(ratio: Tensor, mask: Tensor, ld_alpha: Scalar, pairing: Pairing) -> Tensor:
-    """The log-ratios of tokens beyond the length of the shorter answer of the pair, times ``ld_alpha``."""
+    """Scale the log-ratios of tokens beyond the length of the pair's shorter answer by ``ld_alpha``."""
     shorter = pairing.pairs(mask.sum(-1)).amin(-1, keepdim=True).expand(-1, 2)
     common = mask.cumsum(-1) <= pairing.rows(shorter).view(*mask.shape[:-1], 1)
     return torch.where(common, ratio, ld_alpha * ratio)
 
 
-#: Cap of the exponents of f-divergences, in nats: float32 has room for the square, which :func:`ipo` takes.
+#: Cap of the exponents of f-divergences, in nats. :func:`ipo` squares the result, which must still fit into float32.
 _LARGEST = LARGEST_LOG_RATIO / 2
 
 
 def _derivative(ratio: Tensor, f_divergence: FDivergence, f_alpha: Scalar) -> Tensor:
-    r"""``f'`` at :math:`\pi / \pi_{ref}`, whose log is given, less its value at 1."""
+    r"""``f'`` at :math:`\pi / \pi_{ref}`, minus its value at 1. ``ratio`` is the logarithm of that quotient."""
     if f_divergence == "forward_kl":
         return 1 - (-ratio).clamp(max=_LARGEST).exp()
     if f_divergence == "js_divergence":
@@ -165,19 +165,19 @@ def _bend(x: Tensor, alpha: Scalar) -> Tensor:
 
 
 def pairing_of(inputs: LossInputs) -> Pairing:
-    """The pairs that ``pair_id`` and ``chosen`` name, or neighbouring rows."""
+    """The pairs given by ``pair_id`` and ``chosen``, or neighbouring rows if both are missing."""
     pair_id, chosen, shape = inputs.get("pair_id"), inputs.get("chosen"), inputs.mask.shape[:-1]
     if pair_id is not None and chosen is not None:
         return Pairing(interleaving(pair_id.reshape(-1), chosen.reshape(-1)))
     if pair_id is not None or chosen is not None:
-        raise ValueError("pass both pair_id and chosen, or neither for rows chosen, rejected, chosen, ...")
+        raise ValueError("pass both pair_id and chosen, or neither if rows are chosen, rejected, chosen, ...")
     if shape.numel() % 2:
         raise ValueError(f"expected rows chosen, rejected, chosen, ..., got {shape.numel()}: the last has no partner.")
     return Pairing(None)
 
 
 def interleaving(pair_id: Tensor, chosen: Tensor, name: str = "pair_id") -> Tensor:
-    """The order of rows that makes pairs adjacent, by id, chosen first; ``name`` of the id, for messages."""
+    """The order of rows that makes pairs adjacent, sorted by id, chosen first. Messages call the id ``name``."""
     if not torch.compiler.is_compiling():
         ids, pair = pair_id.unique(return_inverse=True)
         rows_of = torch.stack([torch.bincount(pair[chosen == side], minlength=len(ids)) for side in (True, False)], -1)
@@ -190,7 +190,7 @@ def interleaving(pair_id: Tensor, chosen: Tensor, name: str = "pair_id") -> Tens
 
 # ------------------------------------------------------------------ the family
 
-#: A function of the lead, of losses that have several.
+#: The function of the lead, for losses that offer several.
 OfLead = Literal["logistic", "hinge", "ipo"]
 SUM: Aggregation = "seq-mean-token-sum"
 #: ``f_alpha`` has an effect only with the alpha-divergence.
@@ -198,13 +198,13 @@ _OF_ALPHA: dict[str, tuple[str, tuple[object, ...]]] = {"f_alpha": ("f_divergenc
 
 
 def logistic(logit: Tensor, label_smoothing: Scalar = 0.0) -> Tensor:
-    """``-logsigmoid`` of the logit, with the label wrong with a probability up to 1/2."""
+    """``-logsigmoid`` of the logit, for labels that are wrong with probability ``label_smoothing``."""
     right, wrong = -logsigmoid(logit), -logsigmoid(-logit)
     return (1 - label_smoothing) * right + label_smoothing * wrong
 
 
 def of_lead(pairs: Pairs, loss: OfLead, label_smoothing: Scalar = 0.0, margin: Scalar = 0.0) -> Tensor:
-    """:func:`dpo`'s loss of the lead, :func:`hinge`'s or :func:`ipo`'s."""
+    """The loss of the lead as in :func:`dpo`, :func:`hinge` or :func:`ipo`."""
     if loss == "hinge":
         return (1 - pairs.beta * pairs.delta).relu()
     if loss == "ipo":
@@ -228,31 +228,32 @@ def dpo(
 
     ``c`` and ``l`` are the log-ratios ``log_prob - ref_log_prob`` of the chosen and the rejected (lost) answer, summed over
     tokens, and ``delta = c - l``. The gradient raises the chosen answer and lowers the rejected one, by ``beta`` times
-    ``sigmoid(-beta * delta)``, the probability that the policy still assigns to the wrong order.
+    ``sigmoid(-beta * delta)``. This is the probability that the policy still assigns to the wrong order.
 
-    Rows are chosen, rejected, chosen, ... unless ``pair_id`` and ``chosen`` are given: then rows may be in any order, and
-    checking them takes one host sync. Leading batch dimensions are flattened into rows. A pair in which an answer has no
-    masked-in token is left out.
+    Rows are chosen, rejected, chosen, ... unless ``pair_id`` and ``chosen`` are given. Rows may then be in any order, and
+    checking them takes one host sync. Leading batch dimensions are flattened into rows. A pair is left out if one of its
+    answers has no masked-in token.
 
     Hyper-parameters:
-        beta: strength of the pull to the reference; per nat, above 0.
+        beta: strength of the pull to the reference, per nat, above 0.
         label_smoothing: probability that a label is wrong, up to 1/2 (cDPO).
         length_normalised: average log-ratios over tokens instead of summing them.
-        ld_alpha: factor of the log-probs of tokens beyond the length of the pair's shorter answer, 0 to 1 (LD-DPO); None
-            for 1. Below 1, an answer gains less by being longer.
-        f_divergence: the divergence that penalises the distance to the reference. With ``u = exp(c)``, ``c`` becomes
+        ld_alpha: factor, 0 to 1, of the log-probs of tokens beyond the length of the pair's shorter answer (LD-DPO). None for
+            1. Below 1, an answer gains less by being longer.
+        f_divergence: the divergence that penalises the distance to the reference. With ``u = exp(c)``, ``c`` is replaced by
             ``c`` (``"reverse_kl"``), ``1 - 1 / u`` (``"forward_kl"``), ``log(2 u / (1 + u))`` (``"js_divergence"``) or
-            ``(1 - u**-f_alpha) / f_alpha`` (``"alpha_divergence"``), and so does ``l``; powers of ``u`` above exp(40) are
-            capped there, without gradient. Metrics are of these.
-        f_alpha: of the alpha-divergence; in ``(0, 1]``, reverse KL towards 0 and forward KL at 1.
-        weighting: factor of the pair's loss, without gradient (WPO): ``"probability"``: the product over both answers of
-            ``exp(mean log_prob)``; ``"aligned"``: ``log_prob`` less the log of its mean over the policy's own tokens,
-            ``log(sum_v p_v**2)``, so that the policy's own answers weigh about 1. It needs ``sharp_log_prob``.
+            ``(1 - u**-f_alpha) / f_alpha`` (``"alpha_divergence"``), and ``l`` in the same way. Powers of ``u`` are capped at
+            exp(40), without gradient above. The metrics use the replaced values.
+        f_alpha: parameter of the alpha-divergence, in ``(0, 1]``. It is the reverse KL towards 0 and the forward KL at 1.
+        weighting: factor of the pair's loss, without gradient (WPO). ``"probability"`` is the product over both answers of
+            ``exp(mean log_prob)``. ``"aligned"`` first subtracts ``log(sum_v p_v**2)`` from each ``log_prob``, the log of the
+            mean probability of the policy's own tokens, so that the policy's own answers weigh about 1. It needs
+            ``sharp_log_prob``.
 
     Returns:
-        One term, ``objective``, with one value per pair: ``[P, 1]``, in the order of rows or of ``pair_id``. Metrics, means
-        over pairs: ``chosen_reward`` and ``rejected_reward`` (``beta c`` and ``beta l``), ``reward_margin``,
-        ``reward_accuracy``; with a weighting ``weight_mean``.
+        One term, ``objective``, with one value per pair, ``[P, 1]``, in the order of rows or of ``pair_id``. Metrics, as means
+        over pairs: ``chosen_reward`` (``beta c``), ``rejected_reward`` (``beta l``), ``reward_margin``, ``reward_accuracy``
+        and, with a weighting, ``weight_mean``.
 
     Raises:
         ValueError: if a pair does not have exactly one chosen and one rejected row.
@@ -266,9 +267,9 @@ def dpo(
         >>> dpo(LossInputs(log_prob, mask, ref_log_prob=ref_log_prob), beta=0.5, f_divergence="forward_kl")[0].value
         tensor([[0.2691]])
 
-    Source: Rafailov et al. 2023 (arXiv 2305.18290), eq. 7; label smoothing: Mitchell 2023, 'A note on DPO with noisy
-    preferences & relationship to IPO'; f-divergences: Wang et al. 2023 (arXiv 2309.16240), theorem 1; ld_alpha: Liu et
-    al. 2024 (LD-DPO, arXiv 2409.06411); weighting: Zhou et al. 2024 (WPO, arXiv 2406.11827).
+    Source: Rafailov et al. 2023 (arXiv 2305.18290), eq. 7. Label smoothing: Mitchell 2023, 'A note on DPO with noisy
+    preferences & relationship to IPO'. f-divergences: Wang et al. 2023 (arXiv 2309.16240), theorem 1. ld_alpha: Liu et
+    al. 2024 (LD-DPO, arXiv 2409.06411). weighting: Zhou et al. 2024 (WPO, arXiv 2406.11827).
     """
     pairs = pair_up(inputs, beta, length_normalised=length_normalised, **options)
     return pairs.terms(logistic(pairs.beta * pairs.delta, label_smoothing))
@@ -282,10 +283,10 @@ def robust(
     label_smoothing: Annotated[Scalar, Range(0.0, below=0.5)] = 0.0,
     **options: Unpack[PairOptions],
 ) -> Terms:
-    r"""Robust DPO: with noisy labels its mean is the loss of :func:`dpo` on the true ones.
+    r"""Robust DPO: its mean over noisy labels is the loss of :func:`dpo` on the true labels.
 
-    With ``e = label_smoothing`` it is ``((1 - e) * right - e * wrong) / (1 - 2 e)``, where ``right`` is :func:`dpo`'s loss of
-    the pair and ``wrong`` its loss with the answers swapped. It is not bounded below. Pairs, metrics and the other
+    With ``e = label_smoothing`` it is ``((1 - e) * right - e * wrong) / (1 - 2 e)``. ``right`` is :func:`dpo`'s loss of the
+    pair, and ``wrong`` is the same loss with the answers swapped. The loss has no lower bound. Pairs, metrics and the other
     hyper-parameters are as in :func:`dpo`.
 
     Hyper-parameters:
@@ -306,9 +307,9 @@ def robust(
 
 @objective("hinge", aggregation=SUM, only_with=_OF_ALPHA, options=pair_up)
 def hinge(inputs: LossInputs, *, beta: Positive = 0.1, **options: Unpack[PairOptions]) -> Terms:
-    r"""SLiC's hinge: ``max(0, 1 - beta * delta)`` for each pair; all else as in :func:`dpo`.
+    r"""SLiC's hinge: ``max(0, 1 - beta * delta)`` for each pair. Everything else is as in :func:`dpo`.
 
-    The gradient is ``-beta`` times ``delta``'s until the chosen answer leads by the margin, ``1 / beta`` nats, then 0.
+    The gradient is ``-beta`` times the gradient of ``delta`` until the chosen answer leads by ``1 / beta`` nats, then 0.
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-3.0]]), torch.tensor([[-2.0], [-2.0]])
@@ -326,14 +327,14 @@ def hinge(inputs: LossInputs, *, beta: Positive = 0.1, **options: Unpack[PairOpt
 def ipo(
     inputs: LossInputs, *, beta: Positive = 0.1, length_normalised: bool = False, **options: Unpack[PairOptions]
 ) -> Terms:
-    r"""IPO: ``(delta - 1 / (2 beta))**2`` for each pair, nats squared; all else as in :func:`dpo`.
+    r"""IPO: ``(delta - 1 / (2 beta))**2`` for each pair, nats squared. Everything else is as in :func:`dpo`.
 
-    The gradient pulls the lead of the chosen answer to ``1 / (2 beta)`` nats from both sides, so that the lead stays bounded.
+    The gradient pulls the lead of the chosen answer to ``1 / (2 beta)`` nats from both sides, so the lead stays bounded.
     ``beta`` is the paper's tau, per nat.
 
     Hyper-parameters:
-        length_normalised: average log-ratios over tokens instead of summing them, as TRL does, so that long answers do not
-            reach the target at once. The paper's formula sums.
+        length_normalised: average log-ratios over tokens, as TRL does, instead of summing them, as the paper does. With sums,
+            long answers reach the target almost at once.
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-3.0]]), torch.tensor([[-2.0], [-2.0]])
@@ -356,12 +357,12 @@ def exo_pair(
 ) -> Terms:
     r"""Efficient exact optimisation: ``KL(p || q)`` of the policy's and the labels' order of the two answers of each pair.
 
-    ``p = (sigmoid(beta delta), sigmoid(-beta delta))`` is the policy's probability of each order and ``q = (1 - e, e)`` with
-    ``e = label_smoothing`` the labels'. :func:`dpo` has the KL in the other direction; here the gradient vanishes both
-    at the labels' odds and where the policy is certain. All else as in :func:`dpo`.
+    The policy's probabilities of the two orders are ``p = (sigmoid(beta delta), sigmoid(-beta delta))``. The labels'
+    probabilities are ``q = (1 - e, e)`` with ``e = label_smoothing``. :func:`dpo` has the KL in the other direction. Here the
+    gradient vanishes both at the labels' odds and where the policy is certain. Everything else is as in :func:`dpo`.
 
     Hyper-parameters:
-        label_smoothing: probability that a label is wrong; above 0, up to 1/2. The paper has 1e-3.
+        label_smoothing: probability that a label is wrong, above 0 and up to 1/2. The paper uses 1e-3.
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-3.0]]), torch.tensor([[-2.0], [-2.0]])
@@ -381,12 +382,13 @@ def exo_pair(
 def discopop(
     inputs: LossInputs, *, beta: Positive = 0.1, tau: Positive = 0.05, **options: Unpack[PairOptions]
 ) -> Terms:
-    r"""DiscoPOP: ``-logsigmoid(x)`` and ``exp(-x)`` of ``x = beta * delta``, with weights ``sigmoid(-x / tau)`` and the rest.
+    r"""DiscoPOP: a mixture of ``-logsigmoid(x)`` and ``exp(-x)`` of ``x = beta * delta``.
 
-    A loss that a language model discovered. It has a local minimum below ``x = 0``. All else as in :func:`dpo`.
+    The weight of the first is ``sigmoid(-x / tau)``, and the weight of the second ``sigmoid(x / tau)``. A language model
+    discovered this loss. It has a local minimum below ``x = 0``. Everything else is as in :func:`dpo`.
 
     Hyper-parameters:
-        tau: width in ``x`` of the change from one to the other, above 0. The paper's is 0.05. TRL: ``discopop_tau``.
+        tau: width in ``x`` of the transition, above 0. The paper uses 0.05. TRL: ``discopop_tau``.
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-3.0]]), torch.tensor([[-2.0], [-2.0]])
@@ -409,8 +411,9 @@ def discopop(
 def apo_zero(inputs: LossInputs, *, beta: Positive = 0.1, **options: Unpack[AnswerOptions]) -> Terms:
     r"""Anchored preference optimisation: ``1 - sigmoid(beta * c) + sigmoid(beta * l)`` for each pair, from 0 to 2.
 
-    The gradient independently raises the chosen answer and lowers the rejected one relative to the reference: for data whose
-    chosen answers are better than the model's. The paper's formula is 1 less. ``c``, ``l`` and all else as in :func:`dpo`.
+    The gradient independently raises the chosen answer and lowers the rejected one relative to the reference. It suits data
+    whose chosen answers are better than the model's. The paper's formula is smaller by 1. ``c``, ``l`` and everything else
+    are as in :func:`dpo`.
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.tensor([[-2.0], [-2.0]])
@@ -427,8 +430,8 @@ def apo_zero(inputs: LossInputs, *, beta: Positive = 0.1, **options: Unpack[Answ
 def apo_down(inputs: LossInputs, *, beta: Positive = 0.1, **options: Unpack[AnswerOptions]) -> Terms:
     r"""Anchored preference optimisation: ``sigmoid(beta * c) + 1 - sigmoid(beta * delta)`` for each pair, from 0 to 2.
 
-    The gradient lowers the chosen answer, and the rejected one more: for data whose chosen answers are worse than the model's.
-    The paper's formula is 1 less. ``c``, ``delta`` and all else as in :func:`dpo`.
+    The gradient lowers the chosen answer, and lowers the rejected one more. It suits data whose chosen answers are worse than
+    the model's. The paper's formula is smaller by 1. ``c``, ``delta`` and everything else are as in :func:`dpo`.
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.tensor([[-2.0], [-2.0]])
@@ -445,8 +448,8 @@ def apo_down(inputs: LossInputs, *, beta: Positive = 0.1, **options: Unpack[Answ
 def sppo_hard(inputs: LossInputs, *, beta: Positive = 0.1, **options: Unpack[AnswerOptions]) -> Terms:
     r"""Self-play preference optimisation: ``(c - 1 / (2 beta))**2 + (l + 1 / (2 beta))**2`` for each pair, nats squared.
 
-    The reference is the policy of the previous round of play. The gradient pulls each log-ratio to its own target. ``c``,
-    ``l`` and all else as in :func:`dpo`; ``beta`` is one over the paper's eta, per nat. (:func:`sppo` is another method,
+    The reference is the policy of the previous round of play. The gradient pulls each log-ratio to its own target. ``beta`` is
+    one over the paper's eta, per nat. ``c``, ``l`` and everything else are as in :func:`dpo`. (:func:`sppo` is another method,
     which learns from advantages.)
 
     Example:
@@ -465,8 +468,9 @@ def sppo_hard(inputs: LossInputs, *, beta: Positive = 0.1, **options: Unpack[Ans
 def nca_pair(inputs: LossInputs, *, beta: Positive = 0.1, **options: Unpack[AnswerOptions]) -> Terms:
     r"""Noise-contrastive alignment: ``-logsigmoid(beta c) - (logsigmoid(-beta c) + logsigmoid(-beta l)) / 2`` for each pair.
 
-    The gradient pulls the chosen answer up to ``c = log(2) / beta`` and no further, and the rejected one down: absolute
-    likelihoods are trained, so that the chosen answer does not lose. ``c``, ``l`` and all else as in :func:`dpo`.
+    The gradient pulls the chosen answer up to ``c = log(2) / beta`` but no further, and pulls the rejected answer down. It
+    trains absolute likelihoods, so the chosen answer does not become less likely. ``c``, ``l`` and everything else are as in
+    :func:`dpo`.
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.tensor([[-2.0], [-2.0]])
@@ -495,19 +499,19 @@ def preference_sum(
     label_smoothing: Scalar = 1e-3,
     tau: Positive = 0.05,
 ) -> Terms:
-    r"""A weighted sum of preference losses with a reference; ``"sft"`` among them is the likelihood of the chosen answers.
+    r"""A weighted sum of preference losses with a reference. ``"sft"`` adds the likelihood of the chosen answers.
 
     Pairs, options and metrics are as in :func:`dpo`.
 
     Hyper-parameters:
-        losses: names of losses of pairs with a reference; with the ending ``_norm`` log-ratios are averaged over tokens. Not
-            ``aot``, which compares whole batches; ``bco_pair`` has ``z = 0``.
-        weights: one for each; 1 by default.
-        label_smoothing: of ``robust`` and ``exo_pair``.
-        tau: of ``discopop``.
+        losses: names of losses of pairs with a reference, or ``"sft"``. With the ending ``_norm``, log-ratios are averaged over
+            tokens. ``aot`` is not allowed, because it compares whole batches. ``bco_pair`` has ``z = 0``.
+        weights: one weight for each loss, 1 by default.
+        label_smoothing: applies to ``robust`` and ``exo_pair``.
+        tau: applies to ``discopop``.
 
     Returns:
-        The term ``objective``, one value per pair, and with ``"sft"`` ``nll``, a mean over tokens.
+        The term ``objective`` with one value per pair, and with ``"sft"`` the term ``nll``, a mean over tokens.
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-3.0]]), torch.tensor([[-2.0], [-2.0]])
@@ -515,7 +519,7 @@ def preference_sum(
         >>> preference_sum(inputs, beta=0.5, losses=["dpo", "hinge"], weights=[1.0, 0.5])[0].value  # 0.3133 + 0.5 * 0
         tensor([[0.3133]])
 
-    Source: TRL 1.16: DPO's ``loss_type`` as a list with ``loss_weights``; MPO: Wang et al. 2024 (arXiv 2411.10442).
+    Source: TRL 1.16: DPO's ``loss_type`` as a list with ``loss_weights``. MPO: Wang et al. 2024 (arXiv 2411.10442).
     """
     if not losses or isinstance(losses, str):
         raise ValueError(f"losses must be a list of at least one name, got {losses!r}.")
@@ -544,7 +548,7 @@ def preference_sum(
 
 
 def _weighted_tokens(inputs: LossInputs, pairing: Pairing, ld_alpha: Scalar | None) -> LossInputs:
-    """The inputs with the log-probs of tokens beyond the shorter answer times ``ld_alpha``."""
+    """Scale the log-probs of tokens beyond the pair's shorter answer by ``ld_alpha``."""
     if ld_alpha is None:
         return inputs
     log_prob, ref = (_desensitised(x, inputs.mask, ld_alpha, pairing) for x in (inputs.log_prob, inputs.ref_log_prob))
@@ -552,7 +556,7 @@ def _weighted_tokens(inputs: LossInputs, pairing: Pairing, ld_alpha: Scalar | No
 
 
 def nll_of_chosen(inputs: LossInputs, pairs: Pairs, weight: Scalar, aggregation: Aggregation | None) -> LossTerm:
-    """``-log_prob`` at each token of the chosen answers of pairs that are not left out."""
+    """``-log_prob`` at each token of the chosen answers of whole pairs."""
     chosen = pairs.pairing.rows(torch.cat([pairs.mask, torch.zeros_like(pairs.mask)], -1))
     mask = inputs.mask & chosen.view(*inputs.mask.shape[:-1], 1)
     return LossTerm("nll", -inputs.log_prob, mask, weight=weight, aggregation=aggregation)

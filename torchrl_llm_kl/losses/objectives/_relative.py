@@ -1,8 +1,8 @@
 """Preference losses that compare an answer with the whole batch: unpaired answers (KTO, BCO) and distributions (AOT).
 
-What is taken from the batch is an input, ``reference_point`` or ``match_id``, one value per sequence. Compute it once, before
-splitting into micro-batches: with :meth:`~torchrl_llm_kl.losses.PolicyLoss.batch_inputs`, or with the functions below. Without
-it, all but :func:`kto` take it from their own rows.
+They read an input with one value per sequence, ``reference_point`` or ``match_id``, that depends on the whole batch. Compute it
+once before splitting into micro-batches, with :meth:`~torchrl_llm_kl.losses.PolicyLoss.batch_inputs` or with the functions
+below. If it is missing, every loss except :func:`kto` computes it from its own rows.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from torchrl_llm_kl.losses.objectives._preference import SUM, Pairing, Pairs, in
 def kto_reference_point(inputs: LossInputs) -> Tensor:
     r"""The reference point of :func:`kto`: :math:`KL(\pi \| \pi_{ref})` of whole answers, from mismatched pairs.
 
-    The inputs are log-probs of mismatched pairs: of the answer to another prompt after this one
-    (:func:`~torchrl_llm_kl.rollouts.mismatch`), for a whole batch. The estimate is the mean over pairs of the summed log-ratio,
-    at least 0.
+    The inputs are log-probs of a whole batch of mismatched pairs: each prompt is followed by the answer to another prompt
+    (:func:`~torchrl_llm_kl.rollouts.mismatch`). The estimate is the mean over pairs of the summed log-ratio, and at least 0.
 
     Returns:
-        Nats, the same number for each sequence; ``[*B]``.
+        Nats, the same number for each sequence, ``[*B]``.
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0], [-3.0]]), torch.tensor([[-2.0], [-3.0], [-5.0]])
@@ -42,7 +41,7 @@ def kto_reference_point(inputs: LossInputs) -> Tensor:
 
 
 def _log_ratio(inputs: LossInputs) -> Tensor:
-    """Of whole answers, policy to reference; ``[*B, 1]``."""
+    """The log-ratio of policy and reference for whole answers, ``[*B, 1]``."""
     return sequence_sum(inputs.log_prob - inputs.ref_log_prob, inputs.mask)
 
 
@@ -54,25 +53,25 @@ def kto(
     desirable_weight: NonNegative = 1.0,
     undesirable_weight: NonNegative = 1.0,
 ) -> Terms:
-    r"""Kahneman-Tversky optimisation: each answer is desirable or not, without pairs.
+    r"""Kahneman-Tversky optimisation: each answer is desirable or undesirable, and there are no pairs.
 
     With the log-ratio ``c`` of an answer, the sum of ``log_prob - ref_log_prob``, and ``z = reference_point``, the loss is
     ``desirable_weight * sigmoid(-beta (c - z))`` for a desirable answer (``chosen`` is True) and
     ``undesirable_weight * sigmoid(beta (c - z))`` for an undesirable one. The gradient is greatest at ``c = z`` and vanishes
     far from it on both sides.
 
-    ``z`` is the KL to the reference of the policy's answers: a desirable answer has to become more likely than answers do on
-    average. :meth:`~torchrl_llm_kl.losses.PolicyLoss.batch_inputs` estimates it from mismatched prompts and answers
-    (:func:`kto_reference_point`). With 0 the loss is the unpaired :func:`apo_zero`.
+    ``z`` is the KL of the policy's answers to the reference. A desirable answer therefore has to become more likely than an
+    average answer. :meth:`~torchrl_llm_kl.losses.PolicyLoss.batch_inputs` estimates ``z`` from mismatched prompts and answers
+    (:func:`kto_reference_point`). With ``z = 0`` the loss is the unpaired :func:`apo_zero`.
 
     Hyper-parameters:
-        beta: per nat, above 0; greater: closer to the reference.
-        desirable_weight, undesirable_weight: of the two kinds, at least 0. With as many times the weight as there are fewer
-            answers of a kind, both kinds count alike; up to 4/3 of that is usual for the desirable one.
+        beta: per nat, above 0. A greater value keeps the policy closer to the reference.
+        desirable_weight, undesirable_weight: weights of the two kinds, at least 0. Both kinds count equally if the weights are
+            inversely proportional to the numbers of answers. Up to 4/3 of that is usual for the desirable kind.
 
     Returns:
-        One term, ``objective``, with one value per sequence ``[*B, 1]``. Metrics: ``chosen_reward`` and ``rejected_reward``
-        (the means of ``beta c`` of each kind), ``reward_margin``, their difference, and ``reference_point``.
+        One term, ``objective``, with one value per sequence, ``[*B, 1]``. Metrics: ``chosen_reward`` and ``rejected_reward``
+        (the means of ``beta c`` of each kind), their difference ``reward_margin``, and ``reference_point``.
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.full((2, 1), -2.0)
@@ -92,13 +91,13 @@ def kto(
 
 @torch.no_grad()
 def bco_reference_point(inputs: LossInputs) -> Tensor:
-    r"""The reference point of :func:`bco` and :func:`bco_pair`: half way between the mean log-ratios of the two kinds.
+    r"""The reference point of :func:`bco` and :func:`bco_pair`: halfway between the mean log-ratios of the two kinds.
 
-    Inputs are as in :func:`bco`, for a whole batch; without ``chosen``, rows are chosen, rejected, chosen, ... If the batch
-    has answers of one kind only, it is their mean. Average the results for a running mean over batches.
+    Inputs are as in :func:`bco`, for a whole batch. Without ``chosen``, rows are chosen, rejected, chosen, and so on. If the
+    batch has answers of only one kind, the result is their mean. Average the results for a running mean over batches.
 
     Returns:
-        Nats, the same number for each sequence; ``[*B]``.
+        Nats, the same number for each sequence, ``[*B]``.
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0], [-3.0]]), torch.full((3, 1), -2.0)
@@ -123,10 +122,10 @@ _BCO = Once("reference_point", bco_reference_point)
 def bco(inputs: LossInputs, *, beta: Positive = 0.1) -> Terms:
     r"""Binary classifier optimisation: the cross-entropy of a classifier of answers whose logit is ``beta (c - z)``.
 
-    Each answer is good (``chosen`` is True) or bad, without pairs. With its log-ratio ``c``, the sum of
-    ``log_prob - ref_log_prob``, and ``z = reference_point``, the loss is ``-logsigmoid(beta (c - z))`` for a good answer and
-    ``-logsigmoid(-beta (c - z))`` for a bad one: together an upper bound of :func:`dpo`'s. Without ``reference_point``,
-    :func:`bco_reference_point` of the same rows. ``beta`` and metrics are as in :func:`kto`.
+    Each answer is good (``chosen`` is True) or bad, and there are no pairs. ``c`` is the answer's log-ratio, the sum of
+    ``log_prob - ref_log_prob``, and ``z = reference_point``. The loss is ``-logsigmoid(beta (c - z))`` for a good answer and
+    ``-logsigmoid(-beta (c - z))`` for a bad one. Their sum is an upper bound of :func:`dpo`'s loss. If ``reference_point`` is
+    missing, :func:`bco_reference_point` of the same rows is used. ``beta`` and metrics are as in :func:`kto`.
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.full((2, 1), -2.0)
@@ -147,7 +146,7 @@ def _signed(value: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _of_answers(inputs: LossInputs, value: Tensor, ratio: Tensor, z: Tensor, beta: Scalar) -> Terms:
-    """One term with one value per sequence ``[*B, 1]``, 0 for one without masked-in tokens, and the metrics of each kind."""
+    """A term with one value per sequence, ``[*B, 1]``, and the metrics of each kind. Sequences without tokens are 0."""
     present, good = inputs.mask.any(-1, keepdim=True), inputs.chosen.unsqueeze(-1)
     reward = beta * ratio.detach()
     won, lost = masked_mean(reward, present & good), masked_mean(reward, present & ~good)
@@ -167,7 +166,7 @@ def _of_answers(inputs: LossInputs, value: Tensor, ratio: Tensor, z: Tensor, bet
 def bco_pair(inputs: LossInputs, *, beta: Positive = 0.1, weighting: Weighting = "none") -> Terms:
     r""":func:`bco` on pairs: ``-logsigmoid(beta (c - z)) - logsigmoid(-beta (l - z))``, an upper bound of :func:`dpo`'s.
 
-    Without ``reference_point``, ``z`` is the mean of ``c`` and ``l`` over these pairs. TRL's has ``z = 0``. ``c``, ``l``,
+    Without ``reference_point``, ``z`` is the mean of ``c`` and ``l`` over these pairs. TRL uses ``z = 0``. ``c``, ``l``,
     pairs, ``beta``, ``weighting`` and metrics are as in :func:`dpo`.
 
     Example:
@@ -187,13 +186,12 @@ def bco_pair(inputs: LossInputs, *, beta: Positive = 0.1, weighting: Weighting =
 
 @torch.no_grad()
 def aot_reference_point(inputs: LossInputs) -> Tensor:
-    r"""The reference point of :func:`aot`: the reference's lead of the same rank, less its lead in this pair.
+    r"""The reference point of :func:`aot`: the reference's lead of the same rank minus its lead in this pair.
 
-    Inputs are as in :func:`aot`, for a whole batch. A lead is the log-prob of the chosen answer less the rejected one's.
-
+    Inputs are as in :func:`aot`, for a whole batch. A lead is the log-prob of the chosen answer minus that of the rejected one.
 
     Returns:
-        Nats, equal for both rows of a pair; ``[*B]``.
+        Nats, equal for both rows of a pair, ``[*B]``.
 
     Example:
         >>> log_prob = torch.tensor([[-1.0], [-2.0], [-1.0], [-4.0]])  # leads of 1 and 3
@@ -208,7 +206,7 @@ def aot_reference_point(inputs: LossInputs) -> Tensor:
 
 
 def _of_equal_rank(inputs: LossInputs, pairs: Pairs) -> Tensor:
-    """The reference's lead of the policy's rank less the pair's; ``[P, 1]``, 0 for pairs that are left out."""
+    """The reference's lead of the policy's rank minus the pair's lead, ``[P, 1]``. Pairs that are left out get 0."""
     summed = pairs.pairing.pairs(sequence_sum(inputs.log_prob.detach(), inputs.mask))
     policy = summed[:, :1] - summed[:, 1:]
     reference = policy - pairs.delta.detach()
@@ -222,11 +220,11 @@ def _of_equal_rank(inputs: LossInputs, pairs: Pairs) -> Tensor:
 def aot(inputs: LossInputs, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.0) -> Terms:
     r"""Alignment via optimal transport: :func:`dpo` between leads of equal rank, the policy's and the reference's.
 
-    The leads (log-prob of the chosen answer less the rejected one's) of policy and reference over the batch are sorted,
-    and the k-th of the one is compared with the k-th of the other, so that the distribution of the policy's leads comes to
-    dominate the reference's. That is ``-logsigmoid(beta * (delta - z))`` with ``z = reference_point``
-    (:func:`aot_reference_point`), by default among these pairs. Pairs, ``delta``, ``beta``, ``label_smoothing`` and metrics
-    are as in :func:`dpo`.
+    A lead is the log-prob of the chosen answer minus that of the rejected one. The leads of policy and reference over the batch
+    are sorted, and the k-th of one is compared with the k-th of the other. The distribution of the policy's leads thus comes
+    to dominate the reference's. The loss is ``-logsigmoid(beta * (delta - z))`` with ``z = reference_point``
+    (:func:`aot_reference_point`), by default computed from these pairs. Pairs, ``delta``, ``beta``, ``label_smoothing`` and
+    metrics are as in :func:`dpo`.
 
     Example:
         >>> log_prob = torch.tensor([[-1.0], [-2.0], [-1.0], [-4.0]])  # leads of 1 and 3
@@ -247,12 +245,12 @@ def aot(inputs: LossInputs, *, beta: Positive = 0.1, label_smoothing: Smoothing 
 
 @torch.no_grad()
 def aot_match(inputs: LossInputs) -> Tensor:
-    r"""The matches of :func:`aot_unpaired`: the rank of an answer's log-ratio among answers of its kind.
+    r"""The matches of :func:`aot_unpaired`: the rank of an answer's log-ratio among the answers of its kind.
 
     Inputs are as in :func:`aot_unpaired`, for a whole batch. Answers without masked-in tokens rank last.
 
     Returns:
-        The rank from 0, equal for a chosen answer and the rejected one that it is compared with; int64 ``[*B]``.
+        Ranks from 0, int64 ``[*B]``. A chosen answer is compared with the rejected answer of the same rank.
 
     Raises:
         ValueError: if there are not as many chosen as rejected answers.
@@ -283,10 +281,10 @@ def aot_match(inputs: LossInputs) -> Tensor:
 def aot_unpaired(inputs: LossInputs, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.0) -> Terms:
     r"""Alignment via optimal transport: :func:`dpo` between a chosen and a rejected answer whose log-ratios have equal rank.
 
-    Each answer is chosen or rejected, as many of the one as of the other, to any prompts. The log-ratios of both kinds are
-    sorted, and the k-th of the one is compared with the k-th of the other, so that the chosen answers' distribution
-    comes to dominate. ``match_id`` names the matches (:func:`aot_match`), by default among these rows; keep them
-    together in a split. ``beta``, ``label_smoothing``, result and metrics are as in :func:`dpo`, in the order of ranks.
+    Each answer is chosen or rejected, to any prompt, with equally many of both kinds. The log-ratios of both kinds are sorted,
+    and the k-th of one is compared with the k-th of the other. The distribution of the chosen answers thus comes to dominate.
+    ``match_id`` names the matches (:func:`aot_match`), by default computed from these rows. A split must keep matches
+    together. ``beta``, ``label_smoothing``, result and metrics are as in :func:`dpo`, in the order of ranks.
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0], [-2.0], [-3.0]]), torch.full((4, 1), -2.0)

@@ -1,4 +1,4 @@
-"""Preference losses without a reference: the answers' log-probs themselves are compared, beside the likelihood of good ones."""
+"""Preference losses without a reference: they compare log-probs of answers, and some also train the likelihood of good ones."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def cpo(
 ) -> Terms:
     r"""Contrastive preference optimisation: :func:`dpo` without a reference, plus the likelihood of chosen answers.
 
-    The first term is ``-logsigmoid(beta * (c - l))`` with the log-probs ``c`` and ``l`` of the two answers, the second
+    The first term is ``-logsigmoid(beta * (c - l))`` with the log-probs ``c`` and ``l`` of the two answers. The second term is
     ``-log_prob`` of the chosen answers of the same pairs, which keeps them likely. Pairs and metrics are as in :func:`dpo`.
 
     Hyper-parameters:
-        beta: per nat, above 0. The paper has 0.1.
-        loss: ``"logistic"``; or the function of the lead of :func:`hinge` or :func:`ipo`, without a reference.
-        alpha: ``(1 - exp(-alpha x)) / alpha`` in place of each log-prob ``x`` (AlphaPO), not 0; None for ``x``.
+        beta: per nat, above 0. The paper uses 0.1.
+        loss: ``"logistic"``, or the function of the lead in :func:`hinge` or :func:`ipo`, without a reference.
+        alpha: replaces each log-prob ``x`` by ``(1 - exp(-alpha x)) / alpha`` (AlphaPO). Not 0. None for ``x``.
         length_normalised: average log-probs over tokens instead of summing them, as TRL does for ``"ipo"``.
-        label_smoothing: of ``"logistic"``; see :func:`dpo`.
+        label_smoothing: for ``"logistic"``, see :func:`dpo`.
         nll_coeff: weight of the second term. TRL: ``cpo_alpha``.
-        nll_aggregation: how the second term is summed over tokens, if not as the rest of the loss, which is the paper's sum
-            over the answer. The authors' code and TRL have ``"token-mean"``, a far smaller weight.
+        nll_aggregation: aggregation of the second term over tokens. By default it is the loss's, which is the paper's sum over
+            the answer. The authors' code and TRL use ``"token-mean"``, a far smaller weight.
 
     Returns:
-        Two terms: ``objective``, one value per pair, and ``nll``, one per token ``[*B, T]``.
+        Two terms: ``objective`` with one value per pair, and ``nll`` with one value per token, ``[*B, T]``.
 
     Example:
         >>> log_prob, mask = torch.tensor([[-1.0], [-3.0]]), torch.ones(2, 1, dtype=torch.bool)
@@ -50,7 +50,7 @@ def cpo(
         >>> pair.value, nll.value[nll.mask]
         (tensor([[0.3133]]), tensor([1.]))
 
-    Source: Xu et al. 2024 (arXiv 2401.08417), eq. 3 plus the negative log-likelihood; loss: TRL 1.16; alpha: Gupta et
+    Source: Xu et al. 2024 (arXiv 2401.08417), eq. 3 plus the negative log-likelihood. loss: TRL 1.16. alpha: Gupta et
     al. 2025 (AlphaPO, arXiv 2501.03884).
     """
     pairs = pair_up(inputs, beta, reference=False, length_normalised=length_normalised)
@@ -69,13 +69,13 @@ def simpo(
 ) -> Terms:
     r"""SimPO: ``-logsigmoid(beta * (c - l) - margin)`` with the mean log-probs ``c`` and ``l`` per token of the two answers.
 
-    It needs no reference: what is rewarded is the likelihood per token, as in sampling, whatever the length. Pairs and
-    metrics are as in :func:`dpo`.
+    It needs no reference. It rewards the likelihood per token, as in sampling, whatever the length. Pairs and metrics are as
+    in :func:`dpo`.
 
     Hyper-parameters:
-        beta: per nat, above 0; far greater than :func:`dpo`'s, because means are far smaller than sums.
-        margin: of the reward, by which the chosen answer should lead; the paper's gamma, at least 0. TRL: ``simpo_gamma``.
-        alpha: see :func:`cpo`: AlphaPO.
+        beta: per nat, above 0. It is far greater than :func:`dpo`'s, because means are far smaller than sums.
+        margin: reward by which the chosen answer should lead, at least 0. It is the paper's gamma. TRL: ``simpo_gamma``.
+        alpha: AlphaPO, see :func:`cpo`.
         label_smoothing: see :func:`dpo`.
 
     Example:
@@ -83,7 +83,7 @@ def simpo(
         >>> simpo(LossInputs(log_prob, torch.tensor([[True, True], [True, False]])))[0].value
         tensor([[0.3133]])
 
-    Source: Meng et al. 2024 (arXiv 2405.14734), eq. 6; beta 2.0 and margin 1.0: the authors' for Llama-3-Base-8B;
+    Source: Meng et al. 2024 (arXiv 2405.14734), eq. 6. beta 2.0 and margin 1.0: the authors' for Llama-3-Base-8B.
     alpha: Gupta et al. 2025 (AlphaPO, arXiv 2501.03884).
     """
     pairs = pair_up(inputs, beta, reference=False, length_normalised=True)
@@ -96,17 +96,17 @@ def orpo(
 ) -> Terms:
     r"""ORPO: the likelihood of the chosen answer, and ``-beta logsigmoid`` of the log of the ratio of the odds of both answers.
 
-    With the mean log-prob ``x`` per token of an answer, its odds are ``exp(x) / (1 - exp(x))``. It needs no reference: SFT on
-    the chosen answers and preference learning are one stage. A mean log-prob above -1e-7 counts as that, without gradient.
-    Pairs and metrics are as in :func:`dpo`, with mean log-probs in the place of ``c`` and ``l``.
+    The odds of an answer are ``exp(x) / (1 - exp(x))`` with its mean log-prob ``x`` per token. The loss needs no reference and
+    combines SFT on the chosen answers and preference learning in one stage. Mean log-probs are capped at -1e-7, without
+    gradient above. Pairs and metrics are as in :func:`dpo`, with mean log-probs in place of ``c`` and ``l``.
 
     Hyper-parameters:
-        beta: weight of the odds ratio, above 0; the paper's lambda.
-        nll_aggregation: how the likelihood is summed over tokens; the paper averages over each answer (eq. 3). None: as the
-            rest of the loss.
+        beta: weight of the odds ratio, above 0. It is the paper's lambda.
+        nll_aggregation: aggregation of the likelihood over tokens. The paper averages over each answer (eq. 3). None: the
+            aggregation of the loss.
 
     Returns:
-        Two terms: ``objective``, one value per pair, and ``nll``, one per token ``[*B, T]``.
+        Two terms: ``objective`` with one value per pair, and ``nll`` with one value per token, ``[*B, T]``.
 
     Example:
         >>> log_prob, mask = torch.tensor([[0.5], [0.25]]).log(), torch.ones(2, 1, dtype=torch.bool)
@@ -114,7 +114,7 @@ def orpo(
         >>> odds.value, nll.value[nll.mask]
         (tensor([[0.1438]]), tensor([0.6931]))
 
-    Source: Hong et al. 2024 (arXiv 2403.07691), eqs. 3 to 7; the weight 0.1: TRL 1.16, the paper's for Mistral-7B.
+    Source: Hong et al. 2024 (arXiv 2403.07691), eqs. 3 to 7. The weight 0.1: TRL 1.16, the paper's for Mistral-7B.
     """
     pairs = pair_up(inputs, beta, reference=False, length_normalised=True)
     log_odds = _log_odds(pairs.chosen) - _log_odds(pairs.rejected)
@@ -133,21 +133,22 @@ def tpo(
     nll_coeff: NonNegative = 1.0,
     nll_aggregation: Aggregation | None = "token-mean",
 ) -> Terms:
-    r"""Triple preference optimisation: :func:`cpo` with a third answer, the best there is, whose likelihood is trained.
+    r"""Triple preference optimisation: :func:`cpo` with a third answer, the best one, whose likelihood is trained.
 
-    Rows are chosen, rejected, third, chosen, ...; leading batch dimensions are flattened into rows. The first term compares
-    the first two answers without a reference, the second is ``-log_prob`` of the third.
+    Rows are chosen, rejected, third, chosen, and so on. Leading batch dimensions are flattened into rows. The first term
+    compares the first two answers without a reference. The second term is ``-log_prob`` of the third answer.
 
     Hyper-parameters:
         beta: per nat, above 0.
         loss, label_smoothing: see :func:`cpo`.
-        margin: of the reward, by which the chosen answer should lead, for ``"logistic"``; at least 0. TRL: ``tpo_l_gamma``.
-        length_normalised: average log-probs over tokens: with a margin TPO-L.
+        margin: reward by which the chosen answer should lead, for ``"logistic"``, at least 0. TRL: ``tpo_l_gamma``.
+        length_normalised: average log-probs over tokens. With a margin this is TPO-L.
         nll_coeff: weight of the second term. TRL: ``tpo_alpha``.
-        nll_aggregation: how the second term is summed over tokens; None: as the rest of the loss.
+        nll_aggregation: aggregation of the second term over tokens. None: the aggregation of the loss.
 
     Returns:
-        Two terms: ``objective``, one value per triple ``[P, 1]`` with the metrics of :func:`dpo`, and ``nll``, one per token.
+        Two terms: ``objective`` with one value per triple, ``[P, 1]``, and the metrics of :func:`dpo`, and ``nll`` with one
+        value per token.
 
     Example:
         >>> log_prob, mask = torch.tensor([[-1.0], [-3.0], [-0.5]]), torch.ones(3, 1, dtype=torch.bool)
@@ -155,7 +156,7 @@ def tpo(
         >>> pair.value, nll.value[nll.mask]
         (tensor([[0.3133]]), tensor([0.5000]))
 
-    Source: Saeidi et al. 2024 (TPO, arXiv 2405.16681), with TPO-L; beta 0.01, weight 1 and the other losses: TRL 1.16.
+    Source: Saeidi et al. 2024 (TPO, arXiv 2405.16681), with TPO-L. beta 0.01, weight 1 and the other losses: TRL 1.16.
     """
     log_prob, mask = inputs.log_prob, inputs.mask
     place = torch.arange(mask.shape[:-1].numel(), device=mask.device)
@@ -170,6 +171,6 @@ def tpo(
 
 
 def _log_odds(log_prob: Tensor) -> Tensor:
-    """``log(p / (1 - p))``, exact at either end."""
-    x = log_prob.clamp(max=-1e-7)
+    """``log(p / (1 - p))`` for ``p = exp(log_prob)``, accurate near 0 and near 1."""
+    x = log_prob.clamp(max=-1e-7)  # the odds of a certain answer are infinite
     return x - torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-x.exp()))
