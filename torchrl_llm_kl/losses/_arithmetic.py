@@ -1,6 +1,6 @@
 """Arithmetic on one number per token: masked sums and bounded ratios for objectives, and the reduction to a loss.
 
-Shapes: ``[*B, T]``, any batch dimensions ``*B`` before the ``T`` tokens of a sequence.
+Shapes are ``[*B, T]``, with any batch dimensions ``*B`` before the ``T`` tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchrl_llm_kl._numerics import (
 )
 from torchrl_llm_kl._registry import no_such
 
-#: How a loss is summed over tokens; the table of :func:`aggregate`.
+#: How a loss is summed over tokens. See the table of :func:`aggregate`.
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "none"]
 #: Every :data:`Aggregation`.
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
@@ -51,22 +51,22 @@ def aggregate(
     ``none``                   the values, 0 where the mask is False                            (not used)
     ========================== ================================================================ =====================
 
-    Only masked-in tokens, and sequences with at least one, are counted. With the ``denominator`` of the whole batch
-    (:func:`count`) the results of its parts add up to the result of the whole, however the batch is split: into
+    Only masked-in tokens, and sequences with at least one of them, are counted. With the ``denominator`` of the whole batch
+    (:func:`count`) the results of its parts add up to the result of the whole. The batch may be split in any way: into
     micro-batches, over ranks, with different padding.
 
     Args:
-        value: per token; ``[*B, T]``. Masked-out entries have no influence, not even NaN.
+        value: one value per token, ``[*B, T]``. Masked-out entries have no influence, not even NaN.
         mask: bool ``[*B, T]``.
         mode: a row of the table.
 
     Keyword Args:
-        denominator: divisor to use instead of the count of this mask; a number or a 0-dim tensor.
-        max_len: the longest possible response in tokens; ``T`` by default. A denominator includes it.
+        denominator: divisor to use instead of the count of this mask, a number or a 0-dim tensor.
+        max_len: the longest possible response in tokens, ``T`` by default. A given denominator already includes it.
 
     Returns:
-        0-dim, or ``[*B, T]`` for ``none``; half precision is summed, and returned, in float32. If the mask is empty and
-        no denominator is given: 0 without gradient, and a warning.
+        0-dim, or ``[*B, T]`` for ``none``. Half precision is summed and returned in float32. If the mask is empty and no
+        denominator is given, the result is 0 without gradient, and a warning is issued.
 
     Raises:
         ValueError: if the mode is unknown, the shapes differ, or the denominator cannot be used.
@@ -79,7 +79,7 @@ def aggregate(
         >>> sum(aggregate(v, m, denominator=count(mask)) for v, m in zip(value[:, None], mask[:, None]))
         tensor(3.)
 
-    Source: names and meanings of the modes are verl's; the last one is from Liu et al. 2025 (Dr. GRPO, arXiv 2503.20783).
+    Source: names and meanings of the modes are verl's. The last one is from Liu et al. 2025 (Dr. GRPO, arXiv 2503.20783).
     """
     check_aggregation(mode)
     check_same_shape(value=value, mask=mask)
@@ -99,13 +99,13 @@ def aggregate(
 
 
 def aggregate_each(values: Sequence[Tensor], mask: Tensor, mode: str, denominator: Tensor) -> tuple[Tensor, ...]:
-    """:func:`aggregate` of several values of the shape of one mask; ``denominator``: for all, 0-dim, or of each, ``[K]``."""
+    """:func:`aggregate` of ``K`` values with one mask. ``denominator`` is 0-dim for all of them, or ``[K]``."""
     (value,) = widen(torch.stack(list(values)))
     value = torch.where(mask, value, 0)
     if mode == "seq-mean-token-mean":
         value = value / mask.sum(-1, keepdim=True).clamp(min=1)
-    # Where the count is 0 the sum is 0 too.
-    if denominator.is_floating_point():  # of a batch, may be a share of a count
+    # Where the count is 0 the sum is 0 too, so any other divisor gives 0.
+    if denominator.is_floating_point():  # a stored denominator may be a fraction of a count
         denominator = denominator.to(value.dtype)
         divisor = denominator + (denominator == 0)
     else:
@@ -114,9 +114,9 @@ def aggregate_each(values: Sequence[Tensor], mask: Tensor, mode: str, denominato
 
 
 def count(mask: Tensor, mode: Aggregation = "token-mean", *, max_len: int | None = None) -> Tensor:
-    """The divisor of :func:`aggregate` for this mask, 0-dim int64 on its device; the arguments are as in ``aggregate``.
+    """The divisor of :func:`aggregate` for this mask, 0-dim int64 on its device. The arguments are as in ``aggregate``.
 
-    Add the counts of all micro-batches, and of all ranks, and pass the sum to each of them as ``denominator``.
+    Add the counts of all micro-batches and of all ranks, and pass the sum to each of them as ``denominator``.
 
     Raises:
         ValueError: if the mode is unknown or ``max_len`` is not positive.
@@ -153,45 +153,45 @@ LARGEST_LOG_RATIO = 80.0
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """``exp`` of a log-ratio, which is capped at 80 nats, without gradient above.
 
-    The exponential would be infinite in float32, and the gradient of a clipped infinity NaN.
+    Otherwise the exponential could be infinite in float32, and the gradient of a clipped infinity is NaN.
     """
     return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
 def clean(value: Tensor, mask: Tensor) -> Tensor:
-    """0 or False where the mask is False; numbers in float32 or wider."""
+    """Set values to 0 or False where the mask is False, and widen numbers to float32."""
     if value.dtype == torch.bool:
         return value & mask
     return torch.where(mask, widen(value)[0], 0)
 
 
 def check_inputs(mask: Tensor, **named: Tensor) -> None:
-    """Check the shapes of inputs, that they are numbers, and the mask."""
+    """Check that inputs are numbers with the shape of the mask, and that the mask is boolean."""
     check_same_shape(mask=mask, **named)
     check_is_mask(mask=mask)
     check_is_number(**named)
 
 
 def checked(mask: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
-    """:func:`clean` inputs, after :func:`check_inputs`."""
+    """Check inputs with :func:`check_inputs`, then :func:`clean` them."""
     check_inputs(mask, **named)
     return tuple(clean(x, mask) for x in named.values())
 
 
 def sequence_sum(value: Tensor, mask: Tensor) -> Tensor:
-    """Sum of each sequence; ``[*B, 1]``."""
+    """Sum of each sequence, ``[*B, 1]``."""
     return torch.where(mask, value, 0).sum(-1, keepdim=True)
 
 
 def sequence_mean(value: Tensor, mask: Tensor) -> Tensor:
-    """Mean of each sequence, 0 for one without masked-in tokens; ``[*B, 1]``."""
+    """Mean of each sequence, ``[*B, 1]``. 0 for a sequence without masked-in tokens."""
     return sequence_sum(value, mask) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 def clamp(value: Tensor, low: Scalar | None = None, high: Scalar | None = None) -> Tensor:
-    """``value.clamp(low, high)``, where each bound may be a number or a 0-dim tensor, also of the CPU.
+    """``value.clamp(low, high)``, where each bound may be a number or a 0-dim tensor, also on the CPU.
 
-    The kernels of clamping, unlike those of arithmetic, take no tensor of the CPU for a value on another device.
+    Unlike arithmetic, the clamp kernels of an accelerator do not accept a CPU tensor as a bound.
     """
     low, high = (
         x.item() if isinstance(x, Tensor) and x.device.type == "cpu" != value.device.type else x for x in (low, high)
@@ -204,7 +204,7 @@ def clamp(value: Tensor, low: Scalar | None = None, high: Scalar | None = None) 
 
 
 def clip_fractions(low: Tensor, high: Tensor, mask: Tensor, **others: Tensor) -> dict[str, Tensor]:
-    """Metrics of tokens clipped on either side: ``clip_fraction`` and its ``_low`` and ``_high`` parts; and others."""
+    """Shares of tokens clipped on either side: ``clip_fraction`` and its ``_low`` and ``_high`` parts, and ``others``."""
     flags = {"clip_fraction": low | high, "clip_fraction_low": low, "clip_fraction_high": high, **others}
     counts = (torch.stack([*flags.values(), mask]) & mask).flatten(1).sum(1)
     return dict(zip(flags, (counts[:-1] / counts[-1].clamp(min=1)).unbind(), strict=True))

@@ -1,4 +1,4 @@
-"""Metrics that a policy loss reports whatever its objective, and the names under which terms report theirs."""
+"""Metrics that a policy loss reports for every objective, and the names of the metrics of terms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RATIO_QUANTILES = {"ratio_min": 0.0, "ratio_q05": 0.05, "ratio_median": 0.5, "r
 
 
 def merge_metrics(terms: Sequence[LossTerm], metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``metrics`` and the terms'; where two share a name, the later one is called ``<term>_<name>``."""
+    """Merge ``metrics`` with the metrics of terms. If a name is taken, the later metric is called ``<term>_<name>``."""
     out = dict(metrics)
     for term in terms:
         for name, value in term.metrics.items():
@@ -26,11 +26,11 @@ def merge_metrics(terms: Sequence[LossTerm], metrics: Mapping[str, Tensor]) -> d
 
 @torch.no_grad()
 def common_metrics(inputs: LossInputs, counts: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
-    """Metrics independent of the objective, and except the first two and the entropy of the tokens that are not experts'.
+    """Metrics that do not depend on the objective.
 
-    ``num_tokens``, ``num_sequences`` (those with a masked-in token); with old log-probs ``ESS``, quantiles of the ratio to
-    them and ``kl_to_sampler``; with the sampler's own the :func:`mismatch_metrics`; with reference log-probs ``kl_to_ref``;
-    with entropies ``entropy``.
+    ``num_tokens``, ``num_sequences`` (with a masked-in token) and, with entropies, ``entropy`` are over all masked-in tokens.
+    All others leave out experts' tokens: with old log-probs ``ESS``, quantiles of the ratio to them and ``kl_to_sampler``,
+    with the sampler's own log-probs the :func:`mismatch_metrics`, with reference log-probs ``kl_to_ref``.
     """
     mask, experts = inputs.mask, inputs.get("expert_mask")
     sampled = mask if experts is None else mask & ~experts
@@ -38,12 +38,12 @@ def common_metrics(inputs: LossInputs, counts: tuple[Tensor, Tensor] | None = No
     old, own, ref = (inputs.get(name) for name in ("old_log_prob", "sampler_log_prob", "ref_log_prob"))
     num_tokens, num_sequences = (mask.sum(), mask.any(-1).sum()) if counts is None else counts
     metrics = {"num_tokens": num_tokens, "num_sequences": num_sequences}
-    # The sampler produced the tokens, so that k3 of KL(sampler || policy) is never negative.
+    # The tokens come from the sampler, so k3 estimates KL(sampler || policy). It is never negative.
     pairs = {"old": (log_prob, old), "sampler": (log_prob, old if own is None else own), "ref": (ref, log_prob)}
     pairs = {name: pair for name, pair in pairs.items() if not any(x is None for x in pair)}
     if pairs:
         above, below = (torch.stack(each) for each in zip(*pairs.values(), strict=True))
-        used = sampled & (below > -torch.inf)  # NaN: not scored
+        used = sampled & (below > -torch.inf)  # False for NaN, which means not scored
         unused, used_tokens = ~used, used.flatten(1).sum(1)
         log_ratio = (above - below).clamp(max=LARGEST_LOG_RATIO)  # one token cannot make a mean infinite
         k3 = (torch.expm1(log_ratio) - log_ratio).masked_fill_(unused, 0).flatten(1).sum(1) / used_tokens.clamp(min=1)
@@ -59,11 +59,11 @@ def common_metrics(inputs: LossInputs, counts: tuple[Tensor, Tensor] | None = No
 
 
 def _ratio_metrics(log_ratio: Tensor, count: Tensor) -> dict[str, Tensor]:
-    """Of ``count`` log-ratios; all others are ``-inf``."""
+    """Effective sample size and quantiles of ``count`` ratios. The other log-ratios are ``-inf``."""
     ordered = log_ratio.flatten().sort().values
-    weight = (ordered - ordered[-1]).exp()  # the scale cancels; NaN without tokens
+    weight = (ordered - ordered[-1]).exp()  # the scale cancels. NaN without tokens
     size = (weight.sum() / torch.linalg.vector_norm(weight)).square() / count
     shares = send(torch.tensor(list(_RATIO_QUANTILES.values())), count.device)
-    places = ((count - 1) * shares).round().long() - count  # from the end
+    places = ((count - 1) * shares).round().long() - count  # counted from the end, after the -inf entries
     values = ordered[places].nan_to_num(neginf=0.0).exp()
     return {"ESS": size.nan_to_num(0.0).clamp(max=1), **dict(zip(_RATIO_QUANTILES, values.unbind(), strict=True))}

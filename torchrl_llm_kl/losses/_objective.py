@@ -1,4 +1,4 @@
-"""The protocol of objectives: one record of named tensors as input, terms as output, checks, and the registry."""
+"""The protocol of objectives: a record of named tensors as input, terms as output, checks of both, and the registry."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class MissingInputError(AttributeError, ValueError):
     """A function reads an input that the record does not have.
 
     Args:
-        name: of the input.
-        owner: the function.
+        name: name of the input.
+        owner: name of the function.
     """
 
     def __init__(self, name: str, owner: str = "the loss") -> None:
@@ -39,7 +39,7 @@ class MissingInputError(AttributeError, ValueError):
 
 
 class _GivenFields:
-    """The fields of a dataclass; of a record of inputs only those that it has, so that ``dataclasses.replace`` works."""
+    """The fields of :class:`LossInputs`. A record lists only the inputs that it has, so ``dataclasses.replace`` works."""
 
     def __init__(self, every: dict[str, Field[Any]]) -> None:
         self.every = every
@@ -49,45 +49,46 @@ class _GivenFields:
 
 
 def _optional(shape: str = _TOKEN, **facts: object) -> Any:
-    """``boolean``, or ``graph`` if its gradient is kept."""
+    """A field that may be left out. Facts: ``boolean``, and ``graph`` if its gradient is kept."""
     return field(default_factory=lambda: None, metadata={"shape": shape, **facts})
 
 
 @dataclass(frozen=True, eq=False)
 class LossInputs:
-    """The tensors that a loss reads, one number per token, sequence or outcome.
+    """The tensors that a loss reads, with one number per token, sequence or outcome.
 
-    Only ``log_prob`` and ``mask`` are always there. The others may be left out, and reading one that was left out raises a
-    :class:`MissingInputError`; :meth:`get` returns None for it.
+    ``log_prob`` and ``mask`` are required. All other inputs may be left out. Reading an input that was left out raises a
+    :class:`MissingInputError`, an ``AttributeError``. :meth:`get` returns None for it.
 
-    The record is clean: every number is float32 or wider, and 0 (False) where the mask is False, so that a NaN of a
-    masked-out token reaches neither a sum nor a gradient. Gradients flow only into ``log_prob``, ``entropy``, ``kl``,
-    ``teacher_divergence`` and ``outcomes``; the others are detached. Outcomes of ``M`` teachers are ``[*B, T, M, k + 1]``.
+    The record is clean: every number is in float32 or wider, and 0 (False) where the mask is False. A NaN of a masked-out token
+    thus reaches neither a sum nor a gradient. Gradients flow only into ``log_prob``, ``entropy``, ``kl``,
+    ``teacher_divergence`` and ``outcomes``. The other inputs are detached. Outcomes of ``M`` teachers are
+    ``[*B, T, M, k + 1]``.
 
     Args:
-        log_prob: nats, of the sampled tokens under the current policy, with graph; ``[*B, T]``.
-        mask: True at trained tokens; bool ``[*B, T]``.
-        old_log_prob: nats, under the policy that sampled the tokens; ``[*B, T]``.
-        ref_log_prob: nats, under the frozen reference; ``[*B, T]``.
-        advantage: in units of the reward; ``[*B, T]``.
-        expert_mask: True for tokens that an expert wrote and the policy did not sample; bool ``[*B, T]``.
-        message_role: who wrote each token, as its number in system, user, assistant, tool; integers ``[*B, T]``.
-        sampler_log_prob: ``old_log_prob`` as the sampling program itself computed it; ``[*B, T]``.
-        entropy: nats, of the policy's distribution over the vocabulary, with graph; ``[*B, T]``.
-        selected: True for tokens chosen over a whole batch; bool ``[*B, T]``.
-        kl: nats, the KL over the whole vocabulary at each position, with graph; ``[*B, T]``.
-        teacher_divergence: nats, the divergence to a teacher over the whole vocabulary, with graph; ``[*B, T]``.
-        sharp_log_prob: nats, ``log_prob`` at half the temperature, without graph; ``[*B, T]``.
-        outcomes: nats, of the ids in a teacher's top k and of all other tokens, with graph; ``[*B, T, k + 1]``.
-        teacher_outcomes: the same under the teacher; same shape.
-        pair_id: the pair that a sequence belongs to; integers ``[*B]``.
-        chosen: True for a preferred sequence, of its pair or by itself; bool ``[*B]``.
-        reference_point: nats, subtracted from log-ratios, computed from a whole batch; ``[*B]``.
-        match_id: equal for two sequences matched over a whole batch; integers ``[*B]``.
+        log_prob: nats, log-prob of the sampled tokens under the current policy, with graph, ``[*B, T]``.
+        mask: bool ``[*B, T]``, True at trained tokens.
+        old_log_prob: nats, under the policy that sampled the tokens, ``[*B, T]``.
+        ref_log_prob: nats, under the frozen reference, ``[*B, T]``.
+        advantage: in units of the reward, ``[*B, T]``.
+        expert_mask: bool ``[*B, T]``, True for tokens that an expert wrote and the policy did not sample.
+        message_role: integers ``[*B, T]``, the role that wrote each token: its index in system, user, assistant, tool.
+        sampler_log_prob: ``old_log_prob`` as computed by the sampling program itself, ``[*B, T]``.
+        entropy: nats, entropy of the policy's distribution over the vocabulary, with graph, ``[*B, T]``.
+        selected: bool ``[*B, T]``, True for tokens selected over a whole batch.
+        kl: nats, the KL over the whole vocabulary at each position, with graph, ``[*B, T]``.
+        teacher_divergence: nats, the divergence to a teacher over the whole vocabulary, with graph, ``[*B, T]``.
+        sharp_log_prob: nats, ``log_prob`` at half the temperature, without graph, ``[*B, T]``.
+        outcomes: nats, log-probs of the ids in a teacher's top k and of all other tokens, with graph, ``[*B, T, k + 1]``.
+        teacher_outcomes: the same log-probs under the teacher, same shape.
+        pair_id: integers ``[*B]``, equal for the two sequences of a pair.
+        chosen: bool ``[*B]``, True for a sequence that is preferred in its pair, or good by itself.
+        reference_point: nats, ``[*B]``, computed from a whole batch and subtracted from log-ratios.
+        match_id: integers ``[*B]``, equal for two sequences that are matched over a whole batch.
 
     Raises:
         ValueError: for unequal shapes.
-        TypeError: for a mask that is not boolean, or a boolean tensor in the place of numbers.
+        TypeError: for a mask that is not boolean, or for a boolean tensor in place of numbers.
 
     Example:
         >>> log_prob, mask = torch.tensor([[-1.0, torch.nan]]), torch.tensor([[True, False]])
@@ -119,13 +120,13 @@ class LossInputs:
     def __post_init__(self) -> None:
         given = {name: value for name, value in vars(self).items() if value is not None}
         check_record(given)
-        # What was left out must not be in the instance, so that reading it ends in __getattr__.
+        # Inputs that were left out must not be instance attributes. Reading them then calls __getattr__.
         vars(self).clear()
         vars(self).update({name: _cleaned(name, value, given["mask"]) for name, value in given.items()})
 
     @classmethod
     def of_clean(cls, **given: Tensor) -> Self:
-        """A record of tensors that are 0 or False outside the mask already: nothing is copied."""
+        """A record of tensors that already are 0 or False outside the mask. They are not copied."""
         check_record(given)
         return cls._of({name: _widened(name, value) for name, value in given.items()})
 
@@ -135,10 +136,10 @@ class LossInputs:
         vars(inputs).update(given)
         return inputs
 
-    if not TYPE_CHECKING:  # a checker then reports names that are no fields
+    if not TYPE_CHECKING:  # with a visible __getattr__, a type checker would accept any name
 
         def __getattr__(self, name: str) -> Tensor:
-            if name == "log_ratio":  # Python ends here if its property raises an AttributeError
+            if name == "log_ratio":  # Python calls this if the property raised an AttributeError
                 raise MissingInputError("old_log_prob")
             if name not in INPUTS:
                 raise AttributeError(f"LossInputs has no input {name!r}: its inputs are {', '.join(INPUTS)}.")
@@ -148,7 +149,7 @@ class LossInputs:
         return f"LossInputs({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
 
     def get(self, name: str) -> Tensor | None:
-        """An input, None if it was left out."""
+        """An input, or None if it was left out."""
         return vars(self).get(name)
 
     @property
@@ -158,17 +159,16 @@ class LossInputs:
 
     @property
     def given(self) -> dict[str, Tensor]:
-        """The inputs that are there, by name."""
+        """The inputs that were not left out, by name."""
         return dict(vars(self))
 
     def replace(self, **changes: Tensor) -> Self:
-        """A copy with some inputs other than the mask changed or added, which need not be clean."""
-        assert "mask" not in changes, "within() narrows the mask"
+        """A copy with some inputs changed or added. They need not be clean. :meth:`within` changes the mask."""
         check_record({"mask": self.mask, **changes})
         return self._of({**vars(self), **{name: _cleaned(name, value, self.mask) for name, value in changes.items()}})
 
     def within(self, mask: Tensor) -> Self:
-        """A copy for those of the tokens where ``mask`` is True."""
+        """A copy with only those tokens where ``mask`` is True."""
         mask = self.mask & mask
         return self._of({name: _cleaned(name, value, mask) for name, value in self.given.items()} | {"mask": mask})
 
@@ -178,7 +178,7 @@ LossInputs.__dataclass_fields__ = _GivenFields(LossInputs.__dataclass_fields__) 
 
 @dataclass
 class InputKeys:
-    """The default entries of the inputs that the data holds; models compute the others."""
+    """The default entries of the inputs that the data holds. Models compute the other inputs."""
 
     old_log_prob: NestedKey = ("next", "log_probs", "full")
     ref_log_prob: NestedKey = ("next", "ref_log_probs", "full")
@@ -194,7 +194,7 @@ class InputKeys:
 
 
 def check_record(given: dict[str, Tensor]) -> None:
-    """Raise a ValueError for unequal shapes, a TypeError for a mask that is not boolean or a number that is."""
+    """Raise a ValueError for unequal shapes, and a TypeError for masks that are not boolean or numbers that are."""
     mask = given["mask"]
     per_token = {name: given[name] for name in PER_TOKEN if name in given}
     check_same_shape(mask=mask, **per_token)
@@ -210,7 +210,7 @@ def check_record(given: dict[str, Tensor]) -> None:
 
 
 def _widened(name: str, value: Tensor) -> Tensor:
-    """Numbers of tokens in float32 or wider, and data without graph."""
+    """Widen the numbers of tokens to float32, and detach data."""
     value = value if name in _WITH_GRAPH else value.detach()
     if value.dtype == torch.bool or (name in PER_ROW and not value.is_floating_point()):
         return value
@@ -230,20 +230,20 @@ def _with(**facts: object) -> tuple[str, ...]:
     return tuple(f.name for f in fields(LossInputs) if all(f.metadata.get(key) == x for key, x in facts.items()))
 
 
-#: Every input, and its shape.
+#: The names of all inputs, and their shapes.
 INPUTS, SHAPES = _with(), {f.name: str(f.metadata["shape"]) for f in fields(LossInputs)}
-#: Inputs of one value per token, beside the mask.
+#: Inputs with one value per token, except the mask.
 PER_TOKEN = tuple(name for name in _with(shape=_TOKEN) if name != "mask")
-#: Inputs of several values per token, of one teacher or of each.
+#: Inputs with several values per token, for one teacher or several.
 PER_OUTCOME = _with(shape=_OUTCOME)
-#: Inputs of one value per sequence.
+#: Inputs with one value per sequence.
 PER_ROW = _with(shape=_ROW)
-#: Inputs that are NaN where the sampler computed no log-prob.
+#: Inputs that may be NaN, where the sampler computed no log-prob.
 OF_SAMPLER = ("old_log_prob", "sampler_log_prob")
-#: Input -> the entry of the data that holds it; a model computes the others.
+#: Input -> its default entry in the data. Models compute the other inputs.
 KEYS: dict[str, NestedKey] = {f.name: f.default for f in fields(InputKeys)}
 _BOOLEAN, _WITH_GRAPH = _with(boolean=True), _with(graph=True)
-#: Masks of tokens that the data holds.
+#: Token masks that the data holds.
 MASKS = tuple(name for name in PER_TOKEN if name in _BOOLEAN and name in KEYS)
 
 
@@ -251,7 +251,7 @@ MASKS = tuple(name for name in PER_TOKEN if name in _BOOLEAN and name in KEYS)
 
 
 def dummy_inputs(*, teachers: int = 1, device: torch.device | None = None) -> LossInputs:
-    """One token in each of six sequences, pairs or triples, for a dry run before there is data."""
+    """Six sequences of one token each, for a dry run before there is data. Six rows form whole pairs and whole triples."""
     zeros = torch.zeros(6, 1, device=device)
     row, place = zeros.squeeze(-1), torch.arange(6, device=device)
     first = place % 2 == 0
@@ -263,20 +263,20 @@ def dummy_inputs(*, teachers: int = 1, device: torch.device | None = None) -> Lo
 
 
 class Reads(NamedTuple):
-    """The inputs that a function reads, beside ``log_prob`` and ``mask``."""
+    """The inputs that a function reads, except ``log_prob`` and ``mask``."""
 
-    #: It raises without these.
+    #: The function raises without these.
     required: frozenset[str]
-    #: It asks whether these are there.
+    #: The function reads these with :meth:`LossInputs.get`.
     optional: frozenset[str]
 
     def among(self, there: Collection[str]) -> frozenset[str]:
-        """Those that it reads where these are there."""
+        """The inputs that the function reads if the data holds those of ``there``."""
         return self.required | (self.optional & frozenset(there))
 
 
 class _Watched(LossInputs):
-    """Dummy inputs that note which of them a function reads; :meth:`get` finds only those in ``there``."""
+    """Dummy inputs that record which of them a function reads. :meth:`get` returns only those in ``there``."""
 
     def __init__(self, dummy: LossInputs, there: Collection[str], required: set[str], optional: set[str]) -> None:
         own = {"_dummy": dummy, "_there": there, "_required": required, "_optional": optional}
@@ -297,7 +297,7 @@ class _Watched(LossInputs):
             return self._dummy.get(name) if name in self._there else None
 
     def __repr__(self) -> str:
-        return "LossInputs(dry run)"  # printing reads nothing
+        return "LossInputs(dry run)"  # printing must not count as reading
 
     @property
     def given(self) -> dict[str, Tensor]:
@@ -309,11 +309,15 @@ class _Watched(LossInputs):
 
 
 def reads_of(function: Callable[[LossInputs], object], dummy: LossInputs, there: Collection[str] = INPUTS) -> Reads:
-    """The inputs that a function reads where the data holds those of ``there``: it runs once, on dummy tokens."""
+    """The inputs that a function reads if the data holds those of ``there``. The function runs once, on dummy tokens."""
     required, optional = set[str](), set[str]()
-    # A function may raise where an input is missing that it asked for. What it had asked for until then is noted.
+    # A function may raise if an optional input is missing. The inputs that it had read by then are recorded.
     raises = () if {*INPUTS} <= {*there} else (Exception,)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), contextlib.suppress(*raises):  # a selection may be random
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),
+        contextlib.suppress(*raises),
+    ):  # a selection may draw numbers
         function(_Watched(dummy, there, required, optional))
     return Reads(frozenset(required), frozenset(optional - required))
 
@@ -328,17 +332,17 @@ R = TypeVar("R")
 class LossTerm:
     """One part of a loss, before summation over tokens.
 
-    A part with one value per sequence, or per pair of sequences, has ``T = 1``. The mask must not depend on values of
-    log-probs, because denominators are counted from it before any model has run: a token that is dropped for its value
-    (clipped, too far from the sampler) keeps its place in the mask and has the value 0.
+    A part with one value per sequence, or per pair of sequences, has ``T = 1``. The mask must not depend on the values of
+    log-probs, because denominators are counted from it before any model has run. A token that is dropped for its value
+    (clipped, or too far from the sampler) stays in the mask and has the value 0.
 
     Args:
         name: reported as ``loss_<name>``.
-        value: to be minimised; nats or rewards per token; ``[*B, T]``. Ignored where the mask is False.
-        mask: the tokens over which the part is summed; bool ``[*B, T]``.
+        value: nats or rewards per token, to be minimised, ``[*B, T]``. Ignored where the mask is False.
+        mask: bool ``[*B, T]``, the tokens over which the part is summed.
         weight: factor of the whole part, dimensionless.
-        metrics: numbers to log, by name: 0-dim tensors without graph, on the device of ``value``.
-        aggregation: how this part is summed (see :func:`~torchrl_llm_kl.losses.aggregate`); None: as the rest of the loss.
+        metrics: name -> number to log, a 0-dim tensor without graph on the device of ``value``.
+        aggregation: how this part is summed, see :func:`~torchrl_llm_kl.losses.aggregate`. None: the aggregation of the loss.
 
     Raises:
         ValueError: if value and mask have different shapes, or the weight is not one number.
@@ -367,12 +371,12 @@ Terms = tuple[LossTerm, ...]
 
 @dataclass(frozen=True)
 class Once:
-    """An input of one value per sequence that is computed once for a whole batch, before it is split.
+    """An input with one value per sequence that is computed once for a whole batch, before the batch is split.
 
     Args:
-        name: of the input.
-        function: returns it, ``[*B]``, from the other inputs.
-        mismatched: whether the function takes log-probs of answers after other prompts than their own.
+        name: name of the input.
+        function: computes the input, ``[*B]``, from the other inputs.
+        mismatched: whether the function takes log-probs of mismatched prompts and answers.
     """
 
     name: str
@@ -387,8 +391,8 @@ class ObjectiveSpec(Spec):
     Args:
         name, hyper, only_with, source, types, defaults: see :class:`~torchrl_llm_kl._registry.Spec`.
         aggregation: how its source aggregates over tokens.
-        once: the input that is computed once for a whole batch, if there is one.
-        together: neighbouring rows that one value compares; 1 if a ``pair_id`` names them.
+        once: the input that is computed once for a whole batch, if any.
+        together: number of neighbouring rows that one value compares. 1 if a ``pair_id`` names them.
         formula: the function without checks.
     """
 
@@ -399,7 +403,7 @@ class ObjectiveSpec(Spec):
 
     @cached_property
     def needs(self) -> frozenset[str]:
-        """The inputs beside ``log_prob`` and ``mask`` without which it raises, under its default hyper-parameters.
+        """The inputs that it requires under its default hyper-parameters, except ``log_prob`` and ``mask``.
 
         Example:
             >>> from torchrl_llm_kl.losses import ppo
@@ -411,7 +415,7 @@ class ObjectiveSpec(Spec):
 
 
 class UnknownObjectiveError(UnknownNameError):
-    """The name is not registered; the message lists the registered ones."""
+    """The name is not registered. The message lists the registered names."""
 
 
 _REGISTRY: Registry[Callable[..., Terms]] = Registry("objective", error=UnknownObjectiveError)
@@ -428,21 +432,21 @@ def objective(
 ) -> Callable[[Callable[P, Terms]], Callable[P, Terms]]:
     r"""Register a function ``(inputs: LossInputs, *, <hyper-parameters>) -> tuple[LossTerm, ...]`` as an objective.
 
-    The function reads the inputs that it needs as attributes (``inputs.advantage``), and those that it can do without with
+    The function reads required inputs as attributes (``inputs.advantage``), and optional inputs with
     ``inputs.get("selected")``. :class:`~torchrl_llm_kl.losses.PolicyLoss` runs it once on dummy tokens to find out which
-    entries the data must hold. The inputs are clean (:class:`LossInputs`), so the body is just the formula.
+    entries the data must hold. The inputs are clean (:class:`LossInputs`), so the body is only the formula.
 
     The keyword-only parameters are hyper-parameters. A call raises a ``ValueError`` for a value outside the range or the
-    choices of the annotation, and a ``TypeError`` for an unknown name. A scalar may be a 0-dim tensor, which is never read
-    on the host (and so not range-checked). Metrics are masked means unless they say otherwise.
+    choices of the annotation, and a ``TypeError`` for an unknown name. A scalar may be a 0-dim tensor. It is never read on the
+    host, so its range is not checked. Metrics are masked means unless documented otherwise.
 
     The formulas write ``A`` for the advantage, ``r = exp(log_prob - old_log_prob)`` for the probability ratio and ``sg`` for
     stop-gradient.
 
-    The decorator is all that registers it: names, types and tables follow from the signature and the docstring, whose last
-    paragraph is ``Source: ...`` (``make docs`` writes them down). A function without the decorator can be passed to a loss
-    too. The arguments are as in :class:`ObjectiveSpec`; ``options`` is the function to which the function passes its
-    ``**options: Unpack[<a TypedDict>]``, whose keywords of these names become hyper-parameters.
+    Names, types and tables follow from the signature and the docstring, whose last paragraph is ``Source: ...``. ``make docs``
+    writes them down. A function without the decorator can also be passed to a loss. The arguments are as in
+    :class:`ObjectiveSpec`. ``options`` is for a function that takes ``**options: Unpack[<a TypedDict>]`` and passes them on. It
+    is the function that receives them and has their defaults. They become hyper-parameters of the objective.
 
     Raises:
         ValueError: if the name is taken.
@@ -462,22 +466,24 @@ def objective(
 
     def register(function: Callable[P, Terms]) -> Callable[P, Terms]:
         if options is not None:
+            # Specs, tables and checks read the signature, in which ``**options`` would hide the keywords.
             own = inspect.signature(function, eval_str=True)
             *named, passed = own.parameters.values()
-            there, names = signature_of(options), get_args(passed.annotation)[0].__annotations__
-            function.__signature__ = own.replace(parameters=[*named, *map(there.__getitem__, names)])  # type: ignore[attr-defined]
+            names, there = get_args(passed.annotation)[0].__annotations__, signature_of(options)
+            whole = own.replace(parameters=[*named, *(there[name] for name in names)])
+            function.__signature__ = whole  # type: ignore[attr-defined]
         return cast("Callable[P, Terms]", _REGISTRY.add(name, _with_checks(spec, function)))
 
     return register
 
 
 def loss_part(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Check the hyper-parameters of a term or a correction as those of an objective; it is not registered."""
+    """Check the hyper-parameters of a term or a correction like those of an objective, without registering it."""
     return lambda function: _with_checks(ObjectiveSpec(name), function)
 
 
 def _with_checks(spec: ObjectiveSpec, formula: Callable[P, R]) -> Callable[P, R]:
-    """``formula`` after the checks of its hyper-parameters."""
+    """``formula``, preceded by the checks of its hyper-parameters."""
     inputs, *_ = inspect.signature(formula).parameters
     spec = replace(spec.reading(formula, (inputs,)), formula=formula)
 
@@ -499,7 +505,7 @@ def spec_of(function: str) -> ObjectiveSpec: ...
 @overload
 def spec_of(function: Callable[..., Terms]) -> ObjectiveSpec | None: ...
 def spec_of(function: Callable[..., Terms] | str) -> ObjectiveSpec | None:
-    """The :class:`ObjectiveSpec` of an objective, by itself or by its name, of a term or a correction; None for others.
+    """The :class:`ObjectiveSpec` of an objective (a function or its name), a term or a correction. None for other functions.
 
     Example:
         >>> from torchrl_llm_kl.losses import sapo
@@ -521,10 +527,13 @@ def available_objectives() -> tuple[str, ...]:
 
 
 def get_objective(name: str) -> Callable[..., Terms]:
-    """The objective of a name, one of :func:`available_objectives`: always the same object, which can be pickled.
+    """Look up an objective. Every look-up returns the same object, which can be pickled.
+
+    Args:
+        name: one of :func:`available_objectives`.
 
     Raises:
-        UnknownObjectiveError: a ``ValueError``; lists the names and the nearest one.
+        UnknownObjectiveError: a ``ValueError`` that lists the names and suggests the nearest one.
 
     Example:
         >>> from torchrl_llm_kl.losses import ppo
@@ -536,7 +545,7 @@ def get_objective(name: str) -> Callable[..., Terms]:
 
 #: The divergence that penalises a policy's distance to the reference.
 FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
-#: The weight of a pair of answers: none, the policy's probability of them, or that relative to its own answers.
+#: The weight of a pair of answers: none, the policy's probability of the pair, or that probability relative to its own answers.
 Weighting = Literal["none", "probability", "aligned"]
 #: The probability that a label is wrong.
 Smoothing = Annotated[Scalar, Range(0.0, 0.5)]

@@ -1,4 +1,4 @@
-"""Parts of a loss as modules: a function with its hyper-parameters, and the terms and corrections of an objective."""
+"""Parts of a loss as modules: a function together with its hyper-parameters. Objectives, terms and corrections are parts."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ Coefficient = Scalar | nn.Module
 class Part(WideBuffers):
     """A function of one record of inputs together with its hyper-parameters.
 
-    Hyper-parameters that are numbers are buffers: saved, moved, and changed in place by assignment. Modules, such as an
-    :class:`~torchrl_llm_kl.AdaptiveKLCoefficient`, are called for their value. All others are stored unchanged.
+    Hyper-parameters that are numbers are buffers. They are saved and moved with the module, and assignment changes them in
+    place. Modules, such as an :class:`~torchrl_llm_kl.AdaptiveKLCoefficient`, are called for their value. All other
+    hyper-parameters are stored unchanged.
 
     Args:
         function: takes the inputs, and its hyper-parameters as keywords.
-        hyper: its hyper-parameters; omitted ones have the function's defaults.
+        hyper: the hyper-parameters. The function's defaults are used for the others.
 
     Raises:
         ValueError: if the function rejects a hyper-parameter, or one is a tensor with grad.
@@ -60,7 +61,7 @@ class Part(WideBuffers):
 
     def run(self, inputs: Any) -> Any:
         """Call the function."""
-        # Kernels of every device take a number of the CPU as it is; one of another device must come to the inputs.
+        # Kernels of every device accept a 0-dim CPU tensor. A tensor on another device must be moved to the inputs.
         device = next(x.device for x in vars(inputs).values() if isinstance(x, Tensor))
         hyper = {
             name: x.to(device) if isinstance(x, Tensor) and x.device.type != "cpu" else x
@@ -69,13 +70,13 @@ class Part(WideBuffers):
         return self.function(inputs, **hyper)
 
     def dummy(self, hyper: Mapping[str, Any]) -> Any:
-        """Inputs of a few tokens, on which the function checks hyper-parameters."""
+        """Inputs of a few tokens, on which the function is run to check its hyper-parameters."""
         return dummy_inputs(teachers=len(hyper.get("teacher_weights") or (1,)), device=device_of(self))
 
     def reads(self, there: Collection[str] = INPUTS) -> Reads:
-        """The inputs that the function reads under its current hyper-parameters, if the data holds those of ``there``."""
+        """The inputs that the function reads with its current hyper-parameters, if the data holds those of ``there``."""
         if not str(getattr(self.function, "__module__", "")).startswith("torchrl_llm_kl."):
-            # A user's function may branch on a number, which was assigned, loaded or updated since the last dry run.
+            # A user's function may branch on a number that was assigned, loaded or updated since the last dry run.
             numbers = [(id(x), 0 if x.is_inference() else x._version) for x in self.buffers()]
             if numbers != self._reads_of:
                 self._reads.clear()
@@ -87,35 +88,35 @@ class Part(WideBuffers):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The inputs that the function requires under its current hyper-parameters, beside ``log_prob`` and ``mask``."""
+        """The inputs that the function requires with its current hyper-parameters, except ``log_prob`` and ``mask``."""
         return self.reads().required
 
     @property
     def leaves_out_experts(self) -> bool:
-        """Whether the function reads nothing but ``log_prob`` at experts' tokens."""
+        """Whether the function reads only ``log_prob`` at experts' tokens."""
         return "expert_mask" in self.needs
 
     @property
     def hyper(self) -> dict[str, Any]:
-        """Hyper-parameters as the function gets them: 0-dim tensors for numbers."""
+        """The hyper-parameters as passed to the function. Numbers are 0-dim tensors."""
         modules = {name: module() for name, module in self._modules.items() if module is not None}
         return {**self.settings, **modules, **self._buffers}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the hyper-parameters."""
+        """The names of the hyper-parameters."""
         return (*self.settings, *self._buffers, *self._modules)
 
     def get(self, name: str) -> Any:
-        """A hyper-parameter: a buffer for a number, a module for a coefficient, else the value itself."""
+        """A hyper-parameter: the buffer of a number, a module, or the value itself."""
         return self.settings[name] if name in self.settings else getattr(self, name)
 
     def put(self, name: str, value: object) -> None:
-        """Set a hyper-parameter; a number that is a buffer already changes in place.
+        """Set a hyper-parameter. A number that is already a buffer changes in place.
 
         Raises:
-            KeyError: if the hyper-parameter is a module, which is changed through its own methods.
-            ValueError: if the function rejects the value. Tensors are not checked: that would be a host sync.
+            KeyError: if the hyper-parameter is a module. Change it through its own methods.
+            ValueError: if the function rejects the value. Tensors are not checked, because that would need a host sync.
         """
         value = self._number(name, value)
         if not isinstance(value, Tensor):
@@ -130,7 +131,7 @@ class Part(WideBuffers):
         self._store(name, value)
 
     def _number(self, name: str, value: object) -> object:
-        """A hyper-parameter that is a number as float or 0-dim tensor, whatever kind of number was given."""
+        """Convert a hyper-parameter that is a number to a float or a 0-dim tensor."""
         if name not in self._floats or value is None or isinstance(value, nn.Module):
             return value
         if isinstance(value, Tensor):
@@ -148,7 +149,7 @@ class Part(WideBuffers):
             self.settings[name] = value
 
     def _check(self, hyper: Mapping[str, Any]) -> None:
-        """Let the function check hyper-parameters, which it does for numbers, not for buffers."""
+        """Run the function to check hyper-parameters. It checks numbers but not buffers, so CPU tensors become numbers."""
         values = {name: value() if isinstance(value, nn.Module) else value for name, value in hyper.items()}
         for name, value in hyper.items():
             if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:  # no host sync
@@ -170,20 +171,20 @@ class Part(WideBuffers):
 
 
 def _is_scalar(parameter: inspect.Parameter) -> bool:
-    """Whether a hyper-parameter is annotated as a number that may be a tensor."""
+    """Whether a hyper-parameter is annotated as a number that may also be a tensor."""
     members = members_of(parameter.annotation)
     kinds = {get_args(each)[0] if get_origin(each) is Annotated else each for each in members}
     return Scalar in kinds or {float, Tensor} <= kinds or str(parameter.annotation).startswith("Scalar")
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """The name of a function, also of one inside a ``functools.partial``; the class of any other callable."""
+    """The name of a function, also inside a ``functools.partial``. The class name of any other callable."""
     inner = getattr(function, "func", function)
     return getattr(inner, "__name__", type(inner).__name__)
 
 
 def device_of(*parts: Part) -> torch.device | None:
-    """The device of the hyper-parameters of parts, if it is another than the CPU."""
+    """The device of the parts' hyper-parameters. None for the CPU."""
     return next((x.device for part in parts for x in part.buffers() if x.device.type != "cpu"), None)
 
 
@@ -191,7 +192,7 @@ def device_of(*parts: Part) -> torch.device | None:
 
 
 class TermPart(Part):
-    """A function that returns loss terms, with its hyper-parameters, which it checks at construction.
+    """A function that returns loss terms, together with its hyper-parameters, which are checked at construction.
 
     Example:
         >>> from torchrl_llm_kl.losses import ppo
@@ -210,7 +211,7 @@ class TermPart(Part):
 
 
 class _KLTerm(TermPart):
-    """A KL penalty that checks its estimator."""
+    """Base of the KL penalties. It warns of an estimator with another gradient than the reverse KL's."""
 
     _function: Callable[..., tuple[LossTerm, ...]]
 
@@ -222,16 +223,16 @@ class _KLTerm(TermPart):
 
 
 class KLToReference(_KLTerm):
-    """The KL to the reference, as a term of the loss: :func:`~torchrl_llm_kl.losses.kl_to_ref`.
+    """The KL to the reference as a term of the loss: :func:`~torchrl_llm_kl.losses.kl_to_ref`.
 
     Args:
-        coeff: its weight, dimensionless; a number of at least 0, or a coefficient such as
+        coeff: weight of the term, dimensionless. A number of at least 0, or a coefficient such as
             :class:`~torchrl_llm_kl.AdaptiveKLCoefficient`.
-        estimator: a name of :func:`~torchrl_llm_kl.get_estimator`, ``"exact"`` (the loss then requires the reference
-            model), or a function of the same signature. ``docs/estimators.md`` compares them.
+        estimator: a name of :func:`~torchrl_llm_kl.get_estimator`, ``"exact"`` (the loss then requires the reference model), or
+            a function with the same signature. ``docs/estimators.md`` compares the estimators.
 
     Keyword Args:
-        leave_out_experts: leave out the sequences of experts.
+        leave_out_experts: leave out the experts' tokens.
 
     Warns:
         KLPlacementWarning: if the estimator's gradient in a loss is not the reverse KL's.
@@ -262,12 +263,13 @@ class DivergenceToTeacher(TermPart):
     """A divergence to a teacher's distribution: :func:`~torchrl_llm_kl.losses.divergence_to_teacher`.
 
     Args:
-        coeff: its weight, dimensionless; a number of at least 0, or a module that returns it.
-        beta: the teacher's share of the mixture; 0 for the forward KL, 1 for the reverse KL.
+        coeff: weight of the term, dimensionless. A number of at least 0, or a module that returns it.
+        beta: the teacher's share of the mixture. 0 for the forward KL, 1 for the reverse KL.
 
     Keyword Args:
-        distribution: ``"top_k"``, from the data; ``"exact"``, from the loss's ``reference``, which is the teacher.
-        teacher_weights: one number for each teacher; see :func:`~torchrl_llm_kl.losses.distill`.
+        distribution: ``"top_k"`` for the teacher's top k in the data. ``"exact"`` for the whole vocabulary: the loss's
+            ``reference`` is then the teacher.
+        teacher_weights: one number for each teacher, see :func:`~torchrl_llm_kl.losses.distill`.
 
     Example:
         >>> sorted(DivergenceToTeacher(0.1, beta=0.0).needs)
@@ -287,14 +289,14 @@ class DivergenceToTeacher(TermPart):
 
 
 class EntropyBonus(TermPart):
-    """Entropy bonus: minus the policy's entropy over the whole vocabulary, :func:`~torchrl_llm_kl.losses.entropy_bonus`.
+    """Entropy bonus: minus the policy's entropy over the whole vocabulary. See :func:`~torchrl_llm_kl.losses.entropy_bonus`.
 
     Args:
-        coeff: its weight, dimensionless; a number, below 0 for less entropy, or a coefficient such as
+        coeff: weight of the term, dimensionless. A number (below 0 for less entropy), or a coefficient such as
             :class:`~torchrl_llm_kl.AdaptiveEntropyCoefficient`.
 
     Keyword Args:
-        leave_out_experts: leave out the sequences of experts, as Trinity's ``mix`` does.
+        leave_out_experts: leave out the experts' tokens, as Trinity's ``mix`` does.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -310,7 +312,7 @@ class EntropyBonus(TermPart):
 
 
 class Correction(Part):
-    """A function that returns one weight per token, which multiplies the objective (not the other terms), and metrics.
+    """A function that returns one weight per token and metrics. The weights multiply the objective, but not the other terms.
 
     Example:
         >>> halved = Correction(lambda inputs, factor=0.5: (factor * inputs.mask, {}))
@@ -319,20 +321,20 @@ class Correction(Part):
     """
 
     def forward(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weights for these inputs, and metrics."""
+        """The weights and metrics for these inputs."""
         weights, metrics = self.run(inputs)
         return weights, metrics
 
     @property
     def leaves_out_experts(self) -> bool:
-        """Whether it corrects for the sampler: no policy sampled experts' tokens."""
+        """Whether it corrects for the sampler. No policy sampled the experts' tokens, so they are not corrected."""
         return not frozenset(OF_SAMPLER).isdisjoint(self.needs | self.reads().optional)
 
 
 class ImportanceWeights(Correction):
     """Truncated or masked importance weights, for a sampler whose log-probs differ from the trainer's.
 
-    Needs ``sampler_log_prob`` beside ``old_log_prob``. The arguments are as in
+    It needs ``sampler_log_prob`` and ``old_log_prob``. The arguments are as in
     :func:`~torchrl_llm_kl.losses.importance_weights`.
 
     Example:
@@ -354,7 +356,7 @@ class ImportanceWeights(Correction):
 class RejectionMask(Correction):
     """Leave out tokens or sequences on which sampler and trainer disagree too much.
 
-    Needs ``sampler_log_prob`` beside ``old_log_prob``. The arguments are as in
+    It needs ``sampler_log_prob`` and ``old_log_prob``. The arguments are as in
     :func:`~torchrl_llm_kl.losses.rejection_mask`.
 
     Example:
@@ -370,7 +372,7 @@ class OffPolicySequenceMask(Correction):
     """Leave out tokens with a negative advantage in sequences that have become unlikely.
 
     Args:
-        delta: nats per token; see :func:`~torchrl_llm_kl.losses.off_policy_sequence_mask`.
+        delta: nats per token, see :func:`~torchrl_llm_kl.losses.off_policy_sequence_mask`.
 
     Example:
         >>> sorted(OffPolicySequenceMask().needs)
@@ -385,11 +387,11 @@ class TopEntropyMask(Correction):
     """Train only the tokens of highest policy entropy.
 
     Args:
-        fraction: of the masked-in tokens; see :func:`~torchrl_llm_kl.losses.top_entropy_mask`.
+        fraction: share of the masked-in tokens, see :func:`~torchrl_llm_kl.losses.top_entropy_mask`.
 
     Keyword Args:
-        threshold: train tokens of at least this entropy, in nats, instead of a fraction of each batch. The losses of the
-            parts of a batch then add up to the loss of the whole.
+        threshold: train tokens with at least this entropy, in nats, instead of a fraction of each batch. The losses of the
+            parts of a batch then add up to the loss of the whole batch.
 
     Example:
         >>> entropy = torch.tensor([[0.1, 2.0, 0.3, 1.0]])
@@ -411,14 +413,17 @@ def rollout_corrections(
     """The corrections that verl's ``rollout_correction`` settings describe.
 
     Keyword Args:
-        rollout_is: :class:`ImportanceWeights` of this level (``"geometric"`` too, unlike in verl); None for none.
-        rollout_is_threshold: ``2.0`` truncates there; ``"0.5_5.0"`` sets weights outside to 0.
-        rollout_rs: one or more of :data:`~torchrl_llm_kl.losses.Divergence`, with commas: a :class:`RejectionMask` each.
-        rollout_rs_threshold: one bound for all of them, or one each, with commas. For ``k1`` two ratios of sampler to
-            trainer, ``"0.5_2.0"``; a single number stands for ``1 / number`` and ``number``. For the others the upper bound.
+        rollout_is: adds :class:`ImportanceWeights` of this level, also ``"geometric"``, which verl does not have. None adds
+            none.
+        rollout_is_threshold: ``2.0`` truncates weights there. ``"0.5_5.0"`` sets weights outside these bounds to 0.
+        rollout_rs: one or more of :data:`~torchrl_llm_kl.losses.Divergence`, separated by commas. Each adds a
+            :class:`RejectionMask`.
+        rollout_rs_threshold: one bound for all of them, or one each, separated by commas. A bound of ``k1`` is a pair of ratios
+            of sampler to trainer, such as ``"0.5_2.0"``. A single number stands for ``1 / number`` and ``number``. For the
+            others it is the upper bound.
 
     Raises:
-        ValueError: for an unknown value, or another number of bounds.
+        ValueError: for an unknown value, or if the numbers of divergences and bounds differ.
 
     Example:
         >>> weights, mask = rollout_corrections(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0")
@@ -447,6 +452,6 @@ def rollout_corrections(
 
 
 def _bounds(value: float | str) -> tuple[float | None, float]:
-    """``2.0``, ``"2.0"`` or ``"0.5_2.0"`` as lower and upper bound."""
+    """Lower and upper bound from ``2.0``, ``"2.0"`` or ``"0.5_2.0"``."""
     low, _, high = str(value).rpartition("_")
     return (float(low) if low else None), float(high)

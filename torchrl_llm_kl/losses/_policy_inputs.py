@@ -1,4 +1,4 @@
-"""The inputs of a policy loss: entries of the data at the trained tokens, checked, and the models' scores of them."""
+"""The inputs of a policy loss: the data's entries at the trained tokens, and the models' scores of these tokens."""
 
 from __future__ import annotations
 
@@ -43,23 +43,24 @@ from torchrl_llm_kl.scoring import (
 )
 
 _LOG_PROBS = (*OF_SAMPLER, "ref_log_prob")
-#: Inputs that the scorer computes, which has checked the log-probs itself.
+#: Inputs that the scorer computes without checking that they are finite. It checks log-probs itself.
 COMPUTED = ("entropy", "kl", "teacher_divergence")
-# A teacher's probabilities add up to 1 within this; log-probs in float16 over k = 1024 to 0.005.
+# A teacher's probabilities must add up to 1 within this tolerance. Rounding of float16 log-probs with k = 1024 stays below
+# 0.005.
 _MASS_TOLERANCE = 0.02
-# Below this share of a teacher's probability a top k gives a warning.
+# A warning is issued if a teacher's top k holds less than this share of its probability.
 _LITTLE_MASS = 0.9
 
 
 @dataclass(frozen=True, eq=False)
 class PolicyBatch:
-    """What a batch holds for a policy loss.
+    """The part of a batch that a policy loss reads.
 
     Args:
         td: the data with its batch dimensions.
         response: the trained tokens.
-        data: input -> its values: gathered ``[S, T]`` and 0 outside the mask, or one per sequence ``[*B]``.
-        top_ids: the ids of a teacher's outcomes at all tokens; ``[N, M, k]``.
+        data: input -> its values, gathered ``[S, T]`` and 0 outside the mask, or one per sequence ``[*B]``.
+        top_ids: the ids of the teachers' outcomes at all tokens, ``[N, M, k]``.
     """
 
     td: TensorDictBase
@@ -68,7 +69,7 @@ class PolicyBatch:
     top_ids: Tensor | None = None
 
     def inputs(self, computed: Mapping[str, Tensor]) -> LossInputs:
-        """The record of these inputs and of those that the models computed, gathered too."""
+        """The record of these inputs and of the gathered inputs that the models computed."""
         given = {**self.data, **computed}
         rows = {name: given.pop(name) for name in PER_ROW if name in given}
         inputs = LossInputs.of_clean(mask=self.response.mask, **given)
@@ -84,9 +85,9 @@ class EntryReader:
         keys: where entries are, by the names of the ``tensor_keys`` of the loss.
         tokens: finds tokens, and log-probs that were not computed.
         of_data: the inputs that no model computes.
-        required: optional entries that the user gave another key.
+        required: optional entries whose key the user changed.
         once: the input that is computed from a whole batch.
-        warned: teachers that a warning was given for.
+        warned: keys of teachers that were already warned of.
     """
 
     parts: Sequence[Part]
@@ -105,7 +106,7 @@ class EntryReader:
 
     @property
     def asked(self) -> frozenset[str]:
-        """The inputs that a part requires, or reads if the data holds them."""
+        """The inputs that any part requires, or reads if the data holds them."""
         possible = [part.reads(there) for part in self.parts for there in (INPUTS, ())]
         return frozenset().union(*(reads.among(INPUTS) for reads in possible))
 
@@ -118,16 +119,16 @@ class EntryReader:
         without: str | None = None,
         check: bool = False,
     ) -> PolicyBatch:
-        """The inputs that the data holds for the located tokens.
+        """Read the inputs that the data holds for the located tokens.
 
         Args:
             td: the data with its batch dimensions.
-            located: all tokens, and the trained ones.
-            responses: all tokens, and those of responses; None for a strategy without responses.
+            located: all tokens, with a mask of the trained ones.
+            responses: all tokens, with a mask of the responses. None for a strategy without responses.
 
         Keyword Args:
             without: an input that is not read.
-            check: that numbers are finite.
+            check: check that numbers are finite.
 
         Raises:
             KeyError: if a required entry is missing.
@@ -157,8 +158,8 @@ class EntryReader:
         return PolicyBatch(td, response, data, teachers.ids)
 
     def _places(self, td: TensorDictBase, without: str | None) -> tuple[dict[str, NestedKey], set[str]]:
-        """Input -> the entry that holds it, and the required inputs; a KeyError if a required entry is missing."""
-        # Corrections and metrics leave out experts, whatever the parts read.
+        """Input -> the entry that holds it, and the required inputs. Raises a KeyError if a required entry is missing."""
+        # Corrections and metrics leave out experts, so this mask is read even if no part needs it.
         possible = self.asked.union(_LOG_PROBS, ["expert_mask"]) - {without}
         ordered = [name for name in KEYS if name in possible]
         places: dict[str, NestedKey] = {}
@@ -186,7 +187,7 @@ class EntryReader:
         *,
         check: bool,
     ) -> ResponseTokens:
-        """The trained tokens, without those that the sampler did not score if a part reads its log-probs.
+        """The trained tokens. If a part reads the old log-probs, tokens that the sampler did not score are left out.
 
         Log-probs of the sampler become NaN in ``flat`` where they were not computed.
         """
@@ -195,14 +196,14 @@ class EntryReader:
             value, key = flat[name], places[name]
             zeros = self.tokens.marks_zeros(key)
             if name != "old_log_prob" and not zeros:
-                continue  # NaN already, which changes no mask
+                continue  # unscored tokens are NaN already, and this input changes no mask
             unscored = self.tokens.unscored(value, located.tokens, responses, key)
-            if "expert_mask" in flat:  # no policy sampled those tokens
+            if "expert_mask" in flat:  # no policy sampled the experts' tokens
                 unscored = unscored & ~flat["expert_mask"]
             flat[name] = torch.where(unscored, math.nan, value) if zeros else value
             if name == "old_log_prob" and any(name in part.reads(flat).among(flat) for part in self.parts):
-                old, mask = (value, unscored), mask > unscored  # and not
-        # One copy shows which tokens are left out, and that the numbers of the others are finite.
+                old, mask = (value, unscored), mask > unscored  # mask and not unscored
+        # One copy to the host carries both the mask and the flag that all numbers are finite.
         named = self.named(flat, flat) if check else {}
         checked = [torch.where(mask, torch.stack(list(named.values())), 0)] if named else []
         total = finite_total(*checked).reshape(1)
@@ -216,10 +217,10 @@ class EntryReader:
         return response
 
     def named(self, given: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
-        """Those of ``names`` that a part reads and that must be finite, with their entry as the key.
+        """The inputs among ``names`` that a part reads and that must be finite. The keys also name their entries.
 
-        A NaN ``sampler_log_prob`` was not computed. At experts' tokens, a part that separates experts from the policy reads
-        only the current log-probs.
+        A NaN ``sampler_log_prob`` was not computed, so it is allowed. At experts' tokens, a part that separates experts from
+        the policy reads only the current log-probs.
         """
         experts, named = given.get("expert_mask"), dict[str, Tensor]()
         for name in [name for name in PER_TOKEN if name in names and name in given and name not in MASKS]:
@@ -234,16 +235,16 @@ class EntryReader:
         return named
 
     def check_scored(self, response: ResponseTokens, inputs: LossInputs) -> None:
-        """Reject what a model computed if it is not finite, and a teacher's outcomes that do not add up to 1.
+        """Reject computed inputs that are not finite, and teachers' outcomes that do not add up to 1.
 
-        Warns once of a top k that holds little of a teacher's probability.
+        Warns once for each teacher whose top k holds little of its probability.
         """
         response.check_finite(self.named(inputs.given, COMPUTED))
         log_p, mask = inputs.get("teacher_outcomes"), inputs.mask.unsqueeze(-1)
         if log_p is None:
             return
         mass = log_p.exp().sum(-1)
-        wrong = mask & ~((mass - 1).abs() < _MASS_TOLERANCE)  # NaN too
+        wrong = mask & ~((mass - 1).abs() < _MASS_TOLERANCE)  # also True for NaN
         captured = torch.where(mask, -log_p[..., -1].expm1(), 0).sum((0, 1)) / mask.sum().clamp(min=1)
         some_wrong, some, *means = torch.stack([wrong.any().to(mass), mask.any().to(mass), *captured]).tolist()
         if some_wrong:
@@ -262,18 +263,18 @@ class EntryReader:
 # ------------------------------------------------------------------ scores
 
 _NEUTRAL = ScoreOptions()
-# The options of the actor that a loss leaves to its user.
+# The options of the actor that the user of a loss may set. The loss sets the others.
 _CHOSEN = ("sampling", "dtype", "deterministic", "memory", "entropy")
 
 
 class PolicyScorers:
-    """The scorers of a policy loss. The reference is no submodule of the loss: its parameters are not trained.
+    """The scorers of a policy loss. The reference is not a submodule of the loss, because its parameters are not trained.
 
     Args:
         actor: the trained model, or a scorer of it with its own settings.
         reference: the model or scorer that the loss compares with.
         options: how the actor is scored.
-        tokens_per_batch: of the actor's scorer.
+        tokens_per_batch: tokens per batch of the actor's scorer.
     """
 
     def __init__(
@@ -289,7 +290,7 @@ class PolicyScorers:
         self._slot, self._reference_slot, self._sharp_slot = ScorerSlot(), ScorerSlot(), ScorerSlot()
         check_vocabularies(actor if self.given is None else self.given.model, reference)
         if not isinstance(reference, nn.Module):
-            self.of_reference()  # cheap to check now
+            self.of_reference()  # building it checks its settings, which is cheap for anything but a module
         temperature = self.options.temperature
         if isinstance(reference, LogProbScorer) and reference.options.temperature != temperature:
             both = f"{temperature:g} and the reference at {reference.options.temperature:g}"
@@ -297,7 +298,7 @@ class PolicyScorers:
 
     @property
     def options(self) -> ScoreOptions:
-        """How the actor is scored: its own options if it is a scorer."""
+        """How the actor is scored. A scorer as the actor has its own options."""
         return self._options if self.given is None else self.given.options
 
     @options.setter
@@ -324,7 +325,7 @@ class PolicyScorers:
         return self._like_the_actor(self._sharp_slot, model, sampling=Sampling(self.options.temperature / 2))
 
     def _like_the_actor(self, slot: ScorerSlot, model: Model, **changes: Any) -> Scorer:
-        """The scorer of a model with the actor's settings, over all tokens, but for ``changes``."""
+        """The scorer of a model with the actor's settings, over all tokens, except for ``changes``."""
         own = {"sampling": self.options.sampling.of_reference, "entropy": False, **changes}
         settings: dict[str, object] = {"options": self.options.but(**own)}
         if getattr(model, "log_probs_only", False) is not True:  # a remote model plans its own batches
@@ -334,7 +335,7 @@ class PolicyScorers:
     # ------------------------------------------------------------------ one step
 
     def check_needs(self, actor: nn.Module, needs: Collection[str]) -> None:
-        """Raise a ValueError if the inputs that parts need cannot be computed from these models."""
+        """Raise a ValueError if these models cannot compute the inputs that the parts need."""
         needs = frozenset(needs)
         if self.options.sampling.truncates and needs & {"outcomes", "teacher_divergence"}:
             raise ValueError(
@@ -351,7 +352,7 @@ class PolicyScorers:
             check_distributions(actor, getattr(self.reference, "model", None), self.reference)
 
     def _exact(self, needs: Collection[str], parts: Sequence[Part]) -> dict[str, Any]:
-        """Reference, direction and mixture of an exact divergence that a part needs."""
+        """Reference, direction and mixture of the exact divergence that a part needs."""
         if "kl" in needs:
             return {"reference": self.of_reference()}
         betas = {float(part.hyper.get("beta", 0.5)) for part in parts if "teacher_divergence" in part.needs}
@@ -367,10 +368,10 @@ class PolicyScorers:
     def compute(
         self, actor: nn.Module, parts: Sequence[Part], batch: PolicyBatch, replayed: RequestFields
     ) -> dict[str, Tensor]:
-        """The inputs that the models compute, gathered; ``replayed`` are fields of the request.
+        """The gathered inputs that the models compute. ``replayed`` are fields of the request.
 
         Raises:
-            ValueError: if an input cannot be computed from these models and this sampling.
+            ValueError: if an input cannot be computed with these models and this sampling.
         """
         there = {*INPUTS} - {*KEYS} | {*batch.data}
         needs = {name for part in parts for name in part.reads(there).required}
@@ -379,7 +380,8 @@ class PolicyScorers:
         ref_here = "ref_log_prob" in needs and "ref_log_prob" not in batch.data
         exact = self._exact(needs, parts)
         over_kept = ref_here and sampling.truncates and sampling.reference == "kept"
-        apart = over_kept and log_probs_only(self.reference)  # a model in another process is sent the kept tokens
+        # A model in another process cannot share the actor's pass over the head. It is sent the kept tokens.
+        apart = over_kept and log_probs_only(self.reference)
         if over_kept and not apart:
             exact = {"reference": reference}
         if apart and "kept" not in replayed:
@@ -414,7 +416,7 @@ class PolicyScorers:
 
 
 def check_actor_options(options: ScoreOptions) -> ScoreOptions:
-    """``options``; an error if they hold what a loss decides."""
+    """Return ``options``. Raise a ValueError if they contain a setting that the loss decides."""
     for name, usual in vars(_NEUTRAL).items():
         value = getattr(options, name)
         if name not in _CHOSEN and value != usual:

@@ -71,66 +71,68 @@ _KEY_ALIASES = {"action": "tokens", "sample_log_prob": "old_log_prob", "ref_log_
 class PolicyLoss(TokenLoss):
     r"""A policy loss for language models: an objective, further terms, and their aggregation over tokens.
 
-    Current log-probs come from the scoring engine with gradient: shared prompts are forwarded once, the head runs on
-    masked-in tokens only, and ``[B, T, V]`` never exists. Rollouts may be padded, nested or lazily stacked, with any number of
-    batch dimensions.
+    The scoring engine computes current log-probs with gradient. It forwards shared prompts once and runs the head only on
+    masked-in tokens, so ``[B, T, V]`` never exists. Rollouts may be padded, nested or lazily stacked, with any number of batch
+    dimensions.
 
     Args:
-        actor: any model that a :class:`~torchrl_llm_kl.LogProbScorer` takes, or such a scorer with its own settings.
+        actor: any model that a :class:`~torchrl_llm_kl.LogProbScorer` takes, or a scorer with its own settings.
         objective: a name of :func:`~torchrl_llm_kl.losses.get_objective`, or a function of the same protocol.
 
     Keyword Args:
         terms: :class:`~torchrl_llm_kl.losses.KLToReference`, :class:`~torchrl_llm_kl.losses.KLToSampler`,
             :class:`~torchrl_llm_kl.losses.DivergenceToTeacher`, :class:`~torchrl_llm_kl.losses.EntropyBonus`, or functions of
             the protocol of objectives.
-        corrections: factors of the objective, or functions that return them: :class:`~torchrl_llm_kl.losses.ImportanceWeights`,
+        corrections: factors of the objective: :class:`~torchrl_llm_kl.losses.ImportanceWeights`,
             :class:`~torchrl_llm_kl.losses.RejectionMask`, :class:`~torchrl_llm_kl.losses.OffPolicySequenceMask`,
-            :class:`~torchrl_llm_kl.losses.TopEntropyMask`.
+            :class:`~torchrl_llm_kl.losses.TopEntropyMask`, or functions that return weights and metrics.
             :func:`~torchrl_llm_kl.losses.rollout_corrections` translates verl's settings.
-        aggregation: see :func:`~torchrl_llm_kl.losses.aggregate`; by default the objective's own.
-        max_len: the longest possible response in tokens; required by ``seq-mean-token-sum-norm``, refused without it.
-        masking_strategy: which tokens are trained. ``"sft"``: the response of each step; ``"rlhf"``: all assistant turns,
-            earlier ones too; ``"generic"``: all but the first token of each sequence. An optional entry ``loss_mask``
-            removes tokens from these.
+        aggregation: see :func:`~torchrl_llm_kl.losses.aggregate`. By default the objective's own.
+        max_len: the longest possible response in tokens. Required by ``seq-mean-token-sum-norm``, refused by the others.
+        masking_strategy: the tokens to train. ``"sft"``: the response of each step. ``"rlhf"``: all assistant turns, also
+            earlier ones. ``"generic"``: all tokens except the first of each sequence. An optional entry ``loss_mask`` removes
+            tokens from these.
         reference: a model or scorer with the same vocabulary, for an exact KL, and for reference log-probs that the data
-            lacks; refused if no part reads either. Its parameters are not trained. For a distillation with
+            lacks. It is refused if no part reads either, and its parameters are not trained. For a distillation with
             ``distribution="exact"`` it is the teacher.
-        options: how the policy is scored, such as ``ScoreOptions(Sampling(0.7, top_k=50), dtype=torch.bfloat16)``: log-probs,
-            entropies and KLs are over what temperature, top-k, top-p and min-p of its ``sampling`` leave, and what the sampler
-            recorded (entry ``kept``) is replayed where the data holds it. ``entropy=True`` reports the policy's entropy even
-            if no part of the loss needs it, at the cost of another sum over the vocabulary. A scorer has its own.
-        tokens_per_batch: see :class:`~torchrl_llm_kl.LogProbScorer`. A service as the reference has its own ``max_tokens``
+        options: how the policy is scored, such as ``ScoreOptions(Sampling(0.7, top_k=50), dtype=torch.bfloat16)``. Log-probs,
+            entropies and KLs are over the tokens that temperature, top-k, top-p and min-p of ``sampling`` keep. If the data
+            holds the tokens that the sampler kept (entry ``kept``), these are used. ``entropy=True`` reports the policy's
+            entropy even if no part of the loss needs it, at the cost of another sum over the vocabulary. A scorer as the actor
+            has its own options.
+        tokens_per_batch: see :class:`~torchrl_llm_kl.LogProbScorer`. A service as the reference uses its own ``max_tokens``
             instead.
-        functional: keep the actor's parameters apart from its module, under ``actor_network_params``, as torchrl's losses
-            do. The default False is required for FSDP and costs nothing.
-        hyper: the objective's hyper-parameters. Numbers are buffers: saved, and changed in place by assignment
-            (``loss.clip_high = 0.3``), as is ``loss.kl_to_ref_coeff``. Required entries and reported names follow such changes.
+        functional: keep the actor's parameters apart from its module, under ``actor_network_params``, as torchrl's losses do.
+            FSDP requires the default, False.
+        hyper: the objective's hyper-parameters. Numbers are buffers. They are saved, and assignment changes them in place
+            (``loss.clip_high = 0.3``), also those of terms (``loss.kl_to_ref_coeff``). Required entries and reported names
+            follow such changes.
 
     Keys (``set_keys``): ``tokens`` (or ``action``), ``old_log_prob`` (``sample_log_prob``), ``ref_log_prob``
-    (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``loss_mask``, ``selected``, ``pair_id``,
-    ``chosen``, ``reference_point``, ``match_id``, ``denominators``, ``kept`` (the parent of ``"counts"`` and ``"ids"``),
-    ``top_k`` (a teacher's, the key of :class:`~torchrl_llm_kl.TopK`; a list of keys for several teachers),
-    ``routed_experts``, ``images``. An entry is also found on the other side of ``"next"``; ``top_k``, ``kept`` and
-    ``routed_experts`` are read below ``"next"`` first, where an env writes them. Log-probs are also found under
-    ``"response"`` without a ``"full"``, as TorchRL's wrappers store them. Where the data holds ``routed_experts``
-    ``[*B, T, L, k]``, the actor, a mixture of experts, uses these experts; see ``docs/routing.md``.
+    (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``message_role``, ``loss_mask``, ``selected``,
+    ``pair_id``, ``chosen``, ``reference_point``, ``match_id``, ``denominators``, ``kept`` (the parent of ``"counts"`` and
+    ``"ids"``), ``top_k`` (the key of a teacher's :class:`~torchrl_llm_kl.TopK`, or a list of keys for several teachers),
+    ``routed_experts``, ``images``. An entry is also found on the other side of ``"next"``. ``top_k``, ``kept`` and
+    ``routed_experts`` are first looked up under ``"next"``, where an env writes them. Log-probs are also found under
+    ``"response"`` without a ``"full"``, as TorchRL's wrappers store them. If the data holds ``routed_experts``
+    ``[*B, T, L, k]``, the actor, a mixture of experts, uses these experts. See ``docs/routing.md``.
 
     Outputs:
-        A :class:`~torchrl_llm_kl.losses.LossOutput`: ``loss_<name>`` for each term, 0-dim (per token with aggregation
-        ``"none"``), whose sum is ``out.total_loss``; and metrics over the masked-in tokens, without graph: the objective's
-        own, ``ESS``, ``ratio_*`` quantiles, ``kl_to_sampler``, ``kl_to_ref``, ``entropy``, ``num_tokens``,
-        ``num_sequences``; with corrections also :func:`~torchrl_llm_kl.losses.correction_metrics`; for data with
-        ``sampler_log_prob`` also :func:`~torchrl_llm_kl.losses.mismatch_metrics`, of
-        ``old_log_prob`` or else of the current policy.
+        A :class:`~torchrl_llm_kl.losses.LossOutput`. It holds ``loss_<name>`` for each term, 0-dim, or per token with
+        aggregation ``"none"``. Their sum is ``out.total_loss``. Metrics are over the masked-in tokens and have no graph: those
+        of the objective, ``ESS``, ``ratio_*`` quantiles, ``kl_to_sampler``, ``kl_to_ref``, ``entropy``, ``num_tokens`` and
+        ``num_sequences``. With corrections there are also :func:`~torchrl_llm_kl.losses.correction_metrics`. For data with
+        ``sampler_log_prob`` there are also :func:`~torchrl_llm_kl.losses.mismatch_metrics`, compared with ``old_log_prob`` or
+        else with the current policy.
 
     Raises:
         TypeError: for an unknown hyper-parameter.
-        ValueError: if one is out of range, or an argument has no effect; on data, if lengths differ or a masked-in number is
-            not finite.
+        ValueError: if a hyper-parameter is out of range, or an argument has no effect. On data, if lengths differ or a
+            masked-in number is not finite.
         KeyError: on data, if a required entry is missing.
 
     Warns:
-        SamplerMismatchWarning: if the actor is a wrapper that is known to sample otherwise than is scored.
+        SamplerMismatchWarning: if the actor is a wrapper that is known to sample differently from how it is scored.
 
     Example:
         >>> import torch
@@ -146,7 +148,7 @@ class PolicyLoss(TokenLoss):
         >>> sorted(key for key in loss(data).keys() if key.startswith("loss_"))
         ['loss_entropy', 'loss_objective']
 
-    .. seealso:: :meth:`count`, for losses of micro-batches that add up to the batch's, and :meth:`batch_inputs`, for
+    .. seealso:: :meth:`count`, so that losses of micro-batches add up to the loss of the batch, and :meth:`batch_inputs`, for
         objectives that compare an answer with the whole batch.
     """
 
@@ -200,7 +202,7 @@ class PolicyLoss(TokenLoss):
             self.actor_network = model
         self.objective = TermPart(function, **hyper)
         self.terms, self.corrections = nn.ModuleList(parts), nn.ModuleList(factors)
-        self._little_mass: set[NestedKey] = set()  # teachers that a warning was given for
+        self._little_mass: set[NestedKey] = set()  # keys of teachers that were already warned of
         exposed: dict[str, tuple[Part, str]] = {name: (self.objective, name) for name in self.objective.names}
         for part in self._parts[1:]:
             prefix = name_of(part.function).removesuffix("_bonus")
@@ -210,7 +212,7 @@ class PolicyLoss(TokenLoss):
             raise ValueError("reference has no effect: no part of the loss compares with it. Leave reference out.")
         self._check_max_len(self._dry_run()[1])
         self._expose(exposed)
-        if self._needs & {"advantage", "old_log_prob"}:  # of samples of the policy
+        if self._needs & {"advantage", "old_log_prob"}:  # the loss then trains on samples of the policy
             warn_of_mismatch(self.actor_network, self.sampling, trains=True, stacklevel=2)
 
     @property
@@ -220,7 +222,7 @@ class PolicyLoss(TokenLoss):
 
     @property
     def options(self) -> ScoreOptions:
-        """How the actor is scored: its own options if it is a scorer."""
+        """How the actor is scored. A scorer as the actor has its own options."""
         return self._scorers.options
 
     @options.setter
@@ -229,17 +231,17 @@ class PolicyLoss(TokenLoss):
 
     @property
     def sampling(self) -> Sampling:
-        """How the scored tokens were sampled."""
+        """The sampling distribution of the scored tokens."""
         return self.options.sampling
 
     @property
     def reference(self) -> Model | LogProbScorer | None:
-        """The reference model or scorer, None if there is none."""
+        """The reference model or scorer, or None."""
         return self._scorers.reference
 
     @property
     def once(self) -> Once | None:
-        """The input that :meth:`batch_inputs` computes once for a whole batch; None if the objective has none."""
+        """The input that :meth:`batch_inputs` computes once for a whole batch. None if the objective needs no such input."""
         spec = spec_of(self.objective.function)
         return None if spec is None else spec.once
 
@@ -249,12 +251,12 @@ class PolicyLoss(TokenLoss):
 
     @property
     def _needs(self) -> set[str]:
-        """The inputs that the parts require under their current hyper-parameters."""
+        """The inputs that the parts require with their current hyper-parameters."""
         return {name for part in self._parts for name in part.needs}
 
     @property
     def reads(self) -> frozenset[str]:
-        """The inputs that a part of the loss requires, or reads if the data holds them."""
+        """The inputs that any part of the loss requires, or reads if the data holds them."""
         return self._entries.asked
 
     @property
@@ -266,15 +268,15 @@ class PolicyLoss(TokenLoss):
         )
 
     def set_keys(self, **kwargs: object) -> None:
-        """Change where entries are read. The names are listed under *Keys* above.
+        """Change the keys of entries. The names are listed under *Keys* above.
 
-        An optional entry that changes the loss (``loss_mask``, ``expert_mask``, ``selected``, ``sampler_log_prob``,
-        ``pair_id``, ``chosen``, ``routed_experts``) is required once it is set to another key than its default.
+        Some optional entries change the loss: ``loss_mask``, ``expert_mask``, ``selected``, ``sampler_log_prob``, ``pair_id``,
+        ``chosen`` and ``routed_experts``. Such an entry becomes required when its key is changed.
         """
         renamed = {_KEY_ALIASES.get(name, name): key for name, key in kwargs.items()}
         super().set_keys(**renamed)
         if "top_k" in renamed:
-            self._dry_run(len(self._entries.teachers))  # each has a weight
+            self._dry_run(len(self._entries.teachers))  # checks that there is a weight for each teacher
 
     @property
     def _data_keys(self) -> list[NestedKey]:
@@ -286,7 +288,7 @@ class PolicyLoss(TokenLoss):
 
     @property
     def out_keys(self) -> list[NestedKey]:
-        """The terms as ``loss_<name>``, and the metrics."""
+        """The names of the terms, ``loss_<name>``, and of the metrics."""
         given = self.__dict__.get("_out_keys")
         return self._dry_run()[0] if given is None else given
 
@@ -295,7 +297,7 @@ class PolicyLoss(TokenLoss):
         self.__dict__["_out_keys"] = None if values is None else list(values)
 
     def _dry_run(self, teachers: int | None = None) -> tuple[list[NestedKey], list[Aggregation]]:
-        """The outputs under the current hyper-parameters and the aggregation of each term, by a dry run on dummy tokens."""
+        """The names of the outputs and the aggregation of each term, by a dry run on dummy tokens."""
         weights = [part.hyper.get("teacher_weights") for part in self._parts]
         teachers = teachers or next((len(each) for each in weights if each), 1)
         inputs = dummy_inputs(teachers=teachers, device=device_of(*self._parts))
@@ -309,14 +311,14 @@ class PolicyLoss(TokenLoss):
         if self.options.entropy:
             known.add("entropy")
         if known & {"kl", "teacher_divergence"}:
-            known.add("ref_log_prob")  # scored along with an exact KL
+            known.add("ref_log_prob")  # computed along with an exact KL
         common = common_metrics(LossInputs(**{name: value for name, value in inputs.given.items() if name in known}))
         keys: list[NestedKey] = [*(f"loss_{name}" for name in names), *merge_metrics(terms, {**common, **metrics})]
         return keys, [self._mode(term) for term in terms]
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> LossOutput:
-        """The loss of a batch, a micro-batch or a single trajectory, which is not changed; see the class."""
+        """The loss of a batch, a micro-batch or a single trajectory. The data is not changed. See the class."""
         batch = self._read(tensordict, check=True)
         inputs = self._score(batch, self._replayed(batch.td))
         try:
@@ -329,16 +331,17 @@ class PolicyLoss(TokenLoss):
         )
 
     def _read(self, tensordict: TensorDictBase, *, without: str | None = None, check: bool = False) -> PolicyBatch:
-        """The trained tokens, and the inputs that the data holds for them."""
+        """Read the trained tokens, and the inputs that the data holds for them."""
         return self._entries.read(*self._read_tokens(tensordict), without=without, check=check)
 
     def _score(self, batch: PolicyBatch, replayed: RequestFields) -> LossInputs:
-        """The record of all inputs, also those that the models compute; ``replayed`` are fields of the request."""
+        """The record of all inputs, including those that the models compute. ``replayed`` are fields of the request."""
         own = self.actor_network_params if self._functional else None
         with contextlib.nullcontext() if own is None else own.to_module(self.actor_network):
             computed = self._scorers.compute(self.actor_network, self._parts, batch, replayed)
         trained = list(self.actor_network.parameters() if own is None else own.values(True, True))
-        for name in ("log_prob", "outcomes", "teacher_divergence"):  # an objective may read only one of them
+        # An objective may read only one of these, and every trained parameter needs a gradient.
+        for name in ("log_prob", "outcomes", "teacher_divergence"):
             if name in computed:
                 computed[name] = with_graph(computed[name], trained)
         inputs = batch.inputs(computed)
@@ -350,23 +353,23 @@ class PolicyLoss(TokenLoss):
         zeros = torch.zeros_like(batch.response.mask, dtype=torch.float32)
         filled = {"log_prob": zeros} | {name: zeros for name in PER_TOKEN if name not in (*MASKS, *OF_SAMPLER)}
         filled |= dict.fromkeys(PER_OUTCOME, zeros.new_zeros(*zeros.shape, len(self._entries.teachers), 1))
-        if "old_log_prob" not in batch.data:  # the place of the sampler's own may be taken by it
+        if "old_log_prob" not in batch.data:  # KLToSampler falls back to it
             filled["old_log_prob"] = zeros
         return self._terms(batch.inputs(filled))[0]
 
     def batch_inputs(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Store what the objective takes from a whole batch with each row: ``reference_point`` or ``match_id``, if it has one.
+        """Compute ``reference_point`` or ``match_id`` from a whole batch, and store it with each row.
 
         Call it on the batch of an optimiser step, before :meth:`count` and before splitting. It scores the batch with the
         current policy, without gradient. For ``kto`` it scores mismatched prompts and answers (see
-        :func:`~torchrl_llm_kl.rollouts.mismatch`), with the policy and with ``reference``. With several ranks, each takes its
-        own batch.
+        :func:`~torchrl_llm_kl.rollouts.mismatch`) with the policy and with ``reference``. With several ranks, each rank uses
+        its own batch.
 
         Args:
             tensordict: the batch of an optimiser step.
 
         Returns:
-            ``tensordict``, with a new entry ``[*B]`` (``set_keys``); unchanged for other objectives.
+            ``tensordict`` with a new entry ``[*B]`` (``set_keys``), or unchanged if the objective needs no such input.
 
         Raises:
             ValueError: for ``kto`` without ``reference``.
@@ -389,7 +392,7 @@ class PolicyLoss(TokenLoss):
         return tensordict.set(key, value.reshape(td.batch_size).to(td.device or value.device))
 
     def _replayed(self, td: TensorDictBase) -> RequestFields:
-        """The images, and the sampler's records, read by the extras of the transforms."""
+        """The images and the sampler's records, read by the same extras that transforms use."""
         keys = self.tensor_keys
         extras = KeptTokens(keys.kept), RoutedExperts(keys.routed_experts), Images(keys.images)
         context = ScoringContext(
@@ -401,7 +404,7 @@ class PolicyLoss(TokenLoss):
         return fields
 
     def _terms(self, inputs: LossInputs) -> tuple[list[LossTerm], dict[str, Tensor]]:
-        """The corrected objective and all other terms; metrics of the corrections."""
+        """The corrected objective and all other terms, and the metrics of the corrections."""
         terms: Sequence[LossTerm] = self.objective(inputs)
         metrics: dict[str, Tensor] = {}
         mask, experts = inputs.mask, inputs.get("expert_mask")
@@ -410,12 +413,12 @@ class PolicyLoss(TokenLoss):
         for number, correction in enumerate(self.corrections, start=1):  # type: ignore[assignment]
             if experts is None or not correction.leaves_out_experts:
                 weights, seen = correction(inputs)
-            else:  # no policy sampled the experts' tokens: there is nothing to correct
+            else:  # no policy sampled the experts' tokens, so they are not corrected
                 weights, seen = correction(inputs.within(~experts))
                 weights = torch.where(mask & experts, 1, weights)
             terms = apply_correction(terms, weights, mask)
             metrics |= {name if name not in metrics else f"{name}_{number}": value for name, value in seen.items()}
-            if weights.shape[:-1] == mask.shape[:-1]:  # not one weight for each pair
+            if weights.shape[:-1] == mask.shape[:-1]:  # a weight per pair has no place in a product over tokens
                 product = product * weights.detach()
         if self.corrections:
             metrics |= correction_metrics(product, mask if experts is None else mask & ~experts)

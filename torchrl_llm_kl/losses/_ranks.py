@@ -1,4 +1,4 @@
-"""Do the ranks of a step train one model, with the gradient of the whole batch?"""
+"""Checks that the ranks of a step train one model with the gradient of the whole batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrl_llm_kl.rollouts import is_distributed, read_denominators, write_den
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: What must be equal on all ranks -> advice.
+#: Tensors that must be equal on all ranks -> advice if they are not.
 _ADVICE = {
     "parameters": "Start all ranks from the same weights: the same seed or checkpoint, or a broadcast from rank 0. If they "
     "were equal at the start, the gradients were not averaged",
@@ -31,7 +31,7 @@ _ADVICE = {
 
 
 def check_ranks(loss: Any, parts: Sequence[TensorDictBase], group: ProcessGroup | None, tolerance: float) -> None:
-    """See :meth:`~torchrl_llm_kl.losses.PolicyLoss.check_ranks`; ``loss`` is that or a ``ValueLoss``."""
+    """See :meth:`~torchrl_llm_kl.losses.PolicyLoss.check_ranks`. ``loss`` is a ``PolicyLoss`` or a ``ValueLoss``."""
     if not is_distributed() and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise RuntimeError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised: each process trains its own "
@@ -43,7 +43,8 @@ def check_ranks(loss: Any, parts: Sequence[TensorDictBase], group: ProcessGroup 
         return
     truth, counted = _true_gradient(loss, parts, group, ranks)
     gradients = [p.grad for p in loss.parameters() if p.requires_grad]
-    products = torch.zeros(3, dtype=torch.float64)  # the script's squared, times the truth, and the truth squared
+    # Three inner products: the script's gradient with itself, with the true gradient, and the true gradient with itself.
+    products = torch.zeros(3, dtype=torch.float64)
     for a, b in zip(gradients, truth, strict=True):
         a, b = torch.zeros_like(b) if a is None else a.double(), b.double()
         products += torch.stack([(a * a).sum(), (a * b).sum(), (b * b).sum()]).cpu()
@@ -67,10 +68,10 @@ def check_ranks(loss: Any, parts: Sequence[TensorDictBase], group: ProcessGroup 
 
 
 def _cause(scale: float, counted: float | None, ranks: int, parts: int) -> str:
-    """Why a gradient is ``scale`` times the right one."""
+    """The likely reason why a gradient is ``scale`` times the right one."""
     if counted is None:
         return "each part was divided by its own count. Call loss.count(batch) before it is split"
-    # What the ranks did to the gradients of their counted parts: 1 added up, 1 / ranks averaged.
+    # The factor that the script applied to the gradients of counted parts: 1 if ranks add up, 1 / ranks if they average.
     done = scale * counted
     for what, other, factor in (("averaged", "added up", 1 / ranks), ("added up", "averaged", 1.0)):
         if math.isclose(done, factor, rel_tol=0.02) and ranks > 1:
@@ -106,7 +107,7 @@ def _compare_tensors(loss: nn.Module, group: ProcessGroup | None, ranks: int) ->
             first, here = everyone[0][kind], other[kind]
             differ = [name for name in {**first, **here} if first.get(name) != here.get(name)]
             if differ:
-                differ.sort(key=(first.keys() & here.keys()).__contains__)  # those of one rank first
+                differ.sort(key=(first.keys() & here.keys()).__contains__)  # tensors that only one rank has come first
                 one = " (some are on one of them only)" if first.keys() != here.keys() else ""
                 some = ", ".join(differ[:3]) + (", ..." if len(differ) > 3 else "")
                 count = f"{len(differ)} of {len(first)} tensors{one}"
@@ -114,7 +115,7 @@ def _compare_tensors(loss: nn.Module, group: ProcessGroup | None, ranks: int) ->
 
 
 def _digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[tuple[int, ...], str, int]]:
-    """Shape, dtype and a checksum of the bits of each tensor, one of which is on the host at a time."""
+    """Shape, dtype and a checksum of the bits of each tensor. One tensor at a time is on the host."""
     bits = ((name, x, x.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()) for name, x in named)
     return {name: (tuple(x.shape), str(x.dtype), zlib.crc32(each.data)) for name, x, each in bits}
 
@@ -122,9 +123,9 @@ def _digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[tuple[int, 
 def _true_gradient(
     loss: Any, parts: Sequence[TensorDictBase], group: ProcessGroup | None, ranks: int
 ) -> tuple[list[Tensor], float | None]:
-    """The gradient of the batch of all parts of all ranks; and what its denominators are multiplied by in the parts.
+    """The gradient of the batch of all parts of all ranks, and the ratio of the stored denominators to the true counts.
 
-    The second is 1 for gradients that ranks add up, 1 / ranks for those that they average, None if nothing was counted.
+    The ratio is 1 if the ranks add up gradients, 1 / ranks if they average them, and None if nothing was counted.
     """
     with torch.no_grad():
         terms = [loss._mask_terms(part) for part in parts]
@@ -138,7 +139,7 @@ def _true_gradient(
         dist.all_reduce(counts, group=group)
     key = loss.tensor_keys.denominators
     denominators = dict(zip(modes, counts.unbind(), strict=True))
-    # For each part the ratios of its stored denominators to these; None for a part without.
+    # For each part, the ratios of its stored denominators to the true counts. None for a part that was not counted.
     stored = [read_denominators(part, key, modes) for part in parts]
     factors = [
         some and tuple(round(float(some[name]) / float(n), 6) for (name, _), n in denominators.items() if n)
@@ -160,7 +161,7 @@ def _true_gradient(
     parameters = [p for p in loss.parameters() if p.requires_grad]
     before = [p.grad for p in parameters]
     with ExitStack() as stack:
-        # By default it would start a context on each accelerator of the machine.
+        # By default fork_rng would start a context on each accelerator of the machine.
         stack.enter_context(torch.random.fork_rng({p.device.index for p in parameters if p.device.type != "cpu"}))
         for module in loss.modules():
             if isinstance(module, DistributedDataParallel):

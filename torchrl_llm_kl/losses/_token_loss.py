@@ -1,4 +1,4 @@
-"""The base of the loss modules: the trained tokens, the summation of terms, per-row denominators; and the critic's loss."""
+"""The base of the loss modules (trained tokens, summation of terms, per-row denominators) and the loss of a critic."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ _ADDED_UP = ("mean", "nanmean", "nansum", "sum")
 class LossOutput(TensorDict):
     """The output of a loss module: a TensorDict of ``loss_<term>`` entries and metrics.
 
-    ``reduce=True``, which in a plain TensorDict adds metrics to losses, gives :attr:`total_loss` here, so that the line of
-    torchrl's recipes, ``loss(batch).mean(reduce=True)``, trains on the losses alone.
+    In a plain TensorDict, ``reduce=True`` adds metrics to losses. Here it returns :attr:`total_loss`, so the line
+    ``loss(batch).mean(reduce=True)`` of torchrl's recipes trains only on the losses.
 
     Example:
         >>> out = LossOutput(loss_objective=torch.tensor(2.0), loss_entropy=torch.tensor(-0.5), ESS=torch.tensor(1.0))
@@ -85,14 +85,14 @@ class LossOutput(TensorDict):
         """The sum of all ``loss_<term>`` entries, with graph.
 
         Raises:
-            RuntimeError: if there is none.
-            ValueError: for a loss per token (aggregation ``"none"``), which has padding: reduce it with a mask.
+            RuntimeError: if there is no such entry.
+            ValueError: for a loss per token (aggregation ``"none"``). It has padding, so reduce it with a mask.
         """
         losses = {key: value for key, value in self.items() if isinstance(key, str) and key.startswith("loss_")}
         for key, value in losses.items():
             if value.is_nested or value.shape != self.batch_size:
                 raise ValueError(
-                    f"{key} has one value per token (aggregation 'none'), padding too: reduce it with a mask."
+                    f"{key} has one value per token, also for padding (aggregation 'none'): reduce it with a mask."
                 )
         return torch.stack(list(losses.values())).sum(0)
 
@@ -112,7 +112,7 @@ class LossOutput(TensorDict):
         return td._cast_reduction(reduction_name=reduction_name, further_reduce=further_reduce, **kwargs)
 
 
-# As TensorDict is: DDP looks for the tensors of an output this way.
+# TensorDict is registered in the same way. DDP finds the tensors of an output through this registry.
 register_tree(
     LossOutput,
     lambda out: (list(out.values()), (list(out.keys()), out.batch_size)),
@@ -125,7 +125,7 @@ _OPTIONAL = ("loss_mask", "expert_mask", "selected", "sampler_log_prob", "pair_i
 class TokenLoss(LossModule):
     """Base of :class:`~torchrl_llm_kl.losses.PolicyLoss` and :class:`~torchrl_llm_kl.losses.ValueLoss`.
 
-    A subclass defines ``forward``, which ends with :meth:`_output`, and the two abstract members below.
+    A subclass defines the two abstract members below, and a ``forward`` that ends with :meth:`_output`.
     """
 
     _functional = False
@@ -145,12 +145,17 @@ class TokenLoss(LossModule):
         self.aggregation, self.max_len, self.masking_strategy = aggregation, max_len, masking_strategy
 
     def _check_max_len(self, modes: Collection[Aggregation]) -> None:
-        """Raise unless there is a ``max_len`` exactly if one of the aggregations of the terms divides by it."""
+        """Raise a ValueError if an aggregation divides by a missing ``max_len``, or if none divides by the given one."""
         divides, mode = "seq-mean-token-sum-norm" in modes, "aggregation='seq-mean-token-sum-norm'"
         if divides and self.max_len is None:
             raise ValueError(f"{mode} divides by the longest response that is sampled: pass max_len=.")
         if self.max_len is not None and not divides:
             raise ValueError(f"max_len={self.max_len} has no effect: leave it out, or pass {mode}.")
+
+    @property
+    def functional(self) -> bool:
+        """Whether the actor's parameters are kept apart from its module."""
+        return self._functional
 
     @property
     def _reader(self) -> TokenReader:
@@ -164,10 +169,10 @@ class TokenLoss(LossModule):
 
     @abstractmethod
     def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
-        """The terms with their masks; values are arbitrary. Runs no model."""
+        """The terms with their masks and arbitrary values. Runs no model."""
 
     def _expose(self, named: Mapping[str, tuple[Part, str]]) -> None:
-        """Make hyper-parameters of parts attributes of the loss: attribute -> (part, name in the part)."""
+        """Make hyper-parameters of parts attributes of the loss. ``named``: attribute -> (part, name in the part)."""
         self.__dict__["_exposed"] = dict(named)
 
     def __getattr__(self, name: str) -> Any:
@@ -183,7 +188,7 @@ class TokenLoss(LossModule):
             part, own = exposed[name]
             part.put(own, value)
             return
-        # A misspelt hyper-parameter would have no effect.
+        # Setting a misspelt hyper-parameter would silently have no effect.
         number = isinstance(value, (int, float, Tensor)) and not name.startswith("_") and not hasattr(self, name)
         if number and did_you_mean(name, exposed):
             raise AttributeError(f"{type(self).__name__} has no {name!r} to set.{did_you_mean(name, exposed)}")
@@ -192,20 +197,20 @@ class TokenLoss(LossModule):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; FSDP2 passes ``remove_duplicate``, which torchrl's losses do not take."""
+        """The parameters of the module. FSDP2 passes ``remove_duplicate``, which torchrl's losses do not accept."""
         return nn.Module.named_parameters(self, prefix, recurse, remove_duplicate)
 
     def _is_set(self, name: str) -> bool:
-        """Whether an optional entry that changes the loss was given another key."""
+        """Whether the user changed the key of an optional entry that changes the loss."""
         return name in _OPTIONAL and vars(self.tensor_keys)[name] != getattr(self._AcceptedKeys, name)
 
     @property
     def tensor_keys(self) -> Any:
-        """Where entries are read; change them with ``set_keys``."""
+        """The keys of entries. Change them with ``set_keys``."""
         return self._tensor_keys
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
-        # torchrl calls this after `set_keys`. A loss has none, but in_keys change.
+        # torchrl calls this after `set_keys`. This loss has no value estimator, but its in_keys change.
         self.in_keys = None
 
     @property
@@ -223,10 +228,10 @@ class TokenLoss(LossModule):
     # ------------------------------------------------------------------ tokens in, terms out
 
     def _read_tokens(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, Located, Located | None]:
-        """The data with its batch dimensions, its tokens with those that are trained, and with those of responses.
+        """The data with its batch dimensions, its tokens with a mask of the trained ones, and with a mask of the responses.
 
-        The masking strategy chooses the trained tokens, restricted to ``loss_mask``, which does not move the start of
-        responses. None for a strategy without responses.
+        The masking strategy and ``loss_mask`` choose the trained tokens. ``loss_mask`` does not move the start of responses.
+        The third is None for a strategy without responses.
         """
         if is_zero3(self):
             name = type(self).__name__
@@ -248,11 +253,12 @@ class TokenLoss(LossModule):
     def _output(
         self, td: TensorDictBase, response: ResponseTokens, terms: Sequence[LossTerm], metrics: Mapping[str, Tensor]
     ) -> LossOutput:
-        """Each term as ``loss_<name>``, and all metrics without graph."""
+        """Sum each term to ``loss_<name>``, and add all metrics without graph."""
         summed = [(term.name, self._mode(term)) for term in terms if self._mode(term) != "none"]
         denominators = read_denominators(td, self.tensor_keys.denominators, summed)
         if response.is_empty and denominators is None:
             warnings.warn("the mask is empty: no token is trained and the loss is 0.", stacklevel=3)
+        # Terms with one mask and one aggregation are summed by one kernel.
         groups: dict[tuple[int, Aggregation], list[LossTerm]] = {}
         for term in terms:
             groups.setdefault((id(term.mask), self._mode(term)), []).append(term)
@@ -269,7 +275,7 @@ class TokenLoss(LossModule):
         out: dict[str, object] = {}
         for term in terms:
             value = values[term.name]
-            if isinstance(term.weight, Tensor) or term.weight != 1:  # each product is a kernel
+            if isinstance(term.weight, Tensor) or term.weight != 1:  # a product with 1 would cost a kernel
                 value = term.weight * value
             out[f"loss_{term.name}"] = response.restore(value) if self._mode(term) == "none" else value
         return LossOutput(out | {name: value.detach() for name, value in merge_metrics(terms, metrics).items()})
@@ -296,19 +302,19 @@ class TokenLoss(LossModule):
     ) -> TensorDictBase:
         """Store the denominators of a whole batch with each row, so that the losses of its parts add up to its loss.
 
-        Index, split or shuffle the batch in any way afterwards, and add up the gradients of the parts. Runs no model.
+        Afterwards, index, split or shuffle the batch in any way, and add up the gradients of the parts. This runs no model.
 
         Args:
             tensordict: the batch of an optimiser step, or this rank's share of it.
 
         Keyword Args:
             process_group: the ranks that share the step.
-            all_ranks: count over all ranks; by default if ``torch.distributed`` is initialised.
-            ranks_average: True if the gradients of ranks are averaged, as DDP and FSDP do; False if they are summed.
+            all_ranks: count over all ranks. By default True if ``torch.distributed`` is initialised.
+            ranks_average: True if the gradients of ranks are averaged, as DDP and FSDP do. False if they are summed.
 
         Returns:
-            ``tensordict``, with a new entry ``denominators`` (``set_keys``): ``[*B]`` float64 for each term, and an id of
-            the batch, so that rows of batches that were counted apart are refused.
+            ``tensordict`` with a new entry ``denominators`` (``set_keys``), ``[*B]`` float64 for each term. It also holds an id
+            of the batch, so that mixing rows of separately counted batches is refused.
 
         Raises:
             ValueError: if ``all_ranks`` is True and ``torch.distributed`` is not initialised.
@@ -317,7 +323,7 @@ class TokenLoss(LossModule):
         with torch.no_grad():
             terms = self._mask_terms(td)
             counts = torch.stack([self._denominator(term).double() for term in terms])  # exact up to 2**53
-            # Random, but not from torch's generators, whose state it would change; one for all ranks.
+            # torch's generators are not used, because that would change their state. All ranks get the same id below.
             batch_id = counts.new_tensor(secrets.randbits(32))
         if is_distributed() if all_ranks is None else all_ranks:
             counts = torch.cat([counts, batch_id.unsqueeze(0)])
@@ -334,26 +340,27 @@ class TokenLoss(LossModule):
     def check_ranks(
         self, *parts: TensorDictBase, process_group: ProcessGroup | None = None, tolerance: float = 0.02
     ) -> None:
-        """Check that all ranks train one model with the gradient of the whole batch; for the first step of a new script.
+        """Check that all ranks train one model with the gradient of the whole batch.
 
-        Call it on every rank, after the last ``backward()`` of a step and before the gradient is clipped. It compares
-        parameters, buffers and gradients to the last bit. With the parts of the step it also computes the gradient of the
-        whole batch (one more forward and backward), and reports how the script's differs: ranks that add up or average
-        their gradients against what :meth:`count` assumes, a further division, as by Accelerate's
-        ``gradient_accumulation_steps``, parts that were not counted. Changes nothing, also not the random state.
+        Use it in the first step of a new script. Call it on every rank, after the last ``backward()`` of the step and before
+        the gradient is clipped. It compares parameters, buffers and gradients to the last bit. If the parts of the step are
+        given, it also computes the gradient of the whole batch, with one more forward and backward, and explains how the
+        script's gradient differs. Typical reasons are ranks that sum gradients when :meth:`count` assumes an average, or the
+        reverse, a further division such as by Accelerate's ``gradient_accumulation_steps``, and parts that were not counted.
+        It changes nothing, not even the random state.
 
         Args:
-            parts: all micro-batches of this rank in this step, as the loss received them, in any order; none to compare the
-                ranks only. Without ``torch.distributed`` they are checked alone.
+            parts: all micro-batches of this rank in this step, as passed to the loss, in any order. Without parts, only the
+                ranks are compared. Without ``torch.distributed``, the parts of this process are checked.
 
         Keyword Args:
             process_group: the ranks that share the step.
             tolerance: the largest difference of the two gradients, relative to the norm of the right one. Autocast and
-                dropout need more than rounding does.
+                dropout need more than rounding errors alone.
 
         Raises:
-            RuntimeError: if something differs; the message says what, and what to change. Also if no parameter has a
-                gradient, or ``WORLD_SIZE`` says that there are ranks but ``torch.distributed`` is not initialised.
+            RuntimeError: if something differs. The message names the difference and the remedy. Also if no parameter has a
+                gradient, or if ``WORLD_SIZE`` is set but ``torch.distributed`` is not initialised.
             ValueError: if parameters are sharded, or with aggregation ``"none"``.
 
         Example:
@@ -376,7 +383,7 @@ class TokenLoss(LossModule):
 
 
 def as_mask(value: Tensor, key: NestedKey) -> Tensor:
-    """A mask as bool. One of numbers must hold 0 and 1 alone, which is read on the host: a mask does not weigh."""
+    """Convert a mask to bool. Numbers must be 0 or 1, which is checked on the host. A mask cannot weight tokens."""
     if value.dtype != torch.bool and not bool(((value == 0) | (value == 1)).all()):
         raise ValueError(
             f"{key!r} is a mask: expected True and False, or 1 and 0. To weigh tokens, scale the advantage."
@@ -385,7 +392,7 @@ def as_mask(value: Tensor, key: NestedKey) -> Tensor:
 
 
 def with_graph(value: Tensor, parameters: Iterable[Tensor]) -> Tensor:
-    """``value``; with a gradient of 0 for each trained parameter if it has none, because the mask is empty."""
+    """Return ``value``. If it has no graph because the mask is empty, add a gradient of 0 for each trained parameter."""
     if value.requires_grad or not torch.is_grad_enabled():
         return value
     ends = [p.reshape(-1)[:1] for p in parameters if p.requires_grad and p.numel()]
@@ -402,9 +409,9 @@ class ValueInputs:
 
     Args:
         value: the critic's current value of each token's prefix, with graph.
-        mask: the trained tokens; bool.
-        value_target: the return; detached.
-        old_value: the critic's value when the advantages were computed, detached; None: there is none.
+        mask: the trained tokens, bool.
+        value_target: the return, detached.
+        old_value: the critic's value when the advantages were computed, detached. None if it is not stored.
 
     Raises:
         ValueError: if shapes differ.
@@ -426,19 +433,20 @@ class ValueInputs:
 def value_error(inputs: ValueInputs, *, clip_value: Scalar | None = 0.2, coeff: Scalar = 1.0) -> tuple[LossTerm, ...]:
     r"""Half the squared error of a critic, clipped as PPO's: ``max((v - R)^2, (clip(v, v_old +- clip_value) - R)^2) / 2``.
 
-    It has the gradient of ``(v - R)^2 / 2``, and 0 where the value has moved more than ``clip_value`` from the old one
+    It has the gradient of ``(v - R)^2 / 2``, but 0 where the value has moved by more than ``clip_value`` from the old value
     towards its target.
 
     Args:
         inputs: values and targets.
 
     Keyword Args:
-        clip_value: the largest unclipped change of a value, in the unit of the reward. None, or no ``old_value``: no clipping.
+        clip_value: the largest unclipped change of a value, in the unit of the reward. Without ``old_value``, or with None,
+            nothing is clipped.
         coeff: weight of the term, dimensionless.
 
     Returns:
-        One term, ``critic``; metrics ``value_clip_fraction``, ``value_mean`` and ``explained_variance``, which is 1 minus
-        the variance of the error over the target's.
+        One term, ``critic``, with the metrics ``value_clip_fraction``, ``value_mean`` and ``explained_variance``, which is 1
+        minus the variance of the error divided by the variance of the target.
 
     Raises:
         ValueError: if ``clip_value`` is negative.
@@ -487,13 +495,13 @@ class ValueLoss(TokenLoss):
             :class:`~torchrl_llm_kl.Ragged`.
 
     Keyword Args:
-        clip_value, coeff: see :func:`~torchrl_llm_kl.losses.value_error`. Buffers: ``loss.clip_value = 0.1`` changes one in
-            place.
+        clip_value, coeff: see :func:`~torchrl_llm_kl.losses.value_error`. They are buffers, and ``loss.clip_value = 0.1``
+            changes one in place.
         aggregation, max_len, masking_strategy: see :class:`~torchrl_llm_kl.losses.PolicyLoss`.
 
-    Keys (``set_keys``): ``tokens``, ``value_target`` and ``value`` (old values, optional; both are written by
-    :class:`~torchrl_llm_kl.RetrieveValue` and the ``gae`` advantage), ``loss_mask``, ``denominators``. An entry is also found
-    on the other side of ``"next"``.
+    Keys (``set_keys``): ``tokens``, ``value_target`` (written by the ``gae`` advantage), ``value`` (optional, the old values
+    written by :class:`~torchrl_llm_kl.RetrieveValue`), ``loss_mask``, ``denominators``. An entry is also found on the other
+    side of ``"next"``.
 
     Outputs:
         A :class:`~torchrl_llm_kl.losses.LossOutput`: ``loss_critic`` and the metrics ``value_clip_fraction``,
@@ -548,7 +556,7 @@ class ValueLoss(TokenLoss):
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> LossOutput:
-        """The loss of a batch or a micro-batch; see the class."""
+        """The loss of a batch or a micro-batch. See the class."""
         td, located, responses = self._read_tokens(tensordict)
         response, tokens, within = located.response, located.tokens, None if responses is None else responses.host_mask
         advice = "Add the entry, or say where it is with set_keys(value_target=...)."

@@ -1,9 +1,9 @@
-"""Corrections of an objective: weights per token, for a sampler that differs from the trainer or to select tokens.
+"""Corrections of an objective: weights per token, to correct for a sampler that differs from the trainer or to select tokens.
 
-Each returns ``(weights, metrics)``: weights ``[*B, T]``, float32 or wider, without graph, finite, 1 where nothing is
-corrected and 0 where the mask is False; and metrics as in :class:`~torchrl_llm_kl.losses.LossTerm`.
-:func:`apply_correction` multiplies. Inputs are as for objectives (see ``docs/losses.md``): nats, bool masks, one shape
-``[*B, T]``; unequal shapes and hyper-parameters out of range raise a ValueError.
+Each returns ``(weights, metrics)``. The weights are ``[*B, T]``, in float32 or wider, without graph and finite. They are 1
+where nothing is corrected and 0 where the mask is False. The metrics are as in :class:`~torchrl_llm_kl.losses.LossTerm`.
+:func:`apply_correction` multiplies an objective by the weights. Inputs are as for objectives (see ``docs/losses.md``). Unequal
+shapes and hyper-parameters out of range raise a ValueError.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ from torchrl_llm_kl.losses._objective import LossInputs, LossTerm, loss_part
 def apply_correction(terms: Sequence[LossTerm], weights: Tensor, mask: Tensor | None = None) -> tuple[LossTerm, ...]:
     """Multiply the values of loss terms by weights. Their masks, and so their denominators, are unchanged.
 
-    A term with one value per token gets the weight of each token. One with a value per sequence, ``[*B, 1]``, gets the mean
-    weight of that sequence's tokens. A value whose weight is 0 passes no gradient, even if it is not finite. Weights pass none.
+    A term with one value per token gets the weight of each token. A term with one value per sequence, ``[*B, 1]``, gets the
+    mean weight of the sequence's tokens. A value whose weight is 0 passes no gradient, even if it is not finite. Weights never
+    pass a gradient.
 
     Args:
-        terms: usually the objective's, not the KL to the reference.
-        weights: from a correction; ``[*B, T]``.
-        mask: the mask used to compute the weights; bool ``[*B, T]``. Required for terms with a value per sequence: their
-            mean weight includes dropped tokens, but not masked-out ones.
+        terms: usually those of the objective, not the KL to the reference.
+        weights: from a correction, ``[*B, T]``.
+        mask: the mask used to compute the weights, bool ``[*B, T]``. It is required for terms with a value per sequence. Their
+            mean weight includes dropped tokens, but not masked-out tokens.
 
     Raises:
-        ValueError: if a term is neither per token nor per sequence of the weights, or ``mask`` is required and missing.
+        ValueError: if the shape of a term does not fit the weights, or ``mask`` is required and missing.
 
     Example:
         >>> term = LossTerm("objective", torch.tensor([[1.0, 2.0]]), torch.ones(1, 2, dtype=torch.bool))
@@ -68,7 +69,7 @@ def _corrected(term: LossTerm, weights: Tensor, mask: Tensor | None) -> LossTerm
     if term.value.shape != weights.shape:
         if mask is None:
             raise ValueError(
-                f"{term.name} has one value per sequence: pass mask=, to average the weights over its tokens."
+                f"{term.name} has one value per sequence: pass mask= to average the weights over its tokens."
             )
         check_same_shape(weights=weights, mask=mask)
         check_is_mask(mask=mask)
@@ -80,14 +81,14 @@ def _corrected(term: LossTerm, weights: Tensor, mask: Tensor | None) -> LossTerm
 
 @torch.no_grad()
 def correction_metrics(weights: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """What several corrections do together: metrics of the product of their weights.
+    """Metrics of the product of the weights of several corrections.
 
-    :class:`~torchrl_llm_kl.PolicyLoss` logs them. ``rejected_fraction``: tokens of weight 0; ``rejected_seq_fraction``:
-    sequences with such a token; ``correction_ess``: ``(mean w)**2 / mean w**2`` over tokens, the share of the batch that is
-    left, 0 if every token is rejected.
+    :class:`~torchrl_llm_kl.PolicyLoss` logs them. ``rejected_fraction`` is the share of tokens with weight 0, and
+    ``rejected_seq_fraction`` the share of sequences with such a token. ``correction_ess`` is ``(mean w)**2 / mean w**2`` over
+    tokens, the effective share of the batch. It is 0 if every token is rejected.
 
     Args:
-        weights: the product; ``[*B, T]``.
+        weights: the product, ``[*B, T]``.
         mask: bool ``[*B, T]``.
 
     Returns:
@@ -98,7 +99,7 @@ def correction_metrics(weights: Tensor, mask: Tensor) -> dict[str, Tensor]:
         >>> {name: round(float(value), 4) for name, value in correction_metrics(weights, mask).items()}
         {'rejected_fraction': 0.3333, 'rejected_seq_fraction': 0.5, 'correction_ess': 0.6}
 
-    Source: verl 0.9.1 has the first two as ``rollout_rs_masked_fraction`` and ``rollout_rs_seq_masked_fraction``.
+    Source: verl 0.9.1 logs the first two as ``rollout_rs_masked_fraction`` and ``rollout_rs_seq_masked_fraction``.
     """
     (weights,) = checked(mask, weights=weights)
     rejected = mask & (weights == 0)
@@ -109,7 +110,7 @@ def correction_metrics(weights: Tensor, mask: Tensor) -> dict[str, Tensor]:
     }
 
 
-#: Over what an importance weight is a product: one token, a sequence, or its geometric mean.
+#: The scope of an importance weight: one token, the product over a sequence, or the geometric mean over a sequence.
 Level = Literal["token", "sequence", "geometric"]
 
 
@@ -123,13 +124,13 @@ def importance_weights(
     low: Scalar | None = None,
     high: Positive | None = 2.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    r"""Bounded :math:`\pi_{old} / \pi_{sampler}` of the same model weights in trainer and sampler.
+    r"""Bounded :math:`\pi_{old} / \pi_{sampler}`, for the same model weights in trainer and sampler.
 
-    Without bounds, the mean of a token's loss times its weight equals the mean loss of tokens sampled from the trainer's
-    probabilities.
+    Without bounds, the mean of a token's loss times its weight equals the mean loss over tokens sampled from the trainer's
+    distribution.
 
     =========================== ============================================================== ===========================
-    setting                     known as                                                       bounds there
+    setting                     known as                                                       usual bounds
     =========================== ============================================================== ===========================
     ``token``, ``truncate``     truncated importance sampling (TIS)                            ``high=2``
     ``token``, ``mask``         IcePop                                                         ``low=0.5, high=5``
@@ -139,22 +140,22 @@ def importance_weights(
     ``geometric``, ``mask``     geometric mask of long answers                                 close to 1
     =========================== ============================================================== ===========================
 
-    The trainer computes ``old_log_prob`` before its first update on the tokens, the sampler ``sampler_log_prob``; where that
-    is NaN (not scored) the log-ratio is 0.
+    The trainer computes ``old_log_prob`` before its first update on the tokens. The sampler computes ``sampler_log_prob``.
+    Where that is NaN (not scored), the log-ratio is 0.
 
     Hyper-parameters:
-        level: ``"token"``: the ratio of each token; ``"sequence"``: the product over a sequence, for all of its tokens;
-            ``"geometric"``: the geometric mean over a sequence. verl: ``rollout_is``; TRL: in
+        level: ``"token"`` is the ratio of each token. ``"sequence"`` is the product over a sequence, for all of its tokens.
+            ``"geometric"`` is the geometric mean over a sequence. verl: ``rollout_is``. TRL: part of
             ``vllm_importance_sampling_mode``.
-        mode: ``"truncate"`` moves weights outside the bounds to the nearest bound; ``"mask"`` sets them to 0.
-        low: smallest weight; None for no bound. TRL: ``vllm_importance_sampling_clip_min``.
-        high: largest weight; None for no bound. verl: ``rollout_is_threshold``; TRL:
-            ``vllm_importance_sampling_clip_max``.
+        mode: ``"truncate"`` moves weights outside the bounds to the nearest bound. ``"mask"`` sets them to 0.
+        low: smallest weight. None for no bound. TRL: ``vllm_importance_sampling_clip_min``.
+        high: largest weight. None for no bound. verl: ``rollout_is_threshold``. TRL: ``vllm_importance_sampling_clip_max``.
 
     Returns:
-        Weights; log-ratios of tokens are clamped to +-80 nats, and their sums to 80, so that weights are finite. Metrics, over
-        tokens or, for the other levels, sequences: ``weight_mean`` and ``weight_max`` before the bounds, ``truncated_fraction``
-        or ``masked_fraction`` outside them, and ``effective_sample_size`` of the bounded weights, ``(mean w)**2 / mean w**2``.
+        The weights and metrics. Weights are finite: log-ratios of tokens are clamped to +-80 nats, and their sums to 80.
+        Metrics are over tokens, or over sequences for the other levels: ``weight_mean`` and ``weight_max`` before the bounds,
+        ``truncated_fraction`` or ``masked_fraction`` outside the bounds, and ``effective_sample_size``, which is
+        ``(mean w)**2 / mean w**2`` of the bounded weights.
 
     Example:
         >>> old, sampler = torch.tensor([[-1.0, -1.0, -3.0]]), torch.tensor([[-1.0, -3.0, -1.0]])
@@ -164,8 +165,8 @@ def importance_weights(
         >>> importance_weights(inputs, mode="mask", low=0.5, high=5.0)[0]
         tensor([[1., 0., 0.]])
 
-    Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS); Ling team 2025
-    (arXiv 2510.18855), IcePop; Li et al. 2025, "When Speed Kills Stability" (sequence and geometric).
+    Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS). Ling team 2025
+    (arXiv 2510.18855), IcePop. Li et al. 2025, "When Speed Kills Stability" (sequence and geometric).
     """
     Range(0.0, high if isinstance(high, (int, float)) else math.inf).check("low", low)
     log_ratio, mask = _mismatch(inputs), inputs.mask
@@ -189,14 +190,14 @@ def importance_weights(
 
 
 def _effective_size(weight: Tensor, mask: Tensor) -> Tensor:
-    """``(mean w)**2 / mean w**2``, in (0, 1]; 0 if all weights are 0."""
-    # The scale cancels, and keeps the squares of large weights finite.
+    """``(mean w)**2 / mean w**2``, in (0, 1]. 0 if all weights are 0."""
+    # The scale cancels. It keeps the squares of large weights finite.
     scaled = weight / weight.amax().clamp(min=1.0) if weight.numel() else weight
     square = masked_mean(scaled.square(), mask)
     return masked_mean(scaled, mask).square() / torch.where(square == 0, 1, square)
 
 
-#: A divergence of sampler and trainer, per token or summarised over a sequence; see :func:`rejection_mask`.
+#: A divergence of sampler and trainer, per token or summarised over a sequence. See :func:`rejection_mask`.
 Divergence = Literal[
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
     "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k1", "seq_max_k2", "seq_max_k3",
@@ -210,8 +211,8 @@ def rejection_mask(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     r"""0 for tokens or sequences on which sampler and trainer disagree too much, 1 for all others.
 
-    With ``d = old_log_prob - sampler_log_prob`` (0 where the sampler's is NaN: not scored) the estimates of
-    :math:`KL(\pi_{sampler} \| \pi_{old})` are ``k1 = -d``, ``k2 = d^2 / 2`` and ``k3 = exp(d) - 1 - d``.
+    The log-ratio is ``d = old_log_prob - sampler_log_prob``, or 0 where the sampler's log-prob is NaN (not scored). The
+    estimates of :math:`KL(\pi_{sampler} \| \pi_{old})` are ``k1 = -d``, ``k2 = d^2 / 2`` and ``k3 = exp(d) - 1 - d``.
 
     ============== ===========================================================
     divergence     rejected
@@ -222,19 +223,19 @@ def rejection_mask(
     ``seq_max_*``  all tokens of a sequence that has a token outside
     ============== ===========================================================
 
-    ``seq_mean_k1`` bounds the geometric mean of the ratio: between ``a`` and ``b`` with ``low=-log(b)`` and ``high=-log(a)``.
-    Rejected tokens keep their place in the denominator, so that a batch without any other has a loss and a gradient of 0.
-    Several masks multiply: all must accept a token.
+    ``seq_mean_k1`` bounds the geometric mean of the ratio. It keeps means between ``a`` and ``b`` with ``low=-log(b)`` and
+    ``high=-log(a)``. Rejected tokens stay in the denominator, so loss and gradient are 0 if every token is rejected. With
+    several masks, a token is kept only if all masks accept it.
 
     Hyper-parameters:
         divergence: one of :data:`Divergence`, the names of verl's ``rollout_rs``.
-        low: smallest value that is kept, in nats, at most 0; for ``k1`` alone, the others are never negative. verl states
-            bounds of ``k1`` as ratios of sampler to trainer: ``low = log(lower)``, ``high = log(upper)``.
+        low: smallest value that is kept, in nats, at most 0. Only for ``k1``, because the others are never negative. verl
+            states bounds of ``k1`` as ratios of sampler to trainer: ``low = log(lower)``, ``high = log(upper)``.
         high: largest value that is kept, in nats, at least 0 for ``k1`` and above 0 for the others. At least one bound is
             required.
 
     Returns:
-        Weights, and the metrics ``<divergence>_masked_fraction``, of tokens, and ``<divergence>_seq_masked_fraction``, of
+        The weights, and the metrics ``<divergence>_masked_fraction`` of tokens and ``<divergence>_seq_masked_fraction`` of
         sequences with a rejected token.
 
     Example:
@@ -247,13 +248,11 @@ def rejection_mask(
         tensor([[0., 0.],
                 [1., 1.]])
 
-    Source: Liu et al. 2025, "When Speed Kills Stability" (masked importance sampling, geometric mask); names: verl 0.9.1.
+    Source: Liu et al. 2025, "When Speed Kills Stability" (masked importance sampling, geometric mask). Names: verl 0.9.1.
     """
     level, estimator = divergence.rsplit("_", 1)
     if (low is None and high is None) or (low is not None and estimator != "k1"):
-        raise ValueError(
-            f"{divergence} needs a bound: pass high= (or low=, only for k1, since the others are never negative)."
-        )
+        raise ValueError(f"{divergence} needs a bound: pass high=, or low= for k1. The others are never negative.")
     Range(high=0.0).check("low", low)  # sampler and trainer agree at 0
     (Range(0.0) if estimator == "k1" else Range(above=0.0)).check("high", high)
     log_ratio, mask = _mismatch(inputs), inputs.mask
@@ -272,7 +271,7 @@ def rejection_mask(
 
 
 def _mismatch(inputs: LossInputs) -> Tensor:
-    """Trainer to sampler, within +-80 nats, and 0 where one of them is NaN."""
+    """The log-ratio of trainer to sampler, within +-80 nats, and 0 where one of them is NaN."""
     return (
         (inputs.old_log_prob - inputs.sampler_log_prob).nan_to_num(nan=0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     )
@@ -280,31 +279,31 @@ def _mismatch(inputs: LossInputs) -> Tensor:
 
 @torch.no_grad()
 def mismatch_metrics(old_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    r"""How far the sampler's log-probs are from the trainer's of the same tokens.
+    r"""Metrics of the difference between the sampler's and the trainer's log-probs of the same tokens.
 
-    :class:`~torchrl_llm_kl.PolicyLoss` logs them. With ``d = old_log_prob - sampler_log_prob``; tokens that the sampler did not
-    score (NaN) are left out, as are sequences without tokens:
+    :class:`~torchrl_llm_kl.PolicyLoss` logs them. They use ``d = old_log_prob - sampler_log_prob``, and leave out tokens that
+    the sampler did not score (NaN) and sequences without tokens:
 
     ======================================== =========================================================================
-    ``trainer_log_ppl``, ``sampler_log_ppl`` minus the mean log-prob of a sequence, nats per token; mean over sequences
-    ``trainer_ppl``, ``sampler_ppl``         the perplexity, its exponential; mean over sequences
-    ``log_ppl_diff``                         trainer's less sampler's log-perplexity; mean over sequences
-    ``log_ppl_abs_diff``                     its size; mean over sequences
+    ``trainer_log_ppl``, ``sampler_log_ppl`` minus the mean log-prob of a sequence in nats per token, mean over sequences
+    ``trainer_ppl``, ``sampler_ppl``         the perplexity, the exponential of the above, mean over sequences
+    ``log_ppl_diff``                         trainer's minus sampler's log-perplexity, mean over sequences
+    ``log_ppl_abs_diff``                     its absolute value, mean over sequences
     ``log_ppl_diff_max``, ``_min``           its largest and smallest value
-    ``ppl_ratio``                            trainer's over sampler's perplexity; mean over sequences
+    ``ppl_ratio``                            trainer's over sampler's perplexity, mean over sequences
     ``mismatch_k1``, ``mismatch_k3``         estimates of :math:`KL(\pi_{sampler} \| \pi_{old})`: ``-d`` and
-                                             ``exp(d) - 1 - d``; mean over tokens
+                                             ``exp(d) - 1 - d``, mean over tokens
     ``chi2_token``, ``chi2_seq``             :math:`\chi^2(\pi_{old} \| \pi_{sampler})`: ``mean r^2 - 1``, with the ratio
                                              ``r = exp(d)`` of tokens, or ``exp(sum d)`` of sequences
     ======================================== =========================================================================
 
     Args:
-        old_log_prob: nats, as the trainer computes them; ``[*B, T]``.
-        sampler_log_prob: as the sampler did; same shape.
+        old_log_prob: nats, as computed by the trainer, ``[*B, T]``.
+        sampler_log_prob: nats, as computed by the sampler, same shape.
         mask: bool ``[*B, T]``.
 
     Returns:
-        0-dim tensors without graph, 0 for an empty mask; exponents are capped at 80.
+        0-dim tensors without graph, 0 for an empty mask. Exponents are capped at 80.
 
     Example:
         >>> old, sampler = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.5]])
@@ -312,14 +311,14 @@ def mismatch_metrics(old_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tenso
         >>> metrics["mismatch_k1"], metrics["log_ppl_diff"], metrics["chi2_seq"]
         (tensor(0.2500), tensor(0.2500), tensor(-0.6321))
 
-    Source: Liu et al. 2025, "When Speed Kills Stability"; verl 0.9.1 has the same numbers as ``rollout_corr/*``.
+    Source: Liu et al. 2025, "When Speed Kills Stability". verl 0.9.1 logs the same numbers as ``rollout_corr/*``.
     """
     check_inputs(mask, old_log_prob=old_log_prob, sampler_log_prob=sampler_log_prob)
     old, sampler = widen(old_log_prob, sampler_log_prob)
     log_ratio = (old - sampler).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     scored = mask & (log_ratio == log_ratio)  # not NaN
     k3 = torch.expm1(log_ratio) - log_ratio
-    # All sums over tokens at once, then all over sequences.
+    # One kernel sums everything over tokens, and one over sequences: separate sums would be a dozen small kernels.
     columns = torch.stack([old, sampler, log_ratio, k3, _square_less_1(log_ratio), torch.ones_like(old)])
     sums = torch.where(scored, columns, 0).sum(-1, keepdim=True)
     lengths, totals = sums[5], sums[2:].flatten(1).sum(1)
@@ -327,10 +326,10 @@ def mismatch_metrics(old_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tenso
     log_ppl, rows = sums[:3] / -lengths.clamp(min=1), lengths.clamp(max=1)
     difference = log_ppl[2]
     of_rows = [log_ppl, bounded_exp(log_ppl), difference.abs().unsqueeze(0), _square_less_1(sums[2:3])]
-    # Nothing is infinite in a sequence without tokens.
+    # Sequences without tokens are finite here, so the product with 0 leaves them out.
     totals = (torch.cat([*of_rows, rows.unsqueeze(0)]) * rows).flatten(1).sum(1)
     means = totals[:-1] / totals[-1].clamp(min=1)
-    # The mean, in place of such a sequence, changes neither end.
+    # Sequences without tokens are replaced by the mean, which is neither the largest nor the smallest value.
     ends = torch.lerp(means[2], difference, rows).aminmax() if rows.numel() else (means[2], means[2])
     return {
         **dict(zip(_OF_SEQUENCES, means.unbind(), strict=True)),
@@ -359,10 +358,10 @@ def off_policy_sequence_mask(inputs: LossInputs, *, delta: NonNegative) -> tuple
     A sequence has become unlikely if the mean of ``old_log_prob - log_prob`` over its tokens is above ``delta``.
 
     Hyper-parameters:
-        delta: nats per token, at least 0. Trinity: ``delta_sequence_masking``; TRL: ``off_policy_mask_threshold``.
+        delta: nats per token, at least 0. Trinity: ``delta_sequence_masking``. TRL: ``off_policy_mask_threshold``.
 
     Returns:
-        Weights, and the metric ``sequence_masked_fraction`` of tokens.
+        The weights, and the metric ``sequence_masked_fraction``, the share of dropped tokens.
 
     Example:
         >>> old, log_prob = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-2.0, -1.0]])
@@ -386,13 +385,13 @@ def top_entropy_mask(
     """1 for the tokens of highest policy entropy, 0 for all others.
 
     Hyper-parameters:
-        fraction: share of the masked-in tokens to keep, 0 to 1; see :func:`entropy_threshold` for the exact number. More are
-            kept if several have the same entropy as the last. TRL: ``top_entropy_quantile``.
-        threshold: keep tokens with at least this entropy, instead of a fraction of this batch; for the parts of a batch,
-            pass the threshold of the whole.
+        fraction: share of the masked-in tokens to keep, 0 to 1. See :func:`entropy_threshold` for the exact number. More tokens
+            are kept if several have the entropy of the last one. TRL: ``top_entropy_quantile``.
+        threshold: keep tokens with at least this entropy, instead of a fraction of this batch. For the parts of a batch, pass
+            the threshold of the whole batch.
 
     Returns:
-        Weights, and the metrics ``entropy_threshold`` and ``entropy_kept_fraction``.
+        The weights, and the metrics ``entropy_threshold`` and ``entropy_kept_fraction``.
 
     Example:
         >>> entropy = torch.tensor([[0.1, 2.0, 0.3, 1.0]])
@@ -414,10 +413,10 @@ def top_entropy_mask(
 
 @torch.no_grad()
 def entropy_threshold(entropy: Tensor, mask: Tensor, fraction: Scalar = 0.2) -> Tensor:
-    """The entropy that a fraction of the tokens reach: the ``k``-th largest, ``k`` being ``fraction`` times their number.
+    """The ``k``-th largest entropy, where ``k`` is ``fraction`` times the number of masked-in tokens.
 
-    ``k`` is rounded to the nearest whole number (halves to the even one), and at least 1. ``fraction`` is in (0, 1]. The
-    result is 0-dim, 0 if the mask is empty, and not read on the host.
+    ``fraction`` is in (0, 1]. ``k`` is rounded to the nearest whole number (halves to the even one) and is at least 1. The
+    result is 0-dim, and 0 for an empty mask. It is not read on the host.
 
     Example:
         >>> entropy_threshold(torch.tensor([[0.1, 2.0, 0.3, 1.0]]), torch.ones(1, 4, dtype=torch.bool), fraction=0.5)

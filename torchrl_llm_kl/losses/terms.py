@@ -1,4 +1,4 @@
-"""Terms added to an objective: KL penalties, a divergence to a teacher and an entropy bonus.
+"""Terms that are added to an objective: KL penalties, a divergence to a teacher and an entropy bonus.
 
 They follow the protocol of objectives but are not registered.
 """
@@ -22,7 +22,7 @@ Estimator = EstimatorName | Callable[..., Tensor]
 
 
 def _formula(estimator: object) -> object:
-    """An estimator without its wrappings: a function of any origin."""
+    """Unwrap an estimator to its innermost function."""
     if isinstance(estimator, str):
         estimator = get_estimator(cast("EstimatorName", estimator))
     while isinstance(estimator, (StraightThrough, partial)):
@@ -31,7 +31,7 @@ def _formula(estimator: object) -> object:
 
 
 def _sampler_of(inputs: LossInputs, estimator: object) -> Tensor | None:
-    """The sampler's log-probs for an estimator: of ours, only ``corrected_k3`` reads them. A function of the user's may."""
+    """The sampler's log-probs, if the estimator may read them. Of ours only ``corrected_k3`` does; a user's function might."""
     formula = _formula(estimator)
     if formula is corrected_k3:
         return inputs.old_log_prob
@@ -49,16 +49,16 @@ def kl_to_ref(
 ) -> Terms:
     r"""KL penalty to the reference, the term ``kl_to_ref``: an estimate at each token, or the exact KL of each position.
 
-    The gradient is the estimator's, which need not belong to the KL whose value it estimates: ``"k2"`` has the gradient of
-    :math:`KL(\pi \| \pi_{ref})`, ``"k3"`` of the other direction, ``"k1"`` none on average; see each of
-    :mod:`torchrl_llm_kl.estimators`. ``"exact"`` reads ``kl`` (see :func:`~torchrl_llm_kl.estimators.exact_kl`) instead of
-    ``ref_log_prob``; ``"corrected_k3"`` also reads ``old_log_prob``.
+    The gradient is the estimator's, which need not be the gradient of the KL whose value it estimates. ``"k2"`` has the
+    gradient of :math:`KL(\pi \| \pi_{ref})`, ``"k3"`` has the gradient of the other direction, and the gradient of ``"k1"`` is
+    0 on average. See :mod:`torchrl_llm_kl.estimators`. ``"exact"`` reads ``kl`` (see
+    :func:`~torchrl_llm_kl.estimators.exact_kl`) instead of ``ref_log_prob``. ``"corrected_k3"`` also reads ``old_log_prob``.
 
     Hyper-parameters:
         estimator: one of :func:`~torchrl_llm_kl.estimators.available_estimators`, or a function
             ``(log_prob, ref_log_prob, old_log_prob)``. Trinity: ``kl_loss_fn``.
         coeff: weight of the term, at least 0. Trinity: ``kl_coef``.
-        leave_out_experts: penalise only tokens that are not in ``expert_mask``.
+        leave_out_experts: penalise only tokens outside ``expert_mask``.
 
     Example:
         >>> log_prob, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]])
@@ -66,8 +66,8 @@ def kl_to_ref(
         >>> term.value, term.weight
         (tensor([[0.1250, 0.0000]]), 0.001)
 
-    Source: Ziegler et al. 2019 (arXiv 1909.08593), eq. 2; in the loss: Shao et al. 2024 (GRPO, arXiv 2402.03300), eq.
-    3; the default is Trinity-RFT 0.6.0's.
+    Source: Ziegler et al. 2019 (arXiv 1909.08593), eq. 2. In the loss: Shao et al. 2024 (GRPO, arXiv 2402.03300), eq.
+    3. The default is Trinity-RFT 0.6.0's.
     """
     check_penalty(coeff=coeff)
     if leave_out_experts:
@@ -85,27 +85,29 @@ def kl_to_sampler(
 ) -> Terms:
     r"""KL penalty to the sampling policy, the term ``kl_to_sampler``: a soft trust region.
 
-    Reads ``sampler_log_prob`` if it is given, else ``old_log_prob``. Tokens where it is NaN (not
-    scored) are left out of the term. Unlike in :func:`kl_to_ref` the
-    tokens come from the second of the two policies, so most estimators have their known value and gradient only while the
-    two are close, ``"corrected_k3"`` wherever its ratio is not clamped. The gradient of ``"k2"`` is the log-ratio times that
-    of ``log_prob``: always back to the sampler.
+    It reads ``sampler_log_prob`` if it is given, else ``old_log_prob``. Tokens where this is NaN (not scored) are left out of
+    the term. Unlike in :func:`kl_to_ref`, the tokens come from the second of the two policies. Most estimators therefore have
+    their stated value and gradient only while the two policies are close. ``"corrected_k3"`` has them wherever its ratio is not
+    clamped. The gradient of ``"k2"`` is the log-ratio times the gradient of ``log_prob``, which always pulls back to the
+    sampler.
 
     Hyper-parameters:
-        estimator: as for :func:`kl_to_ref`, but not ``"exact"``.
+        estimator: as for :func:`kl_to_ref`, except ``"exact"``.
         coeff: weight of the term, at least 0.
-        leave_out_experts: penalise only tokens that are not in ``expert_mask``, which no policy sampled.
+        leave_out_experts: penalise only tokens outside ``expert_mask``, because no policy sampled the experts' tokens.
 
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]])
         >>> kl_to_sampler(LossInputs(log_prob, torch.ones(1, 2, dtype=torch.bool), old_log_prob=old))[0].value
         tensor([[0.1250, 0.0000]])
 
-    Source: prime-rl has twice ``k2``, the squared log-ratio, in its loss.
+    Source: prime-rl adds twice ``k2``, the squared log-ratio, to its loss.
     """
     check_penalty(coeff=coeff)
     if estimator == "exact":
-        raise ValueError("kl_to_sampler has no 'exact': the sampler's whole distributions are not kept. Use 'k2'.")
+        raise ValueError(
+            "kl_to_sampler has no 'exact', because the sampler's whole distributions are not stored. Use 'k2'."
+        )
     own = inputs.get("sampler_log_prob")
     sampler = inputs.old_log_prob if own is None else own
     left_out = sampler.isnan() | inputs.expert_mask if leave_out_experts else sampler.isnan()
@@ -129,7 +131,7 @@ def divergence_to_teacher(
         coeff: weight of the term, at least 0.
         beta, distribution, teacher_weights: see :func:`~torchrl_llm_kl.losses.distill`.
 
-    Metrics: ``captured_mass``, as of :func:`~torchrl_llm_kl.losses.distill`.
+    Metrics: ``captured_mass``, as in :func:`~torchrl_llm_kl.losses.distill`.
 
     Example:
         >>> teacher, student = torch.tensor([[[0.9, 0.1]]]).log(), torch.tensor([[[0.5, 0.5]]]).log()
@@ -150,13 +152,12 @@ def divergence_to_teacher(
 def entropy_bonus(inputs: LossInputs, *, coeff: Number, leave_out_experts: bool = False) -> Terms:
     """Entropy bonus, the term ``entropy``: minus the entropy of the policy at each token.
 
-    It has the gradient of the ``entropy`` passed in: over the whole vocabulary it spreads probability. Minus the log-prob of
-    the sampled token would estimate the same value with another gradient (of mean 0).
+    It has the gradient of the input ``entropy``, which is over the whole vocabulary and spreads probability. Minus the log-prob
+    of the sampled token would estimate the same value, but with a gradient of mean 0.
 
     Hyper-parameters:
-        coeff: weight of the term; above 0 for more entropy, below 0 for less. Trinity: ``entropy_coef``.
-        leave_out_experts: take the mean only over tokens that are not in ``expert_mask``. Trinity:
-            ``entropy_loss_fn: mix``.
+        coeff: weight of the term. Above 0 for more entropy, below 0 for less. Trinity: ``entropy_coef``.
+        leave_out_experts: take the mean only over tokens outside ``expert_mask``. Trinity: ``entropy_loss_fn: mix``.
 
     Example:
         >>> entropy = torch.tensor([[0.5, 2.0]])

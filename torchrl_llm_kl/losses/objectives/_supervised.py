@@ -24,7 +24,7 @@ from torchrl_llm_kl.losses._arithmetic import Aggregation, bounded_exp, clamp
 from torchrl_llm_kl.losses._objective import LossInputs, LossTerm, Terms, objective
 from torchrl_llm_kl.losses.objectives._clipped import ppo
 
-#: Who writes a message, in the order of the numbers in ``message_role``.
+#: The roles of messages. Their index is the number in ``message_role``.
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -47,7 +47,7 @@ def sft(inputs: LossInputs) -> Terms:
 def sft_is(inputs: LossInputs) -> Terms:
     """Imitation weighted by the token's probability ``p`` under the policy: ``-sg(p) log p``.
 
-    It has the gradient of ``-p``: tokens with a probability near 0 hardly move the policy.
+    It has the gradient of ``-p``, so tokens with a probability near 0 hardly move the policy.
 
     Metrics: ``weight_mean``.
 
@@ -55,7 +55,7 @@ def sft_is(inputs: LossInputs) -> Terms:
         >>> sft_is(LossInputs(torch.tensor([[0.5, 0.1]]).log(), torch.ones(1, 2, dtype=torch.bool)))[0].value
         tensor([[0.3466, 0.2303]])
 
-    Source: Trinity-RFT 0.6.0: sft_is; Wu et al. 2025 (arXiv 2508.05629), DFT.
+    Source: Trinity-RFT 0.6.0: sft_is. Wu et al. 2025 (arXiv 2508.05629), DFT.
     """
     weight = inputs.log_prob.detach().exp()
     metrics = {"weight_mean": masked_mean(weight, inputs.mask)}
@@ -66,12 +66,12 @@ def sft_is(inputs: LossInputs) -> Terms:
 def sft_phi(inputs: LossInputs, *, cutoff_prob: PositiveShare = 1.0) -> Terms:
     """Imitation weighted towards uncertain tokens: ``-sg(p (1 - p)) log p`` with the token's probability ``p``.
 
-    It has the gradient of ``-(p - p**2 / 2)``, which vanishes both for tokens that the policy knows and for tokens that would
-    disrupt it, and is largest at ``p = 1/2``.
+    It has the gradient of ``-(p - p**2 / 2)``. The gradient is largest at ``p = 1/2``. It vanishes for tokens that the policy
+    already predicts, and for very unlikely tokens, which would disrupt the policy.
 
     Hyper-parameters:
-        cutoff_prob: tokens more probable than this stop training: their ``log p`` becomes ``log(cutoff_prob)``,
-            without gradient; in ``(0, 1]``. The paper has no such bound, equivalent to 1.0.
+        cutoff_prob: tokens more probable than this stop training. Their ``log p`` becomes ``log(cutoff_prob)``, without
+            gradient. In ``(0, 1]``. The paper has no such bound, which is equivalent to 1.0.
 
     Metrics: ``weight_mean``, at most 1/4.
 
@@ -80,7 +80,7 @@ def sft_phi(inputs: LossInputs, *, cutoff_prob: PositiveShare = 1.0) -> Terms:
         >>> sft_phi(LossInputs(probability.log(), torch.ones(1, 3, dtype=torch.bool)))[0].value
         tensor([[0.0095, 0.1733, 0.0456]])
 
-    Source: Zhang et al. 2025 (arXiv 2508.11408), CHORD-phi; the cut-off is Trinity-RFT 0.6.0's.
+    Source: Zhang et al. 2025 (arXiv 2508.11408), CHORD-phi. The cut-off is Trinity-RFT 0.6.0's.
     """
     decided = inputs.log_prob.detach()
     # expm1 does not round 1 - p where p is near 1.
@@ -104,14 +104,14 @@ def vapo(
     clip_ratio_c: Scalar | None = None,
     nll_aggregation: Aggregation | None = "token-mean",
 ) -> Terms:
-    r""":func:`ppo` on all answers plus ``mu`` times the negative log-likelihood of right ones, where ``chosen`` is True.
+    r""":func:`ppo` on all answers plus ``mu`` times the negative log-likelihood of right answers (``chosen`` is True).
 
-    The policy imitates its own successes, beside what the advantage says about them.
+    The policy thus also imitates its own successes.
 
     Hyper-parameters:
         mu: weight of the likelihood, at least 0. NeMo-RL: ``positive_example_nll_weight``.
-        clip_low, clip_high, clip_ratio_c: see :func:`ppo`; the paper has no dual clip.
-        nll_aggregation: how the likelihood is summed over the tokens of right answers; None: as the rest of the loss.
+        clip_low, clip_high, clip_ratio_c: see :func:`ppo`. The paper has no dual clip.
+        nll_aggregation: aggregation of the likelihood over the tokens of right answers. None: the aggregation of the loss.
 
     Returns:
         Two terms: ``objective`` with the metrics of :func:`ppo`, and ``nll``.
@@ -123,7 +123,7 @@ def vapo(
         >>> policy.value.flatten(), nll.value[nll.mask], nll.weight
         (tensor([-1., -1.]), tensor([1.]), 0.1)
 
-    Source: Yue et al. 2025 (VAPO, arXiv 2504.05118), eq. 10 with mu 0.1 and clip 0.2 / 0.28; NeMo-RL:
+    Source: Yue et al. 2025 (VAPO, arXiv 2504.05118), eq. 10 with mu 0.1 and clip 0.2 / 0.28. NeMo-RL:
     ``positive_example_nll_weight``.
     """
     policy = ppo(inputs, clip_low=clip_low, clip_high=clip_high, clip_ratio_c=clip_ratio_c)
@@ -142,21 +142,23 @@ def echo(
     clip_ratio_c: Scalar | None = None,
     nll_aggregation: Aggregation | None = "token-mean",
 ) -> Terms:
-    r""":func:`ppo` on the policy's tokens plus ``mu`` times the negative log-likelihood of what others said, ``expert_mask``.
+    r""":func:`ppo` on the policy's tokens plus ``mu`` times the negative log-likelihood of observed tokens (``expert_mask``).
 
-    The policy learns to predict its environment: answers of tools and users after its first turn. Each part is divided by
-    its own number of tokens; in :func:`mix` the two weights add up to 1. The mask must hold both kinds and no first prompt:
-    ``masking_strategy="generic"`` with a ``loss_mask`` per token.
+    The policy learns to predict its environment: the answers of tools and users after its first turn. Each part is divided by
+    its own number of tokens. (In :func:`mix` the two weights add up to 1.) The mask must hold both kinds of tokens but not the
+    first prompt: use ``masking_strategy="generic"`` with a ``loss_mask`` per token.
 
     Hyper-parameters:
         mu: weight of the likelihood, at least 0. prime-rl: ``alpha``.
-        roles: factor of ``mu`` for each role of :data:`ROLES` that is learned, at least 0, by the entry ``message_role``; each
-            role is then divided by its own number of tokens, where prime-rl divides all by that of all. None: all alike.
+        roles: role -> factor of ``mu``, at least 0, for the roles of :data:`ROLES` that are learned. The input ``message_role``
+            gives each token's role. Each role is then divided by its own number of tokens, whereas prime-rl divides all roles
+            by the number of all tokens. None: one term for all observed tokens.
         clip_low, clip_high, clip_ratio_c: see :func:`ppo`.
-        nll_aggregation: how the likelihood is summed; None: as the rest of the loss.
+        nll_aggregation: aggregation of the likelihood. None: the aggregation of the loss.
 
     Returns:
-        The term ``objective`` with the metrics of :func:`ppo`, and ``observation``, or ``observation_tool`` and so on.
+        The term ``objective`` with the metrics of :func:`ppo`, and the term ``observation``, or with ``roles`` one term per
+        role, such as ``observation_tool``.
 
     Example:
         >>> log_prob, one = torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2)
@@ -165,7 +167,7 @@ def echo(
         >>> policy.value[policy.mask], seen.value[seen.mask], seen.weight
         (tensor([-1.]), tensor([3.]), 0.1)
 
-    Source: prime-rl: ``echo`` and its component ``ce``; weight 0.1, of tools' answers: its default.
+    Source: prime-rl: ``echo`` and its component ``ce``. The weight 0.1 of tools' answers is its default.
     """
     own, said = inputs.within(~inputs.expert_mask), inputs.mask & inputs.expert_mask
     policy = ppo(own, clip_low=clip_low, clip_high=clip_high, clip_ratio_c=clip_ratio_c)
@@ -210,18 +212,18 @@ def mix(
 ) -> Terms:
     r"""``(1 - mu)`` of :func:`ppo` on the policy's own tokens plus ``mu`` of :func:`sft` on experts' tokens.
 
-    Each part is averaged over its own tokens, so ``mu`` is the weight of the experts whatever their number; a part without
+    Each part is averaged over its own tokens, so ``mu`` is the weight of the experts whatever their number. A part without
     tokens is 0. At experts' tokens ``old_log_prob`` and ``advantage`` are ignored and may be NaN.
 
     Hyper-parameters:
         mu: weight of the experts, 0 to 1.
         clip_low, clip_high, clip_ratio_c: see :func:`ppo`.
-        usual_aggregation: how the usual part is summed, if not as the rest of the loss. Trinity: ``grpo_loss_agg_mode``.
-        expert_aggregation: how the experts' part is summed. Trinity: ``sft_loss_agg_mode``.
+        usual_aggregation: aggregation of the usual part. None: the aggregation of the loss. Trinity: ``grpo_loss_agg_mode``.
+        expert_aggregation: aggregation of the experts' part, in the same way. Trinity: ``sft_loss_agg_mode``.
 
     Returns:
-        Two terms: ``usual`` with the metrics of :func:`ppo`, and ``expert`` with ``expert_fraction``, the experts' share of
-        the masked-in tokens.
+        Two terms: ``usual`` with the metrics of :func:`ppo`, and ``expert`` with the metric ``expert_fraction``, the experts'
+        share of the masked-in tokens.
 
     Example:
         >>> log_prob, one = torch.tensor([[-1.0], [-3.0]]), torch.ones(2, 1)
@@ -230,7 +232,7 @@ def mix(
         >>> usual.value[usual.mask], expert.value[expert.mask], expert.weight
         (tensor([-1.]), tensor([3.]), 0.1)
 
-    Source: Zhang et al. 2025 (arXiv 2508.11408), the loss with a fixed mu; Trinity-RFT 0.6.0: mix.
+    Source: Zhang et al. 2025 (arXiv 2508.11408), the loss with a fixed mu. Trinity-RFT 0.6.0: mix.
     """
     own, written = inputs.within(~inputs.expert_mask), inputs.within(inputs.expert_mask)
     (usual,) = ppo(own, clip_low=clip_low, clip_high=clip_high, clip_ratio_c=clip_ratio_c)
@@ -246,16 +248,17 @@ def mix(
 def mix_chord(
     inputs: LossInputs, *, mu: Share = 0.1, enable_phi_function: bool = True, **options: Unpack[MixOptions]
 ) -> Terms:
-    r""":func:`mix` with weighted tokens of experts, and a ``mu`` that follows a schedule over training, if it is one.
+    r""":func:`mix` with weighted tokens of experts, and a ``mu`` that may follow a schedule.
 
     Hyper-parameters:
-        mu: weight of the experts, 0 to 1; a :class:`~torchrl_llm_kl.estimators.ScheduledCoefficient` changes it.
+        mu: weight of the experts, 0 to 1, or a :class:`~torchrl_llm_kl.estimators.ScheduledCoefficient`.
         enable_phi_function: weight the tokens of experts as :func:`sft_phi` does (CHORD-phi) instead of equally (CHORD-mu).
         clip_low, clip_high, clip_ratio_c: see :func:`ppo`.
         usual_aggregation, expert_aggregation: see :func:`mix`.
 
     Returns:
-        The two terms of :func:`mix`; ``expert`` also has ``weight_mean``, if weighted. A loss logs a ``mu`` that is a module.
+        The two terms of :func:`mix`. With weighted tokens, ``expert`` also has the metric ``weight_mean``. A loss logs ``mu``
+        if it is a module.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -264,7 +267,7 @@ def mix_chord(
         >>> usual.weight, expert.weight
         (0.75, 0.25)
 
-    Source: Zhang et al. 2025 (arXiv 2508.11408), CHORD-mu and CHORD-phi; Trinity-RFT 0.6.0: mix_chord.
+    Source: Zhang et al. 2025 (arXiv 2508.11408), CHORD-mu and CHORD-phi. Trinity-RFT 0.6.0: mix_chord.
     """
     usual, expert = mix(inputs, mu=mu, **options)
     if enable_phi_function:
@@ -275,7 +278,7 @@ def mix_chord(
 
 # ------------------------------------------------------------------ distributions of teachers
 
-#: What a distillation compares: a teacher's top k and "any other token", or every token of a teacher in this process.
+#: The outcomes that a distillation compares: a teacher's top k and "any other token", or every token of a local teacher.
 Distribution = Literal["top_k", "exact"]
 
 
@@ -292,28 +295,31 @@ def distill(
 ) -> Terms:
     r"""Generalised Jensen-Shannon divergence to a teacher, at each token over ``k + 1`` outcomes or the whole vocabulary.
 
-    With the student's distribution ``q``, the teacher's ``p`` and :math:`m = \beta p + (1 - \beta) q` the value is
-    :math:`\beta KL(p \| m) + (1-\beta) KL(q \| m)`; at ``beta`` 0 the forward :math:`KL(p \| q)`, at 1 the reverse
-    :math:`KL(q \| p)`: see :func:`~torchrl_llm_kl.estimators.top_k_divergence`. The gradient is the value's given the
-    prefix, whoever wrote it: with the student's own answers this is on-policy distillation, with others' it is supervised.
+    With the student's distribution ``q``, the teacher's ``p`` and :math:`m = \beta p + (1 - \beta) q`, the value is
+    :math:`\beta KL(p \| m) + (1-\beta) KL(q \| m)`. At ``beta=0`` it is the forward :math:`KL(p \| q)`, and at ``beta=1`` the
+    reverse :math:`KL(q \| p)`. See :func:`~torchrl_llm_kl.estimators.top_k_divergence`. The gradient is the gradient of this
+    value given the prefix, whoever wrote the prefix. With the student's own answers this is on-policy distillation. With
+    answers of others it is supervised distillation.
 
-    Several teachers have a weighted sum of divergences, each over its own top k. With weights that add up to 1 and every token
-    listed, the sum of forward KLs has the gradient of the forward KL to the weighted mean of the teachers' distributions, the
-    sum of reverse KLs the gradient of the reverse KL to their weighted geometric mean, normalised.
+    With several teachers the value is a weighted sum of divergences, each over the teacher's own top k. If the weights add up
+    to 1 and every token is listed, the sum of forward KLs has the gradient of the forward KL to the weighted mean of the
+    teachers' distributions. The sum of reverse KLs has the gradient of the reverse KL to their normalised weighted geometric
+    mean.
 
     Hyper-parameters:
-        beta: the teacher's share of the mixture, 0 to 1. TRL's ``beta``.
-        distribution: ``"top_k"`` reads ``outcomes`` and ``teacher_outcomes``; ``"exact"`` reads ``teacher_divergence``, which
-            :class:`~torchrl_llm_kl.losses.PolicyLoss` computes from both models, with this ``beta``.
-        teacher_weights: one number for each teacher, not negative, used as they are; None: equal ones that add up to 1.
-        ratio_max: multiply by the ratio to the sampler, at most this, without gradient: for answers of an older student. None:
-            1. TRL: ``distillation_is_clip``.
-        value_max: largest value of a token, nats, above 0; no gradient beyond. None for no bound. verl: ``loss_max_clamp``.
-        log_prob_min: smallest log-prob of an outcome, at most 0, of ``"top_k"``: no gradient below. None for no bound. verl:
-            ``log_prob_min_clamp``.
+        beta: the teacher's share of the mixture, 0 to 1, as in TRL.
+        distribution: ``"top_k"`` reads ``outcomes`` and ``teacher_outcomes``. ``"exact"`` reads ``teacher_divergence``, which
+            :class:`~torchrl_llm_kl.losses.PolicyLoss` computes from both models with this ``beta``.
+        teacher_weights: one weight for each teacher, used without normalisation. None: equal weights that add up to 1.
+        ratio_max: multiply by the ratio to the sampler, capped here, without gradient. For answers of an older student. None
+            for no ratio. TRL: ``distillation_is_clip``.
+        value_max: largest value of a token in nats, above 0, without gradient beyond. None for no bound. verl:
+            ``loss_max_clamp``.
+        log_prob_min: smallest log-prob of an outcome of ``"top_k"``, at most 0, without gradient below. None for no bound.
+            verl: ``log_prob_min_clamp``.
 
-    Metrics: ``captured_mass``, the teacher's probability of its top k (with ``"top_k"``); of several teachers the mean with
-    their weights. Where it is far below 1 the value is far below the divergence over all tokens.
+    Metrics, with ``"top_k"``: ``captured_mass``, the teacher's probability of its top k, averaged over several teachers with
+    their weights. If it is far below 1, the value is far below the divergence over all tokens.
 
     Example:
         >>> teacher, student = torch.tensor([[[0.7, 0.2, 0.1]]]).log(), torch.tensor([[[0.4, 0.4, 0.2]]]).log()
@@ -322,14 +328,15 @@ def distill(
         >>> term.value, term.metrics["captured_mass"]
         (tensor([[0.1838]]), tensor(0.9000))
 
-    Source: Agarwal et al. 2024 (GKD, arXiv 2306.13649), eq. 1 and algorithm 1; TRL 1.16:
-    GKDTrainer.generalized_jsd_loss; ratio_max: Huebotter et al. 2026 (SDPO, arXiv 2601.20802), 2 in TRL; the other
+    Source: Agarwal et al. 2024 (GKD, arXiv 2306.13649), eq. 1 and algorithm 1. TRL 1.16:
+    GKDTrainer.generalized_jsd_loss. ratio_max: Huebotter et al. 2026 (SDPO, arXiv 2601.20802), 2 in TRL. The other
     bounds: verl 0.9.1, 10 and -10.
     """
     mask, metrics = inputs.mask, dict[str, Tensor]()
     if distribution == "exact":
         value = inputs.teacher_divergence
     else:
+        # One teacher may come without the dimension of teachers.
         outcomes, teacher = (
             x.unsqueeze(-2) if x.ndim == mask.ndim + 1 else x for x in (inputs.outcomes, inputs.teacher_outcomes)
         )
@@ -345,7 +352,7 @@ def distill(
 
 
 def _teacher_weights(given: Sequence[float] | None, outcomes: Tensor) -> Tensor:
-    """The weight of each teacher; ``[M]``."""
+    """The weight of each teacher, ``[M]``."""
     number = outcomes.shape[-2]
     if given is None:
         return outcomes.new_full((number,), 1 / number)
