@@ -1,4 +1,4 @@
-"""Values equal Trinity-RFT 0.6.0, verl 0.9.1 and TRL 1.16 (where their code follows its formulas) and torchrl.
+"""Advantages compared with Trinity-RFT 0.6.0, verl 0.9.1, TRL 1.16 (where their code follows its formulas) and torchrl.
 
 The comparison runs where ``TORCHRL_LLM_KL_PEERS`` names a folder with their unpacked wheels.
 """
@@ -88,7 +88,7 @@ def test_outcomes_and_steps(trinity: Any, name: str, hyper: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("fnorm", ["none", "std"])
 def test_gigpo(trinity: Any, fnorm: str) -> None:
-    """Where every task has its own runs and states; Trinity compares equal states of different tasks."""
+    """Every task has its own runs and states, because Trinity compares equal states of different tasks."""
     hyper = {"omega": 0.4, "gamma": 0.7, "fnorm": fnorm, "epsilon": 0.2 if fnorm == "std" else 0.0}
     theirs = trinity("gigpo_advantage", "GiGPOAdvantageFn", **hyper)
     state = [5, 6, 5, 6, 8, 8, 7, 8, 9]
@@ -123,7 +123,7 @@ def of_batch(function: Any, batch: dict[str, Tensor], group: list[int] | None = 
     ],
 )
 def test_tokens(trinity: Any, name: str, class_name: str, inputs: str, hyper: dict[str, float]) -> None:
-    """Without holes in the mask; the value after the last token is 0 in both."""
+    """The mask has no holes. The value after the last token is 0 in both."""
     batch = token_batch()
     mask = batch["response_mask"]
     theirs = of_batch(trinity(f"{name}_advantage", class_name, **hyper), batch)
@@ -151,7 +151,7 @@ def test_remax_and_rloo_of_outcomes(trinity: Any) -> None:
 
 
 def test_trinitys_jsd_rewards_tokens_that_the_teacher_dislikes(trinity: Any) -> None:
-    """It is never negative: where student and teacher differ, in either direction, the token becomes likelier."""
+    """It is never negative. A token becomes likelier if student and teacher differ, in either direction."""
     student, teacher = torch.tensor([[[0.5, 0.5]], [[0.9, 0.1]]], dtype=torch.float64).log()
     mask = torch.tensor([[True, True]])
     batch = {"old_log_probs": student, "teacher_logprobs": teacher, "response_mask": mask}
@@ -165,7 +165,7 @@ def test_trinitys_jsd_rewards_tokens_that_the_teacher_dislikes(trinity: Any) -> 
 
 @pytest.mark.parametrize("trajectory_return", ["sum", None])
 def test_torchrls_mc_advantage(trajectory_return: str | None) -> None:
-    """Groups of three trajectories, of one step each for the outcome, and steps by themselves without one."""
+    """Groups of three trajectories of one step each, with the trajectory's return and with the step's reward."""
     rng = torch.Generator().manual_seed(1)
     reward = torch.randn(6, 1, 1, generator=rng)
     query = torch.tensor([8, 3, 8, 8, 3, 3])
@@ -196,7 +196,7 @@ INDEX = np.array(GROUP)
 
 
 def of_verl(function: Any, mask: Tensor = RESPONSE, **given: Any) -> Tensor:
-    """The first of its results, in float64."""
+    """The first result of a function of verl, in float64."""
     given = {"token_level_rewards": ON_LAST.clone(), "index": INDEX, **given}
     return function(response_mask=mask.double(), **given)[0]
 
@@ -221,7 +221,7 @@ def test_pass_at_k(verl: Any, std: bool) -> None:
 
 
 def test_gdpo_where_every_response_has_one_token(verl: Any) -> None:
-    """verl whitens over tokens, the paper and this package over sequences."""
+    """verl whitens over tokens. The paper and this package whiten over sequences."""
     second = torch.tensor([0.5, 1.0, -2.0, 0.5, 3.0, 1.0, 0.0, 4.0, 2.0], dtype=torch.float64)
     one = torch.ones(9, 1)
     given = {
@@ -239,7 +239,7 @@ def test_gdpo_where_every_response_has_one_token(verl: Any) -> None:
 
 
 def test_gdpo_of_trl() -> None:
-    """Executes the lines of its trainer: three answers to each of three prompts, its own epsilon in both places."""
+    """Executes the lines of TRL's trainer on three answers to each of three prompts, with TRL's epsilon."""
     text = (folder("trl") / "trainer" / "grpo_trainer.py").read_text(encoding="utf-8")
     branch = text[text.index('elif self.multi_objective_aggregation == "normalize_then_sum":') :]
     lines = branch[branch.index("\n") + 1 : branch.index("is_std_zero")].rstrip()
@@ -282,7 +282,7 @@ CLIPPED += [("clipv", {"mu": mu, "max_frac": share}) for mu, share in ((0.8, 1.0
 
 @pytest.mark.parametrize(("name", "hyper"), CLIPPED)
 def test_clip_b_and_clip_v(trinity: Any, name: str, hyper: dict[str, float]) -> None:
-    """Trinity takes the tokens out of the mask; here their advantage is 0."""
+    """Trinity removes the tokens from the mask. Here their advantage is 0."""
     hyper, rng = {**hyper, "epsilon": 0.3}, torch.Generator().manual_seed(5)
     log_p = (2 * torch.randn(9, 5, 6, generator=rng)).log_softmax(-1)
     sampled = log_p[..., 0]

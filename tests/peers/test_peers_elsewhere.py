@@ -1,4 +1,4 @@
-"""The loss of a configuration of Trinity-RFT or verl equals its own functions', and our tables have its fields."""
+"""Losses of translated configurations equal those of Trinity-RFT and verl, and the tables have all of their fields."""
 
 import ast
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ OF_TRINITY, OF_VERL = tables(__file__, "elsewhere").values()
 
 
 def trinitys(monkeypatch: pytest.MonkeyPatch, model: nn.Module, batch: dict[str, Tensor], **settings: Any) -> Tensor:
-    """What Trinity's validator and its loss for verl's engine do: policy loss minus entropy plus KL."""
+    """The loss of Trinity's validator and of its loss for verl's engine: policy loss minus entropy plus KL."""
     loss_name, kl_name = settings.get("policy_loss_fn", "ppo"), settings.get("kl_loss_fn", "k2")
     function, mode = trinity(monkeypatch, loss_name), settings.get("loss_agg_mode", "token-mean")
     args = dict(settings.get("policy_loss_fn_args") or function.default_args())
@@ -108,7 +108,7 @@ def verls(core: Any, model: Any, batch: dict[str, Tensor], settings: list[str]) 
 
 @pytest.mark.parametrize("name", OF_VERL)
 def test_the_loss_is_verls(monkeypatch: Any, model: nn.Module, batch: Any, name: str) -> None:
-    """And without one of the settings the gradients are others."""
+    """Leaving out any setting changes the gradients."""
     core = load(monkeypatch, "verl", "verl.trainer.ppo.core_algos", stubs=("omegaconf",))
     settings = settings_of(name)
     found = evaluated(model, batch, from_verl([GRPO, *settings]))
@@ -119,7 +119,7 @@ def test_the_loss_is_verls(monkeypatch: Any, model: nn.Module, batch: Any, name:
 
 
 def test_the_table_has_verls_fields_and_defaults() -> None:
-    """Every path of its generated configuration has a row, and a translated one verl's default."""
+    """Every path of verl's generated configuration has a row. Translated rows have verl's default."""
     file = folder("verl") / "trainer/config/_generated_ppo_trainer.yaml"
     given = flatten(read_mapping(file, "verl's"))
     given = {name: value for name, value in given.items() if not name.endswith("_target_")}

@@ -1,4 +1,4 @@
-"""Values and gradients against Trinity-RFT 0.6.0, verl 0.9.1 and TRL 1.16, where they do as documented, and where they differ.
+"""Losses compared with Trinity-RFT 0.6.0, verl 0.9.1 and TRL 1.16: equal values and gradients, and known differences.
 
 Runs where ``TORCHRL_LLM_KL_PEERS`` names a folder with their unpacked wheels; see peers.py. What TRL's trainers are given
 by a configuration is compared in ``tests/units/algorithms/test_elsewhere_trl.py``.
@@ -56,7 +56,7 @@ OURS |= {
 
 
 def own_names(hyper: dict[str, Any]) -> dict[str, Any]:
-    """Trinity's and TRL's names under ours; a bound of one side replaces a bound of both."""
+    """Translate Trinity's and TRL's names. A bound of one side replaces a bound of both."""
     out: dict[str, Any] = {}
     for name in sorted(hyper, key=lambda name: -len(OURS.get(name, name).split())):
         out |= dict.fromkeys(OURS.get(name, name).split(), hyper[name])
@@ -122,7 +122,7 @@ def test_trinity(monkeypatch: pytest.MonkeyPatch, name: str, hyper: dict[str, An
 
 
 def test_trinitys_sapo_has_our_gate_but_not_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason why SAPO is not compared above: its gate is detached and multiplied with the log-prob."""
+    """SAPO is not compared above, because Trinity detaches the gate and multiplies it with the log-prob."""
     theirs, batch = trinity(monkeypatch, "sapo")(tau_pos=1.2, tau_neg=1.7), batch_of(0)
     gate = theirs.soft_gate_function((batch["log_prob"] - batch["old_log_prob"]).exp(), batch["advantage"])
     (term,) = called(get_objective("sapo"), **batch, tau_pos=1.2, tau_neg=1.7)
@@ -130,7 +130,7 @@ def test_trinitys_sapo_has_our_gate_but_not_its_gradient(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("dynamic", "experts"), [(False, "some"), (True, "some"), (True, "none"), (False, "all")])
-def test_mix_is_trinitys_when_its_sizes_say_what_the_batch_is(monkeypatch: Any, dynamic: bool, experts: str) -> None:
+def test_mix_equals_trinitys_if_its_configured_sizes_are_right(monkeypatch: Any, dynamic: bool, experts: str) -> None:
     batch = random_batch(22)
     if experts != "some":
         batch["expert_mask"] = torch.full_like(batch["mask"], experts == "all")
@@ -148,8 +148,8 @@ def scheduled(step: int, peak: float, valley: float, **steps: int) -> torch.Tens
     return coefficient()
 
 
-def test_mix_chord_is_trinitys_but_for_a_batch_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of experts alone the loss is a number here, and none in Trinity."""
+def test_mix_chord_equals_trinitys_except_for_a_batch_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a batch of experts the loss is finite here, but NaN in Trinity."""
     sizes = {**SIZES, "train_batch_size_usual": 4, "train_batch_size_expert": 2}
     for phi in (False, True):
         batch, more = random_batch(23), {**CLIP, "enable_phi_function": phi}
@@ -169,8 +169,8 @@ def test_mix_chord_is_trinitys_but_for_a_batch_of_experts(monkeypatch: pytest.Mo
         assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_dpo_is_trinitys_on_one_pair_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It adds up what several pairs differ by, as if they were one."""
+def test_dpo_equals_trinitys_only_for_one_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trinity adds up the differences of several pairs as if they were one pair."""
     hyper = {"beta": 0.3, "label_smoothing": 0.15}
     function, one, several = trinity(monkeypatch, "dpo")(**hyper), random_batch(25, rows=2), random_batch(25)
     agree(ours("dpo", one, "seq-mean-token-sum", **hyper), trinitys(function, one), atol=1e-7)
@@ -212,7 +212,7 @@ SEVERAL = {"token_k1,seq_max_k2": "0.6_1.5,0.2", "seq_mean_k3,token_k3,seq_sum_k
 
 @pytest.mark.parametrize(("options", "threshold"), [*BOUND.items(), *SEVERAL.items()])
 def test_verls_rejection(monkeypatch: pytest.MonkeyPatch, options: str, threshold: Any) -> None:
-    """Masks, the share that each criterion rejects, and all criteria together reject."""
+    """The masks, and the shares rejected by each criterion and by all of them."""
     helper, rejected = corrections_of_verl(monkeypatch), 0
     for seed in range(5):
         old, sampler, mask = sampled(seed)
@@ -229,7 +229,7 @@ def test_verls_rejection(monkeypatch: pytest.MonkeyPatch, options: str, threshol
 
 @pytest.mark.parametrize(("level", "threshold"), list(itertools.product(("token", "sequence"), (1.3, "0.3_2.5"))))
 def test_verls_weights(monkeypatch: pytest.MonkeyPatch, level: Any, threshold: Any) -> None:
-    """By themselves, and beside a mask as verl's trainer calls them."""
+    """Weights without a mask, and with a mask as in verl's trainer."""
     helper, seen = corrections_of_verl(monkeypatch), []
     monkeypatch.setattr(helper.DataProto, "from_dict", lambda tensors: seen.extend(tensors.values()), raising=False)
     settings = {"rollout_is": level, "rollout_is_threshold": threshold}
@@ -277,7 +277,7 @@ def test_verls_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ------------------------------------------------------------------ TRL
 def trainer_of(name: str) -> Any:
-    """A trainer's class, from the installed TRL if it is the one in the folder of peers, whose trainers need all of it."""
+    """A trainer's class from the installed TRL, because its trainers need the whole package."""
     peers.folder("trl")
     return getattr(pytest.importorskip("trl", minversion="1.16"), f"{name.upper()}Trainer")
 
@@ -287,7 +287,7 @@ def sharp_of(batch: dict[str, Tensor]) -> Tensor:
 
 
 def trls(name: str, order: Tensor, batch: dict[str, Tensor], inputs: dict[str, Any], **state: Any) -> Result:
-    """TRL's trainer around log-probs that are there already, whose rows are in this order."""
+    """Run TRL's trainer on given log-probs, with rows in this order."""
     log_prob, mask = leaf(batch), batch["mask"][order]
     seen, ref = (torch.where(mask, x[order], 0) for x in (log_prob, batch["ref_log_prob"]))
     zeros = torch.zeros_like(seen)
@@ -325,7 +325,7 @@ FORWARD, JS = {"f_divergence_type": "forward_kl"}, {"f_divergence_type": "js_div
         *((name, kind, {"use_weighting": True}, {"weighting": "aligned"}) for name, kind in ALIGNED),
     ],
 )
-def test_preferences_are_trls(name: str, kind: str, hyper: dict[str, Any], own: dict[str, Any]) -> None:
+def test_preference_losses_equal_trls(name: str, kind: str, hyper: dict[str, Any], own: dict[str, Any]) -> None:
     batch, hyper = random_batch(26), {"beta": 0.3, **hyper}
     tensors = {key: value for key, value in own.items() if isinstance(value, Tensor)}
     tensors |= {"sharp_log_prob": sharp_of(batch)} if "weighting" in own else {}
@@ -337,8 +337,8 @@ def test_preferences_are_trls(name: str, kind: str, hyper: dict[str, Any], own: 
 
 
 @pytest.mark.parametrize(("kind", "point"), [("kto", None), ("kto", -0.8), ("apo_zero_unpaired", 0.0)])
-def test_kto_is_trls(kind: str, point: float | None) -> None:
-    """``point``: the mean log-ratio of mismatched pairs; None: whatever the batch's own rows have, in the place of those."""
+def test_kto_equals_trls(kind: str, point: float | None) -> None:
+    """``point`` is the mean log-ratio of mismatched pairs. With None, the log-ratios of the batch take their place."""
     batch, labels = random_batch(30), torch.tensor([True, False, False, True, True, True])
     ratios = torch.where(batch["mask"], batch["log_prob"] - batch["ref_log_prob"], 0).sum(-1)
     mismatched = ratios if point is None else torch.full((6,), point).double()

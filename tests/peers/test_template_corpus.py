@@ -1,4 +1,4 @@
-"""The mask of every chat template that a package ships: right, or an error, never silently wrong."""
+"""The masks of all chat templates that packages ship are right or raise an error. None is silently wrong."""
 
 import tarfile
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_the_oracle_finds_the_turns(source, kind, expected):
 
 
 def wrong_mask(fault):
-    """Characters that each span moves by at its start and its end, or what else goes wrong."""
+    """A mask function with a fault: an offset of each span's start and end, or the name of another fault."""
 
     def mask(*args, **kwargs):
         rendered = render_conversation(*args, **kwargs)

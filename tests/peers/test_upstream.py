@@ -1,4 +1,4 @@
-"""torchrl's own tests pass on this package's transforms, but for the differences that docs/differences.md lists."""
+"""torchrl's own tests pass on this package's transforms, except for the differences listed in docs/differences.md."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ DIFFERENT = {
 
 
 def test_only_documented_differences_fail():
-    """Some hundred tests of ``TestKLTransforms`` and ``test_llm_objectives``, as they are in torchrl's repository."""
+    """Some hundred tests of ``TestKLTransforms`` and ``test_llm_objectives``, unchanged from torchrl's repository."""
     checkout = Path(os.environ.get(VARIABLE) or "/nonexistent")
     if not checkout.is_dir():
         pytest.skip(f"{VARIABLE} names no checkout of torchrl: `make test-peers` fetches it")

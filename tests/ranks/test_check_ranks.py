@@ -1,4 +1,4 @@
-"""Ranks have the gradient of the whole batch, and those that train apart, or with another gradient, are told what is wrong."""
+"""Ranks train with the gradient of the whole batch. ``check_ranks`` explains how a wrong script differs."""
 
 import time
 from types import MappingProxyType
@@ -36,7 +36,7 @@ def share(rank):
 
 
 def train(loss, data, rank, *, scale=1.0, whole=False):
-    """The micro-batches of a step, whose gradients are added up."""
+    """Add up the gradients of a step's micro-batches, and return the micro-batches."""
     parts = [data] if whole else [data[torch.tensor(rows)] for rows in PARTS[rank]]
     for part in parts:
         (total(loss(part)) * scale).backward()
@@ -63,7 +63,7 @@ def right(rank, critic, average):
 
 
 def wrapped(rank, critic):
-    """As the advice says: DDP around the loss; the last micro-batch synchronises."""
+    """A right script, as in the advice: DDP wraps the loss, and the last micro-batch synchronises."""
     loss = make_loss(critic)
     ddp, data = DistributedDataParallel(loss), loss.count(share(rank))
     parts = [data[torch.tensor(rows)] for rows in PARTS[rank]]
@@ -85,7 +85,7 @@ def unwrapped(rank, critic):
 def a_step(
     rank, critic=False, *, seeds=(0, 0), counted=MappingProxyType({}), average=True, twice=False, forget=0, **options
 ):
-    """Train on two micro-batches, add up the gradients and check; the settings are mistakes."""
+    """Train on two micro-batches, add up the gradients and check. Each setting is a mistake."""
     loss, data = make_loss(critic, seed=seeds[rank]), share(rank)
     data = data if counted is None else loss.count(data, **counted)
     if twice:
@@ -109,7 +109,7 @@ def unlike(rank, what):
 
 
 def answer(case, options):
-    """Run a case on this rank; what it raised as text."""
+    """Run a case on this rank, and return its error as text."""
     try:
         globals()[case](dist.get_rank(), **options)
     except Exception as error:
@@ -119,7 +119,7 @@ def answer(case, options):
 
 @pytest.fixture
 def both(pool):
-    """Runs a case on two ranks and returns what both said."""
+    """Run a case on two ranks, and return the answer of both."""
 
     def run(case, **options):
         first, second = pool.run("test_check_ranks:answer", case=case.__name__, options=options)
@@ -134,7 +134,7 @@ COMBINED = [(right, {"critic": False, "average": True}), (right, {"critic": True
 
 @pytest.mark.parametrize(("case", "options"), [*COMBINED, *((wrapped, {"critic": x}) for x in (False, True))])
 def test_a_right_step_passes_and_nothing_changes(both, case, options):
-    """Combined by hand, or as the advice says: DDP around the loss."""
+    """Gradients combined by hand, and DDP around the loss, as in the advice."""
     assert both(case, **options) == "ok"
 
 
@@ -167,7 +167,7 @@ def test_a_wrong_step_is_explained(both, case, options, message):
 
 
 def share_of_rank(mode, average):
-    """On each of two ranks: the sum of both gradients, each rank's from two micro-batches."""
+    """On each of two ranks, the combined gradient. Each rank trains on two micro-batches."""
     loss, rank = reduced(mode), dist.get_rank()
     train(loss, loss.count(share(rank), ranks_average=average), rank)
     combine(loss, average=average)
@@ -213,7 +213,7 @@ def test_parts_of_one_process():
     with pytest.raises(RuntimeError, match=r"no parameter has a gradient: call check_ranks after backward\(\)"):
         loss.check_ranks(data)
     parts = train(loss, data, 0)
-    with pytest.raises(RuntimeError, match=r"divided by \[1.428571\] times the count of all parts .*; expected 1\."):
+    with pytest.raises(RuntimeError, match=r"divided by \[1.428571\] times the count of all parts .*\. Expected 1\."):
         loss.check_ranks(*parts)  # four of six rows
     loss.zero_grad()
     total(loss(data)).backward()

@@ -1,4 +1,4 @@
-"""The parts of the sharded recipe, and its command line. ``tests/ranks/test_saving.py`` compares numbers of ranks."""
+"""The parts of the sharded recipe, and its command line. ``test_saving.py`` compares different numbers of ranks."""
 
 import json
 import math
@@ -31,7 +31,7 @@ SMALL = ("warmup_steps=15", "num_prompts=3", "group_size=4", "steps=3")
 
 
 def test_gumbel_noise_samples_from_the_softmax():
-    """Frequencies of 20000 draws, each within 4.5 standard deviations."""
+    """Each frequency of 20000 draws is within 4.5 standard deviations."""
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
     draws = 20000
     noise = Gumbel(draws)
@@ -96,7 +96,7 @@ def metrics(folder):
 
 @pytest.fixture(scope="module", autouse=True)
 def few_are_held_out():
-    """Faster than 200."""
+    """Hold out 24 problems instead of 200, which is faster."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(countdown_fsdp, "split_problems", partial(split_problems, num_held_out=24))
         yield
@@ -129,7 +129,7 @@ def test_a_run_that_is_stopped_and_resumed_is_the_same(whole, tmp_path):
 
 
 def test_what_cannot_be_run_is_said(whole, tmp_path):
-    """And all algorithms that need no further data can be."""
+    """All algorithms that need no further data can be run."""
     assert sorted((*other_algorithms(), "grpo")) == sorted(SUPPORTED)
     folder, _ = whole
     for changes, message in [
@@ -154,7 +154,7 @@ def torchrun(ranks, *arguments, log):
 
 @pytest.mark.slow
 def test_ctrl_c_saves_a_run_that_other_ranks_continue(monkeypatch, tmp_path):
-    """As a user sees it: Ctrl-C reaches torchrun and all ranks."""
+    """Ctrl-C in a terminal reaches torchrun and all ranks."""
     monkeypatch.setattr(countdown_fsdp, "split_problems", split_problems)  # other processes hold out 200
     folder = tmp_path / "whole"
     run(*SMALL, f"out={folder}")

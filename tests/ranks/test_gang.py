@@ -1,4 +1,4 @@
-"""A gang of ranks scores as one process does, and starts and ends as one."""
+"""A gang of ranks scores like one process, and starts and ends as a unit."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ def service(ray_cluster, folder):
 
 
 def groups():
-    """States of all placement groups."""
+    """The states of all placement groups."""
     return [group["state"] for group in ray.util.placement_group_table().values()]
 
 
@@ -118,7 +118,7 @@ def test_weights_reach_every_rank(service, local):
 
 @pytest.mark.slow
 def test_a_rank_killed_mid_batch(service, local, folder):
-    """The gang is started again with all its ranks and takes the pushed weights; no answer is lost or wrong."""
+    """The gang restarts with all its ranks and loads the pushed weights. No answer is lost or wrong."""
     version = service.update_weights(build().state_dict())
     before = [pids(folder, rank)[-1] for rank in (0, 1)]
     with callers(service.model, calls=10) as load:
@@ -135,7 +135,7 @@ def test_a_rank_killed_mid_batch(service, local, folder):
 
 @pytest.mark.slow
 def test_a_gang_that_lost_pushed_weights_takes_only_all_of_them(service, local, folder):
-    """The keeper of weights is killed, then the gang, which starts from its factory: a part would leave it half old."""
+    """The keeper of weights is killed, then the gang. The gang restarts from its factory and refuses partial weights."""
     service.update_weights(build(1).state_dict())
     scorer, rows, before = service.model.make_scorer(), sequences(5), len(pids(folder, 0))
     os.kill(keeper_pid(service), signal.SIGKILL)
@@ -152,7 +152,7 @@ def test_a_gang_that_lost_pushed_weights_takes_only_all_of_them(service, local, 
 
 @pytest.mark.slow
 def test_the_replica_killed(service, local, folder):
-    """Its ranks and their placement group end with it."""
+    """The ranks of a killed replica and their placement group end with it."""
     before = [pids(folder, rank)[-1] for rank in (0, 1)]
     with callers(service.model, calls=10) as load:
         until(lambda: len(load.answers) >= 8)

@@ -19,7 +19,7 @@ def refuse(wrap):
 
 
 def change_one_shard():
-    """Weights of rank 1 change without a trace that autograd would see; this rank's cached scores against fresh ones."""
+    """Change weights of rank 1 without autograd noticing, and compare this rank's cached scores with fresh ones."""
     model = wrapped("fsdp2", build())[1].actor_network
     scorer, rows = LogProbScorer(model, tokens_per_batch=PACK), [list(range(3, 20))]
     before = scorer.score(rows, remember=True).values
@@ -78,14 +78,14 @@ def updated(kind, measured, *, tensors=True, all_ranks=None):
 
 
 def refused(kind, kls, n):
-    """What an update of numbers raises, and the state after it."""
+    """The error that an update of numbers raises, and the state after it."""
     coefficient, rank = KINDS[kind](), dist.get_rank()
     said = refusal(coefficient.update, kls[rank], n[rank], error=ValueError)
     return said, {name: float(buffer) for name, buffer in coefficient.state_dict().items()}
 
 
 def of_a_group(kind):
-    """The average after an update of the first two ranks alone: 0.2 and 0.4, weights 1 and 3."""
+    """The average after an update of only the first two ranks, with 0.2 and 0.4 and weights 1 and 3."""
     group = dist.new_group([0, 1])
     coefficient = KINDS[kind]()
     if dist.get_rank() > 1:
@@ -113,7 +113,7 @@ WHOLE = ["fsdp2", "loss(DDP)", "fsdp2, kept after forward"]
     ],
 )
 def test_a_reference_follows_the_policy(pool, wrap, options):
-    """Sharded alike, or whole on each rank, or an adapter; cached scores of the reference are of the new weights."""
+    """The reference is sharded like the policy, whole on each rank, or an adapter. Cached scores use the new weights."""
     for weights, scores, after_reset in pool.run(f"{CASES}:follow", wrap=wrap, **options):
         assert max(weights, scores) < 1e-12
         assert after_reset < 1e-12 if "whole" in options else after_reset == 0

@@ -1,4 +1,4 @@
-"""A run that is saved on some ranks and continued on others ends as one process that never stopped."""
+"""A run that is saved on some ranks and continued on others ends like one process that never stopped."""
 
 import shutil
 import sys
@@ -44,7 +44,7 @@ def settings(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(settings, tmp_path_factory):
-    """One process, without torch.distributed, from the first step to the last."""
+    """A run of one process without torch.distributed, from the first step to the last."""
     return saving.recipe(settings, str(tmp_path_factory.mktemp("alone")))
 
 
@@ -64,7 +64,7 @@ def check(result, alone):
 
 
 def test_the_run_alone_moves_and_samples(alone):
-    """So that equal figures say something."""
+    """Equal figures are only meaningful if the run changes them."""
     rows = alone["rows"]
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert rows[0]["kl"] == 0
@@ -104,7 +104,7 @@ def test_all_steps_on_any_number_of_ranks(pool, settings, alone, tmp_path, ranks
     [pytest.param(name, marks=() if name == "gigpo" else pytest.mark.slow) for name in saving.other_algorithms()],
 )
 def test_other_algorithms(pool, settings, tmp_path, algorithm):
-    """With a critic, which is sharded too; with moments; without a reference."""
+    """With a sharded critic, with moments, and without a reference."""
     from torchrl_llm_kl.algorithms import get_algorithm
 
     own = {**settings, "algorithm": algorithm, "steps": 2}
@@ -119,7 +119,7 @@ def test_other_algorithms(pool, settings, tmp_path, algorithm):
 
 
 def test_a_reference_that_follows_is_continued_on_other_ranks(pool, tmp_path):
-    """Bit for bit: what rounding took from the average is saved, sharded as the weights are."""
+    """It continues bit for bit. The rounding remainder of the average is saved, sharded like the weights."""
     whole = saving.follow(str(tmp_path / "whole"), first=0, last=6)
     pool.run("distributed.saving:follow", folder=str(tmp_path), first=0, last=3)
     rest = {"folder": str(tmp_path), "first": 3, "last": 6}

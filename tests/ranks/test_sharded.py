@@ -51,7 +51,7 @@ ADDED = {
     ],
 )
 def test_three_steps_equal_one_process(pool, added, wrap):
-    """Uneven tokens and numbers of packs; float64 (float32: to 2e-6), so that nothing but the order of sums may differ."""
+    """Uneven tokens and numbers of packs. In float64 (float32: to 2e-6), only the order of sums may differ."""
     if added == "lora":
         pytest.importorskip("peft")
     options = ADDED[added][0]
@@ -60,7 +60,7 @@ def test_three_steps_equal_one_process(pool, added, wrap):
 
 @pytest.mark.parametrize("checkpoint", ["transformers", "torch"])
 def test_a_recurrent_model_with_checkpointed_layers(pool, checkpoint):
-    """In float32; a rank has nothing to forward. Gradients were wrong, a rank hung, or raised an error that others did not."""
+    """In float32, with a rank that has nothing to forward. No rank may hang, raise by itself or get other gradients."""
     assert max(pool.run("distributed.features:recurrent", checkpoint=checkpoint)) < 1e-3
 
 
@@ -69,14 +69,14 @@ def test_a_recurrent_model_with_checkpointed_layers(pool, checkpoint):
     [(FSDP2, 25, 8), slow(FSDP2, 25, 25), slow(LOSS_OF_DDP, 0, 25), slow(GROUPS, 50, 25), slow(FLAT, 75, 25)],
 )
 def test_random_splits(pool, wrap, first, count):
-    """Each row on a random rank: a hundred splits in all, some with an empty rank."""
+    """Each row is on a random rank. There are a hundred splits, some with an empty rank."""
     splits = [str(seed) for seed in range(first, first + count)]
     assert max(pool.run(TRAIN, wrap=wrap, split=splits, rate=0.01)) < 1e-12
 
 
 @pytest.mark.parametrize("by_layer", [True, slow(False)])
 def test_mixed_precision(pool, by_layer):
-    """Float32 weights that compute in bfloat16: as far from float32 as one process that computes in bfloat16."""
+    """Float32 weights with bfloat16 computation. The error is that of one process which computes in bfloat16."""
     for found, one in pool.run("distributed.features:mixed_precision", by_layer=by_layer):
         assert 0 < one < 0.2
         assert found < 1.25 * one
@@ -90,7 +90,7 @@ def test_mixed_precision(pool, by_layer):
     ],
 )
 def test_recorded_routing(pool, wrap, options):
-    """A mixture of experts replays its record on each rank; norms in float32 leave their rounding."""
+    """A mixture of experts replays its record on each rank. Only norms in float32 add rounding."""
     for found, unforced in pool.run("distributed.features:replayed_routing", wrap=wrap, **options):
         assert found < 1e-5
         assert unforced > 1e-2
@@ -106,7 +106,7 @@ def test_a_model_scored_before_it_is_sharded(pool):
     [(LOSS_OF_DDP, "k1", "no rows"), (FSDP2, "exact", "no rows"), (FSDP2, "k1", "uneven")],
 )
 def test_kl_in_the_reward(pool, wrap, estimator, split):
-    """``RetrieveKL`` before and after three steps of a wrapped policy, with a sharded reference; also without a row."""
+    """``RetrieveKL`` before and after three steps of a wrapped policy with a sharded reference, also without rows."""
     assert max(pool.run("distributed.features:retrieve", wrap=wrap, estimator=estimator, split=split)) < 1e-12
 
 
@@ -118,7 +118,7 @@ def test_accelerate(pool, what, steps):
 
 @pytest.mark.parametrize("wrap", [LOSS_OF_DDP, FSDP2, ORIGINAL, slow(GROUPS)])
 def test_state_dict(pool, wrap):
-    """The keys and values of the model in one process, which can load it."""
+    """The saved keys and values equal those of the model in one process, which can load them."""
     assert max(pool.run("distributed.features:state", wrap=wrap)) == 0
 
 
@@ -130,7 +130,7 @@ def test_state_dict(pool, wrap):
     ],
 )
 def test_an_error_on_one_rank_is_one_on_all(pool, wrap, kind):
-    """Without waiting for the others' time-out; and the next steps are right."""
+    """No rank waits for a time-out, and the next steps are right."""
     found = pool.run("distributed.features:refuse", wrap=wrap, kind=kind)
     assert max(seconds for seconds, _, _ in found) < 30 * slowdown()
     named = {"token": "token id 10000", "weight": "log-prob is nan"}[kind]

@@ -22,7 +22,7 @@ POSITIONS = 7
 
 
 def head(seed, vocab, *, impossible=False):
-    """Hidden states, weight and bias; with ``impossible`` the first half of the vocabulary is ruled out."""
+    """Hidden states, weight and bias. With ``impossible``, the first half of the vocabulary is ruled out."""
     hidden, weight, bias = (2 * t for t in make_head(seed, n=POSITIONS, h=5, v=vocab))
     if impossible:
         bias[: vocab // 2 + 1] = -torch.inf
@@ -36,14 +36,14 @@ def targets_of(vocab):
 
 
 def distribute(tensors, grad):
-    """The hidden states whole, weight and bias sharded."""
+    """The hidden states as they are, with sharded weight and bias."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     out = [tensors[0].detach().clone(), *(distribute_tensor(t.detach().clone(), mesh, [Shard(0)]) for t in tensors[1:])]
     return [t.detach().requires_grad_(grad) for t in out]
 
 
 def compare(found, want, sharded, whole):
-    """The largest difference in values and, under one random weighting of them, in gradients."""
+    """The largest difference in values, and in gradients of a random weighted sum of the values."""
     rng = torch.Generator().manual_seed(4)
     weights = [torch.randn(t.shape, generator=rng, dtype=t.dtype) for t in want]
     sum((w * t).sum() for w, t in zip(weights, found, strict=True)).backward()
@@ -106,7 +106,7 @@ def all_outcomes(vocab, ks):
 
 
 def outcomes(vocab, k):
-    """Two lists of ids, the second with one id less; values and gradients."""
+    """Differences in values and gradients for two lists of ids. The second list has one id less."""
     whole, targets = [t.requires_grad_() for t in head(0, vocab)], targets_of(vocab)
     sharded = distribute(whole, grad=True)
     rng = torch.Generator().manual_seed(5)
@@ -129,7 +129,7 @@ def outcomes(vocab, k):
 
 
 def impossible_slice(vocab):
-    """Tokens ruled out on a whole slice: their log-prob, and the differences of the others' and of entropy and KL."""
+    """A slice without a possible token: log-probs there, and the differences of other log-probs, entropy and KL."""
     whole, ref, targets = head(0, vocab, impossible=True), head(1, vocab), targets_of(vocab)
     hidden, weight, bias = distribute(whole, grad=False)
     options = {"temperature": 1.7, "scale": 0.6}
@@ -203,7 +203,7 @@ def load(model, logits="colwise_gather_output", **sizes):
 
 
 def score(logits, tp, vocab):
-    """All scores of policy and reference, both sharded; the largest difference from one process by name."""
+    """Score name -> largest difference from one process, for all scores of a sharded policy and reference."""
     models = [tiny_model("qwen2", seed=seed, vocab_size=vocab, num_key_value_heads=tp).double() for seed in (3, 4)]
     sizes = {"tp_size": tp, "fsdp_size": dist.get_world_size() // tp}
     sharded = [load(model, logits, **sizes) for model in models]
@@ -230,7 +230,7 @@ def _norm(module, hidden):
 
 
 def train(logits, tp, **config):
-    """Three steps, each data parallel rank on its share of the batch; the largest difference from one process."""
+    """The largest difference from one process after three steps. Each data parallel rank trains on its share."""
     data = dist.get_world_size() // tp
     want = expected(config=tuple(sorted(config.items())))
     whole = tiny_model("qwen2", seed=3, vocab_size=VOCAB, max_position_embeddings=128, **config).double()
@@ -298,7 +298,7 @@ def test_what_is_not_supported_is_refused_on_all_ranks(pool):
     ("tp", "ranks", "vocab"), [(2, 2, 96), pytest.param(4, 4, 95, marks=pytest.mark.slow), (2, 4, 96)]
 )
 def test_scores_of_a_model_in_packs(pool, logits, tp, ranks, vocab):
-    """transformers' tensor parallel plan, also beside FSDP2; a vocabulary of 95 has uneven slices."""
+    """transformers' tensor parallel plan, also together with FSDP2. A vocabulary of 95 has uneven slices."""
     for worst in pool.run(f"{CASES}:score", ranks=ranks, logits=logits, tp=tp, vocab=vocab):
         assert worst.keys() > {"log_prob", "entropy", "ref_log_prob", "kl", "top_log_probs", "collision"}
         assert max(worst.values()) < 1e-12

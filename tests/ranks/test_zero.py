@@ -13,7 +13,7 @@ from torchrl_llm_kl import LogProbScorer, ReferenceUpdater, RetrieveKL
 
 # ---------------------------------------------------------------------- each rank
 def engine_of(module, stage, accumulate=1):
-    """``deepspeed.initialize`` as a script calls it; a frozen module has no optimizer. DeepSpeed computes in float32."""
+    """Call ``deepspeed.initialize`` like a script. A frozen module has no optimizer. DeepSpeed computes in float32."""
     import deepspeed
     from deepspeed.runtime.zero import parameter_offload, partition_parameters
     from deepspeed.utils import groups
@@ -42,7 +42,7 @@ def engine_of(module, stage, accumulate=1):
 
 
 def _difference(model):
-    """Of a parameter, from the parameters of one process in float64 after three steps."""
+    """The difference of a parameter from one process in float64 after three steps."""
     from deepspeed import zero
 
     want, worst = expected(), 0.0
@@ -61,7 +61,7 @@ def _steps(engine, run, loss, split, micro_batches=1):
 
 
 def train(what, stage, split="uneven", micro_batches=1):
-    """Three steps; the largest difference from one process."""
+    """The largest difference from one process after three steps."""
     model = build()
     engine = engine_of(make_loss(model) if what == "loss" else model, stage, micro_batches)
     run = engine if what == "loss" else make_loss(engine)
@@ -71,7 +71,7 @@ def train(what, stage, split="uneven", micro_batches=1):
 
 
 def retrieve(stage):
-    """KL to a sharded reference, before and after three steps, with and without the prefix cache: differences."""
+    """Differences of the KL to a sharded reference, before and after three steps, with and without the prefix cache."""
     policy = build()
     engine = engine_of(policy, stage)
     loss = make_loss(engine)
@@ -95,7 +95,7 @@ def retrieve(stage):
 
 
 def refuse(case):
-    """The message of what is not supported; or of a bad token on rank 1, and then three steps."""
+    """The message for an unsupported setting, or for a bad token on rank 1, followed by three steps."""
     model = build()
     engine = engine_of(make_loss(model) if case == "loss" else model, 2 if case == "token, ZeRO-2" else 3)
     rows = mine()
@@ -126,7 +126,7 @@ CASES = __name__
     [("model", 1, 2, 1), ("model", 2, 4, 3), ("loss", 2, 2, 1), ("model", 3, 2, 1), ("model", 3, 4, 3)],
 )
 def test_three_steps_equal_one_process(pool, what, stage, ranks, micro_batches):
-    """Uneven tokens and numbers of packs; with accumulation some micro-batches are empty."""
+    """Uneven tokens and numbers of packs. With accumulation, some micro-batches are empty."""
     found = pool.run(f"{CASES}:train", ranks=ranks, what=what, stage=stage, micro_batches=micro_batches)
     assert max(found) < 2e-6
 

@@ -51,7 +51,7 @@ class _Coefficient(WideBuffers):
         if isinstance(current, Tensor):
             return current.detach().reshape(()).to(self.value)
         if not math.isfinite(current):
-            raise ValueError(f"{name} is {current}; expected a finite number. Look for a bad log-prob.")
+            raise ValueError(f"{name} is {current}, expected a finite number. Look for a bad log-prob.")
         return torch.full_like(self.value, current)
 
     def extra_repr(self) -> str:
@@ -158,7 +158,7 @@ class AdaptiveEntropyCoefficient(_Coefficient):
         (tensor(0.), tensor(0.0100))
 
     Source: He et al. 2025 (Skywork-OR1, arXiv 2505.22312), adaptive entropy control of MAGIC, which starts at 0 with a target
-    of 0.2 and steps of 0.005; bounds: TRL 1.16.
+    of 0.2 and steps of 0.005. Bounds: TRL 1.16.
     """
 
     entropy: Tensor
@@ -216,7 +216,7 @@ class ScheduledCoefficient(_Coefficient):
         >>> coefficient()
         tensor(0.5000)
 
-    Source: Zhang et al. 2025 (arXiv 2508.11408), CHORD-mu; Trinity-RFT 0.6.0.
+    Source: Zhang et al. 2025 (arXiv 2508.11408), CHORD-mu. Trinity-RFT 0.6.0.
     """
 
     step: Tensor
@@ -436,7 +436,7 @@ class _KLController(_Coefficient):
             weight = n.detach().reshape(()).to(self.value.device, torch.float64)
         else:
             if not 0 <= n < math.inf:
-                raise ValueError(f"n is {n}; expected the number of samples, at least 0.")
+                raise ValueError(f"n is {n}, expected the number of samples, at least 0.")
             weight = torch.full_like(self.value, n, dtype=torch.float64)
             if n == 0:
                 return weight, weight

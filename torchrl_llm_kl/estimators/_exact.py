@@ -156,7 +156,7 @@ def top_k_divergence(outcomes: Tensor, teacher_outcomes: Tensor, *, beta: Scalar
         >>> [round(float(top_k_divergence(student, teacher, beta=beta)), 4) for beta in (0.0, 0.5, 1.0)]
         [0.1838, 0.0462, 0.192]
 
-    Source: Agarwal et al. 2024 (GKD, arXiv 2306.13649), eq. 1; TRL 1.16, ``GKDTrainer.generalized_jsd_loss``.
+    Source: Agarwal et al. 2024 (GKD, arXiv 2306.13649), eq. 1. TRL 1.16, ``GKDTrainer.generalized_jsd_loss``.
     """
     check_same_shape(outcomes=outcomes, teacher_outcomes=teacher_outcomes)
     check_range(0.0, 1.0, beta=beta)

@@ -47,7 +47,7 @@ class EstimatorContract:
     loss_gradient_off_policy: str = "none"  #: mean gradient of the value over tokens from ``old``
     reward: str = "no"  #: advice for use in the reward
     loss: str = "no"  #: advice for use in the loss
-    condition: str = ""  #: when the contract holds; empty for always
+    condition: str = ""  #: when the contract holds, empty for always
 
 
 UNCLAMPED = "while no clamp is active"
@@ -235,7 +235,7 @@ def k1(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = Non
         >>> k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
         tensor([ 0.5000, -1.0000])
 
-    Source: J. Schulman, "Approximating KL Divergence" (2020); in the reward: arXiv 2512.21852.
+    Source: J. Schulman, "Approximating KL Divergence" (2020). In the reward: arXiv 2512.21852.
     """
     check_same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob, old_log_prob=old_log_prob)
     log_prob, ref_log_prob = widen(log_prob, ref_log_prob)

@@ -87,6 +87,7 @@ def aggregate(
     if mode == "none":
         return torch.where(mask, widen(value)[0], 0)
     if denominator is None:
+        # On an accelerator, reading the mask would be a host sync.
         if mask.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(mask.any()):
             warnings.warn("the mask is empty: the loss is 0.", stacklevel=2)
         denominator = count(mask, mode, max_len=max_len)
@@ -100,6 +101,7 @@ def aggregate(
 
 def aggregate_each(values: Sequence[Tensor], mask: Tensor, mode: str, denominator: Tensor) -> tuple[Tensor, ...]:
     """:func:`aggregate` of ``K`` values with one mask. ``denominator`` is 0-dim for all of them, or ``[K]``."""
+    # Stacked, so that several terms cost the kernels of one.
     (value,) = widen(torch.stack(list(values)))
     value = torch.where(mask, value, 0)
     if mode == "seq-mean-token-mean":
@@ -162,7 +164,7 @@ def clean(value: Tensor, mask: Tensor) -> Tensor:
     """Set values to 0 or False where the mask is False, and widen numbers to float32."""
     if value.dtype == torch.bool:
         return value & mask
-    return torch.where(mask, widen(value)[0], 0)
+    return torch.where(mask, widen(value)[0], 0)  # a product with the mask would keep NaN and inf
 
 
 def check_inputs(mask: Tensor, **named: Tensor) -> None:
@@ -205,6 +207,7 @@ def clamp(value: Tensor, low: Scalar | None = None, high: Scalar | None = None) 
 
 def clip_fractions(low: Tensor, high: Tensor, mask: Tensor, **others: Tensor) -> dict[str, Tensor]:
     """Shares of tokens clipped on either side: ``clip_fraction`` and its ``_low`` and ``_high`` parts, and ``others``."""
+    # One stack and one sum: a mean for each flag would be several kernels.
     flags = {"clip_fraction": low | high, "clip_fraction_low": low, "clip_fraction_high": high, **others}
     counts = (torch.stack([*flags.values(), mask]) & mask).flatten(1).sum(1)
     return dict(zip(flags, (counts[:-1] / counts[-1].clamp(min=1)).unbind(), strict=True))

@@ -42,6 +42,7 @@ def common_metrics(inputs: LossInputs, counts: tuple[Tensor, Tensor] | None = No
     pairs = {"old": (log_prob, old), "sampler": (log_prob, old if own is None else own), "ref": (ref, log_prob)}
     pairs = {name: pair for name, pair in pairs.items() if not any(x is None for x in pair)}
     if pairs:
+        # All differences at once. Each pair on its own would be a dozen small kernels.
         above, below = (torch.stack(each) for each in zip(*pairs.values(), strict=True))
         used = sampled & (below > -torch.inf)  # False for NaN, which means not scored
         unused, used_tokens = ~used, used.flatten(1).sum(1)
@@ -60,6 +61,7 @@ def common_metrics(inputs: LossInputs, counts: tuple[Tensor, Tensor] | None = No
 
 def _ratio_metrics(log_ratio: Tensor, count: Tensor) -> dict[str, Tensor]:
     """Effective sample size and quantiles of ``count`` ratios. The other log-ratios are ``-inf``."""
+    # One sort gives all quantiles. torch.quantile would need the number of tokens on the host.
     ordered = log_ratio.flatten().sort().values
     weight = (ordered - ordered[-1]).exp()  # the scale cancels. NaN without tokens
     size = (weight.sum() / torch.linalg.vector_norm(weight)).square() / count

@@ -128,11 +128,12 @@ class LossInputs:
     def of_clean(cls, **given: Tensor) -> Self:
         """A record of tensors that already are 0 or False outside the mask. They are not copied."""
         check_record(given)
+        # No torch.where over every input: gathered entries are 0 outside the mask already.
         return cls._of({name: _widened(name, value) for name, value in given.items()})
 
     @classmethod
     def _of(cls, given: Mapping[str, Tensor]) -> Self:
-        inputs = cls.__new__(cls)
+        inputs = cls.__new__(cls)  # __init__ would check and clean again
         vars(inputs).update(given)
         return inputs
 
@@ -211,7 +212,9 @@ def check_record(given: dict[str, Tensor]) -> None:
 
 def _widened(name: str, value: Tensor) -> Tensor:
     """Widen the numbers of tokens to float32, and detach data."""
+    # Data with a graph would get a gradient through an objective that treats it as a constant.
     value = value if name in _WITH_GRAPH else value.detach()
+    # Ids of pairs must stay integers: float32 rounds those above 2**24.
     if value.dtype == torch.bool or (name in PER_ROW and not value.is_floating_point()):
         return value
     return widen(value)[0]
@@ -252,6 +255,7 @@ MASKS = tuple(name for name in PER_TOKEN if name in _BOOLEAN and name in KEYS)
 
 def dummy_inputs(*, teachers: int = 1, device: torch.device | None = None) -> LossInputs:
     """Six sequences of one token each, for a dry run before there is data. Six rows form whole pairs and whole triples."""
+    # Log-probs of 0 and ratios of 1 are in the domain of every formula.
     zeros = torch.zeros(6, 1, device=device)
     row, place = zeros.squeeze(-1), torch.arange(6, device=device)
     first = place % 2 == 0
@@ -490,10 +494,11 @@ def _with_checks(spec: ObjectiveSpec, formula: Callable[P, R]) -> Callable[P, R]
     @wraps(formula)
     def call(*args: P.args, **hyper: P.kwargs) -> R:
         spec.check(hyper)
-        check_is_scalar(**hyper)
+        check_is_scalar(**hyper)  # a tensor of several numbers would broadcast over tokens
         try:
             return formula(*args, **hyper)
         except MissingInputError as error:
+            # The record does not know which function reads it.
             raise MissingInputError(error.input, spec.name) from None
 
     call.spec = spec  # type: ignore[attr-defined]

@@ -50,6 +50,7 @@ class Part(WideBuffers):
         _, *parameters = signature_of(function).values()
         self.function = function
         self.settings: dict[str, object] = {}
+        # A dry run takes milliseconds and would be needed in every forward, so its results are cached by available inputs.
         self._reads: dict[frozenset[str], Reads] = {}
         self._reads_of: list[tuple[int, int]] = []
         self._floats = frozenset(x.name for x in parameters if isinstance(x.default, float) or _is_scalar(x))
@@ -144,6 +145,7 @@ class Part(WideBuffers):
         if isinstance(value, nn.Module):
             self.add_module(name, value)
         elif isinstance(value, Tensor) or type(value) is float:
+            # Clones, because the caller's tensor must not change when the hyper-parameter does.
             self.register_buffer(name, torch.as_tensor(value, dtype=torch.float32).clone())
         else:
             self.settings[name] = value
@@ -158,6 +160,7 @@ class Part(WideBuffers):
             self.function(self.dummy(values), **values)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # nn.Module refuses a number in place of a buffer. __dict__ is empty until its __init__ has run.
         if name in self.__dict__.get("_buffers", {}) or name in self.__dict__.get("settings", {}):
             self.put(name, value)
         else:
@@ -172,6 +175,7 @@ class Part(WideBuffers):
 
 def _is_scalar(parameter: inspect.Parameter) -> bool:
     """Whether a hyper-parameter is annotated as a number that may also be a tensor."""
+    # The annotation of a user's function may be a text that cannot be evaluated.
     members = members_of(parameter.annotation)
     kinds = {get_args(each)[0] if get_origin(each) is Annotated else each for each in members}
     return Scalar in kinds or {float, Tensor} <= kinds or str(parameter.annotation).startswith("Scalar")
@@ -204,6 +208,7 @@ class TermPart(Part):
     def forward(self, inputs: LossInputs) -> tuple[LossTerm, ...]:
         """The terms for these inputs."""
         terms: tuple[LossTerm, ...] = self.run(inputs)
+        # A scheduled weight is logged, because it cannot be seen in the terms that it multiplies.
         mu = self._modules.get("mu")
         if mu is not None:
             terms = *terms[:-1], terms[-1].replace(metrics={**terms[-1].metrics, "mu": mu().detach()})
@@ -213,6 +218,7 @@ class TermPart(Part):
 class _KLTerm(TermPart):
     """Base of the KL penalties. It warns of an estimator with another gradient than the reverse KL's."""
 
+    # staticmethod in the subclasses: a plain function would become a bound method.
     _function: Callable[..., tuple[LossTerm, ...]]
 
     def __init__(
@@ -445,7 +451,7 @@ def rollout_corrections(
         )
     for option, bound in zip(chosen, each, strict=True):
         low, high = _bounds(bound)
-        if option.endswith("k1"):
+        if option.endswith("k1"):  # verl bounds the ratio, k1 is its logarithm
             low, high = math.log(1 / high if low is None else low), math.log(high)
         out.append(RejectionMask(option, low=low, high=high))
     return out

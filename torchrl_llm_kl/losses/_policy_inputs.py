@@ -142,6 +142,7 @@ class EntryReader:
             if name in PER_ROW:
                 rows[name] = cast("Tensor", per_sequence(td, place))
                 continue
+            # Missing numbers are NaN, which the check of finiteness finds. Only other entries may have one value per row.
             fill, repeats = 0.0 if name in MASKS else math.nan, name not in _LOG_PROBS
             value = per_token(td, place, located.tokens, within, fill=fill, repeats=repeats).detach()
             flat[name] = as_mask(value, self.keys[name]) if name in MASKS else value
@@ -206,13 +207,13 @@ class EntryReader:
         # One copy to the host carries both the mask and the flag that all numbers are finite.
         named = self.named(flat, flat) if check else {}
         checked = [torch.where(mask, torch.stack(list(named.values())), 0)] if named else []
-        total = finite_total(*checked).reshape(1)
+        total = finite_total(*checked).reshape(1)  # finite unless a number is not, or the sum overflows
         host_mask, total = to_host(mask, total) if old is not None else (located.host_mask, to_host(total)[0])
         if old is not None and host_mask.sum() < located.host_mask.sum():
             value, unscored = old
             self.tokens.warn_of_unscored(value, located.mask & unscored, located.tokens, places["old_log_prob"])
         response = ResponseTokens(located.tokens, mask, host_mask)
-        if not math.isfinite(total):
+        if not math.isfinite(total):  # the slow check finds the number, or that only the sum overflowed
             response.check_finite({name: response.gather(x) for name, x in named.items()})
         return response
 
@@ -361,6 +362,7 @@ class PolicyScorers:
         if len(betas) > 1:
             raise ValueError(f"exact distillations with beta {sorted(betas)}: expected one beta for all.")
         (beta,) = betas
+        # At the ends the mixture is one of the two distributions, and its divergence 0. The plain KLs take their place.
         ends: dict[float, dict[str, object]] = {0.0: {"direction": "forward"}, 1.0: {"direction": "reverse"}}
         chosen = ends.get(beta, {"direction": "jensen_shannon", "beta": beta})
         return {"reference": self.of_reference(), **chosen}
@@ -388,7 +390,7 @@ class PolicyScorers:
             exact = {"return_kept": True}
         if "sharp_log_prob" in needs and sampling.truncates and "kept" not in replayed:
             raise ValueError(
-                f"at half the temperature {sampling} leaves other tokens: replay what the sampler kept (RecordKept)."
+                f"at half the temperature {sampling} leaves other tokens: replay the tokens that the sampler kept (RecordKept)."
             )
         fields: RequestFields = {**replayed, "top_ids": batch.top_ids}
         scores = self.of_actor(actor).evaluate(
@@ -397,6 +399,7 @@ class PolicyScorers:
             grad=torch.is_grad_enabled(),
             **exact,
         )
+        # An exact KL computes the reference's log-probs along with it.
         ref = scores.ref_log_prob
         if ref is None and reference is not None and ref_here:
             kept, images = replayed.get("kept", scores.kept) if apart else None, replayed.get("images")

@@ -195,6 +195,7 @@ class PolicyLoss(TokenLoss):
         factors = [x if isinstance(x, Part) else Correction(x) for x in corrections]
         super().__init__(aggregation=aggregation or "token-mean", max_len=max_len, masking_strategy=masking_strategy)
         self._scorers = PolicyScorers(actor, reference, options, tokens_per_batch)
+        # The module is registered, not the scorer: its parameters are saved, and DDP and FSDP find them.
         self._functional, model = functional, actor.model if isinstance(actor, LogProbScorer) else actor
         if functional:
             self.convert_to_functional(model, "actor_network", create_target_params=False)
@@ -210,6 +211,7 @@ class PolicyLoss(TokenLoss):
         self._scorers.check_needs(self.actor_network, self._needs)
         if reference is not None and self._needs.isdisjoint(("ref_log_prob", "kl", "teacher_divergence")):
             raise ValueError("reference has no effect: no part of the loss compares with it. Leave reference out.")
+        # The aggregation of a term is known only from a run of the formula.
         self._check_max_len(self._dry_run()[1])
         self._expose(exposed)
         if self._needs & {"advantage", "old_log_prob"}:  # the loss then trains on samples of the policy
@@ -261,6 +263,7 @@ class PolicyLoss(TokenLoss):
 
     @property
     def _entries(self) -> EntryReader:
+        # Built for each call, since keys, hyper-parameters and the reference may change.
         of_data = frozenset({*KEYS, "teacher_outcomes"} - (set() if self.reference is None else {"ref_log_prob"}))
         required = frozenset(name for name in KEYS if self._is_set(name))
         return EntryReader(
@@ -350,6 +353,7 @@ class PolicyLoss(TokenLoss):
 
     def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
         batch = self._read(td)
+        # Masks of terms do not depend on values, so zeros stand for whatever a model would compute.
         zeros = torch.zeros_like(batch.response.mask, dtype=torch.float32)
         filled = {"log_prob": zeros} | {name: zeros for name in PER_TOKEN if name not in (*MASKS, *OF_SAMPLER)}
         filled |= dict.fromkeys(PER_OUTCOME, zeros.new_zeros(*zeros.shape, len(self._entries.teachers), 1))
@@ -416,7 +420,7 @@ class PolicyLoss(TokenLoss):
             else:  # no policy sampled the experts' tokens, so they are not corrected
                 weights, seen = correction(inputs.within(~experts))
                 weights = torch.where(mask & experts, 1, weights)
-            terms = apply_correction(terms, weights, mask)
+            terms = apply_correction(terms, weights, mask)  # several corrections multiply
             metrics |= {name if name not in metrics else f"{name}_{number}": value for name, value in seen.items()}
             if weights.shape[:-1] == mask.shape[:-1]:  # a weight per pair has no place in a product over tokens
                 product = product * weights.detach()

@@ -153,7 +153,7 @@ def _true_gradient(
     if len(values) > 1 or (values and None in seen) or not values <= {1.0, round(1 / ranks, 6)}:
         raise RuntimeError(
             f"the parts of this step are divided by {sorted(values)} times the count of all parts of {ranks} rank(s)"
-            f"{', and some by their own count' if None in seen else ''}; expected 1"
+            f"{', and some by their own count' if None in seen else ''}. Expected 1"
             f"{f', or {1 / ranks:.4g} for ranks that average gradients' if ranks > 1 else ''}. Call loss.count once on each "
             "rank's whole share of the step, before it is split and over all ranks, and pass all parts of the share here."
         )

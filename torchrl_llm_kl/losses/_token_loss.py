@@ -85,7 +85,7 @@ class LossOutput(TensorDict):
         """The sum of all ``loss_<term>`` entries, with graph.
 
         Raises:
-            RuntimeError: if there is no such entry.
+            RuntimeError: without such an entry.
             ValueError: for a loss per token (aggregation ``"none"``). It has padding, so reduce it with a mask.
         """
         losses = {key: value for key, value in self.items() if isinstance(key, str) and key.startswith("loss_")}
@@ -130,7 +130,7 @@ class TokenLoss(LossModule):
 
     _functional = False
 
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # tensordict's dispatch takes a TensorDict, or its entries as keywords
 
         @overload
         def __call__(self, tensordict: TensorDictBase) -> LossOutput: ...
@@ -173,7 +173,7 @@ class TokenLoss(LossModule):
 
     def _expose(self, named: Mapping[str, tuple[Part, str]]) -> None:
         """Make hyper-parameters of parts attributes of the loss. ``named``: attribute -> (part, name in the part)."""
-        self.__dict__["_exposed"] = dict(named)
+        self.__dict__["_exposed"] = dict(named)  # not through __setattr__, which reads it
 
     def __getattr__(self, name: str) -> Any:
         exposed = self.__dict__.get("_exposed", {})
@@ -356,7 +356,7 @@ class TokenLoss(LossModule):
         Keyword Args:
             process_group: the ranks that share the step.
             tolerance: the largest difference of the two gradients, relative to the norm of the right one. Autocast and
-                dropout need more than rounding errors alone.
+                dropout need more than rounding errors do.
 
         Raises:
             RuntimeError: if something differs. The message names the difference and the remedy. Also if no parameter has a
@@ -395,6 +395,7 @@ def with_graph(value: Tensor, parameters: Iterable[Tensor]) -> Tensor:
     """Return ``value``. If it has no graph because the mask is empty, add a gradient of 0 for each trained parameter."""
     if value.requires_grad or not torch.is_grad_enabled():
         return value
+    # One element of each parameter is enough for autograd. where instead of a product: a parameter may be infinite.
     ends = [p.reshape(-1)[:1] for p in parameters if p.requires_grad and p.numel()]
     zeros = [torch.where(torch.zeros_like(end, dtype=torch.bool), end, 0).sum().float() for end in ends]
     return value + torch.stack(zeros).sum().to(value.device) if zeros else value
@@ -470,7 +471,7 @@ def value_error(inputs: ValueInputs, *, clip_value: Scalar | None = 0.2, coeff: 
         error = torch.maximum(error, bounded)
     with torch.no_grad():
         residual, spread = (x - masked_mean(x, mask) for x in (target - value, target))
-        variance = masked_mean(spread.square(), mask).clamp(min=1e-12)
+        variance = masked_mean(spread.square(), mask).clamp(min=1e-12)  # equal targets have a variance of 0
         metrics = {
             "value_clip_fraction": masked_mean(clipped.float(), mask),
             "value_mean": masked_mean(value, mask),

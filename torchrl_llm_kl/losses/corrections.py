@@ -76,6 +76,7 @@ def _corrected(term: LossTerm, weights: Tensor, mask: Tensor | None) -> LossTerm
         weights = sequence_mean(weights, mask)
         check_same_shape(**{term.name: term.value, "the weights of sequences": weights})
     weights = weights.detach().to(term.value.dtype)
+    # where before the product: 0 times an infinite value would be NaN, in the value and in the gradient.
     return term.replace(value=torch.where(weights == 0, 0, term.value) * weights)
 
 
@@ -176,7 +177,7 @@ def importance_weights(
         counts = mask.any(-1, keepdim=True)
     ratio = bounded_exp(log_ratio)
     weight = clamp(ratio, low, high)
-    outside = weight != ratio
+    outside = weight != ratio  # unlike comparisons with the bounds, this works for bounds of None and for tensors
     if mode == "mask":
         weight = torch.where(outside, 0, ratio)
     fraction = "truncated_fraction" if mode == "truncate" else "masked_fraction"
@@ -256,10 +257,11 @@ def rejection_mask(
     Range(high=0.0).check("low", low)  # sampler and trainer agree at 0
     (Range(0.0) if estimator == "k1" else Range(above=0.0)).check("high", high)
     log_ratio, mask = _mismatch(inputs), inputs.mask
+    # The estimators take two log-probs. Only their difference matters, which is minus the log-ratio here.
     value = get_estimator(estimator)(torch.zeros_like(log_ratio), log_ratio)  # type: ignore[arg-type]
     if level in ("seq_sum", "seq_mean"):
         value = (sequence_sum if level == "seq_sum" else sequence_mean)(value, mask)
-    rejected = mask & (value != clamp(value, low, high))
+    rejected = mask & (value != clamp(value, low, high))  # a masked-out 0 may be outside of a bound
     if level == "seq_max":
         rejected = rejected.any(-1, keepdim=True)
     dtype = value.dtype
@@ -429,6 +431,7 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, fraction: Scalar = 0.2) -> 
     (entropy,) = checked(mask, entropy=entropy)
     if entropy.numel() == 0:
         return entropy.new_zeros(())
+    # Sorting instead of topk, which would need k on the host.
     largest = torch.where(mask, entropy, -torch.inf).flatten().sort(descending=True).values
     tokens = mask.sum()
     k = (fraction * tokens).round().clamp(min=1).long()

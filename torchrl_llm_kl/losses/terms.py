@@ -31,7 +31,8 @@ def _formula(estimator: object) -> object:
 
 
 def _sampler_of(inputs: LossInputs, estimator: object) -> Tensor | None:
-    """The sampler's log-probs, if the estimator may read them. Of ours only ``corrected_k3`` does; a user's function might."""
+    """The sampler's log-probs, if the estimator may read them. Only ``corrected_k3`` and a user's function do."""
+    # Reading old log-probs leaves unscored first tokens out of the loss, so an estimator that ignores them must not read them.
     formula = _formula(estimator)
     if formula is corrected_k3:
         return inputs.old_log_prob
@@ -110,6 +111,7 @@ def kl_to_sampler(
         )
     own = inputs.get("sampler_log_prob")
     sampler = inputs.old_log_prob if own is None else own
+    # The mask is counted before any model runs. NaN is in the data, so this mask is the same then.
     left_out = sampler.isnan() | inputs.expert_mask if leave_out_experts else sampler.isnan()
     mask = inputs.mask & ~left_out
     log_prob, sampler = (clean(x, mask) for x in (inputs.log_prob, sampler))

@@ -28,7 +28,7 @@ def dual(**changes):
 
 
 def entropy(**changes):
-    """Of the entropy, not of a KL; 0.2 once it has seen an entropy below its target."""
+    """A coefficient of the entropy, not of a KL. By default its value is 0.2, after one entropy below the target."""
     settings = {"init": 0.18, "target": 0.5, "delta": 0.02, "low": 0.01, "high": 0.6}
     made = AdaptiveEntropyCoefficient(**{**settings, **changes})
     if not changes:
@@ -89,7 +89,7 @@ def test_steps_by_hand(make, measured, expected, as_input):
 
 
 def test_the_softplus_of_the_dual_coefficient_by_hand():
-    """log(e^x - 1) moves: relative steps far below 1, absolute ones far above."""
+    """The steps apply to log(e^x - 1). They are relative for x far below 1 and absolute for x far above 1."""
     step = math.exp(0.025)
     middle = math.log1p(math.expm1(0.2) * step)
     for init, want, rel in ((0.2, middle, 1e-6), (1e-3, 1e-3 * step, 1e-4), (90.0, 90.025, 1e-6)):
@@ -98,7 +98,7 @@ def test_the_softplus_of_the_dual_coefficient_by_hand():
 
 @in_any_form
 def test_steps_of_the_entropy_coefficient_by_hand(as_input):
-    """Up below the target to the upper bound, as it is at the target, down above it to the lower bound, where it is off."""
+    """It rises below the target, up to the upper bound, and falls above the target, where it returns 0."""
     coefficient, kept, used = entropy(init=0.03, high=0.06), [], []
     assert coefficient() == 0  # nothing measured
     for measured in (0.4, 0.1, 0.5, 0.7, 0.6, 9.0, 0.49):
@@ -117,14 +117,14 @@ def test_fixed_coefficient_is_constant():
     assert list(coefficient.state_dict()) == ["value"]
 
 
-def test_bounds_and_clipped_steps_wind_nothing_up():
+def test_bounds_and_clipped_steps_do_not_wind_up_the_integral():
     coefficient = pi(proportional=0.0, low=0.15, high=0.3)
     assert values(coefficient, [50.0] * 40 + [0.25])[-2:] == pytest.approx([0.3, 0.3 * 0.5**0.1])
     assert values(coefficient, [0.0] * 40 + [1.0])[-2:] == pytest.approx([0.15, 0.15 * 2**0.1])
 
 
-def test_a_kl_that_runs_away_raises_the_coefficient_by_half():
-    """Above twice the target while it does not fall; the last batch is the average here. One noisy batch changes little."""
+def test_a_runaway_kl_raises_the_coefficient_by_half():
+    """The KL is above twice the target and does not fall. Without smoothing, the last batch is the average."""
     coefficient = pi()
     falling, below = 0.5 * math.log(1.1 / 1.3) + 0.1 * math.log(2.2), 0.1
     steps = [math.log(1.5), math.log(1.5), falling, math.log(1.5), -0.1]
@@ -141,12 +141,12 @@ TARGET = 0.5
 
 
 def gaussian(beta):
-    """The optimum of E[a x] - beta KL for N(m, 1) and N(0, 1), m = a / beta, here with a = 0.1; its KL is m ** 2 / 2."""
+    """The KL at the optimum of E[a x] - beta KL(N(m, 1) || N(0, 1)) with a = 0.1: m = a / beta, and the KL is m ** 2 / 2."""
     return (0.1 / beta) ** 2 / 2
 
 
 def softmax(beta):
-    """KL of the optimum pi_ref exp(r / beta) from pi_ref, over a vocabulary of three tokens; one is right."""
+    """KL of the optimum pi_ref exp(r / beta) to pi_ref, over a vocabulary of three tokens."""
     log_ref = [math.log(p) for p in (0.2, 0.5, 0.3)]
     scores = [x + r / beta for x, r in zip(log_ref, (1.0, 0.0, 0.1), strict=True)]
     norm = max(scores) + math.log(sum(math.exp(x - max(scores)) for x in scores))
@@ -164,7 +164,7 @@ def at_target(equilibrium):
 
 
 def response(coefficient, equilibrium, updates):
-    """KL of a policy that starts at its reference and moves a twentieth of the way to the optimum of each moment."""
+    """The KLs of a policy that starts at its reference. Each step covers a twentieth of the way to the current optimum."""
     kl, seen = 0.0, []
     for _ in range(updates):
         seen.append(kl)
@@ -186,7 +186,7 @@ CASES = {
 @pytest.mark.parametrize("factor", [0.5, 1.0, 4.0])
 @pytest.mark.parametrize("case", CASES)
 def test_step_response(case, factor, equilibrium):
-    """With the default gains the KL settles on target; PI control overshoots only from too small a coefficient."""
+    """With the default gains the KL settles on target. PI control overshoots only if the coefficient starts too small."""
     kind, settings, settles, peaks = CASES[case]
     wanted = at_target(equilibrium)
     coefficient = kind(wanted * factor, TARGET, **settings)
@@ -197,8 +197,8 @@ def test_step_response(case, factor, equilibrium):
 
 
 @pytest.mark.parametrize(("equilibrium", "peak", "updates"), [(gaussian, 3.3, 15), (softmax, 2.05, 3)])
-def test_a_start_that_is_far_too_small_is_left_quickly(equilibrium, peak, updates):
-    """A fifth of the right coefficient. With steps of 10 %: peaks of 4.4 and 2.1 targets, 34 and 9 updates above two."""
+def test_a_coefficient_far_too_small_grows_quickly(equilibrium, peak, updates):
+    """It starts at a fifth of the right value. With steps of 10 %, the peaks would be 4.4 and 2.1 times the target."""
     seen = response(PIKLCoefficient(at_target(equilibrium) / 5, TARGET), equilibrium, 260)
     assert max(seen) < peak * TARGET
     assert sum(kl > 2 * TARGET for kl in seen) < updates
@@ -207,13 +207,13 @@ def test_a_start_that_is_far_too_small_is_left_quickly(equilibrium, peak, update
 
 @pytest.mark.parametrize("equilibrium", [gaussian, softmax])
 def test_ziegler_overshoots_from_the_right_coefficient(equilibrium):
-    """At the demo's rate of 10 % an update: the coefficient falls while the KL rises from 0, and returns late."""
+    """At a rate of 10 % per update, the coefficient falls while the KL rises from 0, and recovers late."""
     coefficient = AdaptiveKLCoefficient(at_target(equilibrium), TARGET, horizon=16)
     assert max(response(coefficient, equilibrium, 140)) > 1.5 * TARGET
 
 
 def test_the_mean_of_a_noisy_kl_is_on_target():
-    """With the noise of 128 answers, a fifth of the KL: the average keeps it out of the coefficient."""
+    """The noise of 128 answers is a fifth of the KL. Averaging keeps it out of the coefficient."""
     rng, coefficient = torch.Generator().manual_seed(0), PIKLCoefficient(0.1, TARGET)
     kl, seen, used = 0.5, [], []
     for noise in torch.randn(600, generator=rng):
@@ -233,7 +233,7 @@ STATE = {ziegler: ["value"], pi: AVERAGING, dual: AVERAGING, entropy: ["value", 
 @each_kind
 @pytest.mark.parametrize("at", [1, 4])
 def test_a_restored_coefficient_goes_on_bit_for_bit(make, at):
-    """In the warm-up, for those that have one, and after it."""
+    """The state is saved during the warm-up, if there is one, or after it."""
     measured = [0.1, 0.2, 0.3, 0.7, 0.4, 0.6, 0.55]
     changes = {"smoothing": 0.7, "warmup": 3} if make in (pi, dual) else {}
     whole, first, second = (make(**changes) for _ in range(3))
@@ -277,7 +277,7 @@ def test_an_update_between_forward_and_backward(make):
 
 @each_kind
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_not_finite_is_an_error_and_a_tensor_changes_nothing(make, bad):
+def test_numbers_must_be_finite_and_infinite_tensors_change_nothing(make, bad):
     coefficient = make()
     update(coefficient, 0.3)
     before = copy.deepcopy(coefficient.state_dict())
@@ -291,7 +291,7 @@ test_bad_updates = refused(
     lambda make, arguments: make().update(*arguments),
     (ziegler, (0.0, -1), r"n=-1 with horizon=100: expected 0 <= n < 5 \* horizon"),  # it could flip the sign
     (ziegler, (0.0, 500), r"n=500 with horizon=100: expected 0 <= n < 5 \* horizon"),
-    (pi, (0.5, -1), "n is -1; expected the number of samples"),
+    (pi, (0.5, -1), "n is -1, expected the number of samples"),
     (pi, (0.5, math.nan), "n is nan"),
 )
 
@@ -336,7 +336,7 @@ def test_as_coefficient_of_numbers_and_modules():
         assert as_coefficient(module) is module
 
 
-def test_controllers_have_names_also_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_controllers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_coefficients._CONTROLLERS, "_items", dict(_coefficients._CONTROLLERS._items))
     kinds = {"pi": PIKLCoefficient, "dual": DualKLCoefficient, "ziegler": AdaptiveKLCoefficient}
     assert {name: estimators.get_controller(name) for name in kinds} == kinds

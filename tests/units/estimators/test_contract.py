@@ -1,4 +1,4 @@
-"""Every promise of the contract table, summed over a whole vocabulary: without sampling, the tolerance is rounding."""
+"""The contract table, verified by sums over a whole vocabulary. Nothing is sampled, so the tolerance covers only rounding."""
 
 import re
 import warnings
@@ -58,7 +58,7 @@ class Setting:
         return torch.autograd.grad(scalar, self.logits, retain_graph=True)[0]
 
     def means(self, name):
-        """Of the estimator under policy and sampler, and of what a policy gradient with it as a reward ascends."""
+        """The estimator's mean under the policy and under the sampler, and the surrogate of its policy gradient as a reward."""
         on = get_estimator(name)(self.log_p, self.log_q, self.log_p.detach())
         off = get_estimator(name)(self.log_p, self.log_q, self.sampler.log())
         return (self.p * on).sum(), (self.sampler * off).sum(), (self.p * on.detach() * self.log_p).sum()
@@ -69,7 +69,7 @@ FIXED = Setting(torch.tensor([0.5, -0.4, 0.1]), torch.tensor([-0.5, 0.3, 0.55]),
 
 
 def test_the_table_and_the_type_have_every_name_once():
-    """So that a type checker reports ``get_estimator("k9")``."""
+    """The type lets a type checker report ``get_estimator("k9")``."""
     assert tuple(CONTRACT) == available_estimators()
     assert get_args(estimators.EstimatorName) == available_estimators()
     assert get_estimator("exact") is estimators.exact_kl  # its values and gradients: test_exact.py
@@ -80,7 +80,7 @@ def test_the_table_and_the_type_have_every_name_once():
 @quick
 @any_distributions
 def test_promised_values_and_gradients(name, seed, vocab):
-    """Of a loss, on and off policy, and of the policy gradient of a reward."""
+    """The gradients of a loss, on-policy and off-policy, and the policy gradient of a reward."""
     case, contract = Setting.drawn(seed, vocab), CONTRACT[name]
     on, off, reward = case.means(name)
     for unbiased, mean in ((contract.unbiased, on), (contract.unbiased_off_policy, off)):
@@ -93,8 +93,8 @@ def test_promised_values_and_gradients(name, seed, vocab):
 
 
 @each_estimator
-def test_every_no_of_the_table(name):
-    """A "no" is a claim too: it sends users elsewhere."""
+def test_every_no_of_the_contract_table(name):
+    """A "no" is a claim too, because it makes users choose another estimator."""
     contract, kl = CONTRACT[name], FIXED.quantity("reverse")
     on, off, reward = FIXED.means(name)
     assert contract.unbiased or abs(on - kl) > 1e-3
@@ -109,7 +109,7 @@ def test_every_no_of_the_table(name):
 
 @pytest.mark.parametrize(("name", "logit", "bias_sign"), [("low_var_kl", -5.0, -1), ("corrected_k3", 5.0, -1)])
 def test_an_active_clamp_breaks_both_promises(name, logit, bias_sign):
-    """The reason for "while no clamp is active" in the table."""
+    """This is why the table says "while no clamp is active"."""
     case = Setting(torch.tensor([logit, 0.0]), torch.zeros(2), torch.zeros(2))
     # Nearly all of the sampler's mass is off the policy's favourite token: the ratio there is about 15.
     case.sampler = torch.tensor([0.05, 0.95], dtype=torch.float64) if name == "corrected_k3" else case.p
@@ -133,7 +133,7 @@ OUT_OF_PLACE = {
 
 @pytest.mark.parametrize(("place", "warns"), OUT_OF_PLACE.items())
 def test_an_estimator_out_of_place_warns_and_others_do_not(place, warns):
-    """Fine are those with the gradient of the reverse KL in a loss, and with its policy gradient in a reward."""
+    """An estimator is in place if its gradient in a loss, or its policy gradient in a reward, is the reverse KL's."""
     for name, message in warns.items():
         said = f"'{re.escape(name)}' in the {place}: {message}"
         with pytest.warns(KLPlacementWarning, match=said) as caught:

@@ -1,4 +1,4 @@
-"""Full-vocabulary divergences against hand calculation and against the whole logits. Their numerics: tests/units/head."""
+"""Full-vocabulary divergences, compared with hand calculation and with the whole logits. tests/units/head tests numerics."""
 
 import math
 
@@ -52,7 +52,7 @@ def logits_of(tensors):
     ],
 )
 def test_two_tokens_by_hand(q, direction, beta, expected):
-    """Of p = (1/2, 1/2); and of logits twice as large, at temperature 2."""
+    """With p = (1/2, 1/2), and with logits twice as large at temperature 2."""
     for scale in (1.0, 2.0):
         both = scale * log_of(0.5, 0.5), scale * log_of(*q)
         got = exact_kl_from_logits(*both, direction=direction, beta=beta, temperature=scale)
@@ -85,7 +85,7 @@ def test_any_number_of_batch_dimensions_and_no_positions():
 @each_direction
 @pytest.mark.parametrize("double", ["policy", "reference"])
 def test_one_model_in_float64(direction, double):
-    """The other product is computed in float64 too; each gradient has the dtype of its input."""
+    """The other product is also computed in float64. Each gradient has the dtype of its input."""
     chosen = range(0, 6, 2) if double == "policy" else range(1, 6, 2)
     narrow = draw(torch.float32)
     tensors = [t.detach().double().requires_grad_() if i in chosen else t for i, t in enumerate(narrow)]

@@ -64,7 +64,7 @@ LOG_RATIO, VALUE, RATIO, INF = "log_ratio_clamp", "value_clamp", "ratio_max", ma
     ],
 )
 def test_by_hand(name, log_probs, clamps, value, gradient):
-    """Log-probs of one token: of the policy, of the reference, and of the sampler."""
+    """``log_probs`` of one token are the policy's, the reference's and the sampler's."""
     log_prob, *others = (torch.tensor([x], dtype=torch.float64) for x in log_probs)
     found = get_estimator(name)(log_prob.requires_grad_(), *others, **clamps)
     slope = torch.autograd.grad(found.sum(), log_prob)[0]
@@ -82,7 +82,7 @@ def test_what_is_refused():
 
 
 def test_k3_of_nearly_equal_models_is_not_negative():
-    """``exp(d) - 1 - d`` rounds to -6e-8 for about a quarter of these."""
+    """The formula ``exp(d) - 1 - d`` would round to -6e-8 for about a quarter of these."""
     d = torch.logspace(-9, -2, 10_001)
     for sign in (1, -1):
         assert k3(sign * d, torch.zeros_like(d)).min() >= 0
@@ -90,7 +90,7 @@ def test_k3_of_nearly_equal_models_is_not_negative():
 
 @pytest.mark.parametrize("name", PER_TOKEN)
 def test_promises_of_every_estimator(name):
-    """A model against itself is exactly 0; dtypes and shapes stay, half precision is widened, nothing broadcasts."""
+    """Equal models give exactly 0. Dtypes and shapes are kept, half precision is widened, and nothing broadcasts."""
     estimator = get_estimator(name)
     log_prob = -100 * torch.rand(257, generator=torch.Generator().manual_seed(0))
     assert torch.equal(estimator(log_prob, log_prob, log_prob), torch.zeros(257))
@@ -127,8 +127,8 @@ def test_an_unknown_name_gets_a_suggestion():
         get_estimator("K3 +")
 
 
-def test_an_estimator_of_ones_own_works_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a name is taken, with the gradient of k2 under a ``+``, and with the warning of its contract."""
+def test_a_user_estimator_works_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It works by name, with a ``+`` for the gradient of k2, and warns according to its contract."""
     monkeypatch.setattr(_per_token._REGISTRY, "_items", dict(_per_token._REGISTRY._items))
     monkeypatch.setattr(_per_token, "_CONTRACTS", dict(_per_token._CONTRACTS))
 

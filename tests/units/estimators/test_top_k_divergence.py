@@ -1,4 +1,4 @@
-"""Divergences over a teacher's top k and "any other token", by enumeration in probabilities, and against TRL."""
+"""Divergences over a teacher's top k and "any other token", compared with enumeration and with TRL."""
 
 import math
 from itertools import pairwise
@@ -17,7 +17,7 @@ BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
 
 
 def agree(got, want, logits, *, rtol=1e-11):
-    """Equal values and gradients of their sums."""
+    """Check that values and the gradients of their sums are equal."""
     assert_close(got, want, atol=1e-12, rtol=rtol)
     pair = (torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (got, want))
     assert_close(*pair, atol=1e-12, rtol=10 * rtol)
@@ -31,12 +31,12 @@ def drawn(*shape, seed):
 
 
 def listed(log_p):
-    """Every token, and no other."""
+    """Outcomes that list every token, so "any other token" has no probability."""
     return torch.cat([log_p, torch.full_like(log_p[..., :1], -torch.inf)], -1)
 
 
 def test_by_hand():
-    """Teacher 3/4, 1/4 and student 1/2, 1/2; the mixture of beta 1/4 is 9/16, 7/16. Beta may be a tensor."""
+    """The teacher is 3/4, 1/4, the student 1/2, 1/2, and the mixture for beta 1/4 is 9/16, 7/16. Beta may be a tensor."""
     student, teacher = torch.tensor([0.5, 0.5], **F64).log(), torch.tensor([0.75, 0.25], **F64).log()
     log = math.log
     forward = 0.75 * log(1.5) + 0.25 * log(0.5)
@@ -63,7 +63,7 @@ def test_value_and_gradient_by_enumeration(beta, seed, v, data):
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_it_grows_with_k_up_to_the_exact_divergence(beta):
-    """Joining outcomes never adds divergence; with every token listed it is the exact one, in value and gradient."""
+    """Joining outcomes never adds divergence. With every token listed, value and gradient are exact."""
     logits, other, log_q, log_p = drawn(6, 9, seed=5)
     direction = {0.0: "forward", 1.0: "reverse"}.get(beta, "jensen_shannon")
     share = {"beta": beta} if direction == "jensen_shannon" else {}
@@ -85,7 +85,7 @@ def test_it_grows_with_k_up_to_the_exact_divergence(beta):
 
 @pytest.mark.parametrize(("k", "beta"), [*zip([1, 4, 1, 4, 1], BETAS, strict=True)])
 def test_trl_with_a_tail(k, beta):
-    """TRL's distillation from a server, whose tail is one minus the top k."""
+    """TRL's distillation from a server has a tail of one minus the top k."""
     server = pytest.importorskip("trl.experimental.server_distillation.server_distillation_trainer")
     logits, _, log_q, log_p = drawn(5, 11, seed=8)
     ids = log_p.topk(k, -1).indices
@@ -102,7 +102,7 @@ def test_trl_with_a_tail(k, beta):
     [(-torch.inf, -torch.inf), (-400, -5), (-5, -torch.inf), (-torch.inf, -5), (-5, -400), (-2000, -torch.inf)],
 )
 def test_tails_without_probability(student_rest, teacher_rest, beta):
-    """Values and gradients are finite; where both have none the outcome adds nothing."""
+    """Values and gradients are finite. An outcome without probability under both models adds nothing."""
     for dtype in (torch.float32, torch.float64):
         student = torch.tensor([math.log(0.6), math.log(0.4), student_rest], dtype=dtype, requires_grad=True)
         teacher = torch.tensor([math.log(0.3), math.log(0.7), teacher_rest], dtype=dtype)
@@ -123,7 +123,7 @@ def test_tails_without_probability(student_rest, teacher_rest, beta):
 
 
 def test_half_precision_and_the_teacher():
-    """Half precision is calculated in float32; the teacher has no gradient."""
+    """Half precision is computed in float32. The teacher has no gradient."""
     student, teacher = (x.detach().bfloat16() for x in drawn(4, seed=0)[2:])
     got = top_k_divergence(student, teacher)
     assert got.dtype == torch.float32

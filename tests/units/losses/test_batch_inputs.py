@@ -1,4 +1,4 @@
-"""What is computed once for a whole batch is stored with each row, so that any split of it adds up to the whole."""
+"""Inputs that are computed once for a whole batch are stored with each row, so that the parts of any split add up."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def labelled(layout: str = "padded") -> TensorDictBase:
 
 
 def data_for(name: str, layout: str = "padded") -> TensorDictBase:
-    """The reference ranks the pairs unlike the policy, for which longer answers are less likely."""
+    """A batch in which the reference ranks the pairs differently from the policy."""
     data = labelled(layout) if name in ("kto", "bco", "aot_unpaired") else batch(layout=layout)
     for row in (0, 3):
         data[row]["next", "ref_log_probs", "full"].mul_(0.1)
@@ -35,14 +35,14 @@ def data_for(name: str, layout: str = "padded") -> TensorDictBase:
 
 
 def log_ratio(model: nn.Module, reference: nn.Module, ids: Tensor) -> Tensor:
-    """Of the tokens after the prompt, under one plain forward each."""
+    """The log-ratio of the tokens after the prompt, from one plain forward of each model."""
     both = (each(input_ids=ids.unsqueeze(0)).logits[0, PROMPT - 1 : -1].float() for each in (model, reference))
     found = [logits.log_softmax(-1).gather(-1, ids[PROMPT:].unsqueeze(-1)).sum() for logits in both]
     return found[0] - found[1]
 
 
 def longest(mode: str) -> int | None:
-    """``max_len``, where the aggregation divides by it."""
+    """``max_len`` if the aggregation divides by it, else None."""
     return 8 if mode == "seq-mean-token-sum-norm" else None
 
 
@@ -57,8 +57,8 @@ def sum_of_parts(loss: Any, data: TensorDictBase, split: Any) -> dict[str, Tenso
 
 
 @pytest.mark.parametrize("layout", ["padded", "nested"])
-def test_ktos_reference_point_is_of_answers_to_other_prompts(model: Any, reference: Any, layout: str) -> None:
-    """Rows share their prompts by twos, so that answers move on by two rows. One of the two means is negative."""
+def test_ktos_reference_point_uses_answers_to_other_prompts(model: Any, reference: Any, layout: str) -> None:
+    """Two neighbouring rows share a prompt, so answers move by two rows. One of the two means is negative."""
     full, found = batch()["tokens", "full"], []
     mixed = [torch.cat([full[i, :PROMPT], full[i - 2, PROMPT : LENGTHS[i - 2]]]) for i in range(6)]
     for one, other in ((model, reference), (reference, model)):
@@ -71,7 +71,7 @@ def test_ktos_reference_point_is_of_answers_to_other_prompts(model: Any, referen
 
 
 @pytest.mark.parametrize("layout", ["nested", "lazy"])
-def test_inputs_of_the_others_are_of_their_own_log_probs(model: nn.Module, reference: nn.Module, layout: str) -> None:
+def test_batch_inputs_of_bco_and_aot(model: nn.Module, reference: nn.Module, layout: str) -> None:
 
     def found(name: str, data: TensorDictBase, key: str = "reference_point", **settings: Any) -> Tensor:
         return PolicyLoss(model, name, **settings).batch_inputs(data)[key]
@@ -122,7 +122,7 @@ TWO, THREE = [[0, 1], [2, 3, 4, 5]], [[4, 5], [2, 3], [0, 1]]
     ],
 )
 def test_parts_of_pairs_add_up(model: Any, reference: Any, name: str, hyper: Any, layout: Any, split: Any) -> None:
-    """Without the inputs of the batch they do not."""
+    """Without ``batch_inputs`` they do not add up."""
     compares = "ref_log_prob" in PolicyLoss(model, name, **hyper).objective.needs
     loss = PolicyLoss(model, name, reference=reference if compares else None, **hyper)
     data = loss.count(loss.batch_inputs(data_for(name, layout)))
@@ -137,7 +137,7 @@ def test_parts_of_pairs_add_up(model: Any, reference: Any, name: str, hyper: Any
 
 
 @pytest.mark.parametrize(("mode", "layout"), [*zip(MODES, ["padded", "lazy"] * 2, strict=True)])
-def test_micro_batches_of_a_counted_batch(model: nn.Module, mode: str, layout: str) -> None:
+def test_micro_batches_of_a_counted_batch_add_up(model: nn.Module, mode: str, layout: str) -> None:
     loss, data = reduced(model, mode), batch(layout=layout)
     split = [[0, 5], [1], [2, 3, 4]] if layout == "padded" else [[4, 1, 0, 2, 3], [5]]
     whole, uncounted = gradients(total(loss(data)), loss), sum_of_parts(loss, data, split)
@@ -148,7 +148,7 @@ def test_micro_batches_of_a_counted_batch(model: nn.Module, mode: str, layout: s
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum-norm"])
-def test_micro_batches_of_a_critic(mode: str) -> None:
+def test_micro_batches_of_a_critic_add_up(mode: str) -> None:
     critic = TokenCritic(tiny_model(seed=2).model)
     nn.init.normal_(critic.head.weight, std=0.1)
     loss, data = ValueLoss(critic, aggregation=mode, max_len=longest(mode)), batch()
@@ -161,7 +161,7 @@ def test_micro_batches_of_a_critic(mode: str) -> None:
 
 
 def test_terms_have_denominators_of_their_own(model: nn.Module) -> None:
-    """Two experts' sequences of 3 and 2 tokens; a micro-batch of experts alone needs no special case."""
+    """Two sequences of experts have 3 and 2 tokens. A micro-batch may hold only experts."""
     data = batch().set("expert_mask", torch.tensor([False, True, False, False, True, False]))
     loss = reduced(model, "token-mean", "mix", mu=0.25)
     whole = gradients(total(loss(data)), loss)
@@ -187,7 +187,7 @@ def test_rows_counted_apart_or_for_another_loss_are_refused(model: nn.Module) ->
         PolicyLoss(model, terms=[EntropyBonus(0.1)])(parts[1])
 
 
-def test_matches_stay_together(model: nn.Module) -> None:
+def test_a_split_must_keep_matches_together(model: nn.Module) -> None:
     loss = PolicyLoss(model, "aot_unpaired", beta=0.4)
     data = loss.count(loss.batch_inputs(data_for("aot_unpaired")))
     match = data["match_id"]
@@ -196,7 +196,7 @@ def test_matches_stay_together(model: nn.Module) -> None:
         loss(data[:3])
 
 
-def test_the_storage_of_a_buffer_is_left_alone(model: nn.Module) -> None:
+def test_the_storage_of_a_replay_buffer_is_not_changed(model: nn.Module) -> None:
     buffer = ReplayBuffer(storage=LazyStackStorage(6), collate_fn=lambda x: x)
     buffer.extend(labelled("lazy"))
     loss = PolicyLoss(model, "bco")
@@ -209,7 +209,7 @@ def test_the_storage_of_a_buffer_is_left_alone(model: nn.Module) -> None:
     assert PolicyLoss(model, lambda inputs: get_objective("sft")(inputs)).once is None
 
 
-def test_what_is_missing_or_no_number_is_named(model: nn.Module) -> None:
+def test_errors_of_batch_inputs(model: nn.Module) -> None:
     loss, data = PolicyLoss(model, "kto"), labelled()
     with pytest.raises(ValueError, match=r"kto scores mismatched .* pass it as reference=, or store 'reference_po"):
         loss.batch_inputs(data)
@@ -224,7 +224,7 @@ def test_what_is_missing_or_no_number_is_named(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("kind", ["module", "scorer", "functional"])
-def test_aligned_weights_are_of_the_policys_own_distribution(kind: str) -> None:
+def test_aligned_weights_use_the_policys_own_distribution(kind: str) -> None:
     """``log p - log sum p^2`` of each token, at the temperature of the loss."""
     model = tiny_model(seed=0)
     rows = responses(model, batch(), temperature=0.8)
@@ -255,7 +255,7 @@ def test_aligned_weights_are_of_the_policys_own_distribution(kind: str) -> None:
         ([[1, 2], [3], [4]], [[], [8, 8], [9]], [[1, 2], [3, 9], [4, 8, 8]]),
     ],
 )
-def test_answers_move_on_to_other_prompts(prompts: Any, answers: Any, expected: list[list[int]]) -> None:
+def test_mismatch_moves_answers_to_other_prompts(prompts: Any, answers: Any, expected: list[list[int]]) -> None:
     pairs = [*zip(prompts, answers, strict=True)]
     marks = torch.tensor([flag for p, a in pairs for flag in [False] * len(p) + [True] * len(a)])
     tokens, mask = mismatch(Ragged.from_list([torch.tensor(p + a) for p, a in pairs]), marks)

@@ -36,7 +36,7 @@ SHORT = {"mean": "weight_mean", "most": "weight_max", "size": "effective_sample_
 
 
 def case(first: list[float], second: list[float], hyper: dict[str, Any], **metrics: float) -> tuple[Any, ...]:
-    """Weights of both rows; ``share`` is of what is masked in the mode "mask"."""
+    """Expected weights of both rows, and metrics. In the mode "mask", ``share`` is the masked share."""
     return [first, [*second, 0.0]], hyper, {SHORT[name]: value for name, value in metrics.items()}
 
 
@@ -62,7 +62,7 @@ def case(first: list[float], second: list[float], hyper: dict[str, Any], **metri
     ],
 )
 def test_importance_weights_by_hand(weights: Any, hyper: dict[str, Any], metrics: dict[str, float]) -> None:
-    """Under numbers, and under the same as tensors."""
+    """Bounds may be numbers or tensors."""
     tensors = {key: f64(value) if isinstance(value, float) else value for key, value in hyper.items()}
     for given in (hyper, tensors):
         found, seen = called(importance_weights, OLD.clone().requires_grad_(), SAMPLER, MASK, **given)
@@ -155,7 +155,7 @@ TRAINER = torch.where(TOKENS, SEEN + D, f64(7.0))
     ],
 )
 def test_rejection_by_hand(divergence: str, bounds: dict[str, Any], kept: list[list[int]]) -> None:
-    """Under numbers, and under the same as tensors."""
+    """Bounds may be numbers or tensors."""
     whole = sum(sum(row) == int(mask.sum()) for row, mask in zip(kept, TOKENS, strict=True))
     shares = {"masked_fraction": 1 - sum(map(sum, kept)) / 6, "seq_masked_fraction": 1 - whole / 3}
     for given in (bounds, {name: f64(value) for name, value in bounds.items()}):
@@ -168,8 +168,8 @@ def test_rejection_by_hand(divergence: str, bounds: dict[str, Any], kept: list[l
 
 
 @pytest.mark.parametrize("divergence", get_args(losses.Divergence))
-def test_rejection_of_anything(divergence: str) -> None:
-    """Bounds are kept, agreement and what was not scored too; impossible in one of the two is rejected; no token, no metric."""
+def test_edges_of_rejection(divergence: str) -> None:
+    """Agreement and unscored tokens are kept. Tokens that are impossible for only one of the two are rejected."""
     signed, same = divergence.endswith("k1"), f64([[-1.0, -2.0]])
     for bound in (1e-9, 0.0) if signed else (1e-9,):
         low = {"low": -bound} if signed else {}
@@ -193,14 +193,14 @@ def test_rejection_of_anything(divergence: str) -> None:
 
 
 def test_masked_out_tokens_reject_nothing() -> None:
-    """A bound that is a tensor is not read: it may exclude 0, the value of masked-out tokens."""
+    """A tensor as a bound is not read. It may exclude 0, the value of masked-out tokens."""
     given = f64([[-1.5, -1.0]]), f64([[-1.0, -1.0]]), bools([1, 0])
     weights, metrics = called(losses.rejection_mask, *given, divergence="seq_max_k1", low=f64(0.1))
     assert (weights.tolist(), metrics["seq_max_k1_seq_masked_fraction"]) == ([[1, 0]], 0)
 
 
 def test_mismatch_metrics_by_hand() -> None:
-    """Mean log-probs of the trainer, of the sampler; and the ratios that are above."""
+    """From the mean log-probs of trainer and sampler, and their ratios as listed above."""
     found = mismatch_metrics(TRAINER.clone().requires_grad_(), SEEN, TOKENS)
     sampler = [4.5 / 3, 3.0 / 2, 2.0]  # log-perplexities
     difference = [LN2 / 3, LN2 / 2, -2 * LN2]
@@ -256,7 +256,7 @@ def test_metrics_of_the_product_by_hand() -> None:
 
 # ------------------------------------------------------------------ tokens of some sequences, or of most entropy
 def test_off_policy_sequences_by_hand() -> None:
-    """Good tokens and sequences at the bound are kept."""
+    """Tokens with a positive advantage and sequences at the bound are kept."""
     old = f64([[-1.0, -1.0, NAN], [-1.0, -1.0, -1.0], [-1.0, -1.0, -9.0]])
     # Means of old - new: 0.2, 0.05 and -0.3.
     log_prob = f64([[-1.3, -1.1, 5.0], [-1.2, -0.9, -1.05], [-0.7, -0.7, -9.0]]).requires_grad_()
@@ -298,7 +298,7 @@ def test_top_entropy_by_hand(fraction: Any, threshold: float, kept: list[list[in
 
 
 def test_edges_of_top_entropy() -> None:
-    """A fifth by default, equals together, entropies rounded below 0; nothing is read on the host."""
+    """The default is a fifth. Ties are kept together. Entropies may be rounded below 0. Nothing is read on the host."""
     entropy = torch.arange(10.0).unsqueeze(0)
     assert losses.entropy_threshold(entropy, everywhere(1, 10)) == 8
     assert called(top_entropy_mask, entropy, everywhere(1, 10))[0].sum() == 2
@@ -337,7 +337,7 @@ def test_apply_multiplies_values_and_keeps_denominators() -> None:
     assert apply_correction([infinite], f64([[0.0, 2.0]]))[0].value.tolist() == [[0.0, -2.0]]
 
 
-def test_a_value_per_sequence_gets_the_mean_of_its_weights_and_one_per_pair_none() -> None:
+def test_values_per_sequence_get_the_mean_weight_of_their_tokens() -> None:
     term = losses.LossTerm("objective", f64([[10.0], [20.0]]), everywhere(2, 1))
     token, sequence = (
         called(importance_weights, OLD, SAMPLER, MASK, level=level)[0] for level in ("token", "sequence")

@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov: which tokens are chosen, and what is done to them."""
+"""Clip-Cov and KL-Cov: the selected tokens, and their values."""
 
 import math
 from typing import Any
@@ -32,7 +32,7 @@ BOUNDS = {"clip_low": 0.1, "clip_high": 0.2}
     ],
 )
 def test_clip_cov_chooses_between_two_bounds(bounds: tuple[float, float], chosen: list[list[int]]) -> None:
-    """Of the deviations from the means, wherever these are."""
+    """The covariance uses deviations from the means, so a shift of the advantages changes nothing."""
     for shift in (0.0, 7.0, -10.0):
         inputs = {"old_log_prob": LOG_PROB, "advantage": ADVANTAGE + shift}
         got = called(select_clip_cov, LOG_PROB, MASK, **inputs, fraction=1.0, cov_low=bounds[0], cov_high=bounds[1])
@@ -52,7 +52,7 @@ def test_clip_cov_skips_tokens_that_ppo_clips(ratio: list[float], chosen: list[i
 
 @pytest.mark.parametrize(("fraction", "number"), [(0.01, 1), (0.43, 3), (0.9, 4)])
 def test_clip_cov_chooses_at_random_among_them(fraction: float, number: int) -> None:
-    """A fraction of the 7 masked-in tokens, of 4 candidates; each is chosen equally often."""
+    """The number is a fraction of the 7 masked-in tokens. Each of the 4 candidates is selected equally often."""
     generator, total = torch.Generator().manual_seed(0), torch.zeros(2, 4)
     for _ in range(400):
         got = called(select_clip_cov, LOG_PROB, MASK, **INPUTS, fraction=fraction, cov_low=1.0, generator=generator)
@@ -75,8 +75,8 @@ def test_kl_cov_chooses_the_highest() -> None:
             assert not got.requires_grad
 
 
-def test_what_is_done_to_the_chosen_tokens() -> None:
-    """Clip-Cov drops them, KL-Cov pulls them back."""
+def test_values_of_selected_tokens_by_hand() -> None:
+    """Clip-Cov drops selected tokens. KL-Cov pulls them back."""
     tokens: dict[str, Any] = {"ratio": [[1.5, 1.1, 0.5, 0.5, 1.1]], "advantage": [[2.0, 2.0, -1.0, 1.0, -3.0]]}
     selected = torch.tensor([[False, True, False, True, False]])
     result = evaluate(clip_cov, **tokens, selected=selected, clip_low=0.3, clip_high=0.2)
@@ -93,7 +93,7 @@ CLIP_COV = {"fraction": 0.5, "cov_low": 0.3, "cov_high": 2.0, "clip_low": 0.1, "
 
 
 @pytest.mark.parametrize(("function", "hyper"), [(clip_cov, CLIP_COV), (kl_cov, {"fraction": 0.2})])
-def test_without_selected_the_selection_is_of_the_batch_at_hand(function: Any, hyper: dict[str, float]) -> None:
+def test_without_selected_tokens_are_selected_in_the_batch(function: Any, hyper: dict[str, float]) -> None:
     batch = random_batch(1, rows=8)
     batch["advantage"][:4] += 2.0
     inputs = {key: batch[key] for key in ("log_prob", "mask", "advantage")}

@@ -46,7 +46,7 @@ def distributions(model: nn.Module, temperature: float = 1.0) -> Tensor:
 
 
 def same_gradients(found: Tensor, want: Tensor, student: nn.Module) -> None:
-    """Of a model in float64; its norms compute in float32, so that only the head's gradient is that exact."""
+    """Compare the gradients of a float64 model. Its norms compute in float32, so only the head's gradient is exact."""
     a, b = gradients(found, student), gradients(want, student)
     assert_close(a["lm_head.weight"], b["lm_head.weight"], atol=1e-12, rtol=1e-9)
     assert_close(a, b, atol=1e-6, rtol=1e-4)
@@ -77,7 +77,7 @@ def loss_of(student: Any, *, top_k: Any = "top_k", **settings: Any) -> PolicyLos
 
 
 def test_bounds_by_hand() -> None:
-    """Forward KLs of 0.1838; ratios 3 and 1/2, log-probs of 0.2 and 0.1 below -1.2."""
+    """The forward KL is 0.1838, the ratios are 3 and 1/2, and the log-probs of 0.2 and 0.1 are below -1.2."""
     teacher = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64).log().expand(1, 2, 3)
     mask, old = torch.ones(1, 2, dtype=torch.bool), -torch.tensor([[3.0, 0.5]], dtype=torch.float64).log()
     plain = 0.7 * math.log(0.7 / 0.4) + 0.2 * math.log(0.5) + 0.1 * math.log(0.5)
@@ -107,8 +107,8 @@ def test_bounds_by_hand() -> None:
 @pytest.mark.parametrize(
     ("k", "beta"), [(1, 0.0), (5, 0.3), (V, 1.0), (5, 1.0), (V, 0.3), (None, 0.0), (None, 0.3), (None, 1.0)]
 )
-def test_in_float64(student: nn.Module, teacher: nn.Module, k: int | None, beta: float) -> None:
-    """Enumeration over the whole vocabulary; ``k = V`` and a local teacher are exact."""
+def test_value_and_gradient_in_float64(student: nn.Module, teacher: nn.Module, k: int | None, beta: float) -> None:
+    """Compared with enumeration over the whole vocabulary. ``k = V`` and a local teacher are exact."""
     settings = {"distribution": "exact", "reference": teacher} if k is None else {}
     out = PolicyLoss(student, "distill", beta=beta, **settings)(with_teacher(data(), teacher, k) if k else data())
     log_q, log_p = distributions(student), distributions(teacher).detach()
@@ -123,8 +123,8 @@ def test_in_float64(student: nn.Module, teacher: nn.Module, k: int | None, beta:
 
 
 @pytest.mark.parametrize(("layout", "beta"), [("padded", 0.0), ("nested", 0.3), ("lazy", 1.0)])
-def test_what_the_transform_wrote(model: nn.Module, reference: nn.Module, layout: str, beta: float) -> None:
-    """Float32, any layout: with every token listed, value and gradients of the exact divergence."""
+def test_entries_written_by_the_transform(model: nn.Module, reference: nn.Module, layout: str, beta: float) -> None:
+    """In float32 and any layout. With every token listed, value and gradients equal the exact divergence."""
     exact = distilled(model, data(layout), beta=beta, distribution="exact", reference=reference)
     out = distilled(model, RetrieveLogProb(reference, extras=[TopK(V)])(data(layout)), beta=beta)
     assert_near(out, exact, terms=V)
@@ -141,7 +141,7 @@ def test_temperature_divides_the_logits_of_both(student: nn.Module, teacher: nn.
 
 
 def test_no_tensor_over_the_vocabulary() -> None:
-    """Forward and backward of the head at 15 positions of a vocabulary of 50,000; a head's own gradient is the largest."""
+    """Forward and backward at 15 positions of a vocabulary of 50,000. The head's gradient is the largest tensor."""
     small: dict[str, Any] = {"vocab_size": 50_000, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     student, teacher = (tiny_model(seed=seed, **small) for seed in (0, 1))
     td, loss = RetrieveLogProb(teacher, extras=[TopK(8)])(data()), PolicyLoss(student, "distill")
@@ -154,7 +154,7 @@ def test_no_tensor_over_the_vocabulary() -> None:
 # ---------------------------------------------------------------------- several teachers
 @pytest.mark.parametrize("beta", [0.3, 1.0])
 def test_several_teachers_are_a_weighted_sum(student: nn.Module, teacher: nn.Module, beta: float) -> None:
-    """Different k, keys and weights, in one sweep of the head."""
+    """The teachers have different k, keys and weights."""
     td, log_q, weights = data(), distributions(student), (0.7, 0.2)
     want, captured = torch.zeros(()).double(), torch.zeros(()).double()
     teachers, keys = (teacher, tiny_model(seed=2).double()), ["one", ("second", "top")]
@@ -205,7 +205,7 @@ def test_micro_batches_add_up(student: nn.Module, teacher: nn.Module, aggregatio
 
 
 def test_keys_and_outputs(model: nn.Module, reference: nn.Module) -> None:
-    """Entries may be under "next", or begin with the first token of the response, as an inference engine's do."""
+    """Entries may be under "next", or begin with the first token of the response, as those of an inference engine."""
     loss, entries = PolicyLoss(model, "distill"), [("top_k", name) for name in ("ids", "log_probs", "rest_log_prob")]
     assert set(entries) <= set(loss.in_keys)
     assert set(loss.out_keys) == {"loss_objective", "captured_mass", "num_tokens", "num_sequences"}
@@ -223,8 +223,8 @@ def test_keys_and_outputs(model: nn.Module, reference: nn.Module) -> None:
     assert set(exact(data()).keys()) == set(exact.out_keys)
 
 
-def test_a_divergence_of_ones_own(student: nn.Module, teacher: nn.Module) -> None:
-    """A function that takes outcomes gets them: here the total variation."""
+def test_a_user_divergence(student: nn.Module, teacher: nn.Module) -> None:
+    """A user's function that reads outcomes gets them. This one is the total variation."""
 
     def variation(inputs: LossInputs) -> tuple[LossTerm, ...]:
         difference = inputs.outcomes.exp() - inputs.teacher_outcomes.exp()
@@ -259,7 +259,7 @@ def test_exact_distillations_with_two_betas(model: nn.Module, reference: nn.Modu
 
 # ---------------------------------------------------------------------- errors
 def respelt(change: Callable[[Tensor], Tensor]) -> Callable[[TensorDictBase], TensorDictBase]:
-    """With what ``change`` makes of each row's ids, which then have several widths."""
+    """Replace each row's ids by ``change(ids)``."""
     return lambda td: lazy_stack([row.set(("top_k", "ids"), change(row["top_k", "ids"])) for row in td.unbind(0)])
 
 

@@ -1,4 +1,4 @@
-"""Statements about expectations, from every token of a small vocabulary instead of samples: no noise, only rounding."""
+"""Expectations as sums over every token of a small vocabulary. There is no sampling noise, only rounding."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ DRAWS = [(7 * i, 5 + i % 3) for i in range(6)]
 
 
 class Bandit:
-    """One position: old and new logits, and an advantage for each token."""
+    """One position with old and new logits, and an advantage for each token."""
 
     def __init__(self, seed: int, vocab: int, distance: float) -> None:
         rng = torch.Generator().manual_seed(seed)
@@ -24,7 +24,7 @@ class Bandit:
         self.old, self.policy = self.old_logits.softmax(-1), self.logits.softmax(-1)
 
     def mean_gradient(self, name: str, **hyper: Any) -> Tensor:
-        """Of an objective, over tokens of the old policy. Each token is a whole sequence."""
+        """The mean gradient of an objective over tokens of the old policy. Each token is a whole sequence."""
         inputs = [self.logits.log_softmax(-1), self.old_logits.log_softmax(-1), self.advantage]
         log_prob, old, advantage = (x.unsqueeze(-1) for x in inputs)
         mask = torch.ones_like(log_prob, dtype=torch.bool)
@@ -35,7 +35,7 @@ class Bandit:
         return torch.autograd.grad(loss, self.logits, retain_graph=True)[0]
 
     def policy_gradient(self) -> Tensor:
-        """Of minus the expected advantage of the current policy."""
+        """The gradient of minus the current policy's expected advantage."""
         return self.gradient(-(self.policy * self.advantage).sum())
 
 
@@ -70,7 +70,7 @@ INSIDE = [(name, {}) for name in ("ppo", "dapo", "dr_grpo")]
     ("name", "hyper", "distance"),
     [(*case, distance) for cases, distance in ((ON_POLICY, 0.0), (OFF_POLICY, 1.0), (INSIDE, 0.04)) for case in cases],
 )
-def test_it_is_the_policy_gradient(name: str, hyper: dict[str, Any], distance: float) -> None:
+def test_the_mean_gradient_is_the_policy_gradient(name: str, hyper: dict[str, Any], distance: float) -> None:
     for seed, vocab in DRAWS:
         bandit = Bandit(seed, vocab, distance)
         assert_close(bandit.mean_gradient(name, **hyper), bandit.policy_gradient(), rtol=1e-9, atol=1e-12)

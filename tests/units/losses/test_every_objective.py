@@ -1,4 +1,4 @@
-"""Properties that hold for every objective, whatever its formula: one test for each case runs all of them."""
+"""Properties that hold for every objective, whatever its formula. One test per case checks all of them."""
 
 import itertools
 import pickle
@@ -41,7 +41,7 @@ def terms_of(case: str, batch: dict[str, Tensor], **changes: Any) -> tuple[losse
 
 
 def gradient_of(case: str, batch: Any, mode: str = "token-mean", denominators: Any = None) -> tuple[Tensor, Tensor]:
-    """The loss, and its gradient of the log-probs."""
+    """The loss, and its gradient with respect to the log-probs."""
     log_prob, total = batch["log_prob"].clone().requires_grad_(), torch.zeros(())
     for term in terms_of(case, {**batch, "log_prob": log_prob}):
         how = term.aggregation or mode
@@ -56,7 +56,7 @@ def values_of(terms: tuple[losses.LossTerm, ...]) -> Tensor:
 
 
 def batch_of(case: str, seed: int, **shape: Any) -> dict[str, Tensor]:
-    """With tokens that are selected, if the objective takes them."""
+    """A random batch, with selected tokens if the objective reads them."""
     batch, rng = random_batch(seed, **shape), torch.Generator().manual_seed(seed)
     if CASES[case][0] in ("clip_cov", "kl_cov"):
         batch["selected"] = torch.rand(batch["mask"].shape, generator=rng) < 0.3
@@ -64,7 +64,7 @@ def batch_of(case: str, seed: int, **shape: Any) -> dict[str, Tensor]:
 
 
 def any_split_gives_the_gradient_of_the_whole(case: str) -> None:
-    """Each aggregation, with splits into two to four uneven parts that leave neighbours together, two or three of six."""
+    """Each aggregation with splits into two to four uneven parts. Blocks of six rows, so pairs and triples, stay together."""
     for i, mode in enumerate(2 * REDUCING):
         seed = 100 * len(case) + i
         batch = batch_of(case, seed, rows=24)
@@ -96,7 +96,7 @@ def an_empty_batch_has_loss_and_gradient_0(case: str) -> None:
 
 
 def rows_and_columns_without_tokens_change_nothing(case: str) -> None:
-    """Neither the loss and its gradient nor metrics, which are numbers without graph."""
+    """They change neither the loss, its gradient nor the metrics. Metrics are 0-dim and have no graph."""
     batch = random_batch(21)
     filling = {key: key != "mask" if x.dtype == torch.bool else NAN for key, x in batch.items()}
     wide = {key: nn.functional.pad(x, (0, 2, 0, 6), value=filling[key]) for key, x in batch.items()}
@@ -111,7 +111,7 @@ def rows_and_columns_without_tokens_change_nothing(case: str) -> None:
 
 
 def half_precision_is_calculated_in_float32(case: str) -> None:
-    """Equal to the result on inputs rounded to bfloat16 and then widened: the objective adds no rounding."""
+    """The result equals that for inputs rounded to bfloat16 and then widened, so the objective adds no rounding."""
     batch = random_batch(11, dtype=torch.bfloat16)
     wide = {key: x.float() if x.is_floating_point() else x for key, x in batch.items()}
     for term, exact in zip(terms_of(case, batch), terms_of(case, wide), strict=True):
@@ -128,7 +128,7 @@ def extreme_ratios_leave_the_gradient_finite(case: str) -> None:
 
 
 def no_gradient_reaches_the_data(case: str) -> None:
-    """``ppo(LossInputs(log_prob, old_log_prob=log_prob))`` had a gradient of 0 on every token."""
+    """Otherwise ``ppo(LossInputs(log_prob, old_log_prob=log_prob))`` would have a gradient of 0 on every token."""
     name, hyper = CASES[case]
     data, function = inputs_of(name, random_batch(3)), losses.get_objective(name)
     required = losses.TermPart(function, **hyper).needs
@@ -165,7 +165,7 @@ def wrong_inputs_are_refused(case: str) -> None:
 
 
 def its_inputs_are_those_that_it_states(case: str) -> None:
-    """It raises without each of them, and without no other; under its settings and under its defaults."""
+    """It raises exactly if one of them is missing, with the settings of the case and with its defaults."""
     name, hyper = CASES[case]
     for settings in (hyper, {}):
         inputs_are_stated(name, settings)

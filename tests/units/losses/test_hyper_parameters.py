@@ -67,7 +67,7 @@ def test_defaults_and_aggregations_are_those_of_the_sources() -> None:
 
 
 def test_a_name_of_another_library_is_refused_with_ours() -> None:
-    """By a function and by the names of ``clip_low`` and ``clip_high`` elsewhere."""
+    """The message suggests this package's name."""
     for name in ("ppo", "dapo", "dr_grpo", "gspo", "luspo", "gmpo", "cispo", "mix", "mix_chord", "clip_cov"):
         for theirs in ("clip_range", "clip_range_low", "clip_ratio_low", "clip_epsilon"):
             said = refusal(name, **{theirs: 0.3})
@@ -100,7 +100,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"reference_point": torch.zeros(6, 1)},
         r"reference_point has shape \(6, 1\), expected \[\*B\] for a",
     ),
-    ("aot_unpaired", {"chosen": ALL, "match_id": None}, "as many chosen as rejected .* found 6 and 0 answers with"),
+    ("aot_unpaired", {"chosen": ALL, "match_id": None}, "as many chosen as rejected .* got 6 and 0 answers with"),
     ("aot_unpaired", {"match_id": torch.arange(6)}, "match_id 0 has 1 chosen and 0 rejected rows, expected one of"),
     # What depends on the prompt cancels in the lead, and nowhere else: other divergences need the lead alone.
     *((name, {"f_divergence": "forward_kl"}, f"{name} has no hyper-parameter 'f_divergence'") for name in OF_PROMPTS),

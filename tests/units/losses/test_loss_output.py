@@ -27,7 +27,7 @@ def by_name(out: Any) -> torch.Tensor:
     return out["loss_objective"] + out["loss_kl_to_ref"] + out["loss_entropy"]
 
 
-def test_the_line_of_torchrls_recipes_has_the_gradient_of_the_losses(model: nn.Module) -> None:
+def test_mean_with_reduce_trains_only_on_the_losses(model: nn.Module) -> None:
     loss = make_loss(model)
     out = loss(batch())
     assert out["num_tokens"] == 20  # far larger than any loss
@@ -76,7 +76,7 @@ def test_total_loss_under_all_spellings(model: nn.Module) -> None:
     assert_close(out.select("loss_entropy", "ESS").sum(reduce=True), out["loss_entropy"])
 
 
-def test_total_loss_follows_a_term_that_is_added_and_outputs_can_be_stacked() -> None:
+def test_total_loss_of_changed_and_stacked_outputs() -> None:
     out = LossOutput(loss_a=torch.tensor(2.0), ESS=torch.tensor(0.5), kl_loss_x=torch.tensor(9.0))
     assert out.total_loss == 2
     out["loss_mine"] = torch.tensor(-0.75)

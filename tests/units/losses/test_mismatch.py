@@ -1,4 +1,4 @@
-"""A sampler that differs from the trainer, or did not score all, in a loss: corrections, metrics, verl's settings."""
+"""A loss whose sampler differs from the trainer or did not score all tokens: corrections, metrics, verl's settings."""
 
 import math
 import warnings
@@ -23,7 +23,7 @@ TOKENS = sum(LENGTHS) - 6 * PROMPT  # 20; without first ones 14
 
 
 def near() -> TensorDictBase:
-    """The usual batch, with a sampler near the trainer."""
+    """The usual batch with a sampler close to the trainer."""
     data, rng = batch(), torch.Generator().manual_seed(5)
     data[SAMPLER] = data[OLD] + 0.4 * torch.randn(6, 9, generator=rng)
     return data
@@ -37,8 +37,8 @@ def near() -> TensorDictBase:
         (ImportanceWeights(level="geometric", mode="mask", low=1e6, high=None), "token-mean", -2.0),
     ],
 )
-def test_a_batch_that_is_all_rejected_is_0_with_graph(model: Any, correction: Any, aggregation: Any, lead: Any) -> None:
-    """The sampler is far from the trainer at every token, and on one side of it. Other terms are not corrected."""
+def test_a_fully_rejected_batch_has_loss_0_with_graph(model: Any, correction: Any, aggregation: Any, lead: Any) -> None:
+    """The sampler is far from the trainer at every token, in one direction. Other terms are not corrected."""
     data = batch()
     data[SAMPLER] = data[OLD] + lead
     out = PolicyLoss(model, corrections=[correction], aggregation=aggregation)(data)
@@ -80,7 +80,7 @@ def test_two_corrections_of_one_kind_log_both(model: nn.Module) -> None:
 
 
 def mixed(old: float, sampler: float) -> TensorDictBase:
-    """The first pair of rows written by an expert, with arbitrary log-probs of the policies."""
+    """An expert wrote the first two rows. The policies' log-probs of them are arbitrary."""
     data = batch().set("expert_mask", (torch.arange(6) < 2).unsqueeze(-1))
     data[OLD][:2], data[SAMPLER][:2] = old, sampler
     return data
@@ -93,8 +93,8 @@ def mixed(old: float, sampler: float) -> TensorDictBase:
         (RejectionMask("seq_max_k2", high=5.0), -9.0, 0.0),
     ],
 )
-def test_corrections_leave_experts_alone(model: nn.Module, correction: Any, old: float, sampler: float) -> None:
-    """Their log-probs under the policies are placeholders: with -9 and 0 the loss of the experts was 0."""
+def test_corrections_ignore_experts(model: nn.Module, correction: Any, old: float, sampler: float) -> None:
+    """The policies' log-probs of experts' tokens are placeholders and must not change the experts' loss."""
     plain = PolicyLoss(model, "mix")(mixed(old, sampler))
     loss = PolicyLoss(model, "mix", corrections=[correction])
     out = loss(mixed(old, sampler))
@@ -104,7 +104,7 @@ def test_corrections_leave_experts_alone(model: nn.Module, correction: Any, old:
         assert_near(out[name], value, terms=64, exponent=9)  # a policy's metrics read its tokens alone
 
 
-def test_metrics_are_logged_wherever_there_are_log_probs_of_the_sampler(model: nn.Module) -> None:
+def test_mismatch_metrics_are_logged_for_data_with_sampler_log_probs(model: nn.Module) -> None:
     names = set(losses.mismatch_metrics(*torch.zeros(2, 1, 1), torch.ones(1, 1) == 1))
     assert not names & set(PolicyLoss(model)(batch().exclude(("next", "sampler_log_probs"))).keys())
     data = near()
@@ -148,7 +148,7 @@ test_verls_settings_that_make_no_sense = refused(
 
 # ------------------------------------------------------------------ NaN, or torchrl's 0, at the first token of a response
 def at_root(data: TensorDictBase, key: Any = OLD) -> TensorDictBase:
-    """The log-probs where torchrl's policy writes them, with its 0 for each first token."""
+    """Move log-probs to where torchrl's policy writes them, with its 0 for each first token."""
     stored = data.pop(key).clone()
     stored[:, PROMPT] = 0.0
     return data.set(ROOT, stored)
@@ -161,12 +161,12 @@ def unscored(missing: str, key: Any = OLD) -> TensorDictBase:
 
 
 def scored(model: nn.Module, key: str) -> Tensor:
-    """Of all response tokens but the first."""
+    """A quantity at all response tokens except the first."""
     return torch.cat([row[key][1:] for row in responses(model, batch())])
 
 
 @pytest.mark.parametrize("missing", ["nan", "zero"])
-def test_the_kl_to_the_sampler_is_that_of_its_scored_tokens(model: nn.Module, missing: str) -> None:
+def test_the_kl_to_the_sampler_uses_its_scored_tokens(model: nn.Module, missing: str) -> None:
     expected = 0.05 * (scored(model, "log_prob") - scored(model, "sampler_log_probs")).square().mean()
     loss = PolicyLoss(model, terms=[KLToSampler(0.1)])
     if missing == "zero":
@@ -177,8 +177,8 @@ def test_the_kl_to_the_sampler_is_that_of_its_scored_tokens(model: nn.Module, mi
     assert out["num_tokens"] == TOKENS
 
 
-def test_the_wrappers_first_zero_is_not_taken_for_certainty(model: nn.Module) -> None:
-    """At the root, where torchrl's policy writes, exactly 0 for the first response token means that it was not scored."""
+def test_the_wrappers_zero_at_the_first_token_means_not_scored(model: nn.Module) -> None:
+    """torchrl's policy writes at the root. There, exactly 0 at the first response token means that it was not scored."""
     data = near()
     several, first = [0, 1, 3, 4, 5], PROMPT  # sequence 2 has one token: nothing shows that its 0 is not a score
     data[SAMPLER][several, first] = torch.nan
@@ -196,7 +196,7 @@ def drift(inputs: losses.LossInputs) -> tuple[losses.LossTerm, ...]:
 
 @pytest.mark.parametrize("objective", ["gpg", "sft"])
 def test_an_objective_that_reads_no_old_log_probs(model: nn.Module, objective: str) -> None:
-    """On policy: every ratio is 1. The stored 0 made an effective sample size of 0.7 and a ratio of 0.0005."""
+    """On-policy, every ratio is 1. A stored 0 at the first token must not change ratios and effective sample size."""
     data = batch().exclude(("next", "sampler_log_probs"))
     for i, row in enumerate(responses(model, data)):
         data[OLD][i, PROMPT : LENGTHS[i]] = row["log_prob"].detach()
@@ -215,8 +215,8 @@ def test_an_objective_that_reads_no_old_log_probs(model: nn.Module, objective: s
 
 
 @pytest.mark.parametrize(("objective", "missing"), [("gpg", "nan"), ("sft", "zero")])
-def test_an_estimator_of_the_users_may_read_old_log_probs(model: nn.Module, objective: str, missing: str) -> None:
-    """The first tokens are left out; a built-in estimator that reads none keeps them."""
+def test_a_user_estimator_may_read_old_log_probs(model: nn.Module, objective: str, missing: str) -> None:
+    """It leaves out the first tokens. A built-in estimator that reads no old log-probs keeps them."""
     data = unscored(missing)
     away = losses.KLToReference(0.1, estimator=lambda now, ref, old_log_prob: (now - old_log_prob).abs())
     with pytest.warns(UserWarning, match="first generated token of 6 responses"):
@@ -228,7 +228,7 @@ def test_an_estimator_of_the_users_may_read_old_log_probs(model: nn.Module, obje
 
 
 def test_first_tokens_that_were_not_scored_are_left_out(model: nn.Module) -> None:
-    """verl's bypass mode: the sampler's log-probs, as RetrieveLogProb stores them, are the old ones.
+    """verl's bypass mode: the sampler's log-probs, as RetrieveLogProb stores them, serve as old log-probs.
 
     A 0 under "next", where a transform wrote it, is taken as it is; a row at the root that has no 0 was scored.
     """
@@ -245,7 +245,7 @@ def test_first_tokens_that_were_not_scored_are_left_out(model: nn.Module) -> Non
         assert PolicyLoss(model)(data)["num_tokens"] == TOKENS - 5
 
 
-def test_any_other_is_an_error(model: nn.Module) -> None:
+def test_missing_log_probs_of_later_tokens_raise(model: nn.Module) -> None:
     cases: list[tuple[dict[str, Any], float]] = [
         ({"terms": [KLToSampler(0.1)]}, math.nan),
         ({"terms": [drift]}, math.inf),
@@ -274,7 +274,7 @@ def test_the_sampler_may_skip_a_token_but_not_store_an_infinite_number(model: nn
 @pytest.mark.parametrize("objective", ["ppo", "gpg"])
 @pytest.mark.filterwarnings("ignore:.*first generated token")
 def test_losses_of_counted_rows_add_up(model: nn.Module, objective: str) -> None:
-    """Sequence 2 has an answer of one token: alone, as in the batch, its 0 is not a log-prob."""
+    """Sequence 2 has an answer of one token. Its 0 is not a log-prob, by itself and in the batch."""
     loss = PolicyLoss(model, objective, terms=[KLToSampler(0.1)])
     data = loss.count(at_root(batch(), OLD))
     data[SAMPLER][1::2, PROMPT] = torch.nan
@@ -288,7 +288,7 @@ def test_losses_of_counted_rows_add_up(model: nn.Module, objective: str) -> None
 
 
 def test_masks_and_experts_do_not_move_the_first_token(model: nn.Module) -> None:
-    """Experts' tokens are trained whatever is stored for them; a later token of probability 1 is scored."""
+    """Experts' tokens are trained whatever is stored for them. A later token with probability 1 counts as scored."""
     data = at_root(batch()).set("expert_mask", torch.tensor([False, False, True, True, False, False]))
     data[ROOT][2:4] = 0.0
     with pytest.warns(UserWarning, match="first generated token of 4 responses"):

@@ -1,4 +1,4 @@
-"""Parts of a loss: what they need, on one device or two, and inputs that would give a wrong loss without a word."""
+"""Parts of a loss: required inputs, several devices, and inputs that would silently give a wrong loss."""
 
 import copy
 import dataclasses
@@ -65,8 +65,8 @@ def test_corrections_and_functions_need_the_inputs_that_they_read() -> None:
     assert [part.needs for part in parts] == [{"advantage"}] * 2
 
 
-def test_keys_follow_later_settings(model: nn.Module) -> None:
-    """Old log-probs are needed only by a mode that clips; names of metrics and inputs of terms follow too."""
+def test_keys_follow_changed_hyper_parameters(model: nn.Module) -> None:
+    """Only a clip mode needs old log-probs. Names of metrics and inputs of terms follow changes as well."""
     loss, data = (
         losses.PolicyLoss(model, "rec", clip_mode="one-side"),
         batch().exclude(("next", "sampler_log_probs"), ("next", "ref_log_probs")),
@@ -100,8 +100,8 @@ def test_keys_follow_later_settings(model: nn.Module) -> None:
         loss(batch())
 
 
-def test_data_with_a_graph_are_constants() -> None:
-    """On-policy data have the policy gradient; a target made from the value still trains it; so do weights."""
+def test_no_gradient_flows_into_data() -> None:
+    """Log-probs, targets and weights are constants, even if they are computed from the trained values."""
     log_prob = OLD.clone().requires_grad_()
     for term, expected in [
         (losses.ppo(losses.LossInputs(log_prob, MASK, old_log_prob=log_prob, advantage=3 * ONES)), -3 * ONES),
@@ -170,7 +170,7 @@ def test_a_misspelt_attribute_is_refused(model: nn.Module) -> None:
     loss._clip_hihg = True  # a name of torch's, as torch.compile sets
 
 
-def test_a_mask_is_no_weight(model: nn.Module) -> None:
+def test_masks_other_than_0_and_1_are_refused(model: nn.Module) -> None:
     half, advice = torch.full((6, 1), 0.5), "is a mask: expected True and False, or 1 and 0"
     for value in (half, 2 * torch.ones(6, 1).long(), torch.full((6, 1), NAN)):
         with pytest.raises(ValueError, match=f"'loss_mask' {advice}"):
@@ -216,7 +216,7 @@ STRICT = (aten.clamp.Tensor, aten.lerp.Tensor, aten.addcmul.default, aten.addcdi
 
 
 class Accelerator(TorchDispatchMode):
-    """Tensors of the device "meta" stand for an accelerator's: they cannot be read, but can be copied back."""
+    """Tensors on the device "meta" stand for tensors on an accelerator. They cannot be read, but can be copied back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ MAKE: dict[str, Callable[[], Any]] = {
 
 
 def leaves(result: Any) -> list[Tensor]:
-    """Values, weights and metrics of terms; weights and metrics of a correction."""
+    """The tensors of terms (values, weights, metrics) or of a correction (weights, metrics)."""
     terms = [[x.value, x.weight, dict(x.metrics)] if isinstance(x, losses.LossTerm) else x for x in result]
     return [x for x in tree_leaves(terms) if isinstance(x, Tensor)]
 
@@ -265,7 +265,7 @@ def leaves(result: Any) -> list[Tensor]:
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.filterwarnings("ignore:KL estimator")
 def test_tokens_and_numbers_on_two_devices(name: str) -> None:
-    """A loss keeps its numbers on the CPU unless it is moved: no copy for each call; or it was moved, and a batch was not."""
+    """Hyper-parameters on the CPU work with tokens on an accelerator, without a copy per call, and the reverse works too."""
     part, rng = MAKE[name](), torch.Generator().manual_seed(0)
     inputs = {name: x for name, x in dummy_inputs().given.items() if name not in ("pair_id", "chosen")}
     given = {key: x - torch.rand(x.shape, generator=rng) if x.is_floating_point() else x for key, x in inputs.items()}
@@ -281,8 +281,8 @@ def test_tokens_and_numbers_on_two_devices(name: str) -> None:
         assert_close(found, expected)
 
 
-def test_clean_inputs_are_taken_as_they_are() -> None:
-    """Only what changes is cleaned again, and everything under a narrower mask."""
+def test_clean_inputs_are_not_copied() -> None:
+    """``replace`` cleans only the changed inputs. ``within`` cleans all of them."""
     clean = losses.LossInputs.of_clean(log_prob=-ONES, mask=MASK, ref_log_prob=-2 * ONES)
     kept = clean.replace(advantage=ONES)
     assert kept.ref_log_prob.data_ptr() == clean.ref_log_prob.data_ptr()

@@ -1,4 +1,4 @@
-"""PolicyLoss on a tiny model: values and gradients of one plain forward for each sequence, in every layout."""
+"""PolicyLoss on a tiny model, compared with values and gradients of one plain forward for each sequence."""
 
 import copy
 import functools
@@ -39,7 +39,7 @@ def objective(model: nn.Module, data: TensorDictBase, *name: Any, **settings: An
 
 
 def ppo_by_hand(row: dict[str, Tensor]) -> Tensor:
-    """Clip 0.1 / 0.3, dual 3."""
+    """PPO with bounds 0.1 and 0.3 and a dual clip at 3."""
     ratio, advantage = (row["log_prob"] - row["log_probs"]).exp(), row["advantage"]
     value = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.9, 1.3))
     return torch.where(advantage < 0, torch.minimum(value, -3.0 * advantage), value)
@@ -96,7 +96,7 @@ def test_terms_and_metrics(model: nn.Module) -> None:
 
 
 def test_a_reference_model(model: nn.Module, reference: nn.Module) -> None:
-    """An exact KL needs it, it stands in for stored log-probs, and the estimator may change later."""
+    """An exact KL needs it. It also provides missing log-probs. The estimator may change later."""
     data, rows = batch(), responses(reference, batch())
     loss = PolicyLoss(model, "gpg", terms=[KLToReference(0.5, "exact")], reference=reference)
     assert not any(p is q for p in loss.parameters() for q in reference.parameters())
@@ -125,8 +125,8 @@ def test_temperature_divides_the_logits(model: nn.Module) -> None:
     assert_close(objective(scorer, batch(), **BOUNDS), expected, **CLOSE)
 
 
-def test_defect_38_means_are_of_tokens_that_count(model: nn.Module) -> None:
-    """More padding and a longer prompt change no number."""
+def test_defect_38_padding_changes_no_mean(model: nn.Module) -> None:
+    """More padding changes no number."""
     data = batch().exclude(("next", "sampler_log_probs"), ("masks", "all_assistant_mask"))
     wide = data.clone()
     for key in (("tokens", "full"), ("masks", "all_attention_mask"), SAMPLER, REF):
@@ -135,7 +135,7 @@ def test_defect_38_means_are_of_tokens_that_count(model: nn.Module) -> None:
     assert_close(dict(loss(wide).items()), dict(loss(data).items()), **CLOSE)
 
 
-def test_masks_take_tokens_and_sequences_away(model: nn.Module) -> None:
+def test_masks_remove_tokens_and_sequences(model: nn.Module) -> None:
     data = batch()
     assert PolicyLoss(model, "gpg")(data)["num_tokens"] == 20
     data["masks", "all_assistant_mask"][:, 2] = True
@@ -151,7 +151,7 @@ def test_defect_39_generic_masking_leaves_the_first_token_out(model: nn.Module) 
     assert PolicyLoss(model, "gpg", masking_strategy="generic")(batch())["num_tokens"] == sum((9, 7, 5, 9, 6, 8)) - 6
 
 
-def test_nothing_counts(model: nn.Module) -> None:
+def test_an_empty_mask_has_loss_and_gradient_0(model: nn.Module) -> None:
     data = batch().set("loss_mask", torch.zeros(6, dtype=torch.bool))
     loss = PolicyLoss(model, terms=[KLToReference(0.1), EntropyBonus(0.1)])
     with pytest.warns(UserWarning, match="the mask is empty"):
@@ -166,7 +166,7 @@ def test_nothing_counts(model: nn.Module) -> None:
         assert total(loss(data)) == 0  # as one micro-batch of several
 
 
-def test_defect_41_what_does_not_count_may_be_nan_and_what_counts_raises(model: nn.Module) -> None:
+def test_defect_41_only_masked_in_numbers_must_be_finite(model: nn.Module) -> None:
     data, loss = batch(), PolicyLoss(model, terms=[KLToReference(0.1)])
     expected = loss(data)
     data[REF][:, :4] = float("nan")
@@ -193,8 +193,8 @@ def test_defect_42_the_entropy_bonus_holds_no_logits() -> None:
     assert out["loss_entropy"] < 0
 
 
-def test_rows_of_the_response_alone(model: nn.Module) -> None:
-    """They begin with its first token, also where that is taken out; of one width for several lengths, they may not."""
+def test_rows_that_cover_only_the_response(model: nn.Module) -> None:
+    """They begin with the first token of the response, even if it is masked out."""
     data, loss = lazy_stack(list(batch(layout="lazy").unbind(0))), PolicyLoss(model, "gpg")
     expected = loss(data)["loss_objective"]
     for dtype in (torch.bool, torch.float32, torch.int64):
@@ -351,7 +351,7 @@ def test_mix_reads_one_flag_for_each_sequence_and_nothing_of_experts(model: nn.M
 
 @pytest.mark.parametrize("estimator", ["k2", "corrected_k3"])
 @pytest.mark.filterwarnings("ignore:KL estimator")
-def test_terms_that_leave_experts_out_read_nothing_of_them(model: nn.Module, estimator: str) -> None:
+def test_terms_that_leave_out_experts_read_none_of_their_inputs(model: nn.Module, estimator: str) -> None:
     data = batch().set("expert_mask", EXPERTS)
     loss = PolicyLoss(model, "mix", terms=[KLToReference(0.5, estimator, leave_out_experts=True)])
     expected = total(loss(data))
@@ -370,8 +370,8 @@ def test_roles_of_observed_tokens_are_read_from_the_data(model: nn.Module) -> No
         PolicyLoss(model, "echo", roles={"tool": 1.0})(data.exclude("message_role"))
 
 
-def test_what_any_part_reads_of_experts_is_checked(model: nn.Module) -> None:
-    """PPO does not separate experts from the policy, nor does the KL beside "mix"."""
+def test_inputs_that_a_part_reads_at_experts_must_be_finite(model: nn.Module) -> None:
+    """PPO does not separate experts from the policy. A KL term next to "mix" does not either."""
     ppo = PolicyLoss(model, "ppo", terms=[EntropyBonus(0.1, leave_out_experts=True)])
     for missing, loss in (("advantage", ppo), (REF, PolicyLoss(model, "mix", terms=[KLToReference(0.5)]))):
         data = batch().set("expert_mask", EXPERTS)
@@ -402,7 +402,7 @@ def test_dpo_by_interleaved_rows_and_by_key(model: nn.Module) -> None:
     assert_close(objective(model, data[torch.tensor([3, 0, 5, 2, 1, 4])], "dpo", beta=0.3), expected, **CLOSE)
 
 
-def test_corrections_multiply_the_objective_alone(model: nn.Module) -> None:
+def test_corrections_multiply_only_the_objective(model: nn.Module) -> None:
     data, kl = batch(), [KLToReference(0.1)]
     corrected = PolicyLoss(model, "gpg", terms=kl, corrections=[losses.ImportanceWeights(high=1.5)])
     out = corrected(data)
@@ -421,8 +421,8 @@ def test_corrections_multiply_the_objective_alone(model: nn.Module) -> None:
     assert_close(top, expected, **CLOSE)
 
 
-def test_functions_of_ones_own(model: nn.Module) -> None:
-    """With a name or without."""
+def test_user_functions(model: nn.Module) -> None:
+    """Plain functions, partial functions and callable objects."""
 
     def scaled(inputs: LossInputs, *, scale: float = 1.0) -> tuple[LossTerm, ...]:
         value, metrics = -scale * inputs.advantage * inputs.log_prob, {"least": inputs.log_prob.detach().min()}
@@ -452,7 +452,7 @@ def minus(inputs: LossInputs, bonus: Tensor | float) -> tuple[LossTerm, ...]:
     return (LossTerm("objective", -inputs.advantage * inputs.log_prob - bonus, inputs.mask),)
 
 
-def test_inputs_behind_a_number_that_is_loaded_or_scheduled(model: nn.Module) -> None:
+def test_inputs_that_depend_on_a_loaded_or_scheduled_number(model: nn.Module) -> None:
     def with_bonus(inputs: LossInputs, *, weight: float = 0.0) -> tuple[LossTerm, ...]:
         return minus(inputs, weight * inputs.entropy if weight > 0 else 0.0)
 
@@ -475,7 +475,7 @@ def test_inputs_behind_a_number_that_is_loaded_or_scheduled(model: nn.Module) ->
 
 
 def test_all_inputs_at_once(model: nn.Module) -> None:
-    """``given`` has what the data holds."""
+    """``given`` lists the inputs that the data holds."""
     seen: list[set[str]] = []
 
     def every(inputs: LossInputs) -> tuple[LossTerm, ...]:
@@ -498,7 +498,7 @@ def test_an_input_that_is_read_only_on_some_data(model: nn.Module) -> None:
 
 
 def test_a_registered_function(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs reach it cleaned, those that it asks for too; unknown hyper-parameters are refused."""
+    """Its required and optional inputs are clean. Unknown hyper-parameters are refused."""
     monkeypatch.setattr(_REGISTRY, "_items", dict(_REGISTRY._items))
 
     @losses.objective("shifted")
@@ -558,7 +558,7 @@ test_refused_at_construction = refused(
 
 
 def test_defect_43_sft_and_distillation_are_means_of_responses(model: nn.Module) -> None:
-    """Not diluted by prompts and padding; reference log-probs of another length are refused."""
+    """Prompts and padding do not dilute the mean. Reference log-probs of another length are refused."""
     data, loss = batch(), PolicyLoss(model, "sft", terms=[KLToReference(0.5, "k2")])
     out = loss(data)
     assert_close(out["loss_objective"], token_mean(model, data, lambda row: -row["log_prob"]), **CLOSE)

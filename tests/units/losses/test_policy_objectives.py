@@ -1,4 +1,4 @@
-"""Objectives of the policy by hand: clipped surrogates, and those for data of another policy."""
+"""Policy objectives by hand: clipped surrogates, and objectives for data of another policy."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Row = Callable[[str], Case]
 
 
 def show(ratio: Any, advantage: Any, value: Any, gradient: Any, **others: Any) -> Row:
-    """A row of tokens or several, metrics, and other inputs, of the objective that is named."""
+    """A case with one or several rows of tokens, expected metrics and other inputs, for an objective given by name."""
     metrics = {SEEN[name]: others.pop(name) for name in SEEN if name in others}
     if {"clip_fraction_low", "clip_fraction_high"} <= metrics.keys():
         metrics["clip_fraction"] = metrics["clip_fraction_low"] + metrics["clip_fraction_high"]
@@ -34,7 +34,7 @@ def show(ratio: Any, advantage: Any, value: Any, gradient: Any, **others: Any) -
 
 
 def bounded(now: list[float], old: list[float], advantage: list[float], gradient: list[float], **others: Any) -> Row:
-    """Of dppo, from probabilities in place of ratios; the values are ``gradient * log p``."""
+    """A case of dppo, given by probabilities instead of ratios. The values are ``gradient * log p``."""
     ratio, log_prob = [a / b for a, b in zip(now, old, strict=True)], [LOG(p) for p in now]
     value = [g * lp for g, lp in zip(gradient, log_prob, strict=True)]
     return show(ratio, advantage, value, gradient, log_prob=log_prob, **others)
@@ -279,7 +279,7 @@ def test_values_gradients_and_metrics_by_hand(shown: str) -> None:
     assert term.aggregation == ("seq-mean-token-mean" if "gspo-one-side" in shown else None)
 
 
-def test_metrics_are_those_of_what_is_switched_on() -> None:
+def test_metrics_of_disabled_options_are_absent() -> None:
     for function, metric in ((dapo, "dual"), (cispo, "masked"), (ppo, "dropped")):
         assert SEEN[metric] not in evaluate(function, ratio=[FOUR[0]], advantage=[FOUR[1]])[0].metrics
     one = torch.ones(1, 1)  # at the dual bound, not beyond it
@@ -307,7 +307,7 @@ def test_clip_modes_of_rec(clip_mode: str, kept: list[float]) -> None:
     assert found == pytest.approx({} if clip_mode == "none" else expected)  # nothing can be clipped
 
 
-def test_a_sum_of_a_sequence_leaves_out_what_is_outside_of_the_mask():
+def test_sequence_sums_ignore_masked_out_tokens():
     value = torch.tensor([[1.0, 2.0, math.inf], [math.nan, 4.0, 8.0]])
     found = _arithmetic.sequence_sum(value, torch.tensor([[True, True, False], [False, True, True]]))
     assert found.tolist() == [[3.0], [12.0]]

@@ -1,4 +1,4 @@
-"""Preference losses by hand: one pair each in any order of rows, options, losses without a reference or of a whole batch."""
+"""Preference losses by hand: pairs in any order of rows, options, losses without a reference, losses of a whole batch."""
 
 import math
 from typing import Any
@@ -57,7 +57,7 @@ def numbers(term: losses.LossTerm) -> dict[str, float]:
 
 
 def assert_pair(term: losses.LossTerm, data: Any, value: list[float], *slopes: float, **close: float) -> None:
-    """Values, and gradients of both answers' tokens."""
+    """Check the values, and the gradients of both answers' tokens."""
     close = close or CLOSE
     assert_close(term.value.detach(), column(value), **close)
     on_chosen, *on_rejected = slopes if len(slopes) > 2 else (slopes[0], *[slopes[1]] * 3)
@@ -81,7 +81,7 @@ def test_by_hand(name: str, hyper: dict[str, Any], value: float, on_chosen: floa
 
 
 def test_each_pair_has_its_own_loss_and_rewards() -> None:
-    """Differences of 2 and -1: Trinity adds them up to one pair with 1, whose loss is 0.3133. A tie is half right."""
+    """The leads are 2 and -1. (Trinity adds them up to one pair, with a loss of 0.3133.) A tie counts as half right."""
     (term,) = called(losses.dpo, **rows(1.5, -0.5, -0.25, 0.75), beta=1.0)
     assert_close(term.value.detach(), column([0.1269280, 1.3132617]), rtol=1e-6, atol=1e-7)
     assert_close(mean(term).item(), 0.7200949, rtol=1e-6, atol=1e-7)
@@ -98,7 +98,7 @@ def test_each_pair_has_its_own_loss_and_rewards() -> None:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_rewards_and_orders_of_rows(name: str) -> None:
-    """With ids of pairs the order does not matter, and the flag says which answer is chosen."""
+    """With ids of pairs, the order of rows does not matter."""
     objective = losses.get_objective(name)
     expected = {"chosen_reward": 0.5, "rejected_reward": -1.0, "reward_margin": 1.5, "reward_accuracy": 1.0}
     assert numbers(called(objective, **pair(), beta=0.5)[0]) == expected
@@ -127,7 +127,7 @@ def test_leading_batch_dimensions_are_one_list_of_rows() -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_pair_with_an_empty_answer_does_not_exist(name: str) -> None:
+def test_a_pair_with_an_empty_answer_is_left_out(name: str) -> None:
     (whole,) = called(losses.get_objective(name), **rows(1.5, -0.5))
     for empty in ([2, 3], [2], [3]):
         data = rows(1.5, -0.5, -0.25, 0.75)
@@ -157,7 +157,7 @@ test_rows_that_are_no_pairs = refused(
 
 # ---------------------------------------------------------------------- options of the family
 def test_ld_alpha_counts_the_tokens_beyond_the_shorter_answer_less() -> None:
-    """The rejected answer's third token has the log-ratio -1: with 1/4 of it, delta is 1 + 1.25."""
+    """The rejected answer's third token has the log-ratio -1. With a factor of 1/4, delta is 1 + 1.25."""
     data = pair()
     (term,) = called(losses.dpo, **data, beta=0.5, ld_alpha=0.25)
     assert_pair(term, data, [0.2811501], -0.1225425, 0.1225425, 0.1225425, 0.0306356)
@@ -167,7 +167,7 @@ def test_ld_alpha_counts_the_tokens_beyond_the_shorter_answer_less() -> None:
 
 
 def test_ld_alpha_counts_trained_tokens_of_the_pair_in_any_order() -> None:
-    """Holes in the mask do not count, and the id names the partner."""
+    """Masked-out tokens are not counted, and the id names the partner."""
     ratio = torch.tensor([[1.0, 9.0, 2.0, 4.0], [1.0, 9.0, 9.0, 9.0], [1.0, 1.0, 1.0, 1.0], [2.0, 3.0, 9.0, 4.0]])
     mask = torch.tensor([[1, 0, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 1]]).bool()
     ref, ids = torch.full((4, 4), -9.0), torch.tensor([8, 3, 3, 8])
@@ -188,8 +188,8 @@ def test_ld_alpha_counts_trained_tokens_of_the_pair_in_any_order() -> None:
         (lambda u: (u**0.7 - 0.7 * u - 0.3) / (0.3 * -0.7), {**ALPHA, "f_alpha": 0.3}),
     ],
 )
-def test_the_lead_is_of_the_derivative_of_the_divergence(f: Any, hyper: dict[str, Any]) -> None:
-    """Table 1 of the f-DPO paper has each f; autograd its derivative."""
+def test_the_lead_uses_the_derivative_of_the_divergence(f: Any, hyper: dict[str, Any]) -> None:
+    """Each f is from table 1 of the f-DPO paper. Autograd computes its derivative."""
     u = f64([[0.3], [1.9]]).requires_grad_()
     (slope,) = torch.autograd.grad(f(u).sum(), u)
     (term,) = called(losses.hinge, **rows(*u.detach().log().flatten().tolist()), beta=0.1, **hyper)
@@ -200,7 +200,7 @@ def test_the_lead_is_of_the_derivative_of_the_divergence(f: Any, hyper: dict[str
 
 
 def test_pairs_are_weighted_by_their_probability() -> None:
-    """Mean log-probs of -1 and -10/3; relative to its own answers, of 0.4 and 2.3 / 3 (WPO)."""
+    """The mean log-probs are -1 and -10/3, and 0.4 and 2.3 / 3 relative to the policy's own answers (WPO)."""
     data = pair()
     (plain,) = called(losses.dpo, **data, beta=0.5)
     (term,) = called(losses.dpo, **data, beta=0.5, weighting="probability")
@@ -216,7 +216,7 @@ def test_pairs_are_weighted_by_their_probability() -> None:
 
 
 def test_cpo_is_dpo_without_a_reference_and_the_likelihood_of_the_chosen() -> None:
-    """Log-probs of -0.6 - 1.4 = -2 and of -10."""
+    """The log-probs are -0.6 - 1.4 = -2 and -10."""
     data = pair()
     term, nll = called(losses.cpo, **free(data))
     assert_pair(term, data, [0.3711007], -0.0310026, 0.0310026)
@@ -231,7 +231,7 @@ def test_cpo_is_dpo_without_a_reference_and_the_likelihood_of_the_chosen() -> No
 
 
 def test_tpo_compares_two_answers_and_imitates_the_third() -> None:
-    """Two triples: leads of 2 and of -1 nats; third answers of two tokens and of one."""
+    """Two triples with leads of 2 and -1 nats. The third answers have two tokens and one token."""
     log_prob = f64([[-1.0, -0.5], [-3.0, -0.5], [-0.2, -0.4], [-2.0, 9.0], [-1.0, 9.0], [-0.7, 9.0]]).requires_grad_()
     mask = torch.tensor([[1, 1]] * 3 + [[1, 0]] * 3).bool()
     term, nll = losses.tpo(losses.LossInputs(log_prob, mask), beta=0.5, nll_coeff=0.3)
@@ -258,7 +258,7 @@ def test_tpo_compares_two_answers_and_imitates_the_third() -> None:
 
 
 def test_a_sum_of_preference_losses_and_the_likelihood() -> None:
-    """Twice dpo, half of ipo per token and a quarter of bco_pair with z = 0, from the table above; and twice the likelihood."""
+    """Twice dpo, half of ipo per token and a quarter of bco_pair with z = 0, with the values of the table above."""
     data, given = pair(), {"losses": ["dpo", "sft", "ipo_norm", "bco_pair"], "weights": [2.0, 3.0, 0.5, 0.25]}
     term, nll = called(losses.preference_sum, **data, beta=0.5, **given)
     assert_pair(term, data, [0.6135502], -0.1462849, 0.1604877, rtol=2e-6, atol=2e-7)
@@ -282,7 +282,7 @@ def test_a_sum_of_preference_losses_and_the_likelihood() -> None:
 
 
 def test_orpo_compares_odds() -> None:
-    """Mean log-probs of -1 and -10/3: odds of 0.582 and 0.0370; finite for a certain answer."""
+    """The mean log-probs are -1 and -10/3, the odds 0.582 and 0.0370. A certain answer has a finite loss."""
     data = pair()
     term, nll = called(losses.orpo, **free(data))
     assert_pair(term, data, [0.0061627], -0.0047275, 0.0020659, rtol=2e-5, atol=1e-7)
@@ -298,7 +298,7 @@ def test_orpo_compares_odds() -> None:
 
 
 @pytest.mark.parametrize("name", ["cpo", "orpo"])
-def test_the_likelihood_is_that_of_the_chosen_of_whole_pairs(name: str) -> None:
+def test_the_likelihood_covers_chosen_answers_of_whole_pairs(name: str) -> None:
     data = free(rows(1.5, -0.5, -0.25, 0.75, 0.1, 0.2))
     data["mask"][2] = False
     ids, chosen = torch.tensor([4, 4, 9, 9, 1, 1]), flags(0, 1, 0, 1, 1, 0)
@@ -309,7 +309,7 @@ def test_the_likelihood_is_that_of_the_chosen_of_whole_pairs(name: str) -> None:
 
 
 def test_kto_by_hand() -> None:
-    """The log-ratio of the desirable answer is 1, of the undesirable one -2."""
+    """The log-ratio is 1 for the desirable answer and -2 for the undesirable one."""
     data, point = {**pair(), "chosen": flags(1, 0)}, {"reference_point": torch.full((2,), 0.5)}
     (term,) = called(losses.kto, **data, **point, beta=0.5, desirable_weight=1.3, undesirable_weight=0.7)
     assert_pair(term, data, [0.5691705, 0.1558901], -0.1599872, 0.0605867)
@@ -355,8 +355,8 @@ def test_answers_are_in_any_order_and_empty_ones_are_left_out(name: str) -> None
     assert_close(called(objective, **nested, beta=0.3)[0].value, term.value.unsqueeze(0))
 
 
-def test_the_kl_of_mismatched_answers_is_a_mean_that_is_not_negative() -> None:
-    """Log-ratios of 1 and -2, and an answer without tokens."""
+def test_the_kl_of_mismatched_answers_is_at_least_0() -> None:
+    """The log-ratios are 1 and -2. A third answer has no tokens."""
     data = {key: torch.cat([x, x[:1]]) for key, x in pair().items()}
     data["mask"][2] = False
     assert called(losses.kto_reference_point, **data).tolist() == [0.0, 0.0, 0.0]
@@ -365,8 +365,8 @@ def test_the_kl_of_mismatched_answers_is_a_mean_that_is_not_negative() -> None:
     assert not called(losses.kto_reference_point, **data).requires_grad
 
 
-def test_the_shift_of_bco_is_half_way_between_the_kinds() -> None:
-    """Log-ratios of 1.5, -0.25, 0 and 1.25: [1.5, 1.25] and [-0.25, 0] have means of 1.375 and -0.125."""
+def test_the_shift_of_bco_is_halfway_between_the_kinds() -> None:
+    """For the log-ratios 1.5, -0.25, 0 and 1.25, the means of [1.5, 1.25] and [-0.25, 0] are 1.375 and -0.125."""
     data = rows(1.5, -0.25, 0.0, 1.25)
     one_kind = [([1, 1, 1, 1], 0.625), ([0, 0, 0, 0], 0.625)]
     for labels, expected in [([1, 0, 0, 1], 0.625), ([1, 1, 1, 0], (5 / 12 + 1.25) / 2), *one_kind]:
@@ -384,7 +384,7 @@ def test_the_shift_of_bco_is_half_way_between_the_kinds() -> None:
 
 # ---------------------------------------------------------------------- optimal transport
 def test_aot_compares_leads_of_equal_rank() -> None:
-    """Leads of the policy 3, 1, 2 and of the reference 0.5, 4, 1: sorted, 1 - 0.5, 2 - 1, 3 - 4."""
+    """The policy's leads are 3, 1, 2 and the reference's 0.5, 4, 1. Sorted, the differences are 1 - 0.5, 2 - 1, 3 - 4."""
     ref, log_prob = column([-1.0, -1.5, -1.0, -5.0, -2.0, -3.0]), column([-1.0, -4.0, -1.0, -2.0, -1.0, -3.0])
     data = {"log_prob": log_prob.requires_grad_(), "mask": torch.ones(6, 1, dtype=torch.bool), "ref_log_prob": ref}
     (term,) = called(losses.aot, **data, beta=1.0)
@@ -405,9 +405,9 @@ def test_aot_compares_leads_of_equal_rank() -> None:
 
 
 def test_aot_unpaired_compares_answers_of_equal_rank() -> None:
-    """Chosen 0.5, 3, 1; rejected 2, -1, 0: sorted, 0.5 + 1, 1 - 0, 3 - 2. Matches of the whole hold in its parts."""
+    """Chosen answers have 0.5, 3, 1 and rejected ones 2, -1, 0. Sorted, the differences are 0.5 + 1, 1 - 0, 3 - 2."""
     data = {**rows(0.5, 2.0, 3.0, 1.0, -1.0, 0.0), "chosen": flags(1, 0, 1, 1, 0, 0)}
-    with pytest.raises(ValueError, match="as many chosen as rejected answers, found 2 and 1 rows"):
+    with pytest.raises(ValueError, match="as many chosen as rejected answers, got 2 and 1 rows"):
         called(losses.aot_unpaired, **rows_of(data, slice(3)) | {"mask": flags(1, 1, 0).unsqueeze(-1)})
     match = called(losses.aot_match, **data)
     assert match.tolist() == [0, 2, 2, 1, 0, 1]

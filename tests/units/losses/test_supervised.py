@@ -1,4 +1,4 @@
-"""Imitation, and mixtures of own attempts and experts, by hand; gradients show where the weights are detached."""
+"""Imitation, and mixtures of own answers and experts' answers, by hand. Gradients show which weights are detached."""
 
 import math
 import warnings
@@ -23,7 +23,7 @@ ATTEMPTS, IMITATED = [-3.6, 2.1, -5.5, 2.5], [0.6931472, 1.6094379]
 
 
 def scheduled(step: int, **given: Any) -> Tensor:
-    """The weight after so many steps."""
+    """The weight after this many steps."""
     coefficient = ScheduledCoefficient(**given)
     for _ in range(step):
         coefficient.update()
@@ -66,7 +66,7 @@ def test_the_weight_near_certainty_is_not_rounded_away() -> None:
 
 
 def mixture() -> dict[str, Tensor]:
-    """Row 0: ratios 2, 1/2 and 1.1; row 1 of an expert: probabilities 1/2 and 1/5; row 2: ratio 4 with A < 0."""
+    """Row 0 has the ratios 2, 1/2 and 1.1. Row 1 is an expert's, with probabilities 1/2 and 1/5. Row 2 has the ratio 4."""
     old = f64([[-5.0] * 3, [NAN] * 3, [-5.0] * 3])
     log_prob = old + f64([[2.0, 0.5, 1.1], [1.0, 1.0, 1.0], [4.0, 1.0, 1.0]]).log()
     log_prob[1] = f64([0.5, 0.2, 0.7]).log()
@@ -85,7 +85,7 @@ def total(terms: Any) -> Tensor:
 
 
 def assert_terms(terms: Any, data: dict[str, Tensor], gradient: list[list[float]], **parts: tuple[Any, ...]) -> None:
-    """Of each its weight, values and, if it has one of its own, aggregation; the gradient of the weighted sum."""
+    """Check weight, values and aggregation of each term, and the gradient of the weighted sum."""
     found = {term.name: (term.weight, term.aggregation) for term in terms}
     assert found == {name: (weight, how[0] if how else None) for name, (weight, _, *how) in parts.items()}
     for term in terms:
@@ -107,7 +107,7 @@ def test_mix_by_hand() -> None:
 
 
 def test_vapo_imitates_right_answers_beside_ppo() -> None:
-    """Tokens of rows 0 and 2 are ppo's as in test_mix_by_hand; row 1, of probabilities 1/2 and 1/5, is right."""
+    """The values of rows 0 and 2 are those of test_mix_by_hand. Row 1, with probabilities 1/2 and 1/5, is right."""
     data = mixture()
     data["old_log_prob"], data["advantage"] = (data[key].nan_to_num(-1.0) for key in ("old_log_prob", "advantage"))
     data["old_log_prob"][1] = data["log_prob"].detach()[1]
@@ -162,7 +162,7 @@ def test_mix_chord_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("name", "all_experts"), [("mix", True), ("mix_chord", True), ("mix", False)])
-def test_a_part_without_rows_is_0_and_the_usual_one_is_ppo(name: str, all_experts: bool) -> None:
+def test_a_part_without_tokens_is_0(name: str, all_experts: bool) -> None:
     data = random_batch(3)
     data["log_prob"].requires_grad_()
     data["expert_mask"] = torch.full_like(data["mask"], all_experts)
@@ -183,7 +183,7 @@ def test_a_part_without_rows_is_0_and_the_usual_one_is_ppo(name: str, all_expert
 
 
 def test_mu_may_be_a_tensor() -> None:
-    """It is not read on the host: a tensor without data would raise."""
+    """It is not read on the host. Reading a tensor on the device "meta" would raise."""
     close([term.weight for term in called(mix, **mixture(), mu=torch.tensor(0.3))], [0.7, 0.3])
     data = {key: value.detach().to("meta") for key, value in mixture().items()}
     coefficient = ScheduledCoefficient(**SCHEDULE).to("meta")
@@ -193,7 +193,7 @@ def test_mu_may_be_a_tensor() -> None:
 
 
 def test_the_schedule_by_hand() -> None:
-    """Step by step, and of several at once; a loss calls it, and saves where it is."""
+    """Step by step and several steps at once. A loss calls the schedule and saves its state."""
     middle = 0.2 + 0.3 * (1 + math.sqrt(0.5))
     table = {0: 0.0, 1: 0.2, 3: 0.6, 4: 0.8, 6: middle, 8: 0.5, 12: 0.2, 13: 0.2, 99: 0.2}
     for step, mu in table.items():

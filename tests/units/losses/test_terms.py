@@ -1,4 +1,4 @@
-"""Penalties and bonuses by hand: which policies are compared, over which tokens, with whose gradient; and sums over tokens."""
+"""Penalties and bonuses by hand: compared policies, tokens and gradients. Aggregation over tokens."""
 
 import math
 import pickle
@@ -58,7 +58,7 @@ def test_penalties_by_hand(function: Any, given: Any, weight: float, value: list
 
 
 def test_other_estimators_of_a_penalty() -> None:
-    """Some read who sampled, and an exact KL has its own gradient."""
+    """Some estimators read the sampler's log-probs. An exact KL has its own gradient."""
     coeff = torch.tensor(0.3)
     assert kl_to_ref(LossInputs(policy(), MASK, ref_log_prob=REF), coeff=coeff)[0].weight is coeff
     assert (kl_to_ref(LossInputs(policy(), MASK, ref_log_prob=REF), estimator="none")[0].value == 0).all()
@@ -109,7 +109,7 @@ def test_terms_keep_the_promises_of_objectives_and_can_leave_experts_out(functio
 
 
 @pytest.mark.parametrize("part", [KLToReference, losses.KLToSampler, DivergenceToTeacher])
-def test_a_penalty_has_no_negative_weight(part: Any) -> None:
+def test_penalties_refuse_negative_weights(part: Any) -> None:
     for wrong in (-0.1, math.nan, math.inf, torch.tensor(-1.0), torch.tensor(math.nan)):  # also in a tensor of the CPU
         with pytest.raises(ValueError, match=rf"coeff must be a finite number of at least 0, got {float(wrong)}"):
             part(wrong)
@@ -120,7 +120,7 @@ def test_a_penalty_has_no_negative_weight(part: Any) -> None:
     assert float(part(FixedKLCoefficient(-0.5)).coeff()) == -0.5  # on purpose
 
 
-def test_an_estimator_that_pulls_elsewhere_warns() -> None:
+def test_an_estimator_with_another_gradient_warns() -> None:
     with pytest.warns(UserWarning, match=r"KL estimator 'k3' in the loss: .*forward KL.*Use 'k2'"):
         KLToReference(0.1, "k3")
     with warnings.catch_warnings():
@@ -168,7 +168,7 @@ def test_aggregations_by_hand(mode: str, max_len: int | None, loss: float, first
         assert_close(torch.autograd.grad(result, value)[0], slopes)
 
 
-def test_aggregation_none_and_of_half_precision() -> None:
+def test_aggregation_none_and_half_precision() -> None:
     value = VALUE.clone().requires_grad_()
     result = aggregate(value, ROWS, "none")
     assert_close(result, tensor([[1, 2, 0, 0], [6, 0, 0, 0], [0, 0, 0, 0]]))
@@ -179,7 +179,7 @@ def test_aggregation_none_and_of_half_precision() -> None:
     assert_close(torch.autograd.grad(result, value)[0], torch.full((1, 4), 0.25, dtype=torch.bfloat16))
 
 
-def test_an_empty_mask_and_counts_that_are_none() -> None:
+def test_empty_masks_and_invalid_counts() -> None:
     with pytest.warns(UserWarning, match="the mask is empty"):
         assert aggregate(VALUE[2:], ROWS[2:]) == 0
     with warnings.catch_warnings():

@@ -34,14 +34,14 @@ def ragged(*rows: list[int] | range) -> Ragged:
 
 
 def value_of(critic: TokenCritic, ids: Tensor) -> Tensor:
-    """Before each token but the first, from one plain forward."""
+    """The values before each token except the first, from one plain forward."""
     hidden = critic.body(input_ids=ids.unsqueeze(0)).last_hidden_state[0, :-1]
     return (hidden @ critic.head.weight.T + critic.head.bias).squeeze(-1)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "opt", "gemma2"])  # OPT-350m projects its hidden states
 def test_values_are_those_of_prefixes(family: str) -> None:
-    """The value of a token does not see it."""
+    """The value of a token does not depend on the token."""
     critic = make_critic(family, tokens_per_batch=12)  # several forwards
     tokens = ragged(range(1, 8), [5, 6], [9], range(3, 12), [1, 2, 3, 90])
     values = critic(tokens).to_list()
@@ -69,7 +69,7 @@ def test_a_critic_with_adapters_trains_them() -> None:
     assert (plain(ragged(range(1, 8))).values - values).abs().max() > 1e-3
 
 
-def test_an_untrained_critic_expects_nothing_and_none_reads_every_token() -> None:
+def test_an_untrained_critic_returns_0_and_refuses_invalid_tokens() -> None:
     critic = TokenCritic(tiny_model())
     assert (critic(ragged(range(5))).values == 0).all()
     with pytest.raises(ValueError, match="pass hidden_size="):

@@ -30,7 +30,7 @@ def clipped_surrogate(
         ceiling = loss.abs() * clip_ratio_c  # it can only be reached where the advantage is negative
         dual["clip_fraction_dual"] = value > ceiling
         value = torch.minimum(value, ceiling)
-    low = clipped & bad
+    low = clipped & bad  # with A < 0 the gradient lowers the ratio, so the lower bound clips
     return value, clip_fractions(low, clipped ^ low, mask, **dual)
 
 
@@ -65,15 +65,15 @@ def ppo(
         >>> ppo(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage))[0].value
         tensor([[-1.2000,  0.8000]])
 
-    Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7; dual clip: Ye et al. 2020 (arXiv 1912.09729), eq. 5;
-    sequence masking: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1.
+    Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7. Dual clip: Ye et al. 2020 (arXiv 1912.09729), eq. 5.
+    Sequence masking: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1.
     """
     ratio = bounded_exp(inputs.log_ratio)
     value, metrics = clipped_surrogate(ratio, inputs.advantage, inputs.mask, clip_low, clip_high, clip_ratio_c)
     if enable_sequence_masking:
         kept, dropped = off_policy_sequence_mask(inputs, delta=delta_sequence_masking)
         metrics |= dropped
-        value = torch.where(kept == 0, 0, value)
+        value = torch.where(kept == 0, 0, value)  # the mask stays, so that denominators do not depend on log-probs
     return (LossTerm("objective", value, inputs.mask, metrics=metrics),)
 
 
@@ -89,9 +89,9 @@ def ppo_on_policy(inputs: LossInputs) -> Terms:
         >>> ppo_on_policy(LossInputs(log_prob, torch.ones(1, 2, dtype=torch.bool), advantage=advantage))[0].value
         tensor([[-1.,  1.]])
 
-    Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 1 at the old policy; Trinity-RFT 0.6.0.
+    Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 1 at the old policy. Trinity-RFT 0.6.0.
     """
-    ratio = (inputs.log_prob - inputs.log_prob.detach()).exp()
+    ratio = (inputs.log_prob - inputs.log_prob.detach()).exp()  # 1, with the gradient of log_prob
     return (LossTerm("objective", -inputs.advantage * ratio, inputs.mask),)
 
 
@@ -194,7 +194,7 @@ def luspo(inputs: LossInputs, *, clip_low: Share = 3e-4, clip_high: NonNegative 
         >>> luspo(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage))[0].value.sum()
         tensor(-6.)
 
-    Source: Liu et al. 2026 (arXiv 2602.05261), the LUSPO objective; bounds: GSPO (arXiv 2507.18071), section 5.1.
+    Source: Liu et al. 2026 (arXiv 2602.05261), the LUSPO objective. Bounds: GSPO (arXiv 2507.18071), section 5.1.
     """
     return gspo(inputs, clip_low=clip_low, clip_high=clip_high)
 
@@ -261,10 +261,10 @@ def cispo(
         >>> cispo(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage))[0].value
         tensor([[ 1.2800, -1.2131]])
 
-    Source: MiniMax-M1 2025 (arXiv 2506.13585), eq. 4-5; token mask: eq. 6-7.
+    Source: MiniMax-M1 2025 (arXiv 2506.13585), eq. 4-5. Token mask: eq. 6-7.
     """
     advantage, mask = inputs.advantage, inputs.mask
-    ratio = bounded_exp(inputs.log_ratio).detach()
+    ratio = bounded_exp(inputs.log_ratio).detach()  # the gradient flows only through log_prob
     value = -advantage * clamp(ratio, 1 - clip_low, 1 + clip_high) * inputs.log_prob
     metrics = clip_fractions(ratio < 1 - clip_low, ratio > 1 + clip_high, mask)
     if enable_mask_clip:
@@ -298,7 +298,7 @@ def sapo(inputs: LossInputs, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.0
     Source: Gao et al. 2025 (arXiv 2511.20347), eq. 5-6.
     """
     advantage, mask = inputs.advantage, inputs.mask
-    one = torch.ones_like(advantage)
+    one = torch.ones_like(advantage)  # torch.where of two numbers would be float32 whatever the dtype of the inputs
     tau = torch.where(advantage > 0, tau_pos * one, tau_neg * one)
     p = torch.sigmoid(tau * (bounded_exp(inputs.log_ratio) - 1))
     slope = 4 * p.detach() * (1 - p.detach())
@@ -421,6 +421,7 @@ def select_clip_cov(
     advantage, mask, ratio = inputs.advantage, inputs.mask, bounded_exp(inputs.log_ratio)
     surrogate, _ = clipped_surrogate(ratio, advantage, mask, clip_low, clip_high)
     covariance = _covariance(inputs.log_prob, advantage, mask)
+    # Where the surrogate differs from its unclipped value, PPO clips the token.
     candidates = mask & (covariance > cov_low) & (covariance < cov_high) & (surrogate == -advantage * ratio)
     chance = torch.rand(mask.shape, generator=generator, device=mask.device)
     return _highest(chance, candidates, mask, fraction)
@@ -452,5 +453,6 @@ def _covariance(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
 def _highest(score: Tensor, candidates: Tensor, mask: Tensor, fraction: float) -> Tensor:
     """The candidates with the highest scores. Their number is a fraction of the masked-in tokens. No host sync."""
     number = (mask.sum().double() * fraction).floor().clamp(min=1)
+    # The rank of each score, from two sorts. topk would need the number on the host.
     order = torch.where(candidates, score, -torch.inf).flatten().argsort(descending=True, stable=True)
     return candidates & (order.argsort() < number).view_as(mask)

@@ -30,7 +30,7 @@ def gpg(inputs: LossInputs) -> Terms:
         >>> gpg(LossInputs(log_prob, torch.ones(1, 2, dtype=torch.bool), advantage=advantage))[0].value
         tensor([[ 1., -2.]])
 
-    Source: Chu et al. 2025 (arXiv 2504.02546); Williams 1992 (REINFORCE).
+    Source: Chu et al. 2025 (arXiv 2504.02546). Williams 1992 (REINFORCE).
     """
     return (LossTerm("objective", -inputs.advantage * inputs.log_prob, inputs.mask),)
 
@@ -71,7 +71,7 @@ def importance_sampling(inputs: LossInputs) -> Terms:
         >>> importance_sampling(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage))[0].value
         tensor([[-1.6487,  0.6065]])
 
-    Source: Kahn and Marshall 1953; Schulman et al. 2017 (arXiv 1707.06347), eq. 6.
+    Source: Kahn and Marshall 1953. Schulman et al. 2017 (arXiv 1707.06347), eq. 6.
     """
     ratio = bounded_exp(inputs.log_ratio)
     metrics = {"ratio_mean": masked_mean(ratio.detach(), inputs.mask)}
@@ -105,6 +105,7 @@ def topr(
     advantage, mask, log_ratio = inputs.advantage, inputs.mask, inputs.log_ratio.detach()
     if level == "sequence":
         log_ratio = sequence_sum(log_ratio, mask)
+    # Clamped before exp, so that it cannot overflow.
     weight = torch.where(advantage <= advantage_threshold, log_ratio.clamp(max=0).exp(), 1)
     metrics = {"weight_mean": masked_mean(weight, mask), "tapered_fraction": masked_mean((weight < 1).float(), mask)}
     return (LossTerm("objective", -advantage * weight * inputs.log_prob, mask, metrics=metrics),)
@@ -131,7 +132,7 @@ def sppo(inputs: LossInputs, *, epsilon: NonNegative = 0.3) -> Terms:
     Source: Vaswani et al. 2022 (arXiv 2108.05828), section 4.2 (sPPO).
     """
     log_ratio = inputs.log_ratio
-    ratio = bounded_exp(log_ratio.detach())
+    ratio = bounded_exp(log_ratio.detach())  # only for the bounds
     below, above = ratio < 1 / (1 + epsilon), ratio > 1 + epsilon
     value = torch.where(below | above, 0, -inputs.advantage * log_ratio)
     return (LossTerm("objective", value, inputs.mask, metrics=clip_fractions(below, above, inputs.mask)),)
@@ -222,7 +223,8 @@ def dppo(
 
 def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL(q || p) of the two outcomes. It is infinite if ``p`` is 1 and ``q`` is not."""
-    rest_p, rest_q = -torch.expm1(log_p), -torch.expm1(log_q)
+    rest_p, rest_q = -torch.expm1(log_p), -torch.expm1(log_q)  # 1 - p would be 0 near p = 1
+    # Without room for another token at sampling, its term is 0, not 0 times infinity.
     rest = torch.where(rest_q > 0, rest_q * (rest_q.log() - rest_p.log()), 0)
     return log_q.exp() * (log_q - log_p) + rest
 
@@ -291,7 +293,7 @@ def ref_kl(inputs: LossInputs, *, clip_low: Scalar = 0.2, kl_tau: Scalar = 1e-3)
 
     Source: prime-rl: the loss component ``ref_kl`` of ``opd`` and ``opsd``.
     """
-    lead = (inputs.ref_log_prob - inputs.log_prob).detach()
+    lead = (inputs.ref_log_prob - inputs.log_prob).detach()  # the advantage is a constant
     (term,) = mask_ipo(inputs.replace(advantage=lead), clip_low=clip_low, clip_high=None, kl_tau=kl_tau)
     return (term.replace(metrics={**term.metrics, "reverse_kl": masked_mean(-lead, inputs.mask)}),)
 
@@ -399,7 +401,7 @@ def rec(
     ``none``          always
     ``one-side``      ``r <= 1 + epsilon_high`` if A > 0, ``r >= 1 - epsilon_low`` if A < 0: where PPO has a gradient
     ``two-side``      both
-    ``ring``          both; or ``r <= 1 - epsilon_low_prime`` if A > 0, ``r >= 1 + epsilon_high_prime`` if A < 0
+    ``ring``          both, or ``r <= 1 - epsilon_low_prime`` if A > 0, ``r >= 1 + epsilon_high_prime`` if A < 0
     ``gspo-one-side`` as ``one-side``, with ``s`` for ``r``. The loss is then averaged per sequence, ``seq-mean-token-mean``
     ================= ==================================================================================================
 
@@ -431,6 +433,7 @@ def rec(
     """
     log_prob, advantage, mask = inputs.log_prob, inputs.advantage, inputs.mask
     compares = clip_mode != "none" or weight not in ("none", "advantage") or regularizer == "k2"
+    # Not read unless needed: reading an input makes it required.
     log_ratio = inputs.log_ratio if compares else torch.zeros_like(log_prob)
     ratio = bounded_exp(log_ratio.detach())
     sequence_ratio = bounded_exp(sequence_mean(log_ratio.detach(), mask)).expand_as(ratio)
@@ -462,6 +465,7 @@ def rec(
     metrics: dict[str, Tensor] = {}
     if clip_mode != "none":
         metrics = clip_fractions(~in_range & bad, ~in_range & good, mask)
+        # Tokens with A = 0 may be out of range too. They are in neither of the two parts.
         metrics["clip_fraction"] = masked_mean((~in_range).float(), mask)
     per_sequence: Aggregation | None = "seq-mean-token-mean" if clip_mode == "gspo-one-side" else None
     return (LossTerm("objective", value, mask, metrics=metrics, aggregation=per_sequence),)

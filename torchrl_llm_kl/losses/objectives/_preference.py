@@ -33,7 +33,7 @@ from torchrl_llm_kl.losses._objective import (
 
 
 class AnswerOptions(TypedDict, total=False):
-    """Options of :func:`pair_up` for losses of both answers; :func:`dpo` describes them."""
+    """Options of :func:`pair_up` for losses of both answers, as described in :func:`dpo`."""
 
     ld_alpha: Share | None
     weighting: Weighting
@@ -60,6 +60,7 @@ class Pairing:
     def rows(self, pairs: Tensor) -> Tensor:
         """The inverse of :meth:`pairs`, ``[S]``."""
         pairs = pairs.reshape(-1)
+        # index_put is not in place, so that gradients pass.
         return pairs if self.order is None else torch.empty_like(pairs).index_put((self.order,), pairs)
 
 
@@ -95,6 +96,7 @@ class Pairs:
     def terms(self, value: Tensor, *others: LossTerm) -> Terms:
         """A term with one value per pair ``[P, 1]`` and the metrics, followed by ``others``. Pairs outside the mask are 0."""
         mask = self.mask
+        # Rewards are logged, not trained.
         won, lost = self.beta * self.chosen.detach(), self.beta * self.rejected.detach()
         margin = won - lost
         metrics = {
@@ -178,12 +180,13 @@ def pairing_of(inputs: LossInputs) -> Pairing:
 
 def interleaving(pair_id: Tensor, chosen: Tensor, name: str = "pair_id") -> Tensor:
     """The order of rows that makes pairs adjacent, sorted by id, chosen first. Messages call the id ``name``."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():  # a check that reads values would break the graph
         ids, pair = pair_id.unique(return_inverse=True)
         rows_of = torch.stack([torch.bincount(pair[chosen == side], minlength=len(ids)) for side in (True, False)], -1)
         for at in (rows_of != 1).any(-1).nonzero().flatten().tolist()[:1]:
             rows = f"{int(rows_of[at, 0])} chosen and {int(rows_of[at, 1])} rejected rows"
             raise ValueError(f"{name} {int(ids[at])} has {rows}, expected one of each.")
+    # Two stable sorts: by side, then by id.
     first = (~chosen).long().argsort(stable=True)
     return first[pair_id[first].argsort(stable=True)]
 
@@ -373,6 +376,7 @@ def exo_pair(
     Source: Ji et al. 2024 (EXO, arXiv 2402.00856), eq. 16 with two answers.
     """
     pairs = pair_up(inputs, beta, **options)
+    # As a tensor, because the formula takes its logarithm.
     wrong = torch.as_tensor(label_smoothing, dtype=pairs.delta.dtype, device=pairs.delta.device)
     won, lost = logsigmoid(pairs.beta * pairs.delta), logsigmoid(-pairs.beta * pairs.delta)
     return pairs.terms(won.exp() * (won - torch.log1p(-wrong)) + lost.exp() * (lost - wrong.log()))
@@ -400,7 +404,7 @@ def discopop(
     """
     pairs = pair_up(inputs, beta, **options)
     logit = pairs.beta * pairs.delta
-    exponential = bounded_exp(logsigmoid(logit / tau) - logit)
+    exponential = bounded_exp(logsigmoid(logit / tau) - logit)  # sigmoid(x / tau) exp(-x), without overflow
     return pairs.terms((-logit / tau).sigmoid() * -logsigmoid(logit) + exponential)
 
 
@@ -529,6 +533,7 @@ def preference_sum(
     pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting)
     summed = _weighted_tokens(inputs, pairs.pairing, ld_alpha).replace(reference_point=inputs.mask.any(-1) * 0.0)
     lengths = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
+    # Each loss sums over tokens, so means are obtained by dividing every token by the length.
     averaged = summed.replace(log_prob=summed.log_prob / lengths, ref_log_prob=summed.ref_log_prob / lengths)
     total, likelihood = torch.zeros_like(pairs.chosen), []
     names = ("dpo", "robust", "hinge", "ipo", "exo_pair", "discopop", "apo_zero", "apo_down", "sppo_hard", "nca_pair")

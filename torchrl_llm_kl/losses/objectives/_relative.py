@@ -83,6 +83,7 @@ def kto(
 
     Source: Ethayarajh et al. 2024 (arXiv 2402.01306), eq. 7.
     """
+    # Required: the rows at hand hold no mismatched pairs to estimate it from.
     ratio, z, chosen = _log_ratio(inputs), inputs.reference_point.unsqueeze(-1), inputs.chosen
     surprise = _signed(beta * (z - ratio), chosen).sigmoid()
     value = torch.where(chosen.unsqueeze(-1), desirable_weight * surprise, undesirable_weight * surprise)
@@ -178,6 +179,7 @@ def bco_pair(inputs: LossInputs, *, beta: Positive = 0.1, weighting: Weighting =
     """
     pairs, point = pair_up(inputs, beta, weighting=weighting), inputs.get("reference_point")
     if point is None:
+        # Detached, as a stored reference point is.
         z = (masked_mean(pairs.chosen, pairs.mask) + masked_mean(pairs.rejected, pairs.mask)).detach() / 2
     else:
         z = pairs.pairing.pairs(point)[:, :1]
@@ -210,7 +212,7 @@ def _of_equal_rank(inputs: LossInputs, pairs: Pairs) -> Tensor:
     summed = pairs.pairing.pairs(sequence_sum(inputs.log_prob.detach(), inputs.mask))
     policy = summed[:, :1] - summed[:, 1:]
     reference = policy - pairs.delta.detach()
-    absent = ~pairs.mask  # rank last
+    absent = ~pairs.mask  # infinite leads put pairs without tokens last
     rank = policy.masked_fill(absent, torch.inf).argsort(0).argsort(0)
     equal = reference.masked_fill(absent, torch.inf).sort(0).values.gather(0, rank)
     return torch.where(absent, 0, equal - reference)
@@ -265,14 +267,15 @@ def aot_match(inputs: LossInputs) -> Tensor:
     """
     ratio, present, good = _log_ratio(inputs).reshape(-1), inputs.mask.any(-1).reshape(-1), inputs.chosen.reshape(-1)
     if not torch.compiler.is_compiling():
-        for rows, what in ((present, "answers with masked-in tokens"), (torch.ones_like(good), "rows")):
+        for rows, kind in ((present, "answers with masked-in tokens"), (torch.ones_like(good), "rows")):
             number = int((rows & good).sum()), int((rows & ~good).sum())
             if number[0] != number[1]:
                 raise ValueError(
-                    f"aot_unpaired compares as many chosen as rejected answers, found {number[0]} and {number[1]} {what}: "
+                    f"aot_unpaired compares as many chosen as rejected answers, got {number[0]} and {number[1]} {kind}: "
                     "leave some out."
                 )
     order = ratio.masked_fill(~present, torch.inf).argsort(stable=True)
+    # Counting the answers of a kind in sorted order gives their ranks.
     rank = torch.where(good[order], good[order].cumsum(0), (~good[order]).cumsum(0)) - 1
     return torch.empty_like(rank).index_put((order,), rank).view(inputs.mask.shape[:-1])
 

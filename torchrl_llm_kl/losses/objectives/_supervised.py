@@ -1,4 +1,4 @@
-"""Imitation: the likelihood of experts' tokens, plain, weighted or beside PPO; the divergence to a teacher's distribution."""
+"""Imitation of experts: the likelihood of their tokens, also with PPO, and the divergence to a teacher's distribution."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sft(inputs: LossInputs) -> Terms:
         >>> sft(LossInputs(torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2, dtype=torch.bool)))[0].value
         tensor([[1., 2.]])
 
-    Source: maximum likelihood; Trinity-RFT 0.6.0: sft.
+    Source: maximum likelihood. Trinity-RFT 0.6.0: sft.
     """
     return (LossTerm("objective", -inputs.log_prob, inputs.mask),)
 
@@ -83,7 +83,7 @@ def sft_phi(inputs: LossInputs, *, cutoff_prob: PositiveShare = 1.0) -> Terms:
     Source: Zhang et al. 2025 (arXiv 2508.11408), CHORD-phi. The cut-off is Trinity-RFT 0.6.0's.
     """
     decided = inputs.log_prob.detach()
-    # expm1 does not round 1 - p where p is near 1.
+    # 1 - p would round to 0 for p near 1. expm1 does not.
     weight = -decided.exp() * decided.expm1()
     cutoff = cutoff_prob.log() if isinstance(cutoff_prob, Tensor) else math.log(cutoff_prob)
     value = -weight * clamp(inputs.log_prob, high=cutoff)
@@ -234,6 +234,7 @@ def mix(
 
     Source: Zhang et al. 2025 (arXiv 2508.11408), the loss with a fixed mu. Trinity-RFT 0.6.0: mix.
     """
+    # Narrowing the inputs also cleans them: NaN at experts' tokens must not reach PPO.
     own, written = inputs.within(~inputs.expert_mask), inputs.within(inputs.expert_mask)
     (usual,) = ppo(own, clip_low=clip_low, clip_high=clip_high, clip_ratio_c=clip_ratio_c)
     (expert,) = sft(written)

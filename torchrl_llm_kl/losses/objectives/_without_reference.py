@@ -163,6 +163,7 @@ def tpo(
     if len(place) % 3:
         raise ValueError(f"expected rows chosen, rejected, third, chosen, ..., got {len(place)} rows: leave some out.")
     compared = place.view(-1, 3)[:, :2].reshape(-1)
+    # The first two rows of each triple, as a batch of neighbouring pairs.
     two = LossInputs.of_clean(log_prob=log_prob.flatten(0, -2)[compared], mask=mask.flatten(0, -2)[compared])
     pairs = pair_up(two, beta, reference=False, length_normalised=length_normalised)
     third = mask & (place % 3 == 2).view(*mask.shape[:-1], 1)
