@@ -92,7 +92,7 @@ class LossOutput(TensorDict):
         for key, value in losses.items():
             if value.is_nested or value.shape != self.batch_size:
                 raise ValueError(
-                    f"{key} has one value per token, also for padding (aggregation 'none'): reduce it with a mask."
+                    f"{key} has one value per token (aggregation 'none'), also for padding: reduce it with a mask."
                 )
         return torch.stack(list(losses.values())).sum(0)
 
