@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
 
 from torch import Tensor
 
@@ -21,19 +20,11 @@ from torchrl_llm_kl.losses.objectives._supervised import Distribution, distill
 Estimator = EstimatorName | Callable[..., Tensor]
 
 
-def _formula(estimator: object) -> object:
-    """Unwrap an estimator to its innermost function."""
-    if isinstance(estimator, str):
-        estimator = get_estimator(cast("EstimatorName", estimator))
-    while isinstance(estimator, (StraightThrough, partial)):
-        estimator = estimator.base if isinstance(estimator, StraightThrough) else estimator.func
-    return estimator
-
-
-def _sampler_of(inputs: LossInputs, estimator: object) -> Tensor | None:
+def _sampler_of(inputs: LossInputs, formula: object) -> Tensor | None:
     """The sampler's log-probs, if the estimator may read them. Only ``corrected_k3`` and a user's function do."""
     # Reading old log-probs leaves unscored first tokens out of the loss, so an estimator that ignores them must not read them.
-    formula = _formula(estimator)
+    while isinstance(formula, (StraightThrough, partial)):
+        formula = formula.base if isinstance(formula, StraightThrough) else formula.func
     if formula is corrected_k3:
         return inputs.old_log_prob
     ours = str(getattr(formula, "__module__", "")).startswith("torchrl_llm_kl.estimators.")
@@ -76,7 +67,8 @@ def kl_to_ref(
     if estimator == "exact":
         value = inputs.kl
     else:
-        value = _estimator(estimator)(inputs.log_prob, inputs.ref_log_prob, _sampler_of(inputs, estimator))
+        function = _estimator(estimator)
+        value = function(inputs.log_prob, inputs.ref_log_prob, _sampler_of(inputs, function))
     return (LossTerm("kl_to_ref", value, inputs.mask, weight=coeff),)
 
 

@@ -531,7 +531,11 @@ def preference_sum(
     if len(shares) != len(losses):
         raise ValueError(f"weights has {len(shares)} numbers for {len(losses)} losses: pass one for each.")
     pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting)
-    summed = _weighted_tokens(inputs, pairs.pairing, ld_alpha).replace(reference_point=inputs.mask.any(-1) * 0.0)
+    summed = inputs.replace(reference_point=inputs.mask.any(-1) * 0.0)
+    if ld_alpha is not None:
+        both = inputs.log_prob, inputs.ref_log_prob
+        log_prob, ref = (_desensitised(x, inputs.mask, ld_alpha, pairs.pairing) for x in both)
+        summed = summed.replace(log_prob=log_prob, ref_log_prob=ref)
     lengths = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
     # Each loss sums over tokens, so means are obtained by dividing every token by the length.
     averaged = summed.replace(log_prob=summed.log_prob / lengths, ref_log_prob=summed.ref_log_prob / lengths)
@@ -550,14 +554,6 @@ def preference_sum(
         answers = summed if base == name else averaged
         total = total + share * known[base](answers, beta=beta, **own.get(base, {}))[0].value
     return pairs.terms(total, *likelihood)
-
-
-def _weighted_tokens(inputs: LossInputs, pairing: Pairing, ld_alpha: Scalar | None) -> LossInputs:
-    """Scale the log-probs of tokens beyond the pair's shorter answer by ``ld_alpha``."""
-    if ld_alpha is None:
-        return inputs
-    log_prob, ref = (_desensitised(x, inputs.mask, ld_alpha, pairing) for x in (inputs.log_prob, inputs.ref_log_prob))
-    return inputs.replace(log_prob=log_prob, ref_log_prob=ref)
 
 
 def nll_of_chosen(inputs: LossInputs, pairs: Pairs, weight: Scalar, aggregation: Aggregation | None) -> LossTerm:
