@@ -11,20 +11,18 @@ from torchrl_llm_kl.head._functions import (
     linear_top_k as linear_top_k,
     logits_kl as logits_kl,
 )
-from torchrl_llm_kl.head._support import (
-    Kept as Kept,
-    Truncation as Truncation,
-)
 from torchrl_llm_kl.head._tiles import (
     HeadOutput as HeadOutput,
+    Kept as Kept,
     OutcomesOutput as OutcomesOutput,
     PairOutput as PairOutput,
     TopKOutput as TopKOutput,
+    Truncation as Truncation,
 )
 
 # isort: split
 # For the layers above, not public:
-from torchrl_llm_kl.head._support import (
+from torchrl_llm_kl.head._tiles import (
     WHOLE as WHOLE,
     dropped as dropped,
     floor_of as floor_of,

@@ -11,10 +11,21 @@ from typing_extensions import TypedDict, Unpack
 from torchrl_llm_kl._numerics import check_choice, check_temperature, wide_dtype
 from torchrl_llm_kl.head._kept import find_kept, kept_scores, most_kept
 from torchrl_llm_kl.head._operators import local_part, sweep, top_k
-from torchrl_llm_kl.head._support import WHOLE, Kept, Truncation
-from torchrl_llm_kl.head._tiles import Head, HeadOutput, OutcomesOutput, PairOutput, Plan, Result, Tokens, TopKOutput
+from torchrl_llm_kl.head._tiles import (
+    WHOLE,
+    Head,
+    HeadOutput,
+    Kept,
+    OutcomesOutput,
+    PairOutput,
+    Plan,
+    Result,
+    Tokens,
+    TopKOutput,
+    Truncation,
+)
 
-#: A divergence of policy and reference; see :func:`linear_pair`.
+#: A divergence of policy and reference. See :func:`linear_pair`.
 Direction = Literal["reverse", "forward", "jensen_shannon"]
 _SHARES = {"reverse": (1.0, 0.0), "forward": (0.0, 1.0)}
 
@@ -25,7 +36,7 @@ _CHUNK = (2048, 8192)
 
 
 class HeadOptions(TypedDict, total=False):
-    """Keyword arguments that say how a linear head computes logits, and in which tiles; see :func:`linear_log_prob`."""
+    """Keyword arguments for a linear head's logits and the size of tiles, as in :func:`linear_log_prob`."""
 
     bias: Tensor | None
     temperature: float
@@ -36,7 +47,7 @@ class HeadOptions(TypedDict, total=False):
 
 
 class PairOptions(HeadOptions, total=False):
-    """:class:`HeadOptions` of the policy's head, and those of the reference where they differ; see :func:`linear_pair`."""
+    """:class:`HeadOptions` of the policy's head, and the reference's options where they differ. See :func:`linear_pair`."""
 
     ref_bias: Tensor | None
     ref_scale: float
@@ -68,22 +79,22 @@ def linear_log_prob(
     gradient and the sum, while plain torch rounds once. With ``product_dtype=torch.float32`` only the last rounding remains;
     tiles are converted one at a time.
 
-    In a compiled function each sweep is one operator. There is no graph break, and one graph serves any number of positions.
+    In a compiled function each sweep is one operator, without a graph break. One graph serves any number of positions.
 
     A weight that is a ``DTensor`` with ``Shard(0)`` (tensor parallel) stays sharded. Each rank sweeps its own slice of the
     vocabulary, and the ranks exchange a few numbers per position. All ranks must call this with the same hidden states and
     targets. They get the same results and the whole gradient of the hidden states.
 
     Args:
-        hidden: input of the head; ``[N, H]``.
-        weight: weight of the head; ``[V, H]``.
-        targets: token ids of any integer dtype; ``[N]``.
+        hidden: input of the head, ``[N, H]``.
+        weight: weight of the head, ``[V, H]``.
+        targets: token ids of any integer dtype, ``[N]``.
 
     Keyword Args:
-        bias: bias of the head; ``[V]``, sharded like the weight. ``-inf`` excludes a token.
+        bias: bias of the head, ``[V]``, sharded like the weight. ``-inf`` excludes a token.
         temperature: divides the logits, last.
         scale: multiplies product and bias, first.
-        soft_cap: ``c`` of ``c * tanh(logit / c)``; None for no cap.
+        soft_cap: ``c`` of ``c * tanh(logit / c)``, or None for no cap.
         entropy: whether to compute the entropy too, which takes about 2% more time.
         truncation: the sampler's truncation. The distribution is renormalized over the kept tokens, which are found from
             these logits and have no gradient themselves. The forward then uses tiles of all tokens and fewer positions. If few
@@ -92,8 +103,8 @@ def linear_log_prob(
             other row of the weight is read.
         keep_targets: whether to keep a target that the truncation excludes, beside the other tokens.
         added: a list that receives a mask ``[N]``, True where such a target was kept.
-        product_dtype: dtype of the matrix products; see above.
-        chunk: positions and tokens of a tile, or only positions; changes memory and speed only. Default: by device.
+        product_dtype: dtype of the matrix products, see above.
+        chunk: positions and tokens of a tile, or only positions. It changes only memory and speed. Default: by device.
 
     Returns:
         :class:`HeadOutput`: nats, ``[N]``; not masked, not reduced. A target that the truncation excludes has ``-inf``.
@@ -134,7 +145,7 @@ def linear_outcomes(
     log-prob and its gradient are as accurate at ``1e-30`` as at one half. An outcome of probability 0 has ``-inf`` and no
     gradient.
 
-    Memory, precision and all other arguments are those of :func:`linear_log_prob`. The head is swept once for any number of
+    Memory, precision and all other arguments are as in :func:`linear_log_prob`. The head is swept once for any number of
     ids. ``ids`` are the ``k`` different ids of each list, ``[N, *M, k]``, with any number of lists at a position, such as one
     per teacher. A negative id pads a shorter list and has probability 0.
 
@@ -183,8 +194,8 @@ def linear_pair(
     all tokens and fewer positions (64, or more if the tile does not grow then), and converts a whole head if
     ``product_dtype`` differs from the head's dtype.
 
-    Value and *gradient* are those of the exact sum over the vocabulary; nothing is sampled at the position. Gradients reach the
-    tensors of both heads. Memory, precision, errors and all other arguments are those of :func:`linear_log_prob`. Names with
+    Value and *gradient* come from the exact sum over the vocabulary, without sampling. Gradients reach the tensors of both
+    heads. Memory, precision, errors and all other arguments are as in :func:`linear_log_prob`. Names with
     ``ref_`` belong to the reference, the others to the policy. ``temperature`` divides the logits of both models, as in
     sampling. ``product_dtype`` is each head's own by default.
 
@@ -243,7 +254,7 @@ def logits_kl(
 
     Works like :func:`linear_pair`, without the product. Besides inputs and gradients it holds only a few tiles in float32 or
     wider. ``logits`` are the policy's and ``ref_logits`` the reference's, ``[N, V]`` each. The other arguments, the result and
-    the errors are those of :func:`linear_pair`.
+    the errors are as in :func:`linear_pair`.
 
     Example:
         >>> logits_kl(torch.tensor([[3.0, 1.0]]).log(), torch.zeros(1, 2), direction="forward")
@@ -268,7 +279,7 @@ def linear_top_k(
 
     The tail is the log-sum-exp of the logits outside the top ``k``, never ``log(1 - x)``, so it is as accurate at ``1e-30`` as
     at one half. The result has no graph. ``k`` is from 1 to ``V``. ``targets``, ``[N]``, are optional token ids whose
-    log-probs are computed in the same sweep. All other arguments and the errors are those of :func:`linear_log_prob`. By
+    log-probs are computed in the same sweep. All other arguments and the errors are as in :func:`linear_log_prob`. By
     default tiles have at least ``128 k`` tokens, since torch selects few of many faster.
 
     Returns:
@@ -302,11 +313,11 @@ def linear_kept(
     """Find the tokens that truncated sampling keeps at each position, and their logits, in one sweep of whole rows.
 
     Pass them as ``kept`` to :func:`linear_log_prob` or :func:`linear_pair` with the same head and options. Their sums and
-    gradients then run only over these tokens. All other arguments and the errors are those of :func:`linear_log_prob`.
+    gradients then run only over these tokens. All other arguments and the errors are as in :func:`linear_log_prob`.
 
     Args:
-        hidden: input of the head; ``[N, H]``.
-        weight: weight of the head; ``[V, H]``.
+        hidden: input of the head, ``[N, H]``.
+        weight: weight of the head, ``[V, H]``.
         truncation: the sampler's truncation.
         targets: token ids ``[N]`` to keep even if the truncation excludes them.
 
@@ -316,7 +327,7 @@ def linear_kept(
         options: options of the head, as for :func:`linear_log_prob`.
 
     Returns:
-        The tokens by position, with their logits and ``added``; None if there are more than ``most``.
+        The tokens by position, with their logits and ``added``, or None if there are more than ``most``.
 
     Example:
         >>> weight = torch.tensor([[4.0], [1.0], [2.0], [1.0]]).log()  # probabilities 1/2, 1/8, 1/4, 1/8

@@ -1,10 +1,10 @@
-"""The few tokens that truncated sampling keeps: found in one sweep, then scored without reading any other.
+"""The few tokens that truncated sampling keeps: found in one sweep, then scored without reading any others.
 
-The sweep remembers each token that may still be kept: its logit has to reach a bound that only rises, such as the k-th
-largest logit so far. What is kept at last has as many logits as a sampler has choices, and so have all sums over them, and the
-gradient: rows of the head that no position keeps are not read again.
+The sweep collects candidates. The logit of a candidate reaches a bound that only rises, such as the k-th largest logit so far.
+At the end each position keeps as many logits as the sampler has choices. All sums and gradients run only over these, so rows
+of the head that no position keeps are not read again.
 
-``N`` positions, ``M`` kept tokens of all positions, ``H`` hidden, ``V`` vocabulary.
+Shapes: ``N`` positions, ``M`` kept tokens of all positions, ``H`` hidden, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -18,27 +18,26 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchrl_llm_kl._numerics import from_zero
-from torchrl_llm_kl.head._support import Kept, Truncation, by_row
 from torchrl_llm_kl.head._sweep import Softmax, forward_sweep
-from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, Plan, Result, Tokens, tiles
+from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, Kept, Plan, Result, Tokens, Truncation, by_row, tiles
 
-# Tokens whose largest logit is looked at first: most such blocks hold no candidate.
+# Tokens of a block. The largest logit of each block is compared first, since most blocks have no candidate.
 _BLOCK = 64
-# Nats by which rounding may misplace a bound.
+# Slack of a bound for rounding, in nats.
 _SLACK = 1e-3
-# Guesses of what is outside of top-p: not before this part of the vocabulary and so many tokens are seen; so that it fills
-# this part of 1 - p in the end; and tokens of this log-prob or more are not dropped.
+# Guesses of the tokens that top-p excludes. The first guess comes after a 16th of the vocabulary and at least 8192 tokens.
+# The guessed tokens should have at most _TAIL of 1 - p together. Tokens with a log-prob of at least _LIKELY are not dropped.
 _FIRST_LOOK = 16, 8192
 _TAIL = 0.5
 _LIKELY = math.log(1e-3)
-# Log-probs to which floors of top-p are raised: how many, and how far apart below 0.
+# Floors of top-p are raised to one of this many log-probs, which are _LEVEL nats apart, below 0.
 _LEVELS, _LEVEL = 32, 0.5
-# Rows of a head that are gathered at once, in elements.
+# Elements of the head's rows that are gathered at once.
 _GATHERED = 2**22
 
 
 def most_kept(vocab: int) -> int:
-    """Tokens of a position, on average, up to which sums over kept tokens are faster than sums over all, and small."""
+    """The average number of tokens per position up to which sums over kept tokens are faster than over all tokens."""
     return max(64, vocab // 64)
 
 
@@ -49,7 +48,7 @@ def most_kept(vocab: int) -> int:
 def find_kept(
     head: Head, truncation: Truncation, chunk: tuple[int, int], targets: Tensor | None, most: int
 ) -> Kept | None:
-    """The tokens of :func:`linear_kept`; None if a block of positions keeps more than ``most`` of each on average."""
+    """The tokens of :func:`linear_kept`, or None if a block of positions keeps more than ``most`` per position on average."""
     none = head.hidden.new_zeros(0, dtype=torch.long)
     parts = [Kept(none, none.new_zeros(1), head.per_position(0.0)[:0], none.bool())]
     with torch.autocast(head.hidden.device.type, enabled=False):
@@ -68,7 +67,7 @@ def find_kept(
 def _find_block(head: Head, truncation: Truncation, width: int, targets: Tensor | None, most: int) -> Kept | None:
     count = head.positions
     truncation = truncation._replace(top_k=0) if truncation.top_k >= head.vocab else truncation
-    whole = truncation.top_p < 1 and not truncation.top_k  # top-p is of all tokens
+    whole = truncation.top_p < 1 and not truncation.top_k  # top-p needs the sum over all tokens
     searched = _search(head, truncation, width, targets, most, guess=whole and truncation.min_p == 0)
     if searched is None:
         return None
@@ -83,7 +82,7 @@ def _find_block(head: Head, truncation: Truncation, width: int, targets: Tensor 
                 return None
             floor = floor.index_put((wrong,), searched[2])
             candidates.replace(wrong, searched[0])
-    if total is not None:  # fewer are sorted
+    if total is not None:  # a higher floor leaves fewer candidates to sort
         floor = torch.maximum(floor, total + candidates.level(total, truncation.top_p))
     candidates.prune(floor, 0)
     row, ids, logits = candidates.chosen(truncation, total)
@@ -102,10 +101,11 @@ def _find_block(head: Head, truncation: Truncation, width: int, targets: Tensor 
 def _search(
     head: Head, truncation: Truncation, width: int, targets: Tensor | None, most: int, *, guess: bool
 ) -> tuple[_Candidates, Softmax, Tensor, Tensor | None] | None:
-    """One sweep: the candidates, the sums, and the floor that all candidates of a position reach; None if they are too many.
+    """One sweep. Returns the candidates, the sums, the floor of each position's candidates, and where it was guessed.
 
-    Of top-p, few tokens are surely outside before all are seen. With ``guess``, those are dropped too that are outside if
-    the tokens to come are like the ones before; the last result tells at which positions (None: at none).
+    Returns None if there are too many candidates. Before the end of the sweep, top-p surely excludes few tokens. With ``guess``
+    also those tokens are dropped that it excludes if the later tokens are like the earlier ones. The last result is a mask of
+    the positions with such a floor, or None without ``guess``.
     """
     count, vocab, (top_k, top_p, min_p) = head.positions, head.vocab, truncation
     whole = top_p < 1 and not top_k
@@ -114,7 +114,7 @@ def _search(
     candidates = _Candidates(count)
     most *= count
     room = 4 * top_k * count or 8 * most
-    # Tokens less probable than this add up to less than 1 - p, whatever their number.
+    # All tokens less probable than this have less than 1 - p together.
     safe = math.log((1 - top_p) / vocab) - _SLACK if whole else -math.inf
     guessed, look = head.per_position(-math.inf), max(vocab // _FIRST_LOOK[0], _FIRST_LOOK[1])
     for rows, cols, _, (logits,), (scratch,) in tiles((count, width), [head], 1):
@@ -129,7 +129,7 @@ def _search(
             torch.maximum(state.top, blocks.amax(-1), out=state.top)
         if top_k and cols.start == 0 and top_k <= logits.shape[1]:
             floor = logits.topk(top_k, -1).values[:, -1]
-        if min_p > 0 and not (top_k and top_p < 1):  # else top-p needs all that top-k leaves
+        if min_p > 0 and not (top_k and top_p < 1):  # top-p after top-k needs all tokens that top-k keeps
             floor = torch.maximum(floor, state.top + math.log(min_p))
         candidates.add(logits.view(count, -1, size), blocks, floor, cols.start)
         if guess and cols.stop >= look:
@@ -146,14 +146,14 @@ def _search(
 
 
 class _Candidates:
-    """Tokens that may be kept, of ``n`` positions."""
+    """Tokens of ``n`` positions that may be kept."""
 
     def __init__(self, count: int) -> None:
         self.count, self.total = count, 0
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []  # positions and ids, int32; logits
 
     def add(self, logits: Tensor, blocks: Tensor, floor: Tensor, first: int) -> None:
-        """Add those of ``logits [n, blocks, size]`` that reach the floor; ``blocks [n, blocks]`` are their maxima."""
+        """Add the tokens of ``logits [n, blocks, size]`` that reach the floor. ``blocks [n, blocks]`` are the maxima."""
         row, block = (blocks >= floor.unsqueeze(1)).nonzero(as_tuple=True)
         some = logits[row, block]
         hit, lane = ((some >= floor[row].unsqueeze(1)) & (some > -math.inf)).nonzero(as_tuple=True)
@@ -162,7 +162,7 @@ class _Candidates:
         self.total += len(hit)
 
     def prune(self, floor: Tensor, top_k: int) -> Tensor:
-        """Drop what does not reach the floor, which is raised to the ``top_k``-th candidate; returns the floor."""
+        """Raise the floor to the ``top_k``-th candidate, drop candidates below it, and return it."""
         row, ids, logits = self._joined()
         if top_k:
             order, start, counts = by_row(row, logits, self.count)
@@ -174,33 +174,33 @@ class _Candidates:
         return floor
 
     def hold_nucleus(self, log_total: Tensor, top_p: float) -> Tensor:
-        """Whether the candidates of a position hold more than top-p, ``[n]``: all other tokens are outside of it then."""
+        """Where the candidates have more than ``top_p`` of the probability, so that top-p excludes all others, ``[n]``."""
         row, _, logits = self._joined()
         mass = torch.zeros_like(log_total).index_add(0, row, (logits - log_total[row]).exp())
         return mass > top_p + _SLACK * (1 - top_p)
 
     def level(self, log_total: Tensor, top_p: float) -> Tensor:
-        """The highest of some round log-probs whose tokens hold more than top-p already, ``[n]``; ``-inf`` if none does."""
+        """The highest level such that the candidates above it have more than ``top_p``, else ``-inf``, ``[n]``."""
         row, _, logits = self._joined()
         log_share = logits - log_total[row]
-        # 0 for all below the lowest.
+        # Candidates below the lowest level count there.
         level = (log_share / _LEVEL + _LEVELS).clamp(0, _LEVELS - 1).nan_to_num(0.0).long()
         mass = log_total.new_zeros(self.count * _LEVELS).index_add(0, row * _LEVELS + level, log_share.exp())
-        mass = mass.view(self.count, _LEVELS).flip(1).cumsum(1)  # at a level or above, from the highest on
+        mass = mass.view(self.count, _LEVELS).flip(1).cumsum(1)  # cumulative from the highest level
         missing = (mass[:, :-1] <= top_p + _SLACK * (1 - top_p)).sum(1)
         return ((missing + 1) * -_LEVEL - _SLACK).to(mass.dtype).masked_fill(missing == _LEVELS - 1, -math.inf)
 
     def replace(self, positions: Tensor, other: _Candidates) -> None:
-        """Replace the candidates of some positions by those of another search, which ran only for these."""
+        """Replace the candidates of some positions by the result of another search over only these positions."""
         own, others = self._joined(), other._joined()
         keep = ~torch.isin(own[0], positions)
         kept = own[0][keep].int(), own[1][keep], own[2][keep]
         self._parts = [kept, (positions[others[0]].int(), others[1], others[2])]
 
     def chosen(self, truncation: Truncation, log_total: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions, ids and logits of the kept, by position, the most probable first.
+        """Positions, ids and logits of the kept tokens, by position, the most probable first.
 
-        ``log_total`` is the log-sum-exp of all logits, ``[n]``; None where candidates are all that matters.
+        ``log_total`` is the log-sum-exp of all logits, ``[n]``; None if only the candidates' sum is needed.
         """
         row, ids, logits = self._joined()
         order, start, counts = by_row(row, logits, self.count)
@@ -208,7 +208,7 @@ class _Candidates:
         keep = torch.ones_like(row, dtype=torch.bool)
         if not len(row):
             return row, ids, logits
-        start = start.clamp(max=len(row) - 1)  # of positions without a candidate
+        start = start.clamp(max=len(row) - 1)  # in range for positions without a candidate
         if truncation.top_k:
             last = logits[start + (counts.clamp(max=truncation.top_k) - 1).clamp(min=0)]
             keep = logits >= last[row]
@@ -235,9 +235,9 @@ class _Candidates:
 
 
 def kept_scores(plan: Plan, policy: Head, ref: Head | None, kept: Kept, targets: Tensor | None) -> Result:
-    """The results of a sweep over only the kept tokens; differentiable once, with respect to the policy.
+    """The results of a sweep, from only the kept tokens. They are differentiable once with respect to the policy.
 
-    A reference that is not restricted to them needs a sweep for its sum over all tokens.
+    An unrestricted reference is swept once more for its sum over all tokens.
     """
     count, ids, rows = policy.positions, kept.ids.long(), kept.rows
     if kept.logits is None:
@@ -262,9 +262,9 @@ def kept_scores(plan: Plan, policy: Head, ref: Head | None, kept: Kept, targets:
 
 
 def _distinct(ids: Tensor, rows: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Each token of a position once, by position."""
+    """The tokens of each position without repetitions, by position."""
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab):
-        raise ValueError(f"kept.ids holds ids from {int(ids.min())} to {int(ids.max())}; expected 0 to {vocab - 1}.")
+        raise ValueError(f"kept.ids has ids from {int(ids.min())} to {int(ids.max())}; expected 0 to {vocab - 1}.")
     pairs = (rows * vocab + ids).unique()
     return pairs % vocab, pairs // vocab
 
@@ -273,30 +273,30 @@ def _distinct(ids: Tensor, rows: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
 
 
 def _sum_by_position(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """The sum of each position; one value is added at a time, so in float64."""
+    """The sum at each position. It is in float64, since ``index_add`` adds one value at a time."""
     total = values.new_zeros(count, dtype=torch.float64).index_add(0, rows, values.double())
     return total.to(values.dtype)
 
 
 def _log_softmax(logits: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Log-probs over the kept tokens of each position; ``[M]``."""
+    """Log-probs over the kept tokens of each position, ``[M]``."""
     values, place = logits.detach(), torch.arange(len(rows), device=rows.device)
     largest = values.new_full((count,), -math.inf).scatter_reduce(0, rows, values, "amax")
-    # One token of the largest logit of each position; a position may have no tokens.
+    # One token with the largest logit at each position. A position may have no tokens.
     first = place.new_full((count,), len(rows)).scatter_reduce(
         0, rows, place.masked_fill(values != largest[rows], len(rows)), "amin"
     )
     largest_one = first[rows] == place
-    # The difference of logits comes first: it is exact where the logits are large. The largest becomes 0, without a gradient
-    # of its own that would cancel the gradient of the others. Its exponential, 1, is left out of the sum, which may be
-    # smaller than the rounding error of 1.
+    # Subtract the largest logit first: the difference of two large logits is exact. The largest becomes 0. It has no gradient
+    # of its own, which would cancel the gradient of the others. The sum leaves out its exponential, 1: the other exponentials
+    # may be smaller than the rounding error of 1.
     shifted = (logits - logits[first[rows]]).masked_fill(largest_one, 0.0)
     rest = _sum_by_position(shifted.exp().masked_fill(largest_one, 0.0), rows, count)
     return shifted - rest.log1p()[rows]
 
 
 def _at(values: Tensor, here: Tensor | None, rows: Tensor, count: int) -> Tensor | None:
-    """Values at the targets; ``-inf`` at a position whose target is not kept; ``[N]``, None without targets."""
+    """Values at the targets, ``-inf`` where the target is not kept, ``[N]``. None without targets."""
     if here is None:
         return None
     return values.new_full((count,), -math.inf).index_put((rows[here],), values[here])
@@ -306,11 +306,11 @@ def _at(values: Tensor, here: Tensor | None, rows: Tensor, count: int) -> Tensor
 
 
 class _Logits(torch.autograd.Function):
-    """Logits that were computed already, as a function of hidden states, weight and bias."""
+    """Gives logits that are computed already a gradient with respect to hidden states, weight and bias."""
 
     @staticmethod
     def forward(ctx: Any, head: Head, *tensors: Tensor) -> Tensor:
-        """``tensors`` are hidden states, weight, bias, and ids, positions, offsets and logits of the tokens."""
+        """``tensors`` are hidden states, weight and bias, then ids, positions, offsets and logits of the tokens."""
         ctx.soft_cap, ctx.gain, ctx.slope = head.soft_cap, head.gain, head.slope
         ctx.save_for_backward(*tensors[:-1], None if head.soft_cap is None else tensors[-1])
         return tensors[-1].clone()
@@ -335,7 +335,7 @@ class _Logits(torch.autograd.Function):
 
 
 def _logits_at(head: Head, ids: Tensor, offsets: Tensor) -> Tensor:
-    """The logits of some tokens of each position, computed as :meth:`Head.logits` does; ``[M]``."""
+    """The logits of some tokens of each position, with the rounding of :meth:`Head.logits`, ``[M]``."""
     assert head.weight is not None
     parts = []
     with torch.no_grad(), torch.autocast(head.hidden.device.type, enabled=False):
@@ -355,7 +355,7 @@ def _logits_at(head: Head, ids: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _weighted_rows(table: Tensor, index: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
-    """``sum weights[j] * table[index[j]]`` over each segment of ``offsets``, in the dtype of the weights."""
+    """``sum weights[j] * table[index[j]]`` over each segment of ``offsets``, in the dtype of ``weights``."""
     if table.dtype == weights.dtype:
         return _bags(table, index, offsets, weights)
     out = [weights.new_zeros(0, table.shape[1])]
@@ -373,7 +373,7 @@ def _bags(table: Tensor, index: Tensor, offsets: Tensor, weights: Tensor) -> Ten
 
 
 def _runs(offsets: Tensor, total: int, width: int) -> list[tuple[int, int, int, int]]:
-    """Segments from ``first`` to ``last`` with their elements ``begin`` to ``end``, so few that rows of all fit."""
+    """Ranges of segments, ``first`` to ``last``, with their elements ``begin`` to ``end``, small enough to gather rows."""
     count = len(offsets) - 1
     step = max(1, count * _GATHERED // max(total * width, 1))
     edges = [*range(0, count, step), count]

@@ -1,11 +1,16 @@
-"""The sweeps as one differentiable function, and as single operators of a graph that is being compiled.
+"""The sweeps as one differentiable function, as operators of compiled graphs, and over a vocabulary sharded over ranks.
 
-Tracing into a sweep would unroll its tiles, recompile for every other number of positions, and turn its in-place writes
-into copies of whole gradients.
+In a compiled graph a sweep is one operator. Tracing into it would unroll its tiles, recompile for every number of positions
+and turn its in-place writes into copies of whole gradients.
 
-``tensors`` are the targets, then hidden states, weight and bias of the policy and of the reference, then ids and offsets of
-the tokens that the policy may draw, then the ids of its outcomes; None for a missing one. Operators take tensors, numbers and
-lists, and return lists without None: ``settings`` hold the rest of the heads and a plan in that form.
+``tensors`` are the targets; hidden states, weight and bias of the policy and of the reference; ids and offsets of the recorded
+tokens; and the ids of outcomes. A missing one is None. Operators take tensors, numbers and lists, and return lists without
+None, so ``settings`` hold the other fields of heads and plan in that form.
+
+For sharded heads, each rank sweeps its own slice of the vocabulary and the results are joined. Let ``w`` be the probability of
+a slice, and take the results of a slice under its own softmax. The chain rule gives
+``log p(token) = log w + log p(token | slice)``, ``H = sum w (H(slice) - log w)`` and
+``KL(p || q) = sum w_p (KL(slice) + log w_p - log w_q)``. ``R`` is the number of slices.
 """
 
 from __future__ import annotations
@@ -20,11 +25,10 @@ from torch.nn.functional import pad
 from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import is_dtensor
-from torchrl_llm_kl.head._support import Kept, Truncation
 from torchrl_llm_kl.head._sweep import backward_sweep, empty_gradients, forward_sweep, top_k_sweep
-from torchrl_llm_kl.head._tiles import NO_TOKENS, Head, Plan, Result, Slice, Tokens, TopKOutput
+from torchrl_llm_kl.head._tiles import NO_TOKENS, Head, Kept, Plan, Result, Slice, Tokens, TopKOutput, Truncation
 
-# Bytes of logits that a forward keeps for its backward, which computes the others again.
+# A forward keeps at most this many bytes of logits for its backward, which recomputes the others.
 _KEPT_BYTES = 64 * 2**20
 _RESULTS = len(Result._fields)
 _TENSORS = 10
@@ -35,10 +39,10 @@ Settings = tuple[list[int], list[float], torch.dtype, torch.dtype | None]
 def sweep(
     plan: Plan, policy: Head, ref: Head | None, tokens: Tokens = NO_TOKENS, statistics: list[Any] | None = None
 ) -> Result:
-    """The results that ``plan`` requests for one or two heads, differentiable once; for one head ``kl`` is None.
+    """The results that ``plan`` requests for one or two heads, differentiable once. For one head ``kl`` is None.
 
-    If the heads are this rank's slice of the vocabulary, the results are of the whole. ``statistics`` gets those of
-    :func:`forward_sweep`.
+    If the heads are a slice of the vocabulary, the results are for the whole vocabulary. ``statistics`` receives the
+    statistics of :func:`forward_sweep`.
     """
     kept_ids, offsets = (None, None) if tokens.recorded is None else tokens.recorded[:2]
     targets, kept_ids, ids = (_from_first(policy.part, each) for each in (tokens.targets, kept_ids, tokens.ids))
@@ -59,7 +63,7 @@ def top_k(head: Head, k: int, chunk: tuple[int, int], targets: Tensor | None = N
 
 
 def _from_first(part: Slice | None, ids: Tensor | None) -> Tensor | None:
-    """Token ids, counted from the first token of a slice."""
+    """Token ids relative to the first token of a slice."""
     return ids if part is None or ids is None else ids - part.first
 
 
@@ -80,7 +84,7 @@ class _Sweep(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = list(ctx.saved_tensors)  # once: under checkpointing each access unpacks, and a second one is an error
+        saved = list(ctx.saved_tensors)  # only once: a checkpoint refuses to unpack twice
         first = _TENSORS + _RESULTS
         tensors, result, rest = saved[:_TENSORS], saved[_TENSORS:first], saved[first:]
         needed = list(ctx.needs_input_grad[4:10])  # after part, settings, statistics and targets
@@ -88,12 +92,12 @@ class _Sweep(torch.autograd.Function):
         backward = torch.ops.torchrl_llm_kl.head_backward if torch.compiler.is_compiling() else _backward_op
         gradients = _spread(backward(*arguments), needed)
         if ctx.part is not None:
-            ctx.part.add(gradients[0]), ctx.part.add(gradients[3])  # of the hidden states
+            ctx.part.add(gradients[0]), ctx.part.add(gradients[3])  # gradients of the hidden states
         return None, None, None, None, *gradients, None, None, None
 
 
 def _forward(part: Slice | None, tensors: Tensors, settings: Settings, keep: int = 0) -> Tensors:
-    """The fields of the result, then all else that the forward sweep returns; it keeps no logits while compiling."""
+    """The fields of the result, then the statistics and kept logits. In a compiled graph no logits are kept."""
     if torch.compiler.is_compiling():
         swept = torch.ops.torchrl_llm_kl.head_forward(list(tensors), *settings)
     else:
@@ -129,13 +133,13 @@ def _build(tensors: Tensors, settings: Settings) -> tuple[Plan, list[Head], Toke
 
 
 def _present(tensors: Tensors, settings: Settings) -> list[bool]:
-    """Which fields of the result exist."""
+    """For each field of the result, whether it exists."""
     chosen, pair, entropy = tensors[0] is not None, settings[3] is not None, bool(settings[1][0])
     return [pair, chosen, chosen and pair, entropy, tensors[9] is not None]
 
 
 def _spread(dense: list[Tensor], present: Sequence[bool]) -> list[Tensor | None]:
-    """Insert None where a tensor is not ``present``; the remaining tensors follow."""
+    """Insert None where a tensor is not ``present``. The remaining tensors follow."""
     rest = iter(dense)
     return [*(next(rest) if each else None for each in present), *rest]
 
@@ -151,7 +155,7 @@ _SETTINGS = "SymInt[] chunk, float[] numbers, ScalarType dtype, ScalarType? ref_
 
 def _forward_op(tensors: Tensors, *settings: Unpack[Settings], keep: int = 0) -> list[Tensor]:
     plan, heads, tokens = _build(tensors, settings)
-    if plan.forward_chunk(heads[0]) != plan.chunk or heads[0].weight is None:  # backward has other tiles
+    if plan.forward_chunk(heads[0]) != plan.chunk or heads[0].weight is None:  # the backward has other tiles
         keep = 0
     result, rest = forward_sweep(plan, heads, tokens, keep)
     return _dense([*result, *rest])
@@ -194,9 +198,9 @@ for _function, _fake, _name, _inputs in (
 
 
 def local_part(prefix: str, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Slice | None]:
-    """Weight and bias on this rank, and its slice; None for a head that is not sharded.
+    """Weight and bias on this rank, and its slice of the vocabulary, or None if the head is not sharded.
 
-    Raises a ValueError, on all ranks, for a DTensor that is sharded otherwise than over its vocabulary.
+    Raises a ValueError, on all ranks, for a DTensor that is sharded over another dimension than the vocabulary.
     """
     if not is_dtensor(weight):
         return weight, bias, None
@@ -219,12 +223,12 @@ def local_part(prefix: str, weight: Tensor, bias: Tensor | None) -> tuple[Tensor
 def join_slices(
     part: Slice, plan: Plan, targets: Tensor | None, swept: Sequence[Tensor | None], ids: Tensor | None = None
 ) -> tuple[Result, list[Tensor]]:
-    """The results and statistics of a whole head, from this rank's slice.
+    """Join the results and statistics of this rank's slice with the other slices, for the whole vocabulary.
 
-    ``targets``, and the outcomes' ``ids``, count from its first token.
+    ``targets``, and the ``ids`` of outcomes, are relative to the first token of the slice.
     """
     kl, log_prob, ref_log_prob, entropy, outcomes, *statistics = swept
-    # Of a slice without a possible token the log of the sum is -inf, and all else NaN.
+    # If a slice has no possible token, the log of its sum is -inf and everything else is NaN.
     log_probs = [log_prob, ref_log_prob]
     if targets is not None:
         here = (targets >= 0) & (targets < part.size)
@@ -239,7 +243,7 @@ def join_slices(
     for top, log_total in zip(rest, rest, strict=True):
         common = top.amax(0)
         shares = top - common + log_total
-        # Beside the largest logit, whose exponential is 1: exact where all others add up to little.
+        # The slice of the largest logit contributes exp(x) - 1, and log1p adds the 1: exact where the others are tiny.
         largest = torch.arange(len(top), device=top.device)[:, None] == top.argmax(0)
         joined += [common, torch.where(largest, shares.expm1(), shares.exp()).sum(0).log1p()]
         log_w.append(shares - joined[-1])
@@ -260,7 +264,7 @@ def join_slices(
 
 
 def _join_outcomes(part: Slice, ids: Tensor, outcomes: Tensor, log_total: Tensor | None, log_w: Tensor) -> Tensor:
-    """The outcomes ``[N, M, k + 1]`` of a whole head: an id is in one slice, the other tokens are in all."""
+    """The outcomes ``[N, M, k + 1]`` of the whole vocabulary. Each id is in one slice, the other tokens in all."""
     assert log_total is not None
     here = pad((ids >= 0) & (ids < part.size), (0, 1), value=True)
     own = outcomes.masked_fill(~here | log_total.isneginf().view(-1, 1, 1), -torch.inf)
@@ -270,16 +274,16 @@ def _join_outcomes(part: Slice, ids: Tensor, outcomes: Tensor, log_total: Tensor
 
 
 def _weighted_mean(log_w: Tensor, values: Tensor) -> Tensor:
-    """``sum w values`` over the slices, where 0 times anything is 0; ``[R, N]`` to ``[N]``."""
+    """``sum w values`` over the slices, with ``0 * NaN = 0``, ``[R, N]`` to ``[N]``."""
     w = log_w.exp()
     return (w * values).masked_fill(w == 0, 0.0).sum(0)
 
 
 def join_top_k(part: Slice, k: int, own: TopKOutput, log_sum: Tensor, targets: Tensor | None = None) -> TopKOutput:
-    """The top ``k`` of a whole head, from this rank's slice and the log-sum-exp of its logits ``[N]``.
+    """The top ``k`` of the whole vocabulary, from this rank's slice and the log-sum-exp of its logits ``[N]``.
 
-    ``targets`` count from the slice's first token. The tail joins the slices' tails and their candidates that are not among
-    the ``k``.
+    ``targets`` are relative to the first token of the slice. The tail consists of the slices' tails and of their candidates
+    that are not among the ``k``.
     """
     lacking = (0, k - own.indices.shape[1])  # a slice may hold fewer than k tokens
     log_probs = pad(own.log_probs, lacking, value=-torch.inf)
@@ -291,7 +295,7 @@ def join_top_k(part: Slice, k: int, own: TopKOutput, log_sum: Tensor, targets: T
     indices = pad(own.indices + part.first, lacking)
     values, tokens = part.gather(sent).transpose(0, 1), part.gather(indices).transpose(0, 1)  # [N, R, ...]
     log_w = values[:, :, -1:] - values[:, :, -1:].logsumexp(1, keepdim=True)
-    # All of a slice without a possible token is NaN.
+    # A slice without a possible token has only NaN.
     values = (values[:, :, :-1] + log_w).masked_fill(log_w.isneginf(), -torch.inf)
     log_probs, order = values[:, :, :-2].flatten(1).sort(dim=-1, descending=True, stable=True)
     tail = torch.cat([values[:, :, -2], log_probs[:, k:]], -1).logsumexp(-1)

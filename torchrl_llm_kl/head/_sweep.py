@@ -1,4 +1,7 @@
-"""Forward sweeps over tiles of positions x vocabulary: online log-sum-exp and top-k."""
+"""Sweeps over tiles of positions x vocabulary: online log-sum-exp, top-k, and the gradients.
+
+The forward saves the sums over the vocabulary, so each tile of the backward yields final log-probs directly.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,16 @@ from torch import Tensor
 
 from torchrl_llm_kl._numerics import wide_dtype
 from torchrl_llm_kl._private import onednn_linear
-from torchrl_llm_kl.head._support import WHOLE, local_index
 from torchrl_llm_kl.head._tiles import (
     LOG_ZERO,
     NO_TOKENS,
+    WHOLE,
     Head,
     Plan,
     Result,
     Tokens,
     TopKOutput,
+    local_index,
     log_ratio_to_mixture,
     rest_of,
     support_of,
@@ -35,10 +39,10 @@ def forward_sweep(
     """All requested results of one or two heads, in one pass over the vocabulary.
 
     Returns:
-        The result, whose ``kl`` is None for one head; and the statistics that backward needs besides, ``[N]`` each: of
-        each head the largest logit and the log of the sum of exponentials relative to it, then, with a mixture, the KL
-        of each head to it, then, with a truncation, the floor of the policy's logits. Then the logits of the first tiles,
-        of each head, in at most ``keep`` bytes.
+        The result, and a list of tensors for the backward. ``kl`` is None for one head. The list begins with the statistics,
+        ``[N]`` each: for each head the largest logit and the log of the sum of exponentials relative to it; with a mixture the
+        KL of each head to it; with a truncation the floor of the policy's logits. Then follow the logits of the first tiles,
+        of all heads for each tile, in at most ``keep`` bytes.
     """
     count, pair = len(heads), len(heads) == 2
     states = [Softmax(head) for head in heads]
@@ -62,7 +66,7 @@ def forward_sweep(
                 listed.absorb(logits[0], rows, cols, scratch)
             if plan.entropy or pair:
                 for tile, joint in zip(logits, joints, strict=True):
-                    tile.sub_(joint.top.unsqueeze(-1))  # the largest first: small numbers keep their digits
+                    tile.sub_(joint.top.unsqueeze(-1))  # first, so that small numbers keep digits
             if plan.entropy:
                 torch.clamp(logits[0], min=LOG_ZERO, out=scratch)
                 moment[rows] = joints[0].merge(moment[rows], scratch.mul_(probs[0]).sum(-1))
@@ -88,7 +92,7 @@ def _results_of(
 ) -> tuple[Result, list[Tensor]]:
     log_totals = [state.log_total() for state in states]
     statistics = [t for state, log_total in zip(states, log_totals, strict=True) for t in (state.top, log_total)]
-    # The difference of logits first: it is exact where the logits are large.
+    # Subtract the largest logit first: the difference of two large logits is exact.
     log_probs: list[Tensor | None] = [None, None]
     if chosen:
         log_probs[: len(states)] = [s.chosen - s.top - total for s, total in zip(states, log_totals, strict=True)]
@@ -99,16 +103,16 @@ def _results_of(
         statistics += kls
     elif len(states) == 2:
         a, b = plan.weighing, 1 - plan.weighing
-        # The log of a ratio near 1 is more exact than the difference of two logs.
+        # One log1p of the ratio, since a difference of two logs loses digits where the ratio is near 1.
         kl = kls[a] / states[a].total - ((states[a].rest - states[b].rest) / states[b].total).log1p()
     return Result(kl, log_probs[0], log_probs[1], entropy, None), statistics
 
 
 class Softmax:
-    """Largest logit, sum of the other exponentials relative to it and the targets' logits of one head, so far; ``[N]`` each.
+    """The running softmax of one head: the largest logit, the sum of the other exponentials, the targets' logits, ``[N]`` each.
 
-    The sum leaves out the largest logit, whose exponential is 1: with it, all others would be lost where they add up to less
-    than a rounding error, and with them the log-prob ``-log1p(rest)`` of a token that is nearly certain.
+    Exponentials are relative to the largest logit. The sum leaves out that logit's exponential, which is 1. Beside it the
+    others could be lost to rounding, and with them the log-prob ``-log1p(rest)`` of a token that is nearly certain.
     """
 
     def __init__(self, head: Head) -> None:
@@ -118,21 +122,24 @@ class Softmax:
 
     @property
     def total(self) -> Tensor:
-        """The sum with the largest logit; 0 without a possible token."""
+        """The sum that includes the largest logit. It is 0 if no token is possible."""
         return self.rest + 1.0
 
     def log_total(self, rows: slice | None = None) -> Tensor:
-        """The log of :attr:`total`, at all positions or some ``rows``; it keeps its digits near 0."""
+        """The log of :attr:`total` at all positions or some ``rows``. It keeps its digits near 0."""
         return (self.rest if rows is None else self.rest[rows]).log1p()
 
     def choose(self, logits: Tensor, targets: Tensor, rows: slice, cols: slice) -> None:
-        """Pick the targets' logits from a tile, where they are rounded as those in the sum are."""
+        """Read the targets' logits from a tile, so that they have the rounding of those in the sum."""
         index, inside = local_index(targets, cols)
         chosen = logits.gather(1, index.unsqueeze(1)).squeeze(1)
         torch.where(inside, chosen, self.chosen[rows], out=self.chosen[rows])
 
     def absorb(self, logits: Tensor, prob: Tensor, rows: slice, *, first: bool) -> _Joint:
-        """Add a tile, the ``first`` of its rows or not, and fill ``prob`` with its softmax: NaN without a possible token."""
+        """Add a tile, and fill ``prob`` with its softmax, which is NaN if no token is possible.
+
+        ``first`` says whether the tile is the first one of its rows.
+        """
         torch.softmax(logits, -1, out=prob)
         top = logits.amax(-1)
         rest = rest_of(prob, None if first else top >= self.top[rows])
@@ -144,14 +151,14 @@ class Softmax:
         common = torch.maximum(self.top[rows], top)
         old, shifts = self.rest[rows].clone(), (self.top[rows] - common, top - common)
         decays = [shift.exp() for shift in shifts]
-        # One decay is 1, that of the common top: the other part brings its own top too.
+        # The part with the common maximum has decay 1. The other part also adds its own maximum, with its decay.
         self.rest[rows] = old * decays[0] + rest * decays[1] + torch.minimum(*decays)
         self.top[rows] = common
         return _Joint(top, rest + 1.0, old + 1.0, shifts)
 
 
 class _ListedLogits:
-    """The logits of listed ids ``[N, M, k]``, and of each list the sum of the exponentials of all other logits, so far."""
+    """The running logits of listed ids ``[N, M, k]``, and for each list the sum of exponentials of all other logits."""
 
     def __init__(self, head: Head, ids: Tensor) -> None:
         self.ids = ids
@@ -160,7 +167,7 @@ class _ListedLogits:
         self.total = torch.zeros_like(self.top)
 
     def absorb(self, logits: Tensor, rows: slice, cols: slice, scratch: Tensor) -> None:
-        """Add a tile ``[n, v]``, which stays as it is."""
+        """Add a tile ``[n, v]``, which is not changed."""
         index, inside = local_index(self.ids[rows].flatten(1), cols)
         chosen = torch.where(inside, logits.gather(1, index), self.chosen[rows].flatten(1))
         self.chosen[rows] = chosen.view_as(self.chosen[rows])
@@ -169,7 +176,7 @@ class _ListedLogits:
             _add_exponentials(self.top[rows, i], self.total[rows, i], outside)
 
     def log_probs(self, top: Tensor, log_total: Tensor) -> Tensor:
-        """Of the ids, ``-inf`` for a negative one, and last of all other tokens; ``[N, M, k + 1]``."""
+        """Log-probs of the ids, ``-inf`` for negative ones, and then of all other tokens together, ``[N, M, k + 1]``."""
         logits = torch.cat([self.chosen, self.top.unsqueeze(-1)], -1)
         log_probs = logits - top.view(-1, 1, 1) - log_total.view(-1, 1, 1)
         log_probs[..., -1] += self.total.log()
@@ -178,15 +185,15 @@ class _ListedLogits:
 
 
 class _Joint(NamedTuple):
-    """Joins sums over earlier tiles (old) and this one (new), each relative to its own maximum; ``[n]`` each."""
+    """Joins sums over earlier tiles (old) and over this one (new), each relative to its own maximum, ``[n]`` each."""
 
     top: Tensor  # this tile's maximum
-    new: Tensor  # sums of exponentials
-    old: Tensor | None = None  # without earlier tiles
-    shifts: tuple[Tensor, ...] = ()  # maxima, old and new, minus the common one
+    new: Tensor  # sum of exponentials of this tile
+    old: Tensor | None = None  # sum of exponentials of earlier tiles, or None for the first tile
+    shifts: tuple[Tensor, ...] = ()  # old and new maximum minus the common maximum
 
     def merge(self, old: Tensor, new_mean: Tensor, other: _Joint | None = None) -> Tensor:
-        """Join sums of ``exp(x - top) d``: ``d`` is ``x - top``, minus the ``other`` head's if that is given."""
+        """Join sums of ``exp(x - top) d``. ``d`` is ``x - top``, minus the ``other`` head's ``x - top`` if that is given."""
         new, shifts = new_mean * self.new, self.shifts
         if self.old is None:
             return new
@@ -197,7 +204,7 @@ class _Joint(NamedTuple):
 
 
 def _decayed(value: Tensor, shift: Tensor) -> Tensor:
-    """``exp(shift) * value``, 0 where the factor is: the mean of a tile without a possible token is NaN."""
+    """``exp(shift) * value``. A factor of 0 gives 0 even for NaN, the mean of a tile without a possible token."""
     decay = shift.exp()
     return (value * decay).masked_fill_(decay == 0, 0.0)
 
@@ -207,13 +214,13 @@ def _decayed(value: Tensor, shift: Tensor) -> Tensor:
 
 @torch.no_grad()
 def top_k_sweep(head: Head, k: int, chunk: tuple[int, int], targets: Tensor | None = None) -> tuple[TopKOutput, Tensor]:
-    """The top ``k``, and the log-sum-exp of all logits; ``[N]``."""
+    """The top ``k``, and the log-sum-exp of all logits, ``[N]``."""
     values = head.hidden.new_empty(head.hidden.shape[0], k, dtype=head.wide)
     indices = values.new_empty(values.shape, dtype=torch.long)
     tail_top, tail = head.per_position(torch.finfo(head.wide).min), head.per_position(0.0)
-    softmax = Softmax(head)  # only for the targets' logits
+    softmax = Softmax(head)  # used only for the targets' logits
     with torch.autocast(head.hidden.device.type, enabled=False):
-        # The first tile fills all k places.
+        # The first tile has at least k tokens, so it fills all k places.
         for rows, cols, _, (logits,), _ in tiles((chunk[0], max(chunk[1], k)), [head], 0):
             if targets is not None:
                 softmax.choose(logits, targets[rows], rows, cols)
@@ -236,7 +243,7 @@ def top_k_sweep(head: Head, k: int, chunk: tuple[int, int], targets: Tensor | No
 
 
 def _add_exponentials(top: Tensor, total: Tensor, values: Tensor) -> None:
-    """Add ``exp(values)`` to ``total``, both relative to ``top``; in place, ``values`` too."""
+    """Add ``exp(values)`` to ``total``, which is relative to ``top``. Changes all three in place."""
     if values.shape[1] == 0:
         return
     common = torch.maximum(top, values.amax(-1))
@@ -256,9 +263,9 @@ def backward_sweep(
     grads: Sequence[Tensor | None],
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients of hidden states, weight and bias of each head; None where not ``needed``.
+    """Gradients of hidden states, weight and bias of each head, or None where not ``needed``.
 
-    ``grads`` belong to the fields of forward's ``result``, None for zero. ``statistics`` are all else that forward returned.
+    ``grads`` are the gradients of the fields of ``result``, None for zero. ``statistics`` is the list from the forward.
     """
     if not any(needed):
         return [None] * len(needed)
@@ -266,7 +273,7 @@ def backward_sweep(
     count = plan.statistics(len(heads))
     statistics, kept = statistics[:count], statistics[count:]
     if of_kl is None and len(heads) == 2 and not plan.ref_kept:
-        # Without a KL the heads are independent: one sweep each, with the buffers of one.
+        # Without a gradient of the KL the heads are independent. One sweep per head takes only the buffers of one head.
         of_policy = (None, of_log_prob, None, of_entropy, of_outcomes)
         of_ref = (None, of_ref_log_prob, None, None, None)
         floor = statistics[count - plan.truncation.active :]
@@ -281,10 +288,13 @@ def backward_sweep(
     if plan.mixture and len(heads) == 2:
         kls = statistics[4:6]
     support = support_of(plan, tokens, statistics[-1], find=False)
-    per_position = (tokens.targets, result.log_prob, result.ref_log_prob, result.entropy, *kls, *grads[:4])
+    per_position = [
+        (tokens.targets, result.log_prob, result.entropy, kls[0], of_kl, of_log_prob, of_entropy),
+        (tokens.targets, result.ref_log_prob, None, kls[1], of_kl, of_ref_log_prob, None),
+    ]
     listed = None
     if of_outcomes is not None and tokens.ids is not None and result.outcomes is not None:
-        # An outcome without probability keeps none: -inf has no slope.
+        # The log-prob -inf of an outcome of probability 0 is constant, so it has no gradient.
         listed = _ListedGradients(tokens.ids, result.outcomes, of_outcomes.masked_fill(result.outcomes.isneginf(), 0.0))
     with torch.autocast(heads[0].hidden.device.type, enabled=False):
         for rows, cols, columns, logits, (*spare, out, scratch) in tiles(
@@ -293,39 +303,35 @@ def backward_sweep(
             sides = [_Side(logits[i], *spare[2 * i : 2 * i + 2]) for i in range(len(heads))]
             for i, head in enumerate(heads):
                 sides[i].normalise(head, statistics[2 * i : 2 * i + 2], rows)
-            columns_of = (None if t is None else t[rows].unsqueeze(-1) for t in per_position)
-            row = _Row._make([*columns_of, None if listed is None else listed.rows(rows)])
             for i, head in enumerate(heads):
                 if gradients[i].needed:
+                    columns_of = (None if t is None else t[rows].unsqueeze(-1) for t in per_position[i])
+                    row = _Row._make([*columns_of, None if listed is None or i else listed.rows(rows)])
                     _product_gradient(plan, head, sides, i, row, cols, out, scratch)
                     gradients[i].add(rows, cols, out, columns[i][0])
     return [each for gradient in gradients for each in gradient.results()]
 
 
 def empty_gradients(heads: list[Head], needed: Sequence[bool]) -> list[Tensor | None]:
-    """Uninitialised tensors in the form of :func:`backward_sweep`'s result."""
+    """Uninitialized tensors in the form of :func:`backward_sweep`'s result."""
     return [g for i, head in enumerate(heads) for g in _HeadGradient(head, needed[3 * i : 3 * i + 3]).results()]
 
 
 class _Row(NamedTuple):
-    """Values of the positions of a tile and the gradients of the results there, as columns ``[n, 1]``."""
+    """The results of one head at the positions of a tile, and their gradients (``of_...``), as columns ``[n, 1]``."""
 
     targets: Tensor | None
     log_prob: Tensor | None
-    ref_log_prob: Tensor | None
     entropy: Tensor | None
-    # The KL that the probabilities of each head weigh, to the other head or to the mixture; None for none.
-    kl: Tensor | None
-    ref_kl: Tensor | None
+    kl: Tensor | None  # the KL weighted by this head's probabilities
     of_kl: Tensor | None
     of_log_prob: Tensor | None
-    of_ref_log_prob: Tensor | None
     of_entropy: Tensor | None
-    listed: _ListedGradients | None  # the policy's
+    listed: _ListedGradients | None
 
 
 class _ListedGradients(NamedTuple):
-    """Listed ids ``[n, M, k]``, the log-probs of them and of all other tokens, and their gradients; ``[n, M, k + 1]``."""
+    """Listed ids ``[n, M, k]``, and the log-probs of these and of all other tokens with gradients, ``[n, M, k + 1]`` each."""
 
     ids: Tensor
     log_probs: Tensor
@@ -335,7 +341,7 @@ class _ListedGradients(NamedTuple):
         return _ListedGradients._make(t[rows] for t in self)
 
     def add_others(self, side: _Side, cols: slice, out: Tensor, scratch: Tensor) -> None:
-        """Add to ``out [n, v]`` what the others' log-prob adds: each token's share of their probability."""
+        """Add to ``out [n, v]`` the gradient of the other tokens' log-prob: each token's share of their probability."""
         lowest = torch.finfo(out.dtype).min
         for i in range(self.ids.shape[1]):
             others, gradient = self.log_probs[:, i, -1:].clamp(min=lowest), self.grads[:, i, -1:]
@@ -349,7 +355,7 @@ class _ListedGradients(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """One head's tile: log-probs, probabilities and, with a soft cap, ``1 - tanh ** 2``; ``[n, v]`` each."""
+    """One head in a tile: log-probs, probabilities and, with a soft cap, ``1 - tanh ** 2``, ``[n, v]`` each."""
 
     log_prob: Tensor
     prob: Tensor
@@ -358,7 +364,7 @@ class _Side(NamedTuple):
     def normalise(self, head: Head, statistics: Sequence[Tensor], rows: slice) -> None:
         """Turn the logits in ``log_prob`` into log-probs, and fill the rest."""
         if head.soft_cap is not None:
-            torch.div(self.log_prob, head.gain, out=self.bend).clamp_(min=-1.0)  # -inf: a token that was ruled out
+            torch.div(self.log_prob, head.gain, out=self.bend).clamp_(min=-1.0)  # -inf of an excluded token
             torch.square(self.bend, out=self.bend).neg_().add_(1.0)
         for statistic in statistics:
             self.log_prob.sub_(statistic[rows].unsqueeze(-1))
@@ -370,14 +376,18 @@ def _product_gradient(
 ) -> None:
     """Fill ``out`` with the gradient of head ``i``'s products.
 
-    Of the logits first. With ``p`` the softmax: ``-p``, and ``1 - p`` at the target, for a log-prob; ``-p (log p + H)`` for the
-    entropy ``H``. For a KL that ``p`` weighs ``p (log p - log m - KL)``, where ``m`` is the other head's distribution or
-    the mixture: the movement of the mixture itself cancels in the sum of both heads' KLs. For a KL that only the other
-    head's ``q`` weighs ``p - q``. For the log-prob of a set of tokens ``-p``, and each token's share of the set inside it.
-    Then back through temperature, soft cap and scale.
+    First the gradient of the logits, with ``p`` the softmax:
+
+    - of a log-prob: ``-p``, and ``1 - p`` at the target;
+    - of the entropy ``H``: ``-p (log p + H)``;
+    - of a KL weighted by ``p``: ``p (log p - log m - KL)``, where ``m`` is the other head's distribution or the mixture. The
+      dependence of the mixture on ``p`` cancels in the sum of both heads' KLs;
+    - of a KL weighted by the other head's ``q``: ``p - q``;
+    - of the log-prob of a set of tokens: ``-p``, plus each token's share of the set inside it.
+
+    Then it goes back through temperature, soft cap and scale.
     """
-    side, of_log_prob, own = sides[i], (row.of_log_prob, row.of_ref_log_prob)[i], (row.kl, row.ref_kl)[i]
-    listed = None if i else row.listed
+    side, of_log_prob, own, listed = sides[i], row.of_log_prob, row.kl, row.listed
     out.zero_()
     index = inside = None
     if of_log_prob is not None and row.targets is not None:
@@ -386,7 +396,7 @@ def _product_gradient(
         out.scatter_(1, index, out.gather(1, index).masked_fill_(inside, 0.0))
     if listed is not None:
         out.sub_(listed.grads.sum((1, 2)).unsqueeze(-1))
-    if i == 0 and row.of_entropy is not None and row.entropy is not None:
+    if row.of_entropy is not None and row.entropy is not None:
         torch.clamp(side.log_prob, min=LOG_ZERO, out=scratch).add_(row.entropy)
         out.sub_(scratch.mul_(row.of_entropy))
     if row.of_kl is not None and own is not None:
@@ -398,11 +408,9 @@ def _product_gradient(
     out.mul_(side.prob)
     if row.of_kl is not None and own is None:
         out.add_(_prob_difference(side, sides[1 - i], scratch).mul_(row.of_kl))
-    if index is not None and inside is not None and of_log_prob is not None:
-        log_prob = (row.log_prob, row.ref_log_prob)[i]
-        assert log_prob is not None
-        # 1 - p from the log-prob: of a token that is nearly certain, p rounds to 1.
-        out.scatter_add_(1, index, torch.where(inside, of_log_prob * -log_prob.expm1(), 0.0))
+    if index is not None and inside is not None and of_log_prob is not None and row.log_prob is not None:
+        # 1 - p from the log-prob, since the p of a nearly certain token rounds to 1.
+        out.scatter_add_(1, index, torch.where(inside, of_log_prob * -row.log_prob.expm1(), 0.0))
     if listed is not None:
         listed.add_others(side, cols, out, scratch)
         listed.add_ids(cols, out)
@@ -413,9 +421,9 @@ def _product_gradient(
 
 
 def _prob_difference(side: _Side, other: _Side, out: Tensor) -> Tensor:
-    """``p - q``, in ``out [n, v]``; from the log-probs where both may round to 1."""
+    """Fill ``out [n, v]`` with ``p - q``. Where both may round to 1 it comes from the log-probs."""
     torch.sub(side.prob, other.prob, out=out)
-    rows = None  # On an accelerator all: to choose some would be a host sync.
+    rows = None  # all rows on an accelerator, where selecting some would be a host sync
     if out.device.type == "cpu":
         rows = (side.prob.amax(-1) > 0.9).nonzero().squeeze(1)
     prob, log_p, log_q, some = (x if rows is None else x[rows] for x in (side.prob, side.log_prob, other.log_prob, out))
@@ -425,14 +433,14 @@ def _prob_difference(side: _Side, other: _Side, out: Tensor) -> Tensor:
 
 
 class _HeadGradient:
-    """Gradients of one head's hidden states, weight and bias, summed in float32 or wider; None if not needed."""
+    """Sums the gradients of one head's hidden states, weight and bias in float32 or wider, or None if not needed."""
 
     def __init__(self, head: Head, needed: Sequence[bool]) -> None:
         self.head = head
         hidden, weight, bias = (t if need else None for t, need in zip(head[:3], needed, strict=True))
-        # Uninitialised: the first tile to reach an element writes it. No tile has written them without positions.
+        # Uninitialized, since the first tile of an element writes it. Without positions no tile does, hence the zeros.
         new = torch.empty_like if head.hidden.shape[0] else torch.zeros_like
-        # Without a weight each element has one tile; hidden states and biases otherwise have many, which are summed.
+        # Several tiles add to each element of hidden states and bias if there is a weight. Else each element has one tile.
         summed = head.weight is not None
         self.hidden, self.bias = (
             None if t is None else new(t, dtype=wide_dtype(t.dtype) if summed else t.dtype) for t in (hidden, bias)
@@ -445,7 +453,7 @@ class _HeadGradient:
         return any(t is not None for t in (self.hidden, self.weight, self.bias))
 
     def add(self, rows: slice, cols: slice, gradient: Tensor, weight: Tensor | None) -> None:
-        """Propagate the gradient ``[n, v]`` of a tile's products; ``weight [v, H]`` belongs to its tokens."""
+        """Propagate the gradient ``[n, v]`` of a tile's products. ``weight [v, H]`` is the weight of its tokens."""
         if weight is None:
             assert self.hidden is not None
             self.hidden[rows, cols] = gradient
@@ -461,7 +469,7 @@ class _HeadGradient:
                 _accumulate(self.hidden[rows], product, cols.start == 0)
         if self.weight is not None:
             if rows.start == 0:
-                # Tiles of the same tokens are consecutive, so a few rows in float32 are enough.
+                # Tiles of the same tokens are consecutive, so a float32 buffer for their rows of the weight is enough.
                 part = self.weight[cols]
                 wide = wide_dtype(part.dtype)
                 self._columns = part if part.dtype == wide else torch.empty_like(part, dtype=wide)
@@ -472,7 +480,7 @@ class _HeadGradient:
                 self.weight[cols] = self._columns.to(self.weight.dtype)
 
     def results(self) -> list[Tensor | None]:
-        """The gradients in the dtypes of hidden states, weight and bias."""
+        """The gradients, converted to the dtypes of hidden states, weight and bias."""
         gradients = (self.hidden, self.weight, self.bias)
         return [g if g is None or t is None else g.to(t.dtype) for g, t in zip(gradients, self.head[:3], strict=True)]
 

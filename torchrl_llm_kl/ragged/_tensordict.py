@@ -1,9 +1,9 @@
 """Read and write variable-length entries of TensorDicts: dense, nested, or leaves of a lazy stack.
 
-The last section handles the elements of a lazy stack ("nodes", one row each) together, one level of nesting at a time.
-A public method of a TensorDict takes about a microsecond, and a batch of 256 rows would need thousands of calls. Plain
-TensorDicts are therefore read, copied and written through their attributes in tensordict 0.14. Other kinds of nodes, and
-versions with other attributes, go through the public methods, with the same result.
+The last section handles all elements of a lazy stack ("nodes", one row each) together, one level of nesting at a time. A
+public method of a TensorDict takes about a microsecond, and a batch of 256 rows would need thousands of calls. So plain
+TensorDicts are read, copied and written through their attributes in tensordict 0.14. Other kinds of nodes, and releases with
+other attributes, use the public methods, with the same result.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from torchrl_llm_kl._numerics import to_host
 from torchrl_llm_kl._private import nested_sizes, part_of_class
 from torchrl_llm_kl.ragged._ragged import Container, Dense, Ragged, Rows, same_rows, split_rows
 
-#: An entry or an element as TensorDict returns it: a tensor, a TensorDict, a tensorclass or non-tensor data. Its annotations
-#: contradict one another, so none is used.
+#: An entry or an element as TensorDict returns it: a tensor, a TensorDict, a tensorclass or non-tensor data. tensordict's own
+#: annotations contradict one another, so the type is Any.
 Node: TypeAlias = Any
 # Names of nested TensorDicts, level by level.
 _Tree = dict[str, "_Tree"]
 
 
 class EntryTypeError(TypeError):
-    """An entry of a TensorDict holds data of another type than is read from it."""
+    """An entry of a TensorDict has data of an unexpected type."""
 
 
 # ------------------------------------------------------------------ reading
 
 
 def read_column(td: TensorDictBase, key: NestedKey) -> Node | None:
-    """Read an entry of a TensorDict of any batch size; None if any element lacks it.
+    """Read an entry of a TensorDict of any batch size, or None if any element lacks it.
 
-    From a lazy stack (``td`` or a parent of the entry) the result is a :class:`list` with one value per element of the
-    batch in row-major order, else a tensor (dense or nested) or non-tensor data as TensorDict returns it. A parent that
+    If ``td`` or a parent of the entry is a lazy stack, the result is a :class:`list` with one value per element of the batch,
+    in row-major order. Otherwise it is a tensor (dense or nested) or non-tensor data, as TensorDict returns it. A parent that
     is not a TensorDict raises a TypeError.
 
     Example:
@@ -70,7 +70,7 @@ def _names_of(key: NestedKey) -> tuple[str, ...]:
 
 
 def _read_stack(td: LazyStackedTensorDict, path: tuple[str, ...]) -> list[Node] | None:
-    if td.batch_dims == 1:  # each element is a row
+    if td.batch_dims == 1:  # each element is one row
         return _read_rows(td.tensordicts, path) or None
     parts = []
     for sub in map(node_of, td.tensordicts):
@@ -78,7 +78,7 @@ def _read_stack(td: LazyStackedTensorDict, path: tuple[str, ...]) -> list[Node] 
         if part is None:
             return None
         parts.append(part if isinstance(part, list) else unbind_rows(part, sub.batch_size))
-    # Row-major order: each index of the dimensions before the stack dimension takes an equal share of every part.
+    # Row-major order: for each index of the dimensions before the stack dimension, take an equal share of every part.
     outer = td.batch_size[: td.stack_dim].numel()
     shares = [len(part) // outer for part in parts] if outer else []
     return [
@@ -87,7 +87,7 @@ def _read_stack(td: LazyStackedTensorDict, path: tuple[str, ...]) -> list[Node] 
 
 
 def unbind_rows(value: Node, batch_size: torch.Size) -> list[Node]:
-    """The rows of an entry of a TensorDict that is no lazy stack, in row-major order."""
+    """The rows of an entry of a dense TensorDict, in row-major order."""
     if not isinstance(value, Tensor):
         return [value[index] for index in product(*map(range, batch_size))]
     if not value.is_nested:
@@ -96,7 +96,7 @@ def unbind_rows(value: Node, batch_size: torch.Size) -> list[Node]:
 
 
 def read_node(td: TensorDictBase, name: str) -> TensorDictBase | None:
-    """Read the TensorDict under ``name``, from a lazy stack as a new lazy stack; None if any element lacks it.
+    """Read the TensorDict under ``name``, or None if any element lacks it. From a lazy stack the result is a new lazy stack.
 
     Example:
         >>> read_node(TensorDict(next=TensorDict(x=torch.ones(2))), "next")["x"]
@@ -112,7 +112,7 @@ def read_node(td: TensorDictBase, name: str) -> TensorDictBase | None:
 
 
 def has_entry(td: TensorDictBase, key: NestedKey) -> bool:
-    """Whether every element of ``td`` has the entry, and it is not None.
+    """Whether every element of ``td`` has the entry, with another value than None.
 
     Example:
         >>> has_entry(lazy_stack([TensorDict(x=torch.ones(1)), TensorDict()]), "x")
@@ -124,8 +124,8 @@ def has_entry(td: TensorDictBase, key: NestedKey) -> bool:
 def read_ragged(td: TensorDictBase, key: NestedKey, mask_key: NestedKey | None = None) -> Ragged | None:
     """Read a variable-length entry ``[*B, (T), *F]``: dense (padded), nested, or the leaves of a lazy stack.
 
-    ``mask_key`` is a boolean entry with rows of equal lengths (else a ValueError): True where ``key`` holds a value,
-    False at padding. It is ignored if ``td`` lacks it; nested data needs none. Returns None if ``key`` is missing.
+    ``mask_key`` is a boolean entry, True where ``key`` has a value and False at padding. Rows of different lengths raise a
+    ValueError. It is ignored if ``td`` lacks it, and nested data needs none. Returns None if ``key`` is missing.
 
     Example:
         >>> td = TensorDict(x=torch.tensor([[5, 0], [6, 7]]), mask=torch.tensor([[True, False], [True, True]]))
@@ -164,10 +164,11 @@ def _from_column(value: Node, batch_size: torch.Size, key: object) -> Ragged:
 
 
 def on_host(td: TensorDictBase, keys: Sequence[NestedKey], *others: Tensor) -> tuple[Any, ...]:
-    """Return ``td`` with the entries ``keys`` on the CPU, itself if they are there and else a shallow copy; then ``others``.
+    """Return ``td`` with the entries ``keys`` on the CPU, and then the tensors ``others`` on the CPU.
 
-    All come in one copy, a single host synchronisation. Entries that are missing or no tensors are left as they are. Where the
-    first tensors are on the CPU, all are taken to be.
+    ``td`` itself is returned if its entries are there, else a shallow copy. Everything comes in one copy, a single host
+    synchronization. Entries that are missing or are not tensors stay as they are. If the first entry with tensors is on the
+    CPU, the later ones are assumed to be there too.
 
     Example:
         >>> td = TensorDict(x=torch.ones(2))
@@ -196,7 +197,7 @@ def on_host(td: TensorDictBase, keys: Sequence[NestedKey], *others: Tensor) -> t
 
 
 def _is_away(value: Node) -> bool:
-    """Whether a column holds tensors on an accelerator."""
+    """Whether a column consists of tensors, some of them on an accelerator."""
     rows = value if isinstance(value, list) else [value]
     return all(isinstance(row, Tensor) for row in rows) and any(row.device.type != "cpu" for row in rows)
 
@@ -213,7 +214,7 @@ def _buffers(value: Node) -> list[Tensor]:
 
 
 def _rebuilt(value: Tensor, *buffers: Tensor) -> Tensor:
-    """The form of ``value`` with other buffers."""
+    """Rebuild the form of ``value`` from other buffers."""
     if not value.is_nested:
         return buffers[0]
     if value.layout != torch.strided:
@@ -228,10 +229,10 @@ def _rebuilt(value: Tensor, *buffers: Tensor) -> Tensor:
 
 
 def write_ragged(td: TensorDictBase, key: NestedKey, slots: Tensor, container: Container) -> TensorDictBase:
-    """Write ``slots [M, *F]``, one value per slot of ``container``, under ``key`` in the form of the container.
+    """Write ``slots [M, *F]``, one per slot of ``container``, under ``key`` in the form of the container.
 
-    A lazy stack gets one row per leaf, a dense TensorDict a dense or nested tensor. Returns ``td``, changed in place,
-    unless it is dense, has several batch dimensions and cannot hold ragged rows: then a lazy stack that replaces it.
+    A lazy stack gets one row per leaf, a dense TensorDict a dense or nested tensor. ``td`` is changed in place and returned. A
+    dense ``td`` with several batch dimensions cannot hold ragged rows: then the result is a lazy stack that replaces it.
 
     Example:
         >>> td = lazy_stack([TensorDict(), TensorDict()])
@@ -267,7 +268,7 @@ def _lazy(td: TensorDictBase) -> TensorDictBase:
 
 
 def _write_rows(td: TensorDictBase, path: tuple[str, ...], rows: Sequence[Tensor]) -> TensorDictBase:
-    """Write rows in row-major order into the leaves of ``td``; the result replaces ``td``."""
+    """Write rows in row-major order into the leaves of ``td``. The result replaces ``td``."""
     if not isinstance(td, LazyStackedTensorDict):
         if td.batch_dims == 0:
             return td.set(path, rows[0])
@@ -293,9 +294,9 @@ def _write_rows(td: TensorDictBase, path: tuple[str, ...], rows: Sequence[Tensor
 def own_leaves(td: TensorDictBase, *keys: NestedKey) -> None:
     """Replace the elements of lazy stacks in ``td``, in place, by shallow copies, so that a write changes only ``td``.
 
-    A replay buffer returns lazy stacks of the TensorDicts that it stores; entries that a transform writes into a sample
-    must not end up in the storage. ``keys`` are the entries to be written: only their parents are copied (without keys,
-    everything).
+    A replay buffer returns lazy stacks of the TensorDicts that it stores. Entries that a transform writes into a sample must
+    not end up in the storage. ``keys`` are the entries to be written, and only their parents are copied. Without keys
+    everything is copied.
 
     Example:
         >>> stored = TensorDict()
@@ -336,7 +337,7 @@ def _copies(td: LazyStackedTensorDict, tree: _Tree | None) -> list[Node]:
 
 # ------------------------------------------------------------------ the rows of a lazy stack
 
-# Whether a TensorDict has exactly the attributes that the code below reads and writes.
+# Whether this release's TensorDict has exactly the attributes that the code below reads and writes.
 _ATTRIBUTES_KNOWN = vars(TensorDict()).keys() == {"_tensordict", "_batch_size", "_device", "_td_dim_names"}
 
 
@@ -345,7 +346,7 @@ def _all_plain(nodes: Sequence[Node]) -> bool:
 
 
 def node_of(value: Node) -> Node:
-    """The TensorDict inside a tensorclass; any other value unchanged."""
+    """The TensorDict inside a tensorclass. Any other value is returned unchanged."""
     return part_of_class(value, "_tensordict") if is_tensorclass(value) and not is_non_tensor(value) else value
 
 
@@ -355,7 +356,7 @@ def fields_of(value: Node) -> dict[str, object]:
 
 
 def _read_rows(nodes: Sequence[Node], path: tuple[str, ...]) -> list[Node] | None:
-    """The entry under ``path`` of each node; None if any node lacks it."""
+    """The entry under ``path`` of each node, or None if any node lacks it."""
     above: Sequence[Node] = nodes
     entries = _children(nodes, path, 0)
     for depth in range(1, len(path)):
@@ -364,13 +365,13 @@ def _read_rows(nodes: Sequence[Node], path: tuple[str, ...]) -> list[Node] | Non
         above, entries = entries, _children(entries, path, depth)
     if entries is None or set(map(type, entries)) <= {Tensor, TensorDict}:
         return entries
-    # Non-tensor data as the public method returns it.
+    # Attributes hold non-tensor data in a wrapper. The public method returns the data itself.
     entries = [node_of(node_of(node).get(path[-1], None)) for node in above]
     return None if any(value is None for value in entries) else entries
 
 
 def _children(nodes: Sequence[Node], path: tuple[str, ...], depth: int) -> list[Node] | None:
-    """The entry ``path[depth]`` of each node, where the nodes were found under ``path[:depth]``."""
+    """The entry ``path[depth]`` of each node, or None if any node lacks it. The nodes were read from ``path[:depth]``."""
     name = path[depth]
     if _all_plain(nodes):
         try:
@@ -382,7 +383,7 @@ def _children(nodes: Sequence[Node], path: tuple[str, ...], depth: int) -> list[
 
 
 def _tensordicts(nodes: Sequence[Node], path: tuple[str, ...]) -> list[TensorDictBase]:
-    """The nodes found under ``path``, out of their tensorclasses; TypeError if one is not a TensorDict."""
+    """The nodes under ``path`` without tensorclasses around them. Raises a TypeError if one is not a TensorDict."""
     nodes = [node_of(node) for node in nodes]
     for node in nodes:
         if not isinstance(node, TensorDictBase):
@@ -391,7 +392,7 @@ def _tensordicts(nodes: Sequence[Node], path: tuple[str, ...]) -> list[TensorDic
 
 
 def _set_rows(nodes: Sequence[Node], path: tuple[str, ...], rows: Sequence[Tensor]) -> None:
-    """Set the entry under ``path`` of each node to its row, in place; missing parents are created."""
+    """Set the entry under ``path`` of each node to its row, in place. Missing parents are created."""
     *parents, last = path
     for depth, name in enumerate(parents):
         inside = _children(nodes, path, depth)
@@ -411,7 +412,7 @@ def _child_or_new(node: TensorDictBase, name: str) -> Node:
 
 
 def _copy_rows(nodes: Sequence[Node], tree: _Tree | None = None) -> list[Node]:
-    """Copies of the nodes that share their tensors; nodes inside them are copied if ``tree`` (None: all) names them."""
+    """Shallow copies of the nodes. Nodes inside them are copied if ``tree`` names them. None copies all."""
     if tree is None or not _all_plain(nodes):
         return [node.copy() if is_tensor_collection(node) else node for node in nodes]
     copies = [_shallow_copy(node) for node in nodes]
@@ -432,6 +433,6 @@ def _shallow_copy(node: TensorDict) -> TensorDict:
 
 def _restack(nodes: Sequence[Node], like: LazyStackedTensorDict) -> LazyStackedTensorDict:
     """A lazy stack of ``nodes`` along the stack dimension of ``like``."""
-    # The checks of the constructor are skipped: these nodes were stacked before.
+    # The constructor's checks are not needed, since these nodes were stacked before.
     stack = getattr(LazyStackedTensorDict, "_new_lazy_unsafe", LazyStackedTensorDict)
     return stack(*nodes, stack_dim=like.stack_dim, stack_dim_name=like.names[like.stack_dim])

@@ -74,10 +74,10 @@ class PackPiece:
     last: int  # place after its last token
     past: int  # index of the piece that it continues, -1 if that is not in this pack
     outside: list[KeysValues]  # keys and values of its prefix from earlier packs, in order
-    kept: KeysValues | None = None  # the forward appends here; None if no later pack needs them
+    kept: KeysValues | None = None  # the forward appends here, or None if no later pack needs them
 
 
-#: Gradients of keys and values from the backwards of later packs. The key is the id of the list and the attention call; the
+#: Gradients of keys and values from the backwards of later packs. A key is the id of the list and the attention call. A
 #: value is the number of the backward and the two gradients.
 Gradients = dict[tuple[int, int], tuple[int, Tensor, Tensor]]
 
@@ -91,7 +91,7 @@ class Recorded(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The arguments of an attention call; query, key and value are ``[b, heads, n, size]``."""
+    """The arguments of an attention call. Query, key and value are ``[b, heads, n, size]``."""
 
     query: Tensor
     key: Tensor
@@ -113,7 +113,7 @@ class PackLayout(Followed):
     """The pieces of a pack and the state of its forward."""
 
     pieces: list[PackPiece]  # in order, without gaps
-    gradients: Gradients | None = None  # shared by all packs of a call; None unless the body is compiled
+    gradients: Gradients | None = None  # shared by all packs of a call, or None unless the body is compiled
     recorded: dict[int, Recorded] = field(default_factory=dict)  # by attention call, until its backward
     recomputes: bool = False  # True while a checkpoint recomputes the forward
     number: int = field(default_factory=itertools.count().__next__)
@@ -152,8 +152,8 @@ class PackLayout(Followed):
             hidden = torch.full((rows, width), -torch.inf, device=like.device, dtype=like.dtype)
             mask = hidden.triu(past + 1)
             self.shared[at] = mask if window is None else mask.add_(hidden.tril_(past - window))
-        found: Tensor = self.shared[at]
-        return found
+        cached: Tensor = self.shared[at]
+        return cached
 
     def begin(self, key: Tensor, value: Tensor, window: int | None) -> int:
         """Start an attention call: keep the keys and values that later packs need, and return the number of the call."""
@@ -187,12 +187,12 @@ def pack_attention(model: nn.Module, layout: PackLayout) -> Iterator[None]:
     for module, inside in _walk(body):
         if fast and type(module) is nn.Linear and module.weight.is_cpu and "forward" not in module.__dict__:
             swaps.append((module, "forward", ABSENT, partial(_linear, module)))
-        if (found_call := compiled_call(module)) is not None and not inside:
-            swaps.append((module, *found_call, partial(_call_compiled, found_call[1], layout)))
+        if (call_attribute := compiled_call(module)) is not None and not inside:
+            swaps.append((module, *call_attribute, partial(_call_compiled, call_attribute[1], layout)))
         for name in CHECKPOINTS:
             if name in module.__dict__:
                 function = module.__dict__[name]
-                in_graph = inside or (found_call is not None and not _checkpoints_outside(module))
+                in_graph = inside or (call_attribute is not None and not _checkpoints_outside(module))
                 bound = (
                     _in_graph(function) if in_graph else partial(follow, function, layout, partial(layout.again, model))
                 )
@@ -263,7 +263,7 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls; from ``[1, heads, N, size]`` to ``[1, N, heads, size]``."""
+    """The attention function that transformers calls, from ``[1, heads, N, size]`` to ``[1, N, heads, size]``."""
     inputs = Inputs(query, key, value, s_aux, scaling, dropout, sliding_window, softcap)
     by_operator = torch.compiler.is_compiling() or _active(type(module).__name__).gradients is not None
     own_mask = (None if attention_mask is None else attention_mask.shape) != ((1, 1, 1, 1) if by_operator else None)
@@ -279,7 +279,7 @@ def _attention(
 
 
 def _active(who: str) -> PackLayout:
-    """The layout of the pack that runs in this thread; ``who`` names the caller in the error."""
+    """The layout of the pack that runs in this thread. ``who`` names the caller in the error."""
     layout = asked(_ACTIVE, "layout", PackLayout)
     if layout is not None:
         return layout
@@ -289,7 +289,7 @@ def _active(who: str) -> PackLayout:
 
 
 def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs) -> Tensor:
-    """Attend piece by piece; ``[1, heads, N, size]`` to ``[1, N, heads, size]``.
+    """Attend piece by piece, ``[1, heads, N, size]`` to ``[1, N, heads, size]``.
 
     ``past`` holds the keys and values of ``layout.outside()`` in this attention call.
     """
@@ -337,7 +337,7 @@ def _attend_at_once(layout: PackLayout, past: list[tuple[Tensor, Tensor]], input
 def _blocks(
     layout: PackLayout, query: Tensor, key: Tensor, window: int | None
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Yield blocks of queries with the range of their keys and the mask; None stands for torch's own causal mask."""
+    """Yield blocks of queries with the range of their keys and the mask. None stands for torch's own causal mask."""
     length, width = query.shape[2], key.shape[2]
     past = width - length
     if past == 0 and (window is None or length <= window):
@@ -351,7 +351,7 @@ def _blocks(
 
 
 def attend_block(inputs: Inputs, mask: Tensor | None) -> Tensor:
-    """Attention with a mask that is added to the scores; None means causal. Returns ``[b, heads, n, size]``."""
+    """Attention with a mask that is added to the scores. None means causal. Returns ``[b, heads, n, size]``."""
     query, key, value, sinks, scale, dropout, _, softcap = inputs
     if not inputs.has_own_scores:
         causal, grouped = mask is None, query.shape[1] != key.shape[1]
@@ -416,7 +416,7 @@ def _call_compiled(function: Callable[..., object], layout: PackLayout, *args: o
 
 
 def _attend_by_operator(inputs: Inputs, link: Tensor) -> Tensor:
-    """Run the attention as an operator, in a compiled graph or eagerly; else like :func:`_attend`."""
+    """Run :func:`_attend` as an operator, in a compiled graph or eagerly beside one."""
     tensors = inputs[:3]
     if link.requires_grad and not torch.is_grad_enabled():
         raise CheckpointError
@@ -536,7 +536,7 @@ def takes_varlen(query: Tensor) -> bool:
 
 
 def _attend_varlen(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs) -> Tensor:
-    """Attend to all pieces in one variable-length flash-attention call; returns ``[1, N, heads, size]``."""
+    """Attend to all pieces in one variable-length flash-attention call. Returns ``[1, N, heads, size]``."""
     query, key, value = inputs[:3]
     if "varlen" not in layout.shared:
         layout.shared["varlen"] = _varlen_index(layout, query.device)
@@ -551,7 +551,7 @@ def _attend_varlen(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs
 
 
 def _varlen_index(layout: PackLayout, device: torch.device) -> tuple[Tensor, tuple[Tensor, Tensor, int, int]]:
-    """The indices of the keys of all pieces, and the kernel's spans; the same for every layer.
+    """The indices of the keys of all pieces, and the kernel's spans. All layers share them.
 
     The spans are the cumulative numbers of queries and of keys (int32, from 0) and the largest number of each.
     """
@@ -563,7 +563,7 @@ def _varlen_index(layout: PackLayout, device: torch.device) -> tuple[Tensor, tup
 
 
 def key_index(layout: PackLayout) -> list[Tensor]:
-    """The indices of each piece's keys among all keys: those of ``layout.outside()``, then the pack's own."""
+    """The indices of each piece's keys. All keys are the ones of ``layout.outside()`` and then the pack's own."""
     span: dict[int, Tensor] = {}
     width = 0
     for kept in layout.outside():

@@ -25,7 +25,7 @@ _SAMPLERS = 4
 
 @dataclass(eq=False)
 class Segment:
-    """Consecutive tokens of one or more conversations; they follow the first ``start`` tokens of the parent segment."""
+    """Consecutive tokens of one or more conversations. They follow the first ``start`` tokens of the parent segment."""
 
     tokens: Tensor  # ids [n], on the CPU
     keys_values: KeysValues
@@ -114,7 +114,7 @@ class PrefixKVCache:
         return Cursor(segment, offset), hits
 
     def shrink(self, size: int, in_use: set[Segment] | None = None) -> bool:
-        """Evict the least recently used until at most ``size`` bytes remain; False if only segments ``in_use`` are left."""
+        """Evict the least recently used until at most ``size`` bytes remain, or False if only segments ``in_use`` are left."""
         while self.num_bytes > size:
             oldest = next(iter(self._by_use), None)
             if oldest is None or oldest in (in_use or ()):
@@ -133,7 +133,7 @@ class PrefixKVCache:
     def add(
         self, cursor: Cursor, tokens: Tensor, keys_values: KeysValues, needed: int, in_use: set[Segment]
     ) -> Segment | None:
-        """Insert ``tokens [n]`` where :meth:`walk` ended; None if they fit only by evicting segments ``in_use``."""
+        """Insert ``tokens [n]`` where :meth:`walk` ended, or None if they fit only by evicting segments ``in_use``."""
         segment = Segment(tokens.clone(), keys_values, needed, parent=cursor.segment, start=cursor.offset)
         self.touch(cursor)
         before = {held for held, _ in cursor.spans()}
@@ -162,11 +162,11 @@ class CacheLookup:
     If ``values`` is False, no score is read from the cache, because more than log-probs is requested.
 
     Attributes:
-        scored: the request's mask without the tokens whose log-prob is cached; ``[N]``.
-        cached: number of leading tokens of each node that need no forward; ``[M]``. It can be less than the cache holds,
+        scored: the request's mask without the tokens whose log-prob is cached, ``[N]``.
+        cached: number of leading tokens of each node that need no forward, ``[M]``. It can be less than the cache holds,
             where a requested log-prob needs the hidden state of a cached token.
-        element: scored tokens whose log-prob is cached; ``[L]``.
-        values: their log-probs; ``[L]``.
+        element: scored tokens whose log-prob is cached, ``[L]``.
+        values: their log-probs, ``[L]``.
     """
 
     def __init__(self, cache: PrefixKVCache, request: ScoreRequest, tree: PrefixTree, *, values: bool = True) -> None:
@@ -229,7 +229,7 @@ class CacheLookup:
             self._end[node] = end
 
     def finish(self, element: Tensor, log_probs: Tensor) -> None:
-        """Cache the computed log-probs of some elements; ``[K]`` each, on the CPU."""
+        """Cache the computed log-probs of some elements, ``[K]`` each, on the CPU."""
         inside, place = self._inside(element)
         self._log_probs[place] = log_probs[inside].to(self._log_probs.dtype)
         for segment, first, last, place_in_tree in self._hits:
@@ -240,7 +240,7 @@ class CacheLookup:
             of_sampler[int(self.request.tokens.values[element[i]])] = float(log_probs[i])
 
     def _look_up(self, node: int) -> int:
-        """Look up a node after its parent; returns how many of its leading tokens are cached."""
+        """Look up a node after its parent. Returns how many of its leading tokens are cached."""
         begin = self._begin(node)
         if begin is None:
             self._end.append(None)

@@ -33,7 +33,7 @@ class CheckpointError(Exception):
 class Followed:
     """The state of a forward that its checkpoints restore."""
 
-    calls: int = 0  # calls so far, such as attention calls; a recomputation starts at its first one
+    calls: int = 0  # such as attention calls: a recomputation continues at its first one
     saving: tuple[bool, object] = (False, None)  # the result of saving() where the forward, or its checkpoint, began
     refusal: Callable[[], Exception] = CheckpointError
 
@@ -88,7 +88,7 @@ def follow(
 
 
 def settings_of(function: Callable[..., object]) -> dict[str, Any] | None:
-    """The settings bound to torch's checkpoint function; None if ``function`` is another one."""
+    """The settings bound to torch's checkpoint function, or None if ``function`` is another one."""
     if isinstance(function, partial) and not function.args:
         inner = settings_of(function.func)
         return None if inner is None else inner | function.keywords

@@ -75,7 +75,7 @@ class TokenCritic(nn.Module):
             for rows in plan_micro_batches(request.forward_lengths, self.tokens_per_batch):
                 ids, real, slots, elements = (send(part, out.device) for part in request.padded(rows)[:4])
                 hidden = self.body(input_ids=ids, attention_mask=real).last_hidden_state
-                # The hidden state at position t - 1 is that of token t's prefix.
+                # The hidden state at position t - 1 represents the prefix of token t.
                 out = out.index_copy(0, elements, self.head(hidden.flatten(0, 1)[slots]).squeeze(-1).float())
         return tokens.like(out.to(tokens.values.device))
 

@@ -173,7 +173,7 @@ class ForkedPass:
             return head_states(self.setup, hidden.flatten(0, 1)[:0])
 
     def chosen(self) -> Tensor:
-        """The experts that the routers chose; ``[N, L, k]`` on the CPU, -1 for tokens that were not forwarded."""
+        """The experts that the routers chose, ``[N, L, k]`` on the CPU, -1 for tokens that were not forwarded."""
         assert self.routing is not None
         return self._tree.spread(self.routing.result(self._request.tokens.values.shape[0]), self._request.tokens)
 
@@ -263,7 +263,7 @@ def _row_of(row: int, _: str, value: Tensor) -> Tensor:
 
 
 def _state_with(state: DynamicCache, change: Callable[[str, Tensor], Tensor]) -> DynamicCache:
-    """A copy of a state with ``change`` applied to each tensor. The attributes are those of transformers 5.21 to 5.24."""
+    """A copy of a state with ``change`` applied to each tensor, for the attributes in transformers 5.21 to 5.24."""
     out = copy.copy(state)
     out.layers, out.saving = [], saving()  # type: ignore[attr-defined]
     for layer in state.layers:

@@ -22,7 +22,7 @@ from torchrl_llm_kl.scoring._attention import Inputs, PackLayout, attend_block, 
 from torchrl_llm_kl.scoring._model import Setup, frequency_switches
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
-#: Default number of tokens of each forward. For answers of 64 tokens, 128 took a tenth more time; 512 mean more padding.
+#: Default number of tokens of each forward. With 128, answers of 64 tokens took a tenth more time. 512 means more padding.
 PACK = 256
 #: Queries of an attention block, and positions of a tile of the head. The size of a pack is a multiple of it.
 BLOCK = 64
@@ -41,7 +41,7 @@ def check_pack(tokens_per_batch: int | None) -> None:
 
 
 def obstacle(setup: Setup, *, probe: bool, share_prefixes: bool) -> str | None:
-    """The reason why this kind of model cannot be scored deterministically; None if there is no known one."""
+    """The reason why this kind of model cannot be scored deterministically, or None if no reason is known."""
     model, device = setup.model, setup.device
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} | {setup.options.dtype} - {None}
     narrow = [str(dtype) for dtype in dtypes if dtype not in (torch.float32, torch.float64)]
@@ -87,7 +87,7 @@ class _Blocks(NamedTuple):
 
 
 def attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs) -> Tensor:
-    """Attention whose shapes depend only on positions; ``[1, heads, N, size]`` to ``[1, N, heads, size]``.
+    """Attention whose shapes depend only on positions, ``[1, heads, N, size]`` to ``[1, N, heads, size]``.
 
     Blocks of queries begin at multiples of ``BLOCK`` in their sequence. Each block attends to the keys from the start of the
     sequence, or of its window, to the end of the block. Missing queries and keys are 0. Blocks of a pack that have the same
@@ -123,7 +123,7 @@ def _rows(parts: list[Tensor]) -> Tensor:
 def _plan(
     layout: PackLayout, num_tokens: int, window: int | None, device: torch.device
 ) -> tuple[list[_Blocks], Tensor]:
-    """The blocks by position, and for each token the index of its result; ``[N]``.
+    """The blocks by position, and for each token the index of its result, ``[N]``.
 
     The results are concatenated in the order of the blocks. A final row of zeros is for padding tokens.
     """

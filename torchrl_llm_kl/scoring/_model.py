@@ -118,12 +118,12 @@ def call(module: nn.Module, input_ids: Tensor, **options: Any) -> Any:
 
 def read_output(output: object, name: Literal["logits", "last_hidden_state"]) -> Tensor:
     """Read a model's ``logits [b, T, V]`` or a body's ``last_hidden_state [b, T, H]`` from the output of its forward."""
-    found = output.get(name) if isinstance(output, Mapping) else asked(output, name, Tensor, output)
-    if isinstance(found, (tuple, list)) and found:
-        found = found[0]
-    if not isinstance(found, Tensor):
+    value = output.get(name) if isinstance(output, Mapping) else asked(output, name, Tensor, output)
+    if isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    if not isinstance(value, Tensor):
         raise TypeError(f"expected {name!r}, or a tuple that starts with it, got {type(output).__name__}.")
-    return found
+    return value
 
 
 # ---------------------------------------------------------------------- PEFT adapters
@@ -229,7 +229,7 @@ def _as_compiled(model: nn.Module, body: nn.Module) -> nn.Module:
 
 
 def body_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The body and the head; raises a TypeError if the model does not expose them."""
+    """The body and the head. Raises a TypeError if the model does not expose them."""
     body, head = find_body(model), find_head(model)
     if body is None or head is None:
         raise TypeError(f"{type(model).__name__} has no separate body and head.")
@@ -237,7 +237,7 @@ def body_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def whole_logits(model: nn.Module, logits: Tensor) -> Tensor:
-    """The whole ``logits [..., V]`` of a forward, gathered if the head left them sharded; without gradient."""
+    """The whole ``logits [..., V]`` of a forward, gathered without gradient if the head left them sharded."""
     if not is_dtensor(logits) and shards_logits(model, logits):
         from torch.distributed.tensor import DTensor, Shard
 
@@ -296,7 +296,7 @@ def logit_map(model: nn.Module) -> LogitMap:
 
 
 def vocab_size(model: nn.Module) -> int | None:
-    """The number of token ids that the model can embed; None if unknown."""
+    """The number of token ids that the model can embed, or None if unknown."""
     weight = _embedding_weight(model)
     if weight is None:
         return None
@@ -306,7 +306,7 @@ def vocab_size(model: nn.Module) -> int | None:
 
 
 def output_size(model: nn.Module) -> int | None:
-    """The number of tokens with a logit, by default that of the embedding; None if unknown."""
+    """The number of tokens with a logit, by default the number of embeddings, or None if unknown."""
     size = asked(find_head(model), "out_features", int)
     return vocab_size(model) if size is None else size
 
@@ -319,7 +319,7 @@ def trains_with(model: nn.Module, other: nn.Module) -> bool:
 
 
 def _memory(parameter: Tensor) -> tuple[str, int]:
-    """The memory of a parameter; its identity if it is sharded or on the meta device."""
+    """The address of a parameter, or its identity if it is sharded or on the meta device."""
     address = parameter.data_ptr() if type(parameter.data) is Tensor else 0
     return ("memory", address) if address else ("object", id(parameter))
 
@@ -361,7 +361,7 @@ def drops_layers(model: nn.Module) -> bool:
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """The number of positions that the configuration allows; None without a limit."""
+    """The number of positions that the configuration allows, or None without a limit."""
     config = text_config(model)
     limits = [asked(config, name, int) for name in _POSITION_LIMITS]
     return next((limit for limit in limits if limit is not None and limit > 0), None)
@@ -410,7 +410,7 @@ def placeholders(model: object) -> dict[int, str]:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The configuration of the language model, which is a part of a multimodal model's; None without a configuration."""
+    """The configuration of the language model, which is a part of a multimodal model's, or None without a configuration."""
     config: Any = asked(unwrapped(model), "config", object)
     return config.get_text_config(decoder=True) if has(config, "get_text_config") else config
 

@@ -94,7 +94,7 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
 
 
 def _predicted_vocab(model: nn.Module) -> int | None:
-    """The number of token ids that the model both embeds and predicts; None if unknown. Some embed more than they predict."""
+    """The number of token ids that the model both embeds and predicts, or None if unknown. Some models embed more."""
     vocab, weight = vocab_size(model), head_weight(model)
     return min(vocab, weight.shape[0]) if vocab and weight is not None and weight.ndim == 2 else vocab
 
@@ -107,7 +107,7 @@ def _first_equal(
     plain: tuple[Tensor, Tensor, float],
     vocab: int,
 ) -> tuple[Route | None, str]:
-    """The first route that reproduces the plain log-probs on all ranks. If there is none, also the outcome of the first one."""
+    """The first route that reproduces the plain log-probs on all ranks. If all fail, also the outcome of the first one."""
     complaint = ""
     for route in routes:
         setup, equal = replace(setup, route=route), False
@@ -212,7 +212,7 @@ def _answers(vocab: int) -> tuple[Ragged, Ragged]:
 
 
 def _equal(setup: Setup, hidden: Tensor, apart: Tensor, moved: Tensor) -> bool:
-    """Whether hidden states agree with ``apart``, and those of one sequence ``moved`` by no more than rounding."""
+    """Whether hidden states agree with ``apart``, and the differences ``moved`` are no more than rounding."""
     precision = _relative_precision(setup.options.dtype or apart.dtype, setup.device)
     largest = float(apart.abs().max())
     if largest == 0.0 or float((hidden - apart).abs().max()) > precision * largest:
@@ -226,7 +226,7 @@ def _equal(setup: Setup, hidden: Tensor, apart: Tensor, moved: Tensor) -> bool:
 
 @torch.no_grad()
 def find_variance(setup: Setup, size: int) -> str | None:
-    """The reason why the scores of a sequence depend on the other sequences of a call; None if they do not.
+    """The reason why the scores of a sequence depend on the other sequences of a call, or None if they do not.
 
     Forwards have ``size`` tokens, as in all later calls. Other token ids must lead to the same operators on the same shapes.
     A sequence must have the same bits in a pack of its own and in packs of several orders.
@@ -252,7 +252,7 @@ def find_variance(setup: Setup, size: int) -> str | None:
 
 
 def _bits(setup: Setup, rows: list[Tensor], size: int) -> list[Tensor]:
-    """Hidden states, log-probs and entropies of each row; ``[T, H + 2]``."""
+    """Hidden states, log-probs and entropies of each row, ``[T, H + 2]``."""
     tokens = Ragged.from_list(rows)
     packs, parts = _forwards(setup, tokens, size), []
     for i, elements in enumerate(packs.elements):
@@ -288,17 +288,17 @@ def _forwards(
 
 
 def _run(forwards: PackedPass | ForkedPass) -> Tensor:
-    """The hidden states of all steps; ``[n, H]``, in the order of their elements."""
+    """The hidden states of all steps, ``[n, H]``, in the order of their elements."""
     return torch.cat([forwards.run(i).source for i in range(len(forwards.elements))])
 
 
 def _answered(rows: Ragged, states: Tensor) -> Tensor:
-    """The states of the answers, from those of a padded forward, in the form of :func:`_in_order`."""
+    """Select the states of the answers from the states of a padded forward, in the form of :func:`_in_order`."""
     elements = (rows.positions > 0).nonzero().squeeze(-1)
     return _in_order(rows, [elements], [states[: len(elements)]])
 
 
 def _in_order(rows: Ragged, elements: list[Tensor], parts: list[Tensor]) -> Tensor:
-    """The hidden state that predicts each token, 0 for first tokens; ``[N, H]``."""
+    """The hidden state that predicts each token, 0 for first tokens, ``[N, H]``."""
     out = parts[0].new_zeros(rows.values.shape[0], parts[0].shape[-1])
     return out.index_copy(0, torch.cat(elements), torch.cat(parts))

@@ -113,7 +113,7 @@ class RememberedModel(nn.Module):
         self._read = None, ""
 
     def weights(self) -> tuple[int | None, str] | None:
-        """The version and the fingerprint of the current weights; None while a service changes them.
+        """The version and the fingerprint of the current weights, or None while a service changes them.
 
         Only the weights of a service have a version.
         """
@@ -133,7 +133,7 @@ class RememberedModel(nn.Module):
         return None, f"{self._read[1]} {code_of(module)}"
 
     def vocabulary(self) -> str:
-        """A digest of the tokenizer's vocabulary; empty if the model does not tokenize."""
+        """A digest of the tokenizer's vocabulary, or empty if the model does not tokenize."""
         model = asked(self.model, "interface", object, self.model)
         tokenizer = asked(model, "tokenizer", object)
         if tokenizer is not self._tokenizer[0]:
@@ -364,7 +364,7 @@ def fingerprint_of(model: object) -> str:
 
 
 def module_of(model: object) -> nn.Module:
-    """The module of a model or of a wrapper; raises a TypeError if it is in another process."""
+    """The module of a model or of a wrapper. Raises a TypeError if it is in another process."""
     check_not_a_name(model=model)
     module = unwrapped(unwrap(model) if is_wrapper(model) else model)
     if not isinstance(module, nn.Module):

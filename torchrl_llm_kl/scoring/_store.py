@@ -27,8 +27,8 @@ _FILE = "scores.sqlite3"
 _HEAD = struct.Struct("<QQB")  # number of tokens, index of the first one with a score, bytes per score
 _BUSY = 60.0  # seconds to wait for another process that holds the file
 _PAGE = 4096
-_AT_ONCE = 500  # keys per query; SQLite limits the number of parameters
-_MARK_EVERY = 60.0  # seconds between updates of the time of use, each of which is a commit
+_AT_ONCE = 500  # keys per query, since SQLite limits the number of parameters
+_MARK_EVERY = 60.0  # seconds between updates of the time of use, since each is a commit
 _SETUP = (
     f"PRAGMA page_size = {_PAGE}",
     "PRAGMA synchronous = NORMAL",
@@ -98,7 +98,7 @@ class ScoreStore:
             lengths: the number of tokens of each sequence.
 
         Returns:
-            The scores of all tokens, sequence after sequence, NaN where unknown; ``[N]`` in the dtype in which they were
+            The scores of all tokens, sequence after sequence, NaN where unknown, ``[N]`` in the dtype in which they were
             stored.
         """
         stored = self._tried("read", partial(self._look_up, dict(zip(keys, lengths, strict=True)))) or {}
@@ -135,7 +135,7 @@ class ScoreStore:
     # ------------------------------------------------------------------ the file
 
     def _tried(self, what: str, work: Callable[[sqlite3.Connection], T]) -> T | None:
-        """The result of ``work`` with the open file; None and a warning if it fails."""
+        """The result of ``work`` with the open file. If it fails, warn and return None."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with closing(sqlite3.connect(self.folder / _FILE, timeout=_BUSY, isolation_level=None)) as file:
@@ -168,7 +168,7 @@ class ScoreStore:
         return stored
 
     def _write(self, new: dict[bytes, np.ndarray], size: int, file: sqlite3.Connection) -> None:
-        with file:  # commits at the end; after an error nothing is written
+        with file:  # commits at the end, and writes nothing after an error
             file.execute("BEGIN IMMEDIATE")
             for key, earlier in self._records(file, {key: len(own) for key, own in new.items()}).items():
                 new[key] = _joined(earlier, new[key])
@@ -230,7 +230,7 @@ def _checksum_of(key: bytes, body: bytes) -> bytes:
 
 
 def _decoded(key: bytes, record: object, length: int) -> np.ndarray | None:
-    """The scores in a record of a sequence of ``length`` tokens; None if it is damaged or belongs to another sequence."""
+    """The scores in a record of a sequence of ``length`` tokens, or None if it is damaged or belongs to another sequence."""
     if not isinstance(record, bytes) or _checksum_of(key, record[:-_CHECK_BYTES]) != record[-_CHECK_BYTES:]:
         return None
     count, first, width = _HEAD.unpack_from(record)

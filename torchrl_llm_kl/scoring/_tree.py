@@ -15,7 +15,7 @@ from torchrl_llm_kl.ragged import Ragged
 class PrefixTree:
     """``M`` nodes, each a stretch of tokens, that spell out ``S`` sequences. All tensors are on the CPU.
 
-    The tokens before a node are those of its ancestors. A node ends where sequences part, or where the longest of them
+    The tokens before a node belong to its ancestors. A node ends where sequences part, or where the longest of them
     ends. A sequence that is a prefix of another one, or equal to it, ends inside a node and costs nothing.
 
     Nodes are numbered by their first sequence, then by their start: parents come before children, and the order does not
@@ -80,16 +80,16 @@ class PrefixTree:
 
     @cached_property
     def first(self) -> Tensor:
-        """The start of each node when all nodes are concatenated; ``[M]``."""
+        """The start of each node when all nodes are concatenated, ``[M]``."""
         return self.length.cumsum(0) - self.length
 
     def place(self, sequence: Tensor, position: Tensor) -> Tensor:
-        """The places of tokens when all nodes are concatenated; ``[K]``. The arguments are those of :meth:`locate`."""
+        """The places of tokens when all nodes are concatenated, ``[K]``. For the arguments see :meth:`locate`."""
         node, offset = self.locate(sequence, position)
         return self.first[node] + offset
 
     def locate(self, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """The node of each token and the token's place in it; ``[K]`` each.
+        """The node of each token and the token's place in it, ``[K]`` each.
 
         ``sequence`` and ``position``, int64 ``[K]``, identify the tokens. Positions must be below the forward length, which
         is not checked.
@@ -134,7 +134,7 @@ class PrefixTree:
 
 
 def _sorted_sequences(values: Tensor, offsets: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """The non-empty sequences, ordered so that those with a common prefix are neighbours, and their lengths; ``[R]``.
+    """The non-empty sequences, ordered so that those with a common prefix are neighbours, and their lengths, ``[R]``.
 
     A prefix comes before the sequences that continue it. Of equal sequences the first one comes last.
     """
@@ -148,7 +148,7 @@ def _sorted_sequences(values: Tensor, offsets: Tensor, lengths: Tensor) -> tuple
 
 
 def _common_prefixes(values: Tensor, offsets: Tensor, lengths: Tensor) -> Tensor:
-    """The number of leading tokens that each sequence shares with the next; ``[max(R - 1, 0)]``."""
+    """The number of leading tokens that each sequence shares with the next, ``[max(R - 1, 0)]``."""
     both = torch.minimum(lengths[:-1], lengths[1:])
     pair = torch.repeat_interleave(torch.arange(both.numel()), both)
     position = torch.arange(pair.numel()) - (both.cumsum(0) - both)[pair]
@@ -157,7 +157,7 @@ def _common_prefixes(values: Tensor, offsets: Tensor, lengths: Tensor) -> Tensor
 
 
 def _holders(parent: Tensor, start: Tensor, node: Tensor, position: Tensor) -> Tensor:
-    """The node that contains each ``position [R]``, among ``node [R]`` and its ancestors; ``[R]``."""
+    """The node that contains each ``position [R]``, among ``node [R]`` and its ancestors, ``[R]``."""
     node = node.clone()
     early = (start[node] > position).nonzero().squeeze(-1)
     while early.numel():

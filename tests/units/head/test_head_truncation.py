@@ -11,7 +11,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 import head_reference as reference
 from head_reference import OPTIONS, PAIR, REF_OPTIONS, V, assert_same, at, entropy_of, make_head, pair, pair_of, plain
 from torchrl_llm_kl.head import Kept, Truncation, _functions, _kept, linear_kept, linear_log_prob
-from torchrl_llm_kl.head._support import floor_of
+from torchrl_llm_kl.head._tiles import floor_of
 
 
 def warped(log_p, truncation):

@@ -301,16 +301,6 @@ def test_only_the_parents_of_a_written_entry_are_copied(known: bool, options: di
         assert node.get("new", None) is node["a"].get("new", None) is None
 
 
-def test_elements_that_have_the_node_are_copied_if_others_lack_it(known: bool) -> None:
-    nodes = [TensorDict({("logs", "old"): torch.ones(1)}), TensorDict({"x": torch.ones(1)})]
-    td = lazy_stack(list(nodes))
-    own_leaves(td, ("logs", "kl"))
-    write_ragged(td, ("logs", "kl"), torch.tensor([1.0, 2.0, 3.0]), Rows([2, 1], torch.Size([2])))
-    assert rows_of(read_column(td, ("logs", "kl"))) == [[1, 2], [3]]
-    assert list(nodes[0]["logs"].keys()) == ["old"]
-    assert list(nodes[1].keys()) == ["x"]
-
-
 @pytest.mark.parametrize("keys", [(), ("row", ("tokens", "new"), ("tokens", "response"))], ids=["all", "named"])
 @pytest.mark.parametrize("form", ["stack", "stack of stacks", "dense", "tensorclass", "dense in dense"])
 def test_writes_after_own_leaves_do_not_reach_the_elements(known: bool, form: str, keys: tuple[Any, ...]) -> None:
@@ -331,13 +321,6 @@ def test_writes_after_own_leaves_do_not_reach_the_elements(known: bool, form: st
         assert part.get(key[-1], None) is None
         assert part.get("full").tolist() == ROWS[i]
         assert node["row"] == i
-
-
-def test_own_leaves_of_a_stack_with_a_locked_part() -> None:
-    td = lazy_stack([lazy_stack([leaf(0).lock_()]), lazy_stack([leaf(0)])])
-    own_leaves(td, "n")
-    write_ragged(td, "n", torch.zeros(6), Rows([3, 3], torch.Size([2, 1])))
-    assert rows_of(read_column(td, "n")) == [[0.0] * 3] * 2
 
 
 @pytest.mark.parametrize("protect", [True, False], ids=["with own_leaves", "without"])

@@ -16,7 +16,6 @@ from closeness import assert_near, needs_equal_rows
 from layouts import tokens
 from scoring_reference import plain_log_probs, random_sequences
 from torchrl_llm_kl import LogProbScorer, PolicyLoss, Ragged, RetrieveKL, ScoreOptions, make_algorithm
-from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.scoring import _attention, _invariant, _passes, _probe, _scorer
 from torchrl_llm_kl.scoring._attention import PackLayout, PackPiece
 from torchrl_llm_kl.scoring._scores import HeadReading, Scores
@@ -279,10 +278,6 @@ def test_settings_reach_every_scorer(model: nn.Module, monkeypatch: pytest.Monke
     rows = rows_of(9, 40)
     data = tokens("padded", [row[:3].tolist() for row in rows], [row[3:].tolist() for row in rows])
     assert not kl(data)["kl_penalty"].any()
-    loss = PolicyLoss(
-        model, "ppo", terms=[KLToReference(0.1)], options=ScoreOptions(deterministic=True), reference=model
-    )
-    assert [loss.scorer.options.deterministic, loss._scorers.of_reference().options.deterministic] == [True] * 2
     with pytest.raises(ValueError, match=r"own settings: set its options there"):
         PolicyLoss(LogProbScorer(model), "ppo", options=ScoreOptions(deterministic=True))
     options = {"reference": LogProbScorer(model), "group_size": 2, "options": ScoreOptions(deterministic=True)}

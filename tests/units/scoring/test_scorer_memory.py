@@ -132,20 +132,6 @@ def test_any_history_of_requests_and_temperatures_at_any_limit(
     assert all(len(segment.log_probs) <= 4 for segment in scorer.memory._by_use)
 
 
-def test_a_recurrent_model_continues_from_no_state_beyond_what_is_cached() -> None:
-    plain = doubled("lfm2")
-    scorer, (first, second) = LogProbScorer(plain.model, memory=2**20), turns(0, 12, 6)
-    for row, hot in (
-        (first, 1.0),
-        (second, 1.0),
-        (second, 2.0),
-        (second, 1.0),
-    ):  # of the other sampler nothing is cached
-        found = scorer.score([row], temperature=hot, remember=True).values
-        assert_close(found, plain.score([row], temperature=hot).values, atol=1e-6, rtol=1e-6)
-    assert scorer.memory.tokens_recalled > 0
-
-
 def test_log_probs_are_kept_for_four_samplers(scorer: LogProbScorer) -> None:
     """Those after the end of a turn too."""
     (row,) = turns(0, 12)
@@ -435,10 +421,7 @@ with pytest.raises(RuntimeError) as _caught:
 assert not isinstance(_caught.value, torch.OutOfMemoryError)
 ALLOCATORS = {
     "cpu": _caught.value,
-    "cpu of Windows": RuntimeError("[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: not enough memory: you"),
     "metal": RuntimeError("MPS backend out of memory (MPS allocated: 8.99 GB, other allocations: 0.02 GB)."),
-    "metal, one buffer": RuntimeError("Invalid buffer size: 24.00 GiB"),
-    "driver": RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
     "cublas": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     "xpu": torch.OutOfMemoryError("XPU out of memory."),
     "numpy": MemoryError("Unable to allocate 25.0 GiB"),
