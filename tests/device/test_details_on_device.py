@@ -71,13 +71,13 @@ def test_an_update_of_a_coefficient(device, kind):
         coefficient()
 
 
-def test_what_is_computed_of_lengths_stays_on_the_device(device):
+def test_a_mask_from_lengths_is_on_the_device(device):
     mask = mask_from_prompt_lengths(torch.tensor([1]), torch.tensor([2], device=device))
     assert mask.device == device
     assert mask.tolist() == [False, True]
 
 
-def test_rows_that_were_counted_apart(device):
+def test_rows_with_different_denominators_give_nan(device):
     """On the CPU they raise an error. Here nothing waits for the comparison, and the denominators become NaN."""
     counts = {("policy", "token-mean"): 7.0, ("kl", "seq-mean-token-sum"): 3.0}
     data = TensorDict(batch_size=[2], device=device)
@@ -90,7 +90,7 @@ def test_rows_that_were_counted_apart(device):
 
 
 # ---------------------------------------------------------------------- memory
-def test_of_an_offloaded_reference_two_layers_and_the_head_are_resident(device):
+def test_an_offloaded_reference_keeps_two_layers_and_the_head_on_the_device(device):
     sizes: dict[str, Any] = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 1024}
     policy: Any = tiny_model("llama", tie_word_embeddings=False, **sizes)
     before = torch.accelerator.memory_allocated()
@@ -104,7 +104,7 @@ def test_of_an_offloaded_reference_two_layers_and_the_head_are_resident(device):
     assert_close(found, LogProbScorer(policy).score(batch).values, atol=1e-4, rtol=1e-4)
 
 
-def test_less_memory_than_a_batch_takes(sim):
+def test_out_of_memory_halves_the_budget(sim):
     model = tiny_model("llama", intermediate_size=1024).to(sim)
     scorer, batch = LogProbScorer(model), Ragged.from_list(ROWS)
     want = scorer.score(batch).values

@@ -224,6 +224,7 @@ class Ragged:
         if lengths is None:
             return cls(buffer, offsets.diff().long(), container)
         starts, ends = offsets[:-1], offsets[:-1] + lengths
+        # 1 where a row begins and -1 after its end. The cumulative sum is positive inside rows.
         rows_open = torch.zeros(buffer.shape[0] + 1, dtype=torch.long, device=buffer.device)
         one = torch.ones_like(starts, dtype=torch.long)
         rows_open = rows_open.index_add(0, starts, one).index_add(0, ends, -one)
@@ -236,9 +237,11 @@ class Ragged:
         if keep is None:
             return cls(slots, None, container)
         keep = keep.to(torch.bool)
+        # The only read of the mask from the device. Lengths and indices follow from this copy.
         (on_host,), device = to_host(keep), slots.device
         if bool(on_host.all()):  # the common case of rollouts without padding
             return cls(slots, None, container)
+        # The number of values before each slot: its differences between ends of rows are the lengths.
         kept_before = from_zero(on_host.cumsum(0))
         edges = torch.tensor(container.row_sizes) if device.type != "cpu" else container.row_lengths
         lengths = kept_before[from_zero(edges.cumsum(0))].diff()
@@ -298,6 +301,7 @@ class Ragged:
         if self.values.device.type == "cpu" or self._host is not None:
             return self.host
         lengths = torch.tensor(self.sizes, dtype=torch.long)
+        # An expanded scalar takes no memory for the values.
         return Ragged(torch.zeros(()).expand(self.values.shape[0]), lengths, self.container)
 
     def to_host(self, *others: Tensor) -> tuple[Any, ...]:
@@ -305,6 +309,7 @@ class Ragged:
         if self.values.device.type == "cpu" or self._host is not None:
             return (self if self._host is None else self._host, *to_host(*others))
         known = {name: self._index.get(f"host_{name}") for name in ("lengths", "keep")}
+        # The sizes of a jagged container are on its device, so that reading them would be another copy.
         if known["lengths"] is None and self.keep is None and not isinstance(self.container, Jagged):
             known["lengths"] = torch.tensor(self.container.row_sizes, dtype=torch.long)
         wanted = {"lengths": self.lengths, "keep": self.keep}
@@ -336,6 +341,7 @@ class Ragged:
 
     def first(self, counts: Tensor) -> Tensor:
         """A mask of the first ``counts [S]`` elements of each sequence, ``[N]`` bool. No count may exceed the length."""
+        # Runs of True and False in turn. With output_size, repeat_interleave needs no host sync.
         runs = torch.stack([counts, self.lengths - counts], 1).flatten()
         alternating = torch.arange(runs.numel(), device=runs.device) % 2 == 0
         return torch.repeat_interleave(alternating, runs, output_size=self.values.shape[0])
@@ -349,7 +355,7 @@ class Ragged:
         """These sequences with new values ``[N, *G]``. torch can combine the jagged forms of both."""
         if values.shape[0] != self.values.shape[0]:
             raise ValueError(f"expected {self.values.shape[0]} values, one for each element, got {values.shape[0]}.")
-        other = copy(self)
+        other = copy(self)  # it shares the cached indices
         other.values, other._host = values, None
         return other
 
@@ -429,7 +435,7 @@ def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
     if values.dtype in (torch.bfloat16, torch.float16):
         return segment_sum(values.float(), lengths).to(values.dtype)
     ids = _segment_ids(lengths, values.shape[0])
-    if not (values.is_floating_point() or values.is_complex()):
+    if not (values.is_floating_point() or values.is_complex()):  # index_add would overflow narrow integers
         values = values.long()
     return values.new_zeros((lengths.numel(), *values.shape[1:])).index_add(0, ids, values)
 

@@ -181,12 +181,12 @@ def on_host(td: TensorDictBase, keys: Sequence[NestedKey], *others: Tensor) -> t
         if _is_away(value):
             columns[_names_of(key)] = value
         elif not columns and isinstance(value[0] if isinstance(value, list) else value, Tensor):
-            break
+            break  # a batch on the CPU: looking at all rows of all entries would take longer than the rest
     if not columns:
         return (td, *to_host(*others))
     parts = {path: _buffers(value) for path, value in columns.items()}
     copies = iter(to_host(*(x for buffers in parts.values() for x in buffers), *others))
-    out = td.copy().clear_device_()
+    out = td.copy().clear_device_()  # set() would move the entries back to the TensorDict's device
     for path, value in columns.items():
         buffers = [next(copies) for _ in parts[path]]
         if isinstance(value, list):
@@ -253,7 +253,7 @@ def write_ragged(td: TensorDictBase, key: NestedKey, slots: Tensor, container: C
                 td.set(path[0], new)
             return td
         if isinstance(container, Rows):
-            if td.batch_dims == 0 or equal:
+            if td.batch_dims == 0 or equal:  # rows of equal lengths fit into a dense tensor
                 container = Dense(td.batch_size, sizes[0], slots.device)
             elif td.batch_dims == 1:
                 return td.set(path[0], torch.nested.as_nested_tensor(container.build(slots), layout=torch.strided))
@@ -399,7 +399,7 @@ def _set_rows(nodes: Sequence[Node], path: tuple[str, ...], rows: Sequence[Tenso
         nodes = [_child_or_new(node, name) for node in _tensordicts(nodes, path[:depth])] if inside is None else inside
     if _all_plain(nodes) and nodes[0].device is None and nodes[0].batch_dims == 0:
         for node, row in zip(nodes, rows, strict=True):
-            node._set_str(last, row, inplace=False, validated=True)
+            node._set_str(last, row, inplace=False, validated=True)  # set() would check type and shape of each row
         return
     for node, row in zip(_tensordicts(nodes, path[:-1]), rows, strict=True):
         node.set(last, row)

@@ -1,4 +1,4 @@
-"""Log-probs, entropies and top tokens of a head, computed in tiles: beside plain torch in float64; what is refused."""
+"""Log-probs, entropies and top tokens of a head in tiles, compared with plain torch in float64; and errors."""
 
 import math
 
@@ -170,7 +170,7 @@ def test_extreme_logits(name):
 
 @pytest.mark.parametrize("ruled_out", [slice(0, 30), slice(60, None), slice(0, None, 2)], ids=str)
 def test_bias_of_minus_infinity_is_a_smaller_vocabulary(ruled_out):
-    """Even if a whole tile, the first or the last, is ruled out."""
+    """Even if the bias excludes the whole first or last tile."""
     policy, ref = make_head(1, grad=True), make_head(2, grad=True)
     allowed = torch.ones(V, dtype=torch.bool)
     allowed[ruled_out] = False
@@ -241,7 +241,7 @@ def test_targets_of_any_integer_dtype_and_hidden_states_that_are_not_contiguous(
 
 
 def test_products_in_onednn(monkeypatch):
-    """With bias, scale, temperature and soft cap, values and gradients; and none of another dtype or with autocast."""
+    """Values and gradients with bias, scale, temperature and soft cap. In float64 oneDNN is not used."""
     monkeypatch.setattr(_private, "_FEWEST_PRODUCTS", 0)
     products = []
     counted = lambda *args: products.append(found := _private.onednn_linear(*args)) or found  # noqa: E731
@@ -311,7 +311,7 @@ FEW_TILES = 8 * 7 * 13
     ],
 )
 def test_memory_is_that_of_a_few_tiles(run, forward, backward):
-    """Never positions by vocabulary; whole rows of 64 positions where the tokens must be known together."""
+    """Never positions x vocabulary. Truncation and mixtures take whole rows of 64 positions."""
     for found, allowed in zip(reference.largest(run), (forward, backward), strict=True):
         assert 0 < found <= allowed
         assert run is not of_mixture or found == allowed
@@ -413,7 +413,7 @@ def test_values_and_gradients_of_outcomes(k, lists):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("chunk", [(1, 1), (1, 2), None])
 def test_a_tail_whose_probability_underflows(dtype, chunk):
-    """The others have exp(-200) and exp(-200) / 3 of the top: 0 in float32, as is one minus the top; their log is exact."""
+    """The other tokens have exp(-200) and exp(-200) / 3, which are 0 in float32. The log of their sum is exact."""
     low = -200.0
     logits = torch.tensor([[0.0, low, low - math.log(3.0)]], dtype=dtype, requires_grad=True)
     hidden = torch.ones(1, 1, dtype=dtype)
@@ -426,7 +426,7 @@ def test_a_tail_whose_probability_underflows(dtype, chunk):
 
 @pytest.mark.parametrize("chunk", [(2, 3), None])
 def test_outcomes_without_probability_have_no_gradient(chunk):
-    """All tokens listed; a padding id; and others that a bias rules out. Whatever gradient arrives there is dropped."""
+    """Outcomes of probability 0: no token left, a padding id, or tokens with a bias of -inf. Their gradients are dropped."""
     hidden, weight, bias = make_head(v=5)
     bias[3:] = -INF
     ids = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, -1, -1], [2, 0, -1, -1, -1]]).expand(N, 3, 5)

@@ -28,7 +28,7 @@ V, CHUNK = 41, (4, 16)
 
 
 def logits_of(seed: int) -> Tensor:
-    """One row for each margin, the largest logit at another place in each; float32 numbers."""
+    """One row of float32 numbers per margin. The place of the largest logit differs from row to row."""
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.rand(len(MARGINS), V, generator=generator)
     places = torch.arange(len(MARGINS)) * 4
@@ -68,7 +68,7 @@ def assert_exact(found: Tensor, want: Tensor, rtol: float = 2e-5, within: float 
 
 
 def gradient_of(total: Tensor, logits: Tensor) -> Tensor:
-    """In float64. A constant added to a row changes nothing, so its largest logit has the gradient that others lack to 0."""
+    """In float64. Gradients of a row sum to 0, so the largest logit has minus the sum of the others."""
     (found,) = torch.autograd.grad(total, logits, retain_graph=True)
     others = found.scatter(1, PLACES.unsqueeze(1), 0.0)
     return others.scatter(1, PLACES.unsqueeze(1), -others.sum(1, keepdim=True))
@@ -110,7 +110,7 @@ def test_a_log_prob_by_hand() -> None:
 @pytest.mark.parametrize("chunk", [CHUNK, (64, 64)])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_divergences_and_their_gradients(direction: Any, chunk: tuple[int, int]) -> None:
-    """Where both models are nearly certain of one token; by the head, and from logits."""
+    """Both models are nearly certain of one token. From the head and from logits."""
     (own, ref), (p, q) = zip(heads(0), heads(1), strict=True)
     log_p, log_q = exact_log_softmax(p), exact_log_softmax(q)
     want = {"reverse": lambda: kl_of(log_p, log_q), "forward": lambda: kl_of(log_q, log_p)}.get(
@@ -148,7 +148,7 @@ def test_kept_tokens_top_k_and_whole_logits() -> None:
 
 
 def test_the_entropy_of_many_equal_tokens() -> None:
-    """2,000 equal ones of a large vocabulary, all kept: log 2000, however they are summed."""
+    """2,000 kept tokens of equal logits have the entropy log 2000."""
     ids = torch.arange(2000) * 75
     kept = Kept.of(ids, torch.tensor([2000]))
     found = linear_log_prob(torch.ones(1, 1), torch.full((151_936, 1), 2.0), ids[:1], entropy=True, kept=kept)
@@ -159,7 +159,7 @@ def test_the_entropy_of_many_equal_tokens() -> None:
 
 @pytest.mark.parametrize("low", [1.0, -3.0, 1e-30, 100.0])
 def test_logits_one_ulp_apart_under_top_k(low: float) -> None:
-    """The search and whole rows keep one token: the middle of neighbours rounds to one of them."""
+    """The search and whole rows keep one token, although the middle of neighbouring numbers rounds to one of them."""
     a = torch.tensor(low)
     b = torch.nextafter(a, torch.tensor(torch.inf))
     for pair in ([a, b], [b, a]):
@@ -172,7 +172,7 @@ def test_logits_one_ulp_apart_under_top_k(low: float) -> None:
 
 
 class Gathered(NamedTuple):
-    """One of two slices of a vocabulary; ``sent`` is what both sent, in a first pass without the other's."""
+    """One of two slices of a vocabulary. ``sent`` has the values of both, in the first pass only its own."""
 
     first: int
     size: int

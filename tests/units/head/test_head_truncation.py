@@ -1,4 +1,4 @@
-"""Truncated sampling over whole rows, and kept tokens found in one sweep and scored alone: beside transformers' warpers."""
+"""Truncated sampling over whole rows, and over kept tokens found in one sweep, compared with transformers' warpers."""
 
 import math
 
@@ -15,7 +15,7 @@ from torchrl_llm_kl.head._tiles import floor_of
 
 
 def warped(log_p, truncation):
-    """All log-probs after transformers' warpers, in its order; ``-inf`` where a token is left out."""
+    """All log-probs after transformers' warpers, in its order. Excluded tokens have ``-inf``."""
     warpers = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
     for warper, value, off in zip(warpers, truncation, Truncation(), strict=True):
         log_p = log_p if value == off else warper(value)(None, log_p)
@@ -99,7 +99,7 @@ def test_values_and_gradients(truncation, path):
     truncation=st.builds(Truncation, st.integers(0, 8), st.floats(0.01, 1), st.floats(0, 1)),
 )
 def test_the_same_tokens_as_transformers(logits, truncation):
-    """But for ties within rounding, which a sort breaks by chance."""
+    """Except for ties within rounding, which a sort breaks by chance."""
     scores = torch.tensor(logits, dtype=torch.float64)
     scores = scores[(scores.sort(-1).values.diff(dim=-1) > 1e-6).all(-1)]
     if len(scores):
@@ -116,7 +116,7 @@ def test_a_total_that_rounding_leaves_below_top_p():
 
 
 def test_backward_with_other_rounding():
-    """Tiles of other shapes round their logits otherwise: a token at the edge must not change sides."""
+    """Tiles of other shapes round logits differently. A token at the bound must stay on its side."""
     hidden, weight, _ = make_head(n=64, h=256, v=1000, dtype=torch.float32, grad=True)
     targets = drawn(plain(hidden, weight), Truncation(top_k=30))
     out = linear_log_prob(hidden, weight, targets, truncation=Truncation(top_k=30), chunk=(16, 37)).log_prob
@@ -165,7 +165,7 @@ def test_the_tokens_that_are_found_are_those_of_transformers(truncation, guessin
 
 @pytest.mark.parametrize("impossible", [0, 300])
 @pytest.mark.parametrize("shift", [0, 2000])
-def test_what_top_p_drops_is_guessed_and_searched_again_where_the_guess_is_wrong(impossible, shift, monkeypatch):
+def test_positions_with_a_wrong_guess_of_top_p_are_searched_again(impossible, shift, monkeypatch):
     searched_again = []
     replace = _kept._Candidates.replace
     monkeypatch.setattr(_kept, "_FIRST_LOOK", (16, 0))
@@ -191,8 +191,8 @@ def test_what_top_p_drops_is_guessed_and_searched_again_where_the_guess_is_wrong
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_logit_that_is_no_number_after_the_first_tile_keeps_nothing(bad):
-    """A score is NaN then, and its own check tells."""
+def test_no_token_is_kept_after_a_logit_that_is_not_finite(bad):
+    """The score is NaN then, and the scorer's own check raises the error."""
     bias = torch.zeros(1000)
     bias[800] = bad
     kept = linear_kept(
@@ -237,7 +237,7 @@ def test_kl(direction, ref_kept, whole):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
-    """Logits are rounded as the head rounds them; all else is exact to float32, and each gradient is rounded once."""
+    """Logits have the head's rounding. Everything else is exact to float32, and each gradient is rounded once."""
     hidden, weight, _ = big_head(dtype=dtype, grad=True)
     truncation = Truncation(top_k=30)
     rounded = (hidden @ weight.T).detach().double().log_softmax(-1)

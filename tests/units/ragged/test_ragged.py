@@ -191,7 +191,7 @@ def test_sum(case):
 @example(case=make("jagged-gaps", [], (0,), head=2, tail=1), features=(), dtype=torch.float32)
 @given(case=cases(), features=st.sampled_from(FEATURES), dtype=st.sampled_from(DTYPES))
 def test_restore(case, features, dtype):
-    """Every slot without a value holds exactly ``fill``, whatever it held before; what was restored is read again."""
+    """Every slot without a value has exactly ``fill``. The restored form can be read again."""
     x = case.read()
     new = elements(x.values.shape[0], features, dtype, start=101)
     for values in (x.values, new):
@@ -262,7 +262,7 @@ def test_feature_views():
 
 
 def test_tokens_on_another_device_than_their_jagged_source():
-    """As a scorer lays them out: on the CPU, in the container of ids that are on an accelerator."""
+    """A scorer's tokens are on the CPU, in the container of ids on an accelerator."""
     source = Jagged(torch.tensor([0, 2, 5]).to("meta"), None)
     tokens = Ragged(torch.arange(5), torch.tensor([2, 3]), source)
     assert tokens.offsets.tolist() == [0, 2, 5]
@@ -425,7 +425,7 @@ def of(*rows: torch.Tensor, **options: Any) -> Callable[[], Ragged]:
 
 
 def from_padded(values: torch.Tensor = PADDED, **options: Any) -> Callable[[], Ragged]:
-    """Lists are tensors."""
+    """Lists among the options become tensors."""
     given = {k: torch.tensor(v) if isinstance(v, list) else v for k, v in options.items()}
     return lambda: Ragged.from_padded(values, **given)
 

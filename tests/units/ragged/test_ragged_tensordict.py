@@ -94,7 +94,7 @@ def rows_of(value: Any) -> list[list[float]]:
 
 @pytest.fixture(params=[True, False], ids=["attributes", "public methods"])
 def known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Both ways must have the same result: a later tensordict falls back to the public methods."""
+    """Both ways must have the same result. Other releases of tensordict use the public methods."""
     assert module._ATTRIBUTES_KNOWN, "of this version of tensordict"
     monkeypatch.setattr(module, "_ATTRIBUTES_KNOWN", request.param)
     return request.param
@@ -217,7 +217,7 @@ def test_read_and_write_in_every_layout(known: bool, layout: str) -> None:
 
 
 def test_write_rows_beside_dense_entries() -> None:
-    """One batch dimension holds ragged rows as a nested tensor, several need a lazy stack; an old entry is replaced."""
+    """One batch dimension takes a nested tensor, several need a lazy stack. An old entry is replaced."""
     td = TensorDict({"reward": torch.ones(4, 1), "x": torch.ones(4, 9)}, batch_size=[4])
     assert write_ragged(td, "x", FLAT, of_row_lengths(4)) is td
     assert td["x"].layout == torch.strided

@@ -1,4 +1,4 @@
-"""``deterministic=True``: a sequence's scores have the same bits alone and in any pack; else the model is refused."""
+"""``deterministic=True``: the scores of a sequence have the same bits in every pack, or the model is refused."""
 
 import copy
 from collections.abc import Iterator
@@ -48,7 +48,10 @@ def rows_of(*lengths: int, seed: int = 0) -> list[Tensor]:
 
 
 def packs(mine: list[Tensor], number: int, vocab: int) -> Iterator[tuple[list[Tensor], list[int], list[Tensor]]]:
-    """Random packs around the same rows, where those are, and masks: neighbours share prefixes, are copies, or continue."""
+    """Yield random packs that contain the same rows, with their places and masks.
+
+    The other sequences share prefixes with them, are copies of them, or continue them.
+    """
     rng = torch.Generator().manual_seed(0)
 
     def below(n: int) -> int:
@@ -75,7 +78,7 @@ def bits(scores: Scores, index: int) -> list[Tensor]:
 
 
 def differing(scorer: LogProbScorer, mine: list[Tensor], number: int, vocab: int = VOCAB_SIZE, **options: Any) -> int:
-    """In how many packs the scores of a row have other bits than alone."""
+    """The number of packs in which the scores of a row have different bits than without other sequences."""
     alone = [bits(scorer.evaluate([row], **options), 0) for row in mine]
     count = 0
     for i, (rows, places, masks) in enumerate(packs(mine, number, vocab)):
@@ -86,7 +89,7 @@ def differing(scorer: LogProbScorer, mine: list[Tensor], number: int, vocab: int
 
 
 @pytest.mark.parametrize("number", [2, pytest.param(50, marks=pytest.mark.slow)])
-def test_bits_in_random_packs_and_the_normal_mode_as_a_control(fixed, other, number):
+def test_scores_have_equal_bits_in_random_packs(fixed, other, number):
     rows, vocab = rows_of(*LENGTHS), WIDE["vocab_size"]
     options: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True}
     assert differing(fixed, rows, number, vocab, reference=LogProbScorer(other, deterministic=True), **options) == 0
@@ -106,7 +109,7 @@ def long(family: str = "qwen2") -> nn.Module:
         (lambda: with_lora(long()), {"adapters": False}),
     ],
 )
-def test_bits_of_windows_soft_caps_scaled_logits_modules_and_adapters(build: Any, settings: dict[str, Any]) -> None:
+def test_equal_bits_with_windows_soft_caps_other_heads_and_adapters(build: Any, settings: dict[str, Any]) -> None:
     rows = random_sequences(90, 3, 140).to_list()
     scorer = LogProbScorer(build(), deterministic=True, **settings)
     assert scorer.path == "head"
@@ -118,7 +121,7 @@ def test_bits_of_windows_soft_caps_scaled_logits_modules_and_adapters(build: Any
         assert torch.equal(scorer.score(rows).values, LogProbScorer(plain, deterministic=True).score(rows).values)
 
 
-def test_values_with_gradient_and_the_gradient(model: nn.Module, fixed: LogProbScorer) -> None:
+def test_scores_with_gradient_have_equal_bits(model: nn.Module, fixed: LogProbScorer) -> None:
     rows = rows_of(*LENGTHS)
     rows.append(torch.cat([rows[0][:100], rows[2]]))
     weights = torch.randn(sum(map(len, rows)), generator=torch.Generator().manual_seed(0))
@@ -159,8 +162,8 @@ def test_cached_keys_and_values_give_the_same_bits(model: nn.Module) -> None:
     assert torch.equal(scorer.score(full, mask, remember=True).to_list()[0][333:], want[0][333:])
 
 
-def test_the_attention_in_blocks_is_the_attention() -> None:
-    """With a past in the pack, a past outside, a window, soft-caps, sinks and grouped heads, against the pieces' own."""
+def test_attention_in_blocks_equals_the_normal_attention() -> None:
+    """With prefixes inside and outside the pack, a window, soft-caps, sinks and grouped heads."""
     rng = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -192,12 +195,12 @@ def test_the_attention_in_blocks_is_the_attention() -> None:
         (lambda: altered("qwen2", lambda m: m.model.layers[0].mlp.compile(backend="eager")), {}, "has compiled layers"),
     ],
 )
-def test_models_that_cannot_are_refused_with_the_reason(build: Any, options: dict[str, Any], reason: str) -> None:
+def test_unsuitable_models_are_refused_with_the_reason(build: Any, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         LogProbScorer(build(), deterministic=True, **options)
 
 
-def test_what_changed_since_is_refused_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_settings_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     scorer, calls = LogProbScorer(tiny_model(), deterministic=True), []
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"computes in torch\.bfloat16"):
         scorer.score(ROW)
@@ -215,7 +218,7 @@ def test_what_changed_since_is_refused_at_the_call(monkeypatch: pytest.MonkeyPat
 
 
 def _in_pieces(layout: PackLayout, past: Any, inputs: Any) -> Tensor:
-    """The normal attention, cut by the places of pieces in the pack; the padding is a separate piece."""
+    """The normal attention, piece by piece. The padding is a separate piece."""
     pieces, end = [replace(piece, kept=None) for piece in layout.pieces], layout.pieces[-1].last
     length = inputs.query.shape[2]
     if end < length:
@@ -232,8 +235,8 @@ def _read_anyhow(*args: Any, tile: Any = None) -> HeadReading:
     [(_passes, "pad_pack", lambda row, _: row), (_passes, "attend", _in_pieces), (_probe, "HeadReading", _read_anyhow)],
     ids=["packs", "attention", "head"],
 )
-def test_the_check_finds_other_bits(module, name, broken, model, monkeypatch):
-    """Without one of the three parts scores vary, and the check of the model says so."""
+def test_the_check_finds_different_bits(module, name, broken, model, monkeypatch):
+    """If one of the three parts is broken, scores vary, and the check of the model raises an error."""
     monkeypatch.setattr(module, name, broken)
     with pytest.raises(ValueError, match="other bits for a sequence in a pack, with differences up to"):
         LogProbScorer(model, deterministic=True)
@@ -255,7 +258,7 @@ def test_dropout_with_gradient(family: str, config: dict[str, Any]) -> None:
         scorer.score(ROW, grad=True)
 
 
-def test_no_other_budget_after_out_of_memory_and_an_exact_kl_needs_both_alike(fixed, other, monkeypatch):
+def test_out_of_memory_keeps_the_budget_and_a_kl_needs_equal_settings(fixed, other, monkeypatch):
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
@@ -271,7 +274,7 @@ def test_no_other_budget_after_out_of_memory_and_an_exact_kl_needs_both_alike(fi
 
 
 def test_settings_reach_every_scorer(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the first ratio of a step is 1 and the KL of a copy 0: old log-probs have the bits of current ones."""
+    """Then the KL of a copy is exactly 0, since both models' log-probs have the same bits."""
     monkeypatch.setattr(_scorer, "find_variance", lambda *_: None)
     kl = RetrieveKL(model, copy.deepcopy(model), estimator="exact", options=ScoreOptions(deterministic=True))
     assert [kl[0].scorer.options.deterministic, kl[1].scorer.options.deterministic] == [True] * 2

@@ -31,7 +31,7 @@ def answers(*lengths: int, prompt: int = 40, seed: int = 0) -> list[Tensor]:
 
 
 def group(seed: int = 0) -> Ragged:
-    """Answers to two prompts, two of which part late, and a sequence without a prompt."""
+    """Answers to two prompts, two continuations of one answer, and a sequence without a prompt."""
     one, two = answers(*ANSWERS, seed=seed), answers(3, 2, prompt=35, seed=seed + 1)
     late = [torch.cat([one[0], each]) for each in random_sequences(2, 3, seed=seed + 2).to_list()]
     (last,) = random_sequences(6, seed=seed + 3).to_list()
@@ -39,14 +39,14 @@ def group(seed: int = 0) -> Ragged:
 
 
 def counted(model: Any, run: Callable[[], Any]) -> tuple[Any, int]:
-    """The result, and how many tokens were embedded."""
+    """The result and the number of embedded tokens."""
     seen: list[int] = []
     with model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].numel())):
         return run(), sum(seen)
 
 
 def gradients(model: nn.Module, log_probs: Tensor) -> Tensor:
-    """Of all parameters that have one: gates add up those of all later tokens, in float32."""
+    """The gradients of all parameters that have one. The gradient of a gate sums over all later tokens in float32."""
     model.zero_grad()
     log_probs.square().sum().backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -69,7 +69,7 @@ def test_against_plain_forwards_of_one_row(family: str) -> None:
 
 @pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.parametrize("family", FORKED_FAMILIES)
-def test_no_name_that_transformers_gave_up_is_used(family: str) -> None:
+def test_no_deprecated_name_of_transformers_is_used(family: str) -> None:
     model = stateful_model(family)
     scorer = LogProbScorer(model)
     assert scorer.shares_prefixes
@@ -77,8 +77,8 @@ def test_no_name_that_transformers_gave_up_is_used(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", [x for x in FORKED_FAMILIES if x not in ("qwen3_next", "granitemoehybrid")])
-def test_no_state_goes_from_a_sequence_to_another(family: str) -> None:
-    """With other tokens in the other sequences, a sequence has the same bits: the shapes are the same."""
+def test_no_state_leaks_between_sequences(family: str) -> None:
+    """A sequence has the same bits when only the tokens of other sequences change, since the shapes stay the same."""
     scorer, rows = LogProbScorer(stateful_model(family)), answers(*ANSWERS)
     want = scorer.score(rows).to_list()[2]
     others = [torch.cat([row[:40], (row[40:] + 1) % VOCAB_SIZE]) for row in rows]
@@ -86,8 +86,8 @@ def test_no_state_goes_from_a_sequence_to_another(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FORKED_FAMILIES)
-def test_a_state_that_is_not_carried_on_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each kind of state set to 0 where sequences part: the probe refuses to fork."""
+def test_the_probe_notices_a_lost_state(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a kind of state is set to 0 where sequences part, the probe refuses to fork."""
     from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
     layer: Any = LinearAttentionCacheLayerMixin.__subclasses__()[0]
@@ -111,7 +111,7 @@ def test_a_state_that_is_not_carried_on_is_noticed(family: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("family", UNFORKED_FAMILIES)
-def test_families_whose_state_cannot_be_continued_say_so(family: str) -> None:
+def test_families_without_a_reusable_state_warn(family: str) -> None:
     model, batch = stateful_model(family), Ragged.from_list(answers(*ANSWERS))
     with pytest.warns(UserWarning, match="forwards a prompt again with each answer"):
         scorer = LogProbScorer(model)
@@ -125,7 +125,7 @@ def test_families_whose_state_cannot_be_continued_say_so(family: str) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")
 def test_checkpoints(place: Any, shared: bool, reentrant: bool) -> None:
-    """A step is a checkpoint in place of transformers'; others would advance a state twice, so sequences are apart."""
+    """A step replaces transformers' checkpoints. Other checkpoints would advance a state twice, so nothing is shared."""
     model, batch = stateful_model("qwen3_5_text"), group()
     mask = batch.positions >= 30
     expected = gradients(model, plain_log_probs(model, batch, mask))
@@ -145,7 +145,7 @@ def test_nodes_longer_than_the_budget_and_batches_of_answers() -> None:
 
 
 def test_single_tokens_after_a_prompt_have_gradients() -> None:
-    """The kernels that generate would write to a state that the graph holds."""
+    """The kernels of generation would overwrite a state that the graph holds."""
     model, batch = stateful_model("falcon_h1"), Ragged.from_list(answers(2, 1, 2))
     expected = gradients(model, plain_log_probs(model, batch))
     assert_near(gradients(model, LogProbScorer(model).score(batch, grad=True).values), expected, **WHOLE)
@@ -167,7 +167,7 @@ def test_states_are_held_no_longer_than_needed() -> None:
 @pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "mamba2", "lfm2"])
 @pytest.mark.parametrize("kl", [False, True])
 def test_the_turns_of_a_conversation_continue_from_the_last_state(family: str, kl: bool) -> None:
-    """With two models, whose log-probs are not cached, the tokens of the turn alone are scored."""
+    """With a reference, log-probs are not cached, so only the tokens of the new turn are scored."""
     model = stateful_model(family)
     scorer, plain = LogProbScorer(model), LogProbScorer(model)
     other = LogProbScorer(stateful_model(family, seed=1)) if kl else None
@@ -188,7 +188,7 @@ def test_the_turns_of_a_conversation_continue_from_the_last_state(family: str, k
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
 @pytest.mark.parametrize(("first", "ends"), [(3, (2, 3)), (2, (2, 3, 4)), (2, (3, 3, 2, 3))])
 def test_a_second_turn_beside_other_answers_to_the_prompt(family: str, first: int, ends: tuple[int, ...]) -> None:
-    """Every other row continues the answer of the first call; the same call again is scored from what both cached."""
+    """Every other row continues the answer of the first call. A repeated call is scored from the cache."""
     model = stateful_model(family)
     scorer, (answer,) = LogProbScorer(model), answers(first)
     more = random_sequences(*ends, seed=5).to_list()
@@ -200,8 +200,8 @@ def test_a_second_turn_beside_other_answers_to_the_prompt(family: str, first: in
 
 
 @pytest.mark.parametrize("first", [1, 46])
-def test_a_turn_that_was_written_anew_does_not_continue_from_its_state(first: int) -> None:
-    """The cached tokens end in the middle of a stretch, where no state is; the first others need not be scored."""
+def test_a_rewritten_turn_does_not_continue_from_the_old_state(first: int) -> None:
+    """The common tokens end inside a segment, where the cache has no state."""
     model = stateful_model("lfm2")
     scorer, (row, other) = LogProbScorer(model), answers(9, 6)
     anew = torch.cat([row[:44], other[40:]])

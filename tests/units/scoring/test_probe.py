@@ -1,4 +1,4 @@
-"""The fast path and packs prove themselves on each model; otherwise the scorer warns, or pads, and stays right."""
+"""The probe of the fast path and of packs. If it fails, the scorer warns or pads, and its scores stay right."""
 
 import warnings
 from collections.abc import Callable
@@ -149,7 +149,7 @@ def test_unusual_models_of_transformers(make):
 
 
 def test_the_model_stays_as_it_was():
-    """Its modes, configuration, hooks and random numbers; also where its forward fails; dropout is off without gradient."""
+    """Modes, configuration, hooks and random numbers, even if its forward fails. Without gradient dropout is off."""
     model = tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5).train()
     model.transformer.h[0].eval()
 
@@ -194,7 +194,7 @@ def test_weights_on_the_meta_device_are_probed_at_the_first_score():
     [("gemma2", "final_logit_softcapping"), ("granite", "logits_scaling"), ("cohere", "logit_scale")],
 )
 def test_the_probe_misses_no_logit_processing(family, name, dtype, monkeypatch):
-    """Hide one entry of the configuration from the fast path: the probe must notice, also in bfloat16."""
+    """One entry of the configuration is hidden from the fast path. The probe must notice it, also in bfloat16."""
     monkeypatch.setattr(_model, "_FACTORS", {k: v for k, v in _model._FACTORS.items() if k != name})
     monkeypatch.setattr(_model, "_SOFT_CAPS", tuple(cap for cap in _model._SOFT_CAPS if cap != name))
     with pytest.warns(UserWarning, match="do not reproduce the model's own log-probs"):
@@ -209,7 +209,7 @@ def group(length: int = 40) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("family", "window"), [("phimoe", 15), ("phimoe", 20), ("mistral", 15), ("gemma2", 20), ("qwen2", 20)]
 )
-def test_a_window_in_the_mask_alone_or_passed_to_the_attention(family: str, window: int) -> None:
+def test_windows_in_the_mask_or_in_the_attention(family: str, window: int) -> None:
     """Phimoe passes no window to its attention, and the probe's sequences are shorter than the window."""
     own: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 0} if family == "qwen2" else {}
     model = tiny_model(family, sliding_window=window, max_position_embeddings=128, **own)
@@ -219,7 +219,7 @@ def test_a_window_in_the_mask_alone_or_passed_to_the_attention(family: str, wind
 
 
 class Leaking(nn.Module):
-    """A decoder layer that leaks a little of each position into the next, also into another sequence."""
+    """A decoder layer that leaks a part of each position into the next one, even across sequences."""
 
     def __init__(self, layer: nn.Module, share: float) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ WINDOWS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
 @pytest.mark.parametrize(("name", "probe"), [*((name, True) for name in WINDOWS), ("mistral", False)])
 def test_padding_outside_a_window_has_no_gradient(name: str, probe: bool) -> None:
-    """In float64, eager attention of a position whose window holds padding only is NaN. Rows of 60 and 3 tokens."""
+    """In float64, eager attention of a position with only padding in its window is NaN. The rows have 60 and 3 tokens."""
     model: Any = WINDOWS[name]().double()
     model.set_attn_implementation("eager")
     batch = Ragged.from_list([ids(60, 1), ids(3, 2)])
@@ -326,7 +326,7 @@ def test_bodies_that_cannot_be_packed_are_padded(make: Any) -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_longrope_of_all_layers_or_by_kind(nested: bool) -> None:
-    """The length of the whole sequence decides: a mask of the first tokens alone gives the same numbers as a full one."""
+    """The length of the whole sequence decides the frequencies, even if only the first tokens are scored."""
     rope: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
     rope |= {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
     if nested:

@@ -1,4 +1,4 @@
-"""Remembered scores: what hits, what misses, and that a hit is the first computation bit for bit."""
+"""Remembered scores: hits, misses, and the bits of a hit, which are those of the first computation."""
 
 import copy
 import pickle
@@ -36,7 +36,7 @@ def remember(tmp_path: Path) -> Remember:
 
 
 def forwards(model: nn.Module) -> list[int]:
-    """Grows with each forward of the model."""
+    """A list that grows with each forward of the model."""
     calls: list[int] = []
     layers = [module for name, module in model.named_modules() if name.endswith("layers.0")]
     layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
@@ -55,7 +55,7 @@ def wrapped(model: nn.Module, **tokenizer: Any) -> TransformersWrapper:
 
 
 def assert_as_plain(scorer: Any, model: nn.Module, **settings: Any) -> torch.Tensor:
-    """The same bits as without a store, in two calls."""
+    """Two calls give the same bits as a scorer without a store."""
     want = LogProbScorer(model, **settings).score(SEQUENCES).values
     assert all(torch.equal(scorer.score(SEQUENCES).values, want) for _ in range(2))
     return want
@@ -78,7 +78,7 @@ def test_the_second_epoch_makes_no_forward(remember: Remember) -> None:
     assert scorer.model.store.tokens_recalled == 2 * int(mask.sum())
 
 
-def test_another_run_or_copy_makes_no_forward_either(remember: Remember, tmp_path: Path) -> None:
+def test_another_run_or_a_copy_finds_the_scores(remember: Remember, tmp_path: Path) -> None:
     first = RememberedModel(tiny_model(), tmp_path)
     scorer, plain = first.make_scorer(), LogProbScorer(tiny_model()).evaluate(SEQUENCES, entropy=True)
     log_probs = scorer.score(SEQUENCES).values
@@ -138,8 +138,8 @@ def test_a_changed_model_misses(remember: Remember, change: str) -> None:
     assert torch.equal(old.score(SEQUENCES).values, before)
 
 
-def test_weights_that_others_write_miss(remember: Remember) -> None:
-    """A few through data, after forget; an updater's; a wrapper's new model; adapters; a wrapper's tokenizer."""
+def test_weights_changed_from_outside_miss(remember: Remember) -> None:
+    """Through ``.data`` (after ``forget``), by an updater, or as a wrapper's new model."""
     reference, policy, wrapper = tiny_model(seed=0), tiny_model(seed=1), wrapped(tiny_model())
     scorer = remember(reference)
     scorer.score(SEQUENCES)
@@ -198,7 +198,7 @@ def test_other_settings_and_other_tokens_miss(remember: Remember, tmp_path: Path
 
 
 def test_scores_over_a_record_are_not_remembered(remember: Remember) -> None:
-    """A record changes the distributions of the same tokens."""
+    """A record of kept tokens changes the distributions of the same sequence."""
     model = tiny_model()
     scorer, count = remember(model), len(SEQUENCES.values)
     own = SEQUENCES.values.repeat_interleave(2) + torch.tensor([0, 1]).repeat(count)
@@ -228,7 +228,7 @@ class Doubled(Scaled):
 
 
 @pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
-def test_models_of_equal_weights_and_other_behaviour_miss(tmp_path: Path) -> None:
+def test_models_with_equal_weights_and_other_code_miss(tmp_path: Path) -> None:
     store = ScoreStore(tmp_path)
     models = [Scaled(1.0), Scaled(2.0), Doubled(1.0), tiny_model(seed=0), tiny_model(seed=1)]
     found = [RememberedModel(model, store).make_scorer().score(SEQUENCES).values for model in models]
@@ -294,7 +294,7 @@ def test_a_model_over_several_ranks_is_refused(tmp_path: Path, stated: str | Non
 
 
 class Service(Scorer):
-    """A service's proxy, as scorers see it: weights have versions, and a push may come at any time."""
+    """A proxy of a service. Weights have versions, and a push may come at any time."""
 
     models: list[nn.Module]
 
@@ -391,7 +391,7 @@ def test_tensors_that_are_views_scalars_or_empty() -> None:
 
 
 def test_a_transform_and_a_loss_take_a_remembered_reference(tmp_path: Path) -> None:
-    """The second time all scores are found; a new scorer forwards its probe alone."""
+    """The second time all scores come from the store."""
     policy, reference = tiny_model(seed=1), tiny_model()
     full = torch.randint(3, 40, (2, 7), generator=torch.Generator().manual_seed(0))
     tokens = TensorDict(full=full, prompt=full[:, :3], batch_size=[2])

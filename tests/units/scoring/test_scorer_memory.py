@@ -1,4 +1,4 @@
-"""Memory: the prefix cache, layers that are recomputed in the backward, and a forward that runs out of memory."""
+"""Memory: the prefix cache, activation checkpoints, and forwards that run out of memory."""
 
 import copy
 import threading
@@ -39,7 +39,7 @@ def turns(seed: int, *lengths: int) -> list[Tensor]:
 
 
 def cost(scorer: LogProbScorer, row: Tensor, mask: Tensor | None = None, **options: Any) -> int:
-    """How many tokens go through the body."""
+    """The number of tokens that go through the body."""
     return body_tokens(scorer.model, lambda: scorer.score(Ragged.from_list([row]), mask, remember=True, **options))
 
 
@@ -52,7 +52,7 @@ def assert_exact(scorer: LogProbScorer, model: Any, rows: list[Tensor], mask: Te
 
 
 def assert_held(scorer: LogProbScorer) -> None:
-    """The bytes are counted right, and not more than the limit."""
+    """The cache counts its bytes right and has at most its limit."""
     segments = [*scorer.memory._by_use]
     layers = [vars(layer).values() for each in segments if each.state is not None for layer in each.state.layers]
     held = [t for each in segments for pair in each.keys_values for t in pair]
@@ -116,7 +116,7 @@ def doubled(family: str) -> LogProbScorer:
 def test_any_history_of_requests_and_temperatures_at_any_limit(
     family: str, history: Any, room: int, budget: int
 ) -> None:
-    """Whatever was cached, evicted or cut before, also for more temperatures than log-probs are kept for."""
+    """Scores are right whatever was cached or evicted before, even for more temperatures than the cache keeps."""
     plain = doubled(family)
     settings: Any = {"memory": 2 * room * TOKEN_BYTES, "tokens_per_batch": budget, "probe": family != "mistral"}
     scorer = LogProbScorer(plain.model, **settings)
@@ -133,7 +133,7 @@ def test_any_history_of_requests_and_temperatures_at_any_limit(
 
 
 def test_log_probs_are_kept_for_four_samplers(scorer: LogProbScorer) -> None:
-    """Those after the end of a turn too."""
+    """Log-probs of tokens after the end of a turn, too."""
     (row,) = turns(0, 12)
     assert [cost(scorer, row, temperature=1 + i / 8) for i in range(6)] == [11] * 6
     assert [cost(scorer, row, temperature=1 + i / 8) for i in (5, 4, 3, 2)] == [0] * 4
@@ -184,8 +184,8 @@ def test_changed_weights_are_never_served_old_entries(model: Any, scorer: LogPro
     assert_exact(scorer, model, [second])
 
 
-def test_adapters_and_surroundings_clear_the_cache_and_another_temperature_has_other_log_probs() -> None:
-    """An adapter switched off, its factor, and autocast around a call."""
+def test_adapters_and_autocast_clear_the_cache_and_temperatures_are_separate() -> None:
+    """With an adapter switched off, another factor, and autocast around a call."""
     model = with_lora(tiny_model("llama"), target_modules="all-linear")
     scorer, (first, second) = LogProbScorer(model), turns(0, 12, 6)
     assert_exact(scorer, model, [first])
@@ -262,7 +262,7 @@ def backward(model: Any, **settings: Any) -> tuple[list[Tensor | None], int]:
 
 @cache
 def plain_gradients(family: str = "llama") -> list[Tensor | None]:
-    """Each sequence alone through the plain model."""
+    """Gradients of plain forwards of one sequence at a time."""
     model = tiny_model(family)
     (plain_log_probs(model, BATCH) * WEIGHTS).sum().backward()
     return [p.grad for p in model.parameters()]
@@ -279,7 +279,7 @@ WAYS = [enable, wrap, enable_and_wrap]
     ],
 )
 def test_packs_under_checkpointing(checkpointed: Any, reentrant: bool, family: str) -> None:
-    """The recomputation attends as the forward did: same tokens through the body, same gradient to the last bit."""
+    """The recomputation attends as the forward did. As many tokens go through the body, and gradients have equal bits."""
     for tokens_per_batch in (9, 8192):  # keys from earlier packs, and one pack
         model = tiny_model(family).train()
         checkpointed(model, reentrant)
@@ -322,7 +322,7 @@ def test_other_checkpoints_are_padded_with_one_warning(checkpointed: Any, reentr
 
 @pytest.mark.parametrize("dropped", [False, True])
 def test_autocast_and_dropout_are_recomputed(dropped: bool) -> None:
-    """Under autocast and, with the same random numbers, under dropout."""
+    """Under autocast, and under dropout with the same random numbers."""
     options: dict[str, Any] = {"attention_dropout": 0.4} if dropped else {}
     found = []
     for checkpointed in (False, True):
@@ -337,7 +337,7 @@ def test_autocast_and_dropout_are_recomputed(dropped: bool) -> None:
 
 
 def test_a_backward_in_another_thread_leaves_the_model_as_before() -> None:
-    """As on a GPU: the recomputation runs in a thread of autograd."""
+    """On a GPU the recomputation runs in a thread of autograd."""
     model = tiny_model("gemma2").train()
     enable(model, False)
     name, functions = model.config._attn_implementation, [x._gradient_checkpointing_func for x in layers(model)]
@@ -352,7 +352,7 @@ def test_a_backward_in_another_thread_leaves_the_model_as_before() -> None:
 
 
 def test_two_forwards_before_their_backwards() -> None:
-    """Each recomputation finds the pack of its forward, whatever was scored in between; twice, if the graph is kept."""
+    """Each recomputation finds the pack of its own forward, and again if the graph is kept."""
     model = tiny_model("llama").train()
     enable(model, False)
     scorer = LogProbScorer(model, tokens_per_batch=16)

@@ -1,4 +1,4 @@
-"""The store of scores: what comes back, what damage costs, how large it grows. Without torch."""
+"""The store of scores: lookups, damage and its size. These tests do not import torch."""
 
 import copy
 import os
@@ -133,7 +133,7 @@ def test_a_folder_that_was_removed_is_made_again_and_one_that_cannot_be_written_
         assert not has(store, 1)
 
 
-def test_a_writer_that_does_not_end_costs_the_scores_and_not_the_run(tmp_path, store, monkeypatch):
+def test_a_file_that_another_process_locks_only_warns(tmp_path, store, monkeypatch):
     monkeypatch.setattr(load(), "_BUSY", 0.05)
     put(store, 1)
     other = sqlite3.connect(tmp_path / FILE)

@@ -42,7 +42,7 @@ def heads(sequences, lengths):
 
 
 def maximal(prefixes):
-    """The distinct prefixes that no other one continues."""
+    """The distinct prefixes that no other prefix continues."""
     return {p for p in prefixes if p and not any(q[: len(p)] == p and q != p for q in prefixes)}
 
 
@@ -53,7 +53,7 @@ def branch_points(prefixes):
 
 
 def spelled(tree, sequences, node):
-    """The tokens of the ancestors of a node and its own."""
+    """All tokens from the root to the end of a node."""
     if node < 0:
         return ()
     length, element = int(tree.length[node]), int(tree.element[node])
@@ -62,7 +62,7 @@ def spelled(tree, sequences, node):
 
 
 def parents(tree):
-    """The nodes that others follow."""
+    """The nodes that have children."""
     return sorted({node for node in tree.parent.tolist() if node >= 0})
 
 
@@ -89,7 +89,7 @@ def test_three_answers_to_each_of_two_prompts():
 
 
 def test_a_short_branch_is_not_shared():
-    """Longer than prompt A is the common beginning of the two answers to it that begin with 1."""
+    """Prompt A has 4 tokens. Two answers to it share one more token."""
     for min_length, lengths in [(1, [4, 1, 2]), (2, [4, 2]), (4, [4]), (5, [5]), (6, [])]:
         tree = PrefixTree.build(ragged(ANSWERS), ragged(ANSWERS).lengths, min_shared=0, min_length=min_length)
         assert tree.length[parents(tree)].tolist() == lengths
@@ -129,7 +129,7 @@ def test_nodes_are_well_formed_and_every_token_is_found_with_its_whole_prefix(ba
 
 @given(batch=batches(), min_shared=st.sampled_from([*range(13), 10**6]))
 def test_a_common_prefix_is_a_node_if_that_saves_enough(batch, min_shared):
-    """From the shortest on: its length after the last node, times the number of different next tokens minus one."""
+    """The saving is its length after the last node times the number of different next tokens minus one."""
     sequences, lengths = batch
     prefixes = heads(sequences, lengths)
     tops, chosen = maximal(prefixes), []
@@ -225,7 +225,7 @@ def test_every_token_once_after_its_predecessor_in_full_packs(batch, min_shared,
 
 @given(lengths=st.lists(st.integers(0, 50), max_size=40), budget=st.integers(1, 300))
 def test_micro_batches_hold_every_sequence_once_and_as_many_as_fit(lengths, budget):
-    """Empty sequences never; padding counts; only a single sequence may exceed the budget."""
+    """Empty sequences are in none. Padding counts. Only a single sequence may exceed the budget."""
     given_lengths = torch.tensor(lengths, dtype=torch.long)
     planned = [batch.tolist() for batch in plan_micro_batches(given_lengths, budget)]
     assert given_lengths.tolist() == lengths, "nothing is mutated"
@@ -238,7 +238,7 @@ def test_micro_batches_hold_every_sequence_once_and_as_many_as_fit(lengths, budg
 
 
 def test_micro_batches_by_hand():
-    """Similar lengths share one, longest first."""
+    """Sequences of similar lengths share one. The longest come first."""
     batches = plan_micro_batches(torch.tensor([3, 100, 4, 99, 0]), 200)
     assert [batch.tolist() for batch in batches] == [[1, 3], [2, 0]]
     with pytest.raises(ValueError, match="tokens_per_batch must be at least 1, got 0"):
