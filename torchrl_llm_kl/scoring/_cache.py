@@ -81,8 +81,7 @@ class PrefixKVCache:
             self.clear()
             self._owner = owner
             weight = head_weight(setup.model)
-            floats = weight is not None and weight.is_floating_point()
-            self.dtype = wide_dtype(weight.dtype) if weight is not None and floats else torch.float32
+            self.dtype = torch.float32 if weight is None else wide_dtype(weight.dtype)
 
     def clear(self) -> None:
         """Drop all segments."""

@@ -154,18 +154,13 @@ class RememberedScorer(Scorer):
 
     def __init__(self, model: RememberedModel, settings: Mapping[str, Any]) -> None:
         self.model, self._settings, self._slot = model, settings, ScorerSlot()
-        self.options = self.inner.options
+        self.options, self.path = self.inner.options, self.inner.path
 
     @property
     def inner(self) -> Scorer:
         """The scorer of the model itself."""
         scorer: Scorer = self._slot.get(self.model.model, **self._settings)
         return scorer
-
-    @property
-    def path(self) -> str | None:  # type: ignore[override]
-        """The route of the model's own scorer."""
-        return self.inner.path
 
     def check(
         self, options: ScoreOptions, request: ScoreRequest | None = None, *, reference: Scorer | None = None
@@ -379,7 +374,8 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers by name. A tensor of several parts, such as a quantized one, is yielded by its parts."""
     named = dict(nn.Module.named_parameters(module, remove_duplicate=False))
     for prefix, part in module.named_modules(remove_duplicate=False):
-        if not (_of_library(part) and any(name.endswith("inv_freq") for name in part._buffers)):
+        of_library = type(part).__module__.split(".")[0] in _LIBRARIES
+        if not (of_library and any(name.endswith("inv_freq") for name in part._buffers)):
             named |= {f"{prefix}.{name}": buffer for name, buffer in part._buffers.items() if buffer is not None}
     for name, tensor in named.items():
         yield from _parts(name, tensor.detach())
@@ -455,7 +451,3 @@ def code_of(model: nn.Module) -> str:
 def _code(code: CodeType) -> str:
     constants = [_code(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {constants}"
-
-
-def _of_library(module: nn.Module) -> bool:
-    return type(module).__module__.split(".")[0] in _LIBRARIES
