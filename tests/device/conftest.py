@@ -14,13 +14,13 @@ from rollout_fixtures import _lists_become_stacks  # noqa: F401
 
 HERE = Path(__file__).parent
 FIGURES = pytest.StashKey[dict[str, dict[str, tuple[str, ...]]]]()
-#: Of the tests that cannot run; conftest.py of all tests reports it.
+#: Reason of skipped tests, which conftest.py of all tests reports.
 NOT_BUILT = "the simulated accelerator cannot be built"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """The first device of the accelerator. The simulated one changes the process for good, so it needs its own."""
+    """The first device of the accelerator. The simulated one changes the process for good, so it needs its own process."""
     kind = os.environ.get("TORCHRL_LLM_KL_DEVICE", "sim")
     if any(HERE not in Path(item.path).parents for item in request.session.items):
         pytest.skip("needs a process of its own: make test-device")
@@ -37,7 +37,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(scope="session")
 def sim(device: torch.device) -> torch.device:
-    """The device of a test of what only the simulated accelerator reports."""
+    """The device, for tests of reports that only the simulated accelerator makes."""
     if device.type != "sim":
         pytest.skip("counted on the simulated accelerator alone")
     return device
@@ -45,7 +45,7 @@ def sim(device: torch.device) -> torch.device:
 
 @pytest.fixture
 def figures(device: torch.device, request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Note a measured number: ``figures(table, row, *cells)``. ``TORCHRL_LLM_KL_FIGURES`` names the file for them all."""
+    """Record a measured number: ``figures(table, row, *cells)``. ``TORCHRL_LLM_KL_FIGURES`` is the file for all numbers."""
     tables = request.config.stash.setdefault(FIGURES, {})
 
     def note(table: str, row: str, *cells: str) -> None:

@@ -1,4 +1,4 @@
-"""The same operation on the CPU and on the accelerator: equal values and gradients, wherever the batch is."""
+"""Compares an operation on the CPU and on the accelerator: equal values and gradients, wherever the batch is."""
 
 import copy
 import inspect
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def to(value: T, device: torch.device) -> T:
-    """A value with all its tensors on a device; a module is copied."""
+    """A value with all its tensors on a device. Modules are copied."""
     if isinstance(value, nn.Module):
         return copy.deepcopy(value).to(device)
     if isinstance(value, Ragged):
@@ -35,7 +35,7 @@ def to(value: T, device: torch.device) -> T:
 
 
 def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All tensors in a result, with their places; nested tensors row by row."""
+    """Yield all tensors in a result with the names of their places. Nested tensors are yielded row by row."""
     if isinstance(value, Tensor):
         rows = value.unbind() if value.is_nested else [value]
         yield from ((name if len(rows) == 1 else f"{name}[{i}]", row) for i, row in enumerate(rows))
@@ -57,7 +57,7 @@ def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def assert_same(run: Callable[[torch.device, torch.device], Any], device: torch.device, *, size: float = 1e-5) -> None:
-    """``run(device of models, device of data)`` gives the CPU's numbers on the accelerator, with the data there or here."""
+    """``run(device of models, device of data)`` gives the CPU's numbers for models on the accelerator, wherever the data is."""
     expected = dict(tensors_of(run(CPU, CPU)))
     assert expected, "there is nothing to compare"
     for place in (device, CPU):
@@ -69,9 +69,9 @@ def assert_same(run: Callable[[torch.device, torch.device], Any], device: torch.
 
 
 def same_on_both(size: float | Callable[..., float] = 1e-5) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Of ``run(device of models, device of data, *what pytest passes)`` a test with :func:`assert_same`.
+    """Make a test from ``run(device of models, device of data, *arguments of pytest)`` with :func:`assert_same`.
 
-    ``size`` may be a function of some of what pytest passes.
+    ``size`` may be a function of some of pytest's arguments.
     """
 
     def decorate(run: Callable[..., Any]) -> Callable[..., None]:
@@ -104,7 +104,7 @@ def no_sync(device: torch.device) -> Iterator[None]:
 
 
 def gradients(value: Any, *modules: nn.Module) -> dict[str, Tensor]:
-    """Of the sum of all numbers of a result that have a gradient."""
+    """Gradients of the sum of all numbers of a result that have one."""
     parts = [x[x.isfinite()].sum() for _, x in tensors_of(value) if x.requires_grad]
     named = {f"{i}.{n}": p for i, module in enumerate(modules) for n, p in module.named_parameters() if p.requires_grad}
     found = torch.autograd.grad(sum(parts), list(named.values()), allow_unused=True, materialize_grads=True)

@@ -1,4 +1,4 @@
-"""The simulated accelerator "sim": builds and loads ``sim.cpp``, and records what a stretch of code does on the device."""
+"""The simulated accelerator "sim": builds and loads ``sim.cpp``, and records the operations of code on the device."""
 
 import functools
 import hashlib
@@ -20,7 +20,7 @@ import torch
 from filelock import FileLock
 
 SOURCE = Path(__file__).with_name("sim.cpp")
-#: A place of the package is the deepest frame of it; models and optimizers are others' code.
+#: Paths of the package. The place of an operation is the deepest frame with such a path.
 PACKAGE = f"{os.sep}torchrl_llm_kl{os.sep}"
 
 
@@ -65,7 +65,7 @@ def build() -> Path:
 
 @functools.cache
 def load() -> Any:
-    """Register "sim" as this process's accelerator; for good, so only processes of these tests do it."""
+    """Register "sim" as this process's accelerator. It cannot be undone, so only processes of these tests do it."""
     spec = importlib.util.spec_from_file_location("_sim", build())
     core = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(core)
@@ -116,7 +116,7 @@ def _device_module(core: Any) -> types.ModuleType:
 
 @contextmanager
 def memory_limit(size: int) -> Iterator[None]:
-    """Less memory on each device: what needs more gets a ``torch.OutOfMemoryError``."""
+    """Context with less memory on each device. Allocations beyond it raise a ``torch.OutOfMemoryError``."""
     core = load()
     core.set_limit(size)
     try:
@@ -126,7 +126,7 @@ def memory_limit(size: int) -> Iterator[None]:
 
 
 class Record:
-    """What a stretch of code did, by kind and by place.
+    """The recorded operations, by kind and by place.
 
     Kinds: ``kernel``; ``sync``, where the host waits for the device (a number or a tensor read, a shape that depends on
     values); ``h2d`` and ``h2d_async``, copies to the device from pageable and from pinned memory; ``d2h_async``.
@@ -140,14 +140,14 @@ class Record:
         self.inside: Counter[tuple[str, str]] = Counter()
 
     def text(self, wanted: str) -> str:
-        """Where one kind happened, the most frequent place first."""
+        """The places of one kind of operation, the most frequent first."""
         found = [(n, *key) for key, n in self.places.most_common() if key[0] == wanted]
         return "\n".join(f"{n:5} {kind:9} {name:32} {place}" for n, kind, name, place in found)
 
 
 @contextmanager
 def watch() -> Iterator[Record]:
-    """Record what the body does on the device; a backward runs in a thread of its own, where no line is known."""
+    """Record the operations of the body on the device. A backward runs in its own thread, where no line is known."""
     record = Record()
 
     def hook(kind: str, name: str) -> None:

@@ -1,8 +1,8 @@
-"""Host syncs and kernels of each operation stay within a ceiling; lower one when an operation got cheaper.
+"""Host syncs and kernels of each operation stay within a ceiling. Lower the ceiling when an operation gets cheaper.
 
-A sync is a wait of the host for the device. Kernels of transformers' own code are not counted, but for ``PACKED``. Each
-operation runs a second time, after what happens only once. Three kernels of each score are the price of a sum that leaves the
-largest probability out (``rest_of``), without which the log-prob of a nearly certain token has no digits.
+A sync is a wait of the host for the device. Kernels of transformers' own code are counted only for ``PACKED``. Each operation
+runs once before it is counted. Three kernels of each score are for a sum without the largest probability (``rest_of``), which
+keeps the digits of a nearly certain token's log-prob.
 """
 
 import warnings
@@ -26,7 +26,7 @@ from toy_models import tiny_model
 
 
 class Budget(NamedTuple):
-    """The ceilings."""
+    """The ceilings of one operation."""
 
     syncs: int
     kernels: int | None = None
@@ -44,9 +44,9 @@ BUDGETS: dict[str, Budget] = {
     "GRPO advantage": Budget(1, 11),
     "diagnose": Budget(8, None),
 }
-#: All kernels of a scorer's construction, those of the model's own code among them.
+#: All kernels of a scorer's construction, including the model's own.
 PROBE = 540
-#: Kernels of a packed score with shared prefixes by those of a plain padded forward of the same sequences.
+#: Kernels of a packed score with shared prefixes, divided by those of a plain padded forward of the same sequences.
 PACKED = 1.1
 
 
@@ -109,7 +109,7 @@ OPERATIONS: dict[str, Callable[[torch.device], Callable[[], Any]]] = {
 
 
 def warned_of_syncs(operation: Callable[[], Any]) -> int:
-    """How often CUDA says that the host waits."""
+    """The number of CUDA's warnings that the host waits."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as seen:
@@ -161,7 +161,7 @@ def test_packs_with_shared_prefixes_cost_hardly_more_kernels_than_a_padded_forwa
 
 
 def test_the_default_loss_has_its_bounds_on_the_cpu(device):
-    """The clamp of a GPU takes no tensor of the CPU, also not of 0 dimensions, as hyper-parameters are."""
+    """On a GPU, clamp takes no tensor of the CPU, not even a 0-dim one such as a hyper-parameter."""
     loss, data = PolicyLoss(tiny_model("llama").to(device)), batch().to(device)
     assert loss.clip_low.device.type == "cpu"
     with pytest.raises(RuntimeError, match="same device"):

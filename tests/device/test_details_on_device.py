@@ -1,4 +1,4 @@
-"""Parts that must not wait for the device, and what only a device has: resident layers, little memory, CUDA's kernels."""
+"""Parts that must not wait for the device, and features of devices: resident layers, little memory, CUDA's kernels."""
 
 import copy
 from functools import partial
@@ -78,7 +78,7 @@ def test_a_mask_from_lengths_is_on_the_device(device):
 
 
 def test_rows_with_different_denominators_give_nan(device):
-    """On the CPU they raise an error. Here nothing waits for the comparison, and the denominators become NaN."""
+    """On the CPU they raise an error. On a device the comparison would be a sync, so the denominators become NaN."""
     counts = {("policy", "token-mean"): 7.0, ("kl", "seq-mean-token-sum"): 3.0}
     data = TensorDict(batch_size=[2], device=device)
     numbers = {key: torch.tensor(count) for key, count in counts.items()}

@@ -19,7 +19,7 @@ BATCH = random_batch(0, ROWS, WIDTH)
 @pytest.mark.parametrize("case", CASES)
 @same_on_both()
 def test_objectives(model_at, at, case):
-    """Of values and their weighted sum."""
+    """Compares the values and the gradient of their weighted sum."""
     name, hyper = CASES[case]
     function, given = losses.get_objective(name), inputs_of(name, BATCH)
     if name in ("clip_cov", "kl_cov"):

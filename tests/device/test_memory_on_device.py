@@ -1,4 +1,4 @@
-"""Peak bytes of a score and of a training step, beside the formula of docs/scoring.md."""
+"""Peak bytes of a score and of a training step, compared with the formula of docs/scoring.md."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from toy_models import tiny_model
 
 MIB = 2**20
 HIDDEN, INTERMEDIATE, KEYS = 64, 128, 32  # of the model; two heads of keys, of 16 numbers
-#: Columns of a batch: sequences, their tokens, tokens that are scored of each, tokens of a prefix that all share; then
-#: vocabulary, layers, tokens_per_batch.
+#: Columns: number of sequences, tokens of each, scored tokens of each, tokens of a shared prefix, vocabulary, layers,
+#: tokens_per_batch.
 CASES: dict[str, tuple[int, ...]] = {
     "one pack, all scored": (8, 64, 63, 0, 8192, 2, 16384),
     "a wider vocabulary": (8, 64, 63, 0, 32768, 2, 16384),
@@ -24,7 +24,7 @@ CASES: dict[str, tuple[int, ...]] = {
 
 
 def measured(device: torch.device, case: str, grad: bool) -> float:
-    """The peak above what was there before the call."""
+    """The peak above the memory that was in use before the call."""
     sequences, length, scored, shared, vocab, layers, budget = CASES[case]
     sizes = {"num_hidden_layers": layers, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
     model = tiny_model("llama", vocab_size=vocab, max_position_embeddings=4096, **sizes).to(device)
@@ -45,7 +45,7 @@ def measured(device: torch.device, case: str, grad: bool) -> float:
 
 
 def formula(case: str, grad: bool) -> float:
-    """Of docs/scoring.md, in bytes."""
+    """The formula of docs/scoring.md, in bytes."""
     sequences, length, scored, shared, vocab, layers, budget = CASES[case]
     tokens, positions = shared + sequences * length, sequences * scored
     pack = min(tokens, budget)

@@ -18,7 +18,7 @@ from train_lab import ANSWERS, assert_same_run, build_lab, go, steps_in
 
 
 def test_a_run_and_its_continuation(device, tmp_path, monkeypatch):
-    """Equal to the last bit."""
+    """An interrupted and continued run equals an uninterrupted one to the last bit."""
     monkeypatch.setattr("torchrl_llm_kl.training._report.plot_curves", lambda *_, **__: None, raising=False)
     lab = build_lab(tmp_path)
     three = ("run.steps=3", "evaluation.every=0", "optimizer.warmup_steps=0")

@@ -21,7 +21,7 @@ MASK = random_mask(BATCH)
 TOP_IDS = (7 * torch.arange(len(BATCH.values)).unsqueeze(-1) + torch.tensor([0, 13, 26])) % VOCAB_SIZE
 EVERYTHING: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True}
 TRUNCATED = Sampling(0.9, top_k=20, top_p=0.9, min_p=0.02)
-#: How the scorer is built, and what is asked of it.
+#: Settings of the scorer, and requested scores.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "packs": ({"tokens_per_batch": 17}, EVERYTHING),
     "padded": ({"share_prefixes": False, "tokens_per_batch": 40}, EVERYTHING),
@@ -36,7 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def wide(family: str = "qwen2", seed: int = 0) -> nn.Module:
-    """In float64, where other orders of summation do not show."""
+    """A model in float64, where the order of summation has no visible effect."""
     return tiny_model(family, seed=seed).double()
 
 
@@ -72,7 +72,7 @@ def test_families(model_at, at, family):
 
 @pytest.fixture
 def convolutions_on_the_host(monkeypatch):
-    """The simulated accelerator has none."""
+    """The simulated accelerator has no convolutions."""
     for kind in (nn.Conv2d, nn.Conv3d):
 
         def moved(self, x, weight, bias, own=kind._conv_forward):

@@ -1,4 +1,4 @@
-"""The simulated accelerator does what a test on it relies on; and a step of GRPO on an accelerator."""
+"""The properties of the simulated accelerator on which tests rely, and a step of GRPO on an accelerator."""
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ def test_a_step_of_grpo(model_at, at):
 
 
 def test_a_difference_between_devices_fails(device):
-    """Of a value or a gradient on the accelerator, and of data that were left on the CPU; a lost result too."""
+    """A difference of a value or a gradient, one that depends on the place of the data, and a missing result."""
 
     def run(model_at, at, fault):
         there = model_at != CPU

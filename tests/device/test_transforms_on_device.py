@@ -184,7 +184,7 @@ TASK = chain()
 @pytest.mark.parametrize("name", ALGORITHMS)
 @same_on_both()
 def test_algorithms(model_at, at, name):
-    """Prepare a batch, and the gradients of all its losses, whole and in micro-batches."""
+    """Compares a prepared batch, its losses and their gradients, for the whole batch and in micro-batches."""
     uniform = TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
     actor, reference = TASK.policy().to(model_at), uniform.to(model_at)
     critic = {"critic": TabularCritic(TASK).to(model_at)} if ALGORITHMS[name].use_critic else {}
