@@ -263,7 +263,7 @@ def backward_sweep(
     grads: Sequence[Tensor | None],
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients of hidden states, weight and bias of each head, or None where not ``needed``.
+    """Gradients of hidden states, weight and bias of each head. They are None where not ``needed``.
 
     ``grads`` are the gradients of the fields of ``result``, None for zero. ``statistics`` is the list from the forward.
     """
@@ -433,7 +433,7 @@ def _prob_difference(side: _Side, other: _Side, out: Tensor) -> Tensor:
 
 
 class _HeadGradient:
-    """Sums the gradients of one head's hidden states, weight and bias in float32 or wider, or None if not needed."""
+    """Sums the gradients of one head's hidden states, weight and bias in float32 or wider. None where not needed."""
 
     def __init__(self, head: Head, needed: Sequence[bool]) -> None:
         self.head = head

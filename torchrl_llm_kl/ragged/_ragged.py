@@ -233,7 +233,7 @@ class Ragged:
 
     @classmethod
     def from_slots(cls, slots: Tensor, container: Container, keep: Tensor | None) -> Ragged:
-        """Read the slots ``[M, *F]`` of a container. ``keep [M]`` is True where they hold values, or None for all."""
+        """Read the slots ``[M, *F]`` of a container. ``keep [M]`` is True where they hold values. None means all."""
         if keep is None:
             return cls(slots, None, container)
         keep = keep.to(torch.bool)
@@ -286,7 +286,7 @@ class Ragged:
 
     @property
     def host_keep(self) -> Tensor | None:
-        """A mask of the slots that hold values, on the CPU, or None for all."""
+        """A mask on the CPU of the slots that hold values. None means all."""
         keep = self.keep
         return None if keep is None else self._cached("host_keep", lambda: to_host(keep)[0])
 

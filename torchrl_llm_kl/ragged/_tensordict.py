@@ -44,7 +44,7 @@ class EntryTypeError(TypeError):
 
 
 def read_column(td: TensorDictBase, key: NestedKey) -> Node | None:
-    """Read an entry of a TensorDict of any batch size, or None if any element lacks it.
+    """Read an entry of a TensorDict of any batch size. Returns None if any element lacks it.
 
     If ``td`` or a parent of the entry is a lazy stack, the result is a :class:`list` with one value per element of the batch,
     in row-major order. Otherwise it is a tensor (dense or nested) or non-tensor data, as TensorDict returns it. A parent that
@@ -96,7 +96,7 @@ def unbind_rows(value: Node, batch_size: torch.Size) -> list[Node]:
 
 
 def read_node(td: TensorDictBase, name: str) -> TensorDictBase | None:
-    """Read the TensorDict under ``name``, or None if any element lacks it. From a lazy stack the result is a new lazy stack.
+    """Read the TensorDict under ``name``; None if any element lacks it. From a lazy stack the result is a new lazy stack.
 
     Example:
         >>> read_node(TensorDict(next=TensorDict(x=torch.ones(2))), "next")["x"]

@@ -74,7 +74,7 @@ class PackPiece:
     last: int  # place after its last token
     past: int  # index of the piece that it continues, -1 if that is not in this pack
     outside: list[KeysValues]  # keys and values of its prefix from earlier packs, in order
-    kept: KeysValues | None = None  # the forward appends here, or None if no later pack needs them
+    kept: KeysValues | None = None  # the forward appends to it; None if no later pack needs it
 
 
 #: Gradients of keys and values from the backwards of later packs. A key is the id of the list and the attention call. A
@@ -289,7 +289,7 @@ def _active(who: str) -> PackLayout:
 
 
 def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs) -> Tensor:
-    """Attend piece by piece, ``[1, heads, N, size]`` to ``[1, N, heads, size]``.
+    """Attend piece by piece, from ``[1, heads, N, size]`` to ``[1, N, heads, size]``.
 
     ``past`` holds the keys and values of ``layout.outside()`` in this attention call.
     """
@@ -563,7 +563,7 @@ def _varlen_index(layout: PackLayout, device: torch.device) -> tuple[Tensor, tup
 
 
 def key_index(layout: PackLayout) -> list[Tensor]:
-    """The indices of each piece's keys. All keys are the ones of ``layout.outside()`` and then the pack's own."""
+    """The indices of each piece's keys. They count the keys of ``layout.outside()`` and then the pack's own keys."""
     span: dict[int, Tensor] = {}
     width = 0
     for kept in layout.outside():

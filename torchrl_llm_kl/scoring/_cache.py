@@ -113,7 +113,7 @@ class PrefixKVCache:
         return Cursor(segment, offset), hits
 
     def shrink(self, size: int, in_use: set[Segment] | None = None) -> bool:
-        """Evict the least recently used until at most ``size`` bytes remain, or False if only segments ``in_use`` are left."""
+        """Evict the least recently used until at most ``size`` bytes remain. False if only segments ``in_use`` are left."""
         while self.num_bytes > size:
             oldest = next(iter(self._by_use), None)
             if oldest is None or oldest in (in_use or ()):
@@ -132,7 +132,7 @@ class PrefixKVCache:
     def add(
         self, cursor: Cursor, tokens: Tensor, keys_values: KeysValues, needed: int, in_use: set[Segment]
     ) -> Segment | None:
-        """Insert ``tokens [n]`` where :meth:`walk` ended, or None if they fit only by evicting segments ``in_use``."""
+        """Insert ``tokens [n]`` where :meth:`walk` ended. Returns None if they fit only by evicting segments ``in_use``."""
         segment = Segment(tokens.clone(), keys_values, needed, parent=cursor.segment, start=cursor.offset)
         self.touch(cursor)
         before = {held for held, _ in cursor.spans()}

@@ -133,7 +133,7 @@ class RememberedModel(nn.Module):
         return None, f"{self._read[1]} {code_of(module)}"
 
     def vocabulary(self) -> str:
-        """A digest of the tokenizer's vocabulary, or empty if the model does not tokenize."""
+        """A digest of the tokenizer's vocabulary. It is empty if the model does not tokenize."""
         model = asked(self.model, "interface", object, self.model)
         tokenizer = asked(model, "tokenizer", object)
         if tokenizer is not self._tokenizer[0]:
