@@ -262,7 +262,7 @@ def logits_kl(
     """
     if logits.ndim != 2 or logits.shape != ref_logits.shape or logits.shape[1] == 0:
         shapes = f"{tuple(logits.shape)} and {tuple(ref_logits.shape)}"
-        raise ValueError(f"logits and ref_logits have shapes {shapes}; expected the same [N, V] with V at least 1.")
+        raise ValueError(f"logits and ref_logits have shapes {shapes}: expected the same [N, V] with V at least 1.")
     check_temperature(temperature)
     dtype = wide_dtype(logits.dtype, ref_logits.dtype)
     policy, ref = (Head(each, None, None, dtype, float(temperature)) for each in (logits, ref_logits))
@@ -294,7 +294,7 @@ def linear_top_k(
     """
     head, (n, v) = _prepare(hidden, weight, **options)
     if not 1 <= k <= head.whole_vocab:
-        raise ValueError(f"k is {k}; expected 1 to {head.whole_vocab}, the size of the vocabulary.")
+        raise ValueError(f"k is {k}: expected 1 to {head.whole_vocab}, the size of the vocabulary.")
     if options.get("chunk") is None and 128 * k > v:
         n, v = max(1, n * v // (128 * k)), 128 * k
     return top_k(head, k, (n, v), None if targets is None else _check_targets(targets, head))
@@ -386,7 +386,7 @@ def _prepare(
     if not fits or (bias is not None and bias.shape != vocab):
         shapes = ", ".join(str(tuple(x.shape)) for x in (hidden, weight, bias) if x is not None)
         names = f"{prefix}hidden, {prefix}weight and {prefix}bias"
-        raise ValueError(f"{names} have shapes {shapes}; expected [N, H], [V, H] and [V] with V at least 1.")
+        raise ValueError(f"{names} have shapes {shapes}: expected [N, H], [V, H] and [V] with V at least 1.")
     check_temperature(temperature)
     if soft_cap is not None and not 0 < soft_cap < float("inf"):
         raise ValueError(f"{prefix}soft_cap must be positive and finite, or None for no cap, got {soft_cap}.")
@@ -422,7 +422,7 @@ def _check_truncation(truncation: Truncation | None, kept: Kept | None, head: He
         if truncation is not None:
             raise ValueError("truncation and kept both restrict the tokens: pass one of them.")
         if kept.offsets.shape != (head.positions + 1,):
-            raise ValueError(f"kept.offsets has shape {tuple(kept.offsets.shape)}; expected ({head.positions + 1},).")
+            raise ValueError(f"kept.offsets has shape {tuple(kept.offsets.shape)}: expected ({head.positions + 1},).")
         return WHOLE
     truncation = truncation or WHOLE
     if head.part is not None and truncation.active:
@@ -442,7 +442,7 @@ def _check_targets(targets: Tensor, head: Head) -> Tensor:
 def _check_ids(ids: Tensor, head: Head) -> Tensor:
     """The ids of outcomes as int64 ``[N, M, k]``."""
     if ids.ndim < 2 or ids.shape[0] != head.positions or ids.numel() == 0 < head.positions:
-        raise ValueError(f"ids has shape {tuple(ids.shape)}; expected ({head.positions}, ..., k) with k at least 1.")
+        raise ValueError(f"ids has shape {tuple(ids.shape)}: expected ({head.positions}, ..., k) with k at least 1.")
     return _check_tokens("ids", ids).reshape(head.positions, ids.shape[1:-1].numel(), ids.shape[-1])
 
 
@@ -465,5 +465,5 @@ def _tile_sizes(chunk: tuple[int, int] | int | None, hidden: Tensor) -> tuple[in
     default = _CPU_CHUNK if hidden.device.type == "cpu" else _CHUNK
     sizes = default if chunk is None else (chunk, default[1]) if isinstance(chunk, int) else chunk
     if len(sizes) != 2 or min(sizes) < 1:
-        raise ValueError(f"chunk is {chunk}; expected at least 1 position and at least 1 token of a tile.")
+        raise ValueError(f"chunk is {chunk}: expected at least 1 position and at least 1 token of a tile.")
     return sizes

@@ -264,7 +264,7 @@ def kept_scores(plan: Plan, policy: Head, ref: Head | None, kept: Kept, targets:
 def _distinct(ids: Tensor, rows: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """The tokens of each position without repetitions, by position."""
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab):
-        raise ValueError(f"kept.ids has ids from {int(ids.min())} to {int(ids.max())}; expected 0 to {vocab - 1}.")
+        raise ValueError(f"kept.ids has ids from {int(ids.min())} to {int(ids.max())}: expected 0 to {vocab - 1}.")
     pairs = (rows * vocab + ids).unique()
     return pairs % vocab, pairs // vocab
 

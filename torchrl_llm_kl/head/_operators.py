@@ -208,7 +208,7 @@ def local_part(prefix: str, weight: Tensor, bias: Tensor | None) -> tuple[Tensor
     sharded = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     if len(sharded) > 1 or not all(placements[dim].is_shard(0) for dim in sharded):
         raise ValueError(
-            f"{prefix}weight is a DTensor with placements {placements}; expected Shard(0), the vocabulary, on at most one "
+            f"{prefix}weight is a DTensor with placements {placements}: expected Shard(0), the vocabulary, on at most one "
             "dimension of the mesh. A weight that FSDP2 shards is whole inside a call of its module."
         )
     parts: list[Any] = [None if t is None else t.to_local() for t in (weight, bias)]  # type: ignore[attr-defined]

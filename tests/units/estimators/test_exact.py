@@ -107,7 +107,7 @@ test_shapes_and_options_that_are_refused = refused(
         {},
         r"hidden has shape \(2, 3\) but ref_hidden has shape \(3, 2\)",
     ),
-    (exact_kl, [(2, 3)] * 4, {"bias": torch.zeros(1)}, r"^hidden, weight and bias have shapes .*, \(1,\); expected"),
+    (exact_kl, [(2, 3)] * 4, {"bias": torch.zeros(1)}, r"^hidden, weight and bias have shapes .*, \(1,\): expected"),
     (exact_kl, [(2, 3)] * 4, {"direction": "backward"}, "direction must be one of 'reverse', .*, got 'backward'"),
     (exact_kl, [(2, 3)] * 4, {"beta": 1.0}, r"beta must be inside \(0, 1\), got 1.0"),
     (exact_kl, [(2, 3)] * 4, {"chunk_size": 0}, "chunk_size must be at least 1, got 0"),

@@ -193,7 +193,7 @@ def test_what_cannot_be_replayed(loop):
     for message, options in {
         "kept at sequence 1, position 2 lacks the scored token 5": {"kept": other},
         "kept needs ids of at least 0": {"kept": Kept(torch.tensor([1, 2, 3, 4, 5, -4]), last)},
-        "to 97; expected 0 to 96": {"kept": Kept(torch.tensor([1, 2, 3, 4, 5, 97]), last)},
+        "to 97: expected 0 to 96": {"kept": Kept(torch.tensor([1, 2, 3, 4, 5, 97]), last)},
         "need whole distributions: leave out sampling= and kept=": {
             "kept": right,
             "top_ids": torch.ones(5, 1, dtype=torch.long),
