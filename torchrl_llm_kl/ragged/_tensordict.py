@@ -96,7 +96,7 @@ def unbind_rows(value: Node, batch_size: torch.Size) -> list[Node]:
 
 
 def read_node(td: TensorDictBase, name: str) -> TensorDictBase | None:
-    """Read the TensorDict under ``name``; None if any element lacks it. From a lazy stack the result is a new lazy stack.
+    """Read the TensorDict under ``name``. Returns None if any element lacks it. From a lazy stack the result is a lazy stack.
 
     Example:
         >>> read_node(TensorDict(next=TensorDict(x=torch.ones(2))), "next")["x"]
