@@ -256,7 +256,7 @@ def test_a_failure_is_a_counted_zero_with_a_log_line_but_no_flood(caplog: Any, m
         (line,) = caplog.messages
         assert "'odd' failed for 2 of 4 answers, first in row 1 (question 'question 1', answer 'b')" in line
         assert re.search(message, line), (message, line)
-        assert line.endswith("they count as 0.")
+        assert line.endswith("Their reward is 0.")
     caplog.clear()
     now = iter([100.0, 100.0, 101.0, 105.0, 111.0, 111.0])
     monkeypatch.setattr(_rewards, "time", SimpleNamespace(monotonic=lambda: next(now)))
