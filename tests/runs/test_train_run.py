@@ -163,7 +163,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_whole_run_reports(lab: Path, 
     state.write_bytes(state.read_bytes()[:1000])
     with pytest.warns(CheckpointWarning, match=r"state\.pt has another content"):
         _, said = go(lab, out)
-    assert said[0].startswith("going on after step 2 of 4")
+    assert said[0].startswith("resuming after step 2 of 4")
     assert_same_run(out, whole)
 
 
@@ -186,7 +186,7 @@ def test_a_resumed_run_logs_each_step_once_and_names_files_that_have_changed(lab
 
     assert go_on(1) == go_on(2) == []
     prompts.write_text("\n".join(reversed(prompts.read_text().splitlines())))
-    assert go_on(3) == [f"{prompts} has changed since: the next steps differ from those of a run without a stop."]
+    assert go_on(3) == [f"{prompts} has changed since the checkpoint: the run is not bit-equal to one without a stop."]
     assert go_on(4) == []  # the checkpoint knows the new one
     (file,) = (out / "logs" / "csv").rglob("scalars/kl.csv")
     assert [int(line.split(",")[0]) for line in file.read_text().splitlines()] == [0, 1, 2, 3]
@@ -212,7 +212,10 @@ def test_nothing_is_moved_for_a_fresh_run_that_cannot_begin(lab: Path, tmp_path:
     before = sorted(tmp_path.rglob("*"))
     load = Mock(side_effect=ModelError("weights cannot be read"))
     monkeypatch.setattr("torchrl_llm_kl.training._models.load_model", load)
-    for change, message in [("reward=nowhere.py:f", "there is no file nowhere.py"), ("", "weights cannot be read")] * 2:
+    for change, message in [
+        ("reward=nowhere.py:f", "the file nowhere.py does not exist"),
+        ("", "weights cannot be read"),
+    ] * 2:
         with pytest.raises((ValueError, OSError), match=message):
             train(settings(lab, tmp_path, *change.split()), fresh=True, say=pytest.fail)
     assert sorted(path for path in tmp_path.rglob("*") if path.name != ".lock") == before
@@ -309,12 +312,12 @@ def test_the_command_and_its_exit_codes(lab: Path, whole: Path, tmp_path: Path, 
     before = signal.getsignal(signal.SIGTERM)  # Ray, in an earlier test, may have set its own
     _, said = ended(130)
     assert f"interrupted after step 2 of 4: saved {out / 'checkpoints' / 'step-000002'}" in " ".join(said.split())
-    assert "Run the same command to go on" in " ".join(said.split())
+    assert "Run the same command to resume" in " ".join(said.split())
     assert (steps_in(out)[-1], (out / "final").exists()) == ("step-000002", False)
     assert signal.getsignal(signal.SIGTERM) is before
     monkeypatch.delenv("INTERRUPT_AT")
     printed, said = ended(0)
-    assert "going on after step 2 of 4" in said
+    assert "resuming after step 2 of 4" in said
     assert f"wrote {out / 'final'}, the weights after step 4" in printed
     assert_same_run(out, whole)
     assert "other settings (optimizer.lr" in ended(2, "optimizer.lr=1")[1]
@@ -348,8 +351,8 @@ def test_a_killed_run_is_finished_with_the_same_bits(lab: Path, whole: Path, tmp
     """By this process, from the files alone; also one that ended after an odd step, so that evaluations are done again."""
     assert killed(lab, tmp_path / "out", pause=0.1) >= 1
     assert not (tmp_path / "out" / "final").exists(), "killed before its end"
-    assert "going on after step " in go(lab, tmp_path / "out")[1][0]
+    assert "resuming after step " in go(lab, tmp_path / "out")[1][0]
     assert_same_run(tmp_path / "out", whole)
     out = ended_after(1, whole, tmp_path / "odd")
-    assert go(lab, out)[1][0].startswith("going on after step 1 of 4")
+    assert go(lab, out)[1][0].startswith("resuming after step 1 of 4")
     assert_same_run(out, whole)

@@ -132,7 +132,7 @@ def test_whatever_is_wrong_the_one_before_is_taken(tmp_path, damage, message):
     write(checkpoints, 1)
     write(checkpoints, 2)
     damage(tmp_path / "step-000002")
-    with pytest.warns(CheckpointWarning, match=rf"(?s)step-000002 is damaged \(.*{message}.*taking the one before"):
+    with pytest.warns(CheckpointWarning, match=rf"(?s)step-000002 is damaged \(.*{message}.*The previous one is used"):
         found = checkpoints.latest()
     assert (found.step, found.numbers) == (1, {"at": 1})
     with pytest.warns(CheckpointWarning, match="step-000002 is damaged"):

@@ -160,7 +160,7 @@ def test_all_unknown_keys_what_is_missing_what_has_changed_and_no_file(tmp_path:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a: [", r"is not YAML: .*\(line 1, column 5\); expected sections such as"),
+        (b"a: [", r"is not YAML: .*\(line 1, column 5\)\. Expected sections such as"),
         (b"- a\n", "holds a list: expected sections"),
         (b"run: {steps: 3}\nrun: {steps: 4}", "is not YAML: .*duplicate key run"),
         (b"run: {steps: " + b"9" * 5000 + b"}", "is not YAML: .*Exceeds the limit"),
