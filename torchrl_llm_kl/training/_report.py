@@ -122,8 +122,8 @@ def progress(
 
     Yields a function that takes a status text after one step or ``n`` steps. A terminal shows a bar. Elsewhere a line is
     printed every ten seconds and after the last step. With ``shown=False`` nothing is shown, as for all but one of several
-    ranks. The output goes to ``stream``, by default stdout. ``clock`` gives the seconds to show, by default
-    from now.
+    ranks. The output goes to ``stream``, by default stdout. ``clock`` gives the shown time in seconds.
+    By default it starts now.
 
     Example:
         >>> with progress("GRPO", 2, shown=False) as advance:
