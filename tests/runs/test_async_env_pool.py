@@ -66,7 +66,7 @@ def check(batches: list[TensorDictBase], turns: int) -> None:
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-def test_threads_that_share_the_models(turns: int) -> None:
+def test_threads_share_the_models(turns: int) -> None:
     """With several turns the policy must get conversations of equal length (``min_get``): torchrl cannot batch others."""
     with pool_of(turns=turns, models=scoring_models()) as pool:
         pool.min_get = CHILDREN

@@ -65,7 +65,7 @@ def test_every_workload_runs_and_renders_again(tmp_path, monkeypatch):
     assert "--out" in invoked(cli.app, *again, *place, code=2)
 
 
-def test_devices_that_are_not_there_and_libraries_that_disagree(monkeypatch):
+def test_missing_devices_and_disagreeing_libraries(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "no CUDA device" in invoked(cli.app, "run", "--device", "cuda", code=1)
     assert "'z'" in invoked(cli.app, "run", "--only", "z", code=2)
@@ -101,7 +101,7 @@ def result(targets: Targets) -> Result:
     return Result("x", "title", targets, Outcome("work", theirs, ours, difference=0.0, turns=turns))
 
 
-def test_verdicts_and_newer_results_take_the_place_of_older(tmp_path):
+def test_verdicts_and_newer_results_replace_older_ones(tmp_path):
     near, far = Targets(faster=3, smaller=16, growth=1.5), Targets(faster=3.1, smaller=16.1, growth=1.4)
     for targets, met in ((near, [True] * 3), (far, [False] * 3), (Targets(), [])):
         goals = result(targets).goals
@@ -117,14 +117,14 @@ def test_verdicts_and_newer_results_take_the_place_of_older(tmp_path):
     assert loaded.results[0] == run.results[0]
 
 
-def test_the_images_benchmark_counts_what_is_encoded_and_agrees() -> None:
+def test_the_images_benchmark_counts_encoded_images_and_agrees() -> None:
     found = images.measure(layers=1, hidden=64, groups=2, answers=3, length=4, repeats=1)
     assert [*found.encoded.values()] == [{images.OWN: 6, images.OURS: 2}] * 2
     assert found.difference < 1e-4
     assert images.table(found).row_count == 4
 
 
-def test_the_sampling_benchmark_has_the_entropy_that_was_asked_for_and_a_row_for_each_kind() -> None:
+def test_the_sampling_benchmark_has_the_requested_entropy_and_a_row_for_each_kind() -> None:
     found = sampling.measure(QUICK, 32, 2.0, 2)
     assert found.entropy == pytest.approx(2.0, abs=0.05)
     shown = io.StringIO()

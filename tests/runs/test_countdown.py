@@ -76,7 +76,7 @@ def test_policy_sees_the_prompts_of_the_warm_up(model, name, generation):
         assert tokens[tokens != tokenizer.pad_token_id].tolist() == want
 
 
-def test_log_probs_of_a_batch_and_the_gradient_of_its_loss_by_hand(tokenizer, model):
+def test_log_probs_and_the_gradient_of_the_loss_by_hand(tokenizer, model):
     """The policy gradient: with one update per batch the ratio is 1, and clipping plays no part.
 
     Answers of a policy that has moved away from its reference, as the collector delivers them, prepared.

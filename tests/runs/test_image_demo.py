@@ -11,7 +11,7 @@ import image_demo as demo  # noqa: E402
 from cli_files import read_jsonl  # noqa: E402
 
 
-def test_pictures_show_what_their_answers_say() -> None:
+def test_pictures_match_their_answers() -> None:
     """Squares are counted in the pixels that the model gets, by the colour in the middle of each cell."""
     pictures = demo.make_pictures(40, seed=3)
     patches = pictures["images", "pixel_values"]

@@ -49,7 +49,7 @@ print(sorted({{"ray", "transformers"}} & (set(sys.modules) - before)))
 """
 
 
-def test_what_imports_load() -> None:
+def test_modules_that_imports_load() -> None:
     """Neither the package nor an example nor a mistyped key loads torch, and no layer loads ray or transformers."""
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["['torchrl_llm_kl']", "[]", "[]", "[]", "['torchrl']", "[]"]
@@ -96,7 +96,7 @@ for step in range(1, 10**6):
 """
 
 
-def test_a_process_killed_while_it_writes_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_process_killed_while_writing_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     """The writer does nothing but write, and is killed as soon as there is half a checkpoint."""
     half_written = 0
     for _ in range(10):
@@ -153,7 +153,7 @@ def test_several_processes_write_and_read_at_once(tmp_path: Path) -> None:
         assert sum(has(reader, number) for number in range(400)) > 50
 
 
-def test_a_process_killed_while_it_writes_harms_nothing(tmp_path: Path) -> None:
+def test_a_process_killed_while_writing_scores_damages_nothing(tmp_path: Path) -> None:
     reader = ScoreStore(tmp_path)
     for first in (0, 10_000, 20_000):
         process = start(write_for_ever, str(tmp_path), first)

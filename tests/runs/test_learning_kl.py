@@ -31,7 +31,7 @@ REVERSE = pi_star, forward_kl_optimum
     ("estimator", "warns", "optimum", "other"),
     [("k2", None, *REVERSE), ("k3", "k3.*forward KL", *REVERSE[::-1]), ("k3+", None, *REVERSE)],
 )
-def test_which_kl_an_estimator_in_the_loss_is(estimator: str, warns: str | None, optimum: Any, other: Any) -> None:
+def test_the_optimum_of_each_estimator_in_the_loss(estimator: str, warns: str | None, optimum: Any, other: Any) -> None:
     task, beta = bandit(3), 0.5
     with pytest.warns(KLPlacementWarning, match=warns) if warns else contextlib.nullcontext():
         found = learned(task, "rloo", rows=256, how=SGD, kl_loss=estimator, kl_loss_coeff=beta)
@@ -39,7 +39,7 @@ def test_which_kl_an_estimator_in_the_loss_is(estimator: str, warns: str | None,
     assert total_variation(found, other(task, beta)) > 0.1
 
 
-def test_k1_in_the_loss_holds_nothing() -> None:
+def test_k1_in_the_loss_has_no_effect() -> None:
     """Its gradient has mean 0, whatever its weight: the policy goes to the best answer. k2 with that weight holds it."""
     task, beta = chain(), 1.0
     with pytest.warns(KLPlacementWarning, match="k1.*mean gradient is zero"):

@@ -32,7 +32,7 @@ def errors(found: precision.Measured, setting: str) -> torch.Tensor:
     return (found.last[setting].log_prob - found.last["float64"].log_prob).abs()
 
 
-def test_float32_is_near_the_truth_and_bfloat16_errs_a_little(measured):
+def test_errors_of_float32_and_bfloat16(measured):
     """Weights in float32 err no more than a narrow model."""
     single = errors(measured, "float32")
     assert 0 < single.max() < 5e-6
@@ -45,7 +45,7 @@ def test_float32_is_near_the_truth_and_bfloat16_errs_a_little(measured):
     assert products.mean() < 1.1 * model.mean()
 
 
-def test_the_policy_leaves_the_reference_and_is_another_in_another_dtype(measured):
+def test_the_policy_moves_away_from_the_reference_and_differs_between_dtypes(measured):
     """Step by step, so that there is a KL to be wrong about."""
     first, last = (readings["float64"].kl["exact"] for readings in measured.readings.values())
     assert 0 < first.mean() < last.mean() < 0.1
@@ -57,7 +57,7 @@ def test_the_policy_leaves_the_reference_and_is_another_in_another_dtype(measure
         assert_close(against[setting].ref_log_prob, measured.last["float32"].log_prob, rtol=0, atol=5e-6)
 
 
-def test_only_answers_are_scored_and_copies_leave_the_model_alone(monkeypatch):
+def test_only_answers_are_scored_and_copies_do_not_change_the_model(monkeypatch):
     """All tokens of an answer and its end, none of a question."""
     monkeypatch.setattr(precision, "documents", lambda: ([("ab", ["cd"], "efg")] * 8, "here"))
     text = precision.corpus(replace(precision.SMALLEST, model=replace(precision.MODEL, vocab=256), held_out=2))

@@ -13,7 +13,7 @@ from benchmarks.ray.figures import Figure, RayRun  # noqa: E402
 from cli_files import invoked  # noqa: E402
 
 
-def test_calls_of_a_window_and_quantiles() -> None:
+def test_throughput_of_a_window_and_quantiles() -> None:
     """Three calls and a quarter of one in two seconds; one that came too late."""
     window = Window(2.0, [(0.0, 0.5), (0.5, 1.0), (1.0, 1.5), (1.5, 3.5), (2.5, 3.5)])
     assert window.throughput == pytest.approx(3.25 / 2)

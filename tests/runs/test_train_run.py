@@ -101,7 +101,7 @@ def test_the_final_folder_opens_and_has_a_card(whole: Path) -> None:
     assert read_config(whole / "config.yaml") == settings(whole.parent, whole)
 
 
-def test_figures_for_people(lab: Path, tmp_path: Path) -> None:
+def test_the_card_and_the_messages_of_a_short_run(lab: Path, tmp_path: Path) -> None:
     """One held-out prompt has no interval; a code block in a prompt does not end that of the settings."""
     changes = ("run.steps=1", SHORT[0], "evaluation.num_prompts=1", "data.system_prompt='```\\n# not a title'")
     result, said = go(lab, tmp_path / "mine", *changes)
@@ -115,7 +115,7 @@ def test_figures_for_people(lab: Path, tmp_path: Path) -> None:
     assert summary(settings(lab, tmp_path), rows, [])["training"] == "2 steps, 38,812 tokens, 2 h 5 min"
 
 
-def test_equal_rewards_are_said_in_the_first_step_and_in_the_report(lab: Path, tmp_path: Path) -> None:
+def test_equal_rewards_are_reported(lab: Path, tmp_path: Path) -> None:
     """Constant rewards, also when the KL that is charged differs."""
     (tmp_path / "r.py").write_text("same = lambda q, a, m: 0.25\n")
     result, said = go(lab, tmp_path / "equal", *SHORT, f"reward={tmp_path / 'r.py'}:same", "run.steps=2")
@@ -150,7 +150,9 @@ def test_the_share_of_groups_with_equal_rewards() -> None:
 
 
 @pytest.mark.smoke
-def test_a_damaged_checkpoint_is_passed_over_and_a_whole_run_reports(lab: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_a_finished_run_reports_again(
+    lab: Path, whole: Path, tmp_path: Path
+) -> None:
     """The run goes on from the one before, to the same bits; a finished one, with fewer steps too, writes what is missing."""
     out = ended_after(4, whole, tmp_path)
     for changes in (("run.steps=2",), ()):
@@ -167,7 +169,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_whole_run_reports(lab: Path, 
     assert_same_run(out, whole)
 
 
-def test_how_often_it_is_evaluated_and_looked_at_changes_nothing(lab: Path, whole: Path, tmp_path: Path) -> None:
+def test_evaluations_and_the_doctor_do_not_affect_the_training(lab: Path, whole: Path, tmp_path: Path) -> None:
     often = "evaluation.every=1 evaluation.greedy=false logging.doctor_every=1 logging.loggers=[csv,tensorboard]"
     for name, changes in (("often", often), ("never", "evaluation.every=0 checkpoints.every=4")):
         go(lab, tmp_path / name, *changes.split())
@@ -176,7 +178,7 @@ def test_how_often_it_is_evaluated_and_looked_at_changes_nothing(lab: Path, whol
         assert list((tmp_path / "often").glob(written)), written
 
 
-def test_a_resumed_run_logs_each_step_once_and_names_files_that_have_changed(lab: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_logs_each_step_once_and_reports_changed_files(lab: Path, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
     prompts.write_bytes(Path(settings(lab, out).data.prompts).read_bytes())
     changes = (*SHORT, f"data.prompts={prompts}", "logging.loggers=[csv]", "optimizer.schedule=constant")
@@ -204,7 +206,7 @@ def test_other_settings_are_refused_and_fresh_begins_anew(lab: Path, whole: Path
     assert same(weights(out / "earlier-1" / "final"), weights(whole / "final"))
 
 
-def test_nothing_is_moved_for_a_fresh_run_that_cannot_begin(lab: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_fresh_run_that_cannot_start_moves_nothing(lab: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Also if it fails while it loads the weights."""
     (tmp_path / "checkpoints").mkdir(parents=True)
     for name in ("config.yaml", "metrics.jsonl"):
@@ -222,7 +224,7 @@ def test_nothing_is_moved_for_a_fresh_run_that_cannot_begin(lab: Path, tmp_path:
     assert all((tmp_path / name).read_text() == "of the earlier run" for name in ("config.yaml", "metrics.jsonl"))
 
 
-def test_what_a_fresh_run_reads_is_not_moved(lab: Path, tmp_path: Path) -> None:
+def test_a_fresh_run_does_not_move_its_inputs(lab: Path, tmp_path: Path) -> None:
     """The weights of the earlier run to go on from, a tokenizer, prompts: by any name of the folder."""
     out = tmp_path / "out"
     shutil.copytree(lab / "model", out / "final")
@@ -254,7 +256,7 @@ def test_a_folder_of_another_program_or_process_is_refused(lab: Path, tmp_path: 
         go(lab, tmp_path)
 
 
-def test_files_that_a_resumed_run_reads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_of_the_files_that_a_resumed_run_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each by its path in the configuration; modules and the folder's other files are left out."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -268,7 +270,7 @@ def test_files_that_a_resumed_run_reads_again(tmp_path: Path, monkeypatch: pytes
     assert file_digests(config) == {name: sha256(content).hexdigest() for name, content in want.items()}
 
 
-def test_mlflow_has_one_run_of_the_project_whose_process_changes(lab: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_resumed_run_continues_its_run_in_mlflow(lab: Path, tmp_path: Path, monkeypatch: Any) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
     for steps in (2, 4):
@@ -282,7 +284,7 @@ def test_mlflow_has_one_run_of_the_project_whose_process_changes(lab: Path, tmp_
     assert (len(kls), run.info.run_name) == (4, "out")
 
 
-def test_a_configuration_of_the_user_s_in_the_folder_of_the_run_is_kept(lab: Path, tmp_path: Path) -> None:
+def test_a_user_s_config_in_the_folder_of_the_run_is_kept(lab: Path, tmp_path: Path) -> None:
     """The run writes all settings under this name; a second start only replaces its own file."""
     own = "# my comments\n" + settings(lab, tmp_path, "run.steps=1", SHORT[0]).to_yaml()
     (tmp_path / "config.yaml").write_text(own)
@@ -347,7 +349,7 @@ def killed(lab: Path, out: Path, pause: float, *overrides: str) -> int:
     return done()
 
 
-def test_a_killed_run_is_finished_with_the_same_bits(lab: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_bit_exactly(lab: Path, whole: Path, tmp_path: Path) -> None:
     """By this process, from the files alone; also one that ended after an odd step, so that evaluations are done again."""
     assert killed(lab, tmp_path / "out", pause=0.1) >= 1
     assert not (tmp_path / "out" / "final").exists(), "killed before its end"

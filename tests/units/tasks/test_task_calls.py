@@ -84,7 +84,7 @@ BODIES = [
 ]
 
 
-def test_calls_are_read() -> None:
+def test_calls_are_parsed() -> None:
     for name, text, content, calls in CALLS:
         assert getattr(_tools, f"parse_{name}")(text) == Parsed(content, calls), (name, text)
     for body, arguments in BODIES:
@@ -102,7 +102,7 @@ def test_calls_are_read() -> None:
     assert found == ToolCall("describe", {"city": "12", "days": 12, "exact": "maybe"})
 
 
-def test_a_damaged_call_is_told_to_the_policy() -> None:
+def test_a_malformed_call_returns_an_error_to_the_policy() -> None:
     for body, error in (
         ('{"name": "add", "argum', "the call is not JSON"),
         ('{"arguments": {}}', "JSON object with `name`"),
@@ -119,7 +119,7 @@ def test_a_damaged_call_is_told_to_the_policy() -> None:
     assert (found.content, "not JSON" in found.calls[0].error) == ("", True)
 
 
-def test_a_dialog_finds_calls_outside_of_thoughts_and_ends_an_answer_that_was_cut(tokenizer: Any) -> None:
+def test_calls_in_thoughts_are_ignored_and_truncated_answers_are_closed(tokenizer: Any) -> None:
     own = call("add", a=1, b=2)
     assert read_calls(parse_hermes, f"<think>{own}</think>3").calls == []
     assert read_calls(parse_hermes, f"<think>{own}</think>{own}").calls == [ADD]
@@ -187,7 +187,7 @@ def of_family(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
+def test_calls_are_parsed_in_the_format_of_the_template(name: str) -> None:
     tokenizer = of_family(name)
     dialog = Dialog(tokenizer, tools_of(describe, add), {})
     question = {"role": "user", "content": "?"}
@@ -204,7 +204,7 @@ def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
     assert after == "RAW" + FAMILIES[name]
 
 
-test_templates_that_cannot_be_used_say_so_at_the_start = refused(
+test_unsupported_templates_are_refused_at_construction = refused(
     lambda name: Dialog(of_family(name), tools_of(add), {}),
     ("lfm2_v2", r"writes calls in an unknown format: .*add\(a=1, b=1\).*Pass tool_parser="),
     ("deepseekv3", "writes calls in an unknown format"),
@@ -213,7 +213,7 @@ test_templates_that_cannot_be_used_say_so_at_the_start = refused(
 )
 
 
-def test_a_parser_of_ones_own(tokenizer: Any) -> None:
+def test_a_custom_parser(tokenizer: Any) -> None:
     """It reads a format that is not known here; where it fails, the run continues."""
 
     def parser(text: str) -> list[dict[str, Any]]:
@@ -251,7 +251,7 @@ _HOSTILE = [
 
 
 @pytest.mark.parametrize("name", ["hermes", "tagged", "mistral", "llama"])
-def test_work_grows_with_the_length_alone(name: str) -> None:
+def test_parsers_take_linear_time(name: str) -> None:
     """What is quadratic takes minutes for one of these texts; the limit of a unit fails it."""
     for text in _HOSTILE:
         read_calls(getattr(_tools, f"parse_{name}"), text)
@@ -271,7 +271,7 @@ def test_work_grows_with_the_length_alone(name: str) -> None:
         ("tagged", "<tool_call>add<arg_key>a</arg_key><arg_value>%s</arg_value></tool_call>"),
     ],
 )
-def test_a_call_that_is_nested_too_deeply_is_told(name: str, text: str) -> None:
+def test_a_deeply_nested_call_returns_an_error(name: str, text: str) -> None:
     def nested(depth: int) -> ToolCall:
         (found,) = read_calls(getattr(_tools, f"parse_{name}"), text % ("[" * depth + "]" * depth)).calls
         return found

@@ -122,7 +122,7 @@ def test_history_mode(tokenizer: Any) -> None:
         task_env(data, right, tokenizer, group_size=1, num_prompts=2, input_mode="history").reset()
 
 
-def test_specs_of_the_data_several_transforms_in_their_order_and_an_error_in_a_reward(tokenizer: Any) -> None:
+def test_specs_the_order_of_transforms_and_a_failing_reward(tokenizer: Any) -> None:
     reward = {"right": right, "odd": odd_rows}
     check_env_specs(task_env(ROWS, reward, tokenizer, group_size=2, num_prompts=2))
     check_env_specs(task_env(ROWS, reward, tokenizer, group_size=2, max_turns=3, reply=lambda *_: "go on"))
@@ -155,7 +155,7 @@ def posed(tokenizer: Any, steps: int, rows: Any = ROWS, **kwargs: Any) -> list[t
     return found
 
 
-def test_a_run_continues_where_it_was_stopped_and_ranks_share_the_prompts(tokenizer: Any) -> None:
+def test_a_resumed_run_continues_the_order_and_ranks_share_it(tokenizer: Any) -> None:
     whole = posed(tokenizer, 7, seed=3)
     order = PromptOrder(seed=3)
     assert whole == [(p, f"q{order.at(p, 5)}") for p in range(14) for _ in "ab"]
@@ -185,7 +185,7 @@ def test_templates_and_system_prompts(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("module", ["pickle", "cloudpickle"])
-def test_a_copy_of_the_env_poses_the_same_prompts(tokenizer: Any, module: str) -> None:
+def test_a_pickled_env_uses_the_same_prompts(tokenizer: Any, module: str) -> None:
     """As Ray and the multi-process collectors send it: with functions that have no name of their own."""
     dumps = pytest.importorskip(module).dumps
     settings: dict[str, Any] = {"group_size": 2, "num_prompts": 2, "seed": 1}
@@ -241,7 +241,9 @@ def test_three_turns(tokenizer: Any) -> None:
     assert seen[1][-1] == {"role": "assistant", "content": "It is 4."}
 
 
-def test_an_episode_that_cannot_go_on_ends(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_limit_of_turns_or_a_failing_template_ends_an_episode(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """At the limit of turns, and where the template fails; a damaged call does not end it."""
     policy = scripted_policy(tokenizer, lambda prompt: call("add", a=1, b=1))
     for run in episodes(collected(tool_env(tokenizer, max_turns=2), policy, 4)).values():
@@ -263,7 +265,7 @@ def test_an_episode_that_cannot_go_on_ends(tokenizer: Any, caplog: pytest.LogCap
     assert run[1]["next", "messages"][1] == {"role": "assistant", "content": damaged}
 
 
-def test_each_token_of_the_assistant_and_none_of_a_tool_is_charged_once(tokenizer: Any, padded: bool) -> None:
+def test_the_kl_counts_each_token_of_the_assistant_once_and_none_of_a_tool(tokenizer: Any, padded: bool) -> None:
     model, ref = make_model(tokenizer, seed=0), make_model(tokenizer, seed=1)
     policy = scripted_policy(tokenizer, adds, pad_output=padded, model=model)
     kl = RetrieveKL("from_collector", ref, coeff=0.25, padding_side="left")
@@ -282,7 +284,7 @@ def test_each_token_of_the_assistant_and_none_of_a_tool_is_charged_once(tokenize
     assert scored == "".join(answer + END for answer in ANSWERS)
 
 
-def test_a_user_who_answers(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_replies_of_a_user(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     async def reply(messages: list[dict[str, Any]], metadata: dict[str, Any]) -> str | None:
         said = messages[-1]["content"]
         return None if said == "bye" else f"{metadata['mood']} {said}"
@@ -301,7 +303,7 @@ def test_a_user_who_answers(tokenizer: Any, caplog: pytest.LogCaptureFixture) ->
     assert "reply= failed in row 0, whose episode ends: ZeroDivisionError" in caplog.text
 
 
-def test_whole_groups_of_episodes_of_several_lengths_train(tokenizer: Any) -> None:
+def test_training_on_whole_groups_of_episodes_of_several_lengths(tokenizer: Any) -> None:
     model, ref = make_model(tokenizer, seed=0), make_model(tokenizer, seed=1)
     turn = iter(range(1000))
 
@@ -357,7 +359,7 @@ test_wrong_arguments = refused(
 )
 
 
-def test_templates_that_hide_tools_and_lists_that_are_no_stacks(tokenizer: Any) -> None:
+def test_a_template_that_hides_tools_warns_and_plain_lists_are_refused(tokenizer: Any) -> None:
     with pytest.warns(UserWarning, match="does not show the tools"):
         tool_env(make_tokenizer(CHATML))
     with set_list_to_stack(False), pytest.raises(RuntimeError, match=r"set_list_to_stack\(True\)"):

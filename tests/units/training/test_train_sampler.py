@@ -47,7 +47,7 @@ def test_each_setting_reaches_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept.generate_kwargs["top_k"] == 3
 
 
-def test_a_min_p_of_1_leaves_the_most_probable_token() -> None:
+def test_min_p_1_is_greedy() -> None:
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, seed=0)
     sampled, greedy = (answers(model, tokenizer, sampling) for sampling in (Sampling(min_p=1.0), None))
@@ -92,7 +92,7 @@ def test_equal_prompts_are_forwarded_once(family: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("group_size", [3, 4])
-def test_positions_with_planes_are_no_rows(group_size: int) -> None:
+def test_positions_with_planes_are_not_taken_for_rows(group_size: int) -> None:
     """Qwen2-VL numbers positions in ``[4, rows, tokens]``: four planes are not four rows."""
     tokenizer = make_tokenizer()
     model: Any = image_model("qwen2_vl")
@@ -111,7 +111,7 @@ def test_positions_with_planes_are_no_rows(group_size: int) -> None:
     )
 
 
-def test_different_prompts_are_each_forwarded() -> None:
+def test_equal_prompts_that_are_not_neighbours_are_forwarded_separately() -> None:
     """Equal rows that are not neighbours too: a row's states are those of its own prompt."""
     tokenizer = make_tokenizer()
     model: Any = make_model(tokenizer, seed=0)
@@ -164,7 +164,7 @@ class Favouring(torch.nn.Module):
         return logits
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused_with_the_ways_out(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ModelError, match=r"no chat template.*chat_template\.jinja.*model\.tokenizer.*sampler\.end"):
