@@ -1,4 +1,4 @@
-"""Every workload at its smallest, both libraries agreeing, and the report; verdicts from known numbers."""
+"""Tests of the benchmarks: each workload at its smallest size, the report, and verdicts from known numbers."""
 
 import io
 import json
@@ -32,7 +32,7 @@ SMALLEST = cli.Settings(repeats=1, quick=True)
 
 @pytest.mark.slow
 def test_imports_in_fresh_processes():
-    """The package alone loads next to nothing."""
+    """Importing only the package takes little time."""
     found = WORKLOADS["f"].measure(SMALLEST)
     assert found.ours.seconds < 0.05 < found.theirs.seconds
 
@@ -95,7 +95,7 @@ def test_alternation_and_peak():
 
 
 def result(targets: Targets) -> Result:
-    """3 times faster, 16 times less memory; a new token of the last turn takes 1.5 times as long as one of the first."""
+    """A result 3 times faster with 16 times less memory. A token takes 1.5 times as long in the last turn as in the first."""
     theirs, ours = Measured([9.0, 6.0, 5.0], [160.0, 1.0, 170.0]), Measured([2.0, 1.0, 7.0], [10.0, 30.0, 5.0])
     turns = Turns([100, 200], theirs=[1.0, 8.0], ours=[1.0, 3.0])
     return Result("x", "title", targets, Outcome("work", theirs, ours, difference=0.0, turns=turns))

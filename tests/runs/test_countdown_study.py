@@ -1,4 +1,4 @@
-"""The study: runs that resume, the true KL by enumeration, and the figures of its page."""
+"""Tests of the study: it resumes, its true KL equals enumeration, and its page shows its figures."""
 
 import math
 from dataclasses import asdict
@@ -69,7 +69,7 @@ def test_the_page_shows_the_figures_of_the_results():
 
 
 def test_the_true_kl_against_an_exact_sum_and_an_independent_estimate():
-    """A single token has the prompt as its only prefix: nothing is sampled, and a plain sum must give the same number."""
+    """With a single token no prefix is sampled, so a plain sum must give the same number."""
     problems = all_problems(9)[:6]
     tokenizer = build_tokenizer(all_problems(9))
     torch.manual_seed(0)

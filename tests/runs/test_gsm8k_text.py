@@ -1,4 +1,4 @@
-"""The tutorial on real text: its folds, guesses and figures by hand, and a run from text to saved models."""
+"""Tests of the tutorial on real text: splits, guesses and figures by hand, and a run from text to saved models."""
 
 import math
 import random
@@ -23,7 +23,7 @@ from gsm8k.task import FILE, WRITERS, Question, guess_by_writer, pairs
 
 
 def question(number: int, right: str) -> Question:
-    """A sum; the writers with a 1 in ``right`` solve it."""
+    """A question about a sum. The writers with a 1 in ``right`` solve it."""
     total = 3 * number
     answers = {
         name: (f"{number} and {2 * number} is {total + 1 - int(bit)}\nA: {total + 1 - int(bit)}", bit == "1")
@@ -142,7 +142,7 @@ def test_a_run_writes_its_files(finished: tuple[Path, str]) -> None:
 
 
 def test_figures_equal_those_of_plain_forwards(finished: tuple[Path, str]) -> None:
-    """Accuracy and margin again, from the saved models and the text alone."""
+    """The expected accuracy and margin are computed from only the saved models and the text."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out, _ = finished

@@ -1,4 +1,4 @@
-"""A run does what its configuration says, and goes on to the bit where it was ended."""
+"""Tests of a run: its figures and files, and bit-exact resuming."""
 
 import os
 import re
@@ -61,7 +61,7 @@ def test_the_figures_of_a_run(whole: Path) -> None:
 
 
 def test_the_evaluation_by_hand(lab: Path, whole: Path) -> None:
-    """Greedy answers of the first model, one prompt at a time, through transformers alone."""
+    """The expected values are greedy answers of the first model, one prompt at a time, with only transformers."""
     _, held_out = load_prompts(settings(lab, whole))
     tokenizer = AutoTokenizer.from_pretrained(lab / "model")
     model = AutoModelForCausalLM.from_pretrained(lab / "model")
@@ -102,7 +102,7 @@ def test_the_final_folder_opens_and_has_a_card(whole: Path) -> None:
 
 
 def test_the_card_and_the_messages_of_a_short_run(lab: Path, tmp_path: Path) -> None:
-    """One held-out prompt has no interval; a code block in a prompt does not end that of the settings."""
+    """A single held-out prompt has no interval. A code block in a prompt does not end that of the settings."""
     changes = ("run.steps=1", SHORT[0], "evaluation.num_prompts=1", "data.system_prompt='```\\n# not a title'")
     result, said = go(lab, tmp_path / "mine", *changes)
     before = figures(tmp_path / "mine" / "evaluations.jsonl")[0]["reward"]
@@ -116,7 +116,7 @@ def test_the_card_and_the_messages_of_a_short_run(lab: Path, tmp_path: Path) -> 
 
 
 def test_equal_rewards_are_reported(lab: Path, tmp_path: Path) -> None:
-    """Constant rewards, also when the KL that is charged differs."""
+    """Rewards are compared before the KL is charged."""
     (tmp_path / "r.py").write_text("same = lambda q, a, m: 0.25\n")
     result, said = go(lab, tmp_path / "equal", *SHORT, f"reward={tmp_path / 'r.py'}:same", "run.steps=2")
     (warning,) = [line for line in said if line.startswith("warning: ")]
@@ -128,7 +128,7 @@ def test_equal_rewards_are_reported(lab: Path, tmp_path: Path) -> None:
 
 
 def test_the_share_of_groups_with_equal_rewards() -> None:
-    """Three groups in any order: equal, equal but for the KL that was charged, and unequal by a little."""
+    """The rows are in mixed order. Two groups have equal rewards before the KL is charged, one differs by 0.001."""
     earned = torch.tensor([0.7, 2.0, 0.5, 0.7, 2.0, 0.501])
     group = torch.tensor([4, 9, 1, 4, 9, 1])
     kl = torch.tensor([[0.1, -0.4, 3.0]] * 3 + [[0.2, 5.0, -0.7]] * 3)
@@ -153,7 +153,7 @@ def test_the_share_of_groups_with_equal_rewards() -> None:
 def test_a_damaged_checkpoint_is_skipped_and_a_finished_run_reports_again(
     lab: Path, whole: Path, tmp_path: Path
 ) -> None:
-    """The run goes on from the one before, to the same bits; a finished one, with fewer steps too, writes what is missing."""
+    """The run resumes bit-exactly from the previous checkpoint. A finished run, also with fewer steps, writes missing files."""
     out = ended_after(4, whole, tmp_path)
     for changes in (("run.steps=2",), ()):
         result, _ = go(lab, out, *changes)
@@ -207,7 +207,7 @@ def test_other_settings_are_refused_and_fresh_begins_anew(lab: Path, whole: Path
 
 
 def test_a_fresh_run_that_cannot_start_moves_nothing(lab: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Also if it fails while it loads the weights."""
+    """This includes a failure while the weights are loaded."""
     (tmp_path / "checkpoints").mkdir(parents=True)
     for name in ("config.yaml", "metrics.jsonl"):
         (tmp_path / name).write_text("of the earlier run")
@@ -225,7 +225,7 @@ def test_a_fresh_run_that_cannot_start_moves_nothing(lab: Path, tmp_path: Path, 
 
 
 def test_a_fresh_run_does_not_move_its_inputs(lab: Path, tmp_path: Path) -> None:
-    """The weights of the earlier run to go on from, a tokenizer, prompts: by any name of the folder."""
+    """This holds for each kind of input, and for any path to the folder."""
     out = tmp_path / "out"
     shutil.copytree(lab / "model", out / "final")
     (out / "logs").mkdir()
@@ -257,7 +257,7 @@ def test_a_folder_of_another_program_or_process_is_refused(lab: Path, tmp_path: 
 
 
 def test_digests_of_the_files_that_a_resumed_run_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by its path in the configuration; modules and the folder's other files are left out."""
+    """Files have their paths in the configuration as names. Modules and other files of the folder are left out."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
@@ -285,7 +285,7 @@ def test_a_resumed_run_continues_its_run_in_mlflow(lab: Path, tmp_path: Path, mo
 
 
 def test_a_user_s_config_in_the_folder_of_the_run_is_kept(lab: Path, tmp_path: Path) -> None:
-    """The run writes all settings under this name; a second start only replaces its own file."""
+    """The run writes all settings to config.yaml. A second start replaces only a file that a run wrote."""
     own = "# my comments\n" + settings(lab, tmp_path, "run.steps=1", SHORT[0]).to_yaml()
     (tmp_path / "config.yaml").write_text(own)
     said: list[str] = []
@@ -298,9 +298,9 @@ def test_a_user_s_config_in_the_folder_of_the_run_is_kept(lab: Path, tmp_path: P
 
 
 def test_the_command_and_its_exit_codes(lab: Path, whole: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Interrupted, finished by the same command, refused with other settings, and ended by its KL.
+    """The command is interrupted, resumed, refused with other settings, and ended by its KL.
 
-    SIGTERM comes while the answers of the second step are rewarded: the step is finished, and nothing else.
+    SIGTERM comes while the answers of the second step are rewarded. The run finishes this step and ends.
     """
     file, out = tmp_path / "config.yaml", tmp_path / "out"
     file.write_text(settings(lab, out, "checkpoints.every=4").to_yaml())
@@ -328,7 +328,7 @@ def test_the_command_and_its_exit_codes(lab: Path, whole: Path, tmp_path: Path, 
 
 
 def killed(lab: Path, out: Path, pause: float, *overrides: str) -> int:
-    """Start the command, kill it so long after it has made a step more; how many were done by then."""
+    """Start the command and kill it ``pause`` seconds after its next step. Returns the number of finished steps."""
     metrics = out / "metrics.jsonl"
 
     def done() -> int:
@@ -350,7 +350,7 @@ def killed(lab: Path, out: Path, pause: float, *overrides: str) -> int:
 
 
 def test_a_killed_run_resumes_bit_exactly(lab: Path, whole: Path, tmp_path: Path) -> None:
-    """By this process, from the files alone; also one that ended after an odd step, so that evaluations are done again."""
+    """This process resumes from the files. A run that ended after an odd step repeats its evaluation."""
     assert killed(lab, tmp_path / "out", pause=0.1) >= 1
     assert not (tmp_path / "out" / "final").exists(), "killed before its end"
     assert "resuming after step " in go(lab, tmp_path / "out")[1][0]

@@ -1,4 +1,4 @@
-"""Calls in an answer: what is read of them in each format, what is told to the policy, and their results in the next prompt."""
+"""Tests of tool calls: their parsers, the errors that go back to the policy, and the next prompt with the results."""
 
 import asyncio
 import math
@@ -214,7 +214,7 @@ test_unsupported_templates_are_refused_at_construction = refused(
 
 
 def test_a_custom_parser(tokenizer: Any) -> None:
-    """It reads a format that is not known here; where it fails, the run continues."""
+    """A custom parser supports any format, and its errors do not end the run."""
 
     def parser(text: str) -> list[dict[str, Any]]:
         found = re.search(r"\[(\w+)\(a=(\d+), b=(\d+)\)\]", text)
@@ -252,7 +252,7 @@ _HOSTILE = [
 
 @pytest.mark.parametrize("name", ["hermes", "tagged", "mistral", "llama"])
 def test_parsers_take_linear_time(name: str) -> None:
-    """What is quadratic takes minutes for one of these texts; the limit of a unit fails it."""
+    """Quadratic time would take minutes for each of these texts, so the time limit of unit tests would fail."""
     for text in _HOSTILE:
         read_calls(getattr(_tools, f"parse_{name}"), text)
     assert strip_end("x" + "<end><pad>" * 100_000, ("<end>", "<pad>")) == "x"

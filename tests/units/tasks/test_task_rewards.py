@@ -1,4 +1,4 @@
-"""Prompts from every source, in an order that a resumed run continues; rewards from functions, their failures and time-outs."""
+"""Tests of prompts, their sources and order, and of rewards from functions, their failures and time-outs."""
 
 import asyncio
 import functools
@@ -38,7 +38,7 @@ USER = {"role": "user", "content": "a"}
 
 
 class Table:
-    """What a data set of Hugging Face looks like."""
+    """A stand-in for a dataset of Hugging Face."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows, self.read = rows, 0
@@ -54,7 +54,7 @@ class Table:
 
 
 def test_prompts_from_lists_files_and_datasets(tmp_path: Path) -> None:
-    """Parquet fills missing columns with None; a data set is read when a row is posed."""
+    """Parquet fills missing columns with None. A dataset is read only when a row is used."""
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n\n" for row in ROWS))
     table = Table(ROWS)
@@ -122,7 +122,7 @@ test_errors_name_the_row = refused(
 
 
 def test_each_epoch_has_its_own_permutation_which_later_versions_keep() -> None:
-    """A run that is resumed with a later version must find its order again, from any position."""
+    """A run that resumes with a later version must continue its order, from any position."""
     order = PromptOrder(seed=3)
     epochs = [tuple(order.at(i, 50) for i in range(50 * e, 50 * e + 50)) for e in range(4)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
@@ -283,7 +283,7 @@ def test_a_first_batch_in_which_all_answers_fail_raises(timeout: float | None, c
 
 
 def test_a_call_that_exceeds_its_time_out_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also an async one that blocks the loop."""
+    """This includes an async call that blocks the loop."""
     release = threading.Event()
     td = FunctionReward(lambda q, a, m: m["row"] != 1 or release.wait(LONG), timeout=0.3)(batch())
     assert not release.is_set()
@@ -322,7 +322,7 @@ def test_workers_run_concurrently_and_without_them_calls_run_one_by_one() -> Non
 
 
 class Judge:
-    """An async callable object."""
+    """A callable object with an async ``__call__``, which records the number of concurrent calls."""
 
     def __init__(self) -> None:
         self.at_once, self.most = 0, 0

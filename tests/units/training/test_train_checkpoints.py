@@ -1,4 +1,4 @@
-"""Checkpoints are there whole or not at all, and damage is found."""
+"""Tests of checkpoints: they are written atomically, and damage is found."""
 
 import os
 import re
@@ -36,7 +36,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_kept_only_as_the_best_loses_the_files_of_resuming(tmp_path: Path) -> None:
-    """It stays whole, and no run goes on from it, also where all later ones are damaged."""
+    """The checkpoint stays undamaged, but no run resumes from it, even if all later ones are damaged."""
     checkpoints = Checkpoints(tmp_path, keep=2, to_resume=("b.txt", "not there"))
     for step in (10, 20, 30):
         write(checkpoints, step, best=10)
@@ -140,7 +140,7 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path, damage, message):
 
 
 def test_every_flipped_bit_of_a_record_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each bit of the whole text: of a number, a name, the checksum, a bracket or a space."""
+    """The bits include those of the checksum, of brackets and of spaces."""
     checkpoints = Checkpoints(tmp_path)
     with checkpoints.writing(2, {"seconds": 1.5, "best": None, "name": "a run"}) as folder:
         (folder / "state.pt").write_text("weights")

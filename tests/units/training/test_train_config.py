@@ -1,4 +1,4 @@
-"""A configuration is read with its types; what is wrong is named before weights are loaded or an earlier run is moved."""
+"""Tests of configurations. Errors are raised before weights are loaded or files of an earlier run are moved."""
 
 import json
 import shutil
@@ -218,7 +218,7 @@ def test_a_reference_with_another_vocabulary_is_refused(lab: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("pad_is_end", [True, False])
 def test_the_mask_holds_each_sampled_token(pad_is_end: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torchrl's own mask, ``tokens != pad``, no answer has an end where the padding token is the end token."""
+    """torchrl's own mask, ``tokens != pad``, masks out the end of each answer if the padding token is the end token."""
     tokenizer = build_tokenizer(pad_token="<|im_end|>") if pad_is_end else make_tokenizer()
     model: Any = make_model(tokenizer, seed=0)
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -245,7 +245,7 @@ def test_the_mask_holds_each_sampled_token(pad_is_end: bool, monkeypatch: pytest
 
 
 def test_the_doctor_finds_no_fault_in_a_truncated_sampler(lab, tmp_path, monkeypatch):
-    """torchrl's wrapper would record log-probs of temperature 1, over all tokens, and none of an answer's first token."""
+    """torchrl's wrapper would record log-probs of temperature 1 over all tokens, and none for the first token of an answer."""
     monkeypatch.setattr(training._report, "plot_curves", lambda *_, **__: None)
     changes = ["sampler.temperature=0.7", "sampler.top_k=5", "logging.doctor_every=1", "evaluation.every=0"]
     for row in go(lab, tmp_path, *changes, "run.steps=2")[0].rows:
@@ -265,7 +265,7 @@ def test_adapters_cause_no_warnings_of_other_libraries(lab: Path, tmp_path: Path
 
 
 def test_memory_and_disk_of_a_run_by_hand(lab: Path, tmp_path: Path) -> None:
-    """Four bytes for each number: weights, gradient, Adam's two, a reference. A checkpoint holds weights and Adam's two."""
+    """Memory holds weights, gradients, Adam's two averages and a reference, a checkpoint weights and averages, in float32."""
     model = load_policy(settings(lab, tmp_path)).num_parameters()
     adapters = sum(
         each.numel() for each in load_policy(settings(lab, tmp_path, "lora.r=4")).parameters() if each.requires_grad

@@ -1,4 +1,4 @@
-"""What a run writes for people: intervals of small evaluations, times of progress, the axes of the curves."""
+"""Tests of the output of a run: intervals of small evaluations, the progress, the axes of the curves."""
 
 import io
 import re
@@ -33,7 +33,7 @@ def test_single_and_constant_values_have_no_interval() -> None:
 
 
 def test_the_progress_shows_the_time_of_the_clock() -> None:
-    """Of a resumed run, whose earlier processes took an hour; the last step is shown however short it was."""
+    """A resumed run shows the time of its earlier processes, here an hour. The last step is always shown."""
     out, seconds = io.StringIO(), [3600.0]
     with progress("grpo", 3, done=1, stream=out, clock=lambda: seconds[-1]) as advance:
         for now in (3605.0, 3607.0):

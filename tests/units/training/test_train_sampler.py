@@ -1,4 +1,4 @@
-"""The policy that writes a run's answers: what reaches ``generate``, and prompts that are forwarded once."""
+"""Tests of the sampler of a run: the arguments of ``generate``, equal prompts, and the ends of answers."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ ATTENTION = ("qwen2", "gpt2", "mistral", "gpt_oss")
 def answers(
     model: Any, tokenizer: Any, sampling: Sampling | None, *, length: int = 6, end: list[str] | None = None
 ) -> TensorDictBase:
-    """The first step on the prompts, by torch's generator of seed 0."""
+    """The first step on the prompts, with seed 0."""
     with tensordict.set_list_to_stack(True):
         order = PromptOrder(seed=None)
         env = make_env(PROMPTS, lambda q, a, m: 0.0, tokenizer, group_size=4, num_prompts=3, order=order)
@@ -36,7 +36,7 @@ def answers(
 
 
 def test_each_setting_reaches_generate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrl's constructor refuses a top-k of 0 and drops min-p, and so does that of a new version."""
+    """torchrl's constructor refuses a top-k of 0 and drops min-p, also when it makes a new version."""
     tokenizer = make_tokenizer()
     model: Any = make_model(tokenizer, seed=0)
     sampler = make_sampler(model, tokenizer, max_new_tokens=6, sampling=Sampling(0.7, top_p=0.9, min_p=0.2))
@@ -70,7 +70,7 @@ def _family(name: str, tokenizer: Any) -> Any:
     ],
 )
 def test_equal_prompts_are_forwarded_once(family: str, rows: int) -> None:
-    """The samples are those of ``generate`` over all rows. RecurrentGemma keeps its states in its layers, not in a cache."""
+    """The samples equal those of ``generate`` over all rows. RecurrentGemma keeps its states in its layers, not in a cache."""
     tokenizer = make_tokenizer()
     model = _family(family, tokenizer)
     inner = model.get_base_model() if family == "lora" else model
@@ -93,7 +93,7 @@ def test_equal_prompts_are_forwarded_once(family: str, rows: int) -> None:
 
 @pytest.mark.parametrize("group_size", [3, 4])
 def test_positions_with_planes_are_not_taken_for_rows(group_size: int) -> None:
-    """Qwen2-VL numbers positions in ``[4, rows, tokens]``: four planes are not four rows."""
+    """The positions of Qwen2-VL are ``[4, rows, tokens]``. Their four planes must not be taken for four rows."""
     tokenizer = make_tokenizer()
     model: Any = image_model("qwen2_vl")
     model.resize_token_embeddings(len(tokenizer))
@@ -112,7 +112,7 @@ def test_positions_with_planes_are_not_taken_for_rows(group_size: int) -> None:
 
 
 def test_equal_prompts_that_are_not_neighbours_are_forwarded_separately() -> None:
-    """Equal rows that are not neighbours too: a row's states are those of its own prompt."""
+    """Each row must continue the states of its own prompt."""
     tokenizer = make_tokenizer()
     model: Any = make_model(tokenizer, seed=0)
     sampler = make_sampler(model, tokenizer, max_new_tokens=6)
