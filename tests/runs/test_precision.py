@@ -22,7 +22,7 @@ NARROW = ("bf16 products", "bf16 model", ".bfloat16()")
 
 @pytest.fixture(scope="module")
 def measured() -> precision.Measured:
-    """The study on the docstrings of installed packages, which every machine has."""
+    """The study on the docstrings of Python's standard library, which every machine has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(precision, "REAL_ANSWERS", Path("nowhere"))
         return precision.measure(precision.SMALLEST)
