@@ -130,9 +130,8 @@ def _in_thread(call: Call) -> Future[object]:
     future, context = Future[object](), contextvars.copy_context()
 
     def work() -> None:
-        future.set_result(
-            context.run(_result_of, call, (BaseException,))
-        )  # without a result the caller would wait for ever
+        # BaseException, since without a result the caller would wait for ever.
+        future.set_result(context.run(_result_of, call, (BaseException,)))
 
     # A daemon, so that a call that never ends does not keep the process alive.
     threading.Thread(target=work, daemon=True, name="reward").start()

@@ -246,12 +246,9 @@ class TaskEnv(ChatEnv):
             tools = Tools(turns.tools, timeout=timeout, workers=turns.workers) if turns.tools else None
             self.dialog = Dialog(tokenizer, tools, template_kwargs, turns.tool_parser)
         self._call_all, self._log = Caller(timeout, None if turns is None else turns.workers), FailureLog()
-        self._finished = torch.zeros(
-            num_prompts * group_size, dtype=torch.int64
-        )  # the number of finished prompts of each row
-        self._answered = torch.zeros(
-            num_prompts * group_size, dtype=torch.bool
-        )  # whether the row has answered its prompt
+        # The number of finished prompts of each row, and whether the row has answered its prompt.
+        self._finished = torch.zeros(num_prompts * group_size, dtype=torch.int64)
+        self._answered = torch.zeros(num_prompts * group_size, dtype=torch.bool)
         self._declare()
         if input_mode == "text":
             self._render(prompts[0])  # so that an error of the template is raised here, not in the collector
@@ -310,9 +307,7 @@ class TaskEnv(ChatEnv):
             conversations = [self._conversation(prompt) for prompt in prompts]
             lengths = sorted({len(messages) for messages in conversations})
             if len(lengths) > 1:
-                raise ValueError(
-                    f"conversations of {lengths} messages need input_mode='text': a History has one length."
-                )
+                raise ValueError(f"conversations of {lengths} messages need input_mode='text'.")
             history.prompt = History.from_chats(conversations)
             td.set("history", history)
         return td.to_lazystack(0)  # its rows may differ in length after the policy's step

@@ -222,9 +222,8 @@ class FunctionReward(Transform):
         if part not in self._worked:
             where = f"all {count} answers of its first batch, first in {row}"
             raise RewardError(f"{what} failed for {where}: {reason}.") from error
-        self._log.add(
-            f"{what} failed for {len(failed)} of {count} answers, first in {row}: {reason}. Their reward is 0"
-        )
+        where = f"{len(failed)} of {count} answers, first in {row}"
+        self._log.add(f"{what} failed for {where}: {reason}. Their reward is 0")
 
     # ------------------------------------------------------------------ reading the data
 

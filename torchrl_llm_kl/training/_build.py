@@ -71,9 +71,8 @@ def load_reference(config: TrainConfig) -> Reference | None:
         >>> reference = load_reference(config)  # doctest: +SKIP
     """
     settings = config.reference
-    if (
-        settings.name == "none" or config.algorithm.teacher is not None
-    ):  # the teacher is loaded by `AlgorithmPlan.build`
+    # `AlgorithmPlan.build` loads the teacher.
+    if settings.name == "none" or config.algorithm.teacher is not None:
         return None
     if settings.service is None and config.starts_from_base:
         return "base"

@@ -312,9 +312,8 @@ def plot_curves(
     reward.margins(y=0.12)
     if reward_range is not None:
         reward.set_ylim(*reward_range)
-    reward.legend(
-        loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False
-    )  # above the axes: inside it would hide points
+    # Above the axes, since inside it would hide points.
+    reward.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
     if kl is not None:
         draw(kl, "kl", "KL(policy ‖ reference)", "tab:red")
         if kl_target is not None:

@@ -83,9 +83,7 @@ def _equal_prompts_once(model: Any) -> Iterator[None]:
     from transformers import DynamicCache
 
     states: DynamicCache | None = None
-    rows: Tensor | None = (
-        None  # the index of each row's prompt, from the hook before the first forward to the hook after it
-    )
+    rows: Tensor | None = None  # the index of each row's prompt, for the hook after the first forward
 
     def before(_: nn.Module, args: tuple[object, ...], given: Json) -> tuple[tuple[object, ...], Json]:
         nonlocal states, rows
@@ -108,9 +106,8 @@ def _equal_prompts_once(model: Any) -> Iterator[None]:
             output.logits = output.logits[rows]
             states.reorder_cache(rows)  # type: ignore[arg-type]
 
-    model = (
-        model.get_base_model() if hasattr(model, "get_base_model") else model
-    )  # PEFT's generate calls the base model, whose forward has the caches
+    # PEFT's generate calls that of the base model, so the hooks must be on the base model.
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
     if model.config.model_type == "recurrent_gemma":  # it keeps states in its layers
         yield
         return

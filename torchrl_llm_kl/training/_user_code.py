@@ -111,9 +111,7 @@ def _user_module(where: str, files: dict[Path, ModuleType]) -> ModuleType:
         return _IMPORTED[path]
     if path not in files:
         if not path.is_file():
-            raise ConfigError(
-                f"the file {where} does not exist: paths are relative to the folder where the command runs."
-            )
+            raise ConfigError(f"the file {where} does not exist, relative to the folder where the command runs.")
         files[path] = _run_file(path)
     return files[path]
 
