@@ -158,7 +158,7 @@ def check_takes(function: object, what: str, *arguments: str) -> None:
 async def _guarded(value: Awaitable[object]) -> object:
     try:
         return await value
-    except BaseException as error:  # SystemExit would end the loop's thread, and cancellation is no Exception
+    except BaseException as error:  # SystemExit would end the loop, and a cancellation is not an Exception
         return Failure(error)
 
 

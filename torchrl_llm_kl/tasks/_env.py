@@ -40,8 +40,8 @@ class Turns:
         reply: ``(messages, metadata) -> str | None``, sync or async. It returns the user's next message after an answer
             without calls, or None to end the episode.
         tool_parser: parses the calls of an answer. By default the tokenizer's ``response_template`` does. Without one, calls
-            are parsed in the format in which the chat template writes them: that of Hermes and Qwen, of Qwen 3.5 and GLM, of
-            Mistral, or of Llama 3.
+            are parsed in the chat template's own format, which may be Hermes' and Qwen's, Qwen 3.5's and GLM's, Mistral's or
+            Llama 3's.
         workers: the number of concurrent sync calls of tools and replies (default one), and of async calls (default all).
 
     Raises:

@@ -401,7 +401,7 @@ class Dialog:
         """
         turn, after = self._rendered([*messages, *replies])
         own = next((token for token in self.special if turn.endswith(token)), "")
-        # In a template without an end token, a turn that ends with a special token ends with that of a call.
+        # Without an end token in the template, a special token at the end of a turn belongs to a call.
         closing = own if self._closing else ""
         return text + ("" if text.endswith(self.special) else closing) + after
 
@@ -489,7 +489,7 @@ _OF_CALLS = re.compile(r"tool[_▁ ]?(?:call|arg)", re.IGNORECASE)
 
 
 def special_tokens(tokenizer: Tokenizer | None) -> tuple[str, ...]:
-    """The special tokens of a tokenizer except those of calls, the longest first. Empty without a tokenizer.
+    """The special tokens of a tokenizer except the tokens of calls, the longest first. Empty without a tokenizer.
 
     Example:
         >>> special_tokens(None)

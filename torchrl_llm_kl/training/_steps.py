@@ -106,7 +106,7 @@ def _equal_prompts_once(model: Any) -> Iterator[None]:
             output.logits = output.logits[rows]
             states.reorder_cache(rows)  # type: ignore[arg-type]
 
-    # PEFT's generate calls that of the base model, so the hooks must be on the base model.
+    # PEFT's generate calls the base model's generate, so the hooks must be on the base model.
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     if model.config.model_type == "recurrent_gemma":  # it keeps states in its layers
         yield
