@@ -64,8 +64,8 @@ def _read_call(value: object) -> ToolCall:
     name, arguments = value["name"], value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         try:
-            arguments = _read_json(arguments)
-        except ValueError as error:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
             return ToolCall(name, error=f"its arguments are not JSON: {error}")
     if arguments is not None and not isinstance(arguments, Mapping):
         return ToolCall(name, error="its arguments are not a JSON object")
@@ -82,19 +82,11 @@ def _not_too_deep(call: ToolCall) -> ToolCall:
     return ToolCall(call.name, error=f"its arguments are nested more than {_DEEPEST} levels deep")
 
 
-def _read_json(text: str) -> object:
-    """Parse JSON. Any text that cannot be parsed is a ValueError, also text that is nested too deeply."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
 def _json_calls(text: str) -> list[ToolCall]:
     """The calls in JSON text, which is one object or a list of objects."""
     try:
-        value = _read_json(text)
-    except ValueError as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # an answer may hold thousands of brackets
         return [ToolCall("", error=f"the call is not JSON: {error}")]
     return [_read_call(call) for call in (value if isinstance(value, list) else [value])]
 
@@ -220,8 +212,8 @@ def _tagged_arguments(body: str) -> Iterator[tuple[str, str]]:
 def _value(text: str, kind: object) -> object:
     """Parse the value of an argument. Some templates write ``True``, others ``true``."""
     if kind != "string":
-        for read in (_read_json, _read_python):
-            with suppress(ValueError):
+        for read in (json.loads, _read_python):
+            with suppress(ValueError, RecursionError):
                 return read(text)
     return text
 
@@ -230,7 +222,7 @@ def _read_python(text: str) -> object:
     """Parse a Python literal into the types of JSON. Any other text is a ValueError."""
     try:
         return json.loads(json.dumps(ast.literal_eval(text)))
-    except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
+    except (SyntaxError, TypeError, MemoryError) as error:
         raise ValueError(f"it is no value: {error}") from None
 
 
@@ -445,7 +437,7 @@ class Dialog:
         )
         if told == plain:
             warnings.warn("the chat template does not show the tools: describe them in system_prompt=.", stacklevel=5)
-        if self._parser is None and not _knows_responses(self.tokenizer):
+        if self._parser is None and getattr(self.tokenizer, "response_template", None) is None:
             self._parser = self._format(asked[:2], call)
 
     def _try(self, messages: list[Message], mark: str, what: str) -> tuple[str, str]:
@@ -538,10 +530,6 @@ def _stand_ins(messages: Sequence[Message], *, json_arguments: bool = False) -> 
             answer.setdefault("tool_calls", []).append({**call, "id": message.get("tool_call_id", call["id"])})
         out.append(message)
     return out
-
-
-def _knows_responses(tokenizer: object) -> bool:
-    return getattr(tokenizer, "response_template", None) is not None and hasattr(tokenizer, "parse_response")
 
 
 def _call_message(index: int, name: str, arguments: object) -> Json:

@@ -42,12 +42,9 @@ class Checkpoint:
     files: dict[str, tuple[int, int]]
     resumes: bool = True
 
-    def write_record(self, file: Path) -> None:
-        """Write ``checkpoint.json``, which holds all fields except the folder, and a checksum of them."""
-        file.write_bytes(self._record)
-
     @property
-    def _record(self) -> bytes:
+    def record(self) -> bytes:
+        """The content of ``checkpoint.json``: all fields except the folder, and a checksum of them."""
         values = {name: value for name, value in vars(self).items() if name != "folder"}
         return (json.dumps({**values, "checksum": zlib.crc32(json.dumps(values).encode())}, indent=1) + "\n").encode()
 
@@ -56,7 +53,7 @@ class Checkpoint:
         """Read the record of a folder. Its files may still be damaged (:meth:`check_files`).
 
         Raises:
-            ValueError: if the record differs in any bit from the output of :meth:`write_record`.
+            ValueError: if the record differs in any bit from :attr:`record`.
         """
         if not (folder / RECORD).is_file():  # opening a pipe would block
             raise ValueError(f"{RECORD} is missing")
@@ -68,7 +65,7 @@ class Checkpoint:
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{RECORD}: {error}") from error
         # Comparing the whole text also finds a flipped bit in a bracket, a space or the checksum itself.
-        if data != read._record:
+        if data != read.record:
             raise ValueError(f"{RECORD} has another content")
         return read
 
@@ -148,7 +145,7 @@ class Checkpoints:
         try:
             yield new
             files = {str(file.relative_to(new)): _flushed(file) for file in sorted(new.rglob("*")) if file.is_file()}
-            Checkpoint(path, step, dict(numbers), files).write_record(new / RECORD)
+            (new / RECORD).write_bytes(Checkpoint(path, step, dict(numbers), files).record)
             _flushed(new / RECORD)
             for inner in (*(each for each in new.rglob("*") if each.is_dir()), new):
                 flush_folder(inner)
@@ -201,7 +198,7 @@ class Checkpoints:
             saved = Checkpoint.read(path)
             left = {name: entry for name, entry in saved.files.items() if name not in self.to_resume}
             with replacing(path / RECORD) as part:
-                replace(saved, files=left, resumes=False).write_record(part)
+                part.write_bytes(replace(saved, files=left, resumes=False).record)
             for name in self.to_resume:
                 (path / name).unlink(missing_ok=True)
 

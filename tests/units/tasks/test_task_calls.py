@@ -285,4 +285,4 @@ def test_a_deeply_nested_call_returns_an_error(name: str, text: str) -> None:
     if name == "tagged":  # what cannot be read is text
         assert found.arguments == {"a": "[" * 100_000 + "]" * 100_000}
     else:
-        assert "nested too deeply" in found.error
+        assert "recursion" in found.error

@@ -100,7 +100,7 @@ def record(content: bytes) -> Callable[[Path], object]:
 
 
 def record_of(file: str) -> Callable[[Path], object]:
-    return lambda folder: Checkpoint(folder, 2, {}, {file: (5, 1)}).write_record(folder / "checkpoint.json")
+    return record(Checkpoint(Path(), 2, {}, {file: (5, 1)}).record)
 
 
 #: What happens to a checkpoint, and what is said. Reading a pipe would block for ever, and a link to zeros never end.
