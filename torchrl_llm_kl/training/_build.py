@@ -258,6 +258,7 @@ def _estimators(config: TrainConfig, preset: Algorithm) -> dict[str, object]:
     own: object = kl.estimator
     if is_place(own):
         function = imported_function(str(own))
+        # A registered function has a name, which the algorithm shows in its settings.
         names = (name for name in available_estimators() if get_estimator(name) is function)
         own = next(names, function)
     elif own is not None:

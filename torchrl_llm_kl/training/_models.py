@@ -191,6 +191,7 @@ def _load(settings: ModelConfig, name: str) -> PreTrainedModel:
 def _with_adapters(model: PreTrainedModel, lora: LoraConfig, folder: Path | None) -> Any:
     from peft import LoraConfig as Settings, PeftModel, get_peft_model
 
+    # PEFT takes "all-linear" only as a string, and names of layers as a list.
     targets = lora.targets[0] if lora.targets == ["all-linear"] else list(lora.targets)
     settings = Settings(r=lora.r, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM")  # type: ignore[arg-type]
     with warnings.catch_warnings():

@@ -364,6 +364,7 @@ def summary(
             held_out = counted(int(row["num_prompts"]), "held-out prompt")
             names = ["reward", *(name for name in row if name.startswith("reward/"))]
             figures |= {f"{x.removeprefix('reward/')} on {held_out}, {label}": with_interval(row, x) for x in names}
+    # Only the last half, since the KL needs some steps to reach its target.
     kls = [row.get("kl", math.nan) for row in rows[len(rows) // 2 :]]
     mean = sum(kls) / max(1, len(kls))
     if kls and not math.isnan(mean):

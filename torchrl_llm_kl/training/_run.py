@@ -273,6 +273,7 @@ class Run:
         """The reason why the KL ends the run. Empty if it does not."""
         kl, rows = self.config.kl, self.rows.rows
         limit = kl.stop_above or 10 * (kl.target or math.inf)
+        # Several steps in a row, since one step's mean is noisy.
         last = [row["kl"] for row in rows[-kl.stop_after :] if "kl" in row]
         if len(last) < kl.stop_after or any(value <= limit for value in last):
             return ""
@@ -288,17 +289,14 @@ class Run:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def save(self, checkpoints: Checkpoints) -> Path:
+    def save(self, checkpoints: Checkpoints) -> None:
         """Write a checkpoint of everything that the next step depends on."""
         numbers: dict[str, object] = {"config": self.config.to_dict(), "files": self.inputs.files}
         numbers |= {"versions": _report.versions(), "seconds": self.elapsed, "best": self.best}
         with checkpoints.writing(self.step, numbers, best=self.best) as folder:
             save_policy(self.policy, self.tokenizer, folder / "model")
-            state = {
-                "optimizer": self.optimizer.state_dict(),
-                "parts": self.parts.state_dict(),
-                "random": _steps.random_state(),
-            }
+            state = {"optimizer": self.optimizer.state_dict(), "random": _steps.random_state()}
+            state["parts"] = self.parts.state_dict()
             if self.updater is not None:
                 state["reference"] = self.updater.state_dict()
             torch.save(state, folder / "state.pt")
@@ -308,7 +306,6 @@ class Run:
                 save_model(self.parts.critic_loss.critic_network, str(folder / "critic.safetensors"))
             for file in (self.rows, self.evaluations):
                 (folder / file.path.name).write_text(file.text, encoding="utf-8")
-        return checkpoints.folder / f"step-{self.step:06d}"
 
     def _load(self, saved: Checkpoint) -> None:
         """Restore everything except the policy's weights, which are already loaded."""
@@ -385,6 +382,7 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
     if saved is None:
         check_inputs_stay(config, WRITTEN)
 
+    # Run calls this between loading and the first write.
     def begin() -> None:
         """Move earlier files. This comes after everything is loaded, so that a run that cannot start moves nothing."""
         earlier = _report.keep_earlier(out, WRITTEN) if fresh else None
