@@ -211,7 +211,7 @@ def plan_algorithm(config: TrainConfig) -> AlgorithmPlan:
     refuse(
         (lacks, f"algorithm.name is {name}, which {lacks}: choose another, or write the loop with make_algorithm."),
         *((True, f"algorithm.args has {key}: set {_OWN_SETTINGS[key]} instead.") for key in own),
-        (distils and not teacher, f"algorithm.name is {name}: set algorithm.teacher to its folder or hub name."),
+        (distils and not teacher, f"algorithm.name is {name}: set algorithm.teacher to the folder or name of a model."),
         (teacher and not distils, f"{name} has no teacher: leave algorithm.teacher out, or choose on_policy_distill."),
         (distils and charges, f"{name} has a teacher as its reference: leave kl and reference settings out."),
         (penalised and not estimators, f"{name} has no KL penalty: set kl.place, or leave the other kl settings out."),
