@@ -1,12 +1,12 @@
 """The demo: teach a language model to play Countdown, while a KL penalty keeps it near its initial weights.
 
-Run it with ``make demo``: two CPU cores, no network, a few minutes. It
+Run it with ``make demo``. It takes a few minutes on two CPU cores and needs no network. It
 
 1. builds a byte-level tokenizer and a small Qwen2, warms up the model on demonstrations, many of which are wrong, and
-   writes it with the problems to ``runs/countdown``, once;
-2. runs ``torchrl-llm-kl train tutorials/countdown.yaml`` with your changes, such as ``algorithm.name=dapo``: a frozen copy is
-   the reference, right answers are rewarded *minus a coefficient times the KL to the reference*, and the coefficient adapts
-   to hold the KL at a target.
+   writes it with the problems to ``runs/countdown``. This happens only once.
+2. runs ``torchrl-llm-kl train tutorials/countdown.yaml`` with your changes, such as ``algorithm.name=dapo``. A frozen copy is
+   the reference, and the reward is 1 for a right answer *minus a coefficient times the KL to the reference*. The coefficient
+   adapts to hold the KL at a target.
 """
 
 from __future__ import annotations

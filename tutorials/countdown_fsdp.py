@@ -1,16 +1,17 @@
-"""Train on several ranks with sharded models (FSDP2): the demo's task, with the same figures on any number of ranks.
+"""Train on several ranks with sharded models (FSDP2). The figures are the same on any number of ranks.
 
-Run it with ``torchrun --nproc-per-node 2 tutorials/countdown_fsdp.py``: gloo on CPU cores, NCCL on GPUs; or without
-torchrun in one process. Changes of :class:`Settings` follow it, such as ``algorithm=ppo out=runs/ppo``. Each rank
+Run it with ``torchrun --nproc-per-node 2 tutorials/countdown_fsdp.py``, with gloo on CPU cores or NCCL on GPUs. Without
+torchrun it runs in one process. Append changes of :class:`Settings`, such as ``algorithm=ppo out=runs/ppo``. The task is
+the demo's. Each rank
 
-1. holds a share of the weights of the policy, the reference and, if there is one, the critic;
+1. holds a share of the weights of the policy, the reference and, if there is one, the critic
 2. samples and scores answers to its share of a step's problems. The noise depends on the problem's number in the run,
-   so that an answer does not depend on the rank that samples it;
-3. receives all answers, and computes advantages and metrics from them;
-4. trains on its share of each minibatch: ``count`` divides by the tokens of all ranks, FSDP adds up the gradients.
+   so an answer does not depend on the rank that samples it.
+3. receives all answers, and computes advantages and metrics from them
+4. trains on its share of each minibatch. ``count`` divides by the tokens of all ranks, and FSDP adds up the gradients.
 
-Checkpoints are sharded too (``torch.distributed.checkpoint``). The same command resumes a run, on any number of ranks,
-with the result of an uninterrupted run; Ctrl-C saves a checkpoint. Start reading at :meth:`Run.train`.
+Checkpoints are sharded too (``torch.distributed.checkpoint``). The same command resumes a run on any number of ranks, with
+the result of an uninterrupted run. Ctrl-C saves a checkpoint. Start reading at :meth:`Run.train`.
 """
 
 from __future__ import annotations
@@ -69,19 +70,21 @@ tensordict.set_list_to_stack(True).set()
 
 @dataclass
 class Settings:
-    """Settings of a run, which are saved with it; the last ones may change when it is resumed."""
+    """Settings of a run, which are saved with it. :data:`MAY_CHANGE` lists those that may change when it is resumed."""
 
     algorithm: str = "grpo"
-    seed: int = 0  # of the weights, the order of the problems and the sampling
+    seed: int = 0  # seed of the weights, the order of the problems and the sampling
     steps: int = 80
     warmup_steps: int = WARMUP_STEPS
-    kl_target: float | None = None  # nats per answer; None: 0.5, if the algorithm has a reference
-    lr: float = 3e-4  # at the start of RL; it falls to 0
+    kl_target: float | None = None  # nats per answer. None takes 0.5 if the algorithm has a reference.
+    lr: float = 3e-4  # at the start of RL, from where it falls to 0
     num_prompts: int = 16  # per step, over all ranks
     group_size: int = 8
     max_new_tokens: int = MAX_NEW_TOKENS
-    model: str | None = None  # a folder or hub name, without a warm-up; None: the small model
-    dtype: str = "float64"  # the same figures on any number of ranks; float32: faster, the same up to rounding
+    model: str | None = None  # a folder or hub name, which needs no warm-up. None takes the small model.
+    dtype: str = (
+        "float64"  # gives the same figures on any number of ranks. float32 is faster, and the same up to rounding.
+    )
     out: str = "runs/fsdp"
     stop_after: int | None = None  # end after this step, to resume later
     save_every: int = 10
@@ -91,12 +94,12 @@ MAY_CHANGE = ("out", "stop_after", "save_every")
 
 
 class Run:
-    """Sharded models, an algorithm, an optimizer, and the steps done so far.
+    """Sharded models, an algorithm, an optimizer, and the number of finished steps.
 
     Args:
-        settings: the same on all ranks.
-        out: folder of the run; if ``resume``, one that holds a checkpoint.
-        device: of this rank.
+        settings: the settings, which must be the same on all ranks.
+        out: the folder of the run. With ``resume`` it holds a checkpoint.
+        device: the device of this rank.
         stop: becomes True if the run is to end after the current step.
     """
 
@@ -116,8 +119,8 @@ class Run:
         problems = all_problems()
         self.problems, self.held_out = split_problems(problems)
         policy, self.tokenizer = make_policy(problems) if settings.model is None else open_policy(settings.model)
-        # Rounding depends on the number of ranks. In float64 it never changes a sampled token. In float32 it does at
-        # some step; runs then differ like runs of different seeds.
+        # Rounding depends on the number of ranks. In float64 it never changes a sampled token. In float32 it changes one at
+        # some step, and from then on runs differ like runs with different seeds.
         self.policy = to_dtype(policy.to(device or "cpu"), getattr(torch, settings.dtype))
         rows: list[Metrics] = []
         if resume:
@@ -177,7 +180,7 @@ class Run:
     # ------------------------------------------------------------------ training
 
     def train(self, until: int | None = None, *, save_every: int = 10) -> bool:
-        """Train to the last step, or to step ``until``, and save; False if the user ended it before."""
+        """Train until the last step or step ``until``, and save. Returns False if the user ended the run before."""
         settings, ranks = self.settings, self.ranks
         last = settings.steps if until is None else min(until, settings.steps)
         if self.step >= last:
@@ -197,7 +200,7 @@ class Run:
                 )
                 self.metrics.append(row)
                 if self.coefficient is not None:
-                    self.coefficient.update(row["kl"], n=len(batch), all_ranks=False)  # of the whole batch
+                    self.coefficient.update(row["kl"], n=len(batch), all_ranks=False)  # a mean over all ranks
                 self.step += 1
                 advance(status(row))
                 stopped = ranks.any(bool(self.stop))
@@ -206,7 +209,7 @@ class Run:
         return not stopped
 
     def _learn(self, answers: TensorDictBase) -> None:
-        """Update the models on minibatches of all answers, of which each rank takes a share."""
+        """Update the models on minibatches of all answers. Each rank computes the gradient of its share."""
         for epoch in range(EPOCHS):
             order = generator(self.settings.seed, "minibatches", self.step, epoch)
             for minibatch in self.parts.minibatches(answers, MINIBATCHES, generator=order):  # the same on all ranks
@@ -244,7 +247,7 @@ class Run:
         return sample
 
     def accuracy(self) -> float:
-        """Share of the held-out problems that greedy decoding solves; each rank decodes some."""
+        """The share of the held-out problems that greedy decoding solves. Each rank decodes its share of them."""
         own = self.held_out[self.ranks.number :: self.ranks.count]
         with whole(self.policy):
             share = accuracy(self.policy, self.tokenizer, own, max_new_tokens=self.settings.max_new_tokens)
@@ -272,7 +275,7 @@ class Run:
 
 
 def check(settings: Settings, ranks: Ranks) -> None:
-    """Raise for invalid settings."""
+    """Raise a ValueError for invalid settings."""
     if settings.algorithm not in SUPPORTED:
         raise ValueError(f"algorithm is {settings.algorithm}: choose one of {', '.join(SUPPORTED)}")
     if settings.kl_target is not None and not get_algorithm(settings.algorithm).use_reference:
@@ -285,12 +288,12 @@ def check(settings: Settings, ranks: Ranks) -> None:
 
 
 def open_policy(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Any causal language model of transformers."""
+    """Load any causal language model of transformers and its tokenizer."""
     return load_model(name, dtype="float32", device="cpu").requires_grad_(True), chat_tokenizer(name)
 
 
 def is_saved(settings: Settings) -> bool:
-    """Whether the folder holds a run to resume; raise if it has other settings."""
+    """Whether the folder holds a run to resume. Raises a ValueError if the run has other settings."""
     if not Path(settings.out, "run.json").exists():
         return False
     saved, now = read_state(Path(settings.out))["settings"], asdict(settings)
@@ -302,7 +305,7 @@ def is_saved(settings: Settings) -> bool:
 
 
 def main(changes: Sequence[str]) -> int:
-    """Teach a language model to play Countdown on several ranks, with sharded models; returns the exit code."""
+    """Teach a language model to play Countdown on several ranks, with sharded models. Returns the exit code."""
     stop, begin = Stop(), time.perf_counter()
     silence_dependencies()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -1,8 +1,8 @@
-"""Where should the KL go, and what holds it at a target? The runs behind ``docs/kl_study.md``.
+"""The experiments of ``docs/kl_study.md``: where to place the KL, and how to hold it at a target.
 
-``python tutorials/countdown_study.py placement`` (``make study``) runs each cell on the demo's task: a placement of the KL, a
-coefficient, a sampler. ``... target`` (``make study-target``) runs the demo with two controllers. Each run appends one line to
-``docs/kl_study.jsonl``. The same command continues after an interruption. Both end with the tables of the page.
+``python tutorials/countdown_study.py placement`` (``make study``) trains on the demo's task with each combination of placement,
+coefficient and sampler. ``... target`` (``make study-target``) runs the demo with two controllers. Each run appends one line to
+``docs/kl_study.jsonl``. The same command continues after an interruption. Both commands end with the tables of the page.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Cell:
-    """A setting of the study: the estimator in each place, the coefficient, and how answers are drawn and scored."""
+    """A setting of the study: the estimator in each place, the coefficient, and the distributions of sampling and scoring."""
 
     study: str
     kl_reward: str = "none"
@@ -82,9 +82,9 @@ STUDIES: dict[str, tuple[list[Cell], range, Scale]] = {
 
 
 def run(cell: Cell, seed: int, scale: Scale) -> dict[str, Any]:
-    """Train a policy in one cell, and measure it on the held-out problems. Equal in every process of one processor."""
+    """Train a policy in one cell, and measure it on the held-out problems. The result is the same in every process."""
     silence_dependencies()
-    warnings.simplefilter("ignore", KLPlacementWarning)  # some cells show the reason for it
+    warnings.simplefilter("ignore", KLPlacementWarning)  # some cells demonstrate the warning
     torch.set_num_threads(1)
     problems, held_out = split_problems(all_problems())
     held_out = held_out[: scale.held_out]
@@ -108,7 +108,7 @@ def run(cell: Cell, seed: int, scale: Scale) -> dict[str, Any]:
 def train(
     cell: Cell, policy: Any, reference: Any, tokenizer: Any, problems: list[Problem], scale: Scale, seed: int
 ) -> list[dict[str, float]]:
-    """Train the policy in place like ``countdown.yaml``, without an env; returns the figures of each step."""
+    """Train the policy in place like ``countdown.yaml``, but without an env. Returns the figures of each step."""
     coefficient: nn.Module | None = None
     if isinstance(cell.coefficient, str):
         answers = scale.num_prompts * scale.group_size
@@ -126,7 +126,7 @@ def train(
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=scale.steps)
     rows: list[dict[str, float]] = []
     order = chain.from_iterable(repeat(in_order(problems, seed, collate=lambda some: some[0])))
-    list(islice(order, scale.num_prompts))  # torchrl's collector resets its env twice at first, and loses these
+    list(islice(order, scale.num_prompts))  # the problems that torchrl's collector loses, since it resets its env twice
     for step in range(scale.steps):
         asked = [problem for problem in islice(order, scale.num_prompts) for _ in range(scale.group_size)]
         batch = parts.prepare(label(kl(answered(sampler, tokenizer, asked)), scale.group_size))
@@ -139,7 +139,7 @@ def train(
 
 
 def answered(sampler: Any, tokenizer: Any, problems: list[Problem]) -> TensorDictBase:
-    """Answers and their rewards: the tokens of torchrl's env and collector, in half the time."""
+    """Sample answers and compute their rewards, as torchrl's env and collector do, but in half the time."""
     texts = NonTensorStack(*(render_prompt(problem, tokenizer) for problem in problems))
     batch = sampler(TensorDict({"text": {"prompt": texts}}, batch_size=[len(problems)]))
     replies = [reply.removesuffix(tokenizer.eos_token) for reply in batch["text", "response"]]
@@ -183,7 +183,7 @@ _T = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262) 
 
 
 def read(path: Path, cell: Cell, scale: Scale, processor: str | None = None) -> dict[int, dict[str, Any]]:
-    """The results of a cell by seed, of one processor or of the one that ran most."""
+    """The results of a cell by seed, from one processor. By default it is the processor with the most runs."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     processor = processor or (mode(row["processor"] for row in rows) if rows else None)
     setting = (asdict(cell), asdict(scale), processor)
@@ -198,13 +198,13 @@ def shown(values: list[float], form: str) -> str:
     return f"{form.format(fmean(values))} ± {form.format(half)}"
 
 
-#: Entries of a result, and their form in a table.
+#: The entries of a result and their format in a table.
 COLUMNS = dict.fromkeys(("true_kl", "kl_estimated", "kl_last_half", "coefficient_end"), "{:.2f}")
 COLUMNS |= dict.fromkeys(("accuracy_before", "accuracy_after", "sampled_after"), "{:.1%}")
 
 
 def table(path: Path, study: str, scale: Scale) -> str:
-    """A row for each cell."""
+    """The table of a study, with a row for each cell."""
     lines = [f"| cell | runs | {' | '.join(COLUMNS)} |", "|---" * (2 + len(COLUMNS)) + "|"]
     for cell in STUDIES[study][0]:
         runs = [run for seed, run in read(path, cell, scale).items() if seed in STUDIES[study][1]]
@@ -219,9 +219,9 @@ def table(path: Path, study: str, scale: Scale) -> str:
 def main(
     study: str, jobs: int = 2, results: Path = RESULTS, scale: Scale | None = None, seeds: range | None = None
 ) -> None:
-    """Run the missing runs of a study, ``jobs`` at a time (0: in this process), and print its table."""
+    """Run the missing runs of a study in ``jobs`` processes, or with 0 in this process, and print its table."""
     cells, scale, seeds = STUDIES[study][0], scale or STUDIES[study][2], seeds or STUDIES[study][1]
-    if results.exists():  # without a line that was cut off, whose run is repeated
+    if results.exists():  # drop a last line that was cut off, so that its run is repeated
         results.write_text(results.read_text(encoding="utf-8").rpartition("\n")[0].strip() + "\n", encoding="utf-8")
     done = {cell: read(results, cell, scale, torch.backends.cpu.get_cpu_capability()) for cell in cells}
     todo = [(cell, seed) for seed in seeds for cell in cells if seed not in done[cell]]

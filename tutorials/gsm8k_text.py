@@ -1,19 +1,18 @@
-"""SFT and DPO on real text: worked solutions of GSM8K, and right against wrong solutions of four models.
+"""SFT and DPO on real text: worked solutions of GSM8K, and pairs of right and wrong solutions by four models.
 
-``make demo-text`` runs it for three seeds: two CPU cores, no network, a few minutes. Changes of :class:`Settings`
-follow it, such as ``ARGS="seeds=[100] beta=0.05"``. For each seed it
+``make demo-text`` runs it for three seeds. It takes a few minutes on two CPU cores and needs no network. Append changes of
+:class:`Settings`, such as ``ARGS="seeds=[100] beta=0.05"``. For each seed it
 
-1. writes the training and the held-out questions as JSONL files of conversations and pairs;
-2. builds a BPE tokenizer and a small Qwen2, and trains the model on the worked solutions: ``from_conversations`` and
-   ``make_algorithm("sft")``;
-3. trains a copy on pairs of a right and a wrong solution, with the SFT model as the reference: ``from_pairs`` and
-   ``make_algorithm("dpo")``;
-4. measures perplexity and preference accuracy on the held-out files with ``torchrl-llm-kl score``, a command that
-   anyone can run on the saved models, and writes a page with the tokens of some pairs (``rollouts.html``) and the
-   doctor's findings (``diagnosis.txt``).
+1. writes the training and the held-out questions as JSONL files of conversations and pairs
+2. builds a BPE tokenizer and a small Qwen2, and trains the model on the worked solutions with ``from_conversations`` and
+   ``make_algorithm("sft")``
+3. trains a copy on pairs of a right and a wrong solution, with the SFT model as the reference, with ``from_pairs`` and
+   ``make_algorithm("dpo")``
+4. measures perplexity and preference accuracy on the held-out files with the command ``torchrl-llm-kl score``, and writes a
+   page with the tokens of some pairs (``rollouts.html``) and the doctor's findings (``diagnosis.txt``)
 
-Each of the seeds 0, 1 and 2 holds out another quarter of the questions. The settings were chosen on seed 100, which
-holds out the last quarter. Start reading at :func:`run`.
+The seeds 0, 1 and 2 hold out different quarters of the questions. The settings were chosen on seed 100, which holds out the
+last quarter. Start reading at :func:`run`.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ tensordict.set_list_to_stack(True).set()
 
 @dataclass
 class Settings:
-    """Model and training; the defaults were chosen on the questions that seed 100 holds out."""
+    """Settings of the model and the training. The defaults were chosen on the questions that seed 100 holds out."""
 
     vocab_size: int = 1024
     hidden: int = 96
@@ -54,13 +53,13 @@ class Settings:
     sft_rows: int = 16  # per step
     sft_lr: float = 4e-3
     dpo_epochs: int = 1
-    dpo_rows: int = 32  # per step: 16 pairs
+    dpo_rows: int = 32  # per step, 16 pairs
     dpo_lr: float = 3e-4
     beta: float = 0.1
     questions: int | None = None  # None for all
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
-    data: str = str(FOLDER)  # with gsm8k_model_solutions.jsonl
-    jobs: int = 2  # seeds at a time, each on one core; 0: in this process
+    data: str = str(FOLDER)  # the folder with gsm8k_model_solutions.jsonl
+    jobs: int = 2  # the number of processes, each with one seed on one core. 0 runs the seeds in this process.
     out: str = "runs/text"
 
 
@@ -70,7 +69,7 @@ SHOWN = 24  # pairs on the page and for the doctor
 def run(
     seed: int, questions: list[Question], settings: Settings, folder: Path, say: Callable[[Event], None]
 ) -> tuple[Result, list[dict[str, Any]]]:
-    """SFT, DPO and held-out figures of one seed; returns the figures, and one row of metrics for each step."""
+    """Run SFT, DPO and the evaluation of one seed. Returns the figures, and one row of metrics for each step."""
     silence_dependencies()
     torch.set_num_threads(1)  # more threads only wait for each other on a model this small
     torch.manual_seed(seed)
@@ -100,13 +99,13 @@ def run(
             status = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
             say((seed, stage, step + 1, steps, status))
 
-    # SFT: one line turns the file into token ids and masks, unpadded; the loss trains only the assistant's tokens.
+    # SFT: one line turns the file into unpadded token ids and masks. The loss trains only the assistant's tokens.
     untrained = save("untrained")
     data = from_conversations(paths["train_solutions"], tokenizer)
     learn("SFT", make_algorithm("sft", model), data, settings.sft_epochs, settings.sft_rows, settings.sft_lr)
     sft = save("sft")
 
-    # DPO: pairs in one line, too. `prepare` scores the reference once.
+    # DPO: one line turns the pairs into token ids and masks. `prepare` scores the reference once.
     say((seed, "pairs", 0, 1, "tokens and log-probs of the reference"))
     reference = copy.deepcopy(model).requires_grad_(False)
     dpo = make_algorithm("dpo", model, reference=reference, objective_args={"beta": settings.beta})
@@ -115,7 +114,7 @@ def run(
     policy = save("dpo")
 
     # The figures need only the files in the run's folder: text and saved models.
-    say((seed, "figures", 0, 1, "scoring what is held out"))
+    say((seed, "figures", 0, 1, "scoring the held-out questions"))
     solved, found = run_command(
         "score", sft, paths["held_out_solutions"], "--reference", untrained, "--estimator", "k1"
     )
@@ -150,7 +149,7 @@ def run_all(
     jobs: int,
     done: Callable[..., None],
 ) -> None:
-    """Run each seed, ``jobs`` at a time, and call ``done`` with figures and metrics as they come; 0: in this process."""
+    """Run each seed in one of ``jobs`` processes, or with 0 in this process. Call ``done`` with figures and metrics."""
     if jobs == 0:
         with progress() as say:
             for seed in seeds:
@@ -176,12 +175,12 @@ def run_all(
 
 
 def run_apart(seed: int, questions: list[Question], settings: Settings, folder: Path, events: Any) -> Any:
-    """:func:`run` in another process."""
+    """Call :func:`run` in another process."""
     return run(seed, questions, settings, folder, events.put)
 
 
 def main(settings: Settings) -> int:
-    """Train a small model on worked solutions (SFT) and on right against wrong ones (DPO), and evaluate both held out."""
+    """Train on worked solutions (SFT) and on pairs of solutions (DPO), and evaluate both. Returns the exit code."""
     silence_dependencies()
     check_positive(**{name: getattr(settings, name) for name in ("sft_epochs", "dpo_epochs", "dpo_lr", "beta")})
     seeds, out = list(dict.fromkeys(settings.seeds)), Path(settings.out)

@@ -1,18 +1,18 @@
 """The demo with pictures: teach an image-text model to count coloured squares, while a KL penalty keeps it near its start.
 
-Run it with ``make demo-image``: two CPU cores, no network, a few minutes. Changes of :class:`Settings` follow it, such as
-``ARGS="seed=3 kl_target=0.2"``. It
+Run it with ``make demo-image``. It takes a few minutes on two CPU cores and needs no network. Append changes of
+:class:`Settings`, such as ``ARGS="seed=3 kl_target=0.2"``. It
 
-1. draws pictures of red, green and blue squares, of which some are held out;
-2. builds a tokenizer of words and a small Qwen2.5-VL, and trains it on demonstrations, some of whose counts are wrong:
-   ``make_algorithm("sft")``;
-3. freezes a copy as the reference and samples groups of answers to each picture. Right answers are rewarded *minus a
-   coefficient times the KL to the reference*, and the coefficient adapts to hold the KL at a target:
-   ``make_algorithm("grpo")``;
-4. writes figures and curves of the training and the held-out pictures to ``runs/image``.
+1. draws pictures of red, green and blue squares, and holds some of them out
+2. builds a tokenizer of words and a small Qwen2.5-VL, and trains it with ``make_algorithm("sft")`` on demonstrations, some of
+   which have wrong counts
+3. freezes a copy as the reference, samples groups of answers to each picture, and trains with ``make_algorithm("grpo")``. The
+   reward is 1 for a right answer *minus a coefficient times the KL to the reference*. The coefficient adapts to hold the KL at
+   a target.
+4. writes figures and curves of the training and the held-out pictures to ``runs/image``
 
-A row of data has the entry ``"images"``, what the image processor returned for it. Nothing else in the loop knows of
-pictures: each one is encoded once per batch, however many answers it has. Start reading at :func:`train`.
+The entry ``"images"`` of a row holds the output of the image processor. No other part of the loop depends on pictures. Each
+picture is encoded once per batch, for all its answers. Start reading at :func:`train`.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from torchrl_llm_kl.training import learn, loss_entries, plot_curves, seed_every
 
 @dataclass
 class Settings:
-    """Pictures and training; chosen on seeds from 100 on."""
+    """Settings of the pictures and the training, which were chosen on seeds from 100 on."""
 
-    seed: int = 0  # of the pictures, too
+    seed: int = 0  # seed of the pictures, the weights and the sampling
     pictures: int = 2000  # for training
     held_out: int = 400
-    wrong: float = 0.6  # share of the demonstrations that count a red square too many
+    wrong: float = 0.6  # share of the demonstrations that count one red square too many
     warmup_steps: int = 200
     warmup_lr: float = 2e-3
     steps: int = 60
     num_pictures: int = 32  # per step
-    group_size: int = 8  # answers to each
+    group_size: int = 8  # answers to each picture
     kl_target: float = 0.4  # nats per answer
     lr: float = 3e-4
     evaluate_every: int = 20
@@ -68,11 +68,11 @@ class Settings:
 COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (40, 80, 220)}
 MOST = 3  # squares of one colour
 GRID, CELL = 4, 8  # cells per side of a picture, pixels per side of a cell
-PATCH, MERGE = 4, 2  # a patch of 4 x 4 pixels; the model merges 2 x 2 patches, a cell, into one token
+PATCH, MERGE = 4, 2  # a patch has 4 x 4 pixels, and the model merges 2 x 2 patches, which are one cell, into one token
 
 
 def draw(cells: Sequence[str | None]) -> Image.Image:
-    """A picture: the colour of each cell, or None."""
+    """Draw a picture from the colour of each cell, or None for a white cell."""
     picture = Image.new("RGB", (GRID * CELL, GRID * CELL), "white")
     pen = ImageDraw.Draw(picture)
     for place, colour in enumerate(cells):
@@ -83,7 +83,7 @@ def draw(cells: Sequence[str | None]) -> Image.Image:
 
 
 def make_pictures(number: int, seed: int) -> TensorDict:
-    """Different pictures, as the image processor returns them, and the right answer to each."""
+    """Make different pictures, as the image processor returns them, and the right answer to each."""
     rng = random.Random(seed)
     found: dict[tuple[str | None, ...], str] = {}
     while len(found) < number:
@@ -108,7 +108,7 @@ def describe(counts: Sequence[int]) -> str:
 
 
 def one_too_many(answer: str) -> str:
-    """A wrong answer: one more red square, where there are fewer than three."""
+    """A wrong answer with one more red square. An answer with three red squares stays."""
     colour, count, *rest = answer.split()
     return " ".join([colour, str(min(int(count) + 1, MOST)), *rest])
 
@@ -121,7 +121,7 @@ PROMPT = f"{USER} {START} {f'{IMAGE} ' * GRID**2}{STOP} count the squares {ASSIS
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each word."""
+    """Build a tokenizer with one token for each word."""
     words = [PAD, END, USER, ASSISTANT, IMAGE, VIDEO, START, STOP, *["count", "the", "squares"], *COLOURS]
     words += [str(count) for count in range(MOST + 1)]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}))
@@ -130,7 +130,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """A Qwen2.5-VL of 0.2 million parameters, untrained."""
+    """Build an untrained Qwen2.5-VL of 0.2 million parameters."""
     hidden = {"hidden_size": 64, "intermediate_size": 128}
     text = {
         "vocab_size": len(tokenizer),
@@ -166,11 +166,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
 
 
 def make_batch(tokens: Tensor, pictures: TensorDict, tokenizer: PreTrainedTokenizerFast) -> TensorDict:
-    """Rows as losses and transforms read them: prompt and answer ``[B, T]``, one picture for each."""
+    """Build the rows that losses and transforms read: prompt and answer ``[B, T]``, with one picture for each row."""
     prompt = encode([PROMPT] * len(tokens), tokenizer)
     width, shape = prompt.shape[1], {"batch_size": [len(tokens)]}
     ended = (tokens[:, width:] == tokenizer.eos_token_id).int()
-    answer = ended.cumsum(-1) == ended  # up to the end, which is part of the answer
+    answer = ended.cumsum(-1) == ended  # up to the end token, which is part of the answer
     before = torch.zeros_like(prompt, dtype=torch.bool)
     masks = TensorDict(
         all_assistant_mask=torch.cat([before, answer], 1), all_attention_mask=torch.cat([~before, answer], 1), **shape
@@ -181,7 +181,7 @@ def make_batch(tokens: Tensor, pictures: TensorDict, tokenizer: PreTrainedTokeni
 
 
 def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """Token ids of texts of one length."""
+    """The token ids of texts with equal numbers of tokens."""
     return torch.tensor(tokenizer(list(texts))["input_ids"])
 
 
@@ -194,9 +194,9 @@ def sample(
     group_size: int = 1,
     greedy: bool = False,
 ) -> TensorDict:
-    """Answers to pictures, each for ``group_size`` consecutive rows, with rewards: 1 for a right answer."""
+    """Sample ``group_size`` answers to each picture, in consecutive rows. The reward is 1 for a right answer, otherwise 0."""
     prompt, config = encode([PROMPT] * len(pictures), tokenizer), model.config
-    # The distribution that is scored: without transformers' default top-k. An answer holds no placeholders.
+    # Sampling() drops transformers' default top-k, so that answers come from the distribution that is scored.
     drawn = {"do_sample": False} if greedy else Sampling().generate_kwargs(model)
     tokens = model.generate(
         input_ids=prompt,
@@ -220,8 +220,8 @@ def sample(
 
 
 def evaluate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, held_out: TensorDict) -> Metrics:
-    """The share of held-out pictures that are answered right: by a sampled answer, and by the most probable one."""
-    with torch.random.fork_rng(devices=[]):  # the random numbers of training are not touched
+    """The share of held-out pictures with a right answer, for sampled answers and for the most probable ones."""
+    with torch.random.fork_rng(devices=[]):  # so that evaluations do not change the random numbers of the training
         torch.manual_seed(0)
         answers = {name: sample(model, tokenizer, held_out, greedy=name == "greedy") for name in ("sampled", "greedy")}
     found = {name: rows["next", "reward"].mean().item() for name, rows in answers.items()}
@@ -244,7 +244,7 @@ def interval(share: float, number: int) -> tuple[float, float]:
 def warm_up(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, pictures: TensorDict, settings: Settings
 ) -> Iterator[float]:
-    """SFT on demonstrations, many of which are wrong; each step yields its loss."""
+    """Run SFT on demonstrations, many of which are wrong. Yields the loss of each step."""
     rng, most = random.Random(settings.seed), settings.warmup_lr
     sft = make_algorithm("sft", model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=most)
@@ -262,8 +262,8 @@ def warm_up(
 
 
 def train(settings: Settings, out: Path) -> dict[str, str]:
-    """Warm up, then GRPO; returns a summary: label -> figure."""
-    torch.set_num_threads(1)  # more threads only wait for each other on a model this small, and change the numbers
+    """Warm up, then train with GRPO. Returns a summary, label -> figure."""
+    torch.set_num_threads(1)  # more threads are no faster on a model this small, and change the rounding
     seed_everything(settings.seed)
     pictures = make_pictures(settings.pictures + settings.held_out, settings.seed)
     held_out, pictures = pictures[: settings.held_out], pictures[settings.held_out :]
@@ -289,7 +289,8 @@ def train(settings: Settings, out: Path) -> dict[str, str]:
         kl_loss="none",
         kl_reward="k1",
         kl_reward_coeff=coefficient,
-        advantage_args={"std": "batch"},  # a group of right answers that differ only in their KL weighs little
+        # With the deviation of a group, right answers that differ only in their KL would get large advantages.
+        advantage_args={"std": "batch"},
     )
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - step / settings.steps)
@@ -302,7 +303,7 @@ def train(settings: Settings, out: Path) -> dict[str, str]:
         for step in range(settings.steps):
             chosen = pictures[torch.randperm(len(pictures))[: settings.num_pictures]]
             batch = sample(policy, tokenizer, chosen, group_size=settings.group_size)
-            batch = grpo.prepare(batch)  # scored under both models, the KL charged to the rewards, with advantages
+            batch = grpo.prepare(batch)  # scores under both models, charges the KL to the rewards, computes advantages
             figures = step_figures(batch, coefficient=coefficient, charged=True)
             learn(grpo, loss_entries(batch), optimizer, epochs=2, minibatches=2, monitor=monitor)
             schedule.step()
@@ -316,7 +317,7 @@ def train(settings: Settings, out: Path) -> dict[str, str]:
 
 
 def report(rows: Sequence[Metrics], evaluations: Sequence[Metrics], settings: Settings, out: Path) -> dict[str, str]:
-    """Draw the curves; returns the summary."""
+    """Draw the curves. Returns the summary."""
     plot_curves(
         rows,
         out / "curves.png",
@@ -324,7 +325,7 @@ def report(rows: Sequence[Metrics], evaluations: Sequence[Metrics], settings: Se
         held_out=[(row["step"], row["sampled"], row["low/sampled"], row["high/sampled"]) for row in evaluations],
         title=f"GRPO on pictures, seed {settings.seed}: counting coloured squares",
         reward_label="share right, sampled answers",
-        held_out_label=f"the same, {settings.held_out} held-out pictures",
+        held_out_label=f"share right, {settings.held_out} held-out pictures",
         held_out_format="{:.1%}",
         reward_range=(0, 1),
     )
@@ -340,7 +341,7 @@ def report(rows: Sequence[Metrics], evaluations: Sequence[Metrics], settings: Se
 
 
 def main(settings: Settings) -> None:
-    """Train, print the summary, and say where the curves are."""
+    """Train, and print the summary and the paths of the files."""
     silence_dependencies()
     check_positive(**{name: getattr(settings, name) for name in ("steps", "kl_target", "lr", "evaluate_every")})
     out, start, cpu = Path(settings.out), time.perf_counter(), time.process_time()

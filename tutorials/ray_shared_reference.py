@@ -1,14 +1,14 @@
 """Share one reference model between several collectors over Ray, kill it halfway, and get the same result.
 
-Run it with ``python tutorials/ray_shared_reference.py``: two CPU cores, no network, a few minutes. Changes of
-:class:`Settings` follow it, such as ``steps=20``. It
+Run it with ``python tutorials/ray_shared_reference.py``. It takes a few minutes on two CPU cores and needs no network. Append
+changes of :class:`Settings`, such as ``steps=20``. It
 
-1. starts Ray on this machine, with a few collector processes, each with its own env and its own copy of the policy;
-2. puts the reference behind a service that scores for all collectors: one copy, in one process;
-3. trains the demo's model on its task with the responses from all collectors;
-4. trains again, and halfway kills the process with the reference: Ray reports that a worker died and restarts it; the
-   collectors retry;
-5. compares the two runs, which differ only in the time of the restart.
+1. starts Ray on this machine, with a few collector processes, each with its own env and its own copy of the policy
+2. puts the reference behind a service that scores for all collectors, with one copy in one process
+3. trains the demo's model on its task with the responses from all collectors
+4. trains again, and halfway kills the process with the reference. Ray reports that a worker died and restarts it, and the
+   collectors retry.
+5. compares the two runs, which differ only in the time of the restart
 
 Start reading at :func:`train`.
 """
@@ -57,8 +57,8 @@ from torchrl_llm_kl.training import learn, loss_entries
 # Required by torchrl's LLM components, which store lists of strings as stacks.
 tensordict.set_list_to_stack(True).set()
 
-CLOCKS = {"seconds", "collecting"}  # differ in every run
-TOLERANCE = 1e-6  # for any metric and any weight; the verdict reports whether the runs needed it
+CLOCKS = {"seconds", "collecting"}  # these metrics differ in every run
+TOLERANCE = 1e-6  # for any metric and any weight. The verdict reports whether the runs needed it.
 
 
 @dataclass
@@ -68,13 +68,13 @@ class Settings:
     kill: bool = True  # train twice, and kill the reference halfway through the second run
     collectors: int = 4  # processes
     steps: int = 60
-    seed: int = 0  # of the weights, the order of the problems and the sampling
+    seed: int = 0  # seed of the weights, the order of the problems and the sampling
     warmup_steps: int = WARMUP_STEPS
     kl_target: float = 0.5  # nats per answer
-    lr: float = 3e-4  # at the start of RL; it falls to 0
+    lr: float = 3e-4  # at the start of RL, from where it falls to 0
     num_prompts: int = 4  # per collector and step
     group_size: int = 8
-    batching: bool = False  # score concurrent requests in one forward: rounding then depends on timing
+    batching: bool = False  # score concurrent requests in one forward, whose rounding depends on timing
     out: str = "runs/ray"
 
 
@@ -112,8 +112,8 @@ def train(
 ) -> list[Process]:
     """Train ``policy`` in place. Returns the processes of the service, the killed one first."""
     coefficient = PIKLCoefficient(init=0.2, target=kl_target)
-    # The service's model works like any model: here as the reference of the transform that scores responses. The
-    # collectors receive a copy of the transform, which is small: it holds the service's name, not the model.
+    # The service's model works like any model. Here it is the reference of the transform that scores responses. The
+    # collectors receive a copy of the transform, which is small, since it holds the service's name, not the model.
     parts = build("grpo", policy, service.model, coefficient=coefficient, max_new_tokens=MAX_NEW_TOKENS)
     ray.get([collector.start.remote(parts.kl_transform, seed=seed + i) for i, collector in enumerate(collectors)])
     optimizer = torch.optim.Adam(policy.parameters(), lr=lr)
@@ -131,7 +131,7 @@ def train(
                 collector.collect.remote(state, seed=(seed * steps + step) * len(collectors) + i)
                 for i, collector in enumerate(collectors)
             ]
-            if step == kill_at:  # the collectors are generating, and will need it soon
+            if step == kill_at:  # the collectors are generating, and will need the reference soon
                 processes.append(Process.of(service).since(first))
                 os.kill(first.pid, signal.SIGKILL)
             batch = join(ray.get(shares))  # in this order, independent of which finishes first
@@ -173,7 +173,7 @@ class Run:
 
     @property
     def seconds_lost(self) -> float:
-        """Extra seconds of the step in which the reference was killed, over the median step."""
+        """The seconds that the step of the kill took longer than the median step."""
         if self.kill_at is None:
             return 0.0
         collecting = [row["collecting"] for row in self.rows]
@@ -181,11 +181,11 @@ class Run:
 
 
 def start_ray(processes: int) -> None:
-    """Ray only on this machine, with room for ``processes``."""
+    """Start Ray on this machine only, with room for ``processes``."""
     folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     ray.init(
         address="local",  # never join a running cluster
-        num_cpus=processes,  # slots, not cores: a waiting process needs none
+        num_cpus=processes,  # slots, not cores, since waiting processes need no core
         num_gpus=0,
         object_store_memory=100 * 2**20,
         include_dashboard=False,
@@ -197,12 +197,12 @@ def start_ray(processes: int) -> None:
 
 
 def serve(reference: Path, *, batching: bool) -> ScoringService:
-    """The reference, loaded from a folder in the service's process; this process and the collectors have no copy.
+    """Serve the reference, which the service's process loads from a folder. Other processes have no copy.
 
-    A forward of several requests sums in another order than one forward per request: log-probs differ by up to 1e-6, and
+    A forward of several requests sums in another order than one forward per request, so log-probs differ by up to 1e-6, and
     timing decides which requests share a batch. At some step such a difference changes a sampled token, and from then on two
-    runs differ as if their seeds did. For runs that are equal to the last bit, each request is scored by itself (a replica
-    takes one at a time) and without the cache, which a restarted process has lost.
+    runs differ like runs with different seeds. For bit-equal runs each request is scored in its own forward, and without the
+    cache, which a restarted process has lost.
     """
     exact: dict[str, Any] = {} if batching else {"max_ongoing_requests": 1, "max_wait": 0.0, "memory": 0}
     factory = partial(AutoModelForCausalLM.from_pretrained, str(reference.resolve()), dtype=torch.float32)
@@ -210,7 +210,7 @@ def serve(reference: Path, *, batching: bool) -> ScoringService:
 
 
 def largest_difference(one: Sequence[Metrics], other: Sequence[Metrics]) -> float:
-    """Largest difference of any metric except times, over all steps; infinite if the runs have different steps."""
+    """The largest difference of any metric except times, over all steps. Infinite if the runs have different steps."""
     if [row["step"] for row in one] != [row["step"] for row in other]:
         return float("inf")
     return max(abs(a[key] - b[key]) for a, b in zip(one, other, strict=True) for key in a.keys() - CLOCKS)
@@ -225,7 +225,7 @@ def print_columns(title: str, columns: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def agree(one: Run, other: Run) -> bool:
-    """Print whether two runs are the same."""
+    """Print whether two runs are the same, and return it."""
     metric = largest_difference(one.rows, other.rows)
     weight = max((one.weights[name] - other.weights[name]).abs().max().item() for name in one.weights)
     largest = max(metric, weight, abs(one.accuracy[1] - other.accuracy[1]))
@@ -303,7 +303,7 @@ def main(settings: Settings) -> int:
     ray.shutdown()
 
     print_columns(
-        f"Countdown, grpo, seed {seed}: {collectors} collectors, one reference, {steps} steps; "
+        f"Countdown, grpo, seed {seed}: {collectors} collectors, one reference, {steps} steps, "
         f"{time.perf_counter() - begin:.0f} s in all",
         {name: run.column() for name, run in runs.items()},
     )

@@ -1,12 +1,12 @@
 """Train a language model on your own prompts and reward: GRPO, with the KL to the initial weights held at a target.
 
-Run it with ``python tutorials/train_grpo.py MODEL``, a folder or a name on the hub. It is the loop of ``torchrl-llm-kl
-train`` written out, to copy and change: with the same settings both give bit-equal weights. It
+Run it with ``python tutorials/train_grpo.py MODEL``, where ``MODEL`` is a folder or a name on the hub. It is the loop of
+``torchrl-llm-kl train`` written out, to copy and change. With the same settings both give bit-equal weights. It
 
-1. loads the model twice: the policy, and the frozen reference;
-2. binds GRPO to them. The KL is part of the reward, times a coefficient that adapts to hold it at the target;
-3. samples answers to prompts in groups, rewards them, and learns from the comparison within each group;
-4. saves checkpoints, from which the same command resumes, even after ``kill -9``.
+1. loads the model twice, as the policy and as the frozen reference
+2. binds GRPO to them. The KL is part of the reward, times a coefficient that adapts to hold it at the target.
+3. samples answers to prompts in groups, rewards them, and learns from the comparison within each group
+4. saves checkpoints, from which the same command resumes, even after ``kill -9``
 
 Start reading at :func:`train`.
 """
@@ -40,7 +40,7 @@ from torchrl_llm_kl.training import (
     step_figures,
 )
 
-# A column "question", "prompt" or "messages"; the reward gets all others. A path of a JSONL or Parquet file works too.
+# Rows with a column "question", "prompt" or "messages", or the path of a JSONL or Parquet file. The reward gets the others.
 PROMPTS = [{"question": f"What is {a} * {b}?", "answer": str(a * b)} for a in range(3, 20) for b in range(3, 20)]
 
 
@@ -69,7 +69,7 @@ def train(
     """Train, and return the policy."""
     tensordict.set_list_to_stack(True).set()  # required by torchrl's LLM components
     checkpoints = Checkpoints(out / "checkpoints", keep=2)
-    saved = checkpoints.latest()  # None for a new run; a damaged checkpoint is skipped
+    saved = checkpoints.latest()  # None for a new run. A damaged checkpoint is skipped.
     done = 0 if saved is None else saved.step
 
     tokenizer = chat_tokenizer(model)
@@ -97,7 +97,7 @@ def train(
         grpo.load_state_dict(state["parts"])  # the coefficient
         set_random_state(state["random"])
 
-    # Prompts in an order given by the seed, each for `group_size` consecutive rows; then rewards; then the KL.
+    # The env takes prompts in an order given by the seed, each for `group_size` rows, then rewards answers and charges the KL.
     env = make_env(
         prompts,
         reward,
@@ -107,14 +107,14 @@ def train(
         kl_transform=grpo.kl_transform,
         order=PromptOrder(seed, start=done * num_prompts),
     )
-    # The distribution that is scored: without transformers' default top-k.
+    # Sampling() drops transformers' default top-k, so that answers come from the distribution that is scored.
     sampler = make_sampler(policy, tokenizer, max_new_tokens=max_new_tokens, sampling=Sampling())
     monitor = RunMonitor(every=0, kl_target=kl_target)
 
     with progress("grpo", steps, done=done) as advance:
         for step in range(done, steps):
             forget_scores(env)  # a resumed run has empty caches
-            batch = grpo.prepare(env.rollout(1, sampler).reshape(-1))  # answers, scored, with advantages
+            batch = grpo.prepare(env.rollout(1, sampler).reshape(-1))  # scored answers with advantages
             figures = step_figures(batch, coefficient=coefficient, charged=True)
             learn(grpo, loss_entries(batch), optimizer, minibatches=minibatches, monitor=monitor)
             schedule.step()

@@ -1,4 +1,4 @@
-"""torchrl's ``AsyncEnvPool`` of chat envs with ``RetrieveKL``: each child's KL is that of the env alone."""
+"""Tests of torchrl's ``AsyncEnvPool`` with ``RetrieveKL``: each child env gives the KL of a single env."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ KEYS = [("next", "log_probs", "full"), ("next", "ref_log_probs", "full"), ("next
 
 
 def greedy_policy() -> TransformersWrapper:
-    """It samples the same tokens in every order."""
+    """A greedy policy, whose tokens do not depend on the order of the envs."""
     tokenizer = make_tokenizer()
     policy = make_policy(make_model(tokenizer, 0), tokenizer, pad_output=False)
     policy.generate_kwargs["do_sample"] = False
@@ -31,7 +31,7 @@ def greedy_policy() -> TransformersWrapper:
 
 @contextmanager
 def pool_of(**settings: Any) -> Iterator[AsyncEnvPool]:
-    """An env for each of the first queries."""
+    """A pool with an env for each of the first queries."""
     makers = [partial(child_env, query, **settings) for query in QUERIES[:CHILDREN]]
     pool = AsyncEnvPool(makers, backend="threading", stack="lazy")
     try:
@@ -49,7 +49,7 @@ def collected(pool: AsyncEnvPool, turns: int) -> list[TensorDictBase]:
 
 
 def check(batches: list[TensorDictBase], turns: int) -> None:
-    """Each conversation of the pool is that of an env of its own, tokens and scores."""
+    """The tokens and scores of each conversation equal those of a single env."""
     rollouts = {x: child_env(x, turns=turns).rollout(turns, greedy_policy()) for x in QUERIES[:CHILDREN]}
     seen = set()
     for batch in batches:
@@ -66,8 +66,8 @@ def check(batches: list[TensorDictBase], turns: int) -> None:
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-def test_threads_that_share_the_models(turns: int) -> None:
-    """With several turns the policy must get conversations of equal length (``min_get``): torchrl cannot batch others."""
+def test_threads_share_the_models(turns: int) -> None:
+    """With several turns ``min_get`` keeps conversations of equal length together, since torchrl cannot batch others."""
     with pool_of(turns=turns, models=scoring_models()) as pool:
         pool.min_get = CHILDREN
         check(collected(pool, 2 * turns * CHILDREN), turns)

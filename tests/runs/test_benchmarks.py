@@ -1,4 +1,4 @@
-"""Every workload at its smallest, both libraries agreeing, and the report; verdicts from known numbers."""
+"""Tests of the benchmarks: each workload at its smallest size, the report, and verdicts from known numbers."""
 
 import io
 import json
@@ -32,7 +32,7 @@ SMALLEST = cli.Settings(repeats=1, quick=True)
 
 @pytest.mark.slow
 def test_imports_in_fresh_processes():
-    """The package alone loads next to nothing."""
+    """Importing only the package takes little time."""
     found = WORKLOADS["f"].measure(SMALLEST)
     assert found.ours.seconds < 0.05 < found.theirs.seconds
 
@@ -65,7 +65,7 @@ def test_every_workload_runs_and_renders_again(tmp_path, monkeypatch):
     assert "--out" in invoked(cli.app, *again, *place, code=2)
 
 
-def test_devices_that_are_not_there_and_libraries_that_disagree(monkeypatch):
+def test_missing_devices_and_disagreeing_libraries(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "no CUDA device" in invoked(cli.app, "run", "--device", "cuda", code=1)
     assert "'z'" in invoked(cli.app, "run", "--only", "z", code=2)
@@ -95,13 +95,13 @@ def test_alternation_and_peak():
 
 
 def result(targets: Targets) -> Result:
-    """3 times faster, 16 times less memory; a new token of the last turn takes 1.5 times as long as one of the first."""
+    """A result 3 times faster with 16 times less memory. A token takes 1.5 times as long in the last turn as in the first."""
     theirs, ours = Measured([9.0, 6.0, 5.0], [160.0, 1.0, 170.0]), Measured([2.0, 1.0, 7.0], [10.0, 30.0, 5.0])
     turns = Turns([100, 200], theirs=[1.0, 8.0], ours=[1.0, 3.0])
     return Result("x", "title", targets, Outcome("work", theirs, ours, difference=0.0, turns=turns))
 
 
-def test_verdicts_and_newer_results_take_the_place_of_older(tmp_path):
+def test_verdicts_and_newer_results_replace_older_ones(tmp_path):
     near, far = Targets(faster=3, smaller=16, growth=1.5), Targets(faster=3.1, smaller=16.1, growth=1.4)
     for targets, met in ((near, [True] * 3), (far, [False] * 3), (Targets(), [])):
         goals = result(targets).goals
@@ -117,14 +117,14 @@ def test_verdicts_and_newer_results_take_the_place_of_older(tmp_path):
     assert loaded.results[0] == run.results[0]
 
 
-def test_the_images_benchmark_counts_what_is_encoded_and_agrees() -> None:
+def test_the_images_benchmark_counts_encoded_images_and_agrees() -> None:
     found = images.measure(layers=1, hidden=64, groups=2, answers=3, length=4, repeats=1)
     assert [*found.encoded.values()] == [{images.OWN: 6, images.OURS: 2}] * 2
     assert found.difference < 1e-4
     assert images.table(found).row_count == 4
 
 
-def test_the_sampling_benchmark_has_the_entropy_that_was_asked_for_and_a_row_for_each_kind() -> None:
+def test_the_sampling_benchmark_has_the_requested_entropy_and_a_row_for_each_kind() -> None:
     found = sampling.measure(QUICK, 32, 2.0, 2)
     assert found.entropy == pytest.approx(2.0, abs=0.05)
     shown = io.StringIO()

@@ -1,4 +1,4 @@
-"""transformers' continuous batching as a sampler in this process: its log-probs are of what it sampled from."""
+"""transformers' continuous batching as a sampler: its log-probs belong to the distribution that it samples from."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensor
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(), Sampling(0.7, top_k=10), Sampling(top_p=0.8)], ids=str)
-def test_log_probs_are_of_the_sampled_distribution(sampling: Sampling | None) -> None:
-    """Of four answers to each of 24 prompts. Its default keeps all tokens, unlike that of ``generate``, which keeps 50."""
+def test_log_probs_belong_to_the_sampled_distribution(sampling: Sampling | None) -> None:
+    """By default continuous batching keeps all tokens, while ``generate`` keeps the 50 most probable ones."""
     policy: Any = make_model("qwen2", 0)
     prompts, end = [p for p in make_prompts(24, 0) for _ in range(4)], make_tokenizer().eos_token_id
     chosen = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")} if sampling else {}

@@ -1,4 +1,4 @@
-"""The demo's task, its parts, and the settings of the tutorials."""
+"""Tests of the demo's task and parts, and of the settings of the tutorials."""
 
 import re
 
@@ -39,7 +39,7 @@ def model(tokenizer):
 
 
 def test_the_task(tokenizer) -> None:
-    """Which answers solve a problem, their rewards by hand, problems without a twin on the other side, and their tokens."""
+    """Tests right answers, rewards by hand, the split of the problems, and the tokens."""
     for problem in PROBLEMS:
         assert problem.is_solved_by(problem.answer(problem.operation)), problem
     wrong = ("<answer>3*5</answer>", "<answer>4+4</answer>", "3+5")  # the last without its tags
@@ -62,7 +62,7 @@ def test_the_task(tokenizer) -> None:
 
 @pytest.mark.parametrize(("name", "generation"), [("", False), ("qwen", True), ("llama", False)])
 def test_policy_sees_the_prompts_of_the_warm_up(model, name, generation):
-    """Also under names and templates for which torchrl has a template of its own."""
+    """This includes model names and templates for which torchrl has a template of its own."""
     tokenizer = build_tokenizer(PROBLEMS)
     tokenizer.name_or_path = name
     if not generation:
@@ -76,8 +76,8 @@ def test_policy_sees_the_prompts_of_the_warm_up(model, name, generation):
         assert tokens[tokens != tokenizer.pad_token_id].tolist() == want
 
 
-def test_log_probs_of_a_batch_and_the_gradient_of_its_loss_by_hand(tokenizer, model):
-    """The policy gradient: with one update per batch the ratio is 1, and clipping plays no part.
+def test_log_probs_and_the_gradient_of_the_loss_by_hand(tokenizer, model):
+    """The loss gives the policy gradient: with one update per batch the ratio is 1, and nothing is clipped.
 
     Answers of a policy that has moved away from its reference, as the collector delivers them, prepared.
     """

@@ -1,4 +1,4 @@
-"""The study: runs that resume, the true KL by enumeration, and the figures of its page."""
+"""Tests of the study: it resumes, its true KL equals enumeration, and its page shows its figures."""
 
 import math
 from dataclasses import asdict
@@ -22,7 +22,7 @@ FEW = [Cell("placement", coefficient=0.0), Cell("placement", kl_reward="k1", tem
 FEW += [Cell("placement", kl_loss="k2", coefficient=0.1, top_k=3), Cell("placement", kl_loss="exact")]
 
 
-def test_a_quick_study_resumes_and_repeats_a_run_that_was_cut_off(tmp_path, monkeypatch, capsys):
+def test_a_study_resumes_and_repeats_an_interrupted_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(STUDIES, "placement", (FEW, range(20, 21), QUICK))
     path = tmp_path / "results.jsonl"
     study.main("placement", jobs=0, results=path)
@@ -50,7 +50,7 @@ def test_intervals_by_hand():
     assert [study.shown([0.25], "{:.1%}"), study.shown([], "{:.2f}")] == ["25.0%", "not run"]
 
 
-def test_the_page_has_the_figures_of_the_results():
+def test_the_page_shows_the_figures_of_the_results():
     page = (PROJECT / "docs" / "kl_study.md").read_text(encoding="utf-8")
     cells, seeds, scale = STUDIES["placement"]
     assert len(set(cells)) == 25
@@ -68,8 +68,8 @@ def test_the_page_has_the_figures_of_the_results():
     assert f"10 pairs: {100 * apart:.1f} ±" in page
 
 
-def test_the_true_kl_of_one_token_is_exact_and_of_several_agrees_with_its_estimate():
-    """A single token has the prompt as its only prefix: nothing is sampled, and a plain sum must give the same number."""
+def test_the_true_kl_against_an_exact_sum_and_an_independent_estimate():
+    """With a single token no prefix is sampled, so a plain sum must give the same number."""
     problems = all_problems(9)[:6]
     tokenizer = build_tokenizer(all_problems(9))
     torch.manual_seed(0)

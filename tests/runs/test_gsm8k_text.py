@@ -1,4 +1,4 @@
-"""The tutorial on real text: its folds, guesses and figures by hand, and a run from text to saved models."""
+"""Tests of the tutorial on real text: splits, guesses and figures by hand, and a run from text to saved models."""
 
 import math
 import random
@@ -23,7 +23,7 @@ from gsm8k.task import FILE, WRITERS, Question, guess_by_writer, pairs
 
 
 def question(number: int, right: str) -> Question:
-    """A sum; the writers with a 1 in ``right`` solve it."""
+    """A question about a sum. The writers with a 1 in ``right`` solve it."""
     total = 3 * number
     answers = {
         name: (f"{number} and {2 * number} is {total + 1 - int(bit)}\nA: {total + 1 - int(bit)}", bit == "1")
@@ -37,7 +37,7 @@ def row(of: int, chosen_by: str, rejected_by: str, chosen: str = "a", rejected: 
     return {"chosen": said[0], "rejected": said[1], "question": of, "chosen_by": chosen_by, "rejected_by": rejected_by}
 
 
-def test_no_question_is_on_both_sides_and_pairs_are_right_against_wrong() -> None:
+def test_splits_are_disjoint_and_pairs_hold_a_right_and_a_wrong_answer() -> None:
     questions = [question(i, "1010") for i in range(41)]
     held = {}
     for seed in (0, 1, 2, 100):
@@ -59,7 +59,7 @@ def test_no_question_is_on_both_sides_and_pairs_are_right_against_wrong() -> Non
     assert (asked["role"], said) == ("user", {"role": "assistant", "content": "7 + 14 = 21\nA: 21"})
 
 
-def test_guesses_know_only_what_training_shows_and_errors_count_questions() -> None:
+def test_guesses_use_only_training_data_and_errors_are_by_question() -> None:
     train = [row(0, "a", "b", "long one", "short"), row(1, "a", "b", "longer", "short"), row(2, "b", "a", "no", "yes")]
     held_out = [row(0, "a", "b", "xx", "x"), row(1, "b", "a", "x", "xxx"), row(2, "c", "a", "x", "x")]
     assert task.guess_by_length(train, held_out) == [1, -2, 0]  # longer is right more often in training
@@ -121,7 +121,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder / "out", output.getvalue()
 
 
-def test_a_run_writes_what_it_promises(finished: tuple[Path, str]) -> None:
+def test_a_run_writes_its_files(finished: tuple[Path, str]) -> None:
     out, printed = finished
     results = read_jsonl(out / "results.jsonl")
     assert [result["seed"] for result in results] == [0, 2]
@@ -141,8 +141,8 @@ def test_a_run_writes_what_it_promises(finished: tuple[Path, str]) -> None:
     assert "torchrl-llm-kl score" in printed
 
 
-def test_figures_are_those_of_plain_forwards(finished: tuple[Path, str]) -> None:
-    """Accuracy and margin again, from the saved models and the text alone."""
+def test_figures_equal_those_of_plain_forwards(finished: tuple[Path, str]) -> None:
+    """The expected accuracy and margin are computed from only the saved models and the text."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out, _ = finished
@@ -170,7 +170,7 @@ def test_figures_are_those_of_plain_forwards(finished: tuple[Path, str]) -> None
     assert result["accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / len(margins))
 
 
-def test_wrong_settings_and_a_command_that_fails(tmp_path: Path) -> None:
+def test_invalid_settings_and_a_failing_command(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="beta is 0: expected more than 0"):
         gsm8k_text.main(gsm8k_text.Settings(beta=0.0))
     with pytest.raises(FileNotFoundError, match=f"{FILE}.*grade-school-math"):

@@ -1,4 +1,4 @@
-"""The demo with pictures: what it draws, its rewards, and a short run."""
+"""Tests of the demo with pictures: the pictures, the rewards, and a short run."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ import image_demo as demo  # noqa: E402
 from cli_files import read_jsonl  # noqa: E402
 
 
-def test_pictures_show_what_their_answers_say() -> None:
-    """Squares are counted in the pixels that the model gets, by the colour in the middle of each cell."""
+def test_pictures_match_their_answers() -> None:
+    """The squares are counted in the model's input, by the colour in the middle of each cell."""
     pictures = demo.make_pictures(40, seed=3)
     patches = pictures["images", "pixel_values"]
     assert len({tuple(each.flatten().tolist()) for each in patches}) == 40
@@ -47,7 +47,7 @@ def test_rewards_masks_and_groups_by_hand(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its figures, and the same ones again by the same seed; the earlier run is kept."""
+    """A second run with the same seed gives the same figures, and the files of the first run are kept."""
     monkeypatch.setattr(demo, "COLOURS", {"red": demo.COLOURS["red"]})  # few steps reach some right answers
     sizes = {"pictures": 30, "held_out": 20, "warmup_steps": 20, "steps": 3, "num_pictures": 8, "group_size": 3}
     settings = demo.Settings(**sizes, warmup_lr=1e-2, evaluate_every=2, out=str(tmp_path))

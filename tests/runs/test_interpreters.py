@@ -1,4 +1,4 @@
-"""What takes a process of its own: what imports load, streams of the command line, writers that are killed or many."""
+"""Tests that need their own process: imports, streams of the command line, killed and concurrent writers."""
 
 import json
 import multiprocessing
@@ -49,8 +49,8 @@ print(sorted({{"ray", "transformers"}} & (set(sys.modules) - before)))
 """
 
 
-def test_what_imports_load() -> None:
-    """Neither the package nor an example nor a mistyped key loads torch, and no layer loads ray or transformers."""
+def test_modules_that_imports_load() -> None:
+    """The package, the example and errors about keys do not load torch, and no layer loads ray or transformers."""
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["['torchrl_llm_kl']", "[]", "[]", "[]", "['torchrl']", "[]"]
 
@@ -62,7 +62,7 @@ def program(*words: str, **settings: Any) -> subprocess.CompletedProcess[Any]:
 
 
 def test_streams_of_the_module() -> None:
-    """Read, gone, closed, completed by a shell, or without Unicode."""
+    """The output may be read, closed, or gone, or go to the completion of a shell."""
     found = program("version")
     assert (found.stdout, found.stderr, found.returncode) == (f"torchrl-llm-kl {__version__}\n", "", 0)
     read, write = os.pipe()
@@ -96,8 +96,8 @@ for step in range(1, 10**6):
 """
 
 
-def test_a_process_killed_while_it_writes_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    """The writer does nothing but write, and is killed as soon as there is half a checkpoint."""
+def test_a_process_killed_while_writing_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
+    """The writer only writes, and is killed as soon as a checkpoint is half written."""
     half_written = 0
     for _ in range(10):
         process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)])
@@ -119,7 +119,7 @@ SMALL = 2**16
 
 
 def work(folder: str, seed: int) -> None:
-    """Write and read random sequences, also those of others; an AssertionError for a wrong score."""
+    """Write and read random sequences, including those of other processes, and assert that the scores are right."""
     store, hits = ScoreStore(folder, max_bytes=SMALL), 0
     for number in np.random.default_rng(seed).integers(400, size=400).tolist():
         if has(store, number):
@@ -153,7 +153,7 @@ def test_several_processes_write_and_read_at_once(tmp_path: Path) -> None:
         assert sum(has(reader, number) for number in range(400)) > 50
 
 
-def test_a_process_killed_while_it_writes_harms_nothing(tmp_path: Path) -> None:
+def test_a_process_killed_while_writing_scores_damages_nothing(tmp_path: Path) -> None:
     reader = ScoreStore(tmp_path)
     for first in (0, 10_000, 20_000):
         process = start(write_for_ever, str(tmp_path), first)

@@ -1,4 +1,4 @@
-"""Learning from given answers and from teachers: imitation, preferences, labels, experts beside rollouts, distillation."""
+"""Tests of learning from given answers and teachers: imitation, preferences, labels, experts, distillation."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +17,7 @@ from toy_training import best_probability, learned, train
 
 
 def test_sft_learns_the_distribution_of_the_data() -> None:
-    """Whose most frequent answer is a tenth as frequent under the policy at first."""
+    """The most frequent answer of the data is a tenth as frequent under the first policy."""
     task = chain()
     counts = torch.zeros_like(task.reward).long()
     counts[0, torch.tensor([2, 6, 12])] = torch.tensor([10, 50, 40])
@@ -30,12 +30,12 @@ def test_sft_learns_the_distribution_of_the_data() -> None:
 
 # ------------------------------------------------------------------ preferences
 def worths(task: Task) -> Tensor:
-    """Whole numbers, so that the data holds each pair exactly as often as it is preferred."""
+    """The worths are whole numbers, so that the data holds each pair exactly as often as it is preferred."""
     return torch.randint(1, 5, task.reward.shape, generator=torch.Generator().manual_seed(1))
 
 
 def preferred(task: Task, worth: Tensor) -> TensorDict:
-    """Every two answers to a prompt, each preferred as often as in the Bradley-Terry model: w out of w + w'."""
+    """All pairs of answers to a prompt. Each answer is preferred as in the Bradley-Terry model, in w out of w + w' cases."""
     rows = []
     for p in range(len(task.prompts)):
         for i, j in permutations(range(len(task.answers)), 2):
@@ -45,7 +45,7 @@ def preferred(task: Task, worth: Tensor) -> TensorDict:
 
 
 def odds(factor: float) -> Callable[[Task], Tensor]:
-    """Odds of the preferences to a power."""
+    """The policy whose odds are those of the preferences to a power."""
     return lambda task: (factor * worths(task).double().log()).log_softmax(-1)
 
 
@@ -89,7 +89,7 @@ def test_optima_of_preferences(name: str, task: Task, settings: Any, how: Any, t
 
 
 def test_orpo_learns_between_the_likelihood_and_the_odds() -> None:
-    """Two answers of one token, the first preferred 4 and 2 times out of 5: the optimum by bisection."""
+    """There are two answers, and the first is preferred 4 and 2 times out of 5. Bisection gives the optimum."""
     reference = torch.tensor([[0.3, 0.7], [0.8, 0.2]], dtype=torch.float64).log()
     task = Task(2, (0, 1), ((0,), (1,)), torch.zeros_like(reference), reference)
     data = preferred(task, torch.tensor([[4, 1], [2, 3]]))
@@ -105,7 +105,7 @@ def test_orpo_learns_between_the_likelihood_and_the_odds() -> None:
 
 # ------------------------------------------------------------------ labels
 def test_bco_learns_pi_star_of_the_odds_of_the_labels() -> None:
-    """Good as often as another is bad: the shift is the log of the normaliser, and the classifier can be exact."""
+    """Labels are balanced, so the shift is the log of the normaliser, and the classifier can be exact."""
     task, beta = bandit(0), 0.6
     good, bad = torch.tensor([6, 1, 3, 2, 4]), torch.tensor([1, 6, 3, 4, 2])
     answers = torch.cat([torch.arange(5).repeat_interleave(good), torch.arange(5).repeat_interleave(bad)])
@@ -118,7 +118,7 @@ def test_bco_learns_pi_star_of_the_odds_of_the_labels() -> None:
 
 
 def test_kto_learns_the_desirable_answer() -> None:
-    """One in 13 is desirable, and weighs as the paper recommends for so few."""
+    """One in 13 answers is desirable, with the weight that the paper recommends for this share."""
     task = chain()
     prompts = torch.arange(2).repeat_interleave(13)
     data = task.batch(prompts, torch.arange(13).repeat(2)).exclude(("next", "reward"))
@@ -140,7 +140,7 @@ def test_kto_learns_the_desirable_answer() -> None:
 @pytest.mark.parametrize("succeeds", [True, False])
 @pytest.mark.parametrize(("name", "settings"), [("mix", {}), ("mix_chord", {}), ("echo", {"mu": 1.0})])
 def test_the_answer_of_experts_is_learned(name: str, settings: dict[str, float], succeeds: bool) -> None:
-    """The policy never samples it, and keeps it because it is rewarded.
+    """The policy itself never samples this answer at first.
 
     Without the experts' weight rollouts alone settle on the best answer that the policy can find.
     """

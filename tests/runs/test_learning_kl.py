@@ -1,4 +1,4 @@
-"""Where each estimator and each place of the KL lets training come to rest: and that they are different places."""
+"""Tests of the optimum of training for each estimator and place of the KL. The optima differ."""
 
 import contextlib
 from typing import Any
@@ -17,7 +17,7 @@ SGD: dict[str, Any] = {"lr": 15.0, "steps": 35}
 
 @pytest.mark.parametrize("estimator", ["k2", "exact"])
 def test_a_kl_per_token_in_the_loss_ignores_later_kl(estimator: str) -> None:
-    """It treats prefixes as fixed: a token is worth the mean reward after it, without its effect on later KL."""
+    """The gradient treats prefixes as fixed, so the effect of a token on later KL does not count."""
     task, beta = chain(), 0.5
     found = learned(task, "rloo", group=8, rows=256, how={"lr": 25.0}, kl_loss=estimator, kl_loss_coeff=beta)
     assert total_variation(found, token_kl_optimum(task, beta)) < 0.04
@@ -31,7 +31,7 @@ REVERSE = pi_star, forward_kl_optimum
     ("estimator", "warns", "optimum", "other"),
     [("k2", None, *REVERSE), ("k3", "k3.*forward KL", *REVERSE[::-1]), ("k3+", None, *REVERSE)],
 )
-def test_which_kl_an_estimator_in_the_loss_is(estimator: str, warns: str | None, optimum: Any, other: Any) -> None:
+def test_the_optimum_of_each_estimator_in_the_loss(estimator: str, warns: str | None, optimum: Any, other: Any) -> None:
     task, beta = bandit(3), 0.5
     with pytest.warns(KLPlacementWarning, match=warns) if warns else contextlib.nullcontext():
         found = learned(task, "rloo", rows=256, how=SGD, kl_loss=estimator, kl_loss_coeff=beta)
@@ -39,8 +39,8 @@ def test_which_kl_an_estimator_in_the_loss_is(estimator: str, warns: str | None,
     assert total_variation(found, other(task, beta)) > 0.1
 
 
-def test_k1_in_the_loss_holds_nothing() -> None:
-    """Its gradient has mean 0, whatever its weight: the policy goes to the best answer. k2 with that weight holds it."""
+def test_k1_in_the_loss_has_no_effect() -> None:
+    """The mean gradient of k1 is 0 for any weight, so the policy moves to the best answer. k2 with this weight holds it."""
     task, beta = chain(), 1.0
     with pytest.warns(KLPlacementWarning, match="k1.*mean gradient is zero"):
         free = learned(task, "rloo", kl_loss="k1", kl_loss_coeff=beta)
@@ -61,17 +61,17 @@ def whitened(p: Tensor, reward: Tensor) -> Tensor:
 
 
 def difference(reward: Tensor) -> Tensor:
-    """Of each answer from each other; ``[P, R, R]``."""
+    """The reward of each answer minus that of each other answer, ``[P, R, R]``."""
     return reward.unsqueeze(-1) - reward.unsqueeze(-2)
 
 
 def of_pairs(p: Tensor, advantage: Tensor) -> Tensor:
-    """Mean over the other answer of a pair."""
+    """The mean advantage over the other answer of a pair."""
     return (p.unsqueeze(-2) * advantage).sum(-1)
 
 
 def better_of_two(p: Tensor, reward: Tensor) -> Tensor:
-    """Mean GRPO advantage of each answer in groups of two: (r - r') / 2 over |r - r'| / sqrt(2)."""
+    """The mean GRPO advantage in groups of two is (r - r') / 2 divided by |r - r'| / sqrt(2)."""
     return of_pairs(p, difference(reward).sign()) / 2**0.5
 
 
@@ -80,7 +80,7 @@ def from_the_mean(p: Tensor, reward: Tensor) -> Tensor:
 
 
 def by_gradient(p: Tensor, reward: Tensor) -> Tensor:
-    """From the weighted mean of a pair; of answers of one token: by the squared norm of the gradient of its log-prob."""
+    """The baseline is the mean of a pair, weighted with the squared norm of the gradient of the log-prob (for one token)."""
     weight = 1 - 2 * p + p.square().sum(-1, keepdim=True)
     return of_pairs(p, difference(reward) * weight.unsqueeze(-2) / (weight.unsqueeze(-1) + weight.unsqueeze(-2)))
 
@@ -107,7 +107,7 @@ def whitened_pairs(p: Tensor, reward: Tensor) -> Tensor:
     ],
 )
 def test_temperatures_of_scaled_advantages(name: str, task: Task, advantage: Any, beta: float, from_plain: Any) -> None:
-    """Not pi*: dividing by a deviation changes the reward. The fixed point, from the mean advantage of every answer.
+    """Dividing by a deviation changes the reward, so the optimum is not pi*. The mean advantages give the fixed point.
 
     Other baselines than the mean of the group lead elsewhere than that one.
     """

@@ -1,4 +1,4 @@
-"""Every algorithm that learns from rewards, trained until it is where it must end."""
+"""Tests that train each algorithm that learns from rewards until it reaches its known optimum."""
 
 from dataclasses import replace
 from typing import Any
@@ -38,7 +38,7 @@ BEST_ANSWER_HOW: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", [*LINEAR, *OTHERS, "maxrl", "raft"])
 def test_the_preset_finds_the_best_answer(name: str) -> None:
-    """Nothing changed: scaled advantages, and a KL too weak to hold anything back.
+    """The presets are unchanged. Their KL is too weak to hold the policy back.
 
     The reward of maxrl is replaced by success: 1 for the best answer of a prompt, 0 for all others.
     """
@@ -52,7 +52,7 @@ def test_the_preset_finds_the_best_answer(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*LINEAR, *OTHERS])
 def test_kl_in_the_reward_leads_to_pi_star(name: str) -> None:
-    """Whatever the scale of the advantage: at pi* all answers have the same reward less penalty, and none an advantage."""
+    """At pi* all answers have the same penalised reward, so no advantage is left, whatever its scale."""
     one_token, beta = name == "optimal_token_baseline", 0.5
     task = bandit(3) if one_token else chain()
     found = learned(task, name, how={**ADAM, "steps": 35}, **KL_IN_THE_REWARD, kl_reward_coeff=beta)
@@ -64,7 +64,7 @@ def test_kl_in_the_reward_leads_to_pi_star(name: str) -> None:
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_kl_in_the_loss_leads_to_pi_star_where_tokens_are_independent(name: str) -> None:
-    """``pi_ref exp(gain r / beta)``: a wrong factor anywhere in the objective or the penalty is a wrong temperature."""
+    """The optimum is ``pi_ref exp(gain r / beta)``. A wrong factor in the objective or the penalty changes the temperature."""
     task, beta = product(), 0.75
     advantage, gain = LINEAR[name]
     kl = {"kl_loss": "k2", "kl_loss_coeff": beta, "use_reference": True}
@@ -94,7 +94,7 @@ def test_ppo_finds_the_best_answer_and_its_value() -> None:
 
 
 def test_a_kl_in_the_reward_leads_ppo_to_pi_star_and_its_critic_to_soft_values() -> None:
-    """``V(s) = beta log E_ref[exp(r / beta) | s]``: reward less penalty to come, which is certain at pi*."""
+    """At pi* the value ``V(s) = beta log E_ref[exp(r / beta) | s]`` is the remaining penalised reward."""
     task, beta = chain(), 0.5
     critic = TabularCritic(task)
     kl = {**KL_IN_THE_REWARD, "kl_reward_coeff": beta}
@@ -110,7 +110,7 @@ def test_a_kl_in_the_reward_leads_ppo_to_pi_star_and_its_critic_to_soft_values()
 
 
 def test_vapo_finds_the_best_answer_and_imitates_right_ones() -> None:
-    """Of rewards of 0 the likelihood is left: the sampler's distribution over what is right."""
+    """With rewards of 0 only the likelihood is left. Its optimum is the sampler's distribution over right answers."""
     task = chain()
     right = torch.where(task.reward > 0, task.reference, -torch.inf).log_softmax(-1)
 
@@ -132,7 +132,7 @@ def test_vapo_finds_the_best_answer_and_imitates_right_ones() -> None:
 
 # ------------------------------------------------------------------ other baselines
 def test_rae_learns_two_roles_whose_rewards_are_far_apart() -> None:
-    """The prompt is the role, with rewards of at most 1.5 and 6.5; each average ends there."""
+    """The prompt is the role. The largest rewards of the roles are 1.5 and 6.5, and each average ends there."""
     task = chain()
     actor = task.policy()
 
@@ -172,7 +172,7 @@ def test_a2po_is_a_regression_on_pi_star_whoever_sampled(own: bool) -> None:
 
 # ------------------------------------------------------------------ the best of several, several rewards, the entropy
 def test_pass_at_k_finds_the_best_answer_and_leaves_room_for_others() -> None:
-    """One of four is nearly always the best, while answers alone are so less often than grpo's."""
+    """One of four answers is nearly always the best, while a single answer is the best less often than with grpo."""
     task = chain()
     alone, grpo = (best_probability(task, learned(task, x, how={**ADAM, "steps": 60})) for x in ("pass_at_k", "grpo"))
     assert 1 - (1 - alone) ** GROUP > 0.99
@@ -181,7 +181,7 @@ def test_pass_at_k_finds_the_best_answer_and_leaves_room_for_others() -> None:
 
 @pytest.mark.parametrize(("name", "succeeds"), [("gdpo", True), ("grpo", False)])
 def test_a_reward_a_thousand_times_smaller_than_a_noisy_one_is_learned(name: str, succeeds: bool) -> None:
-    """The large one is noise, whatever the answer; the small one is that of the task."""
+    """The large reward is noise, and the small one is the reward of the task."""
     task = bandit(3)
     actor = task.policy()
 
@@ -200,7 +200,7 @@ def test_a_reward_a_thousand_times_smaller_than_a_noisy_one_is_learned(name: str
 
 
 def test_less_entropy_is_lost_while_failures_are_left_out() -> None:
-    """After as many steps, clip_v's policy has more entropy than grpo's, which clip_v without a limit is otherwise."""
+    """After equally many steps the policy of clip_v has more entropy than that of grpo. Without its limit clip_v is grpo."""
     task = chain()
     entropy = {}
     for name, hyper in (("grpo", {"kl_loss": "none"}), ("clip_v", {"advantage_args": {"mu": 0.5, "max_frac": 1.0}})):
@@ -219,14 +219,14 @@ AT_THE_END, AT_EACH_STEP = (0.0, 0.0, 1.0), (0.2, 0.3, 0.5)
 
 
 def maze() -> Task:
-    """One right action in each of three states leads on to the next; any other to a state that nothing leads out of."""
+    """In each of three states one action leads to the next state, and any other action to an absorbing state."""
     rng = torch.Generator().manual_seed(0)
     reference = (0.5 * torch.randn(4, 4, generator=rng, dtype=torch.float64)).log_softmax(-1)
     return Task(4, (0, 1, 2, LOST), ((0,), (1,), (2,), (3,)), torch.zeros(4, 4, dtype=torch.float64), reference)
 
 
 def roll_out(task: Task, actor: TabularPolicy, runs: int, rewards: Rewards, rng: torch.Generator) -> TensorDict:
-    """``[runs, 3]``; ``rewards`` of a right action in each state."""
+    """Sample ``[runs, 3]`` steps. ``rewards`` are those of the right action in each state."""
     policy, state, steps = task.log_probs(actor).exp(), torch.zeros(runs, dtype=torch.long), []
     for at in range(STEPS):
         action = torch.multinomial(policy[state], 1, generator=rng).squeeze(-1)
@@ -240,7 +240,7 @@ def roll_out(task: Task, actor: TabularPolicy, runs: int, rewards: Rewards, rng:
 
 
 def optimum(task: Task, beta: float, gain: float, rewards: Rewards) -> Tensor:
-    """``ref(a | s) exp(gain Q(s, a) / beta)``, from the last state backwards: a KL per token sees no later KL."""
+    """Compute ``ref(a | s) exp(gain Q(s, a) / beta)`` from the last state backwards. A KL per token ignores later KL."""
     found, value = task.reference.clone(), torch.zeros((), dtype=torch.float64)
     for at in reversed(range(STEPS)):
         q = torch.zeros(4, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The changes themselves, which tests run against them, and the record of those that fail."""
+"""Tests of the mutations of code and of the record of the tests that find them."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from project import PROJECT
 
 
 def changes(line: str, *, arguments: str = "", graph: bool = False, before: str = "") -> set[str]:
-    """Of one line in a function, as lines."""
+    """The mutations of one line in a function, as lines."""
     text = f"{before}\n\ndef f({arguments}):\n    {line}\n"
     found = mutants_of(text, graph=graph)
     for mutant in found:

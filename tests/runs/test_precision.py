@@ -1,4 +1,4 @@
-"""The precision study at its smallest: float64 is a truth, float32 is near it, bfloat16 is not; and the page."""
+"""Tests of the precision study at its smallest size, against float64, and of its page."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ NARROW = ("bf16 products", "bf16 model", ".bfloat16()")
 
 @pytest.fixture(scope="module")
 def measured() -> precision.Measured:
-    """On text that every machine has."""
+    """The study on the docstrings of Python's standard library, which every machine has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(precision, "REAL_ANSWERS", Path("nowhere"))
         return precision.measure(precision.SMALLEST)
@@ -32,8 +32,8 @@ def errors(found: precision.Measured, setting: str) -> torch.Tensor:
     return (found.last[setting].log_prob - found.last["float64"].log_prob).abs()
 
 
-def test_float32_is_near_the_truth_and_bfloat16_errs_a_little(measured):
-    """Weights in float32 err no more than a narrow model."""
+def test_errors_of_float32_and_bfloat16(measured):
+    """Products in bfloat16 with float32 weights err no more than a bfloat16 model."""
     single = errors(measured, "float32")
     assert 0 < single.max() < 5e-6
     for kind, value in measured.last["float64"].kl.items():
@@ -45,8 +45,8 @@ def test_float32_is_near_the_truth_and_bfloat16_errs_a_little(measured):
     assert products.mean() < 1.1 * model.mean()
 
 
-def test_the_policy_leaves_the_reference_and_is_another_in_another_dtype(measured):
-    """Step by step, so that there is a KL to be wrong about."""
+def test_the_policy_moves_away_from_the_reference_and_differs_between_dtypes(measured):
+    """The KL must grow, since its error is what the study measures."""
     first, last = (readings["float64"].kl["exact"] for readings in measured.readings.values())
     assert 0 < first.mean() < last.mean() < 0.1
     assert first.min() > -1e-9
@@ -57,8 +57,8 @@ def test_the_policy_leaves_the_reference_and_is_another_in_another_dtype(measure
         assert_close(against[setting].ref_log_prob, measured.last["float32"].log_prob, rtol=0, atol=5e-6)
 
 
-def test_only_answers_are_scored_and_copies_leave_the_model_alone(monkeypatch):
-    """All tokens of an answer and its end, none of a question."""
+def test_only_answers_are_scored_and_copies_do_not_change_the_model(monkeypatch):
+    """The mask holds all tokens of an answer and its end, and none of a question."""
     monkeypatch.setattr(precision, "documents", lambda: ([("ab", ["cd"], "efg")] * 8, "here"))
     text = precision.corpus(replace(precision.SMALLEST, model=replace(precision.MODEL, vocab=256), held_out=2))
     # A byte each: "ab", a line end; "efg", two line ends.

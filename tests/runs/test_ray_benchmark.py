@@ -1,4 +1,4 @@
-"""The benchmark of the service: windows of calls, goals, the page and the commands."""
+"""Tests of the benchmark of the service: windows of calls, goals, the page and the commands."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +13,8 @@ from benchmarks.ray.figures import Figure, RayRun  # noqa: E402
 from cli_files import invoked  # noqa: E402
 
 
-def test_calls_of_a_window_and_quantiles() -> None:
-    """Three calls and a quarter of one in two seconds; one that came too late."""
+def test_throughput_of_a_window_and_quantiles() -> None:
+    """The window of two seconds holds three calls and a quarter of one. The last call began after it."""
     window = Window(2.0, [(0.0, 0.5), (0.5, 1.0), (1.0, 1.5), (1.5, 3.5), (2.5, 3.5)])
     assert window.throughput == pytest.approx(3.25 / 2)
     assert window.latencies == [0.5, 0.5, 0.5, 2.0, 1.0]
@@ -28,7 +28,7 @@ def run() -> RayRun:
 
 
 def test_goals_and_the_page(tmp_path: Path) -> None:
-    """Where nothing is stored, it asks for a run first. Newer figures replace those of the same name."""
+    """Without stored figures it asks for a run first. Newer figures replace those of the same name."""
     assert [figure.goal for figure in run().figures] == ["at most 3: met", "at least 8: missed"]
     assert "run first" in invoked(cli.app, "render", "--out", str(tmp_path), code=2)
     run().save(tmp_path)
@@ -43,7 +43,7 @@ def test_goals_and_the_page(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_smallest_run(tmp_path: Path) -> None:
-    """Both libraries in actors, agreeing; every part; then one part again."""
+    """Run all parts with both libraries in actors, then one part again."""
     invoked(cli.app, "run", "--quick", "--out", str(tmp_path))
     first = RayRun.load(tmp_path)
     assert all(figure.value == 0 for figure in first.figures if figure.what.endswith("lost or wrong"))

@@ -1,4 +1,4 @@
-"""Each kind of run: how it resumes and ends early, what is refused, and loops written out that give the same numbers."""
+"""Tests of the kinds of runs: how they resume and end early, invalid settings, and equal results of the tutorials."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ CHECKPOINTED = "model.gradient_checkpointing=true"
     ],
     ids=["critic", "moving reference", "checkpointed layers and lora"],
 )
-def test_other_runs_resume_with_the_same_bits(lab: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_other_kinds_of_runs_resume_bit_exactly(lab: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     common = (*overrides, "run.steps=3", "evaluation.every=0", "checkpoints.final=last")
     go(lab, tmp_path / "whole", *common)
     go(lab, ended_after(1, tmp_path / "whole", tmp_path), *common)
@@ -72,8 +72,8 @@ def test_other_runs_resume_with_the_same_bits(lab: Path, tmp_path: Path, overrid
         assert (want - before).abs().max() > 1e-2, "the adapters do something"
 
 
-def test_checkpointed_layers_change_no_figure(lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer runs again in the backward, in training mode, and the model is in evaluation mode outside of it."""
+def test_activation_checkpointing_changes_no_figure(lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer runs again in the backward in training mode. Outside of the update the model is in evaluation mode."""
     common = ("run.steps=2", "evaluation.every=0", "algorithm.micro_batch=3")
     plain, _ = go(lab, tmp_path / "plain", *common)
     checkpoint = Mock(side_effect=torch.utils.checkpoint.checkpoint)
@@ -92,8 +92,8 @@ def test_checkpointed_layers_change_no_figure(lab: Path, tmp_path: Path, monkeyp
         assert row == pytest.approx({**want, "seconds": row["seconds"]}, abs=1e-4, rel=1e-3)
 
 
-def test_checkpointed_layers_need_a_model_without_dropout(lab: Path, tmp_path: Path) -> None:
-    """Dropout of attention is no module: in training mode it would change the log-probs that the loss compares."""
+def test_activation_checkpointing_needs_a_model_without_dropout(lab: Path, tmp_path: Path) -> None:
+    """Dropout of attention has no module. In training mode it would change the log-probs that the loss compares."""
     shutil.copytree(lab / "model", tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"attn_pdrop": 0.1}))
@@ -102,7 +102,7 @@ def test_checkpointed_layers_need_a_model_without_dropout(lab: Path, tmp_path: P
         load_policy(config)
 
 
-def test_adapters_alone_in_the_final_folder(lab: Path, tmp_path: Path) -> None:
+def test_a_final_folder_with_only_adapters(lab: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     short = ("run.steps=1", "optimizer.warmup_steps=0", "evaluation.every=0")
     final = Path(go(lab, tmp_path, "lora.r=2", "lora.merge=false", *short)[0].final or "")
@@ -112,7 +112,7 @@ def test_adapters_alone_in_the_final_folder(lab: Path, tmp_path: Path) -> None:
 
 
 def test_the_best_weights_are_kept_and_exported(lab: Path, tmp_path: Path) -> None:
-    """Answers are worth most before training: every step makes them worse."""
+    """The reward falls with each call, so the first evaluation is the best."""
     (tmp_path / "falls.py").write_text("n = [1]\ndef f(q, a, m):\n n.append(1)\n return 1 / len(n) + len(a) % 2\n")
     changes = ("checkpoints.keep=1", "checkpoints.final=best", "evaluation.every=1", "run.steps=2", "optimizer.lr=1e-9")
     result, _ = go(lab, tmp_path / "out", f"reward={tmp_path / 'falls.py'}:f", *changes)
@@ -164,7 +164,7 @@ def test_a_teacher_with_a_reward(lab: Path, tmp_path: Path) -> None:
 
 
 def test_a_teacher_of_top_tokens_without_a_reward(lab: Path, tmp_path: Path) -> None:
-    """Nothing is evaluated, and no figure is about a reward; the student is its teacher until the first update."""
+    """Nothing is evaluated, and no figure is a reward. The student equals its teacher until the first update."""
     changes = ("algorithm.name=gkd", f"algorithm.teacher={lab / 'model'}", "algorithm.args={top_k: 16}")
     quiet = ("algorithm.minibatches=1", "logging.doctor_every=1", "run.steps=2", "optimizer.warmup_steps=0")
     result, said = go(lab, tmp_path, *changes, *quiet, "reward=null", kl={})
@@ -209,8 +209,8 @@ def vowels(question, answer, metadata):
 """
 
 
-def test_a_run_imports_the_user_s_code_first(lab: Path, tmp_path: Path) -> None:
-    """Registered names are known, and functions are named by their file, which runs once for all of them and all runs."""
+def test_a_run_imports_user_code_first(lab: Path, tmp_path: Path) -> None:
+    """Registered names are known. A file that functions are named by runs once for all functions and runs."""
     mine, other = tmp_path / "mine.py", tmp_path / "other.py"
     mine.write_text(MINE)
     other.write_text(MINE.replace('mine"', 'other"'))  # names of its own
@@ -231,7 +231,7 @@ def test_a_run_imports_the_user_s_code_first(lab: Path, tmp_path: Path) -> None:
     assert any(line.startswith(f"{mine} has changed since") for line in said)
     with pytest.raises(TypeError, match="expected an advantage of this package"):
         plan_algorithm(settings(lab, lab / "none", f"algorithm.args.advantage={mine}:vowels"))
-    with pytest.raises(ConfigError, match="there is no file nowhere"):
+    with pytest.raises(ConfigError, match="the file nowhere"):
         load_inputs(settings(lab, lab / "none", "imports=[nowhere.py]"))
 
 
@@ -260,13 +260,13 @@ LOW = r"'low': 0.2}: .* low <= init <= .*, got low=0.2, init=0.1"
         ([*TEACHER, "reference.service=shared"], "has a teacher as its reference"),
     ],
 )
-def test_algorithms_that_a_configuration_cannot_describe(lab: Path, overrides: list[str], message: str) -> None:
+def test_invalid_settings_of_the_algorithm_and_the_kl(lab: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_algorithm(settings(lab, lab / "none", *overrides))
 
 
-def test_a_file_of_rewards_runs_once_and_imports_what_is_beside_it(lab: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Also in a call, when the file was run long ago."""
+def test_a_file_of_rewards_runs_once_and_imports_its_neighbours(lab: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Imports inside a call work too, after the file has run."""
     (tmp_path / "beside_it.py").write_text("def length(answer):\n    return float(len(answer))\n")
     text = "runs = []\nruns.append(1)\ndef f(q, a, m):\n    import beside_it\n    return beside_it.length(a)\n"
     (tmp_path / "mine.py").write_text(text + "def g(q, a, m):\n    return f(q, a, m) * len(runs)\n")
@@ -281,7 +281,7 @@ def test_a_file_of_rewards_runs_once_and_imports_what_is_beside_it(lab: Path, tm
         load_reward(settings(lab, lab / "none", f"reward={tmp_path / 'bad.py'}:f"))
 
 
-def test_the_same_settings_give_the_same_bits_also_resumed(lab: Path, tmp_path: Path) -> None:
+def test_the_tutorial_and_the_command_are_bit_equal(lab: Path, tmp_path: Path) -> None:
     assert len((ROOT / "tutorials" / "train_grpo.py").read_text().splitlines()) <= 150, "the tutorial is short"
     changes = ("data.held_out_share=0", "evaluation.every=0", "optimizer.warmup_steps=0", "run.seed=3")
     go(lab, tmp_path / "command", *changes, kl={"place": "reward", "target": 0.5})
@@ -302,8 +302,8 @@ def test_the_same_settings_give_the_same_bits_also_resumed(lab: Path, tmp_path: 
     assert all(int(row["answer"]) > 0 for row in train_grpo.PROMPTS)
 
 
-def test_three_steps_of_the_demo_are_those_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the same weights and generator state, with problems in the same order; the study goes around the env."""
+def test_three_steps_of_the_demo_equal_those_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both start from the same weights and generator state, with problems in the same order. The study uses no env."""
     scale = countdown_study.Scale(steps=3, num_prompts=3, group_size=4, lr=3e-4)
     torch.manual_seed(0)
     problems = all_problems()

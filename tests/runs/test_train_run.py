@@ -1,4 +1,4 @@
-"""A run does what its configuration says, and goes on to the bit where it was ended."""
+"""Tests of a run: its figures and files, and bit-exact resuming."""
 
 import os
 import re
@@ -61,7 +61,7 @@ def test_the_figures_of_a_run(whole: Path) -> None:
 
 
 def test_the_evaluation_by_hand(lab: Path, whole: Path) -> None:
-    """Greedy answers of the first model, one prompt at a time, through transformers alone."""
+    """The expected values are greedy answers of the first model, one prompt at a time, with only transformers."""
     _, held_out = load_prompts(settings(lab, whole))
     tokenizer = AutoTokenizer.from_pretrained(lab / "model")
     model = AutoModelForCausalLM.from_pretrained(lab / "model")
@@ -101,8 +101,8 @@ def test_the_final_folder_opens_and_has_a_card(whole: Path) -> None:
     assert read_config(whole / "config.yaml") == settings(whole.parent, whole)
 
 
-def test_figures_for_people(lab: Path, tmp_path: Path) -> None:
-    """One held-out prompt has no interval; a code block in a prompt does not end that of the settings."""
+def test_the_card_and_the_messages_of_a_short_run(lab: Path, tmp_path: Path) -> None:
+    """A single held-out prompt has no interval. A code block in a prompt does not end that of the settings."""
     changes = ("run.steps=1", SHORT[0], "evaluation.num_prompts=1", "data.system_prompt='```\\n# not a title'")
     result, said = go(lab, tmp_path / "mine", *changes)
     before = figures(tmp_path / "mine" / "evaluations.jsonl")[0]["reward"]
@@ -115,8 +115,8 @@ def test_figures_for_people(lab: Path, tmp_path: Path) -> None:
     assert summary(settings(lab, tmp_path), rows, [])["training"] == "2 steps, 38,812 tokens, 2 h 5 min"
 
 
-def test_equal_rewards_are_said_in_the_first_step_and_in_the_report(lab: Path, tmp_path: Path) -> None:
-    """Constant rewards, also when the KL that is charged differs."""
+def test_equal_rewards_are_reported(lab: Path, tmp_path: Path) -> None:
+    """Rewards are compared before the KL is charged."""
     (tmp_path / "r.py").write_text("same = lambda q, a, m: 0.25\n")
     result, said = go(lab, tmp_path / "equal", *SHORT, f"reward={tmp_path / 'r.py'}:same", "run.steps=2")
     (warning,) = [line for line in said if line.startswith("warning: ")]
@@ -128,7 +128,7 @@ def test_equal_rewards_are_said_in_the_first_step_and_in_the_report(lab: Path, t
 
 
 def test_the_share_of_groups_with_equal_rewards() -> None:
-    """Three groups in any order: equal, equal but for the KL that was charged, and unequal by a little."""
+    """The rows are in mixed order. Two groups have equal rewards before the KL is charged, one differs by 0.001."""
     earned = torch.tensor([0.7, 2.0, 0.5, 0.7, 2.0, 0.501])
     group = torch.tensor([4, 9, 1, 4, 9, 1])
     kl = torch.tensor([[0.1, -0.4, 3.0]] * 3 + [[0.2, 5.0, -0.7]] * 3)
@@ -150,8 +150,10 @@ def test_the_share_of_groups_with_equal_rewards() -> None:
 
 
 @pytest.mark.smoke
-def test_a_damaged_checkpoint_is_passed_over_and_a_whole_run_reports(lab: Path, whole: Path, tmp_path: Path) -> None:
-    """The run goes on from the one before, to the same bits; a finished one, with fewer steps too, writes what is missing."""
+def test_a_damaged_checkpoint_is_skipped_and_a_finished_run_reports_again(
+    lab: Path, whole: Path, tmp_path: Path
+) -> None:
+    """The run resumes bit-exactly from the previous checkpoint. A finished run, also with fewer steps, writes missing files."""
     out = ended_after(4, whole, tmp_path)
     for changes in (("run.steps=2",), ()):
         result, _ = go(lab, out, *changes)
@@ -163,11 +165,11 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_whole_run_reports(lab: Path, 
     state.write_bytes(state.read_bytes()[:1000])
     with pytest.warns(CheckpointWarning, match=r"state\.pt has another content"):
         _, said = go(lab, out)
-    assert said[0].startswith("going on after step 2 of 4")
+    assert said[0].startswith("resuming after step 2 of 4")
     assert_same_run(out, whole)
 
 
-def test_how_often_it_is_evaluated_and_looked_at_changes_nothing(lab: Path, whole: Path, tmp_path: Path) -> None:
+def test_evaluations_and_the_doctor_do_not_affect_the_training(lab: Path, whole: Path, tmp_path: Path) -> None:
     often = "evaluation.every=1 evaluation.greedy=false logging.doctor_every=1 logging.loggers=[csv,tensorboard]"
     for name, changes in (("often", often), ("never", "evaluation.every=0 checkpoints.every=4")):
         go(lab, tmp_path / name, *changes.split())
@@ -176,7 +178,7 @@ def test_how_often_it_is_evaluated_and_looked_at_changes_nothing(lab: Path, whol
         assert list((tmp_path / "often").glob(written)), written
 
 
-def test_a_resumed_run_logs_each_step_once_and_names_files_that_have_changed(lab: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_logs_each_step_once_and_reports_changed_files(lab: Path, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
     prompts.write_bytes(Path(settings(lab, out).data.prompts).read_bytes())
     changes = (*SHORT, f"data.prompts={prompts}", "logging.loggers=[csv]", "optimizer.schedule=constant")
@@ -186,7 +188,7 @@ def test_a_resumed_run_logs_each_step_once_and_names_files_that_have_changed(lab
 
     assert go_on(1) == go_on(2) == []
     prompts.write_text("\n".join(reversed(prompts.read_text().splitlines())))
-    assert go_on(3) == [f"{prompts} has changed since: the next steps differ from those of a run without a stop."]
+    assert go_on(3) == [f"{prompts} has changed since the checkpoint: the run is not bit-equal to one without a stop."]
     assert go_on(4) == []  # the checkpoint knows the new one
     (file,) = (out / "logs" / "csv").rglob("scalars/kl.csv")
     assert [int(line.split(",")[0]) for line in file.read_text().splitlines()] == [0, 1, 2, 3]
@@ -204,23 +206,26 @@ def test_other_settings_are_refused_and_fresh_begins_anew(lab: Path, whole: Path
     assert same(weights(out / "earlier-1" / "final"), weights(whole / "final"))
 
 
-def test_nothing_is_moved_for_a_fresh_run_that_cannot_begin(lab: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Also if it fails while it loads the weights."""
+def test_a_fresh_run_that_cannot_start_moves_nothing(lab: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """This includes a failure while the weights are loaded."""
     (tmp_path / "checkpoints").mkdir(parents=True)
     for name in ("config.yaml", "metrics.jsonl"):
         (tmp_path / name).write_text("of the earlier run")
     before = sorted(tmp_path.rglob("*"))
     load = Mock(side_effect=ModelError("weights cannot be read"))
     monkeypatch.setattr("torchrl_llm_kl.training._models.load_model", load)
-    for change, message in [("reward=nowhere.py:f", "there is no file nowhere.py"), ("", "weights cannot be read")] * 2:
+    for change, message in [
+        ("reward=nowhere.py:f", "the file nowhere.py does not exist"),
+        ("", "weights cannot be read"),
+    ] * 2:
         with pytest.raises((ValueError, OSError), match=message):
             train(settings(lab, tmp_path, *change.split()), fresh=True, say=pytest.fail)
     assert sorted(path for path in tmp_path.rglob("*") if path.name != ".lock") == before
     assert all((tmp_path / name).read_text() == "of the earlier run" for name in ("config.yaml", "metrics.jsonl"))
 
 
-def test_what_a_fresh_run_reads_is_not_moved(lab: Path, tmp_path: Path) -> None:
-    """The weights of the earlier run to go on from, a tokenizer, prompts: by any name of the folder."""
+def test_a_fresh_run_does_not_move_its_inputs(lab: Path, tmp_path: Path) -> None:
+    """This holds for each kind of input, and for any path to the folder."""
     out = tmp_path / "out"
     shutil.copytree(lab / "model", out / "final")
     (out / "logs").mkdir()
@@ -251,8 +256,8 @@ def test_a_folder_of_another_program_or_process_is_refused(lab: Path, tmp_path: 
         go(lab, tmp_path)
 
 
-def test_files_that_a_resumed_run_reads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by its path in the configuration; modules and the folder's other files are left out."""
+def test_digests_of_the_files_that_a_resumed_run_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files have their paths in the configuration as names. Modules and other files of the folder are left out."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
@@ -265,7 +270,7 @@ def test_files_that_a_resumed_run_reads_again(tmp_path: Path, monkeypatch: pytes
     assert file_digests(config) == {name: sha256(content).hexdigest() for name, content in want.items()}
 
 
-def test_mlflow_has_one_run_of_the_project_whose_process_changes(lab: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_resumed_run_continues_its_run_in_mlflow(lab: Path, tmp_path: Path, monkeypatch: Any) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
     for steps in (2, 4):
@@ -279,8 +284,8 @@ def test_mlflow_has_one_run_of_the_project_whose_process_changes(lab: Path, tmp_
     assert (len(kls), run.info.run_name) == (4, "out")
 
 
-def test_a_configuration_of_the_user_s_in_the_folder_of_the_run_is_kept(lab: Path, tmp_path: Path) -> None:
-    """The run writes all settings under this name; a second start only replaces its own file."""
+def test_a_user_s_config_in_the_folder_of_the_run_is_kept(lab: Path, tmp_path: Path) -> None:
+    """The run writes all settings to config.yaml. A second start replaces only a file that a run wrote."""
     own = "# my comments\n" + settings(lab, tmp_path, "run.steps=1", SHORT[0]).to_yaml()
     (tmp_path / "config.yaml").write_text(own)
     said: list[str] = []
@@ -293,9 +298,9 @@ def test_a_configuration_of_the_user_s_in_the_folder_of_the_run_is_kept(lab: Pat
 
 
 def test_the_command_and_its_exit_codes(lab: Path, whole: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Interrupted, finished by the same command, refused with other settings, and ended by its KL.
+    """The command is interrupted, resumed, refused with other settings, and ended by its KL.
 
-    SIGTERM comes while the answers of the second step are rewarded: the step is finished, and nothing else.
+    SIGTERM comes while the answers of the second step are rewarded. The run finishes this step and ends.
     """
     file, out = tmp_path / "config.yaml", tmp_path / "out"
     file.write_text(settings(lab, out, "checkpoints.every=4").to_yaml())
@@ -309,12 +314,12 @@ def test_the_command_and_its_exit_codes(lab: Path, whole: Path, tmp_path: Path, 
     before = signal.getsignal(signal.SIGTERM)  # Ray, in an earlier test, may have set its own
     _, said = ended(130)
     assert f"interrupted after step 2 of 4: saved {out / 'checkpoints' / 'step-000002'}" in " ".join(said.split())
-    assert "Run the same command to go on" in " ".join(said.split())
+    assert "Run the same command to resume" in " ".join(said.split())
     assert (steps_in(out)[-1], (out / "final").exists()) == ("step-000002", False)
     assert signal.getsignal(signal.SIGTERM) is before
     monkeypatch.delenv("INTERRUPT_AT")
     printed, said = ended(0)
-    assert "going on after step 2 of 4" in said
+    assert "resuming after step 2 of 4" in said
     assert f"wrote {out / 'final'}, the weights after step 4" in printed
     assert_same_run(out, whole)
     assert "other settings (optimizer.lr" in ended(2, "optimizer.lr=1")[1]
@@ -323,7 +328,7 @@ def test_the_command_and_its_exit_codes(lab: Path, whole: Path, tmp_path: Path, 
 
 
 def killed(lab: Path, out: Path, pause: float, *overrides: str) -> int:
-    """Start the command, kill it so long after it has made a step more; how many were done by then."""
+    """Start the command and kill it ``pause`` seconds after its next step. Returns the number of finished steps."""
     metrics = out / "metrics.jsonl"
 
     def done() -> int:
@@ -344,12 +349,12 @@ def killed(lab: Path, out: Path, pause: float, *overrides: str) -> int:
     return done()
 
 
-def test_a_killed_run_is_finished_with_the_same_bits(lab: Path, whole: Path, tmp_path: Path) -> None:
-    """By this process, from the files alone; also one that ended after an odd step, so that evaluations are done again."""
+def test_a_killed_run_resumes_bit_exactly(lab: Path, whole: Path, tmp_path: Path) -> None:
+    """This process resumes from the files. A run that ended after an odd step repeats its evaluation."""
     assert killed(lab, tmp_path / "out", pause=0.1) >= 1
     assert not (tmp_path / "out" / "final").exists(), "killed before its end"
-    assert "going on after step " in go(lab, tmp_path / "out")[1][0]
+    assert "resuming after step " in go(lab, tmp_path / "out")[1][0]
     assert_same_run(tmp_path / "out", whole)
     out = ended_after(1, whole, tmp_path / "odd")
-    assert go(lab, out)[1][0].startswith("going on after step 1 of 4")
+    assert go(lab, out)[1][0].startswith("resuming after step 1 of 4")
     assert_same_run(out, whole)

@@ -1,4 +1,4 @@
-"""Your own task: prompts from a file or a list, rewards from Python functions, tools over several turns, as an env."""
+"""Builds an env from your own task: prompts, rewards from Python functions, and tools over several turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of the user's functions, sync and async, each with a time-out and none able to stop the run."""
+"""Runs the user's functions, sync and async. Each call has a time-out, and no call can stop the run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-#: Seconds beyond the time-outs of its calls after which an event loop counts as blocked.
+#: Seconds after the time-outs of its calls until an event loop counts as blocked.
 _GRACE = 5.0
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The error of a call, in place of a value."""
+    """The error of a call, returned in place of a value."""
 
     error: BaseException
 
@@ -40,13 +40,13 @@ class Call:
 class Caller:
     """Runs calls and returns a value or a :class:`Failure` for each, in order.
 
-    Async functions run together in an event loop of this object's own thread, which works where a loop runs already and keeps
-    the connections of async clients. Each sync call has a thread; a thread cannot be stopped: a call that takes too long is
-    left behind.
+    Async functions run concurrently in an event loop, in a thread that belongs to this object. This also works in a program
+    that already runs a loop, and async clients keep their connections between calls. Each sync call has its own thread. Python
+    cannot stop a thread, so a call that takes too long keeps running, and its result is ignored.
 
     Args:
-        timeout: seconds for each call from its start; None for no limit: sync functions then run in the caller's thread.
-        workers: sync calls at a time (default one), and the most async calls at a time (default all).
+        timeout: seconds for each call, from its start. None sets no limit, and sync functions run in the caller's thread.
+        workers: the number of concurrent sync calls (default one) and of concurrent async calls (default all).
 
     Example:
         >>> caller = Caller(timeout=5.0)
@@ -61,7 +61,7 @@ class Caller:
         self._loop: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_loop": None}  # the copy makes its own
+        return {**self.__dict__, "_loop": None}  # a loop cannot be pickled: the copy starts its own
 
     def __call__(self, calls: Sequence[Call]) -> list[object]:
         """A result for each call."""
@@ -69,7 +69,8 @@ class Caller:
         begun = [result for result in results if isinstance(result, Future)]
         rounds = -(-len(begun) // (self.workers or max(1, len(begun))))
         if wait(begun, None if self.timeout is None else self.timeout * rounds + _GRACE).not_done:
-            self._loop = None  # its thread is left behind
+            # A call computes or sleeps in the loop, which no other call can enter: the next calls get a new loop.
+            self._loop = None
         blocked = Failure(TimeoutError("blocked the event loop: an async function must await, not sleep or compute"))
         ended = {future: future.result() if future.done() else blocked for future in begun}
         return [ended[result] if isinstance(result, Future) else result for result in results]
@@ -78,14 +79,14 @@ class Caller:
         return Failure(TimeoutError(f"took longer than {self.timeout:g} s"))
 
     def _run(self, calls: Sequence[Call]) -> list[object]:
-        """Call the functions. An async one gives an awaitable, which runs in the event loop: its result is a future."""
+        """Call the functions. The result of an async function is a future of the event loop."""
         workers = self.workers or 1
-        if self.timeout is None and workers == 1:  # generated code may call sys.exit
+        if self.timeout is None and workers == 1:  # SystemExit too: code of the model may call sys.exit
             return [self._begun(_result_of(call, (Exception, SystemExit))) for call in calls]
         limit = math.inf if self.timeout is None else self.timeout
         results: list[object] = [None] * len(calls)
         todo = deque(enumerate(calls))
-        running: dict[Future[object], tuple[int, float]] = {}  # place and time of its end at the latest
+        running: dict[Future[object], tuple[int, float]] = {}  # future -> (place in the results, deadline)
         while todo or running:
             while todo and len(running) < workers:
                 place, call = todo.popleft()
@@ -99,7 +100,7 @@ class Caller:
         return results
 
     def _begun(self, result: object) -> object:
-        """A result of a function; an awaitable is started in the event loop."""
+        """Start an awaitable in the event loop, and return any other result as it is."""
         if not inspect.isawaitable(result):
             return result
         loop, places = self._loop = self._loop or _start_loop(self, self.workers)
@@ -108,6 +109,7 @@ class Caller:
     async def _one(self, value: Awaitable[object], places: asyncio.Semaphore) -> object:
         async with places:
             task = asyncio.ensure_future(_guarded(value))
+            # Unlike wait_for, this does not wait for a task that suppresses its cancellation.
             await asyncio.wait({task}, timeout=self.timeout)
             if task.done():
                 return task.result()
@@ -116,7 +118,7 @@ class Caller:
 
 
 def _result_of(call: Call, catch: tuple[type[BaseException], ...]) -> object:
-    # A reward never needs a gradient, and the caller's grad mode does not reach its threads.
+    # A reward needs no gradient, and torch's grad mode is per thread: the caller's setting does not apply here.
     try:
         with torch.no_grad():
             return call.function(*call.args, **call.kwargs)
@@ -128,14 +130,16 @@ def _in_thread(call: Call) -> Future[object]:
     future, context = Future[object](), contextvars.copy_context()
 
     def work() -> None:
-        future.set_result(context.run(_result_of, call, (BaseException,)))  # the caller waits for an end
+        # BaseException, since without a result the caller would wait for ever.
+        future.set_result(context.run(_result_of, call, (BaseException,)))
 
+    # A daemon, so that a call that never ends does not keep the process alive.
     threading.Thread(target=work, daemon=True, name="reward").start()
     return future
 
 
 def check_takes(function: object, what: str, *arguments: str) -> None:
-    """Raise a TypeError that begins with ``what`` unless ``function`` can be called with these positional arguments.
+    """Raise a TypeError unless ``function`` accepts these positional arguments. The message begins with ``what``.
 
     Example:
         >>> check_takes(lambda answer: 1.0, "reward", "question", "answer", "metadata")
@@ -147,20 +151,21 @@ def check_takes(function: object, what: str, *arguments: str) -> None:
         inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function).bind(*arguments)  # type: ignore[arg-type]
     except TypeError as error:
         raise TypeError(f"{what} is called with ({', '.join(arguments)}): {error}.") from error
-    except ValueError:  # some functions of C have no signature
+    except ValueError:  # builtins without a signature cannot be checked
         pass
 
 
 async def _guarded(value: Awaitable[object]) -> object:
     try:
         return await value
-    except BaseException as error:  # a cancellation too
+    except BaseException as error:  # SystemExit would end the loop, and a cancellation is not an Exception
         return Failure(error)
 
 
 def _start_loop(owner: object, workers: int | None) -> tuple[asyncio.AbstractEventLoop, asyncio.Semaphore]:
-    """An event loop in its own thread, which ends with its owner, and the places for ``workers`` calls in it."""
+    """Start an event loop in its own thread. It ends with ``owner``. The semaphore limits its concurrent calls."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="async rewards").start()
+    # The thread holds no reference to the owner, which would otherwise never be collected.
     weakref.finalize(owner, loop.call_soon_threadsafe, loop.stop)
     return loop, asyncio.Semaphore(workers or 1 << 30)

@@ -1,4 +1,4 @@
-"""The env of a task: prompts in groups, the policy's answers, their rewards, then the KL."""
+"""The env of a task. It groups prompts, takes the policy's answers, rewards them and charges the KL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchrl_llm_kl.tasks._prompts import Prompt, PromptOrder, Prompts
 from torchrl_llm_kl.tasks._rewards import FailureLog, FunctionReward, Metadata, Reward, read_rows_of
 from torchrl_llm_kl.tasks._tools import Dialog, Parsed, ToolParser, Tools, as_unicode, strip_end
 
-#: ``(messages, metadata) -> str | None``: the user's next message, or None at the end; sync or async.
+#: ``(messages, metadata) -> str | None``: the user's next message, or None at the end. Sync or async.
 Reply = Callable[[list[Message], Metadata], object]
 #: The policy's input: rendered text, or torchrl's ``History``.
 InputMode = Literal["text", "history"]
@@ -31,21 +31,22 @@ InputMode = Literal["text", "history"]
 
 @dataclass(frozen=True)
 class Turns:
-    """Episodes of several answers: the results of an answer's tool calls, or a user's message, follow it.
+    """Episodes of several answers. The results of tool calls, or a message of the user, follow an answer.
 
     Args:
-        max_turns: answers of an episode at most; 2 or more.
-        tools: functions that the policy may call, sync or async, with type hints and a docstring that describes each argument:
-            the chat template shows their schemas. Results, and errors too, go back as messages of the role ``tool``.
-        reply: ``(messages, metadata) -> str | None``, sync or async: the user's next message after an answer without calls;
-            None ends the episode.
-        tool_parser: reads the calls of an answer. Default: by the tokenizer's ``response_template``, or in the format in which
-            the chat template itself writes calls (as Hermes and Qwen do, Qwen 3.5 and GLM, Mistral, or Llama 3).
-        workers: tools and replies that run at a time: sync ones (default one), async ones (default all).
+        max_turns: the largest number of answers in an episode, at least 2.
+        tools: functions that the policy may call, sync or async. The chat template shows their schemas, so they need type
+            hints and a docstring that describes each argument. Results and errors go back as messages of the role ``tool``.
+        reply: ``(messages, metadata) -> str | None``, sync or async. It returns the user's next message after an answer
+            without calls, or None to end the episode.
+        tool_parser: parses the calls of an answer. By default the tokenizer's ``response_template`` does. Without one, calls
+            are parsed in the chat template's own format, which may be Hermes' and Qwen's, Qwen 3.5's and GLM's, Mistral's or
+            Llama 3's.
+        workers: the number of concurrent sync calls of tools and replies (default one), and of async calls (default all).
 
     Raises:
-        ValueError: for fewer than two turns, if nothing follows an answer, or for a parser without tools.
-        TypeError: for functions of other arguments.
+        ValueError: if ``max_turns`` is less than 2, if nothing follows an answer, or if a parser has no tools.
+        TypeError: if a function cannot be called with its arguments.
 
     Example:
         >>> Turns(3, reply=lambda messages, metadata: "Are you sure?").max_turns
@@ -84,61 +85,59 @@ def make_env(
     input_mode: InputMode = "text",
     template_kwargs: Mapping[str, object] | None = None,
 ) -> EnvBase:
-    r"""An env that poses prompts in groups and rewards the answers by Python functions.
+    r"""An env that groups prompts and rewards the answers with Python functions.
 
-    Each step poses ``num_prompts`` prompts ``group_size`` times each and ends with their answers. The env renders prompts
-    with the tokenizer's own chat template; the policy is a torchrl wrapper with the same ``input_mode``, such as
+    A step takes ``group_size`` answers to each of ``num_prompts`` prompts. The env renders prompts with the tokenizer's own
+    chat template. The policy is a torchrl wrapper with the same ``input_mode``, such as
     :func:`~torchrl_llm_kl.training.make_sampler`, which forwards each prompt once for all its answers. Run the env with an
     ``LLMCollector``.
 
-    With ``turns`` an answer that calls tools, or that a user answers, is followed by another one. Each turn is a step:
-    its prompt is the text so far, with the policy's own answers as they were sampled, and its response is the new answer
-    alone, so that a KL or a loss counts each token of the assistant once and none of a tool. The last step has the reward. A
-    row that ends gets its next prompt at once; :func:`whole_groups` collects the rows of a group.
+    With ``turns`` an episode has several answers, and each turn is a step. The prompt of a step is the text so far, with the
+    policy's answers exactly as sampled, and the response is only the new answer. A KL or a loss therefore counts each token of
+    the assistant once, and no token of a tool. The last step has the reward. A finished row starts its next prompt at once,
+    so use :func:`whole_groups` to collect the rows of a group.
 
     Args:
-        prompts: a list of texts or of rows; the path of a JSONL or Parquet file; a Hugging Face ``Dataset``. A row is a dict
-            with ``prompt`` or ``question`` (text) or ``messages``; all its other columns are metadata, among them ``answer``.
-        reward: a function ``(question, answer, metadata) -> number``, sync or async; named parts ``{name: function}`` or
-            ``{name: (weight, function)}``; or a :class:`FunctionReward`. ``answer`` is the policy's; the expected
-            one of the row is ``metadata["answer"]``. None for answers that a teacher judges: the data has no rewards then.
-        tokenizer: of the policy, with its chat template.
+        prompts: a list of texts or of rows, the path of a JSONL or Parquet file, or a Hugging Face ``Dataset``. A row is a dict
+            with ``prompt`` or ``question`` (text) or ``messages``. All its other columns are metadata, such as ``answer``.
+        reward: a function ``(question, answer, metadata) -> number``, sync or async, named parts ``{name: function}`` or
+            ``{name: (weight, function)}``, or a :class:`FunctionReward`. ``answer`` is the policy's answer, and
+            ``metadata["answer"]`` the expected one. None if a teacher judges the answers: the data then has no rewards.
+        tokenizer: the policy's tokenizer, with its chat template.
 
     Keyword Args:
-        group_size: answers to each prompt; they are neighbours.
-        num_prompts: different prompts of a step.
-        order: in which the prompts are posed, where a resumed run continues, and how ranks share them; default: a new
-            permutation each epoch, from the first.
-        system_prompt: the first message of conversations that do not begin with one of their own.
-        turns: for episodes of several answers; None: of one.
-        kl_transform: appended after the reward, whose number it changes: ``make_algorithm(...).kl_transform``, a
+        group_size: the number of answers to each prompt, in consecutive rows.
+        num_prompts: the number of different prompts in a step.
+        order: the order of the prompts, the position where a resumed run continues, and the split among ranks. By default
+            each epoch has a new permutation, from the first prompt on.
+        system_prompt: the first message of conversations that have no system message.
+        turns: the settings of episodes with several answers. None for one answer.
+        kl_transform: appended after the reward, which it changes: ``make_algorithm(...).kl_transform``, a
             :class:`~torchrl_llm_kl.RetrieveKL`, or several transforms in their order.
-        timeout: seconds for each call of the reward's functions, of a tool or a reply; see :class:`FunctionReward`. A
-            ``FunctionReward`` has its own.
-        input_mode: ``"text"``: the policy gets rendered prompts. ``"history"``: it gets conversations and renders them
-            itself, several times slower; for torchrl's transforms that read them.
-        template_kwargs: further variables of the chat template, such as ``{"enable_thinking": False}``; in text mode.
-            ``{"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}`` poses texts as they are, as a base model
-            without chat template needs.
+        timeout: seconds for each call of a reward function, a tool or a reply. A ``FunctionReward`` has its own.
+        input_mode: with ``"text"`` the policy gets rendered prompts. With ``"history"`` it gets conversations and renders
+            them itself, which is several times slower. Some transforms of torchrl need it.
+        template_kwargs: further variables of the chat template in text mode, such as ``{"enable_thinking": False}``.
+            ``{"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}`` uses plain text, for a base model
+            without a chat template.
 
     Returns:
-        A ``TransformedEnv`` of batch size ``[num_prompts * group_size]``; ``env.to(device)`` moves its tensors. Beside the
+        A ``TransformedEnv`` of batch size ``[num_prompts * group_size]``. ``env.to(device)`` moves its tensors. Besides the
         policy's entries its data has
 
-        - ``"query"``, ``"metadata"``: the question and the other columns of the row;
-        - ``"group"``: int64 ``[B, 1]``, the number of the prompt in the run (pass ``Advantage(group_key="group")``);
-        - under ``"next"`` the entries of :class:`FunctionReward`: ``"reward"``, ``("rewards", name)`` and
-          ``"reward_failures"``; after a ``kl_transform`` that charges the KL, ``"reward"`` has one number per token.
+        - ``"query"`` and ``"metadata"``, the question and the other columns of the row
+        - ``"group"``, the number of the prompt in the run, int64 ``[B, 1]`` (pass ``Advantage(group_key="group")``)
+        - the entries of :class:`FunctionReward` under ``"next"``. After a ``kl_transform`` that charges the KL, ``"reward"``
+          has one number per token.
+        - with several turns ``"messages"``, the conversation, and the numbers of episode and turn, ``"run"`` and ``"step"``,
+          int64 ``[B, 1]`` (pass ``Advantage("step_wise_grpo", keys={"run": "run", "step": "step"})``)
 
-        and with several turns ``"messages"``, the conversation; ``"run"``, the episode's number, and ``"step"``, the number of
-        the turn, int64 ``[B, 1]``: pass ``Advantage("step_wise_grpo", keys={"run": "run", "step": "step"})``.
-
-        A prompt that was posed but not answered is posed again after a reset.
+        After a reset, prompts without an answer are used again.
 
     Raises:
-        PromptError: for a row without a prompt, or no rows.
-        ValueError: for numbers out of range, or a chat template that is missing.
-        TypeError: for prompts of another type, or functions of other arguments.
+        PromptError: if a row has no prompt, or the source has no rows.
+        ValueError: if a number is out of range, or the chat template is missing.
+        TypeError: if the prompts have another type, or a function cannot be called with its arguments.
 
     Example:
         >>> import tensordict
@@ -160,6 +159,7 @@ def make_env(
         >>> env.step(step)["next", "reward"].flatten()
         tensor([1., 1., 0., 0.])
     """
+    # Without it torchrl stores the list of all prompts in each row.
     if not list_to_stack():
         raise RuntimeError("torchrl's LLM envs need `tensordict.set_list_to_stack(True).set()`, or LIST_TO_STACK=1.")
     base = TaskEnv(
@@ -184,7 +184,7 @@ def make_env(
 
 
 def stack_rows(values: Iterable[object]) -> NonTensorStack:
-    """One value of any type for each row, lists and dicts included.
+    """Stack one value of any type for each row, including lists and dicts.
 
     Example:
         >>> stack_rows([[1, 2], {"a": 3}]).tolist()
@@ -198,9 +198,9 @@ class _Answered(NamedTuple):
 
     Args:
         parsed: the answer's text and calls.
-        messages: the conversation with the answer.
+        messages: the conversation, including the answer.
         metadata: the other columns of the prompt's row.
-        last: whether the limit of turns is reached.
+        last: whether the episode has reached its limit of turns.
     """
 
     parsed: Parsed
@@ -210,9 +210,9 @@ class _Answered(NamedTuple):
 
 
 class TaskEnv(ChatEnv):
-    """A ``ChatEnv`` that poses its own prompts, each to ``group_size`` neighbouring rows; built by :func:`make_env`.
+    """A ``ChatEnv`` with its own prompts, which :func:`make_env` builds. Each prompt fills ``group_size`` consecutive rows.
 
-    The prompt of a row is a function of the seed and of how many prompts the row has finished.
+    The prompt of a row depends only on the seed and on the number of prompts that the row has finished.
     """
 
     def __init__(
@@ -246,11 +246,12 @@ class TaskEnv(ChatEnv):
             tools = Tools(turns.tools, timeout=timeout, workers=turns.workers) if turns.tools else None
             self.dialog = Dialog(tokenizer, tools, template_kwargs, turns.tool_parser)
         self._call_all, self._log = Caller(timeout, None if turns is None else turns.workers), FailureLog()
-        self._finished = torch.zeros(num_prompts * group_size, dtype=torch.int64)  # prompts of each row
-        self._answered = torch.zeros(num_prompts * group_size, dtype=torch.bool)  # whether the row took a step
+        # The number of finished prompts of each row, and whether the row has answered its prompt.
+        self._finished = torch.zeros(num_prompts * group_size, dtype=torch.int64)
+        self._answered = torch.zeros(num_prompts * group_size, dtype=torch.bool)
         self._declare()
         if input_mode == "text":
-            self._render(prompts[0])  # errors of the template come at once
+            self._render(prompts[0])  # so that an error of the template is raised here, not in the collector
 
     def _declare(self) -> None:
         env: Any = self  # torchrl's setters are untyped
@@ -270,7 +271,7 @@ class TaskEnv(ChatEnv):
     # ------------------------------------------------------------------ prompts
 
     def positions(self) -> Tensor:
-        """The number in the run of each row's prompt; int64 ``[B]``."""
+        """The position of each row's prompt in the run, int64 ``[B]``."""
         slots = torch.arange(len(self._finished)) // self.group_size
         order = self.order
         return order.start + (self._finished * order.world_size + order.rank) * self.num_prompts + slots
@@ -280,6 +281,7 @@ class TaskEnv(ChatEnv):
         chosen = (
             torch.ones_like(self._answered) if rows is None else rows.reshape(len(self._answered), -1).any(-1).cpu()
         )
+        # A collector may reset a row twice without a step between: the prompt changes only after an answer.
         self._finished[chosen & self._answered] += 1
         self._answered[chosen] = False
         positions = self.positions()
@@ -290,6 +292,7 @@ class TaskEnv(ChatEnv):
         td.set("metadata", stack_rows(dict(prompt.metadata) for prompt in prompts))
         td.set("group", positions.unsqueeze(-1).to(self.device or "cpu"))
         if self.dialog is not None:
+            # Numbers of episodes, which are unique over the run and all ranks because the positions are.
             members = torch.arange(len(positions)) % self.group_size
             td.set("run", (positions * self.group_size + members).unsqueeze(-1).to(self.device or "cpu"))
             td.set("step", torch.zeros((*self.batch_size, 1), dtype=torch.int64, device=self.device))
@@ -304,12 +307,10 @@ class TaskEnv(ChatEnv):
             conversations = [self._conversation(prompt) for prompt in prompts]
             lengths = sorted({len(messages) for messages in conversations})
             if len(lengths) > 1:
-                raise ValueError(
-                    f"conversations of {lengths} messages need input_mode='text': a History has one length."
-                )
+                raise ValueError(f"conversations of {lengths} messages need input_mode='text'.")
             history.prompt = History.from_chats(conversations)
             td.set("history", history)
-        return td.to_lazystack(0)
+        return td.to_lazystack(0)  # its rows may differ in length after the policy's step
 
     def _conversation(self, prompt: Prompt) -> list[Message]:
         if self.system_prompt is None or prompt.messages[0]["role"] == "system":
@@ -340,7 +341,11 @@ class TaskEnv(ChatEnv):
     def _continue(
         self, dialog: Dialog, turns: Turns, td: TensorDictBase, next_td: TensorDictBase
     ) -> tuple[Tensor, Tensor]:
-        """Write each row's next prompt and conversation; returns whether its episode ends, and by the limit of turns."""
+        """Write each row's next prompt and conversation.
+
+        Returns:
+            Whether each episode ends, and whether the limit of turns ended it.
+        """
         keys = (("text", "prompt"), ("text", "full"), "messages", "metadata", "step")
         prompts, texts, before, metadata, steps = (read_rows_of(td, key) or [] for key in keys)
         step = torch.stack([torch.as_tensor(row).reshape(1) for row in steps]) + 1
@@ -371,7 +376,8 @@ class TaskEnv(ChatEnv):
         return done, truncated
 
     def _replies(self, dialog: Dialog, reply: Reply | None, rows: list[_Answered]) -> list[list[Message] | None]:
-        """The messages after each answer; empty at the end of the episode, None if only the limit of turns ends it."""
+        """The messages after each answer. Empty at the end of an episode, None if the limit of turns ends it."""
+        # Calls at the limit of turns are not run, since no answer follows their results.
         after: list[list[Message] | None] = [None if row.last and row.parsed.calls else [] for row in rows]
         calling = [i for i, row in enumerate(rows) if row.parsed.calls and not row.last]
         if calling and dialog.tools is not None:
@@ -394,7 +400,7 @@ class TaskEnv(ChatEnv):
 
 
 def _without_bos(text: str, tokenizer: Tokenizer) -> str:
-    """A rendered prompt without the begin-of-sequence token if the tokenizer adds one by itself: a model expects one."""
+    """Remove the begin-of-sequence token of a rendered prompt if the tokenizer adds one: a model expects exactly one."""
     bos = tokenizer.bos_token
     if bos and text.startswith(bos) and tokenizer(bos).input_ids[:2] == [tokenizer.bos_token_id] * 2:
         return text[len(bos) :]

@@ -1,4 +1,4 @@
-"""Whole groups from the batches of a collector."""
+"""Collects complete groups of episodes from the batches of a collector."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def whole_groups(
     *,
     num_groups: int = 1,
 ) -> Iterator[TensorDictBase]:
-    """Batches of whole groups of finished episodes, from batches that end anywhere.
+    """Yield batches of complete groups of finished episodes.
 
-    Episodes of several turns end at different steps, so that a batch of a collector holds parts of episodes and of groups.
-    This keeps them until the group is complete; nothing is dropped or repeated.
+    Episodes of several turns end at different steps, so a batch of a collector holds parts of episodes and of groups. The
+    parts are kept until their group is complete. No step is dropped or repeated.
 
     Args:
-        batches: of a collector: rows ``[*envs, steps]`` or flattened, each step once and the steps of an episode in order.
-            The integer ``"group"`` is equal for the rows of a group, ``"run"`` for the steps of an episode. Data without
-            ``"run"`` has episodes of one step.
-        group_size: episodes of a group.
+        batches: the batches of a collector, ``[*envs, steps]`` or flattened. Each step occurs once, and the steps of an
+            episode are in order. The integer entry ``"group"`` is equal for the rows of a group, and ``"run"`` for the steps
+            of an episode. Without ``"run"`` each step is an episode.
+        group_size: the number of episodes in a group.
 
     Keyword Args:
-        num_groups: groups of a batch.
+        num_groups: the number of groups in a yielded batch.
 
     Yields:
-        Rows ``[R]``, groups in the order in which they were completed, in each the episodes in the order of their numbers, in
-        each its steps.
+        Rows ``[R]``. Groups are in the order in which they were completed, the episodes of a group in the order of their
+        numbers, and the steps of an episode in their own order.
 
     Example:
         >>> import torch
@@ -47,7 +47,7 @@ def whole_groups(
         [[10, 10, 11]]
     """
     check_range(1, group_size=group_size, num_groups=num_groups)
-    unnamed = count(-1, -1)
+    unnamed = count(-1, -1)  # negative, so that they differ from the numbers of "run"
     steps: dict[int, dict[int, list[TensorDictBase]]] = defaultdict(lambda: defaultdict(list))
     ended: dict[int, int] = defaultdict(int)
     complete: list[int] = []

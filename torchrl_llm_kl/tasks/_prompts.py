@@ -1,4 +1,4 @@
-"""Prompts of a task: rows of a file, a list or a data set, and the order in which they are posed."""
+"""Prompts of a task: the rows of a file, a list or a dataset, and their order."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.datasets import DataError, DataSource, RowError, as_list, check_unicode, read_messages, read_rows
 from torchrl_llm_kl.masks import Message, split_images
 
-#: The columns that may hold a prompt, the first of them that a row has.
+#: The columns that may hold a prompt. The first one that a row has is used.
 PROMPT_COLUMNS = ("prompt", "question", "messages")
 
 
 class PromptError(DataError):
-    """A row holds no prompt, or no rows were given; the message names the row and its columns."""
+    """A row holds no prompt, or the source has no rows. The message names the row and its columns."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Prompt:
 
     Args:
         question: the text of the user's last message.
-        messages: the conversation up to the answer.
-        metadata: all other columns of the row, among them ``answer``, the expected one.
+        messages: the conversation before the answer.
+        metadata: all other columns of the row, such as the expected ``answer``.
     """
 
     question: str
@@ -38,16 +38,18 @@ class Prompt:
 
 
 class Prompts(Sequence[Prompt]):
-    """Prompts by number. Those of a file or a list are checked when this is built, rows of a data set when they are posed.
+    """A sequence of prompts.
+
+    The rows of a file or a list are checked at construction. The rows of a dataset are read and checked when they are used.
 
     Args:
-        source: texts; rows (dicts with ``prompt``, ``question`` or ``messages``); conversations; a dict of columns; the path of
-            a JSONL or Parquet file; or a ``Dataset`` of Hugging Face's ``datasets``.
+        source: a list of texts, of rows (dicts with ``prompt``, ``question`` or ``messages``) or of conversations, a dict of
+            columns, the path of a JSONL or Parquet file, or a ``Dataset`` of Hugging Face's ``datasets``.
 
     Raises:
-        PromptError: for a row without a prompt, or no rows.
-        DataError: for a file or a row that cannot be read.
-        TypeError: for another source.
+        PromptError: if a row has no prompt, or the source has no rows.
+        DataError: if a file or a row cannot be read.
+        TypeError: if the source has another type.
 
     Example:
         >>> prompts = Prompts([{"question": "2 + 2?", "answer": "4", "level": 1}])
@@ -80,19 +82,19 @@ class Prompts(Sequence[Prompt]):
 
 
 def _is_table(source: object) -> bool:
-    """Whether a source is a data set of rows by number, such as ``datasets.Dataset``."""
+    """Whether a source is a dataset with random access to its rows, such as ``datasets.Dataset``."""
     return all(hasattr(source, name) for name in ("__len__", "__getitem__", "column_names"))
 
 
 def parse_prompt(row: object, place: str) -> Prompt:
-    """The prompt of a row: a text, messages, or a mapping with a column of :data:`PROMPT_COLUMNS`.
+    """Parse a row into a prompt.
 
     Args:
-        row: its value.
-        place: names it in errors.
+        row: a text, messages, or a mapping with a column of :data:`PROMPT_COLUMNS`.
+        place: the name of the row in errors.
 
     Raises:
-        PromptError: if it holds no prompt.
+        PromptError: if the row holds no prompt.
 
     Example:
         >>> parse_prompt("hi", "row 1")
@@ -105,7 +107,7 @@ def parse_prompt(row: object, place: str) -> Prompt:
 
 
 def _parsed(row: Mapping[object, object]) -> Prompt:
-    # Parquet fills missing columns with None.
+    # Parquet fills missing columns with None, so None counts as missing.
     column = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
     if column is None:
         filled = ", ".join(str(name) for name, value in row.items() if value is not None) or "(none)"
@@ -117,7 +119,7 @@ def _parsed(row: Mapping[object, object]) -> Prompt:
     if not messages or messages[-1]["role"] == "assistant":
         raise RowError(f"has a `{column}` without a last message of the user: put the answer into another column")
     if split_images(messages)[1]:
-        raise RowError(f"has images in `{column}`, and a task poses only text. Leave such rows out")
+        raise RowError(f"has images in `{column}`, and a task supports only text. Leave such rows out")
     question = _question(messages)
     check_unicode(question)
     return Prompt(question, messages, {str(key): item for key, item in row.items() if key != column})
@@ -136,19 +138,19 @@ def _question(messages: Sequence[Message]) -> str:
 
 @dataclass(frozen=True)
 class PromptOrder:
-    """The order in which prompts are posed: a new permutation of them for each epoch.
+    """The order of the prompts: a new permutation for each epoch.
 
-    Which prompt is posed at a position of the run is a function of only ``seed`` and position, so that a run continues
-    anywhere.
+    The prompt at a position of the run depends only on ``seed`` and the position, so a run can continue from any position.
 
     Args:
-        seed: of the permutations; None to pose the prompts as they come.
-        start: prompts that were posed already, by all ranks: a resumed run continues with the next ones.
-        rank: of this env among several that share the prompts: all together pose each once in an epoch.
-        world_size: how many there are.
+        seed: the seed of the permutations. None keeps the order of the source.
+        start: the number of prompts that all ranks together have used already. A resumed run continues with the next prompt.
+        rank: the index of this env among ``world_size`` envs that share the prompts. Together they use each prompt once in an
+            epoch.
+        world_size: the number of envs that share the prompts.
 
     Raises:
-        ValueError: for numbers out of range.
+        ValueError: if a number is out of range.
 
     Example:
         >>> order = PromptOrder(seed=0)
@@ -168,13 +170,14 @@ class PromptOrder:
         check_range(0, self.world_size - 1, rank=self.rank)
 
     def at(self, position: int, total: int) -> int:
-        """The number of the prompt at a position of the run, of ``total`` prompts."""
+        """The index of the prompt at a position of the run, among ``total`` prompts."""
         epoch, place = divmod(position, total)
         return place if self.seed is None else int(_permutation(total, self.seed, epoch)[place])
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=4)  # training and evaluation, and the two epochs of a step at their border
 def _permutation(total: int, seed: int, epoch: int) -> torch.Tensor:
+    # A hash of both numbers: with seed + epoch, neighbouring seeds would share the permutations of all but one epoch.
     digest = sha256(f"{seed}/{epoch}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))  # torch takes less than 64 bits
     return torch.randperm(total, generator=generator)

@@ -1,4 +1,4 @@
-"""Rewards from functions of a question, an answer and the row's other columns."""
+"""Rewards that Python functions compute from a question, an answer and the row's other columns."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from torchrl_llm_kl.tasks._tools import special_tokens, strip_end
 
 logger = logging.getLogger("torchrl_llm_kl.tasks")
 
-#: The other columns of a prompt's row, by name, and ``messages``.
+#: The other columns of a prompt's row by name, and the conversation as ``messages``.
 Metadata = dict[str, Any]
-#: ``(question, answer, metadata) -> number``, or a dict of numbers; sync or async.
+#: ``(question, answer, metadata) -> number``, or a dict of numbers. Sync or async.
 RewardFunction = Callable[[str, str, Metadata], object]
 #: One function, or named parts, each a function or a pair of its weight and the function.
 Reward = RewardFunction | Mapping[str, RewardFunction | tuple[float, RewardFunction]]
 
-#: The largest reward: it is stored as float32.
+#: The largest reward: rewards are stored as float32.
 _LARGEST = torch.finfo(torch.float32).max
-#: Seconds between two log lines about failures; those between are counted in the next one.
+#: Seconds between two log lines about failures. The next line counts the failures in between.
 _LOG_EVERY = 10.0
 
 
 class AnsweredRow(NamedTuple):
-    """The arguments of a reward function, and the number of their row in the batch."""
+    """The arguments of a reward function, and the index of their row in the batch."""
 
     row: int
     question: str
@@ -50,41 +50,41 @@ class AnsweredRow(NamedTuple):
 
 
 class RewardError(RuntimeError):
-    """A reward function failed for every answer of its first batch; the cause is its first error."""
+    """A reward function failed for every answer of its first batch. The cause is its first error."""
 
 
 class FunctionReward(Transform):
-    r"""Write the reward of each answer, computed by Python functions.
+    r"""Writes the reward of each answer, computed by Python functions.
 
-    A function gets the question, the answer as text (without end-of-turn and padding tokens) and the row's other columns, and
-    returns a finite number; it may be ``async``. Where it raises, takes too long or returns anything else, its part of the
-    reward is 0: the failure is counted and logged (logger ``torchrl_llm_kl.tasks``), and training continues. A function that
-    fails for all answers of its first batch raises instead.
+    A function takes the question, the answer as text (without end-of-turn and padding tokens) and the row's other columns. It
+    returns a finite number, and may be ``async``. If it raises, takes too long or returns anything else, its part of the
+    reward is 0, the failure is counted and logged (logger ``torchrl_llm_kl.tasks``), and training continues. If it fails for
+    all answers of its first batch, an error is raised.
 
-    In an env of several turns the answer is the last one, and earlier steps have reward 0. Append transforms that
-    charge a KL after this one; :func:`make_env` does.
+    In an env of several turns the last answer is rewarded, and earlier steps have reward 0. Append transforms that charge a
+    KL after this one, as :func:`make_env` does.
 
     Args:
-        reward: a function ``(question, answer, metadata) -> number``; or named parts, ``{name: function}`` or
+        reward: a function ``(question, answer, metadata) -> number``, or named parts: ``{name: function}`` or
             ``{name: (weight, function)}``.
 
     Keyword Args:
-        weights: of the parts of one function that returns a dict ``{name: number}``: it must return these names.
-        timeout: seconds for each call; None for no limit: sync functions then run in the caller's thread, as those need that
-            use signals.
-        workers: threads for sync functions (default one), and the most async calls at a time (default all).
-        tokenizer: its special tokens are stripped from the end of an answer. Default: the env's.
-        question_key, answer_key: entries of the texts. A function gets the entry ``"metadata"``, and the conversation
-            ``"messages"`` as ``metadata["messages"]``, if the data has them.
+        weights: the weights of the parts of a single function that returns a dict ``{name: number}`` with these names.
+        timeout: seconds for each call. None sets no limit, and sync functions run in the caller's thread, as functions that
+            use signals must.
+        workers: the number of threads for sync functions (default one) and of concurrent async calls (default all).
+        tokenizer: its special tokens are stripped from the end of an answer. By default the env's tokenizer is used.
+        question_key, answer_key: the entries of the texts. If the data has the entries ``"metadata"`` and ``"messages"``, a
+            function gets the first as ``metadata``, and the second, the conversation, as ``metadata["messages"]``.
 
     Shapes:
-        Under ``"next"``, ``[*B, 1]``: ``"reward"``, the sum of weight times part, and ``("rewards", name)``, a part without
-        its weight, both float32; ``"reward_failures"``, how many parts of the row failed, int64.
+        All entries are ``[*B, 1]``, under ``"next"``. ``"reward"`` is the sum of weight times part, and ``("rewards", name)``
+        a part without its weight, both float32. ``"reward_failures"`` is the number of parts of the row that failed, int64.
 
     Raises:
         RewardError: if a function fails for all answers of its first batch.
         TypeError: at construction, if a part cannot be called with the three arguments.
-        ValueError: at construction, for no parts or a weight that is not finite.
+        ValueError: at construction, if a weight is not finite.
 
     Example:
         >>> import tensordict
@@ -131,18 +131,20 @@ class FunctionReward(Transform):
 
     @property
     def names(self) -> list[str]:
-        """The named parts; empty for one function that returns a number."""
+        """The names of the parts. Empty for a single function that returns a number."""
         return list(self.weights) if self.named else []
 
     @property
     def part_keys(self) -> list[NestedKey]:
-        """Entries of a batch that hold the named parts, as ``gdpo`` reads them: ``keys={"rewards": reward.part_keys}``."""
+        """The entries of the named parts in a batch. ``gdpo`` takes them as ``keys={"rewards": reward.part_keys}``."""
         return [("next", "rewards", name) for name in self.names]
 
     # ------------------------------------------------------------------ where TorchRL calls it
 
+    # An env calls `_step`, a replay buffer `forward`. Both read the answer at time t and write under "next".
+
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Apply to collected data."""
+        """Write the rewards of collected data."""
         if "next" not in tensordict.keys():  # noqa: SIM118  # of a TensorDict
             tensordict.set("next", tensordict.empty())
         tensordict.set("next", self._step(tensordict, tensordict["next"]))
@@ -168,11 +170,15 @@ class FunctionReward(Transform):
     # ------------------------------------------------------------------ the calls
 
     def _evaluate(self, rows: list[AnsweredRow], count: int) -> tuple[dict[str, Tensor], Tensor]:
-        """The value of each part and the number of failures of each of ``count`` rows; ``[B]`` each, 0 in all other rows."""
+        """Call the functions for ``rows``.
+
+        Returns:
+            The values of each part and the number of failures, ``[count]`` each. Rows that are not in ``rows`` hold 0.
+        """
         values = {name: torch.zeros(count) for name in self.weights}
         failures = torch.zeros(count, dtype=torch.int64)
         calls = [
-            Call(function, (each.question, each.answer, dict(each.metadata)))
+            Call(function, (each.question, each.answer, dict(each.metadata)))  # a copy: functions may change it
             for function in self.functions.values()
             for each in rows
         ]
@@ -192,7 +198,7 @@ class FunctionReward(Transform):
         return values, failures
 
     def _numbers(self, result: object, part: str, names: list[str]) -> list[float] | Failure:
-        """The numbers that a call returned, one for each of ``names``."""
+        """Read the result of a call: one number for each of ``names``."""
         if isinstance(result, Failure):
             return result
         try:
@@ -205,7 +211,7 @@ class FunctionReward(Transform):
         return Failure(TypeError(f"returned {result!r:.60}, expected a dict with {', '.join(names)}"))
 
     def _report(self, part: str, failed: list[tuple[AnsweredRow, BaseException]], count: int) -> None:
-        """Log the failures of a part; raise if it has never worked."""
+        """Log the failures of a part. Raise an error if the part has never worked."""
         if len(failed) < count:
             self._worked.add(part)
         if not failed:
@@ -216,19 +222,20 @@ class FunctionReward(Transform):
         if part not in self._worked:
             where = f"all {count} answers of its first batch, first in {row}"
             raise RewardError(f"{what} failed for {where}: {reason}.") from error
-        self._log.add(f"{what} failed for {len(failed)} of {count} answers, first in {row}: {reason}; they count as 0")
+        where = f"{len(failed)} of {count} answers, first in {row}"
+        self._log.add(f"{what} failed for {where}: {reason}. Their reward is 0")
 
     # ------------------------------------------------------------------ reading the data
 
     def _answered(self, td: TensorDictBase, next_td: TensorDictBase) -> list[AnsweredRow]:
-        """The rows that end their episode here."""
+        """The rows whose episode ends at this step."""
         questions = self._texts(td, next_td, self.question_key)
         parent = self.parent
         own = None if parent is None else getattr(parent.base_env, "tokenizer", None)
         special = special_tokens(own if self.tokenizer is None else self.tokenizer)
         answers = [strip_end(text, special) for text in self._answers(td, next_td)]
         metadata = self._column(td, next_td, "metadata") or [{} for _ in answers]
-        messages = self._column(next_td, td, "messages")  # with the answer
+        messages = self._column(next_td, td, "messages")  # under "next" the conversation includes the answer
         if messages is not None:
             metadata = [{**each, "messages": list(own)} for each, own in zip(metadata, messages, strict=True)]
         rows = (row for row, done in enumerate(_finished_rows(next_td)) if done)
@@ -236,7 +243,7 @@ class FunctionReward(Transform):
 
     def _answers(self, td: TensorDictBase, next_td: TensorDictBase) -> list[str]:
         if self._column(td, next_td, self.answer_key) is None:
-            # An action of the env's spec is the whole text, or conversation, without its parts.
+            # An action that the env's spec samples has only the whole text or conversation, without its parts.
             whole, prompts = (self._column(td, next_td, ("text", part)) for part in ("full", "prompt"))
             if whole is not None:
                 prompts = [""] * len(whole) if prompts is None else prompts
@@ -261,7 +268,7 @@ class FunctionReward(Transform):
 def _read_reward(
     reward: Reward, weights: Mapping[str, float] | None
 ) -> tuple[dict[str, RewardFunction], dict[str, float]]:
-    """The functions by name (``""`` for a single one), and the weights of the numbers they return."""
+    """The functions by name (``""`` for a single function), and the weights of the numbers that they return."""
     if isinstance(reward, Mapping):
         if weights is not None:
             raise ValueError("weights= belong to one function that returns a dict: pass {name: (weight, function)}.")
@@ -279,7 +286,7 @@ def _read_reward(
 
 
 def _float32(value: Any) -> float:
-    """A number that float32 holds, of Python, numpy or a tensor of one element; an error for anything else."""
+    """Read a finite number of Python, numpy or a one-element tensor. Anything else is an error."""
     value = value.item() if hasattr(value, "item") else value
     if not (isinstance(value, numbers.Real) and abs(float(value)) <= _LARGEST):
         raise ValueError(f"returned {value!r:.60}, expected a finite number of at most {_LARGEST:.2g}")
@@ -287,7 +294,7 @@ def _float32(value: Any) -> float:
 
 
 def read_rows_of(td: TensorDictBase, key: NestedKey) -> list[Node] | None:
-    """The values of an entry, one for each row of a batch of any shape; None if there is none.
+    """The values of an entry, one for each row of a batch of any shape. None if the entry is missing.
 
     Example:
         >>> from tensordict import NonTensorStack, TensorDict
@@ -297,7 +304,7 @@ def read_rows_of(td: TensorDictBase, key: NestedKey) -> list[Node] | None:
     column = read_column(td, key)
     if column is None:
         return None
-    if isinstance(column, list):  # of the rows
+    if isinstance(column, list):  # the leaves of a lazy stack
         return [value.tolist() if is_non_tensor(value) else value for value in column]
     rows = [column.tolist() if is_non_tensor(column) else column]
     for _ in range(td.batch_dims):
@@ -306,7 +313,7 @@ def read_rows_of(td: TensorDictBase, key: NestedKey) -> list[Node] | None:
 
 
 def _finished_rows(next_td: TensorDictBase) -> list[bool]:
-    """Which rows end their episode here; all where the data does not say."""
+    """Whether each row ends its episode. Data without ``"done"`` has episodes of one step."""
     count = next_td.batch_size.numel()
     done = read_column(next_td, "done")
     if done is None:
@@ -319,13 +326,13 @@ def reward_metrics(batch: TensorDictBase) -> dict[str, Tensor]:
     """Means over the finished answers of a batch, for a :class:`~torchrl_llm_kl.RunMonitor` or a logger.
 
     Args:
-        batch: of a collector, of any shape; with ``("next", "reward_failures")`` and maybe ``("next", "rewards", name)``.
+        batch: a batch of any shape with the entries that :class:`FunctionReward` writes.
 
     Returns:
-        ``"rewards/NAME"``, the mean of each named part; ``"reward_failures"``, the share of answers with a part that failed.
+        ``"rewards/NAME"``, the mean of each named part, and ``"reward_failures"``, the share of answers with a failed part.
 
     Raises:
-        MissingEntryError: for a batch without rewards of :class:`FunctionReward`.
+        MissingEntryError: if the batch lacks these entries.
 
     Example:
         >>> from tensordict import TensorDict
@@ -352,7 +359,7 @@ def reward_metrics(batch: TensorDictBase) -> dict[str, Tensor]:
 
 
 class FailureLog:
-    """One line for the first failures, then at most one in :data:`_LOG_EVERY` seconds, with the number of those before."""
+    """Logs a line at most every :data:`_LOG_EVERY` seconds. Each line states how many lines were left out before it."""
 
     def __init__(self) -> None:
         self._last, self._unsaid = -math.inf, 0

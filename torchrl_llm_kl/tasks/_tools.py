@@ -1,4 +1,4 @@
-"""Tools that a policy calls between its answers: their schemas, the calls in an answer, and the conversation after them."""
+"""Tools that a policy calls: their schemas, the parsers of calls in an answer, and the conversation after a call."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.masks import Message, Tokenizer, render_conversation
 from torchrl_llm_kl.tasks._calls import Call, Caller, Failure
 
-#: Reads the calls of an answer: text -> calls, each a :class:`ToolCall` or a dict with ``name`` and ``arguments``; torchrl's
-#: parsers (``XMLBlockParser``, ``JSONCallParser``) are accepted too.
+#: A function from the text of an answer to its calls, each a :class:`ToolCall` or a dict with ``name`` and ``arguments``.
+#: Parsers of torchrl (``XMLBlockParser``, ``JSONCallParser``) are accepted too.
 ToolParser = Callable[[str], object]
 
 
@@ -27,9 +27,9 @@ class ToolCall:
     """A call in an answer.
 
     Args:
-        name: of the tool.
-        arguments: by name.
-        error: why the call cannot be run, told to the policy; empty if it can.
+        name: the tool's name.
+        arguments: the arguments by name.
+        error: the reason why the call cannot run, which the policy gets as the result. Empty if the call can run.
     """
 
     name: str
@@ -39,22 +39,22 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Parsed:
-    """An answer's text beside its calls, and the calls in order."""
+    """The text of an answer without its calls, and the calls in order."""
 
     content: str
     calls: list[ToolCall]
 
 
 # ------------------------------------------------------------------ calls in an answer
-# An answer may be any text: each parser looks at a character a fixed number of times.
+# An answer may be any text, so each parser takes time that is linear in its length.
 
-#: Levels of lists and objects in the arguments of a call: fewer than copies and templates can follow.
+#: The deepest nesting of lists and objects in the arguments of a call. Copies and templates recurse, and fail at about 1000.
 _DEEPEST = 64
 
 
 def _read_call(value: object) -> ToolCall:
-    """A call from any form of a parsed one."""
-    if hasattr(value, "tool") and hasattr(value, "args"):  # torchrl's
+    """Convert a parsed call of any form."""
+    if hasattr(value, "tool") and hasattr(value, "args"):  # a call of torchrl's parsers
         value = ToolCall(str(value.tool), dict(value.args))
     if isinstance(value, ToolCall):
         return _not_too_deep(value)
@@ -64,8 +64,8 @@ def _read_call(value: object) -> ToolCall:
     name, arguments = value["name"], value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         try:
-            arguments = _read_json(arguments)
-        except ValueError as error:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
             return ToolCall(name, error=f"its arguments are not JSON: {error}")
     if arguments is not None and not isinstance(arguments, Mapping):
         return ToolCall(name, error="its arguments are not a JSON object")
@@ -82,19 +82,11 @@ def _not_too_deep(call: ToolCall) -> ToolCall:
     return ToolCall(call.name, error=f"its arguments are nested more than {_DEEPEST} levels deep")
 
 
-def _read_json(text: str) -> object:
-    """A ValueError for whatever cannot be read, also for text that is nested too deeply."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
 def _json_calls(text: str) -> list[ToolCall]:
-    """The calls of JSON text: one object or a list of them."""
+    """The calls in JSON text, which is one object or a list of objects."""
     try:
-        value = _read_json(text)
-    except ValueError as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # an answer may hold thousands of brackets
         return [ToolCall("", error=f"the call is not JSON: {error}")]
     return [_read_call(call) for call in (value if isinstance(value, list) else [value])]
 
@@ -103,13 +95,17 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 def _tagged_blocks(text: str, head: re.Pattern[str]) -> tuple[str, list[tuple[re.Match[str], str]]]:
-    """Text from ``<tool_call>`` and the head up to ``</tool_call>`` or the end: the text around, heads and bodies."""
+    """Split a text at its blocks, which begin with ``<tool_call>`` and the head and end with ``</tool_call>`` or the text.
+
+    Returns:
+        The text around the blocks, and the head and the body of each block.
+    """
     content, blocks, read = [], [], 0
     at = text.find(_OPEN)
     while at >= 0:
         after = at + len(_OPEN)
         begin = head.match(text, after)
-        if begin is not None:
+        if begin is not None:  # a tag without a head is text
             end = text.find(_CLOSE, begin.end())
             content.append(text[read:at])
             blocks.append((begin, text[begin.end() : end if end >= 0 else len(text)]))
@@ -122,7 +118,7 @@ _NO_HEAD = re.compile("")
 
 
 def parse_hermes(text: str) -> Parsed:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen write calls.
+    """Parse ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, the format of Hermes and Qwen.
 
     Example:
         >>> parse_hermes('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
@@ -133,7 +129,7 @@ def parse_hermes(text: str) -> Parsed:
 
 
 def parse_mistral(text: str) -> Parsed:
-    """``[TOOL_CALLS][{"name": ..., "arguments": {...}}]`` or ``[TOOL_CALLS]name[ARGS]{...}``, as Mistral writes calls.
+    """Parse ``[TOOL_CALLS][{"name": ..., "arguments": {...}}]`` or ``[TOOL_CALLS]name[ARGS]{...}``, Mistral's formats.
 
     Example:
         >>> parse_mistral('[TOOL_CALLS]add[ARGS]{"a": 1}').calls
@@ -151,7 +147,7 @@ def _mistral_calls(part: str) -> list[ToolCall]:
 
 
 def parse_llama(text: str) -> Parsed:
-    """``{"name": ..., "parameters": {...}}`` as the whole answer, as Llama 3 writes a call.
+    """Parse an answer that is ``{"name": ..., "parameters": {...}}``, the format of Llama 3.
 
     Example:
         >>> parse_llama('{"name": "add", "parameters": {"a": 1}}').calls
@@ -168,9 +164,9 @@ _TAG = re.compile(r"<parameter=([^<>\n]+)>|</parameter>|</?arg_(?:key|value)>")
 
 
 def parse_tagged(text: str, schemas: Sequence[Json] = ()) -> Parsed:
-    """Calls whose arguments have tags of their own, as Qwen 3.5, Nemotron 3 and GLM 4.5 write them.
+    """Parse calls whose arguments have tags, the format of Qwen 3.5, Nemotron 3 and GLM 4.5.
 
-    A value is text if the tool's schema says so, else the value that it is in JSON or Python.
+    A value is text if the tool's schema says so. Otherwise it is parsed as JSON, then as a Python literal.
 
     Example:
         >>> parse_tagged("<tool_call><function=add><parameter=a>1</parameter></function></tool_call>").calls
@@ -189,12 +185,12 @@ def parse_tagged(text: str, schemas: Sequence[Json] = ()) -> Parsed:
 
 
 def _tagged_arguments(body: str) -> Iterator[tuple[str, str]]:
-    """``<parameter=key>value</parameter>`` or ``<arg_key>key</arg_key><arg_value>value</arg_value>``, from left to right."""
-    key, awaited, start = "", "", 0  # the tag that ends what is open, and where that began
+    """Parse ``<parameter=key>value</parameter>`` and ``<arg_key>key</arg_key><arg_value>value</arg_value>``."""
+    key, awaited, start = "", "", 0  # `awaited` is the tag that ends the open key or value, which begins at `start`
     for tag in _TAG.finditer(body):
         if awaited and tag[0] != awaited:
             if awaited != "<arg_value>":
-                continue  # part of a key or a value
+                continue  # another tag inside a key or a value is part of its text
             awaited = ""
         text, start = body[start : tag.start()], tag.end()
         if awaited == "</parameter>":
@@ -214,28 +210,28 @@ def _tagged_arguments(body: str) -> Iterator[tuple[str, str]]:
 
 
 def _value(text: str, kind: object) -> object:
-    """The value of an argument: some templates write ``True``, others ``true``."""
+    """Parse the value of an argument. Some templates write ``True``, others ``true``."""
     if kind != "string":
-        for read in (_read_json, _read_python):
-            with suppress(ValueError):
+        for read in (json.loads, _read_python):
+            with suppress(ValueError, RecursionError):
                 return read(text)
     return text
 
 
 def _read_python(text: str) -> object:
-    """A value as Python prints it, in the types of JSON; a ValueError for any other text."""
+    """Parse a Python literal into the types of JSON. Any other text is a ValueError."""
     try:
         return json.loads(json.dumps(ast.literal_eval(text)))
-    except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
+    except (SyntaxError, TypeError, MemoryError) as error:
         raise ValueError(f"it is no value: {error}") from None
 
 
 def read_calls(parser: ToolParser, text: str) -> Parsed:
-    """The calls of an answer by any parser; those inside ``<think>``, closed or not, are none."""
+    """Parse the calls of an answer with any parser. Calls inside ``<think>``, closed or not, are ignored."""
     thought, tag, answer = text.rpartition("</think>")
     answer, *unfinished = answer.partition("<think>")
     parsed: Any = parser(answer)
-    if isinstance(parsed, Mapping):  # of torchrl's parsers
+    if isinstance(parsed, Mapping):  # the result of torchrl's parsers
         parsed = Parsed(str(parsed.get("text", "")), parsed.get("calls") or [])
     elif not isinstance(parsed, Parsed):
         parsed = Parsed(answer, parsed or [])
@@ -249,12 +245,12 @@ class Tools:
     """Functions that the policy may call.
 
     Args:
-        functions: with type hints and a Google-style docstring that describes each argument; sync or async.
-        timeout: seconds for each call; None for no limit.
-        workers: threads for sync functions, and the most async calls at a time.
+        functions: sync or async functions with type hints and a Google-style docstring that describes each argument.
+        timeout: seconds for each call. None sets no limit.
+        workers: the number of threads for sync functions, and of concurrent async calls.
 
     Raises:
-        ValueError: for a function without description, or two of one name.
+        ValueError: if a function lacks its description, or two functions have one name.
     """
 
     def __init__(
@@ -263,12 +259,12 @@ class Tools:
         from transformers.utils import get_json_schema
 
         self.functions: dict[str, Callable[..., object]] = {}
-        self.schemas: list[Json] = []  # as transformers makes them
+        self.schemas: list[Json] = []  # in the format of transformers' get_json_schema
         for function in functions:
             name = getattr(function, "__name__", type(function).__name__)
             try:
                 schema = get_json_schema(function)
-            except Exception as error:  # transformers has its own errors
+            except Exception as error:  # transformers raises errors of its own, with no common base
                 advice = "give it type hints and a docstring whose `Args:` describe each argument"
                 raise ValueError(f"the tool {name!r} has no schema ({error}): {advice}.") from error
             if name in self.functions:
@@ -278,7 +274,7 @@ class Tools:
         self._call_all = Caller(timeout, workers)
 
     def run(self, rows: Sequence[Sequence[ToolCall]]) -> list[list[str]]:
-        """The result of each call as text; of one that failed, the error, which the policy reads."""
+        """Run the calls of each row. Results and errors are texts for the policy."""
         calls = [call for row in rows for call in row]
         known = [call for call in calls if not self._refusal(call)]
         results = iter(self._call_all([Call(self.functions[call.name], kwargs=call.arguments) for call in known]))
@@ -286,7 +282,7 @@ class Tools:
         return [[next(texts) for _ in row] for row in rows]
 
     def _refusal(self, call: ToolCall) -> str:
-        """Why a call is not run; empty if it is."""
+        """The error of a call that cannot run. Empty if it can."""
         unknown = f"the tool {call.name!r} does not exist. Tools: {', '.join(self.functions)}"
         error = call.error or ("" if call.name in self.functions else unknown)
         return f"Error: {error}" if error else ""
@@ -298,13 +294,13 @@ def _result(value: object) -> str:
             text = f"Error: {type(value.error).__name__}: {value.error}"
         else:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    except Exception as error:  # keys that JSON lacks, a value that holds itself, a text that cannot be made
+    except Exception as error:  # keys that JSON lacks, circular values, a failing __str__
         text = f"Error: the result cannot be written as JSON: {type(error).__name__}: {error}"
     return as_unicode(text)
 
 
 def as_unicode(text: str) -> str:
-    """A text with ``?`` for halves of surrogate pairs, which no tokenizer takes.
+    """Replace lone surrogates by ``?``: tokenizers refuse them.
 
     Example:
         >>> as_unicode("a" + chr(0xD83D))
@@ -319,17 +315,17 @@ def as_unicode(text: str) -> str:
 class Dialog:
     """Conversations of several turns on one chat template.
 
-    The policy's own text stays as it is. The template's text after it, up to the next answer, is appended. So
-    each prompt begins with the one before and its answer, whatever the template does to earlier answers.
+    The policy's own text is never rendered again. Only the template's text from an answer to the next one is appended, so each
+    prompt begins with the previous prompt and its answer, even if the template changes earlier answers.
 
-    Calls are read by ``parser``, by the tokenizer's ``response_template``, or in the first known format that reads back the
-    template's own text of a call.
+    Calls are parsed by ``parser`` or by the tokenizer's ``response_template``. Without both, the first known format is used
+    that parses the template's own text of a call.
 
     Args:
-        tokenizer: with the chat template.
-        tools: None for a dialog only with a user.
+        tokenizer: the tokenizer with the chat template.
+        tools: the tools. None for a dialog only with a user.
         template_kwargs: further variables of the template.
-        parser: reads the calls of an answer.
+        parser: parses the calls of an answer.
 
     Raises:
         ValueError: if the template does not render the reply to an answer, or writes calls in an unknown format.
@@ -352,26 +348,26 @@ class Dialog:
 
     @property
     def schemas(self) -> list[Any] | None:
-        """The tools, as the template gets them."""
+        """The schemas of the tools, which the template gets."""
         return None if self.tools is None else self.tools.schemas
 
     def parse(self, prompt: str, answer: str) -> Parsed:
-        """The calls of an answer to a prompt; none without tools. A parser that fails is told to the policy."""
+        """Parse the calls of an answer to a prompt. An error of the parser becomes a call with this error."""
         if self.tools is None:
             return Parsed(answer, [])
         try:
             if self._parser is not None:
-                thinks = prompt.rstrip().endswith("<think>")  # some templates begin the thought
+                thinks = prompt.rstrip().endswith("<think>")  # some templates open the thought in the prompt
                 parsed = read_calls(self._parser, f"<think>{answer}" if thinks else answer)
                 return Parsed(parsed.content.removeprefix("<think>") if thinks else parsed.content, parsed.calls)
             message = self.tokenizer.parse_response(answer, prefix=prompt, tools=self.schemas)
             calls = [_read_call(call) for call in message.get("tool_calls") or []]
             return Parsed(str(message.get("content") or ""), calls)
-        except Exception as error:  # whatever an odd answer does to a parser
+        except Exception as error:  # an odd answer may raise anything in a parser
             return Parsed(answer, [ToolCall("", error=f"the call cannot be read: {type(error).__name__}: {error}")])
 
     def assistant(self, answer: str, parsed: Parsed) -> Message:
-        """The message of an answer."""
+        """The message of the assistant for an answer."""
         if not parsed.calls or any(call.error for call in parsed.calls):
             return {"role": "assistant", "content": answer}
         calls = [_call_message(i, call.name, call.arguments) for i, call in enumerate(parsed.calls)]
@@ -385,23 +381,24 @@ class Dialog:
         ]
 
     def next_prompt(self, text: str, messages: Sequence[Message], replies: Sequence[Message]) -> str:
-        """The next prompt: ``text``, which ends with the policy's answer, and the template's text after it.
+        """The next prompt: ``text`` and the template's text after the answer.
 
         Args:
             text: the prompt and the answer as it was sampled.
             messages: the conversation up to and including the answer.
-            replies: the messages after it.
+            replies: the messages after the answer.
 
         Raises:
-            Exception: of any type, from a template that cannot render this.
+            Exception: any error of the template.
         """
         turn, after = self._rendered([*messages, *replies])
         own = next((token for token in self.special if turn.endswith(token)), "")
-        closing = own if self._closing else ""  # without an end token, a call may end with its own special token
+        # Without an end token in the template, a special token at the end of a turn belongs to a call.
+        closing = own if self._closing else ""
         return text + ("" if text.endswith(self.special) else closing) + after
 
     def _rendered(self, messages: Sequence[Message]) -> tuple[str, str]:
-        """The template's text of the last answer of a conversation, and after it."""
+        """The template's text of the last answer of a conversation, and its text after the answer."""
         rendered = render_conversation(
             self.tokenizer,
             _stand_ins(messages, json_arguments=self._json_arguments),
@@ -417,13 +414,13 @@ class Dialog:
     def _check(self) -> None:
         """Try the template on a short dialog, and find how it writes calls."""
         question = {"role": "user", "content": "?"}
-        answer, mark = {"role": "assistant", "content": "x"}, "reply-7351"
+        answer, mark = {"role": "assistant", "content": "x"}, "reply-7351"  # a text that no template has
         try:
             turn, _ = self._try([question, answer, {"role": "user", "content": mark}], mark, "a user's reply")
         except ValueError:
             if self.tools is None:
                 raise
-            turn = ""  # results of tools may still be rendered
+            turn = ""  # a template may render the results of tools, but no second message of the user
         self._closing = next((token for token in self.special if turn.endswith(token)), "")
         if self.tools is None:
             return
@@ -431,7 +428,7 @@ class Dialog:
         asked = [question, self.assistant("x", Parsed("x", [call])), *self.tool_messages(Parsed("x", [call]), [mark])]
         try:
             turn, _ = self._try(asked, mark, "results of tools")
-        except ValueError:
+        except ValueError:  # as in OpenAI's API, some templates take the arguments of a call as JSON text
             self._json_arguments = True
             turn, _ = self._try(asked, mark, "results of tools")
         plain, told = (
@@ -440,7 +437,7 @@ class Dialog:
         )
         if told == plain:
             warnings.warn("the chat template does not show the tools: describe them in system_prompt=.", stacklevel=5)
-        if self._parser is None and not _knows_responses(self.tokenizer):
+        if self._parser is None and getattr(self.tokenizer, "response_template", None) is None:
             self._parser = self._format(asked[:2], call)
 
     def _try(self, messages: list[Message], mark: str, what: str) -> tuple[str, str]:
@@ -454,14 +451,14 @@ class Dialog:
         return turn, after
 
     def _format(self, messages: list[Message], call: ToolCall) -> ToolParser:
-        """The format in which the template writes a call; Hermes' if it writes none."""
+        """The parser of the template's format of calls. Hermes' format if the template writes no calls."""
         assert self.tools is not None
         if self._json_arguments:
             written_call = _call_message(0, call.name, json.dumps(call.arguments))
             messages = [*messages[:-1], {**messages[-1], "tool_calls": [written_call]}]
         rendered = render_conversation(self.tokenizer, messages, tools=self.schemas, **self.template_kwargs)
         written = rendered.text[slice(*rendered.assistant_spans[-1])]
-        if call.name not in written:
+        if call.name not in written:  # the format must be in the system prompt: Hermes' is the most common one
             return parse_hermes
         tagged = partial(parse_tagged, schemas=self.tools.schemas)
         for parse in (parse_hermes, tagged, parse_mistral, parse_llama):
@@ -471,7 +468,7 @@ class Dialog:
 
 
 def _example(schema: Json) -> ToolCall:
-    """A call of a tool, with an argument of each of its types."""
+    """An example call of a tool, with a value of the right type for each argument."""
     values = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
     function = schema["function"]
     properties = function.get("parameters", {}).get("properties", {})
@@ -479,12 +476,12 @@ def _example(schema: Json) -> ToolCall:
     return ToolCall(function["name"], {n: values.get(k, "s") if isinstance(k, str) else "s" for n, k in kinds.items()})
 
 
-# Tokens that end a call are part of an answer.
+# Tokens that end a call must stay in the answer, since the parsers need them.
 _OF_CALLS = re.compile(r"tool[_▁ ]?(?:call|arg)", re.IGNORECASE)
 
 
 def special_tokens(tokenizer: Tokenizer | None) -> tuple[str, ...]:
-    """The special tokens of a tokenizer, except for calls; the longest first; empty without a tokenizer.
+    """The special tokens of a tokenizer except the tokens of calls, the longest first. Empty without a tokenizer.
 
     Example:
         >>> special_tokens(None)
@@ -499,7 +496,7 @@ def special_tokens(tokenizer: Tokenizer | None) -> tuple[str, ...]:
 
 
 def strip_end(text: str, special: tuple[str, ...]) -> str:
-    """A text without the special tokens at its end.
+    """Remove the special tokens at the end of a text.
 
     Example:
         >>> strip_end("42<end><pad><pad>", ("<end>", "<pad>"))
@@ -511,17 +508,20 @@ def strip_end(text: str, special: tuple[str, ...]) -> str:
 
 @lru_cache(maxsize=64)
 def _reversed(tokens: tuple[str, ...]) -> re.Pattern[str]:
-    """Any of the tokens, any number of times, each from its last character to its first."""
+    """A pattern of any number of the tokens, each reversed.
+
+    Matching at the start of a reversed text takes linear time. Searching for the tokens before the end takes quadratic time.
+    """
     return re.compile(f"(?:{'|'.join(re.escape(token[::-1]) for token in tokens)})*")
 
 
 def _stand_ins(messages: Sequence[Message], *, json_arguments: bool = False) -> list[Message]:
-    """Messages whose answers are a plain word: the text after an answer must not depend on the policy's words.
+    """Replace the text of each answer by a plain word: the text after an answer must not depend on the policy's words.
 
-    Each result has its call, as templates demand, even if that could not be read.
+    Each result gets a call, since templates demand one, even if the answer's call could not be parsed.
     """
     out: list[Message] = []
-    answer: Json = {}  # the last one
+    answer: Json = {}  # the last message of the assistant
     for message in messages:
         if message["role"] == "assistant":
             message = answer = {"role": "assistant", "content": "x"}
@@ -532,14 +532,10 @@ def _stand_ins(messages: Sequence[Message], *, json_arguments: bool = False) -> 
     return out
 
 
-def _knows_responses(tokenizer: object) -> bool:
-    return getattr(tokenizer, "response_template", None) is not None and hasattr(tokenizer, "parse_response")
-
-
 def _call_message(index: int, name: str, arguments: object) -> Json:
-    """A call in the message of an answer, as chat templates read it."""
+    """A call in the format of a message, which chat templates read."""
     return {"id": _call_id(index), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _call_id(index: int) -> str:
-    return f"call{index:05d}"  # nine characters, as Mistral's templates demand
+    return f"call{index:05d}"  # Mistral's templates demand nine characters

@@ -1,4 +1,4 @@
-"""A run: its configuration, models, checkpoints, the loop, evaluation and a model card."""
+"""Trains from a configuration: settings, models, checkpoints, the loop, evaluation and a model card."""
 
 from __future__ import annotations
 

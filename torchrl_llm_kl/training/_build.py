@@ -1,4 +1,4 @@
-"""From a configuration to an algorithm with its models: the reference, the KL and its coefficient."""
+"""Builds the algorithm of a configuration: the reference model, the KL and its coefficient."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torchrl_llm_kl.transforms import RetrieveKL
 
 Reference = Model | Literal["base"]
 
-#: Arguments of :func:`make_algorithm` -> the settings that a configuration has for them.
+#: Fields of a preset -> the settings that a configuration has for them.
 _OWN_SETTINGS = {
     "max_len": "sampler.max_new_tokens",
     "kl_loss_coeff": "kl.coefficient",
@@ -37,7 +37,7 @@ _OWN_SETTINGS = {
     "kl_loss": "kl.place and kl.estimator",
     "kl_reward": "kl.place and kl.estimator",
 }
-#: Schemas of data that a run does not have -> the reason.
+#: Schemas of data that a run cannot provide -> the reason.
 _NEEDS_MORE = {
     **dict.fromkeys(("sft", "dpo", "unpaired"), "learns from given answers and needs no rewards"),
     "mix": "needs answers of experts beside the policy's own",
@@ -49,7 +49,7 @@ _NEEDS_MORE = {
 
 
 def sampling_of(config: TrainConfig) -> Sampling:
-    """The distribution that answers are drawn from.
+    """The distribution from which answers are sampled.
 
     Example:
         >>> sampling_of(config)  # doctest: +SKIP
@@ -59,22 +59,26 @@ def sampling_of(config: TrainConfig) -> Sampling:
 
 
 def load_reference(config: TrainConfig) -> Reference | None:
-    """The reference of a run: a frozen model, ``"base"`` for the policy without its adapters, a service's, or None.
+    """Load the reference of a run: a frozen model, a service's model, or ``"base"`` for the policy without its adapters.
 
     Args:
-        config: of the run.
+        config: the settings of the run.
+
+    Returns:
+        The reference. None if the run has no reference, or a teacher takes its place.
 
     Example:
         >>> reference = load_reference(config)  # doctest: +SKIP
     """
     settings = config.reference
-    if settings.name == "none" or config.algorithm.teacher is not None:  # the teacher takes its place
+    # `AlgorithmPlan.build` loads the teacher.
+    if settings.name == "none" or config.algorithm.teacher is not None:
         return None
     if settings.service is None and config.starts_from_base:
         return "base"
     name = config.model.name if settings.name == "start" else settings.name
     if Path(name).is_dir():
-        name = str(Path(name).resolve())  # a service's process may run in another folder, and sharing runs too
+        name = str(Path(name).resolve())  # the service, and other runs that share it, may run in other folders
     load = partial(load_model, name, dtype=config.model.dtype, attention=config.model.attention)
     if settings.service is None:
         return load(device=config.model.device)
@@ -90,12 +94,12 @@ def load_reference(config: TrainConfig) -> Reference | None:
 
 @dataclass(frozen=True, eq=False)
 class AlgorithmPlan:
-    """The algorithm of a configuration before it has models; :func:`plan_algorithm` makes it.
+    """The algorithm of a configuration before its models are loaded. :func:`plan_algorithm` makes it.
 
     Args:
-        config: of the run.
-        algorithm: the preset with the configuration's changes.
-        coefficient: of the KL; None if nothing is charged.
+        config: the settings of the run.
+        algorithm: the preset with the changes of the configuration.
+        coefficient: the coefficient of the KL. None if no KL is charged.
     """
 
     config: TrainConfig
@@ -114,16 +118,16 @@ class AlgorithmPlan:
 
         Args:
             policy: the model that is trained.
-            reference: of :func:`load_reference`.
+            reference: the result of :func:`load_reference`.
 
         Returns:
-            The algorithm with its models; the transform that scores the answers in the env, None without a reference; and the
-            updater of the reference, None for a fixed reference.
+            The algorithm with its models, the transform that scores the answers in the env (None without a reference), and the
+            updater of the reference (None for a fixed reference).
         """
         config, critic, moved = self.config, None, reference
         if self.distils:
             reference = load_model(str(config.algorithm.teacher), dtype="auto", device=config.model.device)
-        if self.algorithm.use_critic:  # with a second body, of the weights before training
+        if self.algorithm.use_critic:  # its body starts from the policy's weights before training
             body = load_model(config.model.name, dtype=config.model.dtype, device=config.model.device)
             critic = TokenCritic(body.requires_grad_(True))
         parts = self._bind(policy, reference, critic)
@@ -139,14 +143,14 @@ class AlgorithmPlan:
         return parts, kl, updater
 
     def check(self, policy: nn.Module, reference: nn.Module) -> None:
-        """Bind the algorithm to models without weights: it refuses here, before any are loaded.
+        """Bind the algorithm to models without weights, which raises its errors before weights are loaded.
 
         Args:
-            policy: on the meta device.
-            reference: another model there, or the teacher's.
+            policy: a model on the meta device.
+            reference: another model on the meta device, which stands for the reference or the teacher.
 
         Raises:
-            ConfigError: if it refuses them, with its reason.
+            ConfigError: if the algorithm does not accept the models or its settings.
         """
         critic = TokenCritic(copy.deepcopy(policy)) if self.algorithm.use_critic else None
         try:
@@ -171,23 +175,23 @@ class AlgorithmPlan:
 def measured_kl(
     config: TrainConfig, policy: nn.Module, reference: Model | str, estimator: EstimatorName = "k1"
 ) -> RetrieveKL:
-    """A transform that measures the KL and charges nothing.
+    """A transform that measures the KL without charging it.
 
     Example:
         >>> kl = measured_kl(config, policy, reference)  # doctest: +SKIP
     """
     options = ScoreOptions(sampling_of(config))
-    # A copy of the policy in a service would not be trained.
+    # "direct", also inside a service scope: a copy of the policy in a service would keep its first weights.
     return RetrieveKL(
         policy, reference, add_to_reward=False, options=options, service_backend="direct", estimator=estimator
     )
 
 
 def plan_algorithm(config: TrainConfig) -> AlgorithmPlan:
-    """The algorithm of a configuration; an error if a run cannot have it.
+    """Plan the algorithm of a configuration.
 
     Raises:
-        ConfigError: if a run lacks an input of the algorithm; says where it can be trained.
+        ConfigError: if a run cannot train with the algorithm or its settings. The message gives the reason.
 
     Example:
         >>> from torchrl_llm_kl.training import read_config
@@ -207,7 +211,7 @@ def plan_algorithm(config: TrainConfig) -> AlgorithmPlan:
     refuse(
         (lacks, f"algorithm.name is {name}, which {lacks}: choose another, or write the loop with make_algorithm."),
         *((True, f"algorithm.args has {key}: set {_OWN_SETTINGS[key]} instead.") for key in own),
-        (distils and not teacher, f"algorithm.name is {name}: set algorithm.teacher to its folder or hub name."),
+        (distils and not teacher, f"algorithm.name is {name}: set algorithm.teacher to the folder or name of a model."),
         (teacher and not distils, f"{name} has no teacher: leave algorithm.teacher out, or choose on_policy_distill."),
         (distils and charges, f"{name} has a teacher as its reference: leave kl and reference settings out."),
         (penalised and not estimators, f"{name} has no KL penalty: set kl.place, or leave the other kl settings out."),
@@ -216,11 +220,13 @@ def plan_algorithm(config: TrainConfig) -> AlgorithmPlan:
     coefficient = None
     if estimators:
         coefficient = _coefficient(config, getattr(preset, f"{next(iter(estimators))}_coeff"))
+    # The configuration decides where the KL is charged, so both places of the preset are cleared first.
     changes: dict[str, object] = {"kl_loss": "none", "kl_reward": "none", **estimators}
     changes |= {f"{place}_coeff": coefficient for place in estimators}
     changes |= {key: _registered(key, value) for key, value in config.algorithm.args.items()}
     try:
         if apply_overrides(preset, changes).summed == "seq-mean-token-sum-norm":
+            # This aggregation divides by the longest possible answer.
             changes["max_len"] = config.sampler.max_new_tokens
         algorithm = apply_overrides(preset, changes)
         algorithm.check_group_size(config.data.group_size, name="data.group_size")
@@ -230,7 +236,7 @@ def plan_algorithm(config: TrainConfig) -> AlgorithmPlan:
 
 
 def _registered(key: str, value: object) -> object:
-    """A setting of the algorithm. A function in the user's code is replaced by the name under which it is registered."""
+    """A value of ``algorithm.args``. A function in the user's code is replaced by its registered name."""
     if key not in FUNCTIONS_OF_ALGORITHM or not is_place(value):
         return value
     place = str(value)
@@ -238,13 +244,13 @@ def _registered(key: str, value: object) -> object:
     if key == "advantage":
         return advantage_spec(function).name
     if spec_of(function) is None and place not in available_objectives():
-        objective(place)(function)  # without a name of its own
+        objective(place)(function)  # a function that the user's code did not register
     spec = spec_of(function)
     return place if spec is None else spec.name
 
 
 def _estimators(config: TrainConfig, preset: Algorithm) -> dict[str, object]:
-    """The estimator at each place where a KL is charged: ``kl_loss``, ``kl_reward``."""
+    """The estimator at each place where a KL is charged, ``kl_loss`` and ``kl_reward``."""
     kl, places = config.kl, {"kl_loss": preset.kl_loss, "kl_reward": preset.kl_reward}
     if kl.place != "preset":
         usual: dict[str, EstimatorName] = {"loss": "k2", "reward": "k1"}
@@ -252,24 +258,25 @@ def _estimators(config: TrainConfig, preset: Algorithm) -> dict[str, object]:
     own: object = kl.estimator
     if is_place(own):
         function = imported_function(str(own))
+        # A registered function has a name, which the algorithm shows in its settings.
         names = (name for name in available_estimators() if get_estimator(name) is function)
         own = next(names, function)
     elif own is not None:
-        get_estimator(cast(EstimatorName, own))  # an unknown name is refused here
+        get_estimator(cast(EstimatorName, own))  # raises an error for an unknown name
     return {place: own or estimator for place, estimator in places.items() if estimator != "none"}
 
 
 def _coefficient(config: TrainConfig, usual: float) -> nn.Module:
-    """The coefficient of a KL: adaptive with a target, else the configuration's number or the preset's."""
+    """The coefficient of a KL. It is adaptive with a target, otherwise the number of the configuration or the preset."""
     kl = config.kl
     if kl.target is None:
         return as_coefficient(usual if kl.coefficient is None else kl.coefficient)
-    if kl.coefficient == 0:  # it adapts in steps relative to itself, so that one of 0 would stay 0
+    if kl.coefficient == 0:  # controllers multiply the coefficient, so 0 would stay 0
         raise ConfigError(
             "kl.coefficient is 0, from which it cannot adapt to kl.target: set it above 0, or leave it out."
         )
     settings: dict[str, object] = {"init": 0.1 if kl.coefficient is None else kl.coefficient, "target": kl.target}
-    if kl.controller == "ziegler":  # changes by at most 10 % per step: 0.2 * n / horizon
+    if kl.controller == "ziegler":  # it then changes by at most 10 % per step: 0.2 * n / horizon
         settings["horizon"] = 2 * config.data.num_prompts * config.data.group_size
     try:
         return get_controller(kl.controller)(**{**settings, **kl.controller_args})

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: each is there whole or not at all, a damaged one is passed over, the last and the best are kept."""
+"""Checkpoints on disk. They are written atomically, damaged ones are skipped, and the last ones and the best are kept."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _NAME = re.compile(r"step-\d{6,}")
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint is damaged and was passed over."""
+    """A checkpoint is damaged and was skipped."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on the disk.
+    """A checkpoint on disk.
 
     Args:
-        folder: with its files.
-        step: steps that were done.
-        numbers: the plain values that were saved with it.
+        folder: the folder of its files.
+        step: the number of finished steps.
+        numbers: the plain values that were saved with the files.
         files: size and checksum of each file, by path.
-        resumes: whether it has all that a run needs to go on from it.
+        resumes: whether a run can resume from it. A checkpoint that is kept only as the best has lost some files.
     """
 
     folder: Path
@@ -42,23 +42,20 @@ class Checkpoint:
     files: dict[str, tuple[int, int]]
     resumes: bool = True
 
-    def write_record(self, file: Path) -> None:
-        """Write ``checkpoint.json``: JSON with the checksum of its values."""
-        file.write_bytes(self._record)
-
     @property
-    def _record(self) -> bytes:
+    def record(self) -> bytes:
+        """The content of ``checkpoint.json``: all fields except the folder, and a checksum of them."""
         values = {name: value for name, value in vars(self).items() if name != "folder"}
         return (json.dumps({**values, "checksum": zlib.crc32(json.dumps(values).encode())}, indent=1) + "\n").encode()
 
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
-        """The checkpoint that a folder's record describes; its files may be damaged.
+        """Read the record of a folder. Its files may still be damaged (:meth:`check_files`).
 
         Raises:
-            ValueError: if the record is not the output of :meth:`write_record`, to the last bit.
+            ValueError: if the record differs in any bit from :attr:`record`.
         """
-        if not (folder / RECORD).is_file():  # to open a pipe would block
+        if not (folder / RECORD).is_file():  # opening a pipe would block
             raise ValueError(f"{RECORD} is missing")
         data = (folder / RECORD).read_bytes()
         try:
@@ -67,12 +64,13 @@ class Checkpoint:
             read = cls(folder, **values)
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{RECORD}: {error}") from error
-        if data != read._record:  # the values, their checksum or the text around them
+        # Comparing the whole text also finds a flipped bit in a bracket, a space or the checksum itself.
+        if data != read.record:
             raise ValueError(f"{RECORD} has another content")
         return read
 
     def check_files(self) -> None:
-        """Raise a ValueError or an OSError for a file that is damaged."""
+        """Raise a ValueError or an OSError if a file is damaged."""
         for name, entry in self.files.items():
             file = self.folder / name
             if not file.is_file():
@@ -82,19 +80,20 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of a run: folders ``step-000040``, of which the last few and the best are kept.
+    """The checkpoints of a run, in folders such as ``step-000040``. The last ones and the best are kept.
 
-    A checkpoint is written into a folder of another name, flushed to the disk, and renamed: a process that is killed at any
-    time leaves whole checkpoints only. Each has a record with the size and the checksum of its files, and a checksum of the
-    record, by which damage of another kind is found.
+    A checkpoint is written into a temporary folder, flushed to disk, and renamed, so a process that is killed at any time
+    leaves only complete checkpoints. A record holds the size and the checksum of each file, and its own checksum, to find
+    other damage.
 
     Args:
-        folder: of the run's checkpoints; created with the first one. Half-written ones of a killed process are removed.
+        folder: the folder of the checkpoints, created with the first one. Half-written checkpoints of a killed process are
+            removed from it.
 
     Keyword Args:
-        keep: how many of the last ones are kept.
-        to_resume: files that only a resumed run reads, such as the optimiser's state. A checkpoint loses them when it is not
-            among the last ones any more and kept as the best.
+        keep: the number of last checkpoints to keep.
+        to_resume: files that only a resumed run reads, such as the optimiser's state. An older checkpoint that is kept only
+            as the best loses them.
 
     Raises:
         ValueError: if ``keep`` is less than 1.
@@ -121,7 +120,7 @@ class Checkpoints:
             shutil.rmtree(left, ignore_errors=True)
 
     def paths(self) -> list[Path]:
-        """The checkpoints' folders, from the first step to the last; whole or not."""
+        """The folders of all checkpoints in the order of their steps, including damaged ones."""
         return sorted(
             (path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name)),
             key=lambda path: int(path.name.removeprefix("step-")),
@@ -129,13 +128,13 @@ class Checkpoints:
 
     @contextmanager
     def writing(self, step: int, numbers: Mapping[str, object], *, best: int | None = None) -> Iterator[Path]:
-        """Write a checkpoint: yields a folder for its files, which has its name once all is on the disk.
+        """Write a checkpoint. Yields a temporary folder for its files, which is renamed after they are on disk.
 
-        If the body raises an error, nothing is left of it. An earlier checkpoint of this step is replaced.
+        If the body raises an error, the folder is removed. An earlier checkpoint of this step is replaced.
 
         Args:
-            step: steps that were done.
-            numbers: plain values to keep with it, as JSON.
+            step: the number of finished steps.
+            numbers: plain values to save with the files, as JSON.
 
         Keyword Args:
             best: the step of the best checkpoint, which is kept too.
@@ -146,7 +145,7 @@ class Checkpoints:
         try:
             yield new
             files = {str(file.relative_to(new)): _flushed(file) for file in sorted(new.rglob("*")) if file.is_file()}
-            Checkpoint(path, step, dict(numbers), files).write_record(new / RECORD)
+            (new / RECORD).write_bytes(Checkpoint(path, step, dict(numbers), files).record)
             _flushed(new / RECORD)
             for inner in (*(each for each in new.rglob("*") if each.is_dir()), new):
                 flush_folder(inner)
@@ -163,25 +162,25 @@ class Checkpoints:
                 self._reduce(other)
 
     def latest(self) -> Checkpoint | None:
-        """The last whole checkpoint from which a run can go on; None if there is none.
+        """The last undamaged checkpoint from which a run can resume, or None.
 
         Warns:
-            CheckpointWarning: for each later one that is damaged, with the damage. It stays where it is.
+            CheckpointWarning: for each later checkpoint that is damaged. Its folder stays.
         """
-        wholes = (self._whole(path, ": taking the one before.") for path in reversed(self.paths()))
+        wholes = (self._whole(path, ". The previous one is used.") for path in reversed(self.paths()))
         return next((each for each in wholes if each is not None and each.resumes), None)
 
     def at(self, step: int) -> Checkpoint | None:
-        """The checkpoint of a step; None if it is not there or damaged.
+        """The checkpoint of a step. None if it is missing or damaged.
 
         Warns:
-            CheckpointWarning: if it is damaged, with the damage.
+            CheckpointWarning: if the checkpoint is damaged.
         """
         path = self.folder / f"step-{step:06d}"
         return self._whole(path, ".") if path.exists() else None
 
     def _whole(self, path: Path, then: str) -> Checkpoint | None:
-        """The checkpoint in a folder; None, and a warning with the reason, if it is damaged."""
+        """The checkpoint in a folder. None if it is damaged, after a warning with the reason."""
         try:
             saved = Checkpoint.read(path)
             saved.check_files()
@@ -191,17 +190,20 @@ class Checkpoints:
             return None
 
     def _reduce(self, path: Path) -> None:
-        """Remove the files that only a resumed run reads: the record names them no more before the first is gone."""
-        with suppress(ValueError):  # a damaged one is left as it is
+        """Remove the files that only a resumed run reads.
+
+        The record is replaced first, so that it never names a file that is gone.
+        """
+        with suppress(ValueError):  # a damaged checkpoint stays as it is
             saved = Checkpoint.read(path)
             left = {name: entry for name, entry in saved.files.items() if name not in self.to_resume}
             with replacing(path / RECORD) as part:
-                replace(saved, files=left, resumes=False).write_record(part)
+                part.write_bytes(replace(saved, files=left, resumes=False).record)
             for name in self.to_resume:
                 (path / name).unlink(missing_ok=True)
 
     def _remove(self, path: Path) -> None:
-        """Remove a checkpoint: its name is gone before its first file is."""
+        """Remove a checkpoint. It is renamed first, so that a kill leaves no half-removed folder with its name."""
         if path.exists():
             old = self.folder / f".old-{path.name}"
             shutil.rmtree(old, ignore_errors=True)
@@ -218,15 +220,15 @@ def _size_and_checksum(file: Path) -> tuple[int, int]:
 
 
 def _flushed(file: Path) -> tuple[int, int]:
-    """Flush a file to the disk; returns its size and checksum."""
+    """Flush a file to disk. Returns its size and checksum."""
     with file.open("rb") as data:
         os.fsync(data.fileno())
     return _size_and_checksum(file)
 
 
 def flush_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk."""
+    """Flush the entries of a folder to disk. Otherwise a crash of the machine may undo a rename."""
     number = os.open(folder, os.O_RDONLY)
-    with suppress(OSError):  # some network file systems cannot
+    with suppress(OSError):  # some network file systems do not support this
         os.fsync(number)
     os.close(number)

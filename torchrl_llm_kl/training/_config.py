@@ -1,6 +1,6 @@
-"""The configuration of a run: typed sections, read from YAML and changes such as ``optimizer.lr=1e-5``.
+"""The configuration of a run: typed sections that are read from YAML and from changes such as ``optimizer.lr=1e-5``.
 
-The type of a field says which values it takes; ``settings.csv`` has its meaning in words.
+The type of a field defines its valid values. ``settings.csv`` describes its meaning.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ REQUIRED = "???"
 
 
 class ConfigError(ValueError):
-    """A configuration that no run can have; the message names the key, its value and the remedy."""
+    """An invalid configuration. The message names the key, its value and the remedy."""
 
 
 # ------------------------------------------------------------------ the sections
 
 
 class OneOf(tuple[str, ...]):
-    """The values of a setting, a part of its ``Annotated`` type: OmegaConf knows no ``Literal``."""
+    """The valid values of a setting, in its ``Annotated`` type. OmegaConf does not support ``Literal``."""
 
     def check(self, name: str, value: object) -> None:
-        """Raise a ValueError for any other value."""
+        """Raise a ValueError unless ``value`` is one of them."""
         if value not in self:
             raise ValueError(no_such(f"{name} has the unknown value", value, self))
 
 
 class PathKind:
-    """Marks a path in an ``Annotated`` type: ``~`` in it is the user's home folder."""
+    """Marks a path in an ``Annotated`` type. ``~`` in the path stands for the user's home folder."""
 
 
-# As in `_numerics`, which loads torch: an example is printed, and a mistyped key refused, without.
+# `_numerics` has types like these, but loads torch. Printing the example or an error about a key must not take that long.
 Amount = Annotated[float, Range(0.0)]
 PositiveAmount = Annotated[float, Range(above=0.0)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
@@ -91,7 +91,7 @@ class ReferenceConfig:
 
 @dataclass
 class DataConfig:
-    """Prompts, and how many answers each gets."""
+    """The prompts and the number of answers to each."""
 
     prompts: PathText = REQUIRED
     held_out: PathText | None = None
@@ -104,7 +104,7 @@ class DataConfig:
 
 @dataclass
 class RewardPart:
-    """One of several rewards: its function, and the weight in their sum."""
+    """One of several rewards: its function and its weight in the sum."""
 
     function: str = REQUIRED
     weight: float = 1.0
@@ -120,7 +120,7 @@ class RewardConfig:
 
     @property
     def parts(self) -> dict[str, RewardPart]:
-        """All rewards by name; a single function has the name ``""``. Empty without a reward."""
+        """All rewards by name. A single function has the name ``""``. Empty without a reward."""
         return self.functions if self.function is None else {"": RewardPart(self.function)}
 
 
@@ -138,7 +138,7 @@ class AlgorithmConfig:
 
 @dataclass
 class SamplerConfig:
-    """How answers are drawn; they are scored under the same distribution."""
+    """The distribution of the answers, which is also used to score them."""
 
     max_new_tokens: PositiveWhole = 256
     end: list[str] = field(default_factory=list)
@@ -192,7 +192,7 @@ LOGGERS = ("csv", "tensorboard", "wandb", "mlflow")
 
 @dataclass
 class LoggingConfig:
-    """Where the figures go, besides metrics.jsonl."""
+    """The loggers that get the figures, besides metrics.jsonl."""
 
     loggers: list[str] = field(default_factory=list)
     project: str = "torchrl-llm-kl"
@@ -202,7 +202,7 @@ class LoggingConfig:
 
 @dataclass
 class CheckpointsConfig:
-    """The states that are kept, to go on from and to use."""
+    """The checkpoints, from which a run resumes and whose models can be loaded."""
 
     every: PositiveWhole = 20
     keep: PositiveWhole = 2
@@ -226,7 +226,7 @@ class TrainConfig:
     :func:`example_config` prints each setting with its meaning.
 
     Raises:
-        ConfigError: at construction, for a value that is missing, out of range, or contradicts another one.
+        ConfigError: at construction, if a value is missing, out of range, or contradicts another one.
 
     Example:
         >>> config = TrainConfig(
@@ -261,11 +261,11 @@ class TrainConfig:
 
     @property
     def starts_from_base(self) -> bool:
-        """Whether the reference is the policy without its adapters, which takes no second copy of the weights."""
+        """Whether the reference is the policy without its adapters, which needs no second copy of the weights."""
         return self.reference.name == "base" or (self.reference.name == "start" and self.lora is not None)
 
     def _contradictions(self) -> Iterator[tuple[object, str]]:
-        """Pairs of a condition that no run may fulfil, and the message."""
+        """Pairs of a condition that makes the configuration invalid, and its message."""
         kl, reference, reward, warmup = self.kl, self.reference, self.reward, self.optimizer.warmup_steps
         name, rewards = reference.name, reward.parts
         needs_model = reference.moves and (self.starts_from_base or name == "none")
@@ -276,6 +276,7 @@ class TrainConfig:
         yield reference.every != 1 and reference.decay is None, "reference.every spaces averages: set reference.decay."
         shared = reference.service and (reference.moves or name in ("base", "none"))
         yield shared, "reference.service shares a fixed model: set reference.name to it, without decay or reset_every."
+        # The rate would never reach optimizer.lr.
         yield warmup >= self.run.steps, f"optimizer.warmup_steps is {warmup}: expected less than run.steps."
         yield (
             "" in self.sampler.end,
@@ -289,13 +290,13 @@ class TrainConfig:
         yield not rewards and self.data.held_out, "data.held_out needs a reward to evaluate: set one, or leave it out."
 
     def to_dict(self) -> dict[str, object]:
-        """The sections as plain dicts, lists, numbers and texts."""
+        """The sections as plain dicts, lists, numbers and strings."""
         from omegaconf import OmegaConf
 
         return cast(dict[str, object], OmegaConf.to_container(OmegaConf.structured(self)))
 
     def to_yaml(self) -> str:
-        """The whole configuration, which :func:`read_config` reads."""
+        """The whole configuration as YAML, which :func:`read_config` reads."""
         from omegaconf import OmegaConf
 
         return OmegaConf.to_yaml(OmegaConf.structured(self))
@@ -320,15 +321,15 @@ def refuse(*rows: tuple[object, str]) -> None:
 
 @dataclass(frozen=True)
 class SettingFacts:
-    """A setting, as the example and the documentation describe it.
+    """The description of a setting in the example and the documentation.
 
     Args:
-        key: section and name, or the name of a setting without section.
-        kind: its annotated type, with its bounds or choices.
-        default: its value; ``"???"`` if it must be given.
+        key: section and name, or only the name if the setting has no section.
+        kind: the annotated type, with bounds or choices.
+        default: the default value, ``"???"`` for a required setting.
         meaning: one sentence.
-        also: names that other programs give to it.
-        example: its value in the commented example, in YAML.
+        also: the names of the setting in other programs.
+        example: the value in the commented example, in YAML.
     """
 
     key: str
@@ -340,13 +341,13 @@ class SettingFacts:
 
     @property
     def text(self) -> str:
-        """The meaning, and the choices if it has some."""
+        """The meaning, followed by the choices."""
         choices = [extra for extra in self.extras if isinstance(extra, OneOf)]
         return f"{self.meaning} ({', '.join(choices[0])})" if choices else self.meaning
 
     @property
     def extras(self) -> list[object]:
-        """The parts of its ``Annotated`` type: bounds, choices, whether it is a path."""
+        """The metadata of its ``Annotated`` type: bounds, choices, or the mark of a path."""
         return [extra for member in members_of(self.kind) for extra in get_args(member)[1:]]
 
 
@@ -382,13 +383,13 @@ _SECTIONS: dict[str, type] = {
 }
 #: All settings by key.
 SETTINGS = {each.key: each for each in _settings()}
-#: Settings, and whole sections, that a resumed run may change.
+#: Settings and whole sections that a resumed run may change.
 _MAY_CHANGE = {"run.steps", "run.out", "model.device", "kl.stop_above", "kl.stop_after", "logging"}
 _MAY_CHANGE |= {"checkpoints.keep", "checkpoints.final"}
 
 
 def _valid(key: str, value: object) -> object:
-    """A value of a setting that is within its bounds and among its choices; a path with its home folder."""
+    """Check the bounds and choices of a value, and expand ``~`` in a path."""
     if value == REQUIRED:
         raise ConfigError(_missing_setting(key))
     if isinstance(value, float) and not math.isfinite(value):
@@ -397,7 +398,7 @@ def _valid(key: str, value: object) -> object:
         for extra in SETTINGS[key].extras:
             if isinstance(extra, (Range, OneOf)):
                 extra.check(key, value)
-            elif isinstance(value, str):  # a path: no shell expands one that is in a file, or after an `=`
+            elif isinstance(value, str):  # the shell does not expand `~` in a file or after an `=`
                 return os.path.expanduser(value)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -410,10 +411,11 @@ def _missing_setting(key: str) -> str:
 
 
 def differences(old: Mapping[str, object], new: TrainConfig) -> list[str]:
-    """Settings in which a run differs from the saved one that it would continue, as ``key: old, now new``.
+    """The settings that differ from the saved run, as ``key: old, now new``.
 
-    Those that a resumed run may change are left out.
+    Settings that a resumed run may change are left out.
     """
+    # Empty values equal missing ones, so that checkpoints of versions with fewer settings still resume.
     before, now = (
         {key: None if value in ({}, []) else value for key, value in flatten(each).items()}
         for each in (old, new.to_dict())
@@ -423,7 +425,7 @@ def differences(old: Mapping[str, object], new: TrainConfig) -> list[str]:
 
 
 def example_config() -> str:
-    """A configuration to start from: YAML with every setting, its default and its meaning.
+    """A configuration to start from: YAML with the default and the meaning of every setting.
 
     Example:
         >>> print(example_config().splitlines()[3])
@@ -433,7 +435,7 @@ def example_config() -> str:
     section = ""
     for key, about in SETTINGS.items():
         name, _, leaf = key.rpartition(".")
-        absent = name == "lora"
+        absent = name == "lora"  # written as comments, since any of its keys would turn LoRA on
         if name != section:
             section = name
             lines.append(f"{name}:{' null' * absent}  # {(_SECTIONS[name].__doc__ or '').splitlines()[0]}")
@@ -447,20 +449,20 @@ def example_config() -> str:
 
 
 def read_config(source: str | Path | Mapping[str, object] | None = None, overrides: Iterable[str] = ()) -> TrainConfig:
-    """Read a configuration: YAML, with changes.
+    """Read a configuration from YAML and apply changes.
 
     Args:
         source: a YAML file, nested dicts, or None for the defaults.
-        overrides: changes such as ``"optimizer.lr=1e-5"``; values are YAML. ``{...}`` is added to the values that a setting
-            holds, ``{}`` empties it.
+        overrides: changes such as ``"optimizer.lr=1e-5"``, whose values are YAML. ``{...}`` is merged into the values of a
+            setting, and ``{}`` empties it.
 
     Returns:
         The configuration, with all defaults.
 
     Raises:
-        ConfigError: for a file that is not YAML, an unknown key (with the nearest known one), a value of the wrong type or out
-            of range, or settings that contradict one another.
-        FileNotFoundError: if there is no such file.
+        ConfigError: if the file is not YAML, a key is unknown (the message suggests the nearest one), a value has the wrong
+            type or is out of range, or settings contradict one another.
+        FileNotFoundError: if the file does not exist.
 
     Example:
         >>> source = {"model": {"name": "model"}, "data": {"prompts": "prompts.jsonl"}, "reward": "rewards.py:correct"}
@@ -477,10 +479,12 @@ def read_config(source: str | Path | Mapping[str, object] | None = None, overrid
     given = [*_of_source(source), *(pair for text in overrides for pair in _of_override(text))]
     _check_keys([key for key, _ in given])
     config = OmegaConf.structured(TrainConfig)
+    # OmegaConf cannot set a field of a section that is None.
     if any(key.startswith("lora.") for key, _ in given):
         config.lora = LoraConfig()
     key, values = "", dict(given)
     try:
+        # `{}` replaces a dict, any other dict is merged. `algorithm.args` takes keys that no dataclass has.
         for key, value in given:
             OmegaConf.update(config, key, value, merge=value != {}, force_add=True)
         OmegaConf.resolve(config)
@@ -494,7 +498,7 @@ def read_config(source: str | Path | Mapping[str, object] | None = None, overrid
 
 
 def _of_source(source: str | Path | Mapping[str, object] | None) -> Iterator[tuple[str, object]]:
-    """The settings of a file or of nested dicts: pairs of key and value."""
+    """The settings of a file or of nested dicts, as pairs of key and value."""
     from omegaconf import OmegaConf
 
     name = "the configuration" if source is None or isinstance(source, Mapping) else str(source)
@@ -504,8 +508,8 @@ def _of_source(source: str | Path | Mapping[str, object] | None) -> Iterator[tup
         plain = OmegaConf.to_container(loaded)
     except OSError:
         raise
-    except Exception as error:  # of two parsers
-        raise ConfigError(f"{name} is not YAML: {_first_line(error)}; {expected}.") from error
+    except Exception as error:  # PyYAML and OmegaConf raise errors without a common base
+        raise ConfigError(f"{name} is not YAML: {_first_line(error)}. {expected.capitalize()}.") from error
     if not isinstance(plain, dict):
         raise ConfigError(f"{name} holds a {type(plain).__name__}: {expected}.")
     for section, values in plain.items():
@@ -513,7 +517,7 @@ def _of_source(source: str | Path | Mapping[str, object] | None) -> Iterator[tup
 
 
 def _of_override(text: str) -> Iterator[tuple[str, object]]:
-    """The settings of a change such as ``optimizer.lr=1e-5``."""
+    """The settings of a change such as ``optimizer.lr=1e-5``, as pairs of key and value."""
     from omegaconf import OmegaConf
 
     key, equals, value = text.partition("=")
@@ -521,18 +525,18 @@ def _of_override(text: str) -> Iterator[tuple[str, object]]:
         raise ConfigError(f"{text!r:.100} changes no setting: expected key=value, such as optimizer.betas=[0.9, 0.95].")
     try:
         parsed = cast(dict[str, object], OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"])))["value"]
-    except Exception as error:  # of two parsers
+    except Exception as error:  # PyYAML and OmegaConf raise errors without a common base
         raise ConfigError(f"{text!r:.100} has a value that is not YAML: {_first_line(error)}.") from error
     yield from _pairs(key.strip(), parsed)
 
 
 def _pairs(key: str, value: object) -> Iterator[tuple[str, object]]:
-    """A section as its settings. A reward that is given by its function only is written out."""
+    """Split a section into its settings, and expand the short forms of rewards."""
     if key == "reward" and not isinstance(value, Mapping):
         yield from (("reward.functions", {}), ("reward.function", value))
     elif key.startswith("reward.functions.") and isinstance(value, (str, Mapping)) and key.count(".") == 2:
         yield "reward.functions", {key.split(".")[2]: {"function": value} if isinstance(value, str) else value}
-    elif (key, value) == ("lora", {}):  # adapters with all defaults
+    elif (key, value) == ("lora", {}):  # `lora: {}` asks for adapters with all defaults
         yield "lora.r", LoraConfig.r
     elif (key in _SECTIONS or (key == "reward.functions" and value)) and isinstance(value, Mapping):
         for name, item in value.items():
@@ -542,7 +546,7 @@ def _pairs(key: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of a parser's message, without its excerpt of the text."""
+    """The first line of a parser's message, without the excerpt of the file, which may be long or binary."""
     import yaml
 
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
@@ -551,14 +555,14 @@ def _first_line(error: Exception) -> str:
 
 
 def _check_keys(keys: Iterable[str]) -> None:
-    """Raise for keys that do not exist, all of them at once."""
+    """Raise a ConfigError that names all unknown keys."""
     unknown = [key for key in keys if not {key, ".".join(key.split(".")[:2]), key.split(".")[0]} & SETTINGS.keys()]
     if unknown:
         raise ConfigError(" ".join(map(_unknown, dict.fromkeys(unknown))))
 
 
 def _unknown(key: str) -> str:
-    """A message with the nearest key, or with the keys of the section."""
+    """A message that suggests the nearest key, or lists the keys of the section."""
     section, _, leaf = (key, "", "") if key in _SECTIONS else key.rpartition(".")
     own = {known.split(".")[-1]: known for known in SETTINGS if known.startswith(f"{section}.")}
     if key in _SECTIONS:

@@ -1,4 +1,4 @@
-"""The inputs of a run, loaded and checked before its models: a mistake costs seconds, and nothing is written or moved."""
+"""Loads and checks the inputs of a run before its models, so that a mistake shows within seconds and changes no file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torchrl_llm_kl.training._user_code import file_digests, import_code, load_f
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-#: Weights and functions by name; one function that is not named.
+#: A single function, or pairs of weight and function by name.
 LoadedReward = RewardFunction | dict[str, tuple[float, RewardFunction]]
 
 
@@ -37,14 +37,14 @@ class RunInputs:
     """The inputs of a run except its models.
 
     Args:
-        prompts: to train on.
-        held_out: for the evaluation; None if there are none.
-        reward: as :func:`~torchrl_llm_kl.tasks.make_env` takes it; None if only a teacher judges.
-        plan: the algorithm, before it has models.
-        files: SHA-256 of the files with prompts and of the user's code, by path.
-        tokenizer: of the policy.
-        memory: bytes of weights, gradients and the optimiser's state, of all models; activations and caches come on top.
-        disk: most bytes of checkpoints and the final model at a time.
+        prompts: the prompts of the training.
+        held_out: the prompts of the evaluation. None without an evaluation.
+        reward: the ``reward`` of :func:`~torchrl_llm_kl.tasks.make_env`. None if only a teacher judges the answers.
+        plan: the algorithm before its models are loaded.
+        files: SHA-256 of the prompt files and the user's code, by path.
+        tokenizer: the policy's tokenizer.
+        memory: bytes of the weights, the gradients and the optimiser's state of all models, without activations and caches.
+        disk: the largest number of bytes that the checkpoints and the final model take together.
     """
 
     prompts: Prompts
@@ -58,18 +58,18 @@ class RunInputs:
 
 
 def load_inputs(config: TrainConfig) -> RunInputs:
-    """Load the inputs of a run except its models, and make all checks that need no weights; writes nothing.
+    """Load the inputs of a run except its models, and make all checks that need no weights. Writes nothing.
 
-    The user's files of ``imports`` run first. Then the algorithm, the device, the packages, the models' configurations, the
+    The user's files of ``imports`` run first. Then the algorithm, the device, the loggers, the models' configurations, the
     adapters' layers, the prompts, the reward functions and the tokenizer are checked, and the first prompt is rendered.
 
     Args:
-        config: of the run.
+        config: the settings of the run.
 
     Raises:
-        ConfigError: for settings that no run can have, or a file or function that does not exist.
-        ModelError: for a model, a tokenizer or a device that does not exist.
-        PromptError, FileNotFoundError: for prompts that do not exist.
+        ConfigError: if settings are invalid, or a file or function does not exist.
+        ModelError: if a model or a tokenizer does not exist.
+        PromptError, FileNotFoundError: if the prompts are missing.
 
     Example:
         >>> inputs = load_inputs(read_config("config.yaml"))  # doctest: +SKIP
@@ -91,7 +91,7 @@ def load_inputs(config: TrainConfig) -> RunInputs:
     plan.check(policy, reference)
     memory, disk = _memory_and_disk(plan, policy, reference)
     tokenizer = chat_tokenizer(config.model.tokenizer or config.model.name)
-    seed_everything(config.run.seed)  # a module of rewards may draw
+    seed_everything(config.run.seed)  # a file of rewards may draw random numbers when it is imported
     reward, files = load_reward(config), file_digests(config)
     for some in filter(None, (prompts, held_out)):
         _render_first(config, some, reward, tokenizer)
@@ -102,9 +102,9 @@ def load_inputs(config: TrainConfig) -> RunInputs:
 
 
 def load_prompts(config: TrainConfig) -> tuple[Prompts, Prompts | None]:
-    """The prompts to train on and the held-out ones, if there are any.
+    """The prompts of the training and of the evaluation. None without an evaluation.
 
-    A share is held out by a permutation that is the same in every run; none without a reward to evaluate.
+    By default a share of the prompts is held out. All runs hold out the same prompts of a file.
 
     Example:
         >>> prompts, held_out = load_prompts(config)  # doctest: +SKIP
@@ -113,6 +113,7 @@ def load_prompts(config: TrainConfig) -> tuple[Prompts, Prompts | None]:
     prompts, held_out = Prompts(data.prompts), None if data.held_out is None else Prompts(data.held_out)
     if held_out is None and data.held_out_share and len(prompts) > 1 and config.reward.parts:
         count = min(len(prompts) - 1, max(1, round(data.held_out_share * len(prompts))))
+        # Not run.seed, so that runs with different seeds are evaluated on the same prompts.
         order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0)).tolist()
         prompts, held_out = _some(prompts, sorted(order[count:])), _some(prompts, sorted(order[:count]))
     number = config.evaluation.num_prompts
@@ -126,7 +127,7 @@ def _some(prompts: Prompts, numbers: list[int]) -> Prompts:
 
 
 def load_reward(config: TrainConfig) -> LoadedReward | None:
-    """The reward of a configuration, as :func:`~torchrl_llm_kl.tasks.make_env` takes it; None if only a teacher judges.
+    """The ``reward`` of :func:`~torchrl_llm_kl.tasks.make_env`. None if only a teacher judges the answers.
 
     Raises:
         ConfigError: if a part is not a function.
@@ -136,7 +137,7 @@ def load_reward(config: TrainConfig) -> LoadedReward | None:
     """
     if config.reward.function is not None:
         return load_function(config.reward.function)
-    files: dict[Path, ModuleType] = {}  # each is run once: it may load a model
+    files: dict[Path, ModuleType] = {}  # each file runs once for all its functions, since it may load a model
     parts = {name: (part.weight, load_function(part.function, files)) for name, part in config.reward.parts.items()}
     return parts or None
 
@@ -144,9 +145,9 @@ def load_reward(config: TrainConfig) -> LoadedReward | None:
 def _render_first(
     config: TrainConfig, prompts: Prompts, reward: LoadedReward | None, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Build the env of some prompts, which renders the first."""
+    """Build an env, which renders the first prompt."""
     system, timeout = config.data.system_prompt, config.reward.timeout
-    with tensordict.set_list_to_stack(True):
+    with tensordict.set_list_to_stack(True):  # `train` sets it, but a dry run only loads the inputs
         try:
             make_env(prompts, reward, tokenizer, group_size=1, system_prompt=system, timeout=timeout)
         except TemplateError as error:
@@ -158,14 +159,14 @@ def _render_first(
 
 
 def check_inputs_stay(config: TrainConfig, written: tuple[str, ...]) -> None:
-    """Raise if a run would move away or replace one of its inputs.
+    """Raise if a run would move or replace one of its inputs.
 
     Args:
-        config: of the run.
-        written: names of the files and folders that it writes into its folder.
+        config: the settings of the run.
+        written: the names of the files and folders that the run writes into its folder.
 
     Raises:
-        ConfigError: names the setting.
+        ConfigError: with the name of the setting.
     """
     places = [*_models(config), ("data.prompts", config.data.prompts), ("data.held_out", config.data.held_out)]
     places += user_files(config)
@@ -191,7 +192,7 @@ def _models(config: TrainConfig) -> Iterator[tuple[str, str | None]]:
 
 
 def _without_weights(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The policy and its reference, or the teacher, on the meta device."""
+    """Build the policy, and the reference or the teacher, on the meta device."""
     from transformers import AutoModelForCausalLM
 
     names = {key: name for key, name in _models(config) if key != "model.tokenizer"}
@@ -203,7 +204,7 @@ def _without_weights(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedMo
 
 
 def _memory_and_disk(plan: AlgorithmPlan, policy: PreTrainedModel, reference: PreTrainedModel) -> tuple[int, int]:
-    """Bytes of memory and of disk that a run needs, by the number of its parameters."""
+    """Estimate the bytes of memory and of disk that a run needs from the number of its parameters."""
     config = plan.config
 
     def size(model: PreTrainedModel, *, trained: bool = False) -> int:
@@ -211,6 +212,7 @@ def _memory_and_disk(plan: AlgorithmPlan, policy: PreTrainedModel, reference: Pr
         numbers = sum(each.numel() for each in model.parameters() if each.requires_grad or not trained)
         return numbers * (dtype if isinstance(dtype, torch.dtype) else torch.float32).itemsize
 
+    # Adam keeps two averages of each trained number.
     whole, trained, states = size(policy), size(policy, trained=True), 0 if config.optimizer.name == "sgd" else 2
     saved = (1 + states) * trained
     memory = whole + saved
@@ -219,5 +221,6 @@ def _memory_and_disk(plan: AlgorithmPlan, policy: PreTrainedModel, reference: Pr
         memory += size(reference)
     if plan.algorithm.use_critic:
         memory, saved = memory + (2 + states) * size(reference), saved + (1 + states) * size(reference)
+    # The kept checkpoints, the one that is being written, the best one, and the final model.
     best = trained if config.evaluation.every else 0
     return memory, (config.checkpoints.keep + 1) * saved + best + whole

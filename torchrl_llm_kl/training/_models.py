@@ -1,4 +1,4 @@
-"""Models and tokenizers from disk or the hub, adapters, and the folders that a run saves."""
+"""Loads models, tokenizers and adapters from disk or the hub, and writes the model folders of a run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     from torchrl_llm_kl.training._config import LoraConfig, ModelConfig, TrainConfig
 
-#: Settings of a transformers model that drop activations or layers in training mode; a classifier's head has no effect.
+#: Settings of a transformers model that drop activations or layers in training mode, except in the head of a classifier.
 _DROPS = re.compile(r"^(?!classifier|summary).*(dropout|_drop|pdrop|layerdrop|drop_rate)")
 
 
 class ModelError(ValueError):
-    """A model or a tokenizer cannot be loaded or used; one sentence says why."""
+    """A model or a tokenizer cannot be loaded or used. The message gives the reason in one sentence."""
 
 
 def load_model(
@@ -38,11 +38,11 @@ def load_model(
 
     Keyword Args:
         dtype: ``"auto"`` (as in the checkpoint), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        device: None for a GPU if there is one.
-        attention: transformers' ``attn_implementation``; None for its default.
+        device: the device. None takes the accelerator if there is one.
+        attention: the ``attn_implementation`` of transformers. None takes its default.
 
     Raises:
-        ModelError: if there is no such model, or it cannot be loaded.
+        ModelError: if the model cannot be loaded.
         ValueError: if this machine does not have the device.
 
     Example:
@@ -56,17 +56,17 @@ def load_model(
     from transformers.utils import logging
 
     place = device_of_setting(device)
-    logging.disable_progress_bar()  # it would mix with this program's own
+    logging.disable_progress_bar()  # they would mix with the bars of this program
     with _loading("model", name):
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attention)
         return model.to(place).eval().requires_grad_(False)
 
 
 def device_of_setting(device: str | None, *, name: str = "device") -> torch.device:
-    """The device of a setting, checked before anything is loaded for it; None is the accelerator if there is one.
+    """The device of a setting. None takes the accelerator if there is one.
 
     Raises:
-        ValueError: if this machine does not have it; names the setting.
+        ValueError: if this machine does not have the device. The message names the setting.
 
     Example:
         >>> device_of_setting("cpu")
@@ -83,10 +83,10 @@ def load_model_config(name: str) -> PreTrainedConfig:
     """Load the configuration of a causal language model, without its weights.
 
     Args:
-        name: a folder that ``save_pretrained`` wrote, of a model or of adapters, or a name on the hub.
+        name: a folder that ``save_pretrained`` wrote for a model or for adapters, or a name on the hub.
 
     Raises:
-        ModelError: if there is no such model.
+        ModelError: if the configuration cannot be loaded.
 
     Example:
         >>> load_model_config("Qwen/Qwen2.5-0.5B-Instruct").model_type  # doctest: +SKIP
@@ -96,7 +96,7 @@ def load_model_config(name: str) -> PreTrainedConfig:
 
     path = Path(name).expanduser()
     with _loading("model", name):
-        if path.is_dir() and not (path / "config.json").exists():  # adapters, whose file names their model
+        if path.is_dir() and not (path / "config.json").exists():  # a folder of adapters names the model
             adapters = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
             return load_model_config(adapters["base_model_name_or_path"])
         return AutoConfig.from_pretrained(name)
@@ -106,7 +106,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder, or of a name on the hub.
 
     Raises:
-        ModelError: if there is none.
+        ModelError: if the tokenizer cannot be loaded.
 
     Example:
         >>> tokenizer = load_tokenizer("Qwen/Qwen2.5-0.5B-Instruct")  # doctest: +SKIP
@@ -121,14 +121,14 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         raise ModelError(f"the folder {name} holds no tokenizer: expected {' or '.join(files)}.")
     with _loading("tokenizer", name):
         if get_tokenizer_config(name).get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast"):
-            # AutoTokenizer would take the class of the model's family, which may split text in another way.
+            # AutoTokenizer would take the class of the model's family, which may split text differently.
             return PreTrainedTokenizerFast.from_pretrained(name)
         return AutoTokenizer.from_pretrained(name)
 
 
 @contextmanager
 def _loading(what: str, name: str) -> Iterator[None]:
-    """Errors of transformers become a :class:`ModelError` that names the folder, or the name on the hub."""
+    """Turn errors of transformers into a :class:`ModelError` that states where the model was searched."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
@@ -161,15 +161,15 @@ def chat_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def load_policy(config: TrainConfig, folder: Path | None = None) -> Any:
-    """Load the model that a run trains; its trained parameters require gradients.
+    """Load the model that a run trains. Its trained parameters require gradients.
 
     Args:
-        config: of the run. With ``lora``, the model is frozen and gets adapters.
-        folder: where :func:`save_policy` saved it; None for the start of a run, where new adapters are drawn by torch's
-            generator.
+        config: the settings of the run. With ``lora`` the model is frozen and gets adapters.
+        folder: the folder that :func:`save_policy` wrote. None at the start of a run, where torch's generator initialises new
+            adapters.
 
     Raises:
-        ModelError: if it cannot be loaded.
+        ModelError: if the model cannot be loaded.
 
     Example:
         >>> policy = load_policy(config)  # doctest: +SKIP
@@ -181,7 +181,7 @@ def load_policy(config: TrainConfig, folder: Path | None = None) -> Any:
         policy = _with_adapters(_load(settings, settings.name), lora, folder)
     if settings.gradient_checkpointing:
         _checkpoint_layers(policy)
-    return policy.eval()  # and it stays in evaluation mode: with dropout, sampling and scoring would disagree
+    return policy.eval()  # the model is trained in this mode: with dropout, sampling and scoring would disagree
 
 
 def _load(settings: ModelConfig, name: str) -> PreTrainedModel:
@@ -191,37 +191,39 @@ def _load(settings: ModelConfig, name: str) -> PreTrainedModel:
 def _with_adapters(model: PreTrainedModel, lora: LoraConfig, folder: Path | None) -> Any:
     from peft import LoraConfig as Settings, PeftModel, get_peft_model
 
+    # PEFT takes "all-linear" only as a string, and names of layers as a list.
     targets = lora.targets[0] if lora.targets == ["all-linear"] else list(lora.targets)
     settings = Settings(r=lora.r, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM")  # type: ignore[arg-type]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # which PEFT reads
+        # PEFT reads this attribute, which transformers deprecates.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         if folder is not None:
             return PeftModel.from_pretrained(model, folder, is_trainable=True)
         return get_peft_model(model, settings)
 
 
 def _checkpoint_layers(policy: Any) -> None:
-    """Switch activation checkpointing on, which transformers does only in training mode. Dropout must then be 0."""
-    # Dropout of attention is a number of the configuration, with no module.
+    """Enable activation checkpointing, which transformers uses only in training mode. Dropout must therefore be 0."""
+    # Attention takes its dropout from the configuration and has no module for it.
     drops = {name for name, value in policy.config.get_text_config().to_dict().items() if _DROPS.search(name) and value}
     drops |= {name for name, part in policy.named_modules() if type(part).__name__ == "Dropout" and part.p > 0}
     if drops:
         dropped = ", ".join(sorted(drops))
         raise ModelError(f"model.gradient_checkpointing trains with dropout ({dropped}): set it to 0 in config.json.")
-    # The name since transformers 5.24, or the one before.
+    # transformers 5.24 renamed the method.
     enable = getattr(policy, "activation_checkpointing_enable", None) or policy.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
 def policy_without_weights(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
-    """The policy without weights; an error for settings that it cannot have: attention, adapters, gradient checkpointing.
+    """Build the policy without weights, to check the settings of attention, adapters and gradient checkpointing.
 
     Args:
-        config: of the run.
-        model_config: of its model, by which one without weights is built.
+        config: the settings of the run.
+        model_config: the configuration of the model.
 
     Raises:
-        ModelError: says which.
+        ModelError: if the model does not support a setting.
 
     Example:
         >>> policy_without_weights(config, load_model_config(config.model.name))  # doctest: +SKIP
@@ -244,12 +246,13 @@ def policy_without_weights(config: TrainConfig, model_config: PreTrainedConfig) 
 
 
 def save_policy(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save a policy, or only its adapters, and the tokenizer.
+    """Save a policy and its tokenizer. A policy with adapters saves only the adapters.
 
     Example:
         >>> save_policy(policy, tokenizer, Path("model"))  # doctest: +SKIP
     """
     if hasattr(policy, "peft_config"):
+        # Otherwise PEFT asks the hub for the size of the vocabulary.
         policy.save_pretrained(folder, save_embedding_layers=False)
     else:
         policy.save_pretrained(folder)
@@ -257,9 +260,9 @@ def save_policy(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
 
 
 def export_policy(config: TrainConfig, saved: Path, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the folder that users open with ``from_pretrained``, from one of :func:`save_policy`; an earlier one is replaced.
+    """Write the final folder, for ``from_pretrained``, from a folder of :func:`save_policy`. An earlier one is replaced.
 
-    Adapters are merged into the model's weights, unless the configuration says otherwise.
+    Adapters are merged into the model's weights unless ``lora.merge`` is false.
 
     Example:
         >>> export_policy(config, Path("model"), tokenizer, Path("final"))  # doctest: +SKIP
@@ -271,6 +274,7 @@ def export_policy(config: TrainConfig, saved: Path, tokenizer: PreTrainedTokeniz
         save_policy(merged, tokenizer, new)
     else:
         shutil.copytree(saved, new)
+    # Renamed when it is complete, so that a killed process leaves no half-written final folder.
     shutil.rmtree(folder, ignore_errors=True)
     new.rename(folder)
     flush_folder(folder.parent)

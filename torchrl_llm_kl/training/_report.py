@@ -1,4 +1,4 @@
-"""Output of a run for people: lines of progress, files of figures, curves and a model card."""
+"""Output of a run for people: progress, files of figures, loggers, curves and a model card."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _WINDOW = 10
 
 
 class FiguresFile:
-    """A file with one JSON object per line, readable during the run.
+    """A file with one JSON object per line, which can be read during the run.
 
     Args:
-        path: of the file, which is overwritten.
-        rows: of earlier steps.
+        path: the file, which is overwritten.
+        rows: the rows of earlier steps.
 
     Keyword Args:
-        writes: whether to write the file, which one of several ranks does.
+        writes: whether to write the file. Of several ranks only one should.
 
     Example:
         >>> import tempfile
@@ -65,7 +65,7 @@ class FiguresFile:
         return "".join(json.dumps(row) + "\n" for row in self.rows)
 
     def append(self, row: Figures) -> None:
-        """Store the row and write it to the file."""
+        """Append a row to ``rows`` and to the file."""
         self.rows.append(row)
         if self._writes:
             with self.path.open("a", encoding="utf-8") as file:
@@ -73,7 +73,7 @@ class FiguresFile:
 
 
 def read_figures(path: Path) -> list[Figures]:
-    """The rows of a :class:`FiguresFile`.
+    """Read the rows of a :class:`FiguresFile`. Empty if the file does not exist.
 
     Example:
         >>> read_figures(Path("nowhere.jsonl"))
@@ -83,10 +83,10 @@ def read_figures(path: Path) -> list[Figures]:
 
 
 def keep_earlier(folder: Path, names: Sequence[str]) -> Path | None:
-    """Move files of an earlier run, ``names`` in ``folder``, to ``folder/earlier-1``, -2, ...
+    """Move the files ``names`` of an earlier run from ``folder`` to ``folder/earlier-1``, ``earlier-2`` and so on.
 
     Returns:
-        Where they are now; None if there were none.
+        The folder that holds them now. None if there were no such files.
 
     Example:
         >>> import tempfile
@@ -118,11 +118,12 @@ def progress(
     stream: TextIO | None = None,
     clock: Callable[[], float] | None = None,
 ) -> Iterator[Callable[..., None]]:
-    """Show the progress of ``total`` steps; yields a function of a status text, to call after a step (or ``n`` steps).
+    """Show the progress from ``done`` to ``total`` steps.
 
-    A bar on a terminal, elsewhere a line every ten seconds and after the last step; nothing with ``shown=False``, for all but
-    one of several ranks. It goes to ``stream``, by default stdout. The shown time is that of ``clock``, in seconds; by
-    default it begins now.
+    Yields a function that takes a status text after one step or ``n`` steps. A terminal shows a bar. Elsewhere a line is
+    printed every ten seconds and after the last step. With ``shown=False`` nothing is shown, as for all but one of several
+    ranks. The output goes to ``stream``, by default stdout. ``clock`` gives the shown time in seconds.
+    By default it starts now.
 
     Example:
         >>> with progress("GRPO", 2, shown=False) as advance:
@@ -139,12 +140,12 @@ def progress(
         BarColumn(bar_width=12),
         MofNCompleteColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),
-        # The rest of the line, so that step and time are never cut.
+        # This column takes the rest of the line, so that a narrow terminal cuts neither the step nor the time.
         TextColumn(
             "{task.fields[status]}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
         ),
         expand=True,
-        speed_estimate_period=3600.0,  # seconds; rich forgets steps that are longer than its default of 30
+        speed_estimate_period=3600.0,  # seconds: with rich's default of 30, longer steps have no estimate
         console=terminal,
         disable=not (shown and terminal.is_terminal),
         get_time=clock,
@@ -157,12 +158,12 @@ def progress(
         bar.update(task, advance=n, status=status)
         if bar.disable and shown and (now - printed >= _SECONDS_BETWEEN_LINES or done >= total):
             printed = now
-            with suppress(BrokenPipeError):  # the work continues without a reader of its progress
+            with suppress(BrokenPipeError):  # the work continues after the reader of the progress has gone
                 print(f"{name}: {done:,} of {total:,}, {lasting(now)}  {status}", flush=True, file=stream)
 
     with bar:
         task = bar.add_task(name, total=total, completed=done, status="")
-        bar.tasks[task].start_time = 0.0  # the time in the end is the clock's
+        bar.tasks[task].start_time = 0.0  # rich then shows the time of the clock, which includes earlier processes
         yield advance
 
 
@@ -170,10 +171,10 @@ def progress(
 
 
 def make_loggers(config: TrainConfig, folder: Path) -> list[Logger]:
-    """The loggers of torchrl. Files of an earlier process in ``folder`` are removed, to be written again.
+    """Make the loggers of torchrl. Files of ``csv`` and ``tensorboard`` are removed, since a resumed run writes them again.
 
     Raises:
-        ConfigError: if a logger's package is not installed.
+        ConfigError: if the package of a logger is not installed.
 
     Example:
         >>> loggers = make_loggers(config, Path("runs/train/logs"))  # doctest: +SKIP
@@ -190,7 +191,7 @@ def make_loggers(config: TrainConfig, folder: Path) -> list[Logger]:
             shutil.rmtree(own, ignore_errors=True)
         own.mkdir(parents=True, exist_ok=True)
         if kind == "wandb":
-            run_id = own / "id"
+            run_id = own / "id"  # W&B continues the run with this id when the training resumes
             if not run_id.exists():
                 run_id.write_text(uuid.uuid4().hex[:12])
             settings = {"id": run_id.read_text(), "project": logging.project, "config": config.to_dict()}
@@ -200,22 +201,22 @@ def make_loggers(config: TrainConfig, folder: Path) -> list[Logger]:
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Raise if a logger's package is not installed."""
+    """Raise a ConfigError if the package of a logger is not installed."""
     for kind in names:
         if kind != "csv" and importlib.util.find_spec(kind) is None:
             raise ConfigError(f"logging.loggers has {kind!r}, which is not installed: pip install {kind}.")
 
 
 def _mlflow_logger(name: str, folder: Path, project: str) -> MLFlowLogger:
-    """The project is the experiment, and a process that resumes a run continues it there too."""
+    """Make a logger whose experiment is ``project``. A resumed run continues the MLflow run whose id ``folder`` holds."""
     import mlflow
     from torchrl.record.loggers.mlflow import MLFlowLogger
 
-    mlflow.end_run()  # of an earlier logger of this process
+    mlflow.end_run()  # an earlier logger of this process leaves its run active
     own = folder / "id"
     if own.exists():  # read by mlflow.start_run, which torchrl's logger calls
         os.environ["MLFLOW_RUN_ID"] = own.read_text()
-    # In a database: MLflow 3.10 and later refuse folders of files.
+    # A database, since MLflow refuses folders of files from 3.10 on.
     database, artifacts = f"sqlite:///{folder.resolve() / 'mlflow.db'}", (folder / "artifacts").resolve().as_uri()
     logger = MLFlowLogger(project, tracking_uri=database, artifact_location=artifacts)
     os.environ.pop("MLFLOW_RUN_ID", None)
@@ -231,7 +232,7 @@ LABEL_BOX = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "n
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the last ``window`` values (fewer at the start).
+    """The mean of the last ``window`` values, or of fewer at the start.
 
     Example:
         >>> smooth([1.0, 3.0, 5.0], 2)
@@ -255,18 +256,18 @@ def plot_curves(
     """Plot reward, KL and coefficient by step, and the rewards on held-out prompts.
 
     Args:
-        rows: figures of each step: ``step``, ``reward``, and ``kl``, ``penalised_reward`` and ``coefficient`` where there are
-            any. Without ``penalised_reward`` the coefficient weighs a KL in the loss.
-        path: of the image.
+        rows: the figures of each step: ``step`` and ``reward``, and optionally ``kl``, ``penalised_reward`` and
+            ``coefficient``. Without ``penalised_reward`` the coefficient is labelled as the weight of a KL in the loss.
+        path: the image to write.
 
     Keyword Args:
-        kl_target: nats per answer, if there is one.
+        kl_target: the target of the KL, in nats per answer.
         held_out: (step, mean reward) of each evaluation, or (step, mean, low, high) with the ends of its interval.
-        title: above the picture.
-        reward_label: name of the rewards.
-        held_out_label: name of the evaluations.
-        held_out_format: how the first and the last of them are written.
-        reward_range: limits of the axis of rewards.
+        title: the title above the picture.
+        reward_label: the label of the rewards.
+        held_out_label: the label of the evaluations.
+        held_out_format: the format of the values of the first and the last evaluation.
+        reward_range: the limits of the axis of rewards.
 
     Raises:
         ImportError: if matplotlib is not installed.
@@ -276,7 +277,7 @@ def plot_curves(
     """
     import matplotlib
 
-    matplotlib.use("Agg")  # no display needed
+    matplotlib.use("Agg")  # a backend that needs no display
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
@@ -295,7 +296,7 @@ def plot_curves(
     reward, kl, coefficient = axes["reward"], axes.get("kl"), axes.get("coefficient")
     draw(reward, "reward", reward_label, "tab:blue")
     if all("penalised_reward" in row for row in rows):
-        draw(reward, "penalised_reward", "the same − coefficient × KL: what is maximised", "tab:orange")
+        draw(reward, "penalised_reward", "reward − coefficient × KL, which is maximised", "tab:orange")
     if held_out:
         at, means = zip(*(each[:2] for each in held_out), strict=True)
         reward.plot(at, means, "o", color="black", label=held_out_label, clip_on=False)
@@ -311,12 +312,14 @@ def plot_curves(
     reward.margins(y=0.12)
     if reward_range is not None:
         reward.set_ylim(*reward_range)
-    reward.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)  # above: it would hide points
+    # Above the axes, since inside it would hide points.
+    reward.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
     if kl is not None:
         draw(kl, "kl", "KL(policy ‖ reference)", "tab:red")
         if kl_target is not None:
             kl.axhline(kl_target, color="black", linestyle="--", linewidth=1.2, label=f"target: {kl_target:g} nats")
         values = [0.0, *(row["kl"] for row in rows), kl_target or 0.0]
+        # The estimate may be negative. `None` leaves the limit to matplotlib if all values are 0.
         kl.set(ylabel="KL (nats per answer)", ylim=(min(values), 1.1 * max(values) or None))
         kl.legend(loc="lower right")
     if coefficient is not None:
@@ -339,15 +342,15 @@ def plot_curves(
 def summary(
     config: TrainConfig, rows: Sequence[Figures], evaluations: Sequence[Figures], *, chosen: int | None = None
 ) -> dict[str, str]:
-    """The figures of a run in words: label -> figure.
+    """The figures of a run as texts, label -> figure.
 
     Args:
-        config: of the run.
-        rows: of its steps.
-        evaluations: on held-out prompts.
+        config: the settings of the run.
+        rows: the figures of its steps.
+        evaluations: the figures on held-out prompts.
 
     Keyword Args:
-        chosen: the step whose weights are kept; the last one by default.
+        chosen: the step whose weights are kept, by default the last one.
 
     Example:
         >>> summary(config, rows, evaluations)  # doctest: +SKIP
@@ -361,13 +364,14 @@ def summary(
             held_out = counted(int(row["num_prompts"]), "held-out prompt")
             names = ["reward", *(name for name in row if name.startswith("reward/"))]
             figures |= {f"{x.removeprefix('reward/')} on {held_out}, {label}": with_interval(row, x) for x in names}
+    # Only the last half, since the KL needs some steps to reach its target.
     kls = [row.get("kl", math.nan) for row in rows[len(rows) // 2 :]]
     mean = sum(kls) / max(1, len(kls))
     if kls and not math.isnan(mean):
         target = "" if config.kl.target is None else f", target {config.kl.target:g}"
         figures["KL to the reference, mean of the last half"] = f"{mean:.3g} nats per answer{target}"
     shares = [row["equal_rewards"] for row in rows if "equal_rewards" in row]
-    if shares and config.algorithm.teacher is None:  # which needs no rewards
+    if shares and config.algorithm.teacher is None:  # a run with a teacher needs no rewards
         share, nothing = sum(shares) / len(shares), "all: nothing was learnt from the rewards"
         figures["groups with equal rewards"] = nothing if share == 1 else f"{100 * share:.3g} %, mean of all steps"
     if rows:
@@ -377,7 +381,7 @@ def summary(
 
 
 def with_interval(row: Figures, name: str = "reward") -> str:
-    """A mean of an evaluation with its 95 % interval, if it has one.
+    """A mean of an evaluation as a text, with its 95 % interval if it has one.
 
     Example:
         >>> with_interval({"reward": 0.74512, "low/reward": 0.68, "high/reward": 0.812}), with_interval({"reward": 0.5})
@@ -388,7 +392,7 @@ def with_interval(row: Figures, name: str = "reward") -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """A number of things.
+    """A number with its noun, in the plural unless it is 1.
 
     Example:
         >>> counted(1, "step"), counted(38_812, "token")
@@ -398,7 +402,7 @@ def counted(number: int, what: str) -> str:
 
 
 def lasting(seconds: float) -> str:
-    """A time in its two largest units.
+    """A time as a text, in its two largest units.
 
     Example:
         >>> lasting(8.4), lasting(200.0), lasting(7_500.0)
@@ -421,14 +425,14 @@ def write_card(
     """Write ``README.md`` of a final folder: a description of the model, its figures, the curves and the configuration.
 
     Args:
-        config: of the run.
-        folder: with the model.
+        config: the settings of the run.
+        folder: the folder with the model.
 
     Keyword Args:
-        rows: of the run's steps.
-        evaluations: on held-out prompts.
+        rows: the figures of the run's steps.
+        evaluations: the figures on held-out prompts.
         chosen: the step whose weights are kept.
-        curves: a picture, which is copied there.
+        curves: a picture, which is copied into the folder.
 
     Example:
         >>> write_card(config, Path("final"), rows=rows, evaluations=evaluations, chosen=100)  # doctest: +SKIP
@@ -441,7 +445,9 @@ def write_card(
     holds = "the whole model" if lora is None else "the whole model, adapters merged"
     reference = {"start": "its weights before training", "base": "its weights without adapters"}
     about = ModelCardData(
-        base_model=None if Path(base).is_absolute() or Path(base).is_dir() else base,  # a hub knows only names
+        base_model=None
+        if Path(base).is_absolute() or Path(base).is_dir()
+        else base,  # a path has no meaning on the hub
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["torchrl-llm-kl", config.algorithm.name, "reinforcement-learning"],
@@ -460,6 +466,7 @@ def write_card(
         curves=None if curves is None else curves.name,
         evaluations=evaluations,
         with_kl=bool(evaluations) and all("kl" in row for row in evaluations),
+        # Longer than any run of backticks in the settings, such as a system prompt with a code block.
         fence="`" * max(3, 1 + max(map(len, re.findall("`+", config.to_yaml())), default=0)),
         versions=versions(),
     )
@@ -469,7 +476,7 @@ def write_card(
 def versions(
     packages: Iterable[str] = ("torchrl-llm-kl", "torch", "tensordict", "torchrl", "transformers", "peft"),
 ) -> dict[str, str]:
-    """The versions of Python and of the packages that are installed, by default those that a run's figures depend on.
+    """The versions of Python and of installed packages, by default of those that affect the figures of a run.
 
     Example:
         >>> "torch" in versions()

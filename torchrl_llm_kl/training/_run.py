@@ -1,4 +1,4 @@
-"""A run: steps, evaluations and checkpoints, from a configuration; one that was ended continues with the same bits."""
+"""A run from a configuration: steps, evaluations and checkpoints. A run that was ended resumes bit-exactly."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from torchrl_llm_kl.training._models import export_policy, load_policy, save_pol
 from torchrl_llm_kl.training._report import Figures, FiguresFile
 from torchrl_llm_kl.transforms import RetrieveKL
 
-#: Files and folders that a run writes into its folder.
+#: The files and folders that a run writes into its folder.
 WRITTEN: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "evaluations.jsonl", "checkpoints", "logs")
 WRITTEN += ("curves.png", "rollouts.html", "diagnosis.txt", "final")
 
-#: Files of a checkpoint that its model does not need.
+#: The files of a checkpoint that only a resumed run needs.
 _TO_RESUME = ("state.pt", "critic.safetensors")
 
-#: The first line of a run's own config.yaml.
+#: The first line of a config.yaml that a run wrote. Changing it would make earlier files look like the user's own.
 _ALL_SETTINGS = "# All settings of the run in this folder; each start of it writes them anew.\n"
 
 Say = Callable[[str], None]
@@ -53,14 +53,14 @@ class TrainResult:
     """How a run ended.
 
     Args:
-        outcome: ``"finished"``: all steps are done; ``"interrupted"``: by a signal, and saved; ``"stopped"``: because the KL or
-            a gradient blew up.
-        why: for ``"stopped"``.
-        step: steps that were done.
-        folder: of the run.
-        rows: figures of each step, as in ``metrics.jsonl``.
-        evaluations: as in ``evaluations.jsonl``.
-        final: the folder with the trained model; None for a run that was interrupted.
+        outcome: ``"finished"`` after all steps, ``"interrupted"`` after a signal, ``"stopped"`` if the KL or a gradient blew
+            up.
+        why: the reason of ``"stopped"``.
+        step: the number of finished steps.
+        folder: the folder of the run.
+        rows: the figures of each step, as in ``metrics.jsonl``.
+        evaluations: the figures of each evaluation, as in ``evaluations.jsonl``.
+        final: the folder with the trained model. None if the run was interrupted.
         chosen: the step whose weights it holds.
         figures: a summary, label -> figure.
     """
@@ -78,9 +78,9 @@ class TrainResult:
 
 @contextmanager
 def stop_on_signals(say: Say = print) -> Iterator[Event]:
-    """Yield an event that SIGINT (Ctrl-C) and SIGTERM set; a second Ctrl-C ends the process at once.
+    """Yield an event that SIGINT (Ctrl-C) and SIGTERM set. A second signal ends the process at once.
 
-    Only the main thread can take signals; in another one nothing sets it.
+    Only the main thread can handle signals. In another thread the event is never set.
 
     Example:
         >>> with stop_on_signals(say=lambda line: None) as stop:
@@ -94,7 +94,7 @@ def stop_on_signals(say: Say = print) -> Iterator[Event]:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
-        say("interrupted: finishing the step, then saving; once more to end at once.")
+        say("interrupted: the run ends after this step and a checkpoint. Interrupt again to end it at once.")
 
     with suppress(ValueError):  # not the main thread
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -109,13 +109,13 @@ class Run:
     """The parts of a run, and its steps.
 
     Args:
-        config: its settings.
+        config: the settings of the run.
 
     Keyword Args:
-        saved: the checkpoint to go on from; None to begin.
-        say: takes lines for the user.
-        inputs: its inputs except the models; None to load them.
-        begin: called when all is loaded, before the first file is written.
+        saved: the checkpoint to resume from. None starts a new run.
+        say: a function that gets messages for the user.
+        inputs: the inputs of the run except its models. None loads them.
+        begin: called after everything is loaded, before the first file is written.
 
     Example:
         >>> run = Run(read_config("config.yaml"))  # doctest: +SKIP
@@ -144,7 +144,7 @@ class Run:
         self.parts, self.kl, self.updater = self.inputs.plan.build(self.policy, self.reference)
         self.optimizer = _steps.make_optimizer(self.parts, config.optimizer)
         self.schedule = _steps.make_schedule(self.optimizer, config.optimizer, steps=config.run.steps, done=self.step)
-        _steps.seed_everything(config.run.seed)  # whatever the parts above have drawn
+        _steps.seed_everything(config.run.seed)  # loading the parts above may have used random numbers
         if saved is not None:
             self._load(saved)
         if begin is not None:
@@ -176,10 +176,10 @@ class Run:
 
     def _monitor(self) -> RunMonitor:
         every, loggers = self.config.logging.doctor_every, _report.make_loggers(self.config, self.out / "logs")
-        earlier = [(row["step"], row) for row in self.rows.rows]  # of other processes
+        earlier = [(row["step"], row) for row in self.rows.rows]  # the rows of earlier processes
         earlier += [(row["step"], _evaluation_log(row)) for row in self.evaluations.rows]
         for logger in loggers:
-            if type(logger).__name__ in ("CSVLogger", "TensorboardLogger"):  # W&B and MLflow have them already
+            if type(logger).__name__ in ("CSVLogger", "TensorboardLogger"):  # W&B and MLflow keep the earlier values
                 for step, row in earlier:
                     log_metrics(logger, row, int(step))
         return RunMonitor(
@@ -196,10 +196,10 @@ class Run:
     # ------------------------------------------------------------------ a step
 
     def take_step(self) -> Figures:
-        """Sample answers, learn from them, and adapt the coefficient; returns the figures."""
+        """Sample answers, learn from them, and adapt the coefficient. Returns the figures of the step."""
         algorithm, plan = self.config.algorithm, self.inputs.plan
         batch = self.sample()
-        with _steps.apart(self.step):  # how often the doctor looks changes no random number of the run
+        with _steps.apart(self.step):  # so that the frequency of the doctor does not affect the training
             self.monitor.look(self.step, batch)
         charged, compares = plan.algorithm.kl_reward != "none", plan.algorithm.compares_answers
         figures = _steps.step_figures(batch, coefficient=plan.coefficient, charged=charged, compares=compares)
@@ -229,28 +229,28 @@ class Run:
         return row
 
     def sample(self) -> TensorDictBase:
-        """The answers of a step, scored, with advantages."""
+        """Sample and score the answers of a step, and compute their advantages."""
         _steps.forget_scores(self.env)
         return self.parts.prepare(self.env.rollout(1, self.sampler).reshape(-1))
 
     @property
     def elapsed(self) -> float:
-        """Seconds of this process and those before it."""
+        """The seconds of the run in this process and earlier ones."""
         return self.seconds + time.perf_counter() - self.begun
 
     # ------------------------------------------------------------------ evaluations
 
     def evaluation_is_due(self) -> bool:
-        """Whether the held-out prompts are to be answered now."""
+        """Whether an evaluation is due at this step and not done yet."""
         every, step = self.config.evaluation.every, self.step
         due = every > 0 and (step % every == 0 or step >= self.config.run.steps)
         return due and self.inputs.held_out is not None and all(row["step"] != step for row in self.evaluations.rows)
 
     def evaluate(self) -> Figures:
-        """Answer the held-out prompts, and store the figures."""
+        """Evaluate the held-out prompts, and store the figures."""
         settings, kl, held_out = self.config.evaluation, None, self.inputs.held_out
         assert held_out is not None
-        # The mean of k1 is no KL of greedy answers, and a service computes no exact KL.
+        # k1 is unbiased only for sampled answers, and a service cannot compute the exact KL that greedy answers need.
         if self.reference is not None and (isinstance(self.reference, (str, torch.nn.Module)) or not settings.greedy):
             kl = measured_kl(self.config, self.policy, self.reference, "exact" if settings.greedy else "k1")
         env = self._env(held_out, kl, PromptOrder(seed=None), min(settings.batch_size, len(held_out)), 1)
@@ -263,16 +263,17 @@ class Run:
 
     @property
     def best(self) -> int | None:
-        """The step with the best reward on held-out prompts, the first of equal ones."""
+        """The step with the best reward on held-out prompts. The first one if several are equal."""
         rows = self.evaluations.rows
         return int(max(rows, key=lambda row: row["reward"])["step"]) if rows else None
 
     # ------------------------------------------------------------------ the end
 
     def blow_up(self) -> str:
-        """Why the KL ends the run; empty if it does not."""
+        """The reason why the KL ends the run. Empty if it does not."""
         kl, rows = self.config.kl, self.rows.rows
         limit = kl.stop_above or 10 * (kl.target or math.inf)
+        # Several steps in a row, since one step's mean is noisy.
         last = [row["kl"] for row in rows[-kl.stop_after :] if "kl" in row]
         if len(last) < kl.stop_after or any(value <= limit for value in last):
             return ""
@@ -281,24 +282,21 @@ class Run:
         return f"the KL was above kl.stop_above={limit:g} nats per answer in {steps}: lower optimizer.lr."
 
     def close(self) -> None:
-        """Leave the service of the reference, if there is one, which ends with its last run."""
+        """Leave the service of the reference, if there is one. The service ends with its last run."""
         close = getattr(self.reference, "close", None)
         if close is not None:
             close()
 
     # ------------------------------------------------------------------ checkpoints
 
-    def save(self, checkpoints: Checkpoints) -> Path:
-        """Write a checkpoint of all that the next step depends on."""
+    def save(self, checkpoints: Checkpoints) -> None:
+        """Write a checkpoint of everything that the next step depends on."""
         numbers: dict[str, object] = {"config": self.config.to_dict(), "files": self.inputs.files}
         numbers |= {"versions": _report.versions(), "seconds": self.elapsed, "best": self.best}
         with checkpoints.writing(self.step, numbers, best=self.best) as folder:
             save_policy(self.policy, self.tokenizer, folder / "model")
-            state = {
-                "optimizer": self.optimizer.state_dict(),
-                "parts": self.parts.state_dict(),
-                "random": _steps.random_state(),
-            }
+            state = {"optimizer": self.optimizer.state_dict(), "random": _steps.random_state()}
+            state["parts"] = self.parts.state_dict()
             if self.updater is not None:
                 state["reference"] = self.updater.state_dict()
             torch.save(state, folder / "state.pt")
@@ -308,16 +306,15 @@ class Run:
                 save_model(self.parts.critic_loss.critic_network, str(folder / "critic.safetensors"))
             for file in (self.rows, self.evaluations):
                 (folder / file.path.name).write_text(file.text, encoding="utf-8")
-        return checkpoints.folder / f"step-{self.step:06d}"
 
     def _load(self, saved: Checkpoint) -> None:
-        """Restore everything but the policy's weights, which are loaded already."""
-        # Tensors and plain values only: nothing in a checkpoint is run as code.
+        """Restore everything except the policy's weights, which are already loaded."""
+        # `weights_only` runs no code of the file.
         state = torch.load(saved.folder / "state.pt", map_location="cpu", weights_only=True)
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate  # of the schedule: run.steps may have changed
+            group["lr"] = rate  # the schedule's, since run.steps may have changed after the checkpoint
         self.parts.load_state_dict(state["parts"])
         if self.updater is not None:
             self.updater.load_state_dict(state["reference"])
@@ -339,29 +336,30 @@ def _evaluation_log(row: Mapping[str, float]) -> dict[str, float]:
 def train(
     config: TrainConfig, *, fresh: bool = False, say: Say = print, build: Callable[..., Run] = Run
 ) -> TrainResult:
-    """Train a language model as a configuration says, or continue a run that was ended.
+    """Train a language model from a configuration, or resume a run that was ended.
 
-    A run whose folder (``run.out``) holds a checkpoint continues from it, and ends with the same weights and figures as one
-    that was never ended. SIGINT and SIGTERM save a checkpoint after the current step. The folder then holds
+    If the folder of the run (``run.out``) holds a checkpoint, the run resumes from it, and ends with the same weights and
+    figures as an uninterrupted run. SIGINT and SIGTERM save a checkpoint after the current step. The folder finally holds
 
-    - ``metrics.jsonl``, ``evaluations.jsonl``: figures of each step, and on held-out prompts;
-    - ``checkpoints/step-000040``, ...: the last ones and the best one; ``model`` in each opens with ``from_pretrained``;
-    - ``final``: the trained model with its card, and ``curves.png``;
-    - ``rollouts.html``, ``diagnosis.txt``: tokens of a late step, and the doctor's findings; ``logs``, of loggers.
+    - ``metrics.jsonl`` and ``evaluations.jsonl``, the figures of each step and of each evaluation
+    - ``checkpoints/step-000040`` and so on, the last ones and the best. ``model`` in each is for ``from_pretrained``.
+    - ``final``, the trained model with its card, and ``curves.png``
+    - ``rollouts.html`` and ``diagnosis.txt``, tokens of a late step and the doctor's findings
+    - ``logs``, the files of the loggers
 
     Args:
-        config: of :func:`read_config`.
+        config: the result of :func:`read_config`.
 
     Keyword Args:
-        fresh: begin anew, and move the files of an earlier run to ``earlier-1``, -2, ... in the same folder.
-        say: takes lines for the user.
-        build: makes the parts: :class:`Run`, or a subclass.
+        fresh: start a new run, and move the files of an earlier run to ``earlier-1``, ``earlier-2`` and so on in the folder.
+        say: a function that gets messages for the user.
+        build: :class:`Run`, or a subclass that makes other parts.
 
     Returns:
-        How it ended.
+        The outcome and the figures of the run.
 
     Raises:
-        ConfigError: for settings that no run can have, or that differ from the settings of the run to continue.
+        ConfigError: if settings are invalid, or differ from the run to resume.
         ModelError: if a model cannot be loaded.
 
     Example:
@@ -373,7 +371,7 @@ def train(
     out = Path(config.run.out)
     out.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(out / ".lock", timeout=0):
+        with FileLock(out / ".lock", timeout=0):  # two processes would overwrite each other's checkpoints
             return _train(config, out, fresh=fresh, say=say, build=build)
     except Timeout:
         raise ConfigError(f"another process trains in {out}: end it, or pass another run.out.") from None
@@ -384,8 +382,9 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
     if saved is None:
         check_inputs_stay(config, WRITTEN)
 
+    # Run calls this between loading and the first write.
     def begin() -> None:
-        """Move earlier files. Comes last before the run writes, so that a run that cannot begin moves nothing."""
+        """Move earlier files. This comes after everything is loaded, so that a run that cannot start moves nothing."""
         earlier = _report.keep_earlier(out, WRITTEN) if fresh else None
         if earlier is not None:
             say(f"{out} held an earlier run: moved it to {earlier}.")
@@ -398,21 +397,22 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
     checkpoints = Checkpoints(out / "checkpoints", keep=config.checkpoints.keep, to_resume=_TO_RESUME)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torchrl|tensordict|transformers")
-        warnings.filterwarnings("ignore", message="size_average and reduce")  # from torchrl's cross_entropy
+        warnings.filterwarnings("ignore", message="size_average and reduce")  # raised in torchrl's cross_entropy
         run = build(config, saved=saved, say=say, inputs=load_inputs(config), begin=begin)
         if saved is not None:
-            say(f"going on after step {run.step} of {config.run.steps}, from {saved.folder}.")
+            say(f"resuming after step {run.step} of {config.run.steps}, from {saved.folder}.")
             before = saved.numbers.get("files", run.inputs.files)
             for name in (name for name, digest in run.inputs.files.items() if before.get(name) != digest):
-                say(f"{name} has changed since: the next steps differ from those of a run without a stop.")
+                say(f"{name} has changed since the checkpoint: the run is not bit-equal to one without a stop.")
         clock = partial(getattr, run, "elapsed")
         bar = _report.progress(config.algorithm.name, config.run.steps, done=run.step, stream=sys.stderr, clock=clock)
+        # stderr, so that stdout holds only the table of the results.
         with closing(run), stop_on_signals(say) as stop, bar as advance:
             outcome, why = _train_on(run, checkpoints, stop, advance, saved=None if saved is None else saved.step)
     result = TrainResult(outcome, why, run.step, out, run.rows.rows, run.evaluations.rows)
     if outcome == "interrupted":
         folder = checkpoints.folder / f"step-{run.step:06d}"
-        say(f"interrupted after step {run.step} of {config.run.steps}: saved {folder}. Run the same command to go on.")
+        say(f"interrupted after step {run.step} of {config.run.steps}: saved {folder}. Run the same command to resume.")
         return result
     if outcome == "stopped":
         say(f"stopped after step {run.step} of {config.run.steps}: {why}")
@@ -420,7 +420,7 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
 
 
 def _saved(config: TrainConfig, out: Path) -> Checkpoint | None:
-    """The checkpoint to go on from, of a run with the same settings."""
+    """The checkpoint to resume from. Its settings must equal ``config``."""
     checkpoints = Checkpoints(out / "checkpoints", keep=config.checkpoints.keep)
     saved = checkpoints.latest()
     if saved is None:
@@ -436,14 +436,18 @@ def _saved(config: TrainConfig, out: Path) -> Checkpoint | None:
 def _train_on(
     run: Run, checkpoints: Checkpoints, stop: Event, advance: Callable[[str], None], *, saved: int | None
 ) -> tuple[Literal["finished", "interrupted", "stopped"], str]:
-    """Train to the last step, or until there is a reason not to; ``saved`` is the step of the last checkpoint."""
+    """Train until the last step or an early end. Returns the outcome and its reason.
+
+    ``saved`` is the step of the last checkpoint.
+    """
     settings = run.config
     while True:
+        # The evaluation comes before the checkpoint, since it decides whether this step is the best.
         ending = stop.is_set()
         if not ending and run.evaluation_is_due():
             row = run.evaluate()
             run.say(f"step {run.step}: reward on held-out prompts {_report.with_interval(row)}")
-        why, last = run.blow_up(), run.step >= settings.run.steps  # a resumed run may have fewer steps than are done
+        why, last = run.blow_up(), run.step >= settings.run.steps  # a resumed run may set run.steps below its step
         due = run.step > 0 and run.step % settings.checkpoints.every == 0
         if saved != run.step and (due or last or ending or why or run.best == run.step):
             run.save(checkpoints)
@@ -478,7 +482,7 @@ def _write_final(run: Run, checkpoints: Checkpoints, result: TrainResult) -> Tra
     chosen = checkpoints.latest()
     if config.checkpoints.final == "best" and run.best is not None:
         chosen = checkpoints.at(run.best) or chosen
-    if chosen is None:  # a gradient blew up before the first checkpoint
+    if chosen is None:  # a gradient was not finite before the first checkpoint
         return result
     final = out / "final"
     export_policy(config, chosen.folder / "model", run.tokenizer, final)

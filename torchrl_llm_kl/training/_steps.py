@@ -1,4 +1,4 @@
-"""The pieces of a step: answers, updates, the schedule of the learning rate, figures; and states of the random generators."""
+"""The parts of a training step: the sampler, updates, the learning rate, figures, evaluation and random numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _Z95 = NormalDist().inv_cdf(0.975)
 #: Two-sided 95 % quantiles of Student's t with 1 to 10 degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-#: The entries that losses read.
+#: The entries that the losses read.
 LOSS_KEYS = (
     *(("tokens", name) for name in ("full", "prompt")),
     *(("masks", name) for name in ("all_attention_mask", "all_assistant_mask")),
@@ -44,10 +44,11 @@ LOSS_KEYS = (
 
 
 class _Sampler(TransformersWrapper):
-    """A wrapper that passes all arguments to ``generate``, forwards equal prompts once, and masks each sampled token.
+    """A wrapper that passes all arguments to ``generate``, forwards equal prompts once, and masks in each sampled token.
 
     torchrl's constructor refuses a top-k of 0 and drops arguments that it does not list, such as ``min_p``. Its attention mask
-    leaves out each padding token. Where that token ends answers too, as it often does, no end would be trained.
+    leaves out each padding token. Many tokenizers use one token for padding and for the end of an answer. With torchrl's mask
+    the end would then never be trained.
     """
 
     generate_kwargs: Json
@@ -58,7 +59,7 @@ class _Sampler(TransformersWrapper):
         self.generate_kwargs = {**generate_kwargs, **self.generate_kwargs}
 
     def forward(self, tensordict: TensorDictBase, **kwargs: object) -> TensorDictBase:
-        """Write the answers."""
+        """Sample the answers and write them."""
         with _equal_prompts_once(self.model):
             out = super().forward(tensordict, **kwargs)
         full, width = out["tokens", "full"], out["tokens", "prompt"].shape[-1]
@@ -68,32 +69,34 @@ class _Sampler(TransformersWrapper):
         for stops, last in product(self.generate_kwargs.get("stopping_criteria", ()), range(width, full.shape[-1])):
             ended[..., last - width] |= stops(full[..., : last + 1], None)
         mask = out["masks", "all_attention_mask"].clone()
-        mask[..., width:] = ended.cumsum(-1) == ended  # nothing before it ended the answer
+        mask[..., width:] = ended.cumsum(-1) == ended  # True if no earlier token has ended the answer
         out.set(("masks", "all_attention_mask"), mask)
         return out
 
 
 @contextmanager
 def _equal_prompts_once(model: Any) -> Iterator[None]:
-    """Context: the first forward of ``generate`` runs over one row of neighbours with equal tokens, then repeats its states.
+    """Let the first forward of ``generate`` run once for consecutive rows with equal prompts, and copy its states.
 
-    Later forwards continue each row from its own copy. A model with states outside a ``DynamicCache`` runs as without it.
+    Later forwards continue each row from its own copy. A model that keeps states outside of a ``DynamicCache`` is not changed.
     """
     from transformers import DynamicCache
 
     states: DynamicCache | None = None
-    rows: Tensor | None = None  # the number of each row's prompt, while the first forward runs
+    rows: Tensor | None = None  # the index of each row's prompt, for the hook after the first forward
 
     def before(_: nn.Module, args: tuple[object, ...], given: Json) -> tuple[tuple[object, ...], Json]:
         nonlocal states, rows
-        own.pop().remove()
+        own.pop().remove()  # the hooks are only for the first forward
         ids, mask = given.get("input_ids"), given.get("attention_mask")
+        # Not isinstance: a subclass may hold states that `reorder_cache` does not copy.
         states = next((value for value in given.values() if type(value) is DynamicCache), None)
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.ndim}
         if states is None or ids is None or not all(_has_rows(name, x, len(ids)) for name, x in tensors.items()):
             return args, given
         prompts = ids if mask is None else torch.cat([ids, mask], 1)
         _, rows = prompts.unique_consecutive(dim=0, return_inverse=True)
+        # The first row of each run of equal prompts. The prepended -1 makes row 0 one of them.
         first = rows.diff(prepend=rows.new_full((1,), -1)) > 0
         return args, {**given, **{name: value[first] for name, value in tensors.items()}}
 
@@ -103,8 +106,9 @@ def _equal_prompts_once(model: Any) -> Iterator[None]:
             output.logits = output.logits[rows]
             states.reorder_cache(rows)  # type: ignore[arg-type]
 
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # whose generate PEFT's calls
-    if model.config.model_type == "recurrent_gemma":  # which keeps states in its layers
+    # PEFT's generate calls the base model's generate, so the hooks must be on the base model.
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if model.config.model_type == "recurrent_gemma":  # it keeps states in its layers
         yield
         return
     own = [model.register_forward_hook(after), model.register_forward_pre_hook(before, with_kwargs=True)]
@@ -116,7 +120,10 @@ def _equal_prompts_once(model: Any) -> Iterator[None]:
 
 
 def _has_rows(name: str, value: Tensor, count: int) -> bool:
-    """Whether an argument's first dimension is that of the ``count`` rows. Positions of image-text models have planes there."""
+    """Whether the first dimension of an argument holds the ``count`` rows.
+
+    The first dimension of an image-text model's positions holds planes, and there may be as many planes as rows.
+    """
     return len(value) == count and (name != "position_ids" or value.ndim == 2)
 
 
@@ -128,32 +135,32 @@ def make_sampler(
     sampling: Sampling | None = None,
     end: Sequence[str] = (),
 ) -> TransformersWrapper:
-    """A torchrl policy that writes answers with a transformers model, for the envs of :func:`~torchrl_llm_kl.tasks.make_env`.
+    """A torchrl policy that samples answers from a transformers model, for :func:`~torchrl_llm_kl.tasks.make_env`.
 
-    It records no log-probs, which the transforms compute. Each sampled token is in the attention mask, also one that is the
-    padding token, up to the first that ends the answer (``eos_token_id`` of the model's ``generation_config``, and ``end``).
-    Neighbours with the same prompt share its forward.
+    The policy records no log-probs, since the transforms compute them. The attention mask includes each sampled token up to
+    the first one that ends the answer (``eos_token_id`` of the model's ``generation_config``, and ``end``), even if it is the
+    padding token. Consecutive rows with the same prompt share its forward.
 
     Args:
-        model: a transformers model; it is not copied.
-        tokenizer: with a padding token, padding on the left.
+        model: a transformers model, which is not copied.
+        tokenizer: a tokenizer that has a padding token and pads on the left.
 
     Keyword Args:
-        max_new_tokens: longest answer.
-        sampling: the distribution they are drawn from; None for the most probable tokens.
-        end: texts that also end an answer; each may be a special token, a part of a token, or several tokens. The answer
-            includes them.
+        max_new_tokens: the longest answer, in tokens.
+        sampling: the distribution of the tokens. None takes the most probable token.
+        end: texts that also end an answer, which includes them. A text may be a special token, a part of a token, or several
+            tokens.
 
     Example:
         >>> sampler = make_sampler(model, tokenizer, max_new_tokens=64, sampling=Sampling())  # doctest: +SKIP
     """
     drawn: dict[str, object] = {"do_sample": False, "repetition_penalty": 1.0}
-    if sampling is not None:  # a top-k of the whole vocabulary would sort it at each token
+    if sampling is not None:  # 0 instead of the whole vocabulary, which generate would sort for each token
         drawn = {**sampling.generate_kwargs(model), "top_k": sampling.top_k}
     if end:
         from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
-        own = model.generation_config.eos_token_id  # with one, generate pads answers that have ended
+        own = model.generation_config.eos_token_id  # generate needs an end token to pad the answers that have ended
         drawn["eos_token_id"] = tokenizer.eos_token_id if own is None else own
         drawn["stopping_criteria"] = StoppingCriteriaList([StopStringCriteria(tokenizer, list(end))])
     return _Sampler(
@@ -161,7 +168,7 @@ def make_sampler(
         tokenizer=tokenizer,
         input_mode="text",
         generate=True,
-        return_log_probs=False,  # they would be of temperature 1, and their logits take [B, T, V] of memory
+        return_log_probs=False,  # torchrl's have temperature 1, and keep [B, T, V] logits in memory
         generate_kwargs={**drawn, "max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id},
         pad_output=True,  # plain tensors: prompts padded on the left, answers on the right
         device=model.device if model.device.type != "cpu" else None,
@@ -171,8 +178,8 @@ def make_sampler(
 def forget_scores(env: EnvBase) -> None:
     """Clear the caches of the env's transforms, so that a step depends only on its own prompts.
 
-    A prefix that is read from a cache may differ in its last bit from one that is computed: a resumed run, whose caches are
-    empty, would not be bit-equal.
+    A cached prefix may differ in its last bit from a computed one. A resumed run starts with empty caches, so it would not be
+    bit-equal.
 
     Example:
         >>> forget_scores(env)  # doctest: +SKIP
@@ -180,7 +187,7 @@ def forget_scores(env: EnvBase) -> None:
     for part in env.modules():
         if isinstance(part, RetrieveLogProb):
             for scorer in (part.scorer, part.reference_scorer):
-                if isinstance(scorer, LogProbScorer):  # a service's replicas have caches of their own
+                if isinstance(scorer, LogProbScorer):  # the replicas of a service manage their own caches
                     scorer.forget()
 
 
@@ -188,7 +195,7 @@ def forget_scores(env: EnvBase) -> None:
 
 
 def loss_entries(batch: TensorDictBase) -> TensorDictBase:
-    """The entries of a batch that losses read: dense and without text, so that rows are chosen faster.
+    """Select the entries that losses read, dense and without text, so that indexing rows is faster.
 
     Example:
         >>> from tensordict import TensorDict
@@ -211,23 +218,23 @@ def learn(
     monitor: RunMonitor | None = None,
     after_update: Callable[[], object] | None = None,
 ) -> None:
-    """Update an algorithm's models on a prepared batch.
+    """Update the models of an algorithm on a prepared batch.
 
     Args:
-        parts: of :func:`~torchrl_llm_kl.make_algorithm`.
-        batch: of ``parts.prepare``; faster with only its :func:`loss_entries`.
-        optimizer: of the parameters of ``parts.losses``.
+        parts: the result of :func:`~torchrl_llm_kl.make_algorithm`.
+        batch: the result of ``parts.prepare``. Only its :func:`loss_entries` are needed, which is faster.
+        optimizer: the optimiser of the parameters of ``parts.losses``.
 
     Keyword Args:
-        epochs: passes over the batch.
-        minibatches: updates in a pass; each takes its own mean over its rows, which torch's generator chooses.
-        micro_batch: the most rows in one forward; None for a whole minibatch. Gradients add up.
-        max_grad_norm: the gradient of each model is scaled down to this norm; 0 for no limit.
-        monitor: takes the losses' numbers.
-        after_update: called after each, such as ``ReferenceUpdater.step``.
+        epochs: the number of passes over the batch.
+        minibatches: the number of updates in a pass. torch's generator chooses the rows of each, over which the mean is taken.
+        micro_batch: the largest number of rows in one forward, whose gradients add up. None for a whole minibatch.
+        max_grad_norm: the gradient of each model is scaled down to this norm. 0 sets no limit.
+        monitor: gets the numbers of the losses.
+        after_update: called after each update, such as ``ReferenceUpdater.step``.
 
     Raises:
-        FloatingPointError: if a gradient is not finite; the weights are those before.
+        FloatingPointError: if a gradient is not finite. The weights are not changed then.
 
     Example:
         >>> learn(parts, loss_entries(parts.prepare(batch)), optimizer, minibatches=4)  # doctest: +SKIP
@@ -247,6 +254,7 @@ def learn(
                 norms = [torch.nn.utils.clip_grad_norm_(_trained(loss), limit) for loss in parts.losses]
                 if monitor is not None:
                     monitor.add({"grad_norm": norms[0]})
+                # Before the step: a gradient that is not finite would destroy all weights.
                 if not all(bool(norm.isfinite()) for norm in norms):
                     advice = "look at diagnosis.txt and rollouts.html, and at the learning rate"
                     raise FloatingPointError(f"the gradient's norm is {float(norms[0])}: {advice}.")
@@ -261,7 +269,7 @@ def _trained(loss: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def _in_training_mode(parts: AlgorithmParts) -> Iterator[None]:
-    """Training mode for a model that computes layers again in the backward: transformers does so in no other mode."""
+    """Put a model with activation checkpointing into training mode, the only one in which transformers uses it."""
     actor = getattr(parts.loss, "actor_network", None)
     if actor is None or not any(getattr(part, "gradient_checkpointing", False) for part in actor.modules()):
         yield
@@ -274,7 +282,7 @@ def _in_training_mode(parts: AlgorithmParts) -> Iterator[None]:
 
 
 def make_optimizer(parts: AlgorithmParts, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimiser of an algorithm's models.
+    """The optimiser of the models of an algorithm.
 
     Example:
         >>> optimizer = make_optimizer(parts, config.optimizer)  # doctest: +SKIP
@@ -295,7 +303,7 @@ def make_schedule(
 ) -> torch.optim.lr_scheduler.LRScheduler:
     """The schedule of the learning rate, after ``done`` of ``steps`` steps.
 
-    It is a function of only the step, so that nothing of it needs to be saved.
+    The rate depends only on the step, so a checkpoint does not hold the schedule.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
@@ -311,7 +319,7 @@ def make_schedule(
         done = min(1.0, (step - warmup) / rest)
         return {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}[config.schedule]
 
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups:  # LambdaLR needs it if it does not start at step 0
         group.setdefault("initial_lr", group["lr"])
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=done - 1)
 
@@ -328,15 +336,18 @@ def step_figures(
         batch: prepared answers, ``[B]``.
 
     Keyword Args:
-        coefficient: of the KL, if there is one.
-        charged: whether the KL was subtracted from the rewards, times the coefficient.
-        compares: whether the algorithm compares the answers of a group; else the answers of the whole step are one group.
+        coefficient: the coefficient of the KL.
+        charged: whether coefficient times KL was subtracted from the rewards.
+        compares: whether the algorithm compares the answers of a group. Otherwise all answers of the step form one group.
 
     Returns:
-        ``reward`` and each named part ``reward/<name>``, if there are rewards; with an entry ``"group"``, ``equal_rewards``,
-        the share of groups whose answers all have the same reward, before a KL is charged; ``kl``, nats per answer; with a
-        coefficient ``coefficient`` and, if it is charged to the reward, ``penalised_reward``; ``reward_failures``;
-        ``answer_tokens`` and ``tokens`` of all answers.
+        The figures that the batch allows:
+
+        - ``reward``, each named part ``reward/<name>``, and ``reward_failures``
+        - ``equal_rewards``, the share of groups whose answers all have the same reward before a KL is charged, if the batch
+          has an entry ``"group"``
+        - ``kl`` in nats per answer, ``coefficient``, and ``penalised_reward`` if the KL is charged to the reward
+        - the sums over all answers ``answer_tokens`` and ``tokens``
 
     Example:
         >>> from tensordict import TensorDict
@@ -350,8 +361,9 @@ def step_figures(
     value = 0.0 if coefficient is None else coefficient().item()
     if rewards is not None:
         rounding = torch.zeros_like(rewards)
-        if charged and kl is not None:  # the rewards before the KL was charged
+        if charged and kl is not None:  # add the KL back, to get the rewards before it was charged
             figures["penalised_reward"] = rewards.mean().item()
+            # Adding it back rounds, so rewards that differ by less than this bound count as equal.
             rounding = 1e-5 * (rewards.abs() + value * after["kl_penalty"].flatten(1).abs().sum(-1))
             rewards = rewards + value * kl
         figures["reward"] = rewards.mean().item()
@@ -372,7 +384,7 @@ def step_figures(
 
 
 def answer_columns(batch: TensorDictBase) -> dict[str, Tensor]:
-    """Numbers of each answer of a batch, by name, where the batch has them; ``[B]``.
+    """The numbers of each answer of a batch by name, as far as the batch has them, ``[B]``.
 
     Example:
         >>> from tensordict import TensorDict
@@ -392,8 +404,9 @@ def answer_columns(batch: TensorDictBase) -> dict[str, Tensor]:
 
 
 def _equal_share(rewards: Tensor, rounding: Tensor, group: Tensor) -> float:
-    """The share of groups whose rewards are equal, but for rounding; ``[B]`` each."""
+    """The share of groups whose rewards are equal up to ``rounding``. All arguments are ``[B]``."""
     groups, index = group.to(rewards.device).unique(return_inverse=True)
+    # A group is equal if its largest reward is at most its smallest one plus the slack.
     nothing = rewards.new_full((len(groups),), -math.inf)
     largest, less, slack = (
         nothing.scatter_reduce(0, index, values, "amax") for values in (rewards, -rewards, rounding)
@@ -403,23 +416,25 @@ def _equal_share(rewards: Tensor, rounding: Tensor, group: Tensor) -> float:
 
 @torch.no_grad()
 def evaluate(env: EnvBase, sampler: TensorDictModuleBase, num_prompts: int, *, seed: int = 0) -> dict[str, float]:
-    """The mean reward of a policy's answers to the first prompts of an env, and their KL if the env measures it.
+    """Evaluate a policy's answers to the first prompts of an env.
 
-    Random numbers outside are not touched.
+    The state of the random generators is restored afterwards.
 
     Args:
-        env: of :func:`~torchrl_llm_kl.tasks.make_env`, new, with one answer to each prompt and prompts as they come.
-        sampler: the policy; see :func:`make_sampler`.
-        num_prompts: how many are posed.
+        env: a new env of :func:`~torchrl_llm_kl.tasks.make_env` with one answer to each prompt and ``PromptOrder(seed=None)``.
+        sampler: the policy, such as :func:`make_sampler`.
+        num_prompts: the number of prompts.
 
     Keyword Args:
-        seed: of the answers, if they are sampled.
+        seed: the seed of the answers.
 
     Returns:
-        ``reward`` and, of several prompts, its standard error ``reward_error``, the mean of each named part
-        ``reward/<name>``, the ends of the 95 % interval of these means where there is one (:func:`interval`), ``low/reward``,
-        ``high/reward`` and so on, ``kl`` in nats per answer if there is an entry ``("next", "kl_penalty")``,
-        ``answer_tokens``, the mean length, and ``num_prompts``.
+        - the means over the answers ``reward``, ``reward/<name>`` of each named part, and ``answer_tokens``
+        - ``reward_error``, the standard error of the reward, with several prompts
+        - the ends of the 95 % intervals of the rewards, ``low/reward``, ``high/reward`` and so on, if they exist
+          (:func:`interval`)
+        - ``kl`` in nats per answer, if the env writes ``("next", "kl_penalty")``
+        - ``num_prompts``
 
     Example:
         >>> env = make_env(held_out, reward, tokenizer, group_size=1, order=PromptOrder(seed=None))  # doctest: +SKIP
@@ -444,10 +459,13 @@ def evaluate(env: EnvBase, sampler: TensorDictModuleBase, num_prompts: int, *, s
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95 % interval of the mean of independent values: Wilson's score interval if all are 0 or 1, else Student's t.
+    """The 95 % interval of the mean of independent values.
+
+    It is Wilson's score interval if all values are 0 or 1, otherwise the interval of Student's t.
 
     Returns:
-        Its ends; None for one value, and for equal ones other than 0 and 1: they do not show how much others differ.
+        The ends of the interval. None for a single value, and for equal values other than 0 and 1, which give no estimate of
+        the deviation.
 
     Example:
         >>> [round(end, 2) for end in interval([1.0, 1.0])]
@@ -468,12 +486,12 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
         return max(0.0, centre - half), min(1.0, centre + half)
     if min(values) == max(values):
         return None
-    half = (_T95[n - 2] if n - 2 < len(_T95) else _Z95 + 2.5 / (n - 1)) * error  # to 1 % of the quantile
+    half = (_T95[n - 2] if n - 2 < len(_T95) else _Z95 + 2.5 / (n - 1)) * error  # approximates the quantile to 1 %
     return mean - half, mean + half
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean of independent values and its standard error.
+    """The mean of independent values, and its standard error.
 
     Example:
         >>> mean_and_error([0.0, 1.0, 1.0, 0.0])
@@ -488,7 +506,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 class RandomState(TypedDict):
-    """States of random generators, of :func:`random_state`."""
+    """The states of the random generators, as :func:`random_state` returns them."""
 
     torch: Tensor
     accelerators: list[Tensor]
@@ -508,7 +526,7 @@ def random_state() -> RandomState:
     """
     import numpy as np
 
-    name, keys, *rest = np.random.get_state(legacy=True)  # reward functions may draw from it
+    name, keys, *rest = np.random.get_state(legacy=True)  # reward functions may use NumPy's generator
     return {
         "torch": torch.get_rng_state(),
         "accelerators": [each.get_state() for each in _generators()],
@@ -518,14 +536,14 @@ def random_state() -> RandomState:
 
 
 def _generators() -> Sequence[torch.Generator]:
-    """Of the accelerator's devices; none before the process uses it."""
+    """The generators of the accelerator's devices. Empty before the process uses the accelerator."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     module = None if accelerator is None else torch.get_device_module(accelerator)
     return getattr(module, "default_generators", ())
 
 
 def set_random_state(state: RandomState) -> None:
-    """Restore states of :func:`random_state`.
+    """Restore the states that :func:`random_state` returned.
 
     Example:
         >>> set_random_state(random_state())
@@ -549,12 +567,12 @@ def seed_everything(seed: int) -> None:
 
     torch.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # NumPy takes 32 bits
 
 
 @contextmanager
 def apart(seed: int) -> Iterator[None]:
-    """Seeded random numbers in a block; the numbers outside continue as if the block were not there.
+    """Seed the generators in a block, and restore their states afterwards.
 
     Example:
         >>> seed_everything(0)

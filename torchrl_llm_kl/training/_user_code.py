@@ -1,4 +1,4 @@
-"""The user's own code in a run: files that register names, and functions named as ``mine.py:function``."""
+"""The user's code in a run: files that register names, and functions named as ``mine.py:function``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig
 
-#: Settings in ``algorithm.args`` that may name a function.
+#: Settings of ``algorithm.args`` that may name a function.
 FUNCTIONS_OF_ALGORITHM = ("objective", "advantage")
 
-#: Files that :func:`import_code` ran. A name can be registered once, so that each runs once in a process.
+#: Files that :func:`import_code` ran. Each file runs once in a process, since a name can be registered only once.
 _IMPORTED: dict[Path, ModuleType] = {}
 
 
@@ -25,7 +25,7 @@ def import_code(place: str) -> ModuleType:
     """Import a file (``mine.py``) or a module (``package.mine``), once in a process.
 
     Raises:
-        ConfigError: if it does not exist, or fails.
+        ConfigError: if the file or module does not exist, or raises an error.
 
     Example:
         >>> import_code("math").sqrt(9.0)
@@ -35,15 +35,15 @@ def import_code(place: str) -> ModuleType:
 
 
 def load_function(place: str, files: dict[Path, ModuleType] | None = None) -> Callable[..., Any]:
-    """The function of a text such as ``rewards.py:correct`` or ``package.rewards:correct``.
+    """Load the function that a place such as ``rewards.py:correct`` or ``package.rewards:correct`` names.
 
     Args:
-        place: a file, or a module, and a name in it.
-        files: files that were run already; the function's is added. Without, the file is run anew, unless
+        place: a file or a module, and a name in it.
+        files: the files that ran already, to which the function's file is added. Without them the file runs again, unless
             :func:`import_code` ran it.
 
     Raises:
-        ConfigError: if the file, the module or the function does not exist, or the file fails.
+        ConfigError: if the file, the module or the function does not exist, or the file raises an error.
 
     Example:
         >>> load_function("math:sqrt")(9.0)
@@ -60,7 +60,7 @@ def load_function(place: str, files: dict[Path, ModuleType] | None = None) -> Ca
 
 
 def imported_function(place: str) -> Callable[..., Any]:
-    """The function of a text such as ``mine.py:capped``, whose file is imported: it may register names.
+    """Load the function that a place such as ``mine.py:capped`` names. The file runs once, since it may register names.
 
     Example:
         >>> imported_function("math:sqrt")(9.0)
@@ -70,12 +70,12 @@ def imported_function(place: str) -> Callable[..., Any]:
 
 
 def is_place(value: object) -> bool:
-    """Whether a value names a function in the user's code."""
+    """Whether a value is the place of a function in the user's code."""
     return isinstance(value, str) and ":" in value
 
 
 def user_files(config: TrainConfig) -> list[tuple[str, str]]:
-    """Key and path of the user's files, as the configuration has them; modules are left out."""
+    """Key and path of the user's files in the configuration. Modules are left out."""
     places = [("reward.function", part.function) for part in config.reward.parts.values()]
     places += [(f"algorithm.args.{name}", str(config.algorithm.args.get(name))) for name in FUNCTIONS_OF_ALGORITHM]
     places += [("kl.estimator", str(config.kl.estimator)), *(("imports", f"{path}:") for path in config.imports)]
@@ -84,9 +84,9 @@ def user_files(config: TrainConfig) -> list[tuple[str, str]]:
 
 
 def file_digests(config: TrainConfig) -> dict[str, str]:
-    """SHA-256 of the files with prompts and of the user's code, by path: a resumed run reads them again.
+    """SHA-256 of the prompt files and the user's code by path, to notice changes when a run resumes.
 
-    Modules (``package.module:function``) and files that a file imports are left out.
+    Modules (``package.module:function``) and the imports of a file are left out.
 
     Example:
         >>> file_digests(config)  # doctest: +SKIP
@@ -99,11 +99,11 @@ def file_digests(config: TrainConfig) -> dict[str, str]:
 
 def _user_module(where: str, files: dict[Path, ModuleType]) -> ModuleType:
     if not where.endswith(".py"):
-        sys.path.insert(0, "")  # modules of the current folder, as with `python -m`
+        sys.path.insert(0, "")  # finds modules of the current folder, as `python -m` does
         try:
             return importlib.import_module(where)
         except ImportError as error:
-            raise ConfigError(f"there is no module {where}: {error}.") from error
+            raise ConfigError(f"the module {where} cannot be imported: {error}.") from error
         finally:
             sys.path.remove("")
     path = Path(where).expanduser().resolve()
@@ -111,7 +111,7 @@ def _user_module(where: str, files: dict[Path, ModuleType]) -> ModuleType:
         return _IMPORTED[path]
     if path not in files:
         if not path.is_file():
-            raise ConfigError(f"there is no file {where}: paths are relative to the folder where the command runs.")
+            raise ConfigError(f"the file {where} does not exist, relative to the folder where the command runs.")
         files[path] = _run_file(path)
     return files[path]
 
@@ -120,8 +120,8 @@ def _run_file(path: Path) -> ModuleType:
     loader = SourceFileLoader(f"torchrl_llm_kl_user_{path.stem}", str(path))
     module = ModuleType(loader.name)
     module.__file__ = str(path)
-    sys.modules[loader.name] = module  # dataclasses and pickles look there
-    beside = str(path.parent)  # for imports of its neighbours, now or in a call
+    sys.modules[loader.name] = module  # dataclasses and pickle look their module up there
+    beside = str(path.parent)  # the file may import its neighbours, now or later in a call
     sys.path.insert(0, beside)
     try:
         loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""Calls in an answer: what is read of them in each format, what is told to the policy, and their results in the next prompt."""
+"""Tests of tool calls: their parsers, the errors that go back to the policy, and the next prompt with the results."""
 
 import asyncio
 import math
@@ -84,7 +84,7 @@ BODIES = [
 ]
 
 
-def test_calls_are_read() -> None:
+def test_calls_are_parsed() -> None:
     for name, text, content, calls in CALLS:
         assert getattr(_tools, f"parse_{name}")(text) == Parsed(content, calls), (name, text)
     for body, arguments in BODIES:
@@ -102,7 +102,7 @@ def test_calls_are_read() -> None:
     assert found == ToolCall("describe", {"city": "12", "days": 12, "exact": "maybe"})
 
 
-def test_a_damaged_call_is_told_to_the_policy() -> None:
+def test_a_malformed_call_returns_an_error_to_the_policy() -> None:
     for body, error in (
         ('{"name": "add", "argum', "the call is not JSON"),
         ('{"arguments": {}}', "JSON object with `name`"),
@@ -119,7 +119,7 @@ def test_a_damaged_call_is_told_to_the_policy() -> None:
     assert (found.content, "not JSON" in found.calls[0].error) == ("", True)
 
 
-def test_a_dialog_finds_calls_outside_of_thoughts_and_ends_an_answer_that_was_cut(tokenizer: Any) -> None:
+def test_calls_in_thoughts_are_ignored_and_truncated_answers_are_closed(tokenizer: Any) -> None:
     own = call("add", a=1, b=2)
     assert read_calls(parse_hermes, f"<think>{own}</think>3").calls == []
     assert read_calls(parse_hermes, f"<think>{own}</think>{own}").calls == [ADD]
@@ -187,7 +187,7 @@ def of_family(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
+def test_calls_are_parsed_in_the_format_of_the_template(name: str) -> None:
     tokenizer = of_family(name)
     dialog = Dialog(tokenizer, tools_of(describe, add), {})
     question = {"role": "user", "content": "?"}
@@ -204,7 +204,7 @@ def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
     assert after == "RAW" + FAMILIES[name]
 
 
-test_templates_that_cannot_be_used_say_so_at_the_start = refused(
+test_unsupported_templates_are_refused_at_construction = refused(
     lambda name: Dialog(of_family(name), tools_of(add), {}),
     ("lfm2_v2", r"writes calls in an unknown format: .*add\(a=1, b=1\).*Pass tool_parser="),
     ("deepseekv3", "writes calls in an unknown format"),
@@ -213,8 +213,8 @@ test_templates_that_cannot_be_used_say_so_at_the_start = refused(
 )
 
 
-def test_a_parser_of_ones_own(tokenizer: Any) -> None:
-    """It reads a format that is not known here; where it fails, the run continues."""
+def test_a_custom_parser(tokenizer: Any) -> None:
+    """A custom parser supports any format, and its errors do not end the run."""
 
     def parser(text: str) -> list[dict[str, Any]]:
         found = re.search(r"\[(\w+)\(a=(\d+), b=(\d+)\)\]", text)
@@ -251,8 +251,8 @@ _HOSTILE = [
 
 
 @pytest.mark.parametrize("name", ["hermes", "tagged", "mistral", "llama"])
-def test_work_grows_with_the_length_alone(name: str) -> None:
-    """What is quadratic takes minutes for one of these texts; the limit of a unit fails it."""
+def test_parsers_take_linear_time(name: str) -> None:
+    """Quadratic time would take minutes for each of these texts, so the time limit of unit tests would fail."""
     for text in _HOSTILE:
         read_calls(getattr(_tools, f"parse_{name}"), text)
     assert strip_end("x" + "<end><pad>" * 100_000, ("<end>", "<pad>")) == "x"
@@ -271,7 +271,7 @@ def test_work_grows_with_the_length_alone(name: str) -> None:
         ("tagged", "<tool_call>add<arg_key>a</arg_key><arg_value>%s</arg_value></tool_call>"),
     ],
 )
-def test_a_call_that_is_nested_too_deeply_is_told(name: str, text: str) -> None:
+def test_a_deeply_nested_call_returns_an_error(name: str, text: str) -> None:
     def nested(depth: int) -> ToolCall:
         (found,) = read_calls(getattr(_tools, f"parse_{name}"), text % ("[" * depth + "]" * depth)).calls
         return found
@@ -285,4 +285,4 @@ def test_a_call_that_is_nested_too_deeply_is_told(name: str, text: str) -> None:
     if name == "tagged":  # what cannot be read is text
         assert found.arguments == {"a": "[" * 100_000 + "]" * 100_000}
     else:
-        assert "nested too deeply" in found.error
+        assert "recursion" in found.error

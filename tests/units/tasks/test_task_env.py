@@ -1,4 +1,4 @@
-"""The env: prompts, groups and their order, episodes of several turns, rewards under a collector, the KL after them."""
+"""Tests of the env: the order of prompts and groups, several turns, rewards in a collector, and the KL."""
 
 import pickle
 from typing import Any
@@ -40,7 +40,7 @@ def answers_questions(prompt: str) -> str:
 
 
 def adds(prompt: str) -> str:
-    """Adds the two numbers, adds 1 to the sum, then says it; "5 5" only once."""
+    """Call `add` for the two numbers, then for a sum of 3 and 1, and answer with the last result."""
     said = last_user(prompt)
     if not said.startswith("<tool_response>"):
         a, b = said.split()
@@ -50,7 +50,7 @@ def adds(prompt: str) -> str:
 
 
 def task_env(rows: Any, reward: Any, tokenizer: Any, **kwargs: Any) -> Any:
-    """:func:`make_env`, with the fields of its records as arguments."""
+    """Call :func:`make_env` with the fields of its records as arguments."""
     names = (("seed", "start", "rank", "world_size"), ("max_turns", "tools", "reply", "tool_parser"))
     order, turns = ({name: kwargs.pop(name) for name in own if name in kwargs} for own in names)
     records = {"order": PromptOrder(**order), "turns": Turns(**turns) if turns else None}
@@ -63,7 +63,7 @@ def tool_env(tokenizer: Any, reward: Any = lambda *_: 1.0, **kwargs: Any) -> Any
 
 
 def collected(env: Any, policy: Any, turns: int) -> list[TensorDictBase]:
-    """The rows of a collector."""
+    """Collect the rows of an env."""
     size = env.batch_size.numel()
     collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=size, total_dialog_turns=turns)
     found = [row for batch in collector for row in steps(batch)]
@@ -122,7 +122,7 @@ def test_history_mode(tokenizer: Any) -> None:
         task_env(data, right, tokenizer, group_size=1, num_prompts=2, input_mode="history").reset()
 
 
-def test_specs_of_the_data_several_transforms_in_their_order_and_an_error_in_a_reward(tokenizer: Any) -> None:
+def test_specs_the_order_of_transforms_and_a_failing_reward(tokenizer: Any) -> None:
     reward = {"right": right, "odd": odd_rows}
     check_env_specs(task_env(ROWS, reward, tokenizer, group_size=2, num_prompts=2))
     check_env_specs(task_env(ROWS, reward, tokenizer, group_size=2, max_turns=3, reply=lambda *_: "go on"))
@@ -143,7 +143,7 @@ def test_specs_of_the_data_several_transforms_in_their_order_and_an_error_in_a_r
 
 
 def posed(tokenizer: Any, steps: int, rows: Any = ROWS, **kwargs: Any) -> list[tuple[int, str]]:
-    """Groups and questions of an env that is answered ``steps`` times."""
+    """The groups and questions of ``steps`` steps."""
     env = task_env(rows, right, tokenizer, **{"group_size": 2, "num_prompts": 2, **kwargs})
     found = []
     td = env.reset()
@@ -155,7 +155,7 @@ def posed(tokenizer: Any, steps: int, rows: Any = ROWS, **kwargs: Any) -> list[t
     return found
 
 
-def test_a_run_continues_where_it_was_stopped_and_ranks_share_the_prompts(tokenizer: Any) -> None:
+def test_a_resumed_run_continues_the_order_and_ranks_share_it(tokenizer: Any) -> None:
     whole = posed(tokenizer, 7, seed=3)
     order = PromptOrder(seed=3)
     assert whole == [(p, f"q{order.at(p, 5)}") for p in range(14) for _ in "ab"]
@@ -185,8 +185,8 @@ def test_templates_and_system_prompts(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("module", ["pickle", "cloudpickle"])
-def test_a_copy_of_the_env_poses_the_same_prompts(tokenizer: Any, module: str) -> None:
-    """As Ray and the multi-process collectors send it: with functions that have no name of their own."""
+def test_a_pickled_env_uses_the_same_prompts(tokenizer: Any, module: str) -> None:
+    """Ray and the multi-process collectors pickle envs, also with lambdas and local functions."""
     dumps = pytest.importorskip(module).dumps
     settings: dict[str, Any] = {"group_size": 2, "num_prompts": 2, "seed": 1}
     reward: Any = {"right": right}
@@ -241,8 +241,10 @@ def test_three_turns(tokenizer: Any) -> None:
     assert seen[1][-1] == {"role": "assistant", "content": "It is 4."}
 
 
-def test_an_episode_that_cannot_go_on_ends(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """At the limit of turns, and where the template fails; a damaged call does not end it."""
+def test_the_limit_of_turns_or_a_failing_template_ends_an_episode(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A malformed call does not end an episode."""
     policy = scripted_policy(tokenizer, lambda prompt: call("add", a=1, b=1))
     for run in episodes(collected(tool_env(tokenizer, max_turns=2), policy, 4)).values():
         assert of_next(run, "truncated") == [False, True]
@@ -263,7 +265,7 @@ def test_an_episode_that_cannot_go_on_ends(tokenizer: Any, caplog: pytest.LogCap
     assert run[1]["next", "messages"][1] == {"role": "assistant", "content": damaged}
 
 
-def test_each_token_of_the_assistant_and_none_of_a_tool_is_charged_once(tokenizer: Any, padded: bool) -> None:
+def test_the_kl_counts_each_token_of_the_assistant_once_and_none_of_a_tool(tokenizer: Any, padded: bool) -> None:
     model, ref = make_model(tokenizer, seed=0), make_model(tokenizer, seed=1)
     policy = scripted_policy(tokenizer, adds, pad_output=padded, model=model)
     kl = RetrieveKL("from_collector", ref, coeff=0.25, padding_side="left")
@@ -282,7 +284,7 @@ def test_each_token_of_the_assistant_and_none_of_a_tool_is_charged_once(tokenize
     assert scored == "".join(answer + END for answer in ANSWERS)
 
 
-def test_a_user_who_answers(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_replies_of_a_user(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     async def reply(messages: list[dict[str, Any]], metadata: dict[str, Any]) -> str | None:
         said = messages[-1]["content"]
         return None if said == "bye" else f"{metadata['mood']} {said}"
@@ -301,7 +303,7 @@ def test_a_user_who_answers(tokenizer: Any, caplog: pytest.LogCaptureFixture) ->
     assert "reply= failed in row 0, whose episode ends: ZeroDivisionError" in caplog.text
 
 
-def test_whole_groups_of_episodes_of_several_lengths_train(tokenizer: Any) -> None:
+def test_training_on_whole_groups_of_episodes_of_several_lengths(tokenizer: Any) -> None:
     model, ref = make_model(tokenizer, seed=0), make_model(tokenizer, seed=1)
     turn = iter(range(1000))
 
@@ -357,7 +359,7 @@ test_wrong_arguments = refused(
 )
 
 
-def test_templates_that_hide_tools_and_lists_that_are_no_stacks(tokenizer: Any) -> None:
+def test_a_template_that_hides_tools_warns_and_plain_lists_are_refused(tokenizer: Any) -> None:
     with pytest.warns(UserWarning, match="does not show the tools"):
         tool_env(make_tokenizer(CHATML))
     with set_list_to_stack(False), pytest.raises(RuntimeError, match=r"set_list_to_stack\(True\)"):
@@ -366,7 +368,7 @@ def test_templates_that_hide_tools_and_lists_that_are_no_stacks(tokenizer: Any) 
 
 @pytest.mark.parametrize("input_mode", ["text", "history"])
 def test_a_tokenizer_that_adds_bos(input_mode: Any) -> None:
-    """Prompts of unequal lengths: their KL to the policy's own weights is 0 in a collector's batch."""
+    """The KL of a policy to its own weights is 0, in a batch with prompts of unequal lengths."""
     tokenizer = build_bos_tokenizer()
     model, reference = (make_model(tokenizer, seed=0) for _ in range(2))
     policy = make_policy(model, tokenizer, pad_output=True, input_mode=input_mode)

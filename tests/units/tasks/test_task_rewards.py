@@ -1,4 +1,4 @@
-"""Prompts from every source, in an order that a resumed run continues; rewards from functions, their failures and time-outs."""
+"""Tests of prompts, their sources and order, and of rewards from functions, their failures and time-outs."""
 
 import asyncio
 import functools
@@ -38,7 +38,7 @@ USER = {"role": "user", "content": "a"}
 
 
 class Table:
-    """What a data set of Hugging Face looks like."""
+    """A stand-in for a dataset of Hugging Face."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows, self.read = rows, 0
@@ -53,8 +53,8 @@ class Table:
         return self.rows[index]
 
 
-def test_rows_of_a_list_of_files_and_of_data_sets(tmp_path: Path) -> None:
-    """Parquet fills missing columns with None; a data set is read when a row is posed."""
+def test_prompts_from_lists_files_and_datasets(tmp_path: Path) -> None:
+    """Parquet fills missing columns with None. A dataset is read only when a row is used."""
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n\n" for row in ROWS))
     table = Table(ROWS)
@@ -82,7 +82,7 @@ def test_rows_of_a_list_of_files_and_of_data_sets(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_data_set_of_hugging_face() -> None:
+def test_a_dataset_of_hugging_face() -> None:
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list([{"question": "a", "answer": "2"}, {"question": None, "answer": "3"}])
     assert Prompts(data)[0].question == "a"
@@ -121,8 +121,8 @@ test_errors_name_the_row = refused(
 )
 
 
-def test_each_epoch_is_a_permutation_of_its_own_and_the_order_of_today_is_that_of_tomorrow() -> None:
-    """A run that is resumed with a later version must find its order again, from any position."""
+def test_each_epoch_has_its_own_permutation_which_later_versions_keep() -> None:
+    """A run that resumes with a later version must continue its order, from any position."""
     order = PromptOrder(seed=3)
     epochs = [tuple(order.at(i, 50) for i in range(50 * e, 50 * e + 50)) for e in range(4)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
@@ -191,7 +191,7 @@ def test_named_parts_weights_and_numbers_of_any_kind(tokenizer: Any) -> None:
     assert values(td, "reward_failures") == [0] * len(kinds)
 
 
-def test_batches_of_any_shape_and_metrics_over_what_is_done() -> None:
+def test_batches_of_any_shape_and_metrics_over_finished_rows() -> None:
     for td in (lazy_stack(list(batch().unbind(0))), batch().reshape(2, 2)):
         td = FunctionReward(length)(td)
         assert td["next", "reward"].shape == (*td.batch_size, 1)
@@ -245,7 +245,7 @@ FAILURES = [
 ]
 
 
-def test_a_failure_is_a_counted_zero_with_a_log_line_but_no_flood(caplog: Any, monkeypatch: Any) -> None:
+def test_failures_count_as_0_and_are_logged_at_a_limited_rate(caplog: Any, monkeypatch: Any) -> None:
     for error, message in FAILURES:
         caplog.clear()
         parts = {"odd": (2.0, fails_on({1, 3}, error)), "length": (1.0, length)}
@@ -256,7 +256,7 @@ def test_a_failure_is_a_counted_zero_with_a_log_line_but_no_flood(caplog: Any, m
         (line,) = caplog.messages
         assert "'odd' failed for 2 of 4 answers, first in row 1 (question 'question 1', answer 'b')" in line
         assert re.search(message, line), (message, line)
-        assert line.endswith("they count as 0.")
+        assert line.endswith("Their reward is 0.")
     caplog.clear()
     now = iter([100.0, 100.0, 101.0, 105.0, 111.0, 111.0])
     monkeypatch.setattr(_rewards, "time", SimpleNamespace(monotonic=lambda: next(now)))
@@ -268,7 +268,7 @@ def test_a_failure_is_a_counted_zero_with_a_log_line_but_no_flood(caplog: Any, m
 
 
 @pytest.mark.parametrize("timeout", [None, LONG])
-def test_only_the_first_batch_raises_where_all_its_answers_fail(timeout: float | None, caplog: Any) -> None:
+def test_a_first_batch_in_which_all_answers_fail_raises(timeout: float | None, caplog: Any) -> None:
     rows = {0, 1, 2, 3}
     message = r"'bad' failed for all 4 answers of its first batch.*KeyError: 'target'"
     with pytest.raises(RewardError, match=message) as e:
@@ -282,8 +282,8 @@ def test_only_the_first_batch_raises_where_all_its_answers_fail(timeout: float |
     assert "the reward function failed for 4 of 4 answers" in caplog.text
 
 
-def test_a_call_that_takes_too_long_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also an async one that blocks the loop."""
+def test_a_call_that_exceeds_its_time_out_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This includes an async call that blocks the loop."""
     release = threading.Event()
     td = FunctionReward(lambda q, a, m: m["row"] != 1 or release.wait(LONG), timeout=0.3)(batch())
     assert not release.is_set()
@@ -305,7 +305,7 @@ def test_a_call_that_takes_too_long_is_left_behind(monkeypatch: pytest.MonkeyPat
     assert caller([Call(blocks, (5,))]) == [5]  # in a new loop
 
 
-def test_workers_run_side_by_side_and_without_them_one_after_another() -> None:
+def test_workers_run_concurrently_and_without_them_calls_run_one_by_one() -> None:
     barrier, running, names = threading.Barrier(4, timeout=LONG), [], []
 
     def alone(*_: Any) -> float:
@@ -322,7 +322,7 @@ def test_workers_run_side_by_side_and_without_them_one_after_another() -> None:
 
 
 class Judge:
-    """An async callable object."""
+    """A callable object with an async ``__call__``, which records the number of concurrent calls."""
 
     def __init__(self) -> None:
         self.at_once, self.most = 0, 0
@@ -351,7 +351,7 @@ def test_async_functions(timeout: float | None) -> None:
             assert values(td, "rewards", name) == [0, 1, 2], name
 
 
-def test_async_calls_run_together_up_to_a_limit_and_to_a_time_out_in_one_loop() -> None:
+def test_async_calls_share_one_loop_with_a_limit_and_a_time_out() -> None:
     every, two, loops = Judge(), Judge(), set()
     FunctionReward(every)(batch(["a"] * 6))
     FunctionReward(two, workers=2)(batch(["a"] * 6))
@@ -387,7 +387,7 @@ test_wrong_arguments = refused(
 )
 
 
-def test_arguments_with_defaults_out_of_range_and_data_without_answers() -> None:
+def test_signatures_with_defaults_invalid_numbers_and_missing_answers() -> None:
     for kwargs in ({"timeout": 0.0}, {"workers": 0}):
         with pytest.raises(ValueError, match=next(iter(kwargs))):
             FunctionReward(length, **kwargs)

@@ -1,4 +1,4 @@
-"""Checkpoints are there whole or not at all, and damage is found."""
+"""Tests of checkpoints: they are written atomically, and damage is found."""
 
 import os
 import re
@@ -35,8 +35,8 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == names(checkpoints)
 
 
-def test_a_checkpoint_that_is_only_the_best_loses_what_resuming_needs(tmp_path: Path) -> None:
-    """It stays whole, and no run goes on from it, also where all later ones are damaged."""
+def test_a_checkpoint_kept_only_as_the_best_loses_the_files_of_resuming(tmp_path: Path) -> None:
+    """The checkpoint stays undamaged, but no run resumes from it, even if all later ones are damaged."""
     checkpoints = Checkpoints(tmp_path, keep=2, to_resume=("b.txt", "not there"))
     for step in (10, 20, 30):
         write(checkpoints, step, best=10)
@@ -54,7 +54,7 @@ def test_a_checkpoint_that_is_only_the_best_loses_what_resuming_needs(tmp_path: 
         assert checkpoints.latest() is None
 
 
-def test_a_kill_between_the_record_and_the_files_leaves_a_whole_checkpoint(
+def test_a_kill_before_the_files_are_removed_leaves_a_complete_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1, to_resume=("b.txt",))
@@ -70,7 +70,7 @@ def test_a_kill_between_the_record_and_the_files_leaves_a_whole_checkpoint(
     assert not (tmp_path / "step-000010" / "b.txt").exists()
 
 
-def test_an_error_while_writing_or_a_kill_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_write_leaves_no_checkpoint(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     write(checkpoints, 1)
 
@@ -100,7 +100,7 @@ def record(content: bytes) -> Callable[[Path], object]:
 
 
 def record_of(file: str) -> Callable[[Path], object]:
-    return lambda folder: Checkpoint(folder, 2, {}, {file: (5, 1)}).write_record(folder / "checkpoint.json")
+    return record(Checkpoint(Path(), 2, {}, {file: (5, 1)}).record)
 
 
 #: What happens to a checkpoint, and what is said. Reading a pipe would block for ever, and a link to zeros never end.
@@ -127,20 +127,20 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_whatever_is_wrong_the_one_before_is_taken(tmp_path, damage, message):
+def test_a_damaged_checkpoint_is_skipped(tmp_path, damage, message):
     checkpoints = Checkpoints(tmp_path)
     write(checkpoints, 1)
     write(checkpoints, 2)
     damage(tmp_path / "step-000002")
-    with pytest.warns(CheckpointWarning, match=rf"(?s)step-000002 is damaged \(.*{message}.*taking the one before"):
+    with pytest.warns(CheckpointWarning, match=rf"(?s)step-000002 is damaged \(.*{message}.*The previous one is used"):
         found = checkpoints.latest()
     assert (found.step, found.numbers) == (1, {"at": 1})
     with pytest.warns(CheckpointWarning, match="step-000002 is damaged"):
         assert checkpoints.at(2) is None
 
 
-def test_no_flipped_bit_of_a_record_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each bit of the whole text: of a number, a name, the checksum, a bracket or a space."""
+def test_every_flipped_bit_of_a_record_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits include those of the checksum, of brackets and of spaces."""
     checkpoints = Checkpoints(tmp_path)
     with checkpoints.writing(2, {"seconds": 1.5, "best": None, "name": "a run"}) as folder:
         (folder / "state.pt").write_text("weights")

@@ -1,4 +1,4 @@
-"""A configuration is read with its types; what is wrong is named before weights are loaded or an earlier run is moved."""
+"""Tests of configurations. Errors are raised before weights are loaded or files of an earlier run are moved."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from train_lab import build_lab, go, settings
 LEAST: dict[str, Any] = {"model": {"name": "m"}, "data": {"prompts": "p.jsonl"}, "reward": "r.py:f"}
 
 
-def test_defaults_and_overrides_which_survive_yaml_and_the_example(tmp_path, monkeypatch):
+def test_defaults_overrides_and_yaml(tmp_path, monkeypatch):
     changes = ["optimizer.lr=1e-5", "algorithm.args.objective_args.clip_high=0.28", "lora.r=4", "lora.targets=[q_proj]"]
     config = read_config(LEAST, [*changes, "kl.target=0.5", "evaluation.greedy=false", "run.seed=7"])
     assert (config.model.name, config.data.prompts, config.reward.function) == ("m", "p.jsonl", "r.py:f")
@@ -57,7 +57,7 @@ def test_defaults_and_overrides_which_survive_yaml_and_the_example(tmp_path, mon
     assert max(map(len, example.splitlines())) <= 120
 
 
-def test_braces_empty_a_setting_and_a_value_in_braces_is_added() -> None:
+def test_empty_braces_replace_a_dict_and_other_braces_are_merged() -> None:
     held = {"place": "reward", "target": 0.5, "controller_args": {"proportional": 2.0}}
     source = {**LEAST, "kl": held, "algorithm": {"args": {"clip_low": 0.1, "advantage_args": {"std": "batch"}}}}
 
@@ -125,13 +125,13 @@ def test_braces_empty_a_setting_and_a_value_in_braces_is_added() -> None:
         ("reference.service=shared; reference.decay=0.9", "shares a fixed model"),
     ],
 )
-def test_what_is_wrong_is_named(override: str, message: str) -> None:
+def test_errors_name_the_setting(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_config(LEAST, override.split("; "))
     assert message in str(error.value)
 
 
-def test_all_unknown_keys_what_is_missing_what_has_changed_and_no_file(tmp_path: Path) -> None:
+def test_unknown_missing_and_changed_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)(?=.*run\.stps)(?=.*run\.sed)(?=.*optim:)"):
         read_config({**LEAST, "run": {"stps": 3, "sed": 1}, "optim": {}})
     message = r"data\.prompts is missing: set it in the file, or pass data\.prompts=\.\.\."
@@ -160,7 +160,7 @@ def test_all_unknown_keys_what_is_missing_what_has_changed_and_no_file(tmp_path:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a: [", r"is not YAML: .*\(line 1, column 5\); expected sections such as"),
+        (b"a: [", r"is not YAML: .*\(line 1, column 5\)\. Expected sections such as"),
         (b"- a\n", "holds a list: expected sections"),
         (b"run: {steps: 3}\nrun: {steps: 4}", "is not YAML: .*duplicate key run"),
         (b"run: {steps: " + b"9" * 5000 + b"}", "is not YAML: .*Exceeds the limit"),
@@ -169,7 +169,7 @@ def test_all_unknown_keys_what_is_missing_what_has_changed_and_no_file(tmp_path:
         (b"", r"model\.name is missing"),
     ],
 )
-def test_files_that_are_no_configuration(tmp_path: Path, content: bytes, message: str) -> None:
+def test_invalid_files(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "bad.yaml"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=message) as error:
@@ -191,7 +191,7 @@ HYPER = {
 
 
 @pytest.mark.parametrize("change", HYPER)
-def test_hyper_parameters(lab: Path, tmp_path: Path, change: str) -> None:
+def test_invalid_hyper_parameters_stop_a_run_before_files_are_moved(lab: Path, tmp_path: Path, change: str) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")  # of an earlier run
     config = settings(lab, tmp_path, f"algorithm.args={change}")
     with pytest.raises(ConfigError, match=r"algorithm.args is .*" + HYPER[change]):
@@ -202,13 +202,13 @@ def test_hyper_parameters(lab: Path, tmp_path: Path, change: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["name=dr_grpo", "args={aggregation: seq-mean-token-sum-norm}", "name=dapo"])
-def test_the_limit_of_the_sampler_is_given_to_the_losses_that_divide_by_it(
+def test_losses_that_divide_by_the_longest_answer_take_the_limit_of_the_sampler(
     lab: Path, tmp_path: Path, change: str
 ) -> None:
     assert load_inputs(settings(lab, tmp_path, f"algorithm.{change}"))
 
 
-def test_a_reference_of_another_vocabulary(lab: Path, tmp_path: Path) -> None:
+def test_a_reference_with_another_vocabulary_is_refused(lab: Path, tmp_path: Path) -> None:
     shutil.copytree(lab / "model", other := tmp_path / "other")
     model = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**model, "vocab_size": 777}))
@@ -217,8 +217,8 @@ def test_a_reference_of_another_vocabulary(lab: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pad_is_end", [True, False])
-def test_each_sampled_token_is_in_the_mask(pad_is_end: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torchrl's own mask, ``tokens != pad``, no answer has an end where the padding token is the end token."""
+def test_the_mask_holds_each_sampled_token(pad_is_end: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrl's own mask, ``tokens != pad``, masks out the end of each answer if the padding token is the end token."""
     tokenizer = build_tokenizer(pad_token="<|im_end|>") if pad_is_end else make_tokenizer()
     model: Any = make_model(tokenizer, seed=0)
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -245,7 +245,7 @@ def test_each_sampled_token_is_in_the_mask(pad_is_end: bool, monkeypatch: pytest
 
 
 def test_the_doctor_finds_no_fault_in_a_truncated_sampler(lab, tmp_path, monkeypatch):
-    """torchrl's wrapper would record log-probs of temperature 1, over all tokens, and none of an answer's first token."""
+    """torchrl's wrapper would record log-probs of temperature 1 over all tokens, and none for the first token of an answer."""
     monkeypatch.setattr(training._report, "plot_curves", lambda *_, **__: None)
     changes = ["sampler.temperature=0.7", "sampler.top_k=5", "logging.doctor_every=1", "evaluation.every=0"]
     for row in go(lab, tmp_path, *changes, "run.steps=2")[0].rows:
@@ -256,7 +256,7 @@ def test_the_doctor_finds_no_fault_in_a_truncated_sampler(lab, tmp_path, monkeyp
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")
-def test_adapters_are_checked_loaded_and_merged_without_a_warning_of_other_libraries(lab: Path, tmp_path: Path) -> None:
+def test_adapters_cause_no_warnings_of_other_libraries(lab: Path, tmp_path: Path) -> None:
     config = settings(lab, tmp_path / "out", "lora.r=4", "model.gradient_checkpointing=true")
     tokenizer = load_inputs(config).tokenizer
     save_policy(load_policy(config), tokenizer, tmp_path / "saved")
@@ -265,7 +265,7 @@ def test_adapters_are_checked_loaded_and_merged_without_a_warning_of_other_libra
 
 
 def test_memory_and_disk_of_a_run_by_hand(lab: Path, tmp_path: Path) -> None:
-    """Four bytes for each number: weights, gradient, Adam's two, a reference. A checkpoint holds weights and Adam's two."""
+    """Memory holds weights, gradients, Adam's two averages and a reference, a checkpoint weights and averages, in float32."""
     model = load_policy(settings(lab, tmp_path)).num_parameters()
     adapters = sum(
         each.numel() for each in load_policy(settings(lab, tmp_path, "lora.r=4")).parameters() if each.requires_grad

@@ -1,4 +1,4 @@
-"""What a run writes for people: intervals of small evaluations, times of progress, the axes of the curves."""
+"""Tests of the output of a run: intervals of small evaluations, the progress, the axes of the curves."""
 
 import io
 import re
@@ -27,13 +27,13 @@ def test_intervals_of_a_mean(values: list[float], low: float, high: float) -> No
     assert interval(values) == pytest.approx((low, high), abs=6e-4)
 
 
-def test_one_value_and_equal_ones_other_than_0_and_1_have_no_interval() -> None:
+def test_single_and_constant_values_have_no_interval() -> None:
     assert interval([0.25]) is interval([1.0]) is interval([0.25, 0.25]) is None
     assert with_interval({"reward": 0.25}) == "0.25"
 
 
 def test_the_progress_shows_the_time_of_the_clock() -> None:
-    """Of a resumed run, whose earlier processes took an hour; the last step is shown however short it was."""
+    """A resumed run shows the time of its earlier processes, here an hour. The last step is always shown."""
     out, seconds = io.StringIO(), [3600.0]
     with progress("grpo", 3, done=1, stream=out, clock=lambda: seconds[-1]) as advance:
         for now in (3605.0, 3607.0):
@@ -61,7 +61,7 @@ def test_a_narrow_terminal_cuts_the_status_not_the_step_or_the_time(monkeypatch:
     assert len(last.rstrip()) <= 80
 
 
-def test_the_curves_name_what_the_coefficient_weighs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_curves_label_the_place_of_the_coefficient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plt = pytest.importorskip("matplotlib.pyplot")
     drawn: list[Any] = []
     monkeypatch.setattr(plt, "close", drawn.append)

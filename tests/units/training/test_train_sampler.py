@@ -1,4 +1,4 @@
-"""The policy that writes a run's answers: what reaches ``generate``, and prompts that are forwarded once."""
+"""Tests of the sampler of a run: the arguments of ``generate``, equal prompts, and the ends of answers."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ ATTENTION = ("qwen2", "gpt2", "mistral", "gpt_oss")
 def answers(
     model: Any, tokenizer: Any, sampling: Sampling | None, *, length: int = 6, end: list[str] | None = None
 ) -> TensorDictBase:
-    """The first step on the prompts, by torch's generator of seed 0."""
+    """The first step on the prompts, with seed 0."""
     with tensordict.set_list_to_stack(True):
         order = PromptOrder(seed=None)
         env = make_env(PROMPTS, lambda q, a, m: 0.0, tokenizer, group_size=4, num_prompts=3, order=order)
@@ -36,7 +36,7 @@ def answers(
 
 
 def test_each_setting_reaches_generate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrl's constructor refuses a top-k of 0 and drops min-p, and so does that of a new version."""
+    """torchrl's constructor refuses a top-k of 0 and drops min-p, also when it makes a new version."""
     tokenizer = make_tokenizer()
     model: Any = make_model(tokenizer, seed=0)
     sampler = make_sampler(model, tokenizer, max_new_tokens=6, sampling=Sampling(0.7, top_p=0.9, min_p=0.2))
@@ -47,7 +47,7 @@ def test_each_setting_reaches_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept.generate_kwargs["top_k"] == 3
 
 
-def test_a_min_p_of_1_leaves_the_most_probable_token() -> None:
+def test_min_p_1_is_greedy() -> None:
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, seed=0)
     sampled, greedy = (answers(model, tokenizer, sampling) for sampling in (Sampling(min_p=1.0), None))
@@ -70,7 +70,7 @@ def _family(name: str, tokenizer: Any) -> Any:
     ],
 )
 def test_equal_prompts_are_forwarded_once(family: str, rows: int) -> None:
-    """The samples are those of ``generate`` over all rows. RecurrentGemma keeps its states in its layers, not in a cache."""
+    """The samples equal those of ``generate`` over all rows. RecurrentGemma keeps its states in its layers, not in a cache."""
     tokenizer = make_tokenizer()
     model = _family(family, tokenizer)
     inner = model.get_base_model() if family == "lora" else model
@@ -92,8 +92,8 @@ def test_equal_prompts_are_forwarded_once(family: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("group_size", [3, 4])
-def test_positions_with_planes_are_no_rows(group_size: int) -> None:
-    """Qwen2-VL numbers positions in ``[4, rows, tokens]``: four planes are not four rows."""
+def test_positions_with_planes_are_not_taken_for_rows(group_size: int) -> None:
+    """The positions of Qwen2-VL are ``[4, rows, tokens]``. Their four planes must not be taken for four rows."""
     tokenizer = make_tokenizer()
     model: Any = image_model("qwen2_vl")
     model.resize_token_embeddings(len(tokenizer))
@@ -111,8 +111,8 @@ def test_positions_with_planes_are_no_rows(group_size: int) -> None:
     )
 
 
-def test_different_prompts_are_each_forwarded() -> None:
-    """Equal rows that are not neighbours too: a row's states are those of its own prompt."""
+def test_equal_prompts_that_are_not_neighbours_are_forwarded_separately() -> None:
+    """Each row must continue the states of its own prompt."""
     tokenizer = make_tokenizer()
     model: Any = make_model(tokenizer, seed=0)
     sampler = make_sampler(model, tokenizer, max_new_tokens=6)
@@ -164,7 +164,7 @@ class Favouring(torch.nn.Module):
         return logits
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused_with_the_ways_out(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ModelError, match=r"no chat template.*chat_template\.jinja.*model\.tokenizer.*sampler\.end"):
