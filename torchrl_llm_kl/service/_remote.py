@@ -130,21 +130,20 @@ class Connection:
         from torchrl_llm_kl.service._keeper import is_deployed
 
         try:
-            if ray.get(self.keeper().state.remote(), timeout=_LOOK).ended:
-                raise self.gone()
+            is_open = not ray.get(self.keeper().state.remote(), timeout=_LOOK).ended
         except ServiceClosedError:
             # Serve's own commands deploy without a keeper. The first replica that starts creates it.
-            if self._closed or not is_deployed(self.name):
-                raise
+            is_open = not self._closed and is_deployed(self.name)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # the keeper restarts
-            pass
+            is_open = True
+        if not is_open:
+            raise self.gone()
 
     def saw(self, version: int) -> None:
         """Notes a version of the weights."""
         with self._lock:
-            self.newest = max(
-                self.newest, index(version)
-            )  # a plain int: the keeper would import torch for its subclass
+            # A plain int: to unpickle a PushedVersion, the keeper would import torch, which takes seconds.
+            self.newest = max(self.newest, index(version))
 
     def send(self, method: str, *args: object) -> Any:
         """Calls a method of any replica. Returns Serve's response."""
@@ -258,7 +257,7 @@ def import_ray() -> Any:
     return ray
 
 
-def _cancel(held: Any) -> None:
+def _cancel(held: object) -> None:
     """Cancels the call that a driver holds, in a thread: garbage collection may run this at any place."""
     import ray
 
@@ -324,7 +323,7 @@ class RemoteModel:
         return self._described()[0]
 
     @property
-    def log_probs_key(self) -> Any:
+    def log_probs_key(self) -> object:
         """The key of the TorchRL wrapper. Raises an AttributeError if the model is not a wrapper."""
         return self._wrapper("log_probs_key").log_probs_key
 
