@@ -45,7 +45,7 @@ class _GivenFields:
         self.every = every
 
     def __get__(self, inputs: LossInputs | None, owner: type) -> dict[str, Field[Any]]:
-        return self.every if inputs is None else {name: self.every[name] for name in inputs.given}
+        return {name: each for name, each in self.every.items() if inputs is None or name in vars(inputs)}
 
 
 def _optional(shape: str = _TOKEN, **facts: object) -> Any:
@@ -280,11 +280,10 @@ class Reads(NamedTuple):
 
 
 class _Watched(LossInputs):
-    """Dummy inputs that record which of them a function reads. :meth:`get` returns only those in ``there``."""
+    """Dummy inputs that record which of them a function reads.
 
-    def __init__(self, dummy: LossInputs, there: Collection[str], required: set[str], optional: set[str]) -> None:
-        own = {"_dummy": dummy, "_there": there, "_required": required, "_optional": optional}
-        vars(self).update(log_prob=dummy.log_prob, mask=dummy.mask, **own)
+    Dummies and record are attributes of a subclass, which :func:`reads_of` makes for each dry run. Copies thus share them.
+    """
 
     if not TYPE_CHECKING:
 
@@ -295,8 +294,8 @@ class _Watched(LossInputs):
             return super().__getattr__(name)
 
         def get(self, name: str) -> Tensor | None:
-            if name in ("log_prob", "mask"):
-                return getattr(self, name)
+            if name in vars(self):
+                return vars(self)[name]
             self._optional.add(name)
             return self._dummy.get(name) if name in self._there else None
 
@@ -315,14 +314,13 @@ class _Watched(LossInputs):
 def reads_of(function: Callable[[LossInputs], object], dummy: LossInputs, there: Collection[str] = INPUTS) -> Reads:
     """The inputs that a function reads if the data holds those of ``there``. The function runs once, on dummy tokens."""
     required, optional = set[str](), set[str]()
+    state = {"_dummy": dummy, "_there": there, "_required": required, "_optional": optional}
+    watched = type("_Watched", (_Watched,), state)
     # A function may raise if an optional input is missing. The inputs that it had read by then are recorded.
     raises = () if {*INPUTS} <= {*there} else (Exception,)
-    with (
-        torch.no_grad(),
-        torch.random.fork_rng(devices=[]),
-        contextlib.suppress(*raises),
-    ):  # a selection may draw numbers
-        function(_Watched(dummy, there, required, optional))
+    # fork_rng, because a selection may draw random numbers.
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), contextlib.suppress(*raises):
+        function(watched(dummy.log_prob, dummy.mask))
     return Reads(frozenset(required), frozenset(optional - required))
 
 

@@ -289,7 +289,10 @@ class PolicyScorers:
         self.reference, self.tokens_per_batch = reference, tokens_per_batch
         self._options = ScoreOptions() if options is None else check_actor_options(options)
         self._slot, self._reference_slot, self._sharp_slot = ScorerSlot(), ScorerSlot(), ScorerSlot()
-        check_vocabularies(actor if self.given is None else self.given.model, reference)
+        model = actor if self.given is None else self.given.model
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"actor must be a module, got {type(model).__name__}: train the model in this process.")
+        check_vocabularies(model, reference)
         if not isinstance(reference, nn.Module):
             self.of_reference()  # building it checks its settings, which is cheap for anything but a module
         temperature = self.options.temperature

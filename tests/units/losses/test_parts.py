@@ -63,6 +63,10 @@ def test_corrections_and_functions_need_the_inputs_that_they_read() -> None:
 
     parts = losses.TermPart(mine, scale=1.0), losses.TermPart(functools.partial(mine, scale=1.0))
     assert [part.needs for part in parts] == [{"advantage"}] * 2
+    # Copies of the inputs are watched too, and a changed input is not read from the data.
+    for replaced in (lambda x: dataclasses.replace(x, kl=x.log_prob), lambda x: x.replace(kl=x.log_prob)):
+        part = losses.TermPart(lambda inputs, copy=replaced: mine(copy(inputs), scale=copy(inputs).get("kl").mean()))
+        assert part.reads() == ({"advantage"}, set())
 
 
 def test_keys_follow_changed_hyper_parameters(model: nn.Module) -> None:
