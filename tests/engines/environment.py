@@ -25,7 +25,7 @@ def requirements(folder: Path) -> Path:
 
 
 def main(top: Path) -> None:
-    """Create the environment, or say why it cannot be had."""
+    """Create the environment, or say why it is not supported."""
     folder, ready = top / "vllm", top / "vllm" / ".ready"
     if ready.is_file() and ready.read_bytes() == LIST.read_bytes():
         return
