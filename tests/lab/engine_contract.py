@@ -89,7 +89,7 @@ class EngineContract:
         for name, answer in zip(bad, refused, strict=True):
             assert isinstance(answer, ValueError)
             assert str(answer).startswith("kept=" if name == "records" else f"{name}=")
-            assert f" cannot be had from the server at {served.url}: its log-probs are of all tokens at" in str(answer)
+            assert f" is not supported by the server at {served.url}: its log-probs are of all tokens at" in str(answer)
         for call in (core.engine.check_weights, core.engine.update_weights):
             with pytest.raises(TypeError, match="are not in this process"):
                 call({"lm_head.weight": torch.zeros(2)})

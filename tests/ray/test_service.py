@@ -127,7 +127,7 @@ def test_a_service_of_a_server(serve, local):
         assert load.asked == 24
         for seed, answer in load.answers.items():
             assert_same(answer, local.score(sequences(seed)).values.float())
-        with pytest.raises(ValueError, match="entropy=True cannot be had from the server at"):
+        with pytest.raises(ValueError, match="entropy=True is not supported by the server at"):
             service.model.make_scorer().evaluate(sequences(), entropy=True)
         with pytest.raises(TypeError, match=r"weights of the server at .* are not in this process"):
             service.update_weights(model().state_dict(), version=1)

@@ -109,9 +109,9 @@ def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: S
     """See :meth:`~torchrl_llm_kl.LogProbScorer.explain`."""
     lengths = request.tokens.lengths.tolist()
     if not 0 <= row < len(lengths) or not 1 <= token < lengths[row]:
-        raise ValueError(f"there is no log-prob of token {token} of sequence {row}: the lengths are {lengths}.")
+        raise ValueError(f"token {token} of sequence {row} has no log-prob: the lengths are {lengths}.")
     if scorer.path == "wrapper" or scorer._ranks(None).groups:
-        raise ValueError("only a whole model in this process can be explained: no other backend, and no shards.")
+        raise ValueError("explain needs a whole model in this process: no other backend, and no shards.")
     element = int(request.tokens.offsets[row]) + token
     in_mask = bool(request.mask[element])
     if not in_mask:

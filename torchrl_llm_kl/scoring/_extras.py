@@ -202,7 +202,7 @@ def fill(extras: Sequence[Extra], step: ScoredStep) -> ScoringJob:
     if isinstance(located, InContext):
         if records:
             raise ValueError("AfterPrompt with RoutedExperts(record=True) would record the experts of another prompt.")
-        # Records belong to the tokens of the data. Move those of the response after the new prompt.
+        # Records belong to the tokens of the data. Move the response's records after the new prompt.
         source, target = located.origin.mask, located.mask
         moved = {name: FIELDS[name].moved(name, value, source, target) for name, value in given.items()}
         given = RequestFields(**moved)  # type: ignore[typeddict-item]
@@ -433,7 +433,7 @@ class SamplerLogProbs(Extra):
 
 
 def _stored_by_sampler(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
-    """The entry of the sampler's log-probs. Prefers those of the response, which no transform overwrites."""
+    """The entry of the sampler's log-probs. Prefers the response's entry, which no transform overwrites."""
     names: list[NestedKey] = [key] if isinstance(key, str) else [(*key[:-1], "response"), key]
     places = {name: find_key(td, name) for name in names}
     here = [name for name, place in places.items() if place == name]

@@ -67,7 +67,7 @@ class RowImages:
             raise ValueError(f"images has {given} rows, the tokens have {count}: expected one, or None, for each.")
         if isinstance(rows, RowImages):
             return rows if len(rows.index) else None
-        known: dict[object, list[tuple[Mapping[str, Tensor], bytes]]] = {}  # rows may share memory
+        known: dict[object, list[tuple[Mapping[str, Tensor], bytes]]] = {}
         every: list[list[tuple[Mapping[str, Tensor], bytes]]] = []
         for row, record in enumerate(rows):
             tensors = {} if record is None else _row_tensors(record)
@@ -158,20 +158,18 @@ def _tidy(
     first = {digest: image for digest, image in reversed(list(zip(digests, inputs, strict=True)))}
     place = {digest: i for i, digest in enumerate(used)}
     new_index = torch.tensor([place[digests[i]] for i in index.tolist()], dtype=torch.long)
-    return RowImages(
-        tuple(first[x] for x in used), tuple(used), new_index, torch.tensor(list(counts), dtype=torch.long)
-    )
+    chosen = tuple(first[digest] for digest in used)
+    if len({frozenset(image) for image in chosen}) > 1:
+        raise ValueError("the images of one request have inputs of different names: use one processor for all rows.")
+    return RowImages(chosen, tuple(used), new_index, torch.tensor(list(counts), dtype=torch.long))
 
 
 def _row_tensors(record: Mapping[str, object]) -> dict[str, Tensor]:
     """The tensors of a row's images from a processor's output, on the CPU, in dtypes that numpy has."""
     # Inputs are hashed and sent as numpy arrays, and numpy has no bfloat16.
     numpy_types = {torch.bfloat16: torch.float32, torch.bool: torch.uint8}
-    given = {
-        name: torch.as_tensor(x).detach().cpu()
-        for name, x in record.items()
-        if x is not None and name not in _OF_TOKENS
-    }
+    names = [name for name in record if name not in _OF_TOKENS and record[name] is not None]
+    given = {name: torch.as_tensor(record[name]).detach().cpu() for name in names}
     return {name: tensor.to(numpy_types.get(tensor.dtype, tensor.dtype)) for name, tensor in given.items()}
 
 
@@ -249,7 +247,8 @@ class ImageModel:
                 given[name] = send(join([image[name] for image in some]), device)
             if self.body.config.model_type in _BY_ROW:
                 given = {name: tensor.unsqueeze(1) for name, tensor in given.items()}
-            if _ALONE in given:  # any count above the number of images marks several images per row; it is not checked
+            # Any count above the number of images marks several images per row. The model does not check it.
+            if _ALONE in given:
                 given[_ALONE] = [1] * len(some) if int(some[0][_ALONE]) == 1 else [len(some) + 1]
             out = self.body.get_image_features(**given, return_dict=True)
             deep = asked(out, "deepstack_features", (list, tuple)) or []
@@ -275,7 +274,7 @@ class ImageInputs:
         wrong = (placed != expected).nonzero()
         if len(wrong):
             row = int(wrong[0])
-            raise ValueError(f"sequence {row}: {int(placed[row])} image tokens, {int(expected[row])} image features.")
+            raise ValueError(f"row {row} has {int(placed[row])} image tokens and {int(expected[row])} image features.")
 
     def keys(self) -> Tensor:
         """The token ids, int64 ``[N]``, with a digest of the image at each placeholder. Equal prefixes have equal keys."""

@@ -86,7 +86,7 @@ def mismatch_of(model: object, scored: Sampling, *, trains: bool = False) -> str
         )
     if not isinstance(sampler, Sampling):
         return None
-    if everything:  # a top-k of the whole vocabulary is none
+    if everything:  # a top-k of the whole vocabulary keeps every token
         sampler, scored = (replace(x, top_k=x.top_k * (x.top_k < everything)) for x in (sampler, scored))
     differs, settings = [], {"top_k": scored.top_k or everything, "top_p": scored.top_p}
     for name in OTHERS:
@@ -176,6 +176,6 @@ def check_vocabularies(policy: object, reference: object) -> None:
     if expected and size and abs(size - expected) > min(_MOST_PADDING, _MOST_PADDED * max(size, expected)):
         raise ValueError(
             f"reference has a vocabulary of {size} tokens, and the policy one of {expected}: they differ by more than "
-            f"padding, so that ids stand for other tokens. {advice} If one vocabulary extends the other, pass wrappers with "
+            f"padding, so their ids mean other tokens. {advice} If one vocabulary extends the other, pass wrappers with "
             "their tokenizers, which are compared instead."
         )

@@ -87,7 +87,7 @@ class PackedPass:
         self._slots = send(slots % tokens_per_batch, setup.device).split(counts)
         self._element = element
         self._last_use = self.plan.last_use()
-        # For each piece that later packs attend to: its keys and values, and those of all pieces before it, in order.
+        # For each piece that later packs attend to: the keys and values of all pieces up to it, in order.
         self._pasts: dict[int, list[KeysValues]] = {-1: []}
         # Only for compiled parts: the gradients that later packs add to those keys, and the hidden states of the last pack.
         self._gradients: Gradients = {}

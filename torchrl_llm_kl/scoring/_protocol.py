@@ -229,4 +229,4 @@ def check_offers(
     lacking = sorted(wanted.keys() - scorer.offers)
     if lacking:
         shown = ", ".join(f"{'sampling' if name == 'truncation' else name}={wanted[name]!s}" for name in lacking)
-        raise ValueError(f"{shown} cannot be had from {scorer.place}: {scorer.instead}.")
+        raise ValueError(f"{shown} is not supported by {scorer.place}: {scorer.instead}.")

@@ -308,7 +308,7 @@ class ScoreRequest:
         return self.tokens.sequence_ids[element], self.tokens.positions[element] - 1
 
     def padded(self, rows: Tensor) -> PaddedBatch:
-        """The tokens to forward of the sequences ``rows``, each of which must have at least one."""
+        """The tokens to forward of the sequences ``rows``. Each sequence must have at least one."""
         lengths = self.forward_lengths[rows].unsqueeze(-1)
         column = torch.arange(int(lengths.max()))
         real = column < lengths

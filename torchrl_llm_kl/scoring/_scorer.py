@@ -74,8 +74,8 @@ class LogProbScorer(Scorer):
         head_chunk: the most positions whose whole logits are held at once, if the head is not a plain linear layer.
         probe: False skips the check of the fast path.
         share_prefixes: False scores every sequence separately, in padded micro-batches of similar length. Models that
-            cannot attend within a pack always run this way. With a gradient, so do models that drop layers at random or
-            checkpoint them in their own code. The scorer warns about these.
+            cannot attend within a pack always run this way. Models that drop layers at random, or checkpoint them in their
+            own code, do so for gradients, with a warning.
         changes: fields of ``options``, and ``temperature``.
 
     Attributes:
@@ -303,13 +303,13 @@ class LogProbScorer(Scorer):
         restricted = kept or options.sampling.truncates
         mixes = reference is not None and options.direction == "jensen_shannon"
         if options.top_k and restricted:
-            raise ValueError("top_k= is of all tokens, and sampling= or kept= leaves some out: score the two apart.")
+            raise ValueError("top_k= needs all tokens, but sampling= or kept= drops some: score the two separately.")
         if (mixes or request.top_ids is not None) and restricted:
             raise ValueError("top_ids= and 'jensen_shannon' need whole distributions: leave out sampling= and kept=.")
         if options.return_kept and not restricted:
-            raise ValueError(f"return_kept=True with {options.sampling}, which leaves every token: leave it out.")
+            raise ValueError(f"return_kept=True needs a sampling= that drops tokens, got {options.sampling}.")
         if exact and (kept or options.return_kept or request.images is not None):
-            raise ValueError("deterministic=True with images, kept= or return_kept=True: their last bits may change.")
+            raise ValueError("deterministic=True excludes images, kept= and return_kept=True: leave one out.")
         if grad and exact and drops(self.model):
             raise ValueError("deterministic=True, but the model drops activations at random: call its eval().")
         if grad and isinstance(self.model, nn.Module) and is_offloaded(self.model):
@@ -319,7 +319,7 @@ class LogProbScorer(Scorer):
         if reference is not None:
             self._check_reference(options, reference)
         elif request.ref_routing is not None:
-            raise ValueError("ref_routing= is the routing of a reference: pass reference= too.")
+            raise ValueError("ref_routing= needs a reference: pass reference= too.")
 
     def _check_reference(self, options: ScoreOptions, reference: Scorer) -> None:
         """Raise a ValueError if the KL would measure more than the difference of the two models."""
@@ -328,7 +328,7 @@ class LogProbScorer(Scorer):
         theirs = reference.options
         reference.check(theirs)
         if theirs.sampling.truncates:
-            raise ValueError(f"the KL may be infinite, since the reference has {theirs.sampling}: leave that out.")
+            raise ValueError(f"the KL may be infinite, since the reference drops tokens: {theirs.sampling}.")
         # A temperature for one call applies to both models. Otherwise each model has its own.
         if options.temperature == self.options.temperature != theirs.temperature:
             raise ValueError(
@@ -336,7 +336,7 @@ class LogProbScorer(Scorer):
             )
         ours, other = self._rounding(options), reference._rounding(theirs)
         if ours != other:
-            raise ValueError(f"the policy uses {ours} and the reference {other}: they would differ by rounding.")
+            raise ValueError(f"the policy uses {ours} and the reference {other}: their KL would include rounding.")
 
     def _routing(self, request: ScoreRequest, record: Tensor | None, records: bool = False) -> Routing | None:
         """The replay or the record of this model's routing, None without either."""
@@ -346,7 +346,7 @@ class LogProbScorer(Scorer):
         return Routing(routers, None if record is None else routers.read(record, request), records)
 
     def _check_request(self, request: ScoreRequest) -> None:
-        """Raise a ValueError for tokens that this model does not have, and for sequences that are too long."""
+        """Raise a ValueError for tokens outside the model's vocabulary, and for sequences that are too long."""
         if self._wrapper is not None:
             return request.check_ids(None)
         name = type(self.model).__name__

@@ -108,14 +108,14 @@ class States:
     source: Tensor  # hidden states [n, H], or indices [n] into logits that exist already
     logits: Callable[[Tensor], Tensor]  # the model's logits [k, V] for some rows of the source
     temperature: float
-    head: nn.Linear | None = None  # the logits are `map(head(source))`; None if they are more than that
+    head: nn.Linear | None = None  # set if the logits are exactly `map(head(source))`
     map: LogitMap = field(default_factory=LogitMap)
     dtype: torch.dtype | None = None  # dtype of the head's products; None for the head's own
     truncation: Truncation = WHOLE
     kept: Kept | None = None  # a record, which replaces the truncation
 
     def tempered(self, rows: Tensor) -> Tensor:
-        """Logits of the rows ``[k]``, in float32 or wider, divided by the temperature; ``[k, V]``."""
+        """Logits of the rows ``[k]``, in float32 or wider, divided by the temperature: ``[k, V]``."""
         (logits,) = widen(self.logits(self.source[rows.to(self.source.device)]))
         return logits if self.temperature == 1.0 else logits / self.temperature
 

@@ -93,7 +93,7 @@ class ReferenceUpdater:
         if decay is None and (reset_every is None or every != 1):
             raise ValueError("pass decay= for an average each `every` steps, or only reset_every= for resets.")
         if decay is not None and not 0 <= decay < 1:
-            raise ValueError(f"decay, of the old reference, must be at least 0 and less than 1, got {decay}.")
+            raise ValueError(f"decay, the weight of the old reference, must be in [0, 1), got {decay}.")
         self.decay, self.every, self.reset_every, self.steps = decay, every, reset_every, 0
         adapter = reference.options.adapters if isinstance(reference, LogProbScorer) else True
         self._policy = _module(policy, "policy")
@@ -202,7 +202,7 @@ class ReferenceUpdater:
         sources, targets, pairs = dict(self._sources()), dict(self._targets()), []
         if not targets or (different := sources.keys() ^ targets.keys()):
             shown = sorted(different)[:3] if targets else "all"
-            raise ValueError(f"reference and policy must have weights of the same names, these differ: {shown}.")
+            raise ValueError(f"reference and policy must have weights of the same names. These differ: {shown}.")
         for name, target in targets.items():
             own, new = _local(target, sources[name])
             if own.shape != new.shape or not own.is_floating_point():
@@ -223,7 +223,7 @@ class ReferenceUpdater:
         """The policy's active adapter."""
         active = {name for layer in adapter_layers(self._policy) for name in layer.active_adapters}
         if len(active) != 1 or active == {self._adapter}:
-            raise ValueError(f"the adapter {self._adapter!r} follows another active one, active are {sorted(active)}.")
+            raise ValueError(f"{self._adapter!r} must follow another active adapter, found {sorted(active)}.")
         return active.pop()
 
     def _check_scaling(self, active: str, adapter: str) -> None:

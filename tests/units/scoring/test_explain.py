@@ -115,9 +115,9 @@ def test_experts_are_replayed_by_both() -> None:
 def test_what_is_refused() -> None:
     scorer, wrapper = LogProbScorer(tiny_model()), LogProbScorer(FakeBackend(engine(tiny_model())))
     for asked, row, token, message in [
-        (scorer, 3, 1, "no log-prob of token 1 of sequence 3: the lengths are .25, 24, 3."),
-        (scorer, 2, 3, "no log-prob of token 3 of sequence 2"),
-        (wrapper, 0, 1, "only a whole model in this process can be explained"),
+        (scorer, 3, 1, "token 1 of sequence 3 has no log-prob: the lengths are .25, 24, 3."),
+        (scorer, 2, 3, "token 3 of sequence 2 has no log-prob"),
+        (wrapper, 0, 1, "explain needs a whole model in this process"),
     ]:
         with pytest.raises(ValueError, match=message):
             asked.explain(ROWS, row, token)

@@ -177,11 +177,12 @@ def test_what_does_not_fit_names_the_row():
     scorer, good, text = LogProbScorer(model), row_of("qwen2_5_vl", image), [1, 20, 21]
     for ids, images, message in (
         ([text, good], None, "sequence 1, position 2 .* pixels are missing"),
-        ([good, good], [image, None], "sequence 1: 4 image tokens, 0 image features"),
-        ([text, good], [image, image], "sequence 0: 0 image tokens, 4 image features"),
-        ([good, [*good[:3], *good[4:]]], [image, image], "sequence 1: 3 image tokens"),
+        ([good, good], [image, None], "row 1 has 4 image tokens and 0 image features"),
+        ([text, good], [image, image], "row 0 has 0 image tokens and 4 image features"),
+        ([good, [*good[:3], *good[4:]]], [image, image], "row 1 has 3 image tokens"),
         ([good], [image, image], "images has 2 rows, the tokens have 1"),
         ([[*good, 6]], [image], "video_token_id"),
+        ([good, good], [image, picture("gemma3", 1)], "use one processor for all rows"),
     ):
         with pytest.raises(ValueError, match=message):
             scorer.score(ScoreRequest.of(ids, images=images))
@@ -190,7 +191,7 @@ def test_what_does_not_fit_names_the_row():
 def test_models_without_images_are_refused():
     image = picture("qwen2_5_vl", 1)
     row = row_of("qwen2_5_vl", image)
-    with pytest.raises(ValueError, match="deterministic=True with images"):
+    with pytest.raises(ValueError, match="deterministic=True excludes images"):
         LogProbScorer(model_of("qwen2_5_vl")).score(ScoreRequest.of([row], images=[image]), deterministic=True)
     text = torch.nn.Module()
     text.forward = lambda input_ids: (torch.zeros(*input_ids.shape, 40),)

@@ -294,14 +294,14 @@ def test_what_cannot_follow_is_refused() -> None:
     model, narrow = tiny_model("llama"), tiny_model("llama", vocab_size=50)
     for reference, options, message in [
         (None, {}, "pass decay= for an average"),
-        (None, {"decay": 1.0}, "decay.* less than 1, got 1.0"),
+        (None, {"decay": 1.0}, "must be in .0, 1., got 1.0"),
         (None, {"reset_every": 0}, "reset_every must be at least 1, got 0"),
         (None, {"reset_every": 4, "every": 2}, "pass decay= for an average"),
         (model, {"decay": 0.5}, "share weights: pass a copy"),
         (
             tiny_model("llama", num_hidden_layers=1),
             {"decay": 0.5},
-            r"of the same names, these differ: .'model.layers.1",
+            r"of the same names. These differ: .'model.layers.1",
         ),
         (narrow, {"decay": 0.5}, r"embed_tokens.weight: torch.float32.50, 32. cannot follow torch.float32.97"),
     ]:
@@ -319,7 +319,7 @@ def test_adapters_that_cannot_follow_are_refused() -> None:
     policy.add_adapter("scaled", lora(policy, lora_alpha=32))  # the same weights times another factor: another model
     for adapters, message in [
         (False, "share weights: pass a copy"),
-        ("default", "'default' follows another active one, active are .'default'"),
+        ("default", "'default' must follow another active adapter, found .'default'"),
         ("wide", "of the same names.*v_proj"),
         ("rank", r"q_proj.lora_A.rank.weight: torch.float32.2, 32. cannot follow torch.float32.4, 32."),
         ("scaled", r"'scaled' scales weights by 8\.0, 'default' by 2\.0"),

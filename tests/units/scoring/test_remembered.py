@@ -250,13 +250,13 @@ def test_another_backend_needs_a_stated_fingerprint(tmp_path: Path) -> None:
     first = scorer.score(SEQUENCES)
     assert_near(first.values, plain_log_probs(module, SEQUENCES).detach(), **FORWARD)
     sent = len(backend.requests)
-    with pytest.raises(ValueError, match=r"temperature=2\.0 cannot be had from FakeBackend"):
+    with pytest.raises(ValueError, match=r"temperature=2\.0 is not supported by FakeBackend"):
         scorer.options = scorer.options.but(temperature=2.0)
     assert torch.equal(scorer.score(SEQUENCES).values, first.values)
     assert len(backend.requests) == sent
     RememberedModel(wrapper, scorer.model.store, fingerprint="step 200").make_scorer().score(SEQUENCES)
     assert len(backend.requests) > sent
-    with pytest.raises(ValueError, match="entropy=True cannot be had from FakeBackend"):
+    with pytest.raises(ValueError, match="entropy=True is not supported by FakeBackend"):
         scorer.evaluate(SEQUENCES, entropy=True)
 
 

@@ -236,7 +236,7 @@ def test_the_references_own_routing() -> None:
         ScoreRequest.of(TOKENS, routing=records, ref_routing=records), reference=LogProbScorer(model)
     ).kl.values
     assert_near(same, torch.zeros_like(same), **near)
-    with pytest.raises(ValueError, match="ref_routing= is the routing of a reference"):
+    with pytest.raises(ValueError, match="ref_routing= needs a reference"):
         scorer.evaluate(ScoreRequest.of(TOKENS, ref_routing=records))
 
 
@@ -343,7 +343,7 @@ def changed(change: Any) -> Any:
 REFUSED: dict[str, Any] = {
     "Qwen2ForCausalLM has no router of Mixtral": tiny_model,
     "PhimoeForCausalLM has no router of Mixtral": lambda: tiny_model("phimoe"),
-    "routing=.* cannot be had from FakeBackend": lambda: FakeBackend(engine(tiny_model("mixtral"))),
+    "routing=.* is not supported by FakeBackend": lambda: FakeBackend(engine(tiny_model("mixtral"))),
     "MixtralForCausalLM has compiled parts": changed(lambda m: m.model.layers[1].compile(backend="eager")),
     "MixtralTopKRouter of layer 1 was not called": changed(
         lambda m: setattr(m.model.layers[1].mlp, "forward", torch.clone)

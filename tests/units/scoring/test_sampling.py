@@ -136,7 +136,7 @@ def test_deterministic():
     together = scorer.score(Ragged.from_list(rows)).to_list()
     for row, found in zip(rows, together, strict=True):
         assert torch.equal(scorer.score(Ragged.from_list([row])).values, found)
-    with pytest.raises(ValueError, match="deterministic=True with images, kept= or return_kept=True"):
+    with pytest.raises(ValueError, match="deterministic=True excludes images, kept= and return_kept=True"):
         scorer.evaluate(rows, return_kept=True)
 
 
@@ -232,14 +232,14 @@ def test_refusals():
     truncated, whole = LogProbScorer(model, sampling=Sampling(top_k=50)), {"reference": plain, "direction": "forward"}
     shifted = Kept(record.ids, record.offsets.roll(-1))
     for message, call in [
-        ("score the two apart", lambda: truncated.evaluate(tokens, top_k=3)),
+        ("score the two separately", lambda: truncated.evaluate(tokens, top_k=3)),
         (
-            "the KL may be infinite, since the reference has Sampling",
+            "the KL may be infinite, since the reference drops tokens: Sampling",
             lambda: plain.evaluate(tokens, reference=truncated),
         ),
         ("infinite where only the policy is truncated", lambda: truncated.evaluate(tokens, **whole)),
         ("two temperatures", lambda: LogProbScorer(model, temperature=0.5, sampling=Sampling(0.7))),
-        ("which leaves every token: leave it out", lambda: warm.evaluate(tokens, return_kept=True)),
+        ("return_kept=True needs a sampling= that drops tokens", lambda: warm.evaluate(tokens, return_kept=True)),
         (
             r"kept at sequence 0, position \d lacks the scored token",
             lambda: plain.score(ScoreRequest.of(random_sequences(5, 4, seed=1), kept=record)),

@@ -339,7 +339,7 @@ def test_a_setting_that_a_backend_cannot_follow(module, backend, remote, name):
         lambda: setattr(remote, "options", remote.options.but(**{name: value})),
         lambda: remote.score(sequences, **{name: value}),
     ):
-        with pytest.raises(ValueError, match=f"{shown} cannot be had from FakeBackend.*score the transformers model"):
+        with pytest.raises(ValueError, match=f"{shown} is not supported by FakeBackend.*score the transformers model"):
             ask()
     assert_near(remote.score(sequences).values, plain_log_probs(module, sequences).detach(), **FORWARD)
 

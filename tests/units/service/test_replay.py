@@ -82,7 +82,7 @@ def test_moments_outcomes_and_routing_equal_those_of_the_local_scorer(loop, mask
     assert_close(there.score(ROWS, mask).values, own, atol=2e-6, rtol=0)
 
 
-HERE = "cannot be had from a service: it sends scores of single tokens. Score the transformers model in this process"
+HERE = "is not supported from a service: it sends scores of single tokens. Score the transformers model in this process"
 REFUSED = {
     "98.*97": {"top_k": 98},
     "top_k must .* got -1": {"top_k": -1},
@@ -118,9 +118,9 @@ def test_an_engine_without_distributions(loop):
     core = remote.connection.core = ScoringCore(Plain(model()))
     plain, top = core.score([job_of([[3, 4, 5]], **each) for each in ({}, {"top_k": 2})])
     assert plain["columns"].keys() == {"log_prob"}
-    assert (type(top), str(top)) == (ValueError, "top_k=2 cannot be had from Plain: ask for less.")
+    assert (type(top), str(top)) == (ValueError, "top_k=2 is not supported by Plain: ask for less.")
     scorer = remote.make_scorer()
-    with pytest.raises(ValueError, match=r"kept=... cannot be had from Plain: ask for less"):
+    with pytest.raises(ValueError, match=r"kept=... is not supported by Plain: ask for less"):
         scorer.evaluate(ScoreRequest.of([[3, 4, 5]], kept=record_of([torch.tensor([3, 4, 5])])))
     assert scorer.evaluate([[3, 4, 5]]).log_prob.values.shape == (3,)
 
@@ -201,9 +201,9 @@ def test_wrong_records_are_refused(loop):
     }.items():
         with pytest.raises(ValueError, match=message):
             scorer.evaluate(ScoreRequest.of(rows, **options))
-    with pytest.raises(ValueError, match="top_k= is of all tokens"):
+    with pytest.raises(ValueError, match="top_k= needs all tokens"):
         scorer.evaluate(ScoreRequest.of(rows, kept=right), top_k=3)
-    with pytest.raises(ValueError, match="deterministic=True with images, kept="):
+    with pytest.raises(ValueError, match="deterministic=True excludes images, kept="):
         loop.serve(model().float()).make_scorer(deterministic=True).evaluate(ScoreRequest.of(rows, kept=right))
 
 

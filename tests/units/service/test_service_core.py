@@ -150,12 +150,12 @@ def test_a_request_that_fails_does_not_fail_its_batch():
     bad = {
         r"log-prob is nan at sequence 0, position 1 \(token 13\)": request(1, 13, 3),
         "has no PEFT adapters to switch off": request(4, 5, adapters="nobody"),
-        "record_routing=True cannot be had from this scorer: score the .* LogProbScorer": request(
+        "record_routing=True is not supported by this scorer: score the .* LogProbScorer": request(
             4, record_routing=True
         ),
-        "return_kept=True cannot be had": request(4, 5, return_kept=True, sampling=Sampling(top_k=3)),
-        "grad=True cannot be had": request(4, 5, grad=True),
-        "ref_routing=... cannot be had": request(4, 5, records={"ref_routing": torch.zeros(2, 1, 1).char()}),
+        "return_kept=True is not supported": request(4, 5, return_kept=True, sampling=Sampling(top_k=3)),
+        "grad=True is not supported": request(4, 5, grad=True),
+        "ref_routing=... is not supported": request(4, 5, records={"ref_routing": torch.zeros(2, 1, 1).char()}),
         "has no router of Mixtral": request(4, 5, records={"routing": torch.zeros(2, 1, 1).char()}),
     }
     for message, one in bad.items():

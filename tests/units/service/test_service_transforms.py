@@ -120,7 +120,7 @@ def test_an_exact_kl_is_refused_at_construction(make, message):
 def test_features_that_need_a_local_model_are_refused():
     remote = service().make_scorer()
     refused(
-        "entropy=True cannot be had from Engine, whose backend returns log-probs, not logits: score the transformers model",
+        "entropy=True is not supported by Engine, whose backend returns log-probs, not logits: score the transformers model",
         lambda: RetrieveLogProb(Engine(), extras=[Entropy()]),
     )
     refused(
