@@ -129,8 +129,8 @@ def not_finite(case: Case) -> list[Finding]:
             continue
         bad = values.isinf() if name == "sampler_log_prob" else ~values.isfinite()
         if bool(bad.any()):
-            share, sequences = float(bad.double().mean()), float(case.table.sequences[bad].unique().numel())
-            out.append(finding("nan", 0.95, {"column": name, "share": share, "sequences": sequences}))
+            sequences = float(case.table.sequences[bad].unique().numel())
+            out.append(finding("nan", 0.95, {"column": name, "share": _share(bad), "sequences": sequences}))
     return out
 
 
@@ -202,6 +202,7 @@ class Difference:
         sequences: of each token ``[n]``.
         places: of each token ``[n]``.
         where: these ``n`` among the masked-in tokens of the batch, bool.
+        names: of the columns of trainer and sampler.
     """
 
     trainer: Tensor
@@ -209,11 +210,12 @@ class Difference:
     sequences: Tensor
     places: Tensor
     where: Tensor
+    names: tuple[str, str]
 
     def without(self, out: Tensor) -> Difference:
         """The other tokens than these, bool ``[n]``."""
-        rest, where = ~out, self.where.masked_scatter(self.where, ~out)
-        return Difference(self.trainer[rest], self.recorded[rest], self.sequences[rest], self.places[rest], where)
+        columns = {name: getattr(self, name)[~out] for name in ("trainer", "recorded", "sequences", "places")}
+        return replace(self, **columns, where=self.where.masked_scatter(self.where, ~out))
 
     @property
     def d(self) -> Tensor:
@@ -237,18 +239,23 @@ def _capped(d: Tensor) -> Tensor:
     return d.square().clamp(max=4.0)
 
 
+def _share(where: Tensor) -> float:
+    """The share of True; 0 without any token."""
+    return float(where.double().mean()) if where.numel() else 0.0
+
+
 def explain_mismatch(case: Case) -> list[Finding]:
     """Causes of a difference of the sampler's and the trainer's log-probs of the same tokens."""
     trainer, recorded = case.table.trainer, case.table.recorded
     if trainer is None or recorded is None:
         return zeros_alone(case)
     where = trainer[1].isfinite() & recorded[1].isfinite()
-    sequences, places = case.table.sequences[where], case.table.places[where]
-    whole = Difference(trainer[1][where], recorded[1][where], sequences, places, where)
+    sequences, places, names = case.table.sequences[where], case.table.places[where], (trainer[0], recorded[0])
+    whole = Difference(trainer[1][where], recorded[1][where], sequences, places, where, names)
     if whole.rms <= case.least_floor or whole.rms <= case.floor:  # the second scores again
         return []
     zeros, rest = _zeros(case, whole)
-    zeros = _greedy(case, zeros) + _zeros_of_trainer(case, whole)
+    zeros = _greedy(case, zeros) + _zeros_of_trainer(whole)
     if rest.rms <= case.floor:
         return zeros
     seen = {"mismatch/rms": rest.rms, "mismatch/k3": case.measures.get("mismatch/k3", math.nan)}
@@ -283,14 +290,11 @@ def zeros_alone(case: Case) -> list[Finding]:
     out = []
     for name in ("sampler_log_prob", "old_log_prob", "ref_log_prob"):
         share = case.measures.get(f"zeros/{name}", 0.0)
-        if share > 0.2 and share > 3 * _nearly_zero(case.table.columns[name]):
-            out.append(finding("zeros", 0.5 + share / 3, {"column": name, "share": share}))
+        if share > 0.2:  # a model that is certain also has log-probs that are nearly 0
+            values = case.table.columns[name]
+            if share > 3 * _share((values < 0) & (values > -1e-4)):
+                out.append(finding("zeros", 0.5 + share / 3, {"column": name, "share": share}))
     return out
-
-
-def _nearly_zero(values: Tensor) -> float:
-    """The share of log-probs that round to 0 at 4 digits, but are not 0: a model that is certain has both."""
-    return float(((values < 0) & (values > -1e-4)).double().mean())
 
 
 def _zeros(case: Case, whole: Difference) -> tuple[list[Finding], Difference]:
@@ -299,16 +303,15 @@ def _zeros(case: Case, whole: Difference) -> tuple[list[Finding], Difference]:
     if not bool(zero.any()):
         return [], whole
     rest = whole.without(zero)
-    explained, share = 1 - float(_capped(rest.d).sum() / _capped(whole.d).sum()), float(zero.double().mean())
+    explained, share = 1 - float(_capped(rest.d).sum() / _capped(whole.d).sum()), _share(zero)
     others = float(rest.trainer.mean()) if rest.trainer.numel() else -1.0
     # a truncation to one token has a log-prob of 0 too, where the model is nearly certain
     certain = float(whole.trainer[zero].mean()) > 0.3 * others
     if certain or (share < 0.01 and explained < 0.1):
         return [], rest
-    name = case.table.recorded[0] if case.table.recorded else ""
-    seen: Evidence = {"column": name, "share": share, "mean_place": float(whole.places[zero].double().mean())}
+    seen: Evidence = {"share": share, "mean_place": float(whole.places[zero].double().mean()), "explained": explained}
     # zeros have no other explanation, so few of them are certain too
-    return [finding("zeros", 0.7 + 0.29 * max(0.0, explained), {**seen, "explained": explained})], rest
+    return [finding("zeros", 0.7 + 0.29 * max(0.0, explained), {"column": whole.names[1], **seen})], rest
 
 
 def _greedy(case: Case, zeros: list[Finding]) -> list[Finding]:
@@ -321,12 +324,12 @@ def _greedy(case: Case, zeros: list[Finding]) -> list[Finding]:
     return [finding("top_k", 0.97, {"top_k": 1, **zeros[0].evidence}, remedy)]
 
 
-def _zeros_of_trainer(case: Case, whole: Difference) -> list[Finding]:
+def _zeros_of_trainer(whole: Difference) -> list[Finding]:
     """Exact zeros of the trainer's stored log-probs; a policy that is scored here has none but of certain tokens."""
-    zero, name = (whole.trainer == 0) & (whole.recorded < -0.1), case.table.trainer[0] if case.table.trainer else ""
+    zero, name = (whole.trainer == 0) & (whole.recorded < -0.1), whole.names[0]
     if name == "log_prob" or int(zero.sum()) < 3:
         return []
-    return [finding("zeros", 0.9, {"column": name, "share": float(zero.double().mean())})]
+    return [finding("zeros", 0.9, {"column": name, "share": _share(zero)})]
 
 
 def _off_by_one(rest: Difference) -> list[Finding]:
@@ -353,12 +356,12 @@ def _off_by_one(rest: Difference) -> list[Finding]:
 def _rounded(rest: Difference) -> list[Finding]:
     """Recorded numbers that a low-precision type holds exactly, and differences of the size of its rounding."""
     for dtype, relative in ((torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)):
-        exact = float((rest.recorded.to(dtype).double() == rest.recorded).double().mean())
-        limit = 4 * relative * rest.recorded.abs().clamp(min=1.0)
-        within = float((rest.d.abs() <= limit).double().mean())
+        exact = _share(rest.recorded.to(dtype).double() == rest.recorded)
+        within = _share(rest.d.abs() <= 4 * relative * rest.recorded.abs().clamp(min=1.0))
         if exact > 0.999 and within > 0.5:
-            seen: Evidence = {"precision": str(dtype).removeprefix("torch."), "exactly_held": exact}
-            return [finding("low_precision", 0.6 + 0.38 * within, {**seen, "within_rounding": within})]
+            name = str(dtype).removeprefix("torch.")
+            evidence: Evidence = {"precision": name, "exactly_held": exact, "within_rounding": within}
+            return [finding("low_precision", 0.6 + 0.38 * within, evidence)]
     return []
 
 
@@ -470,11 +473,11 @@ def _truncation(again: Again) -> list[Finding]:
     rescorer, rest, here, inner = again.rescorer, again.rest, again.here, again.inner
     # a truncated sampler's log-prob is never below the whole distribution's, but for rounding
     limit = max(again.case.floor, 0.2)
-    if not rescorer.sampling.truncates and float((rest.d[here] > limit).double().mean()) > 0.05:
+    if not rescorer.sampling.truncates and _share(rest.d[here] > limit) > 0.05:
         return []
     top = rescorer.top
     d = (top.log_prob[inner] - rest.recorded[here]).clamp(max=20.0)
-    if float((d > limit).double().mean()) > 0.05:
+    if _share(d > limit) > 0.05:
         return []
     best, out = NAMED, []
     for cause, value in top.select(inner).candidates(d.clamp(max=0.0).exp()):
@@ -560,7 +563,7 @@ def _retokenised(case: Case, rest: Difference, best: float) -> list[Finding]:
     after = clear & (rest.places > onset[rest.sequences])
     before = clear & (rest.places < onset[rest.sequences])
     tail = clear & (onset[rest.sequences] < never) & (rest.places >= onset[rest.sequences])
-    agrees_after = float(clean[after].double().mean()) if bool(after.any()) else 0.0
+    agrees_after = _share(clean[after])
     share = float(before.sum()) / max(int(clear.sum()), 1)
     expected = agrees_after / max(1 - agrees_after, 1e-9)  # tokens before the first difference, if it were anywhere
     seen = rest.sequences.unique()
@@ -568,7 +571,7 @@ def _retokenised(case: Case, rest: Difference, best: float) -> list[Finding]:
     if int(before.sum()) < 8 or int(tail.sum()) < 3 or share < 0.1 or agrees_after > 0.5 or mean_onset < 3 * expected:
         return []
     confidence = 0.75 + 0.2 * (1 - 2 * agrees_after)
-    answers = float((onset[seen] < never).double().mean())
+    answers = _share(onset[seen] < never)
     evidence = {"agree_before": share, "agree_after": agrees_after, "answers": answers}
     if case.tokenizer is not None:
         change = retokenised(case.columns, case.tokenizer).get("retokenised/answers", 1.0)
@@ -591,7 +594,7 @@ def _few_tokens(case: Case, rest: Difference, best: float) -> list[Finding]:
         clear, clean, onset, _ = _onsets(case, rest)
         before = rest.sequences[clear & (rest.places < onset[rest.sequences])].unique()
         after = clear & (rest.places > onset[rest.sequences])
-        agree = float(clean[after].double().mean()) if bool(after.any()) else 0.0
+        agree = _share(clean[after])
         if agree > 0.5 or 2 * int(torch.isin(answers, before).sum()) <= len(answers):
             return []
     places = []
@@ -611,7 +614,7 @@ def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
     evidence = {"mean_ratio": 1 + ratio.value, "z_of_ratio": ratio.z}
     few = _few_tokens(case, rest, best)
     if case.rescorer is None or case.moved:
-        above = float((rest.d > case.floor).double().mean())
+        above = _share(rest.d > case.floor)
         if ratio.value < -SMALLEST_GAP and above < 0.01 and rest.d.numel() >= 32:  # noise would be on both sides
             text = "Score the sampler's top-k, top-p or min-p: sampling=Sampling(...); pass policy= to have it fitted."
             return [finding("other_sampling", 0.7, evidence, text)]

@@ -76,9 +76,8 @@ def _resource(name: str) -> str:
 
 
 def _page_template(name: str) -> jinja2.Template:
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    strict = jinja2.StrictUndefined
+    environment = jinja2.Environment(autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(_resource(name))
 
 
@@ -186,7 +185,6 @@ class Excerpt:
     """The surroundings of a rollout's worst token."""
 
     row: int
-    position: int
     facts: str
     tokens: tuple[ExcerptToken, ...]
     before: int
@@ -203,7 +201,8 @@ def excerpts(view: Inspection, quantity: Quantity, rollouts: int, around: int) -
         around: how many tokens to each side.
     """
     side, scale = view.sides[0], scale_of(quantity, view.sides) if quantity.numeric else 1.0
-    values, tokens_of = side.values(quantity), side.source.tokens
+    values = side.values(quantity)
+    columns = (values, side.source.tokens.values, side.source.mask)
     sizes, largest = (x.nan_to_num(nan=-1.0, posinf=math.inf) for x in (values.abs(), side.summary(quantity)[1]))
     out = []
     for row in largest.sort(descending=True, stable=True).indices[:rollouts].tolist():
@@ -211,13 +210,11 @@ def excerpts(view: Inspection, quantity: Quantity, rollouts: int, around: int) -
         at = int(sizes[start:end].argmax()) if end > start else 0
         low, high = max(start, start + at - around), min(end, start + at + around + 1)
         tokens = []
-        for value, token, scored in zip(
-            *(x[low:high].tolist() for x in (values, tokens_of.values, side.source.mask)), strict=True
-        ):
+        for value, token, scored in zip(*(column[low:high].tolist() for column in columns), strict=True):
             text = view.texts[token]
             shown = text.text if text.data else visible(text.text)
             tokens.append(ExcerptToken(shown, step_of(value, scale), value, scored))
-        out.append(Excerpt(row, at, _facts(side, quantity, row), tuple(tokens), low - start, end - high))
+        out.append(Excerpt(row, _facts(side, quantity, row), tuple(tokens), low - start, end - high))
     return out
 
 

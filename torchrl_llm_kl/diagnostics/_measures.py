@@ -220,23 +220,11 @@ def measure(
         (0.3333, 0.6)
     """
     table = Table.of(columns)
-    out = _of_mask(columns)
+    out = answer_measures(columns, end, ended)
     for family in (_of_numbers, mismatch_measures, surprisal_measures, drift_measures, kl_measures):
         out |= family(table)
     out |= clip_measures(table, clip_low, clip_high)
-    out |= answer_measures(columns, end, ended)
     return {name: value for name, value in out.items() if not math.isnan(value)}
-
-
-def _of_mask(columns: TokenColumns) -> dict[str, float]:
-    tokens, mask = columns.tokens, columns.mask
-    counts = segment_sum(mask.long(), tokens.lengths)
-    return {
-        "mask/tokens": float(mask.sum()),
-        "mask/sequences": float(tokens.num_sequences),
-        "mask/coverage": float(mask.sum()) / max(mask.numel(), 1),
-        "mask/empty_sequences": _mean((counts == 0).double()),
-    }
 
 
 def _of_numbers(table: Table) -> dict[str, float]:
@@ -357,15 +345,17 @@ def kl_measures(table: Table) -> dict[str, float]:
 def answer_measures(
     columns: TokenColumns, end: Sequence[int] | None = None, ended: Tensor | None = None
 ) -> dict[str, float]:
-    """Answers and groups: lengths, truncated answers, duplicated prompts, groups whose rewards are all equal.
+    """The mask, answers and groups: lengths, truncated answers, duplicated prompts, groups whose rewards are all equal.
 
     An answer is truncated if its last token ends no turn (``end``) and it is not ``ended``. ``answers/at_limit`` is the share
     as long as the longest. A group is the answers to one prompt.
     """
     tokens, mask = columns.tokens, columns.mask
     counts = segment_sum(mask.long(), tokens.lengths)
-    out: dict[str, float] = {}
     answered = counts > 0
+    out = {"mask/tokens": float(mask.sum()), "mask/sequences": float(tokens.num_sequences)}
+    out["mask/coverage"] = float(mask.sum()) / max(mask.numel(), 1)
+    out["mask/empty_sequences"] = _mean((~answered).double())
     if bool(answered.any()):
         lengths = counts[answered]
         out["answers/length"] = _mean(lengths.double())

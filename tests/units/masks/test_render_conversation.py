@@ -164,7 +164,7 @@ ASKED = [user("x"), assistant("a"), assistant("b")]
 
 test_what_has_no_mask_is_an_error = refused(
     lambda template, messages, kwargs: render_conversation(build_tokenizer(template), messages, **kwargs),
-    (None, ASKED, {}, masks.MissingChatTemplateError, "no chat template: pass a template"),
+    (None, ASKED, {}, masks.MissingChatTemplateError, "no chat template: pass `chat_template=`"),
     (
         {"a": CHATML, "b": CHATML},
         ASKED,

@@ -173,7 +173,7 @@ def test_text_ends_with_the_end_token_once_also_as_a_chat_with_system_prompts() 
     assert [trained(row) for row in from_completions(rows, TOKENIZER, add_eos=False)] == ["b", f"c{END}"]
     bare = build_tokenizer()
     bare.eos_token = None
-    with pytest.raises(ValueError, match="no eos_token, which ends an answer: set it, or pass add_eos=False"):
+    with pytest.raises(ValueError, match="no eos_token to end an answer with: set it, or pass add_eos=False"):
         from_completions(rows, bare)
     assert len(from_completions(rows[:1], bare, add_eos=False)) == 1
     rows = [{"question": "why?", "answer": "because"}]
@@ -265,7 +265,7 @@ def test_rows_are_left_out_with_a_warning_an_error_or_a_count() -> None:
 
 def test_long_rows_may_be_cut_and_a_pair_is_left_out_as_a_whole() -> None:
     rows = [{"prompt": "ab", "completion": "cdefgh"}, {"prompt": "abcdef", "completion": "g"}]
-    with pytest.warns(SkippedRowsWarning, match="cut 1 at the largest length") as found:
+    with pytest.warns(SkippedRowsWarning, match="cut 1 at the maximum length") as found:
         data = from_completions(rows, TOKENIZER, max_length=5, too_long="cut")
     assert [TOKENIZER.decode(row["tokens", "full"]) for row in data] == ["abcde"]
     assert trained(data[0]) == "cde"

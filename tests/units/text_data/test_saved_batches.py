@@ -269,7 +269,7 @@ def test_files_that_are_no_batch(tmp_path: Path) -> None:
     for name, content, said in (
         ("tensor.pt", FULL, "holds a Tensor: expected a batch of save_batch, or a TensorDict's"),
         ("dict.pt", {}, "holds a dict: expected a batch"),
-        ("uneven.pt", {"a": FULL, "b": FULL[:1]}, "no first dimension in common"),
+        ("uneven.pt", {"a": FULL, "b": FULL[:1]}, "different first dimensions"),
         ("empty.pt", "", "cannot be read by torch.load"),
         ("data.jsonl", "{}", "holds more than tensors"),
         ("bad.tdz", "no archive", "is not an archive"),
