@@ -376,11 +376,6 @@ def contrast(*colours: tuple[float, ...]) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_contrast_by_hand() -> None:
-    assert contrast((0, 0, 0), (1, 1, 1)) == pytest.approx(21)
-    assert contrast((119 / 255,) * 3, (1, 1, 1)) == pytest.approx(4.48, abs=0.01)  # #777 on white just fails
-
-
 STYLES = """() => {
   const pane = document.querySelector(".tokens"), probe = document.createElement("span");
   pane.append(probe);
@@ -537,26 +532,6 @@ def test_saved_files_hold_no_formulas_and_no_numbers_that_json_lacks(show: Show)
     (row,) = saved(tab, "jsonl")
     assert row["advantage"] == [None, "Infinity", 1.0]
     assert saved(tab, "csv")[0]["text"] == '\'=HYPERLINK("x")\n,'
-
-
-def test_64_rollouts_of_2000_tokens(show: Show) -> None:
-    """Opened, searched, sorted, jumped in and saved."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 200, (64, 2000), generator=generator)
-    entropy = torch.rand(64 * 2000, generator=generator)
-    entropy[40 * 2000 + 1990] = 9.0
-    columns = letters(*ids.tolist(), entropy=entropy, rewards=[0.0, 1.0] * 32)
-    tab = show(columns, Words(*(f" word{i}" for i in range(200))))
-    assert tab.page.locator(".tokens [data-i]").count() == 2000
-    tab.page.click("[data-sort=worst]")
-    assert tab.rows()[0] == 40
-    tab.page.click("#tab-worst")
-    tab.page.click("#worst button >> nth=0")
-    tab.wait_for_rollout(40)
-    assert tab.focused() == 1990
-    tab.page.fill("#search", "".join(f" word{i}" for i in ids[33, 1000:1003].tolist()))
-    tab.wait_for("#count", "1 of 64 rollouts")
-    assert [row["ids"] for row in saved(tab, "jsonl")] == [ids[33].tolist()]
 
 
 def test_a_print_shows_the_open_rollout_in_light_colours(show: Show, path: Path) -> None:

@@ -179,15 +179,6 @@ def test_other_faults_and_two_at_once(sampled: dict[str, Any], scored: dict[str,
     assert [each.cause for each in diagnosis.faults] == causes, diagnosis
 
 
-@pytest.mark.slow
-def test_a_difference_is_a_fault_if_two_causes_are_as_likely() -> None:
-    """In 24 tokens the likelihood does not tell a wrong temperature from raw log-probs."""
-    model = make_model("gpt2", 300)
-    found = diagnose(sample(model, make_prompts(2, 304), 304, temperature=0.8).batch(slice(0, 1)), policy=model)
-    assert found.exit_code == 1
-    assert {"mismatch", "wrong_temperature"} <= {each.cause for each in found.findings}
-
-
 def test_older_weights_are_further_away() -> None:
     model, rollout = clean("gpt2", 0)
     found = [diagnose(rollout.batch(slice(32)), policy=trained(model, rollout, steps, 0)).worst for steps in (1, 10)]

@@ -119,7 +119,7 @@ def test_masks_from_lengths_of_prompts():
     for prompts, lengths, message in (
         ([1, 4], [2, 3], "sequence 1 has 4 of 3 tokens"),
         ([-1], [2], "sequence 0 has -1 of 2 tokens"),
-        ([1], [2, 3], r"shapes \(1,\) and \(2,\); expected \[S\] for both"),
+        ([1], [2, 3], r"shapes \(1,\) and \(2,\), expected \[S\] for both"),
     ):
         with pytest.raises(ValueError, match=message):
             mask_from_prompt_lengths(torch.tensor(prompts), torch.tensor(lengths))
