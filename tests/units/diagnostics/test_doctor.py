@@ -250,7 +250,7 @@ def test_reports() -> None:
     diagnosis = diagnose(td, tokenizer=make_tokenizer(), **given)
     text = str(diagnosis)
     assert text.splitlines()[0].startswith(f"{int(diagnosis.measures['mask/tokens'])} tokens of 96 sequences: 1 fault")
-    assert all(part in text for part in ("Pass the sampler's token ids", "mismatch:"))
+    assert all(part in text for part in ("Pass all of the sampler's token ids", "mismatch:"))
     data = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))
     assert data["findings"][0]["cause"] == "retokenised"
     assert data["measures"]["mask/sequences"] == 96
