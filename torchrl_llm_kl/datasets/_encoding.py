@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_choice, check_range
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.datasets._rows import (
     MASKS,
     TOKENS,
@@ -32,6 +31,7 @@ from torchrl_llm_kl.datasets._rows import (
 from torchrl_llm_kl.masks import (
     Message,
     MissingChatTemplateError,
+    TemplateArgs,
     encode_images,
     encode_with_mask,
     is_processor,
@@ -241,7 +241,7 @@ class Encoder:
             prompt, answer = [*prompt, *answer[: spoken[-1]]], answer[spoken[-1] :]
         if self.system_prompt is not None and [*prompt, *answer][0]["role"] != "system":
             prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
-        options: Json = {"chat_template": self.chat_template, **(self.template_kwargs or {})}
+        options: TemplateArgs = {"chat_template": self.chat_template, **(self.template_kwargs or {})}
         options["tools"] = self.tools if value.get("tools") is None else value["tools"]
         try:
             whole, images = split_images([*prompt, *answer])
@@ -351,7 +351,7 @@ class Skipped:
         if len(places) < _PLACES:
             places.append(f"{skip.where}: {skip.detail}")
 
-    def to_dict(self) -> Json:
+    def to_dict(self) -> dict[str, object]:
         """Counts and first places by reason, as JSON values."""
         return {reason: {"count": n, "first": self.places[reason]} for reason, n in self.counts.items()}
 

@@ -91,9 +91,9 @@ def _encode(value: TensorDictBase | Tensor, where: tuple[str, ...]) -> Tensor | 
         rows = [_encode(row, where) for row in value.tensordicts]
         return {"class": _name(type(value), where), "dim": value.stack_dim, "rows": rows, **about}
     if is_non_tensor(value):
-        return {"class": _name(type(value), where), "value": _check(value.data, where), **about}
+        return {"class": _name(type(value), where), "value": _plain_value(value.data, where), **about}
     if is_tensorclass(value):
-        fields = {name: _check(item, (*where, name)) for name, item in fields_of(value).items()}
+        fields = {name: _plain_value(item, (*where, name)) for name, item in fields_of(value).items()}
         return {"class": _name(type(value), where), "of": _encode(node_of(value), where), "fields": fields}
     plain = value if type(value) is TensorDict else value.to_tensordict(retain_none=True)
     entries = {key: _encode(plain.get(key), (*where, key)) for key in plain.keys()}  # noqa: SIM118
@@ -110,16 +110,16 @@ def _encode_tensor(value: Tensor) -> Tensor:
     return value if whole else value.clone()
 
 
-def _check(value: Any, where: tuple[str, ...]) -> object:
+def _plain_value(value: Any, where: tuple[str, ...]) -> object:
     """Convert a Python value, which may be nested. Raises a TypeError if it could only be pickled."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Tensor):
         return _encode_tensor(value)
     if type(value) in (list, tuple, set):
-        return type(value)(_check(item, where) for item in value)
+        return type(value)(_plain_value(item, where) for item in value)
     if type(value) is dict:
-        return {_check(key, where): _check(item, where) for key, item in value.items()}
+        return {_plain_value(key, where): _plain_value(item, where) for key, item in value.items()}
     raise TypeError(
         f"the entry {where} holds a {type(value).__module__}.{type(value).__name__}, which only pickle can store: expected "
         "tensors, text, numbers, lists or dicts. Convert it, or leave it out with batch.exclude(...)."

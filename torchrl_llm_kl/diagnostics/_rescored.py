@@ -94,11 +94,9 @@ class Rescorer:
     def can_score(policy: ModelOrScorer) -> bool:
         """Whether the policy's distributions are available in this process, without other ranks."""
         model = policy.model if isinstance(policy, LogProbScorer) else policy
-        if (
-            log_probs_only(model) or Ranks([model]).groups
-        ):  # all ranks must score together, but only some may have a deviation
-            return False
-        return isinstance(inner_module(model), nn.Module)
+        # Ranks of a sharded model must score together, but only some of them may have a deviation.
+        alone = not Ranks([model]).groups and not log_probs_only(model)
+        return alone and isinstance(inner_module(model), nn.Module)
 
     @cached_property
     def _scorer(self) -> LogProbScorer:
