@@ -141,7 +141,7 @@ def from_completions(
         >>> data[0]["tokens", "full"].tolist(), data[0]["tokens", "prompt"].tolist()
         ([0, 1, 0, 2, 3, 4], [0, 1, 0, 2])
     """
-    encoding.setdefault("add_eos", True)
+    encoding.setdefault("add_eos", True)  # training must show where an answer ends
     encoder = Encoder("completion", tokenizer, **encoding)
     stack, metadata = _encode_rows(data, encoder, on_skip, prompt=prompt_key, completion=completion_key)
     return _stack([answer for (answer,) in stack], metadata)
@@ -195,12 +195,13 @@ def from_pairs(
         >>> data["chosen"].tolist()
         [[True, False]]
     """
-    encoding.setdefault("add_eos", True)
+    encoding.setdefault("add_eos", True)  # training must show where an answer ends
     encoder = Encoder("preference", tokenizer, **encoding)
     keys = {"prompt": prompt_key, "chosen": chosen_key, "rejected": rejected_key}
     stack, columns = _encode_rows(data, encoder, on_skip, **keys)
     pairs = []
     for i, answers in enumerate(stack):
+        # Both answers have the metadata of their row.
         pair = _stack(answers, {name: column[i : i + 1] * 2 for name, column in columns.items()})
         for row, chosen in zip(pair.tensordicts, (True, False), strict=True):
             row.set("pair_id", torch.tensor(i)).set("chosen", torch.tensor(chosen))
@@ -259,7 +260,7 @@ def _encode_rows(
     if callable(on_skip):
         on_skip(skipped)
     elif skipped.total or skipped.cut:
-        warnings.warn(SkippedRowsWarning(rows.name, skipped), stacklevel=3)
+        warnings.warn(SkippedRowsWarning(rows.name, skipped), stacklevel=3)  # names the caller's line
     names = dict.fromkeys(name for value in values for name in value if name not in _COLUMNS[encoder.layout])
     return usable, {str(name): _column([value.get(name) for value in values]) for name in names}
 
@@ -287,6 +288,7 @@ def _row_of(answer: Answer, metadata: Mapping[str, object]) -> TensorDictBase:
 def _column(values: Sequence[Any]) -> list[Tensor | NonTensorData]:
     """One entry per row. The entries are tensors if all values are numbers, or all are booleans."""
     kinds = {type(value) for value in values}
+    # Larger integers do not fit in int64 and stay Python values.
     if kinds == {bool} or (kinds <= {int, float} and not any(abs(value) >= 2**63 for value in values)):
         return list(torch.tensor(values))
     return [NonTensorData(data=value) for value in values]

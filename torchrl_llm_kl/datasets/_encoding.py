@@ -250,6 +250,7 @@ class Encoder:
             rendered = render_conversation(self.tokenizer, whole, **options)
             spans = every = rendered.assistant_spans
             if any(message["role"] == "assistant" for message in prompt):
+                # The prompt's turns may be rendered differently without the answer, so only their number is used.
                 before = render_conversation(self.tokenizer, whole[: len(prompt)], **options)
                 spans = every[len(before.assistant_spans) :]
             if images:
@@ -270,6 +271,7 @@ class Encoder:
         check_unicode(prompt + answer)
         text, span = prompt + answer, (len(prompt), len(prompt) + len(answer))
         ((tokens, mask),) = encode_with_mask(self.tokenizer, [text], [[span]])
+        # `encode_with_mask` adds no special tokens, so BOS is added here if the tokenizer would add it to text.
         bos = self.tokenizer.bos_token_id
         if bos is not None and bos in self.tokenizer("").input_ids[:1] and tokens[:1].tolist() != [bos]:
             mask[:1] = not prompt  # BOS is the prefix of an answer without a prompt

@@ -110,6 +110,7 @@ def read_rows(source: DataSource) -> Rows:
         return _IterableRows(_of_columns(source), "the columns")
     if not isinstance(source, Iterable):
         raise TypeError(f"expected rows: a path, a dataset, a list, a dict of columns or a History, found {name}.")
+    # An iterator can be read only once, but rows are iterated repeatedly.
     return _IterableRows(list(source) if isinstance(source, Iterator) else source, name)
 
 
@@ -256,7 +257,7 @@ class FileRows(Rows):
 
     def _read(self) -> Iterator[Row]:
         if self.parquet:
-            batches = self._parquet_file().iter_batches(batch_size=256)
+            batches = self._parquet_file().iter_batches(batch_size=256)  # a small part of a file in memory
             yield from _IterableRows(chain.from_iterable(batch.to_pylist() for batch in batches), self.name)
             return
         with self.path.open("rb") as file:
@@ -267,7 +268,7 @@ class FileRows(Rows):
 
 def _parse(index: int, place: str, line: bytes) -> Row:
     try:
-        value = json.loads(line.decode("utf-8-sig"))
+        value = json.loads(line.decode("utf-8-sig"))  # a byte order mark may precede the first line
     except json.JSONDecodeError as error:
         return Row(index, place, None, f"is not JSON: {error.msg} at column {error.colno}")
     except (ValueError, RecursionError) as error:  # not UTF-8, too many digits, or too deep a nesting

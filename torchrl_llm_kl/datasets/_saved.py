@@ -102,10 +102,11 @@ def _encode(value: TensorDictBase | Tensor, where: tuple[str, ...]) -> Tensor | 
 
 def _encode_tensor(value: Tensor) -> Tensor:
     value = value.detach()
-    if value.layout is torch.jagged:
+    if value.layout is torch.jagged:  # a clone would lose the identity of offsets that several tensors share
         return value
     if type(value) is not Tensor:  # memory-mapped
         value = value.as_subclass(Tensor)
+    # torch.save writes the whole storage, so a view is copied first.
     whole = not value.is_nested and value.untyped_storage().nbytes() == value.numel() * value.element_size()
     return value if whole else value.clone()
 
@@ -197,6 +198,7 @@ def _of_torch(path: Path, trust: bool) -> TensorDictBase:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=not trust)
     except (pickle.UnpicklingError, *_DAMAGED) as error:
+        # torch has no error type for pickled objects that it refuses to load.
         if not trust and "weights_only" in str(error).lower().replace(" ", "_"):
             raise _untrusted(path) from error
         raise DataError(f"{path} cannot be read by torch.load: {first_sentence(error) or 'it is empty'}") from error
@@ -207,6 +209,7 @@ def _of_torch(path: Path, trust: bool) -> TensorDictBase:
     if isinstance(loaded, dict) and loaded.get("format") == _FORMAT:
         return _of_record(loaded, path)
     if isinstance(loaded, dict) and loaded and all(isinstance(key, str) for key in loaded):
+        # `state_dict` stores the batch size and the device under keys with underscores.
         return _of_dict({key: value for key, value in loaded.items() if not key.startswith("__")}, path)
     raise DataError(f"{path} holds a {type(loaded).__name__}: expected a batch of save_batch, or a dict of entries.")
 

@@ -112,6 +112,7 @@ class TokenColumns:
     @property
     def turns(self) -> Tensor:
         """The number of each token's assistant turn, from 0, or -1 outside turns. Int64 ``[N]``."""
+        # A turn starts where the mask starts, and at the first token of a sequence.
         return self._count(self.mask & ~(pad(self.mask[:-1], (1, 0)) & (self.tokens.positions > 0)))
 
     @property
@@ -247,7 +248,7 @@ def _read_entries(
 def _locate(td: TensorDictBase, interface: ModelInterface, scope: Scope, options: TokenisingOptions | None) -> Located:
     try:
         return locate(td, interface, scope=scope, options=options)
-    except ValueError:
+    except ValueError:  # fails again below if the cause is another one
         if scope == "turn":
             raise
         return locate(td, interface, scope="turn", options=options)  # the data does not mark earlier turns

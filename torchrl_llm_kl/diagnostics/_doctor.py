@@ -208,7 +208,7 @@ def diagnose(
 
 def _columns_of(batch: TensorDictBase, reading: Reading) -> TokenColumns:
     """Read the batch's columns. Models score only the columns that the batch lacks."""
-    needed = reading.copy()
+    needed = reading.copy()  # the first reading shows which columns the batch has
     needed["policy"] = needed["reference"] = None
     stored = read_columns(batch, **needed, strict=False)
     if not {"old_log_prob", "entropy"} <= set(stored.columns):
@@ -223,6 +223,7 @@ def _end_tokens(tokenizer: Tokenizer | None) -> list[int] | None:
     """The ids of the tokenizer's end tokens, including common end-of-turn tokens. None if it has none."""
     if tokenizer is None:
         return None
+    # Chat models often end a turn with another token than `eos_token`.
     names = tokenizer.get_vocab()
     known = [names[name] for name in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>") if name in names]
     return [*known, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])] or None
@@ -323,4 +324,4 @@ class Doctor(Transform):
                 _LOGGER.warning(text)
             elif each.cause not in self._warned:
                 self._warned.add(each.cause)
-                warnings.warn(text, DiagnosisWarning, stacklevel=4)
+                warnings.warn(text, DiagnosisWarning, stacklevel=4)  # the line that called the transform

@@ -338,7 +338,7 @@ def _off_by_one(rest: Difference) -> list[Finding]:
     out = []
     for shift in (1, -1, 2, -2):
         n = rest.trainer.numel() - abs(shift)
-        if n < 8:
+        if n < 8:  # too few tokens for evidence
             continue
         a = slice(max(shift, 0), max(shift, 0) + n)  # the token
         b = slice(max(-shift, 0), max(-shift, 0) + n)  # its neighbour, whose log-prob may be stored at the token
@@ -395,7 +395,7 @@ def _rescored(case: Case, rest: Difference, before: list[Finding]) -> list[Findi
     assert rescorer is not None
     picked = rescorer.picked & rest.where
     again = Again(case, rescorer, rest, picked[rest.where], picked[rescorer.picked])
-    if int(again.here.sum()) < 8:
+    if int(again.here.sum()) < 8:  # too few tokens for evidence
         return []
     if not rescorer.sampling.truncates:
         drift = rescorer.log_prob[again.inner] - rest.trainer[again.here]
@@ -427,6 +427,7 @@ def _raw(again: Again) -> list[Finding]:
     rescorer, scored = again.rescorer, again.rescorer.sampling
     if scored.temperature == 1.0 and not scored.truncates:
         return []
+    # Some engines divide by the temperature before they record log-probs, but do not truncate.
     whole = [1.0, scored.temperature] if scored.truncates else [1.0]
     share, at = max(((again.explained(rescorer.at(each)[0]), each) for each in whole), key=lambda pair: pair[0])
     if share <= NAMED:
@@ -599,6 +600,7 @@ def _few_tokens(case: Case, rest: Difference, best: float) -> list[Finding]:
     if float(squares[~carries].sum()) > LEFT * float(squares.sum()):
         return []
     answers, sizes = rest.sequences[carries].unique(return_counts=True)
+    # Among very few tokens, no share is small enough to be "few".
     if len(carries) < 32 or int(carries.sum()) > FEW * len(carries):
         clear, clean, onset, _ = _onsets(case, rest)
         before = rest.sequences[clear & (rest.places < onset[rest.sequences])].unique()

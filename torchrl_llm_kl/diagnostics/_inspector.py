@@ -160,7 +160,7 @@ def _planes(values: np.ndarray) -> bytes:
 
 
 def _deflated(data: bytes) -> str:
-    engine = zlib.compressobj(_LEVEL, zlib.DEFLATED, -15)
+    engine = zlib.compressobj(_LEVEL, zlib.DEFLATED, -15)  # raw deflate without a header
     return base64.b64encode(engine.compress(data) + engine.flush()).decode()
 
 
@@ -338,6 +338,7 @@ class Inspection:
             excerpts=excerpts(self, quantity, 3, 120),
             note="" if self.path is None else f"All rollouts: {self.path}",
         )
+        # The sandbox blocks scripts, since tokens are untrusted text.
         frame = 'sandbox="" width="100%" height="420" style="border: 0" title="The worst rollouts"'
         return f'<iframe {frame} srcdoc="{html_.escape(page)}"></iframe>'
 

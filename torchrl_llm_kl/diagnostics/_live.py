@@ -184,6 +184,7 @@ class RunMonitor:
         if diagnosis.faults:
             for logger in self.loggers:
                 log_text(logger, "diagnosis", report, step)
+        # Measures of parts ("@") would be hundreds of curves.
         plain = {name: x for name, x in diagnosis.measures.items() if "@" not in name and math.isfinite(x)}
         plain |= {f"fault/{each.cause}": each.confidence for each in diagnosis.faults}
         self._findings = {f"doctor/{name}": value for name, value in plain.items()}
@@ -258,7 +259,7 @@ def log_page(logger: Logger, name: str, page: str | Path, step: int) -> None:
         if folder is not None and Path(folder).is_dir():
             target = Path(folder) / name / f"{step}.html"
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(page, target)
+            shutil.copyfile(page, target)  # the next look replaces the page
 
 
 def _is(logger: Logger, name: str) -> bool:

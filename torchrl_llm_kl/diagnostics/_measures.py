@@ -224,7 +224,7 @@ def measure(
     for family in (_of_numbers, mismatch_measures, surprisal_measures, drift_measures, kl_measures):
         out |= family(table)
     out |= clip_measures(table, clip_low, clip_high)
-    return {name: value for name, value in out.items() if not math.isnan(value)}
+    return {name: value for name, value in out.items() if not math.isnan(value)}  # NaN: a part without tokens
 
 
 def _of_numbers(table: Table) -> dict[str, float]:
@@ -372,7 +372,7 @@ def answer_measures(
     if columns.prompts is not None and columns.prompts.numel():
         _, group, sizes = columns.prompts.unique(return_inverse=True, return_counts=True)
         out |= {"groups/number": float(sizes.numel()), "groups/size": _mean(sizes.double())}
-        common = int(sizes.mode().values)
+        common = int(sizes.mode().values)  # the usual number of answers per prompt
         out["groups/duplicated_prompts"] = _mean((sizes >= 2 * common).double()) if sizes.numel() > 1 else 0.0
         if reward is not None:
             low = reward.new_full(sizes.shape, math.inf).scatter_reduce(0, group, reward, "amin")

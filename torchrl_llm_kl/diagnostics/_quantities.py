@@ -198,7 +198,7 @@ class Side:
         out = ((ratio != bounded) & ~ratio.isnan()).to(torch.uint8)
         advantage = self.columns.get("advantage")
         if advantage is not None:
-            out[-advantage * bounded > -advantage * ratio] = 2
+            out[-advantage * bounded > -advantage * ratio] = 2  # PPO takes the larger loss, here a constant
         return out
 
     def values(self, quantity: Quantity) -> Tensor:
@@ -266,6 +266,7 @@ def scale_of(quantity: Quantity, sides: Sequence[Side]) -> float:
     top = float(numbers[math.ceil(_QUANTILE * (numbers.numel() - 1))]) if numbers.numel() else 0.0
     if top == 0:
         return 1.0
+    # Rounding may put `top` just above a round number, hence the tolerance.
     power = 10.0 ** math.floor(math.log10(top))
     return next(float(f"{factor * power:.3g}") for factor in _ROUND if factor * power >= top * (1 - 1e-6))
 

@@ -205,6 +205,7 @@ class Rescorer:
             slope = log_prob + entropy
             value, curvature = float(slope.mean()), float(slope.square().mean())
             if before and abs(x - before[-1][0]) > 1e-6:
+                # A secant is more accurate than the Gauss-Newton curvature. The bound keeps noise from making it tiny.
                 curvature = max((before[-1][1] - value) / (x - before[-1][0]), 0.1 * curvature)
             before.append((x, value))
             return value / max(curvature, 1e-12)
@@ -215,6 +216,7 @@ class Rescorer:
         """Take up to six bounded Newton steps in ``x = -log T``, until a step is smaller than ``close``."""
         x = -math.log(self.sampling.temperature)
         for _ in range(6):
+            # At most a factor of 2 in temperature per step.
             step = max(-0.7, min(0.7, step_of(x, *self.at(math.exp(-x)))))
             x += step
             if abs(step) < close:
@@ -309,7 +311,7 @@ def renderers(tokenizer: Any) -> Iterator[tuple[str, Renderer]]:
 
 def prompt_messages(tokenizer: Any, prompt: list[int]) -> list[Message] | None:
     """Recover the user's message from a prompt. None unless the tokenizer's template rendered it from a single message."""
-    mark = "4f1c9b27"
+    mark = "4f1c9b27"  # a text that no template contains
     asked = [{"role": "user", "content": mark}]
     try:
         rendered = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)

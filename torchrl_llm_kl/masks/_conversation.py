@@ -70,7 +70,7 @@ def render_conversation(
         Text, token ids and mask, neither truncated nor padded.
 
     Raises:
-        MissingChatTemplateError: if there is no template to use.
+        MissingChatTemplateError: if no template is available.
         TurnNotFoundError: if an assistant turn cannot be located with certainty.
         EmptyAssistantMaskError: if there are assistant turns but the mask is empty.
 
@@ -114,8 +114,8 @@ def render_conversations(
 ) -> list[RenderedConversation]:
     """Render several conversations (lists of messages) and tokenise them in one batch.
 
-    Returns one result per conversation, in order, without padding. Arguments and errors are those of
-    :func:`render_conversation`. The arguments apply to all conversations, and an error names its conversation.
+    Returns one result per conversation, in order, without padding. See :func:`render_conversation` for arguments and errors.
+    The arguments apply to all conversations, and an error names its conversation.
 
     Example:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers

@@ -74,8 +74,9 @@ def encode_images(
         ``(token_ids, mask)`` for each list of spans, and the processor's output for the images.
 
     Raises:
-        AssistantMaskError: if the processor's token ids differ from those of its tokenizer. The mask would not fit them.
+        AssistantMaskError: if the processor and its tokenizer produce different token ids. The mask would not fit them.
     """
+    # The offsets show where the processor replaces placeholders, so that the spans can be moved.
     options = {"return_text_replacement_offsets": True, "add_special_tokens": False, "return_tensors": "pt"}
     inputs = processor(text=[text], images=[list(images)], **options)
     (moves,) = inputs.get("text_replacement_offsets") or [[]]

@@ -16,7 +16,7 @@ from torchrl_llm_kl.masks._tokens import Span
 
 # Pattern of control tokens.
 CONTROL = r"<[^<>\s]+>|\[[^\[\]\s]+\]"
-# Texts are compared in these units, so that "<think>" and "<tool>" share no "<t".
+# Texts are compared in these units, so that "<think>" and "<tool>" do not share "<t".
 _UNITS = re.compile(rf"{CONTROL}|\w+|\s|[^\w\s]")
 _TOKENS = re.compile(CONTROL)
 _HEADER = re.compile(rf"(?:{CONTROL})\s*\w+|{CONTROL}|\w+")
@@ -140,7 +140,7 @@ def end_of_turn(chat: Renderings, whole: Trace, turn: int, start: int, own: int,
         if not text[end:traced].strip() or _is_end(chat, text[end:traced], header):
             return traced  # the template writes the end token only if another message follows
     else:
-        # The end token differs from that of the last turn, or other text precedes the same end token.
+        # The end token differs from the last turn's, or other text precedes the same end token.
         last = [match[0] for match in _TOKENS.finditer(tail)][-1]
         final = [match[0] for match in _TOKENS.finditer(text, after, traced)][-2:]
         if end < after or _is_end(chat, text[end:traced], header) or last in final:

@@ -234,7 +234,7 @@ def _fingerprint(template: str) -> str:
 
 # ------------------------------------------------------------------ traces
 
-FILLER = "\U0010fefe"
+FILLER = "\U0010fefe"  # a private-use character, which templates and messages hardly contain
 # Kinds of spans: a message in a loop body, a message assigned to a variable in a loop, a generation block.
 LOOP, SET, BLOCK = "loop", "set", "block"
 _OPEN, _CLOSE = "+", "-"
@@ -397,6 +397,7 @@ def mark_strings(message: Message, index: int, nonce: str, marking: Marking) -> 
 
 def core_of(text: str) -> Span:
     """The span of a text without the white space and the tags at its edges."""
+    # The end is scanned by hand, since a regular expression for it would backtrack in quadratic time.
     match = _TAGS.match(text)
     start, end = match.end() if match else 0, len(text)
     while start < end:
@@ -413,6 +414,7 @@ def core_of(text: str) -> Span:
 
 def _unused_nonce(text: str) -> str:
     """A beginning of marks that the text does not contain. Filters such as ``upper`` keep its digits and underscores."""
+    # A single scan of the text: testing one nonce after another would take quadratic time.
     used = set(re.findall(r"_0([0-9]+)(?=_)", text)) if "_0" in text else ()
     return next(f"_0{k}_" for k in count(7391) if str(k) not in used)
 
@@ -452,6 +454,7 @@ class InstrumentedTemplate:
 def instrument(template: str) -> InstrumentedTemplate:
     """Parse a chat template (transformers' dialect) and add the markers."""
     extensions: tuple[str | type[Extension], ...] = (_GenerationBlock, "jinja2.ext.loopcontrols")
+    # transformers renders with the same settings.
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     tree = environment.parse(template)
     has_blocks = any(name.name == _key(BLOCK, _OPEN) for name in tree.find_all(nodes.Name))
@@ -471,7 +474,7 @@ def _dependents(body: Sequence[nodes.Node], names: set[str]) -> set[int]:
     """
     reads = [_names_in(statement, read=True) for statement in body]
     dependents: set[int] = set()
-    while True:
+    while True:  # until no statement is added
         added = {k for k, read in enumerate(reads) if read & names} - dependents
         if not added:
             return dependents
@@ -504,6 +507,7 @@ def _mark_statements(statements: Iterable[nodes.Node], loop_target: str | None, 
     closing: list[nodes.Node] = []
     for node in statements:
         if isinstance(node, (nodes.Continue, nodes.Break)) and loop_target:
+            # The loop body ends here, before its own closing marker.
             marked.append(_emit_message(loop_target, LOOP, _CLOSE, node.lineno))
         marked.append(node)
         if isinstance(node, nodes.For):

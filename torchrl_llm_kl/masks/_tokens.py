@@ -72,6 +72,7 @@ def mask_from_prompt_lengths(prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
     if wrong:
         found = f"{int(prompt_lengths[wrong[0]])} of {int(lengths[wrong[0]])} tokens"
         raise ValueError(f"the prompt of sequence {wrong[0]} has {found}, expected 0 <= prompt length <= length.")
+    # At least 1: the first token of a sequence is never masked in.
     first_response = lengths.cumsum(0) - lengths + prompt_lengths.clamp(min=1)
     position = torch.arange(int(lengths.sum()), device=lengths.device)
     return position >= first_response.repeat_interleave(lengths)

@@ -99,7 +99,7 @@ def _traced_regions(chat: Renderings, trace: Trace, turn: int, written: Span) ->
 # ------------------------------------------------------------------ confirmation
 
 
-_MAX_KNOWN = 4096
+_MAX_KNOWN = 4096  # borders per template, a few MB
 
 
 @lru_cache(maxsize=64)
@@ -123,7 +123,7 @@ def _confirmed(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -
     gaps = own_gaps(whole, turn, first, last)
     key = (turn == 0, roles, gaps, chat.generation_prompt, bool(own), offsets, text[low:first], text[last:high])
     borders = _known_borders(chat.renderer.identity)
-    known = borders.get(key) if len(regions) < 2 else None
+    known = borders.get(key) if len(regions) < 2 else None  # interrupted turns are not cached
     if known and known[2]:
         start = first + known[0]
     else:
@@ -217,6 +217,7 @@ def _trace_without_prompt(chat: Renderings) -> Trace | None:
 def _span_of(trace: Trace, turn: int) -> Span | None:
     """The span that the template wrote for a message, including header and end. (0, 0) if empty, None if unknown."""
     spans = trace.of(LOOP, turn) or trace.of(SET, turn)
+    # A nested loop over the same message writes only a part of the span.
     outermost = [a for a in spans if not any(b[0] <= a[0] and a[1] <= b[1] and a != b for b in spans)]
     if len(outermost) == 1:
         return outermost[0]
@@ -282,6 +283,7 @@ def _header_length(chat: Renderings, trace: Trace, turn: int, written: Span) -> 
     follows = turn == 0 or trace.first_ending_at(written[0], turn) < turn
     fixed = follows and written[1] <= trace.messages_end
     partial = 0
+    # The prompt before the turn comes first. Without it, the prompt after the conversation is tried.
     for count in filter(None, (turn, len(chat.messages))):
         for prompt in chat.prompts(count, fixed=fixed):
             if not prompt.strip():
