@@ -155,10 +155,12 @@ MEASURED: dict[str, dict[str, float | None]] = {
     "turns": {
         "surprisal/gap": 2.0,
         "surprisal/error": math.sqrt(2 * (4 + 4)) / 4,
-        **dict(zip((f"surprisal/gap@{x}" for x in ("turn0", "turn1", "0", "1-3")), (0.5, 3.5) * 2, strict=True)),
+        **{"surprisal/gap@turn0": 0.5, "surprisal/gap@turn1": 3.5, "surprisal/gap@0": 0.5, "surprisal/gap@1-3": 3.5},
     },
-    "drift": dict(zip((f"clipped/{x}" for x in ("outside", "positive", "negative")), (2 / 6, 0.0, 0.5), strict=True))
-    | {"drift/mean": (math.log(1.5) + math.log(1.1)) / 6},
+    "drift": {
+        **{"clipped/outside": 2 / 6, "clipped/positive": 0.0, "clipped/negative": 0.5},
+        "drift/mean": (math.log(1.5) + math.log(1.1)) / 6,
+    },
     "tight": {"clipped/positive": 0.5, "drift/max_abs": math.log(1.5)},
     "KL": {
         "kl/k1": (1 + 0.5 + 0 - 1) / 4,
