@@ -267,7 +267,7 @@ def test_a_file_whose_name_has_another_case_is_missing(archived: bool, tmp_path:
 def test_files_without_a_batch_are_errors(tmp_path: Path) -> None:
     """The content of each file, None for a folder, and a part of the error."""
     for name, content, said in (
-        ("tensor.pt", FULL, "holds a Tensor: expected a batch of save_batch, or a TensorDict's"),
+        ("tensor.pt", FULL, "holds a Tensor: expected a batch of save_batch, or a dict of entries"),
         ("dict.pt", {}, "holds a dict: expected a batch"),
         ("uneven.pt", {"a": FULL, "b": FULL[:1]}, "different first dimensions"),
         ("empty.pt", "", "cannot be read by torch.load"),
