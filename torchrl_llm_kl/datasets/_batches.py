@@ -275,13 +275,9 @@ def _stack(answers: Sequence[Answer], columns: _Columns) -> LazyStackedTensorDic
 
 def _row_of(answer: Answer, metadata: Mapping[str, object]) -> TensorDictBase:
     prompt = int(answer.mask.int().argmax())  # the first trained token
+    tokens = {"full": answer.tokens, "prompt": answer.tokens[:prompt]}
     masks = {"all_attention_mask": torch.ones_like(answer.mask), "all_assistant_mask": answer.assistant}
-    entries = {
-        "tokens": {"full": answer.tokens, "prompt": answer.tokens[:prompt]},
-        "masks": masks,
-        "images": answer.images,
-        "metadata": metadata,
-    }
+    entries = {"tokens": tokens, "masks": masks, "images": answer.images, "metadata": metadata}
     return TensorDict({name: TensorDict(dict(held)) for name, held in entries.items() if held})
 
 

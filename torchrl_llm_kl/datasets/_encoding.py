@@ -197,9 +197,8 @@ class Encoder:
         most = self.max_length
         cut = most is not None and len(tokens) > most
         if cut:
-            if (
-                self.too_long == "skip" or images or not mask[:most].any()
-            ):  # a cut would separate images from their tokens
+            # A cut would separate images from their tokens.
+            if self.too_long == "skip" or images or not mask[:most].any():
                 return skip("too long", f"{len(tokens)} tokens, at most {most}")
             tokens, mask, assistant = tokens[:most], mask[:most], assistant[:most]
         if not mask.any():

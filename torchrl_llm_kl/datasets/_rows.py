@@ -247,9 +247,7 @@ class FileRows(Rows):
         try:
             import pyarrow.parquet as parquet
         except ModuleNotFoundError:
-            raise ImportError(
-                f"pyarrow is needed to read the Parquet file {self.path}: {install_hint('data')}."
-            ) from None
+            raise ImportError(f"a Parquet file needs pyarrow: {install_hint('data')}.") from None
         try:
             return parquet.ParquetFile(self.path)
         except (OSError, ValueError) as error:
