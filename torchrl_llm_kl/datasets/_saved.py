@@ -343,9 +343,8 @@ def _needed(about: Json, here: set[str]) -> set[str]:
     for key, entry in about.items():
         if isinstance(entry, dict) and "type" in entry:
             out.add(f"{names.get(key, key)}/meta.json")
-        elif isinstance(entry, dict) and (
-            entry.get("is_nested") or 0 not in entry["shape"]
-        ):  # an empty one has no file
+        # An empty tensor has no file.
+        elif isinstance(entry, dict) and (entry.get("is_nested") or 0 not in entry["shape"]):
             files = [f"{key}.memmap"] + [f"{key}.shape.memmap"] * bool(entry.get("is_nested"))
             out |= {names.get(file, file) for file in files}
     return out

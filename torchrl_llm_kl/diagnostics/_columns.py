@@ -73,9 +73,8 @@ COLUMNS: Mapping[str, Column] = {
     "advantage": Column("advantage", "advantage", "reward"),
 }
 #: The entries that ``keys=`` replaces, by name.
-_KEYS = {name: column.key for name, column in COLUMNS.items() if column.key is not None} | {
-    "reward": ("next", "reward")
-}
+_KEYS: dict[str, NestedKey] = {name: column.key for name, column in COLUMNS.items() if column.key is not None}
+_KEYS["reward"] = ("next", "reward")
 #: Entries at the root in which an engine's wrapper stores the sampler's log-probs.
 _OF_WRAPPER = (("log_probs", "full"), ("log_probs", "response"))
 #: The entry in which :class:`~torchrl_llm_kl.tasks.FunctionReward` stores the rewards of its functions, by name.
@@ -285,9 +284,8 @@ def _scored(
     if not separate:
         return {}
     request = ScoreRequest.of(tokens, mask, images=images)
-    if own is None or any(
-        log_probs_only(each.model) for each in separate.values()
-    ):  # another backend has no distributions
+    # Another backend has no distributions, so entropy and exact KL are missing then.
+    if own is None or any(log_probs_only(each.model) for each in separate.values()):
         out = {name: each.score(request) for name, each in separate.items()}
     else:
         out = own.evaluate(request, entropy=True, reference=other).per_token

@@ -555,9 +555,8 @@ def _onsets(case: Case, rest: Difference) -> tuple[Tensor, Tensor, Tensor, int]:
         Uncertain tokens, tokens that agree, the place of the first disagreement in each sequence, and the number that stands
         for no disagreement in these places.
     """
-    clear = (rest.trainer < -0.05) | (
-        rest.recorded < -0.05
-    )  # certain tokens agree after any prefix, so they show nothing
+    # Certain tokens agree after any prefix, so they show nothing.
+    clear = (rest.trainer < -0.05) | (rest.recorded < -0.05)
     clean = (rest.d.abs() <= max(case.floor, 1e-3)) | ~clear
     never = int(rest.places.max()) + 1
     onset = torch.full((int(rest.sequences.max()) + 1,), never, dtype=torch.long)
@@ -627,9 +626,7 @@ def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
     if case.rescorer is None or case.moved:
         above = _share(rest.d > case.floor)
         if ratio.value < -SMALLEST_GAP and above < 0.01 and rest.d.numel() >= 32:  # noise would have both signs
-            text = (
-                "Score the sampler's top-k, top-p or min-p with sampling=Sampling(...). Pass policy= to have it fitted."
-            )
+            text = "Score the sampler's top-k, top-p or min-p with sampling=Sampling(...). Pass policy= to fit it."
             return [finding("other_sampling", 0.7, evidence, text)]
         remedy = "Diagnose before the policy's first step on the batch to find the cause." * case.moved
         return [*few, finding("mismatch", (0.3 if few else 0.6) * (1 - best), evidence, remedy)]

@@ -280,9 +280,8 @@ class Inspection:
         page, style = _resource("_inspector.js") + _resource("_controls.js"), _resource("_inspector.css")
         script = f"{_resource('_parts.js')}(() => {{\n{page}}})();\n"
         token_ids = [side.source.tokens.values.numpy() for side in self.sides]
-        document = _page_template(
-            "_inspector.html.jinja"
-        ).stream(  # streamed, so that not all numbers are in memory at once
+        # Streamed, so that not all numbers are in memory at once.
+        document = _page_template("_inspector.html.jinja").stream(
             title=visible(self.title),
             policy=_policy(style, script),
             style=Markup(style),

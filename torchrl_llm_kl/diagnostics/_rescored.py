@@ -371,9 +371,8 @@ class Top:
             number = number.clamp(max=sampling.top_k)
             left = sums.gather(-1, number.unsqueeze(-1) - 1).squeeze(-1)
         if sampling.top_p < 1:
-            before = (sums < sampling.top_p * left.unsqueeze(-1) - 1e-9).sum(
-                -1
-            )  # the token that reaches top_p is kept too
+            # The token that reaches top_p is kept too.
+            before = (sums < sampling.top_p * left.unsqueeze(-1) - 1e-9).sum(-1)
             number = torch.minimum(number, before + 1)
         if sampling.min_p > 0:
             number = torch.minimum(number, (top - top[:, :1] >= math.log(sampling.min_p) - 1e-9).sum(-1))

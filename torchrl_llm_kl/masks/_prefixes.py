@@ -145,9 +145,8 @@ def end_of_turn(chat: Renderings, whole: Trace, turn: int, start: int, own: int,
         final = [match[0] for match in _TOKENS.finditer(text, after, traced)][-2:]
         if end < after or _is_end(chat, text[end:traced], header) or last in final:
             return traced
-    raise not_found(
-        chat, turn, f"it ends with {text[own:traced]!r} here, and with {upto.text[at:]!r} without later messages"
-    )
+    ends = f"{text[own:traced]!r} here, and {upto.text[at:]!r} without later messages"
+    raise not_found(chat, turn, f"its end is {ends}")
 
 
 def check_gaps(chat: Renderings, whole: Trace, turn: int, start: int, end: int) -> None:
@@ -206,10 +205,10 @@ def is_omitted(chat: Renderings, whole: Trace, turn: int) -> bool:
     """Whether the text contains nothing of the turn: changing its content, or removing it, leaves the text unchanged."""
     if any(mark.spoken for _, mark in whole.marks_of(turn)):
         return False
+    if _with_filler(chat, turn) == chat.text:
+        return True
     without = [*chat.messages[:turn], *chat.messages[turn + 1 :]]
-    return _with_filler(chat, turn) == chat.text or (
-        not chat.messages[turn].get("content") and _text(chat, without) == chat.text
-    )
+    return not chat.messages[turn].get("content") and _text(chat, without) == chat.text
 
 
 def has_only_header(chat: Renderings, trace: Trace, turn: int, written: Span) -> bool:
@@ -366,6 +365,4 @@ def _end_of_last_turn(chat: Renderings, upto: Trace, turn: int, start: int, own:
         return traced
     if not text[after:everything].strip() or _is_end(chat, text[after:everything], header):
         return everything
-    raise not_found(
-        chat, turn, f"its end and the end of the conversation are the same text ({text[after:everything]!r})"
-    )
+    raise not_found(chat, turn, f"it and the conversation have the same end ({text[after:everything]!r})")
