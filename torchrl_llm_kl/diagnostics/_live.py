@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_range
-from torchrl_llm_kl.diagnostics._columns import Reading, TokenColumns, read_columns
+from torchrl_llm_kl.diagnostics._columns import Reading, read_columns
 from torchrl_llm_kl.diagnostics._doctor import Diagnosis, diagnose
 from torchrl_llm_kl.diagnostics._inspector import inspect_tokens
 from torchrl_llm_kl.masks import Tokenizer
@@ -164,21 +164,19 @@ class RunMonitor:
         """
         if not self.every or step % self.every or not batch.batch_size.numel():
             return None
-        data: TensorDictBase | TokenColumns = batch
-        if self._reading.get("policy") is not None:  # the doctor and the page share one forward
-            data = read_columns(batch, **self._reading, strict=False)
-        self.diagnosis = diagnosis = diagnose(data, tokenizer=self.tokenizer, end=self.end, **self._reading)
+        reading = self._reading.copy()
+        if reading.get("policy") is None:
+            reading["reference"] = None
+        # The doctor and the page share one forward. With strict=False, a bad entry is a finding and does not stop the run.
+        columns = read_columns(batch, **reading, strict=False)
+        self.diagnosis = diagnosis = diagnose(columns, tokenizer=self.tokenizer, end=self.end, **self._reading)
         report = f"step {step}\n{diagnosis}\n"
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "diagnosis.txt").write_text(report, encoding="utf-8")
             page = self.folder / "rollouts.html"
-            if isinstance(data, TensorDictBase):  # strict=False: a bad entry is a finding and must not stop the run
-                reading = self._reading.copy()
-                reading["reference"] = None
-                data = read_columns(data, **reading, strict=False)
             assert self.tokenizer is not None
-            inspect_tokens(data, self.tokenizer, html=page, title=f"Rollouts of step {step}")
+            inspect_tokens(columns, self.tokenizer, html=page, title=f"Rollouts of step {step}")
             for logger in self.loggers:
                 log_page(logger, "rollouts", page, step)
         if diagnosis.faults:
