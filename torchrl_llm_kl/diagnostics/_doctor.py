@@ -18,7 +18,6 @@ from torchrl.envs import Transform
 from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_choice, check_range
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.diagnostics._catalog import SURE, Finding
 from torchrl_llm_kl.diagnostics._columns import Reading, TokenColumns, check_reading, read_columns
 from torchrl_llm_kl.diagnostics._findings import Case, find_causes
@@ -75,10 +74,10 @@ class Diagnosis:
         """1 if there is a fault, else 0."""
         return int(bool(self.faults))
 
-    def to_dict(self) -> Json:
+    def to_dict(self) -> dict[str, object]:
         """Convert the diagnosis to JSON values. Infinities and NaN become strings."""
         fields = {**vars(self), "findings": [each.to_dict() for each in self.findings]}
-        return cast(Json, json.loads(json.dumps(fields), parse_constant=str))
+        return cast("dict[str, object]", json.loads(json.dumps(fields), parse_constant=str))
 
     def __str__(self) -> str:
         tokens, sequences = (int(self.measures.get(f"mask/{name}", 0)) for name in ("tokens", "sequences"))

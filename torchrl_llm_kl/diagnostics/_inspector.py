@@ -12,7 +12,6 @@ import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from itertools import pairwise
@@ -291,8 +290,7 @@ class Inspection:
             rollouts=_rollouts(self),
         )
         path = Path(html)
-        replaced = path.is_file() or not path.exists()  # a device is written to, not replaced
-        with replacing(path) if replaced else nullcontext(path) as part:
+        with replacing(path) as part:
             document.dump(str(part), encoding="utf-8")
         self.path = path
         return path
