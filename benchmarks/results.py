@@ -15,7 +15,7 @@ RESULTS = "results.json"
 
 @dataclass(frozen=True)
 class Targets:
-    """Targets of a workload; None for no target.
+    """Targets of a workload. None for no target.
 
     Args:
         faster: minimum speed-up.

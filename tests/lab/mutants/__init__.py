@@ -1,5 +1,5 @@
-"""Do the tests notice when the code is wrong? Each small wrong change to a source file must fail at least one of them.
+"""Mutation tests: each small wrong change to a source file must fail at least one test.
 
-mutmut and cosmic-ray do not fit: both change files inside the working tree, neither knows of ``detach``, masks or bounds, and
-cosmic-ray imports torch anew for each of thousands of changes.
+mutmut and cosmic-ray do not fit. Both change files inside the working tree, and neither has mutations of ``detach``, masks or
+bounds. cosmic-ray also imports torch anew for each of thousands of changes.
 """

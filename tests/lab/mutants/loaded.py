@@ -1,4 +1,4 @@
-"""Put changed code into a package that is loaded already: its modules need not be imported again for each change."""
+"""Put changed code into a loaded package, so that its modules are not imported again for each change."""
 
 import ast
 import gc
@@ -17,7 +17,7 @@ Call = tuple[str, str]
 
 
 class Loaded:
-    """The functions of some files, wherever they are held: by a module, a class, a registry or a decorator."""
+    """The functions of some files, whether a module, a class, a registry or a decorator holds them."""
 
     def __init__(self, package: Path, files: Iterable[str]) -> None:
         """``package`` is a folder that is on the path, ``files`` are below it."""
@@ -32,11 +32,11 @@ class Loaded:
         self.functions: set[Call] = {(file, name) for file, text in texts for name, _ in functions_of(ast.parse(text))}
         self._functions: dict[tuple[str, int, str], list[FunctionType]] = defaultdict(list)
         for found in gc.get_objects():
-            if type(found) is FunctionType:  # isinstance would ask objects that warn
+            if type(found) is FunctionType:  # isinstance would trigger warnings of some objects
                 self._functions[_place(found.__code__)].append(found)
 
     def apply(self, file: str, mutant: Mutant) -> bool:
-        """Change what is loaded. False if the change has no effect there: a branch for type checkers, a closure
+        """Apply a change to the loaded code. False if that is impossible, as in a branch for type checkers, or in a closure
         that would use other variables."""
         changed = [(function, code) for function, code in self._changes(file, mutant.text) if function.__code__ != code]
         if any(len(function.__code__.co_freevars) != len(code.co_freevars) for function, code in changed):
@@ -70,7 +70,7 @@ class Loaded:
                 yield function, after
 
     def _constant(self, file: str, mutant: Mutant) -> bool:
-        """Of a module or a class: the change of a value that has a name, also where it was imported or is a default."""
+        """Change a constant of a module or a class, also where it was imported or is a default."""
         module: Any = self._modules[file]
         owner: Any = module
         for part in mutant.function.split(".") if mutant.function else ():
@@ -98,7 +98,7 @@ def _place(code: CodeType) -> tuple[str, int, str]:
 
 
 def _pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
-    """Code before and after a change, each with what is defined in it."""
+    """Pairs of code objects before and after a change, including nested ones."""
     yield old, new
     olds, news = ([x for x in code.co_consts if isinstance(x, CodeType)] for code in (old, new))
     if len(olds) == len(news):
@@ -107,7 +107,7 @@ def _pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
 
 
 def _set_default(owner: type, name: str, value: object) -> None:
-    """As an attribute, and where a dataclass takes it if no argument is passed."""
+    """Set an attribute of a class, and the default of a dataclass field."""
     type.__setattr__(owner, name, value)
     for function in (vars(owner).get("__init__"), vars(owner).get("__new__")):
         if isinstance(function, FunctionType) and function.__defaults__:

@@ -18,7 +18,7 @@ _TWINS = ("min", "max", "amin", "amax", "minimum", "maximum", "mean", "sum", "an
 _ELEMENTWISE = re.compile(
     "exp|log|abs|square|sqrt|rsqrt|relu|sigmoid|logsigmoid|expm1|log1p|floor|round|cos|bounded_exp|nan_to_num"
 )
-#: Parameters that may come with a graph.
+#: Parameters that may have a graph.
 _CARRIERS = {"log_prob", "ratio", "log_ratio", "value", "entropy", "kl", "pairs", "logit"}
 _NO_NUMBERS = ("shape", "dtype", "device", "ndim")
 _SKIPPED = (ast.Import, ast.ImportFrom, ast.Raise, ast.JoinedStr, ast.Assert, ast.arguments)
@@ -26,7 +26,7 @@ _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Constant, ast.Subscript, ast.Tu
 
 
 # ------------------------------------------------------------------ the text
-Edit = tuple[int, int, str]  # bytes from the first to the second number become the text
+Edit = tuple[int, int, str]  # the bytes between two offsets, and the text that replaces them
 
 
 class Source:
@@ -39,24 +39,24 @@ class Source:
             self._starts.append(self._starts[-1] + len(line))
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        """First byte, and the one after the last."""
+        """The offsets of the first byte and of the byte after the last."""
         first, last = self._starts[node.lineno - 1], self._starts[node.end_lineno - 1]  # type: ignore[attr-defined]
         return first + node.col_offset, last + node.end_col_offset  # type: ignore[attr-defined]
 
     def text(self, node: ast.AST) -> str:
-        """As it is written, without parentheses around it."""
+        """The source text of a node, without parentheses around it."""
         return self.raw[slice(*self.span(node))].decode()
 
     def alone(self, node: ast.AST) -> str:
-        """As it is written, in parentheses where it may need them in another place."""
+        """The source text of a node, in parentheses if it may need them in another place."""
         return self.text(node) if isinstance(node, _ATOMS) else f"({self.text(node)})"
 
     def replace(self, node: ast.AST, text: str) -> Edit:
-        """The whole node."""
+        """Replace a whole node."""
         return *self.span(node), text
 
     def operator(self, left: ast.AST, right: ast.AST, old: str, new: str) -> Iterator[Edit]:
-        """What stands between two operands. Nothing if it is not written as ``old``."""
+        """Replace the operator between two operands. Nothing if it is not written as ``old``."""
         start, end = self.span(left)[1], self.span(right)[0]
         between = self.raw[start:end].decode()
         if between.count(old) == 1:
@@ -79,17 +79,17 @@ class Mutant:
 
     @property
     def line(self) -> int:
-        """Of the file, from 1."""
+        """The line number, from 1."""
         return self.source.raw.count(b"\n", 0, self.edit[0]) + 1
 
     @property
     def before(self) -> str:
-        """The line, or the lines in one."""
+        """The unchanged line, or several lines joined."""
         return self._around(self.source.raw[slice(*self.edit[:2])].decode())
 
     @property
     def after(self) -> str:
-        """The same with the change."""
+        """The changed line, or several lines joined."""
         return self._around(self.edit[2])
 
     def _around(self, text: str) -> str:
@@ -99,10 +99,10 @@ class Mutant:
 
 
 def mutants_of(text: str, *, graph: bool = True) -> list[Mutant]:
-    """Every change to a file, none twice; ``graph``: whether a gradient goes through it.
+    """Every distinct change of a file. ``graph``: whether gradients go through it.
 
-    Docstrings, annotations, defaults, decorators, imports, messages, ``__all__``, ``check_*`` calls and, at the level of the
-    module, all but numbers stay as they are.
+    Docstrings, annotations, defaults, decorators, imports, messages, ``__all__`` and ``check_*`` calls are not changed.
+    At module level only numbers are changed.
     """
     source, found = Source(text), dict[str, Mutant]()
     for node, scope in _sites(source.tree, graph):
@@ -115,15 +115,15 @@ def mutants_of(text: str, *, graph: bool = True) -> list[Mutant]:
 
 
 def dropped(text: str, functions: Collection[str]) -> list[Mutant]:
-    """For each other function that is in no function, one change: its result is missing, or its last step."""
+    """One change for each other function that is not nested: without its result, or without its last step."""
     source, found = Source(text), []
     for name, function in functions_of(source.tree, nested=False):
         last = function.body[-1]
         if name in functions or not isinstance(last, (ast.Return, ast.Expr, ast.Assign)):
             continue
-        if isinstance(last.value, ast.Constant) or last.value is None:  # nothing, a text or `...`
+        if isinstance(last.value, ast.Constant) or last.value is None:  # no value, a string or `...`
             continue
-        # A method that mentions it is compiled in another way.
+        # Keep `super()`, since methods that mention it are compiled differently.
         kept = "super()" if "super()" in source.text(last) else ""
         nothing = f"return {kept and f'{kept} and '}None" if isinstance(last, ast.Return) else kept or "pass"
         found.append(Mutant(name, source, source.replace(last, nothing)))
@@ -133,7 +133,7 @@ def dropped(text: str, functions: Collection[str]) -> list[Mutant]:
 # ------------------------------------------------------------------ what is known at a place: names, which carry a gradient
 @dataclass(frozen=True)
 class Scope:
-    """Of a function."""
+    """The names in scope in a function, and which of them carry gradients."""
 
     function: str = ""
     names: frozenset[str] = frozenset()
@@ -190,7 +190,9 @@ def _walk(node: ast.AST, scope: Scope) -> Sites:
 def _children(node: ast.AST) -> Iterator[ast.AST]:
     if isinstance(node, ast.AnnAssign):
         yield from [node.value] if node.value else ()
-    elif not (isinstance(node, ast.UnaryOp) and isinstance(_number(node.operand), int)):  # a place, not an amount
+    elif not (
+        isinstance(node, ast.UnaryOp) and isinstance(_number(node.operand), int)
+    ):  # a negative integer is an index
         yield from ast.iter_child_nodes(node)
 
 
@@ -229,7 +231,7 @@ def _carries(node: ast.AST, carriers: Collection[str]) -> bool:
 
 
 def called(node: ast.AST) -> str:
-    """The last part of the name of what is called; empty for all but calls."""
+    """The last part of the called name. Empty if the node is no call."""
     function = getattr(node, "func", None)
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 

@@ -1,7 +1,6 @@
-"""Which files are changed, which test notices each change, and which changes no test can notice."""
+"""Which files are changed, and which changes no test can notice."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -12,20 +11,19 @@ from project import PROJECT
 from .mutations import Mutant, dropped, mutants_of
 
 PACKAGE = "torchrl_llm_kl"
-#: Below the package. The tests of a layer are in the folder with its name; the tests of a single file have its name in theirs.
+#: Files below the package. A layer's tests are in the folder of its name, a single file's tests have its name in theirs.
 _FILES = "estimators/* losses/* losses/objectives/* advantages/* head/* rollouts/* masks/* scoring/* service/_batcher"
-#: Formulas of papers: each of their changes must be noticed.
+#: Files with formulas, of which each change must be noticed.
 _MATHS = """
     losses/objectives/* losses/corrections losses/terms losses/_arithmetic losses/_token_loss
     advantages/_group advantages/_token advantages/_trajectory
 """
-#: Gradients go through these.
+#: Files through which gradients go.
 _WITH_GRAPH = "estimators/* head/* losses/[!c]*"
-SURVIVED, EQUIVALENT, UNCALLED = "survived", "equivalent", "no test calls it"
 
 
 class Key(NamedTuple):
-    """What tells changes apart. Their tests may come and go, their place in the file may move."""
+    """Identifies a change, independent of its line number."""
 
     file: str
     function: str
@@ -42,7 +40,7 @@ class Target:
 
     @property
     def maths(self) -> bool:
-        """Whether it holds formulas, of which every change must be noticed."""
+        """Whether the file holds formulas, of which every change must be noticed."""
         return _any(self.file, _MATHS)
 
     def mutants(self) -> dict[Key, Mutant]:
@@ -57,7 +55,7 @@ class Target:
 
 
 def targets() -> list[Target]:
-    """All files, as they are now."""
+    """All files that can be changed."""
     root = PROJECT / PACKAGE
     found = sorted((path, pattern) for pattern in _FILES.split() for path in root.glob(f"{pattern}.py"))
     places = [(path.relative_to(root), pattern) for path, pattern in found if path.name != "__init__.py"]
@@ -70,23 +68,6 @@ def _any(file: str, patterns: str) -> bool:
 
 
 def equivalents() -> dict[tuple[str, str, str], str]:
-    """Changes that no test can notice: file, function, the line with the change -> why it is the same."""
+    """File, function and changed line of changes that no test can notice -> the reason."""
     rows = json.loads(Path(__file__).with_name("equivalent.json").read_text(encoding="utf-8"))
     return {(file, function, line): reason for file, function, line, reason in rows}
-
-
-def write(path: Path, found: Mapping[Key, str], mutants: set[Key]) -> None:
-    """The test that fails for each change, or one of the words above; other changes stay if they are ``mutants``."""
-    kept = {key: test for key, test in read(path).items() if key in mutants} if path.exists() else {}
-    lines = [json.dumps([*key, test], ensure_ascii=False) for key, test in sorted({**kept, **found}.items())]
-    path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
-
-
-def read(path: Path) -> dict[Key, str]:
-    """As it was written."""
-    return {Key(*key): test for *key, test in json.loads(path.read_text(encoding="utf-8"))}
-
-
-def noticed(test: str) -> bool:
-    """Whether an entry of a record names a test."""
-    return test not in (SURVIVED, EQUIVALENT, UNCALLED)

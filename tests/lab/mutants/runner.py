@@ -1,4 +1,4 @@
-"""Run the tests that call a function against changes of it, each change in a fork: what is imported stays imported."""
+"""Run the tests that call a function against changes of it. Each change runs in a fork, so that imports are kept."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ import pytest
 from .loaded import Call, Loaded
 from .mutations import Mutant
 
-#: Seconds of the tests of a change's own layer that are run, and of others.
+#: Seconds of tests that run for a change: of its own layer, and of other layers.
 _MOST = 120.0
-_MEMORY = 6 * 2**30  # bytes that a fork may take beside what it has
+_MEMORY = 6 * 2**30  # bytes that a fork may allocate in addition
 OUT_OF_TIME, CRASHED = "time limit", "the process ends before its tests"
 _T = TypeVar("_T")
 Send = Callable[[Any], None]
@@ -40,12 +40,11 @@ class Job:
     file: str  #: below the package
     mutant: Mutant
     tests: str  #: files or a folder of the tests that should notice, below ``tests``; a pattern
-    first: str = ""  #: the name of a test that noticed before
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a job."""
+    """The outcome of a job."""
 
     killer: str  #: a test that fails, without parameters and ``tests/``, or what else went wrong; empty if nothing did
     known: bool  #: False if the change could not be made
@@ -54,7 +53,7 @@ class Outcome:
 
 @dataclass(frozen=True, eq=False)
 class Test:
-    """An item of pytest as it runs without any change."""
+    """A pytest item, and its measurements without any change."""
 
     item: Any
     name: str
@@ -84,20 +83,20 @@ def with_tests(
 
 
 class Tests:
-    """Of some folders. No test runs in this process, and no thread: it is forked."""
+    """The tests of some folders. They run in forks, so this process must have no threads."""
 
     def __init__(self, session: pytest.Session, loaded: Loaded, broken: list[str]) -> None:
         self.loaded, self.broken, self._session = loaded, broken, session
-        self.heard: Callable[[Any], None] = lambda report: None  # the report of a test that runs here
+        self.heard: Callable[[Any], None] = lambda report: None  # called with the report of a test in this process
         self._called: set[Call] = set()
         self._shared: dict[str, set[Call]] = defaultdict(set)
         self.unchanged: list[Test] = []
         self._by_call: dict[Call, list[Test]] = defaultdict(list)
         gc.collect()
-        gc.freeze()  # forks share it
+        gc.freeze()  # forks share these objects
 
     def measure(self, jobs: int) -> Iterator[str]:
-        """Run all as they are, file by file; the names of those that fail, which are left out."""
+        """Run all tests without a change, file by file. Yields the names of failing tests, which are left out."""
         files: dict[Path, list[Any]] = defaultdict(list)
         for item in self._session.items:
             files[item.path].append(item)
@@ -117,13 +116,13 @@ class Tests:
                 self._by_call[call].append(test)
 
     def run(self, changes: Iterable[Job], jobs: int) -> Iterator[tuple[Job, Outcome]]:
-        """Outcomes, in the order in which they are there."""
+        """Yields outcomes as soon as they are known."""
         for job, messages, failed in forked(map(self._work, changes), jobs):
             killer = failed if messages in ([], [""]) else messages[-1]
             yield job, Outcome(killer, messages != [""], len(self.calling(job)))
 
     def calling(self, job: Job) -> list[Test]:
-        """The tests that run what is changed: a function, or anything in the file of what is none, if there is something."""
+        """The tests that call the changed function. For changes outside functions, the tests that call anything in the file."""
         place = (job.file, job.mutant.function)
         if place in self.loaded.functions:
             return self._by_call[place]
@@ -132,11 +131,10 @@ class Tests:
     def _work(self, job: Job) -> Work:
         found = self.calling(job)
         own, others = ([test for test in found if fnmatch(test.name, f"{job.tests}*") == x] for x in (True, False))
-        first = (test for test in found if test.name == job.first)
-        tests = list(dict.fromkeys([*first, *_chosen(own), *_chosen(others)]))
+        tests = [*_chosen(own), *_chosen(others)]
         return job, lambda send: self._tried(job, tests, send), 5 + sum(map(_limit, tests))
 
-    # In a fork.
+    # The following methods run in a fork.
 
     def _tried(self, job: Job, tests: Sequence[Test], send: Send) -> None:
         if not self.loaded.apply(job.file, job.mutant):
@@ -164,7 +162,7 @@ class Tests:
 
     @contextmanager
     def shared(self, fixture: str) -> Iterator[None]:
-        """What this fixture calls counts for every test that uses it."""
+        """Calls of a shared fixture count for every test that uses it."""
         before = set(self._called)
         self._called.clear()
         yield
@@ -185,7 +183,7 @@ def _name(nodeid: str) -> str:
 
 
 def _chosen(tests: Sequence[Test]) -> list[Test]:
-    """As many as fit into some seconds, at least one: first one of each name, and those that call least."""
+    """As many tests as fit into the time, at least one. One of each name comes first, and those that call least."""
     count: Counter[str] = Counter()
     ranked = []
     for test in tests:
@@ -201,14 +199,14 @@ def _chosen(tests: Sequence[Test]) -> list[Test]:
 def _few_examples() -> None:
     from hypothesis import Phase, settings
 
-    phases = (Phase.explicit, Phase.generate)  # that it fails is enough: no search for the smallest example
+    phases = (Phase.explicit, Phase.generate)  # a failure is enough, without a search for the smallest example
     how: dict[str, Any] = {"max_examples": 10, "derandomize": True, "database": None, "deadline": None}
     settings.register_profile("mutants", **how, phases=phases)
     settings.load_profile("mutants")
 
 
 class _Loop:
-    """In the place of pytest's own loop over the tests."""
+    """Replaces pytest's own loop over the tests."""
 
     def __init__(self, package: Path, files: Sequence[str], then: Callable[[Tests], Any]) -> None:
         self._package, self._files, self._then = package, files, then
@@ -223,7 +221,7 @@ class _Loop:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         for plugin in session.config.pluginmanager.get_plugins():
-            if hasattr(plugin, "BUDGETS"):  # a change may make a test slow: that is not what it is about
+            if hasattr(plugin, "BUDGETS"):  # time budgets of tests do not count here
                 plugin.BUDGETS = dict.fromkeys(plugin.BUDGETS, math.inf)
         try:
             self._tests = Tests(session, Loaded(self._package, self._files), self._broken)
@@ -244,12 +242,12 @@ class _Loop:
 
 
 # ------------------------------------------------------------------ forks
-#: What it is about, a function that is called with one that sends a message to this process, and seconds of the processor.
+#: A key, a function that is called with a function to send messages to this process, and CPU seconds.
 Work = tuple[Any, Callable[[Send], None], float]
 
 
 def forked(works: Iterable[Work], jobs: int) -> Iterator[tuple[Any, list[Any], str]]:
-    """What each is about, its messages, and why it did not come to its end; as many at once as there are jobs."""
+    """Run works in forks, ``jobs`` at once. Yields the key, the messages, and the reason if a fork did not end normally."""
     context, waiting = multiprocessing.get_context("fork"), iter(works)
     running: dict[Any, tuple[Any, Any, list[Any]]] = {}
     try:
@@ -285,7 +283,7 @@ def _child(run: Callable[[Send], None], seconds: float, send: Any) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY, size + _MEMORY))
     used = time.process_time()
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used + seconds), resource.RLIM_INFINITY))
-    signal.setitimer(signal.ITIMER_REAL, 300 + 20 * seconds)  # the machine may have other work
+    signal.setitimer(signal.ITIMER_REAL, 300 + 20 * seconds)  # more than the CPU limit, since the machine may be busy
     code = 1
     try:
         run(send.send)
