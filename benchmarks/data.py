@@ -49,7 +49,7 @@ class Batch:
         ).to(device)
 
     def padded_response(self) -> Tensor:
-        """Mask of the response tokens in :meth:`padded`; ``[S, T]`` bool."""
+        """Mask of the response tokens in :meth:`padded`, ``[S, T]`` bool."""
         return torch.cat([torch.zeros_like(_pad(self.prompts, left=True)), self._in_response()], -1).bool()
 
     def ragged(self, device: torch.device | None = None) -> tuple[Ragged, Tensor]:

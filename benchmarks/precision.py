@@ -214,7 +214,7 @@ class Reading:
 
 
 def read(policy: LogProbScorer, reference: LogProbScorer, text: Corpus) -> Reading:
-    """Score the text under both models; estimators get the float32 log-probs, as in use."""
+    """Score the text under both models. Estimators get the float32 log-probs, as in use."""
     scores = policy.evaluate(text.held_out, text.mask, reference=reference)
     assert scores.ref_log_prob is not None
     assert scores.kl is not None
@@ -276,7 +276,7 @@ def measure(sizes: Sizes) -> Measured:
 
 
 def by_sequence(values: Tensor, rows: Tensor) -> Tensor:
-    """Sum over the tokens of each sequence; ``[K]`` to ``[S]``."""
+    """Sum over the tokens of each sequence: ``[K]`` becomes ``[S]``."""
     return values.new_zeros(int(rows.max()) + 1).index_add(0, rows, values)
 
 
@@ -293,7 +293,7 @@ Row = tuple[str, list[str]]
 
 
 def of_last_policy(found: Measured) -> list[Row]:
-    """Errors of the last policy against the truth; one cell per setting."""
+    """Errors of the last policy against the truth, one cell per setting."""
     truth, rows = found.last[TRUTH], found.rows
 
     def row(label: str, cell: Callable[[str], str]) -> Row:

@@ -234,7 +234,7 @@ def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def from_zero(sums: Tensor) -> Tensor:
-    """Cumulative sums with a leading 0; ``[S]`` to ``[S + 1]``."""
+    """Cumulative sums with a leading 0: ``[S]`` becomes ``[S + 1]``."""
     return functional.pad(sums, (1, 0))
 
 

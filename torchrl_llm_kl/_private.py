@@ -193,7 +193,7 @@ def is_remote(wrapper: object) -> bool:
 
 
 def container_of(transform: object) -> Any:
-    """The composition or the env that holds a transform or an env; None if nothing does."""
+    """The composition or env that holds a transform or env. None if nothing does."""
     container = getattr(transform, "_container", None)
     return container() if callable(container) else container
 

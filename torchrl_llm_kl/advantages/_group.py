@@ -85,7 +85,7 @@ def dr_grpo(reward: Tensor, group: Tensor) -> Tensor:
     The paper combines it with the aggregation ``seq-mean-token-sum-norm``.
 
     Returns:
-        ``[B]``; exactly 0 for a group of one, and for a group of equal rewards.
+        ``[B]``. Exactly 0 for a group of one, and for a group of equal rewards.
 
     Example:
         >>> dr_grpo(torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
@@ -411,7 +411,7 @@ def rae(reward: Tensor, role: Tensor, baseline: Tensor, *, decay: Fraction = 0.9
         decay: weight of the earlier average, 0 to 1.
 
     Returns:
-        The advantage, and for each row the role's average after this batch; ``[B]`` each.
+        The advantage, and for each row the role's average after this batch, ``[B]`` each.
 
     Example:
         >>> reward, role = torch.tensor([1.0, -1.0, 3.0]), torch.tensor([0, 1, 0])
@@ -460,8 +460,8 @@ def informative_groups(reward: Tensor, group: Tensor) -> Tensor:
     The advantages of other groups are 0. They add no gradient, but dilute the mean of the batch.
 
     Args:
-        reward: outcome of each sequence; ``[B]``.
-        group: equal for sequences that answer the same prompt; integers ``[B]``.
+        reward: outcome of each sequence, ``[B]``.
+        group: integers ``[B]``, equal for sequences that answer the same prompt.
 
     Returns:
         Bool ``[B]``, to index the batch with. A group of one is never informative.
@@ -480,10 +480,10 @@ def informative_groups(reward: Tensor, group: Tensor) -> Tensor:
 def overlong_penalty(lengths: Tensor, max_len: int, cache_len: int) -> Tensor:
     r"""DAPO's soft penalty of long responses, to add to the reward.
 
-    0 up to ``max_len - cache_len`` tokens; each further token costs ``1 / cache_len``, down to -1 at ``max_len`` and beyond.
+    0 up to ``max_len - cache_len`` tokens. Each further token costs ``1 / cache_len``, down to -1 at ``max_len`` and beyond.
 
     Args:
-        lengths: tokens of each response; any shape.
+        lengths: tokens of each response, in any shape.
         max_len: length at which the penalty reaches -1.
         cache_len: number of tokens over which it grows. DAPO: 20480 and 4096.
 
@@ -512,8 +512,8 @@ def length_penalty(
     any penalty. Rewards must not be negative, since a negative mean would reward length.
 
     Args:
-        reward: outcome of each sequence; ``[B]``.
-        group: equal for sequences that answer the same prompt; integers ``[B]``.
+        reward: outcome of each sequence, ``[B]``.
+        group: integers ``[B]``, equal for sequences that answer the same prompt.
         counts: non-negative costs, ``[B, K]``. By default response tokens, tokens that were read, and turns.
 
     Keyword Args:
@@ -568,8 +568,8 @@ def soft_value(reward: Tensor, group: Tensor, *, beta: float = 0.5) -> Tensor:
     from ``"reward_baseline"``, and :func:`remax` subtracts it.
 
     Args:
-        reward: outcome of each sequence; ``[B]``.
-        group: equal for sequences that answer the same prompt; integers ``[B]``.
+        reward: outcome of each sequence, ``[B]``.
+        group: integers ``[B]``, equal for sequences that answer the same prompt.
 
     Keyword Args:
         beta: weight of the KL in units of reward, greater than 0.
@@ -649,7 +649,7 @@ class Groups:
 
 
 def joined(a: Tensor, b: Tensor) -> Tensor:
-    """A unique number for each distinct pair of numbers; int64 ``[B]``."""
+    """A unique number for each distinct pair of numbers, int64 ``[B]``."""
     return torch.unique(torch.stack([a, b], 1), dim=0, return_inverse=True)[1]
 
 

@@ -184,7 +184,7 @@ def clean_rows(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def clean_tokens(tensors: dict[str, Tensor], per_sequence: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """Check inputs with one number per token, ``[*B, T]``; those of ``per_sequence`` are ``[*B]``.
+    """Check inputs with one number per token, ``[*B, T]``. Those of ``per_sequence`` are ``[*B]``.
 
     Returns amounts in float32 or wider without graph, exactly 0 where the mask is False, and identities in int64.
     """

@@ -442,7 +442,7 @@ class RunningNumbers(nn.Module):
 
 
 def _groups_of_size(td: TensorDictBase, size: int, *, trajectories: bool) -> Tensor:
-    """Number the groups of ``size`` consecutive rows, or of trajectories along the last dimension; int64 ``[S]``."""
+    """Number the groups of ``size`` consecutive rows, or of trajectories along the last dimension, int64 ``[S]``."""
     rows, steps = td.batch_size.numel(), 1
     if trajectories:
         steps = td.batch_size[-1]
@@ -493,7 +493,7 @@ def _warn_of_turns(td: TensorDictBase, group: Tensor, key: NestedKey) -> None:
 
 
 def _runs_along_time(td: TensorDictBase) -> Tensor:
-    """Number the trajectories along the last dimension, which end where ``("next", "done")`` is True; int64 ``[S]``."""
+    """Number the trajectories along the last dimension. They end where ``("next", "done")`` is True. Int64 ``[S]``."""
     done = _done_flags(td)
     if done is None and td.batch_dims < 2:
         raise ValueError("cannot tell trajectories apart: pass keys={'run': ..., 'step': ...}, or rows [*envs, steps].")
