@@ -18,7 +18,7 @@ from torchrl_llm_kl import LogProbScorer
 
 PLAIN, ONE, FLOAT32 = "plain forward", "one answer", "float32"
 SIZE = ModelSize(vocab=32_000, hidden=512, layers=4)
-WIDE = ModelSize(vocab=32_000, hidden=1024, layers=4)  # wide enough that products in bfloat16 pay off
+WIDE = ModelSize(vocab=32_000, hidden=1024, layers=4)  # for the products in bfloat16
 
 
 def last_tokens(settings: Settings) -> Outcome:
