@@ -79,8 +79,7 @@ engines: $(READY)  ## Install vLLM for processors into .engines (3.5 GB) and run
 durations: $(READY)  ## Run `make test-all` and write its slowest hundred tests and fixtures to tests/durations.txt
 	$(PYTEST) -m "not slow and not device" --durations-file tests/durations.txt $(ARGS)
 
-# ARGS="--compare tests/lab/mutants/killed.json": is every mutant still noticed that was? --all --per-function 1 --record FILE writes such a file, or adds the functions that it lacks.
-mutants: $(READY)  ## Mutate the maths and check that a test fails for each mutant (an hour; --all --per-function 1: one of each function, 15 minutes)
+mutants: $(READY)  ## Mutate the maths and check that a test fails for each mutant (an hour; ARGS="--only losses/terms": one file)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/lab $(BIN)/python -m mutants $(ARGS)
 
 matrix: $(READY)  ## Test the oldest and the newest releases that are allowed; writes docs/versions.md (gigabytes)

@@ -56,7 +56,7 @@ def run(
     threads: Annotated[int | None, typer.Option(min=1, help="Number of torch threads. Default: torch's own.")] = None,
     out: Out = None,
 ) -> None:
-    """Measure; write results.json, RESULTS.md and results.png.
+    """Measure, and write results.json, RESULTS.md and results.png.
 
     With --only, the other results in results.json are kept if they come from the same machine, versions and settings.
     """

@@ -1,4 +1,4 @@
-"""Agreement of the two libraries on the numbers: a comparison requires it."""
+"""Checks that two libraries compute the same numbers, before their speed is compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class DisagreementError(RuntimeError):
 
 
 def largest_difference(found: Tensor, expected: Tensor, *, tolerance: float, what: str) -> float:
-    """The largest absolute difference of two tensors of one shape.
+    """Return the largest absolute difference of two tensors of one shape.
 
     Raises:
         DisagreementError: if it exceeds ``tolerance`` or is NaN, if the shapes differ, or if the tensors are empty.
@@ -27,6 +27,6 @@ def largest_difference(found: Tensor, expected: Tensor, *, tolerance: float, wha
 def tolerance_of(dtype: torch.dtype) -> float:
     """Tolerance in nats for log-probs of one model with weights of ``dtype``, computed by two libraries.
 
-    torchrl computes the log-softmax in the dtype of the weights; near -10, bfloat16 has a spacing of 1/16.
+    torchrl computes the log-softmax in the dtype of the weights. Near -10, bfloat16 has a spacing of 1/16.
     """
     return 1e-4 if dtype == torch.float32 else 0.25

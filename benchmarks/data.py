@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchrl_llm_kl import Ragged
 
-# openai/grade-school-math (MIT) if the file exists, else random tokens with similar lengths.
+# Uses openai/grade-school-math (MIT) if the file exists, else random tokens with similar lengths.
 _SHARED = Path(__file__).parents[2] / "shared" / "data"
 REAL_ANSWERS = Path(os.environ.get("KL_BENCH_DATA", _SHARED)) / "gsm8k_model_solutions.jsonl"
 
@@ -49,11 +49,11 @@ class Batch:
         ).to(device)
 
     def padded_response(self) -> Tensor:
-        """Mask of the response tokens in :meth:`padded`; ``[S, T]`` bool."""
+        """Mask of the response tokens in :meth:`padded`, ``[S, T]`` bool."""
         return torch.cat([torch.zeros_like(_pad(self.prompts, left=True)), self._in_response()], -1).bool()
 
     def ragged(self, device: torch.device | None = None) -> tuple[Ragged, Tensor]:
-        """Token ids without padding, and the mask of the response tokens; ``[N]``."""
+        """Token ids without padding, and the mask of the response tokens, ``[N]`` each."""
         rows = [torch.cat(row) for row in zip(self.prompts, self.responses, strict=True)]
         sequences = Ragged.from_list([row.to(device) for row in rows])
         prompts = torch.tensor([len(prompt) for prompt in self.prompts], device=device)
@@ -80,7 +80,9 @@ def grouped(groups: int, size: int, vocab: int, *, seed: int = 0) -> Batch:
             answers = [_ids(v["solution"], vocab) for v in row.values() if isinstance(v, dict)]
             for i in range(size):
                 answer = answers[i % len(answers)]
-                if i >= len(answers):  # beyond the four real answers: random tokens of the same length
+                if i >= len(
+                    answers
+                ):  # there are four real answers, and the others are random tokens of the same length
                     answer = torch.randint(vocab, answer.shape, generator=generator)
                 prompts.append(question)
                 responses.append(answer)
@@ -112,7 +114,7 @@ def one_prompt(answers: int, prompt: int, response: int, vocab: int, *, seed: in
 
 
 def conversation(turns: int, vocab: int, *, seed: int = 0) -> list[Batch]:
-    """One conversation at each of its turns: all tokens so far, ending with the assistant's answer of about 100 tokens.
+    """One conversation at each of its turns. Each row has all tokens so far, up to the assistant's answer of about 100 tokens.
 
     A turn adds a question and its answer, 150 to 200 tokens.
     """
@@ -139,7 +141,7 @@ def _question_answer_pairs(count: int, vocab: int, seed: int) -> tuple[list[tupl
 
 
 def independent(count: int, vocab: int, *, shortest: int = 100, longest: int = 800, seed: int = 0) -> Batch:
-    """Sequences of ``shortest`` to ``longest`` tokens without a shared prompt; the first quarter of each is its prompt."""
+    """Sequences of ``shortest`` to ``longest`` tokens without a shared prompt. The first quarter of each is its prompt."""
     generator = torch.Generator().manual_seed(seed)
     prompts, responses = [], []
     for length in torch.linspace(shortest, longest, count).long().tolist():
@@ -150,7 +152,7 @@ def independent(count: int, vocab: int, *, shortest: int = 100, longest: int = 8
 
 
 def _ids(text: str, vocab: int) -> Tensor:
-    """One token per word piece of up to six letters: about as many as a trained tokenizer of that vocabulary produces."""
+    """One token per word piece of up to six letters. A trained tokenizer of that vocabulary produces about as many."""
     pieces = re.findall(r"\d|\s?[A-Za-z]{1,6}|[^\sA-Za-z\d]", text)
     return torch.tensor([hash_of(piece) % vocab for piece in pieces])
 

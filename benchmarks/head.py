@@ -1,11 +1,10 @@
-"""Time the linear head beside the bare matrix product, torch's own fused head and the plain computation.
+"""Compare the time of the linear head with the bare matrix product, torch's own fused head and the plain computation.
 
     python benchmarks/head.py --threads 1 --dtype float32 --vocab 32000 --hidden 512 --positions 1024
 
-Runs of all candidates are interleaved and the fastest of each is reported, so that other load on the machine affects the
-ratios less. With several threads on a shared machine, set OMP_WAIT_POLICY=passive: by default, threads spin at the end of
-each kernel and keep the threads that they wait for off the cores, which multiplies the time of everything but one large
-product.
+Runs of all candidates are interleaved, and the fastest run of each is reported, so that other load on the machine affects the
+ratios less. With several threads on a shared machine, set OMP_WAIT_POLICY=passive. By default threads spin at the end of each
+kernel, and so keep the threads that they wait for off the cores. This multiplies the time of all but large products.
 """
 
 from __future__ import annotations

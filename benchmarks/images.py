@@ -1,6 +1,6 @@
-"""Scores of groups of answers to images, beside a forward per answer: ``python -m benchmarks.images``.
+"""Time of scoring groups of answers to images, compared with a forward per answer: ``python -m benchmarks.images``.
 
-A random Qwen2.5-VL of a few layers; each group's prompt has one image. The count is of images that the encoder gets.
+The model is a random Qwen2.5-VL of a few layers. Each group's prompt has one image. Images that pass the encoder are counted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Time of assistant masks beside the template without them: ``python -m benchmarks.masks``.
+"""Time of templates with assistant masks, compared with templates without: ``python -m benchmarks.masks``.
 
-Conversations of real questions and answers, on chat templates that TRL ships, with a tokenizer trained on their text. A mask
-by turn needs a second rendering, in which each message is marked; "two renderings" is what is left if all else were free.
+The conversations have real questions and answers. They use chat templates that TRL ships, and a tokenizer trained on their
+text. A mask by turn needs a second rendering, in which each message is marked. "Two renderings" is the lower bound.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Measured:
 
     @property
     def peak_mib(self) -> float | None:
-        """Median peak; None if memory was not measured."""
+        """Median peak. None if memory was not measured."""
         return statistics.median(self.all_peaks_mib) if self.all_peaks_mib else None
 
 
@@ -59,11 +59,11 @@ class Meter(Protocol):
         """Wait until all work is done."""
 
     def peak_mib(self) -> float | None:
-        """Peak since the reset, above the memory held then; None if unknown."""
+        """Peak since the reset, above the memory held then. None if unknown."""
 
 
 class HostMeter:
-    """Memory of this process as the Linux kernel reports it; other systems report none."""
+    """Memory of this process as the Linux kernel reports it. Other systems report nothing."""
 
     def reset(self) -> None:
         """Start a new peak measurement."""
@@ -117,10 +117,10 @@ def alternate(
     on_run: Callable[[str], None] = lambda name: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Measured]:
-    """Interleave ``repeats`` runs of all contenders, so that other load on the machine affects all of them alike.
+    """Interleave ``repeats`` runs of all contenders, so that other load on the machine affects all of them equally.
 
-    A peak is measured from an empty heap, whose pages the run then asks the system for: milliseconds. ``memory_apart`` times
-    other runs than those that measure peaks, for functions that take no longer than that.
+    A peak is measured from an empty heap, and requesting its pages from the system takes milliseconds. ``memory_apart``
+    measures times and peaks in different runs, for functions that are as fast as that.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     peaks: dict[str, list[float]] = {name: [] for name in contenders}

@@ -71,13 +71,13 @@ def qwen3_5(
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Recompute each layer in the backward; transformers 5.24 renamed the method."""
+    """Recompute each layer in the backward. transformers 5.24 renamed the method."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
 def tokenizer() -> Any:
-    """A minimal tokenizer for torchrl's wrapper; the benchmarks pass token ids."""
+    """A minimal tokenizer for torchrl's wrapper. The benchmarks pass token ids."""
     from tokenizers import Tokenizer, models
 
     return PreTrainedTokenizerFast(
@@ -88,7 +88,7 @@ def tokenizer() -> Any:
 
 
 def wrapper(model: Any, key: str) -> TransformersWrapper:
-    """A scoring wrapper: padded tokens in, padded log-probs out."""
+    """A scoring wrapper that takes padded tokens and returns padded log-probs."""
     return TransformersWrapper(
         model, tokenizer=tokenizer(), input_mode="tokens", generate=False, pad_output=True, log_probs_key=key
     )

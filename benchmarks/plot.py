@@ -1,4 +1,4 @@
-"""One figure: speed-up, memory saving, and the cost of each turn of a conversation."""
+"""A figure of the speed-up, the memory saving, and the cost of each turn of a conversation."""
 
 from __future__ import annotations
 

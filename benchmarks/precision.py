@@ -38,7 +38,7 @@ MODEL = ModelSize(vocab=2000, hidden=256, layers=4)
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the experiment; the KL is measured after each number of ``tuning_steps``."""
+    """Sizes of the experiment. The KL is measured after each number of ``tuning_steps``."""
 
     model: ModelSize = MODEL
     training_steps: int = 250
@@ -49,7 +49,7 @@ class Sizes:
     held_out: int = 64
     documents: int | None = None
     repeats: int = 3
-    checkpoint: str | None = None  # a pre-trained model in place of one that is trained here
+    checkpoint: str | None = None  # a pre-trained model instead of one that is trained here
 
 
 OF_CHECKPOINT = Sizes(
@@ -70,7 +70,7 @@ SMALLEST = Sizes(
 
 
 def documents() -> tuple[list[Document], str]:
-    """GSM8K if available, else docstrings of Python's standard library; in a fixed random order."""
+    """GSM8K if available, else docstrings of Python's standard library, in a fixed random order."""
     if REAL_ANSWERS.exists():
         rows = [json.loads(line) for line in REAL_ANSWERS.read_text(encoding="utf-8").splitlines()]
         models = [name for name, value in rows[0].items() if isinstance(value, dict)]
@@ -175,7 +175,7 @@ def in_double(model: Any) -> Any:
         if (name_of := type(module).__name__).endswith("RMSNorm"):
             eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
             norm = torch.nn.RMSNorm(module.weight.shape, eps=eps, dtype=torch.float64)
-            # Gemma stores the weight less 1.
+            # Gemma stores the weight minus 1.
             norm.weight = torch.nn.Parameter(module.weight + name_of.startswith("Gemma"))
             model.set_submodule(name, norm)
     return model
@@ -214,7 +214,7 @@ class Reading:
 
 
 def read(policy: LogProbScorer, reference: LogProbScorer, text: Corpus) -> Reading:
-    """Score the text under both models; estimators get the float32 log-probs, as in use."""
+    """Score the text under both models. Estimators get the float32 log-probs, as in use."""
     scores = policy.evaluate(text.held_out, text.mask, reference=reference)
     assert scores.ref_log_prob is not None
     assert scores.kl is not None
@@ -276,7 +276,7 @@ def measure(sizes: Sizes) -> Measured:
 
 
 def by_sequence(values: Tensor, rows: Tensor) -> Tensor:
-    """Sum over the tokens of each sequence; ``[K]`` to ``[S]``."""
+    """Sum over the tokens of each sequence: ``[K]`` becomes ``[S]``."""
     return values.new_zeros(int(rows.max()) + 1).index_add(0, rows, values)
 
 
@@ -293,7 +293,7 @@ Row = tuple[str, list[str]]
 
 
 def of_last_policy(found: Measured) -> list[Row]:
-    """Errors of the last policy against the truth; one cell per setting."""
+    """Errors of the last policy against the truth, one cell per setting."""
     truth, rows = found.last[TRUTH], found.rows
 
     def row(label: str, cell: Callable[[str], str]) -> Row:

@@ -9,7 +9,7 @@ from rich.table import Table
 from benchmarks.measure import Measured
 from benchmarks.results import Goal, Result, Run
 
-# Written by hand from profiles: why some targets are missed.
+# Written by hand from profiles. It explains why some targets are missed.
 PROFILE = Path(__file__).with_name("profile.md")
 
 _INTRO = """# Benchmark

@@ -15,7 +15,7 @@ RESULTS = "results.json"
 
 @dataclass(frozen=True)
 class Targets:
-    """Targets of a workload; None for no target.
+    """Targets of a workload. None for no target.
 
     Args:
         faster: minimum speed-up.
@@ -43,7 +43,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure and its target; ``short`` is its name where space is limited."""
+    """A figure and its target. ``short`` is its name where space is limited."""
 
     what: str
     short: str
@@ -65,11 +65,11 @@ class Outcome:
         work: its size in words.
         theirs: measured for the peer.
         ours: measured for this library.
-        difference: the largest between the numbers of the two; None if the workload computes none.
+        difference: the largest difference between the numbers of the two. None if the workload computes no numbers.
         turns: of a conversation.
         notes: remarks for the reader.
         others: measured for further contenders that do the same work.
-        further: figures of this library alone, with their targets; on a CPU.
+        further: more figures of this library, with their targets on a CPU.
     """
 
     work: str
@@ -99,7 +99,7 @@ class Result:
 
     @property
     def quartiles(self) -> tuple[float, float] | None:
-        """The quartiles of ``faster`` over the interleaved runs; None for a single run."""
+        """The quartiles of ``faster`` over the interleaved runs. None for a single run."""
         pairs = zip(self.outcome.theirs.all_seconds, self.outcome.ours.all_seconds, strict=True)
         ratios = [theirs / ours for theirs, ours in pairs]
         if len(ratios) < 2:
@@ -109,7 +109,7 @@ class Result:
 
     @property
     def smaller(self) -> float | None:
-        """Peak memory of the peer, relative to this library; pages are too coarse to measure less than 1 MiB."""
+        """Peak memory of the peer, relative to this library. Below 1 MiB the page size is too coarse."""
         theirs, ours = self.outcome.theirs.peak_mib, self.outcome.ours.peak_mib
         return None if theirs is None or ours is None or theirs < 1 else theirs / max(ours, 1.0)
 

@@ -1,4 +1,4 @@
-"""The public names of the layers, with the first line of each docstring: for ``build_pages.py`` and the site."""
+"""The public names of the layers with a summary of each docstring, for ``build_pages.py`` and the site."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torchrl_llm_kl
 
 PACKAGE = Path(torchrl_llm_kl.__file__).parent
 
-#: Most used first.
+#: The layers in the order of the page, the most used first.
 ORDER = (
     "transforms",
     "algorithms",
@@ -34,20 +34,20 @@ ORDER = (
 
 
 def public_names(layer: str) -> dict[str, Any]:
-    """The public names of a layer: name -> object."""
+    """Name -> object for the public names of a layer."""
     module = importlib.import_module(f"torchrl_llm_kl.{layer}")
     return {name: getattr(module, name) for name in sorted(module.__all__, key=str.lower)}
 
 
 def home_of(layer: str, name: str, thing: Any) -> str:
-    """The layer in which a public name is defined, if that has it among its own public names too; else ``layer``."""
+    """The layer that defines a public name. ``layer`` itself if the defining layer does not export the name."""
     module = str(getattr(thing, "__module__", ""))
     home = module.split(".")[1] if module.startswith(f"{PACKAGE.name}.") else layer
     return home if home in ORDER and name in public_names(home) else layer
 
 
 def summary(layer: str, name: str, thing: Any) -> str:
-    """The first paragraph of a docstring, or the ``#:`` comment of a constant or a type; empty if there is none."""
+    """The first paragraph of a docstring, or the ``#:`` comment of a constant or a type. Empty if there is none."""
     if inspect.isfunction(thing) or (inspect.isclass(thing) and thing.__module__.startswith("torchrl_llm_kl")):
         text = inspect.getdoc(thing) or ""
     else:
@@ -77,7 +77,7 @@ def comment(layer: str, name: str) -> str:
 
 
 def table(layer: str) -> str:
-    """The names of a layer."""
+    """A table of the names of a layer."""
     module = importlib.import_module(f"torchrl_llm_kl.{layer}")
     rows = [
         f"| {f'**`{name}`**' if name in torchrl_llm_kl.__all__ else f'`{name}`'} | {summary(layer, name, thing)} |"

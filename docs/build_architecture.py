@@ -1,4 +1,4 @@
-"""The layers of the package and their imports, read from the code; ``build_pages.py`` writes the table of the page.
+"""The layers of the package and their imports, which are read from the code, for the table of ``architecture.md``.
 
 ``tests/site/test_layers.py`` checks the code against :data:`LAYERS`.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 PACKAGE = "torchrl_llm_kl"
 ROOT = Path(__file__).parents[1] / PACKAGE
 
-#: The layers from bottom to top. Those in one row do not import one another; each may import from every row before it.
+#: The layers from bottom to top. A layer may import from earlier rows, but not from its own row.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_foreign", "_typing", "_private"),
     ("_registry", "_files"),
@@ -29,40 +29,40 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 HOLDS = {
-    "_typing": "types that several layers name",
-    "_private": "private names of other libraries, with the releases in which they were read",
-    "_foreign": "settings of TRL, Trinity-RFT and verl: their names there and here",
-    "_registry": "one registry: names, did-you-mean; hyper-parameter names",
-    "_files": "files that are there whole or not at all",
-    "_exports": "names that load on first use, from each layer's stub",
-    "_numerics": "checks of shapes, ranges and finiteness; float32 promotion; masked means",
+    "_typing": "types that several layers use",
+    "_private": "all uses of private names of other libraries",
+    "_foreign": "settings of other libraries and their counterparts here",
+    "_registry": "registries with suggestions for unknown names, specs of hyper-parameters",
+    "_files": "writing files atomically",
+    "_exports": "names that load on first use, listed in each layer's stub",
+    "_numerics": "checks of shapes, ranges and finiteness, float32 promotion, masked means",
     "ragged": "variable-length data in one form, and its conversions",
     "masks": "which tokens the assistant produced",
     "head": "the linear head in tiles: log-prob, entropy, KL, top-k",
     "estimators": "KL estimators, exact KL, coefficients",
-    "scoring": "the engine: token ids in, log-probs out",
+    "scoring": "scorers: token ids in, log-probs out",
     "rollouts": "reading and writing a rollout's TensorDict",
     "transforms": "TorchRL transforms: retrieve log-probs, compute the KL",
     "advantages": "advantages of groups, tokens and trajectories",
     "losses": "objectives, terms, aggregation, PolicyLoss",
-    "datasets": "rows of files and datasets; SFT and preference data as TensorDicts",
+    "datasets": "rows of files and datasets, SFT and preference data as TensorDicts",
     "algorithms": "typed presets, make_algorithm, translations of other libraries' settings",
     "service": "one model for many processes, over Ray",
-    "diagnostics": "what a batch shows: a doctor's findings, tokens to look at",
-    "tasks": "your own task: prompts, rewards from functions, tools, as an env",
-    "training": "a run from a configuration: loop, evaluation, checkpoints, a model card",
+    "diagnostics": "faults in a batch, and tools to look at its tokens",
+    "tasks": "envs for your own task: prompts, reward functions, tools",
+    "training": "training from a configuration: loop, evaluation, checkpoints, model card",
     "cli": "the command line",
 }
 
 
 def layer_of(module: str) -> str:
-    """``"losses"`` for ``"torchrl_llm_kl.losses._policy_loss"``; empty for the package itself and its ``__main__``."""
+    """``"losses"`` for ``"torchrl_llm_kl.losses._policy_loss"``. Empty for the package itself and its ``__main__``."""
     return module.split(".")[1] if "." in module and not module.endswith(".__main__") else ""
 
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of the package: dotted name -> file."""
+    """Dotted name -> file for every module of the package."""
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
         parts = [PACKAGE, *path.relative_to(ROOT).with_suffix("").parts]
@@ -71,7 +71,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """Modules of the package that a file imports, at the top or in a function; and whether by a string alone."""
+    """The package's modules that a file imports, at the top or in a function, and whether only a string names them."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == PACKAGE:
             for alias in node.names:
@@ -89,7 +89,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
 
 @cache
 def edges() -> dict[str, set[str]]:
-    """Layer -> the layers it imports."""
+    """Layer -> the layers that it imports."""
     out: dict[str, set[str]] = defaultdict(set)
     for module, path in modules().items():
         for target, lazily in imports(path):
@@ -99,7 +99,7 @@ def edges() -> dict[str, set[str]]:
 
 
 def table() -> str:
-    """The layers from top to bottom, as Markdown."""
+    """A Markdown table of the layers from top to bottom."""
     rows = ["| layer | holds | imports |", "|---|---|---|"]
     order = [layer for row in LAYERS for layer in row]
     for layer in reversed(order):

@@ -1,7 +1,7 @@
-"""Execute the notebooks of ``docs/notebooks``: ``NAME.py``, cells in percent format, becomes ``NAME.ipynb`` with outputs.
+"""Execute the notebooks of ``docs/notebooks``. ``NAME.py`` in percent format becomes ``NAME.ipynb`` with outputs.
 
-Run ``make docs`` after a change; a test fails while the cells of a notebook differ from its source. ``python
-docs/build_notebooks.py start`` builds one of them.
+Run ``make docs`` after a change. A test fails if the cells of a notebook differ from its source. ``python
+docs/build_notebooks.py start`` builds a single notebook.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).with_name("notebooks")
-TIMEOUT = 600  # seconds for a cell
+TIMEOUT = 600  # seconds per cell
 
 
 def sources() -> list[Path]:
@@ -21,7 +21,7 @@ def sources() -> list[Path]:
 
 
 def read(source: Path) -> Any:
-    """The notebook without outputs; the numbers of its cells are their ids, so that a rebuild changes nothing else."""
+    """The notebook without outputs. Cells are numbered, since random ids would change in each build."""
     import jupytext
 
     notebook = jupytext.read(source)
@@ -34,7 +34,7 @@ def read(source: Path) -> Any:
 
 
 def execute(source: Path, folder: Path) -> Any:
-    """The notebook with outputs, run in ``folder``.
+    """Run a notebook in ``folder``, and return it with its outputs.
 
     Raises:
         nbclient.exceptions.CellExecutionError: if a cell fails.
@@ -42,12 +42,12 @@ def execute(source: Path, folder: Path) -> Any:
     from nbclient import NotebookClient
 
     notebook = read(source)
-    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # the kernel's debugger warns otherwise
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # otherwise the kernel's debugger warns
     NotebookClient(
         notebook, timeout=TIMEOUT, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     ).execute()
     for cell in notebook.cells:
-        cell["metadata"] = {}  # times of the run
+        cell["metadata"] = {}  # it holds the times of the run
         if cell.cell_type == "code":
             cell["outputs"] = [output for output in cell["outputs"] if output.get("name") != "stderr"]
     return notebook

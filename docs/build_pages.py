@@ -1,13 +1,11 @@
 """Write the tables of the pages from the code: ``python docs/build_pages.py [PAGE ...]``.
 
-A page holds its own prose, and a table stands between ``<!-- name -->`` and ``<!-- end -->``. Each function of :data:`TABLES`
-returns one table. The places that CONTRIBUTING.md names get their lines of today. A test fails while a page is out of date. The
-doctor's table samples 280 batches, in minutes.
+A page holds its own prose, with tables between ``<!-- name -->`` and ``<!-- end -->``. Each function of :data:`TABLES` returns
+one table. A test fails if a page is out of date. The doctor's table takes minutes, since it samples 280 batches.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import inspect
 import io
@@ -27,7 +25,6 @@ import torch
 from torch import Tensor
 
 DOCS = Path(__file__).resolve().parent
-CONTRIBUTING = DOCS.parent / "CONTRIBUTING.md"
 sys.path[:0] = [str(DOCS), str(DOCS.parent / "tests" / "lab")]
 
 import build_api  # noqa: E402
@@ -55,14 +52,14 @@ from torchrl_llm_kl.training import SETTINGS as RUN_SETTINGS, as_yaml  # noqa: E
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    """A table."""
+    """A Markdown table."""
     header = list(header)
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
 def cell(text: str) -> str:
-    """Text of a docstring for a cell: code in single backticks, roles as code, no bars."""
+    """The text of a docstring for a cell: with code in single backticks, roles as code, and escaped bars."""
     text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", " ".join(text.split()).replace("``", "`"))
     return text.replace("|", "\\|")
 
@@ -73,7 +70,7 @@ FLAGS = ("use_critic", "use_reference", "use_rollout", "compute_advantage_in_tra
 
 
 def algorithms() -> str:
-    """The presets, with the results of the learning tests."""
+    """The presets with the results of the learning tests."""
     from learned import LEARNED
 
     return algorithm_table(LEARNED)
@@ -104,7 +101,7 @@ def schema_tables() -> str:
 
 
 def gaussian_bias_and_std(name: EstimatorName, shift: float) -> tuple[float, float]:
-    """Bias and standard deviation over the true KL of N(0, 1) and N(shift, 1): trapezoid rule, +-12 deviations."""
+    """Bias and standard deviation over the true KL of N(0, 1) and N(shift, 1), by the trapezoid rule on +-12 deviations."""
     x = torch.linspace(-12.0, 12.0, 20_001, dtype=torch.float64)
     log_p, log_q = (-0.5 * (x - mean) ** 2 - 0.5 * math.log(2 * math.pi) for mean in (0.0, shift))
     estimate, density = get_estimator(name)(log_p, log_q), log_p.exp()
@@ -137,7 +134,7 @@ TEACHERS = {"sharp": 2.0, "medium": 1.5, "flat": 1.1}
 
 
 def distributions(exponent: float) -> tuple[Tensor, Tensor]:
-    """Logits of the student and of the teacher, whose tokens are in order; ``[VOCAB]`` each, float64."""
+    """Logits of the student and the teacher, ``[VOCAB]`` each, float64. The teacher's tokens are in falling order."""
     rank = torch.arange(1, VOCAB + 1, dtype=torch.float64)
     teacher = -exponent * rank.log()
     return 0.9 * teacher + 0.7 * torch.sin(1.7 * rank), teacher
@@ -160,7 +157,7 @@ def measure(exponent: float, k: int, beta: float) -> tuple[float, Tensor, float]
 
 
 def bias_table(exponent: float) -> str:
-    """The bias of a divergence over the top k, by k."""
+    """The bias of a divergence over the top k, for several k."""
     exact = {beta: measure(exponent, VOCAB, beta)[:2] for beta in BETAS}
     rows = []
     for k in SIZES:
@@ -187,7 +184,7 @@ def metric_table(origin: str) -> str:
 
 # ------------------------------------------------------------------ losses.md
 
-#: Families whose objectives compare answers; all others have a value for each token.
+#: Families whose objectives compare answers. All others have a value for each token.
 OF_ANSWERS = ("_preference", "_relative", "_without_reference")
 
 
@@ -239,7 +236,7 @@ def shown_default(row: Foreign) -> str:
 
 
 def foreign_rows(library: str) -> list[Foreign]:
-    """A library's settings; equal settings of several TRL trainers are listed once."""
+    """A library's settings. Equal settings of several TRL trainers are listed once."""
     if library != "TRL":
         return [*LIBRARIES[library].values()]
     rows: dict[tuple[str, ...], Foreign] = {}
@@ -250,7 +247,7 @@ def foreign_rows(library: str) -> list[Foreign]:
 
 
 def library_tables(library: str) -> str:
-    """Theirs, the default there, ours, and a note, by place."""
+    """For each place, tables with the library's name and default, our name, and a note."""
     parts = []
     for place, title in PLACES.items():
         rows = []
@@ -267,7 +264,7 @@ def library_tables(library: str) -> str:
 
 
 def fault_table() -> str:
-    """The first finding for each seeded fault, once in each family, and its confidence; and alarms of clean batches."""
+    """The first finding and its confidence for each fault in each family, and the alarms of clean batches."""
     from seeded import FAMILIES, FAULTS, SETTINGS, clean_batches, make_tokenizer
 
     torch.set_num_threads(1)
@@ -300,7 +297,7 @@ def fault_table() -> str:
 
 # ------------------------------------------------------------------ papers.md
 
-#: Papers that the sources name only by their number.
+#: Papers that the sources name only by number.
 CITED = {"2512.21852": "Shah et al. 2025, 'A Comedy of Estimators'"}
 _ARXIV = r"arXiv:? ?(\d{4}\.\d{4,5})"
 _SAME = re.compile(r"\bthe (?:same (?:paper|papers|section|algorithm)|paper|authors)\b")
@@ -311,12 +308,12 @@ class Use(NamedTuple):
 
     name: str
     text: str
-    cites: bool = True  # False: the text says "the same paper", and the numbers after it were added
+    cites: bool = True  # False if the text says "the same paper", and its number was appended
 
 
 @cache
 def settings(name: str) -> dict[str, dict[str, Any]]:
-    """The settings of a preset, each with value and source, as the command line prints them."""
+    """The settings of a preset with value and source, as the command line prints them."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         code = command_line(["algorithms", name, "--json"])
     if code:
@@ -325,7 +322,7 @@ def settings(name: str) -> dict[str, dict[str, Any]]:
 
 
 def by_source(name: str) -> dict[str, str]:
-    """Source -> the values of a preset that have it, without settings that nobody prescribes."""
+    """Source -> the values of a preset that it prescribes. Settings without a source are left out."""
     preset = ALGORITHMS[name]
     parts = {"objective": spec_of(get_objective(preset.objective)).source}  # type: ignore[union-attr]
     if preset.advantage is not None:
@@ -341,7 +338,7 @@ def by_source(name: str) -> dict[str, str]:
 
 
 def documented() -> Iterator[Use]:
-    """Public names, other than objectives and advantages, whose docstring states a source."""
+    """Public names whose docstring states a source, except objectives and advantages."""
     registered = {get_objective(name) for name in available_objectives()}
     registered |= {get_advantage(name) for name in available_advantages()}
     seen = set[str]()
@@ -356,7 +353,7 @@ def documented() -> Iterator[Use]:
 
 
 def every_use() -> Iterator[Use]:
-    """Each statement of a source."""
+    """All statements of sources."""
     for name, preset in ALGORITHMS.items():
         before = ""
         for text in preset.sources.values():
@@ -372,7 +369,7 @@ def every_use() -> Iterator[Use]:
 
 
 def citation(text: str, number: str) -> str:
-    """The authors, the year and, if it is given, the name of a paper, from a statement of a source."""
+    """The authors, the year and, if stated, the name of a paper, from the text of a source."""
     number = re.escape(number)
     text = text.replace("`", "")
     named = re.search(rf"([A-Z][^;:()]*?),? \((?:([^();]*?):? )?arXiv:? ?{number}", text)
@@ -385,7 +382,7 @@ def citation(text: str, number: str) -> str:
 
 
 def paper_table() -> str:
-    """The papers, oldest first, with how each is cited and the names that use it."""
+    """The papers, oldest first, each with its citation and the names that use it."""
     cited: dict[str, list[str]] = defaultdict(list)
     users: dict[str, list[str]] = defaultdict(list)
     for name, text, cites in every_use():
@@ -402,12 +399,12 @@ def paper_table() -> str:
 
 
 def linked(text: str) -> str:
-    """A source for a cell, with numbers of papers as links."""
+    """The text of a source for a cell, with arXiv numbers as links."""
     return re.sub(_ARXIV, r"[arXiv \1](https://arxiv.org/abs/\1)", text).replace("|", "\\|")
 
 
 def values_of_algorithms() -> str:
-    """For each algorithm its values, by source."""
+    """The values of each algorithm by source."""
     parts = []
     for name in ALGORITHMS:
         rows = [[values, linked(source)] for source, values in by_source(name).items()]
@@ -434,7 +431,7 @@ def unused(kind: str) -> str:
 
 
 def other_sources() -> str:
-    """Other public names whose docstring has a source."""
+    """Other public names whose docstring states a source."""
     return markdown(["name", "source"], [[f"`{use.name}`", linked(use.text)] for use in documented()])
 
 
@@ -442,7 +439,7 @@ def other_sources() -> str:
 
 
 def corpus_table() -> str | None:
-    """One row per chat template of the packages, after the totals; None without the packages."""
+    """The totals, then one row per chat template of the packages. None if the packages are not available."""
     import template_corpus
     import template_oracle
 
@@ -474,7 +471,7 @@ def corpus_table() -> str | None:
 
 
 def pair_table() -> str:
-    """TRL's marked templates beside the masks of this package."""
+    """TRL's marked templates compared with the masks of this package."""
     import template_pairs
 
     rows = []
@@ -494,7 +491,7 @@ def pair_table() -> str:
 
 
 def settings_table() -> str:
-    """Every setting of a run: key, default and meaning."""
+    """Key, default and meaning of every setting of a run."""
     rows = []
     for key, setting in RUN_SETTINGS.items():
         default = "" if setting.default == "???" else f"`{as_yaml(setting.default)}`"
@@ -541,7 +538,7 @@ TABLES: dict[str, dict[str, Callable[[], str | None]]] = {
 
 
 def render(page: str, text: str | None = None) -> str:
-    """A page with its tables of today; a table that cannot be made here stays as it is."""
+    """A page with current tables. A table that cannot be computed here stays unchanged."""
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8") if text is None else text
     for name, make in TABLES[page].items():
         table = make()
@@ -556,35 +553,6 @@ def render(page: str, text: str | None = None) -> str:
     return text
 
 
-# ------------------------------------------------------------------ places in the code
-
-#: A name of the package and its place, as CONTRIBUTING.md writes them.
-_PLACE = re.compile(r"`([A-Za-z_][\w.]*)`(\s+)\(`([\w/]+\.py):\d+`\)")
-
-
-def line_of(name: str, file: str) -> int:
-    """The line of a file of the package in which a function, a class, a method or a field is defined."""
-    body = ast.parse((build_architecture.ROOT / file).read_text(encoding="utf-8")).body
-    for part in name.split("."):
-        owner = next((node for node in body if part in _defined(node)), None)
-        if owner is None:
-            raise ValueError(f"{file} defines no {name}: correct its place.")
-        body = getattr(owner, "body", [])
-    return owner.lineno
-
-
-def _defined(node: ast.AST) -> set[str]:
-    """The names that a statement defines."""
-    targets = getattr(node, "targets", [getattr(node, "target", None)])
-    return {getattr(node, "name", ""), *(target.id for target in targets if isinstance(target, ast.Name))}
-
-
-def with_lines(text: str) -> str:
-    """A text in which each named place has its line of today."""
-    return _PLACE.sub(lambda place: f"`{place[1]}`{place[2]}(`{place[3]}:{line_of(place[1], place[3])}`)", text)
-
-
 if __name__ == "__main__":
-    CONTRIBUTING.write_text(with_lines(CONTRIBUTING.read_text(encoding="utf-8")), encoding="utf-8")
     for page in sys.argv[1:] or TABLES:
         (DOCS / f"{page}.md").write_text(render(page), encoding="utf-8")

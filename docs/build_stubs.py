@@ -1,7 +1,7 @@
-"""Write into the packages' stubs what is registered: functions to import, names as Literals, hyper-parameters as TypedDicts.
+"""Write all registered objects into the packages' stubs: functions, names as Literals, hyper-parameters as TypedDicts.
 
-A type checker then reports a wrong name or keyword, without a list by hand. Run ``make stubs`` (or ``make docs``) after a new
-estimator, objective, advantage, preset or hyper-parameter; a test fails while a stub is out of date.
+A type checker then reports wrong names and keywords. Run ``make stubs`` (or ``make docs``) after adding an estimator,
+objective, advantage, preset or hyper-parameter. A test fails if a stub is out of date.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Types = Mapping[str, set[str]]
 
 
 def shown(annotation: Any) -> set[str]:
-    """The members of an annotation, as text."""
+    """The members of an annotation as text."""
     if isinstance(annotation, str):
         return {annotation}
     if get_origin(annotation) is Annotated:
@@ -56,7 +56,7 @@ def quoted(name: object) -> str:
 
 
 def types_of(specs: Iterable[Spec]) -> Types:
-    """Every hyper-parameter -> the members of its type."""
+    """Hyper-parameter -> the members of its type."""
     found: dict[str, set[str]] = defaultdict(set)
     for spec in specs:
         for name, annotation in spec.types.items():
@@ -86,7 +86,7 @@ def union(members: set[str]) -> str:
 
 
 def of_objectives() -> Types:
-    """The hyper-parameters of objectives: what may be a tensor may be a module that returns one."""
+    """The hyper-parameters of objectives. A tensor may also be a module that returns one."""
     types = types_of(spec_of(name) for name in available_objectives())
     return {name: members | {"nn.Module"} if "Tensor" in members else members for name, members in types.items()}
 
@@ -118,7 +118,7 @@ def algorithms() -> list[str]:
     return [literal("AlgorithmName", "Every preset.", sorted(ALGORITHMS)), typed_dict("AlgorithmOverrides", doc, types)]
 
 
-#: Layer -> the registered functions that it exports, and its types.
+#: Layer -> the registered functions that it exports, and the function that writes its types.
 LAYERS: dict[str, tuple[Callable[[], Iterable[Any]], Callable[[], list[str]]]] = {
     "losses": (lambda: map(get_objective, available_objectives()), objectives),
     "advantages": (lambda: map(get_advantage, available_advantages()), advantages),
@@ -128,7 +128,7 @@ LAYERS: dict[str, tuple[Callable[[], Iterable[Any]], Callable[[], list[str]]]] =
     ),
     "algorithms": (list, algorithms),
 }
-#: What the types of a layer are made of.
+#: The imports that the types of a layer need.
 IMPORTED = {
     "losses": "from collections.abc import Sequence\nfrom typing import Literal, TypedDict\n\n"
     "from torch import Tensor, nn\n",
@@ -149,7 +149,7 @@ PRIVATE = {
 
 
 def imports(text: str) -> dict[str, set[str]]:
-    """Module -> the names that a part of a stub passes on; those that are gone are left out."""
+    """Module -> the names that a part of a stub exports. Names that no longer exist are left out."""
     found: dict[str, set[str]] = defaultdict(set)
     for node in ast.parse(text).body:
         if isinstance(node, ast.ImportFrom):
@@ -160,7 +160,7 @@ def imports(text: str) -> dict[str, set[str]]:
 
 
 def written(public: Mapping[str, set[str]], private: Mapping[str, set[str]]) -> str:
-    """Imports as ruff formats them; those that are not passed on have no ``as``."""
+    """Imports as ruff formats them. Names that are not exported have no ``as``."""
     blocks = []
     for module in sorted({*public, *private}):
         shown = {name: f"{name} as {name}" for name in public.get(module, ())}
@@ -171,7 +171,7 @@ def written(public: Mapping[str, set[str]], private: Mapping[str, set[str]]) -> 
 
 
 def render() -> dict[Path, str]:
-    """The stubs' texts."""
+    """Stub -> its text."""
     out = {}
     for layer, (functions, types) in LAYERS.items():
         path = PACKAGE / layer / "__init__.pyi"

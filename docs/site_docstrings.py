@@ -1,8 +1,8 @@
-"""Docstrings for the site's API reference: read from the running program, with roles as links.
+"""Docstrings for the site's API reference, read from the running program, with roles as links.
 
-The docstrings are written for ``help()`` and for Sphinx: ``:class:`Name``` and its like name other objects, ``:math:`` holds
-LaTeX. Decorators complete some of them, and ``#:`` comments document constants. The reference reads source code alone, so
-this extension of its reader (griffe) puts the complete texts in place and turns roles into links.
+The docstrings are written for ``help()`` and Sphinx: roles such as ``:class:`Name``` name other objects, and ``:math:`` holds
+LaTeX. Decorators complete some docstrings, and ``#:`` comments document constants. The reader of the reference, griffe, only
+sees the source code. This extension inserts the complete texts and turns roles into links.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _ROLE = re.compile(r":(?P<role>[a-z]+):`(?P<text>[^`]+)`")
 
 
 class Docstrings(griffe.Extension):
-    """Complete the docstrings of the public names, and convert the roles of all."""
+    """Completes the docstrings of the public names, and converts the roles in all docstrings."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Called once the whole package is read."""
+        """Called after the whole package was read."""
         for layer in build_api.ORDER:
             for name, thing in build_api.public_names(layer).items():
                 complete(pkg, layer, name, thing)
@@ -47,7 +47,7 @@ def complete(pkg: griffe.Module, layer: str, name: str, thing: Any) -> None:
     """Give a public name the docstring that it has in the running program."""
     found = pkg[layer].members[name]
     target = found.final_target if found.is_alias else found
-    if inspect.isfunction(thing) and target.is_attribute:  # assigned, as the variants of an objective are
+    if inspect.isfunction(thing) and target.is_attribute:  # the variants of an objective are assigned
         target = as_function(target, thing)
         target.parent.set_member(name, target)
         if found.is_alias:
@@ -59,7 +59,7 @@ def complete(pkg: griffe.Module, layer: str, name: str, thing: Any) -> None:
 
 
 def as_function(attribute: Any, thing: Any) -> griffe.Function:
-    """A function in place of the attribute that it is assigned to, with the signature of the running program."""
+    """Replace an attribute by the function assigned to it, with the signature from the running program."""
     parameters = [
         griffe.Parameter(
             parameter.name,
@@ -74,7 +74,7 @@ def as_function(attribute: Any, thing: Any) -> griffe.Function:
 
 
 def convert_all(pkg: griffe.Module, holder: Any, seen: set[str]) -> None:
-    """Convert the docstrings of a module or a class and of all that it defines."""
+    """Convert the docstrings of a module or a class and of its members."""
     for thing in (holder, *holder.members.values()):
         if thing.is_alias or (thing is not holder and thing.path in seen):
             continue
@@ -86,7 +86,7 @@ def convert_all(pkg: griffe.Module, holder: Any, seen: set[str]) -> None:
 
 
 def convert(pkg: griffe.Module, owner: Any, text: str) -> str:
-    """A docstring as Markdown: roles as links or code, tables, and sections under the names that the reader knows."""
+    """Convert a docstring to Markdown: roles to links or code, tables, and section names to those that griffe knows."""
     for here, there in (("Example", "Examples"), ("Hyper-parameters", "Keyword Args")):
         text = re.sub(rf"^( *){here}:$", rf"\1{there}:", text, flags=re.MULTILINE)
     text = _TABLE.sub(lambda match: as_table(match[1], match[2], match[3], match[4]), text)
@@ -96,7 +96,7 @@ def convert(pkg: griffe.Module, owner: Any, text: str) -> str:
 
 
 def as_table(indent: str, ruler: str, head: str, body: str) -> str:
-    """A simple table of reStructuredText as one of Markdown."""
+    """Convert a simple reStructuredText table to Markdown."""
     starts = [match.start() + len(indent) for match in re.finditer("=+", ruler)]
 
     def cells(line: str) -> list[str]:
@@ -117,7 +117,7 @@ def _converted(pkg: griffe.Module, owner: Any, match: re.Match[str]) -> str:
 
 
 def identify(pkg: griffe.Module, owner: Any, target: str) -> str | None:
-    """The identifier of what a role names, if the reference has it: ``torchrl_llm_kl.LAYER.NAME``, with a member."""
+    """The identifier in the reference of the object that a role names, ``torchrl_llm_kl.LAYER.NAME[.MEMBER]``, or None."""
     parts = target.split(".")
     layer = owner.path.split(".")[1] if "." in owner.path else ""
     if parts[0] == PACKAGE:
@@ -146,7 +146,7 @@ def identify(pkg: griffe.Module, owner: Any, target: str) -> str | None:
 
 
 def _home(layer: str, name: str) -> str | None:
-    """The layer whose page has a public name: ``layer`` itself first, else the one that has it alone."""
+    """The layer whose page documents a public name: ``layer`` itself if it has the name, else the defining layer."""
     holders = [other for other in build_api.ORDER if name in build_api.public_names(other)]
     if layer in holders:
         return layer

@@ -1,13 +1,13 @@
-"""Hooks of the site's build (``mkdocs.yml``): pages that live outside ``docs/``, links to them, the API's pages, notebooks.
+"""Hooks of the site's build (``mkdocs.yml``): pages outside ``docs/``, links to them, pages of the API, notebooks.
 
-The Markdown files are written for GitHub, where a link is relative to the file. The site has the same pages in the same places,
+The Markdown files are written for GitHub, where links are relative to the file. The site has the same pages in the same places,
 with three additions:
 
 - ``CHANGELOG.md``, ``CONTRIBUTING.md``, the README and the reports in ``benchmarks/`` are pages at the path that they have in
   the repository, and other files that a page links to (tests, tutorials) are pages below ``source/`` with their text. With a
   ``Repository`` among the project's URLs, links to such files lead there instead.
-- each layer has a page of its docstrings, ``reference/LAYER.md``; names in the text link to it.
-- a notebook is a page with its outputs.
+- Each layer has a page of its docstrings, ``reference/LAYER.md``. Names in the text link to it.
+- Each notebook is a page with its outputs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PAGES = {
     "benchmarks/profile.md": "benchmarks/profile.md",
 }
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash", ".md": "markdown"}
-#: Code that is left alone, or the target of a link or a picture.
+#: Code, which is not changed, or the target of a link or a picture.
 LINK = re.compile(
     r"(?P<code>^```.*?^```|`[^`\n]+`)|(?P<open>\]\()(?P<target>[^)\s]+)(?P<close>\))", re.DOTALL | re.MULTILINE
 )
@@ -59,7 +59,7 @@ def in_site(path: str) -> str:
 
 
 def in_repository(page: str) -> str:
-    """The path in the repository of a page of the site."""
+    """The repository's path of a page of the site."""
     return next((path for path, place in PAGES.items() if place == page), f"docs/{page}")
 
 
@@ -77,7 +77,7 @@ def links(text: str, path: str) -> Iterator[str]:
 
 
 def with_site_links(text: str, path: str, place: str, repository: str | None) -> str:
-    """The text of the page at ``path`` of the repository, with links as they are from ``place`` in the site."""
+    """Rewrite the links of the page at ``path`` in the repository for ``place`` in the site."""
 
     def rewrite(match: re.Match[str]) -> str:
         if match["code"] or not is_local(match["target"]):
@@ -129,7 +129,7 @@ def repository_url() -> str | None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what is not in ``docs/``."""
+    """Add the pages that are not in ``docs/``."""
     for path, place in PAGES.items():
         files.append(File.generated(config, place, abs_src_path=str(PROJECT / path)))
     for layer in build_api.ORDER:
@@ -142,7 +142,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     )
     for path in linked:
         if not (PROJECT / path).is_file() or path.startswith("docs/") or path in PAGES:
-            continue  # in docs/ already, or wrong: then MkDocs says so
+            continue  # it is in docs/ already, or it is wrong and MkDocs reports it
         if path.endswith(".png"):
             files.append(File.generated(config, path, abs_src_path=str(PROJECT / path)))
         elif not config.repo_url:
@@ -156,14 +156,14 @@ def text_of(file: File) -> str:
 
 
 def as_page(path: str) -> str:
-    """A page with the text of a source file; the search leaves it out."""
+    """A page with the text of a source file, which the search leaves out."""
     text = (PROJECT / path).read_text(encoding="utf-8")
     language = LANGUAGES.get(Path(path).suffix, "text")
     return f"---\nsearch:\n  exclude: true\n---\n# {path}\n\n``````{language}\n{text}\n``````\n"
 
 
 def add_notebook(file: File, files: Files, config: MkDocsConfig) -> None:
-    """A page, and the pictures among its outputs, beside the notebook itself."""
+    """Add the page of a notebook and the pictures in its outputs."""
     stem = file.src_uri.removesuffix(".ipynb")
     text, pictures = site_notebooks.to_markdown(Path(str(file.abs_src_path)), posixpath.basename(stem))
     files.append(File.generated(config, f"{stem}.md", content=text))
@@ -172,7 +172,7 @@ def add_notebook(file: File, files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
-    """Links as they are in the site; names of ``api.md`` link to the reference."""
+    """Rewrite links for the site, and link the names of ``api.md`` to the reference."""
     place = page.file.src_uri
     if place == "api.md":
         markdown = with_references(markdown)
@@ -185,7 +185,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
 
 
 def reference(layer: str) -> str:
-    """The page of a layer's docstrings. A name that belongs to another layer refers to it."""
+    """The page of a layer's docstrings. Names that another layer defines link to its page."""
     module = f"{build_api.torchrl_llm_kl.__name__}.{layer}"
     options = "members: false, show_root_heading: false, show_root_toc_entry: false"
     parts = [f"# {layer} {{#{module}}}\n\n::: {module}\n    options: {{{options}}}\n"]
@@ -200,7 +200,7 @@ def reference(layer: str) -> str:
 
 
 def with_references(markdown: str) -> str:
-    """``api.md`` with a link to the reference at each name."""
+    """Link each name of ``api.md`` to the reference."""
     layer, lines = "", []
     for line in markdown.splitlines():
         if heading := re.match(r"## `(\w+)`", line):
@@ -211,7 +211,7 @@ def with_references(markdown: str) -> str:
 
 @cache
 def linked_names() -> dict[str, str]:
-    """Names that text may link to: name -> identifier. Those of formulas and of algorithms are also plain words."""
+    """Name -> identifier for names that text may link to. Names of formulas and algorithms are left out, as they are words."""
     found: dict[str, str] = {}
     for layer in build_api.ORDER:
         for name, thing in build_api.public_names(layer).items():
@@ -232,7 +232,7 @@ _TOKEN = re.compile(r"(<code>([^<]*)</code>|<(/?)(a|h[1-6]|pre|autoref)\b[^>]*>)
 
 
 def on_page_content(content: str, page: Page, **_: Any) -> str:
-    """Formulas as MathML; the first mention of a public name in each section as a link to the reference."""
+    """Convert formulas to MathML, and link the first mention of a public name in each section to the reference."""
     content = re.sub(
         r"<code>\$(.*?)\$</code>", lambda match: to_mathml(html.unescape(match[1])), content, flags=re.DOTALL
     )
@@ -242,7 +242,7 @@ def on_page_content(content: str, page: Page, **_: Any) -> str:
 
 
 def with_links(content: str, names: dict[str, str]) -> str:
-    """Link code that is a name, unless it is in a link, a heading or a block; once in each section."""
+    """Link each name in code once per section, but not in links, headings and blocks."""
     inside, seen = 0, set[str]()
 
     def replace(match: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""Notebooks as pages: text as it is, code with what it printed and drew."""
+"""Notebooks as pages, with text, code, printed outputs and pictures."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import nbformat
 
 
 def to_markdown(path: Path, stem: str) -> tuple[str, dict[str, bytes]]:
-    """A page of the notebook at ``path``, and the pictures in its outputs: name of a file -> content.
+    """Convert the notebook at ``path`` to a page, and its pictures to files: name -> content.
 
     Args:
         path: the executed notebook.
-        stem: how the names of the pictures begin.
+        stem: the beginning of the pictures' names.
 
     Raises:
         ValueError: if a cell ended with an error.

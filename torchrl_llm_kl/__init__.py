@@ -1,6 +1,6 @@
 """KL-regularised post-training of language models on TorchRL.
 
-Public names load on first use: ``import torchrl_llm_kl`` is nearly free and imports neither transformers nor ray.
+Public names load on first use. ``import torchrl_llm_kl`` takes little time and imports neither transformers nor ray.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names that a package loads on first use, listed once: in its stub ``__init__.pyi``, which type checkers read too."""
+"""Names that a package loads on first use. Its stub ``__init__.pyi`` lists them, also for type checkers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-#: Modules that fill a registry of a layer below them, named by the root package; :func:`load_plugins` imports them.
+#: Modules that fill a registry of a lower layer. The root package lists them, and :func:`load_plugins` imports them.
 PLUGINS: list[str] = []
-_REST = "# isort: split"  # what a stub imports after it is for other layers, and not public
+_REST = "# isort: split"  # names after this line are for other layers, and not public
 
 
 def lazy_names(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """``__getattr__``, ``__dir__`` and ``__all__`` of a package, from its stub: what it imports, and types that it defines.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package, from the imports and the types in its stub.
 
     Args:
         package: its ``__name__``.
@@ -32,7 +32,7 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], object], Callab
         if name in types:
             return typed(name)
         if name in home:
-            if home[name] == package:  # a package below this one
+            if home[name] == package:  # a subpackage
                 return import_module(f"{package}.{name}")
             return getattr(import_module(home[name]), name)
         from torchrl_llm_kl._registry import no_attribute
@@ -44,25 +44,25 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], object], Callab
 
 
 def load_plugins() -> None:
-    """Import the modules that fill registries, where a registry is read for a name that it may not hold yet."""
+    """Import the modules that fill registries. Call it before a registry is read for a name that a plugin may add."""
     for module in PLUGINS:
         import_module(module)
 
 
 def _imports(stub: str) -> dict[str, str]:
-    """Name -> module of the imports that a stub passes on: ``from module import name as name``."""
+    """Name -> module of the names that a stub exports: ``from module import name as name``."""
     imports = [node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom)]
     return {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname == alias.name}
 
 
 def _types(stub: str) -> dict[str, ast.Assign | ast.ClassDef]:
-    """Name -> definition of the types in a stub."""
+    """Name -> definition of each type in a stub."""
     nodes = [node for node in ast.parse(stub).body if isinstance(node, (ast.Assign, ast.ClassDef))]
     return {node.name if isinstance(node, ast.ClassDef) else ast.unparse(node.targets[0]): node for node in nodes}
 
 
 def _typed(package: str, node: ast.Assign | ast.ClassDef, load: Callable[[str], object]) -> object:
-    """The Literal or the TypedDict that a stub defines; the fields of the latter are strings."""
+    """Build the Literal or the TypedDict that a stub defines. The field types of a TypedDict stay strings."""
     if isinstance(node, ast.Assign):
         assert isinstance(node.value, ast.Subscript)
         names = ast.literal_eval(node.value.slice)

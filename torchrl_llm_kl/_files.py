@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Writing files atomically."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path to write to, which is renamed to ``path`` when the body ends.
+    """Yield a temporary path, which is renamed to ``path`` when the body ends.
 
-    If the body raises an error, nothing is left of it, and a file that was there before stays. A link stays a link.
+    If the body raises an error, the temporary file is removed, and an existing file stays unchanged. A link stays a link.
 
     Example:
         >>> import tempfile
@@ -27,7 +27,7 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield part
         with part.open("rb") as written:
-            os.fsync(written.fileno())
+            os.fsync(written.fileno())  # a crash after the rename must not leave an empty file
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

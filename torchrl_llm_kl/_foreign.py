@@ -1,6 +1,6 @@
-"""Settings of other libraries: their names there and here, with their defaults and what becomes of them.
+"""Settings of other libraries, with their defaults and their counterparts in this package.
 
-There is one table for each library, ``elsewhere/*.csv``. It serves the hints of error messages, the translations
+Each library has a table, ``elsewhere/*.csv``. It serves the hints in error messages, the translations
 (``algorithms.from_trl``) and ``docs/elsewhere.md``. The releases are TRL 1.16.0, Trinity-RFT 0.6.0, verl 0.9.1, prime-rl 0.8,
 NeMo-RL 0.6, slime 0.3 and torchrl 0.14.1.
 """
@@ -16,8 +16,8 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 Library = Literal["TRL", "Trinity-RFT", "verl", "prime-rl", "NeMo-RL", "slime", "torchrl"]
-#: Where a setting goes: ``override``: an argument of make_algorithm; ``sampling``: the distribution that tokens are drawn from;
-#: ``outside``: the loop around the loss; ``refused``: nowhere.
+#: What a setting becomes. ``override``: an argument of make_algorithm. ``sampling``: a setting of the sampling distribution.
+#: ``outside``: a setting of the training loop. ``refused``: nothing, there is no counterpart.
 Place = Literal["override", "sampling", "outside", "refused"]
 
 
@@ -25,7 +25,7 @@ Place = Literal["override", "sampling", "outside", "refused"]
 class Foreign:
     """A setting of another library.
 
-    ``name`` is its path in that library; a path that ends in ``.*`` stands for all settings below it. ``here`` are its paths
+    ``name`` is its path in that library. A path that ends in ``.*`` stands for all settings below it. ``here`` holds its paths
     in the arguments of ``make_algorithm``, separated by spaces (``objective_args.clip_low``), or another name in this package.
     ``note`` is advice, or the reason why there is no counterpart.
     """
@@ -49,9 +49,9 @@ class Foreign:
         return [path.rpartition(".")[2] for path in self.here.split()]
 
     def counterpart(self, accepted: Collection[str]) -> str:
-        """Its names in this package with the argument that holds them, such as ``"'clip_low' of objective_args"``.
+        """Describe its names in this package and the argument that holds them: ``"'clip_low' of objective_args"``.
 
-        ``accepted`` are the names that the caller's function accepts; these need no argument.
+        ``accepted`` are the names that the caller's function accepts. For these no argument is mentioned.
         """
         names = " and ".join(map(repr, self.own_names))
         place = self.here.split()[0].rpartition(".")[0]
@@ -61,12 +61,12 @@ class Foreign:
 
 
 def read_table(path: str) -> Iterator[dict[str, str]]:
-    """The lines of a table of this package, as column -> text."""
+    """The rows of a CSV table of this package, as column -> text."""
     return csv.DictReader(files("torchrl_llm_kl").joinpath(path).read_text(encoding="utf-8").splitlines())
 
 
 def _read(library: Library) -> Iterator[tuple[str, Foreign]]:
-    """The trainers that have a setting, and the setting: each line of the library's table."""
+    """For each row of a library's table, the trainers that have the setting, and the setting."""
     for row in read_table(f"elsewhere/{library.partition('-')[0].lower()}.csv"):
         trainers, default = row.pop("trainers"), json.loads(row.pop("default"))
         yield trainers, Foreign(library, default=default, **row)  # type: ignore[arg-type]
@@ -80,10 +80,9 @@ TRL: Mapping[str, Mapping[str, Foreign]] = {
     )
     for trainer in dict.fromkeys(name for own, _ in _TRL for name in own.split())
 }
-#: What to do with some of transformers' TrainingArguments; all of them belong to the loop.
+#: Advice on some of transformers' TrainingArguments. All of these belong to the training loop.
 TRAINING: Mapping[str, Foreign] = MappingProxyType({row.name: row for own, row in _TRL if not own})
-#: Trinity-RFT's section ``algorithm`` and the other sections; verl's settings, by their path in its configuration;
-#: prime-rl's, NeMo-RL's, slime's and torchrl's.
+#: The settings of the other libraries by their path in the library's configuration.
 TRINITY, VERL, PRIME, NEMO, SLIME, TORCHRL = (
     MappingProxyType({row.name: row for _, row in _read(library)}) for library in get_args(Library)[1:]
 )
@@ -95,12 +94,13 @@ FOREIGN = tuple(
 
 @dataclass(frozen=True)
 class Choice:
-    """A value of a setting that has a few.
+    """One of the few values of a setting.
 
     Args:
         here: its name in this package.
-        overrides: the arguments of ``make_algorithm`` that it stands for, by path.
-        passed: settings that take effect with it -> their paths; empty for those of the setting's row.
+        overrides: the arguments of ``make_algorithm`` that it sets, by path.
+        passed: settings that take effect with this value -> their paths here. An empty path means the path in the setting's
+            row.
         note: advice.
     """
 
@@ -125,7 +125,7 @@ CHOICES = _choices()
 
 
 def find_row(rows: Mapping[str, Foreign], name: str) -> Foreign | None:
-    """The row of a setting, or of the nearest section that stands for all below it; None for an unknown one."""
+    """The row of a setting, or of the nearest section that stands for it. None for an unknown setting."""
     if name in rows:
         return rows[name]
     parts = name.split(".")
@@ -134,7 +134,7 @@ def find_row(rows: Mapping[str, Foreign], name: str) -> Foreign | None:
 
 
 def foreign_value(field: str, name: object) -> str:
-    """The end of a message about an unknown objective or advantage: its name in this package, if another library has it.
+    """Return the end of a message about an unknown objective or advantage that another library has: its name here.
 
     Example:
         >>> foreign_value("advantage", "grpo_passk")
@@ -147,15 +147,15 @@ def foreign_value(field: str, name: object) -> str:
     return ""
 
 
-#: The libraries whose names error messages explain. The others share most names with these.
+#: The libraries whose names error messages explain. The other libraries share most names with these.
 _HINTED: tuple[Library, ...] = ("TRL", "Trinity-RFT", "verl", "prime-rl", "torchrl")
 
 
 def foreign_hint(name: str, known: Iterable[str] = ()) -> str:
-    """The end of a message about an unknown name: its name in this package, if another library has the setting.
+    """Return the end of a message about an unknown setting that another library has: its name here.
 
-    ``known`` are the names that the caller accepts. If a library has several settings of the name, those come first.
-    The hint is empty if no library has the name.
+    ``known`` are the names that the caller accepts. If a library has several settings of this name, counterparts among
+    ``known`` come first. The hint is empty if no library has the name.
 
     Example:
         >>> foreign_hint("kl_loss_coef")
@@ -164,7 +164,7 @@ def foreign_hint(name: str, known: Iterable[str] = ()) -> str:
         " Trinity-RFT's 'clip_range' is 'clip_low' and 'clip_high' here."
     """
     if name == "temperature":
-        return " A setting of the sampler: options=ScoreOptions(Sampling(temperature=...)) of PolicyLoss and make_algorithm."
+        return " It belongs to the sampling distribution: pass options=ScoreOptions(Sampling(temperature=...))."
     accepted = set(known)
     by_library = (
         (library, [row for row in FOREIGN if row.library == library and row.leaf == name]) for library in _HINTED
@@ -173,7 +173,7 @@ def foreign_hint(name: str, known: Iterable[str] = ()) -> str:
 
 
 def _hint(library: Library, name: str, rows: Sequence[Foreign], accepted: set[str]) -> str:
-    """One sentence about the settings of a library that have the name; empty if they have the same name here."""
+    """One sentence about the settings of a library with this name. Empty if the name is the same here."""
     named = [row for row in rows if row.here]
     if not named:
         what = "belongs to the loop around the loss" if rows[0].place == "outside" else "has no counterpart"
@@ -182,7 +182,7 @@ def _hint(library: Library, name: str, rows: Sequence[Foreign], accepted: set[st
     for row in sorted(named, key=lambda row: (row.own_names == [name], not accepted.issuperset(row.own_names))):
         by_counterpart.setdefault(row.here, []).append(row)
     (first, *_), *others = by_counterpart.values()
-    if first.own_names == [name]:  # another objective or advantage has it
+    if first.own_names == [name]:  # another objective or advantage has a setting of this name
         return ""
     more = [f"{', '.join(row.section for row in same)}: {same[0].counterpart(accepted)}" for same in others]
     also = f" ({'; '.join(more)})" if more and others[0][0].section else ""

@@ -1,4 +1,4 @@
-"""Argument checks and masked arithmetic that every layer shares.
+"""Argument checks and masked arithmetic for all layers.
 
 Shapes: ``[*B, T]`` is one number per token, with any batch dimensions ``*B`` before the ``T`` tokens.
 """
@@ -8,18 +8,18 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchrl_llm_kl._registry import Range, did_you_mean
+from torchrl_llm_kl._registry import Range, check_choice as check_choice
 
-#: A hyper-parameter: a number, or a 0-dim tensor that a schedule changes in place.
+#: A hyper-parameter is a number, or a 0-dim tensor that a schedule changes in place.
 Scalar = float | Tensor
-#: Hyper-parameters in a range, which the decorators of registered functions check; ``Number``: not NaN.
+#: Hyper-parameters with a range, which the decorators of registered functions check. ``Number`` only excludes NaN.
 Number = Annotated[Scalar, Range()]
 NonNegative = Annotated[Scalar, Range(0.0)]
 NonPositive = Annotated[Scalar, Range(high=0.0)]
@@ -27,7 +27,7 @@ Positive = Annotated[Scalar, Range(above=0.0)]
 Share = Annotated[Scalar, Range(0.0, 1.0)]
 PositiveShare = Annotated[Scalar, Range(high=1.0, above=0.0)]
 AboveOne = Annotated[Scalar, Range(above=1.0)]
-#: The same for numbers alone.
+#: The same ranges for numbers that cannot be tensors.
 Amount = Annotated[float, Range(0.0)]
 PositiveAmount = Annotated[float, Range(above=0.0)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
@@ -37,9 +37,9 @@ InnerShare = Annotated[float, Range(above=0.0, below=1.0)]
 
 
 def check_same_shape(**named_tensors: Tensor | None) -> None:
-    """Raise a ValueError with both shapes unless every given tensor has the shape of the first; None is skipped.
+    """Raise a ValueError unless all given tensors have one shape. None is skipped.
 
-    Broadcasting ``[B, T]`` against ``[B, 1]`` would silently produce a wrong number, so nothing here broadcasts.
+    Broadcasting ``[B, T]`` against ``[B, 1]`` would silently produce wrong numbers.
 
     Example:
         >>> import torch
@@ -70,7 +70,7 @@ def check_is_number(**named: Tensor | None) -> None:
 
 
 def check_is_scalar(**named: object) -> None:
-    """Raise a ValueError for the first tensor that is not 0-dim, which would broadcast over tokens; others pass."""
+    """Raise a ValueError for the first tensor that is not 0-dim, since it would broadcast over tokens."""
     for name, value in named.items():
         if isinstance(value, Tensor) and value.ndim:
             raise ValueError(
@@ -79,37 +79,27 @@ def check_is_scalar(**named: object) -> None:
 
 
 def check_range(low: float = -math.inf, high: float = math.inf, *, above: float = -math.inf, **named: object) -> None:
-    """Raise a ValueError unless each named number lies in ``[low, high]`` and is greater than ``above``; see :class:`Range`."""
+    """Raise a ValueError unless each named number is in ``[low, high]`` and greater than ``above``, as :class:`Range` does."""
     for name, value in named.items():
         Range(low, high, above).check(name, value)
 
 
-#: Types that models compute in; torch has others, of 8 bits and fewer, for storage.
+#: Types that models compute in. torch has more types, of 8 bits and fewer, for storage.
 FLOAT_TYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 }
-#: The smallest temperature: logits over a smaller one overflow float32.
+#: The smallest temperature. With a smaller one logits overflow float32.
 COLDEST = 1e-6
 
 
 def check_temperature(temperature: float) -> None:
     """Raise a ValueError for a temperature that is not a finite number of at least :data:`COLDEST`."""
-    if not 0 < temperature < math.inf:  # no function of math: torch.compile traces this
-        raise ValueError(f"temperature must be a positive number, got {temperature}: greedy sampling has no log-prob.")
-    if temperature < COLDEST:
-        raise ValueError(f"temperature must be at least {COLDEST:g}, got {temperature}: the logits would overflow.")
-
-
-def check_choice(choices: Collection[object], **named: object) -> None:
-    """Raise a ValueError unless each named value is one of ``choices``."""
-    for name, value in named.items():
-        if value not in choices:
-            hint = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.{hint}")
+    if not COLDEST <= temperature < math.inf:  # no function of math: torch.compile traces this
+        raise ValueError(f"temperature must be a finite number of at least {COLDEST:g}, got {temperature}.")
 
 
 def check_not_a_name(*allowed: str, **named: object) -> None:
-    """Raise an error that says how to load the model, for the first string where one is expected; ``allowed`` ones pass."""
+    """Raise an error with advice if a model was given by name. Strings in ``allowed`` pass."""
     for name, value in named.items():
         if isinstance(value, str) and value not in allowed:
             kinds = " or ".join(["a model", *map(repr, allowed)])
@@ -119,10 +109,10 @@ def check_not_a_name(*allowed: str, **named: object) -> None:
 
 
 def read_device(device: torch.device | str | int, name: str = "device") -> torch.device:
-    """The device that an argument names.
+    """Return the device that an argument names.
 
     Raises:
-        ValueError: if it names none, or one that this process does not have; the message lists those that it has.
+        ValueError: if this process has no such device. The message lists the devices that it has.
 
     Example:
         >>> read_device("cpu")
@@ -130,9 +120,11 @@ def read_device(device: torch.device | str | int, name: str = "device") -> torch
     """
     try:
         named = torch.device(device)
-        if (named.index or 0) < torch.get_device_module(named).device_count():  # it does not start the device
+        if (named.index or 0) < torch.get_device_module(
+            named
+        ).device_count():  # counting does not initialise the device
             return named
-    except (RuntimeError, TypeError):  # unknown to torch, without an accelerator, or meta
+    except (RuntimeError, TypeError):  # an unknown name, no accelerator, or the meta device
         pass
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = 0 if accelerator is None else torch.accelerator.device_count()
@@ -143,32 +135,32 @@ def read_device(device: torch.device | str | int, name: str = "device") -> torch
 
 
 def all_finite(*tensors: Tensor) -> bool:
-    """Whether every number is finite; one host synchronisation for all tensors if so."""
+    """Whether every number is finite. One host synchronisation for all tensors if so."""
     return math.isfinite(finite_total(*tensors)) or all(bool(x.isfinite().all()) for x in tensors)
 
 
 def finite_total(*tensors: Tensor) -> Tensor:
-    """A sum in float32, which is finite unless a number is not, or it overflows: one cheap pass; 0-dim."""
+    """A 0-dim float32 sum in one cheap pass. It is finite unless a number is not finite or the sum overflows."""
     sums = [x.sum(dtype=torch.float32) for x in tensors]
     return functools.reduce(torch.add, sums) if sums else torch.zeros(())
 
 
 class NotFiniteError(ValueError):
-    """A number is NaN or infinite; raised by :func:`check_finite`."""
+    """A number is NaN or infinite."""
 
 
 def check_finite(
     named: Mapping[str, Tensor], *, read: Tensor | None = None, place: Callable[[int], str], advice: str
 ) -> None:
-    """Raise a :class:`NotFiniteError` that names the first NaN or infinite number; one host synchronisation if all are finite.
+    """Raise a :class:`NotFiniteError` for the first NaN or infinite number. One host synchronisation if all are finite.
 
     Args:
-        named: tensors of one shape; the keys name them in the message.
+        named: name for the message -> tensor. All tensors have one shape.
 
     Keyword Args:
-        read: bool, same shape: True where a number is used; others may be anything. None: everywhere.
-        place: describes a flat index, such as ``"sequence 2, position 7"``.
-        advice: how to fix it, as a sentence.
+        read: bool of the same shape, True where numbers are used. Other numbers are not checked. None checks all.
+        place: returns the description of a flat index, such as ``"sequence 2, position 7"``.
+        advice: how to fix the problem, as a sentence.
 
     Example:
         >>> import torch
@@ -194,7 +186,7 @@ def check_finite(
 
 
 def to_host(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors on the CPU, without graph; all that are elsewhere come in one copy, a single host synchronisation.
+    """Return the tensors on the CPU, without graph. All tensors on one device come in a single copy.
 
     Example:
         >>> import torch
@@ -202,7 +194,7 @@ def to_host(*tensors: Tensor) -> tuple[Tensor, ...]:
         (tensor([1, 2]), tensor([True]))
     """
     out = [tensor.detach() for tensor in tensors]
-    # The widest first: each then begins at a multiple of its width.
+    # Widest elements first, so that each tensor begins at a multiple of its element size, as `view` requires.
     away = sorted((i for i, x in enumerate(out) if x.device.type != "cpu"), key=lambda i: -out[i].element_size())
     if len(away) < 2 or len({out[i].device for i in away}) > 1:
         return tuple(x.cpu() for x in out)
@@ -213,7 +205,7 @@ def to_host(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def send(data: Tensor, device: torch.device) -> Tensor:
-    """Asynchronous host-to-device copy; a tensor that is on a device already is moved if it is on another one."""
+    """Copy a tensor to a device, asynchronously from the host."""
     if data.device.type != "cpu" or device.type == "cpu":
         return data.to(device)
     return data.pin_memory().to(device, non_blocking=True)
@@ -223,9 +215,9 @@ def send(data: Tensor, device: torch.device) -> Tensor:
 
 
 def widen(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Bring tensors to their common dtype, float32 at least.
+    """Convert tensors to their common dtype, at least float32.
 
-    A bfloat16 log-prob near -8 has an error of 0.03 nats; the difference of two of them must not be rounded again.
+    A bfloat16 log-prob near -8 has an error of 0.03 nats. The difference of two of them must not be rounded again.
 
     Example:
         >>> import torch
@@ -237,21 +229,21 @@ def widen(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the dtype that :func:`widen` converts to: the common one, float32 at least."""
+    """Return the dtype that :func:`widen` converts to."""
     return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def from_zero(sums: Tensor) -> Tensor:
-    """Cumulative sums with a leading 0; ``[S]`` to ``[S + 1]``."""
+    """Cumulative sums with a leading 0: ``[S]`` becomes ``[S + 1]``."""
     return functional.pad(sums, (1, 0))
 
 
 def masked_mean(value: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the masked-in tokens, 0 if there are none; 0-dim."""
+    """The 0-dim mean over the masked-in tokens. 0 if there are none."""
     return torch.where(mask, value, 0).sum() / mask.sum().clamp(min=1)
 
 
 def is_dtensor(tensor: Tensor | None) -> bool:
-    """Whether a tensor is sharded or replicated over ranks; torch imports the class late, and none exists before."""
+    """Whether a tensor is sharded or replicated over ranks. The class is not imported for this check, which would take long."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

@@ -1,11 +1,11 @@
-"""Registries with suggestions, and the specs of registered functions: their hyper-parameters."""
+"""Registries with suggestions for unknown names, and the specs of registered functions."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import UnionType
 from typing import Annotated, Generic, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 
 class UnknownNameError(KeyError, ValueError):
-    """Unknown name; the message lists the known names and suggests the nearest one."""
+    """Unknown name. The message lists the known names and suggests the nearest one."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would quote it and escape the quotes inside
 
 
 def nearest(name: object, known: Iterable[str | None]) -> str | None:
-    """The known name that is the fewest edits from ``name``; None if none is near. Case, ``-`` and ``_`` do not count.
+    """Return the known name that is most similar to ``name``, or None. Case, ``-`` and ``_`` are ignored.
 
     Example:
         >>> nearest("gpro", ["gspo", "grpo"]), nearest("TOKEN_MEAN", ["token-mean"]), nearest("x", ["ppo"])
@@ -31,29 +31,16 @@ def nearest(name: object, known: Iterable[str | None]) -> str | None:
     """
     given, folded = _folded(str(name)), {_folded(each): each for each in known if each}
     near = difflib.get_close_matches(given, folded, n=max(1, len(folded)), cutoff=0.5)
-    return folded[min(near, key=lambda each: _edits(given, each))] if near else None
+    # A name with the same letters wins, since swapping two letters is the usual mistake.
+    return folded[min(near, key=lambda each: sorted(each) != sorted(given))] if near else None
 
 
 def _folded(name: str) -> str:
     return name.casefold().replace("-", "_")
 
 
-def _edits(one: str, other: str) -> int:
-    """Optimal string alignment distance: letters inserted, left out, replaced, or swapped with their neighbour."""
-    before: list[int] = []
-    last = list(range(len(other) + 1))
-    for i, a in enumerate(one, 1):
-        row = [i]
-        for j, b in enumerate(other, 1):
-            row.append(min(last[j] + 1, row[-1] + 1, last[j - 1] + (a != b)))
-            if i > 1 and j > 1 and (a, b) == (other[j - 2], one[i - 2]):
-                row[-1] = min(row[-1], before[j - 2] + 1)
-        before, last = last, row
-    return last[-1]
-
-
 def did_you_mean(name: object, known: Iterable[str | None]) -> str:
-    """A part of a message, such as ``" Did you mean 'grpo'?"``; empty if no known name is near.
+    """Return a part of a message, such as ``" Did you mean 'grpo'?"``. Empty if no known name is similar.
 
     Example:
         >>> did_you_mean("grpoo", ["ppo", "grpo"])
@@ -63,8 +50,16 @@ def did_you_mean(name: object, known: Iterable[str | None]) -> str:
     return f" Did you mean {near!r}?" if near else ""
 
 
+def check_choice(choices: Collection[object], **named: object) -> None:
+    """Raise a ValueError unless each named value is one of ``choices``."""
+    for name, value in named.items():
+        if value not in choices:
+            hint = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.{hint}")
+
+
 def install_hint(extra: str) -> str:
-    """A part of a message: how to install an extra. No package index has the package.
+    """Return a part of a message: how to install an extra from a checkout, since no package index has the package.
 
     Example:
         >>> install_hint("ray")
@@ -73,40 +68,38 @@ def install_hint(extra: str) -> str:
     return f"run pip install '.[{extra}]' in the checkout of torchrl-llm-kl"
 
 
-def no_such(what: str, name: object, known: Iterable[object], *, also: Iterable[str] = (), hint: str = "") -> str:
-    """A message on an unknown name: the suggestion first, then all that would be accepted.
+def no_such(what: str, name: object, known: Iterable[object], *, hint: str = "") -> str:
+    """Return a message about an unknown name: a suggestion, then all accepted names.
 
     Args:
-        what: the beginning, before the name.
-        name: what was given.
-        known: the names to list.
+        what: the beginning of the message, before the name.
+        name: the unknown name.
+        known: the accepted names.
 
     Keyword Args:
-        also: other accepted names, such as aliases.
-        hint: takes the place of the suggestion.
+        hint: a sentence that replaces the suggestion.
 
     Example:
-        >>> no_such("unknown shape", "sqare", ["round", "square"], also=["box"])
-        "unknown shape 'sqare'. Did you mean 'square'? Known: round, square (or box)."
+        >>> no_such("unknown shape", "sqare", ["round", "square"])
+        "unknown shape 'sqare'. Did you mean 'square'? Known: round, square."
     """
-    names, others = [str(each) for each in known], list(also)
-    more = f" (or {', '.join(others)})" if others else ""
-    return f"{what} {name!r}.{hint or did_you_mean(name, [*names, *others])} Known: {', '.join(names) or 'none'}{more}."
+    names = [str(each) for each in known]
+    return f"{what} {name!r}.{hint or did_you_mean(name, names)} Known: {', '.join(names) or 'none'}."
 
 
 def no_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:
-    """The error of a module's ``__getattr__``; it suggests the nearest public name.
+    """Return the error for a module's ``__getattr__``. It suggests the nearest public name.
 
     Example:
         >>> print(no_attribute("torchrl_llm_kl", "RetreiveKL", ["RetrieveKL", "Ragged"]))
         module 'torchrl_llm_kl' has no attribute 'RetreiveKL'. Did you mean 'RetrieveKL'?
     """
-    near = "" if name.startswith("_") else did_you_mean(name, known)  # Python asks for its own names
+    near = "" if name.startswith("_") else did_you_mean(name, known)  # Python and IPython probe for such names
     return AttributeError(f"module {module!r} has no attribute {name!r}{near and '.' + near}")
 
 
 def first_sentence(error: BaseException) -> str:
-    """What an error of another library says first, on one line.
+    """Return the first sentence of another library's error message, on one line.
 
     Example:
         >>> first_sentence(OSError("No such model.  Check the name."))
@@ -117,7 +110,7 @@ def first_sentence(error: BaseException) -> str:
 
 
 def flatten(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Nested mappings as paths with dots; an empty mapping keeps its own path."""
+    """Convert nested mappings to paths with dots. An empty mapping keeps its path."""
     out: dict[str, object] = {}
     for name, value in settings.items():
         path = f"{prefix}{name}"
@@ -129,13 +122,13 @@ def flatten(settings: Mapping[str, object], prefix: str = "") -> dict[str, objec
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """Named things of one kind; a read-only mapping with :meth:`add`.
+    """Named things of one kind: a mapping that :meth:`add` extends.
 
     Iteration yields the names in the order of :meth:`add`.
 
     Args:
         kind: the noun for messages.
-        error: raised for an unknown name; its message suggests the nearest one.
+        error: the error for an unknown name. Its message suggests the nearest one.
 
     Example:
         >>> shapes = Registry[int]("shape")
@@ -179,14 +172,14 @@ class Registry(Mapping[str, T], Generic[T]):
 
 @dataclass(frozen=True)
 class Spec:
-    """Facts about a registered function that its decorator reads from the signature and the docstring.
+    """Facts about a registered function, which its decorator reads from the signature and the docstring.
 
     Args:
         name: the function's name in its registry.
         hyper: names of its hyper-parameters.
-        only_with: hyper-parameters that only some settings use -> (the hyper-parameter that decides, its values).
-        source: where the formula comes from: the paragraph "Source: ..." at the end of its docstring.
-        types: hyper-parameter -> its type, as annotated.
+        only_with: hyper-parameter -> (the hyper-parameter that enables it, the values that do so).
+        source: the source of the formula, from the paragraph "Source: ..." at the end of the docstring.
+        types: hyper-parameter -> its annotated type.
         defaults: hyper-parameter -> default, for those that have one.
     """
 
@@ -198,7 +191,7 @@ class Spec:
     defaults: Mapping[str, object] = field(default_factory=dict)
 
     def reading(self: S, function: Callable[..., object], inputs: Sequence[str]) -> S:
-        """A copy with what signature and docstring say: parameters that are not among ``inputs`` are hyper-parameters."""
+        """Return a copy with the facts of a function. Parameters that are not in ``inputs`` are hyper-parameters."""
         empty = inspect.Parameter.empty
         parameters = {key: x for key, x in signature_of(function).items() if x.kind is not x.VAR_KEYWORD}
         _, found, source = inspect.cleandoc(function.__doc__ or "").rpartition("\n\nSource: ")
@@ -212,7 +205,7 @@ class Spec:
         )
 
     def check(self, given: Mapping[str, object]) -> None:
-        """Raise unless each is a hyper-parameter of the function under its own name, and one of its choices if it has some."""
+        """Raise unless each name is a hyper-parameter of the function, and each value fits its range or its choices."""
         for key, value in given.items():
             if key not in self.hyper:
                 hint = foreign_hint(key, self.hyper)
@@ -220,12 +213,11 @@ class Spec:
             for bounds in ranges_of(self.types.get(key)):
                 bounds.check(key, value)
             choices = choices_of(self.types.get(key))
-            if choices and value not in choices:
-                hint = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
-                raise ValueError(f"{key} must be one of {', '.join(map(repr, choices))}, got {value!r}.{hint}")
+            if choices:
+                check_choice(choices, **{key: value})
 
     def unused(self, given: Mapping[str, object]) -> list[str]:
-        """Those of ``given``, under own names, that differ from their defaults and that the others make ineffective."""
+        """Return the hyper-parameters that differ from their defaults and that the other ones make ineffective."""
         deciding = {key: self.only_with[key] for key in given if key in self.only_with}
         return [
             key
@@ -234,7 +226,7 @@ class Spec:
         ]
 
     def check_used(self, given: Mapping[str, object]) -> None:
-        """Raise a ValueError for a hyper-parameter, under its own name, that the others make ineffective."""
+        """Raise a ValueError for a hyper-parameter that the other ones make ineffective."""
         for key in self.unused(given):
             name, values = self.only_with[key]
             raise ValueError(
@@ -247,7 +239,7 @@ S = TypeVar("S", bound=Spec)
 
 
 def signature_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function by name, with evaluated annotations where these can be evaluated."""
+    """The parameters of a function by name, with evaluated annotations if they can be evaluated."""
     try:
         return inspect.signature(function, eval_str=True).parameters
     except (NameError, AttributeError, TypeError):
@@ -255,7 +247,7 @@ def signature_of(function: Callable[..., object]) -> Mapping[str, inspect.Parame
 
 
 class Range(NamedTuple):
-    """Numbers in ``[low, high]`` and between ``above`` and ``below``, exclusive: a part of an ``Annotated`` hyper-parameter."""
+    """The range of an ``Annotated`` hyper-parameter: ``[low, high]``, and exclusively between ``above`` and ``below``."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -263,7 +255,7 @@ class Range(NamedTuple):
     below: float | None = None
 
     def check(self, name: str, value: object) -> None:
-        """Raise a ValueError for a number outside, a TypeError for a text. Reading a tensor would be a host sync: it passes."""
+        """Raise a ValueError for a number outside the range. Tensors pass, since reading one could be a host sync."""
         if isinstance(value, str):
             raise TypeError(f"{name} must be a number, got {value!r}.")
         low, high, above, below = self
@@ -289,7 +281,7 @@ def ranges_of(annotation: object) -> list[Range]:
 
 
 def choices_of(annotation: object) -> tuple[object, ...]:
-    """The values of a Literal, and None if it is optional; empty for any other type."""
+    """The values of a Literal, and None if it is optional. Empty for any other type."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     members = [each for each in members_of(annotation) if each is not annotation]

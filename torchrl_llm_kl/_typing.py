@@ -1,11 +1,11 @@
-"""Types that several layers name."""
+"""Types that several layers use."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-#: A JSON object, from or for a file, a template or another process.
+#: A JSON object of a file, a template or another process.
 Json: TypeAlias = dict[str, Any]
-#: What a processor returned for the images of each row, by name; None for a row without images.
+#: For each row, the processor's output for its images by name, or None without images.
 ImageRows: TypeAlias = Sequence[Mapping[str, object] | None]

@@ -1,4 +1,4 @@
-"""Scoring beside a plain forward and beside itself: one sequence, many answers, products in bfloat16."""
+"""Scoring compared with a plain forward and with itself: one sequence, many answers, products in bfloat16."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torchrl_llm_kl import LogProbScorer
 
 PLAIN, ONE, FLOAT32 = "plain forward", "one answer", "float32"
 SIZE = ModelSize(vocab=32_000, hidden=512, layers=4)
-WIDE = ModelSize(vocab=32_000, hidden=1024, layers=4)  # of the products in bfloat16
+WIDE = ModelSize(vocab=32_000, hidden=1024, layers=4)  # for the products in bfloat16
 
 
 def last_tokens(settings: Settings) -> Outcome:
-    """The last 64 tokens of one sequence: there is nothing to share and no padding to leave out."""
+    """The last 64 tokens of one sequence, with nothing to share and no padding to leave out."""
     size = settings.size(SIZE)
     batch = one_prompt(1, 20, 8, size.vocab) if settings.quick else one_prompt(1, 1436, 64, size.vocab)
     model = qwen2(size, device=settings.device, dtype=settings.dtype)
@@ -37,7 +37,7 @@ def last_tokens(settings: Settings) -> Outcome:
 
 
 def many_answers(settings: Settings) -> Outcome:
-    """32 answers of 64 tokens to a prompt of 1,500, beside a plain forward of all and beside one of them."""
+    """32 answers of 64 tokens to a prompt of 1,500, compared with a plain forward of all, and of one of them."""
     size = settings.size(SIZE)
     most, prompt, answer = (4, 20, 8) if settings.quick else (32, 1500, 64)
     batch, single = (one_prompt(n, prompt, answer, size.vocab) for n in (most, 1))
@@ -53,7 +53,7 @@ def many_answers(settings: Settings) -> Outcome:
 
 
 def half_products(settings: Settings) -> Outcome:
-    """``dtype=torch.bfloat16`` on float32 weights, beside float32, and the same for one matrix product."""
+    """``dtype=torch.bfloat16`` on float32 weights compared with float32, also for a single matrix product."""
     size = settings.size(WIDE)
     batch = one_prompt(2, 20, 8, size.vocab) if settings.quick else one_prompt(8, 256, 128, size.vocab)
     model = qwen2(size, device=settings.device)

@@ -21,12 +21,12 @@ class Settings:
     """The settings of a run.
 
     Args:
-        repeats: runs per contender; the result is their median.
+        repeats: runs per contender. The result is their median.
         quick: use the smallest models and batches, as a smoke test.
-        device: of models and data.
-        dtype: of the weights.
+        device: device of models and data.
+        dtype: dtype of the weights.
         on_run: called with the name of each contender before it runs.
-        clock: of all times; the processor's for one thread on a machine that others use.
+        clock: the clock of all times. On a machine that others use it is the processor's clock of one thread.
     """
 
     repeats: int = 3

@@ -20,7 +20,7 @@ SIZE = ModelSize(vocab=1000, hidden=256, layers=6)
 
 
 def measure(prompt: int, settings: Settings) -> Outcome:
-    """Both libraries with checkpointed layers; and this library without."""
+    """Both libraries with checkpointed layers, and this library without."""
     size = settings.size(SIZE)
     batch = group(20, 3, 8, size.vocab) if settings.quick else group(prompt, 16, 40, size.vocab)
     model = qwen2(size, device=settings.device, dtype=settings.dtype).train()

@@ -21,7 +21,7 @@ from benchmarks.workloads.base import OURS, THEIRS, Settings, Workload
 from torchrl_llm_kl import LogProbScorer, Ragged
 
 SIZE = ModelSize(vocab=32_000, hidden=512, layers=6)
-MEMORY = 256 * MIB  # per model; holds all turns
+MEMORY = 256 * MIB  # per model, enough for all turns
 
 Number = TypeVar("Number", int, float)
 Score = Callable[[Ragged, Tensor], Ragged]

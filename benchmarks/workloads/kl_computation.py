@@ -1,4 +1,4 @@
-"""``KLComputation`` alone: KL and penalised reward from existing log-probs, in rows of different lengths."""
+"""``KLComputation`` by itself: KL and penalised reward from existing log-probs, in rows of different lengths."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def _backward(log_prob: Tensor, advantage: Tensor, response: Tensor) -> None:
 
 
 def _check_agreement(model: Any, steps: dict[str, Step], dtype: torch.dtype) -> tuple[float, float]:
-    """Largest difference of the log-probs; largest difference of the gradients, relative to the largest entry of each."""
+    """The largest difference of log-probs, and that of gradients relative to the largest entry of each."""
     log_probs, gradients = {}, {}
     for name, step in steps.items():
         model.zero_grad(set_to_none=True)

@@ -28,8 +28,7 @@ def measure(
 ) -> Outcome:
     """Score under two models and compute the KL, with the transforms of both libraries.
 
-    With ``deterministic`` the mode in which scores do not depend on the batch, also beside the normal one; ``recurrent``
-    models carry a state.
+    ``deterministic`` also measures the mode in which scores do not depend on the batch. ``recurrent`` models carry a state.
     """
     size, make = settings.size(SIZE), qwen3_5 if recurrent else qwen2
     size = replace(size, family="Qwen3.5", layers=max(4, size.layers)) if recurrent else size

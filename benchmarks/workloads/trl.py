@@ -1,4 +1,4 @@
-"""Scoring and training beside TRL's GRPOTrainer, as it is and with its head at scored positions only, and a plain forward."""
+"""Scoring and training compared with a plain forward and with TRL's GRPOTrainer, also with its head at scored positions."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def train(make: Make, full: ModelSize, checkpoint: bool, settings: Settings) -> 
 
 
 def _alternate(settings: Settings, contenders: dict[str, Contender]) -> dict[str, Measured]:
-    """As shipped TRL takes longer than all others together, and no target depends on it: it runs once."""
+    """TRL as shipped runs once, since it takes longer than all others together, and no target depends on it."""
     shipped = contenders.pop(SHIPPED)
     return settings.alternate({SHIPPED: shipped}, repeats=1) | settings.alternate(contenders)
 

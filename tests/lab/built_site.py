@@ -1,4 +1,4 @@
-"""The built site, and what its pages hold: links, anchors, text."""
+"""The built site, with the links, anchors and text of its pages."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from project import PROJECT
 
 
 def build(folder: Path) -> str:
-    """Build the site into a folder, with warnings as errors, as ``make docs`` does; what the build printed."""
+    """Build the site into a folder, with warnings as errors, as ``make docs`` does. Returns the output of the build."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(PROJECT)}
     done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False)
@@ -28,7 +28,7 @@ CODE = ("code", "pre", "script", "style")
 
 
 class Page(HTMLParser):
-    """A page's anchors, the targets of its links, what it loads, and its text outside code."""
+    """A page's anchors, the targets of its links, the resources that it loads, and its text outside code."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(convert_charrefs=True)
@@ -62,7 +62,7 @@ class Page(HTMLParser):
 
 @dataclass
 class Site:
-    """A built site: its root, and what the build said."""
+    """A built site: its root folder, and the output of the build."""
 
     folder: Path
     printed: str
@@ -85,7 +85,7 @@ class Site:
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """The site, built once for all tests of a tier; ``TORCHRL_LLM_KL_SITE`` names one that is built already."""
+    """The site, built once for all tests of a run. ``TORCHRL_LLM_KL_SITE`` can name a built site instead."""
     if built := environ.get("TORCHRL_LLM_KL_SITE"):
         return Site(Path(built).resolve(), "")
     folder = tmp_path_factory.mktemp("site")

@@ -26,7 +26,7 @@ _POSITIONAL |= {"top_entropy_mask": ("entropy", "mask")}
 
 
 def called(function: Callable[..., Any], *tensors: Tensor, **given: Any) -> Any:
-    """A function of ``LossInputs`` on tensors: those that are inputs go into the record, the others are hyper-parameters."""
+    """Call a function of ``LossInputs``. Tensors that are inputs go into the record, other arguments are hyper-parameters."""
     given |= zip(
         _POSITIONAL.get(getattr(function, "__name__", ""), ("log_prob", "mask")), tensors, strict=bool(tensors)
     )
@@ -38,7 +38,7 @@ def called(function: Callable[..., Any], *tensors: Tensor, **given: Any) -> Any:
 def evaluate(
     function: Objective, *, ratio: Rows, advantage: Rows, log_prob: Rows | None = None, mask: Any = None, **inputs: Any
 ) -> tuple[LossTerm, Tensor]:
-    """The only term, and the gradient of the sum of its values. Log-probs are -1 where none are given."""
+    """Return the only term, and the gradient of the sum of its values. Log-probs are -1 by default."""
     log_prob = tensor(log_prob) if log_prob is not None else torch.full_like(tensor(ratio), -1.0)
     old = log_prob - tensor(ratio).log()
     log_prob = log_prob.requires_grad_()
@@ -49,7 +49,7 @@ def evaluate(
 
 
 def assert_result(result: tuple[LossTerm, Tensor], *, value: Rows, gradient: Rows, **metrics: float) -> None:
-    """Values and gradients per token, and those metrics that are named."""
+    """Check values and gradients per token, and the named metrics."""
     term, found = result
     assert term.name == "objective"
     assert_close(term.value.detach(), tensor(value))
@@ -64,7 +64,7 @@ Case = tuple[Objective, dict[str, Any], Rows, Rows, dict[str, float]]
 def case(
     function: Objective, inputs: dict, hyper: dict, value: Sequence, gradient: Sequence, metrics: dict | None = None
 ) -> Case:
-    """A case in which one row of tokens may be written without its outer brackets."""
+    """A case. A single row of tokens may be written without outer brackets."""
     given = {key: _rows(x) if key in ("ratio", "advantage", "log_prob") else x for key, x in inputs.items()}
     return function, {**given, **hyper}, _rows(value), _rows(gradient), metrics or {}
 
@@ -74,7 +74,7 @@ def _rows(values: Sequence[Any]) -> Rows:
 
 
 def assert_case(case: Case) -> LossTerm:
-    """Values where the mask is True, gradients and metrics; the term has the inputs' mask."""
+    """Check values where the mask is True, gradients, metrics, and that the term has the inputs' mask."""
     function, inputs, value, gradient, metrics = case
     term, found = evaluate(function, **inputs)
     term = term.replace(value=torch.where(term.mask, term.value, 0))

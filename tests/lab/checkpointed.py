@@ -1,4 +1,4 @@
-"""Models whose layers are checkpointed in each of the ways that users do it."""
+"""Models whose layers are checkpointed in the ways that users do it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,20 +14,20 @@ def layers(model: Any) -> nn.ModuleList:
 
 
 def enable(model: Any, reentrant: bool = False) -> None:
-    """Transformers' own way: its name since 5.24, or the one before."""
+    """Checkpoint as transformers does. Release 5.24 renamed the method."""
     way = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     way({"use_reentrant": reentrant})
 
 
 def wrap(model: Any, reentrant: bool) -> None:
-    """What users of FSDP call."""
+    """Checkpoint as users of FSDP do."""
     implementation = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
     for i, layer in enumerate(layers(model)):
         layers(model)[i] = checkpoint_wrapper(layer, implementation)
 
 
 def in_own_code(model: Any, reentrant: bool, run: Callable[..., Any] = checkpoint) -> None:
-    """Layers that call torch's checkpoint, or another, in their forward."""
+    """Call torch's checkpoint, or another one, in the forward of the layers."""
     for layer in layers(model):
 
         def forward(hidden: Tensor, *args: Any, plain: Callable[..., Any] = layer.forward, **options: Any) -> Any:
@@ -43,7 +43,7 @@ def enable_and_wrap(model: Any, reentrant: bool) -> None:
 
 
 def enable_in_own_code(model: Any, reentrant: bool) -> None:
-    """One that the scorer follows within one that it does not."""
+    """A checkpoint that the scorer follows within one that it does not follow."""
     in_own_code(model, reentrant)
     for layer in layers(model):
         layer.self_attn = checkpoint_wrapper(layer.self_attn)

@@ -14,7 +14,7 @@ CHATS = [
 
 
 def invoked(app: Any, *words: str, code: int = 0) -> str:
-    """The output of a command, which ends with this code; all space is single."""
+    """The output of a command with single spaces. The command must end with this code."""
     from typer.testing import CliRunner
 
     result = CliRunner().invoke(app, words)
@@ -23,7 +23,7 @@ def invoked(app: Any, *words: str, code: int = 0) -> str:
 
 
 def error_of(result: Any) -> str:
-    """The one line of an error."""
+    """The single line of an error message."""
     lines = [line for line in result.stderr.splitlines() if line and "warning:" not in line]
     assert len(lines) == 1, lines
     assert lines[0].startswith("torchrl-llm-kl: ")
@@ -31,7 +31,7 @@ def error_of(result: Any) -> str:
 
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
-    """Rows as JSON lines; text as it is."""
+    """Write rows as JSON lines, or text unchanged."""
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return path

@@ -1,7 +1,7 @@
-"""Comparisons of floats that hold on every processor: the bound comes from the operation, not from one machine.
+"""Comparisons of floats that hold on every processor, since the bound follows from the operation.
 
-Processors add in different orders, fuse products with sums and compute ``exp`` with different polynomials. Two right
-results of one formula therefore differ, by an amount that follows from the dtype, the values and the formula.
+Processors add in different orders, fuse products with sums, and compute ``exp`` with different polynomials. Two correct
+results of one formula therefore differ by an amount that follows from the dtype, the values and the formula.
 """
 
 import math
@@ -26,23 +26,23 @@ def assert_near(
     dtype: torch.dtype | None = None,
     msg: str = "",
 ) -> None:
-    """Assert that two results differ by rounding alone.
+    """Assert that two results differ only by rounding.
 
-    Each value must fulfil ``|actual - expected| <= 4 * eps(dtype) * sqrt(terms) * (1 + |exponent|) * size``. Integers and
-    booleans must be equal, infinities and shapes too: nothing broadcasts. NaN equals nothing.
+    Each value must fulfil ``|actual - expected| <= 4 * eps(dtype) * sqrt(terms) * (1 + |exponent|) * size``. Integers,
+    booleans, infinities and shapes must be equal. NaN equals nothing.
 
     Args:
         actual: a number, a tensor (padded or nested), or a list, tuple or mapping of them. A list of numbers is one tensor.
         expected: the same structure.
-        terms: summands of the longest sum on the way.
-        size: largest magnitude of what was rounded on the way, such as the logits under a log-prob; at least
-            ``|expected|``. Default: the largest ``|expected|`` of the tensor; 0 compares each value by its own magnitude.
-        exponent: of a result of ``exp``, the largest exponent ``x``: a relative error of ``eps`` in ``x`` is an absolute one
-            of ``eps * x``, and so a relative one of ``eps * x`` in ``exp(x)``.
-        dtype: precision of the computation, if it is not the tensors': a float32 result that became a Python
-            number, or a float32 result and its float64 truth. Tensors of two dtypes are an error without it. Python numbers
-            alone are float64.
-        msg: what is compared, for the error.
+        terms: the number of summands of the longest sum in the computation.
+        size: the largest magnitude of a rounded number in the computation, such as the logits of a log-prob. At least
+            ``|expected|``. Default: the largest ``|expected|`` of the tensor. 0 compares each value by its own magnitude.
+        exponent: for a result of ``exp``, the largest exponent ``x``. A relative error of ``eps`` in ``x`` is a relative error
+            of ``eps * x`` in ``exp(x)``.
+        dtype: precision of the computation, if it is not the dtype of the tensors: for a float32 result that became a Python
+            number, or a float32 result and its float64 truth. Tensors of two dtypes require it. Python numbers count as
+            float64.
+        msg: a name for the error message.
     """
     options: dict[str, Any] = {"terms": terms, "size": size, "exponent": exponent, "dtype": dtype}
     if isinstance(expected, Tensor) and expected.is_nested:
@@ -75,13 +75,13 @@ def assert_near(
 
 
 def rows_keep_their_bits() -> bool:
-    """Whether this machine's matrix products give a row the same bits in any place, which ``deterministic=True`` needs."""
+    """Whether a row of a matrix product has the same bits at each position, which ``deterministic=True`` needs."""
     generator = torch.Generator().manual_seed(0)
     rows, weight = (torch.randn(n, 64, generator=generator) for n in (256, 32))
     return torch.equal((rows @ weight.T).flip(0), rows.flip(0) @ weight.T)
 
 
-#: MKL with the instructions of AVX2, for one, does not; there ``deterministic=True`` is refused.
+#: MKL with the instructions of AVX2 does not fulfil this, and ``deterministic=True`` is refused there.
 needs_equal_rows = pytest.mark.skipif(
-    not rows_keep_their_bits(), reason="matrix products of this machine give a row other bits in another place"
+    not rows_keep_their_bits(), reason="on this machine the bits of a row of a matrix product depend on its position"
 )

@@ -1,4 +1,4 @@
-"""The code blocks of the documentation: language, and whether they are marked as not run; the README's, on a tiny model."""
+"""The code blocks of the documentation, and the README's example on a tiny model."""
 
 import re
 from pathlib import Path
@@ -21,14 +21,14 @@ class Block(NamedTuple):
     """A fenced block."""
 
     page: str  # path in the repository
-    line: int  # of its first line of code, from 1
-    language: str  # as it is written after the fence; empty if there is none
+    line: int  # the number of its first line of code, from 1
+    language: str  # the word after the fence, or empty
     code: str
-    reason: str | None  # why it is not run; None for a block that is run
+    reason: str | None  # the reason why it is not run, or None
 
 
 def all_blocks(*languages: str) -> list[Block]:
-    """The blocks of all pages in these languages, in order."""
+    """All blocks in these languages, in the order of the pages."""
     found = []
     for page in PAGES:
         text, name = page.read_text(encoding="utf-8"), page.relative_to(PROJECT).as_posix()
@@ -39,7 +39,7 @@ def all_blocks(*languages: str) -> list[Block]:
 
 
 def save_checkpoint(folder: Path, tokenizer: Any = None, family: str = "qwen2") -> None:
-    """A tiny model with its tokenizer, for the example to load; a family may have a tokenizer class of its own."""
+    """Save a tiny model with its tokenizer, which the example loads."""
     tokenizer = make_tokenizer() if tokenizer is None else tokenizer
     model = make_model(tokenizer, 0, family)
     model.config.max_position_embeddings = 2048
@@ -49,7 +49,7 @@ def save_checkpoint(folder: Path, tokenizer: Any = None, family: str = "qwen2") 
 
 
 def example(folder: Path) -> str:
-    """The README's, with the checkpoint in ``folder`` in place of the hub's."""
+    """The README's example, with the checkpoint in ``folder`` instead of the hub's."""
     (text,) = (block.code for block in all_blocks("python") if block.page == "README.md")
     assert len(text.strip().splitlines()) <= 23, "the README promises a short example"
     hub = '"Qwen/Qwen2.5-0.5B-Instruct"'

@@ -1,4 +1,4 @@
-"""Another driver of the cluster: a process that runs pieces of a script and returns what they print."""
+"""Another driver of the cluster: a process that runs pieces of a script and returns their output."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ from pathlib import Path
 import ray
 
 LAB = str(Path(__file__).parent)
-#: What each script may use beside `connect`, `total` and `wait_for_replicas`.
+#: Each script may use these names, and `connect`, `total` and `wait_for_replicas`.
 HEAD = """
 import os, pickle, ray, signal, sys, time
 from functools import partial
@@ -29,7 +29,7 @@ class Driver:
     """A process that is connected to the cluster of this one.
 
     Args:
-        finds_lab: whether its actors find the modules of this folder.
+        finds_lab: whether its actors can import the modules of this folder.
     """
 
     def __init__(self, *, finds_lab=True):
@@ -57,7 +57,7 @@ class Driver:
         return self.result()
 
     def exit(self):
-        """As a script that ends."""
+        """End normally, as a script that is finished."""
         self.process.stdin.close()
         self.process.wait()
 
@@ -67,7 +67,7 @@ class Driver:
 
 
 def handle_of(remote):
-    """The expression of a served model in a driver's script."""
+    """The Python expression of a served model, for a driver's script."""
     return f"pickle.loads(bytes.fromhex({pickle.dumps(remote).hex()!r}))"
 
 
@@ -78,7 +78,7 @@ def total(remote):
 
 
 def serve(address, *, finds_lab=True):
-    """The process: a script of each line of the input, in JSON."""
+    """The main function of the process. It runs one script, in JSON, per line of the input."""
 
     def connect(**options):
         environment = {"env_vars": {"PYTHONPATH": LAB, "OMP_NUM_THREADS": "1"}}

@@ -1,4 +1,4 @@
-"""A small batch of rollouts for losses of this package and of others, on one model."""
+"""A small batch of rollouts, on which losses of this package and of other libraries are compared."""
 
 import collections
 import warnings
@@ -26,13 +26,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
     folder = tmp_path_factory.mktemp("model")
     made = tiny_model("qwen2", seed=0, vocab_size=len(build_tokenizer(pad_token="<|pad|>"))).double()
     made.save_pretrained(folder)
-    made.config._name_or_path = str(folder)  # TRL loads the reference from there
+    made.config._name_or_path = str(folder)  # TRL loads the reference from this path
     return made
 
 
 @pytest.fixture(scope="session")
 def batch(model: nn.Module) -> dict[str, Tensor]:
-    """Answers of the model, of 1 to 8 tokens, with ratios around all clip bounds, and advantages of both signs."""
+    """Answers of 1 to 8 tokens from the model, with ratios around all clip bounds, and advantages of both signs."""
     rng = torch.Generator().manual_seed(3)
 
     def uniform(*shape: int) -> Tensor:
@@ -45,7 +45,7 @@ def batch(model: nn.Module) -> dict[str, Tensor]:
             ids = torch.cat([ids, chosen], 1)
         whole = model(ids).logits.log_softmax(-1)[:, PROMPT - 1 : -1]
         log_prob = whole.gather(-1, ids[:, PROMPT:, None])[..., 0]
-    # Of some answers the geometric mean of the ratios is far from 1, of most it is near.
+    # Some answers have a geometric mean of the ratios far from 1, most have one near 1.
     old = log_prob + 0.3 * uniform(ROWS, 1) ** 3 + 0.4 * uniform(ROWS, WIDTH)
     advantage = uniform(ROWS)
     return {
@@ -59,7 +59,7 @@ def batch(model: nn.Module) -> dict[str, Tensor]:
 
 
 def rollouts(batch: dict[str, Tensor]) -> TensorDict:
-    """The batch as this package reads it; padding on the right is outside the mask."""
+    """The batch as this package reads it, without the padding on the right."""
     names = {"log_probs": "old", "ref_log_probs": "ref", "sampler_log_probs": "sampler"}
     rows = []
     for i, mask in enumerate(batch["mask"]):
@@ -71,7 +71,7 @@ def rollouts(batch: dict[str, Tensor]) -> TensorDict:
 
 
 class OneDevice(SimpleNamespace):
-    """State of a trainer of TRL on one device, which its loss reads."""
+    """The state of a TRL trainer on one device that its loss reads."""
 
     def __init__(self, **more: Any) -> None:
         same: dict[str, Any] = dict.fromkeys(("gather", "gather_for_metrics"), lambda x: x)
@@ -93,7 +93,7 @@ def with_gradients(model: nn.Module, compute: Callable[[], Tensor]) -> Found:
 
 
 def ours(model: nn.Module, batch: dict[str, Tensor], translation: Any, data: TensorDict | None = None) -> Found:
-    """Of a translation, on the batch or on data made from it."""
+    """Loss and gradients of a translation, on the batch or on data made from it."""
     reads = translation.overrides.get("kl_loss", "none") != "none" or translation.algorithm in ("dpo", "kto")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLPlacementWarning)
@@ -101,19 +101,8 @@ def ours(model: nn.Module, batch: dict[str, Tensor], translation: Any, data: Ten
     return with_gradients(model, lambda: loss(rollouts(batch) if data is None else data).total_loss)
 
 
-_EVALUATED: dict[tuple[int, str], Found] = {}
-
-
-def evaluated(model: nn.Module, batch: dict[str, Tensor], translation: Any) -> Found:
-    """As :func:`ours`, once for each algorithm and its settings."""
-    key = id(model), repr((translation.algorithm, translation.overrides))
-    if key not in _EVALUATED:
-        _EVALUATED[key] = ours(model, batch, translation)
-    return _EVALUATED[key]
-
-
 def agree(found: Found, expected: Found) -> None:
-    """Values and gradients are the same, and the gradients are not 0."""
+    """Check that values and gradients are equal, and that the gradients are not 0."""
     assert_close(found[0].double(), expected[0].double(), **CLOSE)
     assert max(float(gradient.abs().max()) for gradient in expected[1]) > 1e-3
     for got, want in zip(found[1], expected[1], strict=True):
@@ -121,7 +110,7 @@ def agree(found: Found, expected: Found) -> None:
 
 
 def differ(found: Found, other: Found) -> bool:
-    """Whether two losses have other gradients."""
+    """Whether two losses have different gradients."""
     return max(float((a - b).abs().max()) for a, b in zip(found[1], other[1], strict=True)) > 1e-5
 
 
@@ -132,7 +121,7 @@ def scored(model: nn.Module, batch: dict[str, Tensor], temperature: float = 1.0)
 
 
 def each_in_one_list(translation: Any, given: Mapping[str, Any]) -> None:
-    """Each setting that is given is in one of the lists of a translation, once."""
+    """Check that each given setting is in exactly one list of a translation."""
     lists = (translation.translated, translation.sampled, translation.outside, translation.refused)
     names = [row.name for rows in lists for row in rows if row.given]
     assert collections.Counter(names) == collections.Counter(list(given))

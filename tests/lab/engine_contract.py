@@ -1,4 +1,4 @@
-"""What :class:`HTTPEngine` promises of a server: one class of tests, for the server of the tests and for a real one."""
+"""Tests that every server for :class:`HTTPEngine` must pass: the server of the tests and a real one."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +20,11 @@ from waits import LONG
 
 @dataclass
 class Served:
-    """A server, and the model that it has."""
+    """A server and its model."""
 
     url: str
     model: str
-    scorer: LogProbScorer  # of the same weights, here
+    scorer: LogProbScorer  # in this process, with the same weights
     vocab: int
     context: int  # tokens
     max_logprobs: int
@@ -38,7 +38,7 @@ class Served:
         return sequences(seed, count, self.vocab, longest)
 
     def assert_right(self, engine: HTTPEngine, rows: Ragged, mask: Any = None, **options: Any) -> Scores:
-        """The engine's scores are those of the model here; returns them."""
+        """Check that the engine's scores equal those of the model in this process, and return them."""
         found = evaluated(engine, rows, mask, **options)
         want = self.scorer.evaluate(rows, mask, **options)
         for name in ("log_prob", "top_log_probs", "tail_log_prob"):
@@ -53,7 +53,7 @@ def evaluated(engine: HTTPEngine, rows: Ragged, mask: Any = None, **options: Any
 
 
 class EngineContract:
-    """Tests for a subclass with a fixture ``served``."""
+    """Tests for subclasses that define the fixture ``served``."""
 
     def test_values_are_those_of_the_model(self, served: Served) -> None:
         found = served.engine()
@@ -75,15 +75,15 @@ class EngineContract:
             with pytest.raises(ValueError, match="greater than max allowed"):
                 evaluated(found, rows, top_k=served.max_logprobs + 1)
 
-    def test_what_the_server_owns_is_refused_alone(self, served: Served) -> None:
-        """Options and weights; and requests that it refuses leave their neighbours."""
+    def test_options_and_weights_of_the_server_are_refused(self, served: Served) -> None:
+        """Options and weights of the server are refused. Refused requests do not affect the others of a batch."""
         core = ScoringCore(served.engine())
         bad: dict[str, Any] = dict.fromkeys(("entropy", "deterministic", "moments"), True)
         bad |= {"dtype": torch.bfloat16, "adapters": False, "temperature": 0.7}
         bad |= {"sampling": Sampling(top_k=3), "records": {"kept": Kept(torch.tensor([1, 2, 3]), torch.arange(4))}}
         requests = [job_of([(1, 2, 3)], **{name: value}) for name, value in bad.items()]
         first, *refused, last = core.score(
-            [job_of([(1, 2, 3)]), *requests, job_of([(1, 2)], remember=True)]  # it has its own cache
+            [job_of([(1, 2, 3)]), *requests, job_of([(1, 2)], remember=True)]  # the server has its own cache
         )
         assert [type(answer) for answer in (first, last)] == [dict, dict]
         for name, answer in zip(bad, refused, strict=True):
@@ -104,7 +104,7 @@ class EngineContract:
             served.engine(model="other")
 
     def test_concurrent_callers(self, served: Served) -> None:
-        """64 callers at once, of sequences with common prefixes: each gets its own scores."""
+        """64 concurrent callers with common prefixes get their own scores."""
         found = served.engine(concurrency=64)
         whole = served.rows(7, 1, 48).values.tolist() + list(range(1, 40))
         rows = [Ragged.from_list([torch.tensor([*whole[: 16 + i % 24], i % served.vocab, i % 7])]) for i in range(64)]

@@ -1,7 +1,7 @@
-"""Fetch what tests/peers compares with: ``python tests/lab/fetch_peers.py FOLDER``.
+"""Fetch the libraries that tests/peers compares with: ``python tests/lab/fetch_peers.py FOLDER``.
 
-The wheels of Trinity-RFT, verl and TRL are unpacked, not installed: single modules of them are loaded (``peers.py``). torchrl's
-own tests come from its repository, since no wheel holds them. What is there already is kept.
+The wheels of Trinity-RFT, verl and TRL are unpacked, not installed, since only single modules of them are loaded
+(``peers.py``). torchrl's own tests come from its repository, since no wheel holds them. Existing folders are kept.
 """
 
 import subprocess
@@ -16,7 +16,7 @@ REPOSITORY = "https://github.com/pytorch/rl"
 
 
 def fetch_wheel(requirement: str, folder: Path) -> None:
-    """Download a wheel without what it depends on, and unpack it."""
+    """Download a wheel without its dependencies, and unpack it."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     subprocess.run([*pip, "--dest", str(folder.parent), requirement], check=True)
     name, _, release = requirement.replace("-", "_").partition("==")
@@ -26,7 +26,7 @@ def fetch_wheel(requirement: str, folder: Path) -> None:
 
 
 def main(top: Path) -> None:
-    """Fetch all that is not there; say so if torchrl's repository, at the release that is installed, cannot be reached."""
+    """Fetch everything that is missing. Print a message if torchrl's repository cannot be reached."""
     top.mkdir(parents=True, exist_ok=True)
     for name, requirement in FOLDERS.values():
         if not (top / name).is_dir():

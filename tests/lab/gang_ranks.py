@@ -1,6 +1,6 @@
-"""What each rank of a gang does without Ray: shard a model as its actor would, score, take weights; against one process.
+"""Functions for each rank of a gang without Ray: shard a model, score, take weights, and compare with one process.
 
-And the factories of gangs, which their actors import.
+Also the factories of gangs, which their actors import.
 """
 
 import os
@@ -26,12 +26,12 @@ def build(seed=0, dtype="float64", family="qwen2", **config):
 
 
 def by_hand(model, mesh):
-    """A function for ``shard=``: the root alone."""
+    """A function for ``shard=`` that shards only the root."""
     fully_shard(model, mesh=mesh)
 
 
 def share_of(made, request):
-    """This rank's sequences, and where its tokens are among all."""
+    """This rank's sequences, and the slice of its tokens among all tokens."""
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if may_split(made) else (1, 0)
     shares = split(request, ranks)
     start = sum(len(each.mask) for each in shares[:rank])
@@ -43,7 +43,7 @@ def largest(pairs, where):
 
 
 def difference(shard, dtype="float64"):
-    """Largest difference of log-probs and entropies from one process: before and after an update, and with a part of it."""
+    """Largest differences of log-probs and entropies from one process, before and after whole and partial updates."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     how = by_hand if shard == "by_hand" else shard
     whole = TransformersEngine(build(0, dtype), tokens_per_batch=16)
@@ -77,7 +77,7 @@ def difference(shard, dtype="float64"):
 
 
 def replayed(shard):
-    """Difference from one process over recorded tokens; the names of the tensors, and of weights as a wrapper names them."""
+    """The difference from one process over recorded tokens, the tensors, and our names for a wrapper's names of weights."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = TransformersEngine(build())
     made = shard_model(build(), shard, mesh)
@@ -95,12 +95,12 @@ def replayed(shard):
 
 
 def refusal(shard, **config):
-    """The message for a model that cannot be sharded so."""
+    """The message for a model that cannot be sharded in this way."""
     return refused.refusal(shard_model, build(**config), shard, init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
 def recorded(folder, pause=0.0):
-    """:func:`build` with a slower forward; leaves a file named after rank and process in ``folder``."""
+    """:func:`build` with a slower forward. Leaves a file named after rank and process in ``folder``."""
     (Path(folder) / f"{dist.get_rank()}-{os.getpid()}").touch()
     return slowed(build(), pause)
 
@@ -112,7 +112,7 @@ def broken_on_one_rank():
 
 
 def pids(folder, rank):
-    """Processes that were this rank, oldest first, those that have ended included."""
+    """All processes that ran this rank, oldest first, including ended ones."""
     marks = sorted(folder.glob(f"{rank}-*"), key=lambda path: path.stat().st_mtime_ns)
     return [int(path.name.split("-")[1]) for path in marks]
 

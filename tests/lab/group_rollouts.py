@@ -37,12 +37,12 @@ def _even_shares(batch: TensorDictBase) -> Tensor:
 
 
 def group_env(tokenizer: Any, *transforms: Transform, rows: int = ROWS, group: int = GROUP, **options: Any) -> EnvBase:
-    """A chat env that poses each query ``group`` times in a row, ``rows`` at a step; even tokens are rewarded."""
+    """A chat env that poses each query ``group`` times in a row, ``rows`` at a step, and rewards even tokens."""
     return make_env(tokenizer, *transforms, envs=rows, group=group, reward=Rewarded(_even_shares), **options)
 
 
 def scored(model: nn.Module, batch: TensorDictBase) -> list[Tensor]:
-    """Log-probs of the sampled tokens of each row by a plain forward, padded on the right; with graph."""
+    """Log-probs of the sampled tokens of each row, with graph, from a plain forward padded on the right."""
     rows = [step["tokens", "full"][step["masks", "all_attention_mask"]] for step in steps(batch)]
     logits = model(input_ids=pad_sequence(rows, True)).logits.log_softmax(-1)
     all_ = [x[: len(ids) - 1].gather(-1, ids[1:, None])[:, 0] for x, ids in zip(logits, rows, strict=True)]
@@ -67,7 +67,7 @@ def grpo_advantages(rewards: Sequence[float]) -> list[float]:
 def plain_loss(
     model: nn.Module, batch: Any, old: Any, ref: Any, *, kl_coeff: float, clip: tuple[float, float] = (0.2, 0.2)
 ) -> Tensor:
-    """PPO's dual-clipped surrogate plus ``kl_coeff`` times k2 to the reference: means over the sampled tokens of a batch."""
+    """Means over the sampled tokens of PPO's dual-clipped surrogate plus ``kl_coeff`` times k2 to the reference."""
     objective, kl = [], []
     for step, new_row, old_row, ref_row in zip(steps(batch), scored(model, batch), old, ref, strict=True):
         advantage = float(step["advantage"].flatten()[0])

@@ -1,4 +1,4 @@
-"""Shared by the tests of the head: random heads, and reference values computed in plain torch."""
+"""Random heads for the tests of the head, and reference values from plain torch."""
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ def make_targets(n=N, v=V, seed=0):
 
 
 def plain(hidden, weight, bias=None, *, temperature=1.0, scale=1.0, soft_cap=None):
-    """All log-probs ``[N, V]`` in plain torch: logits in the dtype of the inputs, upcast before anything else."""
+    """All log-probs ``[N, V]`` in plain torch. Logits have the dtype of the inputs, and are upcast before all other steps."""
     logits = F.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
     if soft_cap is not None:
@@ -49,7 +49,7 @@ def kl_of(log_p, log_q):
 
 
 def jensen_shannon_of(log_p, log_q, beta):
-    """From probabilities: ``log_p`` is the policy's, ``beta`` the reference's share of the mixture."""
+    """The divergence from probabilities. ``log_p`` is the policy's, ``beta`` the reference's share of the mixture."""
     p, q = log_p.exp(), log_q.exp()
     log_m = (beta * q + (1 - beta) * p).log()
     return beta * kl_of(log_q, log_m) + (1 - beta) * kl_of(log_p, log_m)
@@ -67,7 +67,7 @@ def pair_of(log_p, log_q, targets, **options):
 
 
 def pair(policy, ref, targets=None, **options):
-    """``linear_pair`` of two heads with their biases, if they have some."""
+    """``linear_pair`` of two heads, with their biases if there are any."""
     biases = {"bias": policy[2], "ref_bias": ref[2]} if len(policy) == 3 else {}
     return linear_pair(*policy[:2], *ref[:2], targets, **biases, **options)
 
@@ -103,7 +103,7 @@ def largest(run):
 
 
 def assert_same(got, want, inputs=(), weights=None):
-    """Outputs agree, and the gradients of their weighted sum to ``inputs``."""
+    """Check that outputs agree, and the gradients of their weighted sum with respect to ``inputs``."""
     assert_close(tuple(got), tuple(want))
     if inputs:
         weights = [1.0] * len(want) if weights is None else weights
@@ -113,7 +113,7 @@ def assert_same(got, want, inputs=(), weights=None):
 
 
 def collapse(log_p, ids):
-    """Log-probs of the ids, and of all other tokens together if there are some."""
+    """Log-probs of the ids, and of all other tokens together if there are any."""
     listed, others = log_p.gather(-1, ids), torch.ones_like(log_p).scatter(-1, ids, 0.0)
     rest = (log_p.exp() * others).sum(-1, keepdim=True).log()
     return listed if ids.shape[-1] == log_p.shape[-1] else torch.cat([listed, rest], -1)

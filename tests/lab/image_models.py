@@ -32,7 +32,7 @@ _GEMMA4_VISION = _TOWER | {"num_key_value_heads": 2, "head_dim": 8, "pooling_ker
 _GEMMA4_VISION |= {"position_embedding_size": 16}
 _LLAVA = {"image_grid_pinpoints": [[8, 8], [8, 16], [16, 8]], "vision_feature_layer": -1}
 _IDEFICS = ({"model_type": "llama"}, _SIGLIP, {"image_token_id": IMAGE, "scale_factor": 2})
-#: Family -> the beginning of its classes' names, and its settings: of the text beside those of all, of the vision, others.
+#: Family -> the beginning of its classes' names, further settings of the text model, the vision model, and other settings.
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ("Qwen2VL", _MROPE, _QWEN | {"embed_dim": 16, "mlp_ratio": 2}, _IDS),
     "qwen2_5_vl": ("Qwen2_5_VL", _MROPE, _QWEN25 | {"window_size": 8, "fullatt_block_indexes": [1]}, _IDS),
@@ -70,7 +70,7 @@ def image_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) 
 
 
 def picture(family: str, seed: int, wide: bool = False) -> dict[str, Tensor]:
-    """An image as the family's processor returns a row of one."""
+    """An image in the form in which the family's processor returns a row with one image."""
     generator = torch.Generator().manual_seed(seed)
 
     def pixels(*shape: int) -> Tensor:
@@ -95,9 +95,9 @@ def picture(family: str, seed: int, wide: bool = False) -> dict[str, Tensor]:
 
 
 def joined(family: str, pictures: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Several images as the processor returns a row of them."""
+    """Several images in the form in which the processor returns a row."""
     if family == "llava_onevision":
-        # Of several images the processor takes the first crop alone.
+        # If there are several images, the processor takes only their first crops.
         crops, sizes = zip(*((each["pixel_values"][:, :1], each["image_sizes"]) for each in pictures), strict=True)
         count = torch.tensor([len(pictures)])
         return {"pixel_values": torch.cat(crops), "image_sizes": torch.cat(sizes), "batch_num_images": count}
@@ -112,7 +112,7 @@ def num_placeholders(model: Any, row: dict[str, Tensor]) -> list[int]:
 
 
 def token_types(family: str, ids: Tensor) -> dict[str, Tensor]:
-    """What the processor returns beside the ids ``[1, T]``."""
+    """The token types that the processor returns with the ids ``[1, T]``."""
     name = {"gemma3": "token_type_ids"}.get(family, "mm_token_type_ids")
     return {} if family in ("llava_onevision", "smolvlm", "idefics3") else {name: (ids == IMAGE).long()}
 
@@ -125,7 +125,7 @@ def own_log_probs(family: str, model: Any, ids: Sequence[int] | Tensor, row: dic
 
 
 def image_processor(family: str) -> Any:
-    """A processor of qwen2_5_vl or gemma3, of few words, with images of 8 x 8 pixels."""
+    """A processor of qwen2_5_vl or gemma3 with few words and images of 8 x 8 pixels."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import Gemma3Processor, PreTrainedTokenizerFast, Qwen2_5_VLProcessor
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -148,7 +148,7 @@ def image_processor(family: str) -> Any:
         template = _TEMPLATE.replace("IMAGE", names["start"])
         return Gemma3Processor(pixels, tokenizer, chat_template=template, image_seq_length=4)
 
-    class ImagesAlone(Qwen2_5_VLProcessor):  # that of videos needs torchvision
+    class ImagesAlone(Qwen2_5_VLProcessor):  # the processor of videos needs torchvision
         def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None) -> None:
             self.image_token, self.video_token = names["image"], "<video>"
             self.image_token_id, self.video_token_id = IMAGE, vocab["<video>"]

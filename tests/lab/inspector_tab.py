@@ -50,13 +50,13 @@ def batch(seed: int = 0, answers: int = 4) -> TokenColumns:
 
 
 def span(columns: TokenColumns, row: int) -> slice:
-    """Where a rollout's tokens are."""
+    """The slice of a rollout's tokens."""
     return slice(*columns.tokens.offsets[row : row + 2].tolist())
 
 
 @dataclass
 class Tab:
-    """A page of the inspector, and what it has done beyond its file."""
+    """A page of the inspector, with its requests and messages."""
 
     page: Any
     requests: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Tab:
         self.wait_for("#heading", f"Rollout {row}")
 
     def wait_for(self, selector: str, text: str) -> None:
-        """Playwright's ``wait_for_function`` evaluates strings in the page, which its policy forbids."""
+        """Wait for a text. ``wait_for_function`` would evaluate strings in the page, which its content policy forbids."""
         from playwright.sync_api import expect
 
         expect(self.page.locator(selector)).to_have_text(text)
@@ -94,7 +94,7 @@ class Tab:
         return [set(names.split()) for names in found]
 
     def card(self) -> dict[str, float]:
-        """The numbers of the shown card, of the first batch."""
+        """The numbers of the first batch on the visible card."""
         read = "cells => cells.map(cell => [cell.dataset.name, cell.textContent])"
         cells = self.page.eval_on_selector_all("#card dd[data-side='0']", read)
         return {name: float(text.replace("∞", "inf")) for name, text in cells}

@@ -1,4 +1,4 @@
-"""Sequences as torchrl's policies and engines lay them out: padded, nested, jagged, or rows of a lazy stack."""
+"""Sequences in the layouts of torchrl's policies and engines: padded, nested, jagged, or rows of a lazy stack."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ def joined(prompts: Ids, responses: Ids) -> list[list[int]]:
 
 
 def pad_both_sides(rows: list[Tensor], prompts: Ids, responses: Ids, fill: float = 0) -> Tensor:
-    """As torchrl pads a rollout: left of the prompts, right of the responses. Rows of any other length: on the right."""
+    """Pad as torchrl does, on the left of prompts and the right of responses. Rows of other lengths are padded right."""
     lengths, starts = [len(row) for row in rows], [len(prompt) for prompt in prompts]
     if lengths != starts and lengths != [len(row) for row in joined(prompts, responses)]:
         starts = [0] * len(rows)

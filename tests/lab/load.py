@@ -24,20 +24,20 @@ from waits import LONG, until
 
 
 def sequences(seed: int = 0, count: int = 5, vocab: int = 97, longest: int = 12) -> Ragged:
-    """Sequences that differ between seeds, so that an answer belongs to one request."""
+    """Sequences that differ between seeds, so that each answer fits only one request."""
     rng = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, longest, (count,), generator=rng).tolist()
     return Ragged.from_list([torch.randint(vocab, (n,), generator=rng) for n in lengths])
 
 
 def job_of(rows: Sequence[Sequence[int]], mask: Any = None, *, records: Any = None, **given: Any) -> Job:
-    """A request as a replica reads it; ``given`` holds options, and other fields of :class:`Job`."""
+    """A request as a replica reads it. ``given`` holds options and other fields of :class:`Job`."""
     version, caller = given.pop("version", None), given.pop("caller", "")
     return Job(ScoreRequest.of(rows, mask, **(records or {})), ScoreOptions().but(**given), version, caller)
 
 
 def record_of(rows: Sequence[Sequence[int] | Tensor], seed: int = 0, most: int = 9, vocab: int = 97) -> Kept:
-    """Up to ``most`` distinct tokens for each token, its own among them, in any order."""
+    """Up to ``most`` distinct tokens for each token, in any order, including the token itself."""
     rng = torch.Generator().manual_seed(seed)
     ids = []
     for token in (int(token) for row in rows for token in row):
@@ -52,7 +52,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def assert_scores(served: RemoteModel, made: nn.Module, data: Ragged | None = None) -> None:
-    """A new scorer of a served model gives the numbers of ``made``."""
+    """Check that a new scorer of a served model gives the numbers of ``made``."""
     data = sequences() if data is None else data
     assert_same(served.make_scorer().score(data).values, LogProbScorer(made).score(data).values)
 
@@ -63,13 +63,13 @@ def all_up(service: ScoringService, count: int = 2) -> None:
 
 
 def names(prefix: str = "") -> list[str]:
-    """Of all actors on the cluster that contain a text."""
+    """The names of all actors on the cluster that contain a text."""
     every = ray.util.list_named_actors(all_namespaces=True)
     return sorted(entry["name"] for entry in every if prefix in entry["name"])
 
 
 def pids(service: ScoringService) -> list[int]:
-    """Of the replicas that answer."""
+    """The processes of the replicas that answer."""
     return [state.pid for state in service.replicas()]
 
 
@@ -119,7 +119,7 @@ class Load:
             done += 1
 
     def assert_all_right(self, *scorers: LogProbScorer) -> None:
-        """Every request has its own answer, from one of the given models."""
+        """Check that every request has its own answer, from one of the given models."""
         assert not self.errors, self.errors[0]
         assert len(self.answers) == self.asked > 0
         for seed, answer in self.answers.items():

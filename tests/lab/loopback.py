@@ -17,7 +17,7 @@ class Withdrawable(dict):
 
 
 class LoopbackConnection(Connection):
-    """Answers in this process; ``messages`` were sent."""
+    """Answers requests in this process, and collects their ``messages``."""
 
     def __init__(self, core):
         super().__init__("model")
@@ -42,7 +42,7 @@ class LoopbackConnection(Connection):
 
 
 class Loopback:
-    """Models that are served here, to a client that cuts its requests at four numbers."""
+    """Serve models in this process, to a client that splits its requests after four numbers."""
 
     def serve(self, made):
         remote = RemoteModel("model")

@@ -19,7 +19,7 @@ PAIRS += ["bco_pair", "aot"]
 
 
 def random_batch(seed: int, rows: int = 6, width: int = 5, *, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Every input of an objective; ``[rows, width]``. Rows are pairs: chosen, rejected, chosen, ...
+    """Every input of an objective, ``[rows, width]``. Rows are pairs: chosen, rejected, chosen, ...
 
     Ratios lie on both sides of all usual clip bounds, advantages are never 0, some rows have few masked-in tokens, and
     the mask leaves holes. ``expert_mask`` is True for every row of every other pair.
@@ -46,7 +46,7 @@ def random_batch(seed: int, rows: int = 6, width: int = 5, *, dtype: torch.dtype
 
 
 def inputs_of(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with the inputs that this objective takes beside the inputs of all: of a whole batch, whatever its rows."""
+    """The batch with the further inputs of this objective."""
     spec, rows = spec_of(get_objective(name)), torch.arange(len(batch["mask"]))
     more = {
         "chosen": rows % 2 == 0,
@@ -70,7 +70,7 @@ def rows_of(batch: dict[str, Tensor], index: Any) -> dict[str, Tensor]:
 
 
 def raises_without(part: Any, given: dict[str, Tensor]) -> set[str]:
-    """The inputs without which a part of a loss raises: each left out by itself, all others there."""
+    """The inputs without which a part of a loss raises. Each one is left out by itself."""
     part.run(LossInputs(**given))
     names = given.keys() - {"log_prob", "mask"}
     without = {name: LossInputs(**{key: x for key, x in given.items() if key != name}) for name in names}
@@ -78,5 +78,5 @@ def raises_without(part: Any, given: dict[str, Tensor]) -> set[str]:
 
 
 def refusal(name: str, **changes: Any) -> str:
-    """What an objective says to these inputs and hyper-parameters, all other inputs there; nothing if it takes them."""
+    """The error of an objective for changed inputs or hyper-parameters, with all other inputs given. Empty if it has none."""
     return refused.refusal(called, get_objective(name), **{**inputs_of(name, random_batch(0)), **changes})

@@ -1,4 +1,4 @@
-"""Where training must end, from all answers listed: no sampling, no gradient."""
+"""The optima that training must reach, by enumeration of all answers, without sampling or gradients."""
 
 from collections.abc import Callable
 
@@ -9,22 +9,22 @@ from toy_tasks import Task
 
 
 def pi_star(task: Task, beta: float, reward: Tensor | None = None) -> Tensor:
-    """Of ``E r - beta KL(pi || ref)`` over whole answers; log-probs ``[P, R]``."""
+    """The optimum of ``E r - beta KL(pi || ref)`` over whole answers, as log-probs ``[P, R]``."""
     return (task.reference + (task.reward if reward is None else reward) / beta).log_softmax(-1)
 
 
 def token_kl_optimum(task: Task, beta: float, reward: Tensor | None = None) -> Tensor:
     """The fixed point of a KL per token in the loss, which ignores the effect of a token on the KL of later ones.
 
-    ``pi(a | s)`` is proportional to ``ref(a | s) exp(Q(s, a) / beta)`` with the mean reward ``Q`` of the answers that go on
-    from there; over whole answers :func:`pi_star` has the soft value ``beta log E_ref exp(r / beta)`` in its place.
+    ``pi(a | s)`` is proportional to ``ref(a | s) exp(Q(s, a) / beta)`` with the mean reward ``Q`` of the answers that continue
+    from there. For whole answers :func:`pi_star` has the soft value ``beta log E_ref exp(r / beta)`` instead.
     """
     rows = zip(task.reference, task.reward if reward is None else reward, strict=True)
     return torch.stack([_descend(task, ref, r, beta, ())[1].log() for ref, r in rows])
 
 
 def _descend(task: Task, ref: Tensor, reward: Tensor, beta: float, prefix: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The mean reward after a prefix, and the probabilities of answers given it; ``[R]``, 0 for others."""
+    """The mean reward after a prefix, and the probabilities of answers given the prefix, ``[R]``, 0 for other answers."""
     if prefix in task.answers:
         here = task.answers.index(prefix)
         return reward[here], torch.eye(len(reward), dtype=torch.float64)[here]
@@ -37,7 +37,7 @@ def _descend(task: Task, ref: Tensor, reward: Tensor, beta: float, prefix: tuple
 
 
 def self_consistent(task: Task, beta: float, advantage: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The optimum for an advantage whose mean ``advantage(probabilities, rewards)`` depends on the policy; both ``[P, R]``."""
+    """The optimum for an advantage whose mean ``advantage(probabilities, rewards)``, both ``[P, R]``, depends on the policy."""
     found, change = task.reference, float("inf")
     for _ in range(2000):
         step = token_kl_optimum(task, beta, advantage(found.exp(), task.reward))
@@ -49,7 +49,7 @@ def self_consistent(task: Task, beta: float, advantage: Callable[[Tensor, Tensor
 
 
 def forward_kl_optimum(task: Task, beta: float) -> Tensor:
-    """Of ``E r - beta KL(ref || pi)`` for answers of one token: ``pi = beta ref / (lam - r)``, by bisection."""
+    """The optimum of ``E r - beta KL(ref || pi)`` for one-token answers, ``pi = beta ref / (lam - r)``, by bisection."""
     low, high = task.reward.amax(-1, keepdim=True), task.reward.amax(-1, keepdim=True) + beta
     for _ in range(100):
         lam = (low + high) / 2

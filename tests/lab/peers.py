@@ -1,4 +1,4 @@
-"""Single modules of other libraries, to compare with: loaded by file, without the imports of their packages."""
+"""Single modules of other libraries for comparisons, loaded from files without importing their packages."""
 
 import importlib
 import os
@@ -19,7 +19,7 @@ FOLDERS |= {"trl": ("trl", "trl==1.16.0")}
 
 
 class _Bare(ModuleType):
-    """A package whose ``__init__`` did not run: its modules are there, whatever else is asked of it is an empty class."""
+    """A package whose ``__init__`` did not run. Its modules exist, and every other attribute is an empty class."""
 
     def __init__(self, name: str, folder: Path | None = None) -> None:
         super().__init__(name)
@@ -36,7 +36,7 @@ class _Bare(ModuleType):
 
 
 def folder(package: str) -> Path:
-    """Where a peer's package is. Skips the test where it is not."""
+    """The folder of a peer's package. Skips the test if there is none."""
     name, requirement = FOLDERS[package]
     top = Path(os.environ.get(VARIABLE) or "/nonexistent") / name / package
     if not top.is_dir():
@@ -47,8 +47,8 @@ def folder(package: str) -> Path:
 def load(monkeypatch: pytest.MonkeyPatch, package: str, module: str, stubs: Sequence[str] = ()) -> ModuleType:
     """A module of a peer, such as ``load(monkeypatch, "trinity", "trinity.algorithm.policy_loss_fn.dpo_loss")``.
 
-    No package's ``__init__`` runs, and modules named in ``stubs`` are empty. ``sys.modules`` is as before when the test is
-    over. Skips the test where the peers are not there.
+    No package's ``__init__`` runs, and modules named in ``stubs`` are empty. ``sys.modules`` is restored after the test. Skips
+    the test if the peers are missing.
     """
     top = folder(package)
     before = set(sys.modules)
@@ -68,7 +68,7 @@ def load(monkeypatch: pytest.MonkeyPatch, package: str, module: str, stubs: Sequ
 
 # ------------------------------------------------------------------ verl's corrections
 def verl(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Its module of rollout corrections."""
+    """The peer's module of rollout corrections."""
     return load(monkeypatch, "verl", "verl.trainer.ppo.rollout_corr_helper", stubs=("omegaconf", "verl.protocol"))
 
 

@@ -17,7 +17,7 @@ NEXT = ("log_probs", "ref_log_probs", "sampler_log_probs")
 
 
 def batch(seed: int = 0, *, layout: str = "padded") -> TensorDictBase:
-    """Six sequences, prompts shared by twos; log-probs as RetrieveKL writes them. ``layout``: padded, nested or lazy."""
+    """Six sequences, pairs share a prompt, with log-probs as RetrieveKL writes them. ``layout``: padded, nested, or lazy."""
     rng = torch.Generator().manual_seed(seed)
     full = torch.randint(VOCAB_SIZE, (6, 9), generator=rng)
     full[1::2, :PROMPT] = full[::2, :PROMPT]
@@ -30,7 +30,7 @@ def batch(seed: int = 0, *, layout: str = "padded") -> TensorDictBase:
 
 
 def responses(model: nn.Module, data: TensorDictBase, temperature: float = 1.0) -> list[dict[str, Tensor]]:
-    """Of each sequence's response: log-probs of the model with graph, entropies, and the entries of the data."""
+    """For each sequence's response the log-probs of the model with graph, entropies, and the entries of the data."""
     out = []
     for i, length in enumerate(LENGTHS):
         ids = data["tokens", "full"][i][:length]
@@ -51,7 +51,7 @@ def token_mean(model: Any, data: Any, value: Callable[[dict[str, Tensor]], Tenso
 
 
 def gradients(loss: Tensor, model: nn.Module, *, keep: bool = False) -> dict[str, Tensor]:
-    """Of all parameters. ``keep`` the graph for other parts of the loss."""
+    """The gradients of all parameters. ``keep`` keeps the graph for other parts of the loss."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     found = torch.autograd.grad(loss, parameters, retain_graph=keep, allow_unused=True, materialize_grads=True)
     return dict(zip(names, found, strict=True))
@@ -62,14 +62,14 @@ def total(out: TensorDictBase) -> Tensor:
 
 
 def assert_same(found: dict[str, Tensor], want: dict[str, Tensor], *, rtol: float = 1e-3, atol: float = 2e-5) -> None:
-    """Gradients of all parameters, not all of them 0, of forwards that are batched differently."""
+    """Check that gradients from differently batched forwards agree, and are not all 0."""
     assert any(bool((x != 0).any()) for x in want.values())
     for name in want:
         assert_close(found[name], want[name], rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def assert_loss(found: Tensor, want: Tensor, model: nn.Module, *, rtol: float = 1e-4, atol: float = 1e-5) -> None:
-    """Value and gradients of a part of a loss; the graphs stay for other parts."""
+    """Check value and gradients of a part of a loss. The graphs stay for other parts."""
     assert_close(found, want, rtol=rtol, atol=atol)
     grads = (gradients(x, model, keep=True) for x in (found, want))
     assert_same(*grads, rtol=rtol, atol=atol)

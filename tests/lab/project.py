@@ -1,4 +1,4 @@
-"""Where the project is, and its files that are loaded by path: scripts that write pages, modules without their package."""
+"""The project's folder, and files of it that are loaded by path, such as the scripts that write pages."""
 
 import importlib.util
 from functools import cache
@@ -21,6 +21,6 @@ def script(name: str) -> Any:
 
 
 def tables(test: str, name: str = "") -> Any:
-    """The tables of cases in a YAML file beside a test: the one of its name without ``test_``, or another."""
+    """The tables of cases in the YAML file beside a test. By default it has the test's name without ``test_``."""
     file = Path(test).with_name(f"{name or Path(test).stem.removeprefix('test_')}.yaml")
     return yaml.safe_load(file.read_text(encoding="utf-8"))

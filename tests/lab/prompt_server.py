@@ -1,7 +1,7 @@
-"""A small server that returns the log-probs of prompts as vLLM and SGLang document it, from a toy model.
+"""A small server that returns the log-probs of prompts from a toy model, as vLLM and SGLang document it.
 
-It runs in threads of this process (:class:`PromptServer`), computes with plain transformers, and has a switch for each of the
-servers' traps.
+It runs in threads of this process (:class:`PromptServer`), computes with plain transformers, and has a switch for each known
+trap of the servers.
 """
 
 import contextlib
@@ -23,21 +23,21 @@ FIXED = {
     "cache": "",  # "null": tokens in the cache have no scores; "missing": no entries; "stale": numbers of other requests
     "salts": True,  # whether cache_salt keeps requests apart
     "recomputes": True,  # whether logprob_start_len recomputes what is in the cache
-    "retokenises": False,  # one token comes back as another
-    "starts": False,  # adds a start token
-    "adds": 0.0,  # to all log-probs
+    "retokenises": False,  # whether one token comes back as another
+    "starts": False,  # whether a start token is added
+    "adds": 0.0,  # added to all log-probs
     "forbids": None,  # a token whose logit is -inf
     "fails": [],  # statuses of the next replies; 0 drops the connection
     "delay": 0.0,  # seconds of each reply
-    "seed": 0,  # of the model
+    "seed": 0,  # seed of the model
     "max_logprobs": 20,
     "key": None,
-    "odd": False,  # JSON of another form
+    "odd": False,  # whether to answer with JSON of another form
 }
 
 
 class Refused(Exception):
-    """A request that the server does not take, not an error of this file."""
+    """A request that the server refuses, as opposed to an error in this file."""
 
 
 @cache
@@ -61,7 +61,7 @@ class Toy:
         self.lock = threading.Lock()
 
     def positions(self, ids, k):
-        """At each position the log-probs of the token and the ``k`` best, by id; None for the first."""
+        """At each position the log-probs of the token and of the ``k`` best tokens, by id. None for the first position."""
         s = self.switches
         if not all(0 <= token < 97 for token in ids):
             raise Refused("Token id is out of vocabulary")
@@ -76,7 +76,7 @@ class Toy:
         return [None, *({i: float(row[i]) for i in (token, *others)} for token, row, others in best)]
 
     def in_cache(self, ids, salt):
-        """Leading tokens that an earlier request had too; all but the last are kept."""
+        """The number of leading tokens that are in the cache from earlier requests."""
         with self.lock:
             known = [n for n in range(len(ids)) if (salt, *ids[:n]) in self.cached]
             self.cached |= {(salt, *ids[:n]) for n in range(1, len(ids) + 1)}
@@ -213,7 +213,7 @@ class PromptServer(ThreadingHTTPServer):
         pass  # a client that has gone
 
     def close(self):
-        """End as a process that is killed: open connections end too."""
+        """End like a killed process, with all open connections."""
         self.shutdown()
         self.server_close()
         for connection in self._open:

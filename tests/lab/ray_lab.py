@@ -15,7 +15,7 @@ from torchrl_llm_kl.service import RayKLRewardTransform, RayRetrieveKL, RayRetri
 from toy_rollouts import leaves, make_env, make_model, make_policy, make_scoring_wrapper, make_tokenizer, steps
 from waits import wait_for_replicas
 
-wait_for_replicas()  # in actors too
+wait_for_replicas()  # at import, so that it applies in actors too
 CPUS = {"num_cpus": 0.1}
 COEFF = 0.3
 SERVICE = "lab"  # the reference; f"{SERVICE}-gen" has the policy
@@ -26,7 +26,7 @@ TOKENIZER = make_tokenizer()
 
 @cache
 def wrapper(seed, key):
-    """A float64 model: the cache of a service must not show in the last bit of float32."""
+    """A float64 model, since caches of a service would show in the last bit of float32."""
     model = make_model(TOKENIZER, seed).double()
     return make_scoring_wrapper(model, TOKENIZER, pad_output=False, log_probs_key=key)
 
@@ -47,7 +47,7 @@ def local(name):
 
 
 def remote(name):
-    """A transform with its reference behind ``SERVICE`` and its policy, unless it is a collector's, behind another."""
+    """A transform with its reference behind ``SERVICE``, and its policy behind another service or in the collector."""
     options = {"actor_name": SERVICE, **SERVED}
     if name == "RetrieveLogProb":
         return RayRetrieveLogProb(model_factory=REF, **options)
@@ -78,7 +78,7 @@ def greedy_policy(pad_output=False):
 
 
 def collected(env, turns=8, **policy):
-    """All batches of an :class:`LLMCollector`, four turns each; the same tokens at every call."""
+    """All batches of an :class:`LLMCollector` with four turns each, and the same tokens at every call."""
     torch.manual_seed(0)
     collector = LLMCollector(env, **policy, dialog_turns_per_batch=4, total_dialog_turns=turns)
     batches = list(collector)
@@ -90,7 +90,7 @@ FEATURES = ["reward", "feature_kl", "feature_ref"]
 
 
 def variants(made_elsewhere):
-    """One of each class, the first pickled and the others created with the env; the last two write to keys of their own."""
+    """One transform of each class. The last two are created with the env, and write to their own keys."""
     options = {"actor_name": SERVICE, **SERVED}
     return [
         made_elsewhere,
@@ -113,13 +113,13 @@ def in_worker(make_transforms):
 
 
 def start_together(*calls):
-    """Results of concurrent calls: actors that start side by side take little longer than one."""
+    """Results of concurrent calls. Actors that start concurrently take little longer than one."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
 def assert_same(found, expected):
-    """Every entry of every step is equal, numbers up to rounding."""
+    """Check that every entry of every step is equal, numbers up to rounding."""
     assert found.shape == expected.shape
     for one, other in zip(steps(found), steps(expected), strict=True):
         got, want = leaves(one), leaves(other)
@@ -134,13 +134,13 @@ def assert_same(found, expected):
 
 
 def assert_same_specs(found, expected):
-    """Two envs declare the same entries."""
+    """Check that two envs declare the same entries."""
     for name in ("observation", "reward", "done", "action", "state"):
         assert getattr(found, f"full_{name}_spec") == getattr(expected, f"full_{name}_spec"), name
 
 
 def assert_scored(data, *keys):
-    """Each step has non-zero numbers under ``keys``: equal zeros would prove nothing."""
+    """Check that each step has non-zero numbers under ``keys``, since equal zeros would prove nothing."""
     for step in steps(data):
         for key in keys:
             assert torch.count_nonzero(step[key]) > 1, key

@@ -1,6 +1,6 @@
-"""What Ray's actors and other processes make: envs, policies and models, equal in every process.
+"""Envs, policies and models for Ray's actors and other processes, equal in every process.
 
-Models of actors are float64: in no number does the shape of a batch show.
+Models of actors are float64, so that the shape of a batch does not affect any number visibly.
 """
 
 from functools import cache
@@ -30,12 +30,12 @@ def scoring_model(seed: int) -> Any:
 
 
 def scoring_models() -> tuple[Any, Any]:
-    """Both in float32, anew."""
+    """Both models in float32, built anew."""
     return _scores(0, torch.float32), _scores(1, torch.float32)
 
 
 def child_env(query: str, *, turns: int = 1, models: tuple[Any, Any] | None = None) -> EnvBase:
-    """Of a pool: one conversation that starts with ``query``; with its own models unless they are given."""
+    """An env of a pool: one conversation that starts with ``query``, with its own models by default."""
     tensordict.set_list_to_stack(True).set()
     torch.set_num_threads(1)
     transform = RetrieveKL(*(models or scoring_models()), coeff=0.3)
@@ -43,7 +43,7 @@ def child_env(query: str, *, turns: int = 1, models: tuple[Any, Any] | None = No
 
 
 def sampling_policy() -> Any:
-    """A policy that samples from what is scored."""
+    """A policy that samples from the scored distribution."""
     torch.set_num_threads(1)
     tokenizer = make_tokenizer()
     policy = make_policy(make_model(tokenizer, 0).double(), tokenizer, pad_output=False)
@@ -64,13 +64,13 @@ def plain_env(rows: int = 2 * GROUP) -> EnvBase:
 
 
 def scoring_env(rows: int = 2 * GROUP) -> EnvBase:
-    """The same, scored under the collector's own policy and the reference."""
+    """Groups of answers, scored under the collector's own policy and the reference."""
     tensordict.set_list_to_stack(True).set()
     return group_env(make_tokenizer(), RetrieveKL("from_collector", scoring_model(1), add_to_reward=False), rows=rows)
 
 
 def task_env(turns: int = 1) -> EnvBase:
-    """An env of ``make_env``: groups of answers, rewards of a sync and an async function, maybe a user who asks again."""
+    """An env of ``make_env`` with groups of answers, a sync and an async reward, and optionally a user who asks again."""
     tensordict.set_list_to_stack(True).set()
 
     async def number(question: str, answer: str, metadata: dict[str, Any]) -> float:

@@ -1,4 +1,4 @@
-"""What is refused: tables, with one test for each row, and single calls; and what is warned of."""
+"""Tests of errors from tables, with one test for each row, and helpers for single errors and warnings."""
 
 import warnings
 from collections.abc import Callable
@@ -8,9 +8,9 @@ import pytest
 
 
 def refused(call: Callable[..., Any], *rows: tuple[Any, ...], error: type[Exception] = ValueError) -> Any:
-    """A test for each row: ``call`` raises, given what the row begins with; the row ends with the message, a pattern.
+    """Return a test with one case for each row: arguments of ``call``, and the pattern of the error's message.
 
-    What is raised is ``error``, or the type before the message.
+    The error's type is ``error``, or the type before the message.
     """
 
     @pytest.mark.parametrize("row", rows, ids=[row[-1] for row in rows])
@@ -24,7 +24,7 @@ def refused(call: Callable[..., Any], *rows: tuple[Any, ...], error: type[Except
 
 
 def warned(call: Callable[[], Any], part: str) -> tuple[Any, list[str]]:
-    """What a call returns, and its warnings that hold a text."""
+    """The result of a call, and its warnings that contain a text."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = call()
@@ -32,7 +32,7 @@ def warned(call: Callable[[], Any], part: str) -> tuple[Any, list[str]]:
 
 
 def refusal(call: Callable[..., Any], *arguments: Any, error: Any = (TypeError, ValueError), **options: Any) -> str:
-    """Type and message of the error with which a call refuses; empty if it does not."""
+    """Type and message of the error of a call. Empty if it raises none."""
     try:
         call(*arguments, **options)
     except error as raised:

@@ -38,7 +38,7 @@ def _pause(module, args, *, seconds, path):
 
 
 def delayed(seconds, seed=0, path=None):
-    """:func:`model` with a slower forward; with a path, while that file exists."""
+    """:func:`model` with a slower forward. If there is a path, only while that file exists."""
     return slowed(model(seed), seconds, path)
 
 
@@ -47,7 +47,7 @@ def slowed(made, seconds, path=None):
     return made
 
 
-#: The service that the tests on a cluster share: whoever gives it other weights gives these back.
+#: The service that the tests on a cluster share. A test that changes its weights must restore them.
 SHARED = {"factory": partial(delayed, 0.02), "name": "shared", "num_replicas": 2, "num_cpus": 0.1}
 
 POISON, ENDLESS = [13] * 6, [17] * 6
@@ -63,7 +63,7 @@ def _die_or_hang(module, args):
 
 
 def deadly(folder):
-    """:func:`model`; its process ends at the sequence ``POISON``, and the forward never returns at ``ENDLESS``.
+    """:func:`model` whose process ends at the sequence ``POISON``, and whose forward never returns at ``ENDLESS``.
 
     Leaves a file in the folder each time.
     """
@@ -84,18 +84,3 @@ def late(seconds):
     """:func:`model`, slow to make."""
     time.sleep(seconds)
     return model()
-
-
-def only_once(folder):
-    """:func:`model` the first time; afterwards an error until ``folder / 'broken'`` is removed."""
-    marks = Path(folder)
-    if (marks / "broken").exists():
-        raise OSError("the disk is not there")
-    (marks / "broken").touch()
-    return model()
-
-
-def quits(folder):
-    """Ends the process, after leaving a file in ``folder``."""
-    (Path(folder) / str(os.getpid())).touch()
-    os._exit(7)

@@ -1,4 +1,4 @@
-"""Fixtures for the test folders that use rollouts; each `conftest.py` imports them."""
+"""Fixtures for the test folders that use rollouts. Each `conftest.py` imports them."""
 
 import warnings
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from toy_rollouts import make_model, make_tokenizer
 
 @pytest.fixture(scope="session", autouse=True)
 def _imported_before_the_first_test() -> None:
-    """What transformers, tensordict and ``with_lora`` import at their first use takes more than a test may."""
+    """Import modules that load at first use, since this takes longer than a test is allowed."""
     tiny_model()
     for name in ("pandas", "peft"):
         with suppress(ImportError):
@@ -50,7 +50,7 @@ def padded(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(autouse=True)
 def _tables_have_no_head() -> Iterator[None]:
-    """Scorers warn that a table of logits is not a body with a head."""
+    """Ignore the warning of scorers that a table of logits has no body and head."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="LogProbScorer takes the model's full forward")
         yield

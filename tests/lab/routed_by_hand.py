@@ -1,4 +1,4 @@
-"""A mixture of experts whose routers use given experts: plain models, patched by hand."""
+"""Mixtures of experts whose routers are patched to use given experts."""
 
 import copy
 from typing import Any
@@ -26,9 +26,9 @@ def perturbed(model: nn.Module, seed: int = 1, std: float = 0.5) -> nn.Module:
 def weigh(family: str, model: Any, logits: Tensor, chosen: Tensor) -> Tensor:
     """The weights of chosen experts by the papers' formulas, not by transformers' operators."""
     at = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, chosen, True)
-    if family in ("mixtral", "gpt_oss"):  # a softmax over the chosen ones alone
+    if family in ("mixtral", "gpt_oss"):  # a softmax over only the chosen experts
         return logits.masked_fill(~at, -torch.inf).softmax(-1).gather(-1, chosen)
-    if family == "qwen3_moe":  # shares of the softmax over all, not normalised
+    if family == "qwen3_moe":  # shares of the softmax over all experts, not normalised
         return (logits - logits.logsumexp(-1, keepdim=True)).exp().gather(-1, chosen)
     share = torch.where(at, logits.sigmoid(), 0)
     return (model.config.routed_scaling_factor * share / share.sum(-1, keepdim=True)).gather(-1, chosen)

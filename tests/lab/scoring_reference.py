@@ -1,4 +1,4 @@
-"""The scorer's reference, one sequence at a time through the plain model without padding; sample data; other backends."""
+"""Reference scores from the plain model, one sequence at a time without padding, sample data, and other backends."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def random_mask(sequences: Ragged, *, keep: float = 0.5, seed: int = 0) -> Tenso
 
 
 def plain_log_probs(model: nn.Module, sequences: Ragged, mask: Any = None, *, temperature: float = 1.0) -> Tensor:
-    """``[N]``, 0 where nothing is scored."""
+    """Log-probs ``[N]`` of the plain model, 0 where nothing is scored."""
     rows = []
     for ids in sequences.to_list():
         rows.append(torch.zeros(min(len(ids), 1), device=ids.device))
@@ -40,7 +40,7 @@ def plain_log_probs(model: nn.Module, sequences: Ragged, mask: Any = None, *, te
 
 
 def assert_scores(scorer: LogProbScorer, model: nn.Module, rows: list[Tensor], **options: bool) -> None:
-    """The log-probs of each row equal the plain model's, one row at a time."""
+    """Check that the log-probs of each row equal the plain model's."""
     found = scorer.score(Ragged.from_list(rows), **options).to_list()
     for row, log_probs in zip(rows, found, strict=True):
         with torch.no_grad():
@@ -49,7 +49,7 @@ def assert_scores(scorer: LogProbScorer, model: nn.Module, rows: list[Tensor], *
 
 
 def assert_gradients(found: Any, want: Any) -> None:
-    """Equal gradients of the same parameters, and None where there is none."""
+    """Check that gradients are equal, and missing for the same parameters."""
     for a, b in zip(found, want, strict=True):
         assert (a is None) == (b is None)
         if a is not None:
@@ -60,12 +60,12 @@ def ids(length: int, seed: int) -> Tensor:
     return torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed))
 
 
-#: Tokens of ``conversation()`` through the body, by hand.
+#: The number of tokens of ``conversation()`` that go through the body, by hand.
 SHARED = 37 + 16 + 18 + 12 + 10
 
 
 def conversation() -> list[Tensor]:
-    """Two groups of answers, one of which continues for a second turn with two answers, and a stranger."""
+    """Two groups of answers, of which one continues with a second turn, and two other sequences."""
     prompt, other = ids(20, 0), ids(18, 1)
     second = torch.cat([prompt, ids(17, 2)])
     prompts = (prompt, prompt, second, second, other, other, ids(0, 0), ids(0, 0))
@@ -74,7 +74,7 @@ def conversation() -> list[Tensor]:
 
 
 def body_tokens(model: Any, run: Any) -> int:
-    """Real tokens that go through the first layer while ``run`` runs."""
+    """The number of tokens without padding that go through the first layer while ``run`` runs."""
     seen = 0
 
     def count(_: Any, args: Any, kwargs: Any) -> None:
@@ -100,7 +100,7 @@ class FullLogits(nn.Module):
 
 
 def make_scorer(model: nn.Module, kind: str, **settings: Any) -> LogProbScorer:
-    """``packed``, ``padded``, or ``full``: by a model's whole logits."""
+    """A scorer of a kind: ``packed``, ``padded``, or ``full`` for a model that only returns logits."""
     if kind == "full":
         with pytest.warns(UserWarning, match="full forward"):
             return LogProbScorer(FullLogits(model), **settings)
@@ -122,7 +122,7 @@ class Recurrent(nn.Module):
 
 
 class FakeBackend(LLMWrapperBase):
-    """A wrapper whose engine is not a module: its output has vLLM's form, and it drops padding like vLLM's wrapper."""
+    """A wrapper whose engine is not a module. It returns vLLM's form and drops padding like vLLM's wrapper."""
 
     DEFAULTS: ClassVar = {"generate": True, "input_mode": "history", "log_probs_key": "log_probs", "pad_output": True}
     DEFAULTS |= {"return_log_probs": None, "input_key": None, "tokenizer_kwargs": None, "padding_value": 5}
@@ -152,7 +152,7 @@ class FakeBackend(LLMWrapperBase):
 
 
 def engine(module: nn.Module) -> SimpleNamespace:
-    """Scores token ids, and is not a module."""
+    """An engine that scores token ids and is not a module."""
 
     def score(ids: Tensor) -> Tensor:
         device = next(module.parameters(), ids).device

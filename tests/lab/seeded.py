@@ -1,6 +1,6 @@
-"""Faults seeded into real rollouts of small models: each case returns a batch, and the arguments of ``diagnose``.
+"""Faults seeded into real rollouts of small models. Each case returns a batch and the arguments of ``diagnose``.
 
-``python docs/build_pages.py doctor`` tabulates what is named; ``test_seeded_faults.py`` tests it.
+``python docs/build_pages.py doctor`` tabulates the diagnoses, and ``test_seeded_faults.py`` tests them.
 """
 
 import copy
@@ -22,7 +22,7 @@ from torchrl_llm_kl.diagnostics import TokenColumns
 from toy_models import OUTPUTS, tiny_model
 from toy_tokenizer import CHATML
 
-#: Five families of models; each fault is seeded in one of them, by its seed.
+#: Five families of models. The seed chooses the family in which a fault is seeded.
 FAMILIES = ("qwen2", "llama", "gpt2", "gemma2", "qwen3")
 PROMPTS, ANSWERS, LENGTH = 12, 8, 24
 _MERGES = [(a, b) for a in "aeiou" for b in "bcdfghjklmnpqrstvwxz"]
@@ -34,7 +34,7 @@ ZEPHYR = (
 
 @lru_cache
 def make_tokenizer() -> Any:
-    """Printable characters, and 100 pairs of letters: some neighbours are one token when they are encoded again."""
+    """Printable characters and 100 pairs of letters. Encoding decoded text again can join neighbours into one token."""
     characters = [*string.printable[:95], "\n"]
     vocab = {token: i for i, token in enumerate([*characters, *("".join(pair) for pair in _MERGES)])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=_MERGES))
@@ -54,7 +54,7 @@ def make_model(family: str, seed: int, **config: Any) -> nn.Module:
 # ------------------------------------------------------------------ rollouts
 @dataclass
 class Rollout:
-    """Prompts, answers and the sampler's log-probs, a row each."""
+    """Rows of prompts, answers and the sampler's log-probs."""
 
     prompts: list[Tensor]
     answers: list[Tensor]
@@ -95,7 +95,7 @@ def sample(
     answers: int = ANSWERS,
     **sampling: Any,
 ) -> Rollout:
-    """Answers of ``model.generate`` with its log-probs: of what it drew from, or ``raw``: of the model."""
+    """Answers of ``model.generate`` with log-probs under the sampling distribution, or with ``raw`` under the model."""
     tokenizer = make_tokenizer()
     rows = [p for p in prompts for _ in range(answers)]
     padded = torch.nn.utils.rnn.pad_sequence([p.flip(0) for p in rows], True, -1).flip(1)
@@ -115,7 +115,7 @@ def sample(
 
 @lru_cache
 def clean(family: str, seed: int) -> tuple[nn.Module, Rollout]:
-    """A policy and its own samples; neither is changed."""
+    """A policy and its own samples, which nobody changes."""
     model = make_model(family, seed)
     return model, sample(model, make_prompts(PROMPTS, seed), seed)
 
@@ -153,7 +153,7 @@ def fault(
     template: str = CHATML,
     **sampling: Any,
 ) -> Fault:
-    """A fault in how answers are sampled (settings, dtype, template), what is stored of them, or the models that score them."""
+    """A fault in the sampling (settings, dtype, template), in the stored entries, or in the models that score."""
 
     def seed_it(family: str, seed: int) -> Seeded:
         if sampling or dtype or template != CHATML:
@@ -161,7 +161,9 @@ def fault(
             rollout = sample(copy.deepcopy(model).to(dtype), prompts, seed, **sampling)
         else:
             model, rollout = clean(family, seed)
-        prompts = [p for p in make_prompts(PROMPTS, seed) for _ in range(ANSWERS)]  # the trainer's tokens are its own
+        prompts = [
+            p for p in make_prompts(PROMPTS, seed) for _ in range(ANSWERS)
+        ]  # the trainer renders prompts with its own template
         batch = replace(rollout, **{"prompts": prompts, **stored(rollout)}).batch()
         return batch, {"policy": model, **models(model, rollout, seed)}
 
@@ -215,7 +217,7 @@ CUT_RAW = "Sampled with {}, with raw log-probs recorded: all log-probs agree."
 BFLOAT16 = fault("The sampler runs in bfloat16, the trainer in float32.", dtype=torch.bfloat16)
 ADAPTER_OFF = fault("The engine serves the base model, without the policy's adapter.", models=_with_adapter)
 SAME = fault("The reference is the model that is trained.", models=lambda model, *_: {"reference": model})
-#: Fault -> how it is seeded, and the causes that name it.
+#: Fault -> the function that seeds it, and the expected causes.
 FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "1 raw log-probs": (raw_log_probs, ("raw_log_probs",)),
     "2 wrong temperature": (fault(COLD, temperature=0.8), ("wrong_temperature",)),
@@ -240,7 +242,7 @@ SETTINGS = (Sampling(), Sampling(0.7), Sampling(top_p=0.9), Sampling(1.2), Sampl
 
 
 def clean_batches(family: str, seed: int, number: int) -> Iterator[Seeded]:
-    """Batches of 4 prompts and 8 answers each, sampled as they are scored, with a reference of other weights."""
+    """Faultless batches of 4 prompts and 8 answers each, with a reference of other weights."""
     sampling = SETTINGS[FAMILIES.index(family)]
     model, reference = make_model(family, seed), make_model(family, seed + 1000)
     settings: dict[str, Any] = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
@@ -251,7 +253,7 @@ def clean_batches(family: str, seed: int, number: int) -> Iterator[Seeded]:
 
 
 def columns_of(mask: list[list[int]], rows: Any = None, **named: list[list[float]]) -> TokenColumns:
-    """A batch with these columns; a first masked-out token, the prompt, is added to each sequence."""
+    """A batch with these columns. Each sequence gets a first masked-out token as its prompt."""
     tokens = Ragged.from_list([torch.arange(len(row) + 1) for row in mask])
     flat = torch.cat([torch.tensor([0, *row]) for row in mask]).bool()
     padded = {name: [x for row in values for x in (math.nan, *row)] for name, values in named.items()}

@@ -17,7 +17,7 @@ def batch(**more: Any) -> TensorDict:
 
 
 def save(kind: str, path: Path, td: TensorDictBase) -> Path:
-    """By torch or by tensordict."""
+    """Save a batch with torch or tensordict."""
     if kind in ("memmap", "archive"):
         td.save(str(path), **({"archive": True} if kind == "archive" else {}))
     else:
@@ -27,7 +27,7 @@ def save(kind: str, path: Path, td: TensorDictBase) -> Path:
 
 
 class Mischief:
-    """Runs code when it is unpickled: makes a folder."""
+    """Runs code when it is unpickled, which makes a folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Rows of a store of scores that follow from their number, so that any process can check what it reads. Without torch."""
+"""Rows of a score store that follow from their number, so that any process can check them. Does not import torch."""
 
 import importlib.util
 import sys
@@ -14,7 +14,7 @@ PATH = PROJECT / "torchrl_llm_kl" / "scoring" / "_store.py"
 
 
 def load() -> ModuleType:
-    """The module by its path: the package would import torch, in each process."""
+    """The module, loaded by its path, since the package would import torch in each process."""
     if "score_store" not in sys.modules:
         spec = importlib.util.spec_from_file_location("score_store", PATH)
         module = sys.modules["score_store"] = importlib.util.module_from_spec(spec)
@@ -26,7 +26,7 @@ ScoreStore: Any = load().ScoreStore
 
 
 def row(number: int, length: int = 50, dtype: Any = np.float32) -> tuple[bytes, np.ndarray]:
-    """Key and scores of a sequence, NaN where there is none; they follow from the number, so that a reader can check them."""
+    """Key and scores of a sequence, which follow from its number. NaN stands for no score."""
     key = blake2b(str(number).encode(), digest_size=16).digest()
     rng = np.random.default_rng(number)
     mask = rng.random(length) < 0.6
@@ -41,7 +41,7 @@ def put(store: Any, *numbers: int, **options: Any) -> None:
 
 
 def has(store: Any, number: int, **options: Any) -> bool:
-    """Whether a sequence is known; a known one must have its own scores, to the last bit."""
+    """Whether a sequence is stored. Checks that stored scores are equal to the last bit."""
     key, values = row(number, **options)
     found = store.read([key], [len(values)])
     known = not np.isnan(found).all()

@@ -1,4 +1,4 @@
-"""A policy with a script: a real wrapper around a toy model, whose sampler is told which tokens to take."""
+"""A scripted policy: a real wrapper around a toy model, whose sampler is forced to take given tokens."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from transformers import LogitsProcessor
 from toy_rollouts import make_model, make_policy
 from toy_tokenizer import build_tokenizer
 
-#: Shows tools, calls and results as Hermes' and Qwen's templates do.
+#: A template that shows tools, calls and results as Hermes' and Qwen's templates do.
 HERMES = (
     "{% if tools %}<|im_start|>system\nTools: {% for tool in tools %}{{ tool.function.name }} {% endfor %}<|im_end|>\n"
     "{% endif %}{% for m in messages %}"
@@ -54,7 +54,7 @@ class Script(LogitsProcessor):
 def scripted_policy(
     tokenizer: Any, answer: Callable[[str], str], *, pad_output: bool = False, model: Any = None, **kwargs: Any
 ) -> TransformersWrapper:
-    """A policy in text mode that writes ``answer(prompt)``; its script is at ``policy.script``."""
+    """A policy in text mode that writes ``answer(prompt)``. Its script is ``policy.script``."""
     model = make_model(tokenizer, seed=0) if model is None else model
     policy = make_policy(model, tokenizer, pad_output=pad_output, **{"input_mode": "text", **kwargs})
     script = Script(tokenizer, answer)
@@ -79,5 +79,5 @@ def add(a: int, b: int) -> int:
 
 
 def call(name: str, **arguments: Any) -> str:
-    """A call as Hermes writes it."""
+    """A tool call in Hermes' format."""
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"

@@ -1,9 +1,9 @@
-"""The chat templates that installable packages ship: fetched by name and version, unpacked into a folder.
+"""The chat templates of installable packages, which are fetched by name and version and unpacked into a folder.
 
 ``python tests/lab/template_corpus.py FOLDER`` downloads the packages and writes one file per template, named
 ``package-version__template.jinja``. A template is a ``.jinja`` file, a ``chat_template`` of a JSON file, a string of a
-Python file, or an entry of the table of ``@huggingface/ollama-utils``. A text that occurs more than once is kept under
-its first name. Set ``TORCHRL_LLM_KL_TEMPLATES`` to the folder to run the tests on the templates.
+Python file, or an entry of the table of ``@huggingface/ollama-utils``. Repeated texts are kept under their
+first name. Set ``TORCHRL_LLM_KL_TEMPLATES`` to the folder to run the tests on the templates.
 """
 
 import ast
@@ -32,8 +32,8 @@ from transformers.utils.chat_template_utils import _cached_compile_jinja_templat
 VARIABLE = "TORCHRL_LLM_KL_TEMPLATES"
 HOW_TO = f"write the corpus with `python tests/lab/template_corpus.py FOLDER` and set {VARIABLE}=FOLDER"
 
-# A source archive is only unpacked: nothing of it runs, no build requirement is installed. It is used where the wheel lacks
-# the templates or holds a build for GPUs of several hundred megabytes.
+# Source archives are only unpacked. They are used if the wheel lacks the templates, or holds several hundred megabytes of
+# code for GPUs.
 _PACKAGES = """
     wheel:trl==1.16.0 source:llama-cpp-python==0.3.36 source:vllm==0.33.0 wheel:axolotl==0.21.0
     wheel:unsloth==2026.10.9 wheel:xinference==4.1.0 npm:@huggingface/ollama-utils==0.0.18 wheel:oumi==0.9
@@ -48,7 +48,7 @@ PACKAGES = [(*rest.split("=="), kind) for kind, _, rest in (word.partition(":") 
 
 
 def templates() -> dict[str, str]:
-    """``{package-version__template: text}`` of the folder that the environment names; empty without one."""
+    """``{package-version__template: text}`` of the folder that the environment names. Empty without a folder."""
     paths = sorted(Path(os.environ.get(VARIABLE) or "/nonexistent").glob("*.jinja"))
     return {path.stem: path.read_text(encoding="utf-8") for path in paths}
 
@@ -75,7 +75,7 @@ def download(package: str, version: str, kind: str, folder: Path) -> Path:
     elif kind == "wheel":
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         subprocess.run([*pip, f"{package}=={version}", "--dest", str(folder)], check=True)
-    else:  # pip would build the metadata of a source archive, for which vLLM needs torch and CUDA
+    else:  # pip would build the metadata of a source archive, and vLLM needs torch and CUDA for that
         from pip._internal.models.index import PyPI
 
         page = f"{os.environ.get('PIP_INDEX_URL', PyPI.simple_url).rstrip('/')}/{package}/"
@@ -149,7 +149,7 @@ def _in_json(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _in_python(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    """Constant strings, with the name to which they are assigned."""
+    """Constant strings with the names to which they are assigned."""
     text = _constant(node)
     if text is not None:
         yield name, text

@@ -1,9 +1,9 @@
-"""What the assistant wrote in a rendered conversation, worked out without the package, and a comparison with its mask.
+"""An oracle for the assistant's turns in a rendered conversation, independent of the package, for comparison with its masks.
 
-The oracle renders the conversation up to a turn with the generation prompt: the turn begins where that ends, or where
-it would end, if the template writes earlier turns differently later. Each part of the turn (content, reasoning, tool
-calls) is replaced in turn by a sentinel, which shows where it stands in the text. What the template writes after the
-last of them whatever follows, is the end of the turn.
+The oracle renders the conversation up to a turn with the generation prompt. The turn begins where that text ends, or where it
+would end if the template changes earlier turns later. Each part of the turn (content, reasoning, tool calls) is replaced by a
+sentinel, which shows its position in the text. The turn ends after the text that the template always writes after the last
+part.
 """
 
 import re
@@ -21,7 +21,7 @@ from torchrl_llm_kl.masks import AssistantMaskError, render_conversation
 
 Message = dict[str, Any]
 Span = tuple[int, int]
-Turn = tuple[int, int, int]  # start, end, and up to where it may start as well
+Turn = tuple[int, int, int]  # start, end, and the latest acceptable start
 
 EOS = "<EOS>"
 Z, OTHER = "\U000f1234", "\U000f4321"
@@ -34,17 +34,17 @@ _FUNCTION = {"name": "add", "description": "Add two numbers.", "parameters": _PA
 SCHEMA = {"type": "function", "function": _FUNCTION}
 CONVERSATIONS = template_pairs.conversations("oracle")
 OPTIONS: dict[str, dict[str, Any]] = {"tools: schema": {"tools": [SCHEMA]}, "prompted": {"add_generation_prompt": True}}
-# Masks accepted by argument where the oracle has no answer or another; the renderings still need a check by eye.
+# Masks that were checked by hand, for which the oracle has no answer or a different one.
 _GEMMA_CALL = "<|tool_call>call:add{a:1,b:2}<tool_call|>"
 BY_HAND: dict[str, tuple[tuple[str, ...], ...]] = {
-    # gemma-4: the tool's answer stands inside the turn, the message's content after it; the end token follows the content
-    # or, where the next message continues the turn, only that one.
+    # gemma-4 writes the tool's answer inside the turn, and the message's content after it. The end token follows the content,
+    # or only the next message if that continues the turn.
     "tools: content": tuple(
         (_GEMMA_CALL + stop, "I add." + end, "3<turn|>") for stop in ("<|tool_response>", "") for end in ("<turn|>", "")
     ),
     # Nemotron-Nano-v2 omits an empty answer at the end.
     "empty last": (("Hello\n<SPECIAL_12>",),),
-    # gemma-4: a newline between the tool's answer and the reasoning is in no prompt.
+    # gemma-4 writes a newline between the tool's answer and the reasoning that is in no prompt.
     "tools: reasoning": tuple(
         (start + _GEMMA_CALL + "<|tool_response>", "\n<|channel>thought\nit said so\n<channel|>It is 3.<turn|>")
         for start in ("<|channel>thought\na tool\n<channel|>", "a tool\n<channel|>")
@@ -53,12 +53,12 @@ BY_HAND: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 class NoOracle(Exception):
-    """The right answer cannot be worked out mechanically."""
+    """The correct spans cannot be derived mechanically."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """Status ``right``, ``refused`` (by the template), ``error`` (a clear one of the package), ``silent``, ``open``."""
+    """Status ``right``, ``refused`` by the template, ``error`` (a clear one of the package), ``silent`` (wrong) or ``open``."""
 
     status: str
     found: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ class Template:
         return formed
 
     def render(self, messages: Sequence[Message], prompt: bool = False, tools: Any = None) -> str:
-        # as `apply_chat_template` does, which drops the keys without a value
+        # `apply_chat_template` drops keys without a value too
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         variables = {"bos_token": "<BOS>", "eos_token": EOS, "pad_token": EOS, "add_generation_prompt": prompt}
         return render_jinja_template([given], tools=tools, chat_template=self.source, **variables)[0][0]
@@ -118,7 +118,7 @@ def check(template: Template, kind: str, mask: Callable[..., Any] = render_conve
         rendered = mask(template.tokenizer, template.form(messages), **options)
     except AssistantMaskError as error:
         return Check("error", reason=f"{type(error).__name__}: {error}")
-    except Exception as error:  # says nothing of masks: as bad as a wrong one
+    except Exception as error:  # an error without mention of masks is as bad as a wrong mask
         return Check("silent", reason=f"{type(error).__name__}: {error}")
     found = [text[a:b] for a, b in rendered.assistant_spans]
     by_hand = tuple(found) in BY_HAND.get(kind, ())
@@ -128,7 +128,9 @@ def check(template: Template, kind: str, mask: Callable[..., Any] = render_conve
         return Check("right" if by_hand else "open", tuple(found), reason=str(error))
     expected = [text[start:end] for start, end, _ in spans]
     either = {at for start, _, latest in spans for at in range(start, latest)}
-    if "{% generation" in template.source:  # the blocks say whether a space after the prompt belongs to the turn
+    if (
+        "{% generation" in template.source
+    ):  # only the blocks define whether a space after the prompt belongs to the turn
         either |= {at for start, end, _ in spans for at in range(start, end) if not text[start : at + 1].strip()}
     same = _positions(rendered.assistant_spans) - either == _positions([turn[:2] for turn in spans]) - either
     ids = [i for piece in found for i in template.tokenizer(piece, add_special_tokens=False)["input_ids"]]
@@ -142,14 +144,14 @@ def _positions(spans: Sequence[Span]) -> set[int]:
 
 # ------------------------------------------------------------------ the oracle
 def expected_spans(template: Template, messages: Sequence[Message], prompt: bool, tools: Any = None) -> list[Turn]:
-    """Where the assistant's turns are in the rendered text."""
+    """The assistant's turns in the rendered text."""
     oracle = Oracle(template, list(messages), prompt, tools)
     turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
     return [turn for k in turns if (turn := oracle.turn(k)) and turn[0] < turn[1]]
 
 
 class Oracle:
-    """The text of one conversation, and where its turns are."""
+    """The text of one conversation, and its turns."""
 
     def __init__(self, template: Template, messages: list[Message], prompt: bool, tools: Any) -> None:
         self.template, self.messages, self.prompt, self.tools = template, messages, prompt, tools
@@ -173,7 +175,7 @@ class Oracle:
         start, latest = self.start(k, shown[0])
         between = self.text[start : shown[0]]
         previous = self.messages[k - 1]["role"] if k else ""
-        # A tag that closes the tools' answers, which the prompt lacks, and white space between joined turns, are of neither.
+        # A tag that closes the tools' answers outside the prompt, or white space between joined turns, may belong to either.
         if (previous == "tool" and re.fullmatch(rf"\s*(?:{_CONTROL.pattern})?\s*", between)) or (
             previous == "assistant" and not between.strip()
         ):
@@ -186,7 +188,7 @@ class Oracle:
         return start, end, latest
 
     def shown(self, messages: list[Message], k: int, prompt: bool) -> Span | None:
-        """Where the text of message ``k`` begins and ends in the rendering; None if the template omits it."""
+        """The span of the text of message ``k`` in the rendering. None if the template omits it."""
         text = self.render(messages, prompt)
         if text is None:
             raise NoOracle("refused")
@@ -197,21 +199,21 @@ class Oracle:
         if not found:
             return None
         starts, ends = ([x for x in column if x is not None] for column in zip(*found, strict=True))
-        if not messages[k].get("content"):  # some templates write nothing else around an empty content
+        if not messages[k].get("content"):  # some templates write nothing around an empty content
             starts, ends = starts or ends[:1], ends or starts[-1:]
         if not starts or not ends:
             raise NoOracle("a sentinel changes the text around it")
         return min(starts), max(ends)
 
     def _sentinels(self, text: str, variants: list[tuple[list[Message], bool]], prompt: bool) -> list[tuple[Any, Any]]:
-        """For each sentinel that shows, where it begins and ends in the text, as far as the rest is unchanged."""
+        """The begin and end of each visible sentinel in the text, as far as the rest is unchanged."""
         found: list[tuple[Any, Any]] = []
         for variant, is_last in variants:
             other = self.render(variant, prompt)
             if other is None or other == text:
                 continue
             before, after = other.split(Z)[0], other.split(Z)[-1]
-            # white space may be written before a content only
+            # white space can only be written before a content
             start = next((len(x) for x in (before, before.rstrip()) if text.startswith(x)), None)
             end = next((len(text) - len(x) for x in (after, after.lstrip()) if text.endswith(x)), None)
             shows = Z in other
@@ -219,7 +221,7 @@ class Oracle:
         return found
 
     def start(self, k: int, shown: int) -> Span:
-        """After the header: from here, or up to there if the text lacks thinking tags that the prompt ends with."""
+        """The start of the turn after its header, and the latest start if the text lacks the prompt's thinking tags."""
         text = self.text
         before, without = self.render(self.messages[:k], True), self.render(self.messages[:k], False)
         if before is None or without is None:
@@ -229,7 +231,7 @@ class Oracle:
             at = len(before)
             no_prompt = before == without and not self.always and text[at:shown].strip()
             if no_prompt or text[at:shown].lstrip().startswith(self.leads):
-                # No generation prompt: what the template writes before any content is the header.
+                # Without a generation prompt, the text that the template writes before any content is the header.
                 if plain is None or not plain.startswith(before):
                     raise NoOracle("no generation prompt")
                 at += len(_common(plain[at:].split(Z)[0], text[at:]))
@@ -269,7 +271,7 @@ class Oracle:
         return at, tags.end() if tags else at
 
     def end(self, k: int, shown: int) -> int:
-        """After the end-of-turn token: what the template writes there whether or not the conversation continues."""
+        """The end of the turn, after the text that the template writes whether or not the conversation continues."""
         rest = self.text[shown:]
         upto = self.messages[: k + 1]
         then = [user(OTHER), assistant(OTHER), {"role": "tool", "name": "add", "tool_call_id": "c0", "content": OTHER}]
@@ -295,7 +297,7 @@ class Oracle:
 
     @cached_property
     def leads(self) -> tuple[str, ...]:
-        """What a role header may begin with: the first unit of a rendering, the last control token before a message."""
+        """Possible beginnings of a role header: the first unit of a rendering, the last control token before a message."""
         opened = Oracle(self.template, [user(Z)], False, None).text.split(Z)[0].removeprefix("<BOS>").lstrip()
         return (*_UNIT.findall(opened)[:1], *re.findall(rf"(?m)^(?:{_CONTROL.pattern})(?=\w)", opened)[-1:])
 
@@ -308,7 +310,7 @@ class Oracle:
 
     @cached_property
     def always(self) -> str:
-        """The header of the next answer, if the template writes it after each conversation without being asked."""
+        """The header of the next answer, if the template writes it after each conversation without a request."""
         ending = (self.render([user(Z)], False) or "").split(Z)[-1]
         return ending[len(self.until_header(ending)) :]
 
@@ -316,13 +318,13 @@ class Oracle:
         return ending[: min((at for lead in self.leads if (at := ending.find(lead)) >= 0), default=len(ending))]
 
     def without_header(self, ending: str) -> str:
-        """Without the beginning of the next role header."""
+        """The text without the beginning of the next role header."""
         if self.always:
             return self.until_header(ending)
         return next((cut for x in self.leads if (cut := ending.rstrip().removesuffix(x)) != ending.rstrip()), ending)
 
     def tail(self, messages: list[Message], k: int, prompt: bool = False) -> str | None:
-        """What the template writes after message ``k``."""
+        """The text that the template writes after message ``k``."""
         try:
             shown = self.shown(messages, k, prompt)
         except NoOracle:
@@ -332,7 +334,7 @@ class Oracle:
 
 
 def variants(messages: Sequence[Message], k: int) -> list[tuple[list[Message], bool]]:
-    """The conversation with sentinels in message ``k``, and whether they may stand at the end of its text."""
+    """Conversations with a sentinel in message ``k``, and whether it may be at the end of the message's text."""
     message = messages[k]
     found: list[tuple[Message, bool]] = []
     for field in ("content", "reasoning_content"):
@@ -356,13 +358,13 @@ def variants(messages: Sequence[Message], k: int) -> list[tuple[list[Message], b
 
 
 def _common(*texts: str) -> str:
-    """The whole units that the texts share at their beginning."""
+    """The whole units that the texts have in common at the beginning."""
     shared = _shared(*texts)
     boundaries = [{0, *accumulate(len(unit) for unit in _UNIT.findall(text))} for text in texts]
     return texts[0][: max(x for x in set.intersection(*boundaries) if x <= shared)]
 
 
 def _shared(*texts: str) -> int:
-    """Number of leading characters that the texts share."""
+    """The number of leading characters that the texts have in common."""
     unequal = (at for at, characters in enumerate(zip(*texts, strict=False)) if len(set(characters)) > 1)
     return next(unequal, min(map(len, texts)))

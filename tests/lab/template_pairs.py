@@ -35,7 +35,7 @@ def conversations(of: str) -> dict[str, list[dict[str, Any]]]:
 
 CALL = _ROWS["calls"][:1]
 CONVERSATIONS = conversations("pairs")
-#: One conversation format, and its parts.
+#: A conversation format and its parts.
 END = "<|im_end|>"
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 LOOP = "{% for m in messages %}" + TURN + "{% endfor %}"
@@ -43,7 +43,7 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
 def marked(template: str, part: str) -> str:
-    """With generation blocks around a part of the assistant's turns."""
+    """The template with generation blocks around a part of the assistant's turns."""
     block = "{% if m.role == 'assistant' %}{% generation %}PART{% endgeneration %}{% else %}PART{% endif %}"
     return template.replace(part, block.replace("PART", part))
 
@@ -103,7 +103,7 @@ def conversation(template: str, kind: str) -> list[dict[str, Any]]:
 
 
 def tokenizer_of(source: str) -> Any:
-    """Of byte tokens, and the control tokens that a template writes."""
+    """A tokenizer of byte tokens and of the control tokens that a template writes."""
     return build_tokenizer(source, sorted(set(CONTROL_TOKEN.findall(source))), eos_token="<EOS>", bos_token="<BOS>")
 
 

@@ -1,4 +1,4 @@
-"""Tiny causal language models with random weights, one per family; each builds in milliseconds, without a download."""
+"""Tiny causal language models with random weights, one per family. Each builds in milliseconds, without a download."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,23 +7,23 @@ import torch
 from torch import nn
 
 VOCAB_SIZE = 97
-#: For :func:`closeness.assert_near`, of what a tiny model computes: sums of up to 64 terms; log-probs of up to 16 nats, and
-#: gradients of their sums over up to 64 tokens, which add values of up to 32.
+#: Arguments of :func:`closeness.assert_near` for results of a tiny model: sums of up to 64 terms, log-probs of up to 16 nats,
+#: and gradients of their sums over up to 64 tokens, which add values of up to 32.
 FORWARD: dict[str, Any] = {"terms": 64, "size": 16.0}
 BACKWARD: dict[str, Any] = {"terms": 64 * 64, "size": 32.0}
-#: Of ``generate``: beside the tokens, the logits of each step before (``logits``) and after (``scores``) its processors.
+#: Arguments of ``generate`` to return the logits of each step before (``logits``) and after (``scores``) its processors.
 OUTPUTS: dict[str, Any] = dict.fromkeys(("return_dict_in_generate", "output_logits", "output_scores"), True)
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 _SIZES |= {"intermediate_size": 64, "num_key_value_heads": 2}
-# Of mixtures of experts.
+# Settings of all mixtures of experts.
 _EXPERTS = {"num_hidden_layers": 3, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 16}
-# A range large enough for distributions far from uniform and for positions to matter; no special tokens.
+# The range is large, so that distributions are far from uniform and positions matter. There are no special tokens.
 _COMMON = {"initializer_range": 0.4, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _COMMON |= {"vocab_size": VOCAB_SIZE, **_SIZES}
 _GEMMA2 = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5, "final_logit_softcapping": 4.0}
 # The embedding is narrower than the body, as in OPT-350m: the decoder ends with a projection.
 _OPT = {"word_embed_proj_dim": 16, "dropout": 0.0, "do_layer_norm_before": False}
-# The weights of a token's experts do not add up to 1, and the last layer alone is dense.
+# The weights of a token's experts do not add up to 1, and only the last layer is dense.
 _QWEN3_MOE = {"head_dim": 8, "moe_intermediate_size": 12, "norm_topk_prob": False, "mlp_only_layers": [2]}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _DEEPSEEK = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
@@ -46,14 +46,14 @@ _MIXTURES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 8, "sliding_window": 5, "rope_parameters": _ROPE},
     "deepseek_v3": {**_DEEPSEEK, "num_key_value_heads": 4},
 }
-#: Of single tests.
+#: Families that only single tests use.
 _OTHERS: dict[str, dict[str, Any]] = {
     "phimoe": {"num_local_experts": 2, "num_experts_per_tok": 1},
     "bloom": {},
     "gemma3_text": {},
 }
 _GATED = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4, "head_dim": 8}
-_GATED |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 4}  # the last one is attention
+_GATED |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 4}  # the last layer is attention
 _SCAN = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 _QWEN3_NEXT = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _QWEN3_NEXT |= {"shared_expert_intermediate_size": 16}
@@ -81,7 +81,7 @@ _STATEFUL: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 8, "time_step_rank": 4},
     "recurrent_gemma": {"lru_width": 32, "block_types": ["recurrent", "attention"], "head_dim": 8},
 }
-#: Mixtures of experts by model type, the first ones hybrid, and their own settings; six experts, of which a token has two.
+#: Mixtures of six experts, of which a token uses two. The first families are hybrid.
 _SIX = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 _GROUPS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
 _ROUTED: dict[str, dict[str, Any]] = {
@@ -96,7 +96,7 @@ _ROUTED: dict[str, dict[str, Any]] = {
     "granitemoe": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "glm4_moe": _GROUPS | {"head_dim": 8, "first_k_dense_replace": 1},
 }
-#: Names of settings that differ from most families', by family; None for those that it has not.
+#: Family -> names of settings that differ from those of most families. None if the family lacks the setting.
 _RENAMED: dict[str, dict[str, str | None]] = {
     "gpt2": {"intermediate_size": "n_inner", "num_key_value_heads": None},
     "opt": {"intermediate_size": "ffn_dim", "initializer_range": "init_std", "num_key_value_heads": None},
@@ -106,9 +106,9 @@ _RENAMED: dict[str, dict[str, str | None]] = {
 FAMILIES = tuple(_DENSE)
 #: Recurrent and convolutional models: those whose state can be continued, and the others.
 FORKED_FAMILIES, UNFORKED_FAMILIES = tuple(_STATEFUL)[:10], tuple(_STATEFUL)[10:]
-#: Mixtures of experts, of three layers: in Qwen3-MoE the last and in DeepSeek-V3 the first one is dense.
+#: Mixtures of experts with three layers. In Qwen3-MoE the last layer is dense, in DeepSeek-V3 the first.
 EXPERT_FAMILIES = tuple(_MIXTURES)
-#: More of them, for :func:`stateful_model` with ``experts=True``.
+#: More mixtures of experts, for :func:`stateful_model` with ``experts=True``.
 ROUTED_FAMILIES = tuple(_ROUTED)
 
 
@@ -119,7 +119,7 @@ def tiny_model(family: str = "qwen2", *, seed: int = 0, **overrides: Any) -> nn.
     ``num_hidden_layers``, ``intermediate_size``, ``initializer_range``, ...).
     """
     settings = _COMMON | (_EXPERTS if family in _MIXTURES else {}) | (_DENSE | _MIXTURES | _OTHERS)[family] | overrides
-    if family == "opt":  # no norm before the head: with the others' range its logits would be ten times as large
+    if family == "opt":  # without a norm before the head, its logits would be ten times as large with the others' range
         settings["initializer_range"] *= 0.5
     renamed = _RENAMED.get(family, {})
     config = {new: value for name, value in settings.items() if (new := renamed.get(name, name)) is not None}
@@ -146,20 +146,22 @@ def _random(family: str, seed: int, config: dict[str, Any], dtype: torch.dtype |
         for name, values in (*model.named_parameters(), *model.named_buffers()):
             if family == "gpt_oss" and name.endswith(("sinks", "bias")):
                 nn.init.normal_(values)
-            elif family == "deepseek_v3" and name.endswith("e_score_correction_bias"):  # of the choice, not the weights
+            elif family == "deepseek_v3" and name.endswith(
+                "e_score_correction_bias"
+            ):  # it affects the choice of experts, not their weights
                 nn.init.normal_(values, std=0.3)
     return model.eval()
 
 
 def altered(family: str, change: Callable[[Any], Any], **overrides: Any) -> nn.Module:
-    """A model after a change of it."""
+    """A model to which a change was applied."""
     model = tiny_model(family, **overrides)
     change(model)
     return model
 
 
 def with_lora(model: nn.Module, **config: Any) -> Any:
-    """The model with PEFT adapters far from 0; the test is skipped without PEFT."""
+    """The model with PEFT adapters far from 0. Without PEFT the test is skipped."""
     import pytest
 
     peft = pytest.importorskip("peft")

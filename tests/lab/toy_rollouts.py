@@ -1,4 +1,4 @@
-"""Rollouts of a tiny policy in TorchRL's chat env, and reference results for the transforms, computed the slow way."""
+"""Rollouts of a tiny policy in TorchRL's chat env, and slow reference results for the transforms."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -41,7 +41,7 @@ def make_scoring_wrapper(model: nn.Module, tokenizer: Any, *, pad_output: bool, 
 
 
 def make_scoring_pair(policy: nn.Module, reference: nn.Module, tokenizer: Any, **kwargs: Any) -> list[Any]:
-    """Wrappers of both, which write ``"log_probs"`` and ``"ref_log_probs"``; rows are not padded, unless asked for."""
+    """Wrappers of both models, which write ``"log_probs"`` and ``"ref_log_probs"``, without padding by default."""
     return [
         make_scoring_wrapper(model, tokenizer, **{"pad_output": False, "log_probs_key": key, **kwargs})
         for model, key in ((policy, "log_probs"), (reference, "ref_log_probs"))
@@ -85,7 +85,7 @@ def make_env(
     queries: Sequence[str] = QUERIES,
     reward: Transform | None = None,
 ) -> EnvBase:
-    """A chat env that poses each query ``group`` times, with the outcome reward or another, done after ``turns``."""
+    """A chat env that poses each query ``group`` times and is done after ``turns``. By default with the outcome reward."""
     loader = DataLoader([{"query": query} for query in queries] * 100, batch_size=1, collate_fn=_collate)
     how = {"batch_size": (envs,), "tokenizer": tokenizer, "input_mode": input_mode, "repeats": group}
     env = ChatEnv.from_dataloader(loader, **how)
@@ -123,7 +123,7 @@ def steps(td: TensorDictBase) -> Iterator[TensorDictBase]:
 
 
 def rows_of(td: TensorDictBase, key: Any) -> list[Tensor]:
-    """The rows of an entry, however it is stored."""
+    """The rows of an entry in any layout."""
     if td.batch_dims != 1:
         return [step[key] for step in steps(td)]
     return list(rows) if isinstance(rows := td.get(key, as_list=True), list) else list(rows.unbind())
@@ -134,14 +134,14 @@ def flat(td: TensorDictBase) -> TensorDictBase:
 
 
 def plain_log_probs(model: nn.Module, ids: Tensor) -> Tensor:
-    """Log-probs of one sequence under the plain model; 0 for the first token."""
+    """Log-probs of one sequence under the plain model, with 0 for the first token."""
     with torch.no_grad():
         log_probs = model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
     return torch.cat([torch.zeros(1), log_probs[:-1].gather(-1, ids[1:, None])[:, 0]])
 
 
 def response_log_probs(model: nn.Module, step: TensorDictBase) -> Tensor:
-    """The expected log-probs of a step: the plain model's on the response, 0 on prompt and padding."""
+    """The expected log-probs of a step: from the plain model on the response, 0 on prompt and padding."""
     full, attention = step["tokens", "full"], step["masks", "all_attention_mask"]
     out = torch.zeros(len(full))
     out[attention] = plain_log_probs(model, full[attention])

@@ -1,4 +1,4 @@
-"""Language tasks so small that every answer can be listed: exact policies, sampled batches."""
+"""Language tasks so small that every answer can be enumerated, with exact policies and sampled batches."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl.ragged import Ragged
 
-#: What a sampler of experts' tasks never draws: answers below this probability.
+#: In tasks with experts, the sampler never draws answers below this probability.
 MIN_P = 0.03
 
 
@@ -35,7 +35,7 @@ class Task:
 
     vocab: int
     prompts: tuple[int, ...]
-    answers: tuple[tuple[int, ...], ...]  # all that there are; the last token of each ends it
+    answers: tuple[tuple[int, ...], ...]  # all possible answers; the last token of each ends it
     reward: Tensor  # [P, R], of each answer to each prompt
     reference: Tensor  # [P, R], log-probs of a reference policy
 
@@ -44,7 +44,7 @@ class Task:
         return 1 + max(len(answer) for answer in self.answers)
 
     def policy(self, log_probs: Tensor | None = None) -> TabularPolicy:
-        """The policy with these log-probs of answers ``[P, R]``; by default the reference's."""
+        """The policy with these log-probs of answers ``[P, R]``, by default the reference's."""
         model = TabularPolicy(self.vocab, self.longest)
         mass = (self.reference if log_probs is None else log_probs).exp()
         with torch.no_grad():
@@ -59,7 +59,7 @@ class Task:
 
     @property
     def _padded(self) -> tuple[Tensor, Tensor]:
-        """Of each prompt with each answer the tokens ``[P, R, T]``, and where they are real."""
+        """The tokens of each prompt with each answer, ``[P, R, T]``, and where they are not padding."""
         width = self.longest
         rows = [[[p, *a, *[0] * (width - 1 - len(a))] for a in self.answers] for p in self.prompts]
         lengths = torch.tensor([1 + len(a) for a in self.answers])
@@ -67,7 +67,7 @@ class Task:
 
     @torch.no_grad()
     def log_probs(self, model: nn.Module) -> Tensor:
-        """Of every answer to every prompt, by the chain rule; ``[P, R]`` float64."""
+        """Log-probs of every answer to every prompt by the chain rule, ``[P, R]`` float64."""
         full, real = self._padded
         logits = model(input_ids=full.flatten(0, 1))[0].double().log_softmax(-1)
         each = logits[:, :-1].gather(-1, full.flatten(0, 1)[:, 1:].unsqueeze(-1)).squeeze(-1)
@@ -76,10 +76,10 @@ class Task:
     def sample(
         self, model: nn.Module, rows: int, rng: torch.Generator, group_size: int = 1, min_p: float = 0.0
     ) -> TensorDict:
-        """Answers of a policy, as many to each prompt, none less likely than ``min_p``; groups lie one after the other.
+        """Sample the same number of answers to each prompt, none less likely than ``min_p``. Groups are consecutive.
 
-        Each group is an exact draw of independent answers, from one point of a scrambled Sobol sequence: the groups of a
-        batch are spread evenly, so that a few hundred rows have the mean of many more.
+        Each group is an exact draw of independent answers, from one point of a scrambled Sobol sequence. This spreads the
+        groups of a batch evenly, so that a few hundred rows have the mean of many more.
         """
         chosen = []
         p = self.log_probs(model).exp()
@@ -110,7 +110,7 @@ def _task(vocab: int, answers: Sequence[tuple[int, ...]], prompts: Sequence[int]
 
 
 def chain(seed: int = 0) -> Task:
-    """Answers of one or two tokens, 3 ends one early: rewards and reference of whole answers, one clearly best."""
+    """Answers of one or two tokens, where token 3 ends an answer early. One answer to each prompt is clearly best."""
     task = _task(4, [*tuples(range(3), range(4)), (3,)], (1, 2), seed)
     task.reward.clamp_(max=0.7)
     task.reward[torch.arange(2), torch.tensor([5, 10])] = 1.5
@@ -123,7 +123,7 @@ def bandit(seed: int) -> Task:
 
 
 def product(seed: int = 0) -> Task:
-    """Answers of two tokens that have nothing to do with each other: rewards add up, the reference's log-probs too."""
+    """Answers of two independent tokens, whose rewards and reference log-probs add up."""
     rng = torch.Generator().manual_seed(seed)
     reward, reference = torch.randn(2, 2, 2, 3, generator=rng, dtype=torch.float64).unbind()
     reference = (0.7 * reference).log_softmax(-1)
@@ -132,12 +132,12 @@ def product(seed: int = 0) -> Task:
 
 
 def total_variation(log_prob: Tensor, target: Tensor) -> float:
-    """Half the sum of differences between two distributions over answers ``[P, R]``, for the prompt where it is largest."""
+    """The total variation of two distributions over answers ``[P, R]``, for the prompt where it is largest."""
     return float((log_prob.exp() - target.exp()).abs().sum(-1).max() / 2)
 
 
 class TabularCritic(nn.Module):
-    """A value for each prefix."""
+    """A critic with a value for each prefix."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class TabularCritic(nn.Module):
 
 
 def unlikely(task: Task) -> TabularPolicy:
-    """The reference, but one in a hundred of its answers are the best, which a sampler with ``MIN_P`` never draws."""
+    """The reference with 1 % probability of the best answer, which a sampler with ``MIN_P`` never draws."""
     log_probs = task.reference.clone()
     log_probs[torch.arange(2), task.reward.argmax(-1)] = math.log(0.01)
     return task.policy(log_probs.log_softmax(-1))

@@ -68,7 +68,7 @@ def build_bos_tokenizer(chat_template: str | None = CHATML, *, name_or_path: str
 
 
 class Words:
-    """A tokenizer whose ids are places in a list."""
+    """A tokenizer whose ids are indices of a list."""
 
     def __init__(self, *words: str) -> None:
         self.words = words

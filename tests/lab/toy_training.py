@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl_llm_kl.algorithms import ALGORITHMS, AlgorithmParts, make_algorithm
 from toy_tasks import TabularCritic, Task, chain
 
-#: Of :func:`train`: quick and steady on all tasks.
+#: Arguments of :func:`train` that learn quickly and steadily on all tasks.
 ADAM: dict[str, Any] = {"optimiser": partial(torch.optim.Adam, betas=(0.8, 0.98)), "lr": 0.2}
 #: Answers to each prompt.
 GROUP = 4
@@ -32,9 +32,9 @@ def train(
     micro_batches: int = 1,
     seed: int = 0,
 ) -> list[float]:
-    """Learning rate down to 0 in a straight line. Returns ``kl_to_ref`` at each step, where there is one.
+    """Train with a learning rate that falls linearly to 0. Returns the ``kl_to_ref`` of each step, if there is one.
 
-    A probability of p is seen in a share p of the tokens, hence learning rates far above 1.
+    Learning rates are far above 1, since a token of probability p is seen only in a share p of the tokens.
     """
     rng = torch.Generator().manual_seed(seed)
     optimisers = [optimiser(parts.loss.parameters(), lr=lr)]
@@ -71,9 +71,9 @@ def learned(
     how: dict[str, Any] = ADAM,
     **settings: Any,
 ) -> Tensor:
-    """Log-probs of answers ``[P, R]`` that a policy ends with, which begins as the reference.
+    """Train a policy that begins as the reference. Returns its final log-probs of answers ``[P, R]``.
 
-    It learns from its own answers, or from ``data`` at each step; ``how`` are arguments of :func:`train`.
+    It learns from its own answers, or from ``data`` at each step. ``how`` holds arguments of :func:`train`.
     """
     actor = task.policy()
     if settings.get("use_reference", ALGORITHMS[name].needs_reference):
@@ -86,14 +86,14 @@ def learned(
 
 
 def best_probability(task: Task, log_probs: Tensor) -> float:
-    """Of the best answer, for the prompt where it is lowest."""
+    """The probability of the best answer, for the prompt where it is lowest."""
     return float(log_probs.exp().gather(-1, task.reward.argmax(-1, keepdim=True)).min())
 
 
 # ---------------------------------------------------------------------- a batch for any algorithm
 _TASK = chain()
-#: These compute a number of the whole batch with the current policy, anew whenever a batch is prepared: of the answers and, for
-#: kto, of mismatched ones, which the reference scores too. So kto's loss has the reference, and would score it itself.
+#: Name -> forwards of the policy and of the reference. These algorithms compute a number of the whole batch with the current
+#: policy whenever a batch is prepared. kto does so for mismatched answers, which the reference scores too.
 FORWARDS_OF_THE_BATCH = {"kto": (1, 1), "bco": (1, 0)}
 #: Presets that read labels of single answers.
 _LABELLED = {*FORWARDS_OF_THE_BATCH, "vapo"}
@@ -114,7 +114,7 @@ def rows_of_all(rows: int = 16, seed: int = 0, name: str = "") -> TensorDictBase
 
 
 def made(name: str, actor: Any, reference: Any, **settings: Any) -> AlgorithmParts:
-    """An algorithm with what it needs for these rows."""
+    """An algorithm with all arguments that these rows need."""
     preset = ALGORITHMS[name]
     given: dict[str, Any] = {"reference": reference} if preset.needs_reference else {}
     given |= {"critic": TabularCritic(_TASK)} if preset.use_critic else {}

@@ -32,7 +32,7 @@ def digits(question, answer, metadata):
     return float(any(letter.isdigit() for letter in answer))
 """
 
-#: Answers that are rewarded in a step, and in an evaluation.
+#: The number of rewarded answers in a step, and in an evaluation.
 ANSWERS, HELD_OUT = 8, 4
 
 
@@ -50,7 +50,7 @@ TARGET = {"place": "reward", "target": 0.5, "controller_args": {"warmup": 0}}
 
 
 def settings(lab: Path, out: Path, *overrides: str, kl: dict[str, Any] = TARGET) -> TrainConfig:
-    """Four steps, each with a checkpoint, and three evaluations; all that a resumed run must restore has an effect."""
+    """Four steps, each with a checkpoint, and three evaluations. All state that a resumed run restores has an effect."""
     source: dict[str, Any] = {
         "model": {"name": str(lab / "model")},
         "data": {"prompts": str(lab / "prompts.jsonl"), "num_prompts": 2, "group_size": 4, "held_out_share": 0.2},
@@ -68,7 +68,7 @@ def settings(lab: Path, out: Path, *overrides: str, kl: dict[str, Any] = TARGET)
 
 
 def go(lab: Path, out: Path, *overrides: str, kl: dict[str, Any] = TARGET, **how: Any) -> tuple[TrainResult, list[str]]:
-    """A run with these settings: its result, and the lines that it said."""
+    """Run with these settings. Returns the result and the printed lines."""
     said: list[str] = []
     return train(settings(lab, out, *overrides, kl=kl), say=said.append, **how), said
 
@@ -85,7 +85,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def figures(path: Path) -> list[dict[str, float]]:
-    """Rows of a run without what depends on the clock."""
+    """The metrics of a run without times."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
 
@@ -96,7 +96,7 @@ def steps_in(out: Path) -> list[str]:
 
 
 def ended_after(step: int, whole: Path, folder: Path) -> Path:
-    """A copy of a run without its end, in ``folder / "out"``; metrics of later steps are there, as a kill leaves them."""
+    """Copy a run without its end to ``folder / "out"``. Metrics of later steps stay, as after a kill."""
     shutil.copytree(whole, out := folder / "out")
     shutil.rmtree(out / "final")
     for later in steps_in(out):
@@ -106,7 +106,7 @@ def ended_after(step: int, whole: Path, folder: Path) -> Path:
 
 
 def assert_same_run(out: Path, whole: Path) -> None:
-    """Weights, figures and evaluations of two folders are equal to the last bit."""
+    """Check that weights, metrics and evaluations of two folders are equal to the last bit."""
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         assert figures(out / name) == figures(whole / name)
     assert same(weights(out / "final"), weights(whole / "final"))

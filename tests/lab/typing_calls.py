@@ -1,4 +1,4 @@
-"""Calls that mypy must report (each marked line) and calls that it must accept (all others): see ``test_public_names.py``."""
+"""Calls for ``test_public_names.py``. mypy must report each marked line, and accept all other lines."""
 
 from tensordict import TensorDictBase
 from torch import nn

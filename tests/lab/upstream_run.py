@@ -1,6 +1,6 @@
 """Run torchrl's own tests of its LLM transforms against this package's.
 
-It is a plugin of that run: every hub name that the tests load is a tiny random model with a byte-level tokenizer.
+This module is a plugin of that run. It replaces every model of the hub by a tiny random model with a byte-level tokenizer.
 """
 
 import os
@@ -32,10 +32,10 @@ def copy_with_swapped_import(checkout: Path, folder: Path) -> None:
 
 
 def run(checkout: Path) -> dict[str, tuple[str, str]]:
-    """Each test's id (``Class.test[parameters]``), outcome (passed, failed, skipped) and last line of error.
+    """Return each test's id (``Class.test[parameters]``), outcome (passed, failed, skipped) and last line of error.
 
-    ``checkout`` is a folder with torchrl's repository (its ``test/llm``), at the version that is installed. The tests are
-    copied and only their import of the transforms is changed; hub names load tiny models.
+    ``checkout`` is a folder with torchrl's repository (its ``test/llm``) at the installed version. The tests are copied, and
+    only their import of the transforms is changed.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -78,7 +78,7 @@ def _model(name: str, **_: Any) -> Any:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test module is imported: no test reaches a hub, and no model is larger than a megabyte."""
+    """Before any test module is imported, replace the loaders, so that no test reaches a hub or builds a large model."""
     import transformers
 
     config.addinivalue_line("markers", "timeout: set by torchrl's conftest; not enforced")
@@ -91,7 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Any:
-    """Without vLLM, the tests that take nothing but a tokenizer from it run all the same."""
+    """Without vLLM, still run the tests that only take a tokenizer from it."""
     if fixturedef.argname != "vllm_instance":
         return None
     result = (_model(""), _tokenizer(""))

@@ -1,4 +1,4 @@
-"""A vLLM server on processors: started with a small random model, asked over HTTP, ended by its process group."""
+"""A vLLM server on CPUs with a small random model. It is asked over HTTP, and its process group is killed at the end."""
 
 import json
 import os
@@ -26,10 +26,10 @@ ENGINES = "TORCHRL_LLM_KL_ENGINES"  # the folder of `make engines`
 MODEL = "toy"
 CONTEXT = 256
 MAX_LOGPROBS = 64
-#: Attention on processors needs heads of 32 or more.
+#: vLLM's attention on CPUs needs heads of at least 32.
 _HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 _HEADS |= {"max_position_embeddings": CONTEXT, "initializer_range": 0.2}
-#: Name -> family, seed and what else its configuration holds.
+#: Name -> family, seed and further configuration.
 MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dense": ("qwen2", 0, {}),
     "other": ("qwen2", 1, {}),
@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_SERVER_DEV_MODE": "1",  # weights of a folder, over HTTP
+    "VLLM_SERVER_DEV_MODE": "1",  # to load weights from a folder, over HTTP
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -46,20 +46,20 @@ _ENVIRONMENT = {
 
 
 def make(name: str) -> nn.Module:
-    """A model, in float32; nobody else has it."""
+    """A new float32 model."""
     family, seed, config = MODELS[name]
     return tiny_model(family, seed=seed, vocab_size=len(make_tokenizer()), **_HEADS, **config)
 
 
 def save(model: nn.Module, folder: Path) -> Path:
-    """A checkpoint that vLLM loads."""
+    """Save a checkpoint that vLLM can load."""
     model.save_pretrained(folder)  # type: ignore[operator]
     make_tokenizer().save_pretrained(folder)
     return folder
 
 
 class VllmServer:
-    """The process, and requests to it."""
+    """The server's process, and requests to it."""
 
     def __init__(
         self, folder: Path, *arguments: str, port: int = 0, key: str = "", dtype: str = "float32", **environment: str
@@ -100,7 +100,7 @@ class VllmServer:
         print(f"vLLM is up after {time.monotonic() - begin:.0f} s: {self.folder.name}", file=sys.stderr)
 
     def post(self, path: str, **body: Any) -> Any:
-        """The JSON of the answer; ``(status, text)`` of an error."""
+        """The JSON of the answer, or ``(status, text)`` of an error."""
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         try:
@@ -113,8 +113,8 @@ class VllmServer:
         return str(json.load(urllib.request.urlopen(f"{self.url}/version", timeout=30))["version"])
 
     def generate(self, prompt: Sequence[int], **sampling: Any) -> list[dict[str, Any]]:
-        """The choices of ``/inference/v1/generate``: token ids in and out."""
-        # What is absent is taken from the checkpoint's generation_config.json.
+        """The choices of ``/inference/v1/generate``, with token ids in and out."""
+        # Missing settings would be taken from the checkpoint's generation_config.json.
         plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs": 0, "max_tokens": LENGTH}
         body = {"token_ids": list(prompt), "sampling_params": {**plain, **sampling}}
         answer = self.post("/inference/v1/generate", **body)
@@ -122,7 +122,7 @@ class VllmServer:
         return list(answer["choices"])
 
     def sample(self, prompts: Sequence[Tensor], seed: int = 0, answers: int = ANSWERS, **sampling: Any) -> Rollout:
-        """As :func:`seeded.sample`, from this server."""
+        """Sample from this server, as :func:`seeded.sample` does from a model."""
         end = make_tokenizer().eos_token_id
         found = []
         for i, prompt in enumerate(prompts):
@@ -134,12 +134,12 @@ class VllmServer:
         return Rollout(rows, [torch.tensor(choice["token_ids"]) for choice in found], log_probs, rewards)
 
     def load(self, folder: Path) -> None:
-        """Take the weights of a checkpoint; nothing that was computed with the old ones stays."""
+        """Load the weights of a checkpoint, and drop the prefix cache."""
         assert self.post("/collective_rpc", method="reload_weights", kwargs={"weights_path": str(folder)})
         assert self.post("/reset_prefix_cache") == {"success": True}
 
     def close(self) -> None:
-        """End all of its processes, without warning."""
+        """Kill all of its processes."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -155,7 +155,7 @@ def serving(folder: Path, *arguments: str, **options: Any) -> Iterator[VllmServe
 
 
 def sampled(rollout: Rollout) -> tuple[Ragged, Tensor, Tensor]:
-    """Sequences, which tokens are answers, and the sampler's log-probs of these."""
+    """The sequences, the mask of the answers, and the sampler's log-probs of the answers."""
     pairs = list(zip(rollout.prompts, rollout.answers, strict=True))
     mask = torch.cat([torch.arange(len(p) + len(a)) >= len(p) for p, a in pairs])
     return Ragged.from_list([torch.cat(pair) for pair in pairs]), mask, torch.cat(rollout.log_probs).double()

@@ -1,6 +1,6 @@
-"""How long tests wait for what happens in other processes: longer on a machine that is busy with something else.
+"""How long tests wait for events in other processes. They wait longer on a busy machine.
 
-Times that a test is *about* (a deadline that must pass, a pause that must stay short) are not from here.
+Times that a test checks (a deadline that must pass, a pause that must stay short) are defined in the test.
 """
 
 import os
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-#: Seconds for what ends by itself: a replica's start, a process, a thread. Only a hang takes them.
+#: Seconds for events that end by themselves, such as the start of a replica or the end of a thread. Only a hang takes as long.
 LONG = 900.0
 #: Seconds of a thread for the steps of `pace` on a usual machine (2 cores of 3 GHz, both busy).
 USUAL = 0.07
 
 
 def slowdown() -> float:
-    """How many processes share a core: now, or on average over the last minute; at least 1."""
+    """The number of processes per core, now or on average over the last minute, at least 1."""
     running = os.getloadavg()[0]
     if (now := Path("/proc/loadavg")).exists():
         running = max(running, float(now.read_text().split()[3].partition("/")[0]))
@@ -25,7 +25,7 @@ def slowdown() -> float:
 
 
 def pace() -> float:
-    """How many times longer small steps of Python and torch take on this machine now than on a usual one; at least 1."""
+    """The slowdown of small steps of Python and torch compared with a usual machine, at least 1."""
     begin, value = time.thread_time(), torch.zeros(8)
     for _ in range(20_000):
         value = value + 1
@@ -33,7 +33,7 @@ def pace() -> float:
 
 
 def until(condition: Callable[[], object], *, seconds: float = 60.0) -> None:
-    """Wait until a condition holds, so many seconds on an idle machine."""
+    """Wait until a condition holds, at most so many seconds on an idle machine."""
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() - begin < seconds * slowdown(), "it did not happen"
@@ -41,7 +41,7 @@ def until(condition: Callable[[], object], *, seconds: float = 60.0) -> None:
 
 
 def wait_for_replicas() -> None:
-    """Services of this process that are given no ``timeout`` wait as long as a replica's start takes on a busy machine."""
+    """Let services without a ``timeout`` wait as long as a replica's start takes on a busy machine."""
     from torchrl_llm_kl.service import ScoringService
 
     defaults = ScoringService.__init__.__kwdefaults__

@@ -229,7 +229,7 @@ def test_a_run_imports_user_code_first(lab: Path, tmp_path: Path) -> None:
     mine.write_text(MINE + "# changed")
     _, said = go(lab, tmp_path / "named", *named, "run.steps=2", kl={})
     assert any(line.startswith(f"{mine} has changed since") for line in said)
-    with pytest.raises(TypeError, match="expected an advantage of this package"):
+    with pytest.raises(TypeError, match="expected a registered advantage"):
         plan_algorithm(settings(lab, lab / "none", f"algorithm.args.advantage={mine}:vowels"))
     with pytest.raises(ConfigError, match="the file nowhere"):
         load_inputs(settings(lab, lab / "none", "imports=[nowhere.py]"))
@@ -247,7 +247,7 @@ LOW = r"'low': 0.2}: .* low <= init <= .*, got low=0.2, init=0.1"
         (["algorithm.name=grpoo"], "Did you mean 'grpo'"),
         (["algorithm.name=gkd"], "set algorithm.teacher"),
         (["algorithm.teacher=t"], "grpo has no teacher"),
-        (["data.group_size=1"], "take at least 2"),
+        (["data.group_size=1"], "use at least 2"),
         (["algorithm.name=dapo", "kl.place=preset"], "dapo has no KL penalty"),
         (["algorithm.args.kl_loss=k3"], "set kl.place and kl.estimator instead"),
         (["algorithm.args.clip_hihg=0.3"], "grpo has no setting 'clip_hihg'"),

@@ -1,15 +1,13 @@
-"""Every code block of the documentation: Python runs, page by page; commands, options and configurations exist."""
+"""Code blocks of the documentation: the Python of each page runs; commands, options and configurations exist."""
 
 import ast
 import base64
 import importlib
-import inspect
 import re
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +30,7 @@ import torchrl_llm_kl
 from code_blocks import PAGES, all_blocks, save_checkpoint
 from image_models import image_model, image_processor
 from project import PROJECT
-from torchrl_llm_kl import Advantage, LogProbScorer, RetrieveKL, Sampling, diagnostics, make_algorithm, service
+from torchrl_llm_kl import Advantage, LogProbScorer, RetrieveKL, Sampling, diagnostics, make_algorithm
 from torchrl_llm_kl.advantages._registry import _REGISTRY as ADVANTAGES
 from torchrl_llm_kl.algorithms import ALGORITHMS
 from torchrl_llm_kl.cli._commands import app
@@ -50,7 +48,7 @@ def prompts_of(questions: list[str]) -> TensorDict:
 
 
 class World:
-    """A tiny policy, its reference, and what they sample; each of ``PARTS`` is made once, when a page asks for it."""
+    """A tiny policy, its reference and their samples. Each of ``PARTS`` is made when first asked for."""
 
     def __getattr__(self, name: str) -> Any:
         value = self.__dict__[name] = PARTS[name](self)
@@ -69,12 +67,12 @@ class World:
         return rows
 
     def with_kl(self, rows: Any) -> Any:
-        """With log-probs of policy and reference, and their KL."""
+        """Adds log-probs of policy and reference, and their KL."""
         return RetrieveKL(self.model, self.reference, add_to_reward=False)(rows)
 
 
 def _sampler(world: World, pad_output: bool = False) -> TransformersWrapper:
-    """Samples from the whole distribution, up to six tokens."""
+    """A sampler of up to six tokens from the whole distribution."""
     policy = make_policy(world.model, world.tokenizer, pad_output=pad_output)
     policy.generate_kwargs |= Sampling().generate_kwargs(world.model, max_new_tokens=6)
     return policy
@@ -107,8 +105,7 @@ PARTS: dict[str, Callable[[World], Any]] = {
     "adapted": _adapted,
 }
 
-#: Page -> the parts of the world that its prose introduces, maybe under another name; the code of any other page makes all
-#: that it uses.
+#: Page -> the parts of the world that its prose introduces, maybe under another name. All other pages make what they use.
 PREAMBLES = {
     "docs/algorithms.md": "actor=model reference optimizer",
     "docs/cli.md": "batch",
@@ -138,7 +135,7 @@ def _one_rank() -> None:
 
 
 def own(page: str, world: World) -> dict[str, Any]:
-    """What the prose of a page introduces and that of no other does."""
+    """Names that only this page's prose introduces."""
     match page:
         case "docs/algorithms.md":
             return {"collector": [world.rollouts]}
@@ -172,7 +169,9 @@ def own(page: str, world: World) -> dict[str, Any]:
         case "docs/ray.md":
             import ray
 
-            ray.init(num_cpus=8, num_gpus=4, include_dashboard=False)  # logical: a model without CUDA stays on the CPU
+            ray.init(
+                num_cpus=8, num_gpus=4, include_dashboard=False
+            )  # pretended: a model without CUDA stays on the CPU
 
             def load_reference() -> Any:
                 from toy_rollouts import make_model, make_tokenizer
@@ -211,13 +210,13 @@ def own(page: str, world: World) -> dict[str, Any]:
 
 
 def given(page: str) -> dict[str, Any]:
-    """The names that a page takes as given."""
+    """The names that a page's code uses without defining them."""
     world = World()
     parts = {name: part or name for name, _, part in (x.partition("=") for x in PREAMBLES.get(page, "").split())}
     return {**{name: getattr(world, part) for name, part in parts.items()}, **own(page, world)}
 
 
-#: Blocks that are not run, for reasons that hold on any machine without these, and how many there are.
+#: Why a block is not run -> how many such blocks there are.
 NOT_RUN = {
     ("docs/distributed.md", "needs DeepSpeed"): 1,
     ("docs/ray.md", "needs eight GPUs"): 1,
@@ -237,18 +236,18 @@ WITH_PYTHON = sorted({block.page for block in PYTHON})
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the tiny model, which stands for any checkpoint of the hub."""
+    """A folder with the tiny model, which replaces every checkpoint of the hub."""
     save_checkpoint(folder := tmp_path_factory.mktemp("checkpoint"))
     return folder
 
 
-#: A page may register a function of its own.
+#: A page may register its own function.
 REGISTRIES = (OBJECTIVES, ADVANTAGES, ALGORITHMS, ESTIMATORS, CONTROLLERS)
 
 
 @pytest.fixture
 def surroundings(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty folder, the hub's names as the tiny checkpoint, and settings put back afterwards."""
+    """An empty working directory, the tiny checkpoint for every name of the hub; settings are restored afterwards."""
     monkeypatch.chdir(tmp_path)
     for loader in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
 
@@ -268,13 +267,13 @@ def surroundings(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ray.shutdown()
 
 
-#: What a reader must import, and no preamble gives.
+#: A reader must import these, so the namespace starts without them.
 LAYERS = (torchrl_llm_kl, torchrl_llm_kl.losses, torchrl_llm_kl.estimators, torchrl_llm_kl.scoring)
 PUBLIC = {name for layer in LAYERS for name in layer.__all__} - {"grpo"}
 
 
 def run_page(page: str) -> dict[str, Any]:
-    """All blocks in order, in one namespace: the namespace."""
+    """Run all blocks in order, in one namespace, and return it."""
     names = {"__name__": "page", **given(page)}
     assert set(names) & PUBLIC == set()
     for block in PYTHON:
@@ -283,7 +282,7 @@ def run_page(page: str) -> dict[str, Any]:
     return names
 
 
-#: Those that start Ray are slow.
+#: Pages that start Ray are slow.
 PARAMETERS = [pytest.param(page, marks=pytest.mark.slow if page == "docs/ray.md" else ()) for page in WITH_PYTHON]
 
 
@@ -301,8 +300,8 @@ def test_the_python_of_a_page_runs(page: str, surroundings: None) -> None:
         )
 
 
-def test_the_doctor_looks_before_the_first_step(surroundings: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On every page that trains and diagnoses with the policy: afterwards the step looks like a sampler's older weights."""
+def test_pages_diagnose_before_the_first_step(surroundings: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a step the doctor would report that the sampler has older weights."""
     pages = {page: "\n".join(block.code for block in PYTHON if block.page == page) for page in WITH_PYTHON}
     both = [page for page, code in pages.items() if "diagnose(" in code and ".step()" in code]
     assert both == ["docs/start.md"]
@@ -324,104 +323,10 @@ def test_few_blocks_are_not_run() -> None:
 
 def test_blocks_that_are_not_run_import_what_exists() -> None:
     for block in [block for block in PYTHON if block.reason]:
-        for node in ast.walk(ast.parse(block.code)):
+        for node in ast.walk(ast.parse(block.code, block.page)):
             if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in ("torchrl", "torchrl_llm_kl"):
                 module = importlib.import_module(str(node.module))
                 assert all(hasattr(module, alias.name) for alias in node.names), f"{block.page}:{block.line}"
-
-
-#: Their further arguments are those of the local transform, and of the service.
-OVER_RAY: dict[Any, Any] = {
-    service.RayRetrieveLogProb: torchrl_llm_kl.RetrieveLogProb,
-    service.RayRetrieveKL: RetrieveKL,
-    service.RayKLRewardTransform: torchrl_llm_kl.KLRewardTransform,
-}
-
-
-class Callables:
-    """What code that is not run may call: public functions and classes, their methods, and what a block imports."""
-
-    def __init__(self) -> None:
-        self.named: dict[str, list[Any]] = {}
-        self.methods: dict[str, list[Any]] = {}
-        layers = [path.parent.name for path in (PROJECT / "torchrl_llm_kl").glob("*/__init__.pyi")]
-        for layer in [torchrl_llm_kl, *(importlib.import_module(f"torchrl_llm_kl.{name}") for name in layers)]:
-            for name in layer.__all__:
-                value = getattr(layer, name)
-                if isinstance(value, type) or inspect.isfunction(value):
-                    self.named.setdefault(name, []).append(value)
-                for method, function in inspect.getmembers(value, inspect.isroutine) if isinstance(value, type) else ():
-                    self.methods.setdefault(method, []).append(function)
-
-    def keywords(self, function: Any) -> set[str] | None:
-        """The names of its arguments, also those of an unpacked TypedDict; None for any."""
-        try:
-            parameters = inspect.signature(function).parameters
-        except (TypeError, ValueError):  # written in C
-            return None
-        names = set(parameters)
-        for rest in [each for each in parameters.values() if each.kind is each.VAR_KEYWORD]:
-            if function in OVER_RAY:
-                more = [self.keywords(each) for each in (OVER_RAY[function], service.ScoringService)]
-                names |= set().union(*(each or () for each in more))
-                continue
-            unpacked = re.fullmatch(r"Unpack\[(\w+)\]", str(rest.annotation))
-            module = inspect.getmodule(function)
-            fields = unpacked and (self.named.get(unpacked[1]) or [getattr(module, unpacked[1], None)])[0]
-            if fields is None:
-                return None
-            names |= set(fields.__annotations__)
-        return names
-
-    def unknown_in(self, code: str) -> list[str]:
-        """Keywords that no callable of this name takes; names of others are not looked at."""
-        found, tree = [], ast.parse(code)
-        named = dict(self.named)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("torchrl"):
-                module = importlib.import_module(str(node.module))
-                named |= {alias.asname or alias.name: [getattr(module, alias.name)] for alias in node.names}
-        for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
-            function, given = call.func, {word.arg for word in call.keywords if word.arg}
-            if isinstance(function, ast.Name) and function.id == "partial":
-                function = call.args[0]
-            match function:
-                case ast.Name(id=name):
-                    known = named.get(name, [])
-                case ast.Attribute(attr=name):
-                    known = self.methods.get(name, [])
-                case _:
-                    continue
-            taken = [self.keywords(each) for each in known]
-            if given and taken and not any(names is None or given <= names for names in taken):
-                found.append(ast.unparse(call))
-        return found
-
-
-#: Calls in the text that show an error.
-REFUSED = {'make_algorithm("grpo", actor, num_generations=8)'}
-
-
-def test_code_that_is_not_run_passes_arguments_that_exist() -> None:
-    """In blocks that are not run, which compile, and in calls in the text. CHANGELOG.md names arguments of earlier releases."""
-    callables, seen, wrong = Callables(), 0, []
-    for block in [block for block in PYTHON if block.reason]:
-        compile(block.code, block.page, "exec")
-        wrong += [f"{block.page}:{block.line}: {call}" for call in callables.unknown_in(block.code)]
-    for page in [page for page in PAGES if page.name != "CHANGELOG.md"]:
-        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-        for code in {" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)} - REFUSED:
-            with suppress(SyntaxError):  # a path, a command, a part of an expression
-                wrong += [f"{page.name}: {call}" for call in callables.unknown_in(code)]
-                seen += "=" in code
-    assert wrong == []
-    assert seen > 100
-    for mistake in (
-        "RetrieveLogProb(t, top_k=64)",
-        "partial(RayRetrieveLogProb, top_k=64)",
-        "scorer.evaluate(x, topk=64)",
-    ):
-        assert callables.unknown_in(mistake), mistake
 
 
 _PROGRAMS = ("make", "torchrl-llm-kl", "python", "pip", "torchrun")
@@ -430,7 +335,7 @@ _OF_TYPER = {"--help", "--install-completion", "--show-completion"}
 
 
 def test_every_command_exists() -> None:
-    """Of lines of shell blocks, and of code in the text, those that call a program of ours; history may name older ones."""
+    """Checks calls of our programs in shell blocks and in the text; CHANGELOG may name removed ones."""
     blocks = all_blocks("", "bash", "console")
     lines = [(f"{block.page}:{block.line + i}", x) for block in blocks for i, x in enumerate(block.code.splitlines())]
     found = [(where, line.removeprefix("$ ").strip()) for where, line in lines]
@@ -444,7 +349,7 @@ def test_every_command_exists() -> None:
 
 
 def wrong_in(command: str) -> set[str]:
-    """What a command names that is not there."""
+    """The parts of a command that do not exist."""
     program, *words = shlex.split(command, comments=True)
     words = [word for word in words if word not in ("...", "|")]
     if program == "make":
@@ -465,14 +370,14 @@ def wrong_in(command: str) -> set[str]:
 
 
 def wrong_words(words: list[str]) -> set[str]:
-    """The commands and options that the command line has not."""
+    """Commands and options that the command line does not have."""
     program = typer.main.get_command(app)
     called = next((word for word in words if not word.startswith("-") and word != "COMMAND"), None)
     if called and called not in program.commands:  # type: ignore[attr-defined]
         return {called}
     parameters = [*program.params, *(program.commands[called].params if called else ())]  # type: ignore[attr-defined]
     known = _OF_TYPER | {name for parameter in parameters for name in parameter.opts}
-    if called == "demo":  # passes its words on to train
+    if called == "demo":  # passes its options on to train
         known |= {name for parameter in program.commands["train"].params for name in parameter.opts}  # type: ignore[attr-defined]
     return {word for word in words if word.startswith("--") and word.split("=")[0] not in known}
 

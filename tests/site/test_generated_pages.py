@@ -1,4 +1,4 @@
-"""Pages that scripts write are up to date, and their tables are what they say."""
+"""Pages that scripts write are up to date, and their tables are right."""
 
 import dataclasses
 import math
@@ -38,12 +38,15 @@ def test_a_page_is_up_to_date(name: str) -> None:
     assert page(f"{name}.md") == build.render(name), f"run `python docs/build_pages.py {name}`"
 
 
-def test_the_places_of_contributing_are_true() -> None:
-    text = build.CONTRIBUTING.read_text(encoding="utf-8")
-    assert build.with_lines(text) == text, "run `python docs/build_pages.py architecture`"
-    assert text.count(".py:") > 10
-    with pytest.raises(ValueError, match=r"defines no ScoreRequest\.nowhere"):
-        build.with_lines("`ScoreRequest.nowhere` (`scoring/_request.py:1`)")
+def test_the_walk_of_contributing_names_what_exists() -> None:
+    text = (PROJECT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([A-Za-z_][\w.]*)`\s+\(`([\w/]+\.py)`\)", text)
+    assert len(named) > 10
+    for name, file in named:
+        source = (PROJECT / "torchrl_llm_kl" / file).read_text(encoding="utf-8")
+        for part in name.split("."):
+            assert re.search(rf"(def|class) {part}\b|^    {part}:", source, re.MULTILINE), (name, file)
+    assert not re.search(r"\.py:\d", text), "lines move: name the file"
 
 
 def test_a_page_without_a_place_for_its_table() -> None:
@@ -51,7 +54,7 @@ def test_a_page_without_a_place_for_its_table() -> None:
         build.render("estimators", "# KL estimators\n")
 
 
-def test_schulmans_table() -> None:
+def test_the_table_of_schulmans_article() -> None:
     """J. Schulman, "Approximating KL Divergence": bias and standard deviation over the true KL, 0.005 and 0.5.
 
     Half a unit of the last printed digit; the published bias of k2 is sampled (the integral is 0.0025).
@@ -75,7 +78,7 @@ def test_every_row_of_the_estimators_has_every_column() -> None:
 
 @pytest.mark.parametrize(("exponent", "k"), [(2.0, 1), (1.1, 64)])
 def test_captured_mass_and_forward_kl_by_hand(exponent: float, k: int) -> None:
-    """Sums over Python numbers."""
+    """Compared with sums over Python floats."""
     p = [rank**-exponent for rank in range(1, build.VOCAB + 1)]
     q = [rank ** (-0.9 * exponent) * math.exp(0.7 * math.sin(1.7 * rank)) for rank in range(1, build.VOCAB + 1)]
     p, q = ([x / total for x in values] for values in (p, q) for total in [math.fsum(values)])
@@ -84,8 +87,8 @@ def test_captured_mass_and_forward_kl_by_hand(exponent: float, k: int) -> None:
     value, gradient, captured = build.measure(exponent, k, 0.0)
     assert captured == pytest.approx(1 - rest, rel=1e-12)
     assert value == pytest.approx(want, rel=1e-9)
-    assert float(gradient[0]) == pytest.approx(q[0] - p[0], rel=1e-9)  # of a listed token
-    shared = q[-1] - rest * q[-1] / other  # among the others as now
+    assert float(gradient[0]) == pytest.approx(q[0] - p[0], rel=1e-9)  # a listed token
+    shared = q[-1] - rest * q[-1] / other  # the others keep their proportions
     assert float(gradient[-1]) == pytest.approx(shared, rel=1e-9)
 
 
@@ -99,7 +102,7 @@ def test_the_bias_falls_with_k() -> None:
 
 
 def test_other_libraries_settings_have_names_that_exist_or_say_what_to_do() -> None:
-    """A path in small letters is an argument of make_algorithm, or a setting of a part."""
+    """A lower-case path must be an argument of make_algorithm, or a setting of a part."""
     accepted = {*AlgorithmOverrides.__annotations__, *make_algorithm.__annotations__}
     accepted |= {f"objective_args.{name}" for name in losses.ObjectiveArgs.__annotations__}
     accepted |= {f"advantage_args.{name}" for name in advantages.AdvantageArgs.__annotations__}
@@ -112,7 +115,7 @@ def test_other_libraries_settings_have_names_that_exist_or_say_what_to_do() -> N
 
 
 def test_names_of_trinitys_table_exist() -> None:
-    """Whatever begins with a name of this package, with its attributes."""
+    """Checks each name of this package, with its attributes."""
     table = page("differences.md").partition("## Trinity-RFT's classes and methods")[2]
     rows = [row.split(" | ") for row in table.splitlines() if row.startswith("| `")]
     layers = [torchrl_llm_kl, advantages, algorithms, estimators, losses]
@@ -161,7 +164,7 @@ def test_reported_and_described_metrics_are_the_same() -> None:
     found |= set(reward_metrics(TensorDict(next={"reward_failures": torch.zeros(1, 1)}, batch_size=[1])))
     assert {name for name in found if describe_metric(name) is None} == set()
     assert {known for known in METRICS if "<" not in known} - found == set()
-    # a number at the end is that of a second correction
+    # a second correction of one kind has a number at the end
     assert describe_metric("weight_max_2") is METRICS["weight_max"]
     assert describe_metric("seq_mean_k3_seq_masked_fraction") is METRICS["<divergence>_seq_masked_fraction"]
     assert describe_metric("token_k4_masked_fraction") is None
@@ -172,7 +175,7 @@ def papers() -> str:
 
 
 def test_every_paper_that_the_code_names_is_listed() -> None:
-    """Found by another way than the page's: in the text of the files. Each paper names its authors."""
+    """The builder reads docstrings; this searches the text of the files. Each paper names its authors."""
     places = ("losses/**/*.py", "advantages/*.py", "algorithms/presets.csv")
     files = [file for place in places for file in PROJECT.glob(f"torchrl_llm_kl/{place}")]
     text = "".join(file.read_text(encoding="utf-8") for file in files)
@@ -183,7 +186,7 @@ def test_every_paper_that_the_code_names_is_listed() -> None:
     assert [row for row in rows if not re.match(r"[A-Z]", row[1]) or "`" not in row[2]] == []
 
 
-def test_every_value_with_a_source_is_there_beside_its_paper() -> None:
+def test_values_that_cite_a_paper_are_listed_with_it() -> None:
     below = {part.partition("`")[0]: part.split("\n## ")[0] for part in papers().split("\n### `")}
     for name, algorithm in ALGORITHMS.items():
         assert all(re.search(rf"`{field}=[^`]+`", below[name]) for field in algorithm.sources), name
@@ -193,7 +196,7 @@ def test_every_value_with_a_source_is_there_beside_its_paper() -> None:
 
 
 def test_the_page_of_runs_names_what_exists_and_its_least_configuration_is_enough() -> None:
-    """Keys in the text, such as `kl.place`, whose section is one of the configuration's; and all that a run writes."""
+    """Configuration keys in the text, such as `kl.place`, and everything that a run writes."""
     pytest.importorskip("omegaconf")
     text = page("train.md")
     assert text.count("\n| `") > 60

@@ -1,4 +1,4 @@
-"""Imports go one way: down the layers, through each layer's package, never in a circle; and counts that must not grow."""
+"""Imports only go down the layers, through each layer's package; and some counts must not grow."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -11,10 +11,10 @@ from project import PROJECT, script
 
 layers = script("docs/build_architecture.py")
 ROW = {layer: row for row, names in enumerate(layers.LAYERS) for layer in names}
-#: Module -> what it imports, and whether by name.
+#: Module -> the modules it imports, and whether it names what it imports.
 IMPORTS = {module: list(layers.imports(path)) for module, path in layers.modules().items()}
 
-#: Layers that the root package is above; it exports no name of the last row.
+#: Layers below the root package, which exports no name of the last row.
 EXPORTED = set(ROW) - set(layers.LAYERS[-1])
 
 SERVICE = f"{layers.PACKAGE}.service."
@@ -32,7 +32,7 @@ def test_imports_go_down_and_through_the_package() -> None:
         own = layers.layer_of(module)
         for target, by_name in targets:
             other = layers.layer_of(target)
-            # The root loads the layers that it exports: for them it is above.
+            # The root loads the layers that it exports, so it is above them.
             wrong += [f"{module} imports the root"] * (target == layers.PACKAGE and own in EXPORTED)
             if other in (own, "") or own == "":
                 continue
@@ -82,7 +82,7 @@ def test_an_import_of_a_private_module_is_seen(tmp_path: Path) -> None:
     assert sorted(layers.imports(file)) == [(f"torchrl_llm_kl.{name}", flag) for name, flag in by_name.items()]
 
 
-def test_the_page_has_the_table_of_today() -> None:
+def test_the_page_has_the_current_table() -> None:
     page = (PROJECT / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert layers.table() in page, "run `python docs/build_pages.py architecture`"
 
@@ -92,14 +92,14 @@ PATHS = [path for path in sorted(layers.ROOT.rglob("*.py*")) if path.suffix != "
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PATHS}
 NODES = [(path, node) for path, tree in TREES.items() for node in ast.walk(tree)]
 
-#: Parameters of functions with more than twelve. The first three have torchrl's, and five of ours. What an objective computes
-#: with is its signature.
+#: Functions with more than twelve parameters, and how many. The first three have torchrl's and five of ours; an objective's
+#: signature has all that it computes with.
 MANY = {"RetrieveKL.__init__": 24, "KLRewardTransform.__init__": 19, "RetrieveLogProb.__init__": 14}
 MANY |= {"rec": 13}
 #: The files with private names of other libraries; two derive from classes of torchrl.
 PRIVATE = {"_private.py", "ragged/_tensordict.py", "transforms/_base.py", "service/_weight_sync.py"}
 LIBRARIES = {"torch", "torchrl", "tensordict", "transformers", "peft", "ray"}
-#: Of named tuples, of Python, and the tables of a torch module, which are as old as torch.
+#: Names of named tuples, of Python, and of the tables in torch modules, which never changed.
 COMMON = {"_replace", "_asdict", "_make", "_fields", "_exit"}
 COMMON |= {"_modules", "_buffers", "_parameters", "_forward_hooks", "_forward_pre_hooks"}
 
@@ -111,7 +111,7 @@ def test_names_without_meaning(text: str, most: int) -> None:
 
 
 def test_parameters() -> None:
-    """Of functions and methods, beside ``self``."""
+    """Functions and methods have at most twelve, beside ``self``."""
     owners = {id(each): node.name for _, node in NODES if isinstance(node, ast.ClassDef) for each in node.body}
     for node in [node for _, node in NODES if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]:
         name, given = f"{owners.get(id(node), '')}.{node.name}".strip("."), node.args
@@ -125,7 +125,9 @@ def private_names(path: Path, tree: ast.AST, own: set[str]) -> Iterator[str]:
     """Private names in a file that the package does not define."""
     for node in ast.walk(tree):
         found = []
-        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") != "self":  # a base class's
+        if (
+            isinstance(node, ast.Attribute) and getattr(node.value, "id", "") != "self"
+        ):  # self's are ours or a base class's
             found = [node.attr]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:
             found = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
@@ -136,7 +138,7 @@ def private_names(path: Path, tree: ast.AST, own: set[str]) -> Iterator[str]:
 
 
 def test_private_names_of_other_libraries_are_in_one_file() -> None:
-    """Of others is what the package neither defines nor sets."""
+    """A private name belongs to another library if the package neither defines nor sets it."""
     nodes = [node for _, node in NODES]
     own = COMMON | {x.name for x in nodes if isinstance(x, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
     stored = [x for x in nodes if isinstance(x, (ast.Name, ast.Attribute)) and isinstance(x.ctx, ast.Store)]

@@ -15,7 +15,7 @@ from project import script
 matrix = script(".ci/matrix.py")
 
 
-def test_the_tests_of_numbers_are_those_of_the_makefile() -> None:
+def test_the_matrix_runs_the_tests_that_the_makefile_names() -> None:
     assert [(matrix.ROOT / argument).is_dir() for argument in matrix.numeric()] == [True] * 9
 
 

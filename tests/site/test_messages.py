@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from project import script
 
 layers = script("docs/build_architecture.py")
-#: Methods that look for a text. To shorten a message for people (``partition``, ``rstrip``) is no decision.
+#: Methods that search. Shortening a message for people (``partition``, ``rstrip``) is allowed.
 SEARCHES = {"startswith", "endswith", "find", "index", "count", "search", "match", "fullmatch", "findall", "sub"}
 
 
@@ -15,7 +15,7 @@ UNTYPED = {"datasets/_saved.py", "scoring/_wrapping.py", "service/_errors.py"}
 
 
 def errors_in(function: ast.AST) -> set[str]:
-    """Names of errors: of ``except ... as name``, and of parameters that are annotated as one."""
+    """Variables that hold errors: from ``except ... as name``, and parameters annotated as an error."""
     names = {node.name for node in ast.walk(function) if isinstance(node, ast.ExceptHandler) and node.name}
     for node in ast.walk(function):
         if isinstance(node, ast.arg) and node.annotation is not None:
@@ -25,7 +25,7 @@ def errors_in(function: ast.AST) -> set[str]:
 
 
 def holds_message(node: ast.AST, errors: set[str], texts: set[str]) -> bool:
-    """Whether an expression is made from the message of an error; an f-string that only shows it is not."""
+    """Whether an expression is an error's message. An f-string that shows the message does not count."""
     if isinstance(node, ast.JoinedStr):
         return False
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("str", "repr"):
@@ -38,7 +38,7 @@ def holds_message(node: ast.AST, errors: set[str], texts: set[str]) -> bool:
 
 
 def decisions(tree: ast.AST) -> Iterator[str]:
-    """Comparisons and searches in messages."""
+    """Comparisons with messages, and searches in them."""
     for function in [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]:
         errors = errors_in(function)
         assigned = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]

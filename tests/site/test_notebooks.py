@@ -1,4 +1,4 @@
-"""The notebooks have the cells of their sources, with outputs; executing them yields what they show."""
+"""The notebooks have their sources' cells, with outputs, and executing them gives these outputs."""
 
 import re
 from pathlib import Path
@@ -50,8 +50,8 @@ def test_the_first_notebook_learns_and_finds_the_fault() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
-def test_executing_a_notebook_yields_what_it_shows(source: Path, tmp_path: Path) -> None:
-    """Numbers may differ in the last digits on another machine; the words around them may not."""
+def test_executing_a_notebook_gives_its_outputs(source: Path, tmp_path: Path) -> None:
+    """The words must be equal; last digits of numbers may differ between machines."""
     number = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
     notebooks = build.execute(source, tmp_path), shown(source)
     again, before = ([number.sub("#", text).split("\n")[0] for text in printed(each)] for each in notebooks)

@@ -27,7 +27,7 @@ WITHOUT_EXAMPLE = {"RayKLRewardTransform", "RayRetrieveKL", "RayRetrieveLogProb"
 
 
 def needs_example(thing: Any) -> bool:
-    """Functions, and classes that do something: no errors, records of results, types or constants."""
+    """True for functions and for classes with behaviour; not for errors, result records, types and constants."""
     if inspect.isclass(thing):
         plain = issubclass(thing, (Exception, Warning, tuple, dict)) or hasattr(thing, "__dataclass_fields__")
         return not plain and not getattr(thing, "_is_protocol", False)
@@ -47,7 +47,7 @@ def test_every_public_name_is_documented_with_an_example() -> None:
 
 
 def examples(module: str) -> dict[str, doctest.DocTest]:
-    """Decorated functions hide from doctest's own search, so each object that is defined here is looked at by itself."""
+    """Looks at each object defined here, because doctest's own search misses decorated functions."""
     found = vars(importlib.import_module(module))
     things = {name: thing for name, thing in found.items() if inspect.isclass(thing) or inspect.isfunction(thing)}
     own = [(thing, name) for name, thing in things.items() if thing.__module__ == module]
@@ -65,14 +65,14 @@ def test_examples_run() -> None:
 
 
 def test_the_stubs_list_what_is_registered() -> None:
-    """A new objective, advantage, estimator, preset or hyper-parameter is known to type checkers, and none that is gone."""
+    """Type checkers know exactly the current objectives, advantages, estimators, presets and hyper-parameters."""
     for path, text in script("docs/build_stubs.py").render().items():
         assert path.read_text(encoding="utf-8") == text, "run `make stubs`"
 
 
 @pytest.fixture(scope="module")
 def mypy() -> str:
-    """What mypy says of ``typing_calls.py``; without its cache it reads torch first, for half a minute."""
+    """mypy's output for ``typing_calls.py``. Without its cache, reading torch takes half a minute."""
     command = [sys.executable, "-m", "mypy", "--no-error-summary", typing_calls.__file__]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
     assert not done.stderr, done.stderr
@@ -80,7 +80,7 @@ def mypy() -> str:
 
 
 def test_mypy_reports_wrong_calls_and_accepts_right_ones(mypy: str) -> None:
-    """A wrong name is an error in an editor: the marked lines of ``typing_calls.py``, and no others."""
+    """The errors must be on the marked lines of ``typing_calls.py`` and on no others."""
     calls = Path(typing_calls.__file__)
     reported = {int(line) for line in re.findall(rf"{calls.name}:(\d+): error:", mypy)}
     wrong = {n for n, line in enumerate(calls.read_text().splitlines(), 1) if line.endswith("# reported")}

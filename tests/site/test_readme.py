@@ -1,4 +1,4 @@
-"""The README's example, with a tiny checkpoint in place of the hub's; loops of all docs, and tests that they name."""
+"""The README's example runs with a tiny checkpoint; training loops and test names in all docs are right."""
 
 import re
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def test_the_tests_that_the_docs_name_exist() -> None:
 
 
 def test_the_doctor_finds_no_older_weights_in_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampler and trainer are one module. torchrl's wrapper leaves sampled pad tokens out, so what follows one differs."""
+    """Sampler and trainer are the same module. Only rows with sampled pad tokens differ, which torchrl's wrapper drops."""
     found: list[Diagnosis] = []
     forward = PolicyLoss.forward
 
@@ -65,7 +65,7 @@ def test_the_doctor_finds_no_older_weights_in_the_example(tmp_path: Path, monkey
     assert [[x.cause for x in each.faults] for each in found] == [["few_tokens"] * differs for differs in differ]
 
 
-def test_the_readme_shows_before_it_claims_and_ends_with_six_links() -> None:
+def test_the_readme_starts_with_an_example_and_ends_with_six_links() -> None:
     text = (PROJECT / "README.md").read_text(encoding="utf-8")
     assert text.index("```diff") < text.index("drop-in")
     _, _, rest = text.partition("## Read on")
@@ -74,7 +74,7 @@ def test_the_readme_shows_before_it_claims_and_ends_with_six_links() -> None:
 
 
 def test_every_loop_clears_its_gradients() -> None:
-    """Every example with an optimiser step: code blocks of the docs, scripts of the tutorials, docstrings."""
+    """Looks at every optimiser step in code blocks of the docs, tutorial scripts and docstrings."""
     found = {}
     docs = [*PROJECT.glob("docs/*.md"), *PROJECT.glob("docs/*.py"), *PROJECT.glob("torchrl_llm_kl/**/*.py")]
     for path in [PROJECT / "README.md", *docs]:

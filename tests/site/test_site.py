@@ -1,4 +1,4 @@
-"""The site builds without a warning; every link and anchor resolves, nothing is fetched, every public name has its place."""
+"""The site builds without warnings, all links resolve, nothing is fetched, and every public name is in it."""
 
 import re
 from collections import Counter
@@ -34,11 +34,11 @@ def test_every_page_of_the_docs_is_in_the_site(site: Site) -> None:
 
 
 def test_every_link_leads_somewhere(site: Site) -> None:
-    """Files and anchors, found in the HTML alone."""
+    """Checks files and anchors in the built HTML."""
     broken, checked = [], 0
     for page in site.pages.values():
         if page.path.name == "404.html":
-            continue  # its links are from the root of a server
+            continue  # this page's links start at a server's root
         for target in [*page.links, *page.loads]:
             if re.match(r"[a-z]+:", target):
                 continue
@@ -74,14 +74,14 @@ def test_no_markup_of_docstrings_is_left(site: Site) -> None:
 
 
 def text_of(site: Site, page: str, after: str = "") -> str:
-    """What a page shows, from a place in its source on."""
+    """The visible text of a page, starting at ``after`` in its source."""
     source = site.page(page).path.read_text(encoding="utf-8")
     return re.sub(r"<[^>]+>", "", source[source.index(after) :])
 
 
-def test_the_reference_has_the_texts_of_the_running_program(site: Site) -> None:
+def test_the_reference_includes_texts_that_decorators_add(site: Site) -> None:
     losses = text_of(site, "reference/losses")
-    appended = "Schulman et al. 2017 (arXiv 1707.06347), eq. 7"  # by a decorator
+    appended = "Schulman et al. 2017 (arXiv 1707.06347), eq. 7"  # which a decorator adds
     assert [text for text in (appended, "the mode", "Every") if text not in losses] == []
     assert "gen_log_probs_full_key" in text_of(site, "reference/transforms")
     assert "KL estimators, the exact KL" in text_of(site, "reference/estimators")

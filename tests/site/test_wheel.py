@@ -1,4 +1,4 @@
-"""What a user installs: the wheel holds the package alone, and the README's example runs from it, in another directory."""
+"""The wheel holds only the package, and the README's example runs from it in another directory."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from project import PROJECT
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
-    # In a copy: setuptools writes `build/` and `*.egg-info` beside the sources.
+    # Built in a copy, because setuptools writes `build/` and `*.egg-info` beside the sources.
     (source := folder / "source").mkdir()
     files = "pyproject.toml setup.py MANIFEST.in README.md LICENSE torchrl_llm_kl tests tutorials benchmarks docs"
     for name in files.split():
@@ -36,7 +36,7 @@ def metadata_of(wheel: Path, file: str) -> str:
     return archive.read(name).decode()
 
 
-def test_the_wheel_holds_the_package_the_command_its_version_and_a_readme_without_relative_links(wheel: Path) -> None:
+def test_contents_of_the_wheel(wheel: Path) -> None:
     kinds = {".py", ".pyi", ".typed", ".css", ".csv", ".ini", ".jinja", ".js"}
     files = [path for path in PROJECT.glob("torchrl_llm_kl/**/*") if path.suffix in kinds or path.name == "py.typed"]
     expected = {str(path.relative_to(PROJECT)) for path in files}
@@ -49,8 +49,8 @@ def test_the_wheel_holds_the_package_the_command_its_version_and_a_readme_withou
     links = re.findall(r"\]\(([^)]*)\)", readme)
     assert "https://github.com/pytorch/rl" in links
     assert [link for link in links if not link.startswith("https://")] == []
-    assert "known defect" in readme  # the text of a link stays
-    assert "Reward, KL and coefficient over the steps" not in readme  # a picture is not there
+    assert "known defect" in readme  # a link keeps its text
+    assert "Reward, KL and coefficient over the steps" not in readme  # pictures are removed
 
 
 def test_relative_links_become_absolute() -> None:
@@ -77,7 +77,7 @@ def test_the_readme_example_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> 
 
     (site,) = run("import sysconfig; print(sysconfig.get_path('purelib'))")
     zipfile.ZipFile(wheel).extractall(site)
-    # The dependencies are those of this environment; its editable install of the project is left out.
+    # Use this environment's dependencies, but not its editable install of the project.
     for path in Path(sysconfig.get_path("purelib")).iterdir():
         if "torchrl_llm_kl" not in path.name:
             os.symlink(path, dependencies / path.name)

@@ -1,24 +1,24 @@
-"""Advantages of outcomes: one number per sequence, mostly relative to the other answers to the same prompt.
+"""Advantages of outcomes: one number per sequence, usually relative to the other answers to the same prompt.
 
 The functions share their inputs, positional in the order of each signature:
 
 Args:
-    reward: outcome of each sequence; ``[B]``.
-    group: equal for sequences that answer the same prompt; integers ``[B]``, in any order.
-    baseline: outcome of the greedy answer to the same prompt, under the same reward (KL penalty in both or in neither);
-        ``[B]``. Trinity: ``reward_baselines``. For ``rae``: the running mean of the role's rewards before this batch.
-    role: equal for sequences of one agent; integers ``[B]``.
-    rewards: several outcomes of each sequence, each one kind of reward; ``[B, R]``.
-    length: response tokens of each sequence; ``[B]``.
-    mean_log_prob: mean log-prob per response token of each sequence under the policy that sampled it, nats; ``[B]``.
+    reward: outcome of each sequence, ``[B]``.
+    group: integers ``[B]``, equal for sequences that answer the same prompt, in any order.
+    baseline: outcome of the greedy answer to the same prompt, ``[B]``. The reward must be the same: with the KL penalty in both
+        or in neither. Trinity: ``reward_baselines``. For ``rae``: the running mean of the role's rewards before this batch.
+    role: integers ``[B]``, equal for sequences of one agent.
+    rewards: several kinds of reward for each sequence, ``[B, R]``.
+    length: number of response tokens of each sequence, ``[B]``.
+    mean_log_prob: mean log-prob per response token under the policy that sampled the sequence, nats, ``[B]``.
 
 Returns:
-    ``[B]``, float32 or wider, without graph. NaN in one group does not affect another.
+    ``[B]``, float32 or wider, without graph. NaN in one group does not affect other groups.
 
 Raises:
-    ValueError: if an input is missing or not ``[B]`` (``rewards``: ``[B, R]``), shapes differ, or a hyper-parameter is out of
+    ValueError: if an input is not ``[B]`` (``rewards``: ``[B, R]``), shapes differ, or a hyper-parameter is out of
         range.
-    TypeError: if ``group`` is not of an integer dtype, or for an unknown hyper-parameter.
+    TypeError: if an input is missing, ``group`` is not of an integer dtype, or for an unknown hyper-parameter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import Amount, Fraction, PositiveAmount, check_is_mask, check_range, check_same_shape
+from torchrl_llm_kl._numerics import Amount, Fraction, PositiveAmount, check_range, check_same_shape
 from torchrl_llm_kl.advantages._registry import advantage, clean_rows
 
 # ------------------------------------------------------------------ the mean of the group as the baseline
@@ -49,16 +49,16 @@ def grpo(
     r"""``(r - mu) / (sigma + epsilon)``: mean ``mu`` of the group, unbiased standard deviation ``sigma`` of group or batch.
 
     Hyper-parameters:
-        mean_log_prob: an input; required by ``rank_penalty``.
+        mean_log_prob: an input that ``rank_penalty`` requires.
         epsilon: added to ``sigma``.
         std: ``"group"`` or ``"batch"``. Trinity: ``std_cal_level``.
-        std_threshold: groups with a standard deviation of this or less get 0. Their rows stay in the batch;
-            :func:`~torchrl_llm_kl.advantages.informative_groups` selects the others.
-        rank_penalty: first multiply each reward by ``1 - rank_penalty * k / n`` if ``k`` of the ``n`` sequences of its group
-            are less likely, which raises the weight of rare successes. Between 0 and 1; None for no penalty.
+        std_threshold: groups whose standard deviation is at most this get 0. Their rows stay in the batch.
+            :func:`~torchrl_llm_kl.advantages.informative_groups` selects the other groups.
+        rank_penalty: first multiply each reward by ``1 - rank_penalty * k / n``, where ``k`` of the group's ``n`` sequences are
+            less likely. This raises the weight of rare successes. Between 0 and 1, or None for no penalty.
 
     Returns:
-        ``[B]``; exactly 0 for a group of one, and for a group of equal rewards.
+        ``[B]``. Exactly 0 for a group of one, and for a group of equal rewards.
 
     Example:
         >>> grpo(torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
@@ -80,12 +80,12 @@ def grpo(
 
 @advantage("dr_grpo", "outcome")
 def dr_grpo(reward: Tensor, group: Tensor) -> Tensor:
-    r"""``r - mu``: GRPO without ``sigma``, which overweights prompts that are nearly always solved or nearly always failed.
+    r"""``r - mu``: GRPO without ``sigma``, which would overweight prompts that nearly always succeed or nearly always fail.
 
-    The other half of the paper is the aggregation ``seq-mean-token-sum-norm``.
+    The paper combines it with the aggregation ``seq-mean-token-sum-norm``.
 
     Returns:
-        ``[B]``; exactly 0 for a group of one, and for a group of equal rewards.
+        ``[B]``. Exactly 0 for a group of one, and for a group of equal rewards.
 
     Example:
         >>> dr_grpo(torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
@@ -98,12 +98,12 @@ def dr_grpo(reward: Tensor, group: Tensor) -> Tensor:
 
 @advantage("rloo", "outcome")
 def rloo(reward: Tensor, group: Tensor) -> Tensor:
-    r"""``r`` minus the mean reward of the *other* sequences of the group, which is ``n / (n - 1) * (r - mu)``.
+    r"""``r`` minus the mean reward of the *other* sequences of the group, which equals ``n / (n - 1) * (r - mu)``.
 
     The baseline does not depend on the sequence itself, so the policy gradient stays unbiased.
 
     Returns:
-        ``[B]``; exactly 0 for a group of one, which has no others, and for a group of equal rewards.
+        ``[B]``. Exactly 0 for a group of one, and for a group of equal rewards.
 
     Example:
         >>> rloo(torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
@@ -117,13 +117,13 @@ def rloo(reward: Tensor, group: Tensor) -> Tensor:
 
 @advantage("hierarchical_grpo", "outcome")
 def hierarchical_grpo(reward: Tensor, group: Tensor, role: Tensor) -> Tensor:
-    r"""``r - mu`` with the mean of the group's sequences of the same role: agents are compared with their own kind alone.
+    r"""``r - mu`` with the mean over the group's sequences of the same role, so that agents are compared only within roles.
 
-    Where solvers answer what a proposer asked, ``group`` is the asked problem for solvers and the task for proposers. For
-    another advantage within roles, write one entry of both and pass it as ``group_key=``.
+    If solvers answer a proposer's problems, ``group`` is the problem for solvers and the task for proposers. To use another
+    advantage within roles, write an entry that identifies both group and role, and pass it as ``group_key=``.
 
     Returns:
-        ``[B]``; exactly 0 for a sequence alone in its group and role.
+        ``[B]``. Exactly 0 for the only sequence of a group and role.
 
     Example:
         >>> reward, group = torch.tensor([1.0, 0.0, 5.0, 7.0]), torch.tensor([0, 0, 0, 0])
@@ -139,12 +139,12 @@ def hierarchical_grpo(reward: Tensor, group: Tensor, role: Tensor) -> Tensor:
 def maxrl(reward: Tensor, group: Tensor) -> Tensor:
     r"""``(r - mu) / mu``: GRPO divided by the mean of the group in place of its deviation. prime-rl: ``max_rl``.
 
-    For rewards of 0 and 1 the mean is the share of right answers, so that rare successes weigh most. In a group of ``n`` it is,
-    without bias, the policy gradient of ``sum_k (-1 / k) (1 - p)^k`` up to ``k = n - 1``, which tends to the logarithm of
-    the probability ``p`` of a right answer. Rewards must not be negative.
+    For rewards of 0 and 1 the mean is the share of right answers, so rare successes weigh most. For groups of ``n`` it is an
+    unbiased policy gradient of ``sum_k (-1 / k) (1 - p)^k`` up to ``k = n - 1``. This sum tends to the logarithm of the
+    probability ``p`` of a right answer. Rewards must not be negative.
 
     Returns:
-        ``[B]``; exactly 0 where the mean is not positive, for a group of one, and for a group of equal rewards.
+        ``[B]``. Exactly 0 where the mean is not positive, for a group of one, and for a group of equal rewards.
 
     Example:
         >>> maxrl(torch.tensor([0.0, 0.0, 3.0, 0.0]), torch.tensor([0, 0, 0, 1]))
@@ -162,11 +162,11 @@ def maxrl(reward: Tensor, group: Tensor) -> Tensor:
 def opo(reward: Tensor, group: Tensor, length: Tensor) -> Tensor:
     r"""``r - b`` with the mean reward ``b = sum(length * r) / sum(length)`` of the group's *tokens*.
 
-    The baseline of least variance weighs each reward by :math:`\|\nabla \log \pi\|^2` of its response, which grows with the
-    number of tokens: ``length`` stands for it if the gradients of tokens are about orthogonal and of one size.
+    The baseline of least variance weighs each reward by :math:`\|\nabla \log \pi\|^2` of its response. ``length`` replaces
+    this norm, which is exact if the gradients of tokens are orthogonal and of one size.
 
     Returns:
-        ``[B]``; exactly 0 for a group of one, and for a group of equal rewards. Sequences without tokens have no weight.
+        ``[B]``. Exactly 0 for a group of one, and for a group of equal rewards. Sequences without tokens have no weight.
 
     Example:
         >>> opo(torch.tensor([0.0, 0.0, 4.0, 5.0]), torch.tensor([0, 0, 0, 1]), torch.tensor([10, 20, 10, 30]))
@@ -191,10 +191,10 @@ def opmd(
 
     Hyper-parameters:
         opmd_baseline: ``"mean"`` or ``"logavgexp"``.
-        tau: weight of the KL penalty, in units of reward; only for ``"logavgexp"``, an error for another baseline.
+        tau: weight of the KL penalty, in units of reward. Only for ``"logavgexp"``, otherwise an error.
 
     Returns:
-        ``[B]``; exactly 0 for a group of one, and for a group of equal rewards.
+        ``[B]``. Exactly 0 for a group of one, and for a group of equal rewards.
 
     Example:
         >>> reward, group = torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1])
@@ -213,7 +213,7 @@ def opmd(
 
 
 def _above(groups: Groups, below: Tensor, beta: float) -> Tensor:
-    """``beta log(mean(exp(r / beta)))`` of differences to the greatest reward, so that no exponential overflows."""
+    """``beta log(mean(exp(r / beta)))`` for differences to the greatest reward, so that no exponential overflows."""
     return beta * groups.mean((below / beta).exp()).log()
 
 
@@ -221,13 +221,13 @@ def _above(groups: Groups, below: Tensor, beta: float) -> Tensor:
 def asymre(reward: Tensor, group: Tensor, *, baseline_shift: float = -0.1) -> Tensor:
     r"""``r - (mu + baseline_shift)``: off-policy REINFORCE that weights successes more than failures.
 
-    On samples of an older policy, a baseline above the mean makes the policy collapse; one slightly below it is stable.
+    On samples of an older policy, a baseline above the mean makes the policy collapse. A baseline slightly below is stable.
 
     Hyper-parameters:
-        baseline_shift: in units of reward; negative for a baseline below the mean.
+        baseline_shift: in units of reward. Negative for a baseline below the mean.
 
     Returns:
-        ``[B]``; ``-baseline_shift`` in a group of equal rewards, 0 for a group of one, which has no baseline.
+        ``[B]``. ``-baseline_shift`` in a group of equal rewards, 0 for a group of one.
 
     Example:
         >>> asymre(torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
@@ -257,13 +257,13 @@ def rec(
 
     Hyper-parameters:
         epsilon: added to ``sigma``.
-        std_normalize: divide by the biased standard deviation (``n``) of the group, of the rewards that are kept.
-        drop: ``"balance"``: in groups where most rewards are below the mean, drop the surplus at random. Dropped rows get 0;
-            mean and ``sigma`` are computed without them. None keeps all.
-        generator: of the random choice; torch's own by default.
+        std_normalize: divide by the group's biased standard deviation (over ``n``) of the rewards that are not dropped.
+        drop: ``"balance"`` drops rows below the mean at random, in groups where these are the majority, until they are half of
+            the group. Dropped rows get 0. Mean and ``sigma`` are computed without them. None keeps all rows.
+        generator: random generator of the choice. Torch's own by default.
 
     Returns:
-        ``[B]``; exactly 0 for dropped rows, for a group of one, and for a group of equal rewards.
+        ``[B]``. Exactly 0 for dropped rows, for a group of one, and for a group of equal rewards.
 
     Example:
         >>> reward, group = torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1])
@@ -279,7 +279,7 @@ def rec(
     dropped = torch.zeros_like(reward, dtype=torch.bool)
     if drop == "balance":
         dropped = _surplus(groups, groups.centred(reward) < 0, generator)
-        groups = Groups(2 * groups.ids + dropped)  # the kept rows of a group are a group
+        groups = Groups(2 * groups.ids + dropped)  # kept and dropped rows become separate groups
     result = groups.centred(reward)
     if std_normalize:
         result = normalised(result, groups.std(reward, unbiased=False), epsilon)
@@ -292,6 +292,7 @@ def _surplus(groups: Groups, negative: Tensor, generator: torch.Generator | None
     device = negative.device if generator is None else generator.device
     order = torch.randperm(rows, generator=generator, device=device).to(negative.device)
     surplus = 2 * groups.sum(negative.long()) - groups.size
+    # Negative rows rank before all others of the group, in random order.
     among_negative = groups.rank(torch.where(negative, order, order + rows))
     return negative & (among_negative < surplus)
 
@@ -301,19 +302,18 @@ def _surplus(groups: Groups, negative: Tensor, generator: torch.Generator | None
 
 @advantage("pass_at_k", "outcome", only_with={"epsilon": ("std_normalize", (True,))})
 def pass_at_k(reward: Tensor, group: Tensor, *, std_normalize: bool = False, epsilon: Amount = 1e-6) -> Tensor:
-    r"""What a sequence adds to the best reward of its group: ``max(r) - max(r of the others)``.
+    r"""The amount by which a sequence raises the best reward of its group: ``max(r) - max(r of the others)``.
 
-    The policy gradient of the expected *best* of ``k`` answers, without bias; ``k`` is the size of the group. Only a single
-    best answer has an advantage: a prompt that is solved twice has nothing to learn, one that is solved once has the most.
-    verl: ``grpo_passk``.
+    It gives an unbiased policy gradient of the expected *best* of ``k`` answers, with ``k`` the size of the group. Only a
+    single best answer has an advantage. A prompt that is solved twice therefore gives no gradient. verl: ``grpo_passk``.
 
     Hyper-parameters:
-        std_normalize: divide by the standard deviation of the group's rewards plus ``epsilon``. The gradient is then no longer
-            the expected best's. verl: ``norm_adv_by_std_in_grpo``.
+        std_normalize: divide by the standard deviation of the group's rewards plus ``epsilon``. The gradient is then biased.
+            verl: ``norm_adv_by_std_in_grpo``.
         epsilon: only with ``std_normalize``.
 
     Returns:
-        ``[B]``; exactly 0 for all but a single best answer, and for a group of one.
+        ``[B]``. Exactly 0 for all but a single best answer, and for a group of one.
 
     Example:
         >>> pass_at_k(torch.tensor([0.0, 1.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
@@ -327,7 +327,7 @@ def pass_at_k(reward: Tensor, group: Tensor, *, std_normalize: bool = False, eps
     is_best = reward == best
     others = groups.max(reward.masked_fill(is_best, -torch.inf))
     single = is_best & (groups.sum(is_best.long()) == 1) & (groups.size > 1)
-    gain = best - torch.where(single, others, best)
+    gain = best - torch.where(single, others, best)  # `others` is -inf in a group of one
     return normalised(gain, groups.std(reward), epsilon) if std_normalize else gain
 
 
@@ -338,19 +338,18 @@ def gdpo(
     r"""GRPO's advantage of each kind of reward, added up and divided by the standard deviation of the batch.
 
     ``A = sum_k w_k (r_k - mu_k) / (sigma_k + epsilon)`` with mean and unbiased deviation of the group, then
-    ``A / (std(A) + epsilon)`` over all sequences, whose mean is 0 already. A sum of rewards that is normalised once gives
-    answers with different rewards the same advantage, and drowns a reward of small scale.
+    ``A / (std(A) + epsilon)`` over all sequences. The mean of ``A`` is 0 already. If instead the sum of the rewards were
+    normalised once, different rewards could give the same advantage, and a reward of small scale would have no influence.
 
     Hyper-parameters:
-        reward_weights: one for each of the ``R`` rewards; 1 by default. They weigh normalised rewards, whatever their units.
-            verl: ``gdpo_reward_weights``.
+        reward_weights: one weight for each of the ``R`` normalised rewards. 1 by default. verl: ``gdpo_reward_weights``.
         epsilon: added to the deviations.
 
     Returns:
-        ``[B]``; exactly 0 for a group of one, and for a group of equal rewards.
+        ``[B]``. Exactly 0 for a group of one, and for a group of equal rewards.
 
     Raises:
-        ValueError: also if there are not as many weights as rewards.
+        ValueError: also if the number of weights is not ``R``.
 
     Example:
         >>> rewards = torch.tensor([[1.0, 10.0], [0.0, 20.0], [1.0, 20.0], [0.0, 10.0], [9.0, 9.0]])
@@ -360,10 +359,6 @@ def gdpo(
     Source: Liu et al. 2026 (GDPO, arXiv 2601.05242), eqs. 4-7.
     """
     weights = [1.0] * rewards.shape[1] if reward_weights is None else list(reward_weights)
-    if len(weights) != rewards.shape[1]:
-        raise ValueError(
-            f"reward_weights has {len(weights)} weights for {rewards.shape[1]} rewards: pass one for each reward."
-        )
     columns = (normalised(g.centred(r), g.std(r), epsilon) for g in [Groups(group)] for r in rewards.unbind(1))
     total = torch.stack([weight * column for weight, column in zip(weights, columns, strict=True)]).sum(0)
     return normalised(total, Groups(torch.zeros_like(group)).std(total), epsilon)
@@ -374,10 +369,10 @@ def gdpo(
 
 @advantage("reinforce", "outcome")
 def reinforce(reward: Tensor) -> Tensor:
-    """The reward itself: no baseline, unbiased, with the full variance of the rewards.
+    """The reward itself. Without a baseline the gradient is unbiased but has a high variance.
 
     Returns:
-        ``[B]``; a copy.
+        ``[B]``, a copy.
 
     Example:
         >>> reinforce(torch.tensor([1.0, -2.0]))
@@ -390,7 +385,7 @@ def reinforce(reward: Tensor) -> Tensor:
 
 @advantage("remax", "outcome")
 def remax(reward: Tensor, baseline: Tensor) -> Tensor:
-    """``r`` minus the reward of the greedy answer, which costs one more rollout per prompt.
+    """``r`` minus the reward of the greedy answer. The baseline costs one more rollout per prompt.
 
     Returns:
         ``[B]``.
@@ -406,17 +401,17 @@ def remax(reward: Tensor, baseline: Tensor) -> Tensor:
 
 @advantage("rae", "outcome", kept="baseline")
 def rae(reward: Tensor, role: Tensor, baseline: Tensor, *, decay: Fraction = 0.95) -> tuple[Tensor, Tensor]:
-    r"""``r - b`` with the exponential moving average ``b`` of the role's earlier rewards: for self-play between agents.
+    r"""``r - b`` with the exponential moving average ``b`` of the role's earlier rewards, for self-play between agents.
 
-    In a zero-sum game the mean of a group is 0 whatever the policy does. Rows count in their order: each is compared with
-    ``b``, and then ``b`` becomes ``decay * b + (1 - decay) * r``. :class:`~torchrl_llm_kl.advantages.Advantage` keeps the
-    averages between batches, from 0 on, in its ``state_dict``.
+    The mean of a group is no baseline here, since it is always 0 in a zero-sum game. Rows are processed in order: each is
+    compared with ``b``, and then ``b`` becomes ``decay * b + (1 - decay) * r``. The averages start at 0.
+    :class:`~torchrl_llm_kl.advantages.Advantage` keeps them between batches and in its ``state_dict``.
 
     Hyper-parameters:
         decay: weight of the earlier average, 0 to 1.
 
     Returns:
-        The advantage, and the role's average after these rewards, equal for its rows; ``[B]`` each.
+        The advantage, and for each row the role's average after this batch, ``[B]`` each.
 
     Example:
         >>> reward, role = torch.tensor([1.0, -1.0, 3.0]), torch.tensor([0, 1, 0])
@@ -427,6 +422,7 @@ def rae(reward: Tensor, role: Tensor, baseline: Tensor, *, decay: Fraction = 0.9
     other: prime-rl.
     """
     groups = Groups(role)
+    # Solve the recursion b -> decay * b + (1 - decay) * r for all rows of a role at once.
     place = groups.rank(torch.arange(len(role), device=role.device))
     gap = (place[:, None] - place).to(reward.dtype)
     earlier = (groups.ids[:, None] == groups.ids) & (gap > 0)
@@ -436,18 +432,18 @@ def rae(reward: Tensor, role: Tensor, baseline: Tensor, *, decay: Fraction = 0.9
     return reward - before, groups.sum(torch.where(place == groups.size - 1, after, 0))
 
 
-# ------------------------------------------------------------------ selection, and what rewards become before
+# ------------------------------------------------------------------ selection of answers, and changes of rewards
 
 
 @advantage("best_of_group", "outcome")
 def best_of_group(reward: Tensor, group: Tensor) -> Tensor:
     """Rejection sampling: 1 for the best answers of each group, 0 for all others.
 
-    Written to ``loss_mask`` it removes all but the best from a loss. As an advantage of the plain policy gradient it has the
-    same direction, divided by the tokens of all answers.
+    Written to ``loss_mask``, it removes all other answers from a loss. As an advantage of the plain policy gradient, it gives
+    the same direction, but the sum is divided by the tokens of all answers.
 
     Returns:
-        ``[B]`` of 0 and 1. Ties are all 1; so is a group of one.
+        ``[B]`` of 0 and 1. All tied best answers are 1, and a group of one is 1.
 
     Example:
         >>> best_of_group(torch.tensor([1.0, 2.0, 2.0, -1.0]), torch.tensor([5, 5, 5, 8]))
@@ -461,11 +457,11 @@ def best_of_group(reward: Tensor, group: Tensor) -> Tensor:
 def informative_groups(reward: Tensor, group: Tensor) -> Tensor:
     """DAPO's dynamic sampling: True for rows whose group has unequal rewards.
 
-    All others have advantage 0: they add no gradient and dilute the mean of the batch.
+    The advantages of other groups are 0. They add no gradient, but dilute the mean of the batch.
 
     Args:
-        reward: outcome of each sequence; ``[B]``.
-        group: equal for sequences that answer the same prompt; integers ``[B]``.
+        reward: outcome of each sequence, ``[B]``.
+        group: integers ``[B]``, equal for sequences that answer the same prompt.
 
     Returns:
         Bool ``[B]``, to index the batch with. A group of one is never informative.
@@ -484,10 +480,10 @@ def informative_groups(reward: Tensor, group: Tensor) -> Tensor:
 def overlong_penalty(lengths: Tensor, max_len: int, cache_len: int) -> Tensor:
     r"""DAPO's soft penalty of long responses, to add to the reward.
 
-    0 up to ``max_len - cache_len`` tokens; each further token costs ``1 / cache_len``, down to -1 at ``max_len`` and beyond.
+    0 up to ``max_len - cache_len`` tokens. Each further token costs ``1 / cache_len``, down to -1 at ``max_len`` and beyond.
 
     Args:
-        lengths: tokens of each response; any shape.
+        lengths: tokens of each response, in any shape.
         max_len: length at which the penalty reaches -1.
         cache_len: number of tokens over which it grows. DAPO: 20480 and 4096.
 
@@ -512,22 +508,22 @@ def length_penalty(
 ) -> Tensor:
     r"""``-mu sum_k w_k n_k / max(n_k)``: a penalty of long answers, to add to the reward.
 
-    ``mu`` is the mean reward of the group, and the maxima are the group's: a prompt that is rarely solved is not penalised.
-    Rewards must not be negative: a mean below 0 would reward length.
+    ``mu`` is the mean reward of the group, and the maxima are taken over the group. Prompts that are rarely solved get hardly
+    any penalty. Rewards must not be negative, since a negative mean would reward length.
 
     Args:
-        reward: outcome of each sequence; ``[B]``.
-        group: equal for sequences that answer the same prompt; integers ``[B]``.
-        counts: what costs, not negative; ``[B, K]``. By default response tokens, tokens that were read, and turns.
+        reward: outcome of each sequence, ``[B]``.
+        group: integers ``[B]``, equal for sequences that answer the same prompt.
+        counts: non-negative costs, ``[B, K]``. By default response tokens, tokens that were read, and turns.
 
     Keyword Args:
-        weights: one for each of the ``K`` counts.
+        weights: one weight for each of the ``K`` counts.
 
     Returns:
         ``[B]``, float32 or wider.
 
     Raises:
-        ValueError: for unequal shapes, or not as many weights as counts.
+        ValueError: for unequal shapes, or if the number of weights is not ``K``.
 
     Example:
         >>> reward, counts = torch.tensor([1.0, 1.0]), torch.tensor([[50, 10, 1], [100, 10, 2]])
@@ -536,22 +532,20 @@ def length_penalty(
 
     Source: prime-rl, the linear ``length_penalty`` of ``grpo``.
     """
-    if counts.ndim != 2 or len(weights) != counts.shape[1]:
-        raise ValueError(
-            f"counts must be [B, {len(weights)}], one for each of the weights {weights}, got shape {tuple(counts.shape)}."
-        )
-    clean = clean_rows({"reward": reward, "group": group, "rewards": counts})  # counts: several numbers of each
+    clean = clean_rows(
+        {"reward": reward, "group": group, "rewards": counts}
+    )  # counts have the shape of several rewards
     groups = Groups(clean["group"])
     shares = [w * n / groups.max(n).clamp(min=1) for w, n in zip(weights, clean["rewards"].unbind(1), strict=True)]
     return -groups.mean(clean["reward"]) * torch.stack(shares).sum(0)
 
 
 def truncation_penalty(reward: Tensor, truncated: Tensor, *, factor: float) -> Tensor:
-    """``(factor - 1) r`` for answers that were cut off, to add to the reward, which is then ``factor`` times what it was.
+    """``(factor - 1) r`` for truncated answers, to add to the reward, which is thereby multiplied by ``factor``.
 
     Args:
-        reward: outcome of each sequence; any shape.
-        truncated: True for answers without an end token; same shape, bool.
+        reward: outcome of each sequence, of any shape.
+        truncated: True for answers without an end token, bool of the same shape.
 
     Keyword Args:
         factor: 0 to 1.
@@ -564,25 +558,24 @@ def truncation_penalty(reward: Tensor, truncated: Tensor, *, factor: float) -> T
     """
     check_range(0.0, 1.0, factor=factor)
     check_same_shape(reward=reward, truncated=truncated)
-    check_is_mask(truncated=truncated)
     return torch.where(truncated, (factor - 1) * reward, 0)
 
 
 def soft_value(reward: Tensor, group: Tensor, *, beta: float = 0.5) -> Tensor:
-    r"""``beta log(mean(exp(r / beta)))`` of the group: the value of a prompt to the best policy under a KL of weight ``beta``.
+    r"""``beta log(mean(exp(r / beta)))`` over the group: a prompt's value under the best policy with a KL of weight ``beta``.
 
-    Of answers of the reference it estimates :math:`V^* = \beta \log E_{ref} \exp(r / \beta)`, what :func:`remax` subtracts
-    for the algorithm ``a2po`` if it is stored as ``"reward_baseline"``.
+    For answers of the reference it estimates :math:`V^* = \beta \log E_{ref} \exp(r / \beta)`. The algorithm ``a2po`` reads it
+    from ``"reward_baseline"``, and :func:`remax` subtracts it.
 
     Args:
-        reward: outcome of each sequence; ``[B]``.
-        group: equal for sequences that answer the same prompt; integers ``[B]``.
+        reward: outcome of each sequence, ``[B]``.
+        group: integers ``[B]``, equal for sequences that answer the same prompt.
 
     Keyword Args:
-        beta: weight of the KL, above 0, in units of reward.
+        beta: weight of the KL in units of reward, greater than 0.
 
     Returns:
-        ``[B]``, equal within a group; float32 or wider.
+        ``[B]``, equal within a group, float32 or wider.
 
     Example:
         >>> soft_value(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0, 0, 1]))
@@ -601,7 +594,7 @@ def soft_value(reward: Tensor, group: Tensor, *, beta: float = 0.5) -> Tensor:
 
 
 class Groups:
-    """Statistics of all groups at once, repeated on each row of the group: ``[B]``. ``group`` is int64 ``[B]``, in any order.
+    """Statistics of all groups at once, repeated on each row of the group, ``[B]``. ``group`` is int64 ``[B]``, in any order.
 
     ``sum`` and ``min`` also take ``[B, T]``, column by column.
 
@@ -630,31 +623,33 @@ class Groups:
         return -self.min(-x)
 
     def centred(self, x: Tensor) -> Tensor:
-        """The difference from the group's mean: exactly 0 in a group of one or of equal numbers."""
-        # Subtract the minimum first: equal values and their mean are then exactly 0.
+        """The difference from the group's mean. Exactly 0 in a group of one or of equal numbers."""
+        # After subtracting the minimum, equal values and their mean are exactly 0.
         above = x - self.min(x)
         return above - self.mean(above)
 
     def std(self, x: Tensor, *, unbiased: bool = True) -> Tensor:
-        """The standard deviation of the row's group; 0 for a group of one."""
+        """The standard deviation of the row's group. 0 for a group of one."""
         count = self.size - 1 if unbiased else self.size
         return (self.sum(self.centred(x).square()) / count.clamp(min=1)).sqrt()
 
     def rank(self, x: Tensor) -> Tensor:
-        """How many rows of the group are smaller; int64."""
+        """The number of smaller rows in the group, int64."""
+        # Sort by value, then stably by group, so that rows of a group are adjacent and sorted.
         order = x.argsort(stable=True)
         order = order[self.ids[order].argsort(stable=True)]
         ids, values = self.ids[order], x[order]
         place = torch.arange(len(x), device=x.device)
         first = torch.ones_like(ids, dtype=torch.bool)
         first[1:] = (ids[1:] != ids[:-1]) | (values[1:] != values[:-1])
+        # Equal values get the place of the first of them.
         start = self.sizes.cumsum(0) - self.sizes
         smaller = torch.where(first, place, 0).cummax(0).values - start[ids] if len(x) else place
         return torch.empty_like(order).index_put((order,), smaller)
 
 
 def joined(a: Tensor, b: Tensor) -> Tensor:
-    """A unique number for each distinct pair of numbers; int64 ``[B]``."""
+    """A unique number for each distinct pair of numbers, int64 ``[B]``."""
     return torch.unique(torch.stack([a, b], 1), dim=0, return_inverse=True)[1]
 
 

@@ -1,11 +1,9 @@
-"""The registry of advantages: the decorator that registers one and cleans its inputs, the spec, and the typed names."""
+"""The registry of advantages, and the decorator that registers a function and cleans its inputs."""
 
 from __future__ import annotations
 
 import inspect
-import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
@@ -26,9 +24,9 @@ R = TypeVar("R")
 
 Kind = Literal["outcome", "token", "trajectory"]
 
-#: Inputs that group or order rows: integers.
+#: Inputs that identify or order rows. They are integers.
 _IDENTITIES = ("group", "run", "step", "state", "role")
-#: Parameters that hold data. All others are hyper-parameters.
+#: Parameters that hold data. All other parameters are hyper-parameters.
 INPUTS = (
     *_IDENTITIES, "reward", "rewards", "length", "baseline", "mean_log_prob", "value", "old_log_prob", "teacher_log_prob",
     "entropy", "collision", "discriminator", "mask",
@@ -41,14 +39,14 @@ class AdvantageSpec(Spec):
 
     Args:
         name, hyper, only_with, source, types, defaults: see :class:`~torchrl_llm_kl._registry.Spec`.
-        needs: inputs that it always requires.
-        kind: ``"outcome"``: one number per sequence, ``[B]``; ``"token"``: one per token, ``[*B, T]`` with a mask;
-            ``"trajectory"``: one per step of trajectories of several sequences, ``[B]``.
-        per_sequence: inputs of an advantage of tokens that hold one number per sequence, ``[*B]``.
-        optional: inputs that only a hyper-parameter requires: input -> hyper-parameter.
-        outputs: names of the results; the function returns a tuple if there are several.
-        kept: an input, equal for the rows of a ``role``, that the transform keeps from batch to batch: the function returns
-            its next value last.
+        needs: the inputs that are always required.
+        kind: ``"outcome"`` for one number per sequence, ``[B]``. ``"token"`` for one per token, ``[*B, T]``, with a mask.
+            ``"trajectory"`` for one number per step of trajectories of several sequences, ``[B]``.
+        per_sequence: for ``"token"``, the inputs that hold one number per sequence, ``[*B]``.
+        optional: input -> the hyper-parameter that requires it.
+        outputs: names of the results. The function returns a tuple if there are several.
+        kept: an input that the transform keeps from batch to batch, one number for each ``role``. The function returns its next
+            value as the last result.
     """
 
     needs: tuple[str, ...] = ()
@@ -63,7 +61,7 @@ class AdvantageSpec(Spec):
 
 
 class UnknownAdvantageError(UnknownNameError):
-    """Unknown advantage; the message lists the registered names and suggests the nearest one."""
+    """Unknown advantage. The message lists the registered names and suggests the nearest one."""
 
 
 _REGISTRY = Registry[Callable[..., Any]]("advantage", error=UnknownAdvantageError)
@@ -79,12 +77,12 @@ def advantage(
     optional: Mapping[str, str] | None = None,
     only_with: Mapping[str, tuple[str, tuple[object, ...]]] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Turn a pure function into a registered advantage; see :class:`AdvantageSpec` for the arguments.
+    """Register a pure function as an advantage. :class:`AdvantageSpec` explains the arguments.
 
-    The decorated function receives clean inputs: all required ones, of equal shapes. Amounts are float32 or wider, without
-    graph (an advantage is a weight and never differentiated), and for tokens exactly 0 where the mask is False. Identities
-    are int64. A hyper-parameter that is annotated with a ``Literal`` has one of its values. The docstring ends
-    with a paragraph ``Source: ...``.
+    The decorated function receives all required inputs with equal shapes. Amounts are float32 or wider and have no graph, since
+    an advantage is a weight and never differentiated. Amounts of tokens are exactly 0 where the mask is False. Identities are
+    int64. Hyper-parameters are checked against their ``Literal`` or their range. The docstring must end with a paragraph
+    ``Source: ...``.
 
     Example:
         >>> @advantage("reinforce", "outcome")
@@ -114,11 +112,8 @@ def advantage(
             hyper = {key: value for key, value in kwargs.items() if key not in inputs}
             spec.check(hyper)
             spec.check_used(hyper)
-            given = signature.bind_partial(*args, **{key: value for key, value in kwargs.items() if key in inputs})
+            given = signature.bind(*args, **{key: value for key, value in kwargs.items() if key in inputs})
             tensors: dict[str, Tensor] = {key: x for key, x in given.arguments.items() if x is not None}
-            for key in spec.needs:
-                if key not in tensors:
-                    raise ValueError(f"{name} needs {key}: pass {key}=, {_shape_of(key, spec)}.")
             clean = clean_tokens(tensors, per_sequence) if kind == "token" else clean_rows(tensors)
             return cast("Callable[..., R]", function)(**clean, **hyper)
 
@@ -128,14 +123,8 @@ def advantage(
     return decorate
 
 
-def _shape_of(key: str, spec: AdvantageSpec) -> str:
-    if spec.kind == "token":
-        return "[*B]" if key in spec.per_sequence else "[*B, T]"
-    return "[B, R]" if key == "rewards" else "[B]"
-
-
 def advantage_spec(function: Callable[..., object] | AdvantageName) -> AdvantageSpec:
-    """The spec of a registered advantage, or of the advantage of a name.
+    """Return the spec of a registered advantage, by the function or its name.
 
     Raises:
         TypeError: if the function is not a registered advantage.
@@ -145,47 +134,11 @@ def advantage_spec(function: Callable[..., object] | AdvantageName) -> Advantage
         >>> advantage_spec(gae).needs == advantage_spec("gae").needs == ("reward", "value", "mask")
         True
     """
-    if isinstance(function, str):
-        function = get_advantage(function)
+    function = get_advantage(function) if isinstance(function, str) else function
     spec = getattr(function, "spec", None)
     if not isinstance(spec, AdvantageSpec):
-        raise TypeError(f"expected an advantage of this package, such as get_advantage('grpo'), got {function!r}.")
+        raise TypeError(f"expected a registered advantage, such as get_advantage('grpo'), got {function!r}.")
     return spec
-
-
-def check_hyperparameters(function: Callable[..., object], inputs: Sequence[str], hyper: Mapping[str, Any]) -> None:
-    """Compute an advantage of this package for four rows, so that it raises here for a value that it refuses.
-
-    Args:
-        function: a registered advantage; one of a user's own may need other data, and is not called.
-        inputs: those that it reads.
-        hyper: its hyper-parameters. A generator draws nothing here.
-    """
-    if not function.__module__.startswith("torchrl_llm_kl.") or not hyper:
-        return
-    settings = dict(hyper)
-    for name, value in hyper.items():
-        if isinstance(value, torch.Generator):
-            settings[name] = torch.Generator()
-        elif isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:  # no host sync
-            settings[name] = value.item()
-    spec, row = advantage_spec(function), torch.arange(4)
-    identities = {"group": row // 4, "run": row // 2, "step": row % 2, "state": row % 2, "role": row}
-    weights = hyper.get("reward_weights")
-    several = {"rewards": (4, len(weights) if isinstance(weights, Sequence) else 2)}
-    data: dict[str, Tensor] = {}
-    for name in inputs:
-        shape = several.get(name, (4, 2) if spec.kind == "token" and name not in spec.per_sequence else (4,))
-        data[name] = torch.linspace(-1.0, 0.0, math.prod(shape)).reshape(shape)
-    data |= {name: identities[name] for name in identities if name in inputs}
-    if "mask" in inputs:
-        data["mask"] = torch.ones(4, 2, dtype=torch.bool)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            function(**data, **settings)
-        except TypeError as error:
-            raise TypeError(f"{spec.name} refuses {dict(hyper)!r:.100}: {error}") from error
 
 
 def available_advantages() -> tuple[str, ...]:
@@ -202,10 +155,10 @@ def get_advantage(name: AdvantageName) -> Callable[..., Tensor | tuple[Tensor, T
     """Look an advantage up by name, one of :func:`available_advantages`.
 
     Returns:
-        The function itself, always the same object; it can be pickled.
+        The function. It can be pickled.
 
     Raises:
-        UnknownAdvantageError: a ``ValueError``; lists the names and suggests the nearest one.
+        UnknownAdvantageError: a ``ValueError`` that lists the names and suggests the nearest one.
 
     Example:
         >>> get_advantage("rloo")(torch.tensor([0.0, 1.0]), torch.tensor([5, 5]))
@@ -218,31 +171,28 @@ def get_advantage(name: AdvantageName) -> Callable[..., Tensor | tuple[Tensor, T
 
 
 def clean_rows(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Check one number per sequence, ``[B]``; amounts in float32 or wider without graph, identities in int64.
+    """Check inputs with one number per sequence, ``[B]``, or several for ``rewards``, ``[B, R]``.
 
-    ``rewards`` holds several, ``[B, R]``.
+    Returns amounts in float32 or wider without graph, and identities in int64.
     """
     for name, tensor in tensors.items():
-        if name == "rewards" and (tensor.ndim != 2 or tensor.shape[1] == 0):
-            raise ValueError(f"rewards must be [B, R], R rewards per sequence, got shape {tuple(tensor.shape)}.")
-        if name != "rewards" and tensor.ndim != 1:
-            raise ValueError(f"{name} must be [B], one number per sequence, got shape {tuple(tensor.shape)}.")
+        if tensor.ndim != (2 if name == "rewards" else 1):
+            shape = "[B, R], several numbers" if name == "rewards" else "[B], one number"
+            raise ValueError(f"{name} must be {shape} per sequence, got shape {tuple(tensor.shape)}.")
     check_same_shape(**{name: x[:, 0] if name == "rewards" else x for name, x in tensors.items()})
     return {name: _clean_input(name, x) for name, x in tensors.items()}
 
 
 def clean_tokens(tensors: dict[str, Tensor], per_sequence: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """Check one number per token, ``[*B, T]``; float32 or wider without graph, exactly 0 where the mask is False.
+    """Check inputs with one number per token, ``[*B, T]``. Those of ``per_sequence`` are ``[*B]``.
 
-    Inputs ``per_sequence`` are ``[*B]``.
+    Returns amounts in float32 or wider without graph, exactly 0 where the mask is False, and identities in int64.
     """
     mask = tensors["mask"]
     check_same_shape(**{"mask": mask, **{name: x for name, x in tensors.items() if name not in per_sequence}})
     for name in per_sequence:
         if tensors[name].shape != mask.shape[:-1]:
-            raise ValueError(
-                f"{name} must have one number per sequence, {tuple(mask.shape[:-1])}, got shape {tuple(tensors[name].shape)}."
-            )
+            raise ValueError(f"{name} must be [*B] for a mask [*B, T], got {tensors[name].shape} for {mask.shape}.")
     check_is_mask(mask=mask)
     clean = {name: x if x is mask else _clean_input(name, x) for name, x in tensors.items()}
     return {name: x if x is mask or name in per_sequence else torch.where(mask, x, 0) for name, x in clean.items()}

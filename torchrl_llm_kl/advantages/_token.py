@@ -3,24 +3,25 @@
 The functions share their inputs, positional in the order of each signature:
 
 Args:
-    reward: reward of each token; ``[*B, T]``. An outcome is on the last response token. For ``reinforce_plus_plus_baseline``,
-        ``clip_b`` and ``clip_v``: the outcome of each sequence; ``[*B]``.
-    value: the critic's estimate of the sum of rewards from this token on; ``[*B, T]``.
-    old_log_prob: nats, under the policy that sampled the tokens, which is the student; ``[*B, T]``.
-    group: for functions that compare with other answers to the same prompt: equal for those; integers ``[*B]``.
-    teacher_log_prob: of the same tokens under the teacher; ``[*B, T]``. Trinity: ``teacher_logprobs``.
-    entropy: nats, of the distribution that each token was drawn from; ``[*B, T]``. verl, Trinity: ``entropys``.
-    collision: ``sum p ** 2`` of that distribution; ``[*B, T]``. verl: ``sum_pi_squared``.
-    discriminator: ``sum p ** 2 (H + log p)`` of that distribution; ``[*B, T]``. Trinity: ``necs``.
-    mask: True at response tokens; bool ``[*B, T]``. Values at other tokens (even NaN) have no effect, and discounting skips
+    reward: reward of each token, ``[*B, T]``. An outcome is on the last response token. For ``reinforce_plus_plus_baseline``,
+        ``clip_b`` and ``clip_v`` the outcome of each sequence, ``[*B]``.
+    value: the critic's estimate of the sum of rewards from this token on, ``[*B, T]``.
+    old_log_prob: nats, under the policy that sampled the tokens, ``[*B, T]``. In a distillation this is the student.
+    group: integers ``[*B]``, equal for answers to the same prompt.
+    teacher_log_prob: nats, of the same tokens under the teacher, ``[*B, T]``. Trinity: ``teacher_logprobs``.
+    entropy: nats, of the distribution that each token was drawn from, ``[*B, T]``. verl, Trinity: ``entropys``.
+    collision: ``sum p ** 2`` of that distribution, ``[*B, T]``. verl: ``sum_pi_squared``.
+    discriminator: ``sum p ** 2 (H + log p)`` of that distribution, ``[*B, T]``. Trinity: ``necs``.
+    mask: True at response tokens, bool ``[*B, T]``. Values at other tokens (even NaN) have no effect, and discounting skips
         them.
 
 Returns:
     ``[*B, T]``, float32 or wider, without graph, exactly 0 where the mask is False.
 
 Raises:
-    ValueError: if an input is missing, shapes differ, or a hyper-parameter is out of range.
-    TypeError: if the mask is not boolean, ``group`` is not of an integer dtype, or for an unknown hyper-parameter.
+    ValueError: if shapes differ, or a hyper-parameter is out of range.
+    TypeError: if an input is missing, the mask is not boolean, ``group`` is not of an integer dtype, or for an unknown
+        hyper-parameter.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ from torchrl_llm_kl.advantages._registry import advantage
 def gae(
     reward: Tensor, value: Tensor, mask: Tensor, *, gamma: Fraction = 1.0, lam: Fraction = 1.0, whiten: bool = False
 ) -> tuple[Tensor, Tensor]:
-    r"""``A_t = delta_t + gamma * lam * A_{t+1}`` with ``delta_t = r_t + gamma * V_{t+1} - V_t``, by torchrl's own function.
+    r"""``A_t = delta_t + gamma * lam * A_{t+1}`` with ``delta_t = r_t + gamma * V_{t+1} - V_t``, computed by torchrl.
 
-    The successor of a response token is the next response token, whatever prompt, tool or user tokens lie between. After the
-    last one both ``V`` and ``A`` are 0. Trinity: ``ppo``.
+    The successor of a response token is the next response token, even if prompt, tool or user tokens lie between them. After
+    the last response token ``V`` and ``A`` are 0. Trinity: ``ppo``.
 
     Hyper-parameters:
         gamma: discount per response token.
-        lam: weight of later temporal differences: 1 for the whole return, 0 for one step. torchrl: ``lmbda``.
-        whiten: normalise the advantages (not the targets) of the whole batch to mean 0 and variance 1, as Trinity-RFT and
-            verl always do.
+        lam: weight of later temporal differences. 1 gives the whole return, 0 one step. torchrl: ``lmbda``.
+        whiten: normalise the advantages of the whole batch, but not the targets, to mean 0 and variance 1. Trinity-RFT and
+            verl always do so.
 
     Returns:
         ``advantage``, and the critic's ``value_target``: the advantage before whitening plus ``value``.
@@ -69,16 +70,16 @@ def gae(
 
 @advantage("reinforce_plus_plus", "token")
 def reinforce_plus_plus(reward: Tensor, mask: Tensor, *, gamma: Fraction = 1.0) -> Tensor:
-    r"""The discounted sum of the rewards from each token on, whitened over the whole batch: no critic, no groups.
+    r"""The discounted sum of the rewards from each token on, whitened over the whole batch. Needs no critic and no groups.
 
-    Put the KL into the reward (``KLRewardTransform``): the return of each token then includes all later penalties. Trinity:
+    Put the KL into the reward (``KLRewardTransform``), so that the return of each token includes all later penalties. Trinity:
     ``reinforceplusplus``.
 
     Hyper-parameters:
         gamma: discount per response token.
 
     Returns:
-        ``[*B, T]``; mean 0 and variance 1 over the response tokens. All 0 if the returns are equal.
+        ``[*B, T]``, with mean 0 and variance 1 over the response tokens. All 0 if the returns are equal.
 
     Example:
         >>> reinforce_plus_plus(torch.tensor([[0.0, 1.0], [-1.0, 0.0]]), torch.tensor([[True, True], [True, False]]))
@@ -95,10 +96,10 @@ def reinforce_plus_plus(reward: Tensor, mask: Tensor, *, gamma: Fraction = 1.0) 
 def reinforce_plus_plus_baseline(reward: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     r"""``r - mu`` with the mean ``mu`` of the group, on each token, then whitened over all tokens of the batch.
 
-    The deviation is the batch's: unlike GRPO's, it does not overweight groups of nearly equal rewards.
+    The deviation is taken over the batch. Unlike GRPO's, it does not overweight groups of nearly equal rewards.
 
     Returns:
-        ``[*B, T]``; mean 0 and variance 1 over the response tokens of groups of several. Exactly 0 for a group of one.
+        ``[*B, T]``, with mean 0 and variance 1 over the response tokens of groups of several. Exactly 0 for a group of one.
 
     Example:
         >>> mask = torch.tensor([[True, True], [True, False], [True, True]])
@@ -125,18 +126,18 @@ def optimal_token_baseline(
     *,
     handle_zero_tail: bool = True,
 ) -> Tensor:
-    r"""``G_t - B_t``: the sum of rewards from each token on, minus the baseline of least variance at its place.
+    r"""``G_t - B_t``: the sum of rewards from each token on, minus the baseline of least variance at its position.
 
-    ``B_t = sum_i W_it G_it / sum_i W_it`` over those answers of the group that have a ``t``-th response token, whatever lies
-    between two of them. ``W_t`` adds up ``1 - 2 p + sum p ** 2`` of the tokens until ``t``, the squared norm of the gradient of
-    each token's log-prob with respect to the logits: returns of answers whose gradient is large so far weigh more.
+    ``B_t = sum_i W_it G_it / sum_i W_it`` over the answers of the group that have a ``t``-th response token. ``W_t`` adds up
+    ``1 - 2 p + sum p ** 2`` over the response tokens until ``t``. That is the squared norm of the gradient of each token's
+    log-prob with respect to the logits, so answers with a large gradient so far weigh more.
 
     Hyper-parameters:
-        handle_zero_tail: where only the longest answer of the group is left: True for ``G_t``; False for 0, as there is nothing
-            to compare with.
+        handle_zero_tail: the result at positions that only the longest answer of a group has. True gives ``G_t``. False gives
+            0, since there is nothing to compare with.
 
     Returns:
-        ``[*B, T]``; exactly 0 for a group of one, and where all returns are equal.
+        ``[*B, T]``. Exactly 0 for a group of one, and where all returns are equal.
 
     Example:
         >>> reward, log_prob = torch.tensor([[0.0, 1.0], [3.0, 0.0]]), torch.tensor([[0.5, 0.5], [0.2, 0.5]]).log()
@@ -149,14 +150,16 @@ def optimal_token_baseline(
     logit-gradient proxy; ``handle_zero_tail``: verl 0.9.1.
     """
     (returns, _), groups = estimate(reward, torch.zeros_like(reward), mask, 1.0, 1.0), Groups(group.flatten())
-    # The squared norm is not negative, but its rounding may be.
-    norm = (1 - 2 * old_log_prob.exp() + collision).clamp(min=0)  # 0 outside the mask too
+    # Rounding can make the squared norm slightly negative.
+    norm = (1 - 2 * old_log_prob.exp() + collision).clamp(min=0)  # it is 0 outside the mask
     order = (~mask).byte().argsort(dim=-1, stable=True)  # response tokens first, as in `estimate`
     total, weight = (x.gather(-1, order).flatten(0, -2) for x in (returns, norm.cumsum(-1)))
     present = torch.arange(mask.shape[-1], device=mask.device) < mask.sum(-1).flatten().unsqueeze(-1)
     weight = torch.where(present, weight, 0)
-    weight = torch.where(groups.sum(weight) == 0, present.to(weight.dtype), weight)  # certain tokens: the plain mean
-    # Subtract the minimum first: equal returns and their mean are then exactly 0.
+    weight = torch.where(
+        groups.sum(weight) == 0, present.to(weight.dtype), weight
+    )  # all tokens are certain: use the plain mean
+    # After subtracting the minimum, equal returns and their mean are exactly 0.
     above = torch.where(present, total - groups.min(total.masked_fill(~present, torch.inf)), 0)
     result = above - groups.sum(weight * above) / groups.sum(weight)
     if handle_zero_tail:
@@ -167,9 +170,10 @@ def optimal_token_baseline(
 
 
 def estimate(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """GAE and value targets of clean inputs. With ``value = 0`` and ``lam = 1``, the discounted return."""
-    # Response tokens first, in order, so that successors are adjacent.
+    """GAE and value targets of clean inputs. With ``value = 0`` and ``lam = 1`` this is the discounted return."""
+    # Move response tokens to the front, in order, so that successors are adjacent.
     order = (~mask).byte().argsort(dim=-1, stable=True)
+    # Positions after the last response token count as done, so that nothing flows back from them.
     last = torch.arange(mask.shape[-1], device=mask.device) >= mask.sum(-1, keepdim=True) - 1
     dtype = torch.promote_types(reward.dtype, value.dtype)
     steps, states = (x.to(dtype).gather(-1, order) for x in (reward, value))
@@ -184,17 +188,17 @@ _EPSILON = 1e-8  # added to the variance, as in verl and TRL
 
 
 def whitened(value: Tensor, mask: Tensor) -> Tensor:
-    """Mean 0 and unbiased variance 1 over the masked-in tokens, 0 elsewhere; exactly 0 if they are equal or fewer than two."""
+    """Mean 0 and unbiased variance 1 over masked-in tokens, 0 elsewhere. Exactly 0 for equal values or a single one."""
     centred = _centred(value, mask)
     variance = centred.square().sum() / (mask.sum() - 1).clamp(min=1)
     return centred * (variance + _EPSILON).rsqrt()
 
 
 def _centred(value: Tensor, mask: Tensor) -> Tensor:
-    """The difference from the mean over the masked-in tokens, 0 elsewhere; exactly 0 if they are equal."""
+    """The difference from the mean over the masked-in tokens, 0 elsewhere. Exactly 0 if the values are equal."""
     if value.numel() == 0:
         return value
-    # Subtract the minimum first: equal values then have no rounding error.
+    # After subtracting the minimum, equal values have no rounding error.
     above = value - torch.where(mask, value, torch.inf).amin()
     return torch.where(mask, above - masked_mean(above, mask), 0)
 
@@ -211,20 +215,20 @@ def clip_b(
     mask: Tensor,
     *,
     mu: NonNegative = 2.5,
-    epsilon: float = 1e-6,
+    epsilon: Amount = 1e-6,
 ) -> Tensor:
-    r"""GRPO's advantage on each token, 0 for tokens whose penalty would lower the entropy far more than others'.
+    r"""GRPO's advantage on each token, but 0 for tokens whose penalty would lower the entropy far more than others do.
 
-    A small step along ``A grad log p`` at one position changes its entropy by ``-A (S - E[S])`` to first order, with the
-    discriminator ``S = p (H + log p)`` of the sampled token. Left out are tokens with ``A < 0`` and ``S`` more than ``mu``
-    standard deviations below the mean ``S`` of all response tokens of the batch, which stands for ``E[S]``.
+    A small step along ``A grad log p`` at one position changes the entropy there by ``-A (S - E[S])`` to first order, with the
+    discriminator ``S = p (H + log p)`` of the sampled token. Tokens with ``A < 0`` are left out if ``S`` is more than ``mu``
+    standard deviations below the mean ``S`` of all response tokens of the batch. This mean approximates ``E[S]``.
 
     Hyper-parameters:
-        mu: standard deviations, at least 0.
+        mu: number of standard deviations, at least 0.
         epsilon: see :func:`~torchrl_llm_kl.advantages.grpo`.
 
     Returns:
-        ``[*B, T]``. A token that is left out still counts in the mean of a loss.
+        ``[*B, T]``. Tokens that are left out still count in the mean of a loss.
 
     Example:
         >>> log_prob, mask = torch.tensor([[0.5, 0.5], [0.5, 0.1]]).log(), torch.ones(2, 2, dtype=torch.bool)
@@ -250,20 +254,20 @@ def clip_v(
     *,
     mu: NonNegative = 8.5,
     max_frac: Fraction = 1e-4,
-    epsilon: float = 1e-6,
+    epsilon: Amount = 1e-6,
 ) -> Tensor:
-    r"""``clip_b`` with the exact ``E[S]`` of each position, ``discriminator``, for the mean of the batch.
+    r"""``clip_b`` with the exact ``E[S]`` of each position (``discriminator``) instead of the mean of the batch.
 
-    Left out are tokens with ``A < 0`` and ``E[S] - S`` above ``mu`` standard deviations of ``E[S] - S`` over the batch; only
-    the largest, if they are more than ``max_frac`` of all response tokens.
+    Tokens with ``A < 0`` are left out if ``E[S] - S`` exceeds ``mu`` of its standard deviations over the batch. If these are
+    more than ``max_frac`` of all response tokens, only those with the largest ``E[S] - S`` are left out.
 
     Hyper-parameters:
-        mu: standard deviations, at least 0.
-        max_frac: the most tokens to leave out, as a share of the response tokens, 0 to 1; but always one, if there is one.
+        mu: number of standard deviations, at least 0.
+        max_frac: the largest share of response tokens to leave out, 0 to 1. At least one token can always be left out.
         epsilon: see :func:`~torchrl_llm_kl.advantages.grpo`.
 
     Returns:
-        ``[*B, T]``. A token that is left out still counts in the mean of a loss.
+        ``[*B, T]``. Tokens that are left out still count in the mean of a loss.
 
     Example:
         >>> log_prob, mask = torch.tensor([[0.5, 0.5], [0.5, 0.1]]).log(), torch.ones(2, 2, dtype=torch.bool)
@@ -278,6 +282,7 @@ def clip_v(
     result, loss = _grpo_per_token(reward, group, mask, epsilon), discriminator - _discriminator(old_log_prob, entropy)
     deviation = _deviation(_centred(loss, mask), mask)
     beyond = (result < 0) & (loss > mu * deviation) & (deviation > 0)
+    # Keep only the largest losses. A stable sort makes ties deterministic.
     order = loss.masked_fill(~beyond, -torch.inf).flatten().argsort(descending=True, stable=True)
     rank = torch.empty_like(order).index_put((order,), torch.arange(len(order), device=order.device))
     most = (mask.sum().double() * max_frac).floor().clamp(min=1)
@@ -296,7 +301,7 @@ def _discriminator(old_log_prob: Tensor, entropy: Tensor) -> Tensor:
 
 
 def _deviation(centred: Tensor, mask: Tensor) -> Tensor:
-    """The biased standard deviation over the response tokens; 0-dim."""
+    """The biased standard deviation over the response tokens, 0-dim."""
     return masked_mean(centred.square(), mask).sqrt()
 
 
@@ -307,8 +312,8 @@ def _deviation(centred: Tensor, mask: Tensor) -> Tensor:
 def on_policy_distill(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor, *, kl_coef: float = 1.0) -> Tensor:
     r"""``kl_coef * (teacher_log_prob - old_log_prob)``.
 
-    Its policy gradient is minus the gradient of :math:`KL(\pi \| \pi_{teacher})` at each position given its prefix: it
-    ignores a token's effect on the KL of later positions.
+    Its policy gradient is minus the gradient of :math:`KL(\pi \| \pi_{teacher})` at each position given its prefix. It
+    ignores the effect of a token on the KL at later positions.
 
     Hyper-parameters:
         kl_coef: factor.
@@ -329,13 +334,13 @@ def on_policy_distill(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tens
 
 @advantage("iw_opd", "token")
 def iw_opd(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor, *, amplification: Amount = 0.5) -> Tensor:
-    r"""``(1 + amplification (1 - s)) d`` with ``d = teacher_log_prob - old_log_prob``: more weight before the two part.
+    r"""``(1 + amplification (1 - s)) d`` with ``d = teacher_log_prob - old_log_prob``: early tokens weigh more.
 
-    ``s`` is the sum of ``|d|`` over the tokens before, divided by the sequence's sum: 0 at its first token. The further a
-    prefix is from what the teacher would have written, the less the teacher knows about what follows.
+    ``s`` is the sum of ``|d|`` over the earlier tokens, divided by the sequence's sum, so it is 0 at the first token. The less
+    likely a prefix is for the teacher, the less reliable are its log-probs of the tokens after it.
 
     Hyper-parameters:
-        amplification: at least 0; 0 for :func:`on_policy_distill`. TRL: ``iw_opd_gamma``.
+        amplification: at least 0. 0 gives :func:`on_policy_distill`. TRL: ``iw_opd_gamma``.
 
     Returns:
         ``[*B, T]``.
@@ -365,13 +370,13 @@ def jsd(
 
     ``-beta (1 - beta) teacher / M + (1 - beta) (log(pi / M) + 1 - (1 - beta) pi / M) = (1 - beta) log(pi / M)(y)``,
 
-    since ``beta * teacher + (1 - beta) * pi`` is ``M`` again and cancels the 1. Hence ``E_pi[A grad log pi] = -grad J`` for
-    this advantage, exactly, with the prefix fixed. It is bounded below by ``(1 - beta) log(1 - beta)``: a token of
-    teacher probability 0 has -0.35 for ``beta = 0.5``, where ``on_policy_distill`` has minus infinity.
+    since ``beta * teacher + (1 - beta) * pi`` is ``M`` and cancels the 1. Hence ``E_pi[A grad log pi] = -grad J`` holds exactly
+    for this advantage, with the prefix fixed. It is bounded below by ``(1 - beta) log(1 - beta)``: for ``beta = 0.5`` a token
+    with teacher probability 0 has -0.35, while ``on_policy_distill`` has minus infinity.
 
     Hyper-parameters:
-        beta: weight of the teacher in the mixture, greater than 0 and less than 1: at both ends ``J`` is 0 whatever the
-            student does (``on_policy_distill`` is for KL(student || teacher)). Trinity: ``lambda_coef``.
+        beta: weight of the teacher in the mixture, greater than 0 and less than 1, since ``J`` is 0 for any student at both
+            ends. ``on_policy_distill`` has KL(student || teacher). Trinity: ``lambda_coef``.
         kl_coef: factor.
 
     Returns:
@@ -384,5 +389,6 @@ def jsd(
 
     Source: Agarwal et al. 2023 (GKD, arXiv 2306.13649), section 2; the advantage is its exact policy gradient.
     """
+    # In log space, so that a probability of 0 gives no NaN.
     mixture = torch.logaddexp(math.log(beta) + teacher_log_prob, math.log1p(-beta) + old_log_prob)
     return torch.where(mask, kl_coef * (1 - beta) * (mixture - old_log_prob), 0)

@@ -3,19 +3,20 @@
 The functions share their inputs, positional in the order of each signature. Rows may be in any order.
 
 Args:
-    reward: reward of each step; ``[B]``. For an outcome, 0 on all steps but the last.
-    group: equal for trajectories that attempt the same task; integers ``[B]``.
-    run: equal for the steps of one trajectory; integers ``[B]`` that may restart in each group.
-    step: position in the trajectory; integers ``[B]``; only their order matters.
-    state: equal for steps that begin in the same environment state; integers ``[B]``, compared within a group only.
+    reward: reward of each step, ``[B]``. An outcome is on the last step, and 0 on all others.
+    group: integers ``[B]``, equal for trajectories that attempt the same task.
+    run: integers ``[B]``, equal for the steps of one trajectory. They may restart in each group.
+    step: position in the trajectory, integers ``[B]``. Only their order matters.
+    state: integers ``[B]``, equal for steps that begin in the same environment state. Compared only within a group.
 
 Returns:
     ``[B]``, float32 or wider, without graph.
 
 Raises:
-    ValueError: if an input is missing or not ``[B]``, shapes differ, a trajectory has two rows of the same step, or a
+    ValueError: if an input is not ``[B]``, shapes differ, a trajectory has two rows of the same step, or a
         hyper-parameter is out of range.
-    TypeError: if ``group``, ``run``, ``step`` or ``state`` is not of an integer dtype, or for an unknown hyper-parameter.
+    TypeError: if an input is missing, ``group``, ``run``, ``step`` or ``state`` is not of an integer dtype, or for an unknown
+        hyper-parameter.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def step_wise_grpo(
     run: Tensor,
     step: Tensor,
     *,
-    epsilon: float = 1e-6,
+    epsilon: Amount = 1e-6,
     std: Literal["group", "batch"] = "group",
-    std_threshold: float | None = None,
+    std_threshold: Amount | None = None,
     enable_step_norm: bool = False,
 ) -> Tensor:
     r"""The GRPO advantage of a trajectory's last reward within its group, on each of its steps.
@@ -50,11 +51,11 @@ def step_wise_grpo(
     Hyper-parameters:
         epsilon: added to ``sigma``.
         std: ``sigma`` of the last rewards of the ``"group"`` or the ``"batch"``. Trinity: ``std_cal_level``.
-        std_threshold: groups with a standard deviation of this or less get 0; see :func:`~torchrl_llm_kl.advantages.grpo`.
+        std_threshold: groups whose standard deviation is at most this get 0, as in :func:`~torchrl_llm_kl.advantages.grpo`.
         enable_step_norm: divide by the number of steps, so that every trajectory has the same weight.
 
     Returns:
-        ``[B]``; exactly 0 for a task with one trajectory, and for one whose last rewards are equal.
+        ``[B]``. Exactly 0 for a task with one trajectory, and for a task whose last rewards are equal.
 
     Example:
         >>> reward = torch.tensor([0.0, 0.0, 2.0, 4.0])
@@ -84,15 +85,15 @@ def gigpo(
     fnorm: Literal["none", "std"] = "none",
     epsilon: Amount = 1e-6,
 ) -> Tensor:
-    r"""``A_E + omega * A_S``: advantages of the trajectory within its task, and of the step among steps from the same state.
+    r"""``A_E + omega * A_S``: the trajectory compared within its task, and the step compared with steps from the same state.
 
-    ``A_E`` compares the summed rewards of trajectories. ``A_S`` compares the discounted return from a step on among
-    all steps of the task's trajectories that began in the same state.
+    ``A_E`` compares the summed rewards of trajectories. ``A_S`` compares the discounted returns from a step on, among all steps
+    of the task's trajectories that began in the same state.
 
     Hyper-parameters:
         omega: weight of ``A_S``.
         gamma: discount per step of the returns in ``A_S``. The paper uses 0.95.
-        fnorm: ``"std"`` divides both by the standard deviation of their group plus ``epsilon``; ``"none"`` does not.
+        fnorm: ``"std"`` divides both by the standard deviation of their group plus ``epsilon``. ``"none"`` does not.
         epsilon: only for ``fnorm="std"``.
 
     Returns:
@@ -121,29 +122,24 @@ class Trajectories:
 
     Attributes:
         rows: :class:`Groups` of the rows of each trajectory.
-        place: index of each row in its trajectory; ``[B]``.
-        last: True at the last step of each of the ``R`` trajectories; bool ``[B]``.
+        place: index of each row in its trajectory, ``[B]``.
+        last: True at the last step of each of the ``R`` trajectories, bool ``[B]``.
     """
 
     def __init__(self, group: Tensor, run: Tensor, step: Tensor) -> None:
         self.rows = Groups(joined(group, run))
         self.place = self.rows.rank(step)  # equal steps have equal places
-        if torch.unique(torch.stack([self.rows.ids, self.place], 1), dim=0).shape[0] != len(step):
-            same = (self.rows.ids[:, None] == self.rows.ids) & (self.place[:, None] == self.place)
-            a, b = same.triu(1).nonzero()[0].tolist()
-            raise ValueError(
-                f"rows {a} and {b} are both step {int(step[a])} of trajectory {int(run[a])}: expected each step once. "
-                f"Pass trajectories as they were collected, not a sample with repetitions."
-            )
+        if len(joined(self.rows.ids, self.place).unique()) != len(step):
+            raise ValueError("Two rows are the same step of a trajectory. Pass each step once.")
         self.last = self.place == self.rows.size - 1
 
     def broadcast(self, per_run: Tensor) -> Tensor:
-        """Repeat a number per trajectory on each of its steps; ``[R]``, in the order of ``last``, to ``[B]``."""
+        """Repeat one number per trajectory, ``[R]`` in the order of ``last``, on each of its steps, ``[B]``."""
         at_id = torch.empty_like(per_run).index_put((self.rows.ids[self.last],), per_run)
         return at_id[self.rows.ids]
 
     def discounted(self, reward: Tensor, gamma: float) -> Tensor:
-        """The discounted sum of the rewards from each step on; ``[B]``."""
+        """The discounted sum of the rewards from each step on, ``[B]``."""
         where = (self.rows.ids, self.place)
         shape = (len(self.rows.sizes), int(self.rows.sizes.max()) if len(reward) else 0)
         table = reward.new_zeros(shape).index_put(where, reward)

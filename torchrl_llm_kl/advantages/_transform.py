@@ -1,11 +1,11 @@
-"""The transform: reads the inputs of an advantage from a batch by key, and writes the result."""
+"""The transform that reads the inputs of an advantage from a batch by key, and writes the result."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_choice, check_finite, check_range, send, widen
 from torchrl_llm_kl._registry import no_such
-from torchrl_llm_kl.advantages._registry import advantage_spec, check_hyperparameters, get_advantage
+from torchrl_llm_kl.advantages._registry import advantage_spec, get_advantage
 from torchrl_llm_kl.ragged import Ragged, on_host, own_leaves, read_column, read_ragged, same_rows, write_ragged
 from torchrl_llm_kl.rollouts import (
     ATTENTION_MASK,
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 Layout = Literal["sequence", "token"]
 
-#: The default key of each input and output. The mask, ``run`` and ``step`` have none: see
-#: :class:`~torchrl_llm_kl.advantages.Advantage`.
+#: The default key of each input and output. The mask, ``run`` and ``step`` have no default key, as
+#: :class:`~torchrl_llm_kl.advantages.Advantage` explains.
 DEFAULT_KEYS: dict[str, NestedKey] = {
     "reward": ("next", "reward"),
     "rewards": ("next", "reward"),
@@ -59,13 +59,13 @@ DEFAULT_KEYS: dict[str, NestedKey] = {
     "advantage": "advantage",
     "value_target": "value_target",
 }
-#: Input -> the usual source of its entry, for the message about a missing one.
+#: Input -> how to get its entry, for the message about a missing entry.
 _WRITERS = {
     "reward": "Add a transform that writes rewards to the env",
     "rewards": "Store several rewards of each sequence, [*B, R], or name an entry for each",
     "group": "Pass group_key=, the entry that is equal for all answers to a prompt, or group_size= if they are consecutive",
     "baseline": "Answer each prompt greedily once and store that reward",
-    "value": "Put RetrieveValue before",
+    "value": "Put RetrieveValue before this transform",
     "old_log_prob": "Put RetrieveLogProb (or RetrieveKL) of the policy before",
     "teacher_log_prob": "Put RetrieveLogProb of the teacher before (RetrieveKL(policy, teacher) writes both)",
     "entropy": "Put RetrieveLogProb(..., extras=[Entropy()]) of the policy before",
@@ -76,57 +76,55 @@ _WRITERS = {
 }
 
 
-def _advice(name: str) -> str:
-    """Advice for a missing input."""
+def _require(td: TensorDictBase, key: NestedKey, name: str) -> NestedKey:
+    """Return the key of an input, on either side of ``"next"``. The error for a missing entry has advice."""
     corrected = f"keys={{{name!r}: {'[...]' if name == 'rewards' else '...'}}}"
-    if name not in _WRITERS:
-        return f"Correct {corrected}."
-    return f"{_WRITERS[name]}." if name == "group" else f"{_WRITERS[name]}, or pass {corrected}."
+    advice = f"{_WRITERS[name]}, or pass {corrected}." if name in _WRITERS else f"Correct {corrected}."
+    return require_key(td, key, f"the {name} is missing", f"{_WRITERS[name]}." if name == "group" else advice)
 
 
 class Advantage(Transform):
     r"""Write the advantage of every sequence, or of every token, of a batch.
 
-    Groups and statistics are of one batch, so apply the transform to whole groups: in a replay buffer on extend
-    (``append_transform(Advantage(...), invert=True)``), on sample if samples are whole groups, or in a direct call. In an env
-    it raises an error.
+    Groups and statistics are taken from one batch, so apply the transform to whole groups. It works in a replay buffer on
+    extend (``append_transform(Advantage(...), invert=True)``), on sample if samples are whole groups, and in a direct call. In
+    an env it raises an error.
 
     Args:
         name: one of :func:`~torchrl_llm_kl.advantages.available_advantages`.
 
     Keyword Args:
-        group_key: for advantages that compare within groups: an entry that is equal for the sequences of a group (integers,
+        group_key: for advantages that compare within groups, an entry that is equal for the sequences of a group (integers,
             strings, or the tokens of the prompt). Default ``"query"``, as for torchrl's ``MCAdvantage``.
-        group_size: instead of ``group_key``: the number of consecutive sequences of the flattened batch that form a group,
-            as when each prompt is repeated; for trajectories, of consecutive envs of a rollout ``[*envs, steps]``. The prompts
-            (of first steps) and the entry ``"query"`` are compared, if the data has them.
-        layout: ``"sequence"``: one number per sequence, in the shape of the reward if that is one number too (``[*B, 1]`` or
-            ``[*B, 1, 1]``), else ``[*B, 1]``. ``"token"``: that number on each response token and 0 elsewhere, ``[*B, T, 1]``
-            in the layout of the tokens. Advantages of tokens have no other layout.
-        keys: overrides of :data:`~torchrl_llm_kl.advantages.DEFAULT_KEYS`: input or output -> key. A missing entry is looked
-            up on the other side of ``"next"``. ``"rewards"`` (for ``gdpo``) may be a list of keys, one for each reward.
-        hyper: hyper-parameters of the advantage; see its function.
+        group_size: the number of consecutive sequences of the flattened batch that form a group, instead of ``group_key``. Use
+            it if each prompt is repeated. For trajectories, the number of consecutive envs of a rollout ``[*envs, steps]``. If
+            the data has prompts or the entry ``"query"``, they must be equal within a group.
+        layout: ``"sequence"`` writes one number per sequence. Its shape is the reward's if the reward is one number too
+            (``[*B, 1]`` or ``[*B, 1, 1]``), otherwise ``[*B, 1]``. ``"token"`` writes this number on each response token and 0
+            elsewhere, ``[*B, T, 1]`` in the layout of the tokens. Advantages of tokens have only this layout.
+        keys: input or output -> key, which overrides :data:`~torchrl_llm_kl.advantages.DEFAULT_KEYS`. A missing entry is
+            looked up on the other side of ``"next"``. ``"rewards"`` (for ``gdpo``) may be a list of keys, one for each reward.
+        hyper: hyper-parameters of the advantage, which its function documents.
 
     Shapes:
-        A reward is one number per sequence, or one per token (as ``KLRewardTransform`` writes it), whose sum without padding
-        (``("masks", "all_attention_mask")``) is the outcome. For advantages of tokens, an outcome is placed on the last
-        response token.
-        Several rewards are one entry ``[*B, R]``, or a list of keys of rewards as above.
-        Other per-token inputs hold one number per token, or rows of the response alone, as for the losses. Response tokens
-        are True in ``keys={"mask": ...}`` if given; else the response of each step, as for
+        A reward is one number per sequence, or one per token, as ``KLRewardTransform`` writes it. The sum of token rewards
+        without padding (``("masks", "all_attention_mask")``) is the outcome. For advantages of tokens, an outcome is placed on
+        the last response token.
+        Several rewards are one entry ``[*B, R]``, or a list of keys.
+        Other per-token inputs hold one number per token, or only the rows of the response, as for the losses. Response tokens
+        are True in the entry ``keys={"mask": ...}``. By default they are the response of each step, as for
         ``PolicyLoss(masking_strategy="sft")`` and ``RetrieveValue``.
-        Trajectories lie along the last dimension of the batch and end at ``("next", "done")``, unless
+        Trajectories lie along the last dimension of the batch and end at ``("next", "done")``. Alternatively
         ``keys={"run": ..., "step": ...}`` identify the trajectory of a step and its position in it.
 
     Raises:
         TypeError: for an unknown hyper-parameter.
-        ValueError: if an input is NaN or infinite (names the sequence), a reward fits neither sequences nor tokens, a
-            per-token input holds one number per sequence, ``group_size`` rows have different prompts, or arguments contradict
-            the advantage or each other.
-        KeyError: if an entry is missing (names it, lists the entries found, and gives advice).
+        ValueError: if an input is NaN or infinite, a reward fits neither sequences nor tokens, a per-token input holds one
+            number per sequence, the prompts of ``group_size`` rows differ, or arguments contradict the advantage or each other.
+        KeyError: if an entry is missing. The message lists the entries of the batch.
 
     Warns:
-        UserWarning: if rows of one ``group_key`` have different prompts, as turns of a conversation have.
+        UserWarning: if rows with the same ``group_key`` have different prompts, as turns of a conversation do.
 
     Example:
         >>> from tensordict import TensorDict
@@ -159,44 +157,37 @@ class Advantage(Transform):
             raise ValueError(f"{spec.name} has one number per token: layout must be 'token', got 'sequence'.")
         self.layout: Layout = "token" if spec.kind == "token" else layout or "sequence"
         self.inputs = (*spec.needs, *(key for key, cause in spec.optional.items() if self.hyper.get(cause) is not None))
-        check_hyperparameters(self._function, self.inputs, self.hyper)
         self.kept = None if spec.kept is None else RunningNumbers()
         self.keys = self._resolve_keys(keys or {})
-        self.group_key, self.group_size = self._check_group(group_key, group_size)
+        self.group_key, self.group_size = self._check_group(group_key, group_size), group_size
         read = [key for name in self.keys if name not in spec.outputs for key in self._keys_of(name)]
         self.in_keys = read if self.group_key is None else [*read, self.group_key]
         self.out_keys = [self.keys[key] for key in spec.outputs]
 
     def _resolve_keys(self, given: Mapping[str, NestedKey]) -> dict[str, NestedKey]:
-        """The entries read and written: the defaults, overridden by ``given``."""
-        # The mean log-prob is computed from the tokens', the length from the mask; group and mask have own arguments.
+        """The keys that are read and written: the defaults, overridden by ``given``."""
+        # The mean log-prob is computed from token log-probs and the length from the mask. The group has arguments of its own.
         own = {"group", "mask", "length", self.spec.kept}
         names = {"old_log_prob" if name == "mean_log_prob" else name for name in self.inputs} - own
         known = {*names, *self.spec.outputs, *(["mask"] if self._reads_tokens else [])}
-        for name in given:
-            if name not in known:
-                hint = " Pass group_key=." if name == "group" and "group" in self.inputs else ""
-                raise ValueError(no_such(f"{self.spec.name} has no key", name, sorted(known), hint=hint))
-            if isinstance(given[name], list) and (name != "rewards" or not given[name]):
-                raise ValueError(f"keys={{{name!r}: ...}} must be one key, got the list {given[name]!r}.")
+        for name in given.keys() - known:
+            hint = " Pass group_key=." if name == "group" and "group" in self.inputs else ""
+            raise ValueError(no_such(f"{self.spec.name} has no key", name, sorted(known), hint=hint))
         return {**{name: key for name, key in DEFAULT_KEYS.items() if name in known}, **given}
 
     def _keys_of(self, name: str) -> list[NestedKey]:
-        """The entries of an input; several for rewards in entries of their own."""
+        """The keys of an input. There are several if each reward has its own entry."""
         key = self.keys[name]
         return key if isinstance(key, list) else [key]
 
-    def _check_group(self, key: NestedKey | None, size: int | None) -> tuple[NestedKey | None, int | None]:
-        if "group" not in self.inputs:
-            if key is not None or size is not None:
-                raise ValueError(
-                    f"{self.spec.name} does not compare within groups: leave out group_key and group_size."
-                )
-            return None, None
+    def _check_group(self, key: NestedKey | None, size: int | None) -> NestedKey | None:
+        """The entry that identifies groups. None if a size is given, or the advantage does not compare groups."""
+        if "group" not in self.inputs and (key is not None or size is not None):
+            raise ValueError(f"{self.spec.name} does not compare groups: leave out group_key and group_size.")
         if key is not None and size is not None:
             raise ValueError(f"got both group_key={key!r} and group_size={size}: pass one of them.")
         check_range(1, group_size=size)
-        return (DEFAULT_KEYS["group"] if key is None and size is None else key), size
+        return DEFAULT_KEYS["group"] if "group" in self.inputs and key is None and size is None else key
 
     # ------------------------------------------------------------------ where TorchRL calls it
 
@@ -206,13 +197,13 @@ class Advantage(Transform):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Apply to a batch: on a direct call, or when a replay buffer is sampled."""
-        self.check_writable(tensordict)
-        # One number per sequence is computed on the host, which every input reaches in one copy.
+        # One number per sequence is computed on the host. All inputs are copied there at once.
         device = self._device(tensordict)
         data = tensordict if self.spec.kind == "token" else self._on_host(tensordict, device)
         response = self._locate(data) if self._reads_tokens else None
         compute = self._of_tokens if self.spec.kind == "token" else self._of_rows
         results = compute(data, response)
+        # A sample of a replay buffer shares its rows with the storage, which must not change.
         own_leaves(tensordict, *self.out_keys)
         for key, values in zip(self.out_keys, results, strict=True):
             if response is not None and self.layout == "token":
@@ -223,45 +214,44 @@ class Advantage(Transform):
         return tensordict
 
     def _write(self, td: TensorDictBase, key: NestedKey, rows: Ragged, here: bool) -> TensorDictBase:
-        """Store ``[N, 1]`` as ``[*B, T, 1]`` in the layout of the tokens; ``here``: they were read from ``td`` itself."""
+        """Store ``[N, 1]`` as ``[*B, T, 1]`` in the layout of the tokens. ``here``: the tokens were read from ``td`` itself."""
         tokens = None if here else read_ragged(td, self._tokens_key(td))
         if tokens is None:
             return write_ragged(td, key, rows.slots(), rows.container)
         return write_ragged(td, key, send(rows.slots(), tokens.values.device), tokens.container)
 
     def _tokens_key(self, td: TensorDictBase) -> NestedKey:
-        """The entry whose layout the tokens have."""
+        """The key of the entry that defines the layout of the tokens."""
         key = self.keys.get("mask")
         return TOKENS_FULL if key is None else find_key(td, key) or key
 
+    def _reward_column(self, td: TensorDictBase) -> Any:
+        """The entry of the reward, or of the first reward. None if there is none."""
+        name = "rewards" if "rewards" in self.inputs else "reward"
+        key = find_key(td, self._keys_of(name)[0]) if name in self.keys else None
+        return None if key is None else read_column(td, key)
+
     def _device(self, td: TensorDictBase) -> torch.device:
-        """Where the rewards are, and so the result."""
-        keys = [key for name in ("rewards", "reward") if name in self.keys for key in self._keys_of(name)]
-        key = find_key(td, keys[0]) if keys else None
-        column = None if key is None else read_column(td, key)
-        return (column[0] if isinstance(column, list) else column).device if column is not None else torch.device("cpu")
+        """The device of the rewards, where the result is written."""
+        column = self._reward_column(td)
+        column = column[0] if isinstance(column, list) else column
+        return torch.device("cpu") if column is None else column.device
 
     def _on_host(self, td: TensorDictBase, device: torch.device) -> TensorDictBase:
-        """The batch with all inputs on the CPU; itself if its rewards are there."""
+        """The batch with all inputs on the CPU. The batch itself if its rewards are there."""
         if device.type == "cpu":
             return td
         interface = ModelInterface()
         read = [*self.in_keys, DEFAULT_KEYS["group"], ("next", "done"), *interface.token_keys]
         return on_host(td, [key for key in map(partial(find_key, td), read) if key is not None])[0]
 
-    def check_writable(self, td: TensorDictBase) -> None:
-        """Raise a ValueError if the batch is empty, a RuntimeError if it is locked."""
-        if td.batch_size.numel() == 0:
-            raise ValueError(f"the batch is empty: a TensorDict of batch size {tuple(td.batch_size)}. Drop it.")
-        if td.is_locked:
-            raise RuntimeError("Cannot modify locked TensorDict. Unlock it first: td.unlock_().")
-
     def check_groups(self, td: TensorDictBase) -> None:
-        """Raise as :meth:`forward` does if groups, trajectories or baselines are missing or wrong; computes nothing else.
+        """Raise as :meth:`forward` does if groups, trajectories or baselines are missing or wrong, without models or results.
 
-        Also raises a ValueError if each group has one answer alone, which would be compared with nothing.
+        Also raises a ValueError if each group has only one answer, since nothing would be compared.
         """
         td = self._on_host(td, self._device(td))
+        # Reading an input checks it. These inputs need no model.
         names = [name for name in ("group", "run", "step", "state", "baseline") if name in self.inputs]
         ids = {name: self._row_input(td, name, None) for name in names}
         if "group" not in ids:
@@ -270,22 +260,16 @@ class Advantage(Transform):
         members = torch.stack([group, ids["run"].cpu() if "run" in ids else torch.arange(len(group))])
         answers = members.unique(dim=1).shape[1]
         if answers == len(group.unique()):
-            raise ValueError(
-                f"found {answers} groups of one answer, and {self.spec.name} compares the answers to a prompt: collect several "
-                "and pass group_key= or group_size=."
-            )
+            raise ValueError(f"found {answers} groups of one answer: collect several answers to each prompt.")
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # A replay buffer calls this on ``extend`` when the transform was appended with ``invert=True``. What torchrl's
-        # MCAdvantage keeps until a group is whole arrives as None.
+        # A replay buffer calls this on ``extend`` if the transform was appended with ``invert=True``. It passes None while
+        # torchrl's MCAdvantage waits for whole groups.
         return None if next_tensordict is None else self.forward(next_tensordict)
 
     def _refuse(self, *_args: object, **_kwargs: object) -> NoReturn:
-        """Called only by envs, which have one step at a time."""
-        raise RuntimeError(
-            f"{self!r} needs all sequences of a batch, and an env has one step at a time: append it to the replay buffer "
-            f"(with invert=True for on extend), or call it on the batch of a collector."
-        )
+        """Called only by envs, which pass one step at a time."""
+        raise RuntimeError(f"{self!r} needs a whole batch, but an env passes one step: append it to the replay buffer.")
 
     _step = _reset = transform_output_spec = _refuse
 
@@ -301,19 +285,16 @@ class Advantage(Transform):
         return self.layout == "token" or "mean_log_prob" in self.inputs or "length" in self.inputs
 
     def _locate(self, td: TensorDictBase) -> ResponseTokens:
-        """The tokens of the given mask; by default the response of each step, as for losses and critics."""
+        """The tokens of the given mask. By default the response of each step, as for losses and critics."""
         key = self.keys.get("mask")
         if key is None:
             response = locate(td).response
         else:
-            key = require_key(td, key, "the mask is missing", _advice("mask"))
+            key = _require(td, key, "mask")
             slots, attention = read_ragged(td, key), read_ragged(td, ATTENTION_MASK)
             if slots is not None and attention is not None and same_rows(slots.container, attention.container):
-                slots = read_ragged(td, key, ATTENTION_MASK)  # without padding, like the tokens
+                slots = read_ragged(td, key, ATTENTION_MASK)  # leave out padding, as for the tokens
             assert slots is not None
-            if slots.values.numel() != slots.values.shape[0]:
-                shape = tuple(slots.values.shape[1:])
-                raise ValueError(f"the mask must hold one number per token, found rows of {shape} under {key!r}.")
             tokens = slots.like(slots.values.reshape(-1))
             response = ResponseTokens(tokens, tokens.values.bool())
         if response.is_empty:
@@ -321,7 +302,7 @@ class Advantage(Transform):
         return response
 
     def _of_tokens(self, td: TensorDictBase, response: ResponseTokens | None) -> list[Tensor]:
-        """The results at every token; ``[N]`` each."""
+        """The results at every token, ``[N]`` each."""
         assert response is not None
         names = [name for name in self.inputs if name not in ("mask", *self.spec.per_sequence)]
         given = {name: response.gather(self._token_input(td, name, response)) for name in names}
@@ -332,25 +313,23 @@ class Advantage(Transform):
         return [response.scatter(x) for x in (results if isinstance(results, tuple) else (results,))]
 
     def _token_input(self, td: TensorDictBase, name: str, response: ResponseTokens) -> Tensor:
-        """One number per token; ``[N]``."""
-        key = require_key(td, self.keys[name], f"the {name} is missing", _advice(name))
+        """Read one number per token, ``[N]``."""
+        key = _require(td, self.keys[name], name)
         if name == "reward":
             return token_reward(read_column(td, key), response.tokens, response.host_mask, "last").values.squeeze(-1)
-        # A loss may repeat a sequence's number on its tokens, but one value or log-prob for a whole sequence is a mistake.
+        # `per_token` would repeat a sequence's number on its tokens. For a value or a log-prob that is a mistake.
         if per_sequence(td, key) is not None and response.mask.shape[1] > 1:
-            raise ValueError(
-                f"the {name} must hold one number per token, found one per sequence under {key!r}: pass another entry, "
-                f"keys={{{name!r}: ...}}."
-            )
+            raise ValueError(f"the {name} must hold one number per token, found one per sequence under {key!r}.")
         return per_token(td, key, response.tokens, response.host_mask)
 
     # ------------------------------------------------------------------ one number per sequence
 
     def _of_rows(self, td: TensorDictBase, response: ResponseTokens | None) -> list[Tensor]:
-        """The result in its layout: one number per sequence, or at every token ``[N]``."""
+        """The result in its layout: one number per sequence, or one at every token, ``[N]``."""
         given = {name: self._row_input(td, name, response) for name in self.inputs}
         device = given["rewards" if "rewards" in given else "reward"].device
         result = self._function(**{name: x.to(device) for name, x in given.items()}, **self.hyper)
+        # The averages change at each call, so a batch must pass once.
         if self.kept is not None:
             result, after = result
             self.kept.update(self._roles(td), after)
@@ -361,7 +340,7 @@ class Advantage(Transform):
         return [result.reshape(*td.batch_size, *self._features(td))]
 
     def _row_input(self, td: TensorDictBase, name: str, response: ResponseTokens | None) -> Tensor:
-        """One number per sequence; ``[S]``, ``[S, R]`` for several rewards."""
+        """Read one number per sequence, ``[S]``, or ``[S, R]`` for several rewards."""
         rows, what = td.batch_size.numel(), f"the {name}"
         if self.kept is not None and name == self.spec.kept:
             return self.kept.of(self._roles(td))
@@ -377,13 +356,13 @@ class Advantage(Transform):
             return response.mean(log_prob)
         if name == "group" and self.group_size is not None:
             groups = _groups_of_size(td, self.group_size, trajectories=self.spec.kind == "trajectory")
-            if "role" not in self.inputs:  # agents have other prompts
+            if "role" not in self.inputs:  # agents of a group have different prompts
                 _check_neighbours(td, self.group_size, trajectories=self.spec.kind == "trajectory")
             return groups
         given = self.group_key if name == "group" else self.keys.get(name)
-        if given is None:  # a trajectory's own place in the batch
+        if given is None:  # the position in the batch is the default
             return _runs_along_time(td) if name == "run" else torch.arange(rows)
-        value = read_column(td, require_key(td, given, f"{what} is missing", _advice(name)))
+        value = read_column(td, _require(td, given, name))
         if name == "step":
             return sequence_integers(value, rows, what)
         if name in ("group", "run", "state", "role"):
@@ -396,45 +375,28 @@ class Advantage(Transform):
         return numbers
 
     def _roles(self, td: TensorDictBase) -> list[Hashable]:
-        """The names of the agents, one for each row."""
-        key = require_key(td, self.keys["role"], "the role is missing", _advice("role"))
-        names = [
-            name
-            for x in leaves(read_column(td, key))
-            for name in (x.reshape(-1).tolist() if isinstance(x, Tensor) else [x])
-        ]
-        rows = td.batch_size.numel()
-        if len(names) not in (1, rows):
-            raise ValueError(f"the role must have one value for each of {rows} rows, found {len(names)}.")
-        return names * rows if len(names) == 1 else names
+        """The name of the agent of each row."""
+        column = leaves(read_column(td, _require(td, self.keys["role"], "role")))
+        names = [name for x in column for name in (x.reshape(-1).tolist() if isinstance(x, Tensor) else [x])]
+        return names * td.batch_size.numel() if len(names) == 1 else names
 
     def _several_rewards(self, td: TensorDictBase) -> Tensor:
-        """From an entry for each, or from one entry with all of them; ``[S, R]``."""
-        columns, rows = [], td.batch_size.numel()
-        for key in self._keys_of("rewards"):
-            place = require_key(td, key, "the rewards are missing", _advice("rewards"))
-            value = read_column(td, place)
-            if isinstance(self.keys["rewards"], list):
-                columns.append(outcomes(td, value, f"the reward {key!r}"))
-                continue
-            row = value if isinstance(value, Tensor) and not value.is_nested else None
-            if isinstance(value, list) and len({leaf.shape for leaf in value}) == 1:
-                row = torch.stack(value)
-            if row is None or row.numel() != rows * row.shape[-1] or row.ndim < 2:
-                shape = "rows of several lengths" if row is None else tuple(row.shape)
-                raise ValueError(
-                    f"the rewards under {place!r} must be [*B, R], R numbers for each of {rows} sequences, found {shape}. "
-                    f"Pass keys={{'rewards': [...]}} for rewards in entries of their own."
-                )
+        """Read rewards from one entry each, or from one entry with all of them, ``[S, R]``."""
+        keys, rows = self._keys_of("rewards"), td.batch_size.numel()
+        places = [_require(td, key, "rewards") for key in keys]
+        columns: list[Any] = [read_column(td, place) for place in places]
+        if isinstance(self.keys["rewards"], list):
+            each = [outcomes(td, x, f"the reward {key!r}") for key, x in zip(keys, columns, strict=True)]
+            numbers = torch.stack([x.to(each[0].device) for x in each], 1)
+        else:
+            column = torch.stack(columns[0]) if isinstance(columns[0], list) else columns[0]
+            if column.is_nested or column.ndim < 2 or column.numel() != rows * column.shape[-1]:
+                raise ValueError(f"the rewards under {places[0]!r} must be [*B, R], R numbers for {rows} sequences.")
             tokens = read_column(td, ("tokens", "full"))
-            if isinstance(tokens, Tensor) and not tokens.is_nested and tokens.shape[-1] == row.shape[-1] > 1:
-                warnings.warn(
-                    f"{place!r} holds {row.shape[-1]} rewards for each sequence, as many as a row has tokens: a reward per "
-                    f"token is one reward; pass keys={{'rewards': [{place!r}]}} for it.",
-                    stacklevel=5,
-                )
-            columns += widen(row.detach())[0].reshape(rows, -1).unbind(1)
-        numbers = torch.stack([column.to(columns[0].device) for column in columns], 1)
+            if isinstance(tokens, Tensor) and not tokens.is_nested and tokens.shape[-1] == column.shape[-1] > 1:
+                advice = f"if it is one reward per token, pass keys={{'rewards': [{places[0]!r}]}}."
+                warnings.warn(f"{places[0]!r} holds as many rewards as a row has tokens: {advice}", stacklevel=5)
+            numbers = widen(column.detach())[0].reshape(rows, -1)
         check_finite(
             {"a reward": numbers},
             place=lambda at: f"sequence {at // numbers.shape[1]}, reward {at % numbers.shape[1]}",
@@ -443,20 +405,17 @@ class Advantage(Transform):
         return numbers
 
     def _features(self, td: TensorDictBase) -> tuple[int, ...]:
-        """The shape of one row's advantage: the reward's if that is a single number."""
-        name = "rewards" if "rewards" in self.inputs else "reward"
-        key = require_key(td, self._keys_of(name)[0], f"the {name} is missing", _advice(name))
-        reward = read_column(td, key)
-        shape = torch.Size()
+        """The shape of one row's advantage: the shape of its reward if that is a single number, otherwise ``(1,)``."""
+        reward = self._reward_column(td)
         if isinstance(reward, list):
-            shape = reward[0].shape if all(row.numel() == 1 for row in reward) else shape
-        elif reward is not None and not reward.is_nested:
-            shape = reward.shape[td.batch_dims :]
+            shape = reward[0].shape if all(row.numel() == 1 for row in reward) else torch.Size()
+        else:
+            shape = torch.Size() if reward.is_nested else reward.shape[td.batch_dims :]
         return shape if shape and shape.numel() == 1 else (1,)
 
 
 class RunningNumbers(nn.Module):
-    """Numbers by name that an advantage keeps between batches, 0 for a new name; its only state."""
+    """Numbers by name that an advantage keeps between batches. A new name has 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -467,15 +426,15 @@ class RunningNumbers(nn.Module):
         return torch.stack([self.numbers.get(name, torch.zeros(())) for name in names])
 
     def update(self, names: Iterable[Hashable], numbers: Tensor) -> None:
-        """Replace the number of each name, all of a name being equal."""
+        """Replace the number of each name. Equal names have equal numbers."""
         self.numbers |= dict(zip(names, numbers.detach().cpu().unbind(), strict=True))
 
     def get_extra_state(self) -> list[tuple[Hashable, float]]:
-        """Pairs of a name and its number."""
+        """Return pairs of a name and its number."""
         return [(name, float(number)) for name, number in self.numbers.items()]
 
     def set_extra_state(self, state: Iterable[tuple[Hashable, float]]) -> None:
-        """Take the numbers of :meth:`get_extra_state`."""
+        """Restore the result of :meth:`get_extra_state`."""
         self.numbers = {name: torch.tensor(number) for name, number in state}
 
 
@@ -483,41 +442,32 @@ class RunningNumbers(nn.Module):
 
 
 def _groups_of_size(td: TensorDictBase, size: int, *, trajectories: bool) -> Tensor:
-    """Groups of ``size`` consecutive rows, or of trajectories along the last dimension; int64 ``[S]``."""
+    """Number the groups of ``size`` consecutive rows, or of trajectories along the last dimension, int64 ``[S]``."""
     rows, steps = td.batch_size.numel(), 1
     if trajectories:
-        if td.batch_dims < 2:
-            shape = tuple(td.batch_size)
-            raise ValueError(
-                f"group_size needs trajectories [*envs, steps], found batch size {shape}: pass group_key=."
-            )
         steps = td.batch_size[-1]
         done = _done_flags(td)
-        if done is not None and bool(done.reshape(-1, steps)[:, :-1].any()):
-            raise ValueError(
-                "group_size needs one trajectory per env, and some end before the last step: pass group_key=."
-            )
+        ends_early = done is not None and bool(done.reshape(-1, steps)[:, :-1].any())
+        if td.batch_dims < 2 or ends_early:
+            raise ValueError("group_size needs one trajectory in each row of [*envs, steps]: pass group_key=.")
     units = rows // steps
     if units % size:
         what = "trajectories" if trajectories else "sequences"
-        raise ValueError(
-            f"{units} {what} do not divide into groups of group_size={size}: pass whole groups, or group_key=."
-        )
+        raise ValueError(f"{units} {what} do not divide into groups of group_size={size}: pass whole groups.")
     return torch.arange(rows) // steps // size
 
 
-_TURNS = (
-    "If rows are turns of conversations, use the algorithm multi_step_grpo (the advantage step_wise_grpo), which compares "
-    "whole conversations"
-)
+_TURNS = "For turns of conversations use the algorithm multi_step_grpo (the advantage step_wise_grpo)."
 
 
 def _check_neighbours(td: TensorDictBase, size: int, *, trajectories: bool) -> None:
-    """Raise if the data shows that ``size`` consecutive rows, or trajectories, do not answer one prompt."""
+    """Raise if the data shows that ``size`` consecutive rows or trajectories do not answer one prompt."""
     rows = torch.arange(td.batch_size.numel())
     if trajectories:
-        rows = rows[:: td.batch_size[-1]]  # their first steps
-    for what, ids in ((f"entry {DEFAULT_KEYS['group']!r}", _query_ids(td)), ("prompt", prompt_ids(td))):
+        rows = rows[:: td.batch_size[-1]]  # compare first steps
+    key = find_key(td, DEFAULT_KEYS["group"])
+    query = None if key is None else sequence_ids_of(read_column(td, key), td.batch_size.numel(), "the query")
+    for what, ids in (("entry 'query'", query), ("prompt", prompt_ids(td))):
         if ids is None:
             continue
         ids = ids.to(rows.device)[rows].reshape(-1, size)
@@ -526,45 +476,32 @@ def _check_neighbours(td: TensorDictBase, size: int, *, trajectories: bool) -> N
             at = int(differs.nonzero()[0])
             pair = f"{int(rows[at - at % size])} and {int(rows[at])}"
             raise ValueError(
-                f"group_size={size}: sequences {pair} would be compared as answers to one prompt, and their {what} differs. "
-                f"{'' if trajectories else f'{_TURNS}. '}Otherwise put the answers to a prompt next to one another, or pass "
-                "group_key=."
+                f"group_size={size} would compare sequences {pair}, and their {what} differs. {_TURNS} Otherwise put "
+                "the answers to a prompt next to one another, or pass group_key=."
             )
 
 
-def _query_ids(td: TensorDictBase) -> Tensor | None:
-    key = find_key(td, DEFAULT_KEYS["group"])
-    try:
-        return None if key is None else sequence_ids_of(read_column(td, key), td.batch_size.numel(), "the query")
-    except (TypeError, ValueError):  # an entry of another kind
-        return None
-
-
 def _warn_of_turns(td: TensorDictBase, group: Tensor, key: NestedKey) -> None:
-    """Warn if rows of a group have different prompts: turns of a conversation are not answers to one prompt."""
+    """Warn if rows of a group have different prompts, since turns of a conversation are not answers to one prompt."""
     prompts = prompt_ids(td)
     if prompts is None:
         return
+    # More distinct (group, prompt) pairs than groups: some group has several prompts.
     pairs = torch.stack([group.cpu(), prompts.cpu()]).unique(dim=1)
     if pairs.shape[1] > len(pairs[0].unique()):
-        warnings.warn(
-            f"rows of one group (group_key={key!r}) have different prompts, and are compared as answers to one. {_TURNS}.",
-            stacklevel=4,
-        )
+        warnings.warn(f"rows of one group (group_key={key!r}) have different prompts. {_TURNS}", stacklevel=4)
 
 
 def _runs_along_time(td: TensorDictBase) -> Tensor:
-    """Trajectories along the last dimension that end where ``("next", "done")`` is True; int64 ``[S]``."""
+    """Number the trajectories along the last dimension. They end where ``("next", "done")`` is True. Int64 ``[S]``."""
     done = _done_flags(td)
     if done is None and td.batch_dims < 2:
-        raise ValueError(
-            f"cannot tell trajectories apart: found batch size {tuple(td.batch_size)} and no ('next', 'done'). Pass "
-            f"keys={{'run': ..., 'step': ...}}, or a batch [*envs, steps]."
-        )
+        raise ValueError("cannot tell trajectories apart: pass keys={'run': ..., 'step': ...}, or rows [*envs, steps].")
     rows = td.batch_size.numel()
     line = torch.arange(rows) // (td.batch_size[-1] if td.batch_dims > 1 else rows)
     if done is None:
         return line
+    # Count the ends before each row. The row that ends a trajectory still belongs to it.
     ended_before = done.long().cumsum(0) - done.long()
     return line * (rows + 1) + ended_before.cpu()
 

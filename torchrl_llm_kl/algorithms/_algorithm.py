@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Generic, Literal, TypeVar, cast
+from typing import Literal, cast
 
 from torch import Tensor, nn
 
 from torchrl_llm_kl._foreign import foreign_hint
 from torchrl_llm_kl._numerics import check_choice, check_range
-from torchrl_llm_kl._registry import did_you_mean
+from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, advantage_spec
 from torchrl_llm_kl.algorithms._schema import SCHEMAS, SchemaName
 from torchrl_llm_kl.estimators import EstimatorName, check_penalty
 from torchrl_llm_kl.losses import Aggregation, ObjectiveArgs, ObjectiveName, spec_of
 
-T = TypeVar("T")
 Settings = Mapping[str, object]
 Coefficient = float | Tensor | nn.Module
-#: Place of a KL -> its estimator where only the weight is given: the mean gradient there is the reverse KL's.
+#: Place of a KL -> the estimator that is used if only the weight is given. Its mean gradient there is the reverse KL's.
 USUAL_ESTIMATORS: Mapping[str, EstimatorName] = {"kl_loss": "k2", "kl_reward": "k1"}
 
 
@@ -32,37 +30,36 @@ class Algorithm:
         name: the algorithm's name.
         objective: a name of :func:`~torchrl_llm_kl.losses.get_objective`.
         objective_args: its hyper-parameters, where they differ from its own defaults.
-        advantage: a name of :func:`~torchrl_llm_kl.advantages.get_advantage`; None if the objective needs no advantage.
+        advantage: a name of :func:`~torchrl_llm_kl.advantages.get_advantage`, or None if the objective needs no advantage.
         advantage_args: its hyper-parameters, where they differ from its own defaults.
-        aggregation: how terms are summed over tokens; None for the objective's own way.
+        aggregation: how terms are summed over tokens. None uses the aggregation of the objective.
         max_len: length limit of the sampler in tokens, for aggregations that divide by it.
-        kl_loss: estimator of the KL to the reference in the loss, or a function of the same signature; ``"none"`` for no KL.
-        kl_loss_coeff: its weight: a number, a tensor or a coefficient module. Given to :func:`make_algorithm` for a preset
-            without this KL, it adds one with the estimator ``"k2"``.
-        kl_reward: estimator of the KL to the reference in the reward; ``"none"`` for no KL. Something must read the reward: the
-            advantage, or ``keep_best``.
-        kl_reward_coeff: its weight. Given to :func:`make_algorithm` for a preset without this KL, it adds one with the
-            estimator ``"k1"``.
+        kl_loss: estimator of the KL to the reference in the loss, or a function of the same signature. ``"none"`` for no KL.
+        kl_loss_coeff: weight of that KL: a number, a tensor or a coefficient module. :func:`make_algorithm` adds a KL with
+            the estimator ``"k2"`` if the preset has none in the loss.
+        kl_reward: estimator of the KL to the reference in the reward. ``"none"`` for no KL. The advantage or ``keep_best`` must
+            read the reward.
+        kl_reward_coeff: weight of that KL. :func:`make_algorithm` adds a KL with the estimator ``"k1"`` if the preset has none
+            in the reward.
         entropy_coeff: weight of the entropy bonus.
         leave_out_experts: restrict KL and entropy to tokens that the policy sampled.
         keep_best: train only on the best answers of each group.
-        top_k: distil from this many of the teacher's most probable tokens and "any other token"; 0: from its whole
-            distribution, which needs the teacher in this process. For the objective ``"distill"``, and for presets of
-            distillation that compare sampled tokens alone (``on_policy_distill``, ``jsd``): given to :func:`make_algorithm`, it
-            replaces their objective with ``"distill"``, with ``beta`` 1 or the advantage's, and drops the advantage.
+        top_k: distil from this many of the teacher's most probable tokens, and "any other token". 0 distils from the whole
+            distribution, which needs the teacher in this process. Used by the objective ``"distill"``. The presets
+            ``on_policy_distill`` and ``jsd`` compare only sampled tokens. If :func:`make_algorithm` gets ``top_k`` for them, it
+            replaces their objective with ``"distill"``, with ``beta`` 1 or the advantage's ``beta``, and drops the advantage.
         repeat_times: answers per prompt.
         expert_data_ratio: share of experts' answers in a batch, for the schema ``"mix"``.
         schema: the data's entries, a name of :data:`SCHEMAS`.
-        compute_advantage_in_trainer: whether advantages need the trainer's whole batch or its scores; otherwise the collector
+        compute_advantage_in_trainer: whether advantages need the trainer's whole batch or its scores. Otherwise the collector
             of a group can compute them. Trinity-RFT's flag, for trainers.
-        use_reference: score the reference model. None: if the KL or the objective needs it. True without such a need only
+        use_reference: score the reference model. None: if the KL or the objective needs it. If nothing needs it, True only
             logs ``kl_to_ref``.
         use_critic: train a critic of token values. None: if the advantage needs values.
-        sources: field -> source of its value; a preset of this package has one for each value that is not the default.
+        sources: field -> source of its value. The presets of this package state one for each value that is not the default.
 
     Raises:
         ValueError: if a value is out of range or has no effect, or ``use_reference=False`` contradicts a KL.
-        TypeError: if a coefficient is not a number, tensor or module.
 
     Example:
         >>> mine = Algorithm("mine", objective="cispo", advantage="rloo", kl_reward="k1", kl_reward_coeff=0.05)
@@ -95,21 +92,27 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         check_choice(tuple(SCHEMAS), schema=self.schema)
+        check_range(0, top_k=self.top_k)
         check_range(1, repeat_times=self.repeat_times)
         check_range(0, 1, expert_data_ratio=self.expert_data_ratio)
-        for name in ("kl_loss_coeff", "kl_reward_coeff", "entropy_coeff"):
-            _check_coefficient(name, getattr(self, name))
+        check_range(entropy_coeff=self.entropy_coeff)
+        check_penalty(kl_loss_coeff=self.kl_loss_coeff, kl_reward_coeff=self.kl_reward_coeff)
+        # None means "as needed". A frozen dataclass can only be completed in this way.
         for name, needed in self.derived.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, needed)
-        check_rules(_RULES, self)
+        _check_preset(self)
+
+    @property
+    def advantage_inputs(self) -> tuple[str, ...]:
+        """The inputs that the advantage requires. Empty if there is no advantage."""
+        return () if self.advantage is None else advantage_spec(self.advantage).needs
 
     @property
     def reads_reward(self) -> bool:
-        """Whether something is computed from the reward: by the advantage, or by a user's own if the objective reads one."""
-        if self.advantage is None:
-            return self.keep_best or "advantage" in spec_of(self.objective).needs
-        return self.keep_best or not {"reward", "rewards"}.isdisjoint(advantage_spec(self.advantage).needs)
+        """Whether the reward is read: by the advantage, by ``keep_best``, or by a user's own code that writes the advantage."""
+        of_user = self.advantage is None and "advantage" in spec_of(self.objective).needs
+        return self.keep_best or of_user or not {"reward", "rewards"}.isdisjoint(self.advantage_inputs)
 
     @property
     def distils(self) -> bool:
@@ -118,7 +121,7 @@ class Algorithm:
 
     @property
     def distribution(self) -> Literal["top_k", "exact"]:
-        """What a distillation compares."""
+        """Whether a distillation compares the teacher's top k or whole distributions."""
         return "top_k" if self.top_k else "exact"
 
     @property
@@ -128,36 +131,28 @@ class Algorithm:
 
     @property
     def summed(self) -> Aggregation:
-        """The aggregation of its terms: its own, or else the objective's."""
+        """The aggregation of the terms: the preset's, or the objective's."""
         return self.aggregation or spec_of(self.objective).aggregation
 
     @property
     def derived(self) -> dict[str, bool]:
-        """``use_reference`` and ``use_critic`` as they follow from the other fields."""
+        """``use_reference`` and ``use_critic``, as the other fields require them."""
         reads_reference = "ref_log_prob" in spec_of(self.objective).needs
-        needs = () if self.advantage is None else advantage_spec(self.advantage).needs
         return {
             "use_reference": self.kl_loss != "none" or self.kl_reward != "none" or reads_reference,
-            "use_critic": "value" in needs,
+            "use_critic": "value" in self.advantage_inputs,
         }
-
-    @property
-    def changed(self) -> dict[str, object]:
-        """The fields that differ from their defaults; ``name``, ``objective`` and ``sources`` are left out."""
-        plain = Algorithm(self.name, self.objective, sources=self.sources)
-        defaults = {f.name: getattr(plain, f.name) for f in fields(self)} | self.derived
-        return {name: getattr(self, name) for name, value in defaults.items() if getattr(self, name) != value}
 
     # Flags for trainers, as in Trinity-RFT.
 
     @property
     def use_rollout(self) -> bool:
-        """Whether batches mix fresh rollouts with experts' answers; see :func:`mix_buffers`."""
+        """Whether batches mix fresh rollouts with experts' answers, as :func:`mix_buffers` does."""
         return self.schema == "mix"
 
     @property
     def can_balance_batch(self) -> bool:
-        """Whether rows may be moved between micro-batches and ranks one by one; False for pairs and triples."""
+        """Whether single rows may move between micro-batches and ranks. False for pairs and triples."""
         return not SCHEMAS[self.schema].paired and spec_of(self.objective).together == 1
 
     @property
@@ -168,12 +163,12 @@ class Algorithm:
     @property
     def compares_answers(self) -> bool:
         """Whether an answer is compared with the other answers to its prompt."""
-        return self.keep_best or (self.advantage is not None and "group" in advantage_spec(self.advantage).needs)
+        return self.keep_best or "group" in self.advantage_inputs
 
     def check_group_size(self, size: int | None, *, name: str = "group_size") -> None:
-        """Raise a ValueError that begins with ``name`` if answers are compared, in groups of one."""
+        """Raise a ValueError if the algorithm compares answers and ``size`` is 1. ``name`` is the argument's name."""
         if self.compares_answers and size is not None and size < 2:
-            raise ValueError(f"{name} is {size}, and {self.name} compares the answers to a prompt: take at least 2.")
+            raise ValueError(f"{name} is {size}, and {self.name} compares the answers to a prompt: use at least 2.")
 
     @property
     def needs_reference(self) -> bool:
@@ -184,123 +179,66 @@ class Algorithm:
 _DEFAULTS = {f.name: f.default for f in fields(Algorithm)}
 
 
-@dataclass(frozen=True)
-class Rule(Generic[T]):
-    """Settings that contradict one another.
-
-    Args:
-        broken: whether a subject breaks the rule.
-        message: in the syntax of ``str.format``, with the subject as ``{0}``.
-    """
-
-    broken: Callable[[T], bool]
-    message: str
-
-
-def check_rules(rules: Iterable[Rule[T]], subject: T) -> None:
-    """Raise a ValueError for the first rule that the subject breaks."""
-    for rule in rules:
-        if rule.broken(subject):
-            raise ValueError(rule.message.format(subject))
-
-
 def _is_set(coeff: object, usual: object = 0) -> bool:
-    """Whether a weight is neither 0 nor the default. A tensor is not read, since that would be a host sync."""
+    """Whether a weight is neither 0 nor the default. Tensors count as set, since reading one could be a host sync."""
     return isinstance(coeff, (Tensor, nn.Module)) or coeff not in (usual, 0)
 
 
-_RULES = (
-    Rule[Algorithm](
-        lambda a: isinstance(a.top_k, bool) or not isinstance(a.top_k, int) or a.top_k < 0,
-        "top_k must be a whole number of at least 0, got {0.top_k!r}.",
-    ),
-    Rule[Algorithm](
-        lambda a: bool(a.top_k) and not a.distils,
-        "top_k={0.top_k} has no effect on objective={0.objective!r}: choose 'distill', or pass top_k= to make_algorithm with "
-        "gkd, on_policy_distill or jsd.",
-    ),
-    Rule[Algorithm](
-        lambda a: a.distils and a.objective_args.get("distribution", a.distribution) != a.distribution,
-        "distribution={0.objective_args[distribution]!r} contradicts top_k={0.top_k}: leave it out, it follows from top_k.",
-    ),
-    Rule[Algorithm](
-        lambda a: a.kl_loss == "none" and _is_set(a.kl_loss_coeff, _DEFAULTS["kl_loss_coeff"]),
-        "kl_loss_coeff={0.kl_loss_coeff!r} is the weight of a KL, and kl_loss='none' leaves it out: pass kl_loss='k2', or "
-        "leave kl_loss_coeff out.",
-    ),
-    Rule[Algorithm](
-        lambda a: a.kl_reward == "none" and _is_set(a.kl_reward_coeff, _DEFAULTS["kl_reward_coeff"]),
-        "kl_reward_coeff={0.kl_reward_coeff!r} is the weight of a KL, and kl_reward='none' leaves it out: pass "
-        "kl_reward='k1', or leave kl_reward_coeff out.",
-    ),
-    Rule[Algorithm](
-        lambda a: a.kl_reward != "none" and not a.reads_reward,
-        "kl_reward={0.kl_reward!r} has no effect: nothing in {0.name} reads the reward that it changes. Leave kl_reward and "
-        "kl_reward_coeff out; kl_loss='k2' puts a KL into the loss.",
-    ),
-    Rule[Algorithm](
-        lambda a: a.advantage is None and bool(a.advantage_args),
-        "advantage_args={0.advantage_args} has no effect: {0.name} has no advantage. Leave it out.",
-    ),
-    Rule[Algorithm](
-        lambda a: a.derived["use_reference"] and not a.use_reference,
-        "{0.name} compares with a reference (kl_loss={0.kl_loss!r}, kl_reward={0.kl_reward!r}, objective={0.objective!r}) but "
-        "use_reference=False: set use_reference=True, or kl_loss and kl_reward to 'none'.",
-    ),
-    Rule[Algorithm](
-        lambda a: a.kl_reward != "none" and a.advantage is not None and "rewards" in advantage_spec(a.advantage).needs,
-        "kl_reward={0.kl_reward!r} adds the KL to one reward, and {0.advantage} normalises several separately: pass "
-        "kl_reward='none', and kl_loss= for a KL in the loss.",
-    ),
-)
+def refuse(name: str, cases: Iterable[tuple[bool, str]]) -> None:
+    """Raise a ValueError with the reason of the first case that holds."""
+    for holds, reason in cases:
+        if holds:
+            raise ValueError(f"{name}: {reason}.")
 
 
-def _check_coefficient(name: str, value: object) -> None:
-    if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, (Tensor, nn.Module)):  # reading it would be a host sync
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, a tensor or a coefficient module, got {value!r}.")
-    if name != "entropy_coeff":
-        check_penalty(**{name: value})
-    elif not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value}.")
+def _check_preset(a: Algorithm) -> None:
+    """Raise a ValueError for settings that contradict each other, or that have no effect."""
+    charges, several = a.kl_reward != "none", "rewards" in a.advantage_inputs
+    cases = [
+        (bool(a.top_k) and not a.distils, f"top_k={a.top_k} has no effect on objective={a.objective!r}: use 'distill'"),
+        (charges and not a.reads_reward, f"kl_reward={a.kl_reward!r} has no effect: nothing reads the reward"),
+        (charges and several, f"kl_reward={a.kl_reward!r} needs one reward, {a.advantage} reads several"),
+        (a.advantage is None and bool(a.advantage_args), "advantage_args has no effect without an advantage"),
+        (a.derived["use_reference"] and not a.use_reference, "use_reference=False contradicts its KL or objective"),
+    ]
+    given = a.objective_args.get("distribution", a.distribution)
+    cases.append((a.distils and given != a.distribution, f"distribution={given!r} contradicts top_k={a.top_k}"))
+    for place, usual in USUAL_ESTIMATORS.items():
+        coeff = getattr(a, f"{place}_coeff")
+        unused = getattr(a, place) == "none" and _is_set(coeff, _DEFAULTS[f"{place}_coeff"])
+        cases.append((unused, f"{place}_coeff={coeff!r} has no effect with {place}='none': pass {place}={usual!r}"))
+    refuse(a.name, cases)
 
 
 # ------------------------------------------------------------------ overrides
 
-#: Fields that describe the loop around the loss, which nothing here computes with -> where the loop sets them.
-_OF_LOOP = {
-    "repeat_times": "the sampler draws the answers, and group_size= or group_key= of make_algorithm shows which are compared",
-    "expert_data_ratio": "pass it to mix_buffers, which draws the batches",
-    "compute_advantage_in_trainer": "it informs a trainer about the preset",
-}
+#: Fields that describe the loop around the loss. Nothing here computes with them.
+_OF_LOOP = ("repeat_times", "expert_data_ratio", "compute_advantage_in_trainer")
 #: Fields that make_algorithm takes.
 FIELDS = tuple(name for name in _DEFAULTS if name not in ("name", "sources", *_OF_LOOP))
 
 
 def apply_overrides(preset: Algorithm, overrides: Settings) -> Algorithm:
-    """A preset with some fields changed; see :class:`AlgorithmOverrides`.
+    """Return a copy of a preset with some fields of :class:`AlgorithmOverrides` changed.
 
-    ``objective_args`` and ``advantage_args`` are merged into the preset's key by key. ``use_reference`` and ``use_critic``
-    follow from the changed fields, unless they are given. The weight of a KL that the preset lacks adds this KL with the
-    usual estimator.
+    ``objective_args`` and ``advantage_args`` are merged with the preset's. ``use_reference`` and ``use_critic`` follow from the
+    changed fields, unless they are given. If the preset lacks a KL and its weight is given, the KL is added with the usual
+    estimator.
 
     Raises:
         TypeError: for a name that is not a field.
         ValueError: for a setting without an effect.
     """
-    for args in ("objective_args", "advantage_args"):
-        if not isinstance(overrides.get(args) or {}, Mapping):
-            raise TypeError(f"{args} must be a dict of settings, got {overrides[args]!r:.60}.")
     for name in overrides:
         _check_name(preset, name, overrides)
+    # `top_k` can replace the objective. Explicit overrides have precedence over its settings.
     distilled = _of_top_k(preset, overrides)
     changes: dict[str, object] = {**overrides, **distilled}
     for part in ("objective", "advantage"):
         now, args = getattr(preset, part), f"{part}_args"
-        kept = getattr(preset, args) if changes.get(part, now) == now else {}  # another one has other settings
+        kept = (
+            getattr(preset, args) if changes.get(part, now) == now else {}
+        )  # another objective or advantage has other settings
         layers = (kept, distilled.get(args), overrides.get(args))
         changes[args] = {key: value for layer in layers for key, value in cast("Settings", layer or {}).items()}
     for place, usual in USUAL_ESTIMATORS.items():
@@ -308,21 +246,21 @@ def apply_overrides(preset: Algorithm, overrides: Settings) -> Algorithm:
         if getattr(preset, place) == "none" and _is_set(changes.get(coeff, 0)):
             changes.setdefault(place, usual)
         elif changes.get(place) == "none":
-            changes.setdefault(coeff, _DEFAULTS[coeff])
+            changes.setdefault(coeff, _DEFAULTS[coeff])  # the preset's weight would be refused without its KL
     for name, value in preset.derived.items():
         if getattr(preset, name) == value:
-            changes.setdefault(name, None)
+            changes.setdefault(name, None)  # derive it again from the changed fields
     changed = replace(preset, **changes)  # type: ignore[arg-type]
     _check_flags(preset, changed)
     return changed
 
 
 def _of_top_k(preset: Algorithm, overrides: Settings) -> dict[str, object]:
-    """The changes that make a distillation on sampled tokens one over a teacher's top k."""
+    """The changes that turn a distillation on sampled tokens into one over a teacher's top k."""
     advantage = overrides.get("advantage", preset.advantage)
     if not overrides.get("top_k") or "objective" in overrides or advantage not in ("on_policy_distill", "jsd"):
         return {}
-    # The same divergence: the reverse KL, or jsd's own beta.
+    # Keep the divergence: the reverse KL for on_policy_distill, the same beta for jsd.
     default = advantage_spec("jsd").defaults["beta"]
     beta = 1.0 if advantage == "on_policy_distill" else preset.advantage_args.get("beta", default)
     distilled = {"objective": "distill", "objective_args": {"beta": beta}, "advantage": None}
@@ -330,35 +268,32 @@ def _of_top_k(preset: Algorithm, overrides: Settings) -> dict[str, object]:
 
 
 def _check_flags(preset: Algorithm, changed: Algorithm) -> None:
-    """Raise for a changed flag that concerns nothing here; a preset may hold it for changes to come."""
-    name = changed.name
+    """Raise for an overridden flag without an effect. A preset may hold such a flag, since later overrides can need it."""
     compares = changed.kl_loss != "none" or changed.entropy_coeff != 0
-    if changed.leave_out_experts != preset.leave_out_experts and not compares:
-        raise ValueError(
-            f"leave_out_experts={changed.leave_out_experts} has no effect: {name} has neither a KL in the loss nor an entropy "
-            "bonus. Leave it out, or pass kl_loss= or entropy_coeff= too."
-        )
+    left_out = changed.leave_out_experts != preset.leave_out_experts and not compares
+    asked = changed.use_reference > preset.use_reference
     scores_teacher = changed.schema == "distill" and not changed.derived["use_reference"]
-    if changed.use_reference > preset.use_reference and scores_teacher:
-        raise ValueError(f"use_reference=True has no effect: {name} scores its teacher anyway. Leave it out.")
+    cases = (
+        (left_out, "leave_out_experts has no effect without a KL in the loss or an entropy bonus"),
+        (asked and scores_teacher, "use_reference=True has no effect: the teacher is scored anyway"),
+    )
+    refuse(changed.name, cases)
 
 
 def _check_name(preset: Algorithm, name: str, overrides: Settings) -> None:
-    """Raise unless ``name`` is a field that an override may change; the message says which part has the setting."""
+    """Raise unless ``name`` is a field that an override may change. The message says where the setting belongs."""
     if name in FIELDS:
         return
     if name in _OF_LOOP:
-        raise ValueError(f"{name} has no effect on what make_algorithm builds: {_OF_LOOP[name]}. Leave {name} out.")
+        raise ValueError(f"{name} has no effect in make_algorithm: it describes the training loop. Leave it out.")
     objective = cast("ObjectiveName", overrides.get("objective", preset.objective))
     advantage = cast("AdvantageName | None", overrides.get("advantage", preset.advantage))
-    settings = {"objective": spec_of(objective).hyper}
+    settings = {"objective_args": spec_of(objective).hyper}
     if advantage is not None:
-        settings["advantage"] = advantage_spec(advantage).hyper
-    owners = [part for part, names in settings.items() if name in names]
+        settings["advantage_args"] = advantage_spec(advantage).hyper
+    owners = [f"{part}={{{name!r}: ...}}" for part, names in settings.items() if name in names]
     if owners:
-        advice = " or ".join(f"{part}_args={{{name!r}: {overrides[name]!r}}}" for part in owners)
-        raise TypeError(f"{name} is a setting of the {' and of the '.join(owners)}: pass {advice}.")
-    listed = "".join(f"; of {part}_args: {', '.join(names) or 'none'}" for part, names in settings.items())
+        raise TypeError(f"{name} is not a field of the preset: pass {' or '.join(owners)}.")
     known = [*FIELDS, *(name for names in settings.values() for name in names)]
-    hint = foreign_hint(name, FIELDS) or did_you_mean(name, known)
-    raise TypeError(f"{preset.name} has no setting {name!r}.{hint} Settings: {', '.join(FIELDS)}{listed}.")
+    hint = foreign_hint(name, FIELDS)
+    raise TypeError(no_such(f"{preset.name} has no setting", name, known, hint=hint))

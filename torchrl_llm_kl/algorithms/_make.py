@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from tensordict import NestedKey
 from torch import Tensor, nn
 from typing_extensions import TypedDict, Unpack
 
-from torchrl_llm_kl._foreign import foreign_hint
 from torchrl_llm_kl._numerics import check_not_a_name
-from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.advantages import Advantage, advantage_spec
-from torchrl_llm_kl.algorithms._algorithm import FIELDS, Algorithm, Rule, apply_overrides, check_rules
+from torchrl_llm_kl.algorithms._algorithm import Algorithm, apply_overrides, refuse
 from torchrl_llm_kl.algorithms._parts import CHARGED, AlgorithmParts, KeepBest
 from torchrl_llm_kl.algorithms._schema import SCHEMAS
 from torchrl_llm_kl.algorithms.presets import get_algorithm
@@ -65,7 +63,7 @@ if TYPE_CHECKING:
     from torchrl_llm_kl.algorithms import AlgorithmName, AlgorithmOverrides
 
 
-#: A reference: a model, its scorer, or a name: ``"base"`` for the actor without adapters, ``"data"`` for what the data holds.
+#: A model, its scorer, ``"base"`` for the actor without adapters, or ``"data"`` for scores that the data holds.
 Reference: TypeAlias = Model | LogProbScorer | Literal["base", "data"]
 
 
@@ -92,48 +90,49 @@ def make_algorithm(
     context: Context | None = None,
     **overrides: Unpack[AlgorithmOverrides],
 ) -> AlgorithmParts:
-    """Bind an algorithm to its models, ready to train an actor.
+    """Bind an algorithm to its models.
 
     Args:
         algorithm: a name in :data:`ALGORITHMS`, or your own preset.
-        actor: see :class:`~torchrl_llm_kl.PolicyLoss`. Temperature, ``dtype`` and ``deterministic`` of a scorer apply to
-            the reference too.
+        actor: the model to train; see :class:`~torchrl_llm_kl.PolicyLoss`. If it is a scorer, its temperature, ``dtype`` and
+            ``deterministic`` apply to the reference too.
 
     Keyword Args:
-        reference: the frozen reference model, the teacher for distillation, or a scorer of it with the actor's temperature,
-            ``dtype`` and ``deterministic``; ``"base"`` for the actor without its PEFT adapters; ``"data"`` if the data holds
-            ``("next", "ref_log_probs", "full")`` or, for ``top_k=``, a teacher's top k.
+        reference: the frozen reference model, or the teacher of a distillation. A scorer of it must have the actor's
+            temperature, ``dtype`` and ``deterministic``. ``"base"`` is the actor without its PEFT adapters. With ``"data"``
+            the data holds ``("next", "ref_log_probs", "full")`` or, for ``top_k=``, a teacher's top k.
         critic: a :class:`~torchrl_llm_kl.TokenCritic`, for algorithms that train one.
-        gen_model: scores the policy's own tokens, where their log-probs are read: the actor by default; ``"from_collector"`` if
-            :attr:`~AlgorithmParts.kl_transform` is in the env of a collector with another copy of the policy.
-        group_key: equal for all answers to a prompt; see :class:`~torchrl_llm_kl.Advantage`.
-        group_size: instead of a key: the number of consecutive rows that answer one prompt; an error if their prompts differ.
-        options: how old and current log-probs are scored, such as ``ScoreOptions(Sampling(0.7), deterministic=True)``, and
-            the reference's, over all tokens; see :class:`~torchrl_llm_kl.PolicyLoss`.
+        gen_model: the model that scores the policy's tokens if their log-probs are read. The actor by default. Use
+            ``"from_collector"`` if :attr:`~AlgorithmParts.kl_transform` is in the env of a collector that has its own copy of
+            the policy.
+        group_key: an entry that is equal for all answers to a prompt; see :class:`~torchrl_llm_kl.Advantage`.
+        group_size: the number of consecutive rows that answer one prompt, instead of a key. Their prompts must be equal.
+        options: how old and current log-probs are scored, such as ``ScoreOptions(Sampling(0.7), deterministic=True)``. The
+            reference is scored in the same way, but over all tokens; see :class:`~torchrl_llm_kl.PolicyLoss`.
         masking_strategy: the tokens to train on; see :class:`~torchrl_llm_kl.PolicyLoss`.
-        loss_args: further arguments of :class:`~torchrl_llm_kl.PolicyLoss`: ``corrections``, ``tokens_per_batch`` and
+        loss_args: more arguments of :class:`~torchrl_llm_kl.PolicyLoss`: ``corrections``, ``tokens_per_batch`` and
             ``functional``.
-        context: the prompt after which the reference scores the same response, such as one with the solution: a function of the
-            conversation, or an entry with token ids; see :class:`~torchrl_llm_kl.RetrieveLogProb`.
-        overrides: changes of the preset; see :class:`AlgorithmOverrides`. Each changes something that is computed or required,
-            or raises an error. ``kl_loss_coeff`` adds a KL with ``"k2"`` to the loss of a preset that has none there, and
-            ``kl_reward_coeff`` one with ``"k1"`` to its reward, beside a KL in the loss. Settings of the objective and the
-            advantage are in ``objective_args`` and ``advantage_args``, which are merged into the preset's.
+        context: the prompt after which the reference scores the response, for example one that contains the solution. It is a
+            function of the conversation, or an entry with token ids; see :class:`~torchrl_llm_kl.RetrieveLogProb`.
+        overrides: changes of the preset; see :class:`AlgorithmOverrides`. Each one changes something that is computed or
+            required, or raises an error. ``kl_loss_coeff`` adds a KL with ``"k2"`` to the loss if the preset has none there.
+            ``kl_reward_coeff`` adds a KL with ``"k1"`` to the reward, even if there is a KL in the loss. ``objective_args`` and
+            ``advantage_args`` hold the settings of the objective and the advantage, and are merged with the preset's.
 
     Returns:
         :class:`AlgorithmParts`: ``prepare(batch)`` scores and writes advantages, ``loss(batch)`` returns the loss terms.
 
     Raises:
-        ValueError: if a required model is missing, or a model or setting has no effect; if a scorer's settings differ from the
-            actor's; if the reference is the actor, without a ``context``, or has another vocabulary; for groups of one answer.
-        TypeError: for an unknown setting, a setting of the objective or the advantage outside ``objective_args`` and
-            ``advantage_args``, or an argument of this function in ``loss_args``.
+        ValueError: if a required model is missing, or a model or setting has no effect. If a scorer's settings differ from the
+            actor's. If the reference is the actor (without a ``context``) or has another vocabulary. For groups of one answer.
+        TypeError: for an unknown setting, for a setting of the objective or the advantage outside ``objective_args`` and
+            ``advantage_args``, or for an argument of this function in ``loss_args``.
 
     Warns:
-        KLPlacementWarning: if an estimator is used where its gradient is not the reverse KL's.
-        SamplerMismatchWarning: if the actor or ``gen_model`` is a wrapper that is known to sample otherwise than is scored. Of
-            a model without a wrapper :attr:`~AlgorithmParts.kl_transform` warns at its first step, in the env of a collector
-            whose policy wraps it.
+        KLPlacementWarning: if the gradient of an estimator in its place is not the reverse KL's.
+        SamplerMismatchWarning: if the actor or ``gen_model`` is a wrapper that samples from another distribution than the
+            scored one. A model without a wrapper shows this only in the env of a collector whose policy wraps it. There
+            :attr:`~AlgorithmParts.kl_transform` warns at its first step.
 
     Example:
         >>> import torch
@@ -158,31 +157,33 @@ def make_algorithm(
     preset = get_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
     preset = apply_overrides(preset, overrides)
     grouping: _Grouping = {"group_key": group_key, "group_size": group_size}
-    check_rules(_RULES, _Arguments(preset, reference, critic, grouping, masking_strategy))
+    _check_arguments(preset, reference, critic, grouping, masking_strategy)
     _check_other_model(preset, actor, reference, context)
     preset.check_group_size(group_size)
     if not preset.compares_answers:
-        grouping = {}
+        grouping = {}  # both are None, and Advantage would refuse them
     if group_size is not None:
-        preset = replace(preset, repeat_times=group_size)
-    _check_loss_args(loss_args or {})
+        preset = replace(preset, repeat_times=group_size)  # shown in the preset of the result
     options_of_loss, options = options, _options(actor, options)
     scored_reference = _reference_to_score(actor, reference, options)
     name, sampler = ("actor", actor) if gen_model is None else ("gen_model", gen_model)
     policy = _to_score(sampler, options, name)
+    # These warnings name the caller's line.
     check_placement(preset.kl_reward, "reward", stacklevel=2)
     check_placement(preset.kl_loss, "loss", stacklevel=2)
-    # A divergence to a teacher at each prefix holds whoever wrote the prefix.
+    # A divergence to a teacher at each prefix does not depend on the distribution that the prefix was sampled from.
     if preset.on_policy and not (preset.distils and preset.kl_reward == "none"):
         warn_of_mismatch(actor if isinstance(sampler, str) else sampler, options.sampling, trains=True, stacklevel=2)
 
+    # These terms read whole distributions or score mismatched answers, so the loss scores the reference itself.
     once = spec_of(preset.objective).once
     in_loss = preset.kl_loss == "exact" or preset.distils_exactly or (once is not None and once.mismatched)
     objective_args: ObjectiveArgs = {**preset.objective_args}
     if preset.distils:
         objective_args["distribution"] = preset.distribution
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SamplerMismatchWarning)
+    with warnings.catch_warnings():  # both were raised above, at the caller's line
+        for category in (SamplerMismatchWarning, KLPlacementWarning):
+            warnings.simplefilter("ignore", category)
         loss = PolicyLoss(
             actor,
             preset.objective,
@@ -195,11 +196,10 @@ def make_algorithm(
             **objective_args,
             **(loss_args or {}),
         )
+    # A critic is trained on the advantage's targets, so the advantage is used even if the objective ignores it.
     advantage = None if preset.advantage is None else _advantage(preset, grouping, masking_strategy)
     if advantage is not None and critic is None and "advantage" not in loss.reads:
-        raise ValueError(
-            f"advantage={preset.advantage!r} has no effect: the objective {preset.objective} reads no advantage. Leave it out."
-        )
+        raise ValueError(f"advantage={preset.advantage!r} has no effect: {preset.objective} reads none. Leave it out.")
     scope: Scope = "full" if masking_strategy == "rlhf" else "turn"
     kl_transform = _kl_transform(
         preset,
@@ -211,6 +211,7 @@ def make_algorithm(
         own_model=gen_model is not None,
         adapters=reference.options.adapters if isinstance(reference, LogProbScorer) else False,
         options=options,
+        # A copy of the policy in a service would not be trained.
         own={"scope": scope, "assistant_only": masking_strategy != "generic", "service_backend": "direct"},
     )
     return AlgorithmParts(
@@ -230,100 +231,43 @@ class _Grouping(TypedDict, total=False):
     group_size: int | None
 
 
-class _Own(TypedDict):
-    """Arguments of every transform that scores."""
-
-    scope: Scope
-    assistant_only: bool
-    service_backend: Literal["direct"]  # a copy of the policy in a service would not be trained
-
-
-class _Arguments(NamedTuple):
-    """Arguments of :func:`make_algorithm` that must fit the preset and one another."""
-
-    preset: Algorithm
-    reference: Reference | None
-    critic: nn.Module | None
-    grouping: _Grouping
-    masking_strategy: MaskingStrategy
-
-    @property
-    def of_data(self) -> bool:
-        """Whether the data holds the reference's scores."""
-        return isinstance(self.reference, str) and self.reference == "data"
-
-    @property
-    def lacks_reference(self) -> bool:
-        """Whether a reference or teacher is needed and missing."""
-        return self.preset.needs_reference and self.reference is None
-
-
-_RULES = (
-    Rule[_Arguments](
-        lambda x: x.lacks_reference and x.preset.schema != "distill",
-        "{0.preset.name} compares with a reference model: pass reference=, or reference='data' if the data holds ('next', "
-        "'ref_log_probs', 'full'); without one: kl_loss='none'.",
-    ),
-    Rule[_Arguments](
-        lambda x: x.lacks_reference and not x.preset.distils,
-        "{0.preset.name} compares with a teacher: pass reference=, or reference='data' if the data holds ('next', "
-        "'ref_log_probs', 'full').",
-    ),
-    Rule[_Arguments](
-        lambda x: x.lacks_reference,
-        "{0.preset.name} compares with a teacher: pass reference=, or reference='data' if the data holds a teacher's top k "
-        "(with top_k=).",
-    ),
-    Rule[_Arguments](
-        lambda x: x.of_data and x.preset.distils_exactly,
-        "{0.preset.name} compares whole distributions, which the data does not hold: pass the teacher as reference=, or "
-        "top_k= for the entries that RetrieveLogProb(teacher, extras=[TopK(...)]) writes.",
-    ),
-    Rule[_Arguments](
-        lambda x: x.reference is not None and not x.preset.needs_reference and x.preset.reads_reward,
-        "{0.preset.name} uses no reference model: leave it out, pass use_reference=True to log the KL, or place the KL "
-        "(kl_loss='k2' or kl_reward='k1').",
-    ),
-    Rule[_Arguments](
-        lambda x: x.reference is not None and not x.preset.needs_reference,
-        "{0.preset.name} uses no reference model: leave it out, pass use_reference=True to log the KL, or place the KL "
-        "(kl_loss='k2').",
-    ),
-    Rule[_Arguments](
-        lambda x: x.of_data and x.preset.kl_reward != "none",
-        "kl_reward={0.preset.kl_reward!r} needs a reference model to score, got reference='data': pass the model, or put the "
-        "KL into the reward before (KLRewardTransform) and pass kl_reward='none'.",
-    ),
-    Rule[_Arguments](
-        lambda x: x.preset.use_critic and x.critic is None,
-        "{0.preset.name} trains a critic: pass critic=TokenCritic(model).",
-    ),
-    Rule[_Arguments](
-        lambda x: x.critic is not None and not x.preset.use_critic,
-        "{0.preset.name} has no critic: leave critic= out.",
-    ),
-    Rule[_Arguments](
-        lambda x: x.critic is not None and x.masking_strategy == "generic",
-        "masking_strategy='generic' with a critic: values and returns exist only for the assistant's tokens, and prompts "
-        "would be taught a return of 0. Use 'sft' or 'rlhf'.",
-    ),
-    Rule[_Arguments](
-        lambda x: not x.preset.compares_answers and any(value is not None for value in x.grouping.values()),
-        "{0.preset.name} does not compare within groups: leave out group_key and group_size.",
-    ),
-)
+def _check_arguments(
+    preset: Algorithm,
+    reference: Reference | None,
+    critic: nn.Module | None,
+    grouping: _Grouping,
+    masking_strategy: MaskingStrategy,
+) -> None:
+    """Raise a ValueError for arguments of :func:`make_algorithm` that do not fit the preset or each other."""
+    needed, given, trains = preset.needs_reference, reference is not None, preset.use_critic
+    model = "teacher" if preset.schema == "distill" else "reference model"
+    grouped = any(value is not None for value in grouping.values())
+    of_data = isinstance(reference, str) and reference == "data"
+    whole, charges = preset.distils_exactly, preset.kl_reward != "none"
+    generic = critic is not None and masking_strategy == "generic"
+    cases = (
+        (needed and not given, f"it compares with a {model}: pass reference=, or 'data' if the data holds its scores"),
+        (given and not needed, "it uses no reference: leave it out, pass kl_loss='k2', or use_reference=True to log"),
+        (of_data and whole, "it compares whole distributions: pass the teacher as reference=, or top_k="),
+        (of_data and charges, "kl_reward= needs a reference model to score, got reference='data': pass the model"),
+        (trains and critic is None, "it trains a critic: pass critic=TokenCritic(model)"),
+        (critic is not None and not trains, "it has no critic: leave critic= out"),
+        (generic, "masking_strategy='generic' needs values of prompts, which a critic lacks: use 'sft' or 'rlhf'"),
+        (grouped and not preset.compares_answers, "it compares no answers: leave out group_key and group_size"),
+    )
+    refuse(preset.name, cases)
 
 
 def _advantage(preset: Algorithm, grouping: _Grouping, masking_strategy: MaskingStrategy) -> Advantage:
     assert preset.advantage is not None
     spec, hyper = advantage_spec(preset.advantage), {**preset.advantage_args}
     keys: Any = hyper.pop("keys", {})
-    if spec.kind == "token" and masking_strategy == "rlhf":
+    if spec.kind == "token" and masking_strategy == "rlhf":  # all turns of the assistant, not only the last one
         keys = {"mask": ("masks", "all_assistant_mask"), **keys}
     return Advantage(preset.advantage, **grouping, keys=keys, **hyper)  # type: ignore[arg-type]
 
 
-# What an advantage or a correction reads beside the policy's log-probs -> what writes it.
+# Entry that an advantage or a correction reads, beside the policy's log-probs -> the extra that writes it.
 _SCORED: dict[NestedKey, type[Extra]] = {
     ("next", "entropy"): Entropy,
     ("next", "moments", "collision"): Moments,
@@ -343,48 +287,45 @@ def _kl_transform(
     own_model: bool,
     adapters: bool | str,
     options: ScoreOptions,
-    own: _Own,
+    own: dict[str, Any],
 ) -> RetrieveKL | RetrieveLogProb | None:
-    """The transform that scores the policy, its reference or both before the loss; None if nothing is left to score.
+    """Return the transform that scores the policy, its reference or both before the loss, or None if nothing is to score.
 
-    ``read`` are the entries that loss and advantage read. ``in_loss`` says whether the loss scores the reference itself, and
-    ``own_model`` whether another model than the actor scores the policy's tokens. ``adapters`` are those of the reference
-    ``"base"``.
+    Args:
+        preset: the algorithm.
+        policy: the model that scores the policy's tokens.
+        reference: the reference, in the form that the transforms accept.
+
+    Keyword Args:
+        read: the entries that the loss and the advantage read.
+        in_loss: whether the loss scores the reference itself.
+        context: see :func:`make_algorithm`.
+        own_model: whether the caller passed ``gen_model``.
+        adapters: the adapters of the reference ``"base"``.
+        options: how the policy is scored.
+        own: further arguments of each transform.
     """
+    # Moments serve several entries, but are scored once.
     extras = [kind() for kind in dict.fromkeys(kind for key, kind in _SCORED.items() if key in read)]
     charged, exact = preset.kl_reward != "none", preset.distils_exactly
     old = charged or bool(extras) or ("next", "log_probs", "full") in read
+    # The loss scores the reference for these. Others may still read its log-probs before the loss.
     scored_there = exact or (preset.kl_loss == "exact" and not preset.top_k)
     ref = preset.needs_reference and reference != "data"
     ref = ref and (charged or not scored_there or ("next", "ref_log_probs", "full") in read)
     if own_model and not (ref and isinstance(reference, str)) and not (old and reference != "data"):
-        raise ValueError(
-            f"gen_model has no effect: log-probs of the policy are not scored for {preset.name}. Leave it out."
-        )
+        raise ValueError(f"gen_model has no effect: {preset.name} scores no log-probs of the policy. Leave it out.")
     if context is not None and (not ref or in_loss):
-        where = "the loss scores it on the data's own prompts" if in_loss else "none is scored"
-        advice = (
-            "pass top_k=" if exact else "use an algorithm that reads reference log-probs, such as 'on_policy_distill'"
-        )
-        raise ValueError(
-            f"context= is the prompt of the reference, and for {preset.name} {where}: leave context out, or {advice}."
-        )
-    if ref and old:
+        raise ValueError(f"context= has no effect: {preset.name} scores no reference before the loss. Leave it out.")
+    if ref and old:  # one transform scores both models and their KL
         if preset.top_k:
-            raise ValueError(
-                f"top_k={preset.top_k} beside log-probs of the sampler (for a KL in the reward or a correction): score the "
-                "teacher with RetrieveLogProb(teacher, extras=[TopK(...)]) and pass reference='data'."
-            )
+            raise ValueError("top_k= cannot be scored beside old log-probs: pass reference='data', with a top k there.")
         if isinstance(reference, str):
             extras.append(Adapters(adapters, of="reference"))
         if context is not None:
             extras.append(AfterPrompt(context, of="reference"))
-        if not charged:
-            return RetrieveKL(policy, reference, add_to_reward=False, options=options, extras=extras, **own)
-        coeff, estimator = preset.kl_reward_coeff, preset.kl_reward
-        transform = RetrieveKL(
-            policy, reference, coeff=coeff, estimator=estimator, options=options, extras=extras, **own
-        )
+        own |= {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward} if charged else {"add_to_reward": False}
+        transform = RetrieveKL(policy, reference, options=options, extras=extras, **own)
         transform.charged_key = CHARGED
         return transform
     if ref:
@@ -393,7 +334,7 @@ def _kl_transform(
         options, entry = options.but(sampling=options.sampling.of_reference, adapters=adapters), "ref_log_probs"
     elif old and reference != "data":
         model, entry = policy, "log_probs"
-        extras.append(RoutedExperts())  # as the loss replays it
+        extras.append(RoutedExperts())  # the loss replays the same experts
     else:
         return None
     return RetrieveLogProb(model, log_probs_full_key=(entry, "full"), options=options, extras=extras, **own)
@@ -401,13 +342,10 @@ def _kl_transform(
 
 def _terms(preset: Algorithm) -> list[TermPart]:
     terms: list[TermPart] = []
-    experts = preset.leave_out_experts
-    with warnings.catch_warnings():  # make_algorithm has already warned, at its caller's line
-        warnings.simplefilter("ignore", KLPlacementWarning)
-        if preset.kl_loss != "none":
-            terms.append(KLToReference(preset.kl_loss_coeff, preset.kl_loss, leave_out_experts=experts))
+    if preset.kl_loss != "none":
+        terms.append(KLToReference(preset.kl_loss_coeff, preset.kl_loss, leave_out_experts=preset.leave_out_experts))
     if preset.entropy_coeff != 0:
-        terms.append(EntropyBonus(preset.entropy_coeff, leave_out_experts=experts))
+        terms.append(EntropyBonus(preset.entropy_coeff, leave_out_experts=preset.leave_out_experts))
     return terms
 
 
@@ -415,7 +353,7 @@ def _terms(preset: Algorithm) -> list[TermPart]:
 
 
 class _WrappedModel:
-    """Scores the model inside a TorchRL wrapper with the wrapper's keys and template, even if the wrapper generates."""
+    """Scores the model inside a TorchRL wrapper with the wrapper's keys and template, also if the wrapper generates."""
 
     def __init__(self, wrapper: nn.Module) -> None:
         repair_padding(wrapper)
@@ -434,39 +372,26 @@ class _WrappedModel:
 
 
 def _check_other_model(preset: Algorithm, actor: object, reference: object, context: Context | None) -> None:
-    """Raise if the reference is the policy itself, or of another vocabulary; models of other processes are not looked at."""
+    """Raise if the reference is the policy itself, or has another vocabulary. Models in other processes are not checked."""
     policy, other = inner_module(actor), inner_module(reference)
     if not (isinstance(policy, nn.Module) and isinstance(other, nn.Module)):
         return
-    # After another prompt the policy teaches itself; other adapters of the same model are another model.
+    # With a context the policy may teach itself. With other adapters the same model is another reference.
     switched = isinstance(reference, LogProbScorer) and reference.options.adapters is not True
     if context is None and not switched and trains_with(policy, other):
         how = "is the actor itself" if policy is other else "holds the actor's own parameters"
-        raise ValueError(
-            f"reference {how}, so that their KL is 0 at every step: pass a frozen copy (copy.deepcopy(actor)), or 'base' for "
-            "the actor without its adapters."
-        )
+        raise ValueError(f"reference {how}, so their KL is always 0: pass copy.deepcopy(actor), or 'base'.")
     size, expected = output_size(other), output_size(policy)
     if (preset.distils_exactly or preset.kl_loss == "exact") and None not in (size, expected) and size != expected:
         raise ValueError(
-            f"reference has a vocabulary of {size} tokens, and the policy one of {expected}: a comparison of whole "
-            "distributions needs the same tokens in both. Pass a reference with the policy's tokenizer. If one head is only "
-            "padded, cut it."
+            f"reference has a vocabulary of {size} tokens, and the policy one of {expected}. Whole distributions need equal "
+            "ones: cut a padded head, or pass a reference with the policy's tokenizer."
         )
     check_vocabularies(actor, reference)
 
 
-def _check_loss_args(loss_args: Mapping[str, object]) -> None:
-    """Raise a TypeError for an argument that belongs to make_algorithm, and for an unknown one."""
-    known, own = list(LossArgs.__annotations__), {*FIELDS, *make_algorithm.__annotations__, "terms"}
-    for name in loss_args:
-        if name not in known:
-            hint = " Pass it to make_algorithm." if name in own else foreign_hint(name, known)
-            raise TypeError(no_such("loss_args must not hold", name, known, hint=hint))
-
-
 def _options(actor: Any, given: ScoreOptions | None) -> ScoreOptions:
-    """How every model is scored: as an actor that is a scorer is, else as requested."""
+    """The options for all models: those of an actor that is a scorer, otherwise the requested ones."""
     if isinstance(actor, LogProbScorer):
         own = actor.options
         return ScoreOptions(own.sampling, dtype=own.dtype, deterministic=own.deterministic)
@@ -478,16 +403,14 @@ def _to_score(model: Any, options: ScoreOptions, name: str) -> Any:
     if isinstance(model, LogProbScorer):
         _check_same_settings(model, options, name)
         if model.options.adapters is not True:
-            raise ValueError(
-                f"{name} is a scorer with adapters={model.options.adapters!r} of a model that is not the actor's: "
-                "pass a model without adapters, or with this one active."
-            )
+            adapters = model.options.adapters
+            raise ValueError(f"{name} has adapters={adapters!r} of another model than the actor's: pass the model.")
         return model.model
     return _WrappedModel(model) if is_wrapper(model) and unwrap(model) is not None else model
 
 
 def _reference_to_score(actor: object, reference: Reference | None, options: ScoreOptions) -> Reference | None:
-    """The reference in the form that the transforms accept: ``"base"`` for the actor's model with other adapters, or none."""
+    """The reference in the form that the transforms accept. ``"base"`` is the actor's model with other or no adapters."""
     if (
         isinstance(reference, LogProbScorer)
         and reference.options.adapters is not True
@@ -501,7 +424,7 @@ def _reference_to_score(actor: object, reference: Reference | None, options: Sco
 def _reference_of_loss(
     actor: object, reference: Reference | None, options: ScoreOptions
 ) -> Model | LogProbScorer | None:
-    """The reference in the form that a loss accepts, for an exact KL or mismatched answers; None without a model."""
+    """The reference in the form that a loss accepts, for an exact KL or mismatched answers. None if there is no model."""
     if not isinstance(reference, str):
         return reference
     plain = options.but(sampling=options.sampling.of_reference, adapters=False)
@@ -509,16 +432,8 @@ def _reference_of_loss(
 
 
 def _check_same_settings(scorer: LogProbScorer, options: ScoreOptions, name: str) -> None:
-    temperature = options.sampling.temperature
-    if scorer.options.temperature != temperature:
-        raise ValueError(
-            f"{name} is a scorer with temperature {scorer.options.temperature:g}, and the actor is scored at {temperature:g}: "
-            "a KL compares the two at the sampler's temperature."
-        )
-    for setting in ("dtype", "deterministic"):
+    """Raise a ValueError if the KL would compare log-probs of two temperatures or two precisions."""
+    for setting in ("temperature", "dtype", "deterministic"):
         own, actors = getattr(scorer.options, setting), getattr(options, setting)
         if own != actors:
-            raise ValueError(
-                f"{name} is a scorer with {setting}={own}, and the actor has {setting}={actors}: their difference in rounding "
-                f"would count as KL. Give both the same (options=ScoreOptions({setting}=...) for the actor)."
-            )
+            raise ValueError(f"{name} is a scorer with {setting}={own}, the actor has {actors}: use one for both.")

@@ -19,28 +19,28 @@ from torchrl_llm_kl.algorithms._algorithm import Algorithm
 from torchrl_llm_kl.algorithms._schema import Schema
 from torchrl_llm_kl.losses import PolicyLoss, ValueLoss, spec_of
 from torchrl_llm_kl.ragged import has_entry, node_of, own_leaves, read_column, read_ragged, write_ragged
-from torchrl_llm_kl.rollouts import find_key, per_sequence, per_token
+from torchrl_llm_kl.rollouts import TOKENS_FULL, find_key, per_sequence, per_token
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
 
 _LOSS_MASK = "loss_mask"
-#: Below "next": what an algorithm with a KL in the reward has subtracted from each token's reward.
+#: Entry below "next": the KL penalty that was subtracted from each token's reward.
 CHARGED = "kl_charged"
-# Stored with each row: marks of what an earlier `prepare` scored, and the counts of its batch.
+# Marks, stored with each row, of the entries that an earlier `prepare` scored.
 _PREPARED = "prepared"
 _VALUES_SCORED = (_PREPARED, "values")
-# Children of losses that are models, not state of the algorithm.
+# Children of losses that hold models. They are not part of the algorithm's state.
 _NETWORKS = frozenset({"actor_network", "critic_network", "actor_network_params", "target_actor_network_params"})
 _DENOMINATORS = ("denominators", "value_denominators")
 
 
 def _flat(batch: TensorDictBase) -> TensorDictBase:
-    """A batch of one dimension whose rows can be chosen: nested tensors, which have no such index, become rows of a stack."""
+    """A batch of one dimension that can be indexed with rows. Nested tensors cannot, so they become a stack of rows."""
     batch = batch.reshape(-1) if batch.batch_dims != 1 else batch
     return lazy_stack(list(batch.unbind(0))) if _holds_nested(batch) else batch
 
 
 def _holds_nested(batch: TensorDictBase) -> bool:
-    """Whether an entry is a nested tensor. Rows of a stack can be chosen, and may differ in shape: they are not looked at."""
+    """Whether an entry is a nested tensor. Lazy stacks count as not nested, since their rows can be indexed."""
     batch = node_of(batch)
     if isinstance(batch, LazyStackedTensorDict):
         return False
@@ -52,19 +52,19 @@ def _holds_nested(batch: TensorDictBase) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class AlgorithmParts:
-    """An algorithm bound to its models; the result of :func:`make_algorithm`.
+    """An algorithm bound to its models. :func:`make_algorithm` returns it.
 
     Args:
-        algorithm: the preset, with its overrides.
-        schema: the data's entries before :meth:`prepare`.
+        algorithm: the preset with its overrides.
+        schema: the entries of the data before :meth:`prepare`.
         loss: the policy's loss.
-        kl_transform: scores the policy, the reference or both, whichever the loss, the advantage or the reward reads, and
-            subtracts the KL from the reward if the algorithm does; None if nothing reads either. Append it to the env or the
-            collector if the policy is updated between sampling and training; otherwise :meth:`prepare` applies it.
-        value_transform: writes the critic's values; None without critic.
-        advantage: writes the advantage; None if the objective needs none.
-        selection: masks out answers that are not trained on; None to train on all.
-        critic_loss: the critic's loss; None without critic.
+        kl_transform: scores the policy, the reference or both, as the loss, the advantage or the reward requires, and subtracts
+            the KL from the reward if the algorithm does so. None if nothing requires scores. Append it to the env or the
+            collector if the policy is updated between sampling and training. Otherwise :meth:`prepare` applies it.
+        value_transform: writes the critic's values. None without a critic.
+        advantage: writes the advantage. None if the objective needs none.
+        selection: masks out the answers that are not trained on. None to train on all answers.
+        critic_loss: the critic's loss. None without a critic.
     """
 
     algorithm: Algorithm
@@ -90,33 +90,33 @@ class AlgorithmParts:
     def prepare(self, batch: TensorDictBase, *, count: bool = False) -> TensorDictBase:
         """Check a batch, score it, and write its advantages and batch inputs (``kto``, ``bco``, ``aot``).
 
-        Scores from the env or an earlier call are kept; advantages are computed from the current rewards. Log-probs under
-        ``("next", "log_probs", "full")`` are taken for the sampling policy's, and the KL is computed from them (an exact
-        KL from the models as they are now). With ``kl_reward`` it is subtracted once: ``("next", "kl_charged")`` holds what
-        was taken off each token's reward.
+        Scores from the env or an earlier call are kept. Advantages are computed from the current rewards. Log-probs under
+        ``("next", "log_probs", "full")`` count as the sampling policy's, and the KL is computed from them. Only an exact KL is
+        computed from the current models. With ``kl_reward`` the KL is subtracted from the reward once, and
+        ``("next", "kl_charged")`` holds the amount for each token.
 
-        Each loss of the result or of any of its rows is a mean over these rows: right for an optimiser step on each of
-        :meth:`minibatches`. For gradients that add up to the batch's see :meth:`micro_batches`.
+        The loss of the result, or of some of its rows, is a mean over these rows. This fits one optimiser step on each of the
+        :meth:`minibatches`. With :meth:`micro_batches` the gradients add up to the gradient of the batch.
 
         Args:
-            batch: the rollouts of one step, whole groups; changed in place where possible.
+            batch: the rollouts of one step, in whole groups. Changed in place where possible.
 
         Keyword Args:
-            count: also :meth:`count` the batch: the losses of any rows of the result add up to the loss of the batch. A
-                minibatch of a quarter of these rows then has a quarter of its mean's gradient. False removes
-                the counts of an earlier batch.
+            count: also :meth:`count` the batch, so that the losses of its parts add up to the loss of the batch. A
+                minibatch of a quarter of the rows then has a quarter of its mean's gradient. False removes the counts of
+                an earlier batch.
 
         Returns:
             The batch, ready for :attr:`loss` and :attr:`critic_loss`.
 
         Raises:
             SchemaError: if an entry is missing or wrong.
-            ValueError: with ``kl_reward``, for token rewards beside a KL that another transform scored.
+            ValueError: with ``kl_reward``, if another transform scored the KL and may have subtracted it from token rewards.
         """
         self.schema.check(batch)
         written = [part for part in (self.advantage, self.selection) if part is not None]
         for part in written:
-            part.check_groups(batch)  # fail before models run
+            part.check_groups(batch)  # an error here costs no forward of a model
         if self.kl_transform is not None:
             batch = self._score(self.kl_transform, batch)
         if self.value_transform is not None:
@@ -125,6 +125,7 @@ class AlgorithmParts:
             _mark(batch, _VALUES_SCORED)
         for part in written:
             batch = part(batch)
+        # Inputs of a whole batch must be computed before it is split. Mismatched answers need a reference model.
         once = self.loss.once
         if once is not None and not (once.mismatched and self.loss.reference is None):
             batch = self.loss.batch_inputs(batch)
@@ -135,7 +136,7 @@ class AlgorithmParts:
         return batch.exclude(*self._counts, inplace=not batch.is_locked)
 
     def count(self, batch: TensorDictBase) -> TensorDictBase:
-        """Write the denominators for one optimiser step on the whole batch; see :meth:`PolicyLoss.count`."""
+        """Write the denominators for one optimiser step on the whole batch, as :meth:`PolicyLoss.count` does."""
         for loss in self.losses:
             batch = loss.count(batch)
         return batch
@@ -148,27 +149,27 @@ class AlgorithmParts:
         size: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[TensorDictBase]:
-        """The rows of a prepared batch in random order, in minibatches: each for its own optimiser step.
+        """Split a prepared batch into minibatches of random rows, each for its own optimiser step.
 
         The loss of a minibatch is a mean over its own rows. The two answers of a pair stay together.
 
-        With ``torch.distributed`` each rank splits its own share, and averaged gradients are the mean of the ranks' means. For
-        the mean over all ranks' rows take ``micro_batches(minibatch, 1)``. Pass ``number``, so that all ranks make as many
-        steps.
+        With ``torch.distributed`` each rank splits its own share, and averaged gradients are the mean of the ranks' means.
+        ``micro_batches(minibatch, 1)`` gives the mean over the rows of all ranks. Pass ``number``, so that all ranks make the
+        same number of steps.
 
         Args:
-            batch: prepared, of any number of dimensions; not changed. Counts that it holds are left out.
-            number: of minibatches; their sizes differ by one row or pair at most.
+            batch: a prepared batch of any number of dimensions. It is not changed. Its counts are left out.
+            number: the number of minibatches. Their sizes differ by at most one row or pair.
 
         Keyword Args:
-            size: instead of ``number``: the largest number of rows.
-            generator: of the order; torch's own by default.
+            size: the largest number of rows, instead of ``number``.
+            generator: random generator of the order. Torch's own by default.
 
         Returns:
             An iterator over TensorDicts of one batch dimension.
 
         Raises:
-            TypeError: unless one of ``number`` and ``size`` is given.
+            TypeError: unless exactly one of ``number`` and ``size`` is given.
             ValueError: for more minibatches than rows or pairs, or a size that holds no pair.
 
         Example:
@@ -186,18 +187,18 @@ class AlgorithmParts:
     def micro_batches(
         self, batch: TensorDictBase, number: int | None = None, *, size: int | None = None
     ) -> Iterator[TensorDictBase]:
-        """The rows of a prepared batch in order, in micro-batches whose gradients add up to the gradient of the batch.
+        """Split a prepared batch, in order, into micro-batches whose gradients add up to the gradient of the batch.
 
-        The batch is counted first (over all ranks, if ``torch.distributed`` is initialised: then each rank calls this once for
-        each step). Call ``backward`` on the loss of every part, then make one step. Groups of answers that are neighbours are
-        split as little as possible, since a prompt is forwarded once per micro-batch.
+        The batch is counted first. If ``torch.distributed`` is initialised, it is counted over all ranks, and each rank must
+        call this once for each step. Call ``backward`` on the loss of every part, then make one step. Rows stay in order, since
+        a prompt is forwarded once per micro-batch and answers to one prompt are neighbours.
 
         Args:
-            batch: prepared, of any number of dimensions; or one of its :meth:`minibatches`. Not changed.
-            number: of micro-batches; their sizes differ by one row or pair at most.
+            batch: a prepared batch of any number of dimensions, or one of its :meth:`minibatches`. It is not changed.
+            number: the number of micro-batches. Their sizes differ by at most one row or pair.
 
         Keyword Args:
-            size: instead of ``number``: the largest number of rows.
+            size: the largest number of rows, instead of ``number``.
 
         Returns, raises:
             As :meth:`minibatches`.
@@ -218,15 +219,15 @@ class AlgorithmParts:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, object]:
-        """All that training changes beside the weights of models: coefficients, and numbers of the losses such as ``step``.
+        """Return the state that training changes, except the weights of models: coefficients and numbers such as ``step``.
 
-        A few numbers, whatever the models' size. A checkpoint holds them beside the actor's weights, the critic's
-        (``critic_loss.critic_network``) and the optimiser's state; of a reference that moves,
-        :meth:`ReferenceUpdater.state_dict <torchrl_llm_kl.scoring.ReferenceUpdater.state_dict>`. Random generators are the
-        caller's: the one for :meth:`minibatches`, and torch's own.
+        These are a few numbers. A checkpoint also needs the actor's weights, the critic's weights
+        (``critic_loss.critic_network``) and the optimiser's state. If the reference moves, it needs
+        :meth:`ReferenceUpdater.state_dict <torchrl_llm_kl.scoring.ReferenceUpdater.state_dict>` too. The caller saves
+        the random generators: the one for :meth:`minibatches`, and torch's own.
 
         Returns:
-            ``"algorithm"``, its name, and tensors by name: copies.
+            The algorithm's name under ``"algorithm"``, and copies of the tensors by name.
 
         Example:
             >>> from torchrl_llm_kl.algorithms import make_algorithm
@@ -246,34 +247,32 @@ class AlgorithmParts:
         return {key: x.detach().clone() if isinstance(x, Tensor) else x for key, x in state.items()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore what :meth:`state_dict` returned, in parts that were built with the same arguments.
+        """Restore the result of :meth:`state_dict`. The parts must have been built with the same arguments.
 
-        Numbers of the state replace those given to :func:`make_algorithm`: to change one on resuming, assign it afterwards.
+        Numbers of the state replace the numbers given to :func:`make_algorithm`. To change one when a run is resumed, assign it
+        after loading.
 
         Args:
-            state: not changed, nor referred to.
+            state: the saved state. It is not changed, and no reference to it is kept.
 
         Raises:
-            ValueError: for the state of another algorithm, a tensor of another shape, or if the state lacks a number of these
-                parts, or has one that these parts do not; nothing is changed.
+            ValueError: if the state belongs to another algorithm, has a tensor of another shape, or has other names. Nothing is
+                changed then.
         """
         name, before, given = self.algorithm.name, self.state_dict(), dict(state)
         before.pop("algorithm")
         saved = given.pop("algorithm", None)
         if saved != name:
-            raise ValueError(
-                f"expected the state of {name!r}, got that of {saved!r}: build the algorithm that was saved."
-            )
+            raise ValueError(f"expected the state of {name!r}, got the state of {saved!r}: build the saved algorithm.")
         try:
             self._state.load_state_dict(given)
         except RuntimeError as error:
-            self._state.load_state_dict(before)
-            what = f"the state does not fit {name!r}: build the parts with the arguments of the run that was saved."
-            raise ValueError(f"{what} {error}") from None
+            self._state.load_state_dict(before)  # torch has loaded the tensors that fit
+            raise ValueError(f"the state does not fit {name!r}, use the saved run's arguments: {error}") from None
 
     @property
     def _state(self) -> nn.ModuleDict:
-        """The modules with state, by name; the models are not among them."""
+        """The modules with state by name, without the models."""
         modules = nn.ModuleDict()
         for prefix, loss in (("loss", self.loss), ("critic_loss", self.critic_loss)):
             parts = () if loss is None else loss.named_children()
@@ -285,7 +284,7 @@ class AlgorithmParts:
 
     @property
     def _counts(self) -> list[NestedKey]:
-        """Where the losses keep denominators."""
+        """The keys under which the losses keep their denominators."""
         return [loss.tensor_keys.denominators for loss in self.losses]
 
     def _split(
@@ -303,12 +302,12 @@ class AlgorithmParts:
         batch = _flat(batch)
         together = spec_of(self.algorithm.objective).together
         units, what = torch.arange(len(batch)) // together, "rows" if together == 1 else "groups of rows"
-        for name in {"pair_id", "match_id"} & self.loss.reads:  # a loss of pairs needs both answers
+        for name in {"pair_id", "match_id"} & self.loss.reads:  # the loss of a pair needs both answers
             key = find_key(batch, getattr(self.loss.tensor_keys, name))
             if key is not None or name == "pair_id":
                 ids, what = None if key is None else per_sequence(batch, key), "pairs"
                 units = units // 2 if ids is None else ids.cpu().unique(return_inverse=True)[1]
-        lengths = units.bincount()
+        lengths = units.bincount()  # rows of each unit that must not be split
         if size is not None:
             most = size // int(lengths.max())
             if most == 0:
@@ -317,6 +316,7 @@ class AlgorithmParts:
         assert number is not None
         if number > len(lengths):
             raise ValueError(f"{len(lengths)} {what} cannot be split into {number} parts: pass at most {len(lengths)}.")
+        # Units are shuffled, not rows, so that the answers of a pair stay together.
         order = torch.arange(len(lengths))
         if shuffle:
             order = torch.randperm(len(lengths), generator=generator)
@@ -325,13 +325,13 @@ class AlgorithmParts:
         return (batch[part] for part in rows.split(shares))
 
     def _score(self, transform: RetrieveKL | RetrieveLogProb, batch: TensorDictBase) -> TensorDictBase:
-        """Score what neither the env nor an earlier call has scored. Log-probs of the policy that sampled stay."""
+        """Score the entries that neither the env nor an earlier call has scored. The sampling policy's log-probs are kept."""
         of_policy = transform[0] if isinstance(transform, RetrieveKL) else transform
         own, mark = _next(of_policy.log_probs_full_key), (_PREPARED, of_policy.log_probs_full_key[0])
         stored, missing = find_key(batch, own), self._missing(transform, batch)
         if isinstance(transform, RetrieveKL):
             return self._compare(transform, batch, stored, missing)
-        # torchrl's wrappers store log-probs at the root, without first tokens'; ours are marked.
+        # torchrl's wrappers store log-probs at the root too, but without the first tokens. Ours are marked.
         if stored is None or (stored != own and not _is_marked(batch, mark)):
             batch = transform(batch)
         elif missing:
@@ -342,7 +342,7 @@ class AlgorithmParts:
     def _compare(
         self, transform: RetrieveKL, batch: TensorDictBase, stored: NestedKey | None, missing: set[NestedKey]
     ) -> TensorDictBase:
-        """Policy, reference, their KL and the charged reward, as far as they are not there."""
+        """Score the policy and the reference, and compute their KL and the charged reward, if these entries are missing."""
         gen, ref, kl = transform
         compared = find_key(batch, ("next", "kl_penalty")) is not None
         charges = transform.add_to_reward and find_key(batch, ("next", CHARGED)) is None
@@ -351,9 +351,10 @@ class AlgorithmParts:
         recompute = charges if transform.add_to_reward else not compared
         kept = stored is not None and (compared or stored == _next(gen.log_probs_full_key))
         of_kl, of_ref = _written(kl), {_next(ref.log_probs_full_key)}
+        # Nothing can be reused: one call scores both models and charges the reward.
         if not kept and recompute:
             return transform(batch)
-        exact = recompute and kl.estimator == "exact"  # of the models as they are now, whichever sampled
+        exact = recompute and kl.estimator == "exact"  # it compares the current models, not the one that sampled
         if not kept:
             missing = _written(transform) - of_kl
         elif exact:
@@ -361,6 +362,7 @@ class AlgorithmParts:
         elif recompute:
             missing = missing | {key for key in of_ref if find_key(batch, key) is None}
         if missing:
+            # The reference transform is enough if only its log-probs are missing and it runs by itself.
             scorer = ref if missing <= of_ref and not transform.side_by_side else transform
             batch = _updated(batch, scorer(_excluding(batch, _next(gen.log_probs_full_key))), missing)
         if not recompute or exact:
@@ -369,51 +371,46 @@ class AlgorithmParts:
         places = [key for key in (stored, *(find_key(batch, key) for key in of_ref)) if key is not None]
         of_policy, of_reference = (per_token(batch, key, located.tokens, located.mask, repeats=False) for key in places)
         unscored = self.loss._reader.unscored(of_policy, located.tokens, located, places[0])
-        data = located.tokens.like(
-            torch.where(located.mask & ~unscored, of_policy, of_reference)
-        )  # a KL of 0 elsewhere
+        # Tokens without a score of the policy get the reference's, so that their KL is 0.
+        data = located.tokens.like(torch.where(located.mask & ~unscored, of_policy, of_reference))
         return _updated(batch, kl(write_ragged(batch.copy(), places[0], data.slots(), data.container)), of_kl)
 
     def _check_uncharged(self, batch: TensorDictBase) -> None:
-        """Reject token rewards beside a KL that another transform scored: it may be in them, or not."""
+        """Reject token rewards if another transform scored the KL, since the KL may already be subtracted from them."""
         reward = find_key(batch, ("next", "reward"))
         if reward is not None and per_sequence(batch, reward) is None:
             raise ValueError(
-                f"kl_reward={self.algorithm.kl_reward!r}: found one reward for each token and a KL, ('next', 'kl_penalty'), "
-                "that another transform scored, which it may have subtracted. If it has, pass kl_reward='none'; if it has "
-                "not, remove ('next', 'kl_penalty') before prepare, or put kl_transform of this algorithm in its place."
+                f"kl_reward={self.algorithm.kl_reward!r}: another transform wrote ('next', 'kl_penalty') and may have charged "
+                "the token rewards with it. If it has, pass kl_reward='none'. If not, remove the entry before prepare."
             )
 
     def _missing(self, transform: Transform, batch: TensorDictBase) -> set[NestedKey]:
-        """What the advantage or the loss reads, the transform writes and the batch does not hold.
-
-        An entropy or moments; a teacher's top k; log-probs of the reference.
-        """
+        """The entries that the advantage or the loss reads, the transform writes, and the batch lacks."""
         read = {key for part in (self.advantage, self.loss) if part is not None for key in part.in_keys}
         wanted = _written(transform) & {name for key in read for name in (unravel_key(key), _next(key))}
         return {key for key in wanted if find_key(batch, key) is None}
 
 
 def _next(key: NestedKey) -> NestedKey:
-    """A key below "next"."""
+    """The key below "next"."""
     return unravel_key(("next", key))
 
 
 def _written(transform: Transform) -> set[NestedKey]:
-    """What a transform, or each part of one, writes."""
+    """The entries that a transform or its parts write."""
     parts = transform if isinstance(transform, Compose) else [transform]
     return {_next(key) for part in parts for key in part.out_keys}
 
 
 def _updated(batch: TensorDictBase, scored: TensorDictBase, keys: Collection[NestedKey]) -> TensorDictBase:
-    """The batch with these entries of ``scored``, and nothing else changed."""
+    """Write these entries of ``scored`` into the batch."""
     written = [key for key in (find_key(scored, key) for key in keys) if key is not None]
     own_leaves(batch, *written)
     return batch.update(scored.select(*written))
 
 
 def _excluding(batch: TensorDictBase, key: NestedKey) -> TensorDictBase:
-    """A copy without the policy's scores, which are not to be taken for log-probs that the sampler stored."""
+    """A copy without the policy's scores, so that the transform does not take them for the sampler's log-probs."""
     return batch.copy().exclude(key, inplace=True)
 
 
@@ -428,14 +425,13 @@ def _mark(batch: TensorDictBase, key: NestedKey) -> None:
 
 
 class KeepBest(Advantage):
-    """Clear ``loss_mask`` for all but the best answers of each group; it keeps its shape, ``[*B, 1]`` if there is none."""
+    """Set ``loss_mask`` to False for all but the best answers of each group. A new mask is ``[*B, 1]``."""
 
     def __init__(self, *, group_key: NestedKey | None = None, group_size: int | None = None) -> None:
         super().__init__("best_of_group", group_key=group_key, group_size=group_size, keys={"advantage": _LOSS_MASK})
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Apply to a batch: on a direct call, or when a replay buffer is sampled."""
-        self.check_writable(tensordict)
         best = self._of_rows(tensordict, None)[0].reshape(-1).bool()
         given = read_column(tensordict, _LOSS_MASK)
         own_leaves(tensordict, _LOSS_MASK)
@@ -461,29 +457,26 @@ def mix_buffers(
     *,
     batch_size: int,
     expert_data_ratio: float = 0.5,
-    expert_mask_key: NestedKey = "expert_mask",
-    tokens_key: NestedKey = ("tokens", "full"),
 ) -> ReplayBufferEnsemble:
-    """A replay buffer whose batches hold rollouts and experts' answers in a fixed proportion.
+    """Return a replay buffer whose batches mix rollouts and experts' answers in a fixed proportion.
 
-    Experts' rows get 0 for each entry that only rollouts have (rewards, advantages, log-probs); objectives for mixed data
-    ignore it through ``expert_mask``. Rows without a ``loss_mask`` get True if others have one. Denominators that
-    :meth:`AlgorithmParts.prepare` wrote belong to another batch and are dropped: call :meth:`AlgorithmParts.count` on the
+    Experts' rows get 0 for each entry that only rollouts have (rewards, advantages, log-probs). Objectives for mixed data
+    ignore these entries through ``expert_mask``. If some rows have a ``loss_mask``, all others get True. Denominators from
+    :meth:`AlgorithmParts.prepare` are dropped, since they belong to another batch. Call :meth:`AlgorithmParts.count` on the
     mixed batch, or let each batch use its own mean.
 
     Args:
-        rollouts: the policy's answers, prepared (:meth:`AlgorithmParts.prepare`).
-        experts: answers of experts: tokens, and the prompt or mask that marks the response.
+        rollouts: the policy's answers, after :meth:`AlgorithmParts.prepare`.
+        experts: answers of experts, with tokens and the prompt or mask that marks the response.
 
     Keyword Args:
-        batch_size: rows of a batch.
-        expert_data_ratio: the experts' share.
-        expert_mask_key: entry to write: True for experts' rows; bool ``[B]``.
-        tokens_key: entry of the tokens.
+        batch_size: the number of rows of a batch.
+        expert_data_ratio: the experts' share of them.
 
     Returns:
-        A :class:`~torchrl.data.ReplayBufferEnsemble`; for a share of ``m / n`` its ``sample()`` returns a lazy stack
-        ``[n, batch_size / n]``: rollouts first, then ``m`` times experts. The losses of this package accept it directly.
+        A :class:`~torchrl.data.ReplayBufferEnsemble`. It writes ``"expert_mask"``, True for experts' rows. For a share of
+        ``m / n`` its ``sample()`` returns a lazy stack ``[n, batch_size / n]``: rollouts first, then ``m`` times experts. The
+        losses of this package accept it directly.
 
     Raises:
         ValueError: if the batch does not divide in that proportion.
@@ -503,37 +496,38 @@ def mix_buffers(
     """
     if not 0 < expert_data_ratio < 1:
         raise ValueError(f"expert_data_ratio must lie between 0 and 1, got {expert_data_ratio}.")
-    share = Fraction(expert_data_ratio).limit_denominator(batch_size)
+    share = Fraction(expert_data_ratio).limit_denominator(batch_size)  # 0.1 is not exact as a float
     if batch_size % share.denominator or abs(float(share) - expert_data_ratio) > 1e-6:
         raise ValueError(
             f"a batch of {batch_size} cannot hold exactly {expert_data_ratio:g} of experts: use a ratio n / {batch_size}."
         )
+    # The ensemble samples equally from its members, so a buffer takes part as often as its share requires.
     flags = [False] * (share.denominator - share.numerator) + [True] * share.numerator
     return ReplayBufferEnsemble(
         *(experts if flag else rollouts for flag in flags),
         sample_from_all=True,
         batch_size=batch_size,
-        collate_fn=partial(_mixed, flags=flags, mask_key=expert_mask_key, tokens_key=tokens_key),
+        collate_fn=partial(_mixed, flags=flags),
     )
 
 
-def _mixed(
-    samples: Sequence[TensorDictBase], *, flags: Sequence[bool], mask_key: NestedKey, tokens_key: NestedKey
-) -> TensorDictBase:
-    """The samples of rollouts and experts as one lazy stack of rows with the same entries."""
+def _mixed(samples: Sequence[TensorDictBase], *, flags: Sequence[bool]) -> TensorDictBase:
+    """Join the samples of rollouts and experts in one lazy stack whose rows have the same entries."""
     members = [[row.copy() for row in sample.reshape(-1).unbind(0)] for sample in samples]
     rows = [row for member in members for row in member]
     for row in rows:
         for key in _DENOMINATORS:
             row.pop(key, None)
     example = members[flags.index(False)][0]
-    length = len(example[tokens_key])
-    shared = example.exclude("tokens", "masks", _LOSS_MASK, mask_key)  # experts have their own
+    length = len(example[TOKENS_FULL])
+    shared = example.exclude(
+        "tokens", "masks", _LOSS_MASK, "expert_mask"
+    )  # experts have their own entries of these names
     only_rollouts = {key: value for key, value in shared.items(True, True) if isinstance(value, Tensor)}
     masks = [row[_LOSS_MASK] for row in rows if has_entry(row, _LOSS_MASK)]
     for flag, member in zip(flags, members, strict=True):
         for row in member:
-            tokens = len(row[tokens_key])
+            tokens = len(row[TOKENS_FULL])
             known = set(row.keys(True, True)) if flag else only_rollouts.keys()
             for key in only_rollouts.keys() - known:
                 value = only_rollouts[key]
@@ -542,5 +536,5 @@ def _mixed(
             if masks and not has_entry(row, _LOSS_MASK):
                 shape = masks[0].shape if masks[0].numel() == 1 else (tokens, *masks[0].shape[1:])
                 row.set(_LOSS_MASK, torch.ones(shape, dtype=torch.bool, device=masks[0].device))
-            row.set(mask_key, torch.tensor(flag))
+            row.set("expert_mask", torch.tensor(flag))
     return lazy_stack([lazy_stack(member) for member in members])

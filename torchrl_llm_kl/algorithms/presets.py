@@ -1,7 +1,7 @@
 """The presets, and a table of them.
 
 ``presets.csv`` has a line for each value of an algorithm that is not the default, with its source. To add an algorithm, add its
-lines there and a row to ``tests/units/algorithms/test_presets.py``, and run ``make docs``; outside the package:
+lines there and a row to ``tests/units/algorithms/test_presets.py``, and run ``make docs``. Outside the package, call
 ``ALGORITHMS.add(name, Algorithm(...))``.
 """
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class UnknownAlgorithmError(UnknownNameError):
-    """Unknown algorithm; the message lists the registered names and suggests the nearest one."""
+    """Unknown algorithm. The message lists the registered names and suggests the nearest one."""
 
 
-#: Every preset, by name: a read-only mapping. Use ``dataclasses.replace`` to vary one.
+#: Every preset by name, a read-only mapping. ``dataclasses.replace`` makes a variant.
 ALGORITHMS: Registry[Algorithm] = Registry("algorithm", error=UnknownAlgorithmError)
 
 
@@ -34,7 +34,7 @@ def get_algorithm(name: AlgorithmName) -> Algorithm:
     """Look a preset up by name.
 
     Raises:
-        UnknownAlgorithmError: a ``ValueError``; lists the names and suggests the nearest one.
+        UnknownAlgorithmError: a ``ValueError`` that lists the names and suggests the nearest one.
 
     Example:
         >>> get_algorithm("dapo").objective
@@ -50,10 +50,10 @@ def _register_presets() -> None:
     for row in read_table("algorithms/presets.csv"):
         value: object
         name, field, value = row["algorithm"], row["field"], row["value"]
-        with suppress(ValueError):  # a word stands for itself
+        with suppress(ValueError):  # a word without quotes is a string
             value = json.loads(value)
         values.setdefault(name, {})[field] = value
-        if row["source"]:
+        if row["source"]:  # a value can share the source of the row above
             sources.setdefault(name, {})[field] = row["source"]
     for name, fields in values.items():
         ALGORITHMS.add(name, Algorithm(name, sources=sources.get(name, {}), **fields))
@@ -68,7 +68,7 @@ def algorithm_table(learning_tests: dict[str, str] | None = None) -> str:
     """A Markdown table of objective, advantage, KL placement, aggregation and repeats of each algorithm.
 
     Args:
-        learning_tests: algorithm -> result of its learning test; adds a column.
+        learning_tests: algorithm -> result of its learning test, for one more column.
 
     Example:
         >>> print(algorithm_table().splitlines()[2])

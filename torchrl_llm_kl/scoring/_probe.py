@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import send, to_host
-from torchrl_llm_kl._private import PrivateNameError, dispatch_mode, tensor_leaves
+from torchrl_llm_kl._private import dispatch_mode, tensor_leaves
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._forks import ForkedPass, has_state, is_recurrent
 from torchrl_llm_kl.scoring._invariant import BLOCK
@@ -114,8 +114,6 @@ def _first_equal(
         try:
             difference, tolerance, states = _rounding_difference(setup, request, *plain)
             equal, outcome = difference <= tolerance, f"largest difference {difference:.3g}, tolerance {tolerance:.1g}"
-        except PrivateNameError:
-            raise
         except Exception as error:
             outcome = f"{type(error).__name__}: {error}"
         if ranks.all(equal):
@@ -191,8 +189,6 @@ def _can_share(setup: Setup, vocab: int, states: Tensor, forks: bool) -> bool:
             passes.recurrence = 10.0
             if is_recurrent(model) and torch.equal(_run(passes).cpu(), hidden):
                 return False
-    except PrivateNameError:
-        raise
     except Exception:  # for instance an attention that cannot be exchanged, or a cache of the model's own
         return False
     untouched = (rows.sequence_ids == 2)[torch.cat(passes.elements)]

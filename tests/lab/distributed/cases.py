@@ -1,4 +1,4 @@
-"""What each rank does: wrap a model as a training script would, train it on this rank's share, compare with one process."""
+"""Functions for each rank: wrap a model as scripts do, train it on the rank's share, compare with one process."""
 
 import contextlib
 import re
@@ -21,7 +21,7 @@ from toy_models import tiny_model
 
 _PREFIXES = re.compile(r"\b(_fsdp_wrapped_|_checkpoint_wrapped_)?module\.")
 VOCAB, STEPS, RATE = 96, 3, 0.5
-PACK = 32  # tokens of a pack: a batch of one rank needs several, another's one
+PACK = 32  # tokens of a pack: the batch of one rank needs several packs, another rank's batch needs one
 #: Tokens of (prompt, response) of each sequence. Sequences 1, 3, 5 share a prompt longer than a pack.
 SHAPES = [(5, 31), (40, 20), (7, 38), (40, 33), (5, 30), (40, 27), (6, 2), (9, 3), (4, 1), (8, 2)]
 
@@ -59,7 +59,9 @@ def build(dtype=torch.float64, *, lora=False, checkpoint="", seed=3, **config):
     model = tiny_model("qwen2", seed=seed, vocab_size=VOCAB, max_position_embeddings=128, **config).to(dtype).train()
     for module in list(model.modules()):
         for name, norm in list(module.named_children()):
-            if type(norm).__name__ == "Qwen2RMSNorm":  # float32, whose rounding depends on the order of sums
+            if (
+                type(norm).__name__ == "Qwen2RMSNorm"
+            ):  # this norm computes in float32, where rounding depends on the order of sums
                 own = nn.RMSNorm(norm.weight.shape[0], eps=norm.variance_epsilon, dtype=dtype)
                 own.load_state_dict(norm.state_dict())
                 setattr(module, name, own)
@@ -77,7 +79,7 @@ def build(dtype=torch.float64, *, lora=False, checkpoint="", seed=3, **config):
 
 
 def make_loss(model, **options):
-    """PPO with an entropy bonus and a KL term, exact with ``reference``: every kind of score that needs the head."""
+    """PPO with an entropy bonus and a KL term (exact with ``reference``): all kinds of scores that need the head."""
     terms = [EntropyBonus(0.01), KLToReference(0.1, "exact" if "reference" in options else "k2")]
     return PolicyLoss(model, "ppo", terms=terms, masking_strategy="rlhf", tokens_per_batch=PACK, **options)
 
@@ -109,12 +111,12 @@ def layers_of(model):
 
 
 def shard(model, *, keep=False, groups=False, by_layer=True, **options):
-    """FSDP2: the layers, then all that is left."""
+    """Apply FSDP2 to the layers, then to the rest of the model."""
     if by_layer:
         for layer in layers_of(model):
             fully_shard(layer, reshard_after_forward=not keep, **options)
     ends = [model.get_decoder().norm, model.get_output_embeddings()]
-    if groups and model.config.tie_word_embeddings:  # a parameter is in one group
+    if groups and model.config.tie_word_embeddings:  # a parameter can be in only one group
         fully_shard([model.get_input_embeddings(), *ends], **options)
     elif groups:
         fully_shard(model.get_input_embeddings(), **options)
@@ -133,7 +135,7 @@ def _fsdp1(model, *, flat=False):
     return FSDP(model, auto_wrap_policy=policy, use_orig_params=not flat, device_id=torch.device("cpu"))
 
 
-#: A model, and what makes a loss of the wrapped one, to what a script trains.
+#: Name -> a function of a model and of a constructor of the loss. It returns the module that a script trains.
 WRAPS = {
     "DDP(loss)": lambda model, make: DDP(make(model)),
     "loss(DDP)": lambda model, make: make(DDP(model)),
@@ -148,7 +150,7 @@ WRAPS = {
 
 
 def share(split, rank, ranks):
-    """This rank's rows: many tokens for some and few for others, none with a response, or no row at all."""
+    """This rank's rows. Shares differ: many or few tokens, rows without a response, or no rows."""
     rows = batch()
     if split == "uneven":  # 475 tokens against 35, on two ranks
         bounds = {2: [0, 6, 10], 4: [0, 4, 6, 8, 10]}[ranks]
@@ -169,7 +171,7 @@ def mine(split="uneven"):
 
 
 def parameters_of(model):
-    """Whole parameters, under the names of the model that is not wrapped."""
+    """Unsharded parameters, under the names of the unwrapped model."""
     with contextlib.ExitStack() as stack:
         if any(isinstance(module, FSDP) for module in model.modules()):
             stack.enter_context(FSDP.summon_full_params(model))
@@ -178,7 +180,7 @@ def parameters_of(model):
 
 
 def held_back(run, loss):
-    """Context of a micro-batch that is not the last: gradients stay on this rank."""
+    """A context for all micro-batches but the last, in which gradients stay on this rank."""
     for module in (run, loss.actor_network):
         if hasattr(module, "no_sync"):
             return module.no_sync()
@@ -190,13 +192,13 @@ def held_back(run, loss):
 
 
 def wrapped(wrap, model, **options):
-    """What a script calls, and the loss inside."""
+    """Return the module that a script calls, and the loss inside it."""
     run = WRAPS[wrap](model, partial(make_loss, **options))
     return run, run.module if isinstance(run, DDP) else run
 
 
 def step(run, loss, rows, micro_batches=1):
-    """Forward and backward of this rank's share of a step; a micro-batch may be empty."""
+    """Run forward and backward of this rank's share of a step. Micro-batches may be empty."""
     rows = loss.count(rows)
     parts = [rows] if micro_batches == 1 else [rows[i] for i in torch.arange(len(rows)).tensor_split(micro_batches)]
     for i, part in enumerate(parts):
@@ -205,14 +207,14 @@ def step(run, loss, rows, micro_batches=1):
 
 
 def difference(loss, want):
-    """The largest of any parameter."""
+    """The largest difference of any parameter from the expected ones."""
     got = parameters_of(loss.actor_network)
     assert got.keys() == want.keys(), got.keys() ^ want.keys()
     return max(float((got[name] - want[name]).abs().max()) for name in want)
 
 
 def steps(run, loss, splits=("uneven",) * STEPS, *, micro_batches=1, rate=RATE, clip=None):
-    """Steps on this rank's share of each split."""
+    """Make a step on this rank's share of each split."""
     optimizer = torch.optim.SGD([p for p in run.parameters() if p.requires_grad], lr=rate)
     for split in splits:
         step(run, loss, mine(split), micro_batches)
@@ -224,7 +226,7 @@ def steps(run, loss, splits=("uneven",) * STEPS, *, micro_batches=1, rate=RATE, 
 
 
 def train(wrap, *, split="uneven", dtype=torch.float64, micro_batches=1, rate=RATE, clip=None, exact=False, **config):
-    """Steps on this rank's share; the largest difference from one process with the whole batch."""
+    """Train on this rank's share. Returns the largest difference from one process with the whole batch."""
     splits = [split] * STEPS if isinstance(split, str) else split
     plain = {name: value for name, value in config.items() if name != "checkpoint"}
     want = expected(dtype, len(splits), rate, clip, exact, tuple(sorted(plain.items())))

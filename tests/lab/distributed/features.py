@@ -1,4 +1,4 @@
-"""What each rank does beside plain training: mixed precision, references, other libraries, errors, saving."""
+"""Functions for each rank beyond plain training: mixed precision, references, other libraries, errors, saving."""
 
 import copy
 import os
@@ -21,14 +21,14 @@ from toy_models import stateful_model, tiny_model
 
 def _mixture(checkpoint=""):
     model = tiny_model("mixtral", vocab_size=cases.VOCAB, max_position_embeddings=128).double().train()
-    model.set_experts_implementation("eager")  # the default has no float64
+    model.set_experts_implementation("eager")  # the default implementation does not support float64
     if checkpoint:
         enable(model)
     return model
 
 
 def replayed_routing(wrap, checkpoint="", split="uneven"):
-    """The change by a step over recorded experts: its relative difference from one process, with and without the record."""
+    """Make a step over recorded experts. Returns relative differences from one process, with and without the record."""
 
     def recorded(rows):
         rng = torch.Generator().manual_seed(1)
@@ -52,11 +52,11 @@ def replayed_routing(wrap, checkpoint="", split="uneven"):
     return difference(loss, after[0]) / size, difference(loss, after[1]) / size
 
 
-SMALL = 0.01  # with larger steps rounding grows from step to step
+SMALL = 0.01  # with larger steps, rounding errors grow from step to step
 
 
 def recurrent(checkpoint):
-    """The largest difference of a gradient from one process, beside its parameter's largest: a recurrent model, FSDP2."""
+    """The largest relative difference of a gradient from one process, for a recurrent model under FSDP2."""
     prompts, ends = random_sequences(40, 35).to_list(), random_sequences(5, 3, 7, 4, 6, 9, seed=1).to_list()
     rows = [torch.cat([prompts[i // 3], end]) for i, end in enumerate(ends)]
     plain, model = stateful_model("qwen3_5_text"), stateful_model("qwen3_5_text").train()
@@ -75,7 +75,7 @@ def recurrent(checkpoint):
 
 
 def _in_bfloat16():
-    """One process: float32 weights, and a bfloat16 copy of them that computes."""
+    """Train in one process, with float32 weights and a bfloat16 copy that computes."""
     master = build(torch.float32)
     narrow = copy.deepcopy(master)
     for parameter in narrow.parameters():  # not the buffers
@@ -92,7 +92,7 @@ def _in_bfloat16():
 
 
 def mixed_precision(by_layer):
-    """Relative error of the change by three small steps against float32: on ranks, and of one process in bfloat16."""
+    """Relative errors of the change by three small steps, compared with float32: on ranks, and in one bfloat16 process."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     before = {name: p.detach().clone() for name, p in build(torch.float32).named_parameters()}
     model = shard(build(torch.float32), by_layer=by_layer, mp_policy=policy)
@@ -111,7 +111,7 @@ WRITTEN = (("log_probs", "full"), ("ref_log_probs", "full"), "kl_penalty", "rewa
 
 
 def retrieve(wrap, estimator, split):
-    """KL to a sharded reference before and after three steps, and log-probs; the largest difference from one process."""
+    """Compute KL and log-probs with a sharded reference before and after steps. Returns the largest difference."""
     plain, reference = build(), build(seed=4)
     run, loss = wrapped(wrap, build())
     rows = rewarded(cases.mine(split))
@@ -157,13 +157,13 @@ def accelerate(what, steps):
         rows = loss.count(cases.mine())
         for i in torch.arange(len(rows)).tensor_split(steps):
             with accelerator.accumulate(held):
-                accelerator.backward(total(run(rows[i])) * steps)  # which divides by the steps
+                accelerator.backward(total(run(rows[i])) * steps)  # accelerate divides by the steps
                 optimizer.step(), optimizer.zero_grad()
     return difference(loss, expected())
 
 
 def refuse(wrap, kind):
-    """Rank 1 has a bad token or a NaN weight. Seconds until this rank's error, its text, the difference after a good step."""
+    """Give rank 1 a bad token or a NaN weight. Returns the seconds until the error, its text, and the final difference."""
     run, loss = wrapped(wrap, build())
     rows, optimizer = cases.mine(), torch.optim.SGD(run.parameters(), lr=RATE)
     last = dist.get_rank() == 1
@@ -190,7 +190,7 @@ def refuse(wrap, kind):
 
 
 def out_of_memory(wrap, where, room):
-    """On rank 1 part of the model has room for so many tokens. The budget in the end, and the difference."""
+    """Let part of the model on rank 1 run out of memory. Returns the final token budget and the difference."""
     from torchrl_llm_kl.scoring._scores import HeadReading
 
     model = build()
@@ -220,7 +220,7 @@ def out_of_memory(wrap, where, room):
 
 
 def state(wrap):
-    """Keys and values of the state dict after a step, as of a model of one process; it loads into one."""
+    """Compare keys and values of the whole state dict after a step with a model of one process."""
     run, loss = wrapped(wrap, build())
     step(run, loss, cases.mine())
     found = get_model_state_dict(loss.actor_network, options=StateDictOptions(full_state_dict=True))
@@ -232,7 +232,7 @@ def state(wrap):
 
 
 def scored_before():
-    """A model that is scored before it is sharded."""
+    """Score a model before it is sharded, then train it."""
     model = build()
     loss = make_loss(model)
     step(loss, loss, cases.mine())

@@ -1,4 +1,4 @@
-"""A pool of processes, one for each rank: started once for all tests, since an import of torch takes seconds."""
+"""A pool with one process for each rank. It is started once for all tests, since importing torch takes seconds."""
 
 import importlib
 import multiprocessing
@@ -28,7 +28,7 @@ class RankPool:
         self._workers = []
 
     def run(self, function, *, ranks=2, limit=LIMIT, **arguments):
-        """The result of each rank. Raises the first error of a rank; a TimeoutError after ``limit`` seconds."""
+        """The result of each rank. Raises the first error of a rank, or a TimeoutError after ``limit`` seconds."""
         if not all(process.is_alive() for process, _ in self._workers):
             self.close()
         self._start(ranks)
@@ -69,7 +69,7 @@ class RankPool:
         self._workers += new
 
     def close(self):
-        """End all processes; the next case starts new ones."""
+        """End all processes. The next case starts new ones."""
         for process, connection in self._workers:
             connection.close()
             process.kill()

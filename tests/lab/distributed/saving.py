@@ -1,4 +1,4 @@
-"""What each rank does: train, save, and continue what another number of ranks has saved."""
+"""Functions for each rank: train, save, and continue a run that another number of ranks saved."""
 
 import sys
 from functools import partial
@@ -18,7 +18,7 @@ TUTORIALS = str(PROJECT / "tutorials")
 
 
 def whole_tensors(model):
-    """All weights, gathered; a collective."""
+    """All weights, gathered by a collective."""
     state = get_model_state_dict(model)
     whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in state.items()}
     return {name: value.clone() for name, value in whole.items()}
@@ -44,7 +44,7 @@ def recipe(settings, out, *, until=None, resume=False):
 
 
 def other_algorithms():
-    """The algorithms that the recipe runs beside its default."""
+    """The algorithms that the recipe runs, besides its default."""
     from torchrl_llm_kl.algorithms import ALGORITHMS
 
     left_out = ("mix", "distill", "rewards")  # as the recipe says; test_countdown_fsdp.py checks that it says so
@@ -53,7 +53,7 @@ def other_algorithms():
 
 
 def follow(folder, *, first, last):
-    """Steps ``first`` to ``last`` of a reference that follows a policy; saved in ``folder`` after the last."""
+    """Run steps ``first`` to ``last`` of a reference that follows a policy, and save it in ``folder``."""
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)) for _ in range(2)]
     if dist.is_initialized():

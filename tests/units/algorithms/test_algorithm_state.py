@@ -71,7 +71,7 @@ class Run:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """What has a state, by name."""
+        """The objects that have a state, by name."""
         models = {"actor": self.actor, "reference": self.reference, "critic": self.critic}
         found = {"models": nn.ModuleDict({name: each for name, each in models.items() if each is not None})}
         found |= {"optimiser": self.optimiser, "parts": self.parts}
@@ -106,9 +106,9 @@ def through_a_file(run: Run, again: Run, folder: Path) -> None:
 
 
 def through_distributed_checkpoint(run: Run, again: Run, folder: Path) -> None:
-    """Objects with ``state_dict`` and ``load_state_dict``, of which the checkpoint takes and returns the state."""
+    """The checkpoint saves and loads the states of objects with ``state_dict`` and ``load_state_dict``."""
     dcp.save({"rng": run.rng.get_state(), **run.saved}, checkpoint_id=folder, no_dist=True)
-    # A new optimiser has no state to load into before its first step, as dcp.state_dict.get_optimizer_state_dict arranges.
+    # A new optimiser has no state to load into before its first step; torch's dcp.state_dict.get_optimizer_state_dict fills it.
     for group in again.optimiser.param_groups:
         for p in group["params"]:
             p.grad = torch.zeros_like(p)
@@ -128,7 +128,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize("save", [through_a_file, through_distributed_checkpoint], ids=["torch.save", "dcp"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_resumed_run_equals_one_that_never_stopped(name: str, save: Callable[..., None], tmp_path: Path) -> None:
-    """Without a part of its state it differs."""
+    """And when any one part of its state is not loaded, the run ends differently."""
     whole, first, resumed, forgetful = (Run(name) for _ in range(4))
     whole.train(5)
     first.train(3)
@@ -137,7 +137,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(name: str, save: Callable[.
     state |= {key: fresh[key] for key in ("parts", "updater") if key in fresh}
     state["models"] |= {key: value for key, value in fresh["models"].items() if key.startswith("reference")}
     forgetful.load(state)
-    first.train(1)  # what was saved is a copy
+    first.train(1)  # must not change what was saved
     resumed.train(2)
     forgetful.train(2)
     models = whole.saved["models"].state_dict()
@@ -149,7 +149,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(name: str, save: Callable[.
 
 
 def test_the_state_by_hand() -> None:
-    """Numbers alone, no weights."""
+    """It holds numbers only, no weights."""
     coefficient = ziegler()
     settings = {"reference": TASK.policy(), "critic": TabularCritic(TASK), **in_reward(coefficient)}
     parts = make_algorithm("ppo", TASK.policy(), **settings)
@@ -176,7 +176,7 @@ def grpo(**settings: Any) -> AlgorithmParts:
 
 
 def test_functional_actors_and_shared_coefficients() -> None:
-    """One coefficient in two places is one after loading too."""
+    """A coefficient that is used in two places is still one object after loading."""
     shared = FixedKLCoefficient(0.25)
     both = {**in_reward(shared), "kl_loss": "k2", "kl_loss_coeff": shared}
     parts = grpo(loss_args={"functional": True}, **both)
@@ -193,10 +193,10 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     parts = grpo()
     before = parts.state_dict()
     for key, value, message in (
-        ("loss.objective.clip_high", None, r"fit 'grpo': .*Missing key.* \"loss.objective.clip_high\""),
+        ("loss.objective.clip_high", None, r"fit 'grpo'.*Missing key.* \"loss.objective.clip_high\""),
         ("loss.objective.clip", torch.tensor(1.0), r"Unexpected key.* \"loss.objective.clip\""),
-        ("algorithm", "dapo", "expected the state of 'grpo', got that of 'dapo'"),
-        ("algorithm", None, "expected the state of 'grpo', got that of None"),
+        ("algorithm", "dapo", "expected the state of 'grpo', got the state of 'dapo'"),
+        ("algorithm", None, "expected the state of 'grpo', got the state of None"),
         ("loss.objective.clip_high", torch.zeros(2), r"size mismatch for loss.objective.clip_high: .*\[2\]"),
         ("loss.objective.clip_high", 0.3, "loss.objective.clip_high.*float"),
     ):
@@ -205,7 +205,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         with pytest.raises(ValueError, match=f"(?s){message}"):
             parts.load_state_dict({name: each for name, each in state.items() if each is not None})
         assert_equal(parts.state_dict(), before)
-    # A state of a run with a KL in the loss, in one without.
-    message = r"(?s)the arguments of the run.*Unexpected key.* \"loss.terms.0.coeff\", \"kl_transform.transforms.2.co"
+    # The state of a run with a KL in the loss, loaded into a run without one.
+    message = r"(?s)the saved run's arguments.*Unexpected key.* \"loss.terms.0.coeff\", \"kl_transform.transforms.2.co"
     with pytest.raises(ValueError, match=message):
         grpo(kl_loss="none", reference=None).load_state_dict(before)

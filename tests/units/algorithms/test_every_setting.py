@@ -23,7 +23,7 @@ ROWS = 24
 #: Values of the fields that are neither numbers nor flags.
 VALUES: dict[str, tuple[Any, ...]] = {
     "objective": ("gpg", "sft"),
-    "objective_args": (),  # each by its name
+    "objective_args": (),  # each objective argument is tried by its own name
     "advantage": ("grpo", "rloo", "reinforce", None),
     "advantage_args": ({"gamma": 0.5},),
     "aggregation": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "none"),
@@ -50,7 +50,7 @@ def policy(seed: int, scale: float) -> TabularPolicy:
 
 @cache
 def data_for(schema: Schema, *, triples: bool) -> TensorDictBase:
-    """Answers of a policy that is far from actor and reference, so that most bounds are crossed somewhere."""
+    """Answers that a policy far from actor and reference sampled, so that most bounds bind somewhere."""
     rng = torch.Generator().manual_seed(3)
     td = rows_of_all(ROWS, name="tpo" if triples else "vapo")
     short = TASK.batch(torch.zeros(3, dtype=torch.long), torch.full((3,), TASK.answers.index((3,))))
@@ -68,7 +68,7 @@ def data_for(schema: Schema, *, triples: bool) -> TensorDictBase:
 
 
 def built(preset: Algorithm, settings: Mapping[str, Any]) -> tuple[AlgorithmParts, TabularPolicy]:
-    """The preset with the critic and the reference that it turns out to need."""
+    """The preset's parts, with a critic and a reference when it asks for them."""
     actor, own = policy(0, 1.0), dict(settings)
     if preset.name == "dr_grpo" and own.keys().isdisjoint(("max_len", "aggregation", "objective")):
         own["max_len"] = 4
@@ -81,7 +81,7 @@ def built(preset: Algorithm, settings: Mapping[str, Any]) -> tuple[AlgorithmPart
 
 
 def outcome(name: str, **settings: Any) -> dict[str, Any]:
-    """All that the built parts require, and all that they compute from one batch."""
+    """What the built parts require, and everything they compute from one batch."""
     parts, actor = built(ALGORITHMS[name], settings)
     loss = parts.loss
     found: dict[str, Any] = {
@@ -105,7 +105,7 @@ def outcome(name: str, **settings: Any) -> dict[str, Any]:
 
 
 def values(name: str, now: object, annotation: object = None) -> tuple[Any, ...]:
-    """Other values of a setting."""
+    """Values to try for a setting."""
     if name in VALUES:
         return VALUES[name]
     if choices := choices_of(annotation):

@@ -1,4 +1,4 @@
-"""Minibatches are steps with their own mean, micro-batches add up to the batch; batches of two replay buffers."""
+"""Minibatches have their own means, micro-batches add up to their batch, and batches mix two replay buffers."""
 
 from typing import Any
 
@@ -20,13 +20,13 @@ def uneven(rows: int = 16) -> TensorDict:
     data["query"] = torch.arange(rows) // 4
     data["next", "reward"] = torch.arange(rows).float().cos().unsqueeze(-1)
     data["number"] = torch.arange(rows)
-    # For mix_chord: a micro-batch without experts, one with experts alone.
+    # For mix_chord: a micro-batch without experts, and one of experts only.
     data["expert_mask"] = torch.arange(rows) >= 12
     return data
 
 
 def sft_gradient(parts: AlgorithmParts, data: TensorDictBase) -> Tensor:
-    """Of the mean negative log-likelihood over response tokens, by hand: ``p - onehot`` of each token's logits."""
+    """The gradient of the mean negative log-likelihood over response tokens, by hand: ``p - onehot`` at each token."""
     table = parts.loss.actor_network.table.detach()
     full, real = data["tokens", "full"], data["masks", "all_attention_mask"]
     gradient, tokens = torch.zeros_like(table), 0
@@ -50,7 +50,7 @@ def gradient(parts: AlgorithmParts, *batches: TensorDictBase) -> Tensor:
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
-    """Gradients that were added up in another order."""
+    """Compares gradients that were summed in different orders."""
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -60,7 +60,7 @@ def algorithm(name: str) -> AlgorithmParts:
     return make_algorithm(name, TASK.policy(), reference=None if name == "sft" else TASK.policy(), **given)
 
 
-def test_a_step_on_a_quarter_of_a_prepared_batch_has_the_gradient_of_its_own_mean() -> None:
+def test_a_minibatch_has_the_gradient_of_its_own_mean() -> None:
     parts = algorithm("sft")
     batch = parts.prepare(uneven())
     for rows in (slice(4), slice(5, 12), slice(None)):
@@ -71,7 +71,7 @@ def test_a_step_on_a_quarter_of_a_prepared_batch_has_the_gradient_of_its_own_mea
     torch.testing.assert_close(gradient(parts, counted[:4]), share * gradient(parts, batch[:4]))
 
 
-def test_counts_are_for_who_asks_and_take_no_random_numbers() -> None:
+def test_counts_are_optional_and_draw_no_random_numbers() -> None:
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
@@ -80,11 +80,11 @@ def test_counts_are_for_who_asks_and_take_no_random_numbers() -> None:
         assert not keys & set(parts.prepare(uneven()).keys())
         counted = parts.prepare(uneven(), count=True)
         assert keys <= set(counted.keys())
-        assert not keys & set(parts.prepare(counted).keys())  # of an earlier batch
+        assert not keys & set(parts.prepare(counted).keys())  # those of an earlier batch are gone
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_counts_of_a_replayed_batch_do_not_survive() -> None:
+def test_counts_of_replayed_rows_are_not_reused() -> None:
     parts = algorithm("sft")
     buffer = ReplayBuffer(storage=LazyStackStorage(32), collate_fn=lambda x: x)
     buffer.extend(parts.prepare(uneven(), count=True))
@@ -104,7 +104,7 @@ def test_counts_of_a_replayed_batch_do_not_survive() -> None:
 
 @pytest.mark.parametrize("name", ["sft", "grpo", "ppo", "mix_chord"])
 def test_micro_batches_add_up(name: str) -> None:
-    """Of a batch, and of a minibatch of one that was counted."""
+    """To a batch, and to a minibatch of a batch that was counted."""
     parts = algorithm(name)
     batch = parts.prepare(uneven())
     assert gradient(parts, batch).norm() > 0.05
@@ -186,7 +186,7 @@ def test_layouts(layout: str) -> None:
         rows = [row[:n] for row, n in zip(data["tokens", "full"], lengths, strict=True)]
         tokens = {"full": torch.nested.as_nested_tensor(rows), "prompt": plain["tokens", "prompt"]}
         data = TensorDict({"number": data["number"], "tokens": tokens}, batch_size=[16])
-    if layout == "stacks inside":  # as a policy's output that no env has stacked
+    if layout == "stacks inside":  # a policy's output before an env stacks it
         each = zip(data["tokens"].unbind(0), lengths, strict=True)
         data["tokens"] = lazy_stack([TensorDict(full=row["full"][:n], prompt=row["prompt"]) for row, n in each])
         data = data.exclude("masks", "expert_mask", "next")
@@ -238,7 +238,7 @@ def prepared(rows: int = 32) -> TensorDict:
 
 
 def shown(rows: int = 20) -> list[TensorDict]:
-    """Of their own lengths, tokens alone."""
+    """Rows of several lengths that hold only tokens."""
     prompts = torch.arange(rows) % 2
     data = TASK.batch(prompts, torch.arange(rows) % 13)
     return [
@@ -259,7 +259,7 @@ SHARES = {(0.5, 8): (2, 4), (0.25, 16): (4, 4), (0.75, 8): (4, 2), (0.1, 20): (1
 
 
 @pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
-def test_every_batch_has_the_share_and_stored_rows_are_not_changed(storage: type) -> None:
+def test_every_batch_has_the_share_and_stored_rows_stay(storage: type) -> None:
     rollouts, experts = buffers(storage)
     for (ratio, batch_size), shape in SHARES.items():
         mixture = mix_buffers(rollouts, experts, batch_size=batch_size, expert_data_ratio=ratio)
@@ -282,9 +282,9 @@ def test_rows_of_experts_are_completed_with_zeros() -> None:
         assert not expert["advantage"].any()
         assert not expert["next", "reward"].any()
         assert expert["advantage"].shape == usual["advantage"].shape
-        assert "masks" not in expert  # what tells the response is the experts' own
+        assert "masks" not in expert  # the experts' own entries mark the response
         known = {key for key in usual.keys(True, True) if key[0] != "masks"}
-        assert "denominators" not in known  # of another batch
+        assert "denominators" not in known  # those counted another batch
         assert set(expert.keys(True, True)) == known
 
 

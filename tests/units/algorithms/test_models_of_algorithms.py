@@ -1,4 +1,4 @@
-"""Actors, references and critics in all their forms: one temperature, one precision, one set of tokens; what is refused."""
+"""Actors, references and critics in all their forms agree in temperature, precision and tokens, or are refused."""
 
 import copy
 from pathlib import Path
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torchrl.modules.llm import TransformersWrapper
 
 from closeness import assert_near
-from refused import refused
 from torchrl_llm_kl import LogProbScorer, RetrieveLogProb, Sampling, ScoreOptions
 from torchrl_llm_kl.algorithms import make_algorithm
 from torchrl_llm_kl.scoring import RememberedModel, TokenCritic
@@ -50,16 +49,16 @@ def test_the_base_model_under_all_its_names(kl_loss: str) -> None:
         found = outcome(actor, reference=reference, kl_loss=kl_loss)
         torch.testing.assert_close(found["loss_kl_to_ref"], expected["loss_kl_to_ref"], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(gradient(found, actor), wanted, rtol=1e-3, atol=1e-4)
-    # Its log-probs alone.
+    # Only its log-probs are read.
     scored = make_algorithm("dpo", actor, reference="base").prepare(batch())["next", "ref_log_probs", "full"]
     plain = make_algorithm("dpo", actor, reference=tiny_model(seed=0)).prepare(batch())
     torch.testing.assert_close(scored, plain["next", "ref_log_probs", "full"], rtol=1e-4, atol=1e-5)
     assert (RetrieveLogProb(actor)(batch())["next", "log_probs", "full"] - scored).abs().max() > 0.01
-    with pytest.raises(ValueError, match="a scorer with adapters=False of a model that is not the actor's"):
+    with pytest.raises(ValueError, match="adapters=False of another model than the actor's"):
         outcome(tiny_model(seed=0), reference=LogProbScorer(actor, adapters=False), kl_loss=kl_loss)
 
 
-def test_the_actor_is_no_reference_of_its_own() -> None:
+def test_the_actor_cannot_be_its_own_reference() -> None:
     actor, lora = tiny_model(seed=0), with_lora(tiny_model(seed=0))
     sharing = tiny_model(seed=1)
     sharing.load_state_dict(actor.state_dict(), assign=True)  # other parameters in the same memory
@@ -71,7 +70,7 @@ def test_the_actor_is_no_reference_of_its_own() -> None:
         (actor, sharing, "holds the actor's own parameters"),
         (lora, lora.get_base_model(), "holds the actor's own parameters"),  # its adapters are active
     ):
-        message = f"^reference {how}, so that their KL is 0 at every step: pass a frozen copy"
+        message = f"^reference {how}, so their KL is always 0: pass copy.deepcopy"
         with pytest.raises(ValueError, match=message):
             make_algorithm("grpo", model, reference=reference)
     scorer = LogProbScorer(lora, adapters=False)
@@ -89,26 +88,24 @@ def test_the_actor_is_no_reference_of_its_own() -> None:
 def test_a_reference_of_another_vocabulary(tmp_path: Path) -> None:
     actor = tiny_model(seed=0)
     for size in (VOCAB_SIZE - 30, 2 * VOCAB_SIZE):
-        found = (
-            rf"reference has a vocabulary of {size} tokens, and the policy one of {VOCAB_SIZE}: .*policy's tokenizer"
-        )
+        found = rf"vocabulary of {size} tokens, and the policy one of {VOCAB_SIZE}: .*policy's tokenizer"
         other = tiny_model(vocab_size=size)
         for reference in (other, LogProbScorer(other), RememberedModel(other, tmp_path / str(size))):
             for name in ("grpo", "gkd"):
-                with pytest.raises(ValueError, match=f"{found}. If" if name == "grpo" else found):
+                with pytest.raises(ValueError, match=found):
                     make_algorithm(name, actor, reference=reference)
     padded = tiny_model(vocab_size=VOCAB_SIZE + 1)
     make_algorithm("grpo", actor, reference=padded)
     make_algorithm("gkd", actor, reference=padded, top_k=4)
     for name, settings in (("grpo", {"kl_loss": "exact"}), ("gkd", {})):
-        with pytest.raises(ValueError, match=r"whole distributions needs the same tokens.*only padded, cut it"):
+        with pytest.raises(ValueError, match=r"Whole distributions need equal ones: cut a padded head"):
             make_algorithm(name, actor, reference=padded, **settings)
 
 
 def test_a_reference_with_other_settings_is_refused() -> None:
     half = {"temperature": 0.5, "dtype": torch.bfloat16}
-    warm = "reference is a scorer with temperature 2, and the actor is scored at 0.5"
-    narrow = "scorer with dtype=torch.bfloat16, and the actor has dtype=None"
+    warm = "reference is a scorer with temperature=2.0, the actor has 0.5"
+    narrow = "scorer with dtype=torch.bfloat16, the actor has None"
     for settings, message in (({"temperature": 2.0}, warm), (half, narrow)):
         reference = LogProbScorer(tiny_model(seed=1), **settings)
         for kl_loss in ("k2", "exact"):
@@ -124,23 +121,7 @@ def test_old_and_current_log_probs_have_one_precision(as_scorer: bool) -> None:
     out = outcome(actor, reference=LogProbScorer(tiny_model(seed=1), dtype=dtype), **settings)
     assert float(out["ratio_max"]) == pytest.approx(1, abs=1e-3)
     plain = outcome(model, reference=tiny_model(seed=1))
-    assert (out["loss_kl_to_ref"] - plain["loss_kl_to_ref"]).abs() > 1e-4  # and it is that one
-
-
-HINTS = {
-    "options": "Pass it to make_algorithm",
-    "aggregation": "Pass it to make_algorithm",
-    "terms": "Pass it to make_algorithm",
-    "reference": "Pass it to make_algorithm",
-    "masking_strategy": "Pass it to make_algorithm",
-    "max_len": "Pass it to make_algorithm",
-    "clip_low": "Known: ",
-}
-test_loss_args_refuse_arguments_of_make_algorithm = refused(
-    lambda name: outcome(tiny_model(), reference=tiny_model(seed=1), loss_args={name: None}),
-    *((name, f"loss_args must not hold '{name}'.*{hint}") for name, hint in HINTS.items()),
-    error=TypeError,
-)
+    assert (out["loss_kl_to_ref"] - plain["loss_kl_to_ref"]).abs() > 1e-4  # the difference is this term
 
 
 def test_wrappers_are_scored_whether_they_generate_or_not() -> None:
@@ -153,7 +134,7 @@ def test_wrappers_are_scored_whether_they_generate_or_not() -> None:
             assert_near(gradient(outcome(wrapped, reference=given), actor), expected, terms=64 * 64, size=1)
 
 
-def test_values_are_of_the_tokens_that_the_losses_count() -> None:
+def test_values_belong_to_the_tokens_that_the_losses_count() -> None:
     critic = TokenCritic(tiny_model(seed=2))
     nn.init.constant_(critic.head.bias, 5.0)
     data = batch()
@@ -164,5 +145,5 @@ def test_values_are_of_the_tokens_that_the_losses_count() -> None:
         parts = make_algorithm("ppo", tiny_model(), reference=tiny_model(), critic=critic, masking_strategy=strategy)
         values = parts.prepare(data.clone())["next", "state_value"]
         torch.testing.assert_close(values, 5.0 * turns)
-    with pytest.raises(ValueError, match="masking_strategy='generic' with a critic"):
+    with pytest.raises(ValueError, match="masking_strategy='generic' needs values of prompts"):
         make_algorithm("ppo", tiny_model(), reference=tiny_model(), critic=critic, masking_strategy="generic")

@@ -329,7 +329,7 @@ def test_wrong_arguments() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Doctor(**given)
-    with pytest.raises(ValueError, match="temperature must be a positive number"):
+    with pytest.raises(ValueError, match="temperature must be a finite number"):
         diagnose(batch(), temperature=0.0)
     for data in (batch(), read_columns(batch())):
         with pytest.raises(TypeError, match=r"there is no argument 'temprature'.*temperature"):

@@ -1,4 +1,4 @@
-"""The package as a whole: what it exports. What importing it costs: tests/runs/test_interpreters.py."""
+"""What the package exports. tests/runs/test_interpreters.py measures what importing it costs."""
 
 import ast
 from importlib import import_module
@@ -20,7 +20,7 @@ def test_every_exported_name_exists() -> None:
 
 
 def imported(statements: list[ast.stmt]) -> dict[str, str]:
-    """Name -> module, of the imports among these statements."""
+    """Imported name -> module, from the import statements among these."""
     found = [statement for statement in statements if isinstance(statement, ast.ImportFrom)]
     return {alias.asname: str(each.module) for each in found for alias in each.names if alias.asname}
 

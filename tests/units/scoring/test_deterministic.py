@@ -284,5 +284,5 @@ def test_settings_reach_every_scorer(model: nn.Module, monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match=r"own settings: set its options there"):
         PolicyLoss(LogProbScorer(model), "ppo", options=ScoreOptions(deterministic=True))
     options = {"reference": LogProbScorer(model), "group_size": 2, "options": ScoreOptions(deterministic=True)}
-    with pytest.raises(ValueError, match=r"is a scorer with deterministic=False, and the actor has.*=True"):
+    with pytest.raises(ValueError, match=r"is a scorer with deterministic=False, the actor has True"):
         make_algorithm("grpo", copy.deepcopy(model), **options)

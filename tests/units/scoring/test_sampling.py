@@ -276,11 +276,10 @@ def test_a_distillation_needs_the_whole_distribution(kind):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"temperature": 0.0}, "greedy sampling has no log-prob"),
-        ({"temperature": 1e-40}, "temperature must be at least 1e-06, got 1e-40: the logits would overflow"),
+        ({"temperature": 0.0}, "temperature must be a finite number of at least 1e-06, got 0.0"),
         ({"temperature": "1"}, "temperature must be a number, 1 or None to turn it off, got '1'"),
-        ({"temperature": math.nan}, "temperature must be a positive number, got nan"),
-        ({"temperature": math.inf}, "temperature must be a positive number, got inf"),
+        ({"temperature": math.nan}, "temperature must be a finite number .*, got nan"),
+        ({"temperature": math.inf}, "temperature must be a finite number .*, got inf"),
         ({"top_k": -2}, "top_k must be at least 0, got -2"),
         ({"top_k": 2.0}, "top_k must be a whole number, 0 or None to turn it off, got 2.0"),
         ({"top_p": 0.0}, "top_p must be greater than 0 and at most 1, got 0.0"),

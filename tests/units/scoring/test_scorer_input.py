@@ -187,7 +187,7 @@ def test_the_name_of_a_model(make, expected, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value", "error", "message"),
     [
-        ("temperature", -1.0, ValueError, "temperature must be a positive number, got -1.0"),
+        ("temperature", -1.0, ValueError, "temperature must be a finite number .*, got -1.0"),
         ("sampling", 0.7, TypeError, "sampling must be a Sampling"),
         ("tokens_per_batch", 0, ValueError, "tokens_per_batch must be at least 1, got 0"),
         ("dtype", torch.int8, ValueError, "dtype must be one of torch.bfloat16, .*torch.float64, got torch.int8"),

@@ -1,4 +1,4 @@
-"""The configurations of prime-rl, NeMo-RL and slime."""
+"""Translation of the configurations of prime-rl, NeMo-RL and slime."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._foreign import NEMO, PRIME, SLIME
-from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl._registry import flatten
-from torchrl_llm_kl.algorithms.elsewhere._translation import Reader, Translation, read_mapping
+from torchrl_llm_kl.algorithms.elsewhere._translation import NOT_APART, Reader, Translation, read_mapping, resolved
 from torchrl_llm_kl.algorithms.elsewhere._trl import UNCLAMPED_K3
 from torchrl_llm_kl.losses import ROLES, ImportanceWeights, OffPolicySequenceMask, RejectionMask
 
@@ -25,17 +24,17 @@ _ALGO, _LOSS, _TRAIN = "orchestrator.algo.", "trainer.loss.", "orchestrator.trai
 
 
 def from_prime_rl(config: str | os.PathLike[str] | Mapping[str, object]) -> Translation:
-    """Translate a configuration of prime-rl 0.8, of its command ``rl``.
+    """Translate a configuration of prime-rl 0.8, for its command ``rl``.
 
     Args:
-        config: the path of a TOML file, or a mapping. What it leaves out has prime-rl's default.
+        config: the path of a TOML file, or a mapping. Missing settings have prime-rl's defaults.
 
     Returns:
-        A :class:`Translation`, which does what prime-rl does with these settings, by its defaults too: ``r - mean``, the trust
-        region of 0.2 in probability, the squared log-ratio, the mean over tokens.
+        A :class:`Translation` that reproduces prime-rl's algorithm with its defaults: ``r - mean``, the trust region of 0.2 in
+        probability, the squared log-ratio, and the mean over tokens.
 
     Raises:
-        ValueError: for an algorithm or a loss that prime-rl does not know either.
+        ValueError: for an algorithm or a loss that prime-rl does not know.
 
     Example:
         >>> translation = from_prime_rl({"orchestrator": {"group_size": 8, "algo": {"type": "max_rl"}}})
@@ -45,18 +44,13 @@ def from_prime_rl(config: str | os.PathLike[str] | Mapping[str, object]) -> Tran
     if not isinstance(config, Mapping):
         import tomllib
 
-        if not isinstance(config, (str, os.PathLike)):
-            raise TypeError(
-                f"expected a configuration of prime-rl: the path of a TOML file or a mapping, got {type(config).__name__}."
-            )
         config = cast("Mapping[str, object]", tomllib.loads(Path(config).read_text(encoding="utf-8")))
     reader = Reader("prime-rl", PRIME, flatten(config))
     algorithm = reader.preset(f"{_ALGO}type")
     reader.overrides["aggregation"] = "token-mean"
     if algorithm == "echo" or reader[f"{_LOSS}type"] == "custom":
-        reader.refuse(
-            f"{_LOSS}type", "echo has PPO's surrogate here" if algorithm == "echo" else "pass it to PolicyLoss"
-        )
+        note = "echo has PPO's surrogate here" if algorithm == "echo" else "pass it to PolicyLoss"
+        reader.refuse(f"{_LOSS}type", note)
     elif algorithm not in ("on_policy_distill", "sft"):
         reader.choose(f"{_LOSS}type")
     names = {role: f"{_ALGO}roles.{role}.alpha" for role in ROLES}
@@ -67,9 +61,7 @@ def from_prime_rl(config: str | os.PathLike[str] | Mapping[str, object]) -> Tran
         if len(shares) > 1:
             reader.objective["roles"] = {role: share / mu for role, share in shares.items()}
             for name in weights.values():
-                reader.refuse(
-                    name, "`roles` divides each role by its own tokens, prime-rl all by the tokens of all roles"
-                )
+                reader.refuse(name, "prime-rl divides all roles by their joint tokens, `roles` each by its own")
     reader.group(algorithm, "orchestrator.group_size")
     return reader.finish(algorithm, reader.sample(f"{_TRAIN}temperature"))
 
@@ -89,10 +81,10 @@ def nemo_kl(
     input_clamp: float | None = 20.0,
     output_clamp: float | None = 10.0,
 ) -> Tensor:
-    """NeMo-RL's KL in the loss: ``exp(x - sg(x))`` times an estimate of clamped log-ratios, clamped.
+    """NeMo-RL's KL in the loss: ``exp(x - sg(x))`` times an estimate from clamped log-ratios, with a clamped result.
 
-    The weight is 1, and adds the gradient of the sampling probability: for the policy's own tokens the mean gradient of
-    ``"k1"`` and ``"k3"`` is the reverse KL's. There is no gradient where a clamp is active.
+    The factor is 1 in value and adds the gradient of the sampling probability. If the policy sampled the tokens, the mean
+    gradient of ``"k1"`` and ``"k3"`` is the reverse KL's. The gradient is 0 if a clamp is active.
     """
     free = ref_log_prob - log_prob
     log_ratio = free if input_clamp is None else free.clamp(-input_clamp, input_clamp)
@@ -103,13 +95,13 @@ def nemo_kl(
 
 
 def from_nemo_rl(config: str | os.PathLike[str] | Mapping[str, object]) -> Translation:
-    """Translate a configuration of NeMo-RL 0.6, of ``run_grpo``.
+    """Translate a configuration of NeMo-RL 0.6, for ``run_grpo``.
 
     Args:
-        config: the path of a YAML file, YAML, or a mapping. What it leaves out has NeMo-RL's default.
+        config: the path of a YAML file, YAML text, or a mapping. Missing settings have NeMo-RL's defaults.
 
     Returns:
-        A :class:`Translation`. By default NeMo-RL divides by the deviation of the *other* answers, which is refused: set
+        A :class:`Translation`. By default NeMo-RL divides by the deviation of the *other* answers. That is refused here: set
         ``use_leave_one_out_baseline`` or ``normalize_rewards`` to False.
 
     Raises:
@@ -121,12 +113,9 @@ def from_nemo_rl(config: str | os.PathLike[str] | Mapping[str, object]) -> Trans
         ('grpo', 'rloo', {'clip_low': 0.2, 'clip_high': 0.28, 'clip_ratio_c': None})
     """
     given = flatten(read_mapping(config, "a configuration of NeMo-RL"))
-    references = {name: value for name, value in given.items() if "${" in str(value)}
-    reader = Reader("NeMo-RL", NEMO, {name: value for name, value in given.items() if name not in references})
-    for name, value in references.items():
-        reader.refer(
-            name, value, repeats=value == f"${{{name.replace(_E, _G)}}}"
-        )  # the advantage's, by default the same
+    # The advantage's settings refer to the general ones by default.
+    given = resolved(given, NEMO, lambda name, value: value == f"${{{name.replace(_E, _G)}}}")
+    reader = Reader("NeMo-RL", NEMO, given)
     algorithm = reader.preset(f"{_E}name")
     _nemo_advantage(reader)
     flags = {"sequence_level_importance_ratios": "gspo", "use_cispo": "cispo", "force_on_policy_ratio": "gpg"}
@@ -162,9 +151,9 @@ def _nemo_advantage(reader: Reader) -> None:
     if kind == "grpo" and not scaled:
         reader.overrides["advantage"] = "rloo" if left_out else "dr_grpo"
     elif left_out:
-        reader.refuse(leaves, "beside normalize_rewards it divides by the deviation of the others")
+        reader.refuse(leaves, "with normalize_rewards it divides by the deviation of the other answers")
     elif not scaled:
-        reader.refuse(scales, "without the division the rewards are not normalised apart: add them up, use dr_grpo")
+        reader.refuse(scales, NOT_APART)
 
 
 def _nemo_corrections(reader: Reader) -> None:
@@ -173,7 +162,7 @@ def _nemo_corrections(reader: Reader) -> None:
     reader.known("truncated_importance_sampling_type", kind or "tis", ("tis", "icepop", "seq-mask-tis"))
     low, high = (reader.take(f"{prefix}{name}") or None if kind else None for name in ("ratio_min", "ratio"))
     if kind == "seq-mask-tis" and low and high:  # NeMo-RL demands both
-        check_range(above=0.0, truncated_importance_sampling_ratio_min=low, truncated_importance_sampling_ratio=high)
+        # k1 is minus the log-ratio, so the bounds swap.
         reader.correct(RejectionMask, divergence="seq_mean_k1", low=-math.log(high), high=-math.log(low))
         low = high = None
     level = "sequence" if reader[f"{_F}sequence_level_importance_ratios"] else "token"
@@ -188,23 +177,21 @@ def from_slime(arguments: Mapping[str, object]) -> Translation:
     """Translate arguments of slime 0.3.
 
     Args:
-        arguments: names with underscores, as of its ``args`` (``{"eps_clip": 0.2, "use_kl_loss": True}``). What is left out
-            has slime's default; those of Megatron and SGLang belong to the run.
+        arguments: the attributes of slime's ``args``, with underscores (``{"eps_clip": 0.2, "use_kl_loss": True}``). Missing
+            arguments have slime's defaults. Arguments of Megatron and SGLang belong to the run.
 
     Returns:
-        A :class:`Translation`, which does what slime does with these settings, by its defaults too: GRPO without KL, the mean
-        of each answer's mean.
+        A :class:`Translation` that reproduces slime's algorithm with its defaults: GRPO without KL, and the mean over each
+        answer's mean.
 
     Raises:
-        ValueError: for an advantage, loss or estimator that slime does not know either.
+        ValueError: for an advantage, loss or estimator that slime does not know.
 
     Example:
         >>> translation = from_slime({"n_samples_per_prompt": 8, "eps_clip_high": 0.28, "grpo_std_normalization": False})
         >>> translation.algorithm, translation.overrides["advantage"], translation.overrides["objective_args"]["clip_high"]
         ('grpo', 'dr_grpo', 0.28)
     """
-    if not isinstance(arguments, Mapping):
-        raise TypeError(f"expected arguments of slime as a mapping, got {type(arguments).__name__}: pass vars(args).")
     reader = Reader("slime", SLIME, arguments)
     reader.place("outside", *(name for name in arguments if name not in SLIME), note="of Megatron, SGLang or the run")
     loss = reader.take("loss_type")
@@ -221,6 +208,7 @@ def from_slime(arguments: Mapping[str, object]) -> Translation:
         reader.copy("eps_clip_high")
     if own["objective"] != "ppo" and reader["eps_clip_c"] is not None:
         reader.refuse("eps_clip_c", f"{own['objective']} has no dual clip here")
+    # slime whitens any advantage if asked. Here whitening belongs to the advantage.
     whitens = own["advantage"].startswith("reinforce_plus_plus")
     if own["advantage"] == "grpo":
         if not reader.take("grpo_std_normalization") or reader["n_samples_per_prompt"] == 1:
@@ -228,15 +216,13 @@ def from_slime(arguments: Mapping[str, object]) -> Translation:
         if not reader.take("rewards_normalization"):
             own["advantage"] = "reinforce"
     if own["advantage"] != "gae" and bool(reader.take("normalize_advantages")) != whitens:
-        what = "always" if whitens else "not"
-        reader.refuse(
-            "normalize_advantages", f"the advantage {own['advantage']} is {what} whitened over the batch here"
-        )
+        how = "always" if whitens else "not"
+        reader.refuse("normalize_advantages", f"{own['advantage']} is {how} whitened over the batch here")
     if reader.take("use_kl_loss"):
         estimator, unbiased = reader.choose("kl_loss_type").here, reader.take("use_unbiased_kl")
         own["kl_loss"] = UNCLAMPED_K3 if unbiased else estimator
         if unbiased and estimator != "k3":
-            reader.refuse("use_unbiased_kl", f"times the ratio here is k3 alone, not {estimator}")
+            reader.refuse("use_unbiased_kl", f"only k3 is multiplied by the ratio here, not {estimator}")
         reader.copy("kl_loss_coef")
     reader.copy("entropy_coef")
     if reader.take("use_tis"):

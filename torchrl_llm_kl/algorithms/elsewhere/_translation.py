@@ -1,8 +1,9 @@
-"""The result of a translation, and the reader that sorts each setting into one of its lists."""
+"""A translation of another library's settings, and the reader that sorts each setting into one of its lists."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from torchrl_llm_kl._foreign import CHOICES, Choice, Foreign, Library, Place, find_row
+from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl._registry import did_you_mean, no_such
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.advantages import advantage_spec
@@ -24,21 +26,23 @@ from torchrl_llm_kl.losses import Correction, rollout_corrections
 from torchrl_llm_kl.scoring import LogProbScorer, ModelOrScorer, Sampling, ScoreOptions
 
 if TYPE_CHECKING:
-    from yaml import SafeLoader
-
     from torchrl_llm_kl.algorithms import AlgorithmName
+
+
+#: Why GDPO without the division by the deviation is refused.
+NOT_APART = "without the division the rewards are not normalised apart: add them up, use dr_grpo"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of another library and what became of it.
+    """A setting of another library, and how it was translated.
 
     Args:
-        name: its path there.
-        value: its value there.
-        here: its name in this package; empty if it has none.
-        note: what to do with it, or why it has no counterpart.
-        given: False for a default of that library.
+        name: the path in the other library.
+        value: the value in the other library.
+        here: the name in this package. Empty if there is none.
+        note: advice, or the reason why there is no counterpart.
+        given: False for a default of the other library.
     """
 
     name: str
@@ -52,19 +56,18 @@ class Setting:
 class Translation:
     """An algorithm of another library in this package's terms.
 
-    Each setting that was given is in exactly one of ``translated``, ``sampled``, ``outside`` and ``refused``. ``print`` lists
-    them.
+    Each given setting is in exactly one of ``translated``, ``sampled``, ``outside`` and ``refused``. ``print`` shows all lists.
 
     Args:
-        library: whose settings they are.
+        library: the other library.
         algorithm: the preset.
-        recipe: :attr:`overrides`, with modules that are yet to be constructed.
-        sampling: how that library samples. Its log-probs may be over all tokens nevertheless: :meth:`make` passes the
-            temperature alone.
+        recipe: :attr:`overrides` whose modules are not constructed yet.
+        sampling: the distribution that the library samples from. Its log-probs may be over all tokens, so :meth:`make` passes
+            only the temperature.
         translated: settings that ``algorithm`` and ``overrides`` hold.
         sampled: settings that ``sampling`` holds.
-        outside: settings of the loop around the loss, with what to do; a default of the library that asks for something, too.
-        refused: settings without a counterpart and unknown ones, with the reason.
+        outside: settings of the training loop, with advice. Also defaults of the library that need an action.
+        refused: unknown settings and settings without a counterpart, with the reason.
     """
 
     library: Library
@@ -78,9 +81,9 @@ class Translation:
 
     @property
     def overrides(self) -> Json:
-        """Arguments of :func:`make_algorithm` that make it do what the library does, its defaults included.
+        """Arguments of :func:`make_algorithm` that reproduce the library's algorithm, its defaults included.
 
-        Coefficients and corrections, which hold state, are new ones each time.
+        Coefficients and corrections hold state, so each access constructs new ones.
         """
         return {name: _fresh(value) for name, value in self.recipe.items()}
 
@@ -91,9 +94,9 @@ class Translation:
             actor: the model to train.
 
         Keyword Args:
-            without_refused: make it without the settings that are refused.
-            more: further arguments, such as ``reference=`` and ``critic=``. They replace overrides of the same name;
-                ``objective_args``, ``advantage_args`` and ``loss_args`` are merged key by key, and ``group_key`` replaces
+            without_refused: ignore the refused settings.
+            more: further arguments, such as ``reference=`` and ``critic=``. They replace overrides of the same name.
+                ``objective_args``, ``advantage_args`` and ``loss_args`` are merged key by key. ``group_key`` replaces
                 ``group_size``.
 
         Raises:
@@ -111,17 +114,16 @@ class Translation:
         if self.refused and not without_refused:
             reasons = "; ".join(f"{row.name}={row.value!r}: {row.note}" for row in self.refused)
             raise ValueError(
-                f"{len(self.refused)} of {self.library}'s settings have no counterpart here ({reasons}). Change them, or pass "
-                "without_refused=True to train without them."
+                f"{self.library}'s {reasons}. Change them, or pass without_refused=True to leave them out."
             )
         own = self.overrides
         for part in ("objective_args", "advantage_args"):
             if part in own and part in more:
                 more[part] = {**own[part], **more[part]}
         if "group_key" in more:
-            own.pop("group_size", None)
+            own.pop("group_size", None)  # make_algorithm refuses both
         if isinstance(actor, LogProbScorer) and actor.options.temperature == self.sampling.temperature:
-            own.pop("options", None)  # it has its own
+            own.pop("options", None)  # the scorer has its own options
         ours, theirs = own.pop("loss_args", {}), more.pop("loss_args", None) or {}
         both = [*ours.get("corrections", ()), *theirs.get("corrections", ())]
         if ours or theirs:
@@ -150,7 +152,7 @@ def _what(row: Setting) -> str:
 
 
 def _fresh(value: object) -> object:
-    """A new coefficient or correction for each loss: they hold state."""
+    """Construct the modules of a recipe, anew for each loss, since they hold state."""
     if isinstance(value, New):
         return value()
     if isinstance(value, dict):
@@ -161,7 +163,7 @@ def _fresh(value: object) -> object:
 
 
 class New(partial[Any]):
-    """A module to construct for each :meth:`Translation.make`; shown as the call."""
+    """A module that :meth:`Translation.make` constructs. Its repr is the call."""
 
     def __repr__(self) -> str:
         given = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.keywords.items())]
@@ -169,7 +171,7 @@ class New(partial[Any]):
 
 
 def show(value: object) -> str:
-    """A value for a table."""
+    """The text of a value in a table."""
     if isinstance(value, partial) and not isinstance(value, New):
         return New.__repr__(value)  # type: ignore[arg-type]
     if callable(value) and hasattr(value, "__name__"):
@@ -181,9 +183,10 @@ def show(value: object) -> str:
 
 
 class Reader:
-    """Reads settings by the table of their library, and notes where each goes.
+    """Reads settings by the table of their library, and records where each setting goes.
 
-    Whatever no rule took is placed by :meth:`finish` as its row says; a setting that another makes ineffective is outside.
+    :meth:`finish` places all settings that no rule has taken, as their rows say. Settings that others make ineffective are
+    outside.
     """
 
     def __init__(self, library: Library, rows: Mapping[str, Foreign], given: Mapping[str, object]) -> None:
@@ -196,7 +199,7 @@ class Reader:
         return self.given[name] if name in self.given else self.rows[name].default
 
     def place(self, place: Place, *names: str, note: str = "") -> None:
-        """Note where settings go, given or default; the first place of each stays."""
+        """Record the place of settings, given or default. The first place of a setting stays."""
         for name in names:
             row = find_row(self.rows, name)
             here = row.here if row and place in ("override", "sampling") else ""
@@ -204,7 +207,7 @@ class Reader:
             self._placed.setdefault(name, (place, setting))
 
     def take(self, name: str, note: str = "") -> Any:
-        """The value of a setting that the caller translates."""
+        """Mark a setting as translated, and return its value."""
         self.place("override", name, note=note)
         return self[name]
 
@@ -224,13 +227,13 @@ class Reader:
         {"": self.overrides, "objective_args": self.objective, "advantage_args": self.advantage}[part][own] = value
 
     def copy(self, *names: str) -> None:
-        """Pass settings on to the paths of their rows."""
+        """Set the arguments that the rows of these settings name to their values."""
         for name in names:
             for path in self.rows[name].here.split():
                 self.set(path, self.take(name))
 
     def choose(self, name: str, value: Any = ..., *, note: str = "") -> Choice:
-        """Translate a setting with a few values by the table of choices; ``value`` replaces the one that was given."""
+        """Translate a setting with few values by the table of choices. ``value`` replaces the given one."""
         choices = CHOICES[self.library, self.rows[name].section.lower(), name]
         value = self[name] if value is ... else value
         self.known(name.rpartition(".")[2], value, choices)
@@ -246,30 +249,21 @@ class Reader:
         return choice
 
     def preset(self, name: str) -> AlgorithmName:
-        """The preset that a choice stands for."""
+        """The preset that the value of a setting stands for."""
         return cast("AlgorithmName", self.choose(name).here)
 
     def known(self, name: str, value: object, known: Iterable[str]) -> None:
         """Raise a ValueError for a value that the library does not know either."""
-        if value not in list(known):  # a list is not a name
+        if value not in list(known):  # a list is not hashable
             raise ValueError(no_such(f"{self.library} has no {name}", value, known))
 
     def out(self, name: str, note: str) -> None:
-        """A setting of the loop, if it was given."""
+        """Record a setting of the training loop, if it was given."""
         if name in self.given:
             self.place("outside", name, note=note)
 
-    def refer(self, name: str, value: object, *, repeats: bool) -> None:
-        """A setting that refers to another one, whose value is not known here; ``repeats``: it is that of its default."""
-        row = find_row(self.rows, name)
-        place: Place = "outside" if repeats or (row is not None and row.place == "outside") else "refused"
-        note = "refers to another setting" + (
-            "" if place == "outside" else ": resolve it first (`OmegaConf.to_container`)"
-        )
-        self._placed[name] = (place, Setting(name, value, note=note))
-
     def refuse(self, name: str, note: str) -> None:
-        """A setting without a counterpart, given or default."""
+        """Record a setting without a counterpart, given or default."""
         if name in self._placed and self._placed[name][0] == "override":
             del self._placed[name]
         self.place("refused", name, note=note)
@@ -280,7 +274,7 @@ class Reader:
         loss_args.setdefault("corrections", []).append(New(correction, **settings))
 
     def verls_corrections(self, section: str) -> None:
-        """Verl's ``rollout_correction``, which Trinity-RFT has too."""
+        """Read verl's ``rollout_correction``, which Trinity-RFT has too."""
         settings: Json = {}
         for name in ("rollout_is", "rollout_rs"):
             if self[f"{section}{name}"] is not None:
@@ -291,58 +285,54 @@ class Reader:
             self.correct(type(made), **given)
 
     def adaptive(self, coeff: float, section: str) -> New:
-        """A coefficient adapted to a target KL, that is constructed for each loss."""
+        """A coefficient that adapts to a target KL."""
         target, horizon = (self.take(f"{section}{name}") for name in ("target_kl", "horizon"))
-        if target is None or horizon is None:
-            raise ValueError(f"{section[:-1]}: an adaptive KL coefficient needs target_kl and horizon.")
         return New(AdaptiveKLCoefficient, coeff, target=target, horizon=horizon)
 
     def one_aggregation(self, name: str, what: str, own: str, others: str, advice: str) -> None:
-        """An objective that is summed in another way than the other terms, which is refused if there are any."""
+        """Aggregate as the objective does. Refuse the setting if other terms would be aggregated in another way."""
         self.overrides["aggregation"] = own
         if self.overrides.get("kl_loss", "none") != "none" or self.overrides.get("entropy_coeff", 0.0) != 0:
-            self.refuse(
-                name,
-                f"{self.library.partition('-')[0]} sums {what} by {own} and the KL and entropy by {others}; here all terms are "
-                f"summed in one way: {advice}",
-            )
+            self.refuse(name, f"{what} would be summed by {own}, the KL and entropy by {others}: {advice}")
 
     def sample(
         self, temperature: str, top_p: str | None = None, top_k: str | None = None, min_p: str | None = None
     ) -> Sampling:
-        """The distribution that tokens are drawn from; -1 and None do not truncate."""
+        """The sampling distribution. -1 and None do not truncate it."""
         names = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
         self.place("sampling", *(name for name in names.values() if name in self.given))
         drawn = Sampling(**{own: self[name] for own, name in names.items() if name})
+        # These libraries score all tokens at the sampling temperature, without top-p or top-k.
         self.overrides["options"] = New(ScoreOptions, Sampling(drawn.temperature))
         return drawn
 
     def group(self, algorithm: AlgorithmName, name: str) -> None:
-        """The number of answers to a prompt."""
+        """Read the number of answers to a prompt."""
         answers = self[name]
-        if isinstance(answers, bool) or not isinstance(answers, int) or answers < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {answers!r}.")
+        check_range(1, **{name: answers})
         advantage = self.overrides.get("advantage", get_algorithm(algorithm).advantage)
         if answers > 1 and advantage is not None and "group" in advantage_spec(advantage).needs:
             self.copy(name)
         else:
-            self.out(name, "answers to each prompt, which the sampler draws and nothing compares")
+            self.out(name, "answers to each prompt: the sampler draws them, and nothing compares them")
 
     def finish(self, algorithm: AlgorithmName, sampling: Sampling | None = None) -> Translation:
-        """Place what is left, and check that the algorithm exists."""
+        """Place the remaining settings, check the overrides against the preset, and return the translation."""
         for name in self.given:
             row = find_row(self.rows, name)
             if row is None:
                 known = [known for known in self.rows if not known.endswith("*")]
+                # A misspelt section is near as a path, a misspelt leaf as the last part.
                 leaf = {known.rpartition(".")[2]: known for known in known}
                 near = did_you_mean(name, known) or did_you_mean(name.rpartition(".")[2], leaf)
                 self.place("refused", name, note=f"{self.library} has no such setting.{near}")
-            elif row.place in ("override", "sampling"):  # a limit of the sampler has an effect there
+            elif row.place in ("override", "sampling"):  # a length limit still limits the sampler
                 unused = f"no effect in {self.library} beside these settings: leave it out"
                 self.place("outside", name, note=row.note if "max_new_tokens" in row.note else unused)
             else:
                 self.place("outside" if self[name] == row.default else row.place, name)
         self.overrides = {name: value for name, value in self.overrides.items() if value != {}}
+        # Errors about overrides belong to the translation, not to a later `make`.
         checked = {name: _fresh(value) for name, value in self.overrides.items() if name not in _OF_MAKE}
         apply_overrides(get_algorithm(algorithm), checked)
         lists: dict[Place, list[Setting]] = {"override": [], "sampling": [], "outside": [], "refused": []}
@@ -359,36 +349,21 @@ _OF_MAKE = ("group_size", "options", "loss_args")
 # ------------------------------------------------------------------ files
 
 
-def read_mapping(settings: object, what: str) -> Mapping[str, object]:
-    """A mapping from a YAML file, its text, or a mapping."""
+def read_mapping(settings: str | os.PathLike[str] | Mapping[str, object], what: str) -> Mapping[str, object]:
+    """Read a mapping from a YAML file, from YAML text, or from a mapping."""
     if isinstance(settings, Mapping):
         return settings
-    if not isinstance(settings, (str, os.PathLike)):
-        raise TypeError(f"expected {what}: a path, YAML or a mapping, got {type(settings).__name__}.")
-    import yaml
-
     text = os.fspath(settings)
     if isinstance(settings, os.PathLike) or ("\n" not in text and Path(text).is_file()):
         text = Path(text).read_text(encoding="utf-8")
-    elif "\n" not in text and text.endswith((".yaml", ".yml")):
-        raise FileNotFoundError(f"no file {text!r}: expected {what}, as a path, YAML or a mapping.")
-    values = yaml.load(text, Loader=_loader())
+    values = read_yaml(text)
     if not isinstance(values, Mapping):
-        raise ValueError(f"expected {what}: a mapping of settings, got {type(values).__name__} from {text[:60]!r}.")
+        raise ValueError(f"expected {what}: a file, YAML or a mapping, got {text[:60]!r}.")
     return values
 
 
-def read_scalar(text: str) -> object:
-    """The value of ``name=text``."""
-    import yaml
-
-    return yaml.load(text, Loader=_loader())
-
-
-def _loader() -> type[SafeLoader]:
-    """YAML's safe loader, which reads ``1e-6`` as a number, as OmegaConf does."""
-    import re
-
+def read_yaml(text: str) -> object:
+    """Parse YAML. ``1e-6`` is a number, as for OmegaConf, while YAML 1.1 reads it as a string."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -396,4 +371,23 @@ def _loader() -> type[SafeLoader]:
 
     number = re.compile(r"^[-+]?(?:\d[\d_]*)(?:\.[\d_]*)?[eE][-+]?\d+$|^[-+]?\.\d[\d_]*(?:[eE][-+]?\d+)?$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
-    return Loader
+    return yaml.load(text, Loader=Loader)
+
+
+def resolved(
+    given: Mapping[str, object], rows: Mapping[str, Foreign], is_default: Callable[[str, object], bool]
+) -> dict[str, object]:
+    """Leave out references to other settings (``${...}``) that are the library's defaults, by ``is_default(name, value)``.
+
+    Raises:
+        ValueError: for any other reference, since its value is unknown.
+    """
+    out: dict[str, object] = {}
+    for name, value in given.items():
+        row = find_row(rows, name)
+        read = row is not None and row.place in ("override", "sampling")
+        if not (read and "${" in str(value)):
+            out[name] = value
+        elif not is_default(name, value):
+            raise ValueError(f"{name}={value!r} refers to another setting: resolve it first, OmegaConf.to_container.")
+    return out

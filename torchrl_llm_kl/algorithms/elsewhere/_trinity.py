@@ -1,21 +1,20 @@
-"""Trinity-RFT's configuration."""
+"""Translation of Trinity-RFT's configuration."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torchrl_llm_kl._foreign import CHOICES, TRINITY
-from torchrl_llm_kl._numerics import check_choice
-from torchrl_llm_kl._registry import Spec, flatten, no_such
+from torchrl_llm_kl._registry import Spec, flatten
 from torchrl_llm_kl.advantages import advantage_spec
 from torchrl_llm_kl.algorithms.elsewhere._translation import New, Reader, Translation, read_mapping
 from torchrl_llm_kl.algorithms.presets import get_algorithm
 from torchrl_llm_kl.estimators import ScheduledCoefficient
 from torchrl_llm_kl.losses import spec_of
 
-#: Arguments of a loss in Trinity's constructors, which hold where some arguments are given; `default_args` holds elsewhere.
+#: Defaults of Trinity's loss constructors. They apply if some arguments are given. Otherwise `default_args` applies.
 _CONSTRUCTOR = {"rec": {"epsilon_low_prime": 0.4, "epsilon_high_prime": 0.4}}
 _DEFAULT_ARGS = {
     "ppo": {"clip_low": 0.2, "clip_high": 0.2, "clip_ratio_c": 3.0},
@@ -23,12 +22,13 @@ _DEFAULT_ARGS = {
     "rec": {"epsilon_low_prime": 0.6, "epsilon_high_prime": 2.0},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
 }
-#: Losses that need a clip range as soon as any of their arguments is given.
-_NEED_CLIP = ("ppo", "gspo", "mix", "mix_chord")
-#: What Trinity's constructors take for an aggregation where `policy_loss_fn_args` leaves it out.
+#: The aggregation of Trinity's constructors if `policy_loss_fn_args` leaves it out.
 _OWN_AGGREGATION = {"gspo": "seq-mean-token-mean"}
-#: Arguments of `mix_chord` that a coefficient of its own takes.
+#: Arguments of `mix_chord` -> arguments of its `ScheduledCoefficient`.
 _SCHEDULE = {"mu_peak": "peak", "mu_valley": "valley", "mu_warmup_steps": "warmup", "mu_decay_steps": "decay"}
+#: Algorithms without an entropy loss in Trinity's defaults.
+_WITHOUT_ENTROPY = ("sft", "asymre", "raft", "sppo", "on_policy_distill", "jsd")
+#: Objectives that ignore Trinity's `loss_agg_mode`.
 _WITHOUT_AGGREGATION = ("dpo", "rec")
 _P = "algorithm.policy_loss_fn_args."
 
@@ -37,16 +37,15 @@ def from_trinity(config: str | os.PathLike[str] | Mapping[str, object]) -> Trans
     """Translate a configuration of Trinity-RFT 0.6.
 
     Args:
-        config: the path of a YAML file, YAML, or a mapping: a whole configuration or its section ``algorithm``.
+        config: a whole configuration or its section ``algorithm``, as the path of a YAML file, YAML text, or a mapping.
 
     Returns:
-        A :class:`Translation`, which does what Trinity does with these settings, by its defaults too: the aggregation is
-        ``token-mean`` for every algorithm, one answer is sampled unless ``repeat_times`` says otherwise, ``dapo`` clips at
-        0.2 on both sides. ``docs/differences.md`` lists where the losses differ, whatever the settings.
+        A :class:`Translation` that reproduces Trinity's algorithm with its defaults. The aggregation is ``token-mean`` for
+        every algorithm. One answer is sampled unless ``repeat_times`` is given. ``dapo`` clips at 0.2 on both sides.
+        ``docs/differences.md`` lists the differences of the losses that no setting removes.
 
     Raises:
-        FileNotFoundError: for a path without a file.
-        ValueError: for an unknown algorithm or function, or arguments that Trinity refuses.
+        ValueError: for an unknown algorithm or function.
 
     Example:
         >>> translation = from_trinity('''
@@ -65,14 +64,13 @@ def from_trinity(config: str | os.PathLike[str] | Mapping[str, object]) -> Trans
     if "algorithm" not in settings and any(f"algorithm.{name}" in TRINITY for name in settings):
         settings = {"algorithm": settings}
     reader = Reader("Trinity-RFT", TRINITY, flatten(settings))
+    # An explicit null equals a missing setting in Trinity.
     for name in [name for name, value in reader.given.items() if value is None and name in TRINITY]:
         if TRINITY[name].place == "override" and TRINITY[name].default is None:
-            reader.out(name, "nothing: null is Trinity's default")
+            reader.out(name, "nothing to do: null is Trinity's default")
     kind = reader["algorithm.algorithm_type"]
     if kind == "cpt":
-        raise ValueError(
-            "algorithm_type='cpt' trains on all tokens: make_algorithm('sft', actor, masking_strategy='generic')."
-        )
+        raise ValueError("cpt trains on all tokens: make_algorithm('sft', actor, masking_strategy='generic').")
     algorithm = reader.preset("algorithm.algorithm_type")
     preset = get_algorithm(algorithm)
     objective = _read_objective(reader, "ppo" if kind == "dapo" else preset.objective)
@@ -81,33 +79,33 @@ def from_trinity(config: str | os.PathLike[str] | Mapping[str, object]) -> Trans
     trains: dict[str, object] = {"kl_loss": preset.kl_loss, "kl_reward": "none"}
     if kind == "dpo":
         for name in [name for name in reader.given if name.startswith("algorithm.kl_loss_fn")]:
-            reader.refuse(name, "the objective is KL-regularised already; Trinity adds another KL to it")
+            reader.refuse(name, "the objective is KL-regularised already, and Trinity adds another KL")
     else:
         _read_kl(reader, "kl_loss", trains)
     _read_kl_reward(reader, trains)
     _read_entropy(reader)
     _read_aggregation(reader, objective)
     if kind == "raft":
-        reader.overrides["keep_best"] = False  # Trinity trains on all that its workflow returns
+        reader.overrides["keep_best"] = False  # Trinity trains on all answers that its workflow returns
     _mixture(reader, preset.schema)
     reader.verls_corrections("algorithm.rollout_correction.")
     if reader["algorithm.bypass_old_logprobs"] and preset.on_policy and kind != "raft":
         reader.place("outside", "algorithm.bypass_old_logprobs")
     else:
-        reader.out("algorithm.bypass_old_logprobs", "nothing: old log-probs are scored here")
+        reader.out("algorithm.bypass_old_logprobs", "nothing to do: old log-probs are scored here")
     if reader["algorithm.repeat_times"] is None:
         reader.given.pop("algorithm.repeat_times")
     if kind in ("sft", "dpo", "raft"):
-        reader.out("algorithm.repeat_times", "of the sampler")
+        reader.out("algorithm.repeat_times", "a setting of the sampler")
     else:
         reader.group(algorithm, "algorithm.repeat_times")
     return reader.finish(algorithm, reader.sample("model.temperature", "model.top_p", "model.top_k"))
 
 
 def _arguments(reader: Reader, spec: Spec, prefix: str) -> dict[str, object]:
-    """Trinity's arguments of a function, under the names of its hyper-parameters. A null leaves the default."""
+    """Trinity's arguments of a function, under the names of our hyper-parameters. A null keeps the default."""
     given: dict[str, object] = {}
-    # A bound of one side replaces a bound of both.
+    # Arguments with two names come first, so that a bound of one side replaces a bound of both sides.
     for name, own in sorted(_own_names(reader, prefix).items(), key=lambda item: -len(item[1])):
         if own and set(own) <= {*spec.hyper}:
             reader.take(name, f"{spec.name}'s")
@@ -117,42 +115,27 @@ def _arguments(reader: Reader, spec: Spec, prefix: str) -> dict[str, object]:
 
 
 def _own_names(reader: Reader, prefix: str) -> dict[str, list[str]]:
-    """Trinity's arguments of a function -> the names of its hyper-parameters."""
+    """Map Trinity's arguments of a function to the names of our hyper-parameters."""
     rows = {name: reader.rows.get(name) for name in reader.given if name.startswith(prefix)}
     return {name: row.own_names if row else [name.removeprefix(prefix)] for name, row in rows.items()}
 
 
-def _check_clip(name: str, own: Collection[str]) -> None:
-    """Raise a ValueError if an objective that needs both bounds lacks one."""
-    if name in _NEED_CLIP and not {"clip_low", "clip_high"} <= {*own}:
-        raise ValueError(
-            f"Trinity's {name} needs clip_range, or clip_range_low and clip_range_high, in policy_loss_fn_args as soon as it "
-            "holds anything: its default holds without any arguments alone."
-        )
-
-
 def _has_loss_args(reader: Reader) -> bool:
-    """Whether `policy_loss_fn_args` is there, so that Trinity's `default_args` are not used."""
+    """Whether `policy_loss_fn_args` is given. Trinity then does not use its `default_args`."""
     return any(name.startswith(_P) or (name == _P[:-1] and value is not None) for name, value in reader.given.items())
 
 
 def _read_objective(reader: Reader, default: str) -> str:
-    """The objective and its hyper-parameters."""
+    """Set the objective and its hyper-parameters, and return the objective's name."""
     name: Any = reader["algorithm.policy_loss_fn"] or default
     fallback = f"{_P}fallback_to_policy_gradient"
-    if name == "ppo" and fallback in reader.given:
-        check_choice((True, False, None), fallback_to_policy_gradient=reader.take(fallback))
     if name == "ppo" and reader.given.get(fallback):
-        own_names = _own_names(reader, _P)
-        _check_clip(name, [own for path, names in own_names.items() if reader[path] is not None for own in names])
-        for path, names in own_names.items():
+        reader.take(fallback)
+        for path, names in _own_names(reader, _P).items():
             if names and set(names) <= {*spec_of(name).hyper}:
-                reader.out(path, "nothing: the ratio is 1, and nothing is clipped")
+                reader.out(path, "nothing to do: the ratio is 1, and nothing is clipped")
         name = "ppo_on_policy"
-    try:
-        spec = spec_of(name)
-    except ValueError as error:
-        raise ValueError(f"algorithm.policy_loss_fn: {error}") from None
+    spec = spec_of(name)
     if name in ("sapo", "dpo"):
         notes = {"sapo": "Trinity has no gradient through the gate", "dpo": "Trinity adds the batch up to one pair"}
         reader.take("algorithm.policy_loss_fn", notes[name])
@@ -161,14 +144,10 @@ def _read_objective(reader: Reader, default: str) -> str:
     schedule: dict[str, object] = {}
     for key, own_name in _SCHEDULE.items() if name == "mix_chord" else ():
         if f"{_P}{key}" in reader.given:
-            schedule[own_name] = reader.take(
-                f"{_P}{key}", "a `ScheduledCoefficient`: call its `update` after each step"
-            )
+            schedule[own_name] = reader.take(f"{_P}{key}", "of a `ScheduledCoefficient`: call `update` after each step")
     written, own = _has_loss_args(reader), _arguments(reader, spec, _P)
     if schedule:
         own["mu"] = New(ScheduledCoefficient, **schedule)
-    if written:
-        _check_clip(name, own)
     own = _effective(spec, {**(_CONSTRUCTOR if written else _DEFAULT_ARGS).get(name, {}), **own})
     reader.overrides["objective"] = name
     reader.objective.update(own)
@@ -176,31 +155,28 @@ def _read_objective(reader: Reader, default: str) -> str:
 
 
 def _effective(spec: Spec, own: dict[str, object]) -> dict[str, object]:
-    """The hyper-parameters without those that have no effect beside the others, in Trinity neither."""
+    """Leave out the hyper-parameters that the others make ineffective. Trinity ignores them too."""
     unused = spec.unused(own)
     return {key: value for key, value in own.items() if key not in unused}
 
 
 def _read_advantage(reader: Reader, default: str) -> None:
-    """The advantage and its hyper-parameters."""
+    """Set the advantage and its hyper-parameters."""
     given = reader["algorithm.advantage_fn"]
     renamed = CHOICES["Trinity-RFT", "", "algorithm.advantage_fn"]
     name: Any = renamed[given].here if given in renamed else given or default
-    try:
-        spec = advantage_spec(name)
-    except ValueError as error:
-        raise ValueError(f"algorithm.advantage_fn: {error}") from None
+    spec = advantage_spec(name)
     if given:
         reader.take("algorithm.advantage_fn")
     own = _effective(spec, _arguments(reader, spec, "algorithm.advantage_fn_args."))
     if spec.name == "gae":
-        own["whiten"] = True
+        own["whiten"] = True  # Trinity always whitens
     reader.overrides["advantage"] = spec.name
     reader.advantage.update(own)
 
 
 def _read_kl(reader: Reader, place: str, trains: dict[str, object]) -> None:
-    """The KL of one place: Trinity's `kl_loss_fn` or `kl_penalty_fn`."""
+    """Set the KL of one place from Trinity's `kl_loss_fn` or `kl_penalty_fn`."""
     name = f"algorithm.{'kl_loss_fn' if place == 'kl_loss' else 'kl_penalty_fn'}"
     estimator = reader[name] or trains[place]
     if reader[name]:
@@ -215,16 +191,15 @@ def _read_kl(reader: Reader, place: str, trains: dict[str, object]) -> None:
     reader.overrides[f"{place}_coeff"] = coeff
 
 
-#: Advantages that Trinity computes in its trainer, the only ones that see a KL in the reward.
+#: Advantages that Trinity computes in its trainer. Only these see the KL in the reward.
 _IN_TRAINER = ("gae", "reinforce_plus_plus", "rloo", "remax", "on_policy_distill", "jsd", "clip_b", "clip_v")
 
 
 def _read_kl_reward(reader: Reader, trains: dict[str, object]) -> None:
     given = reader["algorithm.advantage_fn"] or ""
     advantage = reader.overrides.get("advantage")
-    in_trainer = (
-        advantage in _IN_TRAINER or given.endswith("_verl") or reader["algorithm.algorithm_type"] == "grpo_verl"
-    )
+    by_verl = given.endswith("_verl") or reader["algorithm.algorithm_type"] == "grpo_verl"
+    in_trainer = by_verl or advantage in _IN_TRAINER
     if advantage is None or (not in_trainer and reader["algorithm.kl_penalty_fn"] not in (None, "none")):
         note = "Trinity skips it for this advantage: pass kl_reward= to have it"
         for name in [name for name in reader.given if name.startswith("algorithm.kl_penalty_fn")]:
@@ -236,12 +211,9 @@ def _read_kl_reward(reader: Reader, trains: dict[str, object]) -> None:
 
 def _read_entropy(reader: Reader) -> None:
     kind = reader["algorithm.entropy_loss_fn"]
-    if kind not in (None, "none", "default", "mix"):
-        raise ValueError(no_such("Trinity-RFT has no entropy_loss_fn", kind, ("none", "default", "mix")))
+    reader.known("entropy_loss_fn", kind or "none", ("none", "default", "mix"))
     coeff = "algorithm.entropy_loss_fn_args.entropy_coef"
-    without = reader["algorithm.algorithm_type"] in (
-        "sft", "asymre", "raft", "sppo", "on_policy_distill", "jsd"
-    )  # fmt: skip
+    without = reader["algorithm.algorithm_type"] in _WITHOUT_ENTROPY
     if kind is not None:
         reader.take("algorithm.entropy_loss_fn")
     if kind == "none" or (kind is None and without):
@@ -253,7 +225,7 @@ def _read_entropy(reader: Reader) -> None:
 
 
 def _read_aggregation(reader: Reader, objective: str) -> None:
-    """Trinity's `loss_agg_mode` replaces the one in `policy_loss_fn_args`, which replaces the objective's own."""
+    """Set the aggregation: `loss_agg_mode`, else the one in `policy_loss_fn_args`, else the objective's own."""
     mode = reader["algorithm.loss_agg_mode"] or "token-mean"
     reader.take("algorithm.loss_agg_mode")
     reader.overrides["aggregation"] = mode
@@ -269,16 +241,16 @@ def _read_aggregation(reader: Reader, objective: str) -> None:
         reader.overrides["aggregation"] = "seq-mean-token-sum"
     if reader.overrides["aggregation"] == "seq-mean-token-sum-norm":
         if reader["model.max_response_tokens"] is None:
-            reader.refuse("algorithm.loss_agg_mode", "it divides by the padded length: give model.max_response_tokens")
+            reader.refuse("algorithm.loss_agg_mode", "it divides by the padded length: add model.max_response_tokens")
         else:
             reader.refuse(
                 "algorithm.loss_agg_mode",
-                "Trinity divides the sum by the length alone, here it is divided by the number of sequences too",
+                "Trinity divides only by the length, this package also by the number of sequences",
             )
 
 
 def _two_means(reader: Reader, own: str, others: str) -> None:
-    """The objective is summed in another way than the other terms are."""
+    """Refuse an aggregation of the objective that differs from the aggregation of the other terms."""
     advice = f"set loss_agg_mode to {own} and name it in policy_loss_fn_args too"
     reader.one_aggregation("algorithm.loss_agg_mode", "the objective", own, others, advice)
 

@@ -1,4 +1,4 @@
-"""TRL's configurations."""
+"""Translation of TRL's configurations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 Trainer = Literal["grpo", "rloo", "dpo", "kto", "sft", "cpo", "orpo", "gkd", "distillation", "tpo", "a2po", "iw_opd"]
-#: A KL times the ratio to the sampler, without Trinity's clamp of the ratio.
+#: k3 times the ratio to the sampler, without Trinity's clamp of the ratio.
 UNCLAMPED_K3 = partial(corrected_k3, ratio_max=math.inf)
 
 
@@ -31,19 +31,19 @@ def from_trl(config: Any, *, trainer: Trainer = "grpo") -> Translation:
     Args:
         config: a ``GRPOConfig``, ``RLOOConfig``, ``DPOConfig``, ``KTOConfig``, ``SFTConfig`` or ``DistillationConfig``, a
             ``CPOConfig``, ``ORPOConfig``, ``GKDConfig``, ``TPOConfig``, ``A2POConfig`` or ``IWOPDConfig`` of
-            ``trl.experimental``, or a mapping with settings of one. Of a configuration, settings that differ from TRL's
-            defaults count as given.
+            ``trl.experimental``, or a mapping with the settings of one of them. In a configuration object, the settings that
+            differ from TRL's defaults count as given.
 
     Keyword Args:
-        trainer: whose settings a mapping holds.
+        trainer: the trainer whose settings a mapping holds.
 
     Returns:
-        A :class:`Translation`, which does what TRL does with these settings, by its defaults too: no KL, ``loss_type="dapo"``,
-        advantages over the standard deviation plus 1e-4, the sequence mask on vLLM's log-probs.
+        A :class:`Translation` that reproduces TRL's algorithm with its defaults: no KL, ``loss_type="dapo"``, advantages over
+        the standard deviation plus 1e-4, and the sequence mask on vLLM's log-probs.
 
     Raises:
-        TypeError: for another configuration, one of TRL's own with another loss that is derived from these included.
-        ValueError: for a value that TRL does not know either.
+        TypeError: for any other configuration. TRL's own subclasses of these count as other ones, since their loss differs.
+        ValueError: for a value that TRL does not know.
 
     Example:
         >>> translation = from_trl({"beta": 0.04, "epsilon_high": 0.28, "learning_rate": 1e-6, "num_generations": 8})
@@ -68,13 +68,13 @@ _CLASSES = {"distillation": "Distillation", "iw_opd": "IWOPD"}
 
 
 def _removed(name: str) -> str:
-    """The end of a message about a trainer that TRL had, or that has a loss of its own."""
+    """The end of a message about a trainer that TRL removed, or whose loss is not available here."""
     note = _REMOVED.get(name)
     return f" TRL's {name.upper()} is not translated: {note}." if note else ""
 
 
 def _trainer_of(config: object) -> Trainer:
-    """The trainer of a configuration. A class that a user derived is of its base; TRL's own derived ones have other losses."""
+    """The trainer of a configuration. Users' subclasses have the trainer of their base, TRL's own subclasses do not."""
     kinds: dict[str, Trainer] = {f"{_CLASSES.get(name, name.upper())}Config": name for name in get_args(Trainer)}
     for base in type(config).__mro__:
         if base.__name__ in kinds:
@@ -82,25 +82,23 @@ def _trainer_of(config: object) -> Trainer:
         if base.__module__.partition(".")[0] == "trl":
             break
     name = type(config).__name__
-    raise TypeError(
-        f"from_trl takes {', '.join(kinds)} or a mapping of settings, got {name}: pass the settings that matter as a mapping."
-        f"{_removed(name.removesuffix('Config').lower())}"
-    )
+    hint = _removed(name.removesuffix("Config").lower())
+    raise TypeError(f"from_trl takes {', '.join(kinds)} or a mapping of settings, got {name}.{hint}")
 
 
 def _training_rows() -> dict[str, Foreign]:
-    """All of transformers' TrainingArguments."""
+    """Rows for all of transformers' TrainingArguments."""
     from transformers import TrainingArguments
 
-    note = "of transformers' trainer: it belongs to the loop"
+    note = "an argument of transformers' trainer: it belongs to the training loop"
     return {f.name: Foreign("TRL", f.name, None, "outside", "", note) for f in dataclasses.fields(TrainingArguments)}
 
 
 def _changed_settings(config: TrainingArguments) -> dict[str, object]:
-    """The settings of a configuration that differ from one without arguments."""
+    """The settings of a configuration that differ from a configuration without arguments."""
     fields = [f for f in dataclasses.fields(config) if f.init]
     default: object = None
-    # Without such an accelerator: compare with the plain defaults.
+    # The constructor fails if it names an accelerator that this machine lacks. Then compare with the plain defaults.
     with warnings.catch_warnings(), contextlib.suppress(TypeError, ValueError, RuntimeError):
         warnings.simplefilter("ignore")
         default = type(config)(output_dir=config.output_dir, use_cpu=config.use_cpu, bf16=config.bf16)
@@ -128,7 +126,7 @@ def _read_grpo(reader: Reader) -> Translation:
     elif level == "sequence" and kind != "vespo":
         reader.refuse("importance_sampling_level", f"{kind} has the ratio of each token here")
     reader.overrides["objective"] = objective
-    if kind == "dr_grpo":
+    if kind == "dr_grpo":  # its loss divides by the maximal length
         _max_len(reader)
     _grpo_bounds(reader, kind, objective)
     _grpo_advantage(reader)
@@ -147,7 +145,7 @@ def _max_len(reader: Reader) -> None:
 
 
 def _clip_bounds(reader: Reader) -> tuple[float, float]:
-    """TRL's epsilon and epsilon_high."""
+    """TRL's epsilon and epsilon_high, which is epsilon by default."""
     low, high = reader.take("epsilon"), reader["epsilon_high"]
     if high is None:
         return low, low
@@ -161,20 +159,18 @@ def _grpo_bounds(reader: Reader, kind: str, objective: str) -> None:
     if objective == "cispo":
         name = "epsilon" if reader["epsilon_high"] is None else "epsilon_high"
         bound = reader.take(name)
-        reader.objective["clip_low"] = 1.0
+        reader.objective["clip_low"] = 1.0  # TRL clips the weight only from above
         if bound >= 1:
             reader.objective["clip_high"] = bound - 1
         else:
             reader.refuse(
-                name,
-                f"for cispo it is the bound itself, so that {bound} lowers every weight to {bound} at most; here the bound is "
-                "1 + clip_high. TRL recommends epsilon_high=5.0",
+                name, f"in TRL's cispo it bounds the weight itself, here 1 + clip_high does: {bound} is below 1"
             )
     else:
         low, high = _clip_bounds(reader)
         reader.objective.update(clip_low=low, clip_high=high)
         if objective in ("ppo", "dapo", "dr_grpo"):
-            reader.objective["clip_ratio_c"] = None
+            reader.objective["clip_ratio_c"] = None  # TRL has no dual clip unless delta is given
         delta = reader["delta"]
         if delta is not None and objective in ("gspo", "luspo"):
             reader.refuse("delta", "a sequence's ratio has no dual clip here")
@@ -200,9 +196,7 @@ def _grpo_kl(reader: Reader, level: str) -> None:
     if reader.take("beta") == 0:
         return
     if reader["use_bias_correction_kl"] and level == "sequence":
-        reader.refuse(
-            "use_bias_correction_kl", "with importance_sampling_level='sequence' the KL is times the sequence's ratio"
-        )
+        reader.refuse("use_bias_correction_kl", "TRL multiplies the KL by the sequence's ratio")
         return
     reader.overrides["kl_loss"] = UNCLAMPED_K3 if reader.take("use_bias_correction_kl") else "k3"
     reader.overrides["kl_loss_coeff"] = reader["beta"]
@@ -214,11 +208,9 @@ def _grpo_entropy(reader: Reader, aggregation: str) -> None:
         return
     name = "use_adaptive_entropy" if adaptive else "entropy_coef"
     if aggregation != "token-mean":
-        reader.refuse(
-            name, f"TRL averages the entropy over tokens, and this loss is {aggregation} here with all its terms"
-        )
+        reader.refuse(name, f"TRL averages the entropy over tokens, here it is {aggregation} like the loss")
     elif reader["top_entropy_quantile"] < 1:
-        reader.refuse(name, "beside top_entropy_quantile TRL's bonus is of the chosen tokens alone, here of all")
+        reader.refuse(name, "with top_entropy_quantile TRL's bonus covers only the chosen tokens, here it covers all")
     elif adaptive:
         names = {"entropy_coef": "init", "entropy_target": "target", "entropy_coef_delta": "delta"}
         names |= {"entropy_coef_min": "low", "entropy_coef_max": "high"}
@@ -234,21 +226,19 @@ def _grpo_corrections(reader: Reader, kind: str) -> None:
     vllm = reader[use] and reader[correction]
     if reader["off_policy_mask_threshold"] is not None:
         if vllm:
-            reader.refuse(
-                "off_policy_mask_threshold", "with use_vllm TRL compares with the sampler, here with old log-probs"
-            )
+            reader.refuse("off_policy_mask_threshold", "TRL compares with vLLM's log-probs, here with old ones")
         else:
             reader.correct(OffPolicySequenceMask, delta=reader.take("off_policy_mask_threshold"))
     fraction = reader["top_entropy_quantile"]
     if fraction == 0:
-        reader.refuse("top_entropy_quantile", "0 leaves one token: pass a fraction above 0")
+        reader.refuse("top_entropy_quantile", "0 keeps only one token: pass a fraction above 0")
     elif fraction < 1:
         reader.correct(TopEntropyMask, fraction=reader.take("top_entropy_quantile"))
     if not reader[use]:
         return
     reader.take(use)
     if vllm and kind == "vespo":
-        reader.refuse(correction, "TRL puts the weights into the weight of the sequence")
+        reader.refuse(correction, "TRL multiplies these weights into the sequence's weight")
     elif reader.take(correction):
         _vllm_weights(reader)
 
@@ -273,15 +263,12 @@ def _rloo(reader: Reader) -> Translation:
     reader.overrides |= {"objective": "ppo", "aggregation": "seq-mean-token-sum"}
     low, high = _clip_bounds(reader)
     reader.objective.update(clip_low=low, clip_high=high, clip_ratio_c=None)
+    # An answer is reused if several optimiser steps follow one generation.
     steps = reader["steps_per_generation"] or 1
     accumulated: Any = reader.given.get("gradient_accumulation_steps", 1)
     reused = "num_iterations" if reader["num_iterations"] > 1 else "steps_per_generation"
     if reader["num_iterations"] > 1 or steps > accumulated:
-        reader.refuse(
-            reused,
-            "TRL clips the ratio of the whole answer, here of each token: the same while all answers are the "
-            "policy's own, one step for each batch",
-        )
+        reader.refuse(reused, "TRL clips the ratio of the whole answer, here of each token: equal only on policy")
     reader.overrides["kl_loss"] = "none"
     if reader.take("beta") != 0:
         reader.overrides |= {"kl_reward": "k1", "kl_reward_coeff": reader["beta"]}
@@ -302,11 +289,11 @@ def _dpo(reader: Reader) -> Translation:
         reader.objective["losses"] = names
         reader.objective.pop("length_normalised", None)
         if {"aot", "aot_unpaired"} & {*names}:
-            reader.refuse("loss_type", "aot compares whole batches: by itself alone")
+            reader.refuse("loss_type", "aot compares whole batches and cannot be summed with other losses")
         if reader["loss_weights"] is not None:
             reader.copy("loss_weights")
         if "sft" in names and reader["use_weighting"]:
-            reader.refuse("use_weighting", "TRL weighs the likelihood too, here the pairs alone")
+            reader.refuse("use_weighting", "TRL weighs the likelihood too, here only the pairs are weighted")
         if reader["f_divergence_type"] != "reverse_kl":
             reader.refuse("f_divergence_type", "a sum of losses has the reverse KL here")
     spec = spec_of(reader.overrides["objective"])
@@ -359,7 +346,7 @@ def _cpo(reader: Reader) -> Translation:
         reader.copy("cpo_alpha")
         reader.objective["nll_aggregation"] = "token-mean"
     elif reader["loss_type"] == "simpo" and reader["cpo_alpha"] != 0:
-        reader.refuse("cpo_alpha", "simpo has no likelihood beside it: 0, which alphapo implies, is SimPO's own loss")
+        reader.refuse("cpo_alpha", "simpo has no likelihood term: 0, which alphapo implies, is SimPO's own loss")
     elif reader["loss_type"] == "simpo":
         reader.take("cpo_alpha")
     return reader.finish(preset)

@@ -1,14 +1,21 @@
-"""verl's configuration."""
+"""Translation of verl's configuration."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchrl_llm_kl._foreign import VERL
 from torchrl_llm_kl._registry import flatten
-from torchrl_llm_kl.algorithms.elsewhere._translation import Reader, Translation, read_mapping, read_scalar
+from torchrl_llm_kl.algorithms.elsewhere._translation import (
+    NOT_APART,
+    Reader,
+    Translation,
+    read_mapping,
+    read_yaml,
+    resolved,
+)
 
 if TYPE_CHECKING:
     from torchrl_llm_kl.algorithms import AlgorithmName
@@ -17,6 +24,7 @@ _A, _R, _G = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorith
 _C = f"{_G}rollout_correction."
 _CLIP = (f"{_A}clip_ratio_low", f"{_A}clip_ratio_high")
 
+#: Loss modes that read the clip range.
 _CLIPPED = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "clip_cov", "geo_mean", "cispo")
 
 
@@ -24,16 +32,15 @@ def from_verl(config: str | os.PathLike[str] | Mapping[str, object] | Sequence[s
     """Translate a configuration of verl 0.9.
 
     Args:
-        config: the path of a YAML file, YAML, a mapping, or a list of Hydra's overrides (``"algorithm.adv_estimator=grpo"``).
-            What it leaves out has verl's default.
+        config: the path of a YAML file, YAML text, a mapping, or a list of Hydra's overrides
+            (``"algorithm.adv_estimator=grpo"``). Missing settings have verl's defaults.
 
     Returns:
-        A :class:`Translation`, which does what verl does with these settings, by its defaults too: GAE and a critic, no KL,
-        ``clip_ratio_low`` and ``_high`` of 0.2 whatever ``clip_ratio`` says, a dual clip at 3, the mean over tokens.
-        ``docs/differences.md`` lists where the losses differ, whatever the settings.
+        A :class:`Translation` that reproduces verl's algorithm with its defaults: GAE and a critic, no KL, ``clip_ratio_low``
+        and ``clip_ratio_high`` of 0.2 for any ``clip_ratio``, a dual clip at 3, and the mean over tokens.
+        ``docs/differences.md`` lists the differences of the losses that no setting removes.
 
     Raises:
-        FileNotFoundError: for a path without a file.
         ValueError: for an unknown advantage, loss or estimator, or a value that refers to another setting.
 
     Example:
@@ -52,14 +59,13 @@ def from_verl(config: str | os.PathLike[str] | Mapping[str, object] | Sequence[s
         reader.refuse(f"{_A}policy_loss.loss_mode", VERL[f"{_C}bypass_mode"].note)
         mode = "vanilla"
     reader.choose(f"{_A}policy_loss.loss_mode", mode)
-    if mode == "dro" and not (reader[f"{_A}policy_loss.dro_beta"] or 0) > 0:
-        raise ValueError("policy_loss.dro_beta must be a positive number with loss_mode='dro': verl has no default.")
     if mode in _CLIPPED:
         _set_clip(reader)
     _set_kl(reader)
     reader.copy(f"{_A}entropy_coeff")
     _set_aggregation(reader, mode)
     reader.verls_corrections(_C)
+    # Settings of features that are switched off have no effect, so they need no counterpart.
     for section, switch in (("distillation.", "distillation.enabled"), (f"{_G}pf_ppo.", f"{_G}use_pf_ppo")):
         if not given.get(switch):
             for name in [name for name in given if name.startswith(section)]:
@@ -68,33 +74,27 @@ def from_verl(config: str | os.PathLike[str] | Mapping[str, object] | Sequence[s
     return reader.finish(algorithm, reader.sample(f"{_R}temperature", f"{_R}top_p", f"{_R}top_k"))
 
 
-def _settings_of(config: object) -> dict[str, object]:
-    """The settings by path. A value that refers to another setting is one that verl's own files give it: its default."""
+def _settings_of(config: Any) -> dict[str, object]:
+    """The settings by path. References to other settings are left out if verl's own files contain them."""
     if isinstance(config, Sequence) and not isinstance(config, str):
         pairs = [each.partition("=") for each in config]
         for name, equals, _ in pairs:
             if not equals:
                 raise ValueError(f"expected 'path=value', as in 'algorithm.adv_estimator=grpo', got {name!r}.")
-        each = (flatten({name.strip().lstrip("+"): read_scalar(text)}) for name, _, text in pairs)
+        each = (flatten({name.strip().lstrip("+"): read_yaml(text)}) for name, _, text in pairs)
         given = {path: value for settings in each for path, value in settings.items()}
     else:
         given = flatten(read_mapping(config, "a configuration of verl"))
+    # Hydra's class paths set nothing of the algorithm.
     given = {name: value for name, value in given.items() if not name.endswith("_target_")}
-    for name, value in given.items():
-        row = VERL.get(name)
-        if isinstance(value, str) and "${" in value and row is not None and row.place in ("override", "sampling"):
-            if name != f"{_R}response_length":
-                raise ValueError(
-                    f"{name}={value!r} refers to another setting: resolve it first (`OmegaConf.to_container`)."
-                )
-            given = {key: other for key, other in given.items() if key != name}
-    return given
+    # verl's own file sets response_length to a reference.
+    return resolved(given, VERL, lambda name, _: name == f"{_R}response_length")
 
 
 def _choose_advantage(reader: Reader) -> AlgorithmName:
     name = reader[f"{_G}adv_estimator"]
     if name == "gpg":
-        reader.refuse(f"{_G}adv_estimator", "verl scales it by the share of rewards that are not 0, of the whole batch")
+        reader.refuse(f"{_G}adv_estimator", "verl scales it by the share of nonzero rewards in the whole batch")
         name = "grpo"
     choice = reader.choose(f"{_G}adv_estimator", name)
     divides = f"{_G}norm_adv_by_std_in_grpo"
@@ -104,14 +104,12 @@ def _choose_advantage(reader: Reader) -> AlgorithmName:
         if reader[f"{_G}gdpo_reward_weights"] is not None:
             reader.copy(f"{_G}gdpo_reward_weights")
         if not reader[divides]:
-            reader.refuse(
-                divides, "without the division the rewards are not normalised apart: add them up, use dr_grpo"
-            )
+            reader.refuse(divides, NOT_APART)
     return choice.here  # type: ignore[return-value]
 
 
 def _set_clip(reader: Reader) -> None:
-    """``clip_ratio_low`` and ``_high`` have numbers by default, so that ``clip_ratio`` alone changes nothing."""
+    """Set the clip range. ``clip_ratio`` has no effect unless ``clip_ratio_low`` or ``clip_ratio_high`` is null."""
     both = f"{_A}clip_ratio"
     bounds = [reader.take(both) if reader.take(name) is None else reader[name] for name in _CLIP]
     reader.out(both, "no effect in verl while clip_ratio_low and clip_ratio_high are numbers, as by default: set these")
@@ -122,11 +120,11 @@ def _estimator(reader: Reader, name: str) -> str:
     value = reader[name]
     plus = "+" if isinstance(value, str) and value.endswith("+") else ""
     own = reader.choose(name, value.removesuffix("+") if plus else value).here
-    return own if own == "k2" else own + plus
+    return own if own == "k2" else own + plus  # k2 already has the gradient that "+" adds
 
 
 def _set_kl(reader: Reader) -> None:
-    """The KL in the loss, and in the reward."""
+    """Set the KL in the loss and in the reward."""
     reader.take(f"{_A}use_kl_loss")
     reader.overrides["kl_loss"] = "none"
     if reader[f"{_A}use_kl_loss"]:
@@ -135,6 +133,7 @@ def _set_kl(reader: Reader) -> None:
     reader.take(f"{_G}use_kl_in_reward")
     reader.overrides["kl_reward"] = "none"
     if reader[f"{_G}use_kl_in_reward"]:
+        # A reward carries no gradient, so "+" changes nothing here.
         reader.overrides["kl_reward"] = _estimator(reader, f"{_G}kl_penalty").removesuffix("+")
         kind, coeff = reader.take(f"{_G}kl_ctrl.type"), reader.take(f"{_G}kl_ctrl.kl_coef")
         reader.known("kl_ctrl.type", kind, ("fixed", "adaptive"))
@@ -147,16 +146,17 @@ def _set_aggregation(reader: Reader, mode: str) -> None:
     name = f"{_A}loss_agg_mode"
     aggregation = reader.take(name)
     if aggregation == "token-sum":
-        reader.refuse(name, "a sum over tokens grows with the batch: here it is a mean")
+        reader.refuse(name, "a sum over tokens grows with the batch, here only means are available")
         return
     known = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
     reader.known("loss_agg_mode", aggregation, known)
     reader.overrides["aggregation"] = aggregation
     if aggregation == "seq-mean-token-sum-norm":
         lengths = (f"{_A}loss_scale_factor", f"{_R}response_length", "data.max_response_length")
+        # verl divides by the first of these that is set.
         length = next(name for name in lengths if reader[name] is not None)
         reader.copy(length)
-    # sapo and geo_mean ignore it; one number per sequence has the same mean by token-mean and by sequences.
+    # verl's sapo and geo_mean ignore loss_agg_mode. geo_mean has one number per sequence, so several modes are equal.
     own = {"sapo": ("seq-mean-token-mean",), "geo_mean": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
     if aggregation not in own.get(mode, (aggregation,)):
         reader.one_aggregation(name, mode, own[mode][0], aggregation, f"set {own[mode][0]}")
