@@ -95,7 +95,7 @@ test_entries_of_another_kind = refused(
 def test_entries_shorter_or_longer_than_the_tokens() -> None:
     data = conversations("padded")
     for shape, message in (
-        ((3, 2), r"'state_value'.*: sequence 0 has 2 values and 5 tokens.*only the response must"),
+        ((3, 2), r"'state_value'.*: sequence 0 has 2 values and 5 tokens.*Pass one value per token"),
         ((3, 5, 2), r"'state_value'.* must hold one number per token, found rows of \(2,\) each"),
         ((3,), "the value must hold one number per token, found one per sequence under"),
     ):
