@@ -51,7 +51,7 @@ def test_intervals_by_hand():
 
 
 def test_the_page_has_the_figures_of_the_results():
-    page = (PROJECT / "docs" / "kl_study.md").read_text(encoding="utf-8")
+    page = (PROJECT / "benchmarks" / "KL_STUDY.md").read_text(encoding="utf-8")
     cells, seeds, scale = STUDIES["placement"]
     assert len(set(cells)) == 25
     for cell in cells:

@@ -184,7 +184,7 @@ def test_every_paper_that_the_code_names_is_listed() -> None:
 
 
 def test_every_value_with_a_source_is_there_beside_its_paper() -> None:
-    below = {part.partition("`")[0]: part.split("\n## ")[0] for part in papers().split("\n### `")}
+    below = {part.partition("\n")[0]: part.split("\n## ")[0] for part in page("algorithms.md").split("\n### ")}
     for name, algorithm in ALGORITHMS.items():
         assert all(re.search(rf"`{field}=[^`]+`", below[name]) for field in algorithm.sources), name
     for name, expected in (("dapo", "clip_high=0.28`.*2503.14476"), ("dpo", "beta=0.1`.*2305.18290")):

@@ -1,4 +1,4 @@
-"""What a user installs: the wheel holds the package alone, and the README's example runs from it, in another directory."""
+"""The wheel that a user installs holds only the package, and the loop of docs/torchrl.md runs from it in another folder."""
 
 import os
 import re
@@ -50,7 +50,7 @@ def test_the_wheel_holds_the_package_the_command_its_version_and_a_readme_withou
     assert "https://github.com/pytorch/rl" in links
     assert [link for link in links if not link.startswith("https://")] == []
     assert "known defect" in readme  # the text of a link stays
-    assert "Reward, KL and coefficient over the steps" not in readme  # a picture is not there
+    assert "Reward, KL and coefficient of the demo" not in readme  # a picture is not there
 
 
 def test_relative_links_become_absolute() -> None:
