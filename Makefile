@@ -32,10 +32,10 @@ demo-text: $(READY)  ## Train a small model on GSM8K's text, SFT then DPO, for t
 demo-image: $(READY)  ## Train a small image-text model to count coloured squares, with the KL held at a target; writes runs/image
 	OMP_NUM_THREADS=1 $(BIN)/python tutorials/image_demo.py $(ARGS)
 
-study: $(READY)  ## Compare placements of the KL on the demo's task (an hour, resumable); writes docs/kl_study.jsonl
+study: $(READY)  ## Compare placements of the KL on the demo's task (an hour, resumable); writes benchmarks/kl_study.jsonl
 	OMP_NUM_THREADS=1 $(BIN)/python tutorials/countdown_study.py placement $(ARGS)
 
-study-target: $(READY)  ## Run the demo with two controllers on ten seeds (an hour, resumable); writes docs/kl_study.jsonl
+study-target: $(READY)  ## Run the demo with two controllers on ten seeds (an hour, resumable); writes benchmarks/kl_study.jsonl
 	OMP_NUM_THREADS=1 $(BIN)/python tutorials/countdown_study.py target $(ARGS)
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile

@@ -26,8 +26,8 @@ from benchmarks.measure import Contender, HostMeter, alternate
 from benchmarks.models import QUICK, ModelSize, qwen2
 from torchrl_llm_kl import LogProbScorer, Ragged, get_estimator
 
-DOCS = Path(__file__).parents[1] / "docs"
-PAGE = "precision.md"
+DOCS = Path(__file__).parent
+PAGE = "PRECISION.md"
 START, END = "<!-- measured: `python -m benchmarks.precision --write` -->", "<!-- end of measured -->"
 START_CHECKPOINT = "<!-- measured: `python -m benchmarks.precision --checkpoint FOLDER --write` -->"
 
@@ -398,7 +398,7 @@ def write_page(found: Measured, page: Path, start: str = START) -> None:
 
 
 def main(
-    write: Annotated[bool, typer.Option("--write", help="Write the tables into docs/precision.md.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the tables into benchmarks/PRECISION.md.")] = False,
     quick: Annotated[bool, typer.Option(help="Use the smallest sizes, as a smoke test.")] = False,
     docs: Annotated[Path, typer.Option(help="The folder of the page.")] = DOCS,
     checkpoint: Annotated[str | None, typer.Option(help="A pre-trained model, in place of one trained here.")] = None,

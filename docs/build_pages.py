@@ -7,6 +7,7 @@ one table. A test fails if a page is out of date. The doctor's table takes minut
 from __future__ import annotations
 
 import contextlib
+import csv
 import inspect
 import io
 import json
@@ -69,11 +70,50 @@ def cell(text: str) -> str:
 FLAGS = ("use_critic", "use_reference", "use_rollout", "compute_advantage_in_trainer", "can_balance_batch")
 
 
+#: Key in algorithms.csv -> title of a group of algorithms.
+GROUPS = {
+    "policy": "Policy gradients",
+    "offpolicy": "Off-policy data and experts",
+    "preference": "Preferences",
+    "distillation": "Distillation",
+    "supervised": "Supervised",
+    "steps": "Episodes of several steps",
+}
+
+
 def algorithms() -> str:
-    """The presets with the results of the learning tests."""
+    """The algorithms by use: a table for each group, and a section with use, formula, settings and source for each one."""
+    with open(DOCS / "algorithms.csv", encoding="utf-8", newline="") as file:
+        texts = list(csv.DictReader(file))
+    header, _, *lines = algorithm_table().splitlines()
+    titles = [title.strip() for title in header.strip("|").split(" | ")]
+    settings = {line.split("`")[1]: [each.strip() for each in line.strip("|").split(" | ")] for line in lines}
+    pages = []
+    for group, title in GROUPS.items():
+        own = [row for row in texts if row["group"] == group]
+        links = [[f"[`{row['algorithm']}`](#{row['algorithm']})", row["when"]] for row in own]
+        sections = [_section(row, dict(zip(titles, settings[row["algorithm"]], strict=True))) for row in own]
+        pages.append(f"## {title}\n\n{markdown(['algorithm', 'when to take it'], links)}\n" + "\n".join(sections))
+    return "\n".join(pages)
+
+
+def _section(row: dict[str, str], settings: dict[str, str]) -> str:
+    place = settings["KL to the reference"]
+    kl = {"none": "no KL", "in the objective": "KL in the objective"}.get(place, f"KL in the {place}")
+    lines = [
+        f"- **Formula**, maximised: `{row['formula']}`",
+        f"- **Settings**: objective {settings['objective']}, advantage {settings['advantage']}, {kl},"
+        f" aggregation {settings['sum over tokens']}, {settings['answers']} answers to a prompt, data {settings['data']}",
+        *(f"- {values}: {linked(source)}" for source, values in by_source(row["algorithm"]).items()),
+    ]
+    return f"### {row['algorithm']}\n\n{row['when']}\n\n" + "\n".join(lines) + "\n"
+
+
+def learning_tests() -> str:
+    """The result of each algorithm's learning test."""
     from learned import LEARNED
 
-    return algorithm_table(LEARNED)
+    return markdown(["algorithm", "result"], [[f"`{name}`", text] for name, text in LEARNED.items()])
 
 
 def flag_table() -> str:
@@ -83,13 +123,6 @@ def flag_table() -> str:
         for name, preset in ALGORITHMS.items()
     ]
     return markdown(["algorithm", *(f"`{flag}`" for flag in FLAGS)], rows)
-
-
-def source_table() -> str:
-    """The source of each value."""
-    sources = {name: preset.sources for name, preset in ALGORITHMS.items()}
-    rows = [[f"`{name}`", f"`{field}`", text] for name, own in sources.items() for field, text in own.items()]
-    return markdown(["algorithm", "value", "source"], rows)
 
 
 def schema_tables() -> str:
@@ -403,15 +436,6 @@ def linked(text: str) -> str:
     return re.sub(_ARXIV, r"[arXiv \1](https://arxiv.org/abs/\1)", text).replace("|", "\\|")
 
 
-def values_of_algorithms() -> str:
-    """The values of each algorithm by source."""
-    parts = []
-    for name in ALGORITHMS:
-        rows = [[values, linked(source)] for source, values in by_source(name).items()]
-        parts.append(f"### `{name}`\n\n{markdown(['values', 'source'], rows)}")
-    return "\n".join(parts)
-
-
 def unused(kind: str) -> str:
     """The defaults of the objectives or advantages that no preset uses."""
     used = {getattr(preset, kind) for preset in ALGORITHMS.values()}
@@ -439,7 +463,7 @@ def other_sources() -> str:
 
 
 def corpus_table() -> str | None:
-    """The totals, then one row per chat template of the packages. None if the packages are not available."""
+    """The totals over the chat templates of the packages, and a row for each with an error; None without the packages."""
     import template_corpus
     import template_oracle
 
@@ -458,13 +482,14 @@ def corpus_table() -> str | None:
         versions[package] += 1
         errors = ", ".join(kind for kind, outcome in checked.items() if outcome.status in statuses[2:])
         counts = [str(count[status]) for status in statuses]
-        rows.append([template, " ".join(package.rsplit("-", 1)), *counts, errors or "-"])
-    if not rows:
+        if errors:
+            rows.append([template, " ".join(package.rsplit("-", 1)), *counts, errors])
+    if not versions:
         return None
     summary = ", ".join(f"{totals[status]} {status}" for status in statuses)
     packages = ", ".join(f"{' '.join(package.rsplit('-', 1))} ({count})" for package, count in versions.items())
     return (
-        f"**{len(rows)} templates, {sum(totals.values())} masks: {summary}.**\n\nPackages: {packages}.\n\n"
+        f"**{versions.total()} templates, {sum(totals.values())} masks: {summary}.**\n\nPackages: {packages}.\n\n"
         + markdown(["template", "package", *statuses, "which"], rows)
         + f"\nNot counted, since they do not show both a question and its answer: {', '.join(left_out)}.\n"
     )
@@ -505,9 +530,11 @@ def settings_table() -> str:
 TABLES: dict[str, dict[str, Callable[[], str | None]]] = {
     "algorithms": {
         "algorithms": algorithms,
-        "flags": flag_table,
-        "sources": source_table,
+    },
+    "algorithm_data": {
         "schemas": schema_tables,
+        "flags": flag_table,
+        "learning": learning_tests,
     },
     "api": {layer: partial(build_api.table, layer) for layer in build_api.ORDER},
     "architecture": {"layers": build_architecture.table},
@@ -528,7 +555,6 @@ TABLES: dict[str, dict[str, Callable[[], str | None]]] = {
     "metrics": {origin: partial(metric_table, origin) for origin in get_args(Origin)},
     "papers": {
         "papers": paper_table,
-        "values": values_of_algorithms,
         "objectives": partial(unused, "objective"),
         "advantages": partial(unused, "advantage"),
         "others": other_sources,

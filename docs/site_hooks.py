@@ -1,13 +1,14 @@
 """Hooks of the site's build (``mkdocs.yml``): pages outside ``docs/``, links to them, pages of the API, notebooks.
 
-The Markdown files are written for GitHub, where links are relative to the file. The site has the same pages in the same places,
-with three additions:
+The Markdown files are written for GitHub, where a link is relative to the file. The site has the same pages in the same places,
+with four additions:
 
 - ``CHANGELOG.md``, ``CONTRIBUTING.md``, the README and the reports in ``benchmarks/`` are pages at the path that they have in
   the repository, and other files that a page links to (tests, tutorials) are pages below ``source/`` with their text. With a
   ``Repository`` among the project's URLs, links to such files lead there instead.
-- Each layer has a page of its docstrings, ``reference/LAYER.md``. Names in the text link to it.
-- Each notebook is a page with its outputs.
+- each layer has a page of its docstrings, ``reference/LAYER.md``; names in the text link to it.
+- a notebook is a page with its outputs;
+- the Markdown of each page lies beside it, and ``llms.txt`` lists these files.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ PAGES = {
     "benchmarks/RESULTS.md": "benchmarks/RESULTS.md",
     "benchmarks/RAY.md": "benchmarks/RAY.md",
     "benchmarks/profile.md": "benchmarks/profile.md",
+    "benchmarks/PRECISION.md": "benchmarks/PRECISION.md",
+    "benchmarks/KL_STUDY.md": "benchmarks/KL_STUDY.md",
 }
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash", ".md": "markdown"}
 #: Code, which is not changed, or the target of a link or a picture.
@@ -172,8 +175,12 @@ def add_notebook(file: File, files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
-    """Rewrite links for the site, and link the names of ``api.md`` to the reference."""
+    """Links as they are in the site; names of ``api.md`` link to the reference; the search ranks guides first."""
     place = page.file.src_uri
+    if place.startswith(("reference/", "benchmarks/")) or place in ("api.md", "CHANGELOG.md", "papers.md"):
+        page.meta.setdefault("search", {"boost": 0.1})
+    if place == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]  # room for three cards in a row
     if place == "api.md":
         markdown = with_references(markdown)
     if place.startswith(("notebooks/", "reference/", "source/")) and place not in PAGES.values():
@@ -236,9 +243,44 @@ def on_page_content(content: str, page: Page, **_: Any) -> str:
     content = re.sub(
         r"<code>\$(.*?)\$</code>", lambda match: to_mathml(html.unescape(match[1])), content, flags=re.DOTALL
     )
+    content = with_labels(_PICTURE.sub(r'<a class="enlarge" href="\2">\1</a>', content))
     if page.file.src_uri.startswith(("reference/", "source/")) or page.file.src_uri == "api.md":
         return content
     return with_links(content, linked_names())
+
+
+_PICTURE = re.compile(r'(<img [^>]*src="([^"]+\.(?:png|svg))"[^>]*>)')  # a click opens the picture in its full size
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+
+
+def with_labels(content: str) -> str:
+    """Tables whose cells hold their column's title, which a phone shows beside the cell."""
+
+    def label(match: re.Match[str]) -> str:
+        titles = [
+            re.sub(r"<[^>]+>", "", title).strip() for title in re.findall(r"<th.*?>(.*?)</th>", match[0], re.DOTALL)
+        ]
+        column = -1
+
+        def cell(tag: re.Match[str]) -> str:
+            nonlocal column
+            column = -1 if tag[0] == "<tr>" else column + 1
+            return tag[0] if tag[0] == "<tr>" or not titles[column] else f'<td data-label="{titles[column]}"{tag[1]}>'
+
+        return re.sub(r"<tr>|<td([^>]*)>", cell, match[0])
+
+    return _TABLE.sub(label, content)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write ``llms.txt``, and the Markdown of each page beside it."""
+    site, lines = Path(config.site_dir), [f"# {config.site_name}", "", f"> {config.site_description}", ""]
+    for path in [*sorted((PROJECT / "docs").glob("*.md")), *(PROJECT / path for path in PAGES)]:
+        text, place = path.read_text(encoding="utf-8"), in_site(path.relative_to(PROJECT).as_posix())
+        (site / place).parent.mkdir(parents=True, exist_ok=True)
+        (site / place).write_text(text, encoding="utf-8")
+        lines.append(f"- [{text.splitlines()[0].lstrip('# ')}]({place})")
+    (site / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def with_links(content: str, names: dict[str, str]) -> str:

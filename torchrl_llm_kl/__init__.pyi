@@ -81,6 +81,7 @@ from torchrl_llm_kl.tasks import (
     RewardError as RewardError,
     Turns as Turns,
     make_env as make_env,
+    tiny_chat_model as tiny_chat_model,
 )
 from torchrl_llm_kl.transforms import (
     Adapters as Adapters,

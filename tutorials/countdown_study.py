@@ -1,8 +1,8 @@
-"""The experiments of ``docs/kl_study.md``: where to place the KL, and how to hold it at a target.
+"""The experiments of ``benchmarks/KL_STUDY.md``: where to place the KL, and how to hold it at a target.
 
 ``python tutorials/countdown_study.py placement`` (``make study``) trains on the demo's task with each combination of placement,
 coefficient and sampler. ``... target`` (``make study-target``) runs the demo with two controllers. Each run appends one line to
-``docs/kl_study.jsonl``. The same command continues after an interruption. Both commands end with the tables of the page.
+``benchmarks/kl_study.jsonl``. The same command continues after an interruption. Both commands end with the tables of the page.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torchrl_llm_kl.training import learn, loss_entries
 
 tensordict.set_list_to_stack(True).set()  # required by torchrl's LLM components
 
-RESULTS = Path(__file__).parents[1] / "docs" / "kl_study.jsonl"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "kl_study.jsonl"
 TARGET = 0.5  # nats per answer
 
 

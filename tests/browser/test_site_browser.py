@@ -84,6 +84,47 @@ def test_search_finds(visit: Callable[..., Any], query: str, target: str, disk: 
     assert any(target in re.sub(r"\?h=[^#]*", "", link) for link in found), found
 
 
+#: Words that people type -> the page that should come first.
+FIRST = {
+    "KL explodes": "debugging.html",
+    "NaN loss": "debugging.html",
+    "GRPO": "algorithms.html",
+    "temperature": "sampling.html",
+    "vllm": "vllm.html",
+    "own reward": "own_task.html",
+}
+
+
+@pytest.mark.parametrize(("query", "target"), FIRST.items(), ids=FIRST)
+def test_the_right_page_comes_first(visit: Callable[..., Any], query: str, target: str) -> None:
+    page = visit("index.html")
+    page.locator(".md-search__input").click()
+    page.keyboard.type(query)
+    first = page.locator(".md-search-result__item > .md-search-result__link").first
+    playwright.expect(first).to_have_attribute("href", re.compile(target))
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_no_table_or_code_is_wider_than_its_column(visit: Callable[..., Any], path: str) -> None:
+    page = visit(f"{path or 'index'}.html", viewport={"width": 1400, "height": 900})
+    right = page.eval_on_selector(".md-content__inner", "column => column.getBoundingClientRect().right")
+    wide = "(all, right) => all.filter(x => x.getBoundingClientRect().right > right + 2).map(x => x.innerText.slice(0, 80))"
+    assert page.eval_on_selector_all(".md-content table:not(.highlighttable), .md-content pre", wide, right) == []
+
+
+def test_on_a_phone_a_row_of_a_table_is_a_card(visit: Callable[..., Any]) -> None:
+    page = visit("which_kl.html", viewport=PHONE, is_mobile=True)
+    cell = page.locator("td[data-label=use]").first
+    label = cell.evaluate("cell => getComputedStyle(cell, '::before').content")
+    assert (label, cell.evaluate("cell => getComputedStyle(cell).display")) == ('"use" ": "', "block")
+
+
+def test_a_click_enlarges_a_picture(visit: Callable[..., Any]) -> None:
+    page = visit("start.html")
+    page.locator("a.enlarge").first.click()
+    page.wait_for_url("**/demo_curves.png")
+
+
 def test_a_result_leads_to_the_name(visit: Callable[..., Any]) -> None:
     page = visit("reference/transforms.html#torchrl_llm_kl.transforms.RetrieveKL")
     heading = page.locator('[id="torchrl_llm_kl.transforms.RetrieveKL"]')

@@ -50,8 +50,8 @@ def test_intervals_by_hand():
     assert [study.shown([0.25], "{:.1%}"), study.shown([], "{:.2f}")] == ["25.0%", "not run"]
 
 
-def test_the_page_shows_the_figures_of_the_results():
-    page = (PROJECT / "docs" / "kl_study.md").read_text(encoding="utf-8")
+def test_the_page_has_the_figures_of_the_results():
+    page = (PROJECT / "benchmarks" / "KL_STUDY.md").read_text(encoding="utf-8")
     cells, seeds, scale = STUDIES["placement"]
     assert len(set(cells)) == 25
     for cell in cells:

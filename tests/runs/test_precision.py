@@ -85,7 +85,7 @@ def test_only_answers_are_scored_and_copies_do_not_change_the_model(monkeypatch)
 
 def test_the_page_is_written_between_its_markers(measured, monkeypatch, tmp_path):
     monkeypatch.setattr(precision, "measure", lambda sizes: measured)
-    page = tmp_path / "precision.md"
+    page = tmp_path / precision.PAGE
     page.write_text(f"before\n\n{precision.START}\nold\n{precision.END}\n\nafter\n", encoding="utf-8")
     app = typer.Typer()
     app.command()(precision.main)

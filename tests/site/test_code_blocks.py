@@ -107,6 +107,7 @@ PARTS: dict[str, Callable[[World], Any]] = {
 
 #: Page -> the parts of the world that its prose introduces, maybe under another name. All other pages make what they use.
 PREAMBLES = {
+    "README.md": "model reference tokenizer",
     "docs/algorithms.md": "actor=model reference optimizer",
     "docs/cli.md": "batch",
     "docs/concepts.md": "tokenizer",
@@ -114,7 +115,7 @@ PREAMBLES = {
     "docs/doctor.md": "batch policy=model reference tokenizer buffer",
     "docs/elsewhere.md": "actor=model reference",
     "docs/inspector.md": "batch tokenizer model reference step_100=model",
-    "docs/kl_study.md": "model reference batch",
+    "benchmarks/KL_STUDY.md": "model reference batch",
     "docs/logging.md": "parts=grpo tokenizer",
     "docs/lora.md": "batch=rollouts",
     "docs/extend.md": "model reference batch",
@@ -137,6 +138,8 @@ def _one_rank() -> None:
 def own(page: str, world: World) -> dict[str, Any]:
     """Names that only this page's prose introduces."""
     match page:
+        case "README.md":
+            torchrl_llm_kl.save_batch(world.batch, "rollouts.pt")
         case "docs/algorithms.md":
             return {"collector": [world.rollouts]}
         case "docs/distributed.md":
@@ -221,6 +224,7 @@ NOT_RUN = {
     ("docs/distributed.md", "needs DeepSpeed"): 1,
     ("docs/ray.md", "needs eight GPUs"): 1,
     ("docs/ray.md", "needs a server of vLLM"): 1,
+    ("docs/start.md", "needs the hub"): 1,
     ("docs/torchrl.md", "tests/units/in_torchrl composes it"): 1,
     ("docs/torchrl.md", "tests/ray and tests/runs run it in actors or processes"): 3,
     ("docs/routing.md", "needs a server of vLLM"): 1,
@@ -292,6 +296,8 @@ def test_the_python_of_a_page_runs(page: str, surroundings: None) -> None:
     if page == "docs/data.md":
         assert names["pairs"].batch_size == (8, 2)
         assert len(names["answers"]) == len(names["buffer"]) == 8
+    if page == "docs/start.md":
+        assert names["batch"]["next", "reward"].mean() > 0.8, "the policy has learned to answer in digits"
     if page == "docs/distillation.md":
         assert 0.6 < float(names["out"]["captured_mass"]) < 1
     if page in ("docs/contexts.md", "docs/multi_turn.md", "docs/own_task.md"):
@@ -311,7 +317,7 @@ def test_pages_diagnose_before_the_first_step(surroundings: None, monkeypatch: p
         events.attach_mock(seen, name)
         monkeypatch.setattr(owner, name, lambda *args, _seen=seen, **kwargs: _seen(*args, **kwargs))
     run_page("docs/start.md")
-    assert [name for name, *_ in events.mock_calls] == ["diagnose", "step", "step"]
+    assert [name for name, *_ in events.mock_calls] == ["diagnose", *["step"] * 25]
 
 
 def test_few_blocks_are_not_run() -> None:

@@ -20,7 +20,7 @@ NAMES = [(layer, name) for layer in api.ORDER for name in api.public_names(layer
 def test_every_page_of_the_docs_is_in_the_site(site: Site) -> None:
     pages = {path.stem for path in PROJECT.glob("docs/*.md")} - {"index"}
     pages |= {"CHANGELOG", "CONTRIBUTING"}
-    pages |= {f"benchmarks/{name}" for name in ("RESULTS", "RAY", "profile")}
+    pages |= {f"benchmarks/{name}" for name in ("RESULTS", "RAY", "PRECISION", "KL_STUDY", "profile")}
     assert [page for page in sorted(pages) if not (site.folder / f"{page}.html").is_file()] == []
     source = (site.folder / "index.html").read_text(encoding="utf-8")
     source = source[source.index('<nav class="md-nav md-nav--primary') :]  # the list of all pages
@@ -29,8 +29,15 @@ def test_every_page_of_the_docs_is_in_the_site(site: Site) -> None:
     for found in zip(*links, strict=True):
         assert len(found) > 50
         assert [each for each, count in Counter(found).items() if count > 1] == []
-    assert "Start" in "".join(site.pages[site.folder / "index.html"].text)
+    assert "Five minutes" in "".join(site.pages[site.folder / "index.html"].text)
     assert "WARNING" not in site.printed
+
+
+def test_each_page_lies_beside_its_markdown(site: Site) -> None:
+    lines = (site.folder / "llms.txt").read_text(encoding="utf-8").splitlines()
+    files = [match[1] for line in lines if (match := re.search(r"\]\((.+\.md)\)$", line))]
+    assert len(files) > 45
+    assert [file for file in files if not (site.folder / file).is_file()] == []
 
 
 def test_every_link_leads_somewhere(site: Site) -> None:

@@ -1,4 +1,4 @@
-"""The wheel holds only the package, and the README's example runs from it in another directory."""
+"""The wheel that a user installs holds only the package, and the loop of docs/torchrl.md runs from it in another folder."""
 
 import os
 import re
@@ -49,8 +49,8 @@ def test_contents_of_the_wheel(wheel: Path) -> None:
     links = re.findall(r"\]\(([^)]*)\)", readme)
     assert "https://github.com/pytorch/rl" in links
     assert [link for link in links if not link.startswith("https://")] == []
-    assert "known defect" in readme  # a link keeps its text
-    assert "Reward, KL and coefficient over the steps" not in readme  # pictures are removed
+    assert "known defect" in readme  # the text of a link stays
+    assert "Reward, KL and coefficient of the demo" not in readme  # a picture is not there
 
 
 def test_relative_links_become_absolute() -> None:

@@ -462,7 +462,7 @@ class PIKLCoefficient(_KLController):
     :class:`~torchrl_llm_kl.AdaptiveKLCoefficient` has only an integral term and no averaging, so it overshoots if the policy
     responds late. The gains are per update, and no step depends on ``n`` or a horizon. The defaults are for noisy batches of
     about 100 answers. With 256 answers, ``proportional=2, integral=0.08, smoothing=0.9, max_step=0.2`` and a start near the
-    final coefficient hold the target more closely (``docs/kl_study.md``).
+    final coefficient hold the target more closely (``benchmarks/KL_STUDY.md``).
 
     Args:
         init: initial coefficient, positive, within ``[low, high]``.

@@ -22,6 +22,9 @@ from torchrl_llm_kl.tasks._rewards import (
     RewardFunction as RewardFunction,
     reward_metrics as reward_metrics,
 )
+from torchrl_llm_kl.tasks._tiny import (
+    tiny_chat_model as tiny_chat_model,
+)
 from torchrl_llm_kl.tasks._tools import (
     ToolCall as ToolCall,
     ToolParser as ToolParser,
