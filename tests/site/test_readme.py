@@ -1,4 +1,4 @@
-"""The configuration of the README and the loop of docs/torchrl.md on a tiny checkpoint, and loops and names of tests in all docs."""
+"""The configuration of the README and the loop of docs/torchrl.md run on a tiny checkpoint. Loops and test names in docs are right."""
 
 import re
 from collections.abc import Callable
