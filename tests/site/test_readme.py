@@ -1,4 +1,4 @@
-"""The configuration of the README and the loop of docs/torchrl.md run on a tiny checkpoint. Loops and test names in docs are right."""
+"""The README configuration and the loop of docs/torchrl.md run on a tiny checkpoint. Loops and test names in docs are right."""
 
 import re
 from collections.abc import Callable
