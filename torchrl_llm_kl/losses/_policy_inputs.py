@@ -342,10 +342,8 @@ class PolicyScorers:
         """Raise a ValueError if these models cannot compute the inputs that the parts need."""
         needs = frozenset(needs)
         if self.options.sampling.truncates and needs & {"outcomes", "teacher_divergence"}:
-            raise ValueError(
-                f"a distillation with {self.options.sampling}: the teacher's divergence is infinite where a token is left out. "
-                "Pass Sampling(temperature)."
-            )
+            missing = "tokens that are left out have no probability"
+            raise ValueError(f"a distillation with {self.options.sampling}: {missing}. Pass Sampling(temperature).")
         exact = needs & {"kl", "teacher_divergence"}
         if len(exact) > 1:
             raise ValueError("exact KLs to a reference and to a teacher need two other models, and reference= is one.")
@@ -392,9 +390,8 @@ class PolicyScorers:
         if apart and "kept" not in replayed:
             exact = {"return_kept": True}
         if "sharp_log_prob" in needs and sampling.truncates and "kept" not in replayed:
-            raise ValueError(
-                f"at half the temperature {sampling} leaves other tokens: replay the tokens that the sampler kept (RecordKept)."
-            )
+            advice = "replay the tokens that the sampler kept (RecordKept)"
+            raise ValueError(f"at half the temperature {sampling} leaves other tokens: {advice}.")
         fields: RequestFields = {**replayed, "top_ids": batch.top_ids}
         scores = self.of_actor(actor).evaluate(
             ScoreRequest.of(response.tokens, response.host_mask, **fields),
