@@ -6,7 +6,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, cast
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torchrl_llm_kl._numerics import is_dtensor
 from torchrl_llm_kl._private import activate_adapters, active_adapters, compiled_inside, own_adapters
 from torchrl_llm_kl.scoring._asked import asked, call_of, has
-from torchrl_llm_kl.scoring._checkpoints import swapped
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._wrapping import is_zero3, unwrapped
 
@@ -79,9 +78,17 @@ class Setup:
             yield
 
 
-def evaluating(model: nn.Module) -> AbstractContextManager[None]:
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Context in which all submodules are in evaluation mode. Each one's mode is restored at the end."""
-    return swapped([(module, "training", True, False) for module in model.modules() if module.training])
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:  # by attribute, since a scripted module keeps its mode outside of __dict__
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 _LOCKS: weakref.WeakKeyDictionary[object, threading.RLock] = weakref.WeakKeyDictionary()

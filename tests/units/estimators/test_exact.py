@@ -100,7 +100,12 @@ def test_one_model_in_float64(direction, double):
 
 test_shapes_and_options_that_are_refused = refused(
     lambda function, shapes, options: function(*map(torch.zeros, shapes), **options),
-    (exact_kl, [(2, 3, 4), (2, 3, 6), (9, 4), (8, 6)], {}, "policy: 6 positions, 9 tokens; reference: 6 positions, 8"),
+    (
+        exact_kl,
+        [(2, 3, 4), (2, 3, 6), (9, 4), (8, 6)],
+        {},
+        "The policy has 6 positions and 9 tokens, the reference 6 and 8",
+    ),
     (
         exact_kl,
         [(2, 3, 4), (3, 2, 6), (9, 4), (9, 6)],
