@@ -128,7 +128,9 @@ def test_old_log_probs_have_the_temperature_of_an_actor_that_is_a_scorer() -> No
     torch.testing.assert_close(out["ratio_min"], torch.tensor(1.0))
     torch.testing.assert_close(out["ratio_max"], torch.tensor(1.0))
     torch.testing.assert_close(out["kl_to_ref"], torch.tensor(0.0), atol=1e-6, rtol=0)
-    with pytest.raises(ValueError, match=r"actor is a scorer with its own settings: set options and tokens_per_batch there"):
+    with pytest.raises(
+        ValueError, match=r"actor is a scorer with its own settings: set options and tokens_per_batch there"
+    ):
         make_algorithm("rloo", actor, reference=TASK.policy(), options=ScoreOptions(Sampling(0.7)))
     # An advantage may have keys beside the mask's.
     args = {"keys": {"reward": "score"}, "lam": 0.5}
