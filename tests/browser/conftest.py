@@ -26,7 +26,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Tab]]:
-    """Open the page of a batch, or one that is there; at the end it asked for nothing and complained of nothing."""
+    """Opens the page of a batch, or an existing page. Afterwards asserts that there were no requests and no messages."""
     tabs: list[Tab] = []
 
     def open_page(what: Any, words: Any = TOKENIZER, *, scheme="light", width: int = 1300, **options: Any) -> Tab:

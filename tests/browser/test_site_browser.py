@@ -1,4 +1,4 @@
-"""The site in a browser: it opens without another host, search finds names, a phone needs no sideways scrolling."""
+"""The site in a browser: no other hosts, a working search, and no sideways scrolling on a phone."""
 
 import functools
 import http.server
@@ -34,7 +34,7 @@ def address(site: Site) -> Iterator[str]:
 
 @pytest.fixture
 def visit(browser: Any, address: str, site: Site) -> Iterator[Callable[..., Any]]:
-    """Open a page, in a window of its own; afterwards no other host was asked and no script has failed."""
+    """Opens a page in its own window. Afterwards asserts that no other host was contacted and no script failed."""
     contexts, asked, errors, root = [], [], [], site.folder.as_uri()
 
     def answered(response: Any) -> None:
@@ -93,7 +93,7 @@ def test_a_result_leads_to_the_name(visit: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_dark_and_light(visit: Callable[..., Any], scheme: str) -> None:
-    """The system's choice at first, then the reader's."""
+    """The page starts with the system's choice. The reader can switch."""
     page = visit("concepts.html", color_scheme=scheme)
     first, other = ("default", "slate") if scheme == "light" else ("slate", "default")
     assert page.get_attribute("body", "data-md-color-scheme") == first

@@ -1,4 +1,4 @@
-"""Rows of files, datasets and lists; SFT and preference data as TensorDicts, and what was left out; batches on disk."""
+"""Rows of files, datasets and lists, SFT and preference data as TensorDicts, and batches on disk."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""SFT and preference data as TensorDicts that losses, transforms and replay buffers read, from text of any form.
+"""Conversion of text to SFT and preference data: TensorDicts that losses, transforms and replay buffers read.
 
-Rows stay unpadded: the result is a lazy stack of one TensorDict for each sequence.
+The result is a lazy stack with one unpadded TensorDict per sequence.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torchrl_llm_kl.datasets._rows import DataError, DataSource, Layout, Row, re
 from torchrl_llm_kl.masks import Tokenizer
 
 _Columns = dict[str, list[Tensor | NonTensorData]]
-#: The treatment of rows that are left out: a warning, an error at the first, or a call with their count.
+#: How skipped rows are reported: by a warning, by an error at the first one, or by a call with the :class:`Skipped`.
 OnSkip = Literal["warn", "raise"] | Callable[[Skipped], None]
 
 
 class SkippedRowsWarning(UserWarning):
-    """Rows were left out or cut; ``skipped`` is their :class:`Skipped`."""
+    """Rows were left out or cut. ``skipped`` holds the counts and reasons, a :class:`Skipped`."""
 
     def __init__(self, name: str, skipped: Skipped) -> None:
-        super().__init__(f"of {name}, these are left out or cut:\n{skipped}")
+        super().__init__(f"some rows of {name} were left out or cut:\n{skipped}")
         self.skipped = skipped
 
 
@@ -40,42 +40,42 @@ def from_conversations(
     on_skip: OnSkip = "warn",
     **encoding: Unpack[EncodingArgs],
 ) -> LazyStackedTensorDict:
-    r"""SFT data from conversations, on the tokenizer's chat template.
+    r"""Convert conversations to SFT data with the tokenizer's chat template.
 
     Args:
-        data: rows with a list of ``messages`` (dicts with ``role`` and ``content``), or conversations by themselves, in any
-            form that :func:`read_rows` takes: a JSONL or Parquet file, a dataset, a list, a ``History`` of TorchRL. A
-            column ``tools`` goes to the template.
-        tokenizer: of transformers; for conversations with images the model's processor.
+        data: rows with a list of ``messages`` (dicts with ``role`` and ``content``), or bare conversations, in any form that
+            :func:`read_rows` accepts: a JSONL or Parquet file, a dataset, a list, or a ``History`` of TorchRL. A ``tools``
+            column is passed to the template.
+        tokenizer: a transformers tokenizer. Conversations with images need the model's processor instead.
 
     Keyword Args:
-        messages_key: the column with the messages.
-        on_skip: the treatment of rows that cannot be used, or that ``too_long="cut"`` shortens: ``"warn"`` with their number,
-            reasons and first places; ``"raise"`` at the first that cannot be used; or a function that is called once with
-            the :class:`Skipped`, also if there are none.
-        encoding: ``turns="last"`` to train only the last turn of the assistant, ``max_length``, ``too_long``,
-            ``system_prompt``, ``tools``, ...; see :class:`Encoder`.
+        messages_key: the column that holds the messages.
+        on_skip: how to report rows that cannot be used, and rows that ``too_long="cut"`` shortens. ``"warn"`` reports their
+            number, reasons and first places. ``"raise"`` raises at the first unusable row. A function is called once with the
+            :class:`Skipped`, even if no row was skipped.
+        encoding: options of :class:`Encoder`, such as ``turns="last"`` (train only the assistant's last turn),
+            ``max_length``, ``too_long``, ``system_prompt`` and ``tools``.
 
     Returns:
-        A lazy stack ``[N]`` with the entries of each row, unpadded:
+        A lazy stack ``[N]``. Each row has these entries, unpadded:
 
-        - ``("tokens", "full")``: int64 ``[T]``; ``("tokens", "prompt")``: those before the first trained token;
-        - ``("masks", "all_assistant_mask")``: bool ``[T]``, all turns of the assistant; ``("masks", "all_attention_mask")``:
-          True;
-        - ``"images"``: where a conversation has images, the processor's tensors for them; see ``docs/images.md``;
-        - ``"metadata"``: all other columns, numbers and booleans as tensors, None where a row has none.
+        - ``("tokens", "full")``: int64 ``[T]``.
+        - ``("tokens", "prompt")``: the tokens before the first trained token.
+        - ``("masks", "all_assistant_mask")``: bool ``[T]``, True in all turns of the assistant.
+        - ``("masks", "all_attention_mask")``: bool ``[T]``, True everywhere.
+        - ``"images"``: for a conversation with images, the processor's tensors. See ``docs/images.md``.
+        - ``"metadata"``: all other columns. Numbers and booleans are tensors. A row without a value has None.
 
         ``make_algorithm("sft")``, :class:`~torchrl_llm_kl.PolicyLoss`, :class:`~torchrl_llm_kl.RetrieveLogProb` and a
-        ``ReplayBuffer`` with a ``LazyStackStorage`` read it as it is. A loss trains the assistant's tokens after the prompt;
-        with ``masking_strategy="rlhf"`` also those in it.
+        ``ReplayBuffer`` with a ``LazyStackStorage`` read the result directly. A loss trains the assistant's tokens after the
+        prompt. With ``masking_strategy="rlhf"`` it also trains the assistant's tokens in the prompt.
 
     Raises:
-        DataError: a ``ValueError``, if no row can be used; if the rows are of another kind; with ``on_skip="raise"`` for the
-            first row that cannot be used.
+        DataError: a ``ValueError``, if no row can be used. With ``on_skip="raise"``, for the first row that cannot be used.
         MissingChatTemplateError: if the tokenizer has no chat template.
 
     Warns:
-        SkippedRowsWarning: for rows that are left out or cut.
+        SkippedRowsWarning: if rows are left out or cut.
 
     Example:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -109,27 +109,26 @@ def from_completions(
     on_skip: OnSkip = "warn",
     **encoding: Unpack[EncodingArgs],
 ) -> LazyStackedTensorDict:
-    """SFT data from prompts and their completions, both as text or both as messages.
+    """Convert prompts and completions to SFT data. Both are text, or both are messages.
 
-    Text is encoded as it is written, prompt and completion together, and ends with the tokenizer's end-of-sequence token
-    (``add_eos=False``: without). With ``as_chat=True`` it becomes a message of a user and one of the assistant on the
-    chat template.
+    Text is encoded unchanged, prompt and completion together, and ends with the tokenizer's end-of-sequence token unless
+    ``add_eos=False``. With ``as_chat=True`` the texts become a user message and an assistant message on the chat template.
 
     Args:
-        data: rows with ``prompt`` and ``completion``, in any form that :func:`read_rows` takes.
-        tokenizer: of transformers.
+        data: rows with ``prompt`` and ``completion``, in any form that :func:`read_rows` accepts.
+        tokenizer: a transformers tokenizer.
 
     Keyword Args:
-        prompt_key: the column with the prompt.
-        completion_key: the column with the completion.
-        on_skip: the treatment of rows that cannot be used; see :func:`from_conversations`.
-        encoding: ``as_chat``, ``max_length``, ``system_prompt``, ...; see :class:`Encoder`.
+        prompt_key: the column that holds the prompt.
+        completion_key: the column that holds the completion.
+        on_skip: how to report rows that cannot be used. See :func:`from_conversations`.
+        encoding: options of :class:`Encoder`, such as ``as_chat``, ``max_length`` and ``system_prompt``.
 
     Returns:
-        The entries of :func:`from_conversations`, ``[N]``; ``("tokens", "prompt")`` is the prompt.
+        The entries of :func:`from_conversations`, ``[N]``. ``("tokens", "prompt")`` is the prompt.
 
     Raises, warns:
-        As :func:`from_conversations`.
+        The same as :func:`from_conversations`.
 
     Example:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -142,7 +141,7 @@ def from_completions(
         >>> data[0]["tokens", "full"].tolist(), data[0]["tokens", "prompt"].tolist()
         ([0, 1, 0, 2, 3, 4], [0, 1, 0, 2])
     """
-    encoding.setdefault("add_eos", True)
+    encoding.setdefault("add_eos", True)  # training must show where an answer ends
     encoder = Encoder("completion", tokenizer, **encoding)
     stack, metadata = _encode_rows(data, encoder, on_skip, prompt=prompt_key, completion=completion_key)
     return _stack([answer for (answer,) in stack], metadata)
@@ -158,30 +157,30 @@ def from_pairs(
     on_skip: OnSkip = "warn",
     **encoding: Unpack[EncodingArgs],
 ) -> LazyStackedTensorDict:
-    """Preference data from pairs of a chosen and a rejected answer, as text or as messages.
+    """Convert pairs of a chosen and a rejected answer to preference data. All are text, or all are messages.
 
-    Text is encoded as by :func:`from_completions`. Without a prompt, the answers are whole conversations, and the prompt is
+    Text is encoded as in :func:`from_completions`. Without a prompt, the answers are whole conversations, and the prompt is
     their common beginning. A pair is left out if one of its answers cannot be used, or if both have the same tokens.
 
     Args:
-        data: rows with ``chosen``, ``rejected`` and mostly ``prompt``, in any form that :func:`read_rows` takes; such as
+        data: rows with ``chosen``, ``rejected`` and usually ``prompt``, in any form that :func:`read_rows` accepts, such as
             ``{"chosen": history, "rejected": history}``.
-        tokenizer: of transformers.
+        tokenizer: a transformers tokenizer.
 
     Keyword Args:
-        prompt_key: the column with the prompt.
-        chosen_key: the column with the better answer.
-        rejected_key: the column with the worse answer.
-        on_skip: the treatment of rows that cannot be used; see :func:`from_conversations`.
-        encoding: ``as_chat``, ``max_length``, ``system_prompt``, ...; see :class:`Encoder`.
+        prompt_key: the column that holds the prompt.
+        chosen_key: the column that holds the better answer.
+        rejected_key: the column that holds the worse answer.
+        on_skip: how to report rows that cannot be used. See :func:`from_conversations`.
+        encoding: options of :class:`Encoder`, such as ``as_chat``, ``max_length`` and ``system_prompt``.
 
     Returns:
-        The entries of :func:`from_conversations`, ``[N, 2]``: chosen, rejected. So a replay buffer stores and samples whole
-        pairs. The entries ``"pair_id"`` and ``"chosen"`` tell them apart in ``reshape(-1)``, in any order of rows; the
-        objectives of single answers (``kto``, ``bco``) read ``"chosen"``.
+        The entries of :func:`from_conversations`, ``[N, 2]``, the chosen answer first. A replay buffer therefore stores and
+        samples whole pairs. The entries ``"pair_id"`` and ``"chosen"`` identify the rows of ``reshape(-1)`` in any order.
+        Objectives of single answers (``kto``, ``bco``) read ``"chosen"``.
 
     Raises, warns:
-        As :func:`from_conversations`.
+        The same as :func:`from_conversations`.
 
     Example:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -196,12 +195,13 @@ def from_pairs(
         >>> data["chosen"].tolist()
         [[True, False]]
     """
-    encoding.setdefault("add_eos", True)
+    encoding.setdefault("add_eos", True)  # training must show where an answer ends
     encoder = Encoder("preference", tokenizer, **encoding)
     keys = {"prompt": prompt_key, "chosen": chosen_key, "rejected": rejected_key}
     stack, columns = _encode_rows(data, encoder, on_skip, **keys)
     pairs = []
     for i, answers in enumerate(stack):
+        # Both answers have the metadata of their row.
         pair = _stack(answers, {name: column[i : i + 1] * 2 for name, column in columns.items()})
         for row, chosen in zip(pair.tensordicts, (True, False), strict=True):
             row.set("pair_id", torch.tensor(i)).set("chosen", torch.tensor(chosen))
@@ -221,7 +221,7 @@ _COLUMNS: dict[Layout, set[str]] = {
 
 
 def _renamed(row: Row, keys: Mapping[str, str]) -> Row:
-    """The row with its columns under the names of a layout; ``keys`` holds their own names."""
+    """Rename the columns of a row. ``keys`` maps the names of a layout to the names in the data."""
     if not isinstance(row.value, Mapping):
         return row
     others = {name: item for name, item in row.value.items() if name not in keys.values()}
@@ -231,11 +231,11 @@ def _renamed(row: Row, keys: Mapping[str, str]) -> Row:
 def _encode_rows(
     data: DataSource, encoder: Encoder, on_skip: OnSkip, **keys: str
 ) -> tuple[list[list[Answer]], _Columns]:
-    """The answers of each row that can be used, and the other columns of these rows."""
+    """Encode the rows. Returns the answers of each usable row, and the metadata columns of these rows."""
     rows = read_rows(data)
     keys = {name: own for name, own in keys.items() if name != own}
     first = next((row for row in rows if isinstance(row.value, Mapping)), None) if keys else None
-    for name, own in keys.items():  # answers as messages need no prompt: a misspelt key would drop it
+    for name, own in keys.items():  # answers as messages need no prompt, so a misspelt key would drop it silently
         if first is not None and own not in first.value:
             raise rows.error(first, f"has no column {own!r}, which {name}_key= names: it has {', '.join(first.value)}")
     skipped = Skipped()
@@ -260,7 +260,7 @@ def _encode_rows(
     if callable(on_skip):
         on_skip(skipped)
     elif skipped.total or skipped.cut:
-        warnings.warn(SkippedRowsWarning(rows.name, skipped), stacklevel=3)
+        warnings.warn(SkippedRowsWarning(rows.name, skipped), stacklevel=3)  # names the caller's line
     names = dict.fromkeys(name for value in values for name in value if name not in _COLUMNS[encoder.layout])
     return usable, {str(name): _column([value.get(name) for value in values]) for name in names}
 
@@ -275,19 +275,16 @@ def _stack(answers: Sequence[Answer], columns: _Columns) -> LazyStackedTensorDic
 
 def _row_of(answer: Answer, metadata: Mapping[str, object]) -> TensorDictBase:
     prompt = int(answer.mask.int().argmax())  # the first trained token
+    tokens = {"full": answer.tokens, "prompt": answer.tokens[:prompt]}
     masks = {"all_attention_mask": torch.ones_like(answer.mask), "all_assistant_mask": answer.assistant}
-    entries = {
-        "tokens": {"full": answer.tokens, "prompt": answer.tokens[:prompt]},
-        "masks": masks,
-        "images": answer.images,
-        "metadata": metadata,
-    }
+    entries = {"tokens": tokens, "masks": masks, "images": answer.images, "metadata": metadata}
     return TensorDict({name: TensorDict(dict(held)) for name, held in entries.items() if held})
 
 
 def _column(values: Sequence[Any]) -> list[Tensor | NonTensorData]:
-    """One entry for each row: tensors if all values are numbers or all are booleans."""
+    """One entry per row. The entries are tensors if all values are numbers, or all are booleans."""
     kinds = {type(value) for value in values}
+    # Larger integers do not fit in int64 and stay Python values.
     if kinds == {bool} or (kinds <= {int, float} and not any(abs(value) >= 2**63 for value in values)):
         return list(torch.tensor(values))
     return [NonTensorData(data=value) for value in values]

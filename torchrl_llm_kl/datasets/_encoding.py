@@ -1,7 +1,7 @@
-"""Token ids and masks of rows, and the count of the rows that have none.
+"""Conversion of rows to token ids and masks, and the counts of skipped rows.
 
-``T`` is the number of tokens of an answer, prompt and response together. A row that cannot be used is a :class:`Skip` with
-its reason, so that one bad line does not end a run.
+``T`` is the number of tokens of an answer, prompt and response together. An unusable row becomes a :class:`Skip` with its
+reason, so that one bad line does not end a run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_choice, check_range
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.datasets._rows import (
     MASKS,
     TOKENS,
@@ -32,6 +31,7 @@ from torchrl_llm_kl.datasets._rows import (
 from torchrl_llm_kl.masks import (
     Message,
     MissingChatTemplateError,
+    TemplateArgs,
     encode_images,
     encode_with_mask,
     is_processor,
@@ -42,7 +42,7 @@ from torchrl_llm_kl.masks import (
 
 
 class _Encoded(NamedTuple):
-    """The tokens of an answer, as in :class:`Answer`, before it is cut."""
+    """Tokens, masks and images of an :class:`Answer` before it is cut to ``max_length``."""
 
     tokens: Tensor
     mask: Tensor
@@ -55,11 +55,11 @@ class Answer:
     """One sequence to score or to train on.
 
     Args:
-        index: of its row.
+        index: the number of its row.
         part: ``"chosen"``, ``"rejected"``, or empty.
-        tokens: prompt and response; int64 ``[T]``.
-        mask: True at the tokens to score; bool ``[T]``, False at the first.
-        assistant: True at all tokens of the assistant, also in the prompt; bool ``[T]``, False at the first.
+        tokens: prompt and response, int64 ``[T]``.
+        mask: True at the tokens to score, bool ``[T]``, False at the first token.
+        assistant: True at all tokens of the assistant, including those in the prompt, bool ``[T]``, False at the first token.
         cut: whether tokens at its end were cut off.
         images: the processor's tensors for its images, by name.
     """
@@ -78,11 +78,11 @@ class Skip:
     """A sequence that is left out.
 
     Args:
-        index: of its row.
+        index: the number of its row.
         part: ``"chosen"``, ``"rejected"``, or empty.
-        place: of its row, for people.
-        reason: of a few.
-        detail: the value that was found.
+        place: the place of its row in words, such as ``"line 3"``.
+        reason: the kind of problem.
+        detail: the problem in words.
     """
 
     index: int
@@ -93,12 +93,12 @@ class Skip:
 
     @property
     def where(self) -> str:
-        """The place of the row, and the part."""
+        """The place of the row and the part, such as ``"line 3 (rejected)"``."""
         return f"{self.place} ({self.part})" if self.part else self.place
 
 
 class EncodingArgs(TypedDict, total=False):
-    """How text becomes tokens; the arguments of :class:`Encoder` beside layout and tokenizer."""
+    """Encoding options: the arguments of :class:`Encoder` other than layout and tokenizer."""
 
     max_length: int | None
     too_long: Literal["skip", "cut"]
@@ -114,25 +114,25 @@ class EncodingArgs(TypedDict, total=False):
 
 @dataclass
 class Encoder:
-    """Turns rows into token ids, with the mask of the tokens to score or to train on.
+    """Converts rows to token ids, with the mask of the tokens to score or to train on.
 
-    Conversations are rendered on the tokenizer's chat template, and the mask has the assistant's turns with their end-of-turn
-    tokens. Plain text is encoded as it is written, prompt and answer together, after the begin-of-sequence token if the
+    Conversations are rendered with the tokenizer's chat template. The mask covers the assistant's turns, including their
+    end-of-turn tokens. Plain text is encoded unchanged, prompt and answer together, after the begin-of-sequence token if the
     tokenizer adds one.
 
     Args:
-        layout: that every row must have.
-        tokenizer: of transformers, or a processor for conversations with images; None for token ids.
-        vocab_size: of the model: token ids from here on are malformed. None for no check.
-        max_length: the longest sequence, in tokens; None for no limit.
-        too_long: ``"skip"`` longer sequences, or ``"cut"`` them at their end; a sequence without a response token before the
-            cut is skipped.
-        as_chat: whether a prompt and an answer that are text become the messages of a user and of the assistant.
-        add_eos: whether an answer that is text ends with the tokenizer's end-of-sequence token.
-        turns: ``"all"`` turns of the assistant after the prompt, or only the ``"last"``.
-        system_prompt: the first message of conversations that have none of a system.
-        tools: for the template, where a row has no column ``tools``.
-        chat_template: in place of the tokenizer's.
+        layout: the layout that every row must have.
+        tokenizer: a transformers tokenizer, or a processor for conversations with images. None for rows of token ids.
+        vocab_size: the vocabulary size of the model. Larger token ids are malformed. None disables the check.
+        max_length: the longest sequence, in tokens. None for no limit.
+        too_long: ``"skip"`` longer sequences, or ``"cut"`` them at their end. A sequence is still skipped if it has no
+            response token before the cut, or if it has images.
+        as_chat: whether prompt and answer texts become a user message and an assistant message.
+        add_eos: whether an answer text ends with the tokenizer's end-of-sequence token.
+        turns: score ``"all"`` assistant turns after the prompt, or only the ``"last"`` one.
+        system_prompt: a system message for conversations that do not begin with one.
+        tools: tools for the template, for rows without a ``tools`` column.
+        chat_template: replaces the tokenizer's template.
         template_kwargs: further variables of the template, such as ``{"enable_thinking": False}``.
 
     Example:
@@ -161,7 +161,7 @@ class Encoder:
     tools: Sequence[object] | None = None
     chat_template: str | None = None
     template_kwargs: Mapping[str, object] | None = None
-    _processor: Any = field(default=None, init=False)  # that the tokenizer is of
+    _processor: Any = field(default=None, init=False)  # holds the tokenizer, if a processor was passed
 
     def __post_init__(self) -> None:
         if is_processor(self.tokenizer):
@@ -171,10 +171,10 @@ class Encoder:
         check_choice(("all", "last"), turns=self.turns)
         check_range(2, max_length=2 if self.max_length is None else self.max_length)
         if self.add_eos and self.tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no eos_token, which ends an answer: set it, or pass add_eos=False.")
+            raise ValueError("the tokenizer has no eos_token to end an answer with: set it, or pass add_eos=False.")
 
     def encode(self, row: Row) -> list[Answer | Skip]:
-        """The answers of a row: two for a preference, else one."""
+        """Encode a row: two answers for a preference, one for all other layouts."""
         parts = ("chosen", "rejected") if self.layout == "preference" else ("",)
         return [self._part(row, part) for part in parts]
 
@@ -197,7 +197,8 @@ class Encoder:
         most = self.max_length
         cut = most is not None and len(tokens) > most
         if cut:
-            if self.too_long == "skip" or images or not mask[:most].any():  # images cannot be cut
+            # A cut would separate images from their tokens.
+            if self.too_long == "skip" or images or not mask[:most].any():
                 return skip("too long", f"{len(tokens)} tokens, at most {most}")
             tokens, mask, assistant = tokens[:most], mask[:most], assistant[:most]
         if not mask.any():
@@ -205,7 +206,7 @@ class Encoder:
         return Answer(row.index, part, tokens, mask, assistant, cut, images)
 
     def _tokens(self, value: Mapping[str, object], part: str) -> _Encoded:
-        """Token ids, the mask of those to score, the mask of all that the assistant wrote, and the images."""
+        """Tokenise one answer of a row, with its prompt."""
         if self.layout == "tokens":
             ids, mask = _of_ids(value)
             return _Encoded(ids, mask, mask)
@@ -221,7 +222,7 @@ class Encoder:
                 return self._of_messages(asked, [{"role": "assistant", "content": answer}], value)
             return self._of_text(prompt, answer)
         answer = read_messages(answer, name)
-        if prompt is None:  # both conversations begin with the prompt
+        if prompt is None:  # the prompt is the common beginning of both conversations
             other = read_messages(value["rejected" if part == "chosen" else "chosen"], "chosen and rejected")
             differing = (i for i, (a, b) in enumerate(zip(answer, other, strict=False)) if a != b)
             shared = next(differing, min(len(answer), len(other)))
@@ -229,7 +230,7 @@ class Encoder:
         return self._of_messages(read_messages(prompt, "prompt"), answer, value)
 
     def _of_messages(self, prompt: list[Message], answer: list[Message], value: Mapping[str, object]) -> _Encoded:
-        """The assistant's turns of ``answer``, on the chat template."""
+        """Render a conversation with the chat template and mask the assistant's turns in ``answer``."""
         if not answer:
             raise RowError("no message", "empty")
         spoken = [i for i, message in enumerate(answer) if message["role"] == "assistant"]
@@ -239,15 +240,16 @@ class Encoder:
             prompt, answer = [*prompt, *answer[: spoken[-1]]], answer[spoken[-1] :]
         if self.system_prompt is not None and [*prompt, *answer][0]["role"] != "system":
             prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
-        options: Json = {"chat_template": self.chat_template, **(self.template_kwargs or {})}
+        options: TemplateArgs = {"chat_template": self.chat_template, **(self.template_kwargs or {})}
         options["tools"] = self.tools if value.get("tools") is None else value["tools"]
         try:
             whole, images = split_images([*prompt, *answer])
             if images and self._processor is None:
-                raise RowError(f"has {len(images)} images: pass the model's processor in place of its tokenizer")
+                raise RowError(f"has {len(images)} images: pass the model's processor instead of its tokenizer")
             rendered = render_conversation(self.tokenizer, whole, **options)
             spans = every = rendered.assistant_spans
             if any(message["role"] == "assistant" for message in prompt):
+                # The prompt's turns may be rendered differently without the answer, so only their number is used.
                 before = render_conversation(self.tokenizer, whole[: len(prompt)], **options)
                 spans = every[len(before.assistant_spans) :]
             if images:
@@ -260,17 +262,18 @@ class Encoder:
             return _Encoded(tokens, mask, rendered.assistant_mask)
         except (RowError, MissingChatTemplateError):
             raise
-        except Exception as error:  # whatever a template raises
+        except Exception as error:  # a template can raise any error
             raise RowError(f"{type(error).__name__}: {error}", "template") from error
 
     def _of_text(self, prompt: str, answer: str) -> _Encoded:
-        """Plain text without a template, after the begin-of-sequence token if the tokenizer adds one."""
+        """Tokenise plain text without a template, after the begin-of-sequence token if the tokenizer adds one."""
         check_unicode(prompt + answer)
         text, span = prompt + answer, (len(prompt), len(prompt) + len(answer))
         ((tokens, mask),) = encode_with_mask(self.tokenizer, [text], [[span]])
+        # `encode_with_mask` adds no special tokens, so BOS is added here if the tokenizer would add it to text.
         bos = self.tokenizer.bos_token_id
         if bos is not None and bos in self.tokenizer("").input_ids[:1] and tokens[:1].tolist() != [bos]:
-            mask[:1] = not prompt  # an answer without a prompt has a prefix after all
+            mask[:1] = not prompt  # BOS is the prefix of an answer without a prompt
             tokens, mask = torch.cat([torch.tensor([bos]), tokens]), torch.cat([torch.tensor([False]), mask])
         eos = self.tokenizer.eos_token_id
         if not len(tokens):
@@ -296,10 +299,8 @@ def _of_ids(value: Mapping[str, object]) -> tuple[Tensor, Tensor]:
     numbers = _integers(value[given], given)
     mask = numbers == 1
     if len(mask) != len(ids) or not torch.equal(mask.long(), numbers):
-        raise RowError(
-            f"has {len(mask)} numbers in `{given}`, expected {len(ids)} of 0 and 1, 1 at the tokens to score"
-        )
-    mask[:1] = False  # it has no prefix
+        raise RowError(f"has {len(mask)} numbers in `{given}`, expected {len(ids)} of 0 and 1")
+    mask[:1] = False  # the first token has no prefix, so it has no log-prob
     return ids, mask
 
 
@@ -312,19 +313,19 @@ def _integers(value: object, name: str) -> Tensor:
     return numbers.long()
 
 
-# ------------------------------------------------------------------ sequences that are left out
+# ------------------------------------------------------------------ skipped sequences
 
-_PLACES = 5  # of each reason
+_PLACES = 5  # places listed per reason
 
 
 @dataclass
 class Skipped:
-    """The sequences that were left out, counted by reason, with the first places of each.
+    """Counts of the skipped sequences by reason, with the first places for each reason.
 
     Args:
-        counts: of each reason.
-        places: for people, the first five of each reason.
-        cut: number of sequences that were shortened to the largest length.
+        counts: the number of sequences, by reason.
+        places: the first five places in words, by reason.
+        cut: the number of sequences that were cut to the maximum length.
 
     Example:
         >>> skipped = Skipped()
@@ -341,7 +342,7 @@ class Skipped:
 
     @property
     def total(self) -> int:
-        """The number of sequences that were left out."""
+        """The number of skipped sequences."""
         return self.counts.total()
 
     def add(self, skip: Skip) -> None:
@@ -351,8 +352,8 @@ class Skipped:
         if len(places) < _PLACES:
             places.append(f"{skip.where}: {skip.detail}")
 
-    def to_dict(self) -> Json:
-        """Counts and first places by reason, for JSON."""
+    def to_dict(self) -> dict[str, object]:
+        """Counts and first places by reason, as JSON values."""
         return {reason: {"count": n, "first": self.places[reason]} for reason, n in self.counts.items()}
 
     def __str__(self) -> str:
@@ -361,5 +362,5 @@ class Skipped:
             more = "; ..." if self.counts[reason] > len(places) else ""
             lines.append(f"skipped {self.counts[reason]:,}, {reason}: {'; '.join(places)}{more}")
         if self.cut:
-            lines.append(f"cut {self.cut:,} at the largest length")
+            lines.append(f"cut {self.cut:,} at the maximum length")
         return "\n".join(lines)

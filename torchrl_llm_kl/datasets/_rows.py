@@ -1,7 +1,6 @@
-"""Rows of data, one after another, from a JSONL or Parquet file, a dataset of Hugging Face, a list, or columns.
+"""Iteration over rows of data from a JSONL or Parquet file, a Hugging Face dataset, a list, or columns.
 
-A row that cannot be read is a :class:`Row` with its problem, so that a caller can count it; only a source that is
-unreadable as a whole raises.
+An unreadable row is a :class:`Row` that states its problem, so that a caller can count it. Only an unreadable source raises.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
     from torchrl.data.llm import History
 
-#: A source of rows: the path of a JSONL or Parquet file; a dataset of Hugging Face's ``datasets``, or any other iterable of
-#: dicts; a list of dicts, texts or conversations; a dict of columns; a ``History`` of TorchRL.
+#: A source of rows: the path of a JSONL or Parquet file, a dataset of Hugging Face's ``datasets`` or any other iterable of
+#: dicts, a list of dicts, texts or conversations, a dict of columns, or a ``History`` of TorchRL.
 DataSource: TypeAlias = "str | PathLike[str] | Iterable[object] | Mapping[str, object] | History"
 
-#: The kinds of rows that have tokens to score or to train on.
+#: The layouts of rows with tokens to score or to train on.
 Layout = Literal["messages", "completion", "preference", "tokens"]
 
 EXPECTED = "`messages`, `prompt` and `completion`, `chosen` and `rejected`, or `tokens` with `prompt_length` or `mask`"
-#: Names of token ids.
+#: Column names of token ids.
 TOKENS = ("tokens", "input_ids")
-#: Names of the mask of token ids: this package's, transformers', TRL's.
+#: Column names of the mask of token ids, in this package, transformers and TRL.
 MASKS = ("mask", "assistant_masks", "completion_mask")
 
 
 class DataError(ValueError):
-    """Data that cannot be used: the place, the value and the expectation."""
+    """Data that cannot be used. The message gives the place, the value and the expectation."""
 
 
 #: Why a row is left out.
@@ -46,7 +45,7 @@ Reason = Literal["malformed", "empty", "no assistant turn", "too long", "templat
 
 
 class RowError(DataError):
-    """One row that cannot be used, and the reason; the message continues the row's place."""
+    """One row that cannot be used, with the reason. The message continues a sentence that begins with the row's place."""
 
     def __init__(self, detail: str, reason: Reason = "malformed") -> None:
         super().__init__(detail)
@@ -58,10 +57,10 @@ class Row:
     """One row of a source.
 
     Args:
-        index: from 0; blank lines of a file are not rows.
-        place: for people: ``"line 3"``, ``"row 3"``.
-        value: the columns by name, a text, or the messages of a conversation; None if the row cannot be read.
-        problem: why it cannot be read; empty if it can.
+        index: the number of the row, from 0. Blank lines of a file are not counted.
+        place: the place in words, such as ``"line 3"`` or ``"row 3"``.
+        value: the columns by name, a text, or the messages of a conversation. None if the row cannot be read.
+        problem: why the row cannot be read. Empty if it can be read.
     """
 
     index: int
@@ -71,20 +70,25 @@ class Row:
 
 
 def read_rows(source: DataSource) -> Rows:
-    """Open data of any form as rows.
+    """Open a data source as rows.
 
     Args:
-        source: the path of a JSONL or Parquet file (recognised by its content); a dataset of Hugging Face's ``datasets``,
-            also a streamed one; a list of dicts, of texts or of conversations (lists of messages); a dict of columns of one
-            length; a ``torchrl.data.llm.History`` of conversations. A :class:`Rows` is returned as it is.
+        source: one of these:
+
+            - the path of a JSONL or Parquet file; the content decides which it is
+            - a dataset of Hugging Face's ``datasets``, which may be streamed
+            - a list of dicts, texts or conversations (lists of messages)
+            - a dict of columns of equal lengths
+            - a ``torchrl.data.llm.History`` of conversations
+            - a :class:`Rows`, which is returned unchanged
 
     Returns:
-        The :class:`Rows`; a file is read as it is iterated, and again by each iteration.
+        The :class:`Rows`. Each iteration reads a file again, row by row.
 
     Raises:
         FileNotFoundError: if the file does not exist.
         ImportError: for a Parquet file without pyarrow.
-        DataError: a ``ValueError``; for a damaged file, or columns of unequal lengths.
+        DataError: a ``ValueError``, for a damaged file or for columns of unequal lengths.
         TypeError: for anything else.
 
     Example:
@@ -106,20 +110,22 @@ def read_rows(source: DataSource) -> Rows:
         return _IterableRows(_of_columns(source), "the columns")
     if not isinstance(source, Iterable):
         raise TypeError(f"expected rows: a path, a dataset, a list, a dict of columns or a History, found {name}.")
+    # An iterator can be read only once, but rows are iterated repeatedly.
     return _IterableRows(list(source) if isinstance(source, Iterator) else source, name)
 
 
 def is_history(value: object) -> bool:
-    """Whether a value is torchrl's ``History`` or ``ChatHistory``, without loading torchrl."""
+    """Whether a value is torchrl's ``History`` or ``ChatHistory``."""
+    # Compares names, since an import of torchrl takes seconds and most callers have no History.
     return any(base.__name__ in ("History", "ChatHistory") for base in type(value).__mro__)
 
 
 class Rows:
-    """Rows of one source; iterate over them as often as needed. :func:`read_rows` makes them.
+    """The rows of one source, which can be iterated repeatedly. Use :func:`read_rows` to create them.
 
     Attributes:
-        name: of the source, for messages.
-        total: the number of rows; None for a streamed dataset, which does not know it.
+        name: the name of the source in messages.
+        total: the number of rows. None for a streamed dataset, whose length is unknown.
 
     Example:
         >>> rows = read_rows([{"prompt": "1 + 1 =", "completion": " 2"}])
@@ -134,7 +140,7 @@ class Rows:
         return self.read()
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Row]:
-        """Rows from number ``start`` to before number ``stop``."""
+        """Iterate over rows ``start`` (included) to ``stop`` (excluded)."""
         return islice(self._read(), start, stop)
 
     def values(self) -> list[Mapping[str, object] | str | Sequence[object]]:
@@ -151,12 +157,12 @@ class Rows:
         return values
 
     def error(self, row: Row, problem: str) -> DataError:
-        """An error that names the row: ``line 3 of data.jsonl`` and the problem."""
+        """Create an error that names the row, such as ``line 3 of data.jsonl``, and the problem."""
         return DataError(f"{row.place} of {self.name} {problem.rstrip('.')}.")
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of the first readable row; a ``DataError`` if it holds nothing to score or train on."""
+        """The layout of the first readable row. Raises a ``DataError`` if that row has no known layout."""
         first = ""
         for row in self:
             if row.value is not None:
@@ -175,7 +181,7 @@ class Rows:
 
 
 class _IterableRows(Rows):
-    """Rows of a list, or of anything that iterates over dicts."""
+    """The rows of a list or of another iterable."""
 
     def __init__(self, items: Iterable[object], name: str) -> None:
         self._items, self.name = items, name
@@ -192,7 +198,7 @@ class _IterableRows(Rows):
 
 
 def _conversations(history: History) -> list[list[Message]]:
-    """The conversations of a History of any batch size."""
+    """List the conversations of a History of any batch size."""
     rows: list[Any] = history_to_messages(history)
     while rows and isinstance(rows[0], list) and rows[0] and isinstance(rows[0][0], list):
         rows = [conversation for several in rows for conversation in several]
@@ -211,10 +217,10 @@ def _of_columns(columns: Mapping[str, object]) -> list[dict[str, object]]:
 
 
 class FileRows(Rows):
-    """Rows of a JSONL or Parquet file. A damaged line is a row with its problem, and blank lines are none.
+    """Rows of a JSONL or Parquet file. A damaged line is a row that states its problem. Blank lines are skipped.
 
     Args:
-        path: the file; Parquet is recognised by its content.
+        path: the file. Its first bytes decide whether it is Parquet.
 
     Example:
         >>> import tempfile
@@ -230,9 +236,7 @@ class FileRows(Rows):
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, str(path)
         if not os.path.isfile(path):  # unlike Path.is_file, also False for a name that is too long
-            raise FileNotFoundError(
-                f"there is no file {self.name:.200}: pass the path of a JSONL or Parquet file, or a list of rows."
-            )
+            raise FileNotFoundError(f"there is no file {self.name:.200}: pass a path, or a list of rows.")
         with path.open("rb") as file:
             self.parquet = file.read(4) == b"PAR1"
             file.seek(0)
@@ -243,7 +247,7 @@ class FileRows(Rows):
         try:
             import pyarrow.parquet as parquet
         except ModuleNotFoundError:
-            raise ImportError(f"{self.path} is a Parquet file, which needs pyarrow: {install_hint('data')}.") from None
+            raise ImportError(f"a Parquet file needs pyarrow: {install_hint('data')}.") from None
         try:
             return parquet.ParquetFile(self.path)
         except (OSError, ValueError) as error:
@@ -251,7 +255,7 @@ class FileRows(Rows):
 
     def _read(self) -> Iterator[Row]:
         if self.parquet:
-            batches = self._parquet_file().iter_batches(batch_size=256)
+            batches = self._parquet_file().iter_batches(batch_size=256)  # a small part of a file in memory
             yield from _IterableRows(chain.from_iterable(batch.to_pylist() for batch in batches), self.name)
             return
         with self.path.open("rb") as file:
@@ -262,10 +266,10 @@ class FileRows(Rows):
 
 def _parse(index: int, place: str, line: bytes) -> Row:
     try:
-        value = json.loads(line.decode("utf-8-sig"))
+        value = json.loads(line.decode("utf-8-sig"))  # a byte order mark may precede the first line
     except json.JSONDecodeError as error:
         return Row(index, place, None, f"is not JSON: {error.msg} at column {error.colno}")
-    except (ValueError, RecursionError) as error:  # not UTF-8, too many digits, or nested too deeply
+    except (ValueError, RecursionError) as error:  # not UTF-8, too many digits, or too deep a nesting
         return Row(index, place, None, f"cannot be read: {error}")
     if not isinstance(value, dict):
         return Row(index, place, None, f"is a JSON {type(value).__name__}, expected an object")
@@ -276,7 +280,7 @@ def _parse(index: int, place: str, line: bytes) -> Row:
 
 
 def as_list(value: object) -> object:
-    """An array, in which pandas and numpy hold a list, as that list; anything else as it is.
+    """Convert an array to a list, since pandas and numpy store lists as arrays. Returns any other value unchanged.
 
     Example:
         >>> import numpy
@@ -287,12 +291,16 @@ def as_list(value: object) -> object:
 
 
 def is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    """Whether a value is a sequence, but no text."""
+    """Whether a value is a sequence other than text."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
 def read_messages(value: object, name: str) -> list[Message]:
-    """Messages without the fields that Parquet fills with None; a RowError for anything else under ``name``."""
+    """Read the messages in column ``name``. Drops fields that are None, since Parquet fills missing fields with None.
+
+    Raises:
+        RowError: if the value is not a list of messages.
+    """
     if is_history(value):
         return history_to_messages(value)
     value = as_list(value)
@@ -305,7 +313,7 @@ def read_messages(value: object, name: str) -> list[Message]:
 
 
 def check_unicode(text: str) -> None:
-    """Raise a RowError for half of a surrogate pair, which JSON can write and no tokenizer takes."""
+    """Raise a RowError for half of a surrogate pair. JSON can contain one, but no tokenizer accepts it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -313,16 +321,16 @@ def check_unicode(text: str) -> None:
 
 
 def layout_of(value: object) -> Layout:
-    """The layout of a row.
+    """Determine the layout of a row.
 
     Raises:
-        RowError: if it is none of the layouts; the message continues the row's place.
+        RowError: if the row has no known layout.
 
     Example:
         >>> layout_of({"prompt": "2 + 2 =", "completion": " 4"})
         'completion'
     """
-    if not isinstance(value, Mapping):  # a conversation by itself
+    if not isinstance(value, Mapping):  # a bare conversation
         return "messages"
     has = {key for key, item in value.items() if item is not None}  # Parquet fills missing columns with None
     if "chosen" in has and "rejected" in has:

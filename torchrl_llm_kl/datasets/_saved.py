@@ -1,4 +1,4 @@
-"""Batches on disk: written whole, read without running code, and the same after a round trip."""
+"""Batches on disk. A write is atomic, reading runs no code from the file, and a round trip preserves the batch."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from torchrl_llm_kl.datasets._rows import DataError
 from torchrl_llm_kl.ragged import fields_of, node_of
 
 _FORMAT, _VERSION = "torchrl_llm_kl.batch", 1
-#: Values beside tensors that a file may hold; all of them load without running code.
+#: Types of values that a file may hold besides tensors. Loading them runs no code.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-#: Packages whose tensorclasses may be in a batch: loading one imports its module.
+#: Packages whose tensorclasses may be in a batch. Loading a tensorclass imports its module, so the list is short.
 _PACKAGES = ("tensordict", "torchrl.data", "torchrl.envs.llm", "torchrl.modules.llm")
-#: What a damaged file raises in torch, tensordict or here.
+#: Errors that torch, tensordict or this module raise for a damaged file.
 _DAMAGED = (
     ArithmeticError,
     AttributeError,
@@ -52,18 +52,19 @@ _DAMAGED = (
 def save_batch(batch: TensorDictBase, path: str | Path) -> None:
     """Write a batch to a file that :func:`load_batch`, ``check`` and ``inspect`` read.
 
-    The file has no pickled objects: it holds tensors (padded, jagged or nested), text, numbers, lists and dicts, conversations
-    (``History``) and other tensorclasses of torchrl, and the structure of the batch, also of lazy stacks with rows of any
-    length, such as torchrl's collectors return. An earlier file is replaced when the new one is whole.
+    The file contains no pickled objects. It can hold tensors (padded, jagged or nested), text, numbers, lists, dicts,
+    conversations (``History``) and other tensorclasses of torchrl. It preserves the structure of the batch, including lazy
+    stacks with rows of different lengths, as torchrl's collectors return them. An earlier file is replaced only when the new
+    one is complete.
 
     Args:
-        batch: a TensorDict or tensorclass of any batch size. Tensors are saved detached and without what their storage holds
-            beside them.
-        path: the file, in a folder that exists.
+        batch: a TensorDict or tensorclass of any batch size. Tensors are detached, and a view is saved without the rest of its
+            storage.
+        path: the file, in an existing folder.
 
     Raises:
-        TypeError: if the batch holds another Python object; the error names the entry.
-        OSError: if the file cannot be written; an earlier one is then unchanged.
+        TypeError: if the batch holds another Python object. The error names the entry.
+        OSError: if the file cannot be written. An earlier file is then unchanged.
 
     Example:
         >>> import tempfile
@@ -80,19 +81,19 @@ def save_batch(batch: TensorDictBase, path: str | Path) -> None:
 
 
 def _encode(value: TensorDictBase | Tensor, where: tuple[str, ...]) -> Tensor | dict[str, object]:
-    """A tensor, or a dict of what :func:`_decode` makes a collection of; ``where`` is its key."""
+    """Convert an entry to a tensor, or to a dict from which :func:`_decode` rebuilds a collection. ``where`` is its key."""
     if isinstance(value, Tensor):
         return _encode_tensor(value)
     names = None if is_non_tensor(value) else value.names
     names = list(names) if names and any(names) else None
     about = {"batch_size": list(value.batch_size), "device": value.device is not None, "names": names}
-    if isinstance(value, LazyStackedTensorDict):  # a NonTensorStack too
+    if isinstance(value, LazyStackedTensorDict):  # includes NonTensorStack
         rows = [_encode(row, where) for row in value.tensordicts]
         return {"class": _name(type(value), where), "dim": value.stack_dim, "rows": rows, **about}
     if is_non_tensor(value):
-        return {"class": _name(type(value), where), "value": _check(value.data, where), **about}
+        return {"class": _name(type(value), where), "value": _plain_value(value.data, where), **about}
     if is_tensorclass(value):
-        fields = {name: _check(item, (*where, name)) for name, item in fields_of(value).items()}
+        fields = {name: _plain_value(item, (*where, name)) for name, item in fields_of(value).items()}
         return {"class": _name(type(value), where), "of": _encode(node_of(value), where), "fields": fields}
     plain = value if type(value) is TensorDict else value.to_tensordict(retain_none=True)
     entries = {key: _encode(plain.get(key), (*where, key)) for key in plain.keys()}  # noqa: SIM118
@@ -101,27 +102,28 @@ def _encode(value: TensorDictBase | Tensor, where: tuple[str, ...]) -> Tensor | 
 
 def _encode_tensor(value: Tensor) -> Tensor:
     value = value.detach()
-    if value.layout is torch.jagged:
+    if value.layout is torch.jagged:  # a clone would lose the identity of offsets that several tensors share
         return value
     if type(value) is not Tensor:  # memory-mapped
         value = value.as_subclass(Tensor)
+    # torch.save writes the whole storage, so a view is copied first.
     whole = not value.is_nested and value.untyped_storage().nbytes() == value.numel() * value.element_size()
     return value if whole else value.clone()
 
 
-def _check(value: Any, where: tuple[str, ...]) -> object:
-    """A value of Python's own types, in lists, tuples, sets and dicts of any depth."""
+def _plain_value(value: Any, where: tuple[str, ...]) -> object:
+    """Convert a Python value, which may be nested. Raises a TypeError if it could only be pickled."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Tensor):
         return _encode_tensor(value)
     if type(value) in (list, tuple, set):
-        return type(value)(_check(item, where) for item in value)
+        return type(value)(_plain_value(item, where) for item in value)
     if type(value) is dict:
-        return {_check(key, where): _check(item, where) for key, item in value.items()}
+        return {_plain_value(key, where): _plain_value(item, where) for key, item in value.items()}
     raise TypeError(
-        f"the entry {where} holds a {type(value).__module__}.{type(value).__name__}, which would have to be pickled: expected "
-        "tensors, text, numbers, lists or dicts. Convert it, or leave it out: batch.exclude(...)."
+        f"the entry {where} holds a {type(value).__module__}.{type(value).__name__}, which only pickle can store: expected "
+        "tensors, text, numbers, lists or dicts. Convert it, or leave it out with batch.exclude(...)."
     )
 
 
@@ -135,7 +137,7 @@ def _name(cls: type, where: tuple[str, ...]) -> str:
 
 
 def _class(name: str) -> type[TensorDict]:
-    """The collection with this name, of a package that is trusted."""
+    """Import the tensor collection with this name. Raises a ValueError for a class outside the trusted packages."""
     module, _, cls = name.partition(":")
     if not any(f"{module}.".startswith(f"{package}.") for package in _PACKAGES):
         raise ValueError(f"{name!r} is not a class of {', '.join(_PACKAGES)}")
@@ -149,22 +151,23 @@ def _class(name: str) -> type[TensorDict]:
 
 
 def load_batch(path: str | Path, *, trust: bool = False) -> TensorDictBase:
-    """Read a batch from disk, onto the CPU, without running code from it.
+    """Read a batch from disk onto the CPU without running code from it.
 
     Args:
-        path: a file of :func:`save_batch`; of ``torch.save`` of a TensorDict's ``to_dict()`` or ``state_dict()``, which do
-            not hold the batch size: the one of ``("tokens", "full")`` counts; or a folder or ``.tdz`` archive of ``td.save``.
+        path: a file of :func:`save_batch`, or of ``torch.save`` applied to a TensorDict's ``to_dict()`` or ``state_dict()``, or
+            a folder or ``.tdz`` archive of ``td.save``. A dict does not store the batch size, so the batch size of
+            ``("tokens", "full")`` is used.
 
     Keyword Args:
         trust: also read pickled objects, which can run any code.
 
     Returns:
-        The TensorDict, or tensorclass, that was saved. The tensors of a folder or an archive are mapped from it.
+        The TensorDict or tensorclass that was saved. Tensors from a folder or an archive are memory-mapped.
 
     Raises:
-        FileNotFoundError: if there is nothing at ``path``.
-        DataError: a ``ValueError``, if it holds no batch, is damaged or incomplete, has links, or has pickled objects without
-            ``trust``.
+        FileNotFoundError: if ``path`` does not exist.
+        DataError: a ``ValueError``, if ``path`` holds no batch, is damaged or incomplete, contains links, or contains pickled
+            objects and ``trust`` is False.
 
     Example:
         >>> import tempfile
@@ -195,6 +198,7 @@ def _of_torch(path: Path, trust: bool) -> TensorDictBase:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=not trust)
     except (pickle.UnpicklingError, *_DAMAGED) as error:
+        # torch has no error type for pickled objects that it refuses to load.
         if not trust and "weights_only" in str(error).lower().replace(" ", "_"):
             raise _untrusted(path) from error
         raise DataError(f"{path} cannot be read by torch.load: {first_sentence(error) or 'it is empty'}") from error
@@ -205,10 +209,9 @@ def _of_torch(path: Path, trust: bool) -> TensorDictBase:
     if isinstance(loaded, dict) and loaded.get("format") == _FORMAT:
         return _of_record(loaded, path)
     if isinstance(loaded, dict) and loaded and all(isinstance(key, str) for key in loaded):
+        # `state_dict` stores the batch size and the device under keys with underscores.
         return _of_dict({key: value for key, value in loaded.items() if not key.startswith("__")}, path)
-    raise DataError(
-        f"{path} holds a {type(loaded).__name__}: expected a batch of save_batch, or a TensorDict's to_dict()."
-    )
+    raise DataError(f"{path} holds a {type(loaded).__name__}: expected a batch of save_batch, or a dict of entries.")
 
 
 def _of_record(record: Json, path: Path) -> TensorDictBase:
@@ -241,7 +244,10 @@ def _decode(node: Json | Tensor) -> TensorDictBase | Tensor:
 
 
 def _of_dict(entries: Json, path: Path) -> TensorDictBase:
-    """A TensorDict from nested dicts, or from a flat one with dotted names. They do not say what its batch dimensions are."""
+    """Build a TensorDict from nested dicts, or from a flat dict with dotted names.
+
+    The dicts do not store the batch size, so the dimensions of the tokens determine it.
+    """
     tokens = entries["tokens"].get("full") if isinstance(entries.get("tokens"), Mapping) else entries.get("tokens.full")
     dims = max(1, tokens.ndim - 1) if isinstance(tokens, Tensor) and not tokens.is_nested else 1
     try:
@@ -250,9 +256,7 @@ def _of_dict(entries: Json, path: Path) -> TensorDictBase:
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"the dict in {path} is not a batch: {first_sentence(error)}") from error
     if td.batch_dims < dims:
-        raise DataError(
-            f"the entries of the dict in {path} have no first dimension in common: save it with save_batch."
-        )
+        raise DataError(f"the entries of the dict in {path} have different first dimensions: save it with save_batch.")
     return td
 
 
@@ -277,7 +281,7 @@ def _of_memmap(path: Path, trust: bool) -> TensorDictBase:
         raise DataError(f"{path} is damaged: {first_sentence(error)}") from error
 
 
-#: The names of all files, and a function that reads one.
+#: The names of all files, and a function that reads a file.
 _Files = tuple[set[str], Callable[[str], bytes]]
 
 
@@ -302,7 +306,7 @@ def _archive(path: Path) -> _Files:
 
 
 def _missing(names: set[str], read: Callable[[str], bytes]) -> list[str]:
-    """The files that the metadata speaks of and that are not there, by exact name: tensordict skips them without an error."""
+    """List the files that the metadata requires and that are missing. tensordict would skip them without an error."""
     children: dict[str, set[str]] = {}
     for name in names:
         parts = name.split("/")
@@ -313,7 +317,7 @@ def _missing(names: set[str], read: Callable[[str], bytes]) -> list[str]:
         folder, _, last = name.rpartition("/")
         if last == "meta.json":
             needed = _needed(json.loads(read(name)), children[folder])
-        else:  # what is under another case is not read
+        else:  # tensordict does not read a name in another case
             needed = {last.lower()} & {"other.pickle", "pickle.pkl", "meta.json"}
         paths = {f"{folder}/{each}" if folder else each for each in needed}
         missing += sorted(paths - names - set(missing))
@@ -321,9 +325,9 @@ def _missing(names: set[str], read: Callable[[str], bytes]) -> list[str]:
 
 
 def _needed(about: Json, here: set[str]) -> set[str]:
-    """The files that belong to the metadata of a folder which holds the names ``here``."""
+    """List the files that the metadata of a folder requires. ``here`` holds the names in the folder."""
     kind = str(about["_type"])
-    if "torchrl." in kind:  # tensordict knows a class once its module is imported
+    if "torchrl." in kind:  # tensordict finds a class only after its module is imported
         _class(":".join(kind.removeprefix("<class '").removesuffix("'>").rsplit(".", 1)))
     if kind.endswith("NonTensorStack'>") and "data" in about:
         return {"pickle.pkl"} if isinstance(about["data"], str) else set()
@@ -339,9 +343,8 @@ def _needed(about: Json, here: set[str]) -> set[str]:
     for key, entry in about.items():
         if isinstance(entry, dict) and "type" in entry:
             out.add(f"{names.get(key, key)}/meta.json")
-        elif isinstance(entry, dict) and (
-            entry.get("is_nested") or 0 not in entry["shape"]
-        ):  # an empty one has no file
+        # An empty tensor has no file.
+        elif isinstance(entry, dict) and (entry.get("is_nested") or 0 not in entry["shape"]):
             files = [f"{key}.memmap"] + [f"{key}.shape.memmap"] * bool(entry.get("is_nested"))
             out |= {names.get(file, file) for file in files}
     return out

@@ -1,4 +1,4 @@
-"""Diagnoses of a batch of rollouts: its KL, its sampler and its masks."""
+"""Diagnoses of a batch of rollouts: measures, causes of faults, and a page that shows its tokens."""
 
 from __future__ import annotations
 

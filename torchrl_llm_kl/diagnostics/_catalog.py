@@ -1,7 +1,7 @@
-"""The texts of this package: each metric, and each cause that the doctor names.
+"""Descriptions of all metrics, and of the causes that the doctor can name.
 
-Symbols: ``lp`` the current policy's log-prob of a token, ``old`` the one at sampling by the trainer, ``s`` the sampler's own,
-``ref`` the reference's, ``A`` the advantage, ``r = exp(lp - old)``, ``d = old - s``. "mean" is over masked-in tokens.
+Symbols: ``lp`` is the current policy's log-prob of a token, ``old`` the trainer's at sampling time, ``s`` the sampler's own,
+``ref`` the reference's, and ``A`` the advantage. ``r = exp(lp - old)`` and ``d = old - s``. A "mean" is over masked-in tokens.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Literal, TypeVar
 
-#: Where a metric comes from.
+#: The part of the package that reports a metric.
 Origin = Literal["every loss", "sampler", "objective", "correction", "distillation", "preferences", "critic", "task"]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric.
+    """The description of one metric.
 
     Args:
-        formula: how it is computed.
+        formula: how the metric is computed.
         unit: ``nats``, ``share`` (0 to 1), ``1`` (a ratio or another pure number), ``tokens``, ``seconds``, ...
-        normal: its value in a healthy run.
+        normal: the value in a healthy run.
         deviation: the meaning of another value.
         remedy: how to correct it.
-        origin: the part that reports it.
+        origin: the part of the package that reports the metric.
     """
 
     formula: str
@@ -42,18 +42,20 @@ T = TypeVar("T")
 
 
 def read_texts(name: str, kind: Callable[..., T]) -> dict[str, T]:
-    """A record of texts for each section of one of this package's ``.ini`` files."""
+    """Read one of this package's ``.ini`` files. Returns one record for each section."""
     texts = ConfigParser(interpolation=None, delimiters=["="])
     texts.read_string(files("torchrl_llm_kl.diagnostics").joinpath(name).read_text(encoding="utf-8"))
     return {section: kind(**texts[section]) for section in texts.sections()}
 
 
-#: All metrics, by name. A name in angle brackets stands for any word.
+#: All metrics by name. A word in angle brackets is a placeholder.
 METRICS: Mapping[str, Metric] = read_texts("metrics.ini", Metric)
 
 
 def describe_metric(name: str) -> Metric | None:
-    """The meaning of a metric, or None for one that is not of this package. ``_2`` for a second correction is understood.
+    """Look up the description of a metric. Returns None for an unknown metric.
+
+    The suffix of a second or later correction (``_2`` to ``_9``) is ignored.
 
     Example:
         >>> describe_metric("mismatch_k3").unit
@@ -71,9 +73,9 @@ def describe_metric(name: str) -> Metric | None:
     return None
 
 
-#: Numbers, or words, by name.
+#: Numbers or words by name, on which a finding rests.
 Evidence = Mapping[str, float | str]
-#: ``"fault"``: numbers are wrong; ``"note"``: worth knowing.
+#: A ``"fault"`` makes numbers wrong. A ``"note"`` is only worth knowing.
 Severity = Literal["fault", "note"]
 
 
@@ -83,8 +85,8 @@ class Cause:
 
     Args:
         title: the cause in words.
-        remedy: the change that corrects it. Empty where it depends on the numbers.
-        severity: ``"fault"``: numbers are wrong; ``"note"``: worth knowing.
+        remedy: the change that corrects it. Empty if the remedy depends on the numbers.
+        severity: ``"fault"`` if numbers are wrong, ``"note"`` if the cause is only worth knowing.
     """
 
     title: str
@@ -92,21 +94,21 @@ class Cause:
     severity: Severity = "fault"
 
 
-#: All causes, by name.
+#: All causes by name.
 CAUSES: Mapping[str, Cause] = read_texts("causes.ini", Cause)
-#: Confidence from which a fault counts.
+#: The smallest confidence at which a fault counts.
 SURE = 0.5
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, or worth knowing.
+    """One fault of a batch, or one note about it.
 
     Args:
-        cause: a name of :data:`CAUSES`.
-        confidence: in [0, 1].
-        evidence: the numbers that it rests on.
-        remedy: the change that corrects it.
+        cause: a name in :data:`CAUSES`.
+        confidence: a number in [0, 1].
+        evidence: the numbers that support the finding.
+        remedy: the change that corrects the fault.
     """
 
     cause: str
@@ -121,14 +123,14 @@ class Finding:
 
     @property
     def severity(self) -> Severity:
-        """``"fault"``: numbers are wrong; ``"note"``: worth knowing."""
+        """``"fault"`` if numbers are wrong, ``"note"`` if the cause is only worth knowing."""
         return CAUSES[self.cause].severity
 
     def to_dict(self) -> dict[str, object]:
-        """All of it, for JSON."""
+        """Convert the finding to JSON values, including title and severity."""
         return {**asdict(self), "title": self.title, "severity": self.severity}
 
 
 def finding(cause: str, confidence: float, evidence: Evidence, remedy: str | None = None) -> Finding:
-    """A finding, by default with the remedy of its cause."""
+    """Create a finding. It has the remedy of its cause unless another one is given."""
     return Finding(cause, max(0.0, min(float(confidence), 0.99)), dict(evidence), remedy or CAUSES[cause].remedy)

@@ -1,6 +1,6 @@
-"""A batch of rollouts as columns: one number for each token, and one for each sequence.
+"""Columns of a batch of rollouts: numbers per token, and numbers per sequence.
 
-The doctor measures these columns and the inspector shows them. Shapes: ``S`` sequences, ``N`` tokens of all sequences together.
+The doctor measures these columns, and the inspector shows them. Shapes: ``S`` sequences, ``N`` tokens of all sequences.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from torchrl_llm_kl.scoring import (
 
 @dataclass(frozen=True)
 class Column:
-    """One number per token.
+    """A column of one number per token.
 
     Args:
-        key: the entry of the data, where TorchRL's wrappers and this package's transforms and losses store it, or None for a
-            column that is only computed.
-        label: its name on a page.
-        unit: of its numbers.
+        key: the entry where TorchRL's wrappers and this package's transforms and losses store the column. None for a column
+            that is always computed.
+        label: the name of the column on a page.
+        unit: the unit of its numbers.
     """
 
     key: NestedKey | None
@@ -61,7 +61,7 @@ class Column:
     unit: str = "nats"
 
 
-#: The columns by name, in the order of a page.
+#: The columns by name, in the order in which a page shows them.
 COLUMNS: Mapping[str, Column] = {
     "log_prob": Column(None, "log-prob now"),
     "old_log_prob": Column(("next", "log_probs", "full"), "log-prob old"),
@@ -73,30 +73,29 @@ COLUMNS: Mapping[str, Column] = {
     "advantage": Column("advantage", "advantage", "reward"),
 }
 #: The entries that ``keys=`` replaces, by name.
-_KEYS = {name: column.key for name, column in COLUMNS.items() if column.key is not None} | {
-    "reward": ("next", "reward")
-}
-#: Log-probs of the sampler, as an engine's wrapper stores them at the root.
+_KEYS: dict[str, NestedKey] = {name: column.key for name, column in COLUMNS.items() if column.key is not None}
+_KEYS["reward"] = ("next", "reward")
+#: Entries at the root in which an engine's wrapper stores the sampler's log-probs.
 _OF_WRAPPER = (("log_probs", "full"), ("log_probs", "response"))
-#: Where :class:`~torchrl_llm_kl.tasks.FunctionReward` stores the rewards of its functions, by name.
+#: The entry in which :class:`~torchrl_llm_kl.tasks.FunctionReward` stores the rewards of its functions, by name.
 _PARTS = ("next", "rewards")
 
 
 @dataclass(frozen=True, eq=False)
 class TokenColumns:
-    """The tokens of a batch with all that is known of each.
+    """The tokens of a batch with their numbers.
 
     Args:
-        tokens: ids of all tokens, prompts too, ``[N]``.
+        tokens: ids of all tokens, including prompts, ``[N]``.
         mask: True at the assistant's tokens, bool ``[N]``.
-        columns: numbers per token by name, float32 or wider ``[N]``; NaN where a token has none. ``log_prob``, ``entropy``
-            and ``kl`` (exact) come from the given models; ``old_log_prob``, ``sampler_log_prob``, ``ref_log_prob``,
-            ``kl_penalty`` and ``advantage`` from the data. All but the advantage are in nats.
-        rows: numbers per sequence by name, ``[S]``: ``reward``, the outcome, and ``reward/<name>``, its named parts.
-        prompts: equal numbers for equal prompts, int64 ``[S]``, or None if the data does not show the prompts.
+        columns: numbers per token by name, float32 or wider ``[N]``, NaN where a token has no number. ``log_prob``,
+            ``entropy`` and ``kl`` (exact) come from the given models. ``old_log_prob``, ``sampler_log_prob``,
+            ``ref_log_prob``, ``kl_penalty`` and ``advantage`` come from the data. All except the advantage are in nats.
+        rows: numbers per sequence by name, ``[S]``. ``reward`` is the outcome, and ``reward/<name>`` are its named parts.
+        prompts: equal numbers for equal prompts, int64 ``[S]``. None if the data does not contain the prompts.
         sampled: False if the tokens were rendered from text.
-        unread: with ``strict=False``, the error of each entry that fits no token, by column; under ``log_prob``, the error of
-            scoring.
+        unread: with ``strict=False``, the error of each entry that does not fit the tokens, by column. An error of scoring is
+            under ``log_prob``.
         has_images: whether rows have images.
     """
 
@@ -111,23 +110,24 @@ class TokenColumns:
 
     @property
     def turns(self) -> Tensor:
-        """The number of the assistant's turn that a token belongs to, from 0; -1 outside of all, int64 ``[N]``."""
+        """The number of each token's assistant turn, from 0, or -1 outside turns. Int64 ``[N]``."""
+        # A turn starts where the mask starts, and at the first token of a sequence.
         return self._count(self.mask & ~(pad(self.mask[:-1], (1, 0)) & (self.tokens.positions > 0)))
 
     @property
     def places(self) -> Tensor:
-        """The number of a token among its sequence's masked-in tokens, from 0; -1 at all others, int64 ``[N]``."""
+        """The number of each token among its sequence's masked-in tokens, from 0, or -1 outside the mask. Int64 ``[N]``."""
         return self._count(self.mask)
 
     def _count(self, marks: Tensor) -> Tensor:
-        """How many marks a masked-in token has before it in its sequence; -1 at all others."""
+        """The number of marks before each masked-in token in its sequence, or -1 outside the mask."""
         count = marks.long().cumsum(0)
         of_earlier = pad(count, (1, 0))[self.tokens.offsets[:-1]]
         return torch.where(self.mask, count - of_earlier[self.tokens.sequence_ids] - 1, -1)
 
 
 class Reading(TypedDict, total=False):
-    """How a batch is read, and the models that score it: the arguments of :func:`read_columns` and of its callers."""
+    """Arguments of :func:`read_columns` and of the functions that call it: models, sampling settings and keys."""
 
     policy: ModelOrScorer | None
     reference: ModelOrScorer | None
@@ -139,7 +139,7 @@ class Reading(TypedDict, total=False):
 
 
 def check_reading(given: Reading) -> None:
-    """Raise a TypeError for a name that is none of :class:`Reading`, a ValueError for a temperature out of range."""
+    """Raise a TypeError for a name that is not in :class:`Reading`, or a ValueError for a temperature out of range."""
     for name in given:
         if name not in Reading.__annotations__:
             raise TypeError(no_such("there is no argument", name, Reading.__annotations__))
@@ -159,24 +159,25 @@ def read_columns(
     options: TokenisingOptions | None = None,
     strict: bool = True,
 ) -> TokenColumns:
-    """Read a batch into columns on the CPU, and score it with the models that are given.
+    """Read a batch into columns on the CPU, and score it with the given models.
 
     Args:
         tensordict: rollouts, padded or nested, of any batch size.
 
     Keyword Args:
-        policy: a model, wrapper or :class:`~torchrl_llm_kl.LogProbScorer`: adds ``log_prob`` and ``entropy``.
-        reference: a model of the same kinds. It replaces ``ref_log_prob``, and with the policy adds ``kl``, exact.
-        temperature: divides the logits; not for a scorer, which has its own.
-        sampling: in its place. See :class:`~torchrl_llm_kl.Sampling`.
-        keys: other entries than those of :data:`COLUMNS`, and of ``"reward"``, by name.
-        scope: ``"full"``: all turns of the assistant; ``"turn"``: the last response of each row.
-        options: how text and conversations are rendered where the data holds no tokens.
-        strict: False leaves out entries that fit no token, and scores that are not finite, and says why in ``unread``.
+        policy: a model, a wrapper or a :class:`~torchrl_llm_kl.LogProbScorer`. Adds ``log_prob`` and ``entropy``.
+        reference: a model of the same kinds. Replaces ``ref_log_prob``. Together with the policy it adds the exact ``kl``.
+        temperature: divides the logits. A scorer uses its own temperature instead.
+        sampling: full sampling settings instead of ``temperature``. See :class:`~torchrl_llm_kl.Sampling`.
+        keys: entries to read instead of the defaults in :data:`COLUMNS` and ``("next", "reward")``, by column name.
+        scope: ``"full"`` for all turns of the assistant, ``"turn"`` for the last response of each row.
+        options: how text and conversations are rendered if the data has no tokens.
+        strict: if False, entries that do not fit the tokens and scores that are not finite are left out. ``unread`` then has
+            their errors.
 
     Raises:
-        KeyError: if the data holds no tokens, or a name is not a column.
-        ValueError: if the assistant's tokens cannot be told from the prompt, or an entry does not fit the tokens.
+        KeyError: if the data has no tokens, or ``keys`` has an unknown column.
+        ValueError: if the assistant's tokens cannot be separated from the prompt, or an entry does not fit the tokens.
 
     Example:
         >>> from tensordict import TensorDict
@@ -192,7 +193,7 @@ def read_columns(
             raise KeyError(no_such("no column", name, _KEYS))
     interface = ModelInterface.of(policy.model if isinstance(policy, LogProbScorer) else policy)
     wanted = {**_KEYS, **(keys or {})}
-    # A person reads the result, so it is measured on the host. All entries come there in one copy.
+    # The result is for people and is small, so it is computed on the CPU. All entries are copied there at once.
     entries = [find_key(tensordict, key) for key in interface.token_keys]
     entries += [_find(tensordict, name, key) for name, key in wanted.items()]
     (tensordict,) = on_host(tensordict, [key for key in entries if key is not None])
@@ -222,7 +223,7 @@ def read_columns(
 def _read_entries(
     td: TensorDictBase, located: Located, interface: ModelInterface, keys: Mapping[str, NestedKey]
 ) -> tuple[dict[str, Tensor], dict[str, ValueError]]:
-    """The columns that the data holds, and the errors of entries that fit no token."""
+    """Read the stored columns. Also returns the errors of entries that do not fit the tokens."""
     tokens, mask = located.tokens, located.mask
     responses = response_mask(td, tokens, interface) if located.sampled else None
     columns: dict[str, Tensor] = {}
@@ -237,7 +238,7 @@ def _read_entries(
             (columns[name],) = widen(values.detach())
         except ValueError as error:
             unread[name] = error
-    if "sampler_log_prob" in columns:  # torchrl's wrappers never compute the first token's
+    if "sampler_log_prob" in columns:  # torchrl's wrappers store 0 for the first token without computing it
         never = zeros_of_first_tokens(columns["sampler_log_prob"], mask, tokens)
         columns["sampler_log_prob"] = columns["sampler_log_prob"].masked_fill(never, math.nan)
     return columns, unread
@@ -246,21 +247,21 @@ def _read_entries(
 def _locate(td: TensorDictBase, interface: ModelInterface, scope: Scope, options: TokenisingOptions | None) -> Located:
     try:
         return locate(td, interface, scope=scope, options=options)
-    except ValueError:
+    except ValueError:  # fails again below if the cause is another one
         if scope == "turn":
             raise
-        return locate(td, interface, scope="turn", options=options)  # the data does not show earlier turns
+        return locate(td, interface, scope="turn", options=options)  # the data does not mark earlier turns
 
 
 def _find(td: TensorDictBase, name: str, key: NestedKey) -> NestedKey | None:
-    """Where a column is. Log-probs at the root are the sampler's own, those under ``"next"`` a transform's."""
+    """Find the entry of a column. Log-probs at the root are the sampler's. A transform stores its own under ``"next"``."""
     if name == "old_log_prob":
         return key if read_column(td, key) is not None else None
     entry = find_log_probs(td, key) if name.endswith("log_prob") else find_key(td, key)
     if entry is None and name == "sampler_log_prob":
         for candidate in _OF_WRAPPER:
             column = read_column(td, candidate)
-            if column is not None and any(row.numel() for row in column):  # an env's reset leaves empty rows
+            if column is not None and any(row.numel() for row in column):  # the reset of an env leaves empty rows
                 return candidate
     return entry
 
@@ -273,7 +274,7 @@ def _scored(
     reference: ModelOrScorer | None,
     scored: Sampling,
 ) -> dict[str, Tensor]:
-    """Columns of the models, NaN outside the mask."""
+    """Score the tokens. Returns the columns of the models, NaN outside the mask."""
 
     def scorer(model: ModelOrScorer | None, sampling: Sampling) -> LogProbScorer | None:
         return model if model is None or isinstance(model, LogProbScorer) else LogProbScorer(model, sampling=sampling)
@@ -283,7 +284,8 @@ def _scored(
     if not separate:
         return {}
     request = ScoreRequest.of(tokens, mask, images=images)
-    if own is None or any(log_probs_only(each.model) for each in separate.values()):  # no distributions
+    # Another backend has no distributions, so entropy and exact KL are missing then.
+    if own is None or any(log_probs_only(each.model) for each in separate.values()):
         out = {name: each.score(request) for name, each in separate.items()}
     else:
         out = own.evaluate(request, entropy=True, reference=other).per_token

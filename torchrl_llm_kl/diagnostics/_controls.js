@@ -1,4 +1,4 @@
-// What the reader does: controls, keys, files, the address; and the start.
+// Interaction: controls, keys, saved files, the address, and the start of the page.
 
 // ------------------------------------------------------------------ controls
 
@@ -56,7 +56,7 @@ const textOfRow = (side, row, from = 0, to = sides[side].lengths[row]) => {
   }
   return out.join("") + decoder.decode();
 };
-/** A rollout's numbers: those of the list, with their names. */
+/** A rollout's numbers in the list, by name. */
 function rowNumbers(row) {
   const found = { row, prompt: sides[0].prompts[row] };
   if (hasReward) found.reward = reward(0, row);
@@ -83,7 +83,7 @@ async function saveRollouts(kind) {
 
 // ------------------------------------------------------------------ the address
 
-/** What the address asks for after #: quantity, sort (a column, the largest first; row: the smallest), row, token. */
+/** Settings in the address after #: quantity, sort (a column, largest number first, but row in order), row, token. */
 async function follow() {
   const asked = new URLSearchParams(location.hash.slice(1)), quantity = quantities.find(({ name }) => name === asked.get("quantity"));
   const order = asked.get("sort");
@@ -121,7 +121,7 @@ document.addEventListener("keydown", (event) => {
 });
 
 $("list").addEventListener("scroll", () => requestAnimationFrame(renderList), { passive: true });
-/** Open the rollout that is clicked on; on a narrow screen its tokens take the place of the list. */
+/** Open the clicked rollout. On a narrow screen its tokens replace the list. */
 function openClicked(event) {
   const entry = event.target.closest("button[data-row], .row");
   if (!entry) return;
@@ -194,7 +194,7 @@ $("quantity").append(...quantities.map((quantity) => el("option", { value: quant
 $("dark").setAttribute("aria-pressed", isDark());
 choose(quantities[0]);
 idsReady.then(redrawList); // with the previews
-// The numbers of the rollouts follow the script.
+// The numbers of the rollouts come after the script in the document.
 document.addEventListener("DOMContentLoaded", async () => {
   if (innerWidth <= 860) $("overview").open = false; // as in the style sheet
   await follow();

@@ -1,4 +1,4 @@
-"""The doctor: measures of a batch, its faults and their remedies, once or every few batches."""
+"""The doctor: measures a batch and names its faults and their remedies, once or every few batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from torchrl.envs import Transform
 from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_choice, check_range
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.diagnostics._catalog import SURE, Finding
 from torchrl_llm_kl.diagnostics._columns import Reading, TokenColumns, check_reading, read_columns
 from torchrl_llm_kl.diagnostics._findings import Case, find_causes
@@ -32,22 +31,22 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _LOGGER = logging.getLogger(__name__)
-_TAIL = 64  # tokens at the end of an answer, in which a text that ends it is looked for
+_TAIL = 64  # number of last tokens of an answer that are searched for an end text
 
 
 class DiagnosisWarning(UserWarning):
-    """A batch has a fault: the message names the cause, its evidence and the remedy."""
+    """A batch has a fault. The message states the cause, its evidence and the remedy."""
 
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """The result of :func:`diagnose`. ``print(diagnosis)`` is a report, which rich prints in colour.
+    """The result of :func:`diagnose`. ``print(diagnosis)`` prints a report, and ``rich.print`` prints it in colour.
 
     Args:
-        measures: numbers by name; ``docs/doctor.md`` lists them.
+        measures: numbers by name. ``docs/doctor.md`` lists them.
         findings: faults, most certain first, then notes.
-        tokens: the tokens with the largest KL to the reference, or the largest mismatch.
-        forwards: how often sequences were scored to find a cause, beside the batch's own columns.
+        tokens: the tokens with the largest KL to the reference, or with the largest mismatch.
+        forwards: how often sequences were scored again to find a cause.
     """
 
     measures: dict[str, float] = field(default_factory=dict)
@@ -57,7 +56,7 @@ class Diagnosis:
 
     @property
     def faults(self) -> tuple[Finding, ...]:
-        """Findings that make numbers wrong, of a confidence of 0.5 at least."""
+        """Findings that make numbers wrong, with a confidence of at least 0.5."""
         return tuple(each for each in self.findings if each.severity == "fault" and each.confidence >= SURE)
 
     @property
@@ -75,10 +74,10 @@ class Diagnosis:
         """1 if there is a fault, else 0."""
         return int(bool(self.faults))
 
-    def to_dict(self) -> Json:
-        """All of it as plain lists, strings and numbers, for JSON; infinities and NaN as strings."""
+    def to_dict(self) -> dict[str, object]:
+        """Convert the diagnosis to JSON values. Infinities and NaN become strings."""
         fields = {**vars(self), "findings": [each.to_dict() for each in self.findings]}
-        return cast(Json, json.loads(json.dumps(fields), parse_constant=str))
+        return cast("dict[str, object]", json.loads(json.dumps(fields), parse_constant=str))
 
     def __str__(self) -> str:
         tokens, sequences = (int(self.measures.get(f"mask/{name}", 0)) for name in ("tokens", "sequences"))
@@ -89,7 +88,7 @@ class Diagnosis:
             kind = "" if each.severity == "fault" else " (note)"
             lines.append(f"{number}. {each.title}{kind}, confidence {each.confidence:.2f} [{each.cause}]")
             lines += [f"   evidence: {_evidence(each)}", f"   remedy: {each.remedy}"]
-        families: dict[str, list[str]] = {}  # of measures over all tokens
+        families: dict[str, list[str]] = {}  # only measures over all tokens
         for name, value in self.measures.items():
             family, _, quantity = name.partition("/")
             if "@" not in name and not (family in ("nan", "zeros") and value == 0):
@@ -126,34 +125,35 @@ def diagnose(
 ) -> Diagnosis:
     """Measure a batch of rollouts and name its faults.
 
-    Call it right after sampling, before the policy's first step on the batch: later, its drift counts as stale weights, unless
-    the batch holds the trainer's log-probs of before (``("next", "log_probs", "full")`` beside the sampler's).
+    Call it right after sampling, before the policy's first step on the batch. After a step, the policy's drift looks like
+    stale weights, unless the batch also has the trainer's log-probs from before the step
+    (``("next", "log_probs", "full")`` besides the sampler's).
 
-    Of answers that the policy did not sample, such as data, it finds that they are not samples of the policy
-    (``other_sampling``); all other measures hold.
+    Answers that the policy did not sample, for example from a data set, give the finding ``other_sampling``. The other
+    measures remain valid.
 
-    Models score only numbers that the batch lacks: with the trainer's log-probs and ``("next", "entropy")``, as
-    ``RetrieveLogProb(..., extras=[Entropy(("next", "entropy"))])`` stores them, the policy is not run, and the reference is
-    not if the batch has its log-probs too. Only where something was found, up to 8192 tokens are scored
-    again, some 20 times at most.
+    Models score only numbers that the batch lacks. The policy does not run if the batch has the trainer's log-probs and
+    ``("next", "entropy")``, which ``RetrieveLogProb(..., extras=[Entropy(("next", "entropy"))])`` stores. The reference does
+    not run if the batch also has its log-probs. Only after a deviation are up to 8192 tokens scored again, at most about
+    20 times.
 
     Args:
         batch: rollouts, or their columns.
 
     Keyword Args:
-        tokenizer: by default the policy wrapper's: for retokenisation, truncated answers and templates.
-        clip_low: the objective's lower bound of the ratio is ``1 - clip_low``, for the share of clipped tokens.
-        clip_high: its upper bound is ``1 + clip_high``.
-        end: texts that end an answer, besides the tokenizer's own end tokens, as :func:`make_sampler` takes them.
-        **reading: arguments of :func:`read_columns`. ``policy`` is the trainer's, which is compared with the sampler's
-            log-probs; without it fewer causes can be told apart. ``options`` is by default the tokenizer.
+        tokenizer: used to check retokenisation, truncated answers and templates. Default: the policy wrapper's tokenizer.
+        clip_low: the objective clips the ratio below ``1 - clip_low``. Used for the share of clipped tokens.
+        clip_high: the objective clips the ratio above ``1 + clip_high``.
+        end: texts that end an answer, in addition to the tokenizer's end tokens, as in :func:`make_sampler`.
+        **reading: arguments of :func:`read_columns`. ``policy`` is the trainer's policy. Its log-probs are compared with
+            the sampler's. Without it, fewer causes can be distinguished. ``options`` defaults to the tokenizer.
 
     Returns:
-        Measures and findings.
+        The measures and the findings.
 
     Raises:
-        KeyError: if the data holds no tokens.
-        ValueError: if the assistant's tokens cannot be told from the prompt, or a number is out of range.
+        KeyError: if the data has no tokens.
+        ValueError: if the assistant's tokens cannot be separated from the prompt, or a number is out of range.
 
     Example:
         >>> from tensordict import TensorDict
@@ -206,8 +206,8 @@ def diagnose(
 
 
 def _columns_of(batch: TensorDictBase, reading: Reading) -> TokenColumns:
-    """The batch's columns. Models score only the columns that the batch does not hold."""
-    needed = reading.copy()
+    """Read the batch's columns. Models score only the columns that the batch lacks."""
+    needed = reading.copy()  # the first reading shows which columns the batch has
     needed["policy"] = needed["reference"] = None
     stored = read_columns(batch, **needed, strict=False)
     if not {"old_log_prob", "entropy"} <= set(stored.columns):
@@ -219,16 +219,17 @@ def _columns_of(batch: TensorDictBase, reading: Reading) -> TokenColumns:
 
 
 def _end_tokens(tokenizer: Tokenizer | None) -> list[int] | None:
-    """Ids that end an answer, as far as the tokenizer knows."""
+    """The ids of the tokenizer's end tokens, including common end-of-turn tokens. None if it has none."""
     if tokenizer is None:
         return None
+    # Chat models often end a turn with another token than `eos_token`.
     names = tokenizer.get_vocab()
     known = [names[name] for name in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>") if name in names]
     return [*known, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])] or None
 
 
 def _ended(columns: TokenColumns, tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:
-    """Whether each sequence's last masked-in tokens have one of the texts, bool ``[S]``."""
+    """Whether the last masked-in tokens of each sequence contain one of the texts, bool ``[S]``."""
     answers = columns.mask.split(columns.tokens.lengths.tolist())
     tails = [row[mask][-_TAIL:].tolist() for row, mask in zip(columns.tokens.to_list(), answers, strict=True)]
     return torch.tensor([any(text in tokenizer.decode(tail) for text in texts) for tail in tails])
@@ -238,27 +239,27 @@ def _ended(columns: TokenColumns, tokenizer: Tokenizer, texts: Sequence[str]) ->
 
 
 class Doctor(Transform):
-    """Runs :func:`diagnose` on every ``every``-th batch that passes; the batch is not changed.
+    """Runs :func:`diagnose` on every ``every``-th batch. The batch is not changed.
 
-    Append it to a replay buffer (on ``sample``; on ``extend`` with ``invert=True``) or an env, pass it to a collector
-    (``postproc=``), or call it on a batch. Models are not copied, and the transform's state does not hold them.
+    Append it to a replay buffer (it runs on ``sample``, or on ``extend`` with ``invert=True``) or to an env, pass it to a
+    collector (``postproc=``), or call it on a batch. Models are not copied, and they are not part of the transform's state.
 
     Args:
-        every: batches between two diagnoses; the first batch is diagnosed.
+        every: the number of batches from one diagnosis to the next. The first batch is diagnosed.
 
     Keyword Args:
-        on_fault: ``"warn"``: a :class:`DiagnosisWarning` for each cause when it is first found; ``"raise"``: a RuntimeError;
-            ``"log"``: to the logger of this module, every time.
-        log: called with each :class:`Diagnosis`, for instance to log ``diagnosis.measures``.
+        on_fault: ``"warn"`` issues a :class:`DiagnosisWarning` when a cause is first found. ``"raise"`` raises a RuntimeError.
+            ``"log"`` writes each fault to the logger of this module.
+        log: called with each :class:`Diagnosis`, for example to log ``diagnosis.measures``.
         tokenizer, clip_low, clip_high: see :func:`diagnose`.
         **reading: arguments of :func:`read_columns`. See :func:`diagnose`.
 
     Attributes:
         last: the last :class:`Diagnosis`, or None.
-        batches: how many batches passed.
+        batches: the number of batches seen.
 
     Raises:
-        ValueError: if ``every`` is below 1, or ``on_fault`` unknown.
+        ValueError: if ``every`` is below 1, or ``on_fault`` is unknown.
 
     Example:
         >>> from tensordict import TensorDict
@@ -285,22 +286,22 @@ class Doctor(Transform):
         check_choice(("warn", "raise", "log"), on_fault=on_fault)
         super().__init__(in_keys=[], out_keys=[])
         self.every, self.on_fault, self.log = every, on_fault, log
-        # In a partial, modules are not registered: they are not the transform's own parameters.
+        # A partial hides the models from nn.Module, which would otherwise register their parameters as the transform's.
         self._diagnose = partial(diagnose, tokenizer=tokenizer, clip_low=clip_low, clip_high=clip_high, **reading)
         self.last: Diagnosis | None = None
         self.batches = 0
         self._warned: set[str] = set()
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Look at a batch, and return it."""
+        """Diagnose the batch if it is its turn, and return it unchanged."""
         self.batches += 1
         if (self.batches - 1) % self.every == 0 and tensordict.batch_size.numel():
             self._report(self._diagnose(tensordict))
         return tensordict
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # A replay buffer calls this on `extend` when the transform was appended with `invert=True`. An incomplete
-        # group of torchrl's MCAdvantage arrives as None.
+        # A replay buffer calls this on `extend` if the transform was appended with `invert=True`. torchrl's MCAdvantage
+        # passes None for an incomplete group.
         return None if next_tensordict is None else self.forward(next_tensordict)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -322,4 +323,4 @@ class Doctor(Transform):
                 _LOGGER.warning(text)
             elif each.cause not in self._warned:
                 self._warned.add(each.cause)
-                warnings.warn(text, DiagnosisWarning, stacklevel=4)
+                warnings.warn(text, DiagnosisWarning, stacklevel=4)  # the line that called the transform

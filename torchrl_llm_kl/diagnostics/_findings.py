@@ -1,7 +1,7 @@
-"""The faults of a batch, by cause: hypotheses that are tested on the measures, and on a few sequences scored again.
+"""The causes of a batch's faults. Hypotheses are tested on the measures, and on a few sequences that are scored again.
 
-A difference of sampler and trainer is explained by *predicting* the sampler's log-probs: at another temperature, over the
-tokens of a truncation, at other weights. Nothing is scored again unless something was found.
+A difference between sampler and trainer is explained by *predicting* the sampler's log-probs: at another temperature, over the
+tokens that a truncation keeps, or with other weights. Nothing is scored again unless there is a deviation.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ from torchrl_llm_kl.masks import Message, Tokenizer
 from torchrl_llm_kl.rollouts import MisalignedEntryError
 from torchrl_llm_kl.scoring import ModelOrScorer, NotTextError, inner_module
 
-#: Smallest root mean square of log-ratios that counts as a difference, in nats, by the policy's precision.
+#: The smallest root mean square of log-ratios that counts as a difference, in nats, by the policy's precision.
 FLOORS = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-#: Where the precision is not known.
+#: The same if the precision is unknown.
 UNKNOWN_FLOOR = 4e-2
-#: Multiple of the policy's own noise that counts as a difference: another engine rounds as much as other packs do.
+#: The multiple of the policy's own noise that counts as a difference. Another engine rounds about as much as other packs do.
 NOISES = 2.5
-#: Surprisal minus entropy that counts, in nats and in (normal) standard errors.
+#: The smallest surprisal minus entropy that counts, in nats and in (normal) standard errors.
 SMALLEST_GAP, LARGEST_Z = 0.02, 4.75
-#: Rounding that correlates with the difference is low precision from so many standard errors on, and possible before; the
-#: largest ratio of their sizes.
+#: The correlation of rounding and difference, in standard errors, that shows low precision, and the one that makes it possible.
+#: The largest ratio of their sizes.
 LEAST_Z, POSSIBLE_Z, EQUAL_SIZE = 3.0, 1.5, 1.6
-#: Share of the squared difference that a cause must explain to be named, and at which the search ends.
+#: The share of the squared difference that a cause must explain to be named, and the share that ends the search.
 NAMED, CERTAIN = 0.6, 0.99
-#: Share of the tokens that are few; share of the squared difference that those without one may have together.
+#: The largest share of tokens that counts as few. The share of the squared difference that all other tokens may have.
 FEW, LEFT = 0.05, 0.01
-#: KL per token, in nats, above which another prompt is more likely than older weights.
+#: The KL per token, in nats, above which another prompt is more likely than older weights.
 LARGEST_DRIFT = 1.5
-#: Gain in log-likelihood, in nats, that a sampler's setting needs where its log-probs are not known.
+#: The gain in log-likelihood, in nats, that a sampler's setting needs if the sampler's log-probs are unknown.
 LEAST_GAIN = 6.0
-#: Causes of a difference of log-probs that also change the tokens, for which there is then nothing more to find.
+#: Causes of a difference in log-probs that also explain deviations of the tokens, so that no further search is needed.
 OF_TOKENS_TOO = {"wrong_temperature", "top_p", "top_k", "min_p", "chat_template", "stale_weights", "adapter_off"}
-#: The remedy for tokens that are samples of the policy at no temperature.
+#: The remedy for tokens that are not samples of the policy at any temperature.
 _OF_OTHERS = (
-    "They are not samples of the policy at any temperature. Of answers that it did not sample (data, another model, other "
-    "weights) this is expected, and such a batch needs no ratio to the sampler. If it did, compare weights and prompts."
+    "They are not samples of the policy at any temperature. This is expected for answers that it did not sample (data, another "
+    "model, other weights), which need no ratio to the sampler. If the policy sampled them, compare weights and prompts."
 )
 
 
 @dataclass(eq=False)
 class Case:
-    """A batch while its causes are searched.
+    """A batch and the state of the search for causes.
 
     Args:
         columns: the batch.
         table: its masked-in tokens.
-        measures: by name; more are added.
-        rescorer: scores some sequences again; None without a policy in this process.
-        policy: the policy that was given.
-        reference: the reference that was given.
-        tokenizer: or None.
+        measures: the measures by name.
+        rescorer: scores some sequences again. None without a policy in this process.
+        policy: the given policy.
+        reference: the given reference.
+        tokenizer: the tokenizer, or None.
         conversations: the messages of each prompt, or None.
-        unread: the errors of columns that fit no token, by name.
-        moved: whether the policy is found to differ from the one of the trainer's log-probs.
+        unread: the errors of columns that do not fit the tokens, by name.
+        moved: whether the policy differs from the one that computed the trainer's log-probs.
     """
 
     columns: TokenColumns
@@ -79,17 +79,17 @@ class Case:
 
     @property
     def least_floor(self) -> float:
-        """The smallest difference that counts for a policy without noise of its own, nats."""
+        """The smallest difference that counts for a policy without noise, in nats."""
         return UNKNOWN_FLOOR if self.rescorer is None else FLOORS.get(self.rescorer.dtype, UNKNOWN_FLOOR)
 
     @property
     def floor(self) -> float:
-        """The smallest difference that counts, nats: a multiple of the policy's noise, for which it is scored again."""
+        """The smallest difference that counts, in nats. Measuring the policy's noise scores some sequences again."""
         return max(self.least_floor, 0.0 if self.rescorer is None else NOISES * self.rescorer.noise)
 
 
 def find_causes(case: Case) -> list[Finding]:
-    """All findings, faults before notes, most certain first."""
+    """Find all causes. Faults come before notes, and the most certain ones first."""
     findings = unreadable(case)
     if not findings and not bool(case.columns.mask.any()):
         return [finding("empty_mask", 0.99, {"tokens": float(case.columns.mask.numel())})]
@@ -101,15 +101,15 @@ def find_causes(case: Case) -> list[Finding]:
     return sorted(findings, key=lambda each: (each.severity != "fault", -each.confidence))
 
 
-# ------------------------------------------------------------------ without a comparison
+# ------------------------------------------------------------------ causes that need no comparison
 
 
 def unreadable(case: Case) -> list[Finding]:
-    """Columns that do not fit the tokens, and models whose log-probs are not finite."""
+    """Find columns that do not fit the tokens, and models whose log-probs are not finite."""
     out = []
     for name, error in case.unread.items():
         cause, confidence = "unreadable", 0.9
-        if name == "log_prob":  # scored here
+        if name == "log_prob":  # an error of scoring the batch
             cause, confidence = "not_text" if isinstance(error, NotTextError) else "nan", 0.95
         elif isinstance(error, MisalignedEntryError) and name in ("sampler_log_prob", "old_log_prob"):
             cause, confidence = "retokenised", 0.8
@@ -121,7 +121,7 @@ def unreadable(case: Case) -> list[Finding]:
 
 
 def not_finite(case: Case) -> list[Finding]:
-    """NaN and infinities; NaN of a sampler only says that it did not score a token."""
+    """Find NaN and infinities. The sampler stores NaN for a token that it did not score, which is not a fault."""
     out = []
     for name in ("log_prob", "old_log_prob", "ref_log_prob", "kl", "entropy", "sampler_log_prob"):
         values = case.table.columns.get(name)
@@ -129,13 +129,13 @@ def not_finite(case: Case) -> list[Finding]:
             continue
         bad = values.isinf() if name == "sampler_log_prob" else ~values.isfinite()
         if bool(bad.any()):
-            share, sequences = float(bad.double().mean()), float(case.table.sequences[bad].unique().numel())
-            out.append(finding("nan", 0.95, {"column": name, "share": share, "sequences": sequences}))
+            sequences = float(case.table.sequences[bad].unique().numel())
+            out.append(finding("nan", 0.95, {"column": name, "share": _share(bad), "sequences": sequences}))
     return out
 
 
 def reference_faults(case: Case) -> list[Finding]:
-    """A KL of exactly 0: the reference has the policy's own weights, now or before its first step."""
+    """Find a KL of exactly 0. The reference then has the policy's weights, now or from before its first step."""
     policy, reference = case.table.first("log_prob", "old_log_prob"), case.table.get("ref_log_prob")
     if policy is None or reference is None:
         return []
@@ -152,7 +152,7 @@ def reference_faults(case: Case) -> list[Finding]:
 
 
 def shared_weights(policy: object, reference: object) -> float:
-    """The share of the reference's weights that are in the policy's memory; 0 if it is scored with other adapters."""
+    """The share of the reference's weights that are in the policy's memory. 0 if it is scored with other adapters."""
     if policy is None or reference is None or getattr(policy, "adapters", True) != getattr(reference, "adapters", True):
         return 0.0
     models = [inner_module(model) for model in (policy, reference)]
@@ -163,9 +163,9 @@ def shared_weights(policy: object, reference: object) -> float:
     return len(weights[0] & weights[1]) / len(weights[1])
 
 
-#: Share of the answers that are shorter than the longest, and have no end token, at which end tokens are missing.
+#: End tokens are missing if this share of the answers has none although they are shorter than the longest answer.
 WITHOUT_END = 0.3
-#: Notes about answers and groups: cause, the measure that shows it, and where it begins.
+#: Notes about answers and groups: cause, measure, and the value of the measure above which the note is given.
 NOTES = (
     ("truncated_answers", "answers/truncated", 0.5),
     ("duplicated_prompts", "groups/duplicated_prompts", 0.0),
@@ -175,7 +175,7 @@ NOTES = (
 
 
 def notes(case: Case) -> list[Finding]:
-    """Things about answers and groups that are not errors."""
+    """Find facts about answers and groups that are not errors."""
     at_limit = case.measures.get("answers/at_limit", 0.0)
     findings = []
     for cause, name, limit in NOTES:
@@ -189,19 +189,20 @@ def notes(case: Case) -> list[Finding]:
     return findings
 
 
-# ------------------------------------------------------------------ sampler against trainer
+# ------------------------------------------------------------------ differences between sampler and trainer
 
 
 @dataclass(frozen=True, eq=False)
 class Difference:
-    """Tokens at which both the sampler's and the trainer's log-probs are known, without cached zeros.
+    """The tokens for which both the sampler's and the trainer's log-probs are known.
 
     Args:
-        trainer: nats ``[n]``.
-        recorded: of the sampler ``[n]``.
-        sequences: of each token ``[n]``.
-        places: of each token ``[n]``.
-        where: these ``n`` among the masked-in tokens of the batch, bool.
+        trainer: log-probs of the trainer, in nats, ``[n]``.
+        recorded: log-probs of the sampler, in nats, ``[n]``.
+        sequences: the sequence of each token, ``[n]``.
+        places: the place of each token in its answer, ``[n]``.
+        where: True at these ``n`` tokens among the masked-in tokens of the batch, bool.
+        names: the names of the columns of trainer and sampler.
     """
 
     trainer: Tensor
@@ -209,46 +210,52 @@ class Difference:
     sequences: Tensor
     places: Tensor
     where: Tensor
+    names: tuple[str, str]
 
     def without(self, out: Tensor) -> Difference:
-        """The other tokens than these, bool ``[n]``."""
-        rest, where = ~out, self.where.masked_scatter(self.where, ~out)
-        return Difference(self.trainer[rest], self.recorded[rest], self.sequences[rest], self.places[rest], where)
+        """The same without the tokens ``out``, bool ``[n]``."""
+        columns = {name: getattr(self, name)[~out] for name in ("trainer", "recorded", "sequences", "places")}
+        return replace(self, **columns, where=self.where.masked_scatter(self.where, ~out))
 
     @property
     def d(self) -> Tensor:
-        """The log-ratio of trainer to sampler."""
+        """The log-ratio of trainer to sampler, in nats, ``[n]``."""
         return self.trainer - self.recorded
 
     @property
     def rms(self) -> float:
-        """Root mean square of the log-ratio; 0 without tokens."""
+        """The root mean square of the log-ratio. 0 without tokens."""
         return float(self.d.square().mean().sqrt()) if self.d.numel() else 0.0
 
     def explained(self, predicted: Tensor, where: Tensor | None = None) -> float:
-        """Share of the squared difference that a prediction of the sampler's log-probs removes; may be negative."""
+        """The share of the squared difference that a prediction of the sampler's log-probs removes. May be negative."""
         recorded, trainer = (x if where is None else x[where] for x in (self.recorded, self.trainer))
         before = _capped(trainer - recorded).sum()
         return float(1 - _capped(predicted - recorded).sum() / before) if float(before) > 0 else 0.0
 
 
 def _capped(d: Tensor) -> Tensor:
-    """Squares, so that a few tokens in the tails do not decide."""
+    """Squares with an upper limit, so that a few tokens in the tails do not dominate."""
     return d.square().clamp(max=4.0)
 
 
+def _share(where: Tensor) -> float:
+    """The share of True. 0 without tokens."""
+    return float(where.double().mean()) if where.numel() else 0.0
+
+
 def explain_mismatch(case: Case) -> list[Finding]:
-    """Causes of a difference of the sampler's and the trainer's log-probs of the same tokens."""
+    """Find the causes of a difference between the sampler's and the trainer's log-probs of the same tokens."""
     trainer, recorded = case.table.trainer, case.table.recorded
     if trainer is None or recorded is None:
-        return zeros_alone(case)
+        return zeros_of_one_column(case)
     where = trainer[1].isfinite() & recorded[1].isfinite()
-    sequences, places = case.table.sequences[where], case.table.places[where]
-    whole = Difference(trainer[1][where], recorded[1][where], sequences, places, where)
-    if whole.rms <= case.least_floor or whole.rms <= case.floor:  # the second scores again
+    sequences, places, names = case.table.sequences[where], case.table.places[where], (trainer[0], recorded[0])
+    whole = Difference(trainer[1][where], recorded[1][where], sequences, places, where, names)
+    if whole.rms <= case.least_floor or whole.rms <= case.floor:  # `floor` scores again, so it comes second
         return []
     zeros, rest = _zeros(case, whole)
-    zeros = _greedy(case, zeros) + _zeros_of_trainer(case, whole)
+    zeros = _greedy(case, zeros) + _zeros_of_trainer(whole)
     if rest.rms <= case.floor:
         return zeros
     seen = {"mismatch/rms": rest.rms, "mismatch/k3": case.measures.get("mismatch/k3", math.nan)}
@@ -257,62 +264,59 @@ def explain_mismatch(case: Case) -> list[Finding]:
     if case.rescorer is not None and _best(causes) < 0.9:
         causes += _rescored(case, rest, causes)
     causes += _otherwise(case, rest, max(_best(causes), _explained(causes)))
-    if _best(zeros + causes) < SURE:  # there is a fault, even if no cause is likely enough
-        remedy = None if case.rescorer is None else "Diagnose more sequences at once, to tell the causes below apart."
+    if _best(zeros + causes) < SURE:  # the difference is a fault even if no cause is likely enough
+        remedy = None if case.rescorer is None else "Diagnose more sequences at once to distinguish the causes below."
         causes = [finding("mismatch", SURE, {}, remedy), *(c for c in causes if c.cause != "mismatch")]
     return zeros + [replace(each, evidence={**seen, **each.evidence}) for each in causes]
 
 
 def _best(findings: list[Finding]) -> float:
+    """The largest confidence. 0 without findings."""
     return max((each.confidence for each in findings), default=0.0)
 
 
 def _explained(findings: list[Finding]) -> float:
-    """The confidence that a difference is explained, where several causes explain it alike."""
+    """The confidence that a difference is explained, even if several causes explain it equally well."""
     shares = [float(each.evidence["explained"]) for each in findings if "explained" in each.evidence]
     return _confidence(max(shares)) if shares else 0.0
 
 
 def _confidence(explained: float) -> float:
-    """0.5 where a cause is just named, 0.99 where it explains everything."""
+    """The confidence of a cause: 0.5 if it explains just enough to be named, 0.99 if it explains everything."""
     return 0.5 + 0.49 * max(0.0, (explained - NAMED) / (1 - NAMED))
 
 
-def zeros_alone(case: Case) -> list[Finding]:
-    """Exact zeros in stored log-probs that have nothing to be compared with."""
+def zeros_of_one_column(case: Case) -> list[Finding]:
+    """Find exact zeros in stored log-probs, without other log-probs to compare with."""
     out = []
     for name in ("sampler_log_prob", "old_log_prob", "ref_log_prob"):
         share = case.measures.get(f"zeros/{name}", 0.0)
-        if share > 0.2 and share > 3 * _nearly_zero(case.table.columns[name]):
-            out.append(finding("zeros", 0.5 + share / 3, {"column": name, "share": share}))
+        if share > 0.2:  # a model that is certain also has log-probs that are nearly 0
+            values = case.table.columns[name]
+            if share > 3 * _share((values < 0) & (values > -1e-4)):
+                out.append(finding("zeros", 0.5 + share / 3, {"column": name, "share": share}))
     return out
 
 
-def _nearly_zero(values: Tensor) -> float:
-    """The share of log-probs that round to 0 at 4 digits, but are not 0: a model that is certain has both."""
-    return float(((values < 0) & (values > -1e-4)).double().mean())
-
-
 def _zeros(case: Case, whole: Difference) -> tuple[list[Finding], Difference]:
-    """Exact zeros of the sampler at tokens that are not certain, and the difference without them."""
+    """Find exact zeros of the sampler at uncertain tokens. Also returns the difference without them."""
     zero = (whole.recorded == 0) & (whole.trainer < -case.floor)
     if not bool(zero.any()):
         return [], whole
     rest = whole.without(zero)
-    explained, share = 1 - float(_capped(rest.d).sum() / _capped(whole.d).sum()), float(zero.double().mean())
+    explained, share = 1 - float(_capped(rest.d).sum() / _capped(whole.d).sum()), _share(zero)
     others = float(rest.trainer.mean()) if rest.trainer.numel() else -1.0
-    # a truncation to one token has a log-prob of 0 too, where the model is nearly certain
+    # A truncation to a single token also gives a log-prob of 0, where the model is nearly certain.
     certain = float(whole.trainer[zero].mean()) > 0.3 * others
     if certain or (share < 0.01 and explained < 0.1):
         return [], rest
-    name = case.table.recorded[0] if case.table.recorded else ""
-    seen: Evidence = {"column": name, "share": share, "mean_place": float(whole.places[zero].double().mean())}
-    # zeros have no other explanation, so few of them are certain too
-    return [finding("zeros", 0.7 + 0.29 * max(0.0, explained), {**seen, "explained": explained})], rest
+    seen: Evidence = {"share": share, "mean_place": float(whole.places[zero].double().mean()), "explained": explained}
+    # Zeros have no other explanation, so even a few of them are certain.
+    return [finding("zeros", 0.7 + 0.29 * max(0.0, explained), {"column": whole.names[1], **seen})], rest
 
 
 def _greedy(case: Case, zeros: list[Finding]) -> list[Finding]:
-    """Zeros at all tokens, each of which is the most probable one: the log-probs of a greedy sampler."""
+    """Replace zeros at all tokens by the finding of a greedy sampler, if each token is the most probable one."""
     if not zeros or float(zeros[0].evidence["share"]) < 0.99 or case.rescorer is None:
         return zeros
     if case.rescorer.top.tightest().get("top_k") != 1:
@@ -321,23 +325,23 @@ def _greedy(case: Case, zeros: list[Finding]) -> list[Finding]:
     return [finding("top_k", 0.97, {"top_k": 1, **zeros[0].evidence}, remedy)]
 
 
-def _zeros_of_trainer(case: Case, whole: Difference) -> list[Finding]:
-    """Exact zeros of the trainer's stored log-probs; a policy that is scored here has none but of certain tokens."""
-    zero, name = (whole.trainer == 0) & (whole.recorded < -0.1), case.table.trainer[0] if case.table.trainer else ""
+def _zeros_of_trainer(whole: Difference) -> list[Finding]:
+    """Find exact zeros in the trainer's stored log-probs. A policy that is scored here has zeros only at certain tokens."""
+    zero, name = (whole.trainer == 0) & (whole.recorded < -0.1), whole.names[0]
     if name == "log_prob" or int(zero.sum()) < 3:
         return []
-    return [finding("zeros", 0.9, {"column": name, "share": float(zero.double().mean())})]
+    return [finding("zeros", 0.9, {"column": name, "share": _share(zero)})]
 
 
 def _off_by_one(rest: Difference) -> list[Finding]:
-    """The sampler's log-prob of a token is the trainer's of its neighbour."""
+    """Find a shift: the sampler's log-prob of a token is the trainer's log-prob of a neighbour."""
     out = []
     for shift in (1, -1, 2, -2):
         n = rest.trainer.numel() - abs(shift)
-        if n < 8:
+        if n < 8:  # too few tokens for evidence
             continue
         a = slice(max(shift, 0), max(shift, 0) + n)  # the token
-        b = slice(max(-shift, 0), max(-shift, 0) + n)  # its neighbour, whose log-prob it may have
+        b = slice(max(-shift, 0), max(-shift, 0) + n)  # its neighbour, whose log-prob may be stored at the token
         same = (rest.sequences[a] == rest.sequences[b]) & (rest.places[a] - rest.places[b] == shift)
         recorded, here, there = rest.recorded[a][same], rest.trainer[a][same], rest.trainer[b][same]
         before = _capped(here - recorded).sum()
@@ -351,14 +355,14 @@ def _off_by_one(rest: Difference) -> list[Finding]:
 
 
 def _rounded(rest: Difference) -> list[Finding]:
-    """Recorded numbers that a low-precision type holds exactly, and differences of the size of its rounding."""
+    """Find log-probs that were rounded to a low-precision type. The differences have the size of its rounding."""
     for dtype, relative in ((torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)):
-        exact = float((rest.recorded.to(dtype).double() == rest.recorded).double().mean())
-        limit = 4 * relative * rest.recorded.abs().clamp(min=1.0)
-        within = float((rest.d.abs() <= limit).double().mean())
+        exact = _share(rest.recorded.to(dtype).double() == rest.recorded)
+        within = _share(rest.d.abs() <= 4 * relative * rest.recorded.abs().clamp(min=1.0))
         if exact > 0.999 and within > 0.5:
-            seen: Evidence = {"precision": str(dtype).removeprefix("torch."), "exactly_held": exact}
-            return [finding("low_precision", 0.6 + 0.38 * within, {**seen, "within_rounding": within})]
+            name = str(dtype).removeprefix("torch.")
+            evidence: Evidence = {"precision": name, "exactly_held": exact, "within_rounding": within}
+            return [finding("low_precision", 0.6 + 0.38 * within, evidence)]
     return []
 
 
@@ -368,10 +372,10 @@ class Again:
 
     Args:
         case: the batch.
-        rescorer: scores ``m`` of its tokens.
+        rescorer: scores ``m`` tokens of the batch again.
         rest: the difference, at ``n`` tokens.
-        here: tokens of the difference that are scored again, bool ``[n]``.
-        inner: tokens that are scored again and have a difference, bool ``[m]``.
+        here: which tokens of the difference are scored again, bool ``[n]``.
+        inner: which tokens that are scored again are part of the difference, bool ``[m]``.
     """
 
     case: Case
@@ -381,22 +385,22 @@ class Again:
     inner: Tensor
 
     def explained(self, predicted: Tensor) -> float:
-        """Share of the squared difference that predictions ``[m]`` remove."""
+        """The share of the squared difference that predictions ``[m]`` remove."""
         return self.rest.explained(predicted[self.inner], self.here)
 
 
 def _rescored(case: Case, rest: Difference, before: list[Finding]) -> list[Finding]:
-    """Causes that need the policy again; each stops the search once it explains the difference."""
+    """Find causes for which the policy scores again. The search ends when a cause explains the difference."""
     rescorer = case.rescorer
     assert rescorer is not None
     picked = rescorer.picked & rest.where
     again = Again(case, rescorer, rest, picked[rest.where], picked[rescorer.picked])
-    if int(again.here.sum()) < 8:
+    if int(again.here.sum()) < 8:  # too few tokens for evidence
         return []
     if not rescorer.sampling.truncates:
         drift = rescorer.log_prob[again.inner] - rest.trainer[again.here]
         case.moved = float(drift.square().mean().sqrt()) > case.floor
-        if case.moved:  # its log-probs are no longer the trainer's
+        if case.moved:  # the policy has changed since, so its scores explain nothing
             return []
     out: list[Finding] = []
     for attempt in (_adapter, _raw, _truncation, _other_prompt, _temperature, _precision):
@@ -407,27 +411,29 @@ def _rescored(case: Case, rest: Difference, before: list[Finding]) -> list[Findi
 
 
 def _adapter(again: Again) -> list[Finding]:
+    """The sampler's log-probs equal the base model's, without the adapter."""
     base = again.rescorer.without_adapters()
     share = 0.0 if base is None else again.explained(base)
     return [] if share < NAMED else [finding("adapter_off", _confidence(share), {"explained": share})]
 
 
 def _raw(again: Again) -> list[Finding]:
-    """Log-probs of all tokens, at temperature 1 or the scored one, where something else is scored.
+    """The sampler recorded log-probs over the whole vocabulary, at temperature 1 or at the scored temperature.
 
-    Engines record such log-probs by default, whatever they sample from. Only the tokens identify the sampling distribution.
-    Of tokens that are sampled as scored, their likelihood as recorded is larger by :data:`LEAST_GAIN` with a probability of
-    ``exp(-LEAST_GAIN)`` at most, so only such a gain overrules that.
+    Engines record such log-probs by default, regardless of the distribution that they sample from. Only the tokens identify the
+    sampling distribution. If tokens are sampled as they are scored, their likelihood as recorded is larger by
+    :data:`LEAST_GAIN` with a probability of at most ``exp(-LEAST_GAIN)``. Only such a gain is evidence of other sampling.
     """
     rescorer, scored = again.rescorer, again.rescorer.sampling
     if scored.temperature == 1.0 and not scored.truncates:
         return []
+    # Some engines divide by the temperature before they record log-probs, but do not truncate.
     whole = [1.0, scored.temperature] if scored.truncates else [1.0]
     share, at = max(((again.explained(rescorer.at(each)[0]), each) for each in whole), key=lambda pair: pair[0])
     if share <= NAMED:
         return []
     raw, tempered = rescorer.at(at)[0], rescorer.at(scored.temperature)[0]
-    gains: dict[str, float] = {}  # of each cause, if the tokens are samples of the recorded distribution
+    gains: dict[str, float] = {}  # log-likelihood gains if the tokens are samples of the recorded distribution
     if at != scored.temperature:
         gains["wrong_temperature"] = float((raw - tempered).sum())
     if scored.truncates:
@@ -438,7 +444,7 @@ def _raw(again: Again) -> list[Finding]:
     evidence |= _gaps(rescorer, as_scored=scored.temperature, as_recorded=at)
     if gain >= LEAST_GAIN:
         others = {name: 1.0 for name, own in gains.items() if own > 0}
-        likely = float(gains.get("wrong_temperature", 0.0) <= -LEAST_GAIN)  # and of a truncation that is not sampled
+        likely = float(gains.get("wrong_temperature", 0.0) <= -LEAST_GAIN)  # a truncation that was not sampled
     elif gain <= -LEAST_GAIN:
         likely, others = 1.0, {}
     else:
@@ -466,15 +472,15 @@ def _temperature_remedy(fitted: float, scored: float) -> str:
 
 
 def _truncation(again: Again) -> list[Finding]:
-    """Log-probs over the tokens of top-k, top-p or min-p: the mass that was kept is read off the log-ratio."""
+    """The sampler's log-probs are over the tokens that top-k, top-p or min-p keeps. The log-ratio shows the kept mass."""
     rescorer, rest, here, inner = again.rescorer, again.rest, again.here, again.inner
-    # a truncated sampler's log-prob is never below the whole distribution's, but for rounding
+    # Apart from rounding, truncation never lowers a log-prob.
     limit = max(again.case.floor, 0.2)
-    if not rescorer.sampling.truncates and float((rest.d[here] > limit).double().mean()) > 0.05:
+    if not rescorer.sampling.truncates and _share(rest.d[here] > limit) > 0.05:
         return []
     top = rescorer.top
     d = (top.log_prob[inner] - rest.recorded[here]).clamp(max=20.0)
-    if float((d > limit).double().mean()) > 0.05:
+    if _share(d > limit) > 0.05:
         return []
     best, out = NAMED, []
     for cause, value in top.select(inner).candidates(d.clamp(max=0.0).exp()):
@@ -487,7 +493,7 @@ def _truncation(again: Again) -> list[Finding]:
 
 
 def _other_prompt(again: Again) -> list[Finding]:
-    """The sampler's log-probs follow from another rendering of the prompt."""
+    """The sampler's log-probs follow another rendering of the prompt."""
     if again.case.tokenizer is None:
         return []
     best, name = 0.0, ""
@@ -503,24 +509,24 @@ def _other_prompt(again: Again) -> list[Finding]:
 
 
 def _temperature(again: Again) -> list[Finding]:
-    """The temperature at which the policy's log-probs are the sampler's."""
+    """The sampler's log-probs equal the policy's at another temperature."""
     rescorer, scored = again.rescorer, again.rescorer.sampling.temperature
     temperature, log_prob = rescorer.fit_recorded(again.rest.recorded[again.here], again.inner)
     share = again.explained(log_prob)
-    raw = abs(math.log(temperature)) < 0.02  # at which was looked
+    raw = abs(math.log(temperature)) < 0.02  # temperature 1 is the case of `_raw`
     if share < NAMED or raw or abs(math.log(temperature / scored)) < 0.005:
         return []
     gain = float((log_prob - rescorer.at(scored)[0]).sum())
     evidence = {"explained": share, "temperature_of_log_probs": temperature, "temperature_scored": scored}
     evidence |= _gaps(rescorer, as_scored=scored, there=temperature)
     sure = _confidence(share) / (1 + math.exp(-min(50.0, abs(gain))))
-    if gain < 0:  # the tokens have the scored temperature: only the log-probs have another
+    if gain < 0:  # the tokens fit the scored temperature, so only the log-probs are of another one
         return [finding("raw_log_probs", sure, evidence)]
     return [finding("wrong_temperature", sure, evidence, _temperature_remedy(temperature, scored))]
 
 
 def _precision(again: Again) -> list[Finding]:
-    """The sampler's log-probs are the policy's in bfloat16, or are correlated with them."""
+    """The sampler's log-probs are the policy's in bfloat16, or correlate with them."""
     rounded = again.rescorer.in_bfloat16()
     if rounded is None:
         return []
@@ -535,16 +541,22 @@ def _precision(again: Again) -> list[Finding]:
     evidence = {"explained": share, "correlation": correlation.value, "z": correlation.z, "size_of_rounding": size}
     if share > NAMED:
         return [finding("low_precision", _confidence(share), evidence)]
-    # Other kernels round otherwise: over many layers little of the rounding is common, but it is as large.
+    # Other kernels round differently. Over many layers little of the rounding is shared, but its size is the same.
     if correlation.z > POSSIBLE_Z and 1 / EQUAL_SIZE < size < EQUAL_SIZE:
-        confidence = 0.6 + 0.3 * correlation.value if correlation.z > LEAST_Z else 0.45  # more tokens would tell
+        confidence = 0.6 + 0.3 * correlation.value if correlation.z > LEAST_Z else 0.45  # more tokens would decide
         return [finding("low_precision", confidence, evidence)]
     return []
 
 
 def _onsets(case: Case, rest: Difference) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Tokens that are not certain, those that agree, and the place of each sequence's first that does not, or ``never``."""
-    clear = (rest.trainer < -0.05) | (rest.recorded < -0.05)  # certain tokens agree after any prefix
+    """Where log-probs first differ.
+
+    Returns:
+        Uncertain tokens, tokens that agree, the place of the first disagreement in each sequence, and the number that stands
+        for no disagreement in these places.
+    """
+    # Certain tokens agree after any prefix, so they show nothing.
+    clear = (rest.trainer < -0.05) | (rest.recorded < -0.05)
     clean = (rest.d.abs() <= max(case.floor, 1e-3)) | ~clear
     never = int(rest.places.max()) + 1
     onset = torch.full((int(rest.sequences.max()) + 1,), never, dtype=torch.long)
@@ -553,45 +565,46 @@ def _onsets(case: Case, rest: Difference) -> tuple[Tensor, Tensor, Tensor, int]:
 
 
 def _retokenised(case: Case, rest: Difference, best: float) -> list[Finding]:
-    """Sampler and trainer agree up to some token of an answer, and nowhere after it."""
+    """Sampler and trainer agree up to some token of each answer, and nowhere after it."""
     if best > 0.9:
         return []
     clear, clean, onset, never = _onsets(case, rest)
     after = clear & (rest.places > onset[rest.sequences])
     before = clear & (rest.places < onset[rest.sequences])
     tail = clear & (onset[rest.sequences] < never) & (rest.places >= onset[rest.sequences])
-    agrees_after = float(clean[after].double().mean()) if bool(after.any()) else 0.0
+    agrees_after = _share(clean[after])
     share = float(before.sum()) / max(int(clear.sum()), 1)
-    expected = agrees_after / max(1 - agrees_after, 1e-9)  # tokens before the first difference, if it were anywhere
+    expected = agrees_after / max(1 - agrees_after, 1e-9)  # mean onset of differences at random places
     seen = rest.sequences.unique()
     mean_onset = float(before.sum()) / max(seen.numel(), 1)
     if int(before.sum()) < 8 or int(tail.sum()) < 3 or share < 0.1 or agrees_after > 0.5 or mean_onset < 3 * expected:
         return []
     confidence = 0.75 + 0.2 * (1 - 2 * agrees_after)
-    answers = float((onset[seen] < never).double().mean())
+    answers = _share(onset[seen] < never)
     evidence = {"agree_before": share, "agree_after": agrees_after, "answers": answers}
     if case.tokenizer is not None:
         change = retokenised(case.columns, case.tokenizer).get("retokenised/answers", 1.0)
         evidence["answers_that_change_again"] = change
-        confidence += 0.04 if change == 0 else -0.4 - 0.4 * change  # encoding twice changes nothing
+        confidence += 0.04 if change == 0 else -0.4 - 0.4 * change  # no change when encoded again fits
     return [finding("retokenised", confidence, evidence)]
 
 
 def _few_tokens(case: Case, rest: Difference, best: float) -> list[Finding]:
-    """Tokens that carry all of the difference, while the others agree: other weights would change all of them.
+    """A few tokens have the whole difference. Other weights would change all tokens.
 
-    They are few, or nearly all from some token of an answer on, after others that agree.
+    The tokens are few, or they are nearly all tokens after some token of an answer.
     """
     carries = rest.d.abs() > case.floor
     squares = _capped(rest.d)
     if float(squares[~carries].sum()) > LEFT * float(squares.sum()):
         return []
     answers, sizes = rest.sequences[carries].unique(return_counts=True)
+    # Among very few tokens, no share is small enough to be "few".
     if len(carries) < 32 or int(carries.sum()) > FEW * len(carries):
         clear, clean, onset, _ = _onsets(case, rest)
         before = rest.sequences[clear & (rest.places < onset[rest.sequences])].unique()
         after = clear & (rest.places > onset[rest.sequences])
-        agree = float(clean[after].double().mean()) if bool(after.any()) else 0.0
+        agree = _share(clean[after])
         if agree > 0.5 or 2 * int(torch.isin(answers, before).sum()) <= len(answers):
             return []
     places = []
@@ -604,18 +617,18 @@ def _few_tokens(case: Case, rest: Difference, best: float) -> list[Finding]:
 
 
 def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
-    """The remaining cause: other weights if the policy is known and nothing else explains the difference."""
+    """The remaining cause. It is other weights if the policy is known and nothing else explains the difference."""
     if best > 0.9:
         return []
     ratio = clustered_mean(rest.d.clamp(max=20.0).exp() - 1, rest.sequences)
     evidence = {"mean_ratio": 1 + ratio.value, "z_of_ratio": ratio.z}
     few = _few_tokens(case, rest, best)
     if case.rescorer is None or case.moved:
-        above = float((rest.d > case.floor).double().mean())
-        if ratio.value < -SMALLEST_GAP and above < 0.01 and rest.d.numel() >= 32:  # noise would be on both sides
-            text = "Score the sampler's top-k, top-p or min-p: sampling=Sampling(...); pass policy= to have it fitted."
+        above = _share(rest.d > case.floor)
+        if ratio.value < -SMALLEST_GAP and above < 0.01 and rest.d.numel() >= 32:  # noise would have both signs
+            text = "Score the sampler's top-k, top-p or min-p with sampling=Sampling(...). Pass policy= to fit it."
             return [finding("other_sampling", 0.7, evidence, text)]
-        remedy = "Diagnose before the policy's first step on the batch, to have the cause named." * case.moved
+        remedy = "Diagnose before the policy's first step on the batch to find the cause." * case.moved
         return [*few, finding("mismatch", (0.3 if few else 0.6) * (1 - best), evidence, remedy)]
     if few:
         return few
@@ -626,21 +639,21 @@ def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
     kl = float((rest.d.clamp(max=20.0).expm1() - rest.d).mean())
     evidence |= {"early_over_late": concentration, "kl_of_weights": kl}
     out = []
-    # noise of the mean square over few tokens is well below a factor of 4
+    # Even over few tokens, the noise of the mean square is well below a factor of 4.
     if (concentration > 4 and int(first.sum()) >= 32) or kl > LARGEST_DRIFT:
         out.append(finding("chat_template", 0.65 * (1 - best), evidence))
         best = max(best, out[0].confidence)
-    # a distribution's mean ratio is 1, whatever its weights
+    # The mean ratio of two distributions is 1, regardless of the weights.
     fits = 1.0 if abs(ratio.z) < LARGEST_Z else 0.6
     out.append(finding("stale_weights", 0.85 * fits * (1 - best), evidence))
     return out
 
 
-# ------------------------------------------------------------------ the tokens against the scored distribution
+# ------------------------------------------------------------------ tokens that do not fit the scored distribution
 
 
 def explain_tokens(case: Case) -> list[Finding]:
-    """Causes of a surprisal that is not the entropy: tokens are not samples of the scored distribution."""
+    """Find causes of a surprisal that differs from the entropy: the tokens are not samples of the scored distribution."""
     gap = surprisal_gap(case.table)
     if gap is None or case.measures.get("drift/mean_abs", 0.0) > 0.05:
         return []
@@ -655,15 +668,15 @@ def explain_tokens(case: Case) -> list[Finding]:
     scored, own = rescorer.sampling.temperature, rescorer.log_prob
     temperature, log_prob = rescorer.fit_tokens()
     of_temperature = {"temperature_of_tokens": temperature, "temperature_scored": scored}
-    # The gain in log-likelihood of each cause, and its evidence.
+    # Each cause has a gain in log-likelihood and evidence.
     gains: dict[str, tuple[float, Evidence]] = {"wrong_temperature": (float((log_prob - own).sum()), of_temperature)}
-    if mean.value < 0:  # fewer surprises than the distribution has: something is left out
+    if mean.value < 0:  # the tokens are less surprising than the distribution, so a truncation may have removed some
         top = rescorer.top
         for name, value in top.tightest().items():
             gains[name] = (-float(top.mass(name, value).log().sum()), {name: value})
     if case.tokenizer is not None:
         for name, predicted, usable in rescorer.renderings(case.tokenizer, case.conversations):
-            gain = float((predicted - own)[usable].mean()) * len(own)  # over as many tokens as the others
+            gain = float((predicted - own)[usable].mean()) * len(own)  # scaled to the tokens of the other causes
             if gain > (gains["chat_template"][0] if "chat_template" in gains else 0.0):
                 gains["chat_template"] = (gain, {"sampler_s_prompt": name})
     cause, (gain, own_evidence) = max(gains.items(), key=lambda item: item[1][0])
@@ -675,6 +688,6 @@ def explain_tokens(case: Case) -> list[Finding]:
     if cause != "wrong_temperature":
         return [finding(cause, confidence, evidence)]
     fit = clustered_mean(rescorer.calibration(temperature), rescorer.sequences)
-    if abs(fit.z) > LARGEST_Z:  # no samples of that temperature either
+    if abs(fit.z) > LARGEST_Z:  # they are not samples at that temperature either
         return [finding("other_sampling", 0.7, {**evidence, "z_there": fit.z}, _OF_OTHERS)]
     return [finding(cause, confidence, evidence, _temperature_remedy(temperature, scored))]

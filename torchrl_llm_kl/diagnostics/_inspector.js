@@ -1,4 +1,4 @@
-// The page: decoding, the list, the open rollout, charts. _page.py joins _parts.js, this file and _controls.js.
+// The page: decoding, the list, the open rollout, charts. _inspector.py joins _parts.js, this file and _controls.js.
 
 const $ = (id) => document.getElementById(id);
 const meta = JSON.parse($("meta").textContent);
@@ -22,7 +22,7 @@ const idsReady = Promise.all(sides.map(async (side, s) => {
   side.ids = new Uint32Array(joined(planes, 0, planes.length / 4));
 }));
 
-/** A number per rollout: the reward, the scored tokens, then mean and largest number of each quantity. */
+/** Numbers per rollout: the reward, the count of scored tokens, and the mean and largest number of each quantity. */
 const stat = (side, k, row) => sides[side].stats[k * sides[side].count + row];
 const reward = (side, row) => stat(side, 0, row);
 const scoredTokens = (side, row) => stat(side, 1, row);
@@ -74,7 +74,7 @@ function valueAt(rollout, quantity, i) {
   return quantity.of.length === 1 ? first : Math.fround(first - second);
 }
 
-/** The text of a rollout in lower case, and where each token starts. Parts of a character are joined. */
+/** The text of a rollout in lower case, and the start of each token in it. Parts of a character are joined. */
 function textOf(side, row) {
   const known = sides[side].texts;
   if (known.has(row)) return known.get(row);
@@ -108,7 +108,7 @@ const state = {
 };
 let opening = 0;
 
-/** What the list shows and sorts by: [key, label, unit, number of a row]. */
+/** The columns of the list: [key, label, unit, function of a row]. */
 function listColumns() {
   const kl = numeric.find((quantity) => quantity.name === "kl");
   const mismatch = numeric.find((quantity) => quantity.name === "mismatch");
@@ -166,7 +166,7 @@ function sortButton(key, label, unit, on, down) {
   return button;
 }
 
-/** What the prompts are sorted by: [key, label, number of a prompt and its rollouts]. */
+/** The columns of the prompts: [key, label, function of a prompt and its rollouts]. */
 const PROMPT_COLUMNS = [
   ["prompt", "Prompt", (prompt) => prompt],
   ["answers", "Answers", (_, rows) => rows.length],
@@ -219,7 +219,7 @@ function renderGroup() {
 }
 
 const drawn = new Map(); // row -> its entry
-/** Draw the entries in view, and a few more; those that stay are kept. */
+/** Draw the visible entries and a few more. Entries that stay visible are reused. */
 function renderList() {
   const list = $("list"), spacer = $("spacer");
   const first = Math.max(0, Math.floor(list.scrollTop / ROW) - 6), last = Math.min(state.order.length, first + Math.ceil(list.clientHeight / ROW) + 13);
@@ -251,7 +251,7 @@ function redrawList() {
   renderList();
 }
 
-/** The end of a rollout's prompt and the start of its answer, without special tokens: prompts of one data set begin alike. */
+/** The end of a rollout's prompt and the start of its answer, without special tokens. Prompts of one data set often begin with the same text. */
 function preview(row) {
   const side = sides[0], start = side.offsets[row], first = start + side.firsts[row];
   if (!side.ids) return "";
@@ -522,7 +522,7 @@ function hideCard() {
   for (const old of document.querySelectorAll(".twin")) old.classList.remove("twin");
 }
 
-/** Positions in the open rollout, the largest absolute number first; of clipped tokens, in order. */
+/** Positions in the open rollout, the largest absolute number first. Clipped tokens are in text order. */
 function worstTokens() {
   if (state.worst) return state.worst;
   const { rollout } = state.panes[0], { quantity } = state;

@@ -1,6 +1,6 @@
-"""The tokens of a batch on a page, in a notebook, in a terminal.
+"""The tokens of a batch on a page, in a notebook and in a terminal.
 
-The page is one HTML file with all numbers, which opens without a network.
+The page is a single HTML file with all numbers. It needs no network.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from itertools import pairwise
@@ -50,9 +49,9 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
 
 
-#: How many of the worst tokens of the batch the page lists.
+#: The number of worst tokens that the page lists.
 _WORST = 200
-#: Byte planes of random mantissas hardly compress: a higher level costs time and gains nothing.
+#: Random mantissas hardly compress, so a higher compression level costs time for nothing.
 _LEVEL = 5
 
 
@@ -60,7 +59,7 @@ _LEVEL = 5
 
 
 def _policy(style: str, script: str) -> str:
-    """The Content-Security-Policy: only this script and this style, no requests, no markup from strings."""
+    """The Content-Security-Policy. It allows only this script and this style, no requests, and no markup from strings."""
     return (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -76,9 +75,8 @@ def _resource(name: str) -> str:
 
 
 def _page_template(name: str) -> jinja2.Template:
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    strict = jinja2.StrictUndefined
+    environment = jinja2.Environment(autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(_resource(name))
 
 
@@ -86,7 +84,7 @@ def _page_template(name: str) -> jinja2.Template:
 
 
 def _meta(view: Inspection) -> dict[str, object]:
-    """Everything but the numbers per token, for the list, the charts and the legend."""
+    """The data of the list, the charts and the legend: everything except the numbers per token."""
     width, bins = position_bins(view.sides)
     texts = list(view.texts.values())
     shown = {i: visible(token.text) for i, token in enumerate(texts) if not token.data}
@@ -137,10 +135,10 @@ def _column_names(view: Inspection) -> list[str]:
 
 
 def _rollouts(view: Inspection) -> Iterator[dict[str, object]]:
-    """Each rollout of each batch, compressed by itself, so that a browser decodes only the open one.
+    """Yield the numbers of each rollout. Each is compressed separately, so that a browser decodes only the open one.
 
-    A byte per token (1: the assistant's, 2: ratio beyond the bounds, 4: no gradient), then the numbers of the assistant's
-    tokens as float32, column by column, byte planes one after the other.
+    The data starts with a byte per token (1: the assistant's, 2: ratio beyond the bounds, 4: no gradient). Then come the
+    numbers of the assistant's tokens as float32, column by column, each split into its byte planes.
     """
     names = _column_names(view)
     for at, side in enumerate(view.sides):
@@ -156,11 +154,12 @@ def _rollouts(view: Inspection) -> Iterator[dict[str, object]]:
 
 
 def _planes(values: np.ndarray) -> bytes:
+    """Store the first bytes of all numbers, then the second bytes, and so on: these planes compress better."""
     return np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.itemsize).T.tobytes()
 
 
 def _deflated(data: bytes) -> str:
-    engine = zlib.compressobj(_LEVEL, zlib.DEFLATED, -15)
+    engine = zlib.compressobj(_LEVEL, zlib.DEFLATED, -15)  # raw deflate without a header
     return base64.b64encode(engine.compress(data) + engine.flush()).decode()
 
 
@@ -173,7 +172,7 @@ def _floats(values: Tensor) -> str:
 
 @dataclass(frozen=True)
 class ExcerptToken:
-    """A token of an excerpt: its text, its colour step (None: no number), its number, and whether it is scored."""
+    """A token of an excerpt: its text, the step of its colour (None without a number), its number, and whether it is scored."""
 
     shown: str
     step: int | None
@@ -183,10 +182,9 @@ class ExcerptToken:
 
 @dataclass(frozen=True)
 class Excerpt:
-    """The surroundings of a rollout's worst token."""
+    """The tokens around a rollout's worst token."""
 
     row: int
-    position: int
     facts: str
     tokens: tuple[ExcerptToken, ...]
     before: int
@@ -194,16 +192,17 @@ class Excerpt:
 
 
 def excerpts(view: Inspection, quantity: Quantity, rollouts: int, around: int) -> list[Excerpt]:
-    """The rollouts with the worst tokens, worst first, ``around`` tokens to each side.
+    """Excerpts of the rollouts with the worst tokens, worst first.
 
     Args:
         view: the content.
-        quantity: one with numbers per token, unless there is none: then the first rollouts are shown.
-        rollouts: how many.
-        around: how many tokens to each side.
+        quantity: the quantity that orders and colours the tokens. Without numbers per token, the first rollouts are shown.
+        rollouts: the number of rollouts.
+        around: the number of tokens to each side of the worst one.
     """
     side, scale = view.sides[0], scale_of(quantity, view.sides) if quantity.numeric else 1.0
-    values, tokens_of = side.values(quantity), side.source.tokens
+    values = side.values(quantity)
+    columns = (values, side.source.tokens.values, side.source.mask)
     sizes, largest = (x.nan_to_num(nan=-1.0, posinf=math.inf) for x in (values.abs(), side.summary(quantity)[1]))
     out = []
     for row in largest.sort(descending=True, stable=True).indices[:rollouts].tolist():
@@ -211,13 +210,11 @@ def excerpts(view: Inspection, quantity: Quantity, rollouts: int, around: int) -
         at = int(sizes[start:end].argmax()) if end > start else 0
         low, high = max(start, start + at - around), min(end, start + at + around + 1)
         tokens = []
-        for value, token, scored in zip(
-            *(x[low:high].tolist() for x in (values, tokens_of.values, side.source.mask)), strict=True
-        ):
+        for value, token, scored in zip(*(column[low:high].tolist() for column in columns), strict=True):
             text = view.texts[token]
             shown = text.text if text.data else visible(text.text)
             tokens.append(ExcerptToken(shown, step_of(value, scale), value, scored))
-        out.append(Excerpt(row, at, _facts(side, quantity, row), tuple(tokens), low - start, end - high))
+        out.append(Excerpt(row, _facts(side, quantity, row), tuple(tokens), low - start, end - high))
     return out
 
 
@@ -236,15 +233,15 @@ _INK = "#f4f5f7"
 
 @dataclass(eq=False, repr=False)
 class Inspection:
-    """The result of :func:`inspect_tokens`. A notebook shows its worst rollouts, and :meth:`print` does in a terminal.
+    """The result of :func:`inspect_tokens`. A notebook displays its worst rollouts, and :meth:`print` prints them.
 
     Args:
-        sides: one batch, or two to compare.
-        names: of the batches.
-        title: of the page.
-        choices: the quantities by which tokens can be coloured, the most telling first.
-        texts: by token id, in ascending order.
-        path: where the page was written, or None.
+        sides: one batch, or two batches to compare.
+        names: the names of the batches.
+        title: the title of the page.
+        choices: the quantities by which tokens can be coloured, the most useful first.
+        texts: the text of each token id, in ascending order of the ids.
+        path: the path of the written page, or None.
 
     Example:
         >>> from torchrl_llm_kl import Ragged
@@ -270,19 +267,20 @@ class Inspection:
 
     @property
     def quantities(self) -> tuple[str, ...]:
-        """The names of the quantities by which tokens can be coloured, the most telling first."""
+        """The names of the quantities by which tokens can be coloured, the most useful first."""
         return tuple(quantity.name for quantity in self.choices)
 
     def worst(self, quantity: str | None = None, count: int = 20) -> list[tuple[int, int, float]]:
-        """The tokens of the largest absolute numbers: rollout, position in it, number; largest first."""
+        """The rollout, position and number of the tokens with the largest absolute numbers, largest first."""
         return self.sides[0].worst(self._quantity(quantity), count)
 
     def write(self, html: str | Path) -> Path:
-        """Write the page, and return where it is. An earlier page stays until the new one is whole."""
+        """Write the page and return its path. An earlier page is replaced only when the new one is complete."""
         page, style = _resource("_inspector.js") + _resource("_controls.js"), _resource("_inspector.css")
         script = f"{_resource('_parts.js')}(() => {{\n{page}}})();\n"
         token_ids = [side.source.tokens.values.numpy() for side in self.sides]
-        document = _page_template("_inspector.html.jinja").stream(  # the numbers are never in memory together
+        # Streamed, so that not all numbers are in memory at once.
+        document = _page_template("_inspector.html.jinja").stream(
             title=visible(self.title),
             policy=_policy(style, script),
             style=Markup(style),
@@ -292,8 +290,7 @@ class Inspection:
             rollouts=_rollouts(self),
         )
         path = Path(html)
-        replaced = path.is_file() or not path.exists()  # a device is not replaced
-        with replacing(path) if replaced else nullcontext(path) as part:
+        with replacing(path) as part:
             document.dump(str(part), encoding="utf-8")
         self.path = path
         return path
@@ -304,15 +301,15 @@ class Inspection:
         """Print the worst rollouts with coloured tokens.
 
         Args:
-            quantity: one of :attr:`quantities`; default: the first.
+            quantity: one of :attr:`quantities`. Default: the first one.
 
         Keyword Args:
-            rollouts: how many.
-            around: how many tokens to each side of the worst one.
+            rollouts: the number of rollouts.
+            around: the number of tokens to each side of the worst one.
             console: a ``rich.console.Console``.
 
         Raises:
-            ImportError: if rich is not installed, which the extra ``cli`` brings.
+            ImportError: if rich is not installed. The extra ``cli`` installs it.
             KeyError: if the batch does not have this quantity.
         """
         rendered = render_terminal(self, self._quantity(quantity), rollouts, around)
@@ -338,6 +335,7 @@ class Inspection:
             excerpts=excerpts(self, quantity, 3, 120),
             note="" if self.path is None else f"All rollouts: {self.path}",
         )
+        # The sandbox blocks scripts, since tokens are untrusted text.
         frame = 'sandbox="" width="100%" height="420" style="border: 0" title="The worst rollouts"'
         return f'<iframe {frame} srcdoc="{html_.escape(page)}"></iframe>'
 
@@ -357,34 +355,36 @@ def inspect_tokens(
     clip_high: float = 0.2,
     **reading: Unpack[Reading],
 ) -> Inspection:
-    """Write the tokens of a batch, with all that is known of each, to one HTML page.
+    """Write the tokens of a batch with their numbers to an HTML page.
 
-    The page opens in a browser without a network: rollouts sorted by reward, KL, length or mismatch; tokens coloured by KL,
-    log-ratios, entropy, advantage, reward, mask or clipping; the worst tokens; KL by position and by turn. Its numbers equal
-    the tensors, as float32, at the assistant's tokens. The exact KL needs both models; else it is k3's estimate where
-    a reference's log-probs are known.
+    The page opens in a browser without a network. It sorts rollouts by reward, KL, length or mismatch. It colours tokens by KL,
+    log-ratio, entropy, advantage, reward, mask or clipping. It lists the worst tokens and plots the KL by position and by turn.
+    Its numbers equal the tensors, as float32, at the assistant's tokens. The exact KL needs both models. Otherwise the page
+    shows the k3 estimate if the reference's log-probs are known.
 
     Args:
         batch: rollouts, or their columns (:func:`~torchrl_llm_kl.diagnostics.read_columns`).
-        tokenizer: turns ids into text: has ``convert_ids_to_tokens`` and ``decode``.
-        html: where the page is written; None: nowhere, see :meth:`Inspection.write`.
+        tokenizer: converts ids to text with ``convert_ids_to_tokens`` and ``decode``.
+        html: the path of the page. None writes no page. See :meth:`Inspection.write`.
 
     Keyword Args:
-        other: a second batch to show beside the first: another step or another run. Rollouts of equal tokens belong together,
-            then rollouts of equal prompts, in order. The arguments below read both; pass columns where the models differ.
-        names: of the two on the page.
-        title: of the page.
-        clip_low: a token is clipped as in the objective ``ppo``: its ratio is below ``1 - clip_low`` with a negative advantage,
-        clip_high: or above ``1 + clip_high`` with a positive one.
+        other: a second batch to show beside the first, from another step or another run. Rollouts with equal tokens are paired
+            first, then rollouts with equal prompts, in order. The arguments below apply to both. Pass columns if the models
+            differ.
+        names: the names of the two batches on the page.
+        title: the title of the page.
+        clip_low: as in the objective ``ppo``, a token with a negative advantage is clipped if its ratio is below
+            ``1 - clip_low``.
+        clip_high: a token with a positive advantage is clipped if its ratio is above ``1 + clip_high``.
         **reading: arguments of :func:`~torchrl_llm_kl.diagnostics.read_columns`, such as ``policy`` and ``reference``.
 
     Returns:
-        An :class:`Inspection`: a notebook shows an excerpt of it, ``print()`` does in a terminal.
+        An :class:`Inspection`. A notebook displays an excerpt of it, and its ``print()`` prints one in a terminal.
 
     Raises:
-        KeyError: if the data holds no tokens.
-        ValueError: if the assistant's tokens cannot be told from the prompt, or the clip range is not one.
-        TypeError: if columns are given with arguments that say how a batch is read.
+        KeyError: if the data has no tokens.
+        ValueError: if the assistant's tokens cannot be separated from the prompt, or the clip range is invalid.
+        TypeError: if columns are given together with arguments of ``read_columns``.
 
     Example:
         >>> from torchrl_llm_kl import Ragged
@@ -426,7 +426,7 @@ def inspect_tokens(
 
 
 def render_terminal(view: Inspection, quantity: Quantity, rollouts: int, around: int) -> Group:
-    """The excerpts as something that rich prints.
+    """Render the excerpts for rich.
 
     Raises:
         ImportError: if rich is not installed.
@@ -445,7 +445,7 @@ def render_terminal(view: Inspection, quantity: Quantity, rollouts: int, around:
 
 
 def _tokens(excerpt: Excerpt, colours: Mapping[int, str]) -> Iterator[tuple[str, str]]:
-    """Texts with their styles."""
+    """Yield the texts of an excerpt with their styles."""
     if excerpt.before:
         yield f"[{excerpt.before} before] ", "dim italic"
     for token in excerpt.tokens:
@@ -465,6 +465,6 @@ def _legend(view: Inspection, quantity: Quantity, colours: Mapping[int, str]) ->
 
 
 def _colours() -> dict[int, str]:
-    """The dark palette of the page's style sheet, by step."""
+    """The dark palette of the page's style sheet, by step of colour."""
     shades = re.findall(r"--([wc])(\d): light-dark\(#\w+, (#\w+)\)", _resource("_inspector.css"))
     return {int(number) * (1 if side == "w" else -1): colour for side, number, colour in shades}

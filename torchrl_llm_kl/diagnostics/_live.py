@@ -1,4 +1,4 @@
-"""A run as it happens: metrics, the doctor's findings and the inspector's page, for torchrl's loggers and a progress bar."""
+"""Monitoring of a run: metrics, findings and the inspector's page, for torchrl's loggers and a progress bar."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_range
-from torchrl_llm_kl.diagnostics._columns import Reading, TokenColumns, read_columns
+from torchrl_llm_kl.diagnostics._columns import Reading, read_columns
 from torchrl_llm_kl.diagnostics._doctor import Diagnosis, diagnose
 from torchrl_llm_kl.diagnostics._inspector import inspect_tokens
 from torchrl_llm_kl.masks import Tokenizer
@@ -23,7 +23,7 @@ from torchrl_llm_kl.rollouts import TokenisingOptions
 if TYPE_CHECKING:
     from torchrl.record.loggers import Logger
 
-#: The parts of a progress bar, in order: name there, names in the log of which the first that is known counts, and form.
+#: The parts of a progress bar, in order: title, names in the log (the first that exists is used), and format.
 _STATUS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("reward",), "{:.2f}"),
     ("KL", ("kl", "kl_to_ref"), "{:.3f}"),
@@ -34,13 +34,13 @@ _STATUS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 
 def status_line(metrics: Mapping[str, float], *, kl_target: float | None = None) -> str:
-    """The line of a progress bar for a step: reward, KL against its target, coefficient, clip share and effective sample size.
+    """Format a step for a progress bar: reward, KL and its target, coefficient, clip share and effective sample size.
 
     Args:
-        metrics: numbers by name; those that are missing are left out.
+        metrics: numbers by name. Missing ones are left out.
 
     Keyword Args:
-        kl_target: shown beside the KL, in its unit.
+        kl_target: the target of the KL, in its unit. Shown after the KL.
 
     Example:
         >>> status_line({"kl": 0.41, "coefficient": 0.2, "clip_fraction": 0.031, "ESS": 0.98}, kl_target=0.5)
@@ -56,29 +56,28 @@ def status_line(metrics: Mapping[str, float], *, kl_target: float | None = None)
 
 
 class RunMonitor:
-    """Feeds loggers: metrics at each step, the doctor's findings and the inspector's page at each ``every``-th.
+    """Logs metrics at every step, and the doctor's findings and the inspector's page at every ``every``-th step.
 
-    In each step call :meth:`look` with the batch before the first update, :meth:`add` with the output of each loss, and
-    :meth:`step` at the end. Numbers of several outputs are averaged; they are read on the host once, in :meth:`step`.
+    In each step, call :meth:`look` with the batch before the first update, :meth:`add` with the output of each loss, and
+    :meth:`step` at the end. Numbers of several outputs are averaged. They are copied to the CPU once, in :meth:`step`.
 
     Args:
-        loggers: torchrl's (``CSVLogger``, ``TensorboardLogger``, ``WandbLogger``, ``MLFlowLogger``, ...), one, several or none.
+        loggers: one, several or no torchrl loggers (``CSVLogger``, ``TensorboardLogger``, ``WandbLogger``, ``MLFlowLogger``).
 
     Keyword Args:
-        every: steps between two looks at a batch, the first of which is at step 0; 0 for none.
-        folder: where ``rollouts.html`` and ``diagnosis.txt`` are written, each look over the one before; None: nowhere, and
-            no page is written.
-        tokenizer: of the policy; the page needs it, and the doctor for causes in text.
-        kl_target: shown beside the KL.
-        end: texts that end an answer, besides the tokenizer's own end tokens.
-        **reading: arguments of :func:`~torchrl_llm_kl.diagnostics.read_columns`. Without a policy nothing is scored: the
-            batch's own entries are shown.
+        every: the number of steps from one look at a batch to the next. The first look is at step 0. 0 disables looks.
+        folder: the folder for ``rollouts.html`` and ``diagnosis.txt``, which each look replaces. None writes no files.
+        tokenizer: the policy's tokenizer. The page requires it, and the doctor uses it for causes in text.
+        kl_target: the target of the KL, shown after the KL.
+        end: texts that end an answer, in addition to the tokenizer's end tokens.
+        **reading: arguments of :func:`~torchrl_llm_kl.diagnostics.read_columns`. Without a policy nothing is scored, and the
+            page shows the batch's own entries.
 
     Attributes:
-        diagnosis: the last one, or None.
+        diagnosis: the last diagnosis, or None.
 
     Raises:
-        ValueError: if ``every`` is negative, or a page is wanted without a tokenizer.
+        ValueError: if ``every`` is negative, or ``folder`` is given without a tokenizer.
 
     Example:
         >>> monitor = RunMonitor(kl_target=0.5, every=0)
@@ -103,7 +102,7 @@ class RunMonitor:
     ) -> None:
         check_range(0, every=every)
         if folder is not None and every and tokenizer is None:
-            raise ValueError("the page of a batch shows text: pass tokenizer=, or folder=None for only numbers.")
+            raise ValueError("the page in folder= shows text: pass tokenizer=, or folder=None to log only numbers.")
         self.loggers = tuple(loggers) if isinstance(loggers, (list, tuple)) else () if loggers is None else (loggers,)
         self.folder = None if folder is None else Path(folder)
         self.every, self.tokenizer, self.kl_target, self.end = every, tokenizer, kl_target, end
@@ -116,7 +115,7 @@ class RunMonitor:
         self._findings: dict[str, float] = {}
 
     def add(self, metrics: Mapping[str, object] | TensorDictBase) -> None:
-        """Take the numbers of a loss's output, or any others, without waiting for the device. Other entries are left out."""
+        """Collect numbers, such as those in the output of a loss, without a device sync. Other entries are ignored."""
         for name, value in metrics.items():
             if isinstance(value, Tensor) and value.numel() == 1 and isinstance(name, str):
                 self._sums.setdefault(name, []).append(value.detach().reshape(()))
@@ -129,16 +128,16 @@ class RunMonitor:
         return status_line(self.last, kl_target=self.kl_target)
 
     def step(self, step: int, **numbers: float) -> dict[str, float]:
-        """Log the numbers and findings since the last step, and ``numbers``.
+        """Log the numbers and findings collected since the last step, and ``numbers``.
 
         Args:
-            step: its number, from 0.
-            numbers: further ones, as they are.
+            step: the number of the step, from 0.
+            numbers: further numbers, logged unchanged.
 
         Returns:
             The logged numbers.
         """
-        # One transfer from the device for all means.
+        # All means are copied from the device at once.
         devices = {x.device for values in self._sums.values() for x in values if x.device.type != "cpu"}
         device = next(iter(devices), torch.device("cpu"))
         means = [torch.stack([x.to(device, torch.float64) for x in values]).mean() for values in self._sums.values()]
@@ -151,39 +150,39 @@ class RunMonitor:
         return metrics
 
     def look(self, step: int, batch: TensorDictBase) -> Diagnosis | None:
-        """Diagnose a batch and write its page, if it is time; :meth:`step` logs the numbers.
+        """Diagnose a batch and write its page, if this step is due. :meth:`step` logs the numbers.
 
-        Call it before the policy is updated on the batch: later, the update looks like a fault of the sampler.
+        Call it before the policy is updated on the batch. After an update, the change of the policy looks like a fault of the
+        sampler.
 
         Args:
-            step: its number, from 0.
-            batch: rollouts of this step.
+            step: the number of the step, from 0.
+            batch: the rollouts of this step.
 
         Returns:
-            The diagnosis, or None if this step is not looked at.
+            The diagnosis, or None if this step is not due.
         """
         if not self.every or step % self.every or not batch.batch_size.numel():
             return None
-        data: TensorDictBase | TokenColumns = batch
-        if self._reading.get("policy") is not None:  # one forward serves both
-            data = read_columns(batch, **self._reading, strict=False)
-        self.diagnosis = diagnosis = diagnose(data, tokenizer=self.tokenizer, end=self.end, **self._reading)
+        reading = self._reading.copy()
+        if reading.get("policy") is None:
+            reading["reference"] = None
+        # The doctor and the page share one forward. With strict=False, a bad entry is a finding and does not stop the run.
+        columns = read_columns(batch, **reading, strict=False)
+        self.diagnosis = diagnosis = diagnose(columns, tokenizer=self.tokenizer, end=self.end, **self._reading)
         report = f"step {step}\n{diagnosis}\n"
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "diagnosis.txt").write_text(report, encoding="utf-8")
             page = self.folder / "rollouts.html"
-            if isinstance(data, TensorDictBase):  # an entry that fits no token is a finding, and does not stop the run
-                reading = self._reading.copy()
-                reading["reference"] = None
-                data = read_columns(data, **reading, strict=False)
             assert self.tokenizer is not None
-            inspect_tokens(data, self.tokenizer, html=page, title=f"Rollouts of step {step}")
+            inspect_tokens(columns, self.tokenizer, html=page, title=f"Rollouts of step {step}")
             for logger in self.loggers:
                 log_page(logger, "rollouts", page, step)
         if diagnosis.faults:
             for logger in self.loggers:
                 log_text(logger, "diagnosis", report, step)
+        # Measures of parts ("@") would be hundreds of curves.
         plain = {name: x for name, x in diagnosis.measures.items() if "@" not in name and math.isfinite(x)}
         plain |= {f"fault/{each.cause}": each.confidence for each in diagnosis.faults}
         self._findings = {f"doctor/{name}": value for name, value in plain.items()}
@@ -210,9 +209,9 @@ def log_metrics(logger: Logger, metrics: Mapping[str, float], step: int) -> None
 
 
 def log_text(logger: Logger, name: str, text: str, step: int) -> None:
-    """Log a text to one of torchrl's loggers, in its own form. A logger without texts gets none.
+    """Log a text to one of torchrl's loggers. A logger without support for texts is skipped.
 
-    W&B and Trackio get a string, TensorBoard and CSV a text, MLflow an artifact ``NAME/STEP.txt``.
+    W&B and Trackio receive a string, TensorBoard and CSV a text, and MLflow an artifact ``NAME/STEP.txt``.
 
     Example:
         >>> class Lines:
@@ -232,8 +231,8 @@ def log_text(logger: Logger, name: str, text: str, step: int) -> None:
 def log_page(logger: Logger, name: str, page: str | Path, step: int) -> None:
     """Log an HTML page to one of torchrl's loggers.
 
-    W&B shows it as a panel; MLflow keeps it as the artifact ``NAME/STEP.html``; for loggers that write to a folder (CSV,
-    TensorBoard) it is copied there, to ``NAME/STEP.html``. Other loggers get none.
+    W&B shows it as a panel. MLflow stores it as the artifact ``NAME/STEP.html``. Loggers that write to a folder (CSV,
+    TensorBoard) receive a copy, ``NAME/STEP.html``. Other loggers are skipped.
 
     Example:
         >>> import tempfile
@@ -258,11 +257,12 @@ def log_page(logger: Logger, name: str, page: str | Path, step: int) -> None:
         if folder is not None and Path(folder).is_dir():
             target = Path(folder) / name / f"{step}.html"
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(page, target)
+            shutil.copyfile(page, target)  # the next look replaces the page
 
 
 def _is(logger: Logger, name: str) -> bool:
-    """Whether a logger is of torchrl's class of that name, which needs its package to be imported."""
+    """Whether a logger is an instance of the torchrl class with this name."""
+    # isinstance would import the class, and with it W&B or MLflow.
     return any(base.__name__ == name for base in type(logger).__mro__)
 
 

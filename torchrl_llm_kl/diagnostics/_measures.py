@@ -1,8 +1,8 @@
-"""The measures of the doctor: pure functions of a batch's columns, without a model.
+"""The measures of the doctor. They are pure functions of a batch's columns and need no model.
 
-Every number is over the masked-in tokens. Names are ``family/quantity``; with ``@`` it is over a part of them: ``@1-3`` tokens
-at these places of their answers, ``@positive`` and ``@negative`` by sign of the advantage, ``@turn0`` the first turn.
-Shapes: ``S`` sequences, ``T`` the most masked-in tokens of one, ``N`` tokens of all sequences.
+Every number is over the masked-in tokens. Names are ``family/quantity``. A suffix selects a part of the tokens: ``@1-3`` is
+places 1 to 3 of the answers, ``@positive`` and ``@negative`` are signs of the advantage, and ``@turn0`` is the first turn.
+Shapes: ``S`` sequences, ``T`` the largest number of masked-in tokens of a sequence, ``N`` tokens of all sequences.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import segment_sum
 from torchrl_llm_kl.rollouts import ResponseTokens
 
-#: First places of the buckets by position: the first token of an answer, the next three, and so on.
+#: The first place of each bucket of places: the first token of an answer, the next three tokens, and so on.
 PLACES = (0, 1, 4, 16, 64, 256, 1024, 4096)
-#: Turns that are measured apart; later ones are only in the totals.
+#: The number of turns that are measured separately. Later turns are only in the totals.
 MOST_TURNS = 8
-_LARGEST = 80.0  # nats; its exponential is finite
-_TRIED = 64  # answers that are decoded and encoded again
+_LARGEST = 80.0  # nats; exp(80) is finite in float32
+_TRIED = 64  # the number of answers that are decoded and encoded again
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Mean:
     """A mean over tokens with its standard error.
 
     Args:
-        value: the mean; NaN without tokens.
-        error: its standard error, from the sums of sequences, or of single tokens if that is larger; NaN below two sequences.
-        z: the standard score of the mean against 0; for few sequences the quantile of Student's t as one of a normal.
-        count: tokens.
+        value: the mean. NaN without tokens.
+        error: the standard error from sums over sequences, or from single tokens if that is larger. NaN for one sequence.
+        z: the standard score of the mean against 0. Student's t is converted to a normal score, for few sequences.
+        count: the number of tokens.
     """
 
     value: float
@@ -47,25 +47,25 @@ class Mean:
 
 
 def clustered_mean(values: Tensor, sequences: Tensor) -> Mean:
-    r"""Mean of ``values [n]`` and its standard error, clustered by sequence.
+    r"""The mean of ``values [n]`` and its standard error, clustered by sequence.
 
-    With the deviations :math:`e_i` from the mean, the error is :math:`\sqrt{S/(S-1) \sum_s (\sum_{i \in s} e_i)^2} / n`, which
-    allows any dependence within a sequence. The error of independent tokens, :math:`\sqrt{\sum e_i^2} / n`, replaces it where
-    it is larger, since few sequences estimate the former badly.
+    With the deviations :math:`e_i` from the mean, the error is :math:`\sqrt{S/(S-1) \sum_s (\sum_{i \in s} e_i)^2} / n`. It
+    allows any dependence within a sequence. The error of independent tokens, :math:`\sqrt{\sum e_i^2} / n`, replaces it if it
+    is larger, since the clustered error of few sequences is unreliable.
 
     Args:
         values: numbers of tokens, ``[n]``.
-        sequences: the sequence of each, ids from 0, int64 ``[n]``.
+        sequences: the sequence of each token, ids from 0, int64 ``[n]``.
 
     Returns:
-        The mean, with ``S - 1`` degrees of freedom in its ``z``.
+        The mean. Its ``z`` has ``S - 1`` degrees of freedom.
 
     Example:
         >>> mean = clustered_mean(torch.tensor([1.0, 1.0, 3.0, 3.0]), torch.tensor([0, 0, 1, 1]))
         >>> mean.value, round(mean.error, 4)
         (2.0, 1.0)
 
-    Source: Liang and Zeger 1986 (the errors); Wallace 1959 (Student's t as a normal score).
+    Source: Liang and Zeger 1986 (the errors) and Wallace 1959 (Student's t as a normal score).
     """
     count = values.numel()
     if count == 0:
@@ -86,7 +86,7 @@ def clustered_mean(values: Tensor, sequences: Tensor) -> Mean:
 
 
 def _normal_score(t: float, degrees: int) -> float:
-    """The normal quantile that is exceeded as rarely as ``t`` with these degrees of freedom."""
+    """Convert Student's t to the normal score with the same tail probability."""
     size = (8 * degrees + 1) / (8 * degrees + 3) * math.sqrt(degrees * math.log1p(t * t / degrees))
     return math.copysign(size, t)
 
@@ -96,14 +96,14 @@ def _normal_score(t: float, degrees: int) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The masked-in tokens of a batch, one after another, in float64 on the CPU.
+    """The masked-in tokens of a batch in float64 on the CPU.
 
     Args:
-        columns: by name, ``[n]``, NaN where a token has no number.
-        sequences: the sequence of each, int64 ``[n]``.
-        places: its number among its sequence's masked-in tokens, int64 ``[n]``.
-        turns: its turn, int64 ``[n]``.
-        response: gathers ``[n]`` into ``[S, T]``.
+        columns: numbers by name, ``[n]``, NaN where a token has no number.
+        sequences: the sequence of each token, int64 ``[n]``.
+        places: the number of each token among its sequence's masked-in tokens, int64 ``[n]``.
+        turns: the turn of each token, int64 ``[n]``.
+        response: the arrangement of the tokens as ``[S, T]``.
     """
 
     columns: dict[str, Tensor]
@@ -114,25 +114,25 @@ class Table:
 
     @classmethod
     def of(cls, columns: TokenColumns) -> Table:
-        """Read a batch."""
+        """Select the masked-in tokens of a batch."""
         mask = columns.mask
         masked = {name: x[mask].double() for name, x in columns.columns.items()}
         rows, places, turns = (x[mask] for x in (columns.tokens.sequence_ids, columns.places, columns.turns))
         return cls(masked, rows, places, turns, ResponseTokens(columns.tokens, mask))
 
     def get(self, name: str) -> Tensor | None:
-        """A column ``[n]``, or None if it is missing or has no number at all."""
+        """A column ``[n]``. None if it is missing or has only NaN."""
         column = self.columns.get(name)
         return None if column is None or not column.numel() or bool(column.isnan().all()) else column
 
     def first(self, *names: str) -> Tensor | None:
-        """The first of these columns that has a number, or None if none has."""
+        """The first of these columns that has numbers, or None."""
         return next((column for column in map(self.get, names) if column is not None), None)
 
     @property
     def trainer(self) -> tuple[str, Tensor] | None:
-        """The trainer's log-probs that the sampler's are compared with: as it stored them, else of the given policy."""
-        # Stored log-probs without another column of the sampler's may be the sampler's own.
+        """The name and values of the trainer's log-probs. They are stored, or computed by the given policy."""
+        # Without a separate column of the sampler, the stored log-probs may be the sampler's own.
         own = self.get("sampler_log_prob") is None and self.get("log_prob") is not None
         name = "log_prob" if own or self.get("old_log_prob") is None else "old_log_prob"
         column = self.get(name)
@@ -140,7 +140,7 @@ class Table:
 
     @property
     def recorded(self) -> tuple[str, Tensor] | None:
-        """The log-probs of the sampler: its own, else the stored ones if the policy's are there to compare with."""
+        """The name and values of the sampler's log-probs: its own, or the stored ones if the policy's can be compared."""
         for name in ("sampler_log_prob", "old_log_prob"):
             column = self.get(name)
             if column is not None and (self.trainer is None or self.trainer[0] != name):
@@ -148,13 +148,13 @@ class Table:
         return None
 
     def dense(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Values ``[n]`` as ``[S, T]``, and where they are numbers, bool ``[S, T]``."""
+        """Arrange values ``[n]`` as ``[S, T]``. Also returns where they are not NaN, bool ``[S, T]``."""
         at, shape = (self.sequences, self.response.columns), self.response.mask.shape
         out = values.new_full(shape, math.nan).index_put(at, values)
         return out.nan_to_num(nan=0.0), ~out.isnan()
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
-        """Parts of the tokens: the suffix of their measures, and where they are, bool ``[n]``."""
+        """Yield parts of the tokens: the suffix of their measures, and True at their tokens, bool ``[n]``."""
         last = int(self.places.max()) if self.places.numel() else -1
         for first, after in zip(PLACES, (*PLACES[1:], 10**9), strict=True):
             if first <= last:
@@ -197,19 +197,19 @@ def measure(
     end: Sequence[int] | None = None,
     ended: Tensor | None = None,
 ) -> dict[str, float]:
-    """All measures of a batch whose columns are there.
+    """Compute all measures for which the batch has the columns.
 
     Args:
         columns: the batch.
 
     Keyword Args:
-        clip_low: the objective's lower bound of the ratio is ``1 - clip_low``.
-        clip_high: its upper bound is ``1 + clip_high``.
-        end: ids of tokens that end an answer, for the share of truncated ones.
-        ended: answers that are known to be whole; bool, one for each sequence.
+        clip_low: the objective clips the ratio below ``1 - clip_low``.
+        clip_high: the objective clips the ratio above ``1 + clip_high``.
+        end: ids of tokens that end an answer, for the share of truncated answers.
+        ended: True for answers that are known to be complete, bool ``[S]``.
 
     Returns:
-        Numbers by name; a family whose columns are missing has none. ``docs/doctor.md`` lists them.
+        Numbers by name. ``docs/doctor.md`` lists them. A family is missing if its columns are.
 
     Example:
         >>> from torchrl_llm_kl import Ragged
@@ -220,27 +220,15 @@ def measure(
         (0.3333, 0.6)
     """
     table = Table.of(columns)
-    out = _of_mask(columns)
+    out = answer_measures(columns, end, ended)
     for family in (_of_numbers, mismatch_measures, surprisal_measures, drift_measures, kl_measures):
         out |= family(table)
     out |= clip_measures(table, clip_low, clip_high)
-    out |= answer_measures(columns, end, ended)
-    return {name: value for name, value in out.items() if not math.isnan(value)}
-
-
-def _of_mask(columns: TokenColumns) -> dict[str, float]:
-    tokens, mask = columns.tokens, columns.mask
-    counts = segment_sum(mask.long(), tokens.lengths)
-    return {
-        "mask/tokens": float(mask.sum()),
-        "mask/sequences": float(tokens.num_sequences),
-        "mask/coverage": float(mask.sum()) / max(mask.numel(), 1),
-        "mask/empty_sequences": _mean((counts == 0).double()),
-    }
+    return {name: value for name, value in out.items() if not math.isnan(value)}  # NaN: a part without tokens
 
 
 def _of_numbers(table: Table) -> dict[str, float]:
-    """Shares of NaN, infinities and exact zeros in each column. NaN of a sampler is a token that it did not score."""
+    """The shares of NaN, infinities and exact zeros in each column. NaN of the sampler means that it did not score a token."""
     out: dict[str, float] = {}
     for name, values in table.columns.items():
         if name == "sampler_log_prob":
@@ -252,23 +240,24 @@ def _of_numbers(table: Table) -> dict[str, float]:
     return out
 
 
-#: Functions of some tokens' values, by the name of the measure.
+#: Functions of the values of some tokens, by name of the measure.
 Statistics = dict[str, Callable[[Tensor], float]]
 
 
 def _split(table: Table, values: Tensor, names: Statistics) -> dict[str, float]:
-    """Statistics of ``values [n]``, over all tokens with a number and over each part."""
+    """Compute statistics of ``values [n]`` over all finite values, and over each part."""
     known = values.isfinite()
     parts = [("", known), *((suffix, known & part) for suffix, part in table.parts())]
     return {f"{name}{suffix}": statistic(values[part]) for suffix, part in parts for name, statistic in names.items()}
 
 
 def mismatch_measures(table: Table) -> dict[str, float]:
-    """Trainer against sampler on the same tokens: :func:`~torchrl_llm_kl.losses.mismatch_metrics`, ESS, and by part.
+    """Compare trainer and sampler on the same tokens, in total and by part.
 
-    ``mismatch/ess_token`` and ``ess_seq`` are ``(mean w)**2 / mean w**2`` of ratios of tokens and of sequences, ``rms`` the
-    root mean square of the log-ratio, ``ratio`` the mean ratio of trainer to sampler: 1 up to noise if both are distributions
-    over all tokens and the tokens are the sampler's.
+    In addition to :func:`~torchrl_llm_kl.losses.mismatch_metrics`, ``mismatch/ess_token`` and ``ess_seq`` are
+    ``(mean w)**2 / mean w**2`` of the ratios of tokens and of sequences. ``rms`` is the root mean square of the log-ratio.
+    ``ratio`` is the mean ratio of trainer to sampler. It is 1 up to noise if both are distributions over all tokens and the
+    sampler drew the tokens.
     """
     if table.trainer is None or table.recorded is None:
         return {}
@@ -292,9 +281,9 @@ def mismatch_measures(table: Table) -> dict[str, float]:
 
 
 def surprisal_measures(table: Table) -> dict[str, float]:
-    """Surprisal minus entropy: its expectation is 0 for tokens that are sampled from the scored distribution.
+    """Measure surprisal minus entropy. Its expectation is 0 for tokens sampled from the scored distribution.
 
-    ``surprisal/error`` is its standard error and ``surprisal/z`` their quotient. See :func:`clustered_mean`.
+    ``surprisal/error`` is its standard error, and ``surprisal/z`` is its standard score. See :func:`clustered_mean`.
     """
     gap = surprisal_gap(table)
     if gap is None:
@@ -307,13 +296,13 @@ def surprisal_measures(table: Table) -> dict[str, float]:
 
 
 def surprisal_gap(table: Table) -> Tensor | None:
-    """Surprisal minus entropy of each token, nats ``[n]``, or None without both columns."""
+    """Surprisal minus entropy of each token, in nats, ``[n]``. None if one of the columns is missing."""
     entropy, trainer = table.get("entropy"), table.first("log_prob", "old_log_prob")
     return None if entropy is None or trainer is None else -trainer - entropy
 
 
 def drift_measures(table: Table) -> dict[str, float]:
-    """The policy now against the log-probs that were stored before its steps."""
+    """Compare the current policy with the log-probs that were stored before its steps."""
     now, old = table.get("log_prob"), table.get("old_log_prob")
     if now is None or old is None:
         return {}
@@ -323,7 +312,7 @@ def drift_measures(table: Table) -> dict[str, float]:
 
 
 def clip_measures(table: Table, clip_low: float, clip_high: float) -> dict[str, float]:
-    """Shares of tokens whose gradient a clipped ratio stops, by sign of the advantage, and outside the bounds at all."""
+    """The shares of tokens whose ratio is outside the bounds, in total and where clipping stops the gradient."""
     now, old, advantage = table.get("log_prob"), table.get("old_log_prob"), table.get("advantage")
     if now is None or old is None:
         return {}
@@ -337,7 +326,7 @@ def clip_measures(table: Table, clip_low: float, clip_high: float) -> dict[str, 
 
 
 def kl_measures(table: Table) -> dict[str, float]:
-    """The KL to the reference: estimates from samples, the exact one, and their difference with its standard error."""
+    """The KL to the reference: the estimates from samples, the exact value, and their difference with its standard error."""
     policy, reference, exact = table.first("log_prob", "old_log_prob"), table.get("ref_log_prob"), table.get("kl")
     out: dict[str, float] = {}
     if policy is not None and reference is not None:
@@ -357,22 +346,24 @@ def kl_measures(table: Table) -> dict[str, float]:
 def answer_measures(
     columns: TokenColumns, end: Sequence[int] | None = None, ended: Tensor | None = None
 ) -> dict[str, float]:
-    """Answers and groups: lengths, truncated answers, duplicated prompts, groups whose rewards are all equal.
+    """Measure mask, answers and groups: lengths, truncated answers, duplicated prompts, groups of equal rewards.
 
-    An answer is truncated if its last token ends no turn (``end``) and it is not ``ended``. ``answers/at_limit`` is the share
-    as long as the longest. A group is the answers to one prompt.
+    An answer is truncated if its last token is not in ``end`` and the answer is not ``ended``. ``answers/at_limit`` is the
+    share of answers as long as the longest one. A group is the answers to one prompt.
     """
     tokens, mask = columns.tokens, columns.mask
     counts = segment_sum(mask.long(), tokens.lengths)
-    out: dict[str, float] = {}
     answered = counts > 0
+    out = {"mask/tokens": float(mask.sum()), "mask/sequences": float(tokens.num_sequences)}
+    out["mask/coverage"] = float(mask.sum()) / max(mask.numel(), 1)
+    out["mask/empty_sequences"] = _mean((~answered).double())
     if bool(answered.any()):
         lengths = counts[answered]
         out["answers/length"] = _mean(lengths.double())
         out["answers/at_limit"] = _mean((lengths == lengths.max()).double())
         if end is not None:
             last = mask.nonzero().squeeze(-1)[counts.cumsum(0)[answered] - 1]
-            # the end token itself, or whitespace of the template after it
+            # The template may write white space after the end token, so the last two tokens are checked.
             near = torch.stack([tokens.values[(last - back).clamp(min=0)] for back in (0, 1)], 1)
             whole = torch.isin(near, torch.tensor(end)).any(-1)
             whole |= False if ended is None else ended[answered]
@@ -381,7 +372,7 @@ def answer_measures(
     if columns.prompts is not None and columns.prompts.numel():
         _, group, sizes = columns.prompts.unique(return_inverse=True, return_counts=True)
         out |= {"groups/number": float(sizes.numel()), "groups/size": _mean(sizes.double())}
-        common = int(sizes.mode().values)
+        common = int(sizes.mode().values)  # the usual number of answers per prompt
         out["groups/duplicated_prompts"] = _mean((sizes >= 2 * common).double()) if sizes.numel() > 1 else 0.0
         if reward is not None:
             low = reward.new_full(sizes.shape, math.inf).scatter_reduce(0, group, reward, "amin")
@@ -393,15 +384,15 @@ def answer_measures(
 
 
 def retokenised(columns: TokenColumns, tokenizer: Tokenizer) -> dict[str, float]:
-    """Decode each answer and encode it again: the share of tokens and of answers that change, and the first place.
+    """Decode and encode the first answers, and measure the changes.
 
     Args:
         columns: the batch.
-        tokenizer: with ``decode`` and ``encode``, as transformers' tokenizers have.
+        tokenizer: a transformers tokenizer.
 
     Returns:
-        ``retokenised/tokens``: tokens from the first changed one on; ``retokenised/answers``; ``retokenised/first``: the mean
-        place of the first changed token, where there is one.
+        ``retokenised/tokens`` is the share of tokens from the first changed token of each answer on. ``retokenised/answers``
+        is the share of changed answers. ``retokenised/first`` is the mean place of the first changed token.
     """
     masks = columns.tokens.like(columns.mask).to_list()[:_TRIED]
     answers = [ids[mask].tolist() for ids, mask in zip(columns.tokens.to_list(), masks, strict=False) if mask.any()]
@@ -419,10 +410,10 @@ def retokenised(columns: TokenColumns, tokenizer: Tokenizer) -> dict[str, float]
 
 
 def worst_tokens(columns: TokenColumns, *, most: int = 8) -> list[dict[str, float]]:
-    """The tokens with the largest KL to the reference, or mismatch without a reference.
+    """The tokens with the largest KL to the reference or, without a reference, with the largest mismatch.
 
     Returns:
-        ``sequence``, ``position`` in it, ``token`` and the number, by the name of its column: ``kl`` or ``mismatch``.
+        For each token its ``sequence``, its ``position`` in the sequence, the ``token`` id, and the ``kl`` or ``mismatch``.
     """
     stored = columns.columns
     policy = stored.get("log_prob", stored.get("old_log_prob"))

@@ -1,5 +1,5 @@
 "use strict";
-// Decoding, numbers as text, elements and charts: functions that know nothing of the page.
+// Functions that are independent of the page: decoding, formatting of numbers, elements and charts.
 
 function bytesOf(text) {
   const raw = atob(text), out = new Uint8Array(raw.length);
@@ -13,7 +13,7 @@ async function inflated(id) {
   return new Uint8Array(await new Response(packed.stream().pipeThrough(new DecompressionStream("deflate-raw"))).arrayBuffer());
 }
 
-/** Numbers of four bytes from their byte planes. */
+/** Restore four-byte numbers from their byte planes. */
 function joined(planes, from, count) {
   const out = new Uint8Array(4 * count);
   for (let k = 0; k < 4; k++) for (let i = 0; i < count; i++) out[4 * i + k] = planes[from + k * count + i];
@@ -44,7 +44,7 @@ function short(value) {
   const size = Math.abs(value);
   return size && size < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
 }
-/** Rounded up: a fifth of it is a round number. */
+/** Round up to a number whose fifth is also round. */
 function nice(value) {
   const power = 10 ** Math.floor(Math.log10(value));
   return value && [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((factor) => Number((factor * power).toPrecision(3))).find((rounded) => rounded >= value);
@@ -58,7 +58,7 @@ function clear(svg, label) {
   return { width, height };
 }
 
-/** One line for each batch; a dot where a neighbour is missing. */
+/** Draw one line for each batch, and a dot where a point has no neighbour. */
 function lineChart(svg, label, series, xLabel, unit) {
   const { width, height } = clear(svg, label), left = 44, right = 8, top = 8, bottom = 18;
   const known = series.flatMap((values) => Array.from(values).filter(Number.isFinite));
@@ -82,7 +82,7 @@ function lineChart(svg, label, series, xLabel, unit) {
   });
 }
 
-/** Mean, standard deviation (of a sample), smallest and largest of the numbers that are known. */
+/** Mean, sample standard deviation, smallest and largest of the known numbers. */
 function spread(values) {
   const known = values.filter((value) => !Number.isNaN(value)), n = known.length;
   const mean = known.reduce((sum, value) => sum + value, 0) / n;
@@ -90,7 +90,7 @@ function spread(values) {
   return { n, mean, deviation, low: Math.min(...known), high: Math.max(...known) };
 }
 
-/** How many numbers of each batch are in each of 20 bins, or at each value if there are few. */
+/** Count the numbers of each batch in 20 bins, or at each value if there are few values. */
 function histogram(svg, label, series) {
   const { width, height } = clear(svg, label), left = 32, right = 8, top = 12, bottom = 18;
   const all = series.flatMap((values) => Array.from(values).filter(Number.isFinite));
@@ -113,9 +113,9 @@ function histogram(svg, label, series) {
   for (const [x, value, anchor] of ticks) draw(svg, "text", { x, y: height - 4, "text-anchor": anchor }, short(value));
 }
 
-/** A number for JSON, which has neither NaN nor infinity. */
+/** Convert a number for JSON, which has no NaN and no infinity. */
 const plainNumber = (value) => (Number.isFinite(value) ? Number(exact(value)) : Number.isNaN(value) ? null : value > 0 ? "Infinity" : "-Infinity");
-/** A field of a CSV file. A spreadsheet would run text that begins like a formula. */
+/** A field of a CSV file. Text that begins like a formula is escaped, since a spreadsheet would run it. */
 function csvField(value) {
   if (typeof value === "number") return Number.isNaN(value) ? "" : exact(value).replace("∞", "inf");
   return `"${(/^[=+\-@\t\r]/.test(value) ? "'" + value : value).replaceAll('"', '""')}"`;

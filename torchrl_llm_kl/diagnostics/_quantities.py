@@ -1,6 +1,6 @@
-"""The numbers and texts that the inspector shows: colours of tokens, means per rollout, position and turn, the worst tokens.
+"""The numbers and texts of the inspector: colours of tokens, means per rollout, position and turn, and the worst tokens.
 
-Shapes: ``S`` rollouts, ``N`` tokens of all rollouts together. Numbers are float32, and NaN where a token has none.
+Shapes: ``S`` rollouts, ``N`` tokens of all rollouts. Numbers are float32, and NaN where a token has no number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchrl_llm_kl.diagnostics._columns import COLUMNS, TokenColumns
 from torchrl_llm_kl.estimators import k3
 from torchrl_llm_kl.masks import Tokenizer
 
-#: Control and format characters, other line separators, tags and lone surrogates: they change how their neighbours look.
+#: Control and format characters, other line separators, tags and lone surrogates. They change how neighbouring text looks.
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e"
     "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
@@ -35,9 +35,9 @@ class TokenText:
     r"""The text of a token.
 
     Args:
-        text: the part that the token adds. For a part of a character, its bytes as ``\xe2``.
-        data: the bytes of a part of a character, else empty.
-        special: True for a special token.
+        text: the text that the token adds. A part of a character is shown as its bytes, such as ``\xe2``.
+        data: the bytes of a part of a character. Empty for other tokens.
+        special: whether the token is a special token.
     """
 
     text: str
@@ -46,21 +46,21 @@ class TokenText:
 
 
 def escaped(text: str) -> str:
-    r"""Escape signs that change how their neighbours look: ``\u{202e}`` for a direction mark, ``\u{1b}`` for an escape."""
+    r"""Escape characters that change how neighbouring text looks, such as a direction mark (``\u{202e}``)."""
     return _INVISIBLE.sub(lambda sign: f"\\u{{{ord(sign[0]):x}}}", text)
 
 
 def visible(text: str) -> str:
-    r"""Escape invisible signs: ``\u{202e}`` for a direction mark. Newlines and tabs get a visible sign before them."""
+    r"""Escape characters as :func:`escaped` does, and put a visible sign before newlines and tabs."""
     return escaped(text).replace("\n", "↵\n").replace("\t", "→\t")
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[TokenText]:
-    """The texts of single tokens, with the space that a decoder strips from the start of a text.
+    """Convert single tokens to texts. Leading spaces are kept, which a decoder would strip from the start of a text.
 
     Args:
-        tokenizer: has ``convert_ids_to_tokens`` and ``decode``, as transformers' tokenizers have.
-        ids: any integers; one that the tokenizer does not know is shown as its number.
+        tokenizer: a transformers tokenizer. Only ``convert_ids_to_tokens`` and ``decode`` are used.
+        ids: any integers. An id that the tokenizer does not know is shown as its number.
     """
     special = {int(i) for i in getattr(tokenizer, "all_special_ids", ())}
     return [_token_text(tokenizer, i, i in special) for i in ids]
@@ -92,33 +92,35 @@ def _token_text(tokenizer: Any, token: int, special: bool) -> TokenText:
 
 @cache
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet of bytes: printable Latin-1 stands for itself, other bytes for the signs from U+0100 on."""
+    """GPT-2's alphabet of bytes. Printable Latin-1 characters stand for themselves, U+0100 and up for the other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-#: Steps of colour on each side of zero.
+#: The number of colour steps on each side of zero.
 STEPS = 5
-#: The share of numbers below the end of a colour scale.
+#: The share of numbers below the end of a colour scale. A few outliers would otherwise make all other tokens pale.
 _QUANTILE = 0.98
+#: The largest number of bins in the chart by position.
 _BINS = 60
-#: Ends of a scale, times a power of ten: a fifth of each is a round number.
+#: The ends of a scale, times a power of ten. A fifth of each is a round number too, since there are five steps.
 _ROUND = (1, 1.5, 2, 3, 4, 5, 6, 8, 10)
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number by which tokens are coloured.
+    """A quantity by which tokens are coloured.
 
     Args:
         name: its name in arguments.
         label: its name on the page.
-        unit: of its numbers.
-        kind: ``"size"``: mostly above zero; ``"signed"``: either way; ``"row"``: one number per rollout; ``"category"``.
-        of: the column it is, or two columns: the first minus the second.
+        unit: the unit of its numbers.
+        kind: ``"size"`` for numbers that are mostly positive, ``"signed"`` for numbers of either sign, ``"row"`` for one number
+            per rollout, or ``"category"``.
+        of: the name of its column, or of two columns. The second is subtracted from the first.
         note: its meaning.
-        sizes: summaries average absolute values: a mean of signed log-ratios would cancel.
+        sizes: whether summaries average absolute values, since the mean of signed log-ratios would cancel.
     """
 
     name: str
@@ -131,17 +133,17 @@ class Quantity:
 
     @property
     def numeric(self) -> bool:
-        """True if each token has its own number."""
+        """Whether each token has its own number."""
         return bool(self.of)
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """One batch, on the CPU, as the inspector shows it.
+    """One batch on the CPU, as the inspector shows it.
 
     Args:
-        source: the columns that were read.
-        clip_low, clip_high: the bounds of the ratio, as of the objective ``ppo``.
+        source: the columns of the batch.
+        clip_low, clip_high: the clip range, as in the objective ``ppo``.
     """
 
     source: TokenColumns
@@ -150,22 +152,22 @@ class Side:
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Start of each rollout, then ``N``; ``S + 1``."""
+        """The start of each rollout, followed by ``N``. Has ``S + 1`` numbers."""
         return self.source.tokens.offsets.tolist()
 
     @property
     def count(self) -> int:
-        """``S``."""
+        """The number of rollouts, ``S``."""
         return len(self.offsets) - 1
 
     @cached_property
     def estimated(self) -> bool:
-        """True if the KL is estimated from the sampled tokens."""
+        """Whether the KL is estimated from the sampled tokens."""
         return "kl" not in self.source.columns
 
     @cached_property
     def columns(self) -> dict[str, Tensor]:
-        """The columns as float32, NaN outside the mask, with k3's estimate where the exact KL is missing, ``[N]``."""
+        """The columns as float32 ``[N]``, NaN outside the mask. The k3 estimate replaces a missing exact KL."""
         given = {name: self.source.columns[name] for name in COLUMNS if name in self.source.columns}
         own = next((given[n] for n in ("log_prob", "old_log_prob", "sampler_log_prob") if n in given), None)
         if self.estimated and own is not None and "ref_log_prob" in given:
@@ -179,7 +181,7 @@ class Side:
 
     @cached_property
     def prompts(self) -> list[int]:
-        """Equal numbers for equal prompts, which are compared token by token if the batch does not name them; ``S``."""
+        """Equal numbers for equal prompts, one per rollout. Prompts are compared by tokens if the batch has no numbers."""
         if self.source.prompts is not None:
             return self.source.prompts.tolist()
         seen: dict[bytes, int] = {}
@@ -187,7 +189,7 @@ class Side:
 
     @cached_property
     def clipped(self) -> Tensor | None:
-        """2 where PPO's clipping removes the gradient, 1 at other ratios beyond the bounds, else 0, uint8 ``[N]``."""
+        """2 where PPO's clipping removes the gradient, 1 at other ratios beyond the bounds, 0 elsewhere. Uint8 ``[N]``."""
         now, old = self.columns.get("log_prob"), self.columns.get("old_log_prob", self.columns.get("sampler_log_prob"))
         if now is None or old is None:
             return None
@@ -196,18 +198,18 @@ class Side:
         out = ((ratio != bounded) & ~ratio.isnan()).to(torch.uint8)
         advantage = self.columns.get("advantage")
         if advantage is not None:
-            out[-advantage * bounded > -advantage * ratio] = 2
+            out[-advantage * bounded > -advantage * ratio] = 2  # PPO takes the larger loss, here a constant
         return out
 
     def values(self, quantity: Quantity) -> Tensor:
-        """A quantity's number per token, ``[N]``; NaN everywhere if a column is missing."""
+        """The numbers of a quantity per token, ``[N]``. All NaN if a column is missing."""
         if not quantity.of or not set(quantity.of) <= set(self.columns):
             return torch.full(self.source.mask.shape, math.nan)
         first, *second = (self.columns[name] for name in quantity.of)
         return first - second[0] if second else first
 
     def summary(self, quantity: Quantity) -> tuple[Tensor, Tensor]:
-        """Mean and largest absolute number of each rollout, float32 ``[S]``, NaN without any."""
+        """The mean and the largest absolute number of each rollout, float32 ``[S]``, NaN for a rollout without numbers."""
         values = self.values(quantity)
         known = ~values.isnan()
         rows, numbers = self.source.tokens.sequence_ids[known], values[known].double()
@@ -216,13 +218,13 @@ class Side:
         return _means_of(numbers, rows, self.count, quantity), largest.float()
 
     def profile(self, quantity: Quantity, index: Tensor, count: int) -> Tensor:
-        """Mean over the tokens of each ``index [N]`` (a position or a turn), ``[count]``; -1 belongs to none."""
+        """The mean over the tokens with each ``index [N]`` (a position or a turn), ``[count]``. Tokens with -1 are ignored."""
         values = self.values(quantity)
         known = ~values.isnan() & (index >= 0)
         return _means_of(values[known].double(), index[known], count, quantity)
 
     def worst(self, quantity: Quantity, count: int) -> list[tuple[int, int, float]]:
-        """Rollout, position and number of the tokens of the largest absolute numbers, largest first."""
+        """The rollout, position and number of the tokens with the largest absolute numbers, largest first."""
         values = self.values(quantity)
         sizes = values.abs().nan_to_num(nan=-1.0, posinf=math.inf)
         top = sizes.topk(min(count, int((sizes >= 0).sum()))).indices
@@ -238,7 +240,7 @@ def _means_of(numbers: Tensor, index: Tensor, count: int, quantity: Quantity) ->
 
 
 def available(sides: Sequence[Side]) -> tuple[Quantity, ...]:
-    """The quantities of ``quantities.ini`` that at least one batch has, the most telling first."""
+    """The quantities of ``quantities.ini`` that at least one batch has, the most useful first."""
     have = [set(side.columns) for side in sides]
     estimated = {side.estimated for side in sides if "kl" in side.columns}
     how = "exact or k3" if len(estimated) > 1 else "k3 estimate" if True in estimated else "exact"
@@ -257,19 +259,20 @@ def available(sides: Sequence[Side]) -> tuple[Quantity, ...]:
 
 
 def scale_of(quantity: Quantity, sides: Sequence[Side]) -> float:
-    """Where the strongest colour starts: above 98 % of the absolute numbers, at a round number."""
+    """The number at which the strongest colour starts. It is round, and above 98 % of the absolute numbers."""
     parts = [side.reward if quantity.kind == "row" else side.values(quantity) for side in sides]
     numbers = torch.cat([torch.zeros(0), *(part for part in parts if part is not None)]).abs()
     numbers = numbers[numbers.isfinite()].double().sort().values
     top = float(numbers[math.ceil(_QUANTILE * (numbers.numel() - 1))]) if numbers.numel() else 0.0
     if top == 0:
         return 1.0
+    # Rounding may put `top` just above a round number, hence the tolerance.
     power = 10.0 ** math.floor(math.log10(top))
     return next(float(f"{factor * power:.3g}") for factor in _ROUND if factor * power >= top * (1 - 1e-6))
 
 
 def step_of(value: float, scale: float) -> int | None:
-    """The colour of a number: -5 to 5, 0 for less than a fifth of the scale, or None for NaN."""
+    """The colour step of a number, from -5 to 5. 0 is less than a fifth of the scale. None for NaN."""
     if math.isnan(value):
         return None
     size = abs(value) / scale * STEPS
@@ -277,17 +280,17 @@ def step_of(value: float, scale: float) -> int | None:
 
 
 def position_bins(sides: Sequence[Side]) -> tuple[int, int]:
-    """Width and number of the bins over positions in the answers of all batches: at most 60."""
+    """The width and number of the bins over positions in the answers of all batches."""
     longest = max((int(side.source.places.max()) + 1 for side in sides if side.source.mask.numel()), default=0)
     width = max(1, math.ceil(longest / _BINS))
     return width, math.ceil(longest / width)
 
 
 def pair_rollouts(side: Side, other: Side) -> list[int]:
-    """For each rollout its counterpart in the other batch, -1 for none.
+    """Pair each rollout with a rollout of the other batch. Returns its number, or -1 for no partner.
 
-    Rollouts of the same tokens belong together, then rollouts of the same prompt (the tokens before the assistant's first),
-    in order.
+    Rollouts with the same tokens are paired first. Then rollouts with the same prompt (the tokens before the assistant's first
+    token) are paired in order.
     """
     counterparts = [-1] * side.count
     taken: set[int] = set()
@@ -304,6 +307,7 @@ def pair_rollouts(side: Side, other: Side) -> list[int]:
 
 
 def _keys(side: Side, *, whole: bool) -> list[bytes]:
+    """The tokens of each rollout, or only its prompt, as bytes that can be compared."""
     keys = []
     for start, end in pairwise(side.offsets):
         first = side.source.mask[start:end].nonzero()

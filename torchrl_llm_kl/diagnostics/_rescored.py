@@ -1,4 +1,4 @@
-"""A few sequences of a batch, scored again under hypotheses: another temperature, truncation, precision, adapter or prompt."""
+"""Scores a few sequences of a batch again under a hypothesis: another temperature, truncation, precision, adapter or prompt."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from torchrl_llm_kl.scoring import (
     vocab_size,
 )
 
-#: Tokens, prompts too, and most probable ids that are scored again; sequences that are tried with other prompts.
+#: The largest numbers of tokens (with prompts) that are scored again, of top ids per position, and of sequences that are scored
+#: with other prompts.
 MOST_TOKENS, MOST_TOP, MOST_PROMPTS = 8192, 512, 12
-#: Share of its probability that a token has where a truncation leaves it out: another kernel rounds the border otherwise.
+#: The share of its probability that a token outside a truncation keeps. Another kernel rounds differently at the border.
 OUTSIDE = 0.01
-#: Bytes of a copy in bfloat16.
+#: The largest size of a model's copy in bfloat16, in bytes.
 LARGEST_COPY = 4 * 2**30
 
 
-#: Templates that a sampler may have used in place of the tokenizer's; without their default system prompts. All of their text
-#: is inside of expressions: Jinja drops newlines after blocks and at the end.
+#: Templates that a sampler may have used instead of the tokenizer's, without their default system prompts. All text is inside
+#: expressions, since Jinja drops newlines after blocks and at the end.
 _ROWS = csv.DictReader((files(__package__) / "templates.csv").read_text(encoding="utf-8").splitlines())
 COMMON_TEMPLATES = {row["name"]: row["template"] for row in _ROWS}
 _SYSTEM = "You are a helpful assistant."
@@ -48,18 +49,18 @@ _SYSTEM = "You are a helpful assistant."
 class Rescorer:
     """Scores some of a batch's sequences again.
 
-    The sequences are spread over the batch, up to :data:`MOST_TOKENS` tokens. ``m`` masked-in tokens are theirs.
+    The sequences are spread over the batch and have up to :data:`MOST_TOKENS` tokens. ``m`` of these are masked in.
 
     Args:
         policy: a model in this process, a wrapper around one, or a scorer.
         columns: the batch.
         table: its ``n`` masked-in tokens.
-        sampling: the distribution that is scored.
+        sampling: the scored distribution.
 
     Attributes:
-        picked: the masked-in tokens that are scored again, bool ``[n]``.
-        sequences: the sequence of each of them, ``[m]``.
-        dtype: of the policy's weights.
+        picked: True at the masked-in tokens that are scored again, bool ``[n]``.
+        sequences: the sequences of these tokens, ``[m]``.
+        dtype: the dtype of the policy's weights.
         forwards: how often the sequences were scored.
     """
 
@@ -91,13 +92,11 @@ class Rescorer:
 
     @staticmethod
     def can_score(policy: ModelOrScorer) -> bool:
-        """Whether a policy's distributions are in this process, and only in this one."""
+        """Whether the policy's distributions are available in this process, without other ranks."""
         model = policy.model if isinstance(policy, LogProbScorer) else policy
-        if (
-            log_probs_only(model) or Ranks([model]).groups
-        ):  # ranks score together, and only some may have found something
-            return False
-        return isinstance(inner_module(model), nn.Module)
+        # Ranks of a sharded model must score together, but only some of them may have a deviation.
+        alone = not Ranks([model]).groups and not log_probs_only(model)
+        return alone and isinstance(inner_module(model), nn.Module)
 
     @cached_property
     def _scorer(self) -> LogProbScorer:
@@ -115,7 +114,7 @@ class Rescorer:
         return scores.values[torch.cat(self.masks)].double()
 
     def at(self, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of the whole distribution at a temperature, nats ``[m]`` each."""
+        """The log-probs and entropies of the whole distribution at a temperature, in nats, ``[m]`` each."""
         if temperature not in self._at:
             scores = self._run(self._scorer, entropy=True, temperature=temperature)
             self._at[temperature] = (self._flat(scores.log_prob), self._flat(scores.entropy))
@@ -123,12 +122,12 @@ class Rescorer:
 
     @property
     def log_prob(self) -> Tensor:
-        """At the scored temperature, ``[m]``."""
+        """The log-probs at the scored temperature, in nats, ``[m]``."""
         return self.at(self.sampling.temperature)[0]
 
     @cached_property
     def noise(self) -> float:
-        """The largest root mean square of differences between scores of the policy in three arrangements, in nats."""
+        """The policy's own noise in nats: the largest root mean square of differences between three ways of packing."""
         scorers = (self._scorer, self._make(tokens_per_batch=64), self._make(share_prefixes=False))
         scores = [self._run(scorer, temperature=self.sampling.temperature) for scorer in scorers]
         log_probs = [self._flat(each.log_prob) for each in scores]
@@ -136,32 +135,32 @@ class Rescorer:
 
     @cached_property
     def top(self) -> Top:
-        """The most probable tokens of each position at the scored temperature."""
+        """The most probable tokens at each position, at the scored temperature."""
         k = min(self.vocab, MOST_TOP)
         scores = self._run(self._scorer, top_k=k, temperature=self.sampling.temperature)
         return Top(self._flat(scores.log_prob), self._flat(scores.top_log_probs), k >= self.vocab)
 
     def as_scored(self) -> Tensor:
-        """Log-probs of the tokens if they were sampled as they are scored ``[m]``; of those outside, :data:`OUTSIDE`."""
+        """The log-probs of the tokens under the scored truncation, ``[m]``. Outside it they keep the share :data:`OUTSIDE`."""
         if not self.sampling.truncates:
             return self.log_prob
         mass, inside = self.top.kept(self.sampling)
         return self.top.log_prob + torch.where(inside, -mass.log(), math.log(OUTSIDE))
 
     def without_adapters(self) -> Tensor | None:
-        """Log-probs of the base model ``[m]``, or None if the policy has no adapters, or they are already off."""
+        """The log-probs of the base model ``[m]``. None if the policy has no adapters, or if they are already off."""
         if self.adapters is not True:
             return None
         try:
             scorer = self._make(adapters=False, sampling=self.sampling)
-        except ValueError:  # no adapters, or merged ones
+        except ValueError:  # the model has no adapters, or they are merged
             return None
         return self._flat(self._run(scorer).log_prob)
 
     def in_bfloat16(self) -> Tensor | None:
-        """Log-probs ``[m]`` with weights in bfloat16: of a copy for the time of the call.
+        """The log-probs ``[m]`` of a temporary copy of the policy in bfloat16.
 
-        Of a large model, with its products in bfloat16 instead. None if the policy has no wider weights.
+        A large model is not copied. Its matrix products are computed in bfloat16 instead. None if its weights are not wider.
         """
         if self.dtype not in (torch.float32, torch.float64):
             return None
@@ -175,16 +174,16 @@ class Rescorer:
     # ------------------------------------------------------------------ temperatures
 
     def fit_recorded(self, recorded: Tensor, inner: Tensor) -> tuple[float, Tensor]:
-        r"""The temperature at which the policy's log-probs are closest to recorded ones.
+        r"""Find the temperature at which the policy's log-probs are closest to recorded ones.
 
-        Gauss-Newton in :math:`x = -\log T`: the derivative of a log-prob is :math:`\log p + H`.
+        Uses Gauss-Newton steps in :math:`x = -\log T`, since the derivative of a log-prob is then :math:`\log p + H`.
 
         Args:
             recorded: the sampler's log-probs ``[k]``.
-            inner: their place among the ``m`` tokens, bool.
+            inner: True at their tokens, bool ``[m]``.
 
         Returns:
-            The temperature, and the log-probs ``[m]`` there.
+            The temperature, and the log-probs ``[m]`` at this temperature.
         """
 
         def step(x: float, log_prob: Tensor, entropy: Tensor) -> float:
@@ -195,9 +194,10 @@ class Rescorer:
         return self._fit(step, close=1e-4)
 
     def fit_tokens(self) -> tuple[float, Tensor]:
-        """The temperature of the highest likelihood of the tokens, where mean surprisal equals mean entropy.
+        """Find the temperature of the highest likelihood of the tokens, at which mean surprisal equals mean entropy.
 
-        Returns as :meth:`fit_recorded`.
+        Returns:
+            The temperature, and the log-probs ``[m]`` at this temperature.
         """
         before: list[tuple[float, float]] = []
 
@@ -205,6 +205,7 @@ class Rescorer:
             slope = log_prob + entropy
             value, curvature = float(slope.mean()), float(slope.square().mean())
             if before and abs(x - before[-1][0]) > 1e-6:
+                # A secant is more accurate than the Gauss-Newton curvature. The bound keeps noise from making it tiny.
                 curvature = max((before[-1][1] - value) / (x - before[-1][0]), 0.1 * curvature)
             before.append((x, value))
             return value / max(curvature, 1e-12)
@@ -212,9 +213,10 @@ class Rescorer:
         return self._fit(step, close=1e-3)
 
     def _fit(self, step_of: Callable[[float, Tensor, Tensor], float], *, close: float) -> tuple[float, Tensor]:
-        """At most six of Newton's steps in ``x = -log T``, each bounded, until one is close to 0."""
+        """Take up to six bounded Newton steps in ``x = -log T``, until a step is smaller than ``close``."""
         x = -math.log(self.sampling.temperature)
         for _ in range(6):
+            # At most a factor of 2 in temperature per step.
             step = max(-0.7, min(0.7, step_of(x, *self.at(math.exp(-x)))))
             x += step
             if abs(step) < close:
@@ -223,7 +225,7 @@ class Rescorer:
         return temperature, self.at(temperature)[0]
 
     def calibration(self, temperature: float) -> Tensor:
-        """The probability of each token minus another draw's in its place: 0 in expectation for samples, ``[m]``."""
+        """The probability of each token minus the expected probability of a new draw, ``[m]``. Its mean is 0 for samples."""
         scores = self._run(self._scorer, moments=True, temperature=temperature)
         return self._flat(scores.log_prob).exp() - self._flat(scores.collision)
 
@@ -232,10 +234,10 @@ class Rescorer:
     def renderings(
         self, tokenizer: Tokenizer, conversations: list[list[Message]] | None
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Log-probs of the answers after other renderings of their prompts.
+        """Score the first answers of a single turn after other renderings of their prompts.
 
         Yields:
-            A name, log-probs ``[m]``, and where they are known, bool ``[m]``: the first answers, of one turn each.
+            The name of the rendering, log-probs ``[m]``, and True where they are known, bool ``[m]``.
         """
         answers, parsed = [], []
         for i, (ids, mask) in enumerate(zip(self.ids, self.masks, strict=True)):
@@ -255,7 +257,7 @@ class Rescorer:
         for name, render, chosen in [*shifted, *rendered]:
             try:
                 prompts = [render(prompt, messages) for _, prompt, _, messages in chosen]
-            except Exception:  # a template may refuse a conversation in any way it likes
+            except Exception:  # a template can raise any error
                 continue
             key = tuple(map(tuple, prompts))
             if key in seen or not all(prompts):
@@ -265,7 +267,7 @@ class Rescorer:
             masks = [torch.arange(len(row), device=row.device) >= len(p) for row, p in zip(rows, prompts, strict=True)]
             try:
                 scores = scorer.score(rows, masks)
-            except ValueError:  # too long for the model
+            except ValueError:  # the new prompt is too long for the model
                 continue
             self.forwards += 1
             at = {i for i, *_ in chosen}
@@ -279,7 +281,7 @@ Renderer = Callable[[list[int], list[Message]], list[int]]
 
 
 def other_beginnings(tokenizer: object) -> Iterator[tuple[str, Renderer]]:
-    """Prompts with one beginning-of-text token more or less, of any text: a template and a tokenizer may each add one."""
+    """Yield renderings with one BOS token more or less. Template and tokenizer may each add one, so duplicates are common."""
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is not None:
         yield "one beginning-of-text token more", lambda prompt, _: [bos, *prompt]
@@ -287,7 +289,7 @@ def other_beginnings(tokenizer: object) -> Iterator[tuple[str, Renderer]]:
 
 
 def renderers(tokenizer: Any) -> Iterator[tuple[str, Renderer]]:
-    """Names of renderings, and functions of a prompt's token ids and its messages that return other token ids."""
+    """Yield renderings: a name, and a function of a prompt's token ids and messages that returns other token ids."""
 
     def render(_: list[int], messages: list[Message], **options: object) -> list[int]:
         options = {"add_generation_prompt": True, "tokenize": False, **options}
@@ -308,15 +310,12 @@ def renderers(tokenizer: Any) -> Iterator[tuple[str, Renderer]]:
 
 
 def prompt_messages(tokenizer: Any, prompt: list[int]) -> list[Message] | None:
-    """The user's message in a prompt that the tokenizer's template rendered, or None if it did not.
-
-    Only for prompts of a single message.
-    """
-    mark = "4f1c9b27"
+    """Recover the user's message from a prompt. None unless the tokenizer's template rendered it from a single message."""
+    mark = "4f1c9b27"  # a text that no template contains
     asked = [{"role": "user", "content": mark}]
     try:
         rendered = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    except Exception:  # there is no template, or it refuses the conversation in any way it likes
+    except Exception:  # the tokenizer has no template, or the template rejects the message
         return None
     before, marked, after = rendered.partition(mark)
     text = tokenizer.decode(prompt, skip_special_tokens=False)
@@ -333,15 +332,15 @@ class Top:
     """The most probable tokens at ``m`` positions.
 
     Args:
-        log_prob: of the sampled tokens ``[m]``.
-        top_log_probs: of the most probable ones, in order, ``[m, K]``.
-        whole: whether these are all tokens.
+        log_prob: the log-probs of the sampled tokens ``[m]``.
+        top_log_probs: the log-probs of the most probable tokens, in descending order, ``[m, K]``.
+        whole: whether ``K`` is the whole vocabulary.
 
     Example:
         >>> top = Top(torch.tensor([0.3]).log(), torch.tensor([[0.5, 0.3, 0.2]]).log(), True)
         >>> {name: round(value, 4) for name, value in top.tightest().items()}
         {'top_k': 2, 'top_p': 0.5, 'min_p': 0.6}
-        >>> [x.item() for x in top.kept(Sampling(top_p=0.4))]  # only the first token, and another was sampled
+        >>> [x.item() for x in top.kept(Sampling(top_p=0.4))]  # keeps only the first token, but another was sampled
         [0.5, False]
     """
 
@@ -350,28 +349,30 @@ class Top:
     whole: bool
 
     def select(self, where: Tensor) -> Top:
-        """At some positions, bool ``[m]``."""
+        """Select positions, bool ``[m]``."""
         return Top(self.log_prob[where], self.top_log_probs[where], self.whole)
 
     def mass(self, cause: str, value: float) -> Tensor:
-        """The probability that a truncation keeps, ``[m]``, 1 where it keeps more than the known tokens."""
+        """The probability mass that one truncation keeps, ``[m]``. 1 where it keeps more than the ``K`` known tokens."""
         setting: Any = int(value) if cause == "top_k" else value
         return self.kept(Sampling(**{cause: setting}))[0]
 
     def kept(self, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """The probability that truncations keep, and whether each sampled token is among the kept ones, ``[m]`` each.
+        """The probability mass that the truncations keep, and whether they keep the sampled token, ``[m]`` each.
 
-        Each truncation keeps the first so many. Where it keeps more than the known tokens, the answers are 1 and True.
+        Each truncation keeps the most probable tokens. Where more than the ``K`` known tokens are kept, the results are 1 and
+        True.
         """
         top = self.top_log_probs
-        sums = top.exp().cumsum(-1)  # the probability of the first 1, 2, ... tokens
+        sums = top.exp().cumsum(-1)  # the mass of the first 1, 2, ... tokens
         number = torch.full_like(sums[:, 0], sums.shape[1], dtype=torch.long)
         left = torch.ones_like(sums[:, 0])
         if sampling.top_k:
             number = number.clamp(max=sampling.top_k)
             left = sums.gather(-1, number.unsqueeze(-1) - 1).squeeze(-1)
         if sampling.top_p < 1:
-            before = (sums < sampling.top_p * left.unsqueeze(-1) - 1e-9).sum(-1)  # without reaching it
+            # The token that reaches top_p is kept too.
+            before = (sums < sampling.top_p * left.unsqueeze(-1) - 1e-9).sum(-1)
             number = torch.minimum(number, before + 1)
         if sampling.min_p > 0:
             number = torch.minimum(number, (top - top[:, :1] >= math.log(sampling.min_p) - 1e-9).sum(-1))
@@ -381,7 +382,7 @@ class Top:
         return torch.where(beyond, 1.0, mass), inside | beyond
 
     def tightest(self) -> dict[str, float]:
-        """The tightest top-k, top-p and min-p that keep every sampled token: they have the highest likelihood."""
+        """The tightest top-k, top-p and min-p that keep every sampled token. These have the highest likelihood."""
         above = self.top_log_probs > self.log_prob.unsqueeze(-1) + 1e-5
         out: dict[str, float] = {}
         rank = int(above.sum(-1).max()) + 1
@@ -394,13 +395,13 @@ class Top:
         return out
 
     def candidates(self, kept: Tensor) -> list[tuple[str, float]]:
-        """Values of top-k, top-p and min-p that may have kept a mass at each position.
+        """Values of top-k, top-p and min-p that may explain the kept mass at each position.
 
-        A kept mass belongs to the first ``j`` tokens for some ``j``: the same everywhere for top-k, and the first to reach
-        ``p`` for top-p. Where rounding hides that, the ranks of the sampled tokens, but for a few, bound the values.
+        The first ``j`` tokens have the kept mass. For top-k, ``j`` is the same everywhere. For top-p, ``j`` is the first
+        number of tokens that reaches ``p``. If rounding hides ``j``, the ranks of nearly all sampled tokens bound the values.
 
         Args:
-            kept: probabilities ``[m]``.
+            kept: the kept probability mass ``[m]``.
         """
         out = list(self.tightest().items())
         above = self.top_log_probs > self.log_prob.unsqueeze(-1) + 1e-5
@@ -421,7 +422,7 @@ class Top:
 
 
 def _between(low: Tensor, high: Tensor) -> float:
-    """A number above (nearly) all ``low`` and at most (nearly) all ``high``."""
+    """A number between ``low`` and ``high`` at (nearly) all positions."""
     if float(low.max()) <= float(high.min()):
         return float(low.max() + high.min()) / 2
     return float(low.quantile(0.97) + high.quantile(0.03)) / 2

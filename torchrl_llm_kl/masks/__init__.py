@@ -1,4 +1,4 @@
-"""Masks of the assistant's tokens: from chat templates with or without ``{% generation %}`` blocks, or from lengths."""
+"""Masks of the assistant's tokens, from chat templates with or without ``{% generation %}`` blocks or from lengths."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_llm_kl.masks._messages import ASSISTANT, EmptyAssistantMaskError, Message, Tokenizer, check_messages
+from torchrl_llm_kl.masks._messages import ASSISTANT, EmptyAssistantMaskError, Message, Tokenizer
 from torchrl_llm_kl.masks._template import Renderer
 from torchrl_llm_kl.masks._tokens import encode_with_mask
 from torchrl_llm_kl.masks._turns import locate_turns
@@ -18,9 +18,9 @@ from torchrl_llm_kl.masks._turns import locate_turns
 class RenderedConversation:
     """A rendered conversation.
 
-    ``located_by`` reports how the spans were found: ``"marks"`` (the template's ``{% generation %}`` blocks),
-    ``"trace"`` (following the template's loop over the messages), ``"prefixes"`` (rendering the conversation up to each
-    turn), ``"no assistant turn"``, or ``"not asked"`` (``assistant_mask=False``).
+    ``located_by`` is the method that found the spans: ``"marks"`` (the template's ``{% generation %}`` blocks), ``"trace"``
+    (following the template's loop over the messages) or ``"prefixes"`` (rendering the conversation up to each turn). It is
+    ``"no assistant turn"`` if there is nothing to find, and ``"not asked"`` with ``assistant_mask=False``.
     """
 
     text: str  #: the rendered template
@@ -40,7 +40,7 @@ def render_conversation(
     assistant_mask: bool = True,
     **template_kwargs: Any,
 ) -> RenderedConversation:
-    r"""Render one conversation on the tokenizer's own template and mask the assistant's tokens.
+    r"""Render one conversation with the tokenizer's own template and mask the assistant's tokens.
 
     The mask is True for everything the model emits after the generation prompt: reasoning, text and tool calls, up to
     and including the end-of-turn token. It is False for the role header and for white space that the template adds
@@ -48,8 +48,8 @@ def render_conversation(
     tag, so does the header. Turns are located by tracing the template's output, not by searching for their text, so a
     message may repeat other messages or contain the template's control tokens.
 
-    In a template with ``{% generation %}`` blocks, the blocks select the parts of each turn, under the same definition:
-    headers and trailing white space are removed, an end-of-turn token right after a block is added.
+    In a template with ``{% generation %}`` blocks, the blocks select the parts of each turn. The same definition applies:
+    headers and trailing white space are removed, and an end-of-turn token directly after a block is added.
 
     A token that straddles the border of a turn is masked in, unless it is a special token of the header that extends
     into the turn only by absorbing white space. If the template writes no end-of-turn token (the next role's header
@@ -59,7 +59,7 @@ def render_conversation(
         tokenizer: a transformers tokenizer, preferably a fast one.
         messages: dicts with ``role`` and ``content`` (text or a list of parts), ``tool_calls``, ``reasoning_content``
             and other keys that the template reads. Not modified.
-        chat_template: a template, or the name of one of the tokenizer's. Default: the tokenizer's own.
+        chat_template: a template, or the name of one of the tokenizer's templates. Default: the tokenizer's own.
         tools: tool schemas or functions for the template.
         add_generation_prompt: whether to end the text with the prompt for another answer (never masked in).
         assistant_mask: whether to locate the assistant's turns. If False, the mask is False everywhere, and a turn
@@ -70,7 +70,7 @@ def render_conversation(
         Text, token ids and mask, neither truncated nor padded.
 
     Raises:
-        MissingChatTemplateError: without a template to use.
+        MissingChatTemplateError: if no template is available.
         TurnNotFoundError: if an assistant turn cannot be located with certainty.
         EmptyAssistantMaskError: if there are assistant turns but the mask is empty.
 
@@ -114,8 +114,8 @@ def render_conversations(
 ) -> list[RenderedConversation]:
     """Render several conversations (lists of messages) and tokenise them in one batch.
 
-    Returns one result per conversation, in order; nothing is padded. The other arguments apply to all conversations;
-    arguments and errors as in :func:`render_conversation`; an error names its conversation.
+    Returns one result per conversation, in order, without padding. See :func:`render_conversation` for arguments and errors.
+    The arguments apply to all conversations, and an error names its conversation.
 
     Example:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -129,7 +129,8 @@ def render_conversations(
         [[False, True], [False, True, True]]
     """
     for index, messages in enumerate(conversations):
-        check_messages(messages, index)
+        if not messages or not all("role" in message for message in messages):
+            raise TypeError(f"conversation {index} is {messages!r:.80}, expected a list of dicts with `role`.")
     renderer = Renderer(tokenizer, chat_template, tools, template_kwargs)
     located = [
         locate_turns(renderer, messages, add_generation_prompt)
@@ -144,15 +145,9 @@ def render_conversations(
     for index, ((text, spans, located_by), (token_ids, mask)) in enumerate(zip(located, encoded, strict=True)):
         turns = sum(message.get("role") == ASSISTANT for message in conversations[index])
         if assistant_mask and turns and not mask.any():
-            if renderer.template.has_generation_blocks:
-                reason = "Its {% generation %} blocks mark nothing here: correct them, or pass a template without any."
-            else:
-                reason = (
-                    "It writes no content and no end-of-turn token: pass the model's own template (`chat_template=`)."
-                )
             raise EmptyAssistantMaskError(
                 f"conversation {index} has {turns} assistant turns, but {renderer.name} renders none of their tokens (located "
-                f"by: {located_by}). {reason}"
+                f"by: {located_by}). Pass the model's own template (`chat_template=`), or correct its generation blocks."
             )
         results.append(RenderedConversation(text, token_ids, mask, spans, located_by))
     return results

@@ -1,4 +1,4 @@
-"""Images of conversations: taken out of the messages, and put through a processor of transformers with the rendered text."""
+"""Images of conversations: extraction from messages, and encoding together with the rendered text by a processor."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from torchrl_llm_kl.masks._messages import AssistantMaskError, Message
 from torchrl_llm_kl.masks._tokens import Span, encode_with_mask
 
 _SOURCES = ("image", "url", "path", "base64", "data", "image_url")
-# Entries of a processor's output that are of the tokens.
+# Entries of a processor's output that describe the tokens rather than the images.
 _OF_TOKENS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
 
 
 def is_processor(tokenizer: object) -> bool:
-    """Whether it is a processor of images and text, which holds a tokenizer."""
+    """Whether this is a processor of images and text, which contains a tokenizer."""
     return hasattr(tokenizer, "image_processor") and hasattr(tokenizer, "tokenizer")
 
 
 def split_images(messages: Sequence[Message]) -> tuple[list[Message], list[object]]:
-    """The messages, with parts ``{"type": "image"}`` in place of images, and the images in order: pixels, paths or URLs.
+    """Replace each image in the messages by a part ``{"type": "image"}``.
+
+    Returns:
+        The new messages, and the images in order: pixels, paths or URLs.
 
     Raises:
         ValueError: for a video or sound.
@@ -45,12 +48,12 @@ def split_images(messages: Sequence[Message]) -> tuple[list[Message], list[objec
 def _part(part: object, images: list[object]) -> object:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in ("video", "audio", "input_audio"):
-        raise ValueError(f"a message has a part of type {kind!r}: expected text and images.")
+        raise ValueError(f"a message has a part of type {kind!r}, expected only text and images.")
     if not isinstance(part, Mapping) or kind not in ("image", "image_url"):
         return part
     source = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
     source = source.get("url") if isinstance(source, Mapping) else source
-    if source is None:  # no pixels to lose: the text of a placeholder
+    if source is None:  # a placeholder without pixels is kept as text
         return part
     images.append(source)
     return {"type": "image"}
@@ -59,28 +62,25 @@ def _part(part: object, images: list[object]) -> object:
 def encode_images(
     processor: Any, text: str, images: Sequence[object], *spans: Sequence[Span]
 ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
-    """The token ids of a rendered text with its images, and the mask of each list of character spans.
+    """Tokenise a rendered text with its images, and mask the tokens of each list of character spans.
 
     Args:
-        processor: of transformers.
-        text: with one placeholder for each image, as a chat template writes it.
-        images: in a form that the processor takes.
-        spans: as :func:`encode_with_mask` takes them.
+        processor: a transformers processor.
+        text: the text, with one placeholder per image, as a chat template writes it.
+        images: the images, in a form that the processor accepts.
+        spans: lists of character spans, as in :func:`encode_with_mask`.
 
     Returns:
-        ``(token_ids, mask)`` for each of the ``spans``, and the output of the processor for the images.
+        ``(token_ids, mask)`` for each list of spans, and the processor's output for the images.
 
     Raises:
-        AssistantMaskError: if the processor does not say where it writes the placeholders, or tokenises otherwise.
+        AssistantMaskError: if the processor and its tokenizer produce different token ids. The mask would not fit them.
     """
+    # The offsets show where the processor replaces placeholders, so that the spans can be moved.
     options = {"return_text_replacement_offsets": True, "add_special_tokens": False, "return_tensors": "pt"}
     inputs = processor(text=[text], images=[list(images)], **options)
     (moves,) = inputs.get("text_replacement_offsets") or [[]]
-    if len(moves) != len(images):
-        raise AssistantMaskError(
-            f"{type(processor).__name__} reports the places of {len(moves)} of {len(images)} images: use transformers 5.23 or "
-            "later, and a template with one placeholder for each."
-        )
+    # The processor expands each placeholder. `gained` is the shift of the text after each of them.
     ends, gained, pieces, last = [], [0], [], 0
     for move in moves:
         start, end = move["span"]
@@ -93,5 +93,8 @@ def encode_images(
     pairs = encode_with_mask(processor.tokenizer, [whole] * len(spans), moved)  # type: ignore[arg-type]
     ids = torch.as_tensor(inputs["input_ids"]).reshape(-1)
     if any(not torch.equal(each, ids) for each, _ in pairs):
-        raise AssistantMaskError(f"{type(processor).__name__} tokenises the text otherwise than its tokenizer.")
+        raise AssistantMaskError(
+            f"{type(processor).__name__} tokenises the text with its {len(images)} images differently from its tokenizer: use "
+            "transformers 5.23 or later, and a template with one placeholder for each image."
+        )
     return pairs, {name: value for name, value in inputs.items() if name not in _OF_TOKENS}

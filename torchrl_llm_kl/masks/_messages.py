@@ -1,16 +1,16 @@
-"""Conversations as message dicts, the conversion from TorchRL's ``History``, and the errors of this layer."""
+"""Message dicts, the conversion from TorchRL's ``History``, and the errors of this layer."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from torchrl.data.llm import History
     from transformers import PreTrainedTokenizerBase
 
-#: A tokenizer of transformers, preferably a fast one.
+#: A transformers tokenizer, preferably a fast one.
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 Message = Mapping[str, object]
 #: Variables of a chat template by name, such as ``enable_thinking``.
@@ -18,12 +18,10 @@ TemplateArgs: TypeAlias = dict[str, Any]
 
 ASSISTANT = "assistant"
 _PLACEHOLDER_ROLE = "<none>"
-# History's own bookkeeping: no template reads it, and plain message dicts lack it.
-_BOOKKEEPING = frozenset({"is_complete"})
 
 
 class AssistantMaskError(ValueError):
-    """Base class: conversation, template and tokenizer do not determine the assistant's tokens."""
+    """The assistant's tokens cannot be determined from conversation, template and tokenizer. A base class."""
 
 
 class MissingChatTemplateError(AssistantMaskError):
@@ -44,9 +42,12 @@ def history_to_messages(history: History) -> list[Any]:
     Fields that are ``None``, the ``is_complete`` flag and placeholder messages (role ``"<none>"``) are dropped, so that
     tests such as ``"tool_calls" in message`` work in a template.
 
-    ``history`` has any batch size, dense or lazily stacked; the last dimension is the messages, and a single message
-    without dimensions is a conversation of one. Returns a list of message dicts for one dimension, nested lists of them
-    for more; the dicts are copies.
+    Args:
+        history: a dense or lazily stacked ``History`` of any batch size. Its last dimension is the messages. A single message
+            without dimensions is a conversation of one message.
+
+    Returns:
+        A list of message dicts for one dimension, nested lists of them for more dimensions. The dicts are copies.
 
     Example:
         >>> import tensordict
@@ -60,10 +61,7 @@ def history_to_messages(history: History) -> list[Any]:
     from torchrl.data.llm import History as _History
 
     if not isinstance(history, _History):
-        raise TypeError(
-            f"expected a torchrl.data.llm.History, found {type(history).__name__}; of a ChatHistory, pass `.full` or "
-            "`.prompt`."
-        )
+        raise TypeError(f"expected a History, found {type(history).__name__}: pass a ChatHistory's `.full`.")
     nested = history.tolist(tolist_first=True)
     return _clean([nested] if isinstance(nested, dict) else nested)
 
@@ -74,20 +72,6 @@ def _clean(nested: list[Any]) -> list[Any]:
         if not isinstance(item, dict):
             cleaned.append(_clean(item))
         elif item["role"] != _PLACEHOLDER_ROLE:
-            cleaned.append({k: copy.deepcopy(v) for k, v in item.items() if v is not None and k not in _BOOKKEEPING})
+            # `is_complete` is History's own bookkeeping: plain message dicts lack it, and no template reads it.
+            cleaned.append({k: copy.deepcopy(v) for k, v in item.items() if v is not None and k != "is_complete"})
     return cleaned
-
-
-def check_messages(messages: object, index: int) -> None:
-    """Raise unless conversation ``index`` is a non-empty list of dicts with a role."""
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise TypeError(
-            f"conversation {index} is a {type(messages).__name__}; expected message dicts: convert with history_to_messages()."
-        )
-    if not messages:
-        raise ValueError(f"conversation {index} has no messages; expected at least one.")
-    for position, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "role" not in message:
-            raise TypeError(
-                f"message {position} of conversation {index} is {message!r:.80}; expected a dict with 'role'."
-            )

@@ -1,8 +1,8 @@
-"""The borders of a turn in renderings of shortened conversations, against which the traced borders are checked.
+"""Borders of a turn in renderings of shortened conversations. They confirm or correct the traced borders.
 
-The input of the model before a turn is the rendering of the messages before it with a generation prompt. The rendering of
-the messages up to the turn shows where its output ended. A template may write earlier messages differently in
-the whole conversation (it drops their reasoning, say), so texts are compared from the last mark on that both contain.
+The model's input before a turn is the rendering of the earlier messages with a generation prompt. The rendering of the
+messages up to the turn shows where the output ended. A template may render earlier messages differently in the whole
+conversation (it may drop their reasoning, for example). Texts are therefore compared from the last mark that both contain.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torchrl_llm_kl.masks._tokens import Span
 
 # Pattern of control tokens.
 CONTROL = r"<[^<>\s]+>|\[[^\[\]\s]+\]"
-# Units in which two texts are compared.
+# Texts are compared in these units, so that "<think>" and "<tool>" do not share "<t".
 _UNITS = re.compile(rf"{CONTROL}|\w+|\s|[^\w\s]")
 _TOKENS = re.compile(CONTROL)
 _HEADER = re.compile(rf"(?:{CONTROL})\s*\w+|{CONTROL}|\w+")
 
 
 def end_of_shared_units(text: str, other: str, at: int) -> int:
-    """End of the longest run of whole units that the text shares with another one, from ``at`` on."""
+    """The end of the longest run of whole units, from ``at`` on, that the text shares with another text."""
     if text.startswith(other, at):
         return at + len(other)
     for unit in _UNITS.findall(other):
@@ -34,7 +34,7 @@ def end_of_shared_units(text: str, other: str, at: int) -> int:
 
 
 def not_found(chat: Renderings, turn: int, reason: str) -> TurnNotFoundError:
-    """The error for a turn: names the turn, the template and the remedy."""
+    """Create the error for a turn. It names the turn, the template and the remedy."""
     return TurnNotFoundError(
         f"message {turn} (assistant) of {len(chat.messages)} cannot be located with certainty in the text that "
         f"{chat.renderer.name} renders: {reason}. Pass a template with {{% generation %}} blocks as `chat_template=`."
@@ -42,9 +42,12 @@ def not_found(chat: Renderings, turn: int, reason: str) -> TurnNotFoundError:
 
 
 def end_of_prompt(chat: Renderings, whole: Trace, turn: int, start: int) -> int:
-    """The end of a generation prompt that the text holds around ``start``, as one whose end is a thinking tag; or ``start``."""
+    """The end of a generation prompt that straddles ``start``, or ``start`` if none does.
+
+    A prompt that ends with a thinking tag can straddle it.
+    """
     prompt = _prompt(chat, turn)
-    if not turn:  # nothing precedes the turn: the prompt is that after a question
+    if not turn:  # nothing precedes the turn, so the prompt after a question is used
         prompt = _prompt(chat, 0, "user")
     prompt = prompt.lstrip()
     for cut in range(len(prompt) - 1, 0, -1):
@@ -54,9 +57,9 @@ def end_of_prompt(chat: Renderings, whole: Trace, turn: int, start: int) -> int:
 
 
 def start_of_turn(chat: Renderings, whole: Trace, turn: int, low: int, own: int, traced: int | None) -> int:
-    """The end of the model's input, between the marks ``low`` of an earlier message and ``own`` of the turn.
+    """The end of the model's input before a turn.
 
-    ``traced`` is a candidate.
+    It lies between the mark ``low`` of an earlier message and the mark ``own`` of the turn. ``traced`` is a candidate.
     """
     text, before, prompt = whole.text, chat.prefix(turn, True), _prompt(chat, turn)
     place = shared = 0
@@ -69,13 +72,13 @@ def start_of_turn(chat: Renderings, whole: Trace, turn: int, low: int, own: int,
         shared = end_of_shared_units(text, given, place)
     headers = headers_of((prompt, *_known_prompts(chat)))
     ended = _end_of_text(chat.prefix(turn, False), whole) if turn else 0
-    # Without a header, the turn begins where the prompt ends, in the white space between two messages.
+    # Without a header, the turn begins where the prompt ends, somewhere in the white space between two messages.
     exact = None if prompt else _end_of_text(before, whole)
     always = before.text[before.messages_end :].strip() if before is not None and before.messages_end else ""
-    if always and exact is not None and exact == traced:  # a prompt that needs no flag
+    if always and exact is not None and exact == traced:  # the template writes the prompt without the flag
         return exact
     if not headers and ended is not None:
-        try:  # the template never shows a generation prompt: the text before any content is the header
+        try:  # the template never writes a generation prompt, so the text before any content is the header
             return _after_constant_header(chat, whole, turn, ended if exact is None or exact > own else exact)
         except TurnNotFoundError:
             pass
@@ -84,8 +87,8 @@ def start_of_turn(chat: Renderings, whole: Trace, turn: int, low: int, own: int,
         near = exact is not None and exact <= own and not text[slice(*sorted((exact, traced)))].strip()
         return exact if exact is not None and near else traced
     if before is None or ended is None:
-        raise not_found(chat, turn, "it rejects the conversation up to that turn, or renders it differently")
-    if prompt:  # the template writes another header than the prompt: they share the role's name
+        raise not_found(chat, turn, "the template rejects the conversation up to it, or renders it differently")
+    if prompt:  # the header differs from the prompt, but both contain the role's name
         if text[ended:shared].strip() and not holds(text[shared:own], headers):
             return shared
         raise not_found(chat, turn, f"the turn does not begin with the generation prompt {prompt!r}")
@@ -93,11 +96,11 @@ def start_of_turn(chat: Renderings, whole: Trace, turn: int, low: int, own: int,
 
 
 def end_of_turn(chat: Renderings, whole: Trace, turn: int, start: int, own: int, traced: int | None) -> int:
-    """The end of the model's output; ``own`` is the last mark of the turn's content, ``traced`` a candidate."""
+    """The end of the model's output. ``own`` is the last mark of the turn's content, and ``traced`` is a candidate."""
     upto, text = chat.prefix(turn + 1, False), whole.text
     if upto is None:
         if traced is None:
-            raise not_found(chat, turn, "it rejects the conversation up to that turn")
+            raise not_found(chat, turn, "the template rejects the conversation up to it")
         return traced
     at, place = _anchor(upto, whole)
     tail = upto.text[at:].rstrip()
@@ -107,24 +110,24 @@ def end_of_turn(chat: Renderings, whole: Trace, turn: int, start: int, own: int,
         answered = chat.prefix(turn + 1, False, "tool") if chat.messages[turn].get("tool_calls") else None
         at, place = _anchor(answered, upto) if answered else (0, 0)
         if answered and end_of_shared_units(upto.text, answered.text[at:], place) < end:
-            raise not_found(chat, turn, "it ends in other text once a tool answers its call")
+            raise not_found(chat, turn, "its end changes when a tool answers its call")
         return end
     after, header = max(start, own), _header_tokens(chat, upto, text[:start])
     if not text.startswith(tail, place):  # the template writes the end differently if another message follows
         end = end_of_shared_units(text, tail, place)
         end = place + len(text[place:end].rstrip())
         if traced is None and (end <= after or not _ends(chat, text[after:end])):
-            raise not_found(chat, turn, "the conversation up to that turn renders to another text")
+            raise not_found(chat, turn, "the conversation up to it renders differently")
     if traced is None and not _ends(chat, text[after:end]):  # the template may write the end token before the next one
         following = text[end:].lstrip()
         if chat.eos_token and following.startswith(chat.eos_token):
             return len(text) - len(following) + len(chat.eos_token)
         token = _TOKENS.match(following)
         if token and token[0] not in header:
-            raise not_found(chat, turn, f"its end token may be {token[0]!r}, which it lacks on its own")
+            raise not_found(chat, turn, f"its end token may be {token[0]!r}, which is missing without later messages")
     if traced is None or traced == end:
         return end
-    if traced < end:  # the end token may stand outside of the loop, the next header may follow even here
+    if traced < end:  # the template may write the end token outside its loop, and the next header directly after it
         if _is_end(chat, text[traced:end], header):
             return end
         loop_end = place + len(upto.text[at : upto.messages_end].rstrip())
@@ -135,18 +138,19 @@ def end_of_turn(chat: Renderings, whole: Trace, turn: int, start: int, own: int,
             return end  # a separator before the next message
     elif text.startswith(tail, place) or not _ends(chat, tail[max(after - place, 0) :]):
         if not text[end:traced].strip() or _is_end(chat, text[end:traced], header):
-            return traced  # the template writes the end token only before another message
+            return traced  # the template writes the end token only if another message follows
     else:
-        # Another end token than at the end of the conversation, or other text before the same one.
+        # The end token differs from the last turn's, or other text precedes the same end token.
         last = [match[0] for match in _TOKENS.finditer(tail)][-1]
         final = [match[0] for match in _TOKENS.finditer(text, after, traced)][-2:]
         if end < after or _is_end(chat, text[end:traced], header) or last in final:
             return traced
-    raise not_found(chat, turn, f"it ends in {text[own:traced]!r} here, and in {upto.text[at:]!r} on its own")
+    ends = f"{text[own:traced]!r} here, and {upto.text[at:]!r} without later messages"
+    raise not_found(chat, turn, f"its end is {ends}")
 
 
 def check_gaps(chat: Renderings, whole: Trace, turn: int, start: int, end: int) -> None:
-    """Raise if a region holds a header at its edges, or between the turn's own strings a token that ends the turn."""
+    """Raise if a region has a header at its edges, or an end token between the turn's own strings."""
     gaps = own_gaps(whole, turn, start, end)
     edges, between = {gaps[0], gaps[-1]}, gaps[1:-1]
     headers = headers_of(_known_prompts(chat))
@@ -154,7 +158,7 @@ def check_gaps(chat: Renderings, whole: Trace, turn: int, start: int, end: int) 
     last = _TOKENS.findall(gaps[-1])[-1:]
     at_end = upto is not None and last and gaps[-1].rstrip().endswith(last[0]) and last[0] != chat.eos_token
     if upto is not None and at_end and last[0] in _header_tokens(chat, upto, whole.text[:start]):
-        raise not_found(chat, turn, f"it may end in {last[0]!r}, a token of the next header")
+        raise not_found(chat, turn, f"its end token may be {last[0]!r}, a token of the next header")
     if _may_end_earlier(chat.messages[turn], gaps[-1]):
         raise not_found(chat, turn, f"its end token may be any of {_TOKENS.findall(gaps[-1])}")
     ends = {chat.eos_token, *_TOKENS.findall(_plain_end(chat, turn))[-1:]} - {None} if between else set()
@@ -165,9 +169,9 @@ def check_gaps(chat: Renderings, whole: Trace, turn: int, start: int, end: int) 
 
 
 def _may_end_earlier(message: Message, tail: str) -> bool:
-    """Whether the text after a plain answer holds two end tokens apart: the second may close only the conversation.
+    """Whether two separate end tokens follow a plain answer. The second one may only close the conversation.
 
-    A closing tag, and a token that the answer holds, is not an end token.
+    Closing tags and tokens of the answer itself are not end tokens.
     """
     tokens = _TOKENS.findall(tail)
     if len(tokens) < 2 or message.get("tool_calls") or not re.search(r"\s", tail.rstrip()):
@@ -177,7 +181,7 @@ def _may_end_earlier(message: Message, tail: str) -> bool:
 
 
 def own_gaps(whole: Trace, turn: int, start: int, end: int) -> tuple[str, ...]:
-    """The template's own text in a region around the turn's strings, tags at the edges of the strings included."""
+    """The template's own text around the turn's strings in a region. It includes tags at the edges of the strings."""
     gaps, at, depth = [], start, 0
     for position, mark in whole.marks_of(turn):
         if start <= position <= end:
@@ -191,40 +195,40 @@ def own_gaps(whole: Trace, turn: int, start: int, end: int) -> tuple[str, ...]:
 
 
 def prompt_is_fixed(chat: Renderings, turn: int) -> bool:
-    """Whether the template writes the same generation prompt after any messages, outside of its loop."""
+    """Whether the template writes the same generation prompt after any messages, outside its loop."""
     before = chat.prefix(turn, True) if chat.template.prompt_is_fixed and chat.template.loop_reads_flag else None
     outside = before is not None and before.messages_end and before.text[before.messages_end :].strip()
     return chat.template.prompt_is_fixed and (not chat.template.loop_reads_flag or bool(outside))
 
 
 def is_omitted(chat: Renderings, whole: Trace, turn: int) -> bool:
-    """Whether the text holds nothing of the turn: another content changes nothing, or without the turn it is equal."""
+    """Whether the text contains nothing of the turn: changing its content, or removing it, leaves the text unchanged."""
     if any(mark.spoken for _, mark in whole.marks_of(turn)):
         return False
+    if _with_filler(chat, turn) == chat.text:
+        return True
     without = [*chat.messages[:turn], *chat.messages[turn + 1 :]]
-    return _with_filler(chat, turn) == chat.text or (
-        not chat.messages[turn].get("content") and _text(chat, without) == chat.text
-    )
+    return not chat.messages[turn].get("content") and _text(chat, without) == chat.text
 
 
-def is_header_alone(chat: Renderings, trace: Trace, turn: int, written: Span) -> bool:
-    """Whether the template writes a header for the turn and nothing else: another content is followed by nothing either."""
+def has_only_header(chat: Renderings, trace: Trace, turn: int, written: Span) -> bool:
+    """Whether the template writes only a header for the turn. Nothing may follow another content either."""
     text, end = trace.text, written[1]
     before, _, after = (_with_filler(chat, turn) or "").partition(FILLER)
     following = text[end:]
     token = _TOKENS.match(following.lstrip())
     if chat.eos_token and following.lstrip().startswith(chat.eos_token):
         return False
-    if token:  # it may end the turn, unless the first message begins with it and no conversation ends with it
+    if token:  # it may end the turn, unless messages begin with it and no conversation ends with it
         first = min((a for kind, _, a, b in trace.spans if kind == LOOP and text[a:b].strip()), default=0)
         if not text.startswith(token[0], first) or _plain_end(chat, turn).strip() == token[0]:
             return False
-    alone = after.endswith(following) and not after.removesuffix(following).strip()
-    return alone and before.rstrip() == text[:end].rstrip()
+    unfollowed = after.endswith(following) and not after.removesuffix(following).strip()
+    return unfollowed and before.rstrip() == text[:end].rstrip()
 
 
 def _with_filler(chat: Renderings, turn: int) -> str | None:
-    """The text if the turn's content ended in :data:`FILLER`, and the turn had no tool calls."""
+    """The rendering with :data:`FILLER` appended to the turn's content, and without its tool calls."""
     content = chat.messages[turn].get("content")
     more = [*content, {"type": "text", "text": FILLER}] if isinstance(content, list) else f"{content or ''}{FILLER}"
     changed = {**chat.messages[turn], "content": more, "tool_calls": None}
@@ -232,10 +236,10 @@ def _with_filler(chat: Renderings, turn: int) -> str | None:
 
 
 def _text(chat: Renderings, messages: Sequence[Message]) -> str | None:
-    """The rendering of other messages in place of the conversation's, or None if the template rejects them."""
+    """The rendering of other messages, or None if the template rejects them."""
     try:
         return chat.renderer.text(messages, chat.generation_prompt)
-    except Exception:  # a template may raise anything
+    except Exception:  # a template can raise any error
         return None
 
 
@@ -243,7 +247,7 @@ def _text(chat: Renderings, messages: Sequence[Message]) -> str | None:
 
 
 def _anchor(part: Trace, whole: Trace) -> tuple[int, int]:
-    """Positions in both texts of the last mark of ``part`` that each contains once; the starts of both if there is none."""
+    """The positions, in both texts, of the last mark of ``part`` that each text contains once. (0, 0) without such a mark."""
     for position, mark in reversed(part.marks):
         if mark in part.places and mark in whole.places:
             return position, whole.places[mark]
@@ -251,7 +255,7 @@ def _anchor(part: Trace, whole: Trace) -> tuple[int, int]:
 
 
 def _end_of_text(part: Trace | None, whole: Trace) -> int | None:
-    """Where the text of a prefix ends in the whole, or None if the whole does not continue it."""
+    """The position in the whole text where a prefix ends, or None if the whole text does not continue the prefix."""
     if part is None:
         return None
     at, place = _anchor(part, whole)
@@ -260,18 +264,19 @@ def _end_of_text(part: Trace | None, whole: Trace) -> int | None:
 
 
 def _prompt(chat: Renderings, count: int, then: str = "") -> str:
-    """The visible text that the flag ``add_generation_prompt`` adds after a prefix, or nothing."""
+    """The text that the flag ``add_generation_prompt`` adds after a prefix. Empty if it adds only white space."""
     before = chat.prefix(count, True, then)
     if before is None:
         return ""
     prompt = before.text[common_prefix_length(before.text, chat.prefix_text(count, False, then) or "") :]
     after_loop = before.text[before.messages_end :]
     if before.messages_end and after_loop.strip() and prompt.endswith(after_loop):
-        return after_loop  # without the end token that the flag adds to the last message
+        return after_loop  # the flag may also add an end token to the last message
     return prompt if prompt.strip() else ""
 
 
 def _known_prompts(chat: Renderings) -> Iterator[str]:
+    """Yield the generation prompt of the first answer, if there is one."""
     for count, message in enumerate(chat.messages):
         if message.get("role") == ASSISTANT and count and chat.messages[count - 1].get("role") != ASSISTANT:
             yield _prompt(chat, count)
@@ -279,18 +284,19 @@ def _known_prompts(chat: Renderings) -> Iterator[str]:
 
 
 def headers_of(prompts: Iterable[str]) -> set[str]:
-    """The beginnings of generation prompts: the first name, with the next one if it is a word."""
+    """The beginnings of generation prompts: the first control token with a word after it, or the first of either."""
     matches = filter(None, map(_HEADER.search, prompts))
     return {match.string[: match.end()].lstrip() for match in matches}
 
 
 def holds(text: str, headers: set[str]) -> bool:
+    """Whether a text contains one of the headers."""
     return any(header in text for header in headers)
 
 
 def _header_tokens(chat: Renderings, upto: Trace, before: str) -> set[str]:
-    """The control tokens of generation prompts, also of one that the template always writes."""
-    message_follows = any(p > upto.messages_end for p, _ in upto.marks)  # the last one, outside of the loop
+    """The control tokens of generation prompts, including a prompt that the template writes without the flag."""
+    message_follows = any(p > upto.messages_end for p, _ in upto.marks)  # a last message outside the loop
     always = upto.text[upto.messages_end :].strip() if upto.messages_end and not message_follows else ""
     several = len(_TOKENS.findall(always)) > 1 and not (chat.eos_token and chat.eos_token in always)
     prompts = [*_known_prompts(chat), always if several or before.rstrip().endswith(always) else ""]
@@ -298,40 +304,41 @@ def _header_tokens(chat: Renderings, upto: Trace, before: str) -> set[str]:
 
 
 def _plain_end(chat: Renderings, turn: int) -> str:
-    """The template's text after a plain answer that ends the conversation."""
+    """The template's text after a plain answer at the end of the conversation."""
     plain = chat.prefix(turn, False, ASSISTANT)
     return plain.text.partition(FILLER)[2] if plain else ""
 
 
 def _is_end(chat: Renderings, text: str, header: set[str]) -> bool:
-    """Whether a text is one control token, and none of a header's."""
+    """Whether a text is a single control token that no header contains."""
     token = text.strip()
     return token == chat.eos_token or (bool(_TOKENS.fullmatch(token)) and token not in header)
 
 
 def _ends(chat: Renderings, text: str) -> bool:
+    """Whether a text contains a token that may end a turn."""
     return re.search(CONTROL, text) is not None or bool(chat.eos_token and chat.eos_token in text)
 
 
 def _after_constant_header(chat: Renderings, whole: Trace, turn: int, ended: int) -> int:
-    """The end of the text that the template writes before any content, for a template that shows no generation prompt."""
+    """The end of the text that the template writes before any content. For templates without a generation prompt."""
     constant = chat.prefix(turn, False, ASSISTANT)
     if constant is None or FILLER not in constant.text:
-        raise not_found(chat, turn, "it shows no generation prompt")
+        raise not_found(chat, turn, "the template writes no generation prompt")
     at, place = _anchor(constant, whole)
     lead = constant.text[at : constant.text.index(FILLER)]
     end = place + len(lead)
     if not whole.text.startswith(lead, place) or end < ended:
-        raise not_found(chat, turn, "it shows no generation prompt, and its header depends on the content")
+        raise not_found(chat, turn, "the template writes no generation prompt, and the header depends on the content")
     header = whole.text[ended:end].strip()
     prompts = [p.strip() for p in _known_prompts(chat) if p]
     if header and prompts and not any(p.startswith(header) for p in prompts):
-        raise not_found(chat, turn, f"it begins with {header!r}, elsewhere the generation prompt is {prompts[0]!r}")
+        raise not_found(chat, turn, f"it begins with {header!r}, but the generation prompt elsewhere is {prompts[0]!r}")
     return end if header else ended
 
 
 def _end_of_last_turn(chat: Renderings, upto: Trace, turn: int, start: int, own: int, traced: int | None) -> int:
-    """The end of a turn that ends the text. Its end token shows in the text that follows if the conversation continues."""
+    """The end of a turn that ends the text. Continuing the conversation shows which token is the end token."""
     text = upto.text
     after, everything, header = max(start, own), len(text.rstrip()), _header_tokens(chat, upto, text[:start])
     for longer in (chat.prefix(turn + 1, False, "user"), chat.prefix(turn + 1, True)):
@@ -346,7 +353,7 @@ def _end_of_last_turn(chat: Renderings, upto: Trace, turn: int, start: int, own:
             return shared
         if traced < shared:
             return shared if _is_end(chat, text[traced:shared], header) else traced
-        # An end token that another one replaces if the conversation continues; where a header follows, it is an extra one.
+        # Another token may replace the end token when the conversation continues. Before a header, it is an additional token.
         rest = longer.text[at + shared - place :].partition(FILLER)[0].lstrip()
         following = _TOKENS.findall(rest) if _TOKENS.match(rest) else []
         if not following or following[0] in header:
@@ -358,4 +365,4 @@ def _end_of_last_turn(chat: Renderings, upto: Trace, turn: int, start: int, own:
         return traced
     if not text[after:everything].strip() or _is_end(chat, text[after:everything], header):
         return everything
-    raise not_found(chat, turn, f"its end cannot be told from the conversation's ({text[after:everything]!r})")
+    raise not_found(chat, turn, f"it and the conversation have the same end ({text[after:everything]!r})")

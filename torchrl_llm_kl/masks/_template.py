@@ -1,10 +1,10 @@
 """Chat templates: template selection, renderings, and traces that assign each character to a message.
 
-A trace is a rendering with invisible markers. The template's syntax tree gets outputs at the start and end of every
-``for`` body, and after every assignment in a loop, that print the marker of the message that the loop variable (or the
-assigned variable) holds, if it holds one; messages carry their markers in extra keys. The strings of the messages carry
-marks at their edges, which show where each is written, however the template gets there. If the text without markers and
-marks differs from the plain rendering, the trace is discarded and made again with fewer marks.
+A trace is a rendering with invisible markers. Outputs are added to the template's syntax tree at the start and end of every
+``for`` body, and after every assignment in a loop. If the loop variable (or the assigned variable) is a message, they print
+the marker that this message carries in an extra key. The strings of the messages also carry marks at their edges, which show
+where each string is written. If the text without markers and marks differs from the plain rendering, the trace is discarded
+and made again with fewer marks.
 
 Renderings are expensive. Most templates write a fixed generation prompt after the loop over the messages ("the message
 loop"): the text after the whole conversation is then the prompt of every turn and need not be rendered turn by turn.
@@ -21,37 +21,28 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
-from torchrl_llm_kl.masks._messages import (
-    AssistantMaskError,
-    Message,
-    MissingChatTemplateError,
-    TemplateArgs,
-    Tokenizer,
-)
+from torchrl_llm_kl.masks._messages import Message, MissingChatTemplateError, TemplateArgs, Tokenizer
 from torchrl_llm_kl.masks._tokens import Span
 
 # ------------------------------------------------------------------ renderings
 
-# Arguments of `apply_chat_template` that are not template variables. They would change its result, or the tokens,
-# without the mask.
-_RESERVED = frozenset(
-    {
-        *("conversation", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
-        *("padding", "truncation", "max_length", "tokenizer_kwargs"),
-        *("continue_final_message", "sanitize_control_tokens"),
-    }
-)
+# Arguments of `apply_chat_template` that are not template variables. They would change the text or the tokens, and the mask
+# would no longer fit.
+_RESERVED = {
+    *("conversation", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    *("padding", "truncation", "max_length", "continue_final_message", "sanitize_control_tokens"),
+}
 
 
 class Renderer:
-    """Renders conversations on one template with one set of template variables; ``name`` describes it in messages."""
+    """Renders conversations with one template and one set of template variables. ``name`` describes the template."""
 
     def __init__(
         self,
@@ -62,14 +53,12 @@ class Renderer:
     ) -> None:
         reserved = sorted(_RESERVED & set(template_kwargs))
         if reserved:
-            raise TypeError(
-                f"{', '.join(reserved)}: not a template variable. Pad, truncate or convert the result instead."
-            )
+            raise TypeError(f"{reserved[0]} is not a template variable: pad, truncate or convert the result instead.")
         self.tokenizer = tokenizer
         self._source, self.name = _resolve(tokenizer, chat_template, tools)
         self._kwargs = {**template_kwargs, "tools": list(tools) if tools is not None else None}
         self.template = instrument(self._source)
-        tokens = getattr(tokenizer, "special_tokens_map", None)  # templates write them
+        tokens = getattr(tokenizer, "special_tokens_map", None)  # templates read them
         self.identity = self._source, repr((self._kwargs, tokens))
 
     def text(self, messages: Sequence[Message], generation_prompt: bool) -> str:
@@ -77,17 +66,11 @@ class Renderer:
         return self._apply(self._source, [dict(m) for m in messages], generation_prompt, {})
 
     def trace(
-        self,
-        messages: Sequence[Message],
-        generation_prompt: bool,
-        plain: str,
-        *,
-        marking: Marking,
-        checked: bool = True,
+        self, messages: Sequence[Message], prompt: bool, plain: str, marking: Marking, *, checked: bool = True
     ) -> Trace | None:
-        """The rendering with the span of each message and generation block, and the marks of the messages' strings.
+        """Render with markers: the spans of messages and generation blocks, and the marks of the messages' strings.
 
-        None if the template fails with the markers, or (if ``checked``) renders another text than ``plain``.
+        Returns None if the template fails with the markers, or if ``checked`` and the text differs from ``plain``.
         """
         quotes, nonce = _unused_quotes(plain), _unused_nonce(plain)
         marked = [
@@ -95,8 +78,8 @@ class Renderer:
             for index, message in enumerate(messages)
         ]
         try:
-            text = self._apply(self.template.tree, marked, generation_prompt, _markers((BLOCK,), 0, quotes))
-        except Exception:  # a template may raise anything; the plain rendering succeeded
+            text = self._apply(self.template.tree, marked, prompt, _markers((BLOCK,), 0, quotes))
+        except Exception:  # a template can raise any error, but the plain rendering succeeded
             return None
         trace = read_trace(text, quotes, nonce)
         return trace if trace.text == plain or not checked else None
@@ -111,41 +94,36 @@ class Renderer:
         # transformers passes the template on unchanged, and jinja2 compiles a syntax tree like a string.
         options = {**self._kwargs, **extra, "add_generation_prompt": generation_prompt, "tokenize": False}
         text = self.tokenizer.apply_chat_template(messages, chat_template=template, **options)  # type: ignore[arg-type]
-        if not isinstance(text, str):
-            raise AssistantMaskError(f"expected one rendered text from {self.name}, found {type(text).__name__}.")
-        return text
+        return cast(str, text)
 
 
 class Renderings:
-    """The renderings of one conversation that its masks need; each is computed once, on first use.
+    """The renderings of one conversation. Each is computed on first use and cached.
 
-    ``plain(count, prompt)`` and ``trace(count, prompt)`` render the first ``count`` messages, with a generation
-    prompt if ``prompt``; ``text`` is the conversation as the model sees it.
+    ``plain(count, prompt)`` and ``trace(count, prompt)`` render the first ``count`` messages, with a generation prompt if
+    ``prompt`` is True. ``text`` is the conversation as the model sees it.
     """
 
     def __init__(self, renderer: Renderer, messages: Sequence[Message], generation_prompt: bool) -> None:
         self.renderer, self.messages, self.generation_prompt = renderer, messages, generation_prompt
         self.template, self.eos_token = renderer.template, getattr(renderer.tokenizer, "eos_token", None)
         self.plain = cache(lambda count, prompt: renderer.text(messages[:count], prompt))
-        self.trace = cache(self._trace)
+        self.trace = cache(lambda count, prompt: self._traced(messages[:count], prompt, self.plain(count, prompt)))
         self.prefix, self.prefix_text = cache(self._prefix), cache(self._prefix_text)
         self.text: str = self.plain(len(messages), generation_prompt)
         self._markings: Sequence[Marking] = MARKINGS
 
-    def _trace(self, count: int, prompt: bool) -> Trace | None:
-        return self._traced(self.messages[:count], prompt, self.plain(count, prompt))
-
     def _traced(self, messages: Sequence[Message], prompt: bool, plain: str) -> Trace | None:
-        """The trace with the most marks that leave the text as it is. A failed one is not tried again."""
+        """The trace with the most marks that do not change the text. A marking that failed is not tried again."""
         for tried, marking in enumerate(self._markings):
-            trace = self.renderer.trace(messages, prompt, plain, marking=marking)
+            trace = self.renderer.trace(messages, prompt, plain, marking)
             if trace is not None:
                 self._markings = self._markings[tried:]
                 return trace
         return None
 
     def _with_next(self, count: int, then: str) -> list[Any]:
-        """The first ``count`` messages, and one more with role ``then``, if any, and content :data:`FILLER`."""
+        """The first ``count`` messages. With ``then``, one more message of that role with the content :data:`FILLER`."""
         messages: list[Any] = list(self.messages[:count])
         if then:
             in_parts = any(isinstance(message.get("content"), (list, tuple)) for message in self.messages)
@@ -157,16 +135,16 @@ class Renderings:
         return messages
 
     def _prefix_text(self, count: int, prompt: bool, then: str = "") -> str | None:
-        """The text of :meth:`prefix`, which is cheaper without its marks."""
+        """The text of :meth:`prefix`, without the cost of a trace."""
         try:
             return self.renderer.text(self._with_next(count, then), prompt) if then else self.plain(count, prompt)
-        except Exception:  # a template may raise anything
+        except Exception:  # a template can raise any error
             return None
 
     def _prefix(self, count: int, prompt: bool, then: str = "") -> Trace | None:
-        """The rendering of the first ``count`` messages, of one more with role ``then`` and content :data:`FILLER`.
+        """Render the first ``count`` messages. With ``then``, one more message of that role with the content :data:`FILLER`.
 
-        None if the template rejects such a conversation.
+        Returns None if the template rejects such a conversation.
         """
         plain = self.prefix_text(count, prompt, then)
         if plain is None:
@@ -178,15 +156,15 @@ class Renderings:
 
     @cached_property
     def prompted(self) -> Trace | None:
-        """The trace of the conversation with a generation prompt, if that prompt is every turn's; else None.
+        """The trace of the conversation with a generation prompt. None if turns may have different prompts.
 
-        Unless the message loop reads the flag ``add_generation_prompt``, this is also the trace of the text without the
+        Unless the message loop reads the flag ``add_generation_prompt``, this trace also holds for the text without the
         prompt, up to the end of the messages.
         """
         if not self.template.prompt_is_fixed:
             return None
         for tried, marking in enumerate(self._markings):
-            trace = self.renderer.trace(self.messages, True, self.text, marking=marking, checked=self.generation_prompt)
+            trace = self.renderer.trace(self.messages, True, self.text, marking, checked=self.generation_prompt)
             unchecked = self.generation_prompt or self.template.loop_reads_flag
             if trace is None or not marking.kinds:
                 continue
@@ -196,7 +174,7 @@ class Renderings:
         return None
 
     def _ends_in_prompt(self, trace: Trace, count: int) -> bool:
-        """Whether a prompt, and not a message, follows the message loop: by its marks, or by the effect of the flag."""
+        """Whether a prompt follows the message loop, and not a message. Marks or the effect of the flag decide."""
         end = trace.messages_end
         if not end or any(p > end or not mark.is_end for p, mark in trace.marks_in(end, len(trace.text))):
             return False
@@ -205,11 +183,11 @@ class Renderings:
         return self.plain(count, True) != self.plain(count, False)
 
     def prompts(self, count: int, *, fixed: bool) -> Iterator[str]:
-        """Candidates for the generation prompt after the first ``count`` messages.
+        """Yield candidates for the generation prompt after the first ``count`` messages.
 
-        The first is the text after the message loop; the second, for templates that write the prompt inside the loop,
-        is the text that the flag ``add_generation_prompt`` adds. With ``fixed``, these messages end inside the message
-        loop of :attr:`prompted`, so that its prompt is theirs.
+        The first candidate is the text after the message loop. The second is the text that the flag
+        ``add_generation_prompt`` adds, for templates that write the prompt inside the loop. ``fixed`` states that these
+        messages end inside the message loop of :attr:`prompted`, so that they have the same prompt.
         """
         prompted = self.prompted if fixed else None
         try:
@@ -227,35 +205,24 @@ class Renderings:
 
 
 def common_prefix_length(a: str, b: str) -> int:
-    """Number of leading characters that two texts share."""
+    """The number of leading characters that two texts share."""
     return bisect(range(min(len(a), len(b))), False, key=lambda k: a[: k + 1] != b[: k + 1])
 
 
 def _resolve(tokenizer: Tokenizer, chat_template: str | None, tools: Sequence[object] | None) -> tuple[str, str]:
-    """The template's text, and a description of the template for messages."""
+    """Select the template. Returns its text, and a description for messages."""
     own = getattr(tokenizer, "chat_template", None)
-    if chat_template is None and not own:
-        raise MissingChatTemplateError(
-            f"{type(tokenizer).__name__} ({getattr(tokenizer, 'name_or_path', '') or 'unnamed'}) has no chat template: pass "
-            "`chat_template=`."
-        )
-    if isinstance(own, Mapping):
-        name = chat_template
-        if name is None:
-            name = "tool_use" if tools is not None and "tool_use" in own else "default"
-            if name not in own:
-                raise MissingChatTemplateError(
-                    f"the tokenizer has the chat templates {sorted(own)} and no default: pass one as `chat_template=`."
-                )
-        if name in own:
-            return own[name], f"the tokenizer's chat template {name!r} ({_fingerprint(own[name])})"
-    template = str(own if chat_template is None else chat_template)
+    named = own if isinstance(own, Mapping) else {}
+    name = chat_template
+    if named and name is None:
+        name = "tool_use" if tools is not None and "tool_use" in named else "default"
+    if name in named:
+        return named[name], f"the tokenizer's chat template {name!r} ({_fingerprint(named[name])})"
+    template = own if name is None else name
+    if not isinstance(template, str) or "{" not in template:
+        label = f"{type(tokenizer).__name__} has no chat template{f' {name!r}' if name else ''}"
+        raise MissingChatTemplateError(f"{label}: pass `chat_template=`, a template or a name of {sorted(named)}.")
     origin = "the tokenizer's chat template" if chat_template is None else "the chat template passed"
-    if "{" not in template:
-        names = sorted(own) if isinstance(own, Mapping) else "one unnamed template" if own else "none"
-        raise MissingChatTemplateError(
-            f"`chat_template={template!r}` is neither a template nor the name of one of the tokenizer's: {names}."
-        )
     return template, f"{origin} ({_fingerprint(template)})"
 
 
@@ -267,7 +234,7 @@ def _fingerprint(template: str) -> str:
 
 # ------------------------------------------------------------------ traces
 
-FILLER = "\U0010fefe"
+FILLER = "\U0010fefe"  # a private-use character, which templates and messages hardly contain
 # Kinds of spans: a message in a loop body, a message assigned to a variable in a loop, a generation block.
 LOOP, SET, BLOCK = "loop", "set", "block"
 _OPEN, _CLOSE = "+", "-"
@@ -280,8 +247,8 @@ class Trace:
 
     text: str
     spans: tuple[tuple[str, int, int, int], ...]  # (kind, message index or -1, start, end) in closing order
-    messages_end: int  # of the last loop marker: the text after it was written after the last message
-    marks: tuple[tuple[int, Mark], ...] = ()  # positions of the edges of the messages' strings, in text order
+    messages_end: int  # position of the last loop marker: text after it was written after the last message
+    marks: tuple[tuple[int, Mark], ...] = ()  # edges of the messages' strings with their positions, in text order
 
     def of(self, kind: str, index: int = -1) -> list[Span]:
         """Spans of one kind and message that hold more than white space (generation blocks may be empty)."""
@@ -296,26 +263,14 @@ class Trace:
         return by_message
 
     def inside(self, span: Span) -> set[int]:
-        """Messages of which a span that is not blank lies inside of ``span``."""
-        starts, spans = self._in_order
-        near = spans[bisect_left(starts, span[0]) : bisect_right(starts, span[1])]
-        return {index for _, end, index in near if end <= span[1]}
+        """The messages that have a non-blank span inside ``span``."""
+        spans = ((index, each) for (kind, index), own in self._by_message.items() if kind != BLOCK for each in own)
+        return {index for index, (start, end) in spans if span[0] <= start and end <= span[1]}
 
-    @cached_property
-    def _in_order(self) -> tuple[list[int], list[tuple[int, int, int]]]:
-        spans = sorted(
-            (a, b, index) for (kind, index), own in self._by_message.items() if kind != BLOCK for a, b in own
-        )
-        return [start for start, _, _ in spans], spans
-
-    @cached_property
-    def loop_ends(self) -> dict[int, int]:
-        """The first message whose body of a loop ends at a position."""
-        ends: dict[int, int] = {}
-        for kind, index, _, end in self.spans:
-            if kind == LOOP:
-                ends[end] = min(index, ends.get(end, index))
-        return ends
+    def first_ending_at(self, position: int, default: int) -> int:
+        """The first message whose loop body ends at a position, or ``default``."""
+        ends = (index for kind, index, _, end in self.spans if kind == LOOP and end == position)
+        return min(ends, default=default)
 
     def marks_of(self, message: int) -> list[tuple[int, Mark]]:
         """The marks of one message, in text order."""
@@ -333,7 +288,7 @@ class Trace:
         return self.marks[bisect_left(self._positions, low) : bisect_right(self._positions, high)]
 
     def marks_around(self, low: int, high: int, message: int) -> Span:
-        """The last mark of another message up to ``low``, and the first one from ``high`` on; else the text's ends."""
+        """The last mark of another message up to ``low``, and the first from ``high`` on. Defaults to the ends of the text."""
         before = reversed(self.marks[: bisect_right(self._positions, low)])
         after = self.marks[bisect_left(self._positions, high) :]
         return (
@@ -347,13 +302,13 @@ class Trace:
 
     @cached_property
     def places(self) -> dict[Mark, int]:
-        """The positions of the marks that occur once."""
+        """The positions of the marks that occur exactly once."""
         count = Counter(mark for _, mark in self.marks)
         return {mark: position for position, mark in self.marks if count[mark] == 1}
 
 
 def read_trace(marked_text: str, quotes: tuple[str, str], nonce: str) -> Trace:
-    """Remove markers and marks from a rendering and pair the markers up; a marker without a partner is ignored."""
+    """Remove markers and marks from a rendering, and pair opening with closing markers. Unpaired markers are ignored."""
     pattern = re.compile(f"{quotes[0]}([a-z]+)([+-])([0-9]+){quotes[1]}|{nonce}([0-9]+)_([01])_([0-9]+)_([01])_")
     pieces: list[str] = []
     marks: list[tuple[int, Mark]] = []
@@ -379,7 +334,7 @@ def read_trace(marked_text: str, quotes: tuple[str, str], nonce: str) -> Trace:
 
 
 class Mark(NamedTuple):
-    """An edge of a string of a message; ``spoken`` if it is content or reasoning, else a part of a tool call."""
+    """An edge of a string in a message. ``spoken`` is True for content and reasoning, False for parts of a tool call."""
 
     message: int
     spoken: bool
@@ -388,7 +343,7 @@ class Mark(NamedTuple):
 
 
 class Marking(NamedTuple):
-    """The marks of a trace: the kinds of markers, the fields of the messages, whether both edges of their strings."""
+    """Settings of a trace: the kinds of markers, the marked fields, and whether both edges of a string are marked."""
 
     kinds: tuple[str, ...]
     fields: tuple[str, ...]
@@ -398,7 +353,8 @@ class Marking(NamedTuple):
 SPOKEN = ("content", "reasoning_content", "reasoning", "thinking")
 _MESSAGES = (LOOP, SET)
 _ALL = (*SPOKEN, "tool_calls")
-# From the most marks to the fewest: a template may look at the edges of its strings, or trim the text of its loop.
+# From the most marks to the fewest. A template may test the edges of its strings or trim the text of its loop, and marks
+# would then change its output.
 MARKINGS = (
     Marking(_MESSAGES, _ALL, True),
     Marking(_MESSAGES, SPOKEN[:1], False),
@@ -410,9 +366,9 @@ _TAGS = re.compile(r"(?:\s|<[^<>]*>|\[[^\[\]]*\])*")
 
 
 def mark_strings(message: Message, index: int, nonce: str, marking: Marking) -> dict[str, object]:
-    """A copy of a message with marks in its strings: after leading, before trailing white space and tags.
+    """Copy a message with marks in its strings, after leading and before trailing white space and tags.
 
-    So a template still finds ``<think>`` at the start of a content, and trims the same text.
+    Inside the tags the marks do no harm: a template still finds ``<think>`` at the start and trims the same text.
     """
     copy = dict(message)
     number = count()
@@ -424,7 +380,7 @@ def mark_strings(message: Message, index: int, nonce: str, marking: Marking) -> 
         if isinstance(value, (list, tuple)):
             return [mark(item, spoken, keys) for item in value]
         start, end = core_of(value) if isinstance(value, str) else (0, 0)
-        if start >= end and isinstance(value, str):  # nothing but tags
+        if start >= end and isinstance(value, str):  # the string has only tags
             start, end = len(value) - len(value.lstrip()), len(value.rstrip())
         if start >= end:
             return value
@@ -441,6 +397,7 @@ def mark_strings(message: Message, index: int, nonce: str, marking: Marking) -> 
 
 def core_of(text: str) -> Span:
     """The span of a text without the white space and the tags at its edges."""
+    # The end is scanned by hand, since a regular expression for it would backtrack in quadratic time.
     match = _TAGS.match(text)
     start, end = match.end() if match else 0, len(text)
     while start < end:
@@ -456,17 +413,15 @@ def core_of(text: str) -> Span:
 
 
 def _unused_nonce(text: str) -> str:
-    """The beginning of a mark that the text does not contain: digits and underscores, which no filter changes."""
+    """A beginning of marks that the text does not contain. Filters such as ``upper`` keep its digits and underscores."""
+    # A single scan of the text: testing one nonce after another would take quadratic time.
     used = set(re.findall(r"_0([0-9]+)(?=_)", text)) if "_0" in text else ()
     return next(f"_0{k}_" for k in count(7391) if str(k) not in used)
 
 
 def _unused_quotes(text: str) -> tuple[str, str]:
-    """Two private-use characters, to enclose markers, that the text does not contain."""
-    for c in _PRIVATE_USE:
-        if chr(c) not in text and chr(c + 1) not in text:
-            return chr(c), chr(c + 1)
-    raise ValueError("the conversation holds every private-use character from U+10FF00 on; remove some of them.")
+    """Two private-use characters that the text does not contain. They enclose markers."""
+    return next((chr(c), chr(c + 1)) for c in _PRIVATE_USE if chr(c) not in text and chr(c + 1) not in text)
 
 
 def _markers(kinds: Sequence[str], index: int, quotes: tuple[str, str]) -> dict[str, str]:
@@ -474,7 +429,7 @@ def _markers(kinds: Sequence[str], index: int, quotes: tuple[str, str]) -> dict[
 
 
 def _key(kind: str, action: str) -> str:
-    """The message key, or the template variable, that holds a marker."""
+    """The message key or template variable that contains a marker."""
     return f"torchrl_llm_kl_{kind}_{'open' if action == _OPEN else 'close'}"
 
 
@@ -483,10 +438,10 @@ def _key(kind: str, action: str) -> str:
 
 @dataclass(frozen=True)
 class InstrumentedTemplate:
-    """A template's syntax tree with markers, and properties of the template that the tree shows.
+    """A template's syntax tree with markers, and properties of the template that follow from the tree.
 
-    The prompt is fixed if everything written after the message loop is independent of the messages and outside of
-    generation blocks; only then is ``loop_reads_flag`` meaningful: the message loop reads ``add_generation_prompt``.
+    The prompt is fixed if everything after the message loop is independent of the messages and outside generation blocks.
+    ``loop_reads_flag`` states that the message loop reads ``add_generation_prompt``. It is meaningful only for a fixed prompt.
     """
 
     tree: nodes.Template
@@ -498,12 +453,12 @@ class InstrumentedTemplate:
 @lru_cache(maxsize=64)
 def instrument(template: str) -> InstrumentedTemplate:
     """Parse a chat template (transformers' dialect) and add the markers."""
-    environment = jinja2.Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
-    )
+    extensions: tuple[str | type[Extension], ...] = (_GenerationBlock, "jinja2.ext.loopcontrols")
+    # transformers renders with the same settings.
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     tree = environment.parse(template)
     has_blocks = any(name.name == _key(BLOCK, _OPEN) for name in tree.find_all(nodes.Name))
-    # A loop passes values on through a namespace: the sandbox forbids changing a list or a dict.
+    # Loops can pass values on only through a namespace, since the sandbox forbids changing a list or a dict.
     last = max(_dependents(tree.body, {"messages", "namespace", _key(BLOCK, _OPEN)}), default=-1)
     fixed = last >= 0 and isinstance(tree.body[last], nodes.For)
     loop_reads_flag = last in _dependents(tree.body, {"add_generation_prompt"})
@@ -513,22 +468,22 @@ def instrument(template: str) -> InstrumentedTemplate:
 
 
 def _dependents(body: Sequence[nodes.Node], names: set[str]) -> set[int]:
-    """The statements that read one of the names, or a name that another such statement sets.
+    """The statements that read one of the names, directly or through names that other statements set.
 
-    Every name that a statement sets is assumed to depend on every name that it reads, which is conservative.
+    Conservatively, each name that a statement sets depends on every name that the statement reads.
     """
-    reads = [_names(statement, read=True) for statement in body]
+    reads = [_names_in(statement, read=True) for statement in body]
     dependents: set[int] = set()
-    while True:
+    while True:  # until no statement is added
         added = {k for k, read in enumerate(reads) if read & names} - dependents
         if not added:
             return dependents
         dependents |= added
-        names = names.union(*(_names(body[k], read=False) for k in added))
+        names = names.union(*(_names_in(body[k], read=False) for k in added))
 
 
-def _names(statement: nodes.Node, *, read: bool) -> set[str]:
-    """The names that a statement reads, or those that it sets."""
+def _names_in(statement: nodes.Node, *, read: bool) -> set[str]:
+    """The names that a statement reads or, with ``read=False``, sets."""
     named: Any = nodes.Scope([statement]).find_all((nodes.Name, nodes.NSRef, nodes.Macro))
     return {node.name for node in named if (isinstance(node, nodes.Name) and node.ctx == "load") == read}
 
@@ -547,11 +502,12 @@ class _GenerationBlock(Extension):
 
 
 def _mark_statements(statements: Iterable[nodes.Node], loop_target: str | None, in_loop: bool) -> list[nodes.Node]:
-    """The statements with markers; ``loop_target`` is the innermost loop's variable, if it is a single name."""
+    """Add markers to statements. ``loop_target`` is the innermost loop's variable, if that is a single name."""
     marked: list[nodes.Node] = []
     closing: list[nodes.Node] = []
     for node in statements:
         if isinstance(node, (nodes.Continue, nodes.Break)) and loop_target:
+            # The loop body ends here, before its own closing marker.
             marked.append(_emit_message(loop_target, LOOP, _CLOSE, node.lineno))
         marked.append(node)
         if isinstance(node, nodes.For):
@@ -563,7 +519,7 @@ def _mark_statements(statements: Iterable[nodes.Node], loop_target: str | None, 
             node.body = body
             node.else_ = _mark_statements(node.else_, loop_target, in_loop)
         elif isinstance(node, nodes.Assign):
-            if in_loop and isinstance(node.target, nodes.Name) and not _is_text(node.node, loop_target):
+            if in_loop and isinstance(node.target, nodes.Name) and not _is_no_message(node.node, loop_target):
                 marked.append(_emit_message(node.target.name, SET, _OPEN, node.lineno))
                 closing.append(_emit_message(node.target.name, SET, _CLOSE, node.lineno))
         else:
@@ -574,8 +530,8 @@ def _mark_statements(statements: Iterable[nodes.Node], loop_target: str | None, 
     return marked + closing[::-1]
 
 
-def _is_text(value: nodes.Node, loop_target: str | None) -> bool:
-    """Whether an assigned value is certainly no message: a constant, a field of the loop's message, a method of text."""
+def _is_no_message(value: nodes.Node, loop_target: str | None) -> bool:
+    """Whether an assigned value cannot be a message, such as a constant, a message's field or the result of a text method."""
     if isinstance(value, nodes.Call) and isinstance(value.node, nodes.Getattr):
         return hasattr(str, value.node.attr) and not hasattr(dict, value.node.attr)
     if isinstance(value, (nodes.Getattr, nodes.Getitem)):
@@ -586,7 +542,7 @@ def _is_text(value: nodes.Node, loop_target: str | None) -> bool:
 
 
 def _emit_message(variable: str, kind: str, action: str, lineno: int) -> nodes.Output:
-    """``{{ variable[key] if variable is mapping else "" }}``: prints nothing unless that is a marked message."""
+    """Build ``{{ variable[key] if variable is mapping else "" }}``, which prints the marker of a marked message."""
     name = nodes.Name(variable, "load", lineno=lineno)
     test = nodes.Test(name, "mapping", [], [], None, None, lineno=lineno)
     item = nodes.Getitem(name, nodes.Const(_key(kind, action), lineno=lineno), "load", lineno=lineno)

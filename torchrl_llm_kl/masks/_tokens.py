@@ -26,15 +26,15 @@ def encode_with_mask(
 
     A token that straddles the border of a span is masked in: the model produced part of it, and without it the mask of a
     short turn could be empty. The exception is a special token that starts before the span and extends into it only by
-    absorbing white space: it is part of the role header.
+    absorbing white space. Such a token is part of the role header.
 
     Args:
-        tokenizer: a transformers tokenizer; a slow one must not change tokens if the text is cut at the borders.
-        texts: rendered conversations; no special tokens are added.
+        tokenizer: a transformers tokenizer. With a slow one, cutting the text at the borders must not change the tokens.
+        texts: rendered conversations. No special tokens are added.
         spans: for each text, disjoint character spans ``(start, end)``.
 
     Returns:
-        For each text ``(token_ids, mask)``, int64 and bool ``[T]``; the mask is False for the first token.
+        For each text ``(token_ids, mask)``, int64 and bool ``[T]``. The mask is False for the first token.
     """
     if getattr(tokenizer, "is_fast", False):
         batch = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
@@ -65,21 +65,14 @@ def mask_from_prompt_lengths(prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
         [False, False, True, True, False, True, True]
     """
     if prompt_lengths.ndim != 1 or prompt_lengths.shape != lengths.shape:
-        raise ValueError(
-            f"prompt_lengths has shape {tuple(prompt_lengths.shape)} and lengths {tuple(lengths.shape)}; expected [S] for "
-            "both."
-        )
-    for name, value in (("prompt_lengths", prompt_lengths), ("lengths", lengths)):
-        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
-            raise TypeError(f"{name} has dtype {value.dtype}; expected an integer dtype. Pass {name}.long().")
+        shapes = f"{tuple(prompt_lengths.shape)} and {tuple(lengths.shape)}"
+        raise ValueError(f"prompt_lengths and lengths have the shapes {shapes}, expected [S] for both.")
     prompt_lengths = prompt_lengths.to(lengths.device)
-    wrong = (prompt_lengths < 0) | (prompt_lengths > lengths)
-    if wrong.any():
-        sequence = int(wrong.nonzero()[0, 0])
-        raise ValueError(
-            f"sequence {sequence} has prompt length {int(prompt_lengths[sequence])} and length {int(lengths[sequence])}; "
-            "expected 0 <= prompt length <= length."
-        )
+    wrong = ((prompt_lengths < 0) | (prompt_lengths > lengths)).nonzero().flatten().tolist()
+    if wrong:
+        found = f"{int(prompt_lengths[wrong[0]])} of {int(lengths[wrong[0]])} tokens"
+        raise ValueError(f"the prompt of sequence {wrong[0]} has {found}, expected 0 <= prompt length <= length.")
+    # At least 1: the first token of a sequence is never masked in.
     first_response = lengths.cumsum(0) - lengths + prompt_lengths.clamp(min=1)
     position = torch.arange(int(lengths.sum()), device=lengths.device)
     return position >= first_response.repeat_interleave(lengths)
@@ -88,9 +81,9 @@ def mask_from_prompt_lengths(prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
 def _mask_by_offsets(
     tokenizer: Tokenizer, text: str, ids: list[int], encoding: Encoding, spans: Sequence[Span]
 ) -> tuple[Tensor, Tensor]:
-    """A span's tokens are found by bisection over the ends of tokens, without a list of all offsets.
+    """Find the tokens of each span by bisection over token ends, since a list of all offsets is slow to build.
 
-    Some tokenizers trim white space from their offsets: a character without a token belongs to the next one.
+    Some tokenizers trim white space from their offsets. A character without a token belongs to the next token.
     """
     tokens, mask = range(len(ids)), np.zeros(len(ids), bool)
     offsets = cast("Callable[[int], Span]", encoding.token_to_chars)  # None only for a token that does not exist
@@ -105,7 +98,7 @@ def _mask_by_offsets(
     for start, end in (span for span in spans if span[0] < span[1]):
         low = bisect_right(tokens, start, key=last)
         high = bisect_left(tokens, end, low, key=last) + 1
-        while high < len(ids) and offsets(high)[0] < end:  # several tokens of one character
+        while high < len(ids) and offsets(high)[0] < end:  # one character may have several byte tokens
             high += 1
         mask[low:high] = True
         for token in tokens[low:high]:
@@ -118,14 +111,17 @@ def _mask_by_offsets(
 
 
 def _ends_may_decrease(tokenizer: Tokenizer) -> bool:
-    """Whether a normalizer may insert characters without a width, which the trimming of white space moves back."""
+    """Whether token ends may decrease: a normalizer inserts characters of zero width, and white space is trimmed."""
     backend = tokenizer.backend_tokenizer
     trims = backend.post_processor is not None and b'"trim_offsets":true' in backend.post_processor.__getstate__()
     return trims and backend.normalizer is not None
 
 
 def _mask_by_pieces(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-    """Without offsets: tokenise the pieces between borders; their tokens must equal the tokens of the whole text."""
+    """Tokenise the pieces between the borders, for a tokenizer without offsets.
+
+    The tokens of the pieces must equal the tokens of the whole text.
+    """
     whole = list(tokenizer.encode(text, add_special_tokens=False))
     ids: list[int] = []
     mask: list[bool] = []

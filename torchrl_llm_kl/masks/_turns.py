@@ -1,8 +1,8 @@
 """The assistant's spans in the rendered text.
 
-A turn starts with a role header, the text that the generation prompt already provides; the model produces the rest. The
-trace of the rendering proposes the span of a turn; renderings of the conversation up to the turn confirm or correct it,
-or locate a turn that cannot be traced. A span that they contradict raises an error.
+A turn starts with a role header, which the generation prompt already provides. The model produces the rest. The trace of the
+rendering proposes the span of a turn. Renderings of the conversation up to the turn confirm or correct the span, or locate a
+turn that cannot be traced. A span that they contradict raises an error.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torchrl_llm_kl.masks._prefixes import (
     end_of_prompt,
     end_of_shared_units,
     end_of_turn,
+    has_only_header,
     headers_of,
     holds,
-    is_header_alone,
     is_omitted,
     not_found,
     own_gaps,
@@ -49,7 +49,7 @@ _BORDER = re.compile(rf"{CONTROL}|\s|\Z")
 def locate_turns(
     renderer: Renderer, messages: Sequence[Message], generation_prompt: bool
 ) -> tuple[str, tuple[Span, ...], str]:
-    """Text, assistant spans and ``located_by`` of a :class:`RenderedConversation`."""
+    """Locate the assistant's turns. Returns text, spans and ``located_by`` of a :class:`RenderedConversation`."""
     chat = Renderings(renderer, messages, generation_prompt)
     turns = [i for i, message in enumerate(messages) if message.get("role") == ASSISTANT]
     if not turns:
@@ -61,15 +61,15 @@ def locate_turns(
     spans: list[Span] = []
     traced, ended = False, 0
     for turn in turns:
-        written = _written(trace, turn) if trace is not None else None
+        written = _span_of(trace, turn) if trace is not None else None
         regions: list[Span] = []
         if trace is not None and written:
             try:
                 regions = _traced_regions(chat, trace, turn, written)
             except TurnNotFoundError:
-                pass  # prefixes may show the header
+                pass  # renderings of prefixes may still show the header
             else:
-                if not regions and is_header_alone(chat, trace, turn, written):
+                if not regions and has_only_header(chat, trace, turn, written):
                     continue
         traced = traced or bool(regions)
         if regions or not is_omitted(chat, whole, turn):
@@ -80,7 +80,7 @@ def locate_turns(
                     return chat.text, _spans_of_blocks(chat, whole, turn), "marks"
                 raise
             if regions and regions[0][0] < ended:
-                raise not_found(chat, turn, "it would begin before the end of an earlier turn")
+                raise not_found(chat, turn, "it would begin before an earlier turn ends")
             ended = regions[-1][1] if regions else ended
             spans += _blocks_in(chat, whole, turn, regions) if chat.template.has_generation_blocks else regions
     located_by = "marks" if chat.template.has_generation_blocks else "trace" if traced else "prefixes"
@@ -88,7 +88,7 @@ def locate_turns(
 
 
 def _traced_regions(chat: Renderings, trace: Trace, turn: int, written: Span) -> list[Span]:
-    """The turn by the trace, without the messages of other roles that the template writes inside of it."""
+    """The regions of a turn according to the trace, without messages of other roles that the template writes inside it."""
     if written[0] == written[1]:
         return []
     start = written[0] + _header_length(chat, trace, turn, written)
@@ -99,32 +99,31 @@ def _traced_regions(chat: Renderings, trace: Trace, turn: int, written: Span) ->
 # ------------------------------------------------------------------ confirmation
 
 
-_MAX_KNOWN = 4096
+_MAX_KNOWN = 4096  # borders per template, a few MB
 
 
 @lru_cache(maxsize=64)
 def _known_borders(template: tuple[str, str]) -> dict[object, tuple[int, int, bool]]:
-    """The borders confirmed on one template with one set of variables, by the text around the message's strings.
+    """A cache of confirmed borders for one template and one set of variables, keyed by the text around the message's strings.
 
-    The last entry tells whether the start holds for each turn with that text, whatever the contents.
+    It makes the number of renderings independent of the number of turns. The last entry of a value states whether the start
+    holds for every turn with that text, regardless of the contents.
     """
     return {}
 
 
 def _confirmed(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -> list[Span]:
-    """The regions with borders that the renderings up to the turn confirm; without regions, the one that they show."""
+    """Confirm the regions of a turn, or locate the turn if there are none, with renderings of the conversation up to it."""
     text = whole.text
     traced = (regions[0][0], regions[-1][1]) if regions else (None, None)
     own, low, high = _surroundings(whole, turn, regions)
     first, last = (own[0], own[-1]) if own else (low, low)
     roles = tuple(m.get("role") for m in chat.messages[max(turn - 1, 0) : turn + 2])
-    offsets = tuple(
-        border - at if border is not None else None for border, at in zip(traced, (first, last), strict=True)
-    )
+    offsets = (regions[0][0] - first, regions[-1][1] - last) if regions else None
     gaps = own_gaps(whole, turn, first, last)
     key = (turn == 0, roles, gaps, chat.generation_prompt, bool(own), offsets, text[low:first], text[last:high])
     borders = _known_borders(chat.renderer.identity)
-    known = borders.get(key) if len(regions) < 2 else None
+    known = borders.get(key) if len(regions) < 2 else None  # interrupted turns are not cached
     if known and known[2]:
         start = first + known[0]
     else:
@@ -140,7 +139,7 @@ def _confirmed(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -
     if not known:
         for start, end in regions:
             if end < start:
-                raise not_found(chat, turn, "its end would lie before its start")
+                raise not_found(chat, turn, "it would end before it starts")
             check_gaps(chat, whole, turn, start, end)
         if len(regions) == 1:
             if len(borders) >= _MAX_KNOWN:
@@ -151,7 +150,7 @@ def _confirmed(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -
 
 
 def _surroundings(whole: Trace, turn: int, regions: list[Span]) -> tuple[list[int], int, int]:
-    """The positions of the turn's marks, of the last mark before it, and of the first mark after it."""
+    """The positions of the turn's marks, of the last mark before the turn, and of the first mark after it."""
     marks = whole.marks
     if regions:
         low, high = regions[0][0], regions[-1][1]
@@ -170,14 +169,14 @@ def _surroundings(whole: Trace, turn: int, regions: list[Span]) -> tuple[list[in
 
 
 def _start_of_content(chat: Renderings, text: str, turn: int, mark: int) -> int:
-    """The position of a turn's first string, whose mark stands after its leading tags."""
+    """The position of a turn's first string. Its mark comes after the leading tags of the string."""
     values = (chat.messages[turn].get(field) for field in SPOKEN)
     tags = [value[: core_of(value)[0]].lstrip() for value in values if isinstance(value, str)]
     return mark - max((len(tag) for tag in tags if text.endswith(tag, 0, mark)), default=0)
 
 
 def _with_stop_tokens(chat: Renderings, text: str, turn: int, regions: list[Span]) -> list[Span]:
-    """The regions of a turn that other messages interrupt, each with the control token that stops the model there."""
+    """Extend each region that another message interrupts by the control token that stops the model there."""
     upto = chat.prefix(turn + 1, False)
     stop = re.search(rf"(?:{CONTROL})\Z", upto.text.rstrip()) if upto else None
     *interrupted, final = regions
@@ -187,22 +186,22 @@ def _with_stop_tokens(chat: Renderings, text: str, turn: int, regions: list[Span
 
 
 def _check_contents(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -> None:
-    """Raise if a message's content lies on the wrong side of a border."""
+    """Raise if content of a message is on the wrong side of a border."""
     for position, mark in whole.marks_of(turn):
         if mark.spoken and not any(a <= position <= b for a, b in regions):
-            raise not_found(chat, turn, "a part of it is written elsewhere")
+            raise not_found(chat, turn, "the template writes a part of it elsewhere")
     for a, b in regions:
         for position, mark in whole.marks_in(a, b):
             inside = a < position < b or (a < b and position == (b if mark.is_end else a))
             if inside and mark.message != turn:
-                raise not_found(chat, turn, f"it holds text of message {mark.message}")
+                raise not_found(chat, turn, f"it contains text of message {mark.message}")
 
 
 # ------------------------------------------------------------------ from the trace
 
 
 def _trace_without_prompt(chat: Renderings) -> Trace | None:
-    """The trace of the text without its final generation prompt, which some templates write into the last turn."""
+    """The trace of the text without its final generation prompt. Some templates write the prompt into the last turn."""
     prompted = None if chat.template.loop_reads_flag else chat.prompted
     if prompted is not None:
         # An end token after the last turn is not part of the turn if only the generation prompt adds it.
@@ -215,9 +214,10 @@ def _trace_without_prompt(chat: Renderings) -> Trace | None:
     return trace
 
 
-def _written(trace: Trace, turn: int) -> Span | None:
-    """The span that the template wrote for one message, header and end included; (0, 0) if nothing, None if unknown."""
+def _span_of(trace: Trace, turn: int) -> Span | None:
+    """The span that the template wrote for a message, including header and end. (0, 0) if empty, None if unknown."""
     spans = trace.of(LOOP, turn) or trace.of(SET, turn)
+    # A nested loop over the same message writes only a part of the span.
     outermost = [a for a in spans if not any(b[0] <= a[0] and a[1] <= b[1] and a != b for b in spans)]
     if len(outermost) == 1:
         return outermost[0]
@@ -226,10 +226,10 @@ def _written(trace: Trace, turn: int) -> Span | None:
 
 
 def _end_of_turn(chat: Renderings, text: str, turn: int, start: int, end: int) -> int:
-    """End of the turn without trailing white space, but with its end token."""
+    """The end of the turn, after its end token and without trailing white space."""
     spoken = text[start:end].rstrip()
     eos = chat.eos_token
-    # Some templates write the end token outside of the turn: before the next one, or after the last.
+    # Some templates write the end token outside the turn: before the next turn, or after the last one.
     content = chat.messages[turn].get("content")
     unclosed = isinstance(content, str) and content.rstrip().endswith(spoken.lstrip())
     if eos and unclosed and text.startswith(eos, end):
@@ -238,7 +238,7 @@ def _end_of_turn(chat: Renderings, text: str, turn: int, start: int, end: int) -
 
 
 def _other_messages(trace: Trace, messages: Sequence[Message], turn: int, written: Span) -> list[Span]:
-    """Messages of other roles that the template writes inside the turn, such as tool responses."""
+    """The spans of messages of other roles inside the turn, such as tool responses."""
     holes: list[Span] = []
     for other in sorted(trace.inside(written) - {turn}):
         if messages[other].get("role") == ASSISTANT:
@@ -251,6 +251,7 @@ def _other_messages(trace: Trace, messages: Sequence[Message], turn: int, writte
 
 
 def _subtract(spans: list[Span], holes: list[Span]) -> list[Span]:
+    """The parts of the spans outside the holes."""
     for low, high in holes:
         spans = [
             piece
@@ -262,7 +263,7 @@ def _subtract(spans: list[Span], holes: list[Span]) -> list[Span]:
 
 
 def _merge(spans: list[Span]) -> tuple[Span, ...]:
-    """Sorted and disjoint; adjacent spans stay separate, since they are different turns."""
+    """Sort spans and make them disjoint. Adjacent spans stay separate, since they are different turns."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         start = max(start, merged[-1][1]) if merged else start
@@ -275,18 +276,19 @@ def _merge(spans: list[Span]) -> tuple[Span, ...]:
 
 
 def _header_length(chat: Renderings, trace: Trace, turn: int, written: Span) -> int:
-    """Length of the role header: the part of the turn that the generation prompt already holds."""
+    """The length of the role header, which is the part of the turn that the generation prompt already contains."""
     text = trace.text[slice(*written)]
     lead = len(text) - len(text.lstrip())
-    # Whether the last message loop writes the turn, directly after another message unless it is the first.
-    follows = turn == 0 or trace.loop_ends.get(written[0], turn) < turn
+    # Whether the last message loop writes the turn, and directly after another message unless it is the first.
+    follows = turn == 0 or trace.first_ending_at(written[0], turn) < turn
     fixed = follows and written[1] <= trace.messages_end
     partial = 0
+    # The prompt before the turn comes first. Without it, the prompt after the conversation is tried.
     for count in filter(None, (turn, len(chat.messages))):
         for prompt in chat.prompts(count, fixed=fixed):
             if not prompt.strip():
                 continue
-            skip = len(prompt) - len(prompt.lstrip())  # compare with and without leading white space
+            skip = len(prompt) - len(prompt.lstrip())  # templates may trim white space, so both forms are tried
             candidates = [(0, prompt), (lead, prompt[skip:]), (0, prompt[skip:]), (lead, prompt)]
             whole = [at + len(rest) for at, rest in candidates if text.startswith(rest, at)]
             if whole:
@@ -300,23 +302,20 @@ def _header_length(chat: Renderings, trace: Trace, turn: int, written: Span) -> 
     if partial:
         return partial if constant is None else min(partial, constant)
     if constant is None:
-        raise TurnNotFoundError(
-            f"message {turn} (assistant): {chat.renderer.name} shows no generation prompt at its start. Pass a template with "
-            f"{{% generation %}} blocks."
-        )
+        raise not_found(chat, turn, "it does not begin with a generation prompt")
     return constant
 
 
 def _visible_end(text: str, prompt: str, at: int) -> int:
-    """End of the whole units that the turn shares with the generation prompt from ``at`` on, or 0 without its header."""
+    """The end of the units that the turn shares with the prompt from ``at`` on, or 0 if they contain no header."""
     end = end_of_shared_units(text, prompt, at)
     return end if text[at:end].strip() and holds(text[at:end], headers_of([prompt])) else 0
 
 
 def _content_follows(text: str, start: int, message: Message) -> bool:
-    """Whether the turn shows its content unchanged from ``start`` on: the header then ends there.
+    """Whether the content is unchanged in the turn from ``start`` on, so that the header ends there.
 
-    False if in doubt: content that occurs twice in the turn, or that may be a control token.
+    Returns False in doubt: if the content occurs twice in the turn, or may be a control token.
     """
     content = message.get("content")
     if not isinstance(content, str) or content.lstrip()[:1] in ("", "<", "["):
@@ -328,7 +327,7 @@ def _content_follows(text: str, start: int, message: Message) -> bool:
 
 
 def _constant_prefix_length(chat: Renderings, text: str, turn: int) -> int | None:
-    """Length of the text that the template writes for the turn before any content, or None if it cannot be determined."""
+    """The length of the text that the template writes before any content of the turn. None if it cannot be determined."""
     content = chat.messages[turn].get("content")
     filler = [{"type": "text", "text": FILLER}] if isinstance(content, (list, tuple)) else FILLER
     shortened = [*chat.messages[:turn], {"role": ASSISTANT, "content": filler}]
@@ -336,7 +335,7 @@ def _constant_prefix_length(chat: Renderings, text: str, turn: int) -> int | Non
         trace = Renderings(chat.renderer, shortened, False).trace(turn + 1, False)
     except Exception:  # the template rejects the shortened conversation
         return None
-    written = _written(trace, turn) if trace is not None else None
+    written = _span_of(trace, turn) if trace is not None else None
     if trace is None or written is None or FILLER not in trace.text[slice(*written)]:
         return None
     shared = common_prefix_length(text, trace.text[slice(*written)])
@@ -347,14 +346,14 @@ def _constant_prefix_length(chat: Renderings, text: str, turn: int) -> int | Non
 
 
 def _blocks_in(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -> list[Span]:
-    """The template's generation blocks in a turn, without header and trailing white space, with the end token."""
+    """The template's generation blocks in a turn, with the end token and without header and trailing white space."""
     joined: list[Span] = []
     for start, end in regions:
         blocks = [(max(a, start), min(b, end)) for a, b in whole.of(BLOCK) if a < end and (b > start or a == start)]
         if blocks:
             first, last = blocks[-1]
             rest = whole.text[last:end].strip()
-            # Control tokens between the answer and the end of the turn: the end token.
+            # A control token between the answer and the end of the turn is the end token.
             if _CONTROL_TOKENS.fullmatch(rest) or rest == chat.eos_token:
                 blocks[-1] = (first, end)
             elif _CONTROL_TOKENS.fullmatch("".join(rest.split())):
@@ -368,13 +367,10 @@ def _blocks_in(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -
 
 
 def _spans_of_blocks(chat: Renderings, whole: Trace, turn: int) -> tuple[Span, ...]:
-    """All generation blocks, each including a control token after it, for a template whose messages cannot be located."""
+    """All generation blocks with the control token after each. For a template whose messages cannot be located."""
     text = whole.text
     if not whole.spans:
-        raise TurnNotFoundError(
-            f"{chat.renderer.name} renders another text when its {{% generation %}} blocks are traced: keep assignments out "
-            "of the blocks."
-        )
+        raise not_found(chat, turn, "tracing its generation blocks changes the text, so keep assignments out of them")
     spans: list[Span] = []
     for start, end in whole.of(BLOCK):
         stripped = start + len(text[start:end].rstrip())
@@ -383,11 +379,11 @@ def _spans_of_blocks(chat: Renderings, whole: Trace, turn: int) -> tuple[Span, .
         after = re.compile(CONTROL).match(text, end)
         if after and not re.search(rf"(?:{CONTROL})\Z", text[max([start, *(p for p, _ in inside)]) : stripped]):
             if after[0] != chat.eos_token:
-                raise not_found(chat, turn, f"{after[0]!r} after its generation block may be a header or its end")
+                raise not_found(chat, turn, f"{after[0]!r} after its generation block may be a header or its end token")
             stripped = after.end()
         held = {mark.message for p, mark in whole.marks if start < p < stripped}
         if any(chat.messages[message].get("role") != ASSISTANT for message in held):
-            raise not_found(chat, turn, "its {% generation %} blocks hold text of other messages")
+            raise not_found(chat, turn, "its {% generation %} blocks contain text of other messages")
         for message in held or {turn}:
             check_gaps(chat, whole, message, start, stripped)
         spans.append((start, stripped))

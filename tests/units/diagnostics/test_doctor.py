@@ -1,4 +1,4 @@
-"""The doctor on plain columns and in a replay buffer: findings without a model, what is scored, reports."""
+"""The doctor on plain columns and in a replay buffer: findings without a model, scoring, reports."""
 
 import html
 import json
@@ -25,7 +25,7 @@ approx = pytest.approx
 
 
 def batch(**entries: Any) -> TensorDictBase:
-    """Six answers of eight tokens; the entries under ``"next"``."""
+    """Six answers of eight tokens, with entries under ``"next"``."""
     td = TensorDict(tokens=TensorDict(prompt=FULL[:, :2], full=FULL, batch_size=[6]), batch_size=[6])
     for name, value in entries.items():
         td["next", name, "full"] = value
@@ -44,7 +44,7 @@ def worst_of(td: TensorDictBase, **given: Any) -> Any:
 
 # ------------------------------------------------------------------ findings without a model
 def put(places: Any, value: float, add: bool = False) -> torch.Tensor:
-    """The log-probs with another value at some places."""
+    """The log-probs with another value (or an added value) at some places."""
     out = log_probs()
     out[places] = out[places] + value if add else value
     return out
@@ -58,10 +58,10 @@ FEW = log_probs()
 FEW[1, 4] -= 2.5
 FEW[4, 8] -= 1.9
 PLACES = "sequence 1: 2; sequence 4: 6"
-#: Log-probs of a certain model, which have zeros too: float32 rounds the probability to 1 above 17.
+#: Log-probs of a certain model. They have exact zeros too, since float32 rounds the probability to 1 above a gap of 17.
 GAPS = 30 * torch.rand(6, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 CERTAIN = (1 - (-GAPS).exp()).float().log()
-#: Log-probs of the trainer and of the sampler, the first cause and what its evidence says.
+#: Name -> log-probs of the trainer, log-probs of the sampler, a cause, and a part of its evidence.
 FOUND: dict[str, tuple[torch.Tensor, torch.Tensor | None, str | None, dict[str, Any]]] = {
     "nothing": (log_probs(), log_probs(), None, {}),
     "a certain model": (CERTAIN, None, None, {}),
@@ -69,17 +69,17 @@ FOUND: dict[str, tuple[torch.Tensor, torch.Tensor | None, str | None, dict[str, 
         f"shifted by {shift}": (log_probs(), log_probs().roll(shift, -1), "off_by_one", {"shift": shift})
         for shift in (1, -1, 2)
     },
-    # The first zero of each answer is torchrl's own, for a token that was never scored: 9 of 45 are left.
+    # torchrl stores the first zero of each answer for a token that it never scores. 9 of the other 45 tokens are zeros.
     "zeros of a cache": (log_probs(), put(CACHED, 0), "zeros", {"column": "sampler_log_prob", "share": approx(0.2)}),
     "zeros beside others": (put(STORED, 0), log_probs(), "zeros", {"column": "old_log_prob", "share": 9 / 48}),
     "zeros alone": (put(slice(3), 0), None, "zeros", {"share": 0.5}),
-    # Rounding below the floor of an unknown precision is no fault.
+    # Rounding below the floor of an unknown precision is not a fault.
     "rounded near 0": (log_probs() - 9, (log_probs() - 9).bfloat16().float(), None, {}),
     "rounded": (FAR, FAR.bfloat16().float(), "low_precision", {"precision": "bfloat16"}),
     "a truncated sampler": (log_probs(), SHIFTED_UP, "other_sampling", {"mean_ratio": approx(0.8, abs=0.1)}),
     "another model": (log_probs(), log_probs(7), "mismatch", {}),
     "two findings": (put((0, 3), math.nan), log_probs().roll(1, -1), "off_by_one", {"shift": 1}),
-    # 2 of the 48 tokens of the answers, at their places in the answers; a difference of all tokens lists none.
+    # 2 of the 48 tokens differ, listed by place in the answer. A difference of all tokens lists no places.
     "few tokens": (log_probs(), FEW, "few_tokens", dict(tokens="2 of 48", answers="2 of 6", places=PLACES)),
     "all tokens": (log_probs(), log_probs() + SPREAD, "mismatch", {}),
     **{
@@ -110,8 +110,8 @@ def test_findings_without_a_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("place", [6, 20, 22])
-def test_a_token_that_a_wrapper_left_out_is_no_sign_of_older_weights(place: int) -> None:
-    """A sampled pad token that is not among the tokens of the batch: all that follow it were drawn after other tokens."""
+def test_a_token_that_a_wrapper_left_out_is_not_reported_as_older_weights(place: int) -> None:
+    """A sampled pad token is missing in the batch, so all tokens after it were drawn after other tokens."""
     model, rollout = clean("qwen2", 0)
     tokenizer = make_tokenizer()
     long = [i for i, answer in enumerate(rollout.answers) if len(answer) == LENGTH][:16]
@@ -150,7 +150,7 @@ def test_tokens_that_stand_for_images(name: str, stored: bool) -> None:
     assert {each.cause for each in diagnose(td, **given).findings} == before
 
 
-def test_tokens_that_fit_nothing() -> None:
+def test_entries_that_do_not_fit_the_tokens_and_an_empty_mask() -> None:
     td = batch()
     td["log_probs", "full"] = torch.nested.nested_tensor([torch.full((8 + (i == 2),), -1.0) for i in range(6)])
     worst = worst_of(td)
@@ -163,8 +163,8 @@ def test_tokens_that_fit_nothing() -> None:
     assert worst_of(td).cause == "empty_mask"
 
 
-def test_notes_are_no_faults() -> None:
-    """Equal rewards within most groups, and a prompt with twice as many answers."""
+def test_notes_are_not_faults() -> None:
+    """Most groups have equal rewards, and one prompt has twice as many answers."""
     full = torch.tensor([[1, 5], [1, 6], [2, 5], [2, 6], [3, 5], [3, 6], [3, 7], [3, 8]])
     td = TensorDict(tokens=TensorDict(prompt=full[:, :1], full=full, batch_size=[8]), batch_size=[8])
     td["next"] = TensorDict(reward=torch.tensor([0.0, 0, 1, 1, 0, 1, 0, 1]).unsqueeze(-1), batch_size=[8])
@@ -173,7 +173,7 @@ def test_notes_are_no_faults() -> None:
     assert diagnosis.exit_code == 0
 
 
-def test_a_copy_of_the_policy_is_a_fair_reference_before_the_first_step() -> None:
+def test_a_copy_of_the_policy_is_a_valid_reference_before_the_first_step() -> None:
     model, rollout = clean("qwen2", 0)
     td = rollout.batch(slice(8))
     diagnosis = diagnose(td, policy=model, reference=make_model("qwen2", 0))
@@ -184,7 +184,7 @@ def test_a_copy_of_the_policy_is_a_fair_reference_before_the_first_step() -> Non
     assert "reference_is_policy" in {each.cause for each in diagnose(td, policy=moved, reference=moved).faults}
 
 
-def test_adapters_off_are_a_reference_of_their_own() -> None:
+def test_the_base_model_of_adapters_is_a_valid_reference() -> None:
     _, rollout = clean("llama", 0)
     policy = with_lora(make_model("llama", 0))
     td = sample(policy, rollout.prompts[:8], 0, answers=1).batch()
@@ -193,7 +193,7 @@ def test_adapters_off_are_a_reference_of_their_own() -> None:
     assert worst_of(td, policy=policy, reference=LogProbScorer(policy)).cause == "reference_is_policy"
 
 
-def test_nothing_is_scored_that_the_batch_holds_and_the_rest_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_missing_columns_are_scored_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, rollout = clean("gpt2", 0)
     td = rollout.batch(slice(16))
     td = RetrieveLogProb(model, extras=[Entropy(), SamplerLogProbs()])(td.set("next", td["next"]))
@@ -211,7 +211,7 @@ def test_nothing_is_scored_that_the_batch_holds_and_the_rest_once(monkeypatch: p
     assert scorer.forwards == 2 * before
 
 
-def test_layouts_agree() -> None:
+def test_nested_rows_and_lazy_stacks_have_equal_measures() -> None:
     """Nested rows, and a lazy stack of them."""
     td, given = seeded.off_by_one("llama", 0)
     nested, lazy = diagnose(td, **given), diagnose(lazy_stack(list(td.exclude("next").unbind(0))), **given)
@@ -221,7 +221,7 @@ def test_layouts_agree() -> None:
 
 
 def test_prompts_from_the_history() -> None:
-    """Without a template of the tokenizer that the prompt fits, the messages of the batch are rendered."""
+    """If the tokenizer has no template that fits the prompt, the messages of the batch are rendered."""
     td, given = seeded.chat_template("qwen2", 3)
     texts = map(make_tokenizer().decode, td["tokens", "prompt"].unbind(0))
     chats = [[user(text.split("user\n")[1].split("<|im_end|>")[0])] for text in texts]
@@ -232,8 +232,8 @@ def test_prompts_from_the_history() -> None:
     assert (worst.cause, worst.evidence["sampler_s_prompt"]) == ("chat_template", "Zephyr")
 
 
-def test_a_policy_that_has_moved_explains_nothing() -> None:
-    """The trainer's log-probs are of before its steps: they tell of top-p, the policy of now does not."""
+def test_a_policy_after_its_step_does_not_name_the_cause() -> None:
+    """The trainer's log-probs come from before its steps and show top-p. The current policy cannot show it."""
     model, rollout = clean("llama", 0)
     cut = sample(model, rollout.prompts[::8], 0, top_p=0.9).batch()
     old = sample(model, rollout.prompts[::8], 0, top_p=0.9, raw=True).batch()
@@ -250,7 +250,7 @@ def test_reports() -> None:
     diagnosis = diagnose(td, tokenizer=make_tokenizer(), **given)
     text = str(diagnosis)
     assert text.splitlines()[0].startswith(f"{int(diagnosis.measures['mask/tokens'])} tokens of 96 sequences: 1 fault")
-    assert all(part in text for part in ("Pass the sampler's token ids", "mismatch:"))
+    assert all(part in text for part in ("Pass all of the sampler's token ids", "mismatch:"))
     data = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))
     assert data["findings"][0]["cause"] == "retokenised"
     assert data["measures"]["mask/sequences"] == 96
@@ -263,7 +263,7 @@ def test_reports() -> None:
 
 @pytest.mark.parametrize("pad_output", [False, True])
 def test_in_a_chat_env(pad_output: bool) -> None:
-    """Two turns of two conversations, whose log-probs are the wrapper's: of the model at temperature 1."""
+    """Two turns of two conversations. The wrapper's log-probs are the model's at temperature 1."""
     tokenizer = toy_rollouts.make_tokenizer()
     model = toy_rollouts.make_model(tokenizer, seed=0)
     policy = toy_rollouts.make_policy(model, tokenizer, pad_output=pad_output)
@@ -280,7 +280,7 @@ def test_in_a_chat_env(pad_output: bool) -> None:
 SHIFTED = {"log_probs": log_probs(), "sampler_log_probs": log_probs().roll(1, -1)}
 
 
-def test_every_third_batch_but_none_that_is_empty() -> None:
+def test_every_third_batch_is_diagnosed_and_an_empty_one_is_not() -> None:
     seen: list[Any] = []
     doctor, td = Doctor(every=3, log=seen.append), batch(log_probs=log_probs(), sampler_log_probs=log_probs())
     for _ in range(7):
@@ -307,7 +307,7 @@ def test_in_a_replay_buffer(invert: bool) -> None:
     assert doctor.batches == 1
 
 
-def test_a_cause_is_warned_of_once_and_logged_each_time(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_comes_once_per_cause_and_a_log_line_each_time(caplog: pytest.LogCaptureFixture) -> None:
     doctor, td = Doctor(), batch(**SHIFTED)
     with pytest.warns(DiagnosisWarning, match=r"shifted against the tokens \(confidence 0.99"):
         doctor(td)

@@ -67,7 +67,7 @@ def test_pieces_of_other_tokenizers(piece: str, decoded: str, text: str, data: b
     assert (token.text, token.data) == (text, data)
 
 
-def test_what_cannot_be_seen_or_is_not_known_is_escaped() -> None:
+def test_invisible_characters_and_unknown_ids_are_escaped() -> None:
     assert visible("a\u202eb\u200bc\x1b[31m\ud83d") == "a\\u{202e}b\\u{200b}c\\u{1b}[31m\\u{d83d}"
     assert visible("é 🦆\n\tש") == "é 🦆↵\n→\tש"
     assert [token.text for token in token_texts(Words("a"), [0, 5])] == ["a", "⟨id 5⟩"]
@@ -106,7 +106,7 @@ def test_quantities_by_hand() -> None:
     torch.testing.assert_close(side.profile(drift, side.source.places, 2), torch.tensor([0.5, 0.0]))
 
 
-def test_numbers_beyond_all_bounds_are_the_worst_and_do_not_stretch_the_scale() -> None:
+def test_infinities_are_the_worst_tokens_and_do_not_stretch_the_scale() -> None:
     side = Side(columns_of([[0] * 6], entropy=[0, 1.0, INF, NAN, 0.3, 0.7]), 0.2, 0.2)
     (entropy, _) = available([side])
     assert side.worst(entropy, 9) == [(0, at, pytest.approx(v)) for at, v in ((2, INF), (1, 1.0), (5, 0.7), (4, 0.3))]
@@ -130,7 +130,7 @@ def test_rollouts_are_matched_by_tokens_then_by_prompt() -> None:
 
 
 def decode_page(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The JSON and the binary elements, decoded by other means than the page's script."""
+    """Decode the JSON and the binary elements independently of the page's script."""
     text = path.read_text(encoding="utf-8")
     (meta,) = re.findall(r'<script type="application/json" id="meta">(.*?)</script>', text, re.DOTALL)
     parts = re.findall(r'<script type="text/plain" id="([\w-]+)">(.*?)</script>', text)
@@ -138,7 +138,7 @@ def decode_page(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def test_the_list_is_given_where_answers_begin(tmp_path: Path) -> None:
-    """The first scored token of each rollout; its length if none is."""
+    """The position of the first scored token of each rollout, or the length of a rollout without one."""
     tokens = Ragged.from_list([torch.tensor([0, 1, 2, 3]), torch.tensor([1, 2]), torch.tensor([2, 0, 3])])
     mask = torch.tensor([0, 0, 1, 1, 0, 0, 0, 1, 0]).bool()
     columns = TokenColumns(tokens, mask, {"entropy": torch.ones(9)})
@@ -184,7 +184,7 @@ def test_no_text_leaves_its_script_element(tmp_path: Path) -> None:
     assert "<title>&lt;b&gt;\\u{d800}&lt;/b&gt;</title>" in page
 
 
-def test_errors_say_what_was_expected() -> None:
+def test_wrong_arguments_are_errors() -> None:
     columns = columns_of([[0, 1]])
     for given, error, message in (
         ({"policy": tiny_model()}, TypeError, r"columns are already read: pass \['policy'\] to read_columns"),

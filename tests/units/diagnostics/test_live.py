@@ -1,4 +1,4 @@
-"""The monitor of a run: what it logs to torchrl's own loggers, and when it looks at a batch."""
+"""The monitor of a run: its logs in torchrl's loggers, and the steps at which it looks at a batch."""
 
 import csv
 import math
@@ -17,7 +17,7 @@ from toy_tokenizer import build_tokenizer
 
 
 class Lines:
-    """A logger that keeps what it gets."""
+    """A logger that stores its input."""
 
     def __init__(self) -> None:
         self.scalars: dict[int, dict[str, float]] = {}
@@ -31,7 +31,7 @@ class Lines:
 
 
 def batch(shift: int = 0) -> TensorDict:
-    """Eight answers of six tokens; with a shift the sampler's log-probs are of other tokens."""
+    """Eight answers of six tokens. A shift moves the sampler's log-probs to other tokens."""
     generator = torch.Generator().manual_seed(0)
     full = torch.randint(3, 30, (8, 8), generator=generator)
     td = TensorDict(tokens=TensorDict(prompt=full[:, :2], full=full, batch_size=[8]), batch_size=[8])
@@ -44,7 +44,7 @@ def watching(folder: Path, logger: Any = None, every: int = 1, **models: Any) ->
     return RunMonitor(logger, every=every, folder=folder, tokenizer=build_tokenizer(), **models)
 
 
-def test_outputs_of_a_step_are_averaged_and_numbers_are_kept_as_they_are() -> None:
+def test_outputs_of_a_step_are_averaged_and_numbers_are_logged_unchanged() -> None:
     lines = Lines()
     monitor = RunMonitor(lines, every=0)
     monitor.add(TensorDict(ESS=torch.tensor(0.5), loss_objective=torch.tensor(1.0), per_token=torch.zeros(3)))
@@ -99,8 +99,8 @@ def test_models_are_run_once_for_doctor_and_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["entry", "entry beside a policy", "policy"])
-def test_what_is_broken_is_a_finding_and_stops_no_run(fault: str, tmp_path: Path) -> None:
-    """An entry that fits no token, or a policy of NaN."""
+def test_a_bad_entry_or_policy_is_a_finding_and_does_not_stop_the_run(fault: str, tmp_path: Path) -> None:
+    """The entry does not fit the tokens, or the policy has NaN weights."""
     td, policy = batch(), None if fault == "entry" else tiny_model()
     if fault == "policy":
         next(policy.parameters()).data.fill_(math.nan)
@@ -115,7 +115,7 @@ def test_what_is_broken_is_a_finding_and_stops_no_run(fault: str, tmp_path: Path
 
 
 def logged(logger: Any, tmp_path: Path) -> dict[str, str]:
-    """Look at a batch with a fault, log a number; the files that the run keeps."""
+    """Look at a batch with a fault and log a number. Returns the files of the run."""
     monitor = watching(tmp_path / "out", logger)
     monitor.look(4, batch(shift=1))
     monitor.step(4, kl=0.5)
@@ -174,7 +174,7 @@ def test_torchrls_mlflow_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert text.read_text() == kept["diagnosis.txt"]
 
 
-def test_a_logger_of_numbers_alone_and_errors(tmp_path: Path) -> None:
+def test_a_logger_of_only_numbers_and_wrong_settings(tmp_path: Path) -> None:
     seen: list[Any] = []
     logged(SimpleNamespace(log_scalar=lambda name, value, step=None: seen.append((name, value, step))), tmp_path)
     assert ("kl", 0.5, 4) in seen

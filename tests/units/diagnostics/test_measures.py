@@ -23,7 +23,7 @@ ASSISTANT = torch.tensor([[0, 1, 0, 1, 1], [0, 0, 1, 1, 0]]).bool()
 
 
 def batch(*, masks: bool = True) -> TensorDict:
-    """Two answers to one prompt; the first has two turns."""
+    """Two answers to one prompt. The first answer has two turns."""
     td = TensorDict(tokens=TensorDict(prompt=FULL[:, :1], full=FULL, batch_size=[2]), batch_size=[2])
     td["next", "reward"] = torch.tensor([[1.0], [0.5]])
     if masks:
@@ -40,9 +40,9 @@ def test_turns_places_advantages_and_the_first_zero_of_an_engine() -> None:
     assert columns.rows["reward"].tolist() == [1.0, 0.5]
     assert columns.prompts.tolist() == [0, 0]
     assert columns.columns["advantage"][columns.mask].tolist() == [2.0, 2.0, 2.0, -1.0, -1.0]
-    # It is no number.
+    # The zero that the engine stores for the first token becomes NaN.
     assert columns.columns["sampler_log_prob"][columns.mask].isnan().tolist() == [True, False, False, True, False]
-    # A mask that begins each sequence starts a turn in each.
+    # Each sequence starts a turn of its own, even if the mask continues over the border.
     assert read_columns(batch(masks=False)).turns.tolist() == [-1, 0, 0, 0, 0, -1, 0, 0, 0, 0]
     with pytest.raises(KeyError, match="no column"):
         read_columns(batch(), keys={"log_probs": "x"})
@@ -83,7 +83,7 @@ def test_models_give_log_prob_entropy_and_the_exact_kl() -> None:
 
 
 def test_clustered_error_by_hand() -> None:
-    """Sums of deviations of three sequences: -2, 0, 2; variance 3/2 * 8 / 6**2. That of single tokens is a lower bound."""
+    """The deviations of three sequences add up to -2, 0 and 2, so the variance is 3/2 * 8 / 6**2. Single tokens bound it."""
     found = clustered_mean(f64([0, 0, 1, 1, 2, 2]), torch.tensor([3, 3, 5, 5, 9, 9]))
     assert (found.value, found.error, found.count) == (1.0, pytest.approx(math.sqrt(1.5 * 8) / 6), 6)
     # Within each sequence deviations cancel: the clustered error alone would be 0.
@@ -107,16 +107,16 @@ def test_standard_scores_are_those_of_student_s_t() -> None:
 #: Ratios of trainer to sampler: 2, 1/2 | 4, and a token that the sampler did not score.
 SAMPLER, TRAINER = [[-2.0, -1.0], [-3.0, NAN]], [[-2.0 + LN2, -1.0 - LN2], [-3.0 + 2 * LN2, -1.0]]
 K3 = [2 - 1 - LN2, 0.5 - 1 + LN2, 4 - 1 - 2 * LN2]
-#: Every token of p = (1/2, 1/4, 1/8, 1/8), as often as it is drawn: no noise, the expectation itself.
+#: Each token of p = (1/2, 1/4, 1/8, 1/8) as often as its probability says, so that the mean is the expectation.
 DRAWN = [-LN2] * 4 + [-2 * LN2] * 2 + [-3 * LN2] * 2
-#: Ratios of now to then: 1.5, 1.1 (up), 0.5, 2 (down) and 1 without a sign.
+#: Ratios of new to old: 1.5 and 1.1 with advantage 1, 0.5 and 2 with advantage -1, and 1 with advantage 0.
 NOW = [[math.log(r) - 1 for r in row] for row in ([1.5, 1.1], [0.5, 2.0], [1.0, 1.0])]
 ONE, TWO, PAIR = [[1]], [[1, 1]], [[1, 1]] * 2
-#: Of two turns of one token: 0, 2 | 1, 5.
+#: Gaps of two sequences with two turns of one token each: 0, 2 | 1, 5.
 TURNS = {"log_prob": [[-1.0, 0, -3.0], [-2.0, 0, -6.0]], "entropy": [[1.0, 0, 1.0]] * 2}
 UP, SIGNS = [[1.0, 1.0]], [[1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]]
 KLS = {"log_prob": [[-1.0, -2.0]] * 2, "ref_log_prob": [[-2.0, -2.5], [-1.0, -1.0]], "kl": [[0.5, 0.5], [0.25, 0.25]]}
-#: What is measured -> mask, columns, arguments.
+#: Name -> mask, columns, arguments.
 BATCHES: dict[str, tuple[list[list[int]], dict[str, Any], dict[str, float]]] = {
     "mismatch": (PAIR, {"sampler_log_prob": SAMPLER, "old_log_prob": TRAINER, "advantage": SIGNS[:2]}, {}),
     "the sampler's": (ONE, {"old_log_prob": [[-1.0]], "log_prob": [[-1.5]]}, {}),
@@ -130,7 +130,7 @@ BATCHES: dict[str, tuple[list[list[int]], dict[str, Any], dict[str, float]]] = {
     "masks": ([[1, 0, 1], [0]], {"ref_log_prob": [[0.0, 0.0, NAN], [0.0]]}, {}),
     "not recorded": ([[1] * 4], {"sampler_log_prob": [[NAN, -1.0, -INF, -2.0]]}, {}),
 }
-#: Batch -> its numbers; None: not measured.
+#: Name -> expected measures. None: the measure is missing.
 MEASURED: dict[str, dict[str, float | None]] = {
     "mismatch": {
         **{"mismatch/k1": -2 * LN2 / 3, "mismatch/k3": sum(K3) / 3, "mismatch/ratio": 6.5 / 3},
@@ -146,19 +146,21 @@ MEASURED: dict[str, dict[str, float | None]] = {
         "mismatch/k3@negative": K3[2],
         "mismatch/k1@4-15": None,
     },
-    # Stored log-probs are the sampler's if there are no others, and compared with nothing if these are alone.
+    # Stored log-probs count as the sampler's if it has no column. Without the policy's there is nothing to compare.
     "the sampler's": {"mismatch/k1": 0.5},
     "nothing beside": {"mismatch/k1": None, "mismatch/rms": None},
     "drawn": {"surprisal/gap": 0, "surprisal/entropy": 1.75 * LN2},
-    # By a sampler that keeps the first two: surprisals ln 2 and 2 ln 2, as 2 to 1.
+    # The sampler keeps the first two tokens. Their surprisals are ln 2 and 2 ln 2, drawn 2 to 1.
     "truncated": {"surprisal/gap": (4 / 3 - 1.75) * LN2},
     "turns": {
         "surprisal/gap": 2.0,
         "surprisal/error": math.sqrt(2 * (4 + 4)) / 4,
-        **dict(zip((f"surprisal/gap@{x}" for x in ("turn0", "turn1", "0", "1-3")), (0.5, 3.5) * 2, strict=True)),
+        **{"surprisal/gap@turn0": 0.5, "surprisal/gap@turn1": 3.5, "surprisal/gap@0": 0.5, "surprisal/gap@1-3": 3.5},
     },
-    "drift": dict(zip((f"clipped/{x}" for x in ("outside", "positive", "negative")), (2 / 6, 0.0, 0.5), strict=True))
-    | {"drift/mean": (math.log(1.5) + math.log(1.1)) / 6},
+    "drift": {
+        **{"clipped/outside": 2 / 6, "clipped/positive": 0.0, "clipped/negative": 0.5},
+        "drift/mean": (math.log(1.5) + math.log(1.1)) / 6,
+    },
     "tight": {"clipped/positive": 0.5, "drift/max_abs": math.log(1.5)},
     "KL": {
         "kl/k1": (1 + 0.5 + 0 - 1) / 4,
@@ -170,7 +172,7 @@ MEASURED: dict[str, dict[str, float | None]] = {
         "kl/k3": (math.exp(-1) - 1 + 1 + math.exp(-0.5) - 1 + 0.5 + 0 + math.e - 1 - 1) / 4,
     },
     "masks": {"mask/coverage": 1 / 3, "mask/empty_sequences": 0.5, "nan/ref_log_prob": 0.5, "zeros/ref_log_prob": 0.5},
-    "not recorded": {"mask/not_recorded": 0.25, "nan/sampler_log_prob": 0.25},  # which is no NaN
+    "not recorded": {"mask/not_recorded": 0.25, "nan/sampler_log_prob": 0.25},  # only the infinity
 }
 
 
@@ -192,7 +194,7 @@ def test_worst_tokens() -> None:
 
 
 def test_answers_and_groups() -> None:
-    """Four prompts; one has four answers instead of two, and one group has equal rewards."""
+    """One of four prompts has four answers instead of two, and one group has equal rewards."""
     made = columns_of([[1, 1]] * 9 + [[1]], rows={"reward": f64([1, 0, 1, 1, 0, 1, 0, 2, 3, 4])})
     prompts = torch.tensor([0, 0, 1, 1, 2, 2, 2, 2, 3, 3])
     columns = TokenColumns(made.tokens, made.mask, rows=made.rows, prompts=prompts)
@@ -204,8 +206,8 @@ def test_answers_and_groups() -> None:
     assert measure(columns, end=[7])["answers/truncated"] == 1.0
 
 
-def test_decoded_and_encoded_again() -> None:
-    """ "a" and "b" apart are one token when encoded; "ab" as one token stays."""
+def test_the_share_of_tokens_that_change_when_encoded_again() -> None:
+    """The tokens "a" and "b" become one token when they are encoded again. The token "ab" does not change."""
     tokenizer = make_tokenizer()
     a, b, x, whole = tokenizer.convert_tokens_to_ids(["a", "b", "x", "ab"])
     tokens = Ragged.from_list([torch.tensor([x, x, a, b, x]), torch.tensor([x, whole, x])])

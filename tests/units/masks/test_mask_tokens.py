@@ -1,4 +1,4 @@
-"""From characters to tokens, and from TorchRL's histories to messages; the number of renderings of a template."""
+"""Masks of tokens from spans of characters, messages from TorchRL's histories, and the number of renderings."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -80,7 +80,7 @@ def test_the_mask_follows_from_the_characters_of_each_token(pieces, borders, tri
 
 
 def test_a_normalizer_that_inserts_characters_and_trimmed_offsets():
-    """The space has the offsets (0, 0), after the inserted x with (0, 1)."""
+    """The space has the offsets (0, 0). They come after (0, 1) of the inserted x, so token ends decrease."""
     tokenizer = build_tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("x")
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
@@ -89,7 +89,7 @@ def test_a_normalizer_that_inserts_characters_and_trimmed_offsets():
     assert masked(tokenizer, " a", [(1, 2)]) == "a"
 
 
-def test_every_token_of_a_character_is_masked_in_and_the_first_never_also_without_offsets():
+def test_all_tokens_of_a_character_are_masked_in_and_the_first_token_never():
     ((_, mask), (ids, empty), (_, none)) = encode_with_mask(build_tokenizer(), ["a😀b", "", "ab"], [[(1, 2)], [], []])
     assert mask.tolist() == [False, True, True, True, True, False]
     assert (ids.tolist(), empty.tolist(), none.tolist()) == ([], [], [False, False])
@@ -119,7 +119,7 @@ def test_masks_from_lengths_of_prompts():
     for prompts, lengths, message in (
         ([1, 4], [2, 3], "sequence 1 has 4 of 3 tokens"),
         ([-1], [2], "sequence 0 has -1 of 2 tokens"),
-        ([1], [2, 3], r"shapes \(1,\) and \(2,\); expected \[S\] for both"),
+        ([1], [2, 3], r"shapes \(1,\) and \(2,\), expected \[S\] for both"),
     ):
         with pytest.raises(ValueError, match=message):
             mask_from_prompt_lengths(torch.tensor(prompts), torch.tensor(lengths))
@@ -129,7 +129,7 @@ LONG = [user("a"), assistant("b"), user("c"), assistant("d")]
 SHORT = [user("a"), assistant("b")]
 
 
-def test_histories_are_messages_that_have_what_is_set_and_are_copies():
+def test_histories_become_copies_of_their_messages_without_unset_fields():
     assert history_to_messages(History.from_chats(LONG)) == LONG
     assert history_to_messages(History(role="user", content="a")) == [user("a")]
     history = History(role=["user", "assistant"], content=["a", "b"], batch_size=(2,))
@@ -192,7 +192,7 @@ def talk(turns: int) -> list[dict]:
 
 @pytest.fixture
 def renderings(monkeypatch):
-    """A list that grows by one with each rendering of a template."""
+    """A list that gets one item for each rendering of a template."""
     made: list[object] = []
     render = jinja2.Template.render
     monkeypatch.setattr(jinja2.Template, "render", lambda *args, **how: made.append(args[0]) or render(*args, **how))
@@ -200,8 +200,8 @@ def renderings(monkeypatch):
 
 
 @pytest.mark.parametrize("template", TYPICAL)
-def test_two_renderings_whatever_the_number_of_turns(renderings, template):
-    """One without an assistant's turn; a third may show what the generation prompt adds."""
+def test_the_number_of_renderings_does_not_depend_on_the_number_of_turns(renderings, template):
+    """There are two renderings. Without an assistant turn there is one, and a third may show the generation prompt."""
     tokenizer = build_tokenizer(TYPICAL[template])
     with_prompt = 3 if template in ("mistral", "thinking prompt") else 2
     for turns, prompt, count in ((1, False, 2), (4, False, 2), (3, True, with_prompt), (0, False, 1), (0, True, 1)):
@@ -213,7 +213,7 @@ def test_two_renderings_whatever_the_number_of_turns(renderings, template):
         assert len(renderings) == count, (turns, prompt)
 
 
-def test_one_rendering_without_a_mask_where_no_turn_can_be_missing(renderings):
+def test_without_a_mask_there_is_one_rendering_and_no_error(renderings):
     tokenizer = build_tokenizer()
     whole = render_conversation(tokenizer, talk(2), assistant_mask=False)
     assert len(renderings) == 1

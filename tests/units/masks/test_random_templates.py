@@ -1,4 +1,4 @@
-"""Random templates in the styles of real ones: every turn is masked right (content and end token), or an error names it."""
+"""Random templates in the styles of real ones. Each turn has a correct mask (content and end token), or there is an error."""
 
 import itertools
 from dataclasses import replace
@@ -36,7 +36,7 @@ class Format(NamedTuple):
         return self.scan + template.replace("END", ENDS[self.end])
 
     def turns(self, messages: list[dict]) -> list[str]:
-        """What the model writes in each assistant turn."""
+        """The text that the model writes in each assistant turn."""
         turns = []
         shown = [m for m in messages if m["content"]] if self.walk == "without empty" else messages
         for at, message in enumerate(shown):
@@ -87,7 +87,7 @@ TYPICAL = [user("Hi"), assistant("yes"), user("Bye"), assistant("no")]
 
 @pytest.mark.parametrize("walk", WALKS)
 def test_typical_formats_are_right(walk):
-    """An error everywhere would satisfy the property; this is where there must be none."""
+    """Errors everywhere would satisfy the property above. These templates must work."""
     prompts = itertools.cycle(("plain", "not twice", "thinking", "thinking", "plain", "not twice"))
     for scan, header, end in itertools.product(("", SCAN), HEADERS, ("eos", "other")):
         form = Format(scan, walk, header, end, "always", next(prompts), "plain")
@@ -106,8 +106,8 @@ def shifted(left: int, right: int, last: int | None = None):
     return mask
 
 
-def test_a_wrong_mask_is_seen():
-    """Negative control: the faults of an earlier version (a lost turn, a header, no end token, white space after it)."""
+def test_the_oracle_detects_wrong_masks():
+    """Negative control with a lost turn, a header, a missing end token, and white space after it."""
     form = Format("", "slice", "chatml", "eos", "always", "plain", "plain")
     assert outcome(form, TYPICAL, False) == "right"
     for mask in (shifted(0, 0, -1), shifted(-len("assistant\n"), 0), shifted(0, -len("<|im_end|>")), shifted(0, 1)):
@@ -116,7 +116,8 @@ def test_a_wrong_mask_is_seen():
 
 TAGS, THOUGHT = "[x]", "<think>\nhm</think>no"
 FOUND = [
-    # scan; walk, header, end, place, prompt and content; the assistant's contents, or "u:" and the user's; asked to prompt
+    # Columns: the scan. Walk, header, end, place, prompt and content. The messages' contents, the user's after "u:".
+    # The flag add_generation_prompt.
     ("", "no_variable tag other between missing plain", [TAGS, "assistant"], True),
     (SCAN, "copies chatml other closed thinking marked", [TAGS], False),
     ("", "macro words other between thinking marked", [THOUGHT, "u:a"], False),
@@ -132,7 +133,7 @@ FOUND = [
 ]
 
 
-def test_what_was_once_wrong_without_a_word():
+def test_templates_whose_masks_were_once_silently_wrong():
     for scan, choices, contents, prompt in FOUND:
         form = Format(scan, *(choice.replace("_", " ") for choice in choices.split()))
         messages = [user(text[2:]) if text.startswith("u:") else assistant(text) for text in contents]

@@ -34,7 +34,7 @@ LOCATED_BY = {"no variable": "prefixes", "captured": "prefixes", "marked content
 
 
 def masked_turns(messages, template=CHATML, tokenizer=None, **kwargs) -> list[str]:
-    """The masked text turn by turn, after a check that spans, mask and tokens agree."""
+    """The masked text of each turn. Asserts that spans, mask and tokens agree."""
     tokenizer = tokenizer or build_tokenizer(template)
     rendered = render_conversation(tokenizer, messages, **kwargs)
     turns = [rendered.text[start:end] for start, end in rendered.assistant_spans]
@@ -45,7 +45,7 @@ def masked_turns(messages, template=CHATML, tokenizer=None, **kwargs) -> list[st
     return turns
 
 
-#: Of each, the contents of the assistant are masked in, and the end token that follows each.
+#: In each conversation, the assistant's contents and their end tokens are masked in.
 ADVERSARIAL = {
     "defect_11 repeats the user": [user("Answer yes or no"), assistant("yes")],
     "defect_12 end tokens": [user("x"), assistant("a"), user("x"), assistant("b")],
@@ -162,9 +162,9 @@ UNMARKED = CHATML + "{% generation %}{% endgeneration %}"
 ASKED = [user("x"), assistant("a"), assistant("b")]
 
 
-test_what_has_no_mask_is_an_error = refused(
+test_conversations_without_a_mask_are_errors = refused(
     lambda template, messages, kwargs: render_conversation(build_tokenizer(template), messages, **kwargs),
-    (None, ASKED, {}, masks.MissingChatTemplateError, "no chat template: pass a template"),
+    (None, ASKED, {}, masks.MissingChatTemplateError, "no chat template: pass `chat_template=`"),
     (
         {"a": CHATML, "b": CHATML},
         ASKED,
@@ -218,7 +218,7 @@ def test_each_turn_is_content_and_end_token(variant, chat, prompt):
 
 
 def test_marks_are_placed_in_linear_time() -> None:
-    """What is quadratic takes minutes for one of these texts; the limit of a unit fails it."""
+    """A quadratic algorithm would take minutes for one of these texts, which exceeds the time limit of a unit test."""
     long = 100_000
     assert core_of("x" + "<a> " * long) == (0, 1)
     assert core_of(" <a>[b] x" + " " * long) == (8, 9)
@@ -283,7 +283,7 @@ BOTH, ONE, RESPONSE = ["yes" + END, "no" + END], ["yes" + END], ["<call>add</cal
         (SILENT_TURN, CHAT, BOTH[1:]),
     ],
 )
-def test_templates_that_once_lost_a_turn_or_masked_in_what_the_model_does_not_write(template, messages, expected):
+def test_templates_that_once_lost_a_turn_or_masked_in_template_text(template, messages, expected):
     if isinstance(expected, list):
         assert masked_turns(messages, template) == expected
         return

@@ -62,7 +62,7 @@ def test_every_template_is_accounted_for():
 
 @pytest.mark.parametrize("template", sorted({*ONLY_TRL, *UNPAIRED}))
 def test_mask_agrees_with_the_generation_blocks(template):
-    """All listed differences occur. Of templates without such blocks, answers are masked in and questions are not."""
+    """All listed differences occur. In templates without blocks, answers are masked in and questions are not."""
     seen, tokenizer = set(), tokenizer_for(template)
     for kind in CONVERSATIONS:
         messages = conversation(template, kind)

@@ -1,4 +1,4 @@
-"""SFT and preference data equal to hand-padded tensors, in values and gradients; what is kept and what is left out."""
+"""SFT and preference data equal hand-padded tensors in values and gradients. Metadata, skipped and cut rows."""
 
 import math
 import warnings
@@ -42,7 +42,7 @@ class MeanOfPrefix(nn.Module):
 
 
 def answer_log_probs(model: nn.Module, parts: list[tuple[str, bool]]) -> Tensor:
-    """Log-probs of the tokens of the trained pieces of a text, one plain forward."""
+    """The log-probs of the trained pieces of a text, from one plain forward."""
     pieces = [(ids(text), trained) for text, trained in parts]
     tokens = torch.cat([piece for piece, _ in pieces])
     mask = torch.cat([torch.full_like(piece, trained, dtype=torch.bool) for piece, trained in pieces])
@@ -74,7 +74,7 @@ def turn(role: str, text: str) -> str:
 
 
 BOT = "<|im_start|>assistant\n"
-#: The text of each, piece by piece, and whether it is trained.
+#: The text of each chat in pieces, each with whether it is trained.
 PIECES = [
     [
         *((turn("user", "hi") + BOT, False), ("hello" + END, True)),
@@ -145,7 +145,7 @@ def test_dpo_equals_plain_torch_and_its_parts_add_up() -> None:
     assert kto.loss(batch).total_loss.isfinite()
 
 
-def test_a_replay_buffer_samples_rows_and_whole_pairs_as_they_are() -> None:
+def test_a_replay_buffer_samples_unchanged_rows_and_whole_pairs() -> None:
     model = MeanOfPrefix()
     sft, dpo = make_algorithm("sft", model), make_algorithm("dpo", model, reference=MeanOfPrefix(1))
     data = from_conversations([{"messages": chat, "name": str(i)} for i, chat in enumerate(CHATS)], TOKENIZER)
@@ -167,13 +167,13 @@ def test_a_replay_buffer_samples_rows_and_whole_pairs_as_they_are() -> None:
     assert dpo.loss(dpo.prepare(sample.exclude("pair_id", "chosen"))).total_loss.isfinite()
 
 
-def test_text_ends_with_the_end_token_once_also_as_a_chat_with_system_prompts() -> None:
+def test_text_ends_with_one_end_token_and_becomes_a_chat_on_request() -> None:
     rows = [{"prompt": "a ", "completion": "b"}, {"prompt": "a ", "completion": f"c{END}"}]
     assert [trained(row) for row in from_completions(rows, TOKENIZER)] == [f"b{END}", f"c{END}"]
     assert [trained(row) for row in from_completions(rows, TOKENIZER, add_eos=False)] == ["b", f"c{END}"]
     bare = build_tokenizer()
     bare.eos_token = None
-    with pytest.raises(ValueError, match="no eos_token, which ends an answer: set it, or pass add_eos=False"):
+    with pytest.raises(ValueError, match="no eos_token to end an answer with: set it, or pass add_eos=False"):
         from_completions(rows, bare)
     assert len(from_completions(rows[:1], bare, add_eos=False)) == 1
     rows = [{"question": "why?", "answer": "because"}]
@@ -187,7 +187,7 @@ def test_text_ends_with_the_end_token_once_also_as_a_chat_with_system_prompts() 
     assert "Be brief." in texts[2]
 
 
-def test_the_last_turn_alone_pairs_of_histories_and_tools() -> None:
+def test_only_the_last_turn_pairs_of_histories_and_tools() -> None:
     data = from_conversations(CHATS[:1], TOKENIZER, turns="last")
     (row,) = from_completions([{"prompt": CHATS[0][:3], "completion": CHATS[0][3:]}], TOKENIZER)
     assert trained(data[0]) == trained(row) == f"no{END}"
@@ -265,7 +265,7 @@ def test_rows_are_left_out_with_a_warning_an_error_or_a_count() -> None:
 
 def test_long_rows_may_be_cut_and_a_pair_is_left_out_as_a_whole() -> None:
     rows = [{"prompt": "ab", "completion": "cdefgh"}, {"prompt": "abcdef", "completion": "g"}]
-    with pytest.warns(SkippedRowsWarning, match="cut 1 at the largest length") as found:
+    with pytest.warns(SkippedRowsWarning, match="cut 1 at the maximum length") as found:
         data = from_completions(rows, TOKENIZER, max_length=5, too_long="cut")
     assert [TOKENIZER.decode(row["tokens", "full"]) for row in data] == ["abcde"]
     assert trained(data[0]) == "cde"
@@ -280,7 +280,7 @@ def test_long_rows_may_be_cut_and_a_pair_is_left_out_as_a_whole() -> None:
     assert "skipped 1, equal answers: row 3: both answers have the same tokens" in str(found[0].message)
 
 
-def test_rows_of_another_kind_and_wrong_settings() -> None:
+def test_wrong_layouts_keys_and_settings_are_errors() -> None:
     # Answers as messages need no prompt: a misspelt key would train them without it.
     misspelt = partial(from_pairs, prompt_key="qestion")
     asked = [{"question": [user("a")], "chosen": CHATS[0], "rejected": []}]

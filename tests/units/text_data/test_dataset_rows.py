@@ -1,4 +1,4 @@
-"""Rows of files, datasets, lists and columns; tokens and masks of each layout by hand, and what is wrong with a bad row."""
+"""Rows of files, datasets, lists and columns. Tokens and masks of each layout by hand, and the reasons of skipped rows."""
 
 import sys
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ HI = [user("hi")]
 CHAT = [*HI, assistant("ho")]
 
 
-def test_lines_and_rows(tmp_path: Path) -> None:
-    """Blank lines are not rows; a bad line keeps its number."""
+def test_jsonl_lines_become_rows(tmp_path: Path) -> None:
+    """Blank lines are not rows, and a bad line keeps its number."""
     path = tmp_path / "data.jsonl"
     digits = b'{"a": ' + b"1" * 5000 + b"}"
     path.write_bytes(b'\xef\xbb\xbf{"messages": []}\n\n[1]\n{"messages"\n\xff\xfe\n  \n{"messages": []}\n' + digits)
@@ -39,7 +39,7 @@ def test_lines_and_rows(tmp_path: Path) -> None:
         read_rows(path).values()
 
 
-def test_parquet_has_the_rows_of_json_lines_whose_first_readable_decides_the_layout(tmp_path: Path) -> None:
+def test_parquet_rows_equal_jsonl_rows_and_the_first_readable_row_decides_the_layout(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
 
@@ -59,10 +59,10 @@ def test_parquet_has_the_rows_of_json_lines_whose_first_readable_decides_the_lay
             _ = read_rows(rows).layout
 
 
-def test_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_damaged_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bad").write_bytes(b"PAR1 and no more")
     for source in ("word " * 200, tmp_path / "nothing", tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"there is no file .*: pass the path .* or a list of rows"):
+        with pytest.raises(FileNotFoundError, match=r"there is no file .*: pass a path, or a list of rows"):
             read_rows(source)
     with pytest.raises(DataError, match="is a damaged Parquet file"):
         read_rows(tmp_path / "bad")
@@ -72,7 +72,7 @@ def test_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Streamed:
-    """Iterates over dicts from the beginning each time, and has no length, as a streamed dataset."""
+    """Like a streamed dataset: each iteration starts again, and there is no length."""
 
     column_names = ("question",)
 
@@ -137,7 +137,7 @@ def encode(value: Any, *, tokenizer: Any = TOKENIZER, **settings: Any) -> list[A
 
 
 def scored(answer: Answer | Skip, tokenizer: Any = TOKENIZER) -> str:
-    """The text of the tokens that are masked in."""
+    """The text of the masked-in tokens."""
     assert isinstance(answer, Answer), answer
     assert answer.tokens.shape == answer.mask.shape
     return tokenizer.decode(answer.tokens[answer.mask])
@@ -165,7 +165,7 @@ SCORED = [
 ]
 
 
-def test_what_is_scored_after_a_begin_of_sequence_token_too() -> None:
+def test_which_tokens_of_each_layout_are_scored() -> None:
     for value, expected in SCORED:
         assert [scored(answer) for answer in encode(value)] == expected, value
     (answer,) = encode({"prompt": "2 + 2 =", "completion": " 4"})
@@ -187,7 +187,7 @@ SKIPPED = [
 ]
 
 
-def test_what_is_skipped() -> None:
+def test_unusable_rows_are_skipped_with_a_reason() -> None:
     for value, reason, detail in SKIPPED:
         for skip in encode(value, vocab_size=259, max_length=60):
             assert isinstance(skip, Skip), skip

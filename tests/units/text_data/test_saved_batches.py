@@ -1,4 +1,4 @@
-"""Batches on disk: the same after a round trip, whole or not there, and read without running code."""
+"""Batches on disk: round trips, atomic writes, and reading without running code."""
 
 import os
 import pickle
@@ -23,7 +23,7 @@ from torchrl_llm_kl.datasets import DataError
 
 
 def plain(a: Any) -> Any:
-    """Class, structure, layout, dtype and bits, as Python values that can be compared."""
+    """Convert class, structure, layout, dtype and bits to Python values that can be compared."""
     if isinstance(a, Tensor) and a.is_nested:
         return ("nested", a.layout, a.dtype, [plain(row) for row in a.unbind()])
     if isinstance(a, Tensor):
@@ -50,7 +50,7 @@ def nested(layout: torch.layout) -> TensorDictBase:
 
 
 def of_python() -> TensorDictBase:
-    """Text, numbers and lists; a list per row; an entry without a value; names of dimensions."""
+    """A batch with text, numbers, lists, a list per row, an empty entry and names of dimensions."""
     td = batch(query=["why?", "how? \ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16")])
     td.set_non_tensor("about", {"seed": 3, "of": [1.5, None, True, ("a", b"b")], "weights": FULL[:, 1:3]})
     td["empty"] = TensorDict(batch_size=[2])
@@ -95,7 +95,7 @@ def test_a_batch_is_the_same_after_a_round_trip(name: str, tmp_path: Path) -> No
 
 
 def test_jagged_entries_go_together_and_a_row_is_saved_without_its_neighbours(tmp_path: Path) -> None:
-    """Two jagged tensors of the same offsets can be added; torch goes by the identity of the offsets."""
+    """Two jagged tensors can be added only if their offsets are the same object, so the file must preserve identity."""
     ids = torch.nested.nested_tensor([FULL[0], FULL[1, :3]], layout=torch.jagged)
     save_batch(TensorDict(a=ids, b=ids * 2, batch_size=[2]), tmp_path / "batch.pt")
     found = load_batch(tmp_path / "batch.pt")
@@ -119,7 +119,7 @@ def test_a_failed_write_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pyt
     same(batch(), load_batch(path))
 
 
-def test_python_objects_are_named(tmp_path: Path) -> None:
+def test_an_entry_with_a_python_object_is_named_in_the_error(tmp_path: Path) -> None:
     td = batch()
     td["next"].set_non_tensor("env", Mischief(tmp_path / "hacked"))
     with pytest.raises(TypeError, match=r"\('next', 'env'\) holds a .*Mischief.*batch\.exclude"):
@@ -127,7 +127,7 @@ def test_python_objects_are_named(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_names_no_other_class_and_pickles_need_trust(tmp_path: Path) -> None:
+def test_a_file_can_load_only_trusted_classes_and_pickles_need_trust(tmp_path: Path) -> None:
     save_batch(batch(), tmp_path / "batch.pt")
     record = torch.load(tmp_path / "batch.pt", weights_only=True)
     for name in ("os:system", "torchrl_evil.data:History", "tensordict:TensorDict.fit", "torchrl.data:__doc__"):
@@ -159,7 +159,7 @@ def test_files_of_tensors_are_loaded(kind: str, tmp_path: Path) -> None:
 
 
 def odd() -> TensorDictBase:
-    """Keys that file names encode, nested and empty tensors, text per row, a lazy stack, conversations."""
+    """A batch with keys that file names must encode, nested and empty tensors, text per row, a lazy stack and conversations."""
     td = conversations().update(batch())
     td["Odd key/%"] = torch.ones(2)
     td["nothing"] = torch.zeros(2, 0)
@@ -170,7 +170,7 @@ def odd() -> TensorDictBase:
 
 
 @pytest.mark.parametrize("kind", ["memmap", "archive"])
-def test_a_folder_with_all_of_it_is_complete(kind: str, tmp_path: Path) -> None:
+def test_a_saved_folder_with_all_kinds_of_entries_is_complete(kind: str, tmp_path: Path) -> None:
     td = odd()
     found = load_batch(save(kind, tmp_path / ("batch.tdz" if kind == "archive" else "batch"), td))
     save_batch(found, tmp_path / "again.pt")  # mapped tensors become plain ones
@@ -185,7 +185,7 @@ def test_a_folder_with_all_of_it_is_complete(kind: str, tmp_path: Path) -> None:
 
 
 def with_pickle(folder: Path, name: str = "other.pickle") -> Path:
-    """A folder of a batch, in which an entry that no tensor can hold was pickled: it makes a folder when it is read."""
+    """A saved folder with a pickled entry. Unpickling it creates the folder "hacked"."""
     save("memmap", folder, batch().set_non_tensor("env", torch.device("cpu")))
     (folder / "env" / "other.pickle").unlink()
     (folder / "env" / name).write_bytes(pickle.dumps({"data": Mischief(folder.parent / "hacked")}))
@@ -215,7 +215,7 @@ def test_no_code_of_a_saved_folder_runs(archived: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("link", ["env", "env/other.pickle", "next/log_probs"])
 def test_no_link_is_followed(link: str, tmp_path: Path) -> None:
-    """The linked folder holds a pickled object, which a listing that stops at links does not see."""
+    """The linked folder contains a pickled object, which a listing that does not follow links would miss."""
     folder = save("memmap", tmp_path / "folder", batch(env=NonTensorData("a", batch_size=[2])))
     other = with_pickle(tmp_path / "other")
     if (folder / link).is_dir():
@@ -227,7 +227,7 @@ def test_no_link_is_followed(link: str, tmp_path: Path) -> None:
     assert not (tmp_path / "hacked").exists()
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_without_waiting_for_its_writer(tmp_path: Path) -> None:
     folder = save("memmap", tmp_path / "folder", batch())
     (folder / "tokens" / "meta.json").unlink()
     os.mkfifo(folder / "tokens" / "meta.json")
@@ -238,7 +238,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         load_batch(tmp_path / "batch.pt")
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_of_a_folder_is_named(tmp_path: Path) -> None:
     whole = save("memmap", tmp_path / "whole", odd())
     parts = ["tokens", "tokens/meta.json", "tokens/full.memmap", "nest.memmap", "nest.shape.memmap", "query"]
     parts += ["Odd%20key%2F%25.memmap", "rows/0", "rows/0/a.memmap", "history/_tensordict", "history/_tensordict/0"]
@@ -252,8 +252,8 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("archived", [False, True])
-def test_a_value_under_another_case_is_missing(archived: bool, tmp_path: Path) -> None:
-    """It is not read, so the value would be left out, or None, without an error."""
+def test_a_file_whose_name_has_another_case_is_missing(archived: bool, tmp_path: Path) -> None:
+    """tensordict does not read such a file. Without a check the value would be silently missing or None."""
     td = batch().set_non_tensor("env", torch.device("cpu"))
     names = ("env/other.PICKLE", "tokens/Full.memmap", "tokens/full.MEMMAP", "tokens/META.json")
     for number, changed in enumerate(names):
@@ -264,12 +264,12 @@ def test_a_value_under_another_case_is_missing(archived: bool, tmp_path: Path) -
             load_batch(path, trust=True)
 
 
-def test_files_that_are_no_batch(tmp_path: Path) -> None:
+def test_files_without_a_batch_are_errors(tmp_path: Path) -> None:
     """The content of each file, None for a folder, and a part of the error."""
     for name, content, said in (
-        ("tensor.pt", FULL, "holds a Tensor: expected a batch of save_batch, or a TensorDict's"),
+        ("tensor.pt", FULL, "holds a Tensor: expected a batch of save_batch, or a dict of entries"),
         ("dict.pt", {}, "holds a dict: expected a batch"),
-        ("uneven.pt", {"a": FULL, "b": FULL[:1]}, "no first dimension in common"),
+        ("uneven.pt", {"a": FULL, "b": FULL[:1]}, "different first dimensions"),
         ("empty.pt", "", "cannot be read by torch.load"),
         ("data.jsonl", "{}", "holds more than tensors"),
         ("bad.tdz", "no archive", "is not an archive"),
