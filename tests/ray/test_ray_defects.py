@@ -51,7 +51,7 @@ REFUSED = {
     "ref_model cannot be None": RayRetrieveKL,
     "Must provide exactly one of 'ref_model' or 'ref_model_factory'": RayKLRewardTransform,
     "reward_placement must be one": partial(RayRetrieveKL, ref_model_factory=REF, reward_placement="first"),
-    "scope must be 'turn' or 'full'": partial(RayRetrieveLogProb, model_factory=REF, scope="word"),
+    "scope must be one of 'turn', 'full'": partial(RayRetrieveLogProb, model_factory=REF, scope="word"),
 }
 
 

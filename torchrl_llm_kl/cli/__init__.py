@@ -10,15 +10,15 @@ from torchrl_llm_kl._registry import install_hint
 
 __all__ = ["main"]
 
-#: Packages of the extra ``cli`` without which no command runs.
+#: Packages of the extra ``cli`` that every command needs.
 _NEEDED = ("typer", "rich")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, as ``torchrl-llm-kl`` and ``python -m torchrl_llm_kl`` do; ``docs/cli.md`` has its commands.
+    """Run the command line, like ``torchrl-llm-kl`` and ``python -m torchrl_llm_kl``. ``docs/cli.md`` lists the commands.
 
     Args:
-        arguments: the words after the program's name; None for the words of the process.
+        arguments: the words after the program's name. Default: those of this process.
 
     Returns:
         The exit code: 0 success, 1 a check found something, 2 an option or an input is wrong, 3 an unexpected error, 130

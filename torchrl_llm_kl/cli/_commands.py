@@ -1,4 +1,4 @@
-"""The commands and their options. The other files hold the work and load torch. This one loads in no time."""
+"""The commands and their options. Other modules do the work and import torch, so that help and completion stay fast."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from torchrl_llm_kl.cli._console import (
     FOUND,
     INTERRUPTED,
     PROGRAM,
+    AsJson,
     CommandError,
     Group,
+    ScoreArguments,
+    Temperature,
     console,
     print_json,
     print_table,
     say,
     takes,
 )
-from torchrl_llm_kl.cli._options import AsJson, ScoreArguments, Temperature
 
 app = typer.Typer(
     name=PROGRAM,
@@ -40,14 +42,16 @@ Batch = Annotated[
     Path, typer.Argument(help="A batch of rollouts: a file of save_batch or torch.save, or a folder of td.save.")
 ]
 Trust = Annotated[
-    bool, typer.Option("--trust", help="Load pickled objects, which can run any code: only your own files.")
+    bool,
+    typer.Option("--trust", help="Load pickled objects. They can run any code, so only use it for your own files."),
 ]
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     try:
         typer.main.get_command(app).main(args=None if arguments is None else list(arguments), prog_name=PROGRAM)
+    # The group exits the process itself in standalone mode.
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
@@ -62,7 +66,7 @@ def root(
 ) -> None:
     """KL-regularised post-training of language models: tables, scores of a file, a doctor for batches."""
     if context.invoked_subcommand is None:
-        raise CommandError(f"name a command; {PROGRAM} --help lists them.")
+        raise CommandError(f"name a command. {PROGRAM} --help lists them.")
 
 
 # ------------------------------------------------------------------ tables
@@ -70,9 +74,10 @@ def root(
 
 @app.command()
 def algorithms(
-    name: Annotated[str | None, typer.Argument(help="A preset; all of them without.")] = None, as_json: AsJson = False
+    name: Annotated[str | None, typer.Argument(help="A preset. Default: list all.")] = None, as_json: AsJson = False
 ) -> None:
-    """List the presets, or one with its settings, the source of each value, and its needs."""
+    """List the presets, or show one with its requirements, its settings and the source of each value."""
+    # Imports inside commands keep torch, which takes seconds, out of help and completion.
     from torchrl_llm_kl.cli._tables import show_algorithm, show_algorithms
 
     if name is None:
@@ -92,7 +97,7 @@ def estimators(as_json: AsJson = False) -> None:
 @app.command()
 def version(
     everything: Annotated[
-        bool, typer.Option("--all", help="Also of the packages and the machine, for a bug report.")
+        bool, typer.Option("--all", help="Include packages and the machine, for a bug report.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -120,14 +125,14 @@ def score_answers(**given: Any) -> None:
 @app.command()
 def check(
     batch: Batch,
-    policy: Annotated[str | None, typer.Option(help="The model that sampled; adds checks that score with it.")] = None,
+    policy: Annotated[str | None, typer.Option(help="The model that sampled. Adds checks that score with it.")] = None,
     reference: Annotated[str | None, typer.Option(help="The reference model.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="The tokenizer, for checks of text and masks.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="The tokenizer. Adds checks of text and masks.")] = None,
     temperature: Temperature = 1.0,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Look for faults of a batch of rollouts; exits with 1 if there is one."""
+    """Look for faults in a batch of rollouts. Exits with 1 if there is one."""
     from torchrl_llm_kl.datasets import load_batch
     from torchrl_llm_kl.diagnostics import diagnose
     from torchrl_llm_kl.training import load_model, load_tokenizer
@@ -143,19 +148,19 @@ def check(
         out.print(diagnosis)
     else:
         print(diagnosis)
-    if diagnosis.exit_code:  # notes are not faults
+    if diagnosis.exit_code:  # 0 if all findings are notes
         raise typer.Exit(FOUND)
 
 
 @app.command()
 def inspect(
     batch: Batch,
-    tokenizer: Annotated[str, typer.Option(help="The tokenizer of its tokens: a folder, or a name on the hub.")],
+    tokenizer: Annotated[str, typer.Option(help="The tokenizer of the batch: a folder, or a name on the hub.")],
     html: Annotated[Path | None, typer.Option(help="Write a page instead of printing.")] = None,
     other: Annotated[Path | None, typer.Option(help="A second batch to show beside the first.")] = None,
-    policy: Annotated[str | None, typer.Option(help="A model: adds its log-probs and entropy.")] = None,
+    policy: Annotated[str | None, typer.Option(help="A model. Adds its log-probs and entropy.")] = None,
     reference: Annotated[
-        str | None, typer.Option(help="The reference model: adds its log-probs, and the exact KL.")
+        str | None, typer.Option(help="The reference model. Adds its log-probs and the exact KL.")
     ] = None,
     temperature: Temperature = 1.0,
     trust: Trust = False,
@@ -166,7 +171,7 @@ def inspect(
     from torchrl_llm_kl.training import load_model, load_tokenizer
 
     if html is not None and not html.parent.is_dir():
-        raise CommandError(f"there is no folder {html.parent} for {html.name}: create it first.")
+        raise CommandError(f"there is no folder {html.parent} for {html.name}. Please create it first.")
     td = load_batch(batch, trust=trust)
     beside = None if other is None else load_batch(other, trust=trust)
     own, known = (None if name is None else load_model(name) for name in (policy, reference))
@@ -184,7 +189,7 @@ def inspect(
 @app.command("train")
 def run_training(
     config: Annotated[
-        str | None, typer.Argument(metavar="[CONFIG.yaml]", help="The settings; --example prints some to start from.")
+        str | None, typer.Argument(metavar="[CONFIG.yaml]", help="The settings. --example prints a file to start from.")
     ] = None,
     changes: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as optimizer.lr=1e-5.")
@@ -194,14 +199,15 @@ def run_training(
         bool, typer.Option("--dry-run", help="Check the settings, files and models, and print all settings.")
     ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Begin anew; by default a run whose folder holds a checkpoint continues.")
+        bool, typer.Option("--fresh", help="Start over. By default a run with a checkpoint in its folder continues.")
     ] = False,
 ) -> None:
-    """Train a model on prompts with a reward, near a reference; exits with 1 if the KL blew up."""
+    """Train a model on prompts with a reward, near a reference. Exits with 1 if the KL blew up."""
+    # omegaconf is in an optional extra. Name that extra instead of failing at an import.
     if importlib.util.find_spec("omegaconf") is None:
         raise CommandError(f"this command needs omegaconf: {install_hint('train')}.")
     if config is None and not example:
-        raise CommandError(f"name the file with the settings; {PROGRAM} train --example > config.yaml writes one.")
+        raise CommandError(f"name the file with the settings. {PROGRAM} train --example > config.yaml writes one.")
     from torchrl_llm_kl.tasks import RewardError
     from torchrl_llm_kl.training import example_config, load_inputs, read_config, train
 
@@ -209,19 +215,21 @@ def run_training(
         print(example_config(), end="")
         return
     given = changes or []
-    source = config if "=" not in config or Path(config).is_file() else None  # such as runs/lr=1e-5/config.yaml
+    # Without a file, the first word is a change. A path may contain an equals sign too, as runs/lr=1e-5/config.yaml does.
+    source = config if "=" not in config or Path(config).is_file() else None
     settings = read_config(source, given if source else [config, *given])
     if dry_run:
-        with redirect_stdout(sys.stderr):  # of reward files
+        with redirect_stdout(sys.stderr):  # a reward file may print when it is imported
             inputs = load_inputs(settings)
         print(settings.to_yaml(), end="")
         say(
-            f"memory: at least {inputs.memory / 1e9:.3g} GB for weights, gradients and the optimiser's state; activations, "
-            f"which micro-batches limit, and the sampler's caches come on top. Disk: up to {inputs.disk / 1e9:.3g} GB."
+            f"memory: at least {inputs.memory / 1e9:.3g} GB for weights, gradients and the optimiser's state, plus "
+            f"activations, which micro-batches limit, and the sampler's caches. Disk: up to {inputs.disk / 1e9:.3g} GB."
         )
         return
     try:
         result = train(settings, fresh=fresh, say=say)
+    # The error of a user's reward function is an input error, without a traceback of this package.
     except RewardError as error:
         raise CommandError(str(error)) from error
     if result.final is not None:
@@ -234,19 +242,41 @@ def run_training(
 # ------------------------------------------------------------------ serve, templates, demo
 
 
+_SERVE_HEAD = """\
+# An application of Ray Serve: `serve run FILE`, `serve deploy FILE`, or `serveConfigV2` of a KubeRay RayService.
+# Clients use it by its name: torchrl_llm_kl.service.ScoringService(name="{name}").
+"""
+
+
 @app.command()
 def serve(
-    model: Annotated[str, typer.Argument(help="The model: a folder that every node has, or a name on the hub.")],
-    write: Annotated[Path, typer.Option(help="The file to write; an earlier one is replaced.")],
-    name: Annotated[str, typer.Option(help="Of the service.")] = "reference",
-    dtype: Annotated[str, typer.Option(help="Of the weights: auto (as saved), float32, bfloat16 or float16.")] = "auto",
+    model: Annotated[str, typer.Argument(help="The model: a folder on every node, or a name on the hub.")],
+    write: Annotated[Path, typer.Option(help="The file to write. Replaces an earlier file.")],
+    name: Annotated[str, typer.Option(help="Name of the service.")] = "reference",
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of the weights: auto (as saved), float32, bfloat16 or float16.")
+    ] = "auto",
     replicas: Annotated[str, typer.Option(help="Number of replicas, or MIN:MAX for Serve to scale them.")] = "1",
     gpus: Annotated[float, typer.Option(help="GPUs of each replica.")] = 1.0,
 ) -> None:
     """Write the configuration of a scoring service for Ray's `serve run`, `serve deploy` and KubeRay."""
-    from torchrl_llm_kl.cli._serve import serve_config, write_config
+    import yaml
 
-    write_config(write, serve_config(name, model, dtype, replicas, gpus))
+    lowest, _, highest = replicas.partition(":")
+    if not lowest.isdigit() or (highest and not highest.isdigit()):
+        raise CommandError(f"--replicas must be a number or MIN:MAX, got {replicas!r}.")
+    number: dict[str, object] = {"num_replicas": int(lowest)}
+    if highest:
+        number = {"autoscaling_config": {"min_replicas": int(lowest), "max_replicas": int(highest)}}
+    application = {
+        "name": name,
+        "route_prefix": None,
+        "import_path": "torchrl_llm_kl.service:app",
+        "args": {"name": name, "model": model, "dtype": dtype},
+        "deployments": [{"name": "Replica", "ray_actor_options": {"num_cpus": 1, "num_gpus": gpus}, **number}],
+    }
+    config = yaml.safe_dump({"proxy_location": "Disabled", "applications": [application]}, sort_keys=False)
+    write.write_text(_SERVE_HEAD.format(name=name) + config, encoding="utf-8")
     say(f"wrote {write}: serve run {write}")
 
 
@@ -258,7 +288,7 @@ def templates(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Render a conversation on a model's chat template and show which tokens are masked in."""
+    """Render a conversation with a model's chat template and show which tokens are masked in."""
     from torchrl_llm_kl.cli._templates import show_template
 
     show_template(name, conversation, as_json)
@@ -266,12 +296,13 @@ def templates(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(context: typer.Context) -> None:
-    """Train a small model with the KL held at a target, in a checkout of the project; changes go to train."""
+    """Train a small model with the KL held at a target, in a checkout of the project. Passes changes on to train."""
+    # Look beside the package first, then in the working directory, for an installed package in a checkout.
     for root_folder in (Path(__file__).parents[2], Path()):
         script = root_folder / "tutorials" / "countdown_demo.py"
         if script.is_file() and (root_folder / "torchrl_llm_kl").is_dir():
             raise typer.Exit(subprocess.run([sys.executable, str(script), *context.args], check=False).returncode)
     raise CommandError(
-        "the demo is a tutorial, which an installed package does not contain: run this command, or `make demo`, in a "
+        "the demo is a tutorial, which an installed package does not contain. Run this command, or `make demo`, in a "
         "checkout of the project's sources."
     )

@@ -1,4 +1,4 @@
-"""The output for users: errors in one sentence, tables, colours, and the exit codes."""
+"""What commands share: options, one-line errors, exit codes, tables and colours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, TextIO, TypeVar, cast
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TextIO, TypeVar, cast
 
 import typer
 from rich.console import Console
@@ -26,37 +28,32 @@ EXIT_CODES = (
     "Exit codes: 0 success, 1 a check found something (or nothing could be scored), 2 an option or an input is wrong, "
     "3 an unexpected error, 130 interrupted, 141 the reader of the output is gone."
 )
-#: The base of typer's errors of options and commands: click's class, which newer releases hold themselves.
+#: The base class of typer's usage errors. It is click's class, or typer's own copy in newer releases.
 OptionError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
-#: Errors of bad input; the library's messages state the value, the expectation and the remedy.
+#: Errors that bad input causes. Their messages state the value, the expectation and the remedy, so a traceback adds nothing.
 _OF_INPUT = (ValueError, KeyError, OSError, ImportError)
 
 
 class CommandError(Exception):
-    """An error of the user's input: one sentence with the remedy."""
+    """An error in the user's input, whose message contains the remedy."""
 
 
 def say(text: str) -> None:
     """Write one line to stderr."""
-    with suppress(BrokenPipeError):  # the work continues without a reader of its progress
+    with suppress(BrokenPipeError):  # the work continues if nobody reads its progress
         print(f"{PROGRAM}: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
 class Group(TyperGroup):
-    """Commands whose errors are one line on stderr, and a documented exit code."""
+    """A group of commands with one-line errors on stderr and documented exit codes."""
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
+    def main(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, **options: Any
     ) -> int:
-        """Run and exit; without ``standalone_mode`` return the exit code."""
+        """Run and exit. With ``standalone_mode=False`` return the exit code."""
+        standalone_mode = options.pop("standalone_mode", True)
         try:
-            code = super().main(args, prog_name or PROGRAM, complete_var, False, windows_expand_args, **extra)
+            code = super().main(args, prog_name or PROGRAM, standalone_mode=False, **options)
         except typer.Abort:
             code = INTERRUPTED
         except OptionError as error:
@@ -69,18 +66,19 @@ class Group(TyperGroup):
         return code
 
     def invoke(self, ctx: Any) -> object:
-        """Run a command with its warnings and errors in one line each."""
+        """Run a command, printing each warning and error as one line."""
         with warnings.catch_warnings():
+            # These warnings of other libraries address developers, not users of the command line.
             warnings.filterwarnings("ignore", category=DeprecationWarning)
             warnings.filterwarnings("ignore", category=FutureWarning)
             for stream in (sys.stdout, sys.stderr):
-                with suppress(AttributeError):  # a stream of a caller's own
+                with suppress(AttributeError):  # a caller may have replaced the stream
                     stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
             warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
             try:
                 result = super().invoke(ctx)
                 if sys.stdout is not None:
-                    sys.stdout.flush()  # a reader that is gone shows here, not at the end of the process
+                    sys.stdout.flush()  # a broken pipe must raise here, where it is handled, not at exit
                 return result
             except BrokenPipeError:
                 _hush()
@@ -98,7 +96,7 @@ class Group(TyperGroup):
 
 
 def takes(options: type) -> Callable[[F], F]:
-    """The arguments and options of a command of keyword arguments: the annotated fields of a dataclass."""
+    """Give a command of keyword arguments the annotated fields of a dataclass as its arguments and options."""
 
     def mark(command: F) -> F:
         signature = inspect.signature(options, eval_str=True)
@@ -110,28 +108,102 @@ def takes(options: type) -> Callable[[F], F]:
 
 
 def _report(error: Exception) -> int:
-    """Print an error as one line; returns the exit code."""
+    """Print an error as one line and return the exit code."""
     from torchrl_llm_kl.ragged import EntryTypeError
 
     text = str(error.args[0]) if type(error) is KeyError and error.args else str(error)
     if text and isinstance(error, (CommandError, EntryTypeError, *_OF_INPUT)):
         say(text)
         return WRONG_INPUT
-    say(f"{type(error).__name__}: {text or 'no message'} (unexpected; {PROGRAM} --debug ... shows the traceback).")
+    say(f"{type(error).__name__}: {text or 'no message'} (unexpected, {PROGRAM} --debug ... shows the traceback).")
     return CRASHED
 
 
 def _hush() -> None:
-    """Let Python flush its streams into nothing at its end."""
+    """Redirect stdout to nowhere, so that Python's flush at exit does not raise again."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# ------------------------------------------------------------------ options of several commands, and of `score`
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Temperature = Annotated[float, typer.Option(help="The sampler's temperature: divides the logits.")]
+
+
+@dataclass(frozen=True)
+class ScoreArguments:
+    """The arguments of ``score``, which ``docs/cli.md`` explains."""
+
+    model: Annotated[str, typer.Argument(help="The model: a folder, or a name on the hub.")]
+    data: Annotated[
+        Path,
+        typer.Argument(help="JSONL or Parquet: conversations, prompts and completions, preferences, or token ids."),
+    ]
+    reference: Annotated[str | None, typer.Option(help="The model to compare with.")] = None
+    estimator: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="KL estimators: k1, k2, k3, low_var_kl, abs, exact. Repeat the option or use commas. Default: k1, k3, and "
+            "exact if both vocabularies have the same size."
+        ),
+    ] = None
+    temperature: Temperature = 1.0
+    out: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Write a JSON line for each answer. Replaces an earlier file."),
+    ] = None
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False, help="Folder of stored scores, which are not computed again. Default: beside --out."
+        ),
+    ] = None
+    html: Annotated[Path | None, typer.Option(help="Write a page with the tokens of the first answers.")] = None
+    limit: Annotated[int | None, typer.Option(min=1, help="Score the first rows only.")] = None
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Skip sequences with more tokens. Default: the limit of the models.")
+    ] = None
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in one forward. Default: 1024 on a CPU, 16384 on a GPU.")
+    ] = None
+    per_token: Annotated[bool, typer.Option("--per-token", help="Write token ids and scores of each token too.")] = (
+        False
+    )
+    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer to use instead of the model's.")] = None
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="A file with the chat template of conversations. Default: the tokenizer's.",
+        ),
+    ] = None
+    dtype: Annotated[str, typer.Option(help="Dtype of the weights: auto (as saved), float32, bfloat16 or float16.")] = (
+        "auto"
+    )
+    device: Annotated[
+        str | None, typer.Option(help="For example cuda:1. Default: the accelerator, if there is one.")
+    ] = None
+    as_json: AsJson = False
+
+    @property
+    def estimators(self) -> tuple[str, ...]:
+        """The names of the KL estimators, each once."""
+        names = (name.strip() for item in self.estimator or () for name in item.split(","))
+        return tuple(dict.fromkeys(name for name in names if name))
+
+    @property
+    def store_folder(self) -> Path | None:
+        """The folder of stored scores. The default is beside the output."""
+        return self.store or (self.out and self.out.with_name(f"{self.out.name}.store"))
 
 
 # ------------------------------------------------------------------ output
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """A console that follows ``NO_COLOR`` and ``FORCE_COLOR``; made anew, since tests replace the streams."""
+    """A console that follows ``NO_COLOR`` and ``FORCE_COLOR``. A new one each time, because tests replace the streams."""
     out = Console(file=stream or sys.stdout, highlight=False, emoji=False, markup=False)
     out.soft_wrap = not out.is_terminal
     return out
@@ -144,7 +216,8 @@ def shows_colour() -> bool:
 
 
 def print_json(value: object) -> None:
-    """Write one JSON document; numbers that are not finite as null."""
+    """Write one JSON document. Numbers that are not finite become null."""
+    # Escape non-ASCII text if the stream cannot encode it.
     unicode = str(getattr(sys.stdout, "encoding", "")).lower().startswith("utf")
     print(json.dumps(_finite(value), indent=2, ensure_ascii=not unicode, default=str))
 
@@ -158,11 +231,11 @@ def _finite(value: object) -> object:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: int | None = None) -> None:
-    """Write a table: fitted to a terminal; elsewhere one line for each row, never cut.
+    """Write a table that fits the terminal. In a pipe each row is one line and is never cut.
 
     Args:
-        header: of the columns.
-        rows: of cells.
+        header: the names of the columns.
+        rows: the cells.
         right: the first column that is aligned to the right, if any.
     """
     out = console()
@@ -173,7 +246,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         words = [[word for line in (header, *rows) for word in line[i].split()] for i in range(len(header))]
         longest = [max(map(len, each), default=1) for each in words]
-        fits = sum(longest) + 3 * len(header) <= out.width  # then no word is cut for another column's sake
+        fits = sum(longest) + 3 * len(header) <= out.width  # if the longest words fit, no column needs to cut a word
         for i, name in enumerate(header):
             justify: Literal["left", "right"] = "right" if right is not None and i >= right else "left"
             table.add_column(name, justify=justify, overflow="fold", min_width=longest[i] if fits else None)

@@ -1,8 +1,8 @@
 """``score``: log-probs and KLs of the answers in a file.
 
-The answers are scored in batches of consecutive rows, whose borders depend only on the data and the settings. Scores go
-to a :class:`ScoreStore` batch by batch, so that the next call continues an interrupted one. The output replaces an earlier
-one once it is complete.
+Answers are scored in batches of consecutive rows. The data and the settings determine the borders of the batches, and the
+scores of each batch go to a :class:`ScoreStore`. The next call therefore continues an interrupted one. The output replaces an
+earlier file only when it is complete.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._numerics import all_finite
 from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl._typing import Json
-from torchrl_llm_kl.cli._console import FOUND, INTERRUPTED, CommandError, print_json, print_table, say
-from torchrl_llm_kl.cli._options import ScoreArguments
+from torchrl_llm_kl.cli._console import FOUND, INTERRUPTED, CommandError, ScoreArguments, print_json, print_table, say
 from torchrl_llm_kl.datasets import Answer, Encoder, FileRows, Skip, Skipped
 from torchrl_llm_kl.diagnostics import TokenColumns
 from torchrl_llm_kl.estimators import EstimatorName, get_estimator
@@ -48,10 +47,11 @@ from torchrl_llm_kl.scoring import (
 )
 from torchrl_llm_kl.training import load_model, load_tokenizer, progress
 
-#: Estimators of log-probs only. Those with a ``+`` have the values of these; ``corrected_k3`` needs the sampler's log-probs.
+#: The available estimators. Those with a ``+`` would have the same values, and ``corrected_k3`` needs the sampler's log-probs.
 ESTIMATORS = ("k1", "k2", "k3", "low_var_kl", "abs", "exact")
-_DEFAULT = ("k1", "k3")  # and `exact`, where both models have one vocabulary
-_PACKS_PER_BATCH = 4  # forwards between two writes to the store
+_DEFAULT = ("k1", "k3")  # `exact` is added if both models have the same vocabulary
+_PACKS_PER_BATCH = 4  # how many forwards an interruption may lose
+# Bounds the memory of a batch of very short answers.
 _ROWS_PER_BATCH = 1024
 HTML_ANSWERS = 200
 
@@ -61,8 +61,8 @@ class ScoredAnswer(NamedTuple):
 
     Args:
         answer: its tokens and mask.
-        sums: over its scored tokens, in nats, by name: ``log_prob``, ``ref_log_prob`` and the estimators.
-        per_token: the same for each token, ``[T]``, 0 outside the mask.
+        sums: sums over its scored tokens in nats, by name: ``log_prob``, ``ref_log_prob`` and the estimators.
+        per_token: the same scores for each token, ``[T]``, 0 outside the mask.
     """
 
     answer: Answer
@@ -71,7 +71,7 @@ class ScoredAnswer(NamedTuple):
 
 
 def score_file(options: ScoreArguments) -> None:
-    """Score a file, and print a summary.
+    """Score a file and print a summary.
 
     Raises:
         CommandError: if an option or the data is wrong.
@@ -79,7 +79,7 @@ def score_file(options: ScoreArguments) -> None:
     """
     _check_arguments(options)
     source = FileRows(options.data)
-    _ = source.layout  # raises before a model is loaded
+    _ = source.layout  # an unreadable file must raise before models are loaded
     scorer = FileScorer(options, source)
     summary = Summary()
     total = source.total if options.limit is None else min(source.total, options.limit)
@@ -95,62 +95,61 @@ def score_file(options: ScoreArguments) -> None:
                 at = end
     except KeyboardInterrupt:
         folder = options.store_folder
-        rest = f"; {folder} holds them, and the same command continues" if folder else " (--store keeps them)"
-        say(f"interrupted after {at:,} of {total:,} rows{rest}.")
+        rest = f" {folder} holds them, and the same command continues." if folder else " Use --store to keep them."
+        # Finished batches are stored, so little work is lost.
+        say(f"interrupted after {at:,} of {total:,} rows.{rest}")
         raise typer.Exit(INTERRUPTED) from None
     except MissingChatTemplateError as error:
         raise CommandError(
-            f"the tokenizer of {options.tokenizer or options.model} has no chat template: pass --chat-template FILE, or "
+            f"the tokenizer of {options.tokenizer or options.model} has no chat template. Pass --chat-template FILE, or "
             "--tokenizer with the name of a tokenizer that has one."
         ) from error
     _print_summary(summary, options, scorer.estimators)
     if options.html is not None:
         scorer.write_html(options.html, total)
     if not summary.scored:
-        say(f"nothing in {options.data} could be scored: the reasons are above.")
+        say(f"nothing in {options.data} could be scored. The reasons are above.")
         raise typer.Exit(FOUND)
 
 
 @contextmanager
 def _output(path: Path | None) -> Iterator[Callable[[Iterable[Json]], None]]:
-    """Yield a function that takes records: lines of the output, which replaces an earlier one once it is complete."""
+    """Yield a function that writes records as lines. The file replaces an earlier one when the block ends."""
     if path is None:
         yield lambda records: None
         return
+    # A partial file never replaces a complete one.
     with replacing(path) as part, part.open("w", encoding="utf-8") as file:
         yield lambda records: file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def _check_arguments(options: ScoreArguments) -> None:
-    """Raise for options that contradict one another, before anything is loaded."""
+    """Raise a CommandError for contradictory options, before anything is loaded."""
     for name in options.estimators:
         if name not in ESTIMATORS:
             raise CommandError(no_such("--estimator takes estimators of log-probs only, not", name, ESTIMATORS))
     if options.estimators and options.reference is None:
-        raise CommandError(
-            f"--estimator {','.join(options.estimators)} compares with a reference: add --reference MODEL, or leave it out."
-        )
-    if not (math.isfinite(options.temperature) and options.temperature > 0):
-        raise CommandError(f"--temperature {options.temperature:g} is not greater than 0: pass the sampler's.")
+        raise CommandError("--estimator needs a reference: add --reference MODEL, or leave it out.")
     store, out = options.store_folder, options.out
     for path in (out, options.html):
         if path is not None and not path.parent.is_dir():
             raise CommandError(f"there is no folder {path.parent} for {path.name}: create it first.")
     named = {"DATA": options.data, "--out": out, "--html": options.html, "the folder of scores": store}
+    # Resolve links and "..", since two different paths may name one file.
     places = [(name, path.resolve()) for name, path in named.items() if path is not None]
     for (name, path), (other, same) in combinations(places, 2):
         if path == same:
-            raise CommandError(f"{name} and {other} are one file, {path}: it would be overwritten. Pass another path.")
+            raise CommandError(f"{name} and {other} are one file, {path}, and it would be lost. Pass another path.")
+    # With stored scores, the file is the output of an earlier run. Without them it may be a file of the user's own.
     if out is not None and out.exists() and out.stat().st_size and not (store is not None and store.exists()):
-        advice = "it would be replaced. Pass another --out, or remove the file"
-        raise CommandError(f"--out {out} exists, and {store} holds no scores of an earlier run: {advice}.")
+        raise CommandError(f"--out {out} exists, and {store} holds no scores of an earlier run: pass another --out.")
 
 
 # ------------------------------------------------------------------ the models and their batches
 
 
 class FileScorer:
-    """The loaded models of a call, and the scores of its rows."""
+    """The models of a call, and the scores of its rows."""
 
     def __init__(self, options: ScoreArguments, source: FileRows) -> None:
         self.options, self.source = options, source
@@ -161,6 +160,7 @@ class FileScorer:
         names = [options.model] if options.reference is None else [options.model, options.reference]
         self.models = [load_model(name, dtype=options.dtype, device=options.device) for name in names]
         self.batch_tokens = options.batch_tokens or (1024 if self.models[0].device.type == "cpu" else 16384)
+        # Rows of a file do not continue each other, so a cache between batches (memory=) would only cost memory.
         make = partial(LogProbScorer, temperature=options.temperature, tokens_per_batch=self.batch_tokens, memory=0)
         self.scorers = [make(model) for model in self.models]
         check_vocabularies(self.models[0], self.models[-1])
@@ -168,6 +168,7 @@ class FileScorer:
         self.estimators = self._estimators(sizes)
         self.store = None if options.store_folder is None else ScoreStore(options.store_folder)
         self.contexts = {} if self.store is None else self._contexts(self.store)
+        # A sequence must fit both models, and its ids must be in both vocabularies.
         limits = [position_limit(model) for model in self.models] + [options.max_length]
         longest = min((limit for limit in limits if limit is not None), default=None)
         known = min((size for size in sizes if size is not None), default=None)
@@ -176,14 +177,10 @@ class FileScorer:
     def _estimators(self, sizes: Sequence[int | None]) -> tuple[str, ...]:
         if len(sizes) < 2:
             return ()
-        same = sizes[0] == sizes[1]
-        if "exact" in self.options.estimators and not same:
-            counts = f"{self.options.model} has {sizes[0]} tokens and {self.options.reference} {sizes[1]}"
-            raise CommandError(f"--estimator exact compares whole vocabularies, but {counts}: leave exact out.")
-        return self.options.estimators or (*_DEFAULT, *(("exact",) if same else ()))
+        return self.options.estimators or (*_DEFAULT, *(("exact",) if sizes[0] == sizes[1] else ()))
 
     def batches(self, end: int) -> Iterator[tuple[list[Answer | Skip], int]]:
-        """The rows before ``end`` in batches of so many tokens or rows, each with the number of the row after its last."""
+        """Batches of the rows before ``end``, each with the number of the next row. Limits tokens and rows of a batch."""
         items: list[Answer | Skip] = []
         tokens = first = last = 0
         for row in self.source.read(0, end):
@@ -199,7 +196,7 @@ class FileScorer:
 
     @torch.no_grad()
     def score(self, items: Sequence[Answer | Skip]) -> list[ScoredAnswer | Skip]:
-        """Scores of the answers, beside the sequences that are left out; sums are added in float64."""
+        """Scores of the answers, and the skipped sequences at their places. Sums are in float64."""
         answers = [item for item in items if isinstance(item, Answer)]
         if not answers:
             return [item for item in items if isinstance(item, Skip)]
@@ -218,7 +215,7 @@ class FileScorer:
         return [next(scored) if isinstance(item, Answer) else item for item in items]
 
     def columns(self, answers: Sequence[Answer]) -> dict[str, Tensor]:
-        """Scores of all tokens of some answers, by name; float64 ``[N]``, 0 outside the masks."""
+        """Scores of all tokens of some answers, by name, float64 ``[N]``, 0 outside the masks."""
         rows = f"rows {answers[0].index} to {answers[-1].index} (from 0)"
         mask = torch.cat([answer.mask for answer in answers])
         request = ScoreRequest.of([answer.tokens for answer in answers], mask)
@@ -231,6 +228,7 @@ class FileScorer:
                 lookup.store_new()
             scores = lookup.scores(None)
         columns = {name: values.values.double().cpu() for name, values in scores.per_token.items()}
+        # The scorer calls the exact KL "kl", and the command line "exact".
         if "kl" in columns:
             columns["exact"] = columns.pop("kl")
         for name in self.estimators:
@@ -241,7 +239,7 @@ class FileScorer:
         return {name: columns[name] for name in names if name in columns}
 
     def _contexts(self, store: ScoreStore) -> dict[str, bytes]:
-        """For each column that is computed, the digest of all that it depends on besides the tokens."""
+        """For each computed column, a digest of everything besides the tokens that determines it."""
         weights = [RememberedModel(model, store).weights() for model in self.models]
         of = {"log_prob": weights[:1], "ref_log_prob": weights[1:]}
         of |= {"kl": weights} if "exact" in self.estimators else {}
@@ -249,7 +247,7 @@ class FileScorer:
         return {name: blake2b(text.encode(), digest_size=32).digest() for name, text in about.items()}
 
     def _computed(self, request: ScoreRequest, rows: str) -> Scores:
-        """Log-probs by the models, and their exact KL if it is asked for."""
+        """Log-probs under the models, and their exact KL if it is requested."""
         model, *others = self.scorers
         by = ""
         try:
@@ -261,17 +259,15 @@ class FileScorer:
                 scores = scores._replace(ref_log_prob=others[0].run(request).log_prob) if others else scores
         except ValueError as error:
             raise CommandError(f"{rows} cannot be scored{by}: {error}") from error
-        for name, values in scores.per_token.items():  # the scorer has checked the model's own
+        for name, values in scores.per_token.items():  # the scorer checks only its own model's log-probs
             if not all_finite(values.values):
-                value = float(values.values[~values.values.isfinite()][0])
                 raise CommandError(
-                    f"{rows} cannot be scored by {self.options.reference}: its {'exact' if name == 'kl' else name} is {value} "
-                    "at a token. Look for NaN weights, or a token that it forbids."
+                    f"{rows} cannot be scored by {self.options.reference}: its {name} is not finite. Look for NaN weights."
                 )
         return scores
 
     def write_html(self, path: Path, total: int) -> None:
-        """A page of the first answers with their scores."""
+        """Write a page with the first answers and their scores."""
         from torchrl_llm_kl.diagnostics import inspect_tokens
 
         rows = (item for row in self.source.read(0, total) for item in self.encoder.encode(row))
@@ -288,7 +284,7 @@ class FileScorer:
 
 
 def _to_json(item: ScoredAnswer | Skip, *, per_token: bool) -> Json:
-    """The line of the output for an answer, or for a sequence that is left out."""
+    """The output line for an answer or a skipped sequence."""
     if isinstance(item, Skip):
         skipped = {"answer": item.part, "skipped": item.reason, "place": item.place, "detail": item.detail}
         return {"index": item.index, **{name: text for name, text in skipped.items() if text}}
@@ -302,6 +298,7 @@ def _to_json(item: ScoredAnswer | Skip, *, per_token: bool) -> Json:
         line |= {"input_ids": answer.tokens.tolist(), "mask": answer.mask.int().tolist()}
         for name, key in (("log_prob", "log_probs"), ("ref_log_prob", "ref_log_probs"), ("exact", "exact_kl")):
             if name in columns:
+                # float32 has about seven significant digits.
                 line[key] = [round(value, 7) for value in columns[name].tolist()]
     return line
 
@@ -310,7 +307,7 @@ def _to_json(item: ScoredAnswer | Skip, *, per_token: bool) -> Json:
 
 
 class AnswerMean(NamedTuple):
-    """Means per token and per answer with their standard errors; NaN for the errors of a single answer."""
+    """Means per token and per answer with their standard errors, which are NaN for a single answer."""
 
     per_token: float
     per_token_error: float
@@ -321,12 +318,12 @@ class AnswerMean(NamedTuple):
 def mean_of_answers(counts: Sequence[float], sums: Sequence[float]) -> AnswerMean:
     """Means per token and per answer.
 
-    Answers are taken as independent, the tokens of an answer as dependent: the error per token is the error of a ratio of two
-    sums over answers (Cochran 1977, eq. 6.13).
+    Answers are treated as independent, and the tokens of an answer as dependent. The standard error per token is therefore that
+    of a ratio of two sums over answers (Cochran 1977, eq. 6.13).
 
     Args:
-        counts: tokens of each answer.
-        sums: over the tokens of each answer.
+        counts: the number of tokens of each answer.
+        sums: the sum over the tokens of each answer.
 
     Example:
         >>> mean_of_answers([1, 2, 3], [2.0, 2.0, 5.0]).per_token
@@ -348,11 +345,11 @@ class Summary:
     """Counts and means of the answers of a file.
 
     Args:
-        scored: number of answers.
-        scored_tokens: of them.
-        tokens: of them, prompts included.
-        skipped: sequences that are left out.
-        answers: ``"all"``, ``"chosen"`` and ``"rejected"`` -> name -> a number for each answer.
+        scored: the number of scored answers.
+        scored_tokens: the number of their scored tokens.
+        tokens: the number of all their tokens, including prompts.
+        skipped: the skipped sequences.
+        answers: for ``"all"``, ``"chosen"`` and ``"rejected"``, by name of the score, a number for each answer.
     """
 
     scored: int = 0
@@ -373,6 +370,7 @@ class Summary:
         for part in {"all", item.answer.part or "all"}:
             columns = self.answers.setdefault(part, {})
             for name, value in {"num_scored": count, **item.sums}.items():
+                # 8 bytes for each number, since a file may have millions of answers.
                 columns.setdefault(name, array("d")).append(value)
 
     def means(self, part: str) -> dict[str, AnswerMean]:
@@ -383,7 +381,7 @@ class Summary:
         return {f"KL {name}" if name in ESTIMATORS else name: mean for name, mean in means.items()}
 
     def to_dict(self) -> Json:
-        """All of it, for JSON."""
+        """The summary for JSON."""
         return {
             "scored": self.scored,
             "skipped": self.skipped.to_dict(),
@@ -400,7 +398,8 @@ class Summary:
 
 
 def _perplexities(means: Mapping[str, AnswerMean]) -> dict[str, tuple[float, float]]:
-    """The perplexity of each model with its standard error, by name in JSON."""
+    """The perplexity of each model with its standard error, by its name in JSON."""
+    # exp overflows beyond 709, so a hopeless model gets a huge finite perplexity instead of an error.
     names = {"perplexity": "log_prob", "ref_perplexity": "ref_log_prob"}
     values = {name: math.exp(min(-means[key].per_token, 700.0)) for name, key in names.items() if key in means}
     return {name: (value, value * means[names[name]].per_token_error) for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Tables of algorithms, estimators and versions, for people and as JSON."""
+"""Tables of algorithms, estimators and versions, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 def show_algorithms(as_json: bool) -> None:
-    """All presets, a row each."""
+    """Print all presets, one row each."""
     from torchrl_llm_kl.algorithms import ALGORITHMS, algorithm_table
 
     if as_json:
         print_json([_preset_facts(preset) for preset in ALGORITHMS.values()])
         return
     header, rows = cells_of(algorithm_table())
-    shown = [i for i, name in enumerate(header) if name != "sum over tokens"]  # mostly the objective's
+    shown = [i for i, name in enumerate(header) if name != "sum over tokens"]  # most presets use the objective's
     table = [[*(row[i] for i in shown), _other_models(ALGORITHMS[row[0]])] for row in rows]
     print_table([*(header[i] for i in shown), "models"], table)
 
 
 def show_algorithm(name: str, as_json: bool) -> None:
-    """One preset: its needs, and each setting with its source."""
+    """Print one preset: its requirements, and each setting with its source."""
     from torchrl_llm_kl.algorithms import ALGORITHMS, UnknownAlgorithmError
 
     try:
@@ -75,7 +75,7 @@ def _needs(preset: Algorithm) -> dict[str, str]:
 
 
 def _sources(preset: Algorithm) -> dict[str, dict[str, object]]:
-    """Setting -> value and source, hyper-parameters of objective and advantage included."""
+    """Value and source of each setting, including hyper-parameters of objective and advantage."""
     from torchrl_llm_kl.advantages import advantage_spec, get_advantage
     from torchrl_llm_kl.losses import get_objective, spec_of
 
@@ -85,6 +85,7 @@ def _sources(preset: Algorithm) -> dict[str, dict[str, object]]:
     if preset.advantage is not None:
         parts["advantage"] = (advantage_spec(get_advantage(preset.advantage)), preset.advantage_args)
     settings: dict[str, tuple[object, str]] = {}
+    # The arguments of objective and advantage are listed one by one below their part.
     for name in (field.name for field in fields(preset)):
         if name in ("name", "sources", "objective_args", "advantage_args"):
             continue
@@ -103,7 +104,7 @@ def _sources(preset: Algorithm) -> dict[str, dict[str, object]]:
 
 
 def show_estimators(as_json: bool) -> None:
-    """The contract of each estimator."""
+    """Print the contract of each estimator."""
     from torchrl_llm_kl.estimators import QUANTITIES, contracts, estimator_table
 
     if as_json:
@@ -115,12 +116,13 @@ def show_estimators(as_json: bool) -> None:
     off_policy = [i for i, name in enumerate(header) if i == 0 or name.startswith("off-policy")]
     on_policy = [i for i, name in enumerate(header) if i not in off_policy[1:] and name != "holds"]
     for title, columns in (
-        ("Tokens that the policy p sampled; q is the reference:", on_policy),
+        ("Tokens that the policy p sampled (q is the reference):", on_policy),
         ("\nTokens that another policy, old, sampled:", off_policy),
     ):
         print(f"{title}\n")
         names = [header[i].removeprefix("off-policy: ") for i in columns]
         print_table(names, [[row[i] for i in columns] for row in rows])
+    # Conditions follow the tables, where they would widen a column too much.
     print("\nThis holds")
     for name, *_, holds in rows:
         if holds != "always":
@@ -138,7 +140,7 @@ _PACKAGES = ("torch", "tensordict", "torchrl", "transformers", "tokenizers", "ra
 
 
 def show_version(everything: bool, as_json: bool) -> None:
-    """The version; with ``everything``, all that a bug report needs."""
+    """Print the version. ``everything`` adds all that a bug report needs."""
     from torchrl_llm_kl import __version__
     from torchrl_llm_kl.training import versions
 
@@ -165,6 +167,7 @@ def _accelerator() -> str:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return "none (torch is built without)"
+    # The build of torch decides which of these is set.
     versions = (getattr(torch.version, kind, None) for kind in ("cuda", "hip", "xpu"))
     kind = " ".join([accelerator.type, *filter(None, versions)])
     name = getattr(torch.get_device_module(accelerator), "get_device_name", lambda i: accelerator.type)

@@ -1,4 +1,4 @@
-"""``templates``: a conversation on a model's chat template, with the tokens that are masked in."""
+"""``templates``: render a conversation with a model's chat template and mark the tokens that are masked in."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _LOCATED_BY = {
     "prefixes": "renderings of the conversation up to each turn",
     "no assistant turn": "nothing: the conversation has no assistant turn",
 }
-#: Written around masked-in text without colour.
+#: Brackets around masked-in text, for output without colour.
 OPEN, CLOSE = "[[", "]]"
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the assistant: its place in the text, and its masked-in tokens."""
+    """A turn of the assistant: its span in the text, and its masked-in tokens."""
 
     characters: tuple[int, int]
     num_tokens: int
@@ -46,7 +46,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class TemplateReport:
-    """A conversation on a template. ``located_by`` is the way in which the turns were found."""
+    """A rendered conversation. ``located_by`` names the method that located the turns."""
 
     tokenizer: str
     num_messages: int
@@ -59,11 +59,11 @@ class TemplateReport:
 
 
 def show_template(name: str, conversation: Path | None, as_json: bool) -> None:
-    """Render and print.
+    """Render a conversation and print the report.
 
     Raises:
         CommandError: if the file holds no conversation.
-        AssistantMaskError: if the template does not show which tokens are the assistant's.
+        AssistantMaskError: if the assistant's tokens cannot be located with the template.
     """
     messages = None if conversation is None else read_conversation(conversation)
     report = describe(load_tokenizer(name), name, messages)
@@ -85,18 +85,19 @@ def show_template(name: str, conversation: Path | None, as_json: bool) -> None:
         print("The end-of-turn token is masked in, as the model must emit it.")
     elif turns:
         print(
-            f"{len(turns) - ended} of {len(turns)} turns end in no special token: the template writes none after them, so "
-            "the model is not scored on ending its turn."
+            f"{len(turns) - ended} of {len(turns)} turns end in no special token, because the template writes none after them. "
+            "The model is not scored on ending its turn."
         )
 
 
 def read_conversation(path: Path) -> list[Message]:
-    """The messages of a JSON file: a list, an object with ``messages``, or the first such line of a JSONL file."""
+    """Read messages from a JSON file: a list, an object with ``messages``, or the first such line of a JSONL file."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"cannot read {path}: {error}.") from error
     value = None
+    # The first line of a JSONL file is tried if the whole file is not one document.
     for part in (text, text.strip().partition("\n")[0]):
         with suppress(ValueError):
             value = json.loads(part)
@@ -108,21 +109,24 @@ def read_conversation(path: Path) -> list[Message]:
 
 
 def describe(tokenizer: PreTrainedTokenizerBase, name: str, given: Sequence[Message] | None = None) -> TemplateReport:
-    """Text, tokens and turns of a conversation on the tokenizer's template; of a sample, if none is given."""
+    """Text, tokens and turns of a conversation with the tokenizer's template. Default: a sample conversation."""
     note, messages = "", list(SAMPLE) if given is None else given
     try:
         rendered = render_conversation(tokenizer, messages)
     except AssistantMaskError:
         raise
-    except Exception as error:  # a template may raise anything
+    except Exception as error:  # Jinja templates raise errors of any type
         if given is not None:
             raise CommandError(f"the template refuses this conversation: {error}") from error
+        # Some templates reject system messages, as the early ones of Gemma do. Show the rest.
         messages = [message for message in messages if message["role"] != "system"]
         note = f"without the system message, which the template refuses: {' '.join(str(error).split())}"
         rendered = render_conversation(tokenizer, messages)
+    # Some tokenizers list their end-of-turn token only among the added tokens.
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     turns = []
     for span in rendered.assistant_spans:
+        # Encode with one turn masked in at a time, to count its tokens.
         ((ids, mask),) = encode_with_mask(tokenizer, [rendered.text], [[span]])
         own = ids[mask].tolist()
         last = own[-1] if own else None
@@ -134,7 +138,7 @@ def describe(tokenizer: PreTrainedTokenizerBase, name: str, given: Sequence[Mess
 
 
 def _print_text(text: str, spans: Sequence[tuple[int, int]]) -> None:
-    """The text with its spans in colour, or in brackets without colour; invisible characters are escaped."""
+    """Print the text with its spans in colour, or in brackets without colour. Invisible characters are escaped."""
     from rich.text import Text
 
     from torchrl_llm_kl.diagnostics import escaped

@@ -185,7 +185,7 @@ def diagnose(
         if tokenizer is not None:
             reading.setdefault("options", TokenisingOptions(tokenizer))
         columns = _columns_of(batch, reading)
-        conversations = read_conversations(batch, sub_key(interface.history_key, "prompt"), missing_ok=True)
+        conversations = read_conversations(batch, sub_key(interface.history_key, "prompt"))
     ended = None if tokenizer is None or not end else _ended(columns, tokenizer, end)
     measures = measure(columns, clip_low=clip_low, clip_high=clip_high, end=_end_tokens(tokenizer), ended=ended)
     if tokenizer is not None:

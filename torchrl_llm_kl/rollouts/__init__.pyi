@@ -8,13 +8,11 @@ from torchrl_llm_kl.rollouts._context import (
 from torchrl_llm_kl.rollouts._entries import (
     MisalignedEntryError as MisalignedEntryError,
     MissingEntryError as MissingEntryError,
+    ModelInterface as ModelInterface,
     find_key as find_key,
     per_sequence as per_sequence,
     per_token as per_token,
     require_key as require_key,
-)
-from torchrl_llm_kl.rollouts._keys import (
-    ModelInterface as ModelInterface,
 )
 from torchrl_llm_kl.rollouts._rendered import (
     Scope as Scope,
@@ -22,10 +20,8 @@ from torchrl_llm_kl.rollouts._rendered import (
 )
 from torchrl_llm_kl.rollouts._response import (
     ResponseTokens as ResponseTokens,
-    mismatch as mismatch,
-)
-from torchrl_llm_kl.rollouts._rewards import (
     RewardPlacement as RewardPlacement,
+    mismatch as mismatch,
     token_reward as token_reward,
 )
 from torchrl_llm_kl.rollouts._tokens import (
@@ -37,10 +33,9 @@ from torchrl_llm_kl.rollouts._tokens import (
 
 # isort: split
 # For the layers above, not public:
-from torchrl_llm_kl.rollouts._context import (
-    check_context as check_context,
-)
 from torchrl_llm_kl.rollouts._entries import (
+    ATTENTION_MASK as ATTENTION_MASK,
+    TOKENS_FULL as TOKENS_FULL,
     describe_entries as describe_entries,
     find_log_probs as find_log_probs,
     find_result as find_result,
@@ -52,12 +47,8 @@ from torchrl_llm_kl.rollouts._entries import (
     sequence_ids_of as sequence_ids_of,
     sequence_integers as sequence_integers,
     sequence_sums as sequence_sums,
-    with_a_row as with_a_row,
-)
-from torchrl_llm_kl.rollouts._keys import (
-    ATTENTION_MASK as ATTENTION_MASK,
-    TOKENS_FULL as TOKENS_FULL,
     sub_key as sub_key,
+    with_a_row as with_a_row,
 )
 from torchrl_llm_kl.rollouts._records import (
     read_images as read_images,
@@ -71,7 +62,7 @@ from torchrl_llm_kl.rollouts._rendered import (
     in_layout as in_layout,
     read_conversations as read_conversations,
 )
-from torchrl_llm_kl.rollouts._rewards import (
+from torchrl_llm_kl.rollouts._response import (
     read_denominators as read_denominators,
     write_denominators as write_denominators,
 )

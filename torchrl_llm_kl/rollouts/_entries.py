@@ -1,23 +1,26 @@
-"""Read entries of a rollout: one lookup with one fallback, and values per token or per sequence.
+"""Keys and entries of a rollout: one lookup with one fallback, and values per token or per sequence.
 
-**The fallback.** TorchRL writes the results of a step under ``"next"``; data that was flattened, stored or built by hand
+**The fallback.** TorchRL writes the results of a step under ``"next"``. Data that was flattened, stored or built by hand
 often holds them at the root. A lookup tries the key as given, then the key on the other side of ``"next"``:
 ``("next", "reward")`` falls back to ``"reward"``, and ``"query"`` to ``("next", "query")``.
 
-Shapes: ``S`` sequences, ``N`` tokens of all sequences together. In the readers of a column, ``rows`` is ``S`` and ``what``
-names the entry in errors.
+Shapes: ``S`` sequences, ``N`` tokens of all sequences together. In the readers of a column, ``rows`` is ``S``, and errors call
+the entry ``name``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_non_tensor, unravel_key
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import send, widen
+from torchrl_llm_kl.masks import TemplateArgs, Tokenizer
 from torchrl_llm_kl.ragged import (
     Dense,
     EntryTypeError,
@@ -29,7 +32,114 @@ from torchrl_llm_kl.ragged import (
     same_rows,
     segment_sum,
 )
-from torchrl_llm_kl.rollouts._keys import ATTENTION_MASK, TOKENS_FULL
+
+# ------------------------------------------------------------------ keys
+
+TOKENS_FULL: NestedKey = ("tokens", "full")
+ATTENTION_MASK: NestedKey = ("masks", "all_attention_mask")
+
+
+def sub_key(key: NestedKey, name: str) -> NestedKey:
+    """Append ``name`` to a key."""
+    return (key, name) if isinstance(key, str) else (*key, name)
+
+
+@dataclass(frozen=True)
+class ModelInterface:
+    """Keys and tokenisation of a model. The defaults are those of a TorchRL wrapper with ``input_mode="tokens"``.
+
+    Args:
+        input_mode: the kind of input: ``"tokens"``, ``"text"`` or ``"history"``.
+        input_key: the key of the input.
+        tokens_key: parent of the token entries ``full``, ``prompt`` and ``response``.
+        text_key: parent of the text entries.
+        masks_key: parent of ``all_attention_mask`` and ``all_assistant_mask``.
+        history_key: parent of the conversation entries.
+        attention_mask_key: a mask of padding outside ``masks_key``.
+        log_probs_key: parent of the log-prob entries.
+        in_keys: all entries that the model reads.
+        pad_output: whether the model's output is padded. None for a bare model, whose output has the layout of the data.
+        layout: the layout of unpadded nested output.
+        tokenizer: the tokenizer for text and conversations, if the model has one.
+        template_kwargs: the chat template's arguments.
+        bos: the id of the beginning-of-text token, if known.
+
+    Example:
+        >>> ModelInterface().tokens_full
+        ('tokens', 'full')
+    """
+
+    input_mode: str = "tokens"
+    input_key: NestedKey = TOKENS_FULL
+    tokens_key: NestedKey = "tokens"
+    text_key: NestedKey = "text"
+    masks_key: NestedKey = "masks"
+    history_key: NestedKey = "history"
+    attention_mask_key: NestedKey = "attention_mask"
+    log_probs_key: NestedKey = "log_probs"
+    in_keys: tuple[NestedKey, ...] = (TOKENS_FULL,)
+    pad_output: bool | None = None
+    layout: torch.layout = torch.strided
+    tokenizer: Tokenizer | None = None
+    template_kwargs: TemplateArgs = field(default_factory=dict)
+    bos: int | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> ModelInterface:
+        """Read the interface from a TorchRL wrapper. A bare transformers model has the defaults."""
+        known = getattr(model, "interface", None)  # a model in another process carries its interface
+        if isinstance(known, cls):
+            return known
+        if not hasattr(model, "input_mode"):
+            bos = getattr(getattr(model, "config", None), "bos_token_id", None)
+            return cls(bos=bos if isinstance(bos, int) else None)
+        # A generating policy reads the entry "prompt". To score it, read the entry "full" beside it.
+        generates = getattr(model, "generate", False) is True
+        input_key = model.input_key if hasattr(model, "input_key") else model.in_keys[0]
+        if generates and isinstance(input_key, tuple) and input_key[-1] == "prompt":
+            input_key = (*input_key[:-1], "full")
+
+        def given(*names: str) -> TemplateArgs:
+            return {name: getattr(model, name) for name in names if getattr(model, name, None) is not None}
+
+        return cls(
+            input_mode=model.input_mode,
+            input_key=input_key,
+            in_keys=(input_key,) if generates else tuple(model.in_keys),
+            template_kwargs=given("chat_template", "chat_template_name"),
+            bos=getattr(getattr(model, "tokenizer", None), "bos_token_id", None),
+            **given("tokens_key", "text_key", "masks_key", "history_key", "attention_mask_key", "log_probs_key"),
+            **given("pad_output", "layout", "tokenizer"),
+        )
+
+    @property
+    def tokens_full(self) -> NestedKey:
+        """The key of the sampled tokens: the model's own input if it reads tokens."""
+        return self.input_key if self.input_mode == "tokens" else sub_key(self.tokens_key, "full")
+
+    @property
+    def prompt_tokens(self) -> NestedKey:
+        """The key of the prompt's tokens."""
+        return sub_key(self.tokens_key, "prompt")
+
+    @property
+    def assistant_mask(self) -> NestedKey:
+        """The key of the mask of tokens that the assistant produced."""
+        return sub_key(self.masks_key, "all_assistant_mask")
+
+    @property
+    def token_keys(self) -> list[NestedKey]:
+        """The keys of tokens, prompt and masks, which decide which tokens are scored."""
+        masks = [sub_key(self.masks_key, "all_attention_mask"), self.attention_mask_key, self.assistant_mask]
+        return [self.tokens_full, self.prompt_tokens, *masks]
+
+    def with_history_key(self, key: NestedKey) -> ModelInterface:
+        """This interface with conversations under ``(key, "full")``. An input key of the model's own stays."""
+        if key == self.history_key:
+            return self
+        own = self.input_mode == "history" and self.input_key == sub_key(self.history_key, "full")
+        return replace(self, history_key=key, input_key=sub_key(key, "full") if own else self.input_key)
+
 
 # ------------------------------------------------------------------ lookup
 
@@ -38,12 +148,12 @@ class MissingEntryError(KeyError):
     """A required entry is missing from the data."""
 
     def __str__(self) -> str:
-        # KeyError shows its message in quotes, with every quote inside escaped.
+        # KeyError would show its message in quotes and escape every quote in it.
         return str(self.args[0])
 
 
 class MisalignedEntryError(ValueError):
-    """The rows of an entry have other lengths than the tokens, or the response, of their sequences."""
+    """The rows of an entry have neither the lengths of the sequences nor those of the responses."""
 
 
 def find_key(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
@@ -64,10 +174,10 @@ def find_key(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
 
 
 def find_result(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
-    """:func:`find_key` for an entry that a transform writes for a step: below ``"next"`` before the root.
+    """:func:`find_key` for an entry that a transform writes for a step, preferring ``"next"`` to the root.
 
-    An env declares the entries of its transforms, so the root holds them too: empty after a reset, and of the step before in
-    later turns.
+    An env declares the entries of its transforms, so the root holds them too. They are empty after a reset, and belong to the
+    previous step in later turns.
 
     Example:
         >>> from tensordict import TensorDict
@@ -85,9 +195,9 @@ def _path(key: NestedKey) -> tuple[str, ...]:
 
 
 def find_log_probs(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
-    """:func:`find_key`; where ``(..., "full")`` is missing, the ``"response"`` beside it.
+    """:func:`find_key`, with the ``"response"`` entry as a substitute for a missing ``(..., "full")``.
 
-    That is all that a TorchRL wrapper stores if its engine returns log-probs only of generated tokens.
+    A TorchRL wrapper stores only ``"response"`` if its engine returns log-probs only for generated tokens.
 
     Example:
         >>> from tensordict import TensorDict
@@ -101,8 +211,8 @@ def find_log_probs(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
     return find_key(td, (*path[:-1], "response"))
 
 
-def require_key(td: TensorDictBase, key: NestedKey, what: str, advice: str) -> NestedKey:
-    """:func:`find_key`, or a :class:`MissingEntryError` that begins with ``what`` and ends with ``advice``.
+def require_key(td: TensorDictBase, key: NestedKey, text: str, advice: str) -> NestedKey:
+    """:func:`find_key` for a required entry. A :class:`MissingEntryError` begins with ``text`` and ends with ``advice``.
 
     Example:
         >>> from tensordict import TensorDict
@@ -111,18 +221,18 @@ def require_key(td: TensorDictBase, key: NestedKey, what: str, advice: str) -> N
     """
     entry = find_key(td, key)
     if entry is None:
-        raise MissingEntryError(f"{what}: expected {key!r} in the TensorDict, found: {describe_entries(td)}. {advice}")
+        raise MissingEntryError(f"{text}: expected {key!r} in the TensorDict, found: {describe_entries(td)}. {advice}")
     return entry
 
 
 def read_result(td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> Ragged | None:
-    """A variable-length entry of a step's result ``next_td``, else of the step ``td`` itself, ``[N]``."""
+    """A variable-length entry of a step's result ``next_td``, or else of the step ``td``, ``[N]``."""
     value = read_ragged(next_td, key)
     return read_ragged(td, key) if value is None and next_td is not td else value
 
 
 def read_of(td: TensorDictBase, key: NestedKey, tokens: Ragged) -> Ragged:
-    """A variable-length entry that is there, of as many sequences as the tokens, ``[N]``."""
+    """An existing variable-length entry with as many sequences as the tokens, ``[N]``."""
     data = read_ragged(td, key)
     assert data is not None
     if data.num_sequences != tokens.num_sequences:
@@ -131,12 +241,13 @@ def read_of(td: TensorDictBase, key: NestedKey, tokens: Ragged) -> Ragged:
 
 
 def describe_entries(td: TensorDictBase, next_td: TensorDictBase | None = None) -> str:
-    """List the entries of a step and of its result: ``tokens.full, tokens.prompt, ...; in 'next': reward``."""
+    """List the entries of a step and its result for a message: ``tokens.full, tokens.prompt, ...; in 'next': reward``."""
     next_td = read_node(td, "next") if next_td is None else next_td
     return _names(td) + ("" if next_td is None or next_td is td else f"; in 'next': {_names(next_td)}")
 
 
 def _names(td: TensorDictBase) -> str:
+    # Two levels identify an entry and keep the message short.
     names = {".".join(key[:2]) if isinstance(key, tuple) else key for key in td.keys(True) if key[0] != "next"}
     parents = {name.split(".")[0] for name in names if "." in name}
     return ", ".join(sorted(names - parents - {"next"})) or "nothing"
@@ -157,7 +268,7 @@ def per_token(
 ) -> Tensor:
     """An entry at each token, ``[N]``.
 
-    One number per sequence is repeated for all of its tokens, if the entry ``repeats``. Rows shorter than their sequence hold
+    With ``repeats``, one number per sequence is repeated for all tokens of the sequence. Rows shorter than their sequence hold
     only the response, from its first token on.
 
     Args:
@@ -167,14 +278,14 @@ def per_token(
         responses: True at response tokens, bool ``[N]``, or None if unknown.
 
     Keyword Args:
-        fill: for tokens that a shorter row does not cover.
-        features: dimensions after the tokens: 1 for the ``k`` numbers of a top k, ``[N, k]``.
-        repeats: False for an entry that is never of a whole sequence, such as a log-prob: one number is then that of a single
-            token, the response.
+        fill: the value for tokens that a shorter row does not cover.
+        features: the number of dimensions after the tokens, 1 for the ``k`` numbers of a top k, ``[N, k]``.
+        repeats: False for entries that never describe a whole sequence, such as log-probs. A single number then belongs to a
+            response of one token.
 
     Raises:
-        ValueError: if a row is longer than its tokens, holds another number of dimensions per token, or fits no place in its
-            sequence.
+        ValueError: if a row is longer than its tokens, has another number of dimensions per token, or matches neither the
+            sequence nor the response.
         TypeError: if the entry is not a tensor.
 
     Example:
@@ -198,9 +309,11 @@ def per_token(
     if same_rows(data.container, tokens.container):
         return tokens.at_slots(values)
     widths = data.container.row_sizes
+    # Unpadded rows beside padded tokens.
     if widths == tokens.sizes:
         return values
     if not values.is_floating_point() and values.dtype != torch.bool and not features:
+        # Integers cannot hold a fill of NaN.
         values = values.float()
     both_dense = isinstance(data.container, Dense) and isinstance(tokens.container, Dense)
     return _at_responses(values, torch.tensor(widths), key, tokens, responses, fill, slots_first=both_dense)
@@ -216,12 +329,13 @@ def _at_responses(
     *,
     slots_first: bool,
 ) -> Tensor:
-    """Align rows with the end of their sequence: its last token, or the last slot of a padded block."""
+    """Align rows with the end of their sequence, which is its last token or the last slot of a padded block."""
     host, *marked = tokens.to_host(*([] if responses is None else [responses]))
     responses = marked[0] if marked else None
     row_lengths = torch.tensor(tokens.container.row_sizes)
     slots = Ragged(host.slots(), row_lengths, tokens.container)
     ends = [(host, None), (slots, host.keep)]
+    # A padded entry beside padded tokens probably ends at the last slot, and unpadded rows at the last token.
     for every, keep in ends[::-1] if slots_first else ends:
         start = every.lengths - widths
         if bool((start < 0).any()):
@@ -229,9 +343,9 @@ def _at_responses(
         if responses is not None:
             where = responses if keep is None else torch.zeros_like(keep).index_put((keep,), responses)
             first = every.first_true(where)
-            all_but_the_first = bool((start == 1).all())  # log-probs of every token that has a prefix
+            all_but_the_first = bool((start == 1).all())  # engines return no log-prob for a first token
             fits = (first == every.lengths) | (start == first)
-            if keep is not None:  # a pad token that was sampled first is padding too
+            if keep is not None:  # a pad token that was sampled first is masked as padding, so its value has no token
                 place, begin, end = every.positions, start[every.sequence_ids], first[every.sequence_ids]
                 between = keep & (place >= begin) & (place < end)
                 fits |= (start < first) & (every.like(between.long()).sum() == 0)
@@ -243,25 +357,18 @@ def _at_responses(
         return out if keep is None else tokens.at_slots(out)
     too_long = widths > row_lengths
     row = int(too_long.nonzero()[0]) if bool(too_long.any()) else 0
-    advice = (
-        "Rows of only the response must begin with its first token: pass nested rows of exactly its length, or one value "
-        "per token of the sequence."
-    )
-    if widths[row] == 0 and _path(key)[0] != "next":
-        advice = (
-            f"The reset of an env leaves empty rows at the root: pass {('next', *_path(key))!r}, where a step's are."
-        )
     raise MisalignedEntryError(
         f"{key!r} must have the length of the tokens: sequence {row} has {int(widths[row])} values and "
-        f"{int(row_lengths[row])} tokens. {advice}"
+        f"{int(row_lengths[row])} tokens. Pass one value per token, or per token of the response from its first on. The reset "
+        "of an env leaves empty rows at the root: a step's values are below 'next'."
     )
 
 
 def leading_unscored(values: Tensor, tokens: Ragged) -> Tensor:
-    """True before the first token, other than a sequence's very first, whose log-prob is neither exactly 0 nor NaN, ``[N]``.
+    """True at all tokens before the first one with a score, ``[N]``. A score is neither exactly 0 nor NaN.
 
-    An engine's wrapper fills in 0 (SGLang's) or NaN (vLLM's) for prompts that were not scored. All False in a sequence
-    that holds nothing else.
+    A wrapper fills in 0 (SGLang) or NaN (vLLM) for prompts that were not scored. The first token of a sequence never has a
+    score. All False in a sequence without scores.
 
     Example:
         >>> tokens = Ragged.from_list([torch.tensor([7, 8, 9]), torch.tensor([5, 6])])
@@ -270,7 +377,7 @@ def leading_unscored(values: Tensor, tokens: Ragged) -> Tensor:
     """
     none, scored = torch.zeros_like(tokens.lengths), (values != 0) & ~values.isnan() & (tokens.positions > 0)
     at = torch.where(scored, tokens.lengths[tokens.sequence_ids] - tokens.positions, 0)
-    left = none.scatter_reduce(0, tokens.sequence_ids, at, "amax")  # tokens from the first score on
+    left = none.scatter_reduce(0, tokens.sequence_ids, at, "amax")  # how many tokens remain from the first score on
     return tokens.first(torch.where(left > 0, tokens.lengths - left, 0))
 
 
@@ -295,22 +402,14 @@ def per_sequence(td: TensorDictBase, key: NestedKey) -> Tensor | None:
     return None if column.is_nested or column.numel() != td.batch_size.numel() else column.reshape(-1)
 
 
-def row_numbers(value: Node, rows: int, what: str) -> tuple[Tensor, list[int]]:
-    """All numbers of a column (dense, nested, or a list of rows) in one dimension, and how many each row has.
+def row_numbers(value: Node, rows: int, name: str) -> tuple[Tensor, list[int]]:
+    """All numbers of a column (dense, nested, or a list of rows) in one dimension, and the count of each row.
 
     Raises:
-        TypeError: if the column holds no tensors.
         ValueError: if the numbers of a dense column do not divide evenly among the rows.
     """
-    for kind in set(map(type, value)) if isinstance(value, list) else {type(value)}:
-        if not issubclass(kind, Tensor):
-            raise TypeError(f"{what} must be a tensor, found {kind.__name__}.")
     if isinstance(value, list):
-        try:
-            flat = torch.cat(value)
-        except RuntimeError:  # scalars
-            flat = torch.cat([row.reshape(-1) for row in value])
-        return flat.reshape(-1), [row.numel() for row in value]
+        return torch.cat([row.reshape(-1) for row in value]), [row.numel() for row in value]
     if value.is_nested:
         data = Ragged.from_nested(value)
         slots = data.slots()
@@ -318,48 +417,48 @@ def row_numbers(value: Node, rows: int, what: str) -> tuple[Tensor, list[int]]:
         return slots.reshape(-1), [size * features for size in data.container.row_sizes]
     count = value.numel() // max(rows, 1)
     if value.numel() != count * rows:
-        raise ValueError(f"{what} has shape {tuple(value.shape)}: expected as many numbers for each of {rows} rows.")
+        raise ValueError(f"{name} has shape {tuple(value.shape)}: expected as many numbers for each of {rows} rows.")
     return value.reshape(-1), [count] * rows
 
 
-def sequence_sums(value: object, rows: int, what: str) -> Tensor:
-    """The sum of each row's numbers, in float32 or wider, without graph, ``[S]``."""
-    flat, counts = row_numbers(value, rows, what)
+def sequence_sums(value: object, rows: int, name: str) -> Tensor:
+    """The sum of each row, in float32 or wider, without graph, ``[S]``."""
+    flat, counts = row_numbers(value, rows, name)
     if isinstance(value, Tensor) and not value.is_nested:
         return widen(flat.detach())[0].reshape(rows, -1).sum(-1)
     return _sums(flat, counts)
 
 
 def _sums(flat: Tensor, counts: list[int]) -> Tensor:
-    # One order of summation for every layout: padded and nested rewards have the same outcome to the last bit.
+    # One order of summation for every layout, so that padded and nested rewards give the same outcome to the last bit.
     (flat,) = widen(flat.detach())
     return segment_sum(flat, torch.tensor(counts, device=flat.device))
 
 
-def outcomes(td: TensorDictBase, value: object, what: str) -> Tensor:
+def outcomes(td: TensorDictBase, value: object, name: str) -> Tensor:
     """The outcome reward of each sequence, in float32 or wider, without graph, ``[S]``.
 
-    ``value`` holds one number per sequence, or one per token, which are summed. ``td`` holds the tokens or their mask: how
-    many each sequence has, and which are padding, whose rewards are ignored.
+    ``value`` holds one number per sequence, or one per token. Those are summed. The tokens or their mask in ``td`` give the
+    lengths and the padding, whose rewards are ignored.
 
     Raises:
         ValueError: if a sequence has several numbers, but not one per token.
     """
     rows = td.batch_size.numel()
-    flat, counts = row_numbers(value, rows, what)
+    flat, counts = row_numbers(value, rows, name)
     tokens = None if counts == [1] * rows else _padded_tokens(td)
     if tokens is None:
-        return sequence_sums(value, rows, what)
-    if tokens.keep is not None and counts == tokens.lengths.tolist():  # rows without the padding of the tokens
+        return sequence_sums(value, rows, name)
+    if tokens.keep is not None and counts == tokens.lengths.tolist():  # unpadded rows beside padded tokens
         return _sums(flat, counts)
     expected = tokens.container.row_sizes
     if counts != expected:
         row = next(i for i, (a, b) in enumerate(zip(counts, expected, strict=True)) if a != b)
         shape = tuple(value.shape) if isinstance(value, Tensor) and not value.is_nested else f"rows of {counts}"
         raise ValueError(
-            f"{what} has shape {shape}: expected one number per sequence or per token; sequence {row} has {expected[row]} "
-            "tokens."
+            f"{name} has shape {shape}: expected one number per sequence or token. Sequence {row} has {expected[row]} tokens."
         )
+    # Padding may hold any number.
     return _sums(flat if tokens.keep is None else torch.where(tokens.keep.to(flat.device), flat, 0), counts)
 
 
@@ -371,52 +470,48 @@ def _padded_tokens(td: TensorDictBase) -> Ragged | None:
     return None if mask is None else Ragged.from_slots(mask.slots(), mask.container, mask.slots().bool())
 
 
-def sequence_integers(value: object, rows: int, what: str) -> Tensor:
+def sequence_integers(value: object, rows: int, name: str) -> Tensor:
     """One integer per row, int64 ``[S]``.
 
     Raises:
-        TypeError: if the column holds no integer tensors.
-        ValueError: if it does not hold one integer per row.
+        ValueError: if the column does not hold one integer per row.
     """
-    flat, counts = row_numbers(value, rows, what)
-    if flat.is_floating_point() or flat.dtype == torch.bool:
-        raise TypeError(f"{what} must be of an integer dtype, found {flat.dtype}.")
-    if counts != [1] * rows:
-        raise ValueError(f"{what} must have one number for each of {rows} rows, found {flat.numel()} numbers.")
+    flat, counts = row_numbers(value, rows, name)
+    if flat.is_floating_point() or counts != [1] * rows:
+        raise ValueError(f"{name} must hold an integer for each of {rows} rows, found {flat.numel()} of {flat.dtype}.")
     return flat.long()
 
 
-def sequence_ids_of(value: object, rows: int, what: str) -> Tensor:
-    """A number per row, equal for rows with equal values, int64 ``[S]``.
+def sequence_ids_of(value: object, rows: int, name: str) -> Tensor:
+    """A number per row, the same for rows with equal values, int64 ``[S]``.
 
-    The column holds integers, one or several per row (a prompt's tokens, padded or nested), or strings.
+    The column holds strings, or one or several integers per row, such as a prompt's tokens.
 
     Raises:
-        TypeError: if it holds neither integers nor strings.
-        ValueError: if it does not hold one value per row.
+        TypeError: for floating-point numbers.
+        ValueError: if the column does not hold one value per row.
     """
     if isinstance(value, Tensor) or (isinstance(value, list) and all(isinstance(row, Tensor) for row in value)):
         if isinstance(value, Tensor) and value.is_nested:
-            value = Ragged.from_nested(value).to_list()  # without the gaps of a jagged tensor
-        flat, counts = row_numbers(value, rows, what)
-        if flat.is_floating_point() or flat.dtype == torch.bool:
-            raise TypeError(f"{what} must be integers or strings, found {flat.dtype}.")
+            value = Ragged.from_nested(value).to_list()  # removes the gaps of a jagged tensor
+        flat, counts = row_numbers(value, rows, name)
+        if flat.is_floating_point():
+            raise TypeError(f"{name} must be integers or strings, found {flat.dtype}.")
         if not flat.numel():
-            raise ValueError(f"{what} must have one value for each of {rows} rows, found none.")
+            raise ValueError(f"{name} must have one value for each of {rows} rows, found none.")
         data = Ragged.from_list(list(flat.split(counts)))
-        table = torch.cat([data.lengths.unsqueeze(1), data.to_padded()], 1)  # the length separates padding from token 0
+        # Padding is 0, which is also a token id. The length in the first column separates the two.
+        table = torch.cat([data.lengths.unsqueeze(1), data.to_padded()], 1)
         return torch.unique(table, dim=0, return_inverse=True)[1]
-    names = list(leaves(value))
-    if len(names) == 1:
-        names *= rows  # one for the whole batch
-    if len(names) != rows:
-        raise ValueError(f"{what} must have one value for each of {rows} rows, found {len(names)}.")
+    entries = list(leaves(value))
+    if len(entries) == 1:
+        entries *= rows  # one value for the whole batch
+    if len(entries) != rows:
+        raise ValueError(f"{name} must have one value for each of {rows} rows, found {len(entries)}.")
     number: dict[Hashable, int] = {}
-    for name in names:
-        if not isinstance(name, (str, int, bytes)):
-            raise TypeError(f"{what} must be integers or strings, found {type(name).__name__}.")
-        number.setdefault(name, len(number))
-    return torch.tensor([number[name] for name in names])
+    for entry in entries:
+        number.setdefault(entry, len(number))
+    return torch.tensor([number[entry] for entry in entries])
 
 
 def leaves(value: Node) -> Iterator[Node]:
@@ -439,7 +534,7 @@ def is_distributed() -> bool:
 
 
 def with_a_row(tensordict: TensorDictBase) -> TensorDictBase:
-    """``tensordict``; for a rank whose share has no row, one of zeros: it takes part in computations of all ranks."""
+    """``tensordict``, or one row of zeros on a rank without rows, so that it can join the computations of all ranks."""
     if tensordict.batch_dims != 1 or tensordict.shape[0] or not is_distributed():
         return tensordict
     rows = {

@@ -1,15 +1,15 @@
 """Records beside the tokens: kept tokens, routing, a teacher's top k, and the images of a row.
 
-- **Kept tokens**, two entries below one key: ``(key, "counts")`` holds how many were kept at each token, ``[*B, T]`` in the
-  layout of the tokens (or of only the response), 0 where nothing was recorded. ``(key, "ids")`` holds their ids, the ids of a
-  sequence one after another, ``[*B, M]``: nested, leaves of a lazy stack, or padded on the right. At int32 a token of 8 kept
-  ones takes 36 bytes.
-- **Routing**: an entry ``[*B, T, L, k]`` of integers, for each token the ids of its experts by layer and slot, in the layout of
-  the tokens, of all tokens or of only the response. Engines record forwarded tokens, so that the last token of a sequence
-  may be missing: vLLM's ``routed_experts`` is ``[T - 1, L, k]``.
-- **Images**, entries below one key, named as the processor names them: for each row its output for that row, of any size. A
-  row without images lacks them.
-- **A teacher's top k** as transforms write it: ids, their log-probs, and the log of the probability of all other tokens.
+- **Kept tokens** are two entries below one key. ``(key, "counts")`` holds the number of kept tokens at each position,
+  ``[*B, T]`` in the layout of the tokens or the response, 0 where nothing was recorded. ``(key, "ids")`` holds the ids of each
+  sequence, concatenated, ``[*B, M]``: nested, leaves of a lazy stack, or padded on the right. In int32 a position with 8 kept
+  tokens takes 36 bytes.
+- **Routing** is an integer entry ``[*B, T, L, k]`` with the expert ids of each token by layer and slot, for all tokens or only
+  the response. Engines record forwarded tokens, so the last token of a sequence may be missing: vLLM's ``routed_experts`` is
+  ``[T - 1, L, k]``.
+- **Images** are entries below one key with the processor's names. Each row holds the processor's output for that row, of any
+  size. A row without images lacks the entries.
+- **A teacher's top k**, written by transforms: ids, their log-probs, and the log of the total probability of all other tokens.
 """
 
 from __future__ import annotations
@@ -35,20 +35,19 @@ from torchrl_llm_kl.ragged import (
     unbind_rows,
     write_ragged,
 )
-from torchrl_llm_kl.rollouts._entries import find_result, leaves, per_token, read_of, require_key
-from torchrl_llm_kl.rollouts._keys import sub_key
+from torchrl_llm_kl.rollouts._entries import find_result, leaves, per_token, read_of, require_key, sub_key
 
 # ------------------------------------------------------------------ kept tokens
 
 
 def read_kept(td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: Tensor | None = None) -> Kept | None:
-    """The ids that were recorded for all ``N`` tokens, or None if they are missing.
+    """The kept ids of all ``N`` tokens, or None if they are missing.
 
     Args:
         td: the data.
         key: parent of both entries, read below ``"next"`` before the root.
         tokens: all tokens.
-        responses: True at response tokens, bool ``[N]``; where ``counts`` are of only the response.
+        responses: True at response tokens, bool ``[N]``. Needed if ``counts`` cover only the response.
 
     Raises:
         ValueError: if a sequence has fewer ids than its counts add up to.
@@ -70,12 +69,13 @@ def read_kept(td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: Ten
     if len(short):
         row = int(short[0])
         raise ValueError(f"{ids_key!r} has {int(held[row])} ids for sequence {row}, {counts_key!r} {int(needed[row])}.")
+    # The rows of ids may be padded on the right, so keep the first `needed` ids of each.
     flat = Ragged(ids.values.reshape(-1).cpu(), held, ids.container).first(needed)
     return Kept.of(ids.values.reshape(-1).cpu()[flat].long(), counts)
 
 
 def write_kept(td: TensorDictBase, key: NestedKey, tokens: Ragged, ids: Tensor, counts: Tensor) -> TensorDictBase:
-    """Store the ids of all tokens ``[M]`` and their counts ``[N]``; returns the TensorDict that replaces ``td``.
+    """Store the kept ids of all tokens ``[M]`` and their counts ``[N]``. Returns the TensorDict that replaces ``td``.
 
     Example:
         >>> from tensordict import TensorDict
@@ -91,6 +91,7 @@ def write_kept(td: TensorDictBase, key: NestedKey, tokens: Ragged, ids: Tensor, 
     rows = Ragged(ids.int().to(device), sizes.to(device), Rows(sizes.tolist(), shape, device))
     if not isinstance(tokens.container, Dense):
         return write_ragged(td, sub_key(key, "ids"), rows.values, rows.container)
+    # -1 is no token id.
     padded = rows.to_padded(value=-1)
     return write_ragged(td, sub_key(key, "ids"), padded.flatten(), Dense(shape, padded.shape[1], device))
 
@@ -99,17 +100,17 @@ def write_kept(td: TensorDictBase, key: NestedKey, tokens: Ragged, ids: Tensor, 
 
 
 def read_routing(td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: Tensor | None = None) -> Tensor | None:
-    """The recorded experts of each token, -1 where there are none, integers ``[N, L, k]``, None if the entry is missing.
+    """The recorded experts of each token, integers ``[N, L, k]``, -1 without a record. None if the entry is missing.
 
     Args:
         td: the data.
         key: the entry, read below ``"next"`` before the root.
         tokens: all tokens.
-        responses: True at response tokens, bool ``[N]``; where the entry is of only the response, from its first token on.
+        responses: True at response tokens, bool ``[N]``. Needed if the entry covers only the response.
 
     Raises:
-        ValueError: if the entry holds no integers ``[L, k]`` for each token, or has another length than the tokens or the
-            response, with or without the last token.
+        ValueError: if the entry holds no integers ``[L, k]`` for each token, or its length is neither that of the tokens nor
+            that of the response, with or without the last token.
 
     Example:
         >>> from tensordict import TensorDict
@@ -126,15 +127,16 @@ def read_routing(td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: 
         raise ValueError(
             f"{entry!r} must hold integers [layers, experts] for each token, found {list(values.shape[1:])} of {values.dtype}."
         )
-    values = values.to(torch.int16 if values.element_size() == 1 else torch.int32)  # unsigned ones hold no -1
+    # Widen, since unsigned types have no -1 to mark missing tokens.
+    values = values.to(torch.int16 if values.element_size() == 1 else torch.int32)
     widths, keep = data.container.row_lengths.cpu(), None if tokens.keep is None else tokens.keep.cpu()
     mask = torch.zeros(tokens.values.shape[0], dtype=torch.bool) if responses is None else responses.cpu()
     every = Ragged(tokens.values.cpu(), tokens.lengths.cpu(), tokens.container)
     slots, in_slots = every, mask
-    if keep is not None:  # padding has a place too
+    if keep is not None:  # the record may also cover the padding
         slots = Ragged(keep, tokens.container.row_lengths.cpu(), tokens.container)
         in_slots = torch.zeros_like(keep).index_put((keep,), mask)
-    # Whole sequences come first: with prompts of one token, rows without the last token are as long as the response.
+    # Try whole sequences first. With prompts of one token, a row without its last token is as long as the response.
     for places, scored in ((slots, None), (every, None), (slots, in_slots), (every, mask)):
         start = torch.zeros_like(places.lengths) if scored is None else places.first_true(scored)
         short, empty = places.lengths - start - widths, places.lengths == start
@@ -154,11 +156,11 @@ def read_routing(td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: 
 
 
 def read_images(td: TensorDictBase, key: NestedKey) -> ImageRows | None:
-    """The output of a processor for the images of each row. A row without images has None. None if no row has images.
+    """The processor's output for the images of each row, None for a row without images. None if no row has images.
 
     Args:
         td: the data, of any batch size.
-        key: parent of the entries, also found on the other side of ``"next"``; or non-tensor data with a dict for each row.
+        key: parent of the entries, also found on the other side of ``"next"``, or non-tensor data with a dict for each row.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -168,6 +170,7 @@ def read_images(td: TensorDictBase, key: NestedKey) -> ImageRows | None:
     """
     path = unravel_key(key)
     path = (path,) if isinstance(path, str) else path
+    # The images may be on the other side of "next".
     for each in (path, path[1:] if path[0] == "next" else ("next", *path)):
         rows = [row or None for row in _image_rows(td, each)] if each else []
         if any(row is not None for row in rows):
@@ -176,7 +179,7 @@ def read_images(td: TensorDictBase, key: NestedKey) -> ImageRows | None:
 
 
 def _image_rows(td: Node, path: tuple[str, ...]) -> ImageRows:
-    """The entry of each row of ``td``, in row-major order."""
+    """The images of each row of ``td``, in row-major order."""
     if isinstance(td, LazyStackedTensorDict) and not is_non_tensor(td):
         parts = [_image_rows(node_of(each), path) for each in td.tensordicts]
         outer = td.batch_size[: td.stack_dim].numel()
@@ -192,7 +195,7 @@ def _image_rows(td: Node, path: tuple[str, ...]) -> ImageRows:
         rows = [value] if isinstance(value, Mapping) else list(leaves(value))
         if len(path) > 1 or len(rows) != count or not all(row is None or isinstance(row, Mapping) for row in rows):
             raise EntryTypeError(
-                f"expected the images of {count} rows under {path[0]!r}, dicts or None, got {value!r:.60}."
+                f"expected a dict or None for each of {count} rows under {path[0]!r}, got {value!r:.60}."
             )
         return rows
     columns = {name: unbind_rows(value, td.batch_size) for name, value in td.items()}
@@ -203,14 +206,16 @@ def _image_rows(td: Node, path: tuple[str, ...]) -> ImageRows:
 
 
 class TeacherOutcomes(NamedTuple):
-    """The top k of ``M`` teachers at each token; the result of :func:`read_top_k`."""
+    """The top k of ``M`` teachers at each token, the result of :func:`read_top_k`."""
 
-    ids: Tensor  #: -1 where a teacher has fewer than the others, int64 ``[N, M, k]``
-    log_probs: Tensor  #: nats, of the ids and last of all other tokens, ``[N, M, k + 1]``, ``-inf`` at ids of -1
+    ids: Tensor  #: int64 ``[N, M, k]``, -1 after the last id of a teacher with a smaller k
+    log_probs: (
+        Tensor  #: nats ``[N, M, k + 1]``: of the ids, ``-inf`` at ids of -1, and in the last column of all other tokens
+    )
 
 
 def top_k_entries(key: NestedKey) -> list[NestedKey]:
-    """The entries of a teacher's top k below ``key``: ids and log-probs ``[*B, T, k]``, the rest's log-prob ``[*B, T]``.
+    """The keys of a teacher's top k: ids and log-probs ``[*B, T, k]``, and the log-prob of the rest ``[*B, T]``.
 
     Example:
         >>> top_k_entries("top_k")
@@ -226,14 +231,14 @@ def read_top_k(
 
     Args:
         td: the data.
-        keys: one for each teacher, the key of its :class:`~torchrl_llm_kl.TopK`, read below ``"next"`` before the root; their
-            ``k`` may differ.
+        keys: the key of each teacher's :class:`~torchrl_llm_kl.TopK`, read below ``"next"`` before the root. Each teacher may
+            have its own ``k``.
         tokens: all tokens.
         responses: True at response tokens, bool ``[N]``, or None if unknown.
 
     Raises:
         KeyError: if an entry is missing.
-        ValueError: if the entries of a teacher have other shapes, or ids that are not integers.
+        ValueError: if the ids and the log-probs of a teacher have different shapes.
 
     Example:
         >>> from tensordict import TensorDict
@@ -244,7 +249,7 @@ def read_top_k(
         >>> outcomes.ids[1].tolist(), outcomes.log_probs[1]
         ([[8]], tensor([[-0.1000, -2.4000]]))
     """
-    advice = "RetrieveLogProb(teacher, extras=[TopK(64)]) or RayRetrieveLogProb writes it; say where with set_keys(top_k=...)."
+    advice = "RetrieveLogProb(teacher, extras=[TopK(64)]) or RayRetrieveLogProb writes it. Set its key by set_keys(top_k=...)."
     teachers = []
     for key in keys:
         entries = [
@@ -257,12 +262,10 @@ def read_top_k(
         if ids.shape != log_probs.shape:
             shapes = f"{tuple(ids.shape[1:])} and {tuple(log_probs.shape[1:])}"
             raise ValueError(f"{entries[0]!r} and {entries[1]!r} hold {shapes} numbers per token: expected the same k.")
-        if ids.is_floating_point() or ids.dtype == torch.bool:
-            raise ValueError(f"{entries[0]!r} holds {ids.dtype}: expected integers, the ids of tokens.")
         teachers.append((ids.long(), torch.cat([log_probs, rest.unsqueeze(-1)], -1)))
     most = max(ids.shape[-1] for ids, _ in teachers)
     ids = torch.stack([pad(ids, (0, most - ids.shape[-1]), value=-1) for ids, _ in teachers], 1)
-    # Padding before the last outcome, which is all other tokens.
+    # Insert the padding before the last column, which is the rest.
     padded = [
         torch.cat([pad(x[:, :-1], (0, most + 1 - x.shape[-1]), value=-torch.inf), x[:, -1:]], -1) for _, x in teachers
     ]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, cast, overload
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_llm_kl._private import chat_templates
-from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl._typing import ImageRows
 from torchrl_llm_kl.masks import (
     Message,
@@ -36,18 +35,18 @@ from torchrl_llm_kl.ragged import (
     Rows,
     Strided,
     check_padding_side,
+    has_entry,
     read_column,
 )
-from torchrl_llm_kl.rollouts._entries import leaves
-from torchrl_llm_kl.rollouts._keys import ModelInterface, sub_key
+from torchrl_llm_kl.rollouts._entries import ModelInterface, leaves, sub_key
 
 if TYPE_CHECKING:
     from torchrl.data.llm import History
 
-#: ``"turn"``: the response of each step; ``"full"``: the assistant's earlier turns too.
+#: ``"turn"`` selects the response of each step, and ``"full"`` also the assistant's earlier turns.
 Scope = Literal["turn", "full"]
 
-# torchrl's defaults for `tokenizer_kwargs`: accepted, since they match the rendering here.
+# torchrl's defaults for `tokenizer_kwargs`. They match the rendering here and are accepted for that reason.
 _IMPLIED: dict[str, tuple[object, ...]] = {
     "return_assistant_tokens_mask": (True,),
     "tokenize": (True,),
@@ -59,12 +58,12 @@ _IMPLIED: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class TokenisingOptions:
-    """How text becomes tokens: the transforms' arguments of these names, checked by :meth:`make`.
+    """How text becomes tokens. The fields are arguments of the transforms, checked by :meth:`make`.
 
     Args:
-        tokenizer: replaces the model's own, or None to use that. A processor for conversations with images.
-        padding_side: for a model with ``pad_output=True``.
-        template_kwargs: the chat template's arguments; they override the model's own.
+        tokenizer: replaces the model's own tokenizer. A processor for conversations with images.
+        padding_side: the side of padding for a model with ``pad_output=True``.
+        template_kwargs: the chat template's arguments, which override the model's own.
 
     Example:
         >>> TokenisingOptions.make(None, {"padding": True, "chat_template": "..."}, "left").template_kwargs
@@ -79,7 +78,7 @@ class TokenisingOptions:
     def make(
         cls, tokenizer: Tokenizer | None, tokenizer_kwargs: TemplateArgs | None, padding_side: str
     ) -> TokenisingOptions:
-        """Check torchrl's arguments; ``tokenizer_kwargs`` is copied, never changed.
+        """Check torchrl's arguments. ``tokenizer_kwargs`` is copied, never changed.
 
         Raises:
             ValueError: for an unsupported argument.
@@ -88,37 +87,32 @@ class TokenisingOptions:
         for name, allowed in _IMPLIED.items():
             value = kwargs.pop(name, allowed[0])
             if value not in allowed:
-                raise ValueError(
-                    f"tokenizer_kwargs[{name!r}]={value!r} is not supported: leave it out, the default is {allowed[0]!r}."
-                )
+                raise ValueError(f"tokenizer_kwargs[{name!r}]={value!r} is not supported. Leave it out.")
         return cls(tokenizer, check_padding_side(padding_side), kwargs)
 
     def can_tokenise(self, interface: ModelInterface) -> bool:
-        """Whether there is a tokenizer: the transform's or the model's."""
+        """Whether the transform or the model has a tokenizer."""
         return (self.tokenizer or interface.tokenizer) is not None
 
     def resolve(self, interface: ModelInterface) -> tuple[Tokenizer, TemplateArgs]:
-        """The tokenizer, also that of a processor, and the template arguments for a model.
+        """The tokenizer (taken from a processor if necessary) and the template arguments for a model.
 
         Raises:
-            ValueError: without a tokenizer, or without a chat template of the given name.
+            ValueError: if there is no tokenizer.
+            KeyError: if there is no chat template of the given name.
         """
         tokenizer = self.tokenizer if self.tokenizer is not None else interface.tokenizer
         if tokenizer is None:
-            raise ValueError(
-                "the data holds no token ids, and tokenizer=None. Pass `tokenizer=` to the transform or the wrapper."
-            )
+            raise ValueError("rendering needs a tokenizer: pass `tokenizer=` to the transform or the wrapper.")
         kwargs = {**interface.template_kwargs, **self.template_kwargs}
         if is_processor(tokenizer):
+            # A processor's own template renders its image placeholders.
             kwargs.setdefault("chat_template", getattr(tokenizer, "chat_template", None))
             tokenizer = cast(Tokenizer, vars(tokenizer)["tokenizer"])
         name = kwargs.pop("chat_template_name", None)
         if name is not None and kwargs.get("chat_template") is None:
             own = getattr(tokenizer, "chat_template", None)
-            known = {**chat_templates(), **(own if isinstance(own, Mapping) else {})}
-            if name not in known:
-                raise ValueError(no_such("no chat template is called", name, sorted(known)))
-            kwargs["chat_template"] = known[name]
+            kwargs["chat_template"] = {**chat_templates(), **(own if isinstance(own, Mapping) else {})}[name]
         return tokenizer, kwargs
 
 
@@ -140,12 +134,12 @@ def render_history(
     With ``scope="turn"`` and a separate prompt entry, only the turns after the prompt are masked in.
 
     Returns:
-        Token ids and the mask of the assistant's tokens (all True without ``assistant_only``), both ``[N]``; and what a
-        processor returned for the images of each row, None without any.
+        Token ids, the mask of the assistant's tokens (all True without ``assistant_only``), both ``[N]``, and the processor's
+        output for the images of each row, or None without images.
     """
     tokenizer, kwargs = options.resolve(interface)
     processor = options.tokenizer or interface.tokenizer
-    apart = [split_images(messages) for messages in read_conversations(td, key)]
+    apart = [split_images(messages) for messages in conversations_of(td, key)]
     conversations, images = [messages for messages, _ in apart], [some for _, some in apart]
     add_generation_prompt = kwargs.pop("add_generation_prompt", False) or add_generation_prompt
     rendered = render_conversations(
@@ -154,11 +148,9 @@ def render_history(
     masks = [r.assistant_mask for r in rendered]
     spans: list[Sequence[tuple[int, int]]] = [r.assistant_spans for r in rendered]
     prompt_key = sub_key(interface.history_key, "prompt")
-    if assistant_only and scope == "turn" and key != prompt_key:
-        prompts = read_conversations(td, prompt_key, missing_ok=True)
-        if prompts is not None:
-            prompts = [split_images(prompt)[0] for prompt in prompts]
-            masks, spans = _response_masks(tokenizer, rendered, conversations, prompts, kwargs)
+    if assistant_only and scope == "turn" and key != prompt_key and has_entry(td, prompt_key):
+        prompts = [split_images(prompt)[0] for prompt in conversations_of(td, prompt_key)]
+        masks, spans = _response_masks(tokenizer, rendered, conversations, prompts, kwargs)
     ids = [r.token_ids for r in rendered]
     inputs: list[Mapping[str, object] | None] = [None] * len(rendered)
     for row, some in enumerate(images):
@@ -178,44 +170,42 @@ def _response_masks(
     prompts: list[list[Message]],
     kwargs: TemplateArgs,
 ) -> tuple[list[Tensor], list[Sequence[tuple[int, int]]]]:
-    """Masks and spans of the turns after the prompt, whose spans come first in a conversation."""
+    """Masks and spans of the turns after the prompt."""
     for row, (conversation, prompt) in enumerate(zip(conversations, prompts, strict=True)):
         if conversation[: len(prompt)] != prompt:
             raise ValueError(f"sequence {row}: the conversation does not start with its prompt: use scope='full'.")
+    # The prompt's turns come first in the conversation, so the response's spans are those after that many.
     earlier = [len(r.assistant_spans) for r in render_conversations(tokenizer, prompts, **kwargs)]
     spans: list[Sequence[tuple[int, int]]] = [r.assistant_spans[n:] for r, n in zip(rendered, earlier, strict=True)]
     masks = [mask for _, mask in encode_with_mask(tokenizer, [r.text for r in rendered], spans)]
     for row, (conversation, prompt, mask) in enumerate(zip(conversations, prompts, masks, strict=True)):
         if not mask.any() and any(message["role"] == "assistant" for message in conversation[len(prompt) :]):
-            raise ValueError(f"sequence {row}: the chat template renders nothing of the response: use one that does.")
+            raise ValueError(f"sequence {row}: the chat template renders nothing of the response. Use another.")
     return masks, spans
 
 
-@overload
-def read_conversations(td: TensorDictBase, key: NestedKey) -> list[list[Message]]: ...
-@overload
-def read_conversations(td: TensorDictBase, key: NestedKey, *, missing_ok: bool) -> list[list[Message]] | None: ...
-def read_conversations(td: TensorDictBase, key: NestedKey, *, missing_ok: bool = False) -> list[list[Message]] | None:
-    """The conversations under ``key`` as lists of messages, one for each row, or None if missing and ``missing_ok``."""
-    column = _histories(td, key)
-    return None if column is None and missing_ok else [history_to_messages(row) for row in _rows_of(column, td, key)]
+def read_conversations(td: TensorDictBase, key: NestedKey) -> list[list[Message]] | None:
+    """The conversations under ``key`` as lists of messages, one for each row. None if the entry is missing."""
+    return conversations_of(td, key) if has_entry(td, key) else None
+
+
+def conversations_of(td: TensorDictBase, key: NestedKey) -> list[list[Message]]:
+    """:func:`read_conversations` for an entry that exists."""
+    return [history_to_messages(row) for row in _rows_of(td, key)]
 
 
 def row_histories(td: TensorDictBase, key: NestedKey) -> list[History]:
-    """The conversations under ``key`` as one ``History`` of batch size ``[messages]`` for each row, without placeholders."""
+    """The conversations under ``key``, one ``History`` of batch size ``[messages]`` for each row, without placeholders."""
     rows = []
-    for row in _rows_of(_histories(td, key), td, key):
+    for row in _rows_of(td, key):
         real = [i for i, message in enumerate(row.unbind(0)) if history_to_messages(message)]
         rows.append(row if len(real) == len(row) else row[real])
     return rows
 
 
-def _histories(td: TensorDictBase, key: NestedKey) -> Node | None:
-    return read_column(td, key) if not isinstance(key, str) else td.get(key, None)
-
-
-def _rows_of(column: Node, td: TensorDictBase, key: NestedKey) -> list[History]:
+def _rows_of(td: TensorDictBase, key: NestedKey) -> list[History]:
     """A ``History`` for each row of the batch."""
+    column = td.get(key, None) if isinstance(key, str) else read_column(td, key)
     rows = [_as_history(row, key) for row in (column if isinstance(column, list) else [column])]
     for _ in range(0 if isinstance(column, list) else td.batch_dims):
         rows = [row for part in rows for row in part.unbind(0)]
@@ -244,10 +234,10 @@ def render_text(
     scope: Scope,
     assistant_only: bool = True,
 ) -> tuple[Ragged, Tensor, None]:
-    """Tokenise the texts under ``key``; the assistant's part follows the prompt's text. Returns as :func:`render_history`."""
+    """Tokenise the texts under ``key``. The assistant's part follows the prompt's text. Returns as :func:`render_history`."""
     tokenizer, _ = options.resolve(interface)
     if options.template_kwargs:
-        raise ValueError(f"input_mode='text' renders no template: leave out {sorted(options.template_kwargs)}.")
+        raise ValueError(f"input_mode='text' renders no template. Leave out {sorted(options.template_kwargs)}.")
     texts = _texts(read_column(td, key), td, key)
     starts = [0] * len(texts)
     if assistant_only:
@@ -256,8 +246,7 @@ def render_text(
         if column is None or scope == "full":
             reason = f": found no {prompt_key!r} beside it" if column is None else " in earlier turns (scope='full')"
             raise ValueError(
-                f"cannot tell which part of {key!r} the assistant wrote{reason}. Use input_mode='history', or set "
-                "assistant_only=False."
+                f"cannot tell which part of {key!r} the assistant wrote{reason}. Use input_mode='history'."
             )
         prompts = _texts(column, td, prompt_key)
         starts = [_common_prefix(text, prompts[row], row) for row, text in enumerate(texts)]
@@ -269,10 +258,7 @@ def render_text(
 def _texts(column: Node, td: TensorDictBase, key: NestedKey) -> list[str]:
     flat = list(leaves(column))
     if len(flat) != td.batch_size.numel() or not all(isinstance(text, str) for text in flat):
-        kinds = sorted({type(text).__name__ for text in flat})
-        raise EntryTypeError(
-            f"expected {td.batch_size.numel()} strings under {key!r}, found {len(flat)} of type {kinds}."
-        )
+        raise EntryTypeError(f"expected {td.batch_size.numel()} strings under {key!r}, found {flat!r:.60}.")
     return flat
 
 
@@ -281,8 +267,8 @@ def _common_prefix(text: str, prompt: str, row: int) -> int:
         return len(prompt)
     start = next((i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), min(len(text), len(prompt)))
     warnings.warn(
-        f"sequence {row}: the full text does not start with its prompt; they differ from character {start} on. The text "
-        f"after their common prefix is scored as the assistant's.",
+        f"sequence {row}: the full text does not start with its prompt. They differ from character {start} on. The text "
+        "after the common prefix is scored as the assistant's.",
         stacklevel=2,
     )
     return start
@@ -298,7 +284,7 @@ def _arrange(
     ids: list[Tensor],
     masks: list[Tensor],
 ) -> tuple[Ragged, Tensor]:
-    """Rows in the layout that the model's settings request: padded, nested, or leaves of a lazy stack."""
+    """Put rows in the layout that the model's settings request: padded, nested, or leaves of a lazy stack."""
     device = td.device or torch.device("cpu")
     rows = Ragged.from_list([row.to(device) for row in ids], td.batch_size)
     mask = torch.cat(masks).to(device).bool()
@@ -308,10 +294,10 @@ def _arrange(
 
 
 def in_layout(data: Ragged, interface: ModelInterface, side: PaddingSide) -> Ragged:
-    """``data`` in the layout of a model's output, which its ``pad_output`` decides; unchanged for a model without one.
+    """Put ``data`` in the layout of a model's output. A model without ``pad_output`` leaves it unchanged.
 
-    Without padding: nested rows, or the leaves of a lazy stack. With: a nested tensor is padded on ``side``; each leaf of a
-    lazy stack is a row with its own width and stays so.
+    ``pad_output=False`` gives nested rows or the leaves of a lazy stack. ``pad_output=True`` pads a nested tensor on ``side``.
+    The leaves of a lazy stack keep their own widths.
 
     Example:
         >>> ids = torch.tensor([[3, 4, 5], [6, 0, 0]])

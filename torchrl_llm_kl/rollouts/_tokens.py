@@ -1,7 +1,7 @@
-"""Which tokens of a rollout are scored: the sampled ones, and which of them the assistant produced.
+"""Locate the tokens of a rollout to score: the sampled tokens, and the mask of those that the assistant produced.
 
-Sampled tokens come first: the policy produced them, and the end of the prompt separates the assistant's part without a
-template. Text and conversations are rendered only when the data holds no tokens.
+Sampled tokens take precedence. The policy produced them, and the end of the prompt separates the assistant's part without a
+template. Text and conversations are rendered only if the data holds no tokens.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ from torchrl_llm_kl._numerics import check_choice, masked_mean, send, widen
 from torchrl_llm_kl._typing import ImageRows
 from torchrl_llm_kl.ragged import EntryTypeError, Ragged, has_entry, on_host, read_column, read_ragged, same_rows
 from torchrl_llm_kl.rollouts._entries import (
+    TOKENS_FULL,
     MissingEntryError,
+    ModelInterface,
     describe_entries,
     leading_unscored,
     outcomes,
     per_token,
     require_key,
     sequence_ids_of,
+    sub_key,
 )
-from torchrl_llm_kl.rollouts._keys import TOKENS_FULL, ModelInterface, sub_key
 from torchrl_llm_kl.rollouts._records import read_images
 from torchrl_llm_kl.rollouts._rendered import Scope, TokenisingOptions, render_history, render_text
 from torchrl_llm_kl.rollouts._response import ResponseTokens
 
-#: torchrl's names. ``sft``: the response of each step; ``rlhf``: all assistant turns; ``generic``: all tokens with a prefix.
+#: torchrl's names: the response of each step (``sft``), all assistant turns (``rlhf``), all tokens with a prefix (``generic``).
 MaskingStrategy = Literal["sft", "rlhf", "generic"]
 
 
 @dataclass(frozen=True, eq=False)
 class Located:
-    """Token ids in the layout of the data, and which of them are scored.
+    """Token ids in the layout of the data, and the mask of those to score.
 
     Args:
         tokens: token ids, ``[N]``.
@@ -48,7 +50,7 @@ class Located:
         source: the entry that holds the tokens.
         sampled: False if the tokens were rendered from text.
         on_host: the mask on the CPU, if it was read there.
-        images: the output of a processor for the images of each row, if conversations were rendered.
+        images: the processor's output for the images of each row, if conversations were rendered.
     """
 
     tokens: Ragged
@@ -65,7 +67,7 @@ class Located:
 
     @cached_property
     def first_of_runs(self) -> Tensor:
-        """The first token of each run of scored ones, bool ``[N]``."""
+        """True at the first token of each run of scored tokens, bool ``[N]``."""
         return send(_first_of_runs(self.host_mask, self.tokens.host), self.mask.device)
 
     @property
@@ -74,7 +76,7 @@ class Located:
         return ResponseTokens(self.tokens, self.mask, self.on_host)
 
     def within(self, mask: Tensor) -> Located:
-        """Only the scored tokens that are also in a mask of the CPU."""
+        """Restrict the mask to tokens that are also in ``mask``, which is on the CPU."""
         mask = self.host_mask & mask
         return replace(self, mask=send(mask, self.mask.device), on_host=mask)
 
@@ -91,16 +93,16 @@ def locate(
 
     Args:
         td: the step, of any batch size.
-        interface: keys and tokenisation of the model; TorchRL's defaults if None.
+        interface: keys and tokenisation of the model. Default: TorchRL's.
 
     Keyword Args:
-        assistant_only: only the assistant's tokens; otherwise every token that has a prefix.
-        scope: ``"turn"``: the response of this step; ``"full"``: the assistant's earlier turns too.
-        options: for text and conversations.
+        assistant_only: select the assistant's tokens. Otherwise every token that has a prefix.
+        scope: ``"turn"`` selects the response of this step, and ``"full"`` also the assistant's earlier turns.
+        options: how text and conversations are tokenised.
 
     Raises:
         KeyError: if the data holds neither tokens nor text.
-        ValueError: if the assistant's tokens cannot be told from the prompt.
+        ValueError: if the assistant's tokens cannot be separated from the prompt.
 
     Example:
         >>> from tensordict import TensorDict
@@ -113,6 +115,8 @@ def locate(
     key = interface.tokens_full
     attention = sub_key(interface.masks_key, "all_attention_mask")
     attention = attention if has_entry(td, attention) else interface.attention_mask_key
+    # On an accelerator, copy ids and masks to the host in one synchronisation, locate there, and send only the mask
+    # back.
     (host,) = on_host(td, interface.token_keys)
     if host is not td:
         located = locate(host, interface, assistant_only=assistant_only, scope=scope, options=options)
@@ -125,12 +129,13 @@ def locate(
     if sampled is not None:
         if sampled.values.is_floating_point():
             raise EntryTypeError(f"expected integer token ids under {key!r}, found {sampled.values.dtype}.")
+        # A first token has no prefix and therefore no log-prob.
         mask = sampled.positions > 0
         _check_beginnings(sampled, read_ragged(td, interface.prompt_tokens), interface.bos)
         if assistant_only:
             mask = mask & _mask_of_sampled(td, sampled, interface, scope, options)
         return Located(sampled, mask, key, sampled=True)
-    # The model's own input if it is text or a history; with a tokenizer, any such entry of the data.
+    # First the model's own input if that is text or a history, then, with a tokenizer, any such entry of the data.
     sources = [(interface.input_mode, interface.input_key)]
     if options.can_tokenise(interface):
         sources += [("history", sub_key(interface.history_key, "full")), ("text", sub_key(interface.text_key, "full"))]
@@ -146,15 +151,15 @@ def locate(
 
 _BOS_AS_PADDING = (
     "torchrl's wrapper pads with the first id of tokenizer(tokenizer.pad_token), which is BOS if the tokenizer adds one, and "
-    "stores this padding as tokens: set policy.padding_value = tokenizer.pad_token_id before sampling."
+    "stores this padding as tokens. Set policy.padding_value = tokenizer.pad_token_id before sampling."
 )
 
 
 def _check_beginnings(tokens: Ragged, prompts: Ragged | None, bos: int | None) -> None:
-    """Raise where BOS was used as padding: before some prompts more often than before others, or three times.
+    """Raise a ValueError if BOS was used as padding: three times, or more often before some prompts than before others.
 
-    A single one before some prompts is a warning: prompts that were cut on the left have none. An answer may begin with it,
-    where it also ends answers.
+    A single BOS before only some prompts is a warning, since prompts that were cut on the left have none. The answer is not
+    checked, because BOS also ends answers in some models and may then be its first token.
     """
     if bos is None or prompts is None or not tokens.values.numel() or len(prompts.lengths) != len(tokens.lengths):
         return
@@ -163,6 +168,7 @@ def _check_beginnings(tokens: Ragged, prompts: Ragged | None, bos: int | None) -
     others = torch.where(here, ends[tokens.sequence_ids], tokens.positions)
     runs = ends.scatter_reduce(0, tokens.sequence_ids, others, "amin")
     most, least = int(runs.max()), int(runs[ends > 0].min()) if bool((ends > 0).any()) else 0
+    # A template and a tokenizer may each add one BOS.
     if most <= 2 and least == most:
         return
     text = (
@@ -180,7 +186,7 @@ def _check_beginnings(tokens: Ragged, prompts: Ragged | None, bos: int | None) -
 def _mask_of_sampled(
     td: TensorDictBase, tokens: Ragged, interface: ModelInterface, scope: Scope, options: TokenisingOptions
 ) -> Tensor:
-    """The assistant's tokens: by the data's mask, else the prompt's length, else by rendering the conversation, ``[N]``."""
+    """The assistant's tokens from the data's mask, the prompt's length, or a rendering of the conversation, ``[N]``."""
     given = _given_mask(td, tokens, interface)
     response = response_mask(td, tokens, interface)
     if given is not None:
@@ -200,7 +206,7 @@ def _mask_of_sampled(
 
 
 def assistant_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -> Tensor | None:
-    """The assistant's tokens of a step by its mask and its prompt's length, ``[N]``, or None if the data has neither."""
+    """The assistant's tokens from the mask and the prompt's length, ``[N]``, or None if the data has neither."""
     given, response = _given_mask(td, tokens, interface), response_mask(td, tokens, interface)
     if given is None or response is None:
         return response if given is None else given
@@ -210,12 +216,12 @@ def assistant_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface
 def response_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -> Tensor | None:
     """True after the prompt, ``[N]``, or None if the data has no prompt tokens.
 
-    The prompt may be padded like the whole sequence (its slots are then the first ones of the sequence), or unpadded.
+    The prompt may be unpadded, or padded like the whole sequence. Its slots are then the first ones of the sequence.
 
     Args:
         td: the step.
         tokens: the sequences, without padding.
-        interface: where the prompt is.
+        interface: the key of the prompt.
 
     Raises:
         ValueError: if a sampled sequence does not start with its prompt.
@@ -225,7 +231,7 @@ def response_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface)
     if prompt is None or prompt.num_sequences != tokens.num_sequences:
         return None
     widths = prompt.container.row_lengths
-    # A padded prompt has the ids of its padding, which `tokens` lack.
+    # `tokens` lack the padding that a padded prompt contains, so compare with all slots.
     every = tokens if tokens.keep is None else read_ragged(td, interface.tokens_full)
     assert every is not None
     too_long = widths > every.lengths
@@ -235,33 +241,24 @@ def response_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface)
     in_prompt = every.first(widths)
     if torch.equal(prompt.slots(), every.values[in_prompt]):
         return ~in_prompt if tokens.keep is None else ~in_prompt[tokens.keep]
+    # An unpadded prompt beside padded tokens is compared with the real tokens.
     if tokens.keep is not None and bool((widths <= tokens.lengths).all()):
         first = tokens.first(widths)
         if torch.equal(prompt.slots(), tokens.values[first]):
             return ~first
-    differs = torch.zeros_like(in_prompt)
-    differs[in_prompt] = prompt.slots() != every.values[in_prompt]
-    at = int(differs.nonzero()[0])
+    at = int(in_prompt.nonzero()[prompt.slots() != every.values[in_prompt]][0])
     row, position = int(every.sequence_ids[at]), int(every.positions[at])
-    whole, own = every.to_list()[row], prompt.to_list()[row]
-    after = int((whole != whole[0]).long().argmax())  # where the first run of equal tokens ends
-    moved = any(torch.equal(own, whole[n : n + len(own)]) for n in range(1, after + 1))
     raise ValueError(
-        f"sequence {row}, position {position}: the sampled sequence does not start with {key!r}. "
-        + (f"Token {int(whole[0])} precedes it. {_BOS_AS_PADDING}" if moved else _UNLIKE_PROMPT)
+        f"sequence {row}, position {position}: the sampled sequence does not start with {key!r}, but with token "
+        f"{int(every.to_list()[row][0])}. Pad both the same way, or neither. If pad_token == eos_token, give the tokenizer "
+        f"another pad token, since torchrl drops end tokens from unpadded sequences. If it is BOS: {_BOS_AS_PADDING}"
     )
 
 
-_UNLIKE_PROMPT = (
-    "Pad both the same way, or neither; if pad_token == eos_token, give the tokenizer another pad token: torchrl drops end "
-    "tokens from unpadded sequences."
-)
-
-
 def prompt_ids(td: TensorDictBase) -> Tensor | None:
-    """A number per sequence, equal for equal prompts, int64 ``[S]``, or None if the data does not show the prompts.
+    """A number per sequence, the same for equal prompts, int64 ``[S]``, or None if the data does not hold the prompts.
 
-    Prompts are compared without their padding, and with their images; as text if the data holds no tokens.
+    Prompts are compared with their images and without padding. Data without tokens is compared as text.
 
     Example:
         >>> from tensordict import TensorDict
@@ -277,13 +274,14 @@ def prompt_ids(td: TensorDictBase) -> Tensor | None:
         return None if text is None else sequence_ids_of(text, td.batch_size.numel(), "the prompt")
     try:
         response = response_mask(td, tokens, interface)
-    except ValueError:  # whoever scores the data says why
+    except ValueError:  # scoring the data raises the same error with its reason
         return None
     if response is None:
         return None
     prompts = _rows_at(tokens, ~response)
     if len(response) == int(response.sum()):
         return None
+    # Compare checksums of images, since pixels of all pairs would be too many.
     of_tokens, images = sequence_ids_of(prompts, len(prompts), "the prompt"), read_images(td, "images")
     if images is None:
         return of_tokens
@@ -302,7 +300,7 @@ def _rows_at(tokens: Ragged, mask: Tensor) -> list[Tensor]:
 
 
 def _given_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -> Tensor | None:
-    """The data's own assistant mask at the kept tokens, ``[N]``."""
+    """The data's assistant mask without padding, ``[N]``."""
     key = interface.assistant_mask
     given = read_ragged(td, key)
     if given is None:
@@ -314,46 +312,39 @@ def _given_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -
 
 
 def _check_given(mask: Tensor, response: Tensor | None, tokens: Ragged, interface: ModelInterface) -> None:
-    """Raise if the mask is empty in a sequence that has a response: it would silently score nothing."""
+    """Raise a ValueError if the mask is empty in a sequence with a response, which would silently score nothing."""
     spoken = tokens.lengths > 0 if response is None else tokens.like(response.long()).sum() > 0
     empty = spoken & (tokens.like(mask.long()).sum() == 0)
     if bool(empty.any()):
-        names = (
-            interface.template_kwargs.get("chat_template_name"),
-            getattr(interface.tokenizer, "chat_template", None),
+        template = interface.template_kwargs.get("chat_template_name") or getattr(
+            interface.tokenizer, "chat_template", None
         )
-        shown = next((repr(str(name)[:60]) for name in names if name), "(unknown)")
-        where = "" if response is None else " in its response"
         raise ValueError(
-            f"sequence {int(empty.nonzero()[0])}: {interface.assistant_mask!r} is False everywhere{where}: the template "
-            f"{shown} marked no assistant turn. Remove the mask to use the prompt's length, or set assistant_only=False."
+            f"sequence {int(empty.nonzero()[0])}: {interface.assistant_mask!r} is False everywhere in its response: the "
+            f"template {template!r:.60} marked no turn. Remove the mask, or set assistant_only=False."
         )
 
 
 def _with_earlier_turns(
     td: TensorDictBase, tokens: Ragged, response: Tensor, interface: ModelInterface, options: TokenisingOptions
 ) -> Tensor:
-    """The response and the assistant turns inside the prompt, found by rendering the prompt's history."""
+    """The response and the assistant turns inside the prompt, located by rendering the prompt's history."""
     key = sub_key(interface.history_key, "prompt")
     if not options.can_tokenise(interface) or not has_entry(td, key):
-        raise ValueError(
-            f"scope='full' needs {interface.assistant_mask!r}, or {key!r} and a tokenizer; or use scope='turn'."
-        )
+        raise ValueError(f"scope='full' needs {interface.assistant_mask!r}, or {key!r} and a tokenizer.")
     rendered, mask, _ = render_history(td, interface, options, scope="full", key=key, add_generation_prompt=True)
     in_prompt = ~response
+    # The mask of the rendering fits the sampled prompt only if the tokens are the same.
     difference = first_difference(rendered, Ragged.from_list(_rows_at(tokens, in_prompt)))
     if difference is not None:
-        raise ValueError(
-            f"scope='full': {key!r} renders to other tokens than the prompt, first at sequence {difference[0]}, position "
-            f"{difference[1]}."
-        )
+        raise ValueError(f"scope='full': {key!r} renders to other tokens than the prompt of sequence {difference[0]}.")
     out = response.clone()
     out[in_prompt] = mask
     return out
 
 
 def first_difference(a: Ragged, b: Ragged) -> tuple[int, int] | None:
-    """Sequence and position of the first token in which two sets of sequences differ, or None if they are equal."""
+    """Sequence and position of the first token that differs between two sets of sequences, or None if they are equal."""
     if torch.equal(a.lengths, b.lengths) and torch.equal(a.values, b.values):
         return None
     for row, (x, y) in enumerate(zip(a.to_list(), b.to_list(), strict=True)):
@@ -365,10 +356,10 @@ def first_difference(a: Ragged, b: Ragged) -> tuple[int, int] | None:
 
 
 def zeros_of_first_tokens(log_prob: Tensor, mask: Tensor, tokens: Ragged) -> Tensor:
-    """True at the first token of a masked-in run whose log-prob is exactly 0 because it was never computed, ``[N]``.
+    """True at the first token of a masked-in run if its log-prob is exactly 0, ``[N]``.
 
-    torchrl's wrappers store 0 there. A token that really had probability 1 is taken for one of those too, and loses nothing:
-    its gradient is 0. Nothing else of the batch is looked at, so that its parts agree with the whole.
+    torchrl's wrappers store 0 there because they never compute it. A token with probability 1 is also marked, without a loss,
+    since its gradient is 0. The result for a row does not depend on other rows, so parts of a batch agree with the whole.
 
     Example:
         >>> tokens = Ragged.from_list([torch.tensor([7, 8, 9]), torch.tensor([7, 8])])
@@ -380,7 +371,7 @@ def zeros_of_first_tokens(log_prob: Tensor, mask: Tensor, tokens: Ragged) -> Ten
 
 
 def _first_of_runs(mask: Tensor, tokens: Ragged) -> Tensor:
-    """The first token of each masked-in run, ``[N]``."""
+    """True at the first token of each masked-in run, ``[N]``."""
     before = torch.nn.functional.pad(mask[:-1], (1, 0)) if mask.numel() else mask
     return mask & (~before | (tokens.positions == 0))
 
@@ -390,14 +381,14 @@ def _first_of_runs(mask: Tensor, tokens: Ragged) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenReader:
-    """Reads the tokens and the mask of a masking strategy from rollouts; ``interface`` has the keys of the model."""
+    """Reads the tokens and the mask of a masking strategy from rollouts, with the keys of ``interface``."""
 
     interface: ModelInterface
     strategy: MaskingStrategy
 
     @classmethod
     def of(cls, model: object, tokens_key: NestedKey, strategy: MaskingStrategy) -> TokenReader:
-        """For a model, and the entry that holds the tokens."""
+        """A reader for a model and the key of the tokens."""
         check_choice(get_args(MaskingStrategy), masking_strategy=strategy)
         interface = ModelInterface.of(model)
         if tokens_key == TOKENS_FULL:
@@ -411,15 +402,15 @@ class TokenReader:
 
     @property
     def in_keys(self) -> list[NestedKey]:
-        """The entry that the strategy needs beside the tokens."""
+        """The key that the strategy needs beside the tokens."""
         keys = {"sft": self.interface.prompt_tokens, "rlhf": self.interface.assistant_mask}
         return [keys[self.strategy]] if self.strategy in keys else []
 
     def with_batch_dims(self, td: TensorDictBase) -> TensorDictBase:
-        """``td`` with the token dimension excluded from its batch size.
+        """Exclude the token dimension from the batch size of ``td``.
 
-        ``dispatch`` builds a TensorDict whose batch size is all that the keyword arguments have in common, including the
-        token dimension if each has it.
+        ``dispatch`` builds a TensorDict with the largest batch size that the keyword arguments share. That includes the token
+        dimension if every argument has it.
         """
         tokens = read_column(td, self.interface.tokens_full)
         if isinstance(tokens, Tensor) and not tokens.is_nested and tokens.ndim == td.batch_dims > 0:
@@ -428,16 +419,16 @@ class TokenReader:
         return td
 
     def locate(self, td: TensorDictBase) -> Located:
-        """The tokens, and the mask of the strategy."""
+        """The tokens and the mask of the strategy."""
         scope: Scope = "full" if self.strategy == "rlhf" else "turn"
         return locate(td, self.interface, assistant_only=self.strategy != "generic", scope=scope)
 
     def unscored(self, log_prob: Tensor, tokens: Ragged, responses: Located | None, key: NestedKey) -> Tensor:
-        """Tokens whose log-prob under ``key`` the sampler never computed, each row by itself, ``[N]``.
+        """True at tokens whose log-prob under ``key`` the sampler never computed, ``[N]``. Rows do not affect each other.
 
-        NaN at the first token of a response; and, unless a transform wrote the entry, exactly 0 there
-        (torchrl's wrappers. See :func:`zeros_of_first_tokens`). ``"rlhf"`` and ``"generic"`` train on prompts too, where
-        wrappers fill in 0 or NaN for a whole prompt (see :func:`leading_unscored`).
+        These are NaN at the first token of a response. torchrl's wrappers also store exactly 0 there, which counts unless a
+        transform wrote the entry, see :func:`zeros_of_first_tokens`. ``"rlhf"`` and ``"generic"`` also train on prompts, for
+        which wrappers may fill in 0 or NaN, see :func:`leading_unscored`.
         """
         every = tokens.positions > 0 if responses is None else responses.mask
         first = _first_of_runs(every, tokens) if responses is None else responses.first_of_runs
@@ -451,13 +442,13 @@ class TokenReader:
 
     @staticmethod
     def marks_zeros(key: NestedKey) -> bool:
-        """Whether :meth:`unscored` also holds of numbers: of the zeros in an entry that no transform wrote."""
+        """Whether :meth:`unscored` may also mark zeros, because no transform wrote the entry."""
         return not _of_transform(key)
 
     def warn_of_unscored(self, log_prob: Tensor, unscored: Tensor, tokens: Ragged, key: NestedKey) -> None:
-        """Say which trained tokens leave the loss because they are :meth:`unscored`.
+        """Warn about trained tokens that the loss leaves out because they are :meth:`unscored`.
 
-        Not of NaN in a transform's entry on an accelerator, where looking for it would be a host sync.
+        A transform's entry on an accelerator is not searched for NaN, since that would need a host synchronisation.
         """
         if (_of_transform(key) and unscored.device.type != "cpu") or not bool(unscored.any()):
             return
@@ -473,14 +464,14 @@ class TokenReader:
             number = int(left_out.sum())
             if number:
                 warnings.warn(
-                    f"{key!r} holds {text.format(number)}. Those tokens are left out of the loss; RetrieveKL and "
-                    "RetrieveLogProb score every token, with scope='full' also the tokens of earlier turns.",
+                    f"{key!r} holds {text.format(number)}. The loss leaves those tokens out. RetrieveKL and RetrieveLogProb "
+                    "score every token, with scope='full' also the tokens of earlier turns.",
                     stacklevel=4,
                 )
 
 
 def _of_transform(key: NestedKey) -> bool:
-    """Whether an entry was written by a transform, which scores every token, to judge by its key."""
+    """Whether a transform wrote an entry, according to its key. Transforms score every token."""
     return isinstance(key, tuple) and key[0] == "next" and key[-1] != "response"
 
 
@@ -488,18 +479,19 @@ def _of_transform(key: NestedKey) -> bool:
 
 
 def batch_mean(td: TensorDictBase, key: NestedKey, *, per: Literal["sequence", "token"] = "sequence") -> Tensor:
-    """The mean of an entry over a batch whose answers may differ in length, in any layout; for a log or a coefficient.
+    """The mean of an entry over a batch, in any layout, for a log or a coefficient. Answers may differ in length.
 
     Args:
         td: the batch, with its tokens and the prompt or the mask that marks the responses.
-        key: the entry: one number per token or per sequence, also found on the other side of ``"next"``.
+        key: the entry, with one number per token or per sequence. Also found on the other side of ``"next"``.
 
     Keyword Args:
-        per: ``"sequence"``: the mean over sequences of the sum over their tokens, such as the KL in nats per answer;
-            ``"token"``: the mean over all response tokens.
+        per: ``"sequence"`` sums over the tokens of each sequence and takes the mean over sequences, such as the KL in nats per
+            answer. ``"token"`` takes the mean over all response tokens.
 
     Returns:
-        0-dim, float32 or wider, without graph; NaN per sequence of no rows, 0 per token of no response tokens.
+        0-dim, float32 or wider, without graph. Without rows the mean per sequence is NaN. Without response tokens the mean per
+        token is 0.
 
     Raises:
         KeyError: if the entry is missing.

@@ -25,7 +25,6 @@ from torchrl_llm_kl.rollouts import (
     MissingEntryError,
     ModelInterface,
     TokenisingOptions,
-    check_context,
     describe_entries,
     find_key,
     find_result,
@@ -457,9 +456,6 @@ class AfterPrompt(Extra):
 
     prompt: Context
     of: Of = "policy"
-
-    def __post_init__(self) -> None:
-        check_context(self.prompt)
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,7 @@ class FunctionReward(Transform):
             if whole is not None:
                 prompts = [""] * len(whole) if prompts is None else prompts
                 return [text.removeprefix(prompt) for text, prompt in zip(whole, prompts, strict=True)]
-            conversations = read_conversations(td, ("history", "full"), missing_ok=True)
+            conversations = read_conversations(td, ("history", "full"))
             if conversations is not None:
                 return [str(messages[-1].get("content", "")) for messages in conversations]
         return self._texts(td, next_td, self.answer_key)

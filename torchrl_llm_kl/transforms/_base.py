@@ -1,4 +1,4 @@
-"""The base of all transforms: settings, execution, specs, and the env and collector around a transform."""
+"""The base of all transforms: settings, execution, specs, and access to the surrounding env and collector."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ class TransformSetting(Generic[T]):
         if self.choices:
             check_choice(self.choices, **{self.name: value})
         plain, modules = transform.__dict__, cast("dict[str, Any]", transform._modules)
+        # nn.Module keeps submodules apart from plain values, so the old value may be in either place.
         before = [(place, place.pop(self.name)) for place in (plain, modules) if self.name in place]
         place = modules if isinstance(value, nn.Module) and self.registers else plain
         place[self.name] = value
@@ -95,10 +96,10 @@ class SharedSetting:
 
 
 class StepMixin(ABC):
-    """Runs :meth:`outputs` wherever TorchRL runs a transform; a mixin for transforms and compositions of them.
+    """Runs :meth:`outputs` wherever TorchRL runs a transform. A mixin for transforms and compositions of them.
 
-    All outputs are computed before the first is written, so that bad input leaves the data unchanged. The names in
-    :attr:`fixed` are constructor arguments only: setting one raises an AttributeError.
+    All outputs are computed before the first is written, so bad input leaves the data unchanged. The names in :attr:`fixed`
+    are constructor arguments only. Setting one raises an AttributeError.
     """
 
     fixed: ClassVar[frozenset[str]] = frozenset()
@@ -115,28 +116,26 @@ class StepMixin(ABC):
         elif name in self.fixed:
             raise AttributeError(f"{owner}.{name} is fixed at construction: build a new {owner}({name}=...).")
         elif name in Changes.__annotations__:
-            raise AttributeError(
-                f"{name} is an option of {owner}: set transform.options = transform.options.but({name}=...)."
-            )
+            raise AttributeError(f"{name} is an option: set transform.options = transform.options.but({name}=...).")
         else:
             super().__setattr__(name, value)
 
     @abstractmethod
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
-        """Compute the entries to write from the step ``td`` and its result ``next_td``; padding will hold 0."""
+        """Compute the entries to write from the step ``td`` and its result ``next_td``. Padding will hold 0."""
 
     def _ordered(self, td: TensorDictBase, next_td: TensorDictBase) -> list[tuple[NestedKey, Ragged]]:
-        # Nested keys last, since they always fit: an entry that does not fit raises before anything is written.
+        # Nested keys come last because they always fit. A root entry that does not fit then raises before anything is written.
         self.check_order()
         outputs = [(key, self.arrange(data)) for key, data in self.outputs(td, next_td).items()]
         return sorted(outputs, key=lambda output: isinstance(output[0], tuple))
 
     def arrange(self, data: Ragged) -> Ragged:
-        """An output in the layout in which it is written."""
+        """Convert an output to the layout in which it is written."""
         return data
 
     def check_order(self) -> None:
-        """Warn if a transform that should have run before comes after."""
+        """Warn if a transform that must run earlier comes later."""
         return None
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -148,30 +147,33 @@ class StepMixin(ABC):
         """Apply to collected data: on a direct call, or when a replay buffer is sampled."""
         if tensordict.batch_size.numel() == 0:
             row = with_a_row(tensordict)
-            if row is not tensordict:  # models may be sharded: other ranks wait for this one
+            if row is not tensordict:  # a sharded model needs a forward on every rank, also on one without rows
                 return tensordict.update(self.forward(row)[:0])
             raise ValueError(f"the batch is empty: its batch size is {tuple(tensordict.batch_size)}. Drop it.")
         next_td = read_node(tensordict, "next")
+        # Collected data holds the results of a step below "next". Data without "next" is both the step and its result.
         inside = () if next_td is None else ("next",)
         outputs = [
             (unravel_key((*inside, key)), data)
             for key, data in self._ordered(tensordict, tensordict if next_td is None else next_td)
         ]
+        # A replay buffer's sample shares its rows with the storage. Copy them, so that writing does not change stored
+        # data.
         own_leaves(tensordict, *(key for key, _ in outputs))
         for key, data in outputs:
             tensordict = write_ragged(tensordict, key, data.slots(), data.container)
         return tensordict
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # A replay buffer calls this on `extend` when the transform was appended with `invert=True`. What torchrl's MCAdvantage
-        # keeps until a group is whole arrives as None.
+        # A replay buffer calls this on `extend` when the transform was appended with `invert=True`. torchrl's MCAdvantage
+        # passes None on while it collects a group.
         return None if next_tensordict is None else self.forward(next_tensordict)
 
 
 class StepTransform(StepMixin, Transform):
-    """A transform of one step that behaves the same in an env, in a replay buffer and called directly.
+    """A transform of one step that behaves the same in an env, in a replay buffer and on a direct call.
 
-    Its settings are attributes, each a :class:`TransformSetting`.
+    Each setting is an attribute, a :class:`TransformSetting`.
     """
 
     @abstractmethod
@@ -181,12 +183,13 @@ class StepTransform(StepMixin, Transform):
     @property
     @abstractmethod
     def entries(self) -> dict[NestedKey, EntrySpec]:
-        """The entries that are written for each token beside the observations."""
+        """The per-token entries that the transform adds to the observation."""
 
     def declare(self) -> None:
-        """Set the keys of the current settings; envs that hold the transform compute their specs again."""
+        """Update ``in_keys`` and ``out_keys``, and clear the cached specs of envs that hold the transform."""
         self.in_keys, self.out_keys = self.keys()
         for container in containers(self):
+            # Only an env has specs to recompute.
             if isinstance(container, EnvBase):
                 container.empty_cache()
 
@@ -199,7 +202,7 @@ class StepTransform(StepMixin, Transform):
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         with suppress(NoCollectorError):  # before the policy's first answer
             repair_padding(collector_policy(self))
-        # After a reset the declared entries exist, with length 0.
+        # An env must return every declared entry after a reset. No token is scored yet, so each has length 0.
         lengths = [0] * tensordict_reset.batch_size.numel()
         for key, entry in self.entries.items():
             empty = torch.zeros((0, *entry.shape), dtype=entry.dtype, device=tensordict_reset.device)
@@ -217,7 +220,7 @@ def declare_entry(spec: Composite, key: NestedKey, entry: EntrySpec) -> None:
 
 
 def containers(transform: Transform) -> Iterator[EnvBase]:
-    """The env that holds the transform, at any depth, then the envs around it."""
+    """The env that holds the transform at any depth, followed by the envs around it."""
     try:
         container = transform.container
     except ValueError:  # inside a Compose that is in no env
@@ -248,7 +251,7 @@ def _leaves(transforms: Iterable[Transform]) -> Iterator[Transform]:
 
 
 def in_env(transform: Transform) -> bool:
-    """Whether an env holds the transform: its conversations continue, so that caching them pays."""
+    """Whether an env holds the transform. Conversations in an env continue, so caching their states pays off."""
     return next(containers(transform), None) is not None
 
 
@@ -257,7 +260,11 @@ class NoCollectorError(ValueError):
 
 
 def collector_policy(transform: Transform) -> nn.Module:
-    """The policy of the collector whose env holds ``transform``; a :class:`NoCollectorError` without one."""
+    """The policy of the collector whose env holds ``transform``.
+
+    Raises:
+        NoCollectorError: if there is no such collector.
+    """
     missing = "container"
     for container in containers(transform):
         missing = "collector"
@@ -265,9 +272,9 @@ def collector_policy(transform: Transform) -> nn.Module:
         if collector is not None:
             return collector.policy
     raise NoCollectorError(
-        f"The {missing} is not set. Please set the {missing} before calling this method. 'from_collector' works in an env "
-        "that a collector runs: append the transform to the env and pass the env to an LLMCollector. Anywhere else pass the "
-        "model itself, for example `policy.get_new_version(generate=False)`."
+        f"The {missing} is not set. Please set the {missing} before calling this method. 'from_collector' needs an env that a "
+        "collector runs: append the transform to the env and pass the env to an LLMCollector. Elsewhere, pass the model, for "
+        "example `policy.get_new_version(generate=False)`."
     )
 
 
@@ -284,28 +291,30 @@ def resolve_factory(
     """
     if factory is None:
         return model
+    # Only strings are compared, since a model may define `==` in its own way.
     if model is not None and not (isinstance(model, str) and model == default):
         raise ValueError(f"Cannot provide both '{name}' and '{name}_factory'. Choose one.")
     return factory()
 
 
-#: A transform -> its variant whose models are behind a service on Ray. The service fills it.
+#: Maps a transform class to its Ray variant, whose models run in a service. The service package fills it.
 RAY_VARIANTS: dict[type, type] = {}
-#: Where the models of a transform are: in this process, or behind a service on Ray.
+#: Where the models of a transform run: in this process, or in a service on Ray.
 ServiceBackend = Literal["direct", "ray"]
 
 
 class RayVariant(_RayServiceMetaClass, ABCMeta):
-    """Torchrl's ``service_backend=`` and its scope, and the older ``use_ray_service=``: "ray" builds the Ray variant."""
+    """Builds the Ray variant of a class for ``service_backend="ray"``, torchrl's scope, or ``use_ray_service=True``."""
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """The constructor's, which ``inspect.signature`` would take from the metaclass."""
+        """The constructor's signature. ``inspect.signature`` would return that of the metaclass."""
         constructor = inspect.signature(cls.__init__)  # type: ignore[misc]
         return constructor.replace(parameters=list(constructor.parameters.values())[1:])
 
     @property
     def _RayServiceClass(cls) -> type:  # the name that torchrl reads
+        # Importing the service package registers its variants.
         load_plugins()
         if cls in RAY_VARIANTS:
             return RAY_VARIANTS[cls]

@@ -78,7 +78,7 @@ from torchrl_llm_kl.transforms._base import (
 from torchrl_llm_kl.transforms._retrieve_log_prob import ScoringTransform, check_is_model, no_record, over_kept
 
 T = TypeVar("T")
-#: A name of :func:`~torchrl_llm_kl.estimators.get_estimator`, or a function ``(log_prob, ref_log_prob, old_log_prob)``.
+#: A name for :func:`~torchrl_llm_kl.estimators.get_estimator`, or a function ``(log_prob, ref_log_prob, old_log_prob)``.
 Estimator = EstimatorName | Callable[..., Tensor]
 
 # ------------------------------------------------------------------ the penalty
@@ -99,35 +99,34 @@ class KLPenalty(StepTransform):
     _order_checked = False
 
     def kl(self, gen: Tensor, ref: Tensor, old: Tensor, scored: Tensor | None) -> Tensor:
-        """The estimate where ``scored`` (None: everywhere), exactly 0 elsewhere; ``[N]``.
-
-        Log-probs that are not scored never enter the estimator.
-        """
+        """The estimate at ``scored`` tokens (None: all tokens) and exactly 0 elsewhere, ``[N]``."""
         assert not isinstance(self.estimator, str)
         if scored is None:
             return self.estimator(gen, ref, old)
+        # Mask the inputs too: NaN in an unscored log-prob would otherwise reach the gradient through `where`.
         return torch.where(scored, self.estimator(*(torch.where(scored, x, 0) for x in (gen, ref, old))), 0)
 
     def penalised(self, next_td: TensorDictBase, kl: Ragged, mask: Tensor | None, coefficient: Any) -> Ragged:
-        """``reward - coefficient * KL`` per token, ``[N, 1]``; a missing reward is 0; ``mask`` places an outcome."""
+        """``reward - coefficient * KL`` per token, ``[N, 1]``. A missing reward is 0. ``mask`` places an outcome."""
         placed = token_reward(read_column(next_td, self.reward_key), kl, mask, self.reward_placement)
+        # An asynchronous copy, so that an accelerator does not wait for the coefficient.
         weight = send(coefficient(), kl.values.device)
         return kl.like(torch.addcmul(placed.values, weight, kl.values.unsqueeze(-1), value=-1))
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """Declare the penalised reward: one number per token, ``[*B, -1, 1]``."""
-        self._order_checked = False  # specs are computed again when a transform is appended
+        self._order_checked = False  # appending a transform recomputes the specs, so check the order again
         if self.add_to_reward:
             declare_entry(reward_spec, self.reward_key, EntrySpec((1,)))
         return reward_spec
 
     @property
     def penalised_key(self) -> NestedKey:
-        """Where the penalised reward goes."""
+        """The key of the penalised reward."""
         return self.reward_key
 
     def check_order(self) -> None:
-        """Warn once about a later transform that writes the reward: it would change the number of each token."""
+        """Warn once about a later transform that writes the reward, since it would change the reward of every token."""
         if self._order_checked or not self.add_to_reward or self.reward_placement == "broadcast":
             return
         self._order_checked = True
@@ -142,33 +141,32 @@ class KLPenalty(StepTransform):
 
 
 def _changes(transform: Transform, key: NestedKey) -> bool:
-    """Whether a transform declares ``key`` as its output and does not treat all tokens of a sequence properly."""
+    """Whether a transform writes ``key`` in a way that is wrong for one reward per token."""
     if isinstance(transform, (StepMixin, DTypeCastTransform, DeviceCastTransform)):
         return False
     if isinstance(transform, RewardScaling) and not bool(transform.loc.any()):
-        return False  # a factor alone scales the sum
+        return False  # a factor without an offset scales the sum of the rewards by the same factor
     return unravel_key(key) in [unravel_key(out) for out in transform.out_keys or ()]
 
 
 # ------------------------------------------------------------------ two sets of log-probs
 
 _SAME_TOKENS = (
-    "one model scored tokens that the other did not: score the same tokens under both models, with the same tokenizer and "
-    "template"
+    "only one model has scored tokens: score the same tokens under both models, with the same tokenizer and template"
 )
 
 
 def check_pair(
     gen: Ragged, other: Ragged, name: str = "ref_log_probs", *, padding_side: PaddingSide, advice: str = _SAME_TOKENS
 ) -> tuple[Ragged, Ragged]:
-    """Convert the policy's log-probs and ``other``, called ``name`` in errors, to the layout of ``gen``."""
+    """Convert the policy's log-probs and ``other`` to the layout of ``gen``. Errors call the second one ``name``."""
     if gen.num_sequences == other.num_sequences:
         gen = _without_padding(gen, other, padding_side)
     return gen, match(gen, other, name, padding_side=padding_side, advice=advice)
 
 
 def match(gen: Ragged, other: Ragged, name: str, *, padding_side: PaddingSide, advice: str = _SAME_TOKENS) -> Ragged:
-    """:func:`check_pair` for a ``gen`` in its final layout: returns only ``other``."""
+    """Convert ``other`` to the layout of ``gen``, which is final. Errors call it ``name``."""
     if gen.num_sequences != other.num_sequences:
         raise ValueError(
             f"Batch size mismatch: gen_log_probs has {gen.num_sequences} samples, {name} has {other.num_sequences} samples."
@@ -177,12 +175,14 @@ def match(gen: Ragged, other: Ragged, name: str, *, padding_side: PaddingSide, a
     a, b = gen.container, other.container
     both_padded = isinstance(a, Dense) and isinstance(b, Dense)
     same_widths = same_rows(a, b)
+    # The mask of the policy's log-probs also fits other entries of the same width.
     if both_padded and same_widths and gen.keep is not None and other.keep is None:
         other = Ragged.from_slots(other.slots(), b, gen.keep)
+    # Entries that were read with one mask share the object, so identity is enough.
     if same_widths and gen.keep is other.keep:
         return other
     if gen.sizes != other.sizes:
-        # A mask that fits only one of the two means that the widths differ.
+        # With padded entries of unequal widths the mask fits at most one of them. Report the widths, not the masked lengths.
         padded = both_padded and not same_widths
         ours, theirs = (a.row_sizes, b.row_sizes) if padded else (gen.sizes, other.sizes)
         i, (m, n) = next((i, pair) for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
@@ -194,10 +194,11 @@ def match(gen: Ragged, other: Ragged, name: str, *, padding_side: PaddingSide, a
 
 
 def _without_padding(a: Ragged, b: Ragged, side: PaddingSide) -> Ragged:
-    """Drop the padding of ``a`` if it is padded and ``b`` holds rows of their own lengths."""
+    """Remove the padding of ``a`` if it is padded and ``b`` holds unpadded rows."""
     if not isinstance(a.container, Dense) or isinstance(b.container, Dense) or a.keep is not None:
         return a
     widths = b.container.row_sizes
+    # Rows that are longer than the block do not belong to it. `match` reports their lengths.
     if max(widths) > a.container.width:
         return a
     position, limit = torch.arange(a.container.width), torch.tensor(widths).unsqueeze(-1)
@@ -206,53 +207,51 @@ def _without_padding(a: Ragged, b: Ragged, side: PaddingSide) -> Ragged:
 
 
 LOG_PROB_ADVICE = (
-    "A token that the policy sampled cannot have probability 0 under it; check the model's weights and dtype, or mask the "
-    "token."
+    "A sampled token cannot have probability 0 under the policy. Check the weights and the dtype, or mask the token."
 )
 
 
 def where_scored(entries: Sequence[tuple[str, NestedKey | None, Ragged]], advice: str) -> Tensor | None:
-    """True where each of the entries (description, key, values) holds a score; ``[N]``, None for everywhere.
+    """True where all entries (description, key, values) hold a score, ``[N]``. None if all tokens have scores.
 
-    A leading run of NaN is torchrl's marker for tokens that were not scored.
+    A leading run of NaN is torchrl's marker for unscored tokens.
 
     Raises:
-        ValueError: if any other number is NaN or infinite, naming the entry, the sequence and the position.
+        ValueError: if any other number is NaN or infinite. The message names the entry, the sequence and the position.
     """
     values = [data.values.detach() for _, _, data in entries]
     if all_finite(*values):
         return None
     scored = []
-    for (what, key, data), x in zip(entries, values, strict=True):
+    for (description, key, data), x in zip(entries, values, strict=True):
         numbers = (~x.isnan()).long().cumsum(0)
+        # A token is scored if its sequence has a number at or before it. Subtract the count of all earlier sequences.
         before = torch.nn.functional.pad(numbers, (1, 0))[data.offsets[:-1]]
         scored.append(numbers > before[data.sequence_ids])
-        check_finite({f"{what} under {key!r}": x}, read=scored[-1], place=place_in(data), advice=advice)
+        check_finite({f"{description} under {key!r}": x}, read=scored[-1], place=place_in(data), advice=advice)
     return reduce(torch.logical_and, scored)
 
 
 def place_in(data: Ragged) -> Callable[[int], str]:
-    """Describes a flat index into ``data``, for :func:`~torchrl_llm_kl._numerics.check_finite`."""
+    """A function that names the sequence and position of a flat index into ``data``."""
     return lambda at: f"sequence {int(data.sequence_ids[at])}, position {int(data.positions[at])}"
 
 
-# ------------------------------------------------------------------ two entries of log-probs
+# ------------------------------------------------------------------ KLComputation
 
 _Entry = tuple[str, NestedKey | None, Ragged]
 _DEFAULTS = ModelInterface()
-_OTHER_TOKENS = (
-    "only one of them has tokens: RetrieveLogProb(policy, extras=[ExactKL(reference)]) writes both on the same data"
-)
+_OTHER_TOKENS = "only one of them has tokens: write both with RetrieveLogProb(policy, extras=[ExactKL(reference)])"
 _EXACT_KL_ADVICE = (
-    "It is infinite where the reference excludes a token that the policy allows; check both models' weights and dtypes. "
-    "RetrieveLogProb(policy, extras=[ExactKL(reference)]) writes this entry."
+    "It is infinite where the reference excludes a token that the policy allows. Check both models' weights and dtypes, and "
+    "write the entry with RetrieveLogProb(policy, extras=[ExactKL(reference)])."
 )
 
 
 class KLComputation(KLPenalty):
     r"""Per-token KL between two log-prob entries, and optionally ``reward - coeff * KL``.
 
-    Append it after all transforms that write the reward: the penalised reward has one number per token.
+    Append it after all transforms that write the reward, because the penalised reward has one number per token.
 
     Args:
         gen_log_probs_full_key: log-probs of the policy, which sampled the tokens. Default ``("log_probs", "full")``.
@@ -260,30 +259,31 @@ class KLComputation(KLPenalty):
 
     Keyword Args:
         kl_key: where the KL goes. Default ``"kl_penalty"``.
-        add_to_reward: subtract ``coeff * KL`` from the reward; a missing reward is 0. Default True.
+        add_to_reward: subtract ``coeff * KL`` from the reward. A missing reward is 0. Default True.
         coeff: a number of at least 0, a tensor, or a coefficient module such as ``AdaptiveKLCoefficient``. Default 1.
-        padding_side: the side of the padding, where one entry is padded and the other is nested.
-        estimator: a name of :func:`~torchrl_llm_kl.estimators.get_estimator` or a function like those. Default ``"k1"``,
-            whose use in the reward has the unbiased gradient of the reverse KL. ``"exact"`` reads the KL over the whole
-            vocabulary from the attribute ``exact_kl_key``, ``("exact_kl", "full")``, where :class:`ExactKL`
-            writes it; the log-probs are then optional (the policy's, if present, must be of the same tokens).
-        old_log_probs_key: log-probs at sampling time, for estimators that correct for later policy updates; by default the
-            policy's, as right after sampling.
-        reward_placement: where an outcome reward (one number per sequence) goes. ``"last"``: on the last assistant token,
-            so that the token rewards sum to ``outcome - coeff * sum KL``; ``"broadcast"``: on every token, as in torchrl.
+        padding_side: the side of the padding if one entry is padded and the other is nested.
+        estimator: a name for :func:`~torchrl_llm_kl.estimators.get_estimator` or a similar function. Default ``"k1"``, which
+            in the reward has the unbiased gradient of the reverse KL. ``"exact"`` reads the KL over the whole vocabulary from
+            the entry ``exact_kl_key``, an attribute with the default ``("exact_kl", "full")``. :class:`ExactKL` writes that
+            entry. The log-probs are then optional, and the policy's, if present, must belong to the same tokens.
+        old_log_probs_key: log-probs at sampling time, for estimators that correct for later policy updates. By default the
+            policy's log-probs are used, which is right directly after sampling.
+        reward_placement: where an outcome reward (one number per sequence) goes. ``"last"`` puts it on the last assistant
+            token, so that the token rewards sum to ``outcome - coeff * sum KL``. ``"broadcast"`` puts it on every token, as
+            torchrl does.
         reward_key: default ``"reward"``.
-        charged_key: where to record what was subtracted from each token's reward, ``coeff * KL``. Default None: nowhere.
+        charged_key: where to record ``coeff * KL``, the amount subtracted from each token's reward. Default None: nowhere.
 
-    Every argument is an attribute that may change at any time; keys and specs follow.
+    Every argument is an attribute that may change at any time. Keys and specs follow.
 
     Shapes:
-        log-probs and exact KL ``[*B, T]``, padded or nested; KL in nats in the same layout; reward ``[*B, T, 1]`` in the
-        same layout. Padding holds exactly 0. A leading run of NaN (torchrl's marker for "not scored") is padding.
+        Log-probs and exact KL ``[*B, T]``, padded or nested. The KL in nats and the reward ``[*B, T, 1]`` have the same layout.
+        Padding holds exactly 0. A leading run of NaN, torchrl's marker for unscored tokens, is treated as padding.
 
     Raises:
-        ValueError: if an entry is missing, the lengths differ (names sequence and lengths), a log-prob or an exact KL is
-            NaN or infinite (names sequence and position), or the reward fits neither sequences nor tokens; for
-            ``old_log_probs_key`` with an exact KL.
+        ValueError: if an entry is missing, lengths differ, a log-prob or an exact KL is NaN or infinite, or the reward fits
+            neither sequences nor tokens. The message names the sequence and the position. Also for ``old_log_probs_key`` with
+            an exact KL.
 
     Example:
         >>> from tensordict import TensorDict
@@ -330,11 +330,9 @@ class KLComputation(KLPenalty):
         self.declare()
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        """In: log-probs or exact KL, and the reward. Out: the KL, and the penalised reward."""
+        """In: log-probs or exact KL, and the reward. Out: the KL and the penalised reward."""
         if self.old_log_probs_key is not None and self.estimator == "exact":
-            raise ValueError(
-                f"old_log_probs_key={self.old_log_probs_key!r} has no effect with estimator='exact': leave one of them out."
-            )
+            raise ValueError(f"old_log_probs_key={self.old_log_probs_key!r} has no effect with estimator='exact'.")
         log_probs = [self.gen_log_probs_full_key, self.ref_log_probs_full_key]
         read = [self.exact_kl_key] if self.estimator == "exact" else log_probs
         reward = [self.reward_key] if self.add_to_reward else []
@@ -342,7 +340,7 @@ class KLComputation(KLPenalty):
 
     @property
     def entries(self) -> dict[NestedKey, EntrySpec]:
-        """The KL, and the record of what was charged."""
+        """The KL, and the amount charged to the reward if it is recorded."""
         charged = [self.charged_key] if self.charged_key and self.add_to_reward else []
         return dict.fromkeys([self.kl_key, *charged], EntrySpec())
 
@@ -355,7 +353,7 @@ class KLComputation(KLPenalty):
         keys += [] if self.old_log_probs_key is None else [self.old_log_probs_key]
         entries = [self._read(td, next_td, key) for key in keys]
         beside = read_result(td, next_td, self.gen_log_probs_full_key) if exact else None
-        # One host synchronisation brings masks, prompts and the answer whether all numbers are finite.
+        # A single host synchronisation fetches masks and prompts together with the flag whether all numbers are finite.
         total = finite_total(*_used(entries, read_ragged(td, ATTENTION_MASK)))
         host, total = on_host(td, _DEFAULTS.token_keys, total)
         finite, attention = math.isfinite(total), read_ragged(host, ATTENTION_MASK)
@@ -374,11 +372,11 @@ class KLComputation(KLPenalty):
             ]
             old = self._matching(gen, others[1]) if len(others) > 1 else None
             kl = self.estimate(gen, ref, old, None if finite else read)
-        # The assistant's tokens only matter for placing an outcome.
+        # The assistant's tokens are only needed to place an outcome reward.
         return self.charged(next_td, kl, _response(host, kl) if self.add_to_reward else None)
 
     def charged(self, next_td: TensorDictBase, kl: Ragged, mask: Tensor | None) -> dict[NestedKey, Ragged]:
-        """The entries to write for a KL; see :meth:`KLPenalty.penalised`."""
+        """The entries to write for a KL: the KL, the penalised reward and the amount charged."""
         if not self.add_to_reward:
             return {self.kl_key: kl}
         outputs = {self.kl_key: kl, self.reward_key: self.penalised(next_td, kl, mask, self.coeff)}
@@ -387,7 +385,7 @@ class KLComputation(KLPenalty):
         return outputs
 
     def read_old(self, td: TensorDictBase, next_td: TensorDictBase, gen: Ragged) -> Ragged | None:
-        """Log-probs at sampling time, in the layout of ``gen``; None without a key."""
+        """Log-probs at sampling time in the layout of ``gen``, or None if no key is set."""
         if self.old_log_probs_key is None:
             return None
         old = self._read(td, next_td, self.old_log_probs_key)
@@ -397,9 +395,9 @@ class KLComputation(KLPenalty):
         return match(gen, old, repr(self.old_log_probs_key), padding_side=self.padding_side)
 
     def estimate(self, gen: Ragged, ref: Ragged, old: Ragged | None, read: Sequence[_Entry] | None = ()) -> Ragged:
-        """The KL of matching log-probs of the policy, the reference and, if given, the policy at sampling time.
+        """The KL of log-probs in one layout: the policy's, the reference's and, optionally, the policy's at sampling time.
 
-        ``read`` lists those that come from the data, which may hold NaN; a scorer returns none. None: all are finite.
+        ``read`` lists the log-probs that come from the data and may therefore hold NaN. None if all are known to be finite.
         """
         if old is not None and read is not None:
             read = [*read, ("the log-prob of the policy at sampling time", self.old_log_probs_key, old)]
@@ -407,9 +405,10 @@ class KLComputation(KLPenalty):
         return gen.like(self.kl(gen.values, ref.values, gen.values.detach() if old is None else old.values, scored))
 
     def checked_exact(self, exact: Ragged, like: Ragged, *, finite: bool = False) -> Ragged:
-        """A copy of the exact KL, in float32 or wider, in the layout of ``like``; ``finite`` if that is known of it."""
+        """A copy of the exact KL in the layout of ``like``, float32 or wider. ``finite`` skips the check for NaN."""
         entries: list[_Entry] = [("the exact KL", self.exact_kl_key, exact)]
         scored = None if finite else where_scored(entries, _EXACT_KL_ADVICE)
+        # A copy, so that a change of the written KL does not change the entry that was read.
         values = exact.values.to(wide_dtype(exact.values.dtype), copy=True)
         return like.like(values if scored is None else torch.where(scored, values, 0))
 
@@ -425,14 +424,14 @@ class KLComputation(KLPenalty):
 
 
 def _at_tokens(value: Ragged, attention: Ragged | None) -> Ragged:
-    """Values of all slots without those of padding; ``[N]``."""
+    """The values without those at padding, ``[N]``."""
     if attention is None or not same_rows(attention.container, value.container):
         return value
     return Ragged.from_slots(value.slots(), value.container, attention.slots().bool())
 
 
 def _used(entries: Sequence[Ragged], attention: Ragged | None) -> Iterator[Tensor]:
-    """The values of entries, 0 at padding."""
+    """The values of each entry, with 0 at padding."""
     for value in entries:
         if attention is not None and same_rows(attention.container, value.container):
             yield torch.where(attention.slots().bool(), value.slots().detach(), 0)
@@ -441,18 +440,18 @@ def _used(entries: Sequence[Ragged], attention: Ragged | None) -> Iterator[Tenso
 
 
 def _response(td: TensorDictBase, kl: Ragged) -> Tensor | None:
-    """The assistant's tokens by the masks on the host; ``[N]``, or None if the data does not hold these tokens."""
+    """The mask of the assistant's tokens on the host, ``[N]``, or None if the data does not hold these tokens."""
     tokens = read_ragged(td, TOKENS_FULL)
     if tokens is None:
         return None
     if same_rows(tokens.container, kl.container):
         return assistant_mask(td, Ragged.from_slots(tokens.slots(), tokens.container, kl.host_keep), _DEFAULTS)
-    tokens = read_ragged(td, TOKENS_FULL, ATTENTION_MASK)  # the KL may lack their padding
+    tokens = read_ragged(td, TOKENS_FULL, ATTENTION_MASK)  # the KL may be unpadded beside padded tokens
     assert tokens is not None
     return assistant_mask(td, tokens, _DEFAULTS) if tokens.sizes == kl.sizes else None
 
 
-# ------------------------------------------------------------------ log-probs in the data and a reference model
+# ------------------------------------------------------------------ KLRewardTransform
 
 
 def _check_estimator(estimator: Estimator) -> Estimator:
@@ -476,8 +475,8 @@ def _check_reference(model: T) -> T:
 class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
     r"""Penalise the reward with the KL between the policy's log-probs in the data and a reference model's.
 
-    Kept for scripts written against torchrl's class of this name; :class:`RetrieveKL` scores both models and needs no
-    log-probs in the data. Append it after all transforms that write the reward.
+    This class serves scripts that use torchrl's class of this name. :class:`RetrieveKL` scores both models and needs no
+    log-probs in the data. Append the transform after all transforms that write the reward.
 
     Args:
         ref_model: the reference, a wrapper with ``input_mode="tokens"`` and ``generate=False`` or a transformers model.
@@ -488,27 +487,26 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         in_keys: the reward's key. Default ``["reward"]``.
         out_keys: where the penalised reward goes, and optionally the KL and the reference's log-probs. Default
             ``["reward", "kl_penalty", "ref_log_probs"]``.
-        log_prob_key: the policy's log-probs, of the whole sequence. Default ``("log_probs", "full")``; where that is
+        log_prob_key: the policy's log-probs of the whole sequence. Default ``("log_probs", "full")``. If that entry is
             missing, the ``"response"`` entry beside it is used.
-        add_to_reward, padding_side, estimator, reward_placement: see :class:`KLComputation`. ``"exact"`` is impossible: the
-            policy is not run here.
-        options: how the reference is scored; see :class:`RetrieveLogProb`. A truncating ``sampling`` is the policy's, for
-            log-probs of its truncated distribution: the reference is scored at the same temperature, over all tokens or, with
-            ``Sampling(reference="kept")``, over those that the sampler recorded.
-        extras: how the request is filled from the data, such as a :class:`KeptTokens` with the key of that record, if it is not
-            ``"kept"``; none that writes an entry. See :class:`RetrieveLogProb`.
-        device, tokenizer, assistant_only, scope: see :class:`RetrieveLogProb`; of the reference.
+        add_to_reward, padding_side, estimator, reward_placement: see :class:`KLComputation`. ``"exact"`` is not supported
+            because this transform does not run the policy.
+        options: how the reference is scored, see :class:`RetrieveLogProb`. A truncating ``sampling`` describes the policy,
+            whose log-probs belong to the truncated distribution. The reference is scored at the same temperature over all
+            tokens. With ``Sampling(reference="kept")`` it is scored over the tokens that the sampler recorded.
+        extras: how the request is filled from the data, for example :class:`KeptTokens` with another key than ``"kept"``.
+            Extras that write an entry are not supported. See :class:`RetrieveLogProb`.
+        device, tokenizer, assistant_only, scope: settings of the reference, see :class:`RetrieveLogProb`.
         service_backend, service_backend_options, use_ray_service: see :class:`RetrieveLogProb`.
 
-    All except ``device``, ``tokenizer`` and ``padding_side`` are attributes that may change at any time.
+    All arguments except ``device``, ``tokenizer`` and ``padding_side`` are attributes that may change at any time.
 
     Shapes:
         KL, reference log-probs and reward: ``[*B, T, 1]``, in the layout that :class:`RetrieveLogProb` of the reference has.
 
     Raises:
         ValueError: see :class:`RetrieveLogProb` and :class:`KLComputation`.
-        KeyError: if the data has no log-probs of the policy, or lacks the recorded tokens that the reference is to be
-            compared over.
+        KeyError: if the data lacks the policy's log-probs, or the recorded tokens with ``Sampling(reference="kept")``.
 
     Example:
         >>> from tensordict import TensorDict
@@ -570,7 +568,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         self._slot = ScorerSlot()
         self.out_keys = written
         self.declare()
-        _ = self.scorer  # a model that cannot be scored raises
+        _ = self.scorer  # build it now, so that a model that cannot be scored raises here
 
     # ------------------------------------------------------------------ keys and specs
 
@@ -579,20 +577,18 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         context = self.context
         for extra in self.extras:
             if extra.specs(context) or extra.reference is not None:
-                raise ValueError(
-                    f"extras has {type(extra).__name__}, which needs the policy: use RetrieveKL, which runs it."
-                )
+                raise ValueError(f"extras has {type(extra).__name__}, which needs the policy: use RetrieveKL.")
         return [self.reward_key, *self._interface().in_keys, *self.prompt_keys], list(self.out_keys)
 
     @property
     def entries(self) -> dict[NestedKey, EntrySpec]:
-        """KL and reference log-probs, and the penalised reward if it does not replace the reward."""
+        """KL and reference log-probs, and the penalised reward if its key differs from the reward's."""
         reward_key, *others = self.out_keys
         new_reward = [reward_key] if self.add_to_reward and reward_key != self.reward_key else []
         return dict.fromkeys([*others, *new_reward], EntrySpec((1,)))
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Declare the penalised reward where it replaces the reward."""
+        """Declare the penalised reward if it replaces the reward."""
         return super().transform_reward_spec(reward_spec) if self.out_keys[0] == self.reward_key else reward_spec
 
     @property
@@ -607,7 +603,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer given, else the reference's; an AttributeError if there is none."""
+        """The ``tokenizer`` argument, else the reference's tokenizer. An AttributeError if neither exists."""
         tokenizer = self._tokenising.tokenizer or self._interface().tokenizer
         if tokenizer is None:
             raise AttributeError(
@@ -618,11 +614,12 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
     # ------------------------------------------------------------------ computation
 
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
-        """Score the reference and compare."""
+        """Score the reference and compute the KL to it."""
         located = self.locate(td)
         job = self.job(self.step(td, next_td, located))
         ref = job.in_place(self.scorer.run(job.request, self.scored.but(remember=in_env(self)))).log_prob
         gen, known = self._policy_log_probs(td, next_td, located)
+        # The stored log-probs are also those at sampling time.
         kl = ref.like(self.kl(gen, ref.values, gen, located.mask & known))
         reward_key, kl_key, ref_key = self.out_keys
         outputs = {key: x.like(x.values.unsqueeze(-1)) for key, x in ((kl_key, kl), (ref_key, ref))}
@@ -632,34 +629,36 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
 
     @property
     def scored(self) -> ScoreOptions:
-        """The options of the reference, which samples nothing."""
+        """The options for the reference, without the policy's truncation."""
         return super().scored.but(sampling=self.options.sampling.of_reference)
 
     @property
     def context(self) -> ScoringContext:
-        """The settings that extras read: what the sampler kept only counts if the reference is compared over it."""
+        """The settings that extras read."""
+        # Extras read the sampler's record only if the options truncate. The reference needs it only for "kept".
         options = self.options if over_kept(self.options) else self.scored
         return ScoringContext(
             self.ref_model, options, self._interface(), self._tokenising, self.log_prob_full_key, in_env(self)
         )
 
     def job(self, step: ScoredStep) -> ScoringJob:
-        """The request: over the tokens that the policy's sampler recorded, if the reference is compared over these."""
+        """The request, restricted to the tokens that the sampler recorded with ``Sampling(reference="kept")``."""
         job = super().job(step)
         if over_kept(self.options) and job.request.kept is None:
             raise no_record(step.td)
         return job
 
     def _policy_log_probs(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> tuple[Tensor, Tensor]:
-        """Log-probs of the policy at the located tokens, 0 at others, and a mask of the known ones; both ``[N]``.
+        """The policy's log-probs at the located tokens and 0 elsewhere, and a mask of the known ones, both ``[N]``.
 
-        An engine's wrapper stores 0 or NaN for prompts that it did not score, and torchrl's 0 for the first generated token. A
-        KL of ``0 - ref_log_prob`` would charge such a token with the reference's whole log-prob.
+        An engine's wrapper stores 0 or NaN for prompts that it did not score, and torchrl stores 0 for the first generated
+        token. A KL of ``0 - ref_log_prob`` would charge such a token with the reference's whole log-prob.
         """
         key, tokens, known = self.log_prob_full_key, located.tokens, torch.ones_like(located.mask)
         response = response_mask(td, tokens, self._interface())
         gen = read_result(td, next_td, key)
         if gen is not None:
+            # An entry with one value for each slot of the tokens has the same padding.
             if torch.equal(gen.container.row_lengths, tokens.container.row_lengths) and gen.keep is None:
                 gen = Ragged.from_slots(gen.slots(), tokens.container, tokens.keep)
             else:
@@ -682,11 +681,10 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
             text = "exactly 0 for the first generated token of {} sequences: torchrl never computes it. That token is"
         skipped = int((located.mask & unscored).sum())
         if skipped:
-            warnings.warn(
-                f"{key!r} holds {text.format(skipped)} left out of the KL; RetrieveKL scores every token.",
-                stacklevel=2,
-            )
+            message = f"{key!r} holds {text.format(skipped)} left out of the KL. RetrieveKL scores every token."
+            warnings.warn(message, stacklevel=2)
         known = known & ~unscored
+        # Mask before the check: unknown values may be NaN.
         values = torch.where(known & located.mask, values, 0).detach()
         name = f"the log-prob of the policy under {key!r}"
         check_finite({name: values}, place=place_in(located.tokens), advice=LOG_PROB_ADVICE)

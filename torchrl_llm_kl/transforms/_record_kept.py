@@ -1,4 +1,4 @@
-"""Record what a sampler keeps while a transformers model generates, so that it can be replayed."""
+"""Record the tokens that a truncated sampler could have drawn, to replay the truncation when scoring."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torchrl_llm_kl.scoring import Sampling, truncate
 
 
 class RecordKept:
-    """A logits processor of transformers that samples as told and records which tokens could have been drawn.
+    """A transformers logits processor that truncates the distribution and records which tokens could have been drawn.
 
-    It applies temperature, top-k, top-p and min-p itself, since transformers runs its own after all processors that are given
-    to ``generate``: leave them off there (``do_sample=True, top_k=0, top_p=1.0, temperature=1.0``). The constructor of
-    torchrl's wrapper refuses a top-k of 0: set ``wrapper.generate_kwargs["top_k"]`` afterwards. The record of one
-    ``generate`` call replaces the previous one. A token of 8 kept ones takes 36 bytes.
+    It applies temperature, top-k, top-p and min-p itself, because transformers runs its own warpers after all processors that
+    are passed to ``generate``. Disable those (``do_sample=True, top_k=0, top_p=1.0, temperature=1.0``). The constructor of
+    torchrl's wrapper rejects a top-k of 0, so set ``wrapper.generate_kwargs["top_k"]`` afterwards. The record of one
+    ``generate`` call replaces the previous one. A token with 8 kept candidates takes 36 bytes.
 
     Args:
-        sampling: how to sample.
+        sampling: temperature and truncation.
 
     Keyword Args:
         key: where :meth:`write` puts the record: ``(key, "counts")`` and ``(key, "ids")``.
@@ -34,19 +34,19 @@ class RecordKept:
         >>> record.steps
         [(tensor([0, 2], dtype=torch.int32), tensor([2]))]
 
-    .. seealso:: ``docs/sampling.md``, for the replay.
+    .. seealso:: ``docs/sampling.md`` for the replay.
     """
 
     def __init__(self, sampling: Sampling, *, key: NestedKey = "kept") -> None:
         self.sampling, self.key = sampling, key
-        #: Of each generated token: the ids that were kept, of all sequences one after another, and their numbers ``[B]``.
+        #: For each generated token: the kept ids of all sequences, concatenated, and their number per sequence ``[B]``.
         self.steps: list[tuple[Tensor, Tensor]] = []
         self._length = 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """The logits ``[B, V]`` over the temperature, ``-inf`` for what is left out."""
+        """The logits ``[B, V]`` divided by the temperature, with ``-inf`` for excluded tokens."""
         if not self.steps or input_ids.shape[1] != self._length + 1:
-            self.steps = []  # another call of generate
+            self.steps = []  # within one call of generate the length grows by 1, so this is another call
         self._length = input_ids.shape[1]
         scores = truncate(scores, self.sampling)
         kept = scores > -torch.inf
@@ -57,14 +57,14 @@ class RecordKept:
         """Store the record of the last ``generate`` beside the tokens that it returned.
 
         Args:
-            td: what the policy returned: ``("tokens", "full")`` and the prompt or the assistant mask that tells the response;
-                its sequences in the order in which they were generated.
+            td: the policy's output, with ``("tokens", "full")`` and either the prompt or the assistant mask. The sequences
+                must be in the order of generation.
 
         Returns:
             The TensorDict that replaces ``td``.
 
         Raises:
-            ValueError: if a generated token is not among those that were kept for it: another ``generate`` ran since.
+            ValueError: if a generated token is not among its kept tokens, because the record is of another ``generate`` call.
         """
         located = locate(td)
         tokens, mask = located.tokens, located.host_mask

@@ -45,55 +45,56 @@ from torchrl_llm_kl.transforms._retrieve_log_prob import (
 )
 
 _POLICY, _REFERENCE, _KL = range(3)
-#: Extras of the policy unless there is another one of their kind.
+#: Extras of the policy, each used unless ``extras`` has one of its type.
 _OF_POLICY: tuple[Extra, ...] = (*RetrieveLogProb.defaults, RoutedExperts())
 
 
 class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
     r"""Write the log-probs of the policy and of the reference, their KL, and the penalised reward.
 
-    Composes two :class:`RetrieveLogProb` and a :class:`KLComputation`; locates the tokens once for both models, and checks
-    that both see the same tokens. Append it after all transforms that write the reward: from here on the reward has one number
-    per token.
+    The transform composes two :class:`RetrieveLogProb` and a :class:`KLComputation`. It locates the tokens once for both
+    models and checks that both see the same tokens. Append it after all transforms that write the reward, because it turns the
+    reward into one number per token.
 
     Args:
-        gen_model: the policy as a wrapper with ``generate=False`` or a transformers model; ``"from_collector"``
-            (default): the policy of the collector that runs the env, found at the first step.
-        ref_model: the reference, likewise; ``"base"``: the policy with its PEFT adapters disabled, or with
-            ``Adapters("NAME", of="reference")`` among the ``extras``.
+        gen_model: the policy, a wrapper with ``generate=False`` or a transformers model. The default ``"from_collector"``
+            takes the policy of the collector that runs the env, at the first step.
+        ref_model: the reference, also a wrapper or a transformers model. ``"base"`` is the policy with its PEFT adapters
+            disabled, or with the adapter of ``Adapters("NAME", of="reference")`` among the ``extras``.
 
     Keyword Args:
         gen_model_factory: builds ``gen_model``.
         ref_model_factory: builds ``ref_model``.
-        history_key: where the conversation is, used when the data holds no tokens. Default ``"history"``.
-        detach: with False the policy's log-probs have a gradient; the frozen reference's never do. Default True.
+        history_key: the key of the conversation, which is read if the data holds no tokens. Default ``"history"``.
+        detach: with False the policy's log-probs have a gradient. The frozen reference's never do. Default True.
         gen_log_probs_full_key: where the policy's log-probs go. Default ``("log_probs", "full")``.
         ref_log_probs_full_key: where the reference's go. Default ``("ref_log_probs", "full")``.
-        estimator: see :class:`KLComputation`; ``"exact"`` runs both models side by side and sums over the whole
-            vocabulary at each token (both must have the same one).
+        estimator: see :class:`KLComputation`. ``"exact"`` runs both models side by side and sums over the whole vocabulary at
+            each token. Both models must have the same vocabulary.
         kl_key, add_to_reward, coeff, reward_placement: see :class:`KLComputation`.
-        assistant_only, tokenizer_kwargs, device, tokenizer, padding_side, scope: of both models; see
+        assistant_only, tokenizer_kwargs, device, tokenizer, padding_side, scope: settings of both models, see
             :class:`RetrieveLogProb`.
-        options: of both models; see :class:`RetrieveLogProb`. A truncating ``sampling`` is the policy's: the reference is
-            scored at the same temperature, over all tokens or, with ``Sampling(reference="kept")``, over those that the policy
-            keeps: both models then run side by side, whatever the estimator. Those of a reference behind a service are sent
-            with each request.
-        extras: of the policy, or of the reference where they say ``of="reference"``; see :class:`RetrieveLogProb`.
-            :class:`Adapters` are for only one model. Experts that a sampler recorded under ``"routed_experts"`` are replayed
-            by the policy, unless a :class:`RoutedExperts` says otherwise; the reference routes by itself.
+        options: how both models score, see :class:`RetrieveLogProb`. A truncating ``sampling`` applies to the policy. The
+            reference is scored at the same temperature over all tokens. With ``Sampling(reference="kept")`` it is scored over
+            the tokens that the policy keeps, and both models run side by side for every estimator. A reference in a service
+            receives the options with each request.
+        extras: extras of the policy, or of the reference if they have ``of="reference"``, see :class:`RetrieveLogProb`. An
+            :class:`Adapters` applies to one model. The policy replays experts that a sampler recorded under
+            ``"routed_experts"``, unless a :class:`RoutedExperts` changes that. The reference uses its own routing.
         service_backend, service_backend_options, use_ray_service: see :class:`RetrieveLogProb`.
 
-    All are attributes that may change at any time, except the models and those fixed in a :class:`RetrieveLogProb`. Further
-    attributes are ``reward_key``, ``old_log_probs_key`` and ``charged_key`` of the :class:`KLComputation`.
+    All arguments are attributes that may change at any time, except the models and the arguments that are fixed in
+    :class:`RetrieveLogProb`. ``reward_key``, ``old_log_probs_key`` and ``charged_key`` of the :class:`KLComputation` are
+    attributes too.
 
     Shapes:
-        log-probs and KL: float32 nats ``[*B, T]``; reward ``[*B, T, 1]``; all in the layout that
-        :class:`RetrieveLogProb` of the policy has.
+        Log-probs and KL: float32 nats ``[*B, T]``. Reward: ``[*B, T, 1]``. All in the layout of a :class:`RetrieveLogProb` of
+        the policy.
 
     Raises:
-        ValueError: at construction, for models that generate, differ in ``pad_output``, write to one key, or have other
-            vocabularies (a policy of a collector: at the first step); on data, see :class:`RetrieveLogProb` and
-            :class:`KLComputation`.
+        ValueError: at construction, if a model generates, or the models differ in ``pad_output`` or in their vocabulary, or
+            write to the same key. The vocabulary of a collector's policy is checked at the first step. On data, see
+            :class:`RetrieveLogProb` and :class:`KLComputation`.
 
     Example:
         >>> from tensordict import TensorDict
@@ -153,30 +154,26 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         options, extras = check_options(options), _check_extras(extras)
         gen_model = resolve_factory("gen_model", gen_model, gen_model_factory, default="from_collector")
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory)
-        if estimator == "exact":  # before a model in another process is asked for its settings
+        if estimator == "exact":  # check first, because the parts below would connect to a service for its settings
             check_distributions(gen_model, ref_model)
         _check_models(gen_model, ref_model)
-        if isinstance(gen_model, str):  # as torchrl: otherwise RetrieveLogProb warns
+        if isinstance(gen_model, str):  # torchrl raises in this case, and RetrieveLogProb warns in the others
             for name, key in (("gen", gen_log_probs_full_key), ("ref", ref_log_probs_full_key)):
                 if problem := full_key_problem(f"{name}_log_probs_full_key", key):
                     raise ValueError(problem)
         part = partial(
             RetrieveLogProb,
-            assistant_only=assistant_only,
             tokenizer_kwargs=tokenizer_kwargs,
             tokenizer=tokenizer,
             padding_side=padding_side,
-            scope=scope,
-            service_backend="direct",  # the models are behind a service already, if anywhere
+            service_backend="direct",  # a Ray variant has already replaced the models, so the parts must not
         )
         self._base = base = isinstance(ref_model, str)
         compared = gen_model if base else ref_model
         ref_options, ref_extras = self._of_reference(options), _of(extras, "reference")
         if base and asked_of(ref_options, ref_extras).adapters is True:
-            raise ValueError(
-                'ref_model="base" with Adapters(True, of="reference") is the policy itself: its KL would be 0 everywhere.'
-            )
-        with warnings.catch_warnings():  # the reference samples nothing
+            raise ValueError('ref_model="base" with Adapters(True, of="reference") is the policy itself: its KL is 0.')
+        with warnings.catch_warnings():  # the reference never samples, so its sampling settings do not matter
             warnings.simplefilter("ignore", SamplerMismatchWarning)
             reference = part(
                 compared,
@@ -185,6 +182,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
                 options=ref_options,
                 extras=ref_extras,
             )
+        # The reference never samples, so its sampler is not compared later either.
         reference._compared = True
         policy = part(
             gen_model,
@@ -194,18 +192,13 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
             options=options,
             extras=_of(extras, "policy"),
         )
+        # Only the policy sampled, so only it replays recorded experts by default.
         policy.defaults = _OF_POLICY
-        kl = KLComputation(
-            gen_log_probs_full_key,
-            ref_log_probs_full_key,
-            kl_key=kl_key,
-            add_to_reward=add_to_reward,
-            coeff=coeff,
-            padding_side=padding_side,
-            estimator=estimator,
-            reward_placement=reward_placement,
-        )
+        kl = KLComputation(gen_log_probs_full_key, ref_log_probs_full_key, padding_side=padding_side)
         super().__init__(policy, reference, kl)
+        self.assistant_only, self.scope = assistant_only, scope
+        self.kl_key, self.add_to_reward, self.coeff = kl_key, add_to_reward, coeff
+        self.estimator, self.reward_placement = estimator, reward_placement
         for each in (policy, reference):
             each.read_conversation(history_key)
         self._extras, self._compared_vocabularies = extras, False
@@ -217,7 +210,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
 
     @property
     def options(self) -> ScoreOptions:
-        """How both models score; it may be set."""
+        """How both models score. May be set."""
         options: ScoreOptions = self[_POLICY].options
         return options
 
@@ -228,7 +221,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
 
     @property
     def extras(self) -> tuple[Extra, ...]:
-        """What else is scored, read or written; it may be set."""
+        """The extras of both models. May be set."""
         return self._extras
 
     @extras.setter
@@ -238,7 +231,8 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         self._extras = checked
 
     def clone(self) -> RetrieveKL:
-        """A copy for another env: a transform of this class, with the same models."""
+        """A copy for another env, of this class and with the same models."""
+        # Compose.clone would return a plain Compose.
         copied = Transform.clone(self)
         copied.transforms = nn.ModuleList(part.clone() for part in self)
         for part in copied:
@@ -248,23 +242,24 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
     # ------------------------------------------------------------------ computation
 
     def arrange(self, data: Ragged) -> Ragged:
-        """An output in the layout that the policy's ``pad_output`` requests."""
+        """Convert an output to the layout that the policy's ``pad_output`` requests."""
         return self[_POLICY].arrange(data)
 
     def check_order(self) -> None:
-        """Warn about a later transform that writes the reward; see :meth:`KLPenalty.check_order`."""
+        """Warn about a later transform that writes the reward."""
         self[_KL].check_order()
 
     @property
     def side_by_side(self) -> bool:
-        """Whether the reference is scored together with the policy: for an exact KL, or over what the policy keeps."""
+        """Whether one pass scores both models: for an exact KL, and for a KL over the tokens that the policy keeps."""
         return self.estimator == "exact" or over_kept(self.options)
 
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
-        """Locate once, score twice, compare."""
+        """Locate the tokens once, score them under both models, and compute the KL."""
         gen, ref, kl = self.transforms
         self._check_vocabularies()
         located = gen.locate(td)
+        # Sampled tokens are the same for both models. Rendered ones depend on the tokenizer and the template.
         if not located.sampled and not gen.tokenises_like(ref):
             _check_same_tokens(located, ref.locate(td))
         self._check_side_by_side()
@@ -278,7 +273,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
             if over_kept(self.options):
                 scores, ref_log_prob = _over_kept(gen, ref, job, ref_job, td)
             else:
-                finish = ref.begin(ref_job)  # a remote one runs meanwhile
+                finish = ref.begin(ref_job)  # a remote reference scores while the policy runs here
                 scores, ref_scores = gen.evaluate(job), finish()
                 ref_log_prob, outputs = ref_scores.log_prob, ref.written(ref.step(td, next_td, located), ref_scores)
             penalty = kl.estimate(scores.log_prob, ref_log_prob, kl.read_old(td, next_td, scores.log_prob))
@@ -286,13 +281,13 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         return outputs | kl.charged(next_td, penalty, located.host_mask) | gen.written(step, scores)
 
     def _check_vocabularies(self) -> None:
-        """Once, when both models are known: a collector's policy is found at the first step."""
+        """Check the vocabularies once, as soon as both models are known."""
         if not self._compared_vocabularies and not self._base:
             check_vocabularies(*(part._scored_model() for part in self.transforms[:_KL]))
         self._compared_vocabularies = True
 
     def _check_side_by_side(self) -> None:
-        """Raise a ValueError for what one pass over both models cannot do."""
+        """Raise a ValueError for settings that one pass over both models cannot follow."""
         if not self.side_by_side:
             return
         exact, reference = self.estimator == "exact", self[_REFERENCE]
@@ -302,8 +297,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         written = [key for key in reference.entries if key != reference.log_probs_full_key]
         if written:
             raise ValueError(
-                f"{setting} runs both models side by side, and an extra of the reference writes {written}: leave it out, or "
-                "score the reference with a RetrieveLogProb too."
+                f"{setting} runs both models side by side, and an extra of the reference writes {written}. Leave it out."
             )
         prompts = [
             [extra.prompt for extra in part.extras if extra.prompt is not None] for part in self.transforms[:_KL]
@@ -312,11 +306,11 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
             advice = "an estimator such as 'k1'" if exact else "Sampling(reference='whole')"
             raise ValueError(
                 f"{setting} runs both models side by side on the same tokens, but the policy has the prompts {prompts[0]} and "
-                f"the reference {prompts[1]}: use {advice}."
+                f"the reference {prompts[1]}. Use {advice}."
             )
 
     def _of_reference(self, options: ScoreOptions) -> ScoreOptions:
-        """How the reference scores: at the temperature, over all tokens."""
+        """How the reference scores: at the policy's temperature, over all tokens."""
         options = options.but(sampling=options.sampling.of_reference)
         return options.but(adapters=False) if self._base else options
 
@@ -334,14 +328,15 @@ def _of(extras: Sequence[Extra], model: str) -> list[Extra]:
 
 
 def _paired(job: ScoringJob, ref_job: ScoringJob) -> ScoringJob:
-    """The policy's job, with the routing of the reference."""
+    """The policy's job with the routing of the reference."""
     return job._replace(request=replace(job.request, ref_routing=ref_job.request.routing))
 
 
 def _over_kept(
     gen: RetrieveLogProb, ref: RetrieveLogProb, job: ScoringJob, ref_job: ScoringJob, td: TensorDictBase
 ) -> tuple[Scores, Ragged | None]:
-    """The policy's scores, and the reference's log-probs over the tokens that the policy keeps."""
+    """The policy's scores and the reference's log-probs over the tokens that the policy keeps."""
+    # If both models return distributions, one pass truncates both to the same tokens. Otherwise each replays a record.
     if not any(log_probs_only(part._scored_model()) for part in (gen, ref)):
         scores = gen.evaluate(_paired(job, ref_job), reference=ref.scorer)
         return scores, scores.ref_log_prob
@@ -349,9 +344,11 @@ def _over_kept(
     if kept is not None:
         finish = ref.begin(ref_job._replace(request=replace(ref_job.request, kept=kept)))
         return gen.evaluate(job), finish().log_prob
+    # Without a record in the data, only a scorer in this process can return the tokens that the policy keeps.
     if not isinstance(gen.scorer, LogProbScorer):
         raise no_record(td)
-    scores = gen.evaluate(job, return_kept=True)  # whose record is of the tokens in the context: both have one prompt
+    # Both models have the same prompt, so the policy's record also fits the reference's tokens.
+    scores = gen.evaluate(job, return_kept=True)
     return scores, ref.begin(ref_job._replace(request=replace(ref_job.request, kept=scores.kept)))().log_prob
 
 
@@ -359,17 +356,16 @@ def _over_kept(
 
 
 def _check_models(gen_model: Model | str | None, ref_model: Model | str | None) -> None:
-    """Apply torchrl's checks, with its error texts, to the models known at construction."""
+    """Torchrl's checks, with its error texts, of the models that are known at construction."""
     check_not_a_name("from_collector", gen_model=gen_model)
     check_not_a_name("base", ref_model=ref_model)
     if ref_model is None:
         raise ValueError(
-            "ref_model cannot be None: pass the reference model, or 'base' for the policy without its adapters."
+            "ref_model cannot be None: pass the reference model, or 'base' for the policy without adapters."
         )
     if gen_model is None:
         raise ValueError(
-            "gen_model cannot be None when not using 'from_collector': pass the policy, or 'from_collector' in the env of a "
-            "collector."
+            "gen_model cannot be None when not using 'from_collector': pass the policy or 'from_collector'."
         )
     named = {"generation model": gen_model, "reference model": ref_model}
     known = {name: model for name, model in named.items() if not isinstance(model, str)}
@@ -381,6 +377,7 @@ def _check_models(gen_model: Model | str | None, ref_model: Model | str | None) 
         )
     for name, model in known.items():
         check_scored_model(model, name, "RetrieveKL")
+    # A bare transformers model has no such key and cannot collide.
     keys = [model.log_probs_key for model in known.values() if hasattr(model, "log_probs_key")]
     if len(keys) == 2 and keys[0] == keys[1]:
         raise ValueError(

@@ -62,7 +62,7 @@ from torchrl_llm_kl.transforms._base import (
 )
 
 T = TypeVar("T")
-#: ``(tokens, mask) -> values`` of each token.
+#: ``(tokens, mask) -> values``, one for each token.
 Critic: TypeAlias = Callable[[Ragged, Tensor], Ragged]
 
 
@@ -71,8 +71,7 @@ def check_options(options: ScoreOptions | None) -> ScoreOptions:
     decided = [name for name in ("grad", "remember", "return_kept", "record_routing") if getattr(options, name)]
     if asked := [*decided, *options.beside]:
         raise ValueError(
-            f"options asks for {', '.join(asked)}, which a transform sets itself: use detach=False for a gradient, and "
-            "extras=[Entropy(), TopK(64), ...] for more scores."
+            f"options asks for {', '.join(asked)}. Use detach=False for a gradient, extras=[Entropy(), ...] for more scores."
         )
     return options
 
@@ -85,7 +84,7 @@ def check_is_model(name: str, model: object) -> None:
 
 
 def check_scored_model(model: T, name: str = "model", transform: str = "RetrieveLogProb") -> T:
-    """Return ``model``; raise torchrl's errors if its settings show that it returns no log-probs of given tokens."""
+    """Return ``model``, or raise torchrl's error if its settings exclude log-probs of given tokens."""
     check_is_model(name, model)
     if not getattr(model, "return_log_probs", True):
         raise ValueError(f"The {name} must have `return_log_probs=True` to use the `{transform}` transform.")
@@ -100,7 +99,7 @@ def over_kept(options: ScoreOptions) -> bool:
 
 
 def full_key_problem(name: str, key: NestedKey) -> str | None:
-    """The message of torchrl about a key that does not end with ``"full"``; None for one that does."""
+    """Torchrl's message about a key that does not end with ``"full"``. None for other keys."""
     if isinstance(key, tuple) and key[-1] == "full":
         return None
     return (
@@ -110,19 +109,19 @@ def full_key_problem(name: str, key: NestedKey) -> str | None:
 
 
 def no_record(td: TensorDictBase) -> MissingEntryError:
-    """The error where the data lacks the tokens that the sampler kept."""
+    """The error for data without the tokens that the sampler kept."""
     return MissingEntryError(
         "Sampling(reference='kept') needs the tokens that the sampler kept, below 'kept' or the key of KeptTokens: found "
         f"{describe_entries(td)}. Record them (RecordKept), or use RetrieveKL with a policy in this process."
     )
 
 
-# Attributes that hold a model.
+#: Attributes that hold a model.
 _MODELS = ("model", "ref_model")
 
 
 def _forgive_models(transform: nn.Module, keys: Any) -> None:
-    """After a state without the weights of models was loaded: they are not missing."""
+    """Hook after loading a state without the weights of models: those are not reported as missing."""
     keys.missing_keys[:] = [key for key in keys.missing_keys if not key.startswith(transform.__dict__["_without"])]
 
 
@@ -134,7 +133,7 @@ class ScoringTransform(StepTransform):
     scope = TransformSetting[Scope](choices=get_args(Scope))
     options = TransformSetting(check_options)
     extras = TransformSetting(check_extras)
-    #: Extras that read the data unless there is another one of their kind.
+    #: Extras that read the data, each used unless ``extras`` has one of its type.
     defaults: tuple[Extra, ...] = (KeptTokens(), Images())
     _tokenising: TokenisingOptions
     _slot: ScorerSlot
@@ -146,10 +145,11 @@ class ScoringTransform(StepTransform):
     # ------------------------------------------------------------------ state: settings, without the models
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The transform's own state, such as a coefficient. Weights of models are left out: whoever owns a model saves it.
+        """The transform's own state, such as a coefficient. The owner of a model saves its weights.
 
-        ``load_state_dict`` also takes a state with the weights, as torchrl's transforms save them, and loads these too.
+        ``load_state_dict`` also accepts a state with the weights, as torchrl's transforms save them, and then loads them.
         """
+        # Collect the state from a copy without the models. Filtering the full state would gather sharded weights.
         own = object.__new__(type(self))
         own.__dict__.update(self.__dict__)
         own.__dict__["_modules"] = {name: part for name, part in self._modules.items() if name not in _MODELS}
@@ -174,17 +174,17 @@ class ScoringTransform(StepTransform):
 
     @property
     def scorer(self) -> Scorer:
-        """The scorer; for ``"from_collector"``, of the policy of the collector that currently runs the env."""
+        """The scorer of the current model. For ``"from_collector"`` that is the policy of the running collector."""
         return self._slot.get(self._scored_model(), options=self.scored)
 
     @property
     def scored(self) -> ScoreOptions:
-        """The options, with those that the extras set."""
+        """The options, including those that the extras set."""
         return asked_of(self.options, self.extras)
 
     @property
     def prompt_keys(self) -> list[NestedKey]:
-        """The entries with other prompts, which extras read."""
+        """The entries from which extras read other prompts."""
         return [extra.prompt for extra in self.extras if isinstance(extra.prompt, (str, tuple))]
 
     @property
@@ -193,81 +193,83 @@ class ScoringTransform(StepTransform):
         """The settings that extras read."""
 
     def arrange(self, data: Ragged) -> Ragged:
-        """An output in the layout that the model's ``pad_output`` requests; in the data's layout for a bare model."""
+        """Convert an output to the layout that the model's ``pad_output`` requests. A bare model keeps the data's layout."""
         return in_layout(data, self._interface(), self._tokenising.padding_side)
 
     def locate(self, td: TensorDictBase) -> Located:
-        """The tokens, and the mask of those that this model scores."""
+        """The tokens and the mask of those that this model scores."""
         return locate(
             td, self._interface(), assistant_only=self.assistant_only, scope=self.scope, options=self._tokenising
         )
 
     def job(self, step: ScoredStep) -> ScoringJob:
         """The request for the tokens of a step, filled by the extras."""
+        # If one rank fails to build its request, the others raise too instead of waiting for it.
         with self.scorer.together():
             return fill(with_defaults(self.extras, self.defaults), step)
 
     def step(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> ScoredStep:
-        """A step of the data and its located tokens, for extras."""
+        """The record of a step that extras read."""
         return ScoredStep(self.context, td, next_td, lambda: located, located.images)
 
 
 class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
     r"""Write the log-probability of each sampled token under a model, for a KL, a ratio or a loss.
 
-    It scores the tokens that the policy sampled, ``("tokens", "full")``, when the data holds them; otherwise it renders
-    and tokenises the conversation or text with the model's own template. The result has the layout of those tokens
-    (padded in, padded out; nested in, nested out), unless a TorchRL wrapper says otherwise: with ``pad_output=False`` it
-    has rows without padding, with ``pad_output=True`` a nested tensor becomes a padded one. A wrapper's ``pad_model_input``
-    has no effect, since the engine needs no padding.
+    If the data holds the tokens that the policy sampled, ``("tokens", "full")``, those are scored. Otherwise the transform
+    renders and tokenises the conversation or text with the model's own template. The result has the layout of the tokens:
+    padded in, padded out, and nested in, nested out. A TorchRL wrapper can change this. With ``pad_output=False`` the result
+    has unpadded rows, and with ``pad_output=True`` a nested tensor becomes a padded one. A wrapper's ``pad_model_input`` has
+    no effect, since the scorer needs no padding.
 
-    Works in a ``ChatEnv`` (written to ``"next"`` at each step), in an ``LLMCollector``, in a replay buffer (on sample, or
-    on extend with ``invert=True``), and called directly, on any number of batch dimensions, with or without ``"next"``.
+    The transform works in a ``ChatEnv`` (it writes to ``"next"`` at each step), in an ``LLMCollector``, in a replay buffer (on
+    sample, or on extend with ``invert=True``), and on a direct call with any number of batch dimensions, with or without
+    ``"next"``.
 
     Args:
         model: a TorchRL wrapper with ``generate=False``, a transformers causal language model, or ``"from_collector"``
-            for the policy of the collector that runs the env (found at the first step, never modified).
+            for the policy of the collector that runs the env. That policy is found at the first step and never modified.
 
     Keyword Args:
-        log_probs_full_key: where to write; by default ``(model.log_probs_key, "full")``.
-        assistant_only: score only the assistant's tokens, 0 elsewhere. Default True.
-        tokenizer_kwargs: arguments of the chat template, used where conversations must be rendered.
-        detach: no gradient and no graph. With False the result is differentiable. Default True.
-        device: move the model there first; not for ``"from_collector"``. Data is not moved.
-        tokenizer: replaces the model's own, where text must be tokenised.
-        padding_side: the side of padding where a model with ``pad_output=True`` gets text or a nested tensor.
-        scope: ``"turn"``: in a conversation of several steps each step scores only its own response; ``"full"``: the
-            assistant's earlier turns too. No effect when the data is one whole conversation.
-        options: how to score: the sampler's temperature and truncation, adapters, precision, ...; see
-            :class:`~torchrl_llm_kl.scoring.ScoreOptions`. ``ScoreOptions(Sampling(0.7))`` scores at the temperature at which
-            the policy sampled. In an env, ``memory`` bytes of keys and values are cached, so that each turn of a conversation
-            costs only its new tokens. Default: the model's own distribution.
-        extras: what else to score, read or write: :class:`Entropy`, :class:`Moments`, :class:`TopK`, :class:`ExactKL`,
+        log_probs_full_key: where to write. Default ``(model.log_probs_key, "full")``.
+        assistant_only: score only the assistant's tokens and write 0 elsewhere. Default True.
+        tokenizer_kwargs: arguments of the chat template for conversations that must be rendered.
+        detach: record no graph. With False the result is differentiable. Default True.
+        device: move the model there first. Not for ``"from_collector"``. Data is not moved.
+        tokenizer: replaces the model's own tokenizer for text.
+        padding_side: the side of padding if a model with ``pad_output=True`` gets text or a nested tensor.
+        scope: with ``"turn"`` each step of a conversation scores only its own response. ``"full"`` adds the assistant's
+            earlier turns. No effect if the data is one whole conversation.
+        options: the sampler's temperature and truncation, adapters, precision and more, see
+            :class:`~torchrl_llm_kl.scoring.ScoreOptions`. ``ScoreOptions(Sampling(0.7))`` scores at the policy's sampling
+            temperature. In an env, ``memory`` bytes of keys and values are cached, so that each turn of a conversation costs
+            only its new tokens. Default: the model's own distribution.
+        extras: additional inputs and outputs: :class:`Entropy`, :class:`Moments`, :class:`TopK`, :class:`ExactKL`,
             :class:`KeptTokens`, :class:`Images`, :class:`RoutedExperts`, :class:`SamplerLogProbs`, :class:`AfterPrompt`, or
             your own :class:`Extra`.
-        service_backend: as in torchrl. ``"ray"`` builds the Ray variant of the class, whose model is behind a service;
-            ``"direct"`` scores in this process. Default None: from the scope ``torchrl.service_backend(...)``, if any, else
+        service_backend: as in torchrl. ``"ray"`` builds the Ray variant of the class, whose model runs in a service.
+            ``"direct"`` scores in this process. Default None: the scope ``torchrl.service_backend(...)`` if there is one, else
             ``"direct"``.
-        service_backend_options: arguments of :class:`~torchrl_llm_kl.service.ScoringService` that Ray's actors have too:
-            ``{"num_gpus": 1, "resources": {...}, "name": "reference"}``.
-        use_ray_service: the older ``service_backend="ray"``; torchrl removes it in 0.16.
+        service_backend_options: arguments of :class:`~torchrl_llm_kl.service.ScoringService` that are also options of Ray
+            actors: ``{"num_gpus": 1, "resources": {...}, "name": "reference"}``.
+        use_ray_service: the older form of ``service_backend="ray"``, which torchrl removes in 0.16.
 
     Arguments are attributes that may change at any time, except ``tokenizer``, ``tokenizer_kwargs``, ``padding_side`` and
-    ``device``. Without tokens in the data, the conversation is read under ``"history"``.
+    ``device``. If the data holds no tokens, the conversation is read from ``"history"``.
 
     Shapes:
-        float32 nats ``[*B, T]``, in the layout above, exactly 0 at padding and at tokens that are not scored (ids too).
+        float32 nats ``[*B, T]`` in the layout above, exactly 0 at padding and at unscored tokens. The same holds for ids.
 
     Raises:
-        ValueError: at construction, if the model generates or returns no log-probs; on data, if the assistant's tokens
+        ValueError: at construction, if the model generates or returns no log-probs. On data, if the assistant's tokens
             cannot be separated from the prompt, a sequence is longer than the model's positions, a log-prob is not finite, or
             a context changes the assistant's messages.
-        KeyError: if the data has neither tokens, text nor a conversation; or lacks the context or the sampler's log-probs.
+        KeyError: if the data has no tokens, text or conversation, or lacks the context or the sampler's log-probs.
 
     Warns:
-        SamplerMismatchWarning: once, if a wrapper or its model's ``generation_config`` says that tokens are not sampled from
-            the distribution that is scored, for instance because transformers' default top-k of 50 applies. The wrapper is the
-            model, or the policy of the collector around the env if that wraps the model.
+        SamplerMismatchWarning: once, if the settings of a wrapper or its model's ``generation_config`` sample from another
+            distribution than the scored one, for example because transformers' default top-k of 50 applies. The wrapper is the
+            ``model`` argument, or the collector's policy if that wraps the model.
 
     Example:
         >>> from torchrl_llm_kl import Entropy
@@ -308,8 +310,9 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
         super().__init__()
         self.assistant_only, self.scope, self.detach = assistant_only, scope, detach
         self.options, self.extras = options, extras
-        self._compared = False  # whether the sampler was compared with what is scored
+        self._compared = False  # whether the sampler's distribution was compared with the scored one
         self._tokenising = TokenisingOptions.make(tokenizer, tokenizer_kwargs, padding_side)
+        # A slot rebuilds its scorer when the model or the options change.
         self._slot, self._ref_slot = ScorerSlot(), ScorerSlot()
         self._history_key: NestedKey = "history"
         if self._compared_model is not None:  # before a model in another process is asked for its settings
@@ -319,9 +322,9 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
             check_scored_model(model)
             self.model = model if device is None else cast(Any, model).to(read_device(device))
         elif device is not None:
-            raise ValueError(f"device={str(device)!r}: the policy of a collector stays on its device, leave it out.")
+            raise ValueError(f"device={str(device)!r}: the policy of a collector stays on its device.")
         if (tokenizer_kwargs or {}).get("padding") and hasattr(self, "model") and not self._interface().pad_output:
-            raise ValueError("tokenizer_kwargs['padding']=True has no effect: build the wrapper with pad_output=True.")
+            raise ValueError("tokenizer_kwargs['padding']=True has no effect. Build the wrapper with pad_output=True.")
         if log_probs_full_key is None:
             log_probs_full_key = sub_key(self._known_interface().log_probs_key, "full")
         elif problem := full_key_problem("log_probs_full_key", log_probs_full_key):
@@ -330,17 +333,18 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
         self.declare()
         if hasattr(self, "model"):  # a model that cannot be scored raises an error here
             self.compare_sampler()
+            # Fail at construction rather than at the first step of an env.
             self.scorer.check(self.asked, reference=self.reference_scorer)
 
     # ------------------------------------------------------------------ keys and specs
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        """The model's input and what extras read; the log-probs, and what extras write."""
+        """In: the model's input and the entries that extras read. Out: the log-probs and the entries that extras write."""
         return [*self._known_interface().in_keys, *self.prompt_keys], list(self.entries)
 
     @property
     def entries(self) -> dict[NestedKey, EntrySpec]:
-        """The log-probs, and the entries of the extras."""
+        """The log-probs and the entries of the extras."""
         entries: dict[NestedKey, EntrySpec] = {self.log_probs_full_key: EntrySpec()}
         context = self.context
         for extra in self.extras:
@@ -355,19 +359,19 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer where text must be tokenised: the one given, else the model's."""
+        """The tokenizer for text: the ``tokenizer`` argument, else the model's."""
         return self._tokenising.tokenizer or self._known_interface().tokenizer
 
     # ------------------------------------------------------------------ computation
 
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
-        """Locate and score."""
+        """Locate the tokens and score them."""
         step = self.step(td, next_td, self.locate(td))
         scores = self.evaluate(self.job(step), reference=self.reference_scorer)
         return {self.log_probs_full_key: scores.log_prob} | self.written(step, scores)
 
     def written(self, step: ScoredStep, scores: Scores) -> dict[NestedKey, Ragged]:
-        """What the extras write."""
+        """The entries that the extras write."""
         entries: dict[NestedKey, Ragged | None] = {}
         for extra in self.extras:
             entries |= extra.outputs(step, scores)
@@ -375,34 +379,31 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
 
     @property
     def asked(self) -> ScoreOptions:
-        """The options of a call."""
+        """The options of a call, including those that the transform sets itself."""
         return self.scored.but(grad=not self.detach, remember=in_env(self))
 
     def evaluate(self, job: ScoringJob, *, reference: Scorer | None = None, return_kept: bool = False) -> Scores:
-        """Log-probs of the located tokens ``[N]``, and the other requested scores, in one pass."""
+        """Log-probs of the located tokens ``[N]`` and the other requested scores, from one pass."""
         self.compare_sampler()
         options = self.asked.but(return_kept=True) if return_kept else self.asked
         return job.in_place(self.scorer.run(job.request, options, reference=reference))
 
     def begin(self, job: ScoringJob) -> Callable[[], Scores]:
-        """:meth:`evaluate` in two steps: a remote model starts now, a local one when the scores are read."""
+        """Start an evaluation and return a function for its scores. A local model only runs when that is called."""
         finish = self.scorer.begin(job.request, self.asked)
         return lambda: job.in_place(finish())
 
     def tokenises_like(self, other: RetrieveLogProb) -> bool:
-        """Whether both tokenise text alike, judging by their settings."""
-        ours, theirs = self._interface(), other._interface()
-        return (
-            self.tokenizer is other.tokenizer
-            and ours.template_kwargs == theirs.template_kwargs
-            and ours.input_key == theirs.input_key
-        )
+        """Whether both tokenise text in the same way, according to their settings."""
+        interfaces = [(part.tokenizer, part._interface()) for part in (self, other)]
+        ours, theirs = ((tokenizer, each.template_kwargs, each.input_key) for tokenizer, each in interfaces)
+        return ours == theirs
 
     # ------------------------------------------------------------------ the models
 
     @property
     def reference_scorer(self) -> Scorer | None:
-        """The scorer of the model that an extra compares with, which samples nothing."""
+        """The scorer of the model that an extra compares with, without the policy's truncation."""
         if self._compared_model is None:
             return None
         options = self.options.but(sampling=self.options.sampling.of_reference, adapters=True)
@@ -413,14 +414,14 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
         return next((extra.reference for extra in self.extras if extra.reference is not None), None)
 
     def compare_sampler(self, stacklevel: int = 2) -> None:
-        """Warn once if the model's wrapper, or the collector's policy that wraps it, samples otherwise than is scored."""
+        """Warn once if the model's wrapper, or the collector's policy that wraps it, samples from another distribution."""
         if self._compared:
             return
         model = sampler = self._scored_model()
         if not is_wrapper(model):
             try:
                 sampler = collector_policy(self)
-            except NoCollectorError:  # a later call may be in a collector
+            except NoCollectorError:  # compare at a later call, which may be in a collector
                 return
         self._compared = True
         if sampler is model or (is_wrapper(sampler) and unwrap(sampler) is model):
@@ -434,12 +435,12 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
         return super()._interface().with_history_key(self._history_key)
 
     def read_conversation(self, key: NestedKey) -> None:
-        """Read the conversation under ``key``, where the data holds no tokens."""
+        """Read the conversation from ``key`` if the data holds no tokens."""
         self._history_key = key
         self.declare()
 
     def _known_interface(self) -> ModelInterface:
-        """:meth:`_interface`, or TorchRL's defaults while no collector runs the env."""
+        """The interface of the model, or TorchRL's defaults while no collector runs the env."""
         try:
             return self._interface()
         except NoCollectorError:
@@ -449,8 +450,8 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
 class RetrieveValue(StepTransform):
     """Write the value of each response token's prefix, for advantages and for a clipped value loss.
 
-    Works wherever :class:`RetrieveLogProb` does. A critic that is a module is evaluated without dropout, and its mode
-    restored.
+    The transform works in the same places as :class:`RetrieveLogProb`. A critic that is a module is evaluated without dropout,
+    and its mode is restored.
 
     Args:
         critic: a :class:`~torchrl_llm_kl.scoring.TokenCritic`, or any function ``(tokens, mask) -> values`` of
@@ -461,7 +462,7 @@ class RetrieveValue(StepTransform):
         scope, assistant_only: see :class:`RetrieveLogProb`.
 
     Shapes:
-        float32 ``[*B, T]``, in the layout of the tokens and the unit of the reward; 0 at all other tokens. Without graph.
+        float32 ``[*B, T]`` in the layout of the tokens and the unit of the reward, 0 at all other tokens. Without graph.
 
     Example:
         >>> from tensordict import TensorDict
@@ -491,6 +492,7 @@ class RetrieveValue(StepTransform):
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
         """The tokens and the values."""
+        # A critic reads the sampled tokens under TorchRL's default keys.
         return list(ModelInterface().in_keys), [self.value_key]
 
     @property
@@ -500,7 +502,7 @@ class RetrieveValue(StepTransform):
 
     @torch.no_grad()
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
-        """Locate and evaluate."""
+        """Locate the tokens and evaluate their prefixes."""
         located = locate(td, assistant_only=self.assistant_only, scope=self.scope)
         with evaluating(self.critic) if isinstance(self.critic, nn.Module) else nullcontext():
             return {self.value_key: self.critic(located.tokens, located.mask)}

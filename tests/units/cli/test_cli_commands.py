@@ -1,4 +1,4 @@
-"""Commands: exit codes, one-line errors, tables, colours, templates, batches; processes: tests/runs/test_interpreters.py."""
+"""Commands in this process. tests/runs/test_interpreters.py starts them in processes of their own."""
 
 import importlib.util
 import io
@@ -49,8 +49,8 @@ def raising(error: BaseException) -> Any:
         (ValueError("found 1, expected 2."), 2, "found 1, expected 2."),
         (KeyError("no entry 'x'."), 2, "no entry 'x'."),
         (OSError(28, "No space left on device"), 2, "[Errno 28] No space left on device"),
-        (AttributeError("no attribute"), 3, "AttributeError: no attribute (unexpected; "),
-        (ValueError(), 3, "ValueError: no message (unexpected; "),
+        (AttributeError("no attribute"), 3, "AttributeError: no attribute (unexpected, "),
+        (ValueError(), 3, "ValueError: no message (unexpected, "),
         (KeyboardInterrupt(), 130, "interrupted."),
         (typer.Exit(7), 7, None),
     ],
@@ -61,7 +61,7 @@ def test_exit_codes(cli, monkeypatch, error, code, text):
     assert text in error_of(result) if text else not result.stderr
 
 
-def test_a_warning_is_one_line_and_so_are_no_command_a_wrong_one_and_a_missing_extra(cli, monkeypatch, capsys):
+def test_warnings_and_usage_errors_are_one_line(cli, monkeypatch, capsys):
     show = "torchrl_llm_kl.cli._tables.show_version"
     with monkeypatch.context() as patch:
         patch.setattr(show, lambda *_: warnings.warn("take\ncare", stacklevel=1))
@@ -69,7 +69,7 @@ def test_a_warning_is_one_line_and_so_are_no_command_a_wrong_one_and_a_missing_e
         patch.setattr(show, raising(ValueError("wrong")))
         for words, env in ((["--debug", "version"], {}), (["version"], {"TORCHRL_LLM_KL_DEBUG": "1"})):
             assert isinstance(CliRunner().invoke(app, words, env=env).exception, ValueError)
-    assert error_of(cli(code=2)) == "name a command; torchrl-llm-kl --help lists them."
+    assert error_of(cli(code=2)) == "name a command. torchrl-llm-kl --help lists them."
     assert "'scor'" in error_of(cli("scor", code=2))
     assert main(["version"]) == 0
     assert capsys.readouterr().out == f"torchrl-llm-kl {__version__}\n"
@@ -107,7 +107,7 @@ class Terminal(io.StringIO):
 
 
 def test_tables_and_numbers_in_a_pipe_and_on_a_terminal(monkeypatch, capsys):
-    """Lines are never cut in a pipe; what is not finite is null."""
+    """In a pipe, lines are never cut. Numbers that are not finite become null."""
     _console.print_table(["name", "number"], [["a", "1"], ["b" * 300, "23"]], right=1)
     lines = ["name" + " " * 296 + "  number", "a" + " " * 299 + "       1", "b" * 300 + "      23"]
     assert capsys.readouterr().out.splitlines() == lines
@@ -153,8 +153,8 @@ def test_colours_and_progress_follow_the_stream(monkeypatch, capsys):
     assert len(out.getvalue()) == before
 
 
-def test_the_demo_passes_its_changes_on(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without a checkout it says where it is."""
+def test_the_demo_passes_changes_to_train(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a checkout, the error says where the demo is."""
     seen: list[list[str]] = []
 
     def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -233,7 +233,7 @@ def saved(folder: Path, template: str | None, **special: Any) -> Path:
     return folder
 
 
-def test_brackets_without_colour_and_colour_without_brackets(cli: Cli, model: str) -> None:
+def test_masked_in_text_has_brackets_or_colour(cli: Cli, model: str) -> None:
     lines = cli("templates", model).stdout.splitlines()
     # 18: twice "It is 4." and the end-of-turn token
     assert lines[0] == f"{model}: 5 messages, 116 tokens, 18 masked in"
@@ -248,7 +248,7 @@ def test_brackets_without_colour_and_colour_without_brackets(cli: Cli, model: st
     assert "[[It is 4.<|im_end|>]]" in plain
 
 
-def test_generation_blocks_are_named_and_what_a_template_lacks(cli: Cli, tmp_path: Path) -> None:
+def test_generation_blocks_and_incomplete_templates(cli: Cli, tmp_path: Path) -> None:
     found = json.loads(cli("templates", saved(tmp_path, MARKED, eos_token="<end>"), "--json").stdout)
     turns = [(found["text"][slice(*turn["characters"])], turn["last_token"]) for turn in found["turns"]]
     assert (found["located_by"], turns) == ("marks", [("It is 4.<end>", "<end>"), ("It is 8.<end>", "<end>")])
@@ -259,8 +259,8 @@ def test_generation_blocks_are_named_and_what_a_template_lacks(cli: Cli, tmp_pat
     assert "2 of 2 turns end in no special token" in lines[-1]
 
 
-def test_a_conversation_of_one_s_own_whose_escape_sequences_do_not_reach_the_terminal(cli, tmp_path, model):
-    """A list, an object, or the first line of several; what is wrong with one, or with the tokenizer, is said."""
+def test_a_conversation_from_a_file_is_escaped(cli, tmp_path, model):
+    """A list, an object, or the first line of a JSONL file. Bad files and tokenizers are named."""
     messages = [user("a"), assistant("bc")]
     path, whole = tmp_path / "chat.json", json.dumps({"messages": messages})
     for text in (json.dumps(messages), whole, f"{whole}\n{{}}"):
@@ -285,7 +285,7 @@ def test_a_conversation_of_one_s_own_whose_escape_sequences_do_not_reach_the_ter
         assert not any(raw in text for raw in ("\x1b[2J", "\u202e"))
 
 
-def test_no_code_of_a_file_runs_and_tokens_of_another_type_are_refused(cli: Cli, tmp_path: Path) -> None:
+def test_untrusted_files_and_bad_tokens_are_refused(cli: Cli, tmp_path: Path) -> None:
     torch.save({"tokens": Mischief(tmp_path / "hacked")}, tmp_path / "batch.pt")
     assert "can run any code" in error_of(cli("check", tmp_path / "batch.pt", code=2))
     assert "does not exist" in error_of(cli("check", tmp_path / "absent.pt", code=2))
@@ -300,7 +300,7 @@ def test_no_code_of_a_file_runs_and_tokens_of_another_type_are_refused(cli: Cli,
 
 
 def stub(monkeypatch: pytest.MonkeyPatch, *causes: str) -> dict[str, Any]:
-    """A doctor that finds these; returns what it is given."""
+    """Replace the doctor by one with these findings. Returns its arguments."""
     seen: dict[str, Any] = {}
 
     def diagnose(td: TensorDictBase, **given: Any) -> diagnostics.Diagnosis:
@@ -311,8 +311,8 @@ def stub(monkeypatch: pytest.MonkeyPatch, *causes: str) -> dict[str, Any]:
     return seen
 
 
-def test_exit_codes_of_findings_and_what_the_doctor_gets(cli, tmp_path, monkeypatch, model, reference):
-    """0 for a clean batch and for notes alone, 1 for faults."""
+def test_check_passes_its_arguments_and_exits_with_1_for_faults(cli, tmp_path, monkeypatch, model, reference):
+    """Exit code 0 for a clean batch and for notes, 1 for faults."""
     path = save("dict", tmp_path / "batch.pt", batch())
     result = cli("check", path, "--policy", model, "--reference", reference, "--json", code=1)
     assert json.loads(result.stdout)["findings"]  # the log-probs in the batch are made up
@@ -357,7 +357,7 @@ def test_the_inspector_gets_both_batches(cli: Cli, tmp_path: Path, seen: dict[st
 
 
 def test_the_configuration_of_a_service(cli: Cli, tmp_path: Path) -> None:
-    """As Serve's schema and its application builder take it."""
+    """Serve's schema accepts the file."""
     schema = pytest.importorskip("ray.serve.schema")
     file = tmp_path / "config.yaml"
     for replicas, expected in (

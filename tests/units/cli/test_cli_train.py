@@ -1,4 +1,4 @@
-"""``train``: settings are printed, checked and followed; the exit codes of whole runs: tests/runs/test_train_run.py."""
+"""``train`` prints and checks settings. tests/runs/test_train_run.py has whole runs and their exit codes."""
 
 import re
 import shutil
@@ -41,7 +41,7 @@ def test_a_dry_run_prints_the_resolved_settings_and_writes_nothing(cli: Cli, fil
     assert cli("train", copy, "--dry-run").stdout == cli("train", file, "--dry-run").stdout
     path.write_text(cli("train", "--example").stdout)
     assert read_config(path).data.prompts == "prompts.jsonl"
-    # a file of rewards that prints does not get between them, and none is called
+    # the output of a reward file goes to stderr, and its functions are not called
     (tmp_path / "talks.py").write_text("print('loading')\ndef f(q, a, m):\n    raise SystemExit(3)\n")
     result = cli("train", file, f"reward={tmp_path / 'talks.py'}:f", "--dry-run")
     assert result.stdout.startswith("imports: []\nmodel:\n")
@@ -49,7 +49,7 @@ def test_a_dry_run_prints_the_resolved_settings_and_writes_nothing(cli: Cli, fil
     assert "loading" in result.stderr
 
 
-#: A change of the settings, and what is said of it. Each is found without weights.
+#: A change of the settings, and a part of the error. Each is found without loading weights.
 NOT_THERE = {
     "data.prompts=nowhere.jsonl": "nowhere.jsonl",
     "data.prompts={lab}": "there is no file",
@@ -77,7 +77,7 @@ NOT_THERE = {
 
 @pytest.fixture
 def odd(lab: Path, tmp_path: Path) -> Path:
-    """A folder with what no run can read."""
+    """A folder with files that no run can read."""
     (tmp_path / "odd.jsonl").write_text('{"text": "hi"}\n')
     (tmp_path / "empty").mkdir()
     for name in ("broken", "encoder"):
@@ -92,8 +92,8 @@ def odd(lab: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("change", NOT_THERE)
-def test_what_is_not_there_is_found_before_a_run_begins(cli, file, lab, odd, change, monkeypatch):
-    """By a dry run, which loads no weights; a run makes the same checks first."""
+def test_missing_inputs_are_found_before_a_run(cli, file, lab, odd, change, monkeypatch):
+    """By a dry run, which loads no weights. A run makes the same checks first."""
 
     def load(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("weights are loaded")
@@ -105,7 +105,7 @@ def test_what_is_not_there_is_found_before_a_run_begins(cli, file, lab, odd, cha
     assert not (odd / "out").exists()
 
 
-def test_errors_are_one_line_of_the_user_s(cli: Cli, file: Path, tmp_path: Path) -> None:
+def test_errors_are_one_line(cli: Cli, file: Path, tmp_path: Path) -> None:
     for words, message in (([tmp_path / "no.yaml"], "No such file"), ([], "train --example")):
         assert message in error_of(cli("train", *words, code=2)), message
     (tmp_path / "fails.py").write_text("def f(question, answer, metadata):\n    return answer.absent\n")

@@ -155,7 +155,7 @@ def test_tokens_that_fit_nothing() -> None:
     td["log_probs", "full"] = torch.nested.nested_tensor([torch.full((8 + (i == 2),), -1.0) for i in range(6)])
     worst = worst_of(td)
     assert worst.cause == "retokenised"
-    assert "pass nested rows of exactly its length" in str(worst.evidence["error"])
+    assert "Pass one value per token" in str(worst.evidence["error"])
     with pytest.raises(ValueError, match="must"):
         read_columns(td)
     td = batch()

@@ -1,4 +1,4 @@
-"""torchrl's ``GRPOTrainer``, each of whose updates equals plain forwards', and the loop of its sota GRPO recipe."""
+"""torchrl's ``GRPOTrainer``, with each update compared with plain forwards, and the loop of its sota GRPO recipe."""
 
 import copy
 import math
@@ -81,7 +81,7 @@ def test_every_update_is_that_of_plain_forwards(lab: Lab, where: str) -> None:
     torch.manual_seed(0)
     trainer.train()
     assert len(lab.seen) == BATCHES * EPOCHS * ROWS // MINIBATCH
-    # The trainer extends the buffer again in each epoch: scored there, old log-probs are from the epoch's first policy.
+    # The trainer extends the buffer in each epoch. Scored there, old log-probs belong to the epoch's first policy.
     per_score = ROWS // MINIBATCH if where == "buffer" else len(lab.seen) // BATCHES
     clipped = 0
     for number, batch in enumerate(lab.seen):
@@ -100,7 +100,7 @@ def test_every_update_is_that_of_plain_forwards(lab: Lab, where: str) -> None:
         clipped += sum(int(((a - b).exp() - 1).abs().gt(0.2).sum()) for a, b in zip(now, old, strict=True))
         for found, want in zip(lab.after[number], shadow.parameters(), strict=True):
             assert_close(found, want.detach(), atol=1e-5, rtol=1e-4)
-            want.data.copy_(found)  # rounding does not add up
+            want.data.copy_(found)  # so that rounding does not accumulate
     assert clipped > 0, "the clip range must matter"
     # Advantages of each epoch: rewards by hand, of the sampled tokens, centred and scaled among the answers to a query.
     per_epoch = ROWS // MINIBATCH
@@ -120,7 +120,7 @@ def test_every_update_is_that_of_plain_forwards(lab: Lab, where: str) -> None:
 
 
 class GradNormAlways(MixedPrecisionOptimizationStepper):
-    """The stepper whose metrics always have a gradient norm: 0 for micro-batches without an optimiser step."""
+    """A stepper whose metrics always have a gradient norm, 0 for micro-batches without an optimiser step."""
 
     def step(self, trainer: Any, sub_batch: TensorDictBase) -> TensorDictBase:
         metrics = super().step(trainer, sub_batch)
@@ -128,7 +128,7 @@ class GradNormAlways(MixedPrecisionOptimizationStepper):
 
 
 class Counts(Transform):
-    """Writes the denominators of what is extended."""
+    """Writes the denominators of extended data."""
 
     def __init__(self, loss: PolicyLoss) -> None:
         super().__init__()
@@ -142,9 +142,9 @@ class Counts(Transform):
 
 @pytest.mark.parametrize("padded", [False], indirect=True)
 def test_gradient_accumulation(lab: Lab) -> None:
-    """torchrl averages ``grad_norm``, which only every n-th micro-batch has; the table has the stepper that helps.
+    """torchrl averages ``grad_norm``, which only every n-th micro-batch has, so this needs the stepper above.
 
-    It also divides each loss by n: losses that add up to the batch's (``PolicyLoss.count``) have 1 / n of its gradient.
+    torchrl also divides each loss by n. Losses that add up to the batch's (``PolicyLoss.count``) have 1 / n of its gradient.
     """
     with pytest.raises(TypeError, match="NoneType"):
         Lab(lab.tokenizer, lab.start, lab.ref_model, padded=False).trainer(gradient_accumulation_steps=2).train()
@@ -173,7 +173,7 @@ def rollout(lab: Lab) -> tuple[TensorDictBase, list[float]]:
 
 
 def advantages(data: TensorDictBase, buffer: ReplayBuffer) -> list[float]:
-    """Of the answers, as stored."""
+    """The stored advantages of the answers."""
     rows = [buffer._storage[i] for i in range(len(buffer))]
     found = {str(row["tokens", "full"].tolist()): float(row["advantage"]) for row in rows}
     return [found[str(step["tokens", "full"].tolist())] for step in steps(data)]
@@ -181,7 +181,7 @@ def advantages(data: TensorDictBase, buffer: ReplayBuffer) -> list[float]:
 
 @pytest.mark.parametrize("padded", [False], indirect=True)
 def test_mc_advantage_waits_for_groups_that_are_then_scored(lab: Lab) -> None:
-    """What is inserted at 0 runs after it, on whole groups: first the KL in the reward, then the advantage of these rewards."""
+    """Transforms inserted at 0 run afterwards, on whole groups: the KL in the reward, then the advantage."""
     buffer = ReplayBuffer(storage=LazyStackStorage(ROWS), transform=MCAdvantage(GROUP), batch_size=GROUP)
     (kl,) = lab.transforms("buffer")
     kl.add_to_reward, kl.coeff = True, KL_COEFF
@@ -204,7 +204,7 @@ def test_mc_advantage_waits_for_groups_that_are_then_scored(lab: Lab) -> None:
 
 @pytest.mark.parametrize("padded", [True], indirect=True)
 def test_mc_advantage_feeds_the_loss(lab: Lab) -> None:
-    """With one reward for each answer it equals ``grpo``; the loss on policy is minus its mean over tokens."""
+    """With one reward for each answer it equals ``grpo``. On policy the loss is minus its mean over tokens."""
     buffer = ReplayBuffer(storage=LazyStackStorage(ROWS), transform=MCAdvantage(GROUP), batch_size=ROWS)
     buffer.append_transform(lab.transforms("buffer")[0], invert=True)
     data, outcomes = rollout(lab)
@@ -219,7 +219,7 @@ def test_mc_advantage_feeds_the_loss(lab: Lab) -> None:
 
 @pytest.mark.slow
 def test_synchronous_loop_earns_more(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
-    """Ten batches of 32 answers: the share of even bytes rises by more than the noise of a batch, 0.5 / sqrt(192) = 0.036."""
+    """In ten batches of 32 answers the share of even bytes rises by more than a batch's noise, 0.5 / sqrt(192) = 0.036."""
     torch.manual_seed(0)
     rows = 32
     model, sampler = (copy.deepcopy(policy_model) for _ in range(2))  # the recipe's engine has its own weights

@@ -1,4 +1,4 @@
-"""Configurations of Hydra: ``_target_`` names the classes of this package, also in torchrl's own nodes."""
+"""Hydra configurations whose ``_target_`` names classes of this package, also in torchrl's own nodes."""
 
 import re
 import warnings
@@ -30,7 +30,7 @@ def data(tokenizer: Any, policy_model: nn.Module) -> TensorDictBase:
 
 @pytest.fixture
 def composed(tmp_path: Path) -> Any:
-    """The YAML of ``docs/torchrl.md`` as the primary configuration, with overrides of a command line."""
+    """The YAML of ``docs/torchrl.md`` as the primary configuration, with command-line overrides."""
     page = (PROJECT / "docs" / "torchrl.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
@@ -66,7 +66,7 @@ def test_the_pages_configuration_makes_what_the_constructors_make(
 
 
 def test_torchrls_grpo_trainer_takes_the_loss(composed: Any, tokenizer: Any, policy_model: nn.Module) -> None:
-    """Its node ``trainer=grpo`` with the loss below ``trainer.loss_module``."""
+    """torchrl's node ``trainer=grpo`` with the loss below ``trainer.loss_module``."""
     pytest.importorskip("torchrl.trainers.algorithms.configs")
     config = composed(
         "+trainer=grpo", "trainer.loss_module=${loss}", "trainer.total_frames=4", "trainer.progress_bar=false"

@@ -213,7 +213,7 @@ def test_rows_that_cover_only_the_response(model: nn.Module) -> None:
     assert_close(loss(data.exclude("loss_mask"))["loss_objective"], whole["loss_objective"])
     for step in data.tensordicts:
         step["advantage"] = torch.zeros(5)
-    with pytest.raises(ValueError, match=r"Rows of only the response must begin with its first token"):
+    with pytest.raises(ValueError, match=r"Pass one value per token"):
         loss(data)
 
 

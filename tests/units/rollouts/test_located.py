@@ -1,4 +1,4 @@
-"""Which tokens are scored: by bookkeeping, by a given mask, by a template, by text."""
+"""The mask of scored tokens: from the prompt, a given mask, a chat template, or text."""
 
 import re
 from typing import Any
@@ -23,7 +23,7 @@ TWO_MARKS = MARKED.replace("{{ m.content }}", SPLIT, 1)
 
 
 def scored_texts(tokenizer: Any, ids: list[int], log_probs: torch.Tensor) -> list[str]:
-    """The runs of tokens that were scored, as text."""
+    """The text of each run of scored tokens."""
     marked = "".join("x" if value else " " for value in log_probs.tolist())
     assert len(ids) == len(marked)
     return [tokenizer.decode(ids[run.start() : run.end()]) for run in re.finditer("x+", marked)]
@@ -36,7 +36,7 @@ def run(data: TensorDictBase, model: Any, tokenizer: Any, padded: bool, mode: st
 
 @pytest.mark.parametrize("template", [CHATML, MARKED, TWO_MARKS], ids=["plain", "marked", "two marks a turn"])
 def test_history_on_the_models_own_template(template: str, padded: bool, ref_model: Any) -> None:
-    """Alone; and beside a prompt, as in a step of an env whose policy stores no tokens, where the response follows it."""
+    """A whole conversation, and one beside its prompt, as in an env whose policy stores no tokens."""
     tokenizer = build_tokenizer(template, pad_token="<|pad|>")
     whole, turns = {"full": CHATS}, {"full": CHATS, "prompt": [chat[:-1] for chat in CHATS]}
     for fields, settings, expected in (
@@ -70,7 +70,9 @@ CHAT = CHATS[0]
         (CHATML, CHAT[2:], "the conversation does not start with its prompt"),
     ],
 )
-def test_a_response_that_cannot_be_found(template: str, full: list[Any], message: str, ref_model: Any) -> None:
+def test_a_response_that_cannot_be_located_is_refused(
+    template: str, full: list[Any], message: str, ref_model: Any
+) -> None:
     tokenizer = build_tokenizer(template, pad_token="<|pad|>")
     with pytest.raises(ValueError, match=f"sequence 0: {message}"):
         run(histories(full=[full], prompt=[CHAT[:3]]), ref_model, tokenizer, padded=True)
@@ -96,7 +98,7 @@ def test_text_that_does_not_start_with_its_prompt_warns_with_the_position(tokeni
 
 
 @pytest.mark.parametrize("scope", ["turn", "full"])
-def test_text_that_does_not_say_who_wrote_what(scope: Any, tokenizer: Any, ref_model: Any) -> None:
+def test_text_without_a_known_author_is_refused(scope: Any, tokenizer: Any, ref_model: Any) -> None:
     fields = {"full": ["a b", "c d"], **({"prompt": ["a", "c"]} if scope == "full" else {})}
     with pytest.raises(ValueError, match=r"cannot tell which part of .* the assistant wrote"):
         run(texts(**fields), ref_model, tokenizer, padded=False, mode="text", scope=scope)
@@ -136,14 +138,14 @@ def test_sampled_tokens(data: TensorDictBase, scope: Any, want: list[Any], ref_m
         (tokens([GIVEN[0], [0, 0, 0, 0]], full=FULL), "turn", "sequence 1: .* is False everywhere"),
     ],
 )
-def test_what_cannot_be_told_is_an_error(data: TensorDictBase, scope: Any, message: str, ref_model: Any) -> None:
-    """Others: the transforms' test_bad_input.py."""
+def test_ambiguous_masks_are_refused(data: TensorDictBase, scope: Any, message: str, ref_model: Any) -> None:
+    """test_bad_input.py of the transforms has more cases."""
     with pytest.raises(ValueError, match=message):
         RetrieveLogProb(ref_model, scope=scope)(data)
 
 
-def test_tokens_beside_the_history_that_renders_to_them(tokenizer: Any, ref_model: Any) -> None:
-    """Supervised data: whole conversations as tokens, the history tells the turns."""
+def test_a_history_that_renders_to_the_tokens_gives_the_mask(tokenizer: Any, ref_model: Any) -> None:
+    """Supervised data holds whole conversations as tokens, and the history identifies the turns."""
     ids = tokenizer.apply_chat_template(CHATS[1], tokenize=True, return_dict=True)["input_ids"]
     data = histories(full=[CHATS[1]] * 2).set(("tokens", "full"), torch.tensor([ids, ids]))
     found = RetrieveLogProb(make_scoring_wrapper(ref_model, tokenizer, pad_output=False))(data)["log_probs", "full"]

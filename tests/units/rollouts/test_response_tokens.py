@@ -1,4 +1,4 @@
-"""Response tokens as dense tensors and back, and which of their zeros are not scores, against values by hand."""
+"""Response tokens as dense tensors and back, and zeros that are not scores, against values by hand."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_gather_and_scatter(name: str) -> None:
     gathered = response.gather(VALUES)
     assert gathered.tolist() == [[1.0, 3.0], [5.0, 0.0], [0.0, 0.0]]
     assert response.scatter(gathered).tolist() == [1.0, 0.0, 3.0, 0.0, 5.0, 0.0]
-    # What a value function leaves at masked-out places goes nowhere.
+    # Values at masked-out places of the dense form are ignored.
     assert response.scatter(torch.full((3, 2), 7.0)).tolist() == [7.0, 0.0, 7.0, 0.0, 7.0, 0.0]
     rows = [[1.0, 0.0, 3.0], [0.0, 5.0], [0.0]]
     if name == "padded":
@@ -79,8 +79,8 @@ def test_the_first_number_that_is_not_finite_is_named() -> None:
     response.check_finite({"ids": torch.ones(3, 2, dtype=torch.long), "per sequence": torch.tensor([[torch.nan]] * 3)})
 
 
-def test_scatter_puts_each_number_back_where_gather_took_it() -> None:
-    """Uneven responses: the columns 0 1 2 0 0 1 read differently backwards, so that a wrong order shows."""
+def test_scatter_inverts_gather() -> None:
+    """Uneven responses. The columns 0 1 2 0 0 1 are no palindrome, so a reversed order fails."""
     tokens = Ragged.from_list([torch.arange(4), torch.arange(2), torch.arange(3)])
     mask = torch.tensor([False, True, True, True, False, True, False, True, True])
     response = ResponseTokens(tokens, mask)
@@ -89,7 +89,7 @@ def test_scatter_puts_each_number_back_where_gather_took_it() -> None:
     assert response.scatter(response.gather(values)).tolist() == [0.0, 11.0, 12.0, 13.0, 0.0, 21.0, 0.0, 31.0, 32.0]
 
 
-def test_a_sequence_without_masked_in_tokens_lends_no_prompt_and_no_answer() -> None:
+def test_mismatch_leaves_sequences_without_an_answer_unchanged() -> None:
     tokens = Ragged.from_list([torch.tensor(row) for row in ([1, 2, 3], [8, 9], [4, 5, 6, 7])])
     mask = torch.tensor([False, True, True, False, False, False, False, True, True])
     mixed, marks = mismatch(tokens, mask)
@@ -110,7 +110,7 @@ FIRST_ZEROS = {
 
 
 def test_first_tokens_that_were_never_computed() -> None:
-    """Alone and in a batch: the parts of a batch have the tokens of the whole, whatever the other rows show."""
+    """Each row has the same result alone, in a batch, and in a reversed batch."""
     cases = list(FIRST_ZEROS.values())
     for rows in (*([case] for case in cases), cases, cases[::-1]):
         tokens = Ragged.from_list([torch.arange(1 + len(row)) for row, _ in rows])

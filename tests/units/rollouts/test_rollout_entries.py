@@ -1,4 +1,4 @@
-"""Entries of a rollout: where they are found, and their values per token and per sequence."""
+"""Entries of a rollout: lookup, and values per token and per sequence."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def test_a_key_falls_back_to_the_other_side_of_next(lazy: bool) -> None:
         assert find_key(holding(*held, lazy=lazy), key) == found, (held, key)
 
 
-def test_a_missing_entry_is_named_with_what_there_is() -> None:
+def test_a_missing_entry_error_lists_the_entries() -> None:
     data = lazy_stack([TensorDict(reward=torch.ones(1), query=torch.ones(1)), TensorDict(reward=torch.ones(1))])
     assert find_key(data, ("next", "query")) is None
     assert find_key(data, ("next", "reward")) == "reward"
@@ -106,7 +106,7 @@ def test_values_at_each_token() -> None:
 
 @pytest.mark.parametrize("layout", ["dense", "lazy"])
 def test_one_number_for_each_response_of_one_token(layout: str) -> None:
-    """It is that token's, and no number of the prompt: counts of kept tokens, log-probs."""
+    """The number belongs to that token, for log-probs and for counts of kept tokens."""
     full = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
     tokens, responses = Ragged.from_padded(full), torch.tensor([False, False, False, True] * 2)
     counts, ids, log_probs = (
@@ -126,7 +126,7 @@ def test_one_number_for_each_response_of_one_token(layout: str) -> None:
 
 
 def test_a_pad_token_that_was_sampled_first_leaves_the_response_where_it_is() -> None:
-    """Prompts of one and two tokens to the left, responses to the right; the first one begins with a pad token."""
+    """Padding is left of prompts and right of responses. The first response begins with a pad token."""
     keep = torch.tensor([[False, True, False, True, True], [True] * 5])
     tokens = Ragged.from_padded(torch.zeros(2, 5), mask=keep)
     responses = torch.tensor([False, True, True, False, False, True, True, True])
@@ -134,11 +134,11 @@ def test_a_pad_token_that_was_sampled_first_leaves_the_response_where_it_is() ->
     assert per_token(under_x(values), "x", tokens, responses, fill=-9).tolist() == [-9, 2, 3, -9, -9, 4, 5, 6]
 
 
-def test_rows_that_fit_nowhere() -> None:
-    # Sequences padded to the right: the rows of the response, whose beginning has no values, have no place in common.
+def test_rows_of_other_lengths_are_refused() -> None:
+    # With padding on the right, rows that lack the beginning of the response have no common alignment.
     tokens = Ragged.from_padded(torch.zeros(2, 6), mask=torch.tensor([[True] * 6, [True] * 5 + [False]]))
     responses = torch.tensor([False, False, True, True, True, True, False, False, False, True, True])
-    with pytest.raises(ValueError, match="must begin with its first token"):
+    with pytest.raises(ValueError, match="Pass one value per token"):
         per_token(under_x(torch.zeros(2, 4)), "x", tokens, responses)
     for value, message in (
         ([[1.0] * 4, [1.0] * 3], "sequence 0 has 4 values and 3 tokens"),
@@ -161,7 +161,7 @@ def test_one_number_per_sequence() -> None:
     assert per_sequence(under_x([[1.0], [2.0]]), "x").tolist() == [1.0, 2.0]  # type: ignore[union-attr]
 
 
-def test_integers_and_booleans_of_a_response_take_the_fill() -> None:
+def test_integers_and_booleans_are_filled_outside_the_response() -> None:
     numbers, flags = [[1, 2], [5]], [[True, True], [True]]
     for values, fill, want in ((numbers, -9.5, [-9.5, 1, 2, -9.5, -9.5, 5]), (flags, 0, [0, 1, 1, 0, 0, 1])):
         assert per_token(under_x(values), "x", UNPADDED, RESPONSES, fill=fill).tolist() == want
@@ -186,7 +186,7 @@ def test_a_rank_without_rows_has_one_of_zeros(monkeypatch: pytest.MonkeyPatch) -
     assert with_a_row(row) is row
 
 
-def test_a_token_dimension_is_not_of_the_batch() -> None:
+def test_the_token_dimension_is_excluded_from_the_batch_size() -> None:
     reader = rollouts.TokenReader.of(None, ("tokens", "full"), "sft")
     full = TensorDict({("tokens", "full"): torch.ones(2, 3)}, batch_size=[2])
     assert reader.with_batch_dims(full) is full
@@ -194,7 +194,7 @@ def test_a_token_dimension_is_not_of_the_batch() -> None:
     assert (reader.with_batch_dims(wide).batch_size, wide.batch_size) == ((2,), (2, 3))
 
 
-def test_histories_lose_placeholders_alone() -> None:
+def test_placeholders_are_removed_from_histories() -> None:
     chats = [[user("a"), assistant("b")], [user("c")]]
     padded = [chats[0], [*chats[1], {"role": "<none>", "content": ""}]]
     found = row_histories(TensorDict(history=History.from_chats(padded), batch_size=[2]), "history")
@@ -204,7 +204,7 @@ def test_histories_lose_placeholders_alone() -> None:
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_means_of_answers_of_unequal_length(layout: str) -> None:
-    """Of 2, 4 and 1 tokens: sums of 0.3, 1.0 and 0.8; padding holds numbers that must not count."""
+    """Answers of 2, 4 and 1 tokens have sums of 0.3, 1.0 and 0.8. Padding holds numbers that must not count."""
     kl = [[0.0, 0.0, 0.0, 0.1, 0.2], [0.0, 0.1, 0.2, 0.3, 0.4], [0.0, 0.0, 0.8]]
     batch = layouts.tokens(layout, fill=9.0, kl_penalty=kl)
     assert_near(batch_mean(batch, ("next", "kl_penalty")), torch.tensor(2.1 / 3), terms=7)
@@ -220,7 +220,7 @@ def test_a_mean_over_no_rows() -> None:
     assert batch_mean(td, "r", per="token") == 0
 
 
-def test_a_mean_that_cannot_be_taken() -> None:
+def test_a_mean_of_a_missing_entry_is_refused() -> None:
     with pytest.raises(KeyError, match="the entry is missing: expected 'kl' in the TensorDict"):
         batch_mean(layouts.tokens("lazy"), "kl")
     with pytest.raises(ValueError, match="per must be one of 'sequence', 'token', got 'row'"):

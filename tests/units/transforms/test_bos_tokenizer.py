@@ -1,4 +1,4 @@
-"""Rollouts with a tokenizer that adds BOS: torchrl's wrapper would pad prompts with BOS, and store it as tokens."""
+"""Rollouts with a tokenizer that adds BOS. torchrl's wrapper would pad prompts with BOS and store it as tokens."""
 
 import warnings
 from typing import Any
@@ -32,7 +32,7 @@ def models(tokenizer: Any) -> list[Any]:
 
 
 def check(batch: TensorDictBase, model: Any, tokenizer: Any, key: Any) -> int:
-    """Log-probs of each response are a plain forward's over its own prompt; the number of different prompt lengths."""
+    """Compare each response with a plain forward over its own prompt. Returns the number of different prompt lengths."""
     lengths = set()
     for step in steps(batch):
         text = tokenizer.apply_chat_template(
@@ -50,7 +50,7 @@ def check(batch: TensorDictBase, model: Any, tokenizer: Any, key: Any) -> int:
 
 @WRAPPED
 def test_a_collector_pads_with_the_padding_token(tokenizer: Any, models: list[Any], pad_output: bool) -> None:
-    """The transform finds the collector's policy, before its first answer."""
+    """The transform repairs the collector's policy before its first answer."""
     policy = make_policy(models[0], tokenizer, pad_output=pad_output)
     assert policy.padding_value == tokenizer.bos_token_id, "torchrl pads with the padding token: remove the repair"
     env = make_env(tokenizer, RetrieveKL("from_collector", models[1], add_to_reward=False))
@@ -77,7 +77,7 @@ def test_the_policy_of_an_algorithm_pads_with_the_padding_token(
 def test_prompts_that_were_padded_with_bos_are_refused(
     tokenizer: Any, models: list[Any], pad_output: bool, place: str
 ) -> None:
-    """No transform knew the wrapper when it sampled."""
+    """No transform could repair the wrapper before it sampled."""
     batch = flat(make_env(tokenizer, envs=4).rollout(1, make_policy(models[0], tokenizer, pad_output=pad_output)))
     transform = RetrieveLogProb(models[1])
     buffer = ReplayBuffer(storage=LazyStackStorage(4), batch_size=4)
@@ -87,14 +87,14 @@ def test_prompts_that_were_padded_with_bos_are_refused(
 
 
 def test_unknown_bos_before_a_sequence_is_named(tokenizer: Any, models: list[Any]) -> None:
-    """Without a tokenizer and with a model that does not state its BOS, the prompt shows it."""
+    """The model has no tokenizer and does not state its BOS, so only the comparison with the prompt finds it."""
     batch = flat(make_env(tokenizer, envs=4).rollout(1, make_policy(models[0], tokenizer, pad_output=False)))
-    with pytest.raises(ValueError, match=r"Token 2 precedes it.*policy\.padding_value"):
+    with pytest.raises(ValueError, match=r"but with token 2\. .*policy\.padding_value"):
         RetrieveLogProb(make_model(tokenizer, seed=1))(batch)
 
 
 def test_prompts_that_all_begin_with_two_bos_are_scored(tokenizer: Any, models: list[Any]) -> None:
-    """A template and a tokenizer may both add it; three are padding."""
+    """A template and a tokenizer may each add one BOS. Three are padding."""
     ids = torch.tensor([[2, 2, 264, 265, 266], [2, 2, 267, 268, 269]])
     batch = TensorDict.from_dict({"tokens": {"prompt": ids[:, :4], "full": ids}}, batch_size=[2])
     want = torch.stack([plain_log_probs(models[0], row) for row in ids])[:, 4]
@@ -105,7 +105,7 @@ def test_prompts_that_all_begin_with_two_bos_are_scored(tokenizer: Any, models: 
 
 
 def test_a_prompt_that_was_cut_on_the_left_lacks_bos(models: list[Any]) -> None:
-    """It is scored as it is; a single BOS before another one may also be padding, which a warning says."""
+    """It is scored as it is, with a warning, because a single BOS before only some prompts may be padding."""
     ids = torch.tensor([[2, 270, 264, 265, 266], [271, 272, 267, 268, 269]])
     batch = TensorDict.from_dict({"tokens": {"prompt": ids[:, :4], "full": ids}}, batch_size=[2])
     want = torch.stack([plain_log_probs(models[0], row) for row in ids])[:, 4]
@@ -117,7 +117,7 @@ def test_a_prompt_that_was_cut_on_the_left_lacks_bos(models: list[Any]) -> None:
 
 
 def test_an_answer_may_begin_with_bos(models: list[Any]) -> None:
-    """GPT-2's BOS ends answers too: one that ends at once follows the prompt's."""
+    """GPT-2's BOS also ends answers, so an empty answer has one directly after the prompt's."""
     rows = [[2, 5, 6, 2], [2, 2], [2, 7, 2]]
     batch = lazy_stack(
         [TensorDict(tokens=TensorDict(prompt=torch.tensor([2]), full=torch.tensor(row))) for row in rows]

@@ -1,4 +1,4 @@
-"""A script written for torchrl changes only its import: same names, arguments, defaults, error texts, and numbers."""
+"""A torchrl script needs only another import: names, arguments, defaults, error texts and numbers are the same."""
 
 import inspect
 import re
@@ -34,7 +34,7 @@ def parameters(cls: type) -> dict[str, inspect.Parameter]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_argument_of_torchrl_has_its_kind_place_and_default(name: str) -> None:
-    """Except ``**kwargs``, explicit here; new ones are keyword-only. There a metaclass takes ``service_backend=``."""
+    """``**kwargs`` is explicit here, and new arguments are keyword-only. torchrl's metaclass takes ``service_backend=``."""
     theirs, here = parameters(getattr(torchrl_kl, name)), parameters(getattr(ours, name))
     theirs.pop("kwargs", None)
     assert all(p.kind is p.KEYWORD_ONLY for n, p in here.items() if n not in theirs)
@@ -66,7 +66,7 @@ def make_wrapper(tokenizer: Any, policy_model: Any) -> Callable[..., Any]:
     return make
 
 
-# The coefficient is a module here; settings of a tokenizer that torchrl stores and never reads are no attributes here.
+# The coefficient is a module here. Tokenizer settings that torchrl stores but never reads are not attributes here.
 ATTRIBUTES = {
     "RetrieveLogProb": "in_keys out_keys log_probs_full_key assistant_only detach",
     "KLComputation": "in_keys out_keys gen_log_probs_full_key ref_log_probs_full_key kl_key add_to_reward padding_side",
@@ -99,7 +99,7 @@ def constructed(module: Any, name: str, make_wrapper: Callable[..., Any], **kwar
     ],
 )
 def test_attributes_follow_the_arguments(name: str, kwargs: Any, make_wrapper: Callable[..., Any]) -> None:
-    """``RetrieveKL`` holds the three that torchrl's holds."""
+    """``RetrieveKL`` composes the same three transforms as torchrl's."""
     pair = [constructed(module, name, make_wrapper, **kwargs) for module in (torchrl_kl, ours)]
     parts = [list(each.transforms) if name == "RetrieveKL" else [each] for each in pair]
     for their, our in zip(*parts, strict=True):
@@ -112,7 +112,7 @@ def test_attributes_follow_the_arguments(name: str, kwargs: Any, make_wrapper: C
 
 
 def stub(**attributes: Any) -> Any:
-    """As much of a wrapper as the checks of a constructor look at; a module, which torchrl registers before them."""
+    """A module with the attributes of a wrapper that constructors check. torchrl registers it as a submodule first."""
     module = torch.nn.Identity()
     defaults = {"generate": False, "return_log_probs": True, "pad_output": True, "input_mode": "history"}
     defaults |= {"log_probs_key": "log_probs", "in_keys": [("history", "full")]}
@@ -147,7 +147,7 @@ BAD: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
-#: What to pass instead, which torchrl does not say.
+#: The advice on what to pass, which torchrl's message lacks.
 ADVICE = {"no ref": "'base'", "no gen": "'from_collector'", "neither": "model"}
 
 
@@ -164,7 +164,7 @@ def test_errors_at_construction_have_the_same_text(case: str) -> None:
 
 
 def test_defect_16_factory_beside_the_default_gen_model(make_wrapper: Callable[..., Any]) -> None:
-    """The plain transforms of both accept it; torchrl's Ray variant does not."""
+    """Both libraries accept it. torchrl's Ray variant does not."""
     for module in (torchrl_kl, ours):
         factories = (partial(make_wrapper, f"{model}_log_probs") for model in ("gen", "ref"))
         made = module.RetrieveKL(**dict(zip(("gen_model_factory", "ref_model_factory"), factories, strict=True)))
@@ -185,7 +185,7 @@ def test_a_key_without_full_warns_in_both(name: str, make_wrapper: Callable[...,
 
 
 def test_from_collector_refuses_a_key_without_full_at_construction(make_wrapper: Callable[..., Any]) -> None:
-    """The text of torchrl, which gets there only when its first step starts."""
+    """torchrl raises the same text later, at its first step."""
     for argument in ("gen_log_probs_full_key", "ref_log_probs_full_key"):
         with pytest.raises(ValueError) as error:
             ours.RetrieveKL("from_collector", make_wrapper("ref_log_probs"), **{argument: "mine"})
@@ -201,7 +201,7 @@ REWARDS = [torch.tensor([[0.1], [0.2], [3.0]]), torch.tensor([[-1.0], [0.7]])]
 
 
 def kl_data(form: str) -> TensorDictBase:
-    """Dense: the first two tokens of each."""
+    """Dense data holds the first two tokens of each sequence."""
     entries: dict[Any, Any] = {("log_probs", "full"): GEN_ROWS, ("ref_log_probs", "full"): REF_ROWS, "reward": REWARDS}
     if form == "dense":
         entries = {key: torch.stack([row[:2] for row in rows]) for key, rows in entries.items()}
@@ -209,7 +209,7 @@ def kl_data(form: str) -> TensorDictBase:
 
 
 def test_kl_and_token_rewards_agree() -> None:
-    """A lazy stack is the one form in which torchrl adds its KL to a reward; no placement moves a reward of each token."""
+    """torchrl can add its KL to a reward only in a lazy stack. No placement moves a reward per token."""
     charged, alone = {"coeff": 0.3}, {"add_to_reward": False}
     for form, theirs, settings in [("lazy", "lazy", charged), ("nested", "lazy", charged), ("dense", "dense", alone)]:
         want = torchrl_kl.KLComputation(**settings)(kl_data(theirs))["next"]
@@ -221,7 +221,7 @@ def test_kl_and_token_rewards_agree() -> None:
 
 @pytest.mark.parametrize("form", ["dense", "nested"])
 def test_defect_28_rewards_that_torchrl_cannot_add_to(form: str) -> None:
-    """A dense KL becomes nested in torchrl, and a nested one has no shape: both raise; here the form stays."""
+    """torchrl raises, because its dense KL becomes nested and a nested one has no shape. Here the layout is kept."""
     with pytest.raises(RuntimeError, match=r"Expected both self and other to be nested|doesn't support sizes"):
         torchrl_kl.KLComputation(coeff=0.3)(kl_data(form))
     here = ours.KLComputation(coeff=0.3)(kl_data(form))["next"]
@@ -272,7 +272,7 @@ class Histories:
 def test_log_probs_of_a_padded_history_agree(assistant_only: bool) -> None:
     lab = Histories(MARKED)
     theirs, here = lab.scores(assistant_only=assistant_only)
-    # Left-padded in both. torchrl gives the padding and the first token its own log-probs; ours are 0.
+    # Both are padded on the left. torchrl's padding and first token have log-probs, ours have 0.
     real = pad_sequence([torch.arange(len(ids)) > 0 for ids in lab.ids()], batch_first=True, padding_side="left")
     assert theirs.shape == here.shape == real.shape
     assert_near(here[real], theirs[real], **FORWARD)
@@ -281,7 +281,7 @@ def test_log_probs_of_a_padded_history_agree(assistant_only: bool) -> None:
 
 
 def test_defect_12_end_of_turn_is_counted_where_the_template_leaves_it_out() -> None:
-    """The one token of each turn in which the numbers differ: the policy must emit it, so it is scored."""
+    """The numbers differ only at the end-of-turn token, which is scored here because the policy must emit it."""
     lab = Histories(MARKED_CONTENT)
     theirs, here = lab.scores()
     more = (here != 0) & (theirs == 0)
@@ -291,6 +291,6 @@ def test_defect_12_end_of_turn_is_counted_where_the_template_leaves_it_out() -> 
 
 
 def test_defect_10_a_template_without_marks_is_kept() -> None:
-    """torchrl swaps in ChatML for it; the rendering here is the tokenizer's own, with the same numbers on ChatML."""
+    """torchrl replaces such a template by ChatML. Here it is kept, and the numbers agree for ChatML itself."""
     theirs, _ = Histories(MARKED).scores()
     assert_near(Histories(CHATML).score(ours), theirs, **FORWARD)

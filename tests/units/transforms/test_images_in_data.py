@@ -1,4 +1,4 @@
-"""The images of a row reach the scorer from data of any layout, in transforms, losses, buffers, files and services."""
+"""Images of a row in data of any layout reach the scorer, from transforms, losses, buffers, files and services."""
 
 from functools import cache
 
@@ -38,14 +38,14 @@ def row_of(image, answer, key="images", family=FAMILY):
 
 
 def data_of(key="images", family=FAMILY):
-    """A group of two, another image of another size, and text alone."""
+    """A group of two answers, an image of another size, and a row without an image."""
     one, two = picture(family, 1), picture(family, 2, wide=True)
     rows = [(one, [10, 11]), (one, [12, 13, 14]), (two, [10, 11]), (None, [15, 16])]
     return lazy_stack([row_of(image, answer, key, family) for image, answer in rows])
 
 
 def own(row, model, family=FAMILY, key="images"):
-    """The log-probs of the answers by the model's own forward, 0 elsewhere."""
+    """The log-probs of the answers from the model's own forward, 0 elsewhere."""
     record = dict(row[key]) if key in row.keys() else None  # noqa: SIM118
     found = own_log_probs(family, model, row["tokens", "full"], record)
     return torch.cat([torch.zeros(1), found]) * row["masks", "all_assistant_mask"]
@@ -93,7 +93,7 @@ def test_another_key():
 
 
 def test_dense_data_and_dicts():
-    """Images of one size in dense tensors; and dicts as non-tensor data, in any shape of the batch."""
+    """Images of one size in dense tensors, and dicts as non-tensor data, for several batch shapes."""
     policy, images = model_of(), [picture(FAMILY, 1), picture(FAMILY, 2)]
     rows = [row_of(image, [10, 11]) for image in images]
     dense = torch.stack(rows)
@@ -110,7 +110,7 @@ def test_dense_data_and_dicts():
 
 
 def test_prompts_with_other_pixels_are_other_prompts():
-    """In groups, too: consecutive answers must be to one image."""
+    """Also for groups, whose answers must belong to one image."""
     one, two = picture(FAMILY, 1), picture(FAMILY, 2)
     rows = [row_of(image, [10 + i]) for i, image in enumerate((one, one, two, two))]
     assert prompt_ids(lazy_stack(rows)).tolist() in ([0, 0, 1, 1], [1, 1, 0, 0])
@@ -121,7 +121,7 @@ def test_prompts_with_other_pixels_are_other_prompts():
 
 
 def test_a_loss_trains_the_encoder():
-    """Value and gradient of SFT with a KL to a reference are those of the models' own forwards."""
+    """Value and gradient of SFT with a KL to a reference equal those of the models' own forwards."""
     policy, reference, data = model_of(), model_of(seed=1), data_of()
     loss = PolicyLoss(policy, "sft", terms=[KLToReference(0.5, "k2")], reference=reference)
     out = loss(data)
@@ -181,7 +181,7 @@ def test_conversations_become_data_through_a_processor(family):
 
 
 def test_a_history_is_rendered_with_its_images():
-    """By a transform with a processor; one with a tokenizer refuses, as does a context of text."""
+    """A transform with a processor renders images. A tokenizer and a context function refuse them."""
     set_list_to_stack(True).set()
     processor, model = image_processor(FAMILY), model_of()
     chats = [conversation(*colours())[:2], conversation(*colours()[::-1])[:2]]

@@ -1,4 +1,4 @@
-"""torchrl's losses and ``PolicyLoss`` on entries of the transforms, as in docs/recipes.md and the table of docs/torchrl.md."""
+"""torchrl's losses and ``PolicyLoss`` on entries of the transforms, as docs/recipes.md and docs/torchrl.md describe."""
 
 import copy
 import math
@@ -33,7 +33,7 @@ ROLLOUTS: dict[tuple[bool, bool], TensorDictBase] = {}  # the tests share them
 
 
 def k3_values(sampled: Sequence[Tensor], other: Sequence[Tensor]) -> list[Tensor]:
-    """Schulman's k3, ``ratio - 1 - log ratio``, of tokens sampled from ``sampled``; one tensor for each sequence."""
+    """Schulman's k3, ``ratio - 1 - log ratio``, for tokens from ``sampled``, one tensor for each sequence."""
     return [(o - s).exp() - 1 - (o - s) for s, o in zip(sampled, other, strict=True)]
 
 
@@ -48,7 +48,7 @@ def close(found: Tensor, want: Tensor | float, *, rtol: float = 1e-4, atol: floa
 
 
 def close_gradients(loss: Tensor, want: Tensor, model: nn.Module) -> None:
-    """Every parameter has the gradient of ``want`` in ``loss``, which is finite and not zero."""
+    """Every parameter has the same gradient in ``loss`` and ``want``, and it is not zero."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     found, expected = (torch.autograd.grad(x, parameters, retain_graph=True) for x in (loss, want))
     for name, gradient, wanted in zip(names, found, expected, strict=True):
@@ -58,7 +58,7 @@ def close_gradients(loss: Tensor, want: Tensor, model: nn.Module) -> None:
 
 
 class Moved:
-    """A copy of the policy, which may have moved since the rollouts, and losses of it."""
+    """A copy of the policy, optionally moved since the rollouts, and its losses."""
 
     def __init__(self, lab: Any, padded: bool, noise: float) -> None:
         self.lab, self.padded, self.model = lab, padded, copy.deepcopy(lab.gen_model)
@@ -69,7 +69,7 @@ class Moved:
     def rollouts(self, combined: bool) -> TensorDictBase:
         """Four rollouts of different lengths, scored in the env by ``RetrieveKL`` (``combined``) or its parts.
 
-        With the assistant mask, which torchrl's rollouts leave empty.
+        The assistant mask is added, because torchrl's rollouts leave it empty.
         """
         policy, (gen, ref) = self.lab.policy(self.padded), self.lab.wrapped(self.padded)
         policy.generate_kwargs["eos_token_id"] = [self.lab.tokenizer.eos_token_id, *range(0, 256, 5)]  # some stop early
@@ -102,7 +102,7 @@ class Moved:
         return scored(self.model, data), without_graph(self.lab.ref_model, data)
 
     def slots(self) -> int:
-        """Positions that torchrl averages a KL over, prompts and padding included: the longest sequence, times the rows."""
+        """The number of positions over which torchrl averages a KL: rows times the longest sequence, with padding."""
         return 4 * max(len(step["tokens", "full"]) for step in steps(self.data()))
 
     def sampled(self) -> Tensor:
@@ -153,7 +153,7 @@ THEIRS = pytest.mark.xfail(strict=True, reason="GRPOLoss.forward pads `advantage
     indirect=["padded"],
 )
 def test_the_reward_of_each_token_as_its_advantage(lab: Any, padded: bool, as_it_is: bool) -> None:
-    """``-coeff * KL``, and the outcome on the last token; unpadded ones have to be padded on the left."""
+    """``-coeff * KL``, with the outcome on the last token. Unpadded rewards must be padded on the left."""
     on_policy = Moved(lab, padded, noise=0.0)
     data = on_policy.data()
     width = max(len(step["next", "reward"]) for step in data.unbind(0))
@@ -177,7 +177,7 @@ def test_the_reward_of_each_token_as_its_advantage(lab: Any, padded: bool, as_it
     indirect=["padded"],
 )
 def test_wrappers_as_actors(moved: Moved, strategy: Any, input_mode: str) -> None:
-    """Whatever a wrapper reads, the sampled tokens are what is trained."""
+    """The sampled tokens are trained, whatever input a wrapper reads."""
     data, lab, clip = moved.data(), moved.lab, {"clip_low": 0.1, "clip_high": 0.3}
     actor = make_scoring_wrapper(moved.model, lab.tokenizer, pad_output=False, input_mode=input_mode)
     loss = PolicyLoss(actor, "ppo", **clip, terms=[KLToReference(KL_COEFF)], masking_strategy=strategy)(data)
@@ -187,7 +187,7 @@ def test_wrappers_as_actors(moved: Moved, strategy: Any, input_mode: str) -> Non
 
 
 def check_sft(moved: Moved, theirs: SFTLoss, data: TensorDictBase, answers: TensorDictBase, slots: int) -> Tensor:
-    """The mean over the tokens of each answer, then over answers; the KL's denominator is every position again."""
+    """The mean over the tokens of each answer, then over answers. torchrl averages its KL over all positions."""
     log_probs, ref = moved.plain(answers)
     want, kl = -mean_of_means(log_probs), torch.cat(k3_values(log_probs, ref)).sum() / slots
     out = theirs(data)
@@ -208,7 +208,7 @@ def test_sft(moved: Moved) -> None:
 
 
 def test_sft_on_conversations(lab: Any) -> None:
-    """Three with their masks, and no tokens. Written out, each answer ends with the end-of-turn token and a newline."""
+    """Three conversations with masks and without tokens. Each answer ends with the end-of-turn token and a newline."""
     moved, encode = Moved(lab, True, 0.02), lab.tokenizer.encode
     pairs = [("hi", "yo"), ("hello there", "good day to you"), ("why?", "because")]
     chats = [[user(question), assistant(answer)] for question, answer in pairs]
@@ -230,7 +230,7 @@ def test_sft_on_conversations(lab: Any) -> None:
 
 
 def test_reverse_distillation(moved: Moved) -> None:
-    """Toward the reference, on tokens of the student."""
+    """Distillation toward the reference, on the student's own tokens."""
     data, loss = moved.data(), DistillationLoss(moved.wrapper())
     loss.set_keys(history="tokens", teacher_log_prob=("next", "ref_log_probs", "full"))
     want, out = mean_of_means(k3_values(*moved.plain(data))), loss(data)
@@ -261,7 +261,7 @@ def test_objective(nested: Moved, kind: type[GRPOLoss], settings: Any, ours: Any
 
 
 def test_per_token(nested: Moved) -> None:
-    """``aggregation="none"`` of both, at the sampled tokens."""
+    """``aggregation="none"`` of both libraries, at the sampled tokens."""
     theirs = nested.grpo(aggregation="none")(nested.data()).loss_objective.squeeze(-1)
     ours = PolicyLoss(nested.model, "ppo", aggregation="none", **UNCLIPPED)(nested.data())["loss_objective"]
     for length, found, want in zip(RESPONSE_LENGTHS, ours, theirs, strict=True):
@@ -270,7 +270,7 @@ def test_per_token(nested: Moved) -> None:
 
 
 def test_kl_to_the_reference(nested: Moved) -> None:
-    """torchrl's is k3, averaged over prompts and padding too."""
+    """torchrl's KL is k3, averaged also over prompts and padding."""
     theirs = nested.grpo(kl_to_ref_coeff=0.3)(nested.data())
     ours = PolicyLoss(nested.model, "ppo", terms=[KLToReference(0.3, "k3")])(nested.data())
     nested.same(theirs.loss_kl_to_ref, ours["loss_kl_to_ref"], nested.slots() / 12)
@@ -278,7 +278,7 @@ def test_kl_to_the_reference(nested: Moved) -> None:
 
 
 def test_kl_to_the_sampler(nested: Moved) -> None:
-    """``kl_approx`` is k1, ``kl_to_sampler`` k3 of the sampler's KL to the policy; ``kl_to_inference`` is k3 the other way."""
+    """``kl_approx`` is k1 and ``kl_to_sampler`` k3 of KL(sampler || policy). ``kl_to_inference`` is k3 of the reverse."""
     theirs = nested.grpo(kl_to_inference_coeff=0.3)(nested.data())
     ours = PolicyLoss(nested.model, "ppo", terms=[KLToSampler(0.3, "k3")])(nested.data())
     nested.same(theirs.loss_kl_to_inference, ours["loss_kl_to_sampler"], nested.slots() / 12)
@@ -300,7 +300,7 @@ def kl_mask(inputs: LossInputs, threshold: float = 0.1) -> Any:
 
 
 def test_kl_mask_threshold(nested: Moved) -> None:
-    """As a correction; the masked tokens stay in the denominator."""
+    """Expressed as a correction. The masked tokens stay in the denominator."""
     distances = (torch.cat(without_graph(nested.model, nested.data())) - nested.sampled()).square().sort().values / 2
     threshold = float(distances[5:7].mean())  # half of the 12 are kept
     theirs = nested.grpo(kl_mask_threshold=threshold)(nested.data()).loss_objective.squeeze()
@@ -336,7 +336,7 @@ def prompts(tokenizer: Any, input_mode: str) -> TensorDictBase:
     indirect=["padded"],
 )
 def test_every_layout_of_a_transformers_wrapper(lab, padded, input_mode, num_samples, side):
-    """On policy every ratio is 1; the first token of each response, which the wrapper never scores, is left out."""
+    """On policy every ratio is 1. The first token of each response is left out, because the wrapper never scores it."""
     torch.manual_seed(1)
     options = {} if num_samples is None else {"num_samples": num_samples}
     wrapper = lab.policy(padded, input_mode=input_mode, return_log_probs=True, **options)
@@ -361,7 +361,7 @@ WHOLE = [torch.tensor(row) for row in joined(PROMPTS, RESPONSES)]
 
 
 def stored(model: nn.Module, layout: str, where: str, shift: float = SHIFT) -> TensorDictBase:
-    """Old log-probs ``shift`` below the model's, of responses alone; padding holds the padding token, as vLLM's wrapper's."""
+    """Old log-probs of responses, ``shift`` below the model's. Padding holds the padding token, as in vLLM's wrapper."""
     old = [plain_log_probs(model, row)[len(p) :] - shift for row, p in zip(WHOLE, PROMPTS, strict=True)]
     key = "log_probs__response" if where == "root" else "next__log_probs__response"
     entries = {key: old, "advantage": torch.tensor([[1.0], [-2.0]])}
@@ -401,7 +401,7 @@ NO_SCORES = "returned no scores of prompts"
 
 
 def without_prompt_scores(model: nn.Module, layout: str, filled_in: float = 0.0) -> TensorDictBase:
-    """As SGLang's wrapper stores it (vLLM's: NaN): 0 for the whole prompt, whose last token but one the assistant wrote."""
+    """0 for the whole prompt, as SGLang's wrapper stores it (vLLM: NaN). The assistant wrote its last tokens."""
     masks = [torch.arange(len(p) + len(r)) >= max(len(p) - 2, 1) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     pairs = zip(WHOLE, PROMPTS, strict=True)
     rows = [plain_log_probs(model, row).where(torch.arange(len(row)) >= len(p), filled_in) for row, p in pairs]
@@ -414,7 +414,7 @@ def without_prompt_scores(model: nn.Module, layout: str, filled_in: float = 0.0)
     ("layout", "strategy", "left_out"), [("padded", "rlhf", 2), ("lazy", "generic", 2), ("lazy", "sft", 0)]
 )
 def test_prompts_without_scores_are_left_out(policy_model, layout, strategy, left_out, filled_in):
-    """Of the first prompt's tokens 1 and 2; the second prompt is a single token. A ratio of exp(log_prob) is below 1."""
+    """These are tokens 1 and 2 of the first prompt. Their ratios would be exp(log_prob), below 1."""
     data = without_prompt_scores(policy_model, layout, filled_in)
     loss = PolicyLoss(policy_model, masking_strategy=strategy)
     out, found = warned(lambda: loss(data), NO_SCORES)
@@ -424,7 +424,7 @@ def test_prompts_without_scores_are_left_out(policy_model, layout, strategy, lef
 
 
 def test_log_probs_of_responses_of_one_token_are_not_those_of_the_prompt(policy_model):
-    """The ratio of each response is exp(0.3); a prompt token with the response's log-prob would have another."""
+    """The ratio of each response is exp(0.3). A prompt token with the response's log-prob would have another ratio."""
     rows = [torch.tensor([7, 8, 9, 11]), torch.tensor([5, 6, 13, 14])]
     masks = [torch.tensor([False, True, False, True])] * 2
     old = [plain_log_probs(policy_model, row)[3:] - SHIFT for row in rows]
@@ -446,7 +446,7 @@ def test_log_probs_of_responses_of_one_token_are_not_those_of_the_prompt(policy_
 
 @pytest.mark.parametrize("strategy", ["rlhf", "generic"])
 def test_nan_after_the_first_score_is_an_error(policy_model, strategy):
-    """Also in a sequence that holds nothing but NaN, whose response was not scored either."""
+    """Also in a sequence of only NaN, whose response was not scored."""
     rows = [[math.nan, math.nan, -1.0, math.nan, -1.0], [math.nan] * 4]
     for row, position in ((0, 3), (1, 2)):
         data = without_prompt_scores(policy_model, "lazy", math.nan)

@@ -1,4 +1,4 @@
-"""Scores beside the log-prob of a token: the exact KL, the top k, the sampler's log-probs."""
+"""Scores beside log-probs: the exact KL, the top k, and the sampler's own log-probs."""
 
 import copy
 from pathlib import Path
@@ -24,7 +24,7 @@ from toy_rollouts import OUTCOMES, flat, make_model, plain_log_probs, response_l
 
 # ------------------------------------------------------------------ the exact KL
 def exact(model: Any, ref: Any, step: TensorDictBase) -> Tensor:
-    """The sum over the vocabulary at each token of the response, 0 on prompt and padding; differentiable in the policy."""
+    """The KL by a sum over the vocabulary at each response token, 0 elsewhere. Differentiable in the policy."""
     full, attention = step["tokens", "full"], step["masks", "all_attention_mask"]
     p, q = (m(input_ids=full[attention][None]).logits[0, :-1].log_softmax(-1) for m in (model, ref))
     kl = torch.cat([torch.zeros(1), (p.exp() * (p - q.detach())).sum(-1)])
@@ -64,7 +64,7 @@ def test_two_transforms_and_an_entry_between_them(lab: Any) -> None:
     assert_exact(data, lab.gen_model, lab.ref_model, 0.3)
 
 
-def test_with_detach_false_the_penalty_has_the_gradient_of_the_kl(lab: Any) -> None:
+def test_an_attached_penalty_has_the_gradient_of_the_kl(lab: Any) -> None:
     data, ref_model, model = flat(lab.collect()), lab.ref_model, make_model(lab.tokenizer, seed=0)
     out = RetrieveKL(model, ref_model, estimator="exact", detach=False, add_to_reward=False)(data)
     parameters = list(model.parameters())
@@ -92,7 +92,7 @@ IDS, LOG_PROBS, REST = ("top_k", "ids"), ("top_k", "log_probs"), ("top_k", "rest
 
 
 def data(*, dense: bool = True) -> TensorDictBase:
-    """Two rows with prompts of two tokens; ragged rows in a lazy stack."""
+    """Two rows with prompts of two tokens, dense or ragged in a lazy stack."""
     full = torch.randint(VOCAB_SIZE, (2, 6), generator=torch.Generator().manual_seed(0)).tolist()
     rows = full if dense else [full[0], full[1][:4]]
     return tokens("padded" if dense else "lazy", [row[:2] for row in rows], [row[2:] for row in rows])
@@ -110,7 +110,7 @@ def test_against_the_whole_distribution(k: int, dense: bool) -> None:
         assert step[IDS].dtype == torch.int64
         assert torch.equal(step[IDS][2:], ids[:, :k])
         assert_close(step[LOG_PROBS][2:], expected[:, :k].float(), atol=1e-4, rtol=0)
-        # Exact where one minus a sum of float32 would be 0.
+        # The reference is accurate where one minus a float32 sum would round to 0.
         assert_close(step[REST][2:].double(), expected[:, k:].logsumexp(-1), atol=1e-4, rtol=0, check_dtype=False)
         assert step[REST][2:].isneginf().tolist() == [k == VOCAB_SIZE] * len(ids)
         for key in (IDS, LOG_PROBS, REST):
@@ -128,7 +128,7 @@ def test_nothing_is_written_by_default() -> None:
 
 
 def test_beside_the_log_probs_of_a_policy() -> None:
-    """TorchRL's policies write a tensorclass under ``"log_probs"``, which takes no other entries."""
+    """TorchRL's policies write a tensorclass under ``"log_probs"``, which accepts no other entries."""
     rows = data(dense=False)
     for step in rows.tensordicts:
         step["log_probs"] = LogProbs(full=torch.zeros(len(step["tokens", "full"])))
@@ -143,7 +143,7 @@ def test_beside_the_log_probs_of_a_policy() -> None:
     ("name", "beta", "padded"), [("gkd", 0.0, True), ("on_policy_distill", 1.0, False)], indirect=["padded"]
 )
 def test_a_distillation_from_an_env(lab: Any, name: str, beta: float, padded: bool) -> None:
-    """The root holds the top k of the turn before, and none in the first turn."""
+    """The root holds the top k of the previous turn, and nothing in the first turn."""
     wide, teacher = copy.deepcopy(lab.gen_model).double(), copy.deepcopy(lab.ref_model).double()
     settings = {"objective_args": {"beta": beta}} if name == "gkd" else {}
     parts = make_algorithm(name, lab.gen_model, reference=lab.ref_model, top_k=K, **settings)
@@ -165,7 +165,7 @@ def test_a_distillation_from_an_env(lab: Any, name: str, beta: float, padded: bo
     assert_near(loss(flat(own))["loss_objective"], want.float(), **FORWARD)
 
 
-def test_a_top_k_that_is_refused() -> None:
+def test_a_bad_top_k_is_refused() -> None:
     for k in (-1, 0):
         with pytest.raises(ValueError, match=r"^k must be .*at least 1, got"):
             RetrieveLogProb(tiny_model(seed=0), extras=[TopK(k)])
@@ -196,7 +196,7 @@ NAN = float("nan")
 
 
 def rollout(layout: str, name: str = "full", stored: list[list[float]] = STORED) -> TensorDictBase:
-    """Three sequences with log-probs of the whole sequence (9 at prompts) or of the response; 7 in padding."""
+    """Three sequences with log-probs of the whole sequence (9 at prompts) or the response, and 7 in padding."""
     values = [[9.0] * len(p) * (name == "full") + x for p, x in zip(PROMPTS, stored, strict=True)]
     return tokens(layout, fill=7.0, **{f"log_probs__{name}": values})
 
@@ -208,7 +208,7 @@ def responses(data: TensorDictBase, key: Any) -> list[list[float]]:
 @pytest.mark.parametrize(
     ("layout", "name"), [("padded", "full"), ("padded", "response"), ("nested", "full"), ("lazy", "response")]
 )
-def test_the_samplers_move_and_the_trainers_take_their_place(layout: str, name: str) -> None:
+def test_the_samplers_log_probs_are_moved_and_replaced(layout: str, name: str) -> None:
     model = tiny_model(seed=0)
     found = RetrieveLogProb(model, extras=[SamplerLogProbs(SAMPLER)])(rollout(layout, name))
     assert responses(found, SAMPLER) == STORED
@@ -228,7 +228,7 @@ def test_a_first_token_that_was_not_scored_is_nan() -> None:
 
 
 def test_below_next_and_through_retrieve_kl() -> None:
-    """The policy writes at the root, the transform under "next"; an earlier score under "next" is not the sampler's."""
+    """The policy writes at the root and the transform below "next". An earlier score below "next" is not the sampler's."""
     data = rollout("nested", "response")
     earlier = torch.nested.as_nested_tensor([torch.full((n,), 8.0) for n in (5, 5, 3)])
     data["next"] = TensorDict({"reward": torch.ones(3, 1), FULL: earlier}, [3])
@@ -247,7 +247,7 @@ def test_below_next_and_through_retrieve_kl() -> None:
     assert responses(found, ("next", *SAMPLER)) == STORED
 
 
-def test_what_is_missing_or_contradicts_itself() -> None:
+def test_missing_or_conflicting_sampler_log_probs_are_refused() -> None:
     model = tiny_model(seed=0)
     with pytest.raises(KeyError, match=r"moves the sampler's log-probs: expected them under \('log_probs', 'full'\)"):
         RetrieveLogProb(model, extras=[SamplerLogProbs(SAMPLER)])(rollout("lazy").exclude("log_probs"))
@@ -257,7 +257,7 @@ def test_what_is_missing_or_contradicts_itself() -> None:
 
 @pytest.mark.parametrize(("padded", "turns"), [(True, 3), (False, 2)], indirect=["padded"])
 def test_in_an_env(lab: Any, padded: bool, turns: int) -> None:
-    """Each turn keeps what the policy stored in that turn."""
+    """Each turn keeps the log-probs that the policy stored in that turn."""
     transform = RetrieveLogProb(lab.gen_model, tokenizer=lab.tokenizer, extras=[SamplerLogProbs(SAMPLER)])
     data = lab.collect(transform, pad_output=padded, turns=turns)
     assert data.shape == (2, turns)

@@ -1,4 +1,4 @@
-"""A wrapper's ``pad_output`` decides the layout of what is written, as in torchrl, and every reader understands it."""
+"""A wrapper's ``pad_output`` decides the layout of the output, as in torchrl, and all readers accept each layout."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def sequences() -> list[Tensor]:
 
 
 def data(form: str = "left") -> TensorDictBase:
-    """Two sequences: padded on a side, nested, or leaves of a lazy stack, of their own widths or all padded."""
+    """Two sequences: padded on one side, nested, or leaves of a lazy stack with their own or with padded widths."""
     columns: dict[Any, Any] = {
         ("tokens", "full"): sequences(),
         ("masks", "all_attention_mask"): [torch.ones(length, dtype=torch.bool) for length in LENGTHS],
@@ -43,7 +43,7 @@ def data(form: str = "left") -> TensorDictBase:
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
-def test_all_tokens_as_torchrl_lays_them_out(lab: Any, pad_output: bool, ref_model: nn.Module) -> None:
+def test_the_layout_equals_torchrls(lab: Any, pad_output: bool, ref_model: nn.Module) -> None:
     model, key = lab.wrapped(pad_output)[1], ("ref_log_probs", "full")
     made = (kind(model, assistant_only=False) for kind in (torchrl_kl.RetrieveLogProb, RetrieveLogProb))
     theirs, ours = (rows_of(transform(data().exclude("next")), key) for transform in made)
@@ -53,7 +53,7 @@ def test_all_tokens_as_torchrl_lays_them_out(lab: Any, pad_output: bool, ref_mod
 
 
 def expected(policy: nn.Module, ref: nn.Module) -> list[dict[Any, Tensor]]:
-    """Of each sequence: log-probs, KL, and the reward with an outcome on the last token."""
+    """Log-probs, KL and reward of each sequence, with the outcome on the last token."""
     out = []
     for ids, prompt, outcome in zip(sequences(), PROMPTS, (2.0, -1.0), strict=True):
         gen, other = (plain_log_probs(model, ids) * (torch.arange(len(ids)) >= prompt) for model in (policy, ref))
@@ -64,7 +64,7 @@ def expected(policy: nn.Module, ref: nn.Module) -> list[dict[Any, Tensor]]:
 
 
 def check(td: TensorDictBase, want: list[dict[Any, Tensor]], side: str | None, keys: Any = KEYS) -> None:
-    """``side``: of the padding; None for rows without padding."""
+    """Compare entries. ``side`` is the side of the padding, or None for unpadded rows."""
     for key in keys:
         for got, values in zip(rows_of(td, key), want, strict=True):
             value = values[key]
@@ -83,7 +83,7 @@ JAGGED = {"pad_output": False, "layout": torch.jagged}
     [
         *[("left", ROWS, "left", None), ("right", JAGGED, "left", None), ("nested", JAGGED, "left", None)],
         *[("leaves", ROWS, "left", None), ("padded leaves", JAGGED, "left", None)],
-        # Padding stays where the data has it; ``padding_side`` is for a nested tensor; leaves of a stack are rows alone.
+        # Existing padding stays. ``padding_side`` applies to a nested tensor. Leaves of a stack are not padded.
         *[("left", PADDED, "right", "left"), ("right", PADDED, "left", "right"), ("leaves", PADDED, "left", None)],
         *[("padded leaves", PADDED, "left", "right"), ("nested", PADDED, "left", "left")],
         ("nested", PADDED, "right", "right"),
@@ -112,7 +112,7 @@ def test_the_reward_transform(lab: Any, pad_output: bool, policy_model: nn.Modul
 
 
 def test_losses_and_advantages_read_rows_without_padding(lab: Any, policy_model: nn.Module) -> None:
-    """The tokens are padded: the same numbers as from padded rows."""
+    """Unpadded rows beside padded tokens give the same numbers as padded rows."""
     found = []
     for pad_output in (True, False):
         td = RetrieveKL(*lab.wrapped(pad_output), coeff=0.5)(data())
@@ -125,8 +125,8 @@ def test_losses_and_advantages_read_rows_without_padding(lab: Any, policy_model:
     assert_near(found[1], found[0], **FORWARD)
 
 
-def test_the_parts_one_by_one(lab: Any, policy_model: nn.Module, ref_model: nn.Module) -> None:
-    """The outcome is placed on the last assistant token, though rows lack the padding of the tokens."""
+def test_separate_transforms_equal_the_composition(lab: Any, policy_model: nn.Module, ref_model: nn.Module) -> None:
+    """The outcome is on the last assistant token, also for unpadded rows beside padded tokens."""
     td = data("right")
     td["masks", "all_assistant_mask"][1, 30:] = False
     whole = RetrieveKL(*lab.wrapped(), coeff=0.5)(td.clone())
@@ -149,15 +149,15 @@ def test_an_algorithm_keeps_the_layout_of_the_batch(lab: Any) -> None:
     assert batch["next", "ref_log_probs", "full"].shape == (2, WIDTH)
 
 
-def test_padding_of_the_tokenizer_against_pad_output(lab: Any, ref_model: nn.Module) -> None:
-    message = r"tokenizer_kwargs\['padding'\]=True has no effect: build the wrapper with pad_output=True"
+def test_tokenizer_padding_without_pad_output_is_refused(lab: Any, ref_model: nn.Module) -> None:
+    message = r"tokenizer_kwargs\['padding'\]=True has no effect\. Build the wrapper with pad_output=True"
     for model in (lab.wrapped()[1], ref_model):
         with pytest.raises(ValueError, match=message):
             RetrieveLogProb(model, tokenizer_kwargs={"padding": True})
     RetrieveLogProb(lab.wrapped(True)[1], tokenizer_kwargs={"padding": True})
 
 
-def test_a_device_of_what_cannot_be_moved(ref_model: nn.Module) -> None:
+def test_a_device_for_the_policy_of_a_collector_is_refused(ref_model: nn.Module) -> None:
     with pytest.raises(ValueError, match="device='cpu': the policy of a collector stays on its device"):
         RetrieveLogProb("from_collector", device="cpu")
     assert RetrieveKL("from_collector", ref_model, device="cpu").transforms[1].model is ref_model

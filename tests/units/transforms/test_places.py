@@ -1,4 +1,4 @@
-"""Every transform in every place that TorchRL runs one, against the plain model; and what each turn of an env costs."""
+"""Every transform in every place where TorchRL runs one, compared with a plain model, and the cost of a turn."""
 
 import copy
 from collections.abc import Callable
@@ -32,7 +32,7 @@ WRITTEN: dict[str, list[Any]] = {
 
 
 class Scored:
-    """The models, the transforms under test, and the entries they read."""
+    """The models, the transforms under test, and the data that they read."""
 
     def __init__(self, lab: Any, padded: bool) -> None:
         self.lab, self.padded, self.policy = lab, padded, lab.policy(padded)
@@ -42,7 +42,7 @@ class Scored:
         return self.lab.chain(name, self.padded, COEFF)
 
     def data(self, name: str, **kwargs: Any) -> TensorDictBase:
-        """What the transform reads."""
+        """A rollout with the entries that the transform reads."""
         return self.lab.collect(*self.chain(name)[:-1], pad_output=self.padded, **kwargs)
 
     def check(self, name: str, step: TensorDictBase, outcome: float) -> None:
@@ -80,7 +80,7 @@ def scored(lab: Any, padded: bool) -> Scored:
 
 
 def in_layouts(first: bool) -> pytest.MarkDecorator:
-    """Each transform in one of the layouts; half of the places have the others."""
+    """Each transform in one of two layouts. The other half of the places uses the other layout."""
     pairs = [(name, (i % 2 == 0) == first) for i, name in enumerate(WRITTEN)]
     ids = [f"{name}-{'padded' if padded else 'nested'}" for name, padded in pairs]
     return pytest.mark.parametrize(("name", "padded"), pairs, indirect=["padded"], ids=ids)
@@ -111,7 +111,7 @@ def test_defect_27_a_direct_call_on_any_number_of_batch_dimensions(scored: Score
 
 @in_layouts(False)
 def test_defect_07d_chat_env(scored: Scored, name: str) -> None:
-    """Each turn is charged its own tokens alone."""
+    """Each turn is charged only for its own tokens."""
     torch.manual_seed(0)
     rollout = scored.lab.env(*scored.chain(name), envs=3, turns=3).rollout(3, scored.policy)
     assert scored.check_all(name, rollout) == 9
@@ -151,7 +151,7 @@ def test_defect_25_26_replay_buffer_on_sample(scored: Scored, name: str) -> None
     stored = [leaves(buffer._storage[i]) for i in range(3)]
     outcome_of = {str(step["tokens", "full"].tolist()): OUTCOMES[i] for i, step in enumerate(steps(data))}
     buffer.append_transform(scored.chain(name)[-1])
-    for _ in range(2):  # the second time too: what sampling wrote must not have reached the storage
+    for _ in range(2):  # twice, because the first sample must not have changed the storage
         sample = buffer.sample()
         assert sample.shape == (4,)
         for step in steps(sample):
@@ -164,7 +164,7 @@ def test_defect_25_26_replay_buffer_on_sample(scored: Scored, name: str) -> None
     ("padded", "given"), [(True, "policy"), (False, "policy_factory")], indirect=["padded"], ids=["padded", "factory"]
 )
 def test_defect_05_09_from_collector(scored: Scored, given: str) -> None:
-    """It starts, its specs are known before any collector is, and the policy is never changed."""
+    """Specs exist before a collector does, and the policy is never changed."""
 
     def settings() -> dict[str, Any]:
         kinds = (dict, list, bool, str, tuple, int)
@@ -178,7 +178,7 @@ def test_defect_05_09_from_collector(scored: Scored, given: str) -> None:
     assert settings() == before
 
 
-def test_from_collector_elsewhere_says_how(lab: Any) -> None:
+def test_from_collector_outside_a_collector_is_refused(lab: Any) -> None:
     transform = RetrieveKL("from_collector", lab.wrapped()[1])
     with pytest.raises(ValueError, match=r"The container is not set.*append the transform to the env.*LLMCollector"):
         transform(lab.collect())
@@ -188,7 +188,7 @@ def test_from_collector_elsewhere_says_how(lab: Any) -> None:
 
 
 # ------------------------------------------------------------------ what a turn costs
-#: Transforms that score a model, beside one of equal weights, and where.
+#: Transforms that score a model and a twin with equal weights, and the key of its log-probs.
 TRANSFORMS: dict[str, tuple[Any, Any]] = {
     "RetrieveKL": (lambda ref, twin, options: [RetrieveKL(ref, twin, options=options)], GEN[1:]),
     "RetrieveLogProb": (lambda ref, _, options: [RetrieveLogProb(ref, options=options)], GEN[1:]),
@@ -200,7 +200,7 @@ TRANSFORMS: dict[str, tuple[Any, Any]] = {
 
 
 def count(calls: list[int], _: Any, __: Any, kwargs: Any) -> None:
-    """Tokens of a forward that scores; generation has its own cache."""
+    """Count the tokens of a scoring forward. Generation uses its own cache."""
     if not kwargs.get("use_cache"):
         calls.append(kwargs["input_ids"].numel())
 
@@ -226,7 +226,7 @@ def test_a_turn_costs_its_new_tokens(lab: Any, name: str, padded: bool) -> None:
     real = ("masks", "all_attention_mask")
     rows = [[step["tokens", "full"][step[real]] for step in turns.unbind(0)] for turns in rollout.unbind(0)]
     for turn in range(1, 3):
-        # What was decoded and encoded again may be other tokens: new are those from the first difference on.
+        # Decoding and encoding an answer again may change its tokens. New tokens begin at the first difference.
         known = [min(common(row[turn - 1], row[turn]), len(row[turn - 1]) - 1) for row in rows]
         assert cached[turn] == sum(len(row[turn]) - 1 - k for row, k in zip(rows, known, strict=True))
         assert whole[turn] > whole[turn - 1]
@@ -249,7 +249,7 @@ CHATS = [[user("hi"), assistant("yes"), user("why?"), assistant(f"because {i}")]
 
 @pytest.mark.parametrize(("assistant_only", "renderings"), [(True, 2), (False, 1)])
 def test_each_conversation_is_rendered_once_for_both_models(lab, monkeypatch, assistant_only, renderings):
-    """Once as it is, and once more to see who spoke where; more for the first with such turns, which is checked."""
+    """Once for the text, and once to locate the turns. The first conversation of its kind is checked with more."""
     wrappers = lab.wrapped(input_mode="history")
     transform = RetrieveKL(*wrappers, assistant_only=assistant_only, add_to_reward=False)
     data = histories(full=CHATS)

@@ -1,4 +1,4 @@
-"""Recorded routing in transforms, losses and algorithms: which entries are read and written, and that all replay alike."""
+"""Recorded routing in transforms, losses and algorithms: the entries, and equal replays everywhere."""
 
 from typing import Any
 
@@ -23,9 +23,8 @@ from torchrl_llm_kl import (
 )
 from torchrl_llm_kl.algorithms import make_algorithm
 from torchrl_llm_kl.losses import KLToReference
-from torchrl_llm_kl.losses._policy_inputs import PolicyBatch
 from torchrl_llm_kl.ragged import read_ragged
-from torchrl_llm_kl.rollouts import MissingEntryError, ResponseTokens, read_routing
+from torchrl_llm_kl.rollouts import MissingEntryError, read_routing
 from toy_models import FORWARD, tiny_model
 from toy_rollouts import flat, make_model, make_policy, steps
 
@@ -44,12 +43,12 @@ def model() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def later(model: nn.Module) -> nn.Module:
-    """A policy whose routers moved."""
+    """The policy with changed routers."""
     return perturbed(model)
 
 
 def make_data(layout: str = "padded", **entries: list[Tensor]) -> TensorDictBase:
-    """The answers in a layout, with further entries: prompts left-padded to 3 tokens, responses to 4 on the right."""
+    """The answers in a layout, with further entries. Padding is left of prompts (3) and right of responses (4)."""
     return tokens(layout, PROMPTS, RESPONSES, masks__all_assistant_mask=SCORED, advantage=ADVANTAGE, **entries)
 
 
@@ -63,7 +62,7 @@ RECORD = random_record()
 
 
 def replayed(model: nn.Module, record: Any = None, **options: Any) -> Tensor:
-    """The log-probs under a record at the scored tokens; without one the model routes by itself."""
+    """The log-probs at the scored tokens under a record, or with the model's own routing."""
     return LogProbScorer(model).score(ScoreRequest.of(TOKENS, MASK, routing=record), **options).values[MASK]
 
 
@@ -94,7 +93,7 @@ def test_a_record_is_replayed(layout: str, model: nn.Module) -> None:
 
 @pytest.mark.parametrize("layout", ["padded", "lazy"])
 def test_a_first_scoring_is_recorded(layout: str, model: nn.Module, later: nn.Module) -> None:
-    """Later scorings use its experts; their own record is the same."""
+    """Later scorings use the recorded experts and record the same ones."""
     td = RetrieveLogProb(model, extras=[RoutedExperts(KEY, record=True)])(make_data(layout))
     want = LogProbScorer(model).evaluate(TOKENS, MASK, record_routing=True).routing
     assert recorded(td).dtype == torch.int8
@@ -105,12 +104,12 @@ def test_a_first_scoring_is_recorded(layout: str, model: nn.Module, later: nn.Mo
 
 
 def responses_of(row: TensorDictBase) -> Tensor:
-    """The tokens after the prompt that are no padding."""
+    """The mask of the response tokens, without padding."""
     return row["masks", ATTENTION] & (torch.arange(len(row["tokens", "full"])) >= len(row["tokens", "prompt"]))
 
 
 def test_in_an_env(lab: Any) -> None:
-    """Each turn is recorded anew, and replayed outside."""
+    """Each turn in an env writes its own record, and later scorings replay it."""
     policy_model = make_model(lab.tokenizer, 0, "deepseek_v3")
     transform = RetrieveLogProb(policy_model, extras=[RoutedExperts(KEY, record=True)])
     torch.manual_seed(0)
@@ -124,7 +123,7 @@ def test_in_an_env(lab: Any) -> None:
     found = RetrieveLogProb(policy_model, extras=[RoutedExperts(KEY)])(flat(td))
     for row, step in zip(found.unbind(0), steps(td), strict=True):
         assert_near(row["next", "log_probs", "full"], step["next", "log_probs", "full"], **FORWARD)
-    # The loss replays the record of the step itself: the root has that of the turn before.
+    # The loss replays the record below "next". The root has the record of the previous turn.
     later = perturbed(policy_model)
     by_step = RetrieveLogProb(later, extras=[RoutedExperts(KEY)])(flat(td))
     log_probs = torch.cat([row["next", "log_probs", "full"][responses_of(row)] for row in steps(by_step)])
@@ -133,7 +132,7 @@ def test_in_an_env(lab: Any) -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "exact"])
 def test_kl(estimator: Any, model: nn.Module, later: nn.Module) -> None:
-    """The policy replays; the reference routes by itself, or has its own entry."""
+    """The policy replays the record. The reference uses its own routing, or its own entry."""
     other = random_record(1)
 
     def kl(policy: nn.Module = later, reference: nn.Module = model, **kwargs: Any) -> TensorDictBase:
@@ -152,7 +151,7 @@ def test_kl(estimator: Any, model: nn.Module, later: nn.Module) -> None:
 
 
 def forms() -> dict[str, TensorDictBase]:
-    """Data with the same record in forms of engines and of hand."""
+    """The same record in the forms that engines and users store."""
     response = [row[mask] for row, mask in zip(RECORD, SCORED, strict=True)]
     padded = make_data(routed_experts=RECORD)[KEY]
     found = {
@@ -205,7 +204,7 @@ def test_records_of_other_shapes(entry: Tensor, message: str, model: nn.Module) 
 
 @pytest.mark.parametrize("layout", ["padded", "lazy"])
 def test_a_loss_replays(layout: str, model: nn.Module, later: nn.Module) -> None:
-    """The first ratio is 1; log-probs and gradients of a later policy are over the recorded experts."""
+    """The first ratio is 1. Log-probs and gradients of a later policy use the recorded experts."""
     td = RetrieveLogProb(model, extras=[RoutedExperts(KEY, record=True)])(make_data(layout))
     assert_ones(PolicyLoss(model, "ppo")(td))
     loss = PolicyLoss(later, "gpg")
@@ -228,15 +227,6 @@ def test_a_reference_in_the_loss_routes_by_itself(model: nn.Module, later: nn.Mo
         assert_close(found, (d.exp() - 1 - d).mean(), atol=1e-4, rtol=1e-4)
 
 
-def test_half_the_temperature_is_replayed_too(later: nn.Module) -> None:
-    """WPO's weights take the policy's log-probs at half the temperature."""
-    record, response = torch.cat(RECORD), ResponseTokens(TOKENS, MASK)
-    loss = PolicyLoss(later, "dpo", weighting="aligned")
-    found = loss._score(PolicyBatch(TensorDict(), response, {}), {"routing": record}).sharp_log_prob
-    want = LogProbScorer(later, temperature=0.5).score(ScoreRequest.of(TOKENS, MASK, routing=record))
-    assert_near(found, response.gather(want.values), **FORWARD)
-
-
 def test_a_loss_with_another_key(model: nn.Module) -> None:
     loss = PolicyLoss(model, "gpg")
     want = loss(make_data(routed_experts=RECORD)).total_loss
@@ -247,7 +237,7 @@ def test_a_loss_with_another_key(model: nn.Module) -> None:
 
 
 def test_make_algorithm(model: nn.Module, later: nn.Module) -> None:
-    """Old log-probs and the loss replay the sampler's record, so that the first ratio is 1; the reference does not."""
+    """Old log-probs and the loss replay the sampler's record, so the first ratio is 1. The reference does not replay."""
     for kl, reference in (("none", {}), ("k3", {"reference": model})):
         parts = make_algorithm("reinforce_plus_plus", later, kl_reward="none", kl_loss=kl, **reference)
         batch = parts.prepare(make_data(routed_experts=RECORD, next__reward=ADVANTAGE))

@@ -1,4 +1,4 @@
-"""Samplers in transforms, losses and algorithms: what they warn of, what they score, and the replay of a record."""
+"""Sampling settings in transforms, losses and algorithms: warnings, scores, and the replay of a record."""
 
 import copy
 import pickle
@@ -29,7 +29,7 @@ REAL = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]])
 
 
 def recorded(model: nn.Module, record: RecordKept | None = None) -> tuple[TensorDictBase, torch.Tensor]:
-    """Answers of ``generate`` with a record of what could have been drawn (not written, if given), and their log-probs."""
+    """Answers of ``generate`` and their log-probs. The record of kept tokens is written unless ``record`` is passed."""
     torch.manual_seed(0)
     model.generation_config.pad_token_id = 0
     own = record or RecordKept(SAMPLING)
@@ -48,8 +48,8 @@ def score(model: nn.Module, td: TensorDictBase, sampling: Sampling = SAMPLING) -
     return RetrieveLogProb(model, options=ScoreOptions(sampling))(td.clone())["log_probs", "full"]
 
 
-def test_a_replay_is_what_was_sampled() -> None:
-    """Generate with top-p, record, score by replay; and the ratio of whole distributions is off by the mass that is kept."""
+def test_a_replay_gives_the_samplers_log_probs() -> None:
+    """Generate with top-p, record, and score by replay. Without the replay, ratios are off by the kept mass."""
     model = tiny_model().double()
     td, sampler = recorded(model)
     assert td["kept", "ids"].dtype == td["kept", "counts"].dtype == torch.int32
@@ -61,7 +61,7 @@ def test_a_replay_is_what_was_sampled() -> None:
 
 
 def test_a_record_outlives_the_policy() -> None:
-    """Another model keeps other tokens; replayed over the record its log-probs are finite, and right by hand."""
+    """Another model would keep other tokens. Over the record its log-probs are finite and equal those by hand."""
     later, (td, _) = tiny_model(seed=5).double(), recorded(tiny_model().double())
     found = score(later, td)
     for row, step in enumerate(td.unbind(0)):
@@ -85,7 +85,7 @@ def unpadded(row: TensorDictBase) -> TensorDictBase:
 
 
 def test_a_loss_replays(padded: bool) -> None:
-    """On policy every ratio is 1 to 1e-5, in every layout; without the record of another policy's too."""
+    """On policy every ratio is 1 to 1e-5 in every layout, also without a record."""
     model = tiny_model().double()
     td, sampler = recorded(model)
     td["next"] = TensorDict({("log_probs", "full"): torch.cat([torch.zeros(3, 4), sampler.float()], 1)}, [3])
@@ -101,7 +101,7 @@ def test_a_loss_replays(padded: bool) -> None:
 
 
 def test_kl_to_the_reference() -> None:
-    """``"kept"``: log-probs of both over what the policy keeps, by replay, in a transform and in a loss."""
+    """``reference="kept"`` scores both models over the tokens that the policy keeps, in a transform and in a loss."""
     model, ref = tiny_model().double(), tiny_model(seed=1).double()
     td, _ = recorded(model)
     both = Sampling(0.8, top_p=0.8, reference="kept")
@@ -122,7 +122,7 @@ def test_kl_to_the_reference() -> None:
 
 
 def test_torchrl_wrapper(lab: Any) -> None:
-    """A policy of torchrl that records, in a history with answers of several lengths."""
+    """A torchrl policy with a recording processor, for answers of several lengths."""
     record, policy = RecordKept(Sampling(top_k=3)), lab.policy(True)
     policy.generate_kwargs |= {"top_k": lab.gen_model.config.vocab_size, "logits_processor": [record]}
     torch.manual_seed(0)
@@ -151,7 +151,7 @@ def test_records_of_other_calls_are_refused() -> None:
 
 
 def warnings_of_50(call: Any) -> int:
-    """How often a call warns that the sampler's top k is not the scorer's, and of no other difference."""
+    """Count the warnings about a top k of 50. There must be no other warning about the sampler."""
     found = warned(call, "sampler ")[1]
     assert all(text.startswith("sampler uses top_k=50, scorer top_k=0") for text in found), found
     return len(found)
@@ -178,7 +178,7 @@ def test_warned_once(lab: Any, ref_model: nn.Module) -> None:
 
 
 def test_a_model_without_a_wrapper_is_compared_with_the_policy_of_the_collector(lab: Any, ref_model: nn.Module) -> None:
-    """As the guides write it: the algorithm gets the model, the collector a wrapper of it."""
+    """As in the guides, the algorithm gets the model and the collector a wrapper of it."""
     grpo = partial(make_algorithm, "grpo", lab.gen_model, reference=ref_model, group_size=2)
     teacher = make_algorithm("gkd", lab.gen_model, reference=ref_model, top_k=2)
     for parts, expected in ((grpo(), 1), (grpo(options=ScoreOptions(Sampling(top_k=50))), 0), (teacher, 0)):
@@ -193,7 +193,7 @@ def test_a_model_without_a_wrapper_is_compared_with_the_policy_of_the_collector(
 
 
 def test_a_base_model_on_chatml_is_warned_of(lab: Any) -> None:
-    """torchrl renders ChatML for a tokenizer that does not know its markers; not with a template of the model's own."""
+    """torchrl renders ChatML for a tokenizer without its markers, unless the model has its own template."""
     strange, known = build_tokenizer(None, (), eos_token="</s>"), build_tokenizer(None)
     template = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     own = build_tokenizer(template, (), eos_token="</s>")
@@ -236,8 +236,8 @@ def test_settings_follow(ref_model: nn.Module, policy_model: nn.Module) -> None:
         transform.options.but(temperature=0.5, sampling=SAMPLING)
 
 
-def test_generate_kwargs_sample_from_what_is_scored(policy_model: nn.Module) -> None:
-    """They override a configuration that would change the distribution."""
+def test_generate_kwargs_sample_from_the_scored_distribution(policy_model: nn.Module) -> None:
+    """The arguments override a generation config that would change the distribution."""
     policy = copy.deepcopy(policy_model)
     truncated: Any = {"top_k": 7, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 1.3, "typical_p": 0.9}
     policy.generation_config.update(do_sample=True, **truncated)
