@@ -6,6 +6,7 @@ one table. A test fails if a page is out of date. The doctor's table takes minut
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import csv
 import inspect
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 DOCS = Path(__file__).resolve().parent
+CONTRIBUTING = DOCS.parent / "CONTRIBUTING.md"
 sys.path[:0] = [str(DOCS), str(DOCS.parent / "tests" / "lab")]
 
 import build_api  # noqa: E402
@@ -579,6 +581,35 @@ def render(page: str, text: str | None = None) -> str:
     return text
 
 
+# ------------------------------------------------------------------ places in the code
+
+#: A name of the package and its place, as CONTRIBUTING.md writes them.
+_PLACE = re.compile(r"`([A-Za-z_][\w.]*)`(\s+)\(`([\w/]+\.py):\d+`\)")
+
+
+def line_of(name: str, file: str) -> int:
+    """The line of a file of the package in which a function, a class, a method or a field is defined."""
+    body = ast.parse((build_architecture.ROOT / file).read_text(encoding="utf-8")).body
+    for part in name.split("."):
+        owner = next((node for node in body if part in _defined(node)), None)
+        if owner is None:
+            raise ValueError(f"{file} defines no {name}: correct its place.")
+        body = getattr(owner, "body", [])
+    return owner.lineno
+
+
+def _defined(node: ast.AST) -> set[str]:
+    """The names that a statement defines."""
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    return {getattr(node, "name", ""), *(target.id for target in targets if isinstance(target, ast.Name))}
+
+
+def with_lines(text: str) -> str:
+    """A text in which each named place has its line of today."""
+    return _PLACE.sub(lambda place: f"`{place[1]}`{place[2]}(`{place[3]}:{line_of(place[1], place[3])}`)", text)
+
+
 if __name__ == "__main__":
+    CONTRIBUTING.write_text(with_lines(CONTRIBUTING.read_text(encoding="utf-8")), encoding="utf-8")
     for page in sys.argv[1:] or TABLES:
         (DOCS / f"{page}.md").write_text(render(page), encoding="utf-8")

@@ -38,15 +38,12 @@ def test_a_page_is_up_to_date(name: str) -> None:
     assert page(f"{name}.md") == build.render(name), f"run `python docs/build_pages.py {name}`"
 
 
-def test_the_walk_of_contributing_names_what_exists() -> None:
-    text = (PROJECT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    named = re.findall(r"`([A-Za-z_][\w.]*)`\s+\(`([\w/]+\.py)`\)", text)
-    assert len(named) > 10
-    for name, file in named:
-        source = (PROJECT / "torchrl_llm_kl" / file).read_text(encoding="utf-8")
-        for part in name.split("."):
-            assert re.search(rf"(def|class) {part}\b|^    {part}:", source, re.MULTILINE), (name, file)
-    assert not re.search(r"\.py:\d", text), "lines move: name the file"
+def test_the_places_of_contributing_are_true() -> None:
+    text = build.CONTRIBUTING.read_text(encoding="utf-8")
+    assert build.with_lines(text) == text, "run `python docs/build_pages.py architecture`"
+    assert text.count(".py:") > 10
+    with pytest.raises(ValueError, match=r"defines no ScoreRequest\.nowhere"):
+        build.with_lines("`ScoreRequest.nowhere` (`scoring/_request.py:1`)")
 
 
 def test_a_page_without_a_place_for_its_table() -> None:

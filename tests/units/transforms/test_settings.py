@@ -125,7 +125,7 @@ def test_fixed_arguments_and_refused_settings(make: Any, ref_model: Any) -> None
 
 WRONG: list[tuple[str, Any, str]] = [
     ("options", ScoreOptions(grad=True), r"options asks for grad\. Use detach=False"),
-    ("options", ScoreOptions(top_k=3), r"options asks for top_k, .*extras=\[Entropy"),
+    ("options", ScoreOptions(top_k=3), r"options asks for top_k\. .*extras=\[Entropy"),
     ("extras", [KeptTokens("a"), KeptTokens("b")], "extras has one kind twice: leave one out of .*KeptTokens"),
 ]
 
