@@ -1,4 +1,4 @@
-"""The Ray service measured, beside torchrl's: ``python -m benchmarks.ray run`` and ``... render``."""
+"""Measures the Ray service and torchrl's: ``python -m benchmarks.ray run`` and ``... render``."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ PARTS = ("local", "torchrl", "many", "faults")
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 Part = Enum("Part", {part: part for part in PARTS}, type=str)  # type: ignore[misc]
 Out = Annotated[
-    Path | None, typer.Option(help="Folder of the results; by default benchmarks/, runs/bench-ray for quick runs.")
+    Path | None, typer.Option(help="Folder of the results. By default benchmarks/, or runs/bench-ray for quick runs.")
 ]
 
 
 def measure(parts: Sequence[str], *, quick: bool, rounds: int, seconds: float) -> list[Figure]:
-    """The figures of some parts, on a cluster of their own."""
+    """Measures some parts on a local cluster."""
     torch.set_num_threads(1)
     size, lengths = size_of(quick), (16,) if quick else (32, 512)
     rounds, seconds = (1, 0.4) if quick else (rounds, seconds)
@@ -61,12 +61,12 @@ def measure(parts: Sequence[str], *, quick: bool, rounds: int, seconds: float) -
 @app.command()
 def run(
     only: Annotated[list[Part] | None, typer.Option(help="May be repeated.")] = None,
-    quick: Annotated[bool, typer.Option(help="The smallest sizes, to check that everything works.")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds per case; the median is reported.")] = 3,
+    quick: Annotated[bool, typer.Option(help="Use the smallest sizes, to check that everything works.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds per case, of which the median is reported.")] = 3,
     seconds: Annotated[float, typer.Option(min=0.1, help="Seconds per window.")] = 2.5,
     out: Out = None,
 ) -> None:
-    """Measure, and write ray.json and RAY.md. With --only, other figures in ray.json are kept."""
+    """Measure, and write ray.json and RAY.md. With --only, keep the other figures in ray.json."""
     warnings.filterwarnings("ignore")
     folder = out or (QUICK if quick else HERE)
     place = {

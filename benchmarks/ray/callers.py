@@ -16,7 +16,7 @@ _HEAD_START = 0.1  # seconds for the start message to reach all clients
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The quantile of the values: one of them, the next larger where it falls between two."""
+    """Returns a quantile: one of the values, or the next larger one where it falls between two."""
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
@@ -26,8 +26,8 @@ class Window:
 
     Args:
         seconds: length of the window.
-        calls: start and end of each call on the machine's clock, 0 at the start of the window. A caller finishes a call that
-            it has started, and makes at least one.
+        calls: start and end of each call, in seconds after the start of the window. A caller makes at least one call, and
+            finishes a call that it has started.
     """
 
     seconds: float
@@ -35,7 +35,7 @@ class Window:
 
     @property
     def throughput(self) -> float:
-        """Calls per second; a call that ends after the window counts in part."""
+        """Calls per second. A call that ends after the window counts in part."""
         inside = [max(min(end, self.seconds) - begin, 0.0) / (end - begin) for begin, end in self.calls]
         return sum(inside) / self.seconds
 
@@ -55,7 +55,7 @@ class Caller:
         self._transforms = {side: sides.make(side) for side in SIDES}
 
     def ready(self) -> bool:
-        """Returns once the process is constructed."""
+        """Return once the process is constructed."""
         return True
 
     def transform(self, side: str, length: int, start: float, seconds: float) -> Any:
@@ -92,7 +92,7 @@ class Callers:
         ray.get([actor.ready.remote() for actor in self._actors])
 
     def window(self, method: str, *args: Any, callers: int, seconds: float, **kwargs: Any) -> Window:
-        """Let some of them call for one window."""
+        """Let some of the processes call for one window."""
         import ray
 
         start = time.monotonic() + _HEAD_START

@@ -1,4 +1,4 @@
-"""The time of calls: over a local score, of eight callers beside torchrl's, of 64 callers, and with the top 64."""
+"""The time of calls: beside a local score, of eight callers beside torchrl's, and with the top 64."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from torchrl_llm_kl.service import ScoringService
 
 TOLERANCE = 1e-4
 MANY = 8
-#: Times torchrl's throughput, of short calls and of long ones, where the model's own speed bounds both.
+#: By length, the goal as a multiple of torchrl's throughput. The model's own speed bounds both for long calls.
 GOALS = {32: 8.0, 512: 2.0}
 SERVICE = Path(__file__).parents[2] / "torchrl_llm_kl" / "service"
 
 
 def milliseconds(call: Callable[[], object], repeats: int) -> list[float]:
-    """Of each of some calls."""
+    """Time some calls. Returns the milliseconds of each."""
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -38,7 +38,7 @@ def milliseconds(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def over_local(size: ModelSize, length: int, repeats: int) -> list[Figure]:
-    """A call of one caller beside the same call of a scorer in this process, interleaved."""
+    """Time a call of one caller and the same call of a local scorer, in turn."""
     rows = torch.randint(size.vocab, (SEQUENCES, length), generator=torch.Generator().manual_seed(0))
     request, local = ScoreRequest.of(list(rows)), LogProbScorer(reference(size))
     with ScoringService(factory=partial(reference, size), memory=0) as service:
@@ -66,13 +66,13 @@ def run(scorer: Scorer, request: ScoreRequest, times: int = 1, *, top_k: int = 0
 
 
 def agreement(sides: Sides, length: int) -> None:
-    """Raise an error unless both libraries compute the same numbers, to 1e-4 nats."""
+    """Check that both libraries compute the same numbers, to 1e-4 nats."""
     ours, theirs = (numbers(sides.make(side)(data(sides.size, length, seed=7))) for side in (OURS, THEIRS))
     largest_difference(ours, theirs, tolerance=TOLERANCE, what=f"{length} tokens")
 
 
 def beside_torchrl(callers: Callers, length: int, *, rounds: int, seconds: float, count: int = MANY) -> list[Figure]:
-    """Calls per second of both libraries' ``RayRetrieveKL``: the median of the ratios of adjacent windows."""
+    """Measure calls per second of both libraries' ``RayRetrieveKL``, and the median ratio of adjacent windows."""
     found: dict[str, list[float]] = {THEIRS: [], OURS: []}
     for i in range(rounds + 1):
         for side in (THEIRS, OURS):
@@ -89,7 +89,7 @@ def beside_torchrl(callers: Callers, length: int, *, rounds: int, seconds: float
 
 
 def size_of_code() -> Figure:
-    """Lines of the service's package, without blank lines, comments and docstrings."""
+    """Count the lines of the service's package, without blank lines, comments and docstrings."""
     import ast
 
     count = 0

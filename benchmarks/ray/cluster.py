@@ -1,4 +1,4 @@
-"""A local Ray cluster for this benchmark, on loopback."""
+"""A local Ray cluster for this benchmark, on the loopback address."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-#: Of the actors. With Ray's own default of 15, whatever else runs on the machine would decide the figures.
+#: Niceness of the actors. With Ray's default of 15, other programs on the machine would decide the figures.
 NICENESS = "0"
 
 
 @contextmanager
 def cluster() -> Iterator[None]:
-    """Starts a cluster and stops it, independent of others on the machine. One thread per model."""
+    """Start a cluster, independent of others on the machine, and stop it. Each model gets one thread."""
     import ray
 
     os.environ.setdefault("RAY_worker_niceness", NICENESS)

@@ -1,4 +1,4 @@
-"""What callers notice of faults: eight of them score without a pause, and each answer is compared with a local scorer's."""
+"""The effects of faults on callers: eight callers score without a pause, and each answer is compared with a local scorer's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torchrl_llm_kl.service import ScoringService
 
 CALLERS, BUSY, KILLS, PUSHES, STOPPED = 8, 8, 30, 20, 20.0
 _LENGTH, _TIMEOUT = 32, 240.0
-_OUTLIVES = 15.0  # seconds after which a driver that ended no longer counts
+_OUTLIVES = 15.0  # seconds after which the service has noticed the end of a driver
 _DRIVER = "import sys; from benchmarks.ray.faults import driver; driver(*sys.argv[1:])"
 
 
@@ -49,7 +49,7 @@ class Load:
             time.sleep(0.05)
 
     def figures(self, what: str, note: str = "") -> list[Figure]:
-        """Answers that were lost or are wrong, and the slowest one."""
+        """Returns the number of lost or wrong answers, and the slowest answer."""
         note = "; ".join(filter(None, (f"{len(self.seconds):,} answers", note, *sorted(set(self.errors))[:2])))
         bad = len(self.errors) + self.wrong
         return [
@@ -79,7 +79,7 @@ def faults(size: ModelSize, *, quick: bool, on_step: Callable[[str], None]) -> l
 
 
 def many_callers(size: ModelSize, *, count: int, answers: int) -> list[Figure]:
-    """Callers of one replica in threads of this process, without a pause."""
+    """Measure callers of one replica, in threads of this process, which call without a pause."""
     with _service(size) as service, load(service, size, callers=count) as calls:
         calls.wait(answers // 4)
         warm, begin = len(calls.seconds), time.monotonic()
@@ -94,7 +94,7 @@ def many_callers(size: ModelSize, *, count: int, answers: int) -> list[Figure]:
 
 
 def _start(size: ModelSize, busy: int = 0) -> list[Figure]:
-    """The time to the first answer."""
+    """Measure the time to the first answer."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
     try:
         begin = time.monotonic()
@@ -121,7 +121,7 @@ def _kills(size: ModelSize, count: int) -> list[Figure]:
 
 
 def _controller(size: ModelSize) -> list[Figure]:
-    """Serve's controller is killed, and then a replica, which the next controller replaces."""
+    """Kill Serve's controller, and then a replica, which the next controller replaces."""
     import ray
 
     with _service(size, num_replicas=2) as service, load(service, size) as calls:
@@ -147,7 +147,7 @@ def _stop(size: ModelSize, seconds: float) -> list[Figure]:
 
 
 def _pushes(size: ModelSize, count: int) -> list[Figure]:
-    """Each answer must be that of the weights whose version it names."""
+    """Push weights. Each answer must come from the version of the weights that it states."""
     expected, weights = [_answers(reference(size), size)], []
     for version in range(1, count + 1):
         model = reference(size)
@@ -170,7 +170,7 @@ def _pushes(size: ModelSize, count: int) -> list[Figure]:
 
 
 def _killer(size: ModelSize) -> list[Figure]:
-    """A process that scores this request ends."""
+    """Send a request that ends the process that scores it."""
     with _service(size, factory=deadly, num_replicas=2) as service:
         scorer, outcome = service.model.make_scorer(), "answered"
         with load(service, size) as calls:
@@ -186,7 +186,7 @@ def _killer(size: ModelSize) -> list[Figure]:
 
 
 def _drivers(size: ModelSize, seconds: float) -> list[Figure]:
-    """The driver that made the service ends; this one goes on."""
+    """End the driver that made the service, and go on in this one."""
     import ray
 
     address = ray.get_runtime_context().gcs_address
@@ -215,7 +215,7 @@ def _drivers(size: ModelSize, seconds: float) -> list[Figure]:
 
 
 def driver(address: str, *numbers: str) -> None:
-    """Create the service, and end with it when the standard input ends."""
+    """Create the service, and end when the standard input ends."""
     import ray
 
     ray.init(address=address, log_to_driver=False)
@@ -230,7 +230,7 @@ def driver(address: str, *numbers: str) -> None:
 
 
 def deadly(size: ModelSize) -> Any:
-    """A model whose process ends when it meets the tokens of :func:`_killing` in a row."""
+    """Make a model whose process ends when it scores the two tokens of :func:`_killing` in a row."""
     made, (first, second) = reference(size), _killing(size)
 
     def look(_: Any, inputs: tuple[Tensor, ...]) -> None:
@@ -262,7 +262,7 @@ def _service(
 def load(
     service: ScoringService, size: ModelSize, expected: Sequence[list[Tensor]] = (), callers: int = CALLERS
 ) -> Iterator[Load]:
-    """Let callers score all the time; ``expected`` holds for each version of the weights the answer to each caller."""
+    """Let callers score all the time. ``expected`` holds the answer to each caller, for each version of the weights."""
     found, over, lock = Load(), threading.Event(), threading.Lock()
     right = [*expected] or [_answers(reference(size), size, callers)]
 
@@ -306,7 +306,7 @@ def _answers(model: Any, size: ModelSize, callers: int = CALLERS) -> list[Tensor
 
 
 def _pid(service: ScoringService) -> int:
-    """The process of a replica that answers."""
+    """Returns the process of a replica that answers."""
     return int(service.model.call("state").pid)
 
 

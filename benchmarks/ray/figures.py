@@ -1,4 +1,4 @@
-"""The figures of a run, as JSON from which the page is rendered."""
+"""The figures of a run as JSON, and the page that shows them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _INTRO = """# Benchmark of the Ray service
 Written by `python -m benchmarks.ray run`; do not edit.
 
 Client processes apply the Ray transforms of torchrl 0.14.1 and of this library to TensorDicts of 4 sequences, which also
-hold an unrelated entry of 8 MiB; runs are interleaved. Model: Qwen2 of 2 layers, hidden 64, vocabulary 1,000, one thread for
-each actor. In each fault, eight callers score 4 x 32 tokens without a pause, and every answer is compared with a local
-scorer's of the version that it states. *Before* has the figures of the earlier service, which supervised its own actors.
+hold an unrelated entry of 8 MiB. Runs are interleaved. The model is a Qwen2 of 2 layers, hidden size 64 and vocabulary 1,000,
+with one thread for each actor. During each fault, eight callers score 4 x 32 tokens without a pause, and each answer is
+compared with a local scorer's, for the version of the weights that it states. The column *before* has the figures of the
+earlier service, which supervised its own actors.
 
 """
 
@@ -26,11 +27,11 @@ class Figure:
     """One number.
 
     Args:
-        what: was measured.
+        what: the quantity.
         value: its median.
         unit: of the value.
-        least, most: the goal.
-        note: other numbers.
+        least, most: bounds of the goal.
+        note: related numbers.
     """
 
     what: str
@@ -42,7 +43,7 @@ class Figure:
 
     @property
     def goal(self) -> str:
-        """The goal in words, and whether it is met."""
+        """The goal in words, and whether the value meets it."""
         if self.least is None and self.most is None:
             return ""
         met = (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
@@ -52,31 +53,31 @@ class Figure:
 
 @dataclass(frozen=True)
 class RayRun:
-    """One run: where it was, and its figures."""
+    """The place and the figures of one run."""
 
     place: dict[str, str]
     figures: tuple[Figure, ...] = ()
 
     def updated(self, newer: RayRun) -> RayRun:
-        """This run with the figures that ``newer`` has."""
+        """Replaces figures by those of a newer run."""
         new = {figure.what: figure for figure in newer.figures}
         kept = tuple(new.pop(figure.what, figure) for figure in self.figures)
         return RayRun(newer.place, (*kept, *new.values()))
 
     def save(self, folder: Path) -> None:
-        """Write the figures and the page."""
+        """Writes the figures and the page."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RESULTS).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         (folder / PAGE).write_text(self.page(), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> RayRun:
-        """Read a run that :meth:`save` wrote."""
+        """Reads a run that :meth:`save` wrote."""
         found = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
         return cls(found["place"], tuple(Figure(**each) for each in found["figures"]))
 
     def page(self) -> str:
-        """The page."""
+        """Renders the page."""
         before = json.loads(BEFORE.read_text(encoding="utf-8"))
         rows = ["| figure | before | now | | goal | |", "|---|---|---|---|---|---|"]
         for figure in self.figures:

@@ -1,4 +1,4 @@
-"""Both libraries' transforms with their models in named actors, created from any process."""
+"""Both libraries' transforms, with their models in named actors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _scoring(size: ModelSize, seed: int, key: str) -> Any:
 
 @dataclass(frozen=True)
 class Sides:
-    """Creates the transform of a library; the first process creates the actors too.
+    """Creates the transform of a library. The first process also creates the actors.
 
     Args:
         size: of both models.
@@ -50,7 +50,7 @@ class Sides:
     size: ModelSize
 
     def make(self, side: str) -> Callable[[TensorDictBase], TensorDictBase]:
-        """The transform: log-probs of policy and reference, both behind actors, and their KL."""
+        """Make a transform that writes log-probs of policy and reference, both behind actors, and their KL."""
         # The only construction of torchrl's class that works: None for both models, and a factory for each.
         kind = TorchRLRayRetrieveKL if side == THEIRS else RayRetrieveKL
         return kind(
@@ -65,7 +65,7 @@ class Sides:
 
 
 def data(size: ModelSize, length: int, *, seed: int, unrelated: bool = True) -> TensorDictBase:
-    """``SEQUENCES`` rows of random tokens, half of them a prompt, and an entry that no model reads."""
+    """Make ``SEQUENCES`` rows of random tokens. Half of each row is a prompt. The large entry is read by no model."""
     rng = torch.Generator().manual_seed(seed)
     full = torch.randint(size.vocab, (SEQUENCES, length), generator=rng)
     found = TensorDict(
@@ -82,7 +82,7 @@ def data(size: ModelSize, length: int, *, seed: int, unrelated: bool = True) -> 
 
 
 def numbers(found: TensorDictBase) -> Tensor:
-    """The KL that a transform wrote, padded; ``[SEQUENCES, T]``."""
+    """Returns the KL that a transform wrote, padded to ``[SEQUENCES, T]``."""
     values = found["next", "kl_penalty"]
     return torch.nested.to_padded_tensor(values, 0.0) if values.is_nested else values
 

@@ -96,7 +96,7 @@ def test_an_error_names_the_sequence_of_the_caller(service):
     bad[4] = 97
     for rows, options, message in (
         ([good] * 4 + [bad], {}, "token id 97 at sequence 4, position 4 is outside the vocabulary"),
-        ([good, good.new_zeros(70)], {}, "sequence 1 has 70 tokens but the model's configuration allows 64"),
+        ([good, good.new_zeros(70)], {}, "sequence 1 has 70 tokens"),
         ([good], {"adapters": "nobody"}, "has no PEFT adapters"),
     ):
         with pytest.raises(ValueError, match=message):
