@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -34,7 +34,7 @@ class Held(NamedTuple):
     """The last push, for a replica."""
 
     version: int
-    chunks: list[Any]  # references to the weights
+    chunks: list[object]  # references to the weights
     seen: int  # the latest version that any replica held, greater than `version` if that push is lost
 
 
@@ -58,7 +58,7 @@ class Keeper:
     def __init__(self, name: str, spec: ServiceSpec | None) -> None:
         self._name, self._spec = name, spec
         self._stays = spec is None or spec.detached  # after its last driver
-        self._model: Any = None  # reference to a pickled factory that is not part of the spec
+        self._model: object = None  # reference to a pickled factory that is not part of the spec
         self._drivers: set[str] = set()
         self._unused_since = time.monotonic()
         self._over = asyncio.Event()
@@ -66,10 +66,10 @@ class Keeper:
         self._ended = ""
         self._failure: Exception | None = None
         self._fingerprints: dict[str, str | None] = {}  # of the model of each source
-        self._version, self._chunks = 0, list[Any]()
+        self._version, self._chunks = 0, list[object]()
         self._tensors: frozenset[str] = frozenset()  # of the last push
         self._whole = False  # whether it held all tensors of the model
-        self._staged: dict[str, tuple[float, list[Any]]] = {}  # begin and chunks of pushes that are not committed
+        self._staged: dict[str, tuple[float, list[object]]] = {}  # begin and chunks of pushes that are not committed
         self._trials = Counter[str]()
         self._turn = asyncio.Lock()
         self._seen = 0  # the latest version that replicas hold: this actor may have lost it
@@ -109,7 +109,7 @@ class Keeper:
         self._drivers.add(client)
         await self._over.wait()
 
-    async def watch(self, client: str, held: Sequence[Any]) -> None:
+    async def watch(self, client: str, held: Sequence[Awaitable[None]]) -> None:
         """Waits for the end of :meth:`hold`. Ray fails that call when the process that owns it ends."""
         self._drivers.add(client)
         while await _is_pending(held[0]):
@@ -141,7 +141,7 @@ class Keeper:
             await asyncio.sleep(0.2)  # let the calls of hold() return: Ray would report them as failed
             ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
-    def _start(self, name: str, work: Any) -> None:
+    def _start(self, name: str, work: Coroutine[object, object, None]) -> None:
         self._tasks[name] = asyncio.get_running_loop().create_task(work)
 
     def _watch(self) -> None:
@@ -165,7 +165,7 @@ class Keeper:
 
     # ------------------------------------------------------------------ replicas
 
-    async def model(self) -> list[Any]:
+    async def model(self) -> list[object]:
         """Returns the reference to the pickled factory, in a list, if the factory is not part of the spec."""
         return [] if self._model is None else [self._model]
 
@@ -205,11 +205,11 @@ class Keeper:
     def _held(self) -> Held:
         return Held(self._version, self._chunks, max(self._seen, self._version))
 
-    async def staged(self, token: str) -> list[Any]:
+    async def staged(self, token: str) -> list[object]:
         """Returns references to the chunks of a push that is not committed."""
         return self._staged.get(token, (0.0, []))[1]
 
-    async def stage(self, token: str, chunk: Any) -> None:
+    async def stage(self, token: str, chunk: object) -> None:
         """Stores a part of a push. Replicas ignore it until the commit."""
         stored = await asyncio.to_thread(ray.put, chunk)
         self._staged.setdefault(token, (time.monotonic(), []))[1].append(stored)
@@ -271,7 +271,7 @@ def keeper_of(name: str, spec: ServiceSpec | None = None, *, create: bool = Fals
     ).remote(name, spec)
 
 
-async def _is_pending(call: Any) -> bool:
+async def _is_pending(call: Awaitable[None]) -> bool:
     """Waits for a call that a driver holds. True if it failed although the driver lives, as in a restart of this actor."""
     try:
         await call

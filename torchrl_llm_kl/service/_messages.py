@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -124,7 +124,7 @@ class PushedVersion(int):
     missed: tuple[str, ...] = ()
 
 
-def state_dict_of(weights: Any) -> dict[str, Tensor]:
+def state_dict_of(weights: object) -> dict[str, Tensor]:
     """Returns tensors under their ``state_dict()`` names.
 
     Args:

@@ -258,7 +258,7 @@ def import_ray() -> Any:
     return ray
 
 
-def _cancel(held: Any) -> None:
+def _cancel(held: object) -> None:
     """Cancels the call that a driver holds, in a thread: garbage collection may run this at any place."""
     import ray
 
@@ -324,7 +324,7 @@ class RemoteModel:
         return self._described()[0]
 
     @property
-    def log_probs_key(self) -> Any:
+    def log_probs_key(self) -> object:
         """The key of the TorchRL wrapper. Raises an AttributeError if the model is not a wrapper."""
         return self._wrapper("log_probs_key").log_probs_key
 

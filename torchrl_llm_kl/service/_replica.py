@@ -87,14 +87,16 @@ class Replica:
             raise
         self._batcher = Batcher(self._core.score, max_tokens=settings.max_tokens, max_wait=settings.max_wait)
         self._catching_up, self._on_trial = asyncio.Lock(), asyncio.Lock()
-        self._following: asyncio.Task[Any] | None = None  # loads a push that a check of the health noticed
+        self._following: asyncio.Task[ReplicaState | Exception] | None = (
+            None  # loads a push that a check of the health noticed
+        )
         try:
             self._core.probe()
             self._has_probe = True
         except Exception:  # the model cannot score these tokens, and is never probed
             self._has_probe = False
 
-    def _load(self) -> Any:
+    def _load(self) -> object:
         """Runs the factory. Returns its model or engine."""
         packed: Any = self._spec.factory
         if packed is None:
@@ -285,7 +287,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     return application(ServiceSpec(name, repr(sorted(args.items())), Settings(**given), factory=packed, detached=True))
 
 
-def served_model(path: str, dtype: str) -> Any:
+def served_model(path: str, dtype: str) -> object:
     """Loads a causal language model of transformers, on the accelerator if the replica has one."""
     import torch
     from transformers import AutoModelForCausalLM

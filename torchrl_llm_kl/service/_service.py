@@ -73,9 +73,9 @@ class ScoringService:
 
     def __init__(
         self,
-        model: Any = None,
+        model: object = None,
         *,
-        factory: Callable[[], Any] | None = None,
+        factory: Callable[[], object] | None = None,
         name: str | None = None,
         num_replicas: int | None = 1,
         tokens_per_batch: int | None = None,
@@ -159,7 +159,7 @@ class ScoringService:
                     raise deadline.over(error) from error
             time.sleep(0.1)  # an earlier service of this name still ends
 
-    def _wait_for_replicas(self, spec: ServiceSpec, deadline: Deadline, needed: int) -> None:
+    def _wait_for_replicas(self, spec: ServiceSpec, deadline: Deadline, needed: float) -> None:
         """Waits until so many replicas run. Raises the error of the factory, or one that says which resource is missing."""
         import ray
         from ray import serve
@@ -207,7 +207,7 @@ class ScoringService:
         states = self.model.connection.broadcast("state", timeout=timeout)
         return [state for state in states if not isinstance(state, Exception)]
 
-    def update_weights(self, weights: Any, version: int | None = None, *, wait: float = 30.0) -> PushedVersion:
+    def update_weights(self, weights: object, version: int | None = None, *, wait: float = 30.0) -> PushedVersion:
         """Copies weights into every replica, in place. Replicas that start later load them too.
 
         One replica checks that the weights fit. Then they become the latest ones, and each replica copies them between two
@@ -292,7 +292,7 @@ def _answer(reference: Any, timeout: float) -> Any:
     return answer
 
 
-def describe_source(model: Any, factory: Callable[[], Any] | None) -> str:
+def describe_source(model: object, factory: Callable[[], object] | None) -> str:
     """Describes a factory by its name and arguments, or a model by its class and weights. Equal models have equal texts.
 
     Factories that differ only in their code, or in globals that they read, have equal texts.
@@ -300,7 +300,7 @@ def describe_source(model: Any, factory: Callable[[], Any] | None) -> str:
     return f"model {_described(model)}" if factory is None else f"factory {_described(factory)}"
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     if isinstance(value, nn.Module):
         return f"{type(value).__name__} {fingerprint_of(value)}"
     if isinstance(value, partial):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 from torchrl_llm_kl.service._errors import ServiceConfigError
 
@@ -24,7 +24,7 @@ class ServeOptions(TypedDict, total=False):
     lifetime: Literal["detached"] | None
     max_ongoing_requests: int
     max_queued_requests: int
-    autoscaling_config: Mapping[str, Any] | None
+    autoscaling_config: Mapping[str, float] | None
     graceful_shutdown_timeout_s: float
     health_check_period_s: float
     health_check_timeout_s: float

@@ -6,9 +6,10 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from torchrl_llm_kl._numerics import read_device
 from torchrl_llm_kl.service._remote import RemoteModel
@@ -22,6 +23,7 @@ from torchrl_llm_kl.transforms import (
     RetrieveLogProb,
 )
 
+Factory: TypeAlias = Callable[[], nn.Module]
 #: Options of Ray's actors and of Serve. Their ``memory`` differs from the service's, and is left out.
 ACTOR_OPTIONS = tuple(ServeOptions.__annotations__)
 #: Arguments of :class:`ScoringService` that the transforms pass on.
@@ -79,9 +81,9 @@ class RayRetrieveLogProb(RetrieveLogProb, metaclass=Served):
 
     def __init__(
         self,
-        model: Any = None,
+        model: object = None,
         *,
-        model_factory: Callable[[], Any] | None = None,
+        model_factory: Factory | None = None,
         actor_name: str | None = None,
         device: torch.device | str | None = None,
         **kwargs: Any,
@@ -106,11 +108,11 @@ class RayRetrieveKL(RetrieveKL, metaclass=Served):
 
     def __init__(
         self,
-        gen_model: Any = "from_collector",
-        ref_model: Any = None,
+        gen_model: object = "from_collector",
+        ref_model: object = None,
         *,
-        gen_model_factory: Callable[[], Any] | None = None,
-        ref_model_factory: Callable[[], Any] | None = None,
+        gen_model_factory: Factory | None = None,
+        ref_model_factory: Factory | None = None,
         actor_name: str | None = None,
         device: torch.device | str | None = None,
         **kwargs: Any,
@@ -133,9 +135,9 @@ class RayKLRewardTransform(KLRewardTransform, metaclass=Served):
 
     def __init__(
         self,
-        ref_model: Any = None,
+        ref_model: object = None,
         *,
-        ref_model_factory: Callable[[], Any] | None = None,
+        ref_model_factory: Factory | None = None,
         actor_name: str | None = None,
         device: torch.device | str | None = None,
         **kwargs: Any,
@@ -149,7 +151,7 @@ def _served(
     kwargs: dict[str, Any],
     actor_name: str | None,
     device: torch.device | str | None,
-    **models: tuple[Any, Callable[[], Any] | None, str],
+    **models: tuple[Any, Factory | None, str],
 ) -> Iterator[list[Any]]:
     """Starts services for the models. Models that are served already, and names for the local class, stay as they are.
 
@@ -181,6 +183,6 @@ def _served(
         undo.pop_all()
 
 
-def _on_device(factory: Callable[[], Any], device: Any) -> Any:
+def _on_device(factory: Callable[[], nn.Module], device: torch.device | str) -> nn.Module:
     """Runs a factory and moves its model to a device, in the actor."""
     return factory().to(read_device(device))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torchrl.collectors import WeightUpdaterBase
 from torchrl.weight_update.weight_sync_schemes import TransportBackend, WeightSyncScheme
 
@@ -22,14 +22,14 @@ class ServiceTransport:
     def __init__(self, service: ScoringService) -> None:
         self.service = service
 
-    def send_weights(self, weights: Any) -> None:
+    def send_weights(self, weights: object) -> None:
         """Pushes weights under the next version, see :meth:`ScoringService.update_weights`."""
         self.service.update_weights(weights)
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Does nothing: the sender needs no connection of its own."""
 
-    def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> None:
+    def receive_weights(self, timeout: float | None = None, **kwargs: object) -> None:
         """Does nothing: replicas take the weights themselves."""
 
 
@@ -50,16 +50,16 @@ class ServiceWeightSyncScheme(WeightSyncScheme):
         super().__init__()
         self.service = service
 
-    def _init_on_sender_impl(self, model_id: str = "policy", context: Any = None, **kwargs: Any) -> None:
+    def _init_on_sender_impl(self, model_id: str = "policy", context: object = None, **kwargs: object) -> None:
         self.model_id = model_id
         if context is not None:
             self.context = context
         self._register_worker_sender(worker_idx=0)
 
-    def _init_on_receiver_impl(self, *, model_id: str = "policy", context: Any = None, **kwargs: Any) -> None:
+    def _init_on_receiver_impl(self, *, model_id: str = "policy", context: object = None, **kwargs: object) -> None:
         raise NotImplementedError("replicas need no receiver. Call init_on_sender() where the policy is trained.")
 
-    def create_transport(self, **kwargs: Any) -> TransportBackend:
+    def create_transport(self, **kwargs: object) -> TransportBackend:
         """Returns the transport to the replicas."""
         return ServiceTransport(self.service)
 
@@ -85,15 +85,15 @@ with warnings.catch_warnings():
         def __init__(self, service: ScoringService, policy: nn.Module | None = None) -> None:
             self.service, self.policy = service, policy
 
-        def _get_server_weights(self) -> Any:
+        def _get_server_weights(self) -> nn.Module:
             if self.policy is None:
                 raise ValueError(
                     "no weights were given, and there is no policy. Pass ServiceWeightUpdater(service, policy)."
                 )
             return self.policy
 
-        def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
+        def _maybe_map_weights(self, policy_or_weights: object) -> dict[str, Tensor]:
             return state_dict_of(policy_or_weights)
 
-        def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: object) -> None:
             self.service.update_weights(server_weights)

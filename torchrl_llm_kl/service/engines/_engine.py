@@ -86,7 +86,7 @@ class TransformersEngine(Engine):
     def __init__(self, model: Any, *, tokens_per_batch: int | None = None, memory: int = DEFAULT_MEMORY) -> None:
         self.model = model
         self._tokens_per_batch, self._memory = tokens_per_batch, memory
-        self._scorers: OrderedDict[tuple[Any, ...], LogProbScorer] = OrderedDict()
+        self._scorers: OrderedDict[tuple[object, ...], LogProbScorer] = OrderedDict()
         scorer = self._scorer(ScoreOptions())  # refuses a model that cannot be scored
         self.offers, self.place, self.instead = scorer.offers & ANSWERED, scorer.place, scorer.instead
 

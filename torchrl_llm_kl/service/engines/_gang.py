@@ -39,7 +39,7 @@ from torchrl_llm_kl.service.engines._engine import Engine, TransformersEngine
 #: A rank's scores at the masked-in tokens of its share of a request, by name. Each is ``[K, ...]``.
 Columns = dict[str, Tensor]
 #: A name, or a function of the model and the mesh of all ranks. The function returns the model, or None if it works in place.
-Shard = Literal["fsdp2", "tp", "none"] | Callable[[Any, DeviceMesh], Any]
+Shard = Literal["fsdp2", "tp", "none"] | Callable[[object, DeviceMesh], object]
 
 
 class GangEngine(Engine):
@@ -82,7 +82,7 @@ class GangEngine(Engine):
 
     def __init__(
         self,
-        factory: Callable[[], Any],
+        factory: Callable[[], object],
         *,
         ranks: int,
         shard: Shard = "fsdp2",
@@ -119,7 +119,7 @@ class GangEngine(Engine):
         self._tensors: list[list[str]] = made[0][2]
         self._split = all(may for _, may, _ in made)
 
-    def _place(self, ranks: int, options: Mapping[str, Any], strategy: str, timeout: float) -> None:
+    def _place(self, ranks: int, options: dict[str, Any], strategy: str, timeout: float) -> None:
         """Places the ranks. The group and the ranks end with this process, which owns them."""
         bundle = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options["resources"]}
         bundle = {name: amount for name, amount in bundle.items() if amount}
@@ -185,7 +185,7 @@ class GangEngine(Engine):
 
     # ------------------------------------------------------------------ calls of all ranks
 
-    def _ask(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _ask(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
         """Calls a method of all ranks, each with its arguments. Returns their answers, or raises the error of one of them.
 
         Raises :class:`EngineLost` if a rank dies, or if the ranks are out of step after an error.
@@ -202,7 +202,7 @@ class GangEngine(Engine):
         # Each rank raises a RankError for an error of another rank. Raise the original.
         raise next((error for error in errors if type(error).__name__ != "RankError"), errors[0])
 
-    def _wait_for(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _wait_for(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
         if self._lost is not None:
             raise self._lost.with_traceback(None)
         answers: list[Any] = [None] * len(arguments)
@@ -292,7 +292,7 @@ class GangRank:
 
     def start(
         self,
-        factory: Callable[[], Any],
+        factory: Callable[[], object],
         shard: Shard,
         store: tuple[str, int],
         backend: str,
@@ -341,7 +341,7 @@ class GangRank:
 # ------------------------------------------------------------------ sharding
 
 
-def shard_model(made: Any, shard: Shard, mesh: DeviceMesh) -> Any:
+def shard_model(made: object, shard: Shard, mesh: DeviceMesh) -> object:
     """Shards ``made``, a model or a TorchRL wrapper of one, in place. A function ``shard`` may return another object."""
     if callable(shard):
         sharded = shard(made, mesh)
@@ -357,7 +357,7 @@ def shard_model(made: Any, shard: Shard, mesh: DeviceMesh) -> Any:
     return made
 
 
-def may_split(made: Any) -> bool:
+def may_split(made: object) -> bool:
     """Whether ranks may score different sequences. They may with FSDP and whole models, but not with tensor parallelism."""
     model = unwrap(made) if is_wrapper(made) else made
     parts = list(model.modules()) if isinstance(model, nn.Module) else []

@@ -264,7 +264,7 @@ class _Sglang:
         return positions, tokens[start:absent] + [token for _, token, *_ in entries]
 
 
-def _position(entries: Iterable[tuple[int, Any]]) -> Position:
+def _position(entries: Iterable[tuple[int, float | None]]) -> Position:
     """Reads log-probs by token. They are -inf where the server clamps, NaN for broken weights. Null values are left out."""
     log_probs = {token: -math.inf if x <= _CLAMPED else float(x) for token, x in entries if x is not None}
     if any(value > 1e-3 for value in log_probs.values()):  # rounding may lift it above 0
