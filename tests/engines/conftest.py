@@ -1,4 +1,4 @@
-"""Tests against real servers: collected by ``make engines`` alone, one server at a time."""
+"""Tests against real servers. Only ``make engines`` collects them, one server at a time."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ collect_ignore_glob = [] if os.environ.get(ENGINES) else ["test_*.py"]
 
 @pytest.fixture(scope="session")
 def measured() -> Iterator[dict[str, Any]]:
-    """What tests measured, by claim: printed at the end, for docs/engines.md."""
+    """Measured values by claim. They are printed at the end, for docs/engines.md."""
     found: dict[str, Any] = {}
     yield found
     print("", *(f"{claim}: {value}" for claim, value in found.items()), sep="\n")

@@ -1,4 +1,4 @@
-"""vLLM in float32: as a reference, a sampler and a teacher; at last it is killed, and comes back as another."""
+"""vLLM in float32 as a reference, a sampler and a teacher. The last test kills the server and starts another model."""
 
 import copy
 from collections.abc import Iterator
@@ -71,7 +71,7 @@ def prompt_log_probs(server: VllmServer, prompt: list[int], **options: Any) -> l
 
 
 def test_switches_of_the_tests_own_server(server: VllmServer) -> None:
-    """What ``prompt_server.py`` can do and this version does not; docs/engines.md has the table."""
+    """This version has none of these traps of ``prompt_server.py``. docs/engines.md has the table."""
     assert server.version() == "0.32.0"
     prompt = [(7 * i) % 190 for i in range(150)]
     plain = prompt_log_probs(server, prompt)
@@ -128,7 +128,7 @@ def test_a_fault_is_named(cause: str, server: VllmServer, policy: nn.Module, rol
 
 
 def grpo(begin: nn.Module, sampling: Any, push: Any) -> tuple[list[float], list[float]]:
-    """``kl_to_ref`` and the rms mismatch of each step; the policy goes back to the reference, since no answer is better."""
+    """Returns ``kl_to_ref`` and the rms mismatch of each step. With equal rewards, the policy returns to the reference."""
     torch.manual_seed(0)
     actor, reference = copy.deepcopy(begin), make("dense")
     parts = make_algorithm("grpo", actor, reference=reference, kl_loss_coeff=1.0, group_size=8)

@@ -1,6 +1,6 @@
-"""What vLLM records of a mixture of experts, replayed here: the experts of each token, and the tokens that its sampler kept.
+"""Replays of vLLM's records of a mixture of experts: the experts of each token, and the tokens that its sampler kept.
 
-Both need vLLM's second model runner, and that Triton. Here Triton's interpreter runs its kernels (``interpreted``).
+Both need vLLM's second model runner, which needs Triton. Triton's interpreter runs the kernels here (``interpreted``).
 """
 
 import base64
@@ -40,7 +40,7 @@ def policy() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def choices(server: VllmServer) -> list[tuple[Tensor, dict[str, Any]]]:
-    """Prompts and what came back, two answers each; the last prompt has more than a block of the prefix cache."""
+    """Prompts with two answers each. The last prompt has more than a block of the prefix cache."""
     prompts = [*make_prompts(3, 0), torch.arange(150)]
     settings = {"temperature": SAMPLING.temperature, "top_k": SAMPLING.top_k, "max_tokens": 12}
     answers = [server.generate(p.tolist(), n=2, seed=10 * i, **settings) for i, p in enumerate(prompts)]
@@ -68,7 +68,7 @@ def kept_of(choices: list[tuple[Tensor, dict[str, Any]]], mask: Tensor) -> Kept:
 
 
 def test_experts_are_replayed(choices: list[tuple[Tensor, dict[str, Any]]], policy: nn.Module) -> None:
-    """With the same weights the scores are the server's; with other routers those of a plain forward with its experts."""
+    """The same weights give the server's scores. Other routers give the scores of a plain forward with its experts."""
     rows, mask, theirs = whole(choices)
     records = [experts_of(choice) for _, choice in choices]
     assert [record.shape for record in records] == [(len(row) - 1, 3, 2) for row in rows]

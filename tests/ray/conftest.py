@@ -1,4 +1,4 @@
-"""Tests on the local Ray cluster, and what they share: a service, the models of transforms, another driver."""
+"""Fixtures of the tests on the local Ray cluster: a shared service, the models of transforms, other drivers."""
 
 from contextlib import ExitStack
 from functools import partial

@@ -1,4 +1,4 @@
-"""Several drivers: who creates a service, who keeps it, what remains; forks, and processes that Ray did not start."""
+"""Several drivers create, share and leave a service. Forks, and processes that Ray did not start."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ def test_a_forked_child_gets_an_error_at_once(shared, drivers):
 
 @pytest.mark.slow
 def test_drivers_with_the_same_name_and_with_another_configuration(drivers, local):
-    """Two drivers start at once and share one replica, the factory of the third differs; it ends with the last driver."""
+    """Two drivers start at once and share one replica. A third with another factory is refused. The last one ends it."""
     one, two, other = drivers(), drivers(), drivers()
     for each in (one, two):
         each.start(

@@ -1,4 +1,4 @@
-"""Replicas that are killed, stopped, or end by a request; full queues, deadlines, factories that fail."""
+"""Replicas that are killed, hang, or end by a request, full queues, deadlines and factories that fail."""
 
 import os
 import signal

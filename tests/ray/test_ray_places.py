@@ -1,4 +1,4 @@
-"""The Ray variants in every place where TorchRL runs a transform: they write what the local classes write, to 1e-6."""
+"""The Ray variants write the numbers of the local classes, to 1e-6, in every place where TorchRL runs a transform."""
 
 import copy
 import pickle

@@ -63,7 +63,7 @@ KEYS += [("next", "kl_penalty"), ("next", "reward"), "advantage"]
 
 
 def test_replay_buffer_on_extend_and_on_sample():
-    """What the buffer's actor writes is what a local buffer writes; a transform without ``invert`` scores each sample."""
+    """The buffer's actor writes the entries of a local buffer. A transform without ``invert`` scores each sample."""
     torch.manual_seed(0)
     data = flat(plain_env().rollout(1, sampling_policy()))
     again = RetrieveLogProb(scoring_model(1), log_probs_full_key=("again", "full"))
@@ -125,7 +125,7 @@ def check_scores(batch, policy, reference):
 
 
 def push(collector, model):
-    """New weights for the collector's policy; ``TransformersWrapper`` keeps its model under ``"model"``."""
+    """Pushes weights to the collector's policy. ``TransformersWrapper`` keeps its model under ``"model"``."""
     collector.update_policy_weights_(TensorDict(model=TensorDict.from_module(model).detach().clone()))
 
 
@@ -154,7 +154,7 @@ def test_a_task_in_a_collectors_actor():
 
 @pytest.mark.slow
 def test_asynchronous_loop():
-    """Two collectors fill a buffer, which waits for groups; a learner takes samples and pushes weights now and then."""
+    """Two collectors fill a buffer, which waits for whole groups. A learner takes samples and sometimes pushes weights."""
     model = copy.deepcopy(scoring_model(0).model)
     loss = PolicyLoss(model, "ppo", terms=[KLToReference(1e-3)])
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -218,7 +218,7 @@ def test_grpo_trainer_over_ray():
 
 
 def test_properties_that_torchrls_collector_asks_its_actor_for():
-    """They are no methods, so that Ray cannot call them; and ``sync_iter=False`` needs a ``remote_config``."""
+    """Ray cannot call properties of an actor. ``sync_iter=False`` needs a ``remote_config``."""
     with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'setdefault'"):
         RayLLMCollector(plain_env, policy_factory=sampling_policy, dialog_turns_per_batch=ROWS, sync_iter=False)
     with ray_collector(plain_env) as collector, pytest.raises((TypeError, ValueError, AttributeError)):

@@ -1,4 +1,4 @@
-"""A reference that is shared and killed trains what one in the same process trains, and the tutorial says so."""
+"""The tutorial trains the same model with a shared reference, with a killed one and with a local one."""
 
 import json
 import math

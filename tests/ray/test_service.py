@@ -1,4 +1,4 @@
-"""The service on a local Ray cluster: the numbers of a local scorer for every kind of request, by whoever sends it."""
+"""The service on a local Ray cluster returns the numbers of a local scorer for every kind of request."""
 
 import asyncio
 import pickle
@@ -134,7 +134,7 @@ def test_a_service_of_a_server(serve, local):
 
 
 def test_an_application_that_serve_deploys(local):
-    """As ``serve run`` and RayService do; a driver then uses it by its name, and pushes weights into it."""
+    """As ``serve run`` and RayService do. A driver then uses the service by its name, and pushes weights into it."""
     target = app({"name": "deployed", "factory": "remote_models:model", "max_wait": 0.0})
     ray_serve.run(target, name="deployed", route_prefix=None)
     service = ScoringService(name="deployed")

@@ -1,4 +1,4 @@
-"""The service in short: transforms get the local numbers, a bad request fails alone, a killed replica comes back."""
+"""A smoke test of the service: local numbers, a bad request, a killed replica."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def test_a_served_reference_gives_the_numbers_of_a_local_one(shared):
     assert_near(alone, want["ref_log_probs", "full"], size=16, dtype=torch.float32)
 
 
-def test_a_bad_request_fails_alone_and_a_killed_replica_comes_back(shared, local):
+def test_a_bad_request_fails_by_itself_and_a_killed_replica_comes_back(shared, local):
     all_up(shared)
     before = pids(shared)
     with callers(shared.model, calls=6) as load:

@@ -1,4 +1,4 @@
-"""Minutes of work with kills, stops, poison and pushes at random: no answer is lost or wrong, and memory stays flat.
+"""Minutes of load with random kills, stops, poison and pushes. No answer is lost or wrong, and memory stays flat.
 
 ``TORCHRL_LLM_KL_SOAK_SECONDS`` sets the time, 600 by default.
 """
@@ -45,13 +45,13 @@ def resident(pid: int) -> float:
 
 
 class Faults:
-    """What goes wrong during the soak."""
+    """The faults of the soak."""
 
     def __init__(self, service):
         self.service, self.done, self.odd, self.threads = service, Counter[str](), [], []
 
     def happen(self, rng):
-        """One fault, or a push of the same weights under the next version."""
+        """Causes one fault, or pushes the same weights under the next version."""
         kind = rng.choice(KINDS)
         print(f"{time.monotonic():.1f} fault: {kind}", flush=True)
         if kind == "poison":
@@ -82,7 +82,7 @@ class Faults:
         self.done[kind] += 1
 
     def _fails(self, call, error, message=""):
-        """Note what a call does that should end with an error."""
+        """Notes a call that does not end with the expected error."""
         try:
             self.odd.append(call())
         except error as found:
@@ -96,7 +96,7 @@ class Faults:
 
 
 def work(remote, expected, end, seed, outcomes):
-    """Until the end; whether each answer is right, or the error."""
+    """Calls until the end. Notes whether each answer is right, or the error."""
     rng, scorer = random.Random(seed), clone(remote, timeout=LONG).make_scorer()
     while time.monotonic() < end:
         question, begin = (rng.randrange(SEEDS), rng.choice(SIZES)), time.monotonic()

@@ -10,7 +10,7 @@ from torchrl_llm_kl.training._build import load_reference
 
 
 def test_a_run_with_a_shared_reference(ray_cluster, tmp_path, monkeypatch):
-    """From a relative path, and gone on with after a step; a second client keeps the service between the two processes."""
+    """Trains from a relative path, and resumes after one step. A second client keeps the service between the two runs."""
     lab, runs = build_lab(tmp_path), []
 
     def build(*args, **kwargs):

@@ -167,7 +167,7 @@ def test_an_autoscaled_replica_gets_the_newest_weights(serve):
 
 @pytest.mark.slow
 def test_the_loss_of_the_keeper(serve):
-    """Scores go on; a replica that starts without the pushed weights answers nothing until all of them are pushed again."""
+    """Scores go on. A replica that starts without the pushed weights answers nothing until all of them are pushed again."""
     service = serve(factory=model)
     service.update_weights(model(seed=1))
     os.kill(keeper_pid(service), signal.SIGKILL)

@@ -127,7 +127,8 @@ class Keeper:
     async def end(self, why: str) -> None:
         """Deletes the application, and exits. Ray fails this call then, so the caller knows that the name is free."""
         if self._ended:
-            await asyncio.Event().wait()
+            await self._over.wait()
+            return
         self._ended = why
         async with self._turn:
             while True:

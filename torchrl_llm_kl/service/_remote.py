@@ -130,21 +130,20 @@ class Connection:
         from torchrl_llm_kl.service._keeper import is_deployed
 
         try:
-            if ray.get(self.keeper().state.remote(), timeout=_LOOK).ended:
-                raise self.gone()
+            is_open = not ray.get(self.keeper().state.remote(), timeout=_LOOK).ended
         except ServiceClosedError:
             # Serve's own commands deploy without a keeper. The first replica that starts creates it.
-            if self._closed or not is_deployed(self.name):
-                raise
+            is_open = not self._closed and is_deployed(self.name)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # the keeper restarts
-            pass
+            is_open = True
+        if not is_open:
+            raise self.gone()
 
     def saw(self, version: int) -> None:
         """Notes a version of the weights."""
         with self._lock:
-            self.newest = max(
-                self.newest, index(version)
-            )  # a plain int: the keeper would import torch for its subclass
+            # A plain int: to unpickle a PushedVersion, the keeper would import torch, which takes seconds.
+            self.newest = max(self.newest, index(version))
 
     def send(self, method: str, *args: object) -> Any:
         """Calls a method of any replica. Returns Serve's response."""

@@ -87,9 +87,8 @@ class Replica:
             raise
         self._batcher = Batcher(self._core.score, max_tokens=settings.max_tokens, max_wait=settings.max_wait)
         self._catching_up, self._on_trial = asyncio.Lock(), asyncio.Lock()
-        self._following: asyncio.Task[ReplicaState | Exception] | None = (
-            None  # loads a push that a check of the health noticed
-        )
+        # Loads a push that a check of the health noticed. Kept here, since asyncio holds tasks weakly.
+        self._following: asyncio.Task[ReplicaState | Exception] | None = None
         try:
             self._core.probe()
             self._has_probe = True

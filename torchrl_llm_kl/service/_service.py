@@ -267,7 +267,8 @@ class ScoringService:
         ray = import_ray()
         with contextlib.suppress(ServiceClosedError, ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             if self._state().id == self.model.connection.service:
-                ray.get(self.model.connection.keeper().end.remote("it was shut down"), timeout=_END)
+                end = self.model.connection.keeper().end.options(max_task_retries=0)  # Ray would report each retry
+                ray.get(end.remote("it was shut down"), timeout=_END)
         self.model.connection.close(f"the service {self.name!r} was shut down.")
 
     def __enter__(self) -> ScoringService:

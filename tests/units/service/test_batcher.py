@@ -5,15 +5,11 @@ import threading
 
 import numpy as np
 import pytest
-import torch
-from torch.testing import assert_close
 
 from load import job_of
-from remote_models import model
 from torchrl_llm_kl.service import ServiceError
-from torchrl_llm_kl.service._core import Batcher, ScoringCore
+from torchrl_llm_kl.service._core import Batcher
 from torchrl_llm_kl.service._messages import Reply
-from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from waits import LONG
 
 
@@ -137,17 +133,3 @@ async def test_an_error_of_the_model_reaches_all_callers_of_its_batch_and_ends_t
     errors = await ask(batcher, job(0, caller="a"), job(1, caller="b"))
     assert [(type(each), str(each)) for each in errors] == [(kind, text)] * 2
     assert await ask(batcher, job(2)) == [2]
-
-
-async def test_weights_are_copied_between_two_batches():
-    core = ScoringCore(TransformersEngine(model()))
-    batcher = queue(core.score)
-    before = await batcher.submit(job_of([[3, 4, 5]]))
-    weights = model(seed=1).state_dict()
-    await batcher.in_thread(lambda: core.update_weights(weights, 4))
-    after = await batcher.submit(job_of([[3, 4, 5]]))
-    assert (before["version"], after["version"]) == (0, 4)
-    want = ScoringCore(TransformersEngine(model(seed=1))).score([job_of([[3, 4, 5]])])[0]
-    got, expected = (torch.from_numpy(reply["columns"]["log_prob"]) for reply in (after, want))
-    assert_close(got, expected, atol=1e-9, rtol=0)
-    assert not np.allclose(before["columns"]["log_prob"], after["columns"]["log_prob"])

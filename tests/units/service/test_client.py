@@ -33,7 +33,7 @@ serve = pytest.importorskip("ray.serve")
 
 
 class Response:
-    """An answer of Serve: each of ``fates`` is one look, an error or a function that returns the answer; the last one stays."""
+    """A fake response of Serve. Each call of ``result`` takes one of ``fates``: an error, or a function of the answer."""
 
     def __init__(self, *fates):
         self.fates, self.withdrawn = list(fates), False

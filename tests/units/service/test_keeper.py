@@ -1,4 +1,4 @@
-"""The keeper of a service without Ray: configurations, the last push, trials, and the loss of what it kept."""
+"""The keeper of a service without Ray: configurations, the last push, trials, and lost weights."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ ALL = ["body", "head"]
 
 @pytest.fixture
 def context(monkeypatch):
-    """Ray's context of an actor; objects are kept as they are, and nothing is deployed."""
+    """A fake of Ray and Serve. It keeps objects as they are, and deploys nothing."""
     context = SimpleNamespace(deployed=[], current_actor="keeper", killed=[], deleted=[], applications={})
     fake = SimpleNamespace(put=lambda value: value, get_runtime_context=lambda: context, exceptions=ray.exceptions)
     fake.kill = lambda actor, no_restart: context.killed.append(actor)

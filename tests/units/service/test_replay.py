@@ -1,4 +1,4 @@
-"""What a remote scorer returns beside log-probs: the top k, and replays of kept tokens, in transforms and losses too."""
+"""A remote scorer returns the top k, moments and replays of kept tokens, also in transforms and losses."""
 
 import asyncio
 from dataclasses import replace
@@ -38,7 +38,7 @@ SOME = [[False, True, False, True, True], [False], [], [False, False, True]]
 
 
 def assert_local(found, expected):
-    """The numbers of the local scorer; a service sends those beside log-probs in float32."""
+    """The numbers equal the local scorer's. A service sends all but log-probs and entropies in float32."""
     assert found.per_token.keys() == expected.per_token.keys()
     for name, values in expected.per_token.items():
         same = name == "log_prob" or values.values.dtype != torch.float64
@@ -92,7 +92,7 @@ REFUSED = {
 }
 
 
-def test_what_is_refused(loop):
+def test_options_that_a_service_lacks_are_refused(loop):
     scorer = loop.serve(model()).make_scorer()
     for message, options in REFUSED.items():
         with pytest.raises(ValueError, match=message):
@@ -162,7 +162,7 @@ def test_scores_equal_masked_softmaxes_and_the_local_scorer(loop, dtype, masked)
 
 
 def test_a_batch_of_requests_with_and_without_a_record():
-    """Equal options, other options, and records that are not of the tokens: each has the answer that it has alone."""
+    """Requests with equal options, other options and wrong records each get the answer that they get by themselves."""
     core = ScoringCore(TransformersEngine(model().double()))
     rows = [rows_of(seed, 3) for seed in range(6)]
     records = [record_of(rows[0]), None, record_of(rows[2], 1), record_of(rows[3], 2), record_of(rows[4]), None]
@@ -185,7 +185,7 @@ def test_a_batch_of_requests_with_and_without_a_record():
             assert_close(found, want[one.request.mask], atol=1e-9, rtol=0)
 
 
-def test_what_cannot_be_replayed(loop):
+def test_wrong_records_are_refused(loop):
     rows = [torch.tensor([1, 2]), torch.tensor([3, 4, 5])]
     scorer, right = loop.serve(model()).make_scorer(), record_of(rows)
     other = Kept(torch.tensor([1, 2, 3, 4, 9]), torch.arange(6))
@@ -207,7 +207,7 @@ def test_what_cannot_be_replayed(loop):
         loop.serve(model().float()).make_scorer(deterministic=True).evaluate(ScoreRequest.of(rows, kept=right))
 
 
-def test_requests_are_cut_by_what_is_sent():
+def test_the_size_of_a_part_counts_its_records():
     """Records count: a call whose tokens are few is more than one request if they are large."""
     rows = [torch.tensor([1, 2, 3])] * 8
     for records in ({"kept": record_of(rows, most=30)}, {"top_ids": torch.arange(24 * 12).view(24, 12)}):
@@ -227,7 +227,7 @@ def test_requests_are_cut_by_what_is_sent():
 
 
 def data(seed=0, *, recorded=True):
-    """Three rollouts with prompts of four tokens, the log-probs of their sampler, and what it kept."""
+    """Three rollouts with prompts of four tokens, and the log-probs and kept tokens of their sampler."""
     rng = torch.Generator().manual_seed(seed)
     full = torch.randint(VOCAB, (3, 10), generator=rng)
     mask = torch.arange(10).expand(3, 10) >= 4
@@ -282,7 +282,7 @@ def test_a_policy_behind_a_service_needs_the_kept_tokens(loop):
 
 
 def test_a_reward_transform_with_a_record(loop):
-    """The policy's log-probs are in the data; the reference's are over all tokens, or over the recorded ones."""
+    """The policy's log-probs are in the data. The reference scores over all tokens, or over the recorded ones."""
     reference = model(1).double()
     there, full = loop.serve(reference), data()["tokens", "full"]
 
@@ -304,7 +304,7 @@ def test_a_reward_transform_with_a_record(loop):
 
 @pytest.mark.parametrize(("sampling", "recorded"), [(KEPT, True), (KEPT, False), (Sampling(0.7), False)], ids=str)
 def test_a_loss_with_a_served_reference(loop, sampling, recorded):
-    """Values and gradients are those of a reference in this process; of 30 tokens, at most 16 are scored at once."""
+    """Values and gradients equal those of a local reference. At most 16 of 30 tokens are scored at once."""
     reference, found = model(1).double(), []
     settings = {"terms": [KLToReference(0.1, "k2")], "options": ScoreOptions(sampling), "tokens_per_batch": 16}
     for ref in (loop.serve(reference), reference):

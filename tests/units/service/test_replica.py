@@ -41,7 +41,7 @@ class FakeKeeper:
 
 @pytest.fixture
 def replica(monkeypatch):
-    """A replica whose pushes hold the weights of ``model(1)``; its process does not end."""
+    """A replica without Ray, whose pushes hold the weights of ``model(1)``."""
     made = object.__new__(Replica)
     made._spec, made._name = ServiceSpec("name", "source", Settings()), "a"
     made._keeper = FakeKeeper()
@@ -130,26 +130,6 @@ async def test_weights_that_are_lost_while_a_replica_runs(replica):
     assert reply["columns"]["log_prob"].tolist() == pytest.approx(want.tolist(), abs=1e-6)
     replica._keeper.held = Held(0, [], 5)  # lost again: this replica holds the latest ones
     await replica.check_health()
-    assert (await replica.score(message()))["version"] == 6
-
-
-async def test_a_client_that_gives_up_while_lost_weights_arrive_leaves_a_replica_that_answers(replica):
-    replica._newest, replica._keeper.held = 6, Held(6, ["chunk"], 6)
-    running, go_on, update = threading.Event(), threading.Event(), replica._core.update_weights
-
-    def slow(weights, version):
-        running.set()
-        go_on.wait(LONG)
-        update(weights, version)
-
-    replica._core.update_weights = slow
-    asked = asyncio.ensure_future(replica.score(message()))
-    while not running.is_set():
-        await asyncio.sleep(0.01)
-    asked.cancel()
-    await asyncio.wait([asked])
-    go_on.set()
-    await replica._batcher.in_thread(lambda: None)
     assert (await replica.score(message()))["version"] == 6
 
 

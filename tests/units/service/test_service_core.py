@@ -1,4 +1,4 @@
-"""The model of a replica: weights that change, and requests that fail."""
+"""The engine of a replica: pushed weights, and requests that fail."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_whole_numbers_keep_their_values():
 
 
 def test_peft_names_of_adapters():
-    """As ``save_pretrained`` writes them, without the adapter's name; also DoRA and trained modules."""
+    """Names as ``save_pretrained`` writes them, without the adapter's name, also of DoRA and of trained modules."""
     peft, adapter = pytest.importorskip("peft"), "ref"
     kinds = {"r": 4, "init_lora_weights": False, "use_dora": True}
     where = {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}
@@ -143,7 +143,7 @@ def scores(engine, rows, **options):
     return engine.run(ScoreRequest.of(rows), ScoreOptions().but(**options)).log_prob.values
 
 
-def test_what_an_engine_cannot_do_fails_alone():
+def test_a_request_that_fails_does_not_fail_its_batch():
     made = model()
     made.get_input_embeddings().weight.data[13] = torch.nan
     core, good = ScoringCore(TransformersEngine(made)), [request(1, 2, 3 + i) for i in range(3)]
@@ -258,7 +258,7 @@ def test_arguments_of_a_gang_are_checked():
 
 
 @needs_equal_rows
-def test_requests_that_arrive_together_have_the_bits_of_each_alone():
+def test_deterministic_requests_have_the_same_bits_in_any_batch():
     """Wide enough that products of different numbers of rows are summed in different orders."""
     wide = tiny_model(hidden_size=128, intermediate_size=256, max_position_embeddings=256)
     rows = [torch.randint(30, (n,), generator=torch.Generator().manual_seed(n)) for n in (150, 20, 90)]

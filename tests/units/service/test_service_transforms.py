@@ -1,4 +1,4 @@
-"""The transforms and losses with remote models, without Ray: what is refused at construction, and what is scored there."""
+"""Transforms and losses with remote models, without Ray."""
 
 from types import SimpleNamespace
 
@@ -117,7 +117,7 @@ def test_an_exact_kl_is_refused_at_construction(make, message):
         )
 
 
-def test_what_needs_the_model_here_is_refused_at_construction():
+def test_features_that_need_a_local_model_are_refused():
     remote = service().make_scorer()
     refused(
         "entropy=True cannot be had from Engine, whose backend returns log-probs, not logits: score the transformers model",
@@ -156,7 +156,7 @@ VARIANTS = {RetrieveLogProb: RayRetrieveLogProb, RetrieveKL: RayRetrieveKL, KLRe
 
 @pytest.fixture
 def started(monkeypatch):
-    """The arguments of each service that was started; none is."""
+    """Records the arguments of each service in place of starting it."""
     arguments = []
 
     def start(served, *, factory, **options):
@@ -230,8 +230,8 @@ def test_errors_of_a_backend_are_those_of_torchrl(cls):
         cls()
 
 
-def test_what_has_no_variant(started):
-    """A user's subclass; and the policy of an algorithm, whose copy behind a service would keep the first weights."""
+def test_classes_and_algorithms_without_a_variant(started):
+    """A user's subclass has no variant. A copy of an algorithm's policy behind a service would keep its first weights."""
 
     class Mine(RetrieveLogProb): ...
 

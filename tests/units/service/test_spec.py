@@ -1,4 +1,4 @@
-"""Descriptions of models, what drivers of one name must share, and arguments that are refused."""
+"""Descriptions of models, configurations of drivers with one name, and invalid arguments."""
 
 import sys
 from functools import partial
@@ -43,7 +43,9 @@ def test_factories_differ_by_name_and_arguments():
     alike = {1: Loader(1).load, 4: partial(of_array, long.copy()), 8: partial(model, seed=1)}
     for i, factory in alike.items():
         assert describe_source(None, factory) == described[i]
-    assert describe_source(None, lambda: model(1)) == describe_source(None, lambda: model(2)), "code alone"
+    assert describe_source(None, lambda: model(1)) == describe_source(None, lambda: model(2)), (
+        "they differ only in their code"
+    )
     assert not any(" at 0x" in text for text in described)
 
 
@@ -56,7 +58,7 @@ def test_models_differ_by_their_weights():
     assert one not in (other, third)
 
 
-def test_what_drivers_of_one_name_must_share():
+def test_drivers_of_one_name_must_share_a_configuration():
     def spec(source="source", **given):
         return ServiceSpec("name", source, Settings(max_tokens=1), **given)
 
@@ -74,7 +76,7 @@ def test_what_drivers_of_one_name_must_share():
             mine.check_same(spec(**{"num_replicas": 2, "options": {"num_cpus": 1}, **other}))
 
 
-def test_without_ray_the_error_says_what_to_install(monkeypatch):
+def test_without_ray_the_error_names_the_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     for given in ({"factory": model}, {"model": model()}):
         with pytest.raises(ImportError, match=r"run pip install '\.\[ray\]' in the checkout"):
