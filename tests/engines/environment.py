@@ -1,4 +1,4 @@
-"""The environment of the engines, apart from the project's own: ``python tests/engines/environment.py FOLDER``.
+"""Creates the separate environment of the engines: ``python tests/engines/environment.py FOLDER``.
 
 It holds vLLM for processors (``vllm.txt``: pinned, with hashes for CPython 3.11 on x86-64) in ``FOLDER/vllm``. What is there
 already is kept.
@@ -16,7 +16,7 @@ HASHED = sys.version_info[:2] == (3, 11)
 
 
 def requirements(folder: Path) -> Path:
-    """The pinned list; without hashes on another Python, whose wheels have others."""
+    """The pinned list. Other Pythons have wheels with other hashes, so theirs is without hashes."""
     if HASHED:
         return LIST
     plain = folder / "vllm.txt"

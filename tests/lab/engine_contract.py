@@ -90,7 +90,7 @@ class EngineContract:
             assert isinstance(answer, ValueError)
             assert str(answer).startswith("kept=" if name == "records" else f"{name}=")
             assert f" is not supported by the server at {served.url}: its log-probs are of all tokens at" in str(answer)
-        for call in (core.engine.check_weights, core.engine.update_weights):
+        for call in (core.engine.own_weights, core.engine.update_weights):
             with pytest.raises(TypeError, match="are not in this process"):
                 call({"lm_head.weight": torch.zeros(2)})
         sent = [(1, 2, 3), (1, served.vocab + 9), [1] * (served.context + 6), (4, 5)]

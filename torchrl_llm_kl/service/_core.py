@@ -91,7 +91,7 @@ class ScoringCore:
         self.call(lambda: self.engine.run(request, ScoreOptions()))
 
     def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Passes ``weights``, a result of the engine's ``check_weights``, to the engine under a new version."""
+        """Passes ``weights``, a result of the engine's ``own_weights``, to the engine under a new version."""
         self._fingerprint = ""
         self.call(lambda: self.engine.update_weights(weights, checked=True))
         self.version = version

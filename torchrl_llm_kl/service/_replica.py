@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 #: Number of replicas that may end while they score only one request, before that request is refused.
 MAX_TRIALS = 3
+_CALM = 2.0  # seconds after its start in which a replica begins no trial
 _PROBE = 10.0  # seconds without an answer after which a check of the health scores a probe
 _KEEPER = 60.0  # seconds for the keeper to answer
 _FETCH = 300.0  # seconds to fetch weights or a model from the object store
@@ -86,7 +87,7 @@ class Replica:
             ray.get(self._keeper.failed.remote(portable(error)), timeout=_KEEPER)
             raise
         self._batcher = Batcher(self._core.score, max_tokens=settings.max_tokens, max_wait=settings.max_wait)
-        self._catching_up, self._on_trial = asyncio.Lock(), asyncio.Lock()
+        self._catching_up, self._on_trial, self._began = asyncio.Lock(), asyncio.Lock(), time.monotonic()
         # Loads a push that a check of the health noticed. Kept here, since asyncio holds tasks weakly.
         self._following: asyncio.Task[ReplicaState | Exception] | None = None
         try:
@@ -134,6 +135,8 @@ class Replica:
             # A replica ended while it held this request, so the request is on trial: it is scored by itself, one request at a
             # time. If more replicas end during its trials, it is the cause. Its former neighbours are on trial too, and pass.
             async with self._on_trial:
+                # Somebody who kills each replica at once, as it starts, must not make a good request look like the cause.
+                await asyncio.sleep(max(self._began + _CALM - time.monotonic(), 0.0))
                 if await self._keeper.begin_trial.remote(message["id"]) > MAX_TRIALS:
                     raise PoisonedRequest(
                         f"{MAX_TRIALS} replicas ended while they scored only this request, of {job.num_tokens} tokens. It is "
@@ -185,7 +188,7 @@ class Replica:
 
     # ------------------------------------------------------------------ weights
 
-    async def check_weights(self, token: str) -> tuple[list[str], bool] | Exception:
+    async def inspect_push(self, token: str) -> tuple[list[str], bool] | Exception:
         """Checks that a staged push fits the model. Returns one name of each tensor in it, and whether these are all."""
         try:
             weights = await asyncio.to_thread(self._fetch, await self._keeper.staged.remote(token))
@@ -230,7 +233,7 @@ class Replica:
 
         parts = ray.get(list(chunks), timeout=_FETCH)
         weights = {name: value for part in parts for name, value in tensors_of(part).items()}
-        return self._core.engine.check_weights(weights)
+        return self._core.engine.own_weights(weights)
 
 
 # ------------------------------------------------------------------ the application

@@ -243,7 +243,7 @@ class ScoringService:
             for chunk in chunks_of(given.items()):
                 self._ask("stage", token, chunk)
                 parts += 1
-            tensors, whole = self.model.call("check_weights", token)
+            tensors, whole = self.model.call("inspect_push", token)
             number = self._ask("commit", token, version, connection.newest, tensors, whole=whole, parts=parts)
             pushed = PushedVersion(number)
         except BaseException:

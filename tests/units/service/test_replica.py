@@ -48,7 +48,7 @@ def replica(monkeypatch):
     made._core = ScoringCore(TransformersEngine(model()))
     made._newest, made._following, made._has_probe = 0, None, True
     made._batcher = Batcher(made._core.score, max_tokens=1000, max_wait=0.0)
-    made._catching_up, made._on_trial = asyncio.Lock(), asyncio.Lock()
+    made._catching_up, made._on_trial, made._began = asyncio.Lock(), asyncio.Lock(), 0.0
     monkeypatch.setattr(Replica, "_fetch", lambda self, chunks: model(1).state_dict())
     return made
 

@@ -35,7 +35,7 @@ def test_weights_in_every_form():
     forms = [inner, wrapper, TensorDict.from_module(wrapper), wrapper.state_dict(), expected]
     for version, weights in enumerate(forms, start=1):
         core.update_weights({name: torch.zeros_like(value) for name, value in expected.items()}, version)
-        core.update_weights(core.engine.check_weights(state_dict_of(weights)), version)
+        core.update_weights(core.engine.own_weights(state_dict_of(weights)), version)
         found = core.engine.model.state_dict()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
     with pytest.raises(TypeError, match="weights must be a module, a TensorDict or a mapping"):

@@ -25,7 +25,7 @@ from torchrl_llm_kl.service._messages import ANSWERED, state_dict_of
 
 
 class Engine(ABC):
-    """Scores sequences for a replica, which calls ``check_weights`` from any thread and the other methods from one.
+    """Scores sequences for a replica, which calls ``own_weights`` from any thread and the other methods from one.
 
     Attributes:
         offers: the FEATURES of a scorer that it has. Requests for others are refused.
@@ -52,13 +52,13 @@ class Engine(ABC):
             "RememberedModel(model, store, fingerprint=)."
         )
 
-    def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def own_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the weights under the model's own names. Raises an error if one does not fit, and changes nothing."""
         raise TypeError(f"the weights of {self.place} are not in this process. Update them there.")
 
     def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
-        """Takes the weights. An error leaves the old ones. ``checked`` weights are a result of :meth:`check_weights`."""
-        self.check_weights(weights)
+        """Takes the weights. An error leaves the old ones. ``checked`` weights are a result of :meth:`own_weights`."""
+        self.own_weights(weights)
 
     def tensors(self) -> list[list[str]]:
         """Returns the names of each tensor of the model, several for a tied one. Empty without weights in this process."""
@@ -123,7 +123,7 @@ class TransformersEngine(Engine):
 
     # ------------------------------------------------------------------ weights
 
-    def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def own_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the weights under the model's own names. Raises an error if one does not fit or is not finite.
 
         ``weights`` holds some or all of them, under their ``state_dict()`` names in the model or in its TorchRL wrapper.
@@ -158,9 +158,9 @@ class TransformersEngine(Engine):
     def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
         """Copies ``weights`` into the model, in place. An error leaves the model unchanged, except for :class:`EngineLost`.
 
-        ``checked`` weights are a result of :meth:`check_weights`, which is not repeated.
+        ``checked`` weights are a result of :meth:`own_weights`, which is not repeated.
         """
-        own, fitting = self._module().state_dict(keep_vars=True), weights if checked else self.check_weights(weights)
+        own, fitting = self._module().state_dict(keep_vars=True), weights if checked else self.own_weights(weights)
         copied = 0
         try:
             with torch.no_grad():

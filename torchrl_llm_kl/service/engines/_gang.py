@@ -167,9 +167,9 @@ class GangEngine(Engine):
 
     # ------------------------------------------------------------------ weights
 
-    def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See :meth:`Engine.check_weights`. Every rank checks, since all ranks must make the same calls."""
-        names: dict[str, str] = self._ask("check_weights", [(ray.put(dict(weights)),)] * len(self._ranks))[0]
+    def own_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See :meth:`Engine.own_weights`. Every rank checks, since all ranks must make the same calls."""
+        names: dict[str, str] = self._ask("fitting_names", [(ray.put(dict(weights)),)] * len(self._ranks))[0]
         return {own: weights[given] for given, own in names.items()}
 
     def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
@@ -254,10 +254,10 @@ def split(request: ScoreRequest, ranks: int) -> list[ScoreRequest | None]:
 class RankEngine(TransformersEngine):
     """The engine of a model whose weights may be shards. All ranks make the same calls."""
 
-    def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def own_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Checks whole weights. Returns this rank's shards of them, without communication."""
         own = self._module().state_dict(keep_vars=True)
-        return {name: _sharded_as(own[name], value) for name, value in super().check_weights(weights).items()}
+        return {name: _sharded_as(own[name], value) for name, value in super().own_weights(weights).items()}
 
     def _module(self) -> nn.Module:
         module = super()._module()
@@ -319,9 +319,9 @@ class GangRank:
         """Returns the scores of this rank's share of a request."""
         return columns_of(self._engine.run(request, options), request.mask)
 
-    def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, str]:
+    def fitting_names(self, weights: Mapping[str, Tensor]) -> dict[str, str]:
         """Maps the names of whole weights to the model's own. Raises an error if they do not fit the model."""
-        self._engine.check_weights(weights)
+        self._engine.own_weights(weights)
         return self._engine.own_names(weights)
 
     def update_weights(self, weights: Mapping[str, Tensor]) -> None:
