@@ -220,8 +220,11 @@ def _resolve(tokenizer: Tokenizer, chat_template: str | None, tools: Sequence[ob
         return named[name], f"the tokenizer's chat template {name!r} ({_fingerprint(named[name])})"
     template = own if name is None else name
     if not isinstance(template, str) or "{" not in template:
-        label = f"{type(tokenizer).__name__} has no chat template{f' {name!r}' if name else ''}"
-        raise MissingChatTemplateError(f"{label}: pass `chat_template=`, a template or a name of {sorted(named)}.")
+        label = f"{type(tokenizer).__name__} ({getattr(tokenizer, 'name_or_path', '') or 'unnamed'})"
+        names = f" or a name of {sorted(named)}" if named else ""
+        raise MissingChatTemplateError(
+            f"{label} has no chat template{f' {name!r}' if name else ''}: pass `chat_template=`, a template{names}."
+        )
     origin = "the tokenizer's chat template" if chat_template is None else "the chat template passed"
     return template, f"{origin} ({_fingerprint(template)})"
 

@@ -262,6 +262,8 @@ def read_top_k(
         if ids.shape != log_probs.shape:
             shapes = f"{tuple(ids.shape[1:])} and {tuple(log_probs.shape[1:])}"
             raise ValueError(f"{entries[0]!r} and {entries[1]!r} hold {shapes} numbers per token: expected the same k.")
+        if ids.is_floating_point():
+            raise ValueError(f"{entries[0]!r} holds {ids.dtype}: expected integers, the ids of tokens.")
         teachers.append((ids.long(), torch.cat([log_probs, rest.unsqueeze(-1)], -1)))
     most = max(ids.shape[-1] for ids, _ in teachers)
     ids = torch.stack([pad(ids, (0, most - ids.shape[-1]), value=-1) for ids, _ in teachers], 1)

@@ -82,9 +82,8 @@ def with_entry(name: str, key: Any, value: Any) -> None:
 test_entries_of_another_kind = refused(
     with_entry,
     ("grpo", "query", torch.rand(6), TypeError, r"the group must be integers or strings, found torch\.float32"),
-    ("remax", "reward_baseline", NonTensorStack(*"abcdef"), TypeError, "the baseline must be a tensor, found"),
-    ("step_wise_grpo", "step", torch.rand(6), TypeError, r"the step must be of an integer dtype, found torch\.fl"),
-    ("step_wise_grpo", "step", torch.zeros(6, 2).long(), ValueError, "number for each of 6 rows, found 12"),
+    ("step_wise_grpo", "step", torch.rand(6), ValueError, "integer for each of 6 rows, found 6"),
+    ("step_wise_grpo", "step", torch.zeros(6, 2).long(), ValueError, "integer for each of 6 rows, found 12"),
     ("step_wise_grpo", "x", torch.zeros(6), ValueError, r"cannot tell trajectories apart: pass keys="),
     ("gdpo", ("next", "reward"), torch.zeros(6), ValueError, r"under \('next', 'reward'\) must be \[\*B, R\]"),
     ("gdpo", ("next", "reward"), torch.zeros(6, 4, 1), ValueError, r"must be \[\*B, R\], R numbers for 6"),
@@ -103,7 +102,7 @@ def test_entries_shorter_or_longer_than_the_tokens() -> None:
         with pytest.raises(ValueError, match=message):
             Advantage("gae")(data)
     data["next", "reward"] = torch.ones(3, 2)
-    with pytest.raises(ValueError, match=r"the reward has shape \(3, 2\): .*sequence 0 has 5 tokens"):
+    with pytest.raises(ValueError, match=r"the reward has shape \(3, 2\): .*Sequence 0 has 5 tokens"):
         Advantage("rloo")(data)
 
 

@@ -219,7 +219,11 @@ test_settings_without_effect = refused(
     ("dpo", {"kl_reward_coeff": 0.1}, "kl_reward='k1' has no effect: nothing reads the reward"),
     ("sft", {"advantage_args": {"gamma": 0.5}}, "advantage_args has no effect without an advantage"),
     ("dpo", {"advantage": "grpo"}, "advantage='grpo' has no effect: dpo reads none"),
-    ("dr_grpo", {**NO_REFERENCE, "aggregation": "token-mean", "max_len": 8}, "max_len=8 has no effect: aggregation"),
+    (
+        "dr_grpo",
+        {**NO_REFERENCE, "aggregation": "token-mean", "max_len": 8},
+        "max_len=8 has no effect: leave it out, or pass aggregation",
+    ),
     ("dapo", {**NO_REFERENCE, "leave_out_experts": True}, "leave_out_experts has no effect without a KL in the loss"),
     ("gkd", {"use_reference": True}, "use_reference=True has no effect: the teacher is scored anyway"),
     ("grpo", {"repeat_times": 8}, "repeat_times has no effect in make_algorithm"),

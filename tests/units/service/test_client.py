@@ -111,7 +111,7 @@ def test_the_fields_of_a_message():
     made.version, made.connection.service, made.connection.newest = 0, "abc", 0
     made.make_scorer(sampling=Sampling(0.7, top_k=5)).score([[3, 4, 5]])
     (message,) = made.connection.messages
-    assert message["options"] == {"sampling": {"temperature": 0.7, "top_k": 5}}
+    assert ScoreOptions.from_dict(message["options"]) == ScoreOptions(Sampling(0.7, top_k=5))
     assert (message["protocol"], message["service"], message["version"], message["tries"]) == (PROTOCOL, "abc", 0, 0)
     assert message["caller"].endswith(f"/{threading.get_ident()}")
     for protocol, side in ((PROTOCOL - 1, "client"), (PROTOCOL + 1, "replica")):
