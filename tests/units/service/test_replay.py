@@ -82,7 +82,7 @@ def test_moments_outcomes_and_routing_equal_those_of_the_local_scorer(loop, mask
     assert_close(there.score(ROWS, mask).values, own, atol=2e-6, rtol=0)
 
 
-HERE = "is not supported from a service: it sends scores of single tokens. Score the transformers model in this process"
+HERE = "is not supported by a service: it sends scores of single tokens. Score the transformers model in this process"
 REFUSED = {
     "98.*97": {"top_k": 98},
     "top_k must .* got -1": {"top_k": -1},
