@@ -31,7 +31,7 @@ def right(model: nn.Module, batch: TensorDictBase) -> TensorDictBase:
     PolicyLoss(
         model, "ppo", clip_low=0.1, aggregation="token-mean", terms=[KLToReference(0.1, "k2"), EntropyBonus(0.1)]
     )
-    PolicyLoss(model, "an_objective_of_mine")
+    PolicyLoss(model, "an_objective_of_mine", scale=0.5)
     (
         get_objective("gspo"),
         get_objective("an_objective_of_mine"),
@@ -55,9 +55,7 @@ def wrong(model: nn.Module) -> None:
     make_algorithm("grpo", model, reference=model, aggregation="mean")  # reported
     make_algorithm("grpo", model, reference=model, temperature=0.7)  # reported
     make_algorithm("grpo", model, reference=model, options=Sampling(0.7))  # reported
-    PolicyLoss(model, "ppo", sampling=Sampling(0.7))  # reported
     PolicyLoss(model, "ppo", options=Sampling(0.7))  # reported
-    PolicyLoss(model, "ppo", top_k_key="top_k")  # reported
     RetrieveKL(model, model, estimatr="k1")  # reported
     RetrieveKL(model, model, estimator="k9")  # reported
     RetrieveKL(model, model, scope="turns")  # reported
@@ -67,7 +65,6 @@ def wrong(model: nn.Module) -> None:
     Advantage("gropo")  # reported
     Advantage("grpo", group_sise=4)  # reported
     Advantage("grpo", layout="tokens")  # reported
-    PolicyLoss(model, "ppo", clip_hihg=0.28)  # reported
     PolicyLoss(model, "ppo", aggregation="mean")  # reported
     KLToReference(0.1, "k9")  # reported
     Algorithm("mine", "pppo")  # reported
