@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import dispatch
 from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
+from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_not_a_name
 from torchrl_llm_kl.losses._arithmetic import Aggregation
@@ -63,6 +64,9 @@ from torchrl_llm_kl.scoring import (
     read_fields,
     warn_of_mismatch,
 )
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.losses import ObjectiveArgs
 
 # Names of torchrl's GRPOLoss.
 _KEY_ALIASES = {"action": "tokens", "sample_log_prob": "old_log_prob", "ref_log_probs": "ref_log_prob"}
@@ -180,7 +184,7 @@ class PolicyLoss(TokenLoss):
         options: ScoreOptions | None = None,
         tokens_per_batch: int | None = None,
         functional: bool = False,
-        **hyper: object,
+        **hyper: Unpack[ObjectiveArgs],
     ) -> None:
         check_not_a_name(actor=actor, reference=reference)
         own_settings = functional or tokens_per_batch is not None or options not in (None, ScoreOptions())
