@@ -17,7 +17,7 @@ from typing import Literal, get_args
 
 Library = Literal["TRL", "Trinity-RFT", "verl", "prime-rl", "NeMo-RL", "slime", "torchrl"]
 #: What a setting becomes. ``override``: an argument of make_algorithm. ``sampling``: a setting of the sampling distribution.
-#: ``outside``: a setting of the training loop. ``refused``: nothing, there is no counterpart.
+#: ``outside``: a setting of the training loop. ``refused``: nothing, it has no counterpart.
 Place = Literal["override", "sampling", "outside", "refused"]
 
 
@@ -27,7 +27,7 @@ class Foreign:
 
     ``name`` is its path in that library. A path that ends in ``.*`` stands for all settings below it. ``here`` holds its paths
     in the arguments of ``make_algorithm``, separated by spaces (``objective_args.clip_low``), or another name in this package.
-    ``note`` is advice, or the reason why there is no counterpart.
+    ``note`` is advice, or the reason for a missing counterpart.
     """
 
     library: Library

@@ -226,7 +226,7 @@ class Advantage(Transform):
         return TOKENS_FULL if key is None else find_key(td, key) or key
 
     def _reward_column(self, td: TensorDictBase) -> Any:
-        """The entry of the reward, or of the first reward. None if there is none."""
+        """The entry of the reward, or of the first reward. None without a reward."""
         name = "rewards" if "rewards" in self.inputs else "reward"
         key = find_key(td, self._keys_of(name)[0]) if name in self.keys else None
         return None if key is None else read_column(td, key)

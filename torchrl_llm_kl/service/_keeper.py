@@ -256,7 +256,7 @@ class Keeper:
 
 
 def keeper_of(name: str, spec: ServiceSpec | None = None, *, create: bool = False) -> Any:
-    """Returns the keeper of a service. Creates it if asked to, else raises a ValueError if there is none."""
+    """Returns the keeper of a service. Creates it if asked to, else raises a ValueError if it is missing."""
     if not create:
         return ray.get_actor(name, namespace=NAMESPACE)
     remote: Any = ray.remote(Keeper)

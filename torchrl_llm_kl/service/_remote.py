@@ -302,7 +302,7 @@ class RemoteModel:
 
     @property
     def name(self) -> str:
-        """Of the service."""
+        """The name of the service."""
         return self.connection.name
 
     @property

@@ -40,8 +40,8 @@ class Setting:
     Args:
         name: the path in the other library.
         value: the value in the other library.
-        here: the name in this package. Empty if there is none.
-        note: advice, or the reason why there is no counterpart.
+        here: the name in this package. Empty for a setting without a counterpart.
+        note: advice, or the reason for a missing counterpart.
         given: False for a default of the other library.
     """
 

@@ -53,7 +53,7 @@ def kto(
     desirable_weight: NonNegative = 1.0,
     undesirable_weight: NonNegative = 1.0,
 ) -> Terms:
-    r"""Kahneman-Tversky optimisation: each answer is desirable or undesirable, and there are no pairs.
+    r"""Kahneman-Tversky optimisation: each answer is desirable or undesirable, without pairs.
 
     With the log-ratio ``c`` of an answer, the sum of ``log_prob - ref_log_prob``, and ``z = reference_point``, the loss is
     ``desirable_weight * sigmoid(-beta (c - z))`` for a desirable answer (``chosen`` is True) and
@@ -123,7 +123,7 @@ _BCO = Once("reference_point", bco_reference_point)
 def bco(inputs: LossInputs, *, beta: Positive = 0.1) -> Terms:
     r"""Binary classifier optimisation: the cross-entropy of a classifier of answers whose logit is ``beta (c - z)``.
 
-    Each answer is good (``chosen`` is True) or bad, and there are no pairs. ``c`` is the answer's log-ratio, the sum of
+    Each answer is good (``chosen`` is True) or bad, without pairs. ``c`` is the answer's log-ratio, the sum of
     ``log_prob - ref_log_prob``, and ``z = reference_point``. The loss is ``-logsigmoid(beta (c - z))`` for a good answer and
     ``-logsigmoid(-beta (c - z))`` for a bad one. Their sum is an upper bound of :func:`dpo`'s loss. If ``reference_point`` is
     missing, :func:`bco_reference_point` of the same rows is used. ``beta`` and metrics are as in :func:`kto`.
@@ -190,7 +190,7 @@ def bco_pair(inputs: LossInputs, *, beta: Positive = 0.1, weighting: Weighting =
 def aot_reference_point(inputs: LossInputs) -> Tensor:
     r"""The reference point of :func:`aot`: the reference's lead of the same rank minus its lead in this pair.
 
-    Inputs are as in :func:`aot`, for a whole batch. A lead is the log-prob of the chosen answer minus that of the rejected one.
+    Inputs are as in :func:`aot`, for a whole batch. A lead is the log-prob of the chosen answer minus the log-prob of the rejected one.
 
     Returns:
         Nats, equal for both rows of a pair, ``[*B]``.
@@ -222,7 +222,7 @@ def _of_equal_rank(inputs: LossInputs, pairs: Pairs) -> Tensor:
 def aot(inputs: LossInputs, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.0) -> Terms:
     r"""Alignment via optimal transport: :func:`dpo` between leads of equal rank, the policy's and the reference's.
 
-    A lead is the log-prob of the chosen answer minus that of the rejected one. The leads of policy and reference over the batch
+    A lead is the log-prob of the chosen answer minus the log-prob of the rejected one. The leads of policy and reference over the batch
     are sorted, and the k-th of one is compared with the k-th of the other. The distribution of the policy's leads thus comes
     to dominate the reference's. The loss is ``-logsigmoid(beta * (delta - z))`` with ``z = reference_point``
     (:func:`aot_reference_point`), by default computed from these pairs. Pairs, ``delta``, ``beta``, ``label_smoothing`` and
