@@ -31,7 +31,7 @@ def right(model: nn.Module, batch: TensorDictBase) -> TensorDictBase:
     PolicyLoss(
         model, "ppo", clip_low=0.1, aggregation="token-mean", terms=[KLToReference(0.1, "k2"), EntropyBonus(0.1)]
     )
-    PolicyLoss(model, "an_objective_of_mine", scale=0.5)
+    PolicyLoss(model, "an_objective_of_mine")
     (
         get_objective("gspo"),
         get_objective("an_objective_of_mine"),
@@ -71,6 +71,9 @@ def wrong(model: nn.Module) -> None:
     Algorithm("mine", "ppo", advantage="gropo")  # reported
     Algorithm("mine", "ppo", schema="experiences")  # reported
     Algorithm("mine", "ppo", kl_loss="k9")  # reported
+    PolicyLoss(model, "ppo", sampling=Sampling(0.7))  # reported
+    PolicyLoss(model, "ppo", top_k_key="top_k")  # reported
+    PolicyLoss(model, "ppo", clip_hihg=0.28)  # reported
     get_advantage("gropo")  # reported
     get_estimator("k9")  # reported
     get_algorithm("grpoo")  # reported

@@ -86,6 +86,6 @@ def test_a_record_and_tests_of_each_file(tmp_path: Path) -> None:
     assert _few(keys, 1, tried) == [new]
     assert len(_few(keys, 2, tried)) == 2
     found = {target.file: target for target in record.targets()}
-    assert {"losses/objectives/_clipped.py", "advantages/_token.py", "service/_batcher.py"} <= set(found)
+    assert {"losses/objectives/_clipped.py", "advantages/_token.py", "service/_core.py"} <= set(found)
     for target in found.values():
         assert list((PROJECT / "tests").glob(target.tests)), target

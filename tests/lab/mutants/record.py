@@ -13,7 +13,7 @@ from .mutations import Mutant, dropped, mutants_of
 
 PACKAGE = "torchrl_llm_kl"
 #: Below the package. The tests of a layer are in the folder with its name; the tests of a single file have its name in theirs.
-_FILES = "estimators/* losses/* losses/objectives/* advantages/* head/* rollouts/* masks/* scoring/* service/_batcher"
+_FILES = "estimators/* losses/* losses/objectives/* advantages/* head/* rollouts/* masks/* scoring/* service/_core"
 #: Formulas of papers: each of their changes must be noticed.
 _MATHS = """
     losses/objectives/* losses/corrections losses/terms losses/_arithmetic losses/_token_loss
