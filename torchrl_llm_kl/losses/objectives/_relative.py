@@ -190,7 +190,7 @@ def bco_pair(inputs: LossInputs, *, beta: Positive = 0.1, weighting: Weighting =
 def aot_reference_point(inputs: LossInputs) -> Tensor:
     r"""The reference point of :func:`aot`: the reference's lead of the same rank minus its lead in this pair.
 
-    Inputs are as in :func:`aot`, for a whole batch. A lead is the log-prob of the chosen answer minus the log-prob of the rejected one.
+    Inputs are as in :func:`aot`, for a whole batch. A lead is the chosen answer's log-prob minus the rejected one's.
 
     Returns:
         Nats, equal for both rows of a pair, ``[*B]``.
@@ -222,7 +222,7 @@ def _of_equal_rank(inputs: LossInputs, pairs: Pairs) -> Tensor:
 def aot(inputs: LossInputs, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.0) -> Terms:
     r"""Alignment via optimal transport: :func:`dpo` between leads of equal rank, the policy's and the reference's.
 
-    A lead is the log-prob of the chosen answer minus the log-prob of the rejected one. The leads of policy and reference over the batch
+    A lead is the chosen answer's log-prob minus the rejected one's. The leads of policy and reference over the batch
     are sorted, and the k-th of one is compared with the k-th of the other. The distribution of the policy's leads thus comes
     to dominate the reference's. The loss is ``-logsigmoid(beta * (delta - z))`` with ``z = reference_point``
     (:func:`aot_reference_point`), by default computed from these pairs. Pairs, ``delta``, ``beta``, ``label_smoothing`` and
