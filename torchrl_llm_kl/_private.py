@@ -188,7 +188,7 @@ def active_adapters(layer: object) -> object:
 
 
 def is_remote(wrapper: object) -> bool:
-    """Whether a wrapper stands for one in another process."""
+    """Whether a wrapper stands for a wrapper in another process."""
     return "_remote_wrapper" in getattr(wrapper, "__dict__", {})
 
 

@@ -196,7 +196,7 @@ class Advantage(Transform):
         def __call__(self, tensordict: TensorDictBase) -> TensorDictBase: ...
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Apply to a batch: on a direct call, or when a replay buffer is sampled."""
+        """Apply the transform to a batch: on a direct call, or when a replay buffer is sampled."""
         # One number per sequence is computed on the host. All inputs are copied there at once.
         device = self._device(tensordict)
         data = tensordict if self.spec.kind == "token" else self._on_host(tensordict, device)

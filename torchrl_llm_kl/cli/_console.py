@@ -96,7 +96,10 @@ class Group(TyperGroup):
 
 
 def takes(options: type) -> Callable[[F], F]:
-    """Give a command of keyword arguments the annotated fields of a dataclass as its arguments and options."""
+    """Make the annotated fields of a dataclass the arguments and options of a command.
+
+    The command receives them as keyword arguments.
+    """
 
     def mark(command: F) -> F:
         signature = inspect.signature(options, eval_str=True)

@@ -163,7 +163,7 @@ def shared_weights(policy: object, reference: object) -> float:
     return len(weights[0] & weights[1]) / len(weights[1])
 
 
-#: End tokens are missing if this share of the answers has none although they are shorter than the longest answer.
+#: End tokens are missing if more than this share of the answers have none and are shorter than the longest answer.
 WITHOUT_END = 0.3
 #: Notes about answers and groups: cause, measure, and the value of the measure above which the note is given.
 NOTES = (

@@ -198,7 +198,7 @@ def excerpts(view: Inspection, quantity: Quantity, rollouts: int, around: int) -
         view: the content.
         quantity: the quantity that orders and colours the tokens. Without numbers per token, the first rollouts are shown.
         rollouts: the number of rollouts.
-        around: the number of tokens to each side of the worst one.
+        around: the number of tokens on each side of the worst token.
     """
     side, scale = view.sides[0], scale_of(quantity, view.sides) if quantity.numeric else 1.0
     values = side.values(quantity)
@@ -305,7 +305,7 @@ class Inspection:
 
         Keyword Args:
             rollouts: the number of rollouts.
-            around: the number of tokens to each side of the worst one.
+            around: the number of tokens on each side of the worst token.
             console: a ``rich.console.Console``.
 
         Raises:

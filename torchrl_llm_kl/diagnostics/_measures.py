@@ -302,7 +302,7 @@ def surprisal_gap(table: Table) -> Tensor | None:
 
 
 def drift_measures(table: Table) -> dict[str, float]:
-    """Compare the current policy with the log-probs that were stored before its steps."""
+    """Compare the current policy with the log-probs that were stored before the policy was updated."""
     now, old = table.get("log_prob"), table.get("old_log_prob")
     if now is None or old is None:
         return {}

@@ -34,7 +34,7 @@ class Truncation(NamedTuple):
     """
 
     top_k: int = 0  #: number of most probable tokens, plus ties with the last one; 0 for all
-    top_p: float = 1.0  #: keep the fewest most probable tokens with at least this total probability
+    top_p: float = 1.0  #: keep the smallest set of top tokens with at least this total probability
     min_p: float = 0.0  #: keep tokens of at least this probability relative to the most probable one
 
     @property

@@ -101,7 +101,7 @@ def aggregate(
 
 def aggregate_each(values: Sequence[Tensor], mask: Tensor, mode: str, denominator: Tensor) -> tuple[Tensor, ...]:
     """:func:`aggregate` of ``K`` values with one mask. ``denominator`` is 0-dim for all of them, or ``[K]``."""
-    # Stacked, so that several terms cost the kernels of one.
+    # Stacked, so that several terms need no more kernel launches than one.
     (value,) = widen(torch.stack(list(values)))
     value = torch.where(mask, value, 0)
     if mode == "seq-mean-token-mean":

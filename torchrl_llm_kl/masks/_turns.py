@@ -113,7 +113,7 @@ def _known_borders(template: tuple[str, str]) -> dict[object, tuple[int, int, bo
 
 
 def _confirmed(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -> list[Span]:
-    """Confirm the regions of a turn, or locate the turn if there are none, with renderings of the conversation up to it."""
+    """Render the conversation up to a turn to confirm the turn's regions, or to locate the turn if it has none."""
     text = whole.text
     traced = (regions[0][0], regions[-1][1]) if regions else (None, None)
     own, low, high = _surroundings(whole, turn, regions)

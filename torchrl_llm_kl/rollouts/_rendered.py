@@ -131,11 +131,11 @@ def render_history(
 ) -> tuple[Ragged, Tensor, ImageRows | None]:
     """Render and tokenise the conversations under ``key`` with the model's own chat template.
 
-    With ``scope="turn"`` and a separate prompt entry, only the turns after the prompt are masked in.
+    With ``scope="turn"`` and a separate prompt entry, the mask covers only the turns after the prompt.
 
     Returns:
-        Token ids, the mask of the assistant's tokens (all True without ``assistant_only``), both ``[N]``, and the processor's
-        output for the images of each row, or None without images.
+        Token ids ``[N]``, the mask ``[N]`` of the assistant's tokens (all True without ``assistant_only``), and the
+        processor's output for the images of each row, or None without images.
     """
     tokenizer, kwargs = options.resolve(interface)
     processor = options.tokenizer or interface.tokenizer

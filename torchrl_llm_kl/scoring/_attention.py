@@ -384,8 +384,8 @@ _LAYOUTS: weakref.WeakValueDictionary[int, PackLayout] = weakref.WeakValueDictio
 def link(layout: PackLayout, before: Tensor | None, device: torch.device) -> Tensor:
     """A tensor ``[1, 1, 1, 1]`` that a compiled body receives as its attention mask.
 
-    It makes the backward of ``before``, the last hidden state of the previous pack, wait for the backward of every layer in
-    this pack. transformers passes a mask of four dimensions unchanged to the attention of each layer.
+    With it, the backward of ``before`` (the last hidden state of the previous pack) waits until the backward of every
+    layer in this pack is done. transformers passes a mask of four dimensions unchanged to the attention of each layer.
     """
     start = torch.zeros(1, 1, 1, 1, device=device, requires_grad=torch.is_grad_enabled())
     return _Link.apply(layout, start if before is None else before, start)

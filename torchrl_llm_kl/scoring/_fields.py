@@ -138,7 +138,7 @@ def _holds_integers(values: Tensor) -> bool:
 
 
 def _signed_experts(name: str, values: Tensor, *counts: int) -> Tensor:
-    """Expert ids ``[count, L, k]`` in a signed dtype, for one of the allowed ``counts`` of tokens."""
+    """Expert ids ``[count, L, k]`` in a signed dtype. The number of tokens must be one of ``counts``."""
     if values.ndim != 3 or values.shape[0] not in counts or not _holds_integers(values):
         raise ValueError(
             f"{name} has shape {tuple(values.shape)} of {values.dtype}: expected integers "

@@ -97,7 +97,7 @@ _LOCKS_GUARD = threading.Lock()
 
 @contextmanager
 def locked(*models: object) -> Iterator[None]:
-    """Hold the lock of each model's body. A call may change the model's mode, adapters and attention while it runs."""
+    """Hold the lock of each model's body. Scoring may temporarily change a model's mode, adapters and attention."""
     with ExitStack() as stack:
         # Models with the same body share its lock. All callers lock in the same order, which prevents deadlocks.
         for model in sorted(map(_shared, models), key=id):

@@ -139,7 +139,7 @@ class Keeper:
                     _LOG.warning("%s is not deleted yet: %s", self._name, error)
                     await asyncio.sleep(_LOOK)
             self._over.set()
-            await asyncio.sleep(0.2)  # let the calls of hold() return: Ray would report them as failed
+            await asyncio.sleep(0.2)  # let the calls of hold() return: Ray would otherwise report them as failed
             ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     def _start(self, name: str, work: Coroutine[object, object, None]) -> None:

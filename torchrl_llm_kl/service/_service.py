@@ -294,9 +294,9 @@ def _answer(reference: Any, timeout: float) -> Any:
 
 
 def describe_source(model: object, factory: Callable[[], object] | None) -> str:
-    """Describes a factory by its name and arguments, or a model by its class and weights. Equal models have equal texts.
+    """Describes a factory by its name and arguments, or a model by its class and weights.
 
-    Factories that differ only in their code, or in globals that they read, have equal texts.
+    Equal models have equal descriptions. So do factories that differ only in their code, or in globals that they read.
     """
     return f"model {_described(model)}" if factory is None else f"factory {_described(factory)}"
 

@@ -223,7 +223,7 @@ def _read_python(text: str) -> object:
     try:
         return json.loads(json.dumps(ast.literal_eval(text)))
     except (SyntaxError, TypeError, MemoryError) as error:
-        raise ValueError(f"it is no value: {error}") from None
+        raise ValueError(f"not a Python literal of JSON's types: {error}") from None
 
 
 def read_calls(parser: ToolParser, text: str) -> Parsed:

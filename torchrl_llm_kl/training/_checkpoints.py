@@ -114,7 +114,7 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, *, keep: int = 2, to_resume: Collection[str] = ()) -> None:
         if keep < 1:
-            raise ValueError(f"keep is {keep}: expected at least 1, the last checkpoint.")
+            raise ValueError(f"keep is {keep}: expected at least 1, to keep the last checkpoint.")
         self.folder, self.keep, self.to_resume = Path(folder), keep, frozenset(to_resume)
         for left in (*self.folder.glob(".new-*"), *self.folder.glob(".old-*")):
             shutil.rmtree(left, ignore_errors=True)

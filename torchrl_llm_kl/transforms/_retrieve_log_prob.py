@@ -315,7 +315,7 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
         # A slot rebuilds its scorer when the model or the options change.
         self._slot, self._ref_slot = ScorerSlot(), ScorerSlot()
         self._history_key: NestedKey = "history"
-        if self._compared_model is not None:  # before a model in another process is asked for its settings
+        if self._compared_model is not None:  # check before asking a model in another process for its settings
             check_distributions(model)
         check_not_a_name("from_collector", model=model)
         if not isinstance(model, str):

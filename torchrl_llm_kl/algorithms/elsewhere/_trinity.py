@@ -70,7 +70,7 @@ def from_trinity(config: str | os.PathLike[str] | Mapping[str, object]) -> Trans
             reader.out(name, "nothing to do: null is Trinity's default")
     kind = reader["algorithm.algorithm_type"]
     if kind == "cpt":
-        raise ValueError("cpt trains on all tokens: make_algorithm('sft', actor, masking_strategy='generic').")
+        raise ValueError("cpt trains on all tokens: use make_algorithm('sft', actor, masking_strategy='generic').")
     algorithm = reader.preset("algorithm.algorithm_type")
     preset = get_algorithm(algorithm)
     objective = _read_objective(reader, "ppo" if kind == "dapo" else preset.objective)

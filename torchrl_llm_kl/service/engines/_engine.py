@@ -61,7 +61,10 @@ class Engine(ABC):
         self.own_weights(weights)
 
     def tensors(self) -> list[list[str]]:
-        """Returns the names of each tensor of the model, several for a tied one. Empty without weights in this process."""
+        """Returns a list of names for each tensor of the model. A tied tensor has several names.
+
+        The result is empty if this process holds no weights.
+        """
         return []
 
 
