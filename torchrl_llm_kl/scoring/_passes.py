@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_range, send
 from torchrl_llm_kl._private import compiled_call
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout, PackPiece, link, pack_attention
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
@@ -146,10 +145,12 @@ class PackedPass:
                 earlier += pieces[at].length
         return here + earlier, earlier
 
-    def _forward(self, layout: PackLayout, ids: Tensor, positions: Tensor, inputs: Json | None = None) -> Tensor:
+    def _forward(
+        self, layout: PackLayout, ids: Tensor, positions: Tensor, inputs: dict[str, object] | None = None
+    ) -> Tensor:
         """The hidden states of a pack, ``[1, N, H]``. ``inputs`` replace the ids and positions."""
         body = body_and_head(self.setup.model)[0]
-        options: Json = {"position_ids": positions[None], "use_cache": False, **(inputs or {})}
+        options: dict[str, object] = {"position_ids": positions[None], "use_cache": False, **(inputs or {})}
         if any(compiled_call(module) for module in body.modules()):
             layout.gradients = self._gradients
             # A compiled body takes the pack as an argument, since its graph reads no Python state.
@@ -315,9 +316,9 @@ class PaddedPass:
                 return self._run(ids, real, slots, given)
             return self._run(ids, real, slots)
 
-    def _run(self, ids: Tensor, real: Tensor, slots: Tensor, images: Json | None = None) -> States:
+    def _run(self, ids: Tensor, real: Tensor, slots: Tensor, images: dict[str, object] | None = None) -> States:
         setup = self.setup
-        options: Json = {"attention_mask": real} if setup.route.mask else {}
+        options: dict[str, object] = {"attention_mask": real} if setup.route.mask else {}
         if images is not None:
             options = {"attention_mask": real, **images}
         elif setup.route.positions:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._private import is_remote
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._asked import asked, call_of, has
 from torchrl_llm_kl.scoring._model import evaluating
@@ -84,7 +83,12 @@ def scoring_version(wrapper: LLMWrapperBase) -> LLMWrapperBase:
     """
     if is_remote(wrapper):
         return wrapper
-    changes: Json = {"generate": False, "return_log_probs": True, "input_mode": "tokens", "pad_output": False}
+    changes: dict[str, object] = {
+        "generate": False,
+        "return_log_probs": True,
+        "input_mode": "tokens",
+        "pad_output": False,
+    }
     # Some wrappers write the padding into the dict of the original wrapper, so they get a copy.
     tokenizer_kwargs = asked(wrapper, "tokenizer_kwargs", dict)
     if tokenizer_kwargs is not None:
