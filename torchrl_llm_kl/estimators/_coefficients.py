@@ -268,6 +268,8 @@ def as_coefficient(coeff: float | Tensor | nn.Module) -> nn.Module:
         return coeff
     if isinstance(coeff, Tensor) and coeff.requires_grad:
         raise ValueError("coeff requires grad but would be copied. Pass coeff.detach(), or a module that holds it.")
+    if isinstance(coeff, bool):
+        raise TypeError(f"coeff must be a number, a tensor or a module, got {coeff}.")
     number = float(coeff)
     check_penalty(coeff=number)
     return FixedKLCoefficient(number)

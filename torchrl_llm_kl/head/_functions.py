@@ -396,6 +396,8 @@ def _prepare(
         product_dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
         if not autocast and hidden.dtype != weight.dtype:
             raise TypeError(f"{prefix}hidden is {hidden.dtype}, {prefix}weight {weight.dtype}: set product_dtype.")
+    if not product_dtype.is_floating_point:
+        raise TypeError(f"product_dtype must be a floating dtype, got {product_dtype}.")
     numbers = float(temperature), float(scale), soft_cap
     return Head(hidden, weight, bias, product_dtype, *numbers, part), _tile_sizes(chunk, hidden)
 

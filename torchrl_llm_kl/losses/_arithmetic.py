@@ -85,6 +85,8 @@ def aggregate(
     check_same_shape(value=value, mask=mask)
     check_is_mask(mask=mask)
     if mode == "none":
+        if denominator is not None:
+            raise ValueError(f"aggregation 'none' has no denominator, got {denominator}: leave it out.")
         return torch.where(mask, widen(value)[0], 0)
     if denominator is None:
         # On an accelerator, reading the mask would be a host sync.

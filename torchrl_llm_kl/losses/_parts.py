@@ -139,6 +139,8 @@ class Part(WideBuffers):
             if value.requires_grad:
                 raise ValueError(f"{name} requires grad but would be copied: pass a module that returns it.")
             return value.reshape(())
+        if isinstance(value, bool):
+            raise TypeError(f"{name} must be a number, got {value}.")
         return float(value)  # type: ignore[arg-type]
 
     def _store(self, name: str, value: object) -> None:
@@ -439,6 +441,10 @@ def rollout_corrections(
     Source: verl 0.9.1, ``RolloutCorrectionConfig``.
     """
     out: list[Correction] = []
+    if rollout_is is None and rollout_is_threshold != 2.0:
+        raise ValueError(f"rollout_is_threshold={rollout_is_threshold!r} has no effect: pass rollout_is= too.")
+    if rollout_rs is None and rollout_rs_threshold is not None:
+        raise ValueError(f"rollout_rs_threshold={rollout_rs_threshold!r} has no effect: pass rollout_rs= too.")
     if rollout_is is not None:
         low, high = _bounds(rollout_is_threshold)
         out.append(ImportanceWeights(level=rollout_is, mode="truncate" if low is None else "mask", low=low, high=high))

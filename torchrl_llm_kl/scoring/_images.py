@@ -142,8 +142,12 @@ class ImageField(FieldKind[RowImages]):
                 flat = torch.from_numpy(arrays[name].copy()).split(shapes.prod(1).tolist())
                 columns[name] = [x.reshape(n) for x, n in zip(flat, shapes.tolist(), strict=True)]
         inputs = [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
-        digests = [_digest_of(image) for image in inputs]
-        return _tidy(inputs, digests, longs(arrays["index"]), arrays["counts"].tolist())
+        digests, index = [_digest_of(image) for image in inputs], longs(arrays["index"])
+        if bool(((index < 0) | (index >= len(inputs))).any()):
+            raise ValueError(
+                f"images.index must be from 0 to {len(inputs) - 1}, the images sent, got {index.tolist()}."
+            )
+        return _tidy(inputs, digests, index, arrays["counts"].tolist())
 
     def moved(self, name: str, value: RowImages, source: Tensor, target: Tensor) -> RowImages:
         """See :class:`FieldKind`. The placeholders of the new prompts are counted when they are scored."""

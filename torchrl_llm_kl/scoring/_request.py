@@ -280,6 +280,12 @@ class ScoreRequest:
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> ScoreRequest:
         """The request of :meth:`to_arrays`, checked as :meth:`of` checks it."""
         lengths, values, bits = (arrays[name] for name in ("lengths", "tokens", "mask"))
+        if (lengths < 0).any() or lengths.sum() != len(values) or len(bits) != (len(values) + 7) // 8:
+            # torch does not check: it would write outside of its memory.
+            raise ValueError(
+                f"{len(values)} tokens, {len(bits)} mask bytes, lengths {lengths.tolist()!s:.60}: expected lengths from 0 "
+                "that add up to the tokens, and one bit for each token. Send the arrays of ScoreRequest.to_arrays()."
+            )
         parts = {name: dict[str, np.ndarray]() for name in FIELDS}
         for name in arrays.keys() - {"lengths", "tokens", "mask"}:
             owner, _, part = name.partition(".")

@@ -277,6 +277,8 @@ def _read_reward(
         factors: Mapping[str, float] = {name: weight for name, (weight, _) in pairs.items()}
     else:
         functions, factors = {"": reward}, {"": 1.0} if weights is None else weights
+    if not factors:
+        raise ValueError("no reward is given: pass a function, or named parts such as {'right': function}.")
     for name, function in functions.items():
         what = f"the reward {name!r}" if isinstance(reward, Mapping) else "reward"
         check_takes(function, what, "question", "answer", "metadata")

@@ -324,6 +324,7 @@ test_as_coefficient_of_invalid_input = refused(
     as_coefficient,
     (nn.Parameter(torch.tensor(0.1)), "requires grad"),
     (math.nan, "must be a finite number of at least 0, got nan"),
+    (True, TypeError, "must be a number, a tensor or a module, got True"),
     (torch.tensor([-0.5]), r"at least 0, got -0.5: .* Pass FixedKLCoefficient\(-0.5\) if that is"),
 )
 

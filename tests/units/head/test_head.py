@@ -354,6 +354,7 @@ test_error_messages = refused(
     (linear_log_prob, (HIDDEN, WEIGHT, TARGETS.float()), {}, TypeError, "targets has dtype torch.float32.*integer"),
     (linear_log_prob, (HIDDEN, WEIGHT.double(), TARGETS), {}, TypeError, "float32.*float64.*product_dtype"),
     (linear_log_prob, HEAD, {"temperature": 1e-40}, "temperature must be a finite number of at least 1e-06"),
+    (linear_log_prob, HEAD, {"product_dtype": torch.int8}, TypeError, "floating dtype, got torch.int8"),
     (linear_log_prob, HEAD, {"soft_cap": 0.0}, "soft_cap.*None.*got 0.0"),
     (linear_log_prob, HEAD, {"chunk": (0, 5)}, r"chunk is \(0, 5\)"),
     (linear_log_prob, HEAD, {"kept": layer.Kept(IDS[0], TARGETS[:3])}, r"offsets has shape \(3,\): expected \(8,\)"),

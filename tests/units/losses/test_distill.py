@@ -300,6 +300,7 @@ test_wrong_inputs = refused(
     ({"outcomes": PAIR[0], "teacher_outcomes": PAIR[0]}, r"outcomes has shape \(1, 2\), expected \[\*B, T, k \+ 1\]"),
     ({**BOTH, "beta": 1.5}, "beta must be at least 0 and at most 1, got 1.5"),
     ({**BOTH, "teacher_weights": [1, 2]}, "2 numbers for 1 teachers"),
+    ({**BOTH, "teacher_weights": [-1.0]}, r"at least 0, and not all 0, got \[-1.0\]"),
 )
 test_contradictory_settings = refused(
     lambda settings: loss_of(tiny_model(seed=0), **settings),

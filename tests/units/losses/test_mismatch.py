@@ -127,6 +127,8 @@ test_verls_settings_that_make_no_sense = refused(
     lambda settings: rollout_corrections(**settings),
     ({"rollout_is": "turn"}, "level must be one of 'token', 'sequence', 'geometric', got 'turn'"),
     ({"rollout_is": "token", "rollout_is_threshold": "5_0.5"}, "low must be at least 0 and at most 0.5, got 5"),
+    ({"rollout_is_threshold": 3.0}, "rollout_is_threshold=3.0 has no effect"),
+    ({"rollout_rs_threshold": 3.0}, "rollout_rs_threshold=3.0 has no effect"),
     ({"rollout_rs": "token_k1"}, "could not convert string to float: 'None'"),
     ({"rollout_rs": "token_k2,seq_sum_k2,seq_max_k2", "rollout_rs_threshold": "1,2"}, "pass one bound each"),
 )

@@ -129,6 +129,8 @@ test_inputs_and_numbers_that_would_broadcast_or_mean_something_else = refused(
     (lambda: losses.opmd(losses.LossInputs(OLD, MASK, advantage=ONES), tau=PAIR), f"tau {ONE_NUMBER}"),
     (lambda: losses.LossTerm("objective", OLD, MASK, weight=PAIR), f"weight {ONE_NUMBER}"),
     (lambda: losses.aggregate(OLD, MASK, denominator=PAIR), f"denominator {ONE_NUMBER}"),
+    (lambda: losses.aggregate(OLD, MASK, "none", denominator=3), "'none' has no denominator, got 3"),
+    (lambda: losses.ImportanceWeights(high=True), TypeError, "high must be a number, got True"),
     (lambda: called(losses.importance_weights, OLD, OLD, MASK, high=PAIR), f"high {ONE_NUMBER}"),
     (lambda: losses.value_error(losses.ValueInputs(OLD, MASK, OLD, OLD), clip_value=PAIR), f"clip_value {ONE_NUMBER}"),
     (lambda: losses.apply_correction([TERM], ONES, MASK.float()), TypeError, "mask must be boolean"),

@@ -245,6 +245,12 @@ def sent(request):
     return ScoreRequest.from_arrays(request.to_arrays())
 
 
+def test_an_image_that_was_not_sent_is_refused():
+    arrays = ScoreRequest.of([[1, 2]], images=[picture("gemma3", 1)]).to_arrays()
+    with pytest.raises(ValueError, match=r"images.index must be from 0 to 0, .* got \[-1\]"):
+        ScoreRequest.from_arrays(arrays | {"images.index": arrays["images.index"] * 0 - 1})
+
+
 def test_an_image_is_sent_once():
     one, two = picture("qwen2_5_vl", 1), picture("qwen2_5_vl", 2)
     one["pixel_values"] = one["pixel_values"].bfloat16()

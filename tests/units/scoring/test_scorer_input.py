@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -498,6 +499,13 @@ def test_a_request_is_cut_joined_and_sent() -> None:
             found = ScoreRequest.from_arrays(each.to_arrays())
             assert found.recorded.keys() == set(names)
             assert all(rows(found, x) == rows(each, x) for x in names)
+
+
+@pytest.mark.parametrize("other", [{"lengths": np.array([5, -2])}, {"mask": np.zeros(2, np.uint8)}])
+def test_arrays_of_other_sizes_are_refused(other) -> None:
+    """torch would write outside of its memory."""
+    with pytest.raises(ValueError, match=r"3 tokens, .* mask bytes, lengths .*: expected"):
+        ScoreRequest.from_arrays(ScoreRequest.of([[1, 2, 3]]).to_arrays() | other)
 
 
 def test_a_request_holds_its_own_mask(scorer) -> None:

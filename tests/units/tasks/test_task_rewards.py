@@ -384,6 +384,7 @@ test_wrong_arguments = refused(
     ({"a": ("b", length)}, None, TypeError, "must be a number, got 'b'"),
     ({"a": (math.nan, length)}, None, "the weight of 'a' must be"),
     ({"a": length}, {"a": 1.0}, "weights= belong to one "),
+    ({}, None, "no reward is given"),
 )
 
 

@@ -359,4 +359,6 @@ def _teacher_weights(given: Sequence[float] | None, outcomes: Tensor) -> Tensor:
         return outcomes.new_full((number,), 1 / number)
     if len(given) != number:
         raise ValueError(f"teacher_weights has {len(given)} numbers for {number} teachers: pass one for each.")
+    if not (min(given) >= 0 and 0 < sum(given) < math.inf):
+        raise ValueError(f"teacher_weights must be finite and at least 0, and not all 0, got {list(given)}.")
     return outcomes.new_tensor(list(given))
