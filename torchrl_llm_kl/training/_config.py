@@ -269,8 +269,13 @@ class TrainConfig:
         kl, reference, reward, warmup = self.kl, self.reference, self.reward, self.optimizer.warmup_steps
         name, rewards = reference.name, reward.parts
         needs_model = reference.moves and (self.starts_from_base or name == "none")
+        yield kl.target and kl.place == "none", "kl.place=none charges no KL: choose loss or reward, or drop kl.target."
         yield kl.controller_args and not kl.target, "kl.controller_args adapt to a target: set kl.target, or drop them."
-        yield name == "none" and kl.stop_above, "kl.stop_above needs a KL to a reference: set reference.name=start."
+        watches = kl.place in ("loss", "reward") or kl.target or kl.stop_above
+        yield (
+            name == "none" and watches,
+            "reference.name=none leaves no KL to charge or watch: set reference.name=start.",
+        )
         yield name == "base" and self.lora is None, "reference.name=base is the model without its adapters: set lora."
         yield needs_model, "reference.decay and reset_every need a separate model: set reference.name to a folder."
         yield reference.every != 1 and reference.decay is None, "reference.every spaces averages: set reference.decay."
@@ -278,6 +283,14 @@ class TrainConfig:
         yield shared, "reference.service shares a fixed model: set reference.name to it, without decay or reset_every."
         # The rate would never reach optimizer.lr.
         yield warmup >= self.run.steps, f"optimizer.warmup_steps is {warmup}: expected less than run.steps."
+        betas, minibatches, loggers = self.optimizer.betas, self.algorithm.minibatches, self.logging.loggers
+        wrong_betas = len(betas) != 2 or not all(0 <= beta < 1 for beta in betas)
+        yield wrong_betas, f"optimizer.betas is {betas}: expected two numbers of at least 0 and below 1."
+        answers = self.data.num_prompts * self.data.group_size
+        yield minibatches > answers, f"algorithm.minibatches is {minibatches}: a step has only {answers} answers."
+        yield len(set(loggers)) < len(loggers), f"logging.loggers is {loggers}: name each once."
+        best = self.checkpoints.final == "best" and not self.evaluation.every
+        yield best, "checkpoints.final=best needs evaluations, and evaluation.every is 0: set it, or take last."
         yield (
             "" in self.sampler.end,
             "sampler.end has an empty text, which would end each answer at once: leave it out.",
