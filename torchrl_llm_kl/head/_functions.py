@@ -427,6 +427,8 @@ def _check_truncation(truncation: Truncation | None, kept: Kept | None, head: He
             raise ValueError(f"kept.offsets has shape {tuple(kept.offsets.shape)}: expected ({head.positions + 1},).")
         return WHOLE
     truncation = truncation or WHOLE
+    if truncation.top_k < 0 or not 0 < truncation.top_p <= 1 or not 0 <= truncation.min_p <= 1:
+        raise ValueError(f"{truncation}: expected top_k of at least 0, top_p in (0, 1] and min_p in [0, 1].")
     if head.part is not None and truncation.active:
         raise ValueError(f"{truncation} needs whole rows, but the head is sharded: record the sampler's tokens.")
     return truncation

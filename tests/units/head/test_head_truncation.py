@@ -277,3 +277,10 @@ def test_unusual_records(path):
         gradients = torch.autograd.grad(out.log_prob[1] + out.entropy.sum(), (hidden, weight))
         assert all(g.isfinite().all() for g in gradients)
         assert gradients[0][0].abs().max() == 0
+
+
+@pytest.mark.parametrize("wrong", [{"top_k": -1}, {"top_p": 1.5}, {"top_p": math.nan}, {"min_p": 2.0}], ids=str)
+def test_a_truncation_out_of_range(wrong: dict[str, float]) -> None:
+    hidden, weight, targets = torch.randn(2, 4), torch.randn(5, 4), torch.tensor([1, 3])
+    with pytest.raises(ValueError, match=r"expected top_k of at least 0, top_p in \(0, 1\]"):
+        linear_log_prob(hidden, weight, targets, truncation=Truncation(**wrong))
