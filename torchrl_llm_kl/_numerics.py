@@ -78,10 +78,17 @@ def check_is_scalar(**named: object) -> None:
             )
 
 
-def check_range(low: float = -math.inf, high: float = math.inf, *, above: float = -math.inf, **named: object) -> None:
-    """Raise a ValueError unless each named number is in ``[low, high]`` and greater than ``above``, as :class:`Range` does."""
+def check_range(
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    above: float = -math.inf,
+    below: float | None = None,
+    **named: object,
+) -> None:
+    """Raise a ValueError for the first named number outside the :class:`Range`."""
     for name, value in named.items():
-        Range(low, high, above).check(name, value)
+        Range(low, high, above, below).check(name, value)
 
 
 #: Types that models compute in. torch has more types, of 8 bits and fewer, for storage.

@@ -100,7 +100,7 @@ class AdaptiveKLCoefficient(_Coefficient):
 
     def __init__(self, init: float, target: float, horizon: float) -> None:
         check_range(low=0.0, init=init)
-        check_range(above=0.0, target=target, horizon=horizon)
+        check_range(above=0.0, below=math.inf, target=target, horizon=horizon)
         super().__init__(init)
         self.target, self.horizon = target, horizon
 
@@ -166,7 +166,7 @@ class AdaptiveEntropyCoefficient(_Coefficient):
     def __init__(
         self, init: float = 0.0, target: float = 0.2, delta: float = 0.005, low: float = 0.0, high: float = 1.0
     ) -> None:
-        check_range(above=0.0, target=target, delta=delta)
+        check_range(above=0.0, below=math.inf, target=target, delta=delta)
         _check_bounds(low, init, high)
         super().__init__(init)
         self.register_buffer("entropy", torch.tensor(math.inf, dtype=torch.float32))
@@ -348,7 +348,7 @@ class _KLController(_Coefficient):
         self, init: float, target: float, *, smoothing: float, max_step: float, warmup: int, low: float, high: float
     ) -> None:
         # Steps are relative to the coefficient: one that starts at 0 would stay there.
-        check_range(above=0.0, init=init, target=target, max_step=max_step)
+        check_range(above=0.0, below=math.inf, init=init, target=target, max_step=max_step)
         _check_bounds(low, init, high)
         Range(0.0, below=1.0).check("smoothing", smoothing)
         check_range(low=0, warmup=warmup)
@@ -506,8 +506,8 @@ class PIKLCoefficient(_KLController):
         low: float = 1e-4,
         high: float = 100.0,
     ) -> None:
-        check_range(low=0.0, proportional=proportional)
-        check_range(above=0.0, integral=integral)
+        check_range(low=0.0, below=math.inf, proportional=proportional)
+        check_range(above=0.0, below=math.inf, integral=integral)
         super().__init__(init, target, smoothing=smoothing, max_step=max_step, warmup=warmup, low=low, high=high)
         self.proportional, self.integral = proportional, integral
 
@@ -578,7 +578,7 @@ class DualKLCoefficient(_KLController):
         low: float = 1e-4,
         high: float = 100.0,
     ) -> None:
-        check_range(above=0.0, rate=rate)
+        check_range(above=0.0, below=math.inf, rate=rate)
         check_choice(get_args(DualParametrisation), parametrisation=parametrisation)
         super().__init__(init, target, smoothing=smoothing, max_step=max_step, warmup=warmup, low=low, high=high)
         self.rate, self.parametrisation = rate, parametrisation

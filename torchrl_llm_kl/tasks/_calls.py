@@ -139,8 +139,8 @@ def _in_thread(call: Call) -> Future[object]:
     return future
 
 
-def check_takes(function: object, what: str, *arguments: str) -> None:
-    """Raise a TypeError unless ``function`` accepts these positional arguments. The message begins with ``what``.
+def check_takes(function: object, name: str, *arguments: str) -> None:
+    """Raise a TypeError unless ``function`` accepts these positional arguments. The message begins with ``name``.
 
     Example:
         >>> check_takes(lambda answer: 1.0, "reward", "question", "answer", "metadata")
@@ -151,7 +151,7 @@ def check_takes(function: object, what: str, *arguments: str) -> None:
     try:
         inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function).bind(*arguments)  # type: ignore[arg-type]
     except TypeError as error:
-        raise TypeError(f"{what} is called with ({', '.join(arguments)}): {error}.") from error
+        raise TypeError(f"{name} is called with ({', '.join(arguments)}): {error}.") from error
     except ValueError:  # builtins without a signature cannot be checked
         pass
 

@@ -22,6 +22,8 @@ _DEFAULT_ARGS = {
     "rec": {"epsilon_low_prime": 0.6, "epsilon_high_prime": 2.0},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
 }
+#: Losses that need a clip range if any of their arguments is given.
+_NEED_CLIP = ("ppo", "gspo", "mix", "mix_chord")
 #: The aggregation of Trinity's constructors if `policy_loss_fn_args` leaves it out.
 _OWN_AGGREGATION = {"gspo": "seq-mean-token-mean"}
 #: Arguments of `mix_chord` -> arguments of its `ScheduledCoefficient`.
@@ -45,7 +47,7 @@ def from_trinity(config: str | os.PathLike[str] | Mapping[str, object]) -> Trans
         ``docs/differences.md`` lists the differences of the losses that no setting removes.
 
     Raises:
-        ValueError: for an unknown algorithm or function.
+        ValueError: for an unknown algorithm or function, or arguments that Trinity refuses.
 
     Example:
         >>> translation = from_trinity('''
@@ -148,6 +150,10 @@ def _read_objective(reader: Reader, default: str) -> str:
     written, own = _has_loss_args(reader), _arguments(reader, spec, _P)
     if schedule:
         own["mu"] = New(ScheduledCoefficient, **schedule)
+    if written and name in _NEED_CLIP and not {"clip_low", "clip_high"} <= own.keys():
+        raise ValueError(
+            f"Trinity's {name} needs clip_range, or clip_range_low and clip_range_high, if policy_loss_fn_args is given."
+        )
     own = _effective(spec, {**(_CONSTRUCTOR if written else _DEFAULT_ARGS).get(name, {}), **own})
     reader.overrides["objective"] = name
     reader.objective.update(own)

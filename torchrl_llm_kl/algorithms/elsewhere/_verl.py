@@ -59,6 +59,8 @@ def from_verl(config: str | os.PathLike[str] | Mapping[str, object] | Sequence[s
         reader.refuse(f"{_A}policy_loss.loss_mode", VERL[f"{_C}bypass_mode"].note)
         mode = "vanilla"
     reader.choose(f"{_A}policy_loss.loss_mode", mode)
+    if mode == "dro" and not (reader[f"{_A}policy_loss.dro_beta"] or 0) > 0:
+        raise ValueError("policy_loss.dro_beta must be a positive number with loss_mode='dro': verl has no default.")
     if mode in _CLIPPED:
         _set_clip(reader)
     _set_kl(reader)
