@@ -61,13 +61,18 @@ def test_the_doctor_finds_no_older_weights_in_the_example(tmp_path: Path, monkey
     assert [[x.cause for x in each.faults] for each in found] == [["few_tokens"] * differs for differs in differ]
 
 
-def test_the_three_lines_of_yaml_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the prompt and the reward function of their comments, and a tiny checkpoint in place of the hub's."""
+@pytest.mark.parametrize("page", ["README.md", "docs/train.md"])
+def test_the_three_lines_of_yaml_train(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the prompt and the reward function of the page, and a tiny checkpoint in place of the hub's."""
     monkeypatch.chdir(tmp_path)
     save_checkpoint(tmp_path / "model")
-    (config,) = (block.code for block in all_blocks("yaml") if block.page == "README.md")
+    config = next(block.code for block in all_blocks("yaml") if block.page == page)
     assert len(config.splitlines()) == 3
-    prompt, function = (re.search(pattern, config).group(1) for pattern in (r"# (\{.*\}), \.\.\.", r"# (def .*)"))
+    prompt = re.search(r"# (\{.*\}), \.\.\.", config).group(1)
+    if page == "README.md":
+        function = re.search(r"# (def .*)", config).group(1)
+    else:
+        (function,) = (block.code for block in all_blocks("python") if block.page == page)
     Path("config.yaml").write_text(config.replace("Qwen/Qwen2.5-0.5B-Instruct", str(tmp_path / "model")))
     Path("prompts.jsonl").write_text(f"{prompt}\n" * 12)
     Path("rewards.py").write_text(function)
