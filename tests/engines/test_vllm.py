@@ -71,7 +71,7 @@ def prompt_log_probs(server: VllmServer, prompt: list[int], **options: Any) -> l
 
 
 def test_switches_of_the_tests_own_server(server: VllmServer) -> None:
-    """This version has none of these traps of ``prompt_server.py``. docs/engines.md has the table."""
+    """This version has none of these traps of ``prompt_server.py``, whose docstring lists all switches."""
     assert server.version() == "0.32.0"
     prompt = [(7 * i) % 190 for i in range(150)]
     plain = prompt_log_probs(server, prompt)

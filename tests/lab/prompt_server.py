@@ -2,6 +2,10 @@
 
 It runs in threads of this process (:class:`PromptServer`), computes with plain transformers, and has a switch for each known
 trap of the servers.
+
+``make engines`` compared the switches with vLLM 0.32.0. The server behaves as with ``max_logprobs``, ``key``, ``seed`` and
+``fails``. It does not behave as with ``forbids``, ``cache``, ``salts``, ``retokenises`` and ``starts``.
+``recomputes`` is SGLang's. ``odd`` and ``delay`` imitate a proxy and a busy server.
 """
 
 import contextlib

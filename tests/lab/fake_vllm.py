@@ -1,0 +1,61 @@
+"""The endpoints of ``vllm serve`` that docs/vllm.md calls, answered by a small model in this process."""
+
+import io
+import json
+import urllib.request
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from toy_models import OUTPUTS
+
+
+class FakeVllm:
+    """Stands in for ``urllib.request.urlopen``. Samples at most six tokens for each answer.
+
+    Args:
+        folder: the checkpoint that it serves until ``/collective_rpc`` names another one.
+    """
+
+    def __init__(self, folder: Any) -> None:
+        self.paths: list[str] = []
+        self._load(folder)
+
+    def __call__(self, request: urllib.request.Request, timeout: float) -> io.BytesIO:
+        assert request.data is not None
+        path = request.full_url.removeprefix("http://127.0.0.1:8000")
+        self.paths.append(path)
+        answer = {
+            "/inference/v1/generate": self._generate,
+            "/collective_rpc": self._rpc,
+            "/reset_prefix_cache": self._reset,
+        }
+        return io.BytesIO(json.dumps(answer[path](**json.loads(request.data))).encode())
+
+    def _load(self, folder: Any) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder).eval()
+
+    def _rpc(self, method: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+        assert method == "reload_weights"
+        self._load(kwargs["weights_path"])
+        return {"results": [None]}
+
+    def _reset(self) -> dict[str, Any]:
+        return {"success": True}
+
+    @torch.no_grad()
+    def _generate(self, token_ids: list[int], sampling_params: dict[str, Any]) -> dict[str, Any]:
+        """Log-probs of the model at temperature 1, as vLLM's default ``raw_logprobs``."""
+        how = {name: sampling_params[name] for name in ("temperature", "top_p", "top_k", "min_p")}
+        prompts = torch.tensor([token_ids] * sampling_params["n"])
+        out: Any = self._model.generate(prompts, do_sample=True, max_new_tokens=6, **how, **OUTPUTS)
+        drawn = out.sequences[:, len(token_ids) :]
+        log_probs = torch.stack(out.logits, 1).log_softmax(-1).gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
+        end = self._model.generation_config.eos_token_id
+        choices = []
+        for ids, values in zip(drawn.tolist(), log_probs.tolist(), strict=True):
+            length = ids.index(end) + 1 if end in ids else len(ids)
+            content = [{"logprob": value} for value in values[:length]]
+            choices.append({"token_ids": ids[:length], "logprobs": {"content": content}})
+        return {"choices": choices}
