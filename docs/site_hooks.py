@@ -42,6 +42,7 @@ PAGES = {
     "benchmarks/profile.md": "benchmarks/profile.md",
     "benchmarks/PRECISION.md": "benchmarks/PRECISION.md",
     "benchmarks/KL_STUDY.md": "benchmarks/KL_STUDY.md",
+    "benchmarks/GSM8K.md": "benchmarks/GSM8K.md",
 }
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash", ".md": "markdown"}
 #: Code, which is not changed, or the target of a link or a picture.

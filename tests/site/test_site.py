@@ -20,7 +20,7 @@ NAMES = [(layer, name) for layer in api.ORDER for name in api.public_names(layer
 def test_every_page_of_the_docs_is_in_the_site(site: Site) -> None:
     pages = {path.stem for path in PROJECT.glob("docs/*.md")} - {"index"}
     pages |= {"CHANGELOG", "CONTRIBUTING"}
-    pages |= {f"benchmarks/{name}" for name in ("RESULTS", "RAY", "PRECISION", "KL_STUDY", "profile")}
+    pages |= {f"benchmarks/{name}" for name in ("RESULTS", "RAY", "PRECISION", "KL_STUDY", "GSM8K", "profile")}
     assert [page for page in sorted(pages) if not (site.folder / f"{page}.html").is_file()] == []
     source = (site.folder / "index.html").read_text(encoding="utf-8")
     source = source[source.index('<nav class="md-nav md-nav--primary') :]  # the list of all pages
