@@ -541,7 +541,7 @@ TABLES: dict[str, dict[str, Callable[[], str | None]]] = {
     "api": {layer: partial(build_api.table, layer) for layer in build_api.ORDER},
     "architecture": {"layers": build_architecture.table},
     "chat_templates": {"corpus": corpus_table, "pairs": pair_table},
-    "distillation": {name: partial(bias_table, exponent) for name, exponent in TEACHERS.items()},
+    "distillation": {"medium": partial(bias_table, TEACHERS["medium"])},
     "doctor": {"faults": fault_table},
     "elsewhere": {
         "hint": lambda: f"> {foreign_hint('num_generations').strip()}\n",
