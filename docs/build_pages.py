@@ -46,7 +46,7 @@ from torchrl_llm_kl._foreign import (  # noqa: E402
     foreign_hint,
 )
 from torchrl_llm_kl.advantages import advantage_spec, available_advantages, get_advantage  # noqa: E402
-from torchrl_llm_kl.algorithms import ALGORITHMS, SCHEMAS, algorithm_table, from_trl  # noqa: E402
+from torchrl_llm_kl.algorithms import ALGORITHMS, SCHEMAS, Entry, algorithm_table, from_trl  # noqa: E402
 from torchrl_llm_kl.cli import main as command_line  # noqa: E402
 from torchrl_llm_kl.diagnostics import METRICS, Origin  # noqa: E402
 from torchrl_llm_kl.estimators import EstimatorName, estimator_table, get_estimator, top_k_divergence  # noqa: E402
@@ -69,7 +69,14 @@ def cell(text: str) -> str:
 
 # ------------------------------------------------------------------ algorithms.md
 
-FLAGS = ("use_critic", "use_reference", "use_rollout", "compute_advantage_in_trainer", "can_balance_batch")
+#: Flag -> its meaning.
+FLAGS = {
+    "use_critic": "a critic of token values is trained",
+    "use_reference": "a reference model is scored",
+    "use_rollout": "batches mix rollouts with experts' answers",
+    "compute_advantage_in_trainer": "advantages need the trainer's whole batch or its scores, so the collector cannot compute them",
+    "can_balance_batch": "single rows may move between micro-batches and ranks",
+}
 
 
 #: Key in algorithms.csv -> title of a group of algorithms.
@@ -84,7 +91,7 @@ GROUPS = {
 
 
 def algorithms() -> str:
-    """The algorithms by use: a table for each group, and a section with use, formula, settings and source for each one."""
+    """The algorithms by use: a table for each group, a section with formula, settings and sources for each, shared parts."""
     with open(DOCS / "algorithms.csv", encoding="utf-8", newline="") as file:
         texts = list(csv.DictReader(file))
     header, _, *lines = algorithm_table().splitlines()
@@ -95,41 +102,54 @@ def algorithms() -> str:
         own = [row for row in texts if row["group"] == group]
         links = [[f"[`{row['algorithm']}`](#{row['algorithm']})", row["when"]] for row in own]
         sections = [_section(row, dict(zip(titles, settings[row["algorithm"]], strict=True))) for row in own]
-        pages.append(f"## {title}\n\n{markdown(['algorithm', 'when to take it'], links)}\n" + "\n".join(sections))
-    return "\n".join(pages)
+        pages.append(f"## {title}\n\n{markdown(['algorithm', 'use it when'], links)}\n" + "\n".join(sections))
+    return "\n".join([*pages, f"## Shared objectives and advantages\n\n{shared_table()}"])
 
 
 def _section(row: dict[str, str], settings: dict[str, str]) -> str:
     place = settings["KL to the reference"]
-    kl = {"none": "no KL", "in the objective": "KL in the objective"}.get(place, f"KL in the {place}")
+    kl = {"none": "no KL", "in the objective": "KL in the objective"}.get(place, "")
+    kl = kl or re.sub(r"^(\w+): (\S+), (\S+)$", r"KL in the \1 (\2 with weight \3)", place)
+    answers = f"{settings['answers']} answer{'s' * (settings['answers'] != '1')} to a prompt"
     lines = [
-        f"- **Formula**, maximised: `{row['formula']}`",
-        f"- **Settings**: objective {settings['objective']}, advantage {settings['advantage']}, {kl},"
-        f" aggregation {settings['sum over tokens']}, {settings['answers']} answers to a prompt, data {settings['data']}",
+        f"- **Maximises** `{row['formula']}`",
+        f"- **Parts**: objective {settings['objective']}, advantage {settings['advantage']}, {kl},"
+        f" {settings['sum over tokens']}, {answers}, data {settings['data']}",
         *(f"- {values}: {linked(source)}" for source, values in by_source(row["algorithm"]).items()),
     ]
-    return f"### {row['algorithm']}\n\n{row['when']}\n\n" + "\n".join(lines) + "\n"
-
-
-def learning_tests() -> str:
-    """The result of each algorithm's learning test."""
-    from learned import LEARNED
-
-    return markdown(["algorithm", "result"], [[f"`{name}`", text] for name, text in LEARNED.items()])
+    return f"### {row['algorithm']}\n\n" + "\n".join(lines) + "\n"
 
 
 def flag_table() -> str:
-    """The flags of each algorithm."""
-    rows = [
-        [f"`{name}`", *("yes" if getattr(preset, flag) else "" for flag in FLAGS)]
-        for name, preset in ALGORITHMS.items()
-    ]
-    return markdown(["algorithm", *(f"`{flag}`" for flag in FLAGS)], rows)
+    """The algorithms of each flag."""
+    rows = []
+    for flag, meaning in FLAGS.items():
+        on, off = ([f"`{n}`" for n, preset in ALGORITHMS.items() if getattr(preset, flag) is value] for value in (True, False))
+        rows.append([f"`{flag}`", meaning, ", ".join(on) if len(on) <= len(off) else f"all but {', '.join(off)}"])
+    return markdown(["flag", "meaning", "algorithms"], rows)
 
 
-def schema_tables() -> str:
-    """The entries that each schema requires."""
-    return "\n".join(f"**`{name}`**\n\n{schema.table()}" for name, schema in SCHEMAS.items())
+def schema_table() -> str:
+    """Each entry with the schemas that have it. An entry with another meaning in another schema has a row for each."""
+    schemas: dict[Entry, list[str]] = {}
+    for name, schema in SCHEMAS.items():
+        for entry in schema.entries:
+            schemas.setdefault(entry, []).append(name)
+    rows = []
+    for entry, names in schemas.items():
+        key = f"`{entry.key}`" if isinstance(entry.key, str) else f"`{', '.join(entry.key)}`"
+        listed = "all" if len(names) == len(SCHEMAS) else ", ".join(f"`{name}`" for name in names)
+        needed = "yes" if entry.required else ""
+        rows.append([key, f"{entry.kind} `{entry.shape}`", entry.note, needed, listed])
+    return markdown(["entry", "kind and shape", "meaning", "required", "schemas"], rows)
+
+
+def schema_users() -> str:
+    """The algorithms of each schema."""
+    users = {name: [f"`{n}`" for n, preset in ALGORITHMS.items() if preset.schema == name] for name in SCHEMAS}
+    most = max(users, key=lambda name: len(users[name]))
+    rows = [[f"`{name}`", "all others" if name == most else ", ".join(own)] for name, own in users.items()]
+    return markdown(["schema", "algorithms"], rows)
 
 
 # ------------------------------------------------------------------ estimators.md
@@ -256,12 +276,8 @@ def objective_table(*, of_answers: bool) -> str:
 # ------------------------------------------------------------------ elsewhere.md
 
 EXAMPLE = {"beta": 0.04, "epsilon_high": 0.28, "num_generations": 8, "top_p": 0.95, "learning_rate": 1e-6}
-PLACES = {
-    "override": "Translated",
-    "sampling": "Sampled",
-    "outside": "Outside: settings of the loop",
-    "refused": "Refused",
-}
+#: Title of a table -> the places of its settings.
+PLACES = {"translated": ("override", "sampling"), "set by your loop": ("outside",), "refused": ("refused",)}
 LIBRARIES = {"Trinity-RFT": TRINITY, "verl": VERL, "prime-rl": PRIME, "NeMo-RL": NEMO, "slime": SLIME}
 
 
@@ -282,17 +298,40 @@ def foreign_rows(library: str) -> list[Foreign]:
 
 
 def library_tables(library: str) -> str:
-    """For each place, tables with the library's name and default, our name, and a note."""
+    """A table of the translated settings, and tables of the others, in which settings with the same advice share a row."""
     parts = []
-    for place, title in PLACES.items():
-        rows = []
-        for row in [row for row in foreign_rows(library) if row.place == place]:
-            trainer = f" ({row.section})" if row.section not in ("", "GRPO") else ""
-            here = ", ".join(f"`{path}`" for path in row.here.split()) or "—"
-            rows.append([f"`{row.name}`{trainer}", shown_default(row), here, row.note.replace("|", "\\|")])
+    for title, places in PLACES.items():
+        rows = [row for row in foreign_rows(library) if row.place in places]
         if rows:
-            parts.append(f"\n### {library}: {title.lower()}\n\n{markdown(['theirs', 'default', 'here', ''], rows)}")
+            table = translated_rows(rows) if title == "translated" else advice_rows(rows, title)
+            parts.append(f"\n### {library}: {title}\n\n{table}")
     return "".join(parts)
+
+
+def translated_rows(rows: list[Foreign]) -> str:
+    """A library's name and default, the name here, and a note."""
+    cells = [
+        [setting_name(row), shown_default(row), ", ".join(f"`{path}`" for path in row.here.split()), cell(row.note)]
+        for row in rows
+    ]
+    return markdown(["theirs", "default", "here", "note"], cells)
+
+
+def advice_rows(rows: list[Foreign], title: str) -> str:
+    """The settings that share a piece of advice, and the advice."""
+    settings: dict[str, list[str]] = {}
+    for row in rows:
+        advice = f"{row.note}: `{row.here}`" if row.here else row.note
+        settings.setdefault(advice, []).append(setting_name(row))
+    return markdown(
+        ["setting", "reason or replacement" if title == "refused" else "what to do"],
+        [[", ".join(names), cell(text)] for text, names in settings.items()],
+    )
+
+
+def setting_name(row: Foreign) -> str:
+    """The name of a setting, with its trainer if it is not GRPO's."""
+    return f"`{row.name}`" + (f" ({row.section})" if row.section not in ("", "GRPO") else "")
 
 
 # ------------------------------------------------------------------ doctor.md
@@ -356,20 +395,53 @@ def settings(name: str) -> dict[str, dict[str, Any]]:
     return dict(json.loads(out.getvalue())["settings"])
 
 
+def part_source(kind: str, name: str) -> str:
+    """The source of an objective or an advantage."""
+    spec = spec_of(get_objective(name)) if kind == "objective" else advantage_spec(get_advantage(name))  # type: ignore[call-overload]
+    return spec.source.replace("`", "")
+
+
+@cache
+def shared_parts() -> list[tuple[str, str]]:
+    """The kind and name of each objective and advantage of more than one preset."""
+    used = Counter(
+        (kind, name)
+        for preset in ALGORITHMS.values()
+        for kind in ("objective", "advantage")
+        if (name := getattr(preset, kind)) is not None
+    )
+    return [part for part, count in used.items() if count > 1]
+
+
 def by_source(name: str) -> dict[str, str]:
-    """Source -> the values of a preset that it prescribes. Settings without a source are left out."""
+    """Source -> the values of a preset that it prescribes. Left out: settings without a source, defaults of shared parts."""
     preset = ALGORITHMS[name]
-    parts = {"objective": spec_of(get_objective(preset.objective)).source}  # type: ignore[union-attr]
-    if preset.advantage is not None:
-        parts["advantage"] = advantage_spec(get_advantage(preset.advantage)).source
+    parts = {kind: part for kind in ("objective", "advantage") if (part := getattr(preset, kind)) is not None}
     values: dict[str, list[str]] = defaultdict(list)
     for setting, row in settings(name).items():
-        source = row["source"]
+        source, kind = row["source"].replace("`", ""), setting.partition(".")[0]
         if source.startswith("default of"):
-            source = parts[setting.partition(".")[0]]
-        if source not in ("default", "follows from the others", ""):
-            values[source.replace("``", "`")].append(f"`{setting}={row['value']}`")
+            source = part_source(kind, parts[kind])
+        if kind in parts and (kind, parts[kind]) in shared_parts() and source == part_source(kind, parts[kind]):
+            continue
+        if source not in ("default", "follows from the others", "") and not source.startswith("from "):
+            values[source].append(f"`{setting}={row['value']}`")
     return {source: ", ".join(some) for source, some in values.items()}
+
+
+def shared_table() -> str:
+    """Defaults and source of the parts that several presets share."""
+    rows = []
+    for kind, name in shared_parts():
+        preset = next(preset for preset in ALGORITHMS.values() if getattr(preset, kind) == name)
+        values = {
+            setting.partition(".")[2]: row["value"]
+            for setting, row in settings(preset.name).items()
+            if setting.startswith(f"{kind}.") and row["source"].startswith("default of")
+        }
+        shown = ", ".join(f"`{key}={value}`" for key, value in values.items())
+        rows.append([f"{kind} `{name}`", shown, linked(part_source(kind, name))])
+    return markdown(["part", "defaults", "source"], rows)
 
 
 def documented() -> Iterator[Use]:
@@ -534,9 +606,9 @@ TABLES: dict[str, dict[str, Callable[[], str | None]]] = {
         "algorithms": algorithms,
     },
     "algorithm_data": {
-        "schemas": schema_tables,
+        "users": schema_users,
+        "schemas": schema_table,
         "flags": flag_table,
-        "learning": learning_tests,
     },
     "api": {layer: partial(build_api.table, layer) for layer in build_api.ORDER},
     "architecture": {"layers": build_architecture.table},

@@ -144,7 +144,7 @@ def test_limits_and_engines_of_the_sampler_are_not_called_ineffective(trainer: A
     notes = {row.name: row.note for row in found.outside if row.given}
     assert notes["max_completion_length"].endswith("`max_new_tokens` of the sampler")
     assert (trainer == "grpo") == ("use_vllm" in {row.name for row in found.translated})
-    assert notes.get("use_vllm", "start the sampler so") == "start the sampler so"
+    assert notes.get("use_vllm", "set it when you start the sampler") == "set it when you start the sampler"
     found = from_trl({"max_completion_length": 256, "loss_type": "dr_grpo"})
     assert found.overrides["max_len"] == 256
 

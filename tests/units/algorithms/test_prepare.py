@@ -334,7 +334,7 @@ def test_pairs_may_be_named() -> None:
     data["pair_id"] = torch.tensor([0, 1, 2, 0, 1, 2, 3])
     SCHEMAS["dpo"].check(data)  # a single answer is the loss's error
     lines = SCHEMAS["mix"].table().splitlines()
-    assert lines[2] == "| `tokens, full` | `[*B, T]` | integer | prompt and response, as they were sampled |"
+    assert lines[2] == "| `tokens, full` | `[*B, T]` | integer | the sampled prompt and response |"
     assert "| `expert_mask` | `[*B]` | boolean | True for the answers of experts |" in lines
     assert sum("(optional)" in line for line in lines) == 7
 
