@@ -18,7 +18,6 @@ import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -50,7 +49,7 @@ from torchrl_llm_kl.algorithms import ALGORITHMS, SCHEMAS, Entry, algorithm_tabl
 from torchrl_llm_kl.cli import main as command_line  # noqa: E402
 from torchrl_llm_kl.diagnostics import METRICS, Origin  # noqa: E402
 from torchrl_llm_kl.estimators import EstimatorName, estimator_table, get_estimator, top_k_divergence  # noqa: E402
-from torchrl_llm_kl.losses import LossInputs, available_objectives, get_objective, spec_of  # noqa: E402
+from torchrl_llm_kl.losses import available_objectives, get_objective, spec_of  # noqa: E402
 from torchrl_llm_kl.training import SETTINGS as RUN_SETTINGS, as_yaml  # noqa: E402
 
 
@@ -228,13 +227,18 @@ def bias_table(exponent: float) -> str:
 
 
 def metric_table(origin: str) -> str:
-    """The metrics of one origin."""
-    rows = [
-        [f"`{name}`", *map(cell, (metric.formula, metric.unit, metric.normal, metric.deviation, metric.remedy))]
-        for name, metric in METRICS.items()
-        if metric.origin == origin
+    """The metrics of one origin. Metrics with the same advice share a row."""
+    rows: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+    for name, metric in METRICS.items():
+        if metric.origin == origin:
+            unit = "" if metric.unit in ("1", "share", "tokens", "sequences") else f", in {metric.unit}"
+            advice = (metric.normal, metric.deviation, metric.remedy)
+            rows.setdefault(advice, []).append((f"`{name}`", metric.formula + unit))
+    cells = [
+        ["; ".join(name for name, _ in own), *map(cell, ("; ".join(formula for _, formula in own), *advice))]
+        for advice, own in rows.items()
     ]
-    return markdown(["metric", "formula", "unit", "normal", "otherwise", "what to do"], rows)
+    return markdown(["metric", "formula", "normal", "otherwise", "what to do"], cells)
 
 
 # ------------------------------------------------------------------ losses.md
@@ -243,22 +247,8 @@ def metric_table(origin: str) -> str:
 OF_ANSWERS = ("_preference", "_relative", "_without_reference")
 
 
-def input_table() -> str:
-    """The fields of ``LossInputs``, with shapes and meanings."""
-    doc = inspect.getdoc(LossInputs) or ""
-    args = re.findall(
-        r"^    (\w+): (.*(?:\n      .*)*)$", doc.partition("Args:")[2].partition("Raises:")[0], re.MULTILINE
-    )
-    rows = []
-    for field, (name, text) in zip(fields(LossInputs), args, strict=True):
-        assert field.name == name
-        text = re.sub(
-            r"; (?:(bool|integers) )?(?:``\[[^`]*``|same shape)\.?",
-            lambda kind: f" ({kind[1]})" if kind[1] else "",
-            text,
-        )
-        rows.append([f"`{name}`", f"`{field.metadata['shape']}`", cell(text).rstrip(".")])
-    return markdown(["input", "shape", "meaning"], rows)
+#: Hyper-parameters of many preference losses, which the text describes.
+OF_PREFERENCES = ("ld_alpha", "weighting", "f_divergence", "f_alpha")
 
 
 def objective_table(*, of_answers: bool) -> str:
@@ -267,10 +257,22 @@ def objective_table(*, of_answers: bool) -> str:
     for name in available_objectives():
         function, spec = get_objective(name), spec_of(name)  # type: ignore[arg-type, call-overload]
         if (function.__module__.rpartition(".")[2] in OF_ANSWERS) == of_answers:
-            first = (inspect.getdoc(function) or "").partition("\n\n")[0]
-            shown = ", ".join(f"`{key}={value}`" for key, value in spec.defaults.items())
-            rows.append([f"`{name}`", cell(first), shown])
-    return markdown(["name", "", "defaults"], rows)
+            defaults = {key: value for key, value in spec.defaults.items() if key not in OF_PREFERENCES}
+            shown = ", ".join(f"`{key}={value}`" for key, value in defaults.items())
+            rows.append([f"`{name}`", first_sentence(function), shown])
+    return markdown(["name", "value", "defaults"], rows)
+
+
+def advantage_table() -> str:
+    """Name and first sentence of each advantage."""
+    return markdown(
+        ["name", "value"], [[f"`{name}`", first_sentence(get_advantage(name))] for name in available_advantages()]
+    )
+
+
+def first_sentence(function: Callable[..., object]) -> str:
+    """The first paragraph of a function's docstring."""
+    return cell((inspect.getdoc(function) or "").partition("\n\n")[0])
 
 
 # ------------------------------------------------------------------ elsewhere.md
@@ -622,9 +624,9 @@ TABLES: dict[str, dict[str, Callable[[], str | None]]] = {
     },
     "estimators": {"estimators": estimator_table, "spread": spread_table},
     "losses": {
-        "inputs": input_table,
         "objectives": partial(objective_table, of_answers=False),
         "preferences": partial(objective_table, of_answers=True),
+        "advantages": advantage_table,
     },
     "metrics": {origin: partial(metric_table, origin) for origin in get_args(Origin)},
     "papers": {
