@@ -95,9 +95,7 @@ def table(layer: str) -> str:
     """A table of the names of a layer, and lists of the names that are described elsewhere."""
     module, others = importlib.import_module(f"torchrl_llm_kl.{layer}"), described_elsewhere(layer)
     left_out = {name for names in others.values() for name in names}
-    shown = {
-        name: f"**`{name}`**" if name in torchrl_llm_kl.__all__ else f"`{name}`" for name in public_names(layer)
-    }
+    shown = {name: f"**`{name}`**" if name in torchrl_llm_kl.__all__ else f"`{name}`" for name in public_names(layer)}
     rows = [
         f"| {shown[name]} | {summary(layer, name, thing)} |"
         for name, thing in public_names(layer).items()

@@ -73,7 +73,7 @@ FLAGS = {
     "use_critic": "a critic of token values is trained",
     "use_reference": "a reference model is scored",
     "use_rollout": "batches mix rollouts with experts' answers",
-    "compute_advantage_in_trainer": "advantages need the trainer's whole batch or its scores, so the collector cannot compute them",
+    "compute_advantage_in_trainer": "advantages need the trainer's whole batch or its scores",
     "can_balance_batch": "single rows may move between micro-batches and ranks",
 }
 
@@ -123,7 +123,9 @@ def flag_table() -> str:
     """The algorithms of each flag."""
     rows = []
     for flag, meaning in FLAGS.items():
-        on, off = ([f"`{n}`" for n, preset in ALGORITHMS.items() if getattr(preset, flag) is value] for value in (True, False))
+        on, off = (
+            [f"`{n}`" for n, preset in ALGORITHMS.items() if getattr(preset, flag) is value] for value in (True, False)
+        )
         rows.append([f"`{flag}`", meaning, ", ".join(on) if len(on) <= len(off) else f"all but {', '.join(off)}"])
     return markdown(["flag", "meaning", "algorithms"], rows)
 
@@ -484,10 +486,12 @@ def citation(text: str, number: str) -> str:
     named = re.search(rf"([A-Z][^;:()]*?),? \((?:([^();]*?):? )?arXiv:? ?{number}", text)
     if named:
         name = (named[2] or "").strip(" ,")
-        authors = re.sub(r'"(.*)"?$', r"'\1'", named[1].strip()).replace("\"'", "'")
+        authors = re.split(r"\. (?=[A-Z])", named[1].strip())[-1]  # of several sources the last one has this number
+        authors = re.sub(r"^.*\b(?:from|of) (?=[A-Z]\w+ et al)", "", authors)
+        authors = re.sub(r'"(.*)"?$', r"'\1'", authors).replace("\"'", "'")
         return f"{authors} ({name})" if name and not name.startswith("arXiv") else authors
     bare = re.search(rf"([A-Z][^;:()]*?), arXiv:? ?{number}", text)
-    return bare[1] if bare else ""
+    return re.split(r"\. (?=[A-Z])", bare[1])[-1] if bare else ""
 
 
 def paper_table() -> str:
@@ -504,7 +508,7 @@ def paper_table() -> str:
         authors = max([*cited[number], CITED.get(number, "")], key=len)
         uses = ", ".join(f"`{name}`" for name in names)
         rows.append([f"[{number}](https://arxiv.org/abs/{number})", authors.replace("|", "\\|"), uses])
-    return markdown(["paper", "", "used by"], rows)
+    return markdown(["paper", "authors", "used by"], rows)
 
 
 def linked(text: str) -> str:
@@ -513,39 +517,41 @@ def linked(text: str) -> str:
 
 
 def unused(kind: str) -> str:
-    """The defaults of the objectives or advantages that no preset uses."""
+    """The sources of the objectives or advantages that no preset uses."""
     used = {getattr(preset, kind) for preset in ALGORITHMS.values()}
-    rows = []
-    for name in sorted(set(available_objectives() if kind == "objective" else available_advantages()) - used):
-        if kind == "objective":
-            spec = spec_of(get_objective(name))
-            assert spec is not None
-            values, source = dict(spec.defaults), spec.source
-        else:
-            own, parameters = advantage_spec(get_advantage(name)), inspect.signature(get_advantage(name)).parameters
-            values = {key: parameters[key].default for key in own.hyper if key in parameters}
-            source = own.source
-        shown = [f"`{key}={value}`" for key, value in values.items() if value is not inspect.Parameter.empty]
-        rows.append([f"`{name}`", ", ".join(shown) or "none", linked(source.replace("``", "`"))])
-    return markdown([kind, "defaults", "source"], rows)
+    names = set(available_objectives() if kind == "objective" else available_advantages()) - used
+    return source_table(kind, [Use(name, part_source(kind, name)) for name in sorted(names)])
+
+
+#: Functions that prepare the inputs of an objective, whose paper is the objective's.
+_PREPARES = re.compile(r"select_|\w+_(?:reference_point|match|threshold)$")
 
 
 def other_sources() -> str:
-    """Other public names whose docstring states a source."""
-    return markdown(["name", "source"], [[f"`{use.name}`", linked(use.text)] for use in documented()])
+    """Other public names whose docstring states a paper or an article with its year."""
+    dated = (use for use in documented() if re.search(rf"{_ARXIV}|\b(?:19|20)\d\d\b", use.text))
+    return source_table("name", [use for use in dated if not _PREPARES.match(use.name)])
+
+
+def source_table(title: str, uses: list[Use]) -> str:
+    """Sources. Names with the same source share a row."""
+    names: dict[str, list[str]] = {}
+    for use in uses:
+        names.setdefault(use.text.rstrip("."), []).append(f"`{use.name}`")
+    return markdown([title, "source"], [[", ".join(some), linked(text)] for text, some in names.items()])
 
 
 # ------------------------------------------------------------------ chat_templates.md
 
 
 def corpus_table() -> str | None:
-    """The totals over the chat templates of the packages, and a row for each with an error; None without the packages."""
+    """The totals over the chat templates of the packages, and the templates with an error; None without the packages."""
     import template_corpus
     import template_oracle
 
     statuses = ("right", "refused", "error", "silent", "open")
     totals: Counter[str] = Counter()
-    rows, versions, left_out = [], Counter[str](), []
+    wrong, versions, left_out = [], Counter[str](), []
     for name, source in template_corpus.templates().items():
         package, _, template = name.partition("__")
         tested = template_oracle.Template(name, source)
@@ -556,36 +562,55 @@ def corpus_table() -> str | None:
         count = Counter(outcome.status for outcome in checked.values())
         totals += count
         versions[package] += 1
-        errors = ", ".join(kind for kind, outcome in checked.items() if outcome.status in statuses[2:])
-        counts = [str(count[status]) for status in statuses]
+        errors = [kind for kind, outcome in checked.items() if outcome.status in statuses[2:]]
         if errors:
-            rows.append([template, " ".join(package.rsplit("-", 1)), *counts, errors])
+            wrong.append((" ".join(package.rsplit("-", 1)), template, errors, count["silent"], count["open"]))
     if not versions:
         return None
     summary = ", ".join(f"{totals[status]} {status}" for status in statuses)
     packages = ", ".join(f"{' '.join(package.rsplit('-', 1))} ({count})" for package, count in versions.items())
     return (
         f"**{versions.total()} templates, {sum(totals.values())} masks: {summary}.**\n\nPackages: {packages}.\n\n"
-        + markdown(["template", "package", *statuses, "which"], rows)
+        + wrong_templates(wrong, list(template_oracle.CONVERSATIONS))
         + f"\nNot counted, since they do not show both a question and its answer: {', '.join(left_out)}.\n"
     )
 
 
+def wrong_templates(wrong: Iterable[tuple[str, str, list[str], int, int]], every: list[str]) -> str:
+    """A row for templates of one package that fail on the same conversations. ``every`` has all kinds of conversations."""
+    rows: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for package, template, kinds, silent, unknown in wrong:
+        others = [kind for kind in every if kind not in kinds]
+        listed = ", ".join(kinds)
+        if len(others) < len(kinds):
+            listed = f"all but {', '.join(others)}" if others else "all"
+        for word, count in (("silent", silent), ("open", unknown)):
+            listed += f" ({count} {word})" if count else ""
+        rows[package, listed].append(f"`{template}`")
+    cells = [[package, ", ".join(templates), listed] for (package, listed), templates in rows.items()]
+    return markdown(["package", "templates", "no mask for"], cells)
+
+
 def pair_table() -> str:
-    """TRL's marked templates compared with the masks of this package."""
+    """TRL's marked templates compared with the masks of this package. Templates with equal results share a row."""
     import template_pairs
 
-    rows = []
+    every = list(template_pairs.CONVERSATIONS)
+    rows: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for template in template_pairs.pairs():
-        compared = {kind: template_pairs.compare(template, kind) for kind in template_pairs.CONVERSATIONS}
+        compared = {kind: template_pairs.compare(template, kind) for kind in every}
         kinds: dict[str, list[str]] = defaultdict(list)
         for kind, outcome in compared.items():
             kinds[outcome.status].append(kind)
         only_trl = sorted({text for outcome in compared.values() for text in outcome.only_trl})
         marked = ", ".join(f"`{text!r}`".replace("|", "\\|") for text in only_trl)
-        columns = [", ".join(kinds["agrees"]), marked, ", ".join(kinds["texts differ"]), ", ".join(kinds["refused"])]
-        rows.append([template, *(column or "-" for column in columns)])
-    return markdown(["template", "agrees on", "only TRL marks", "texts differ", "refused"], rows)
+        agrees = "all" if kinds["agrees"] == every else ", ".join(kinds["agrees"])
+        columns = [agrees, marked, ", ".join(kinds["texts differ"]), ", ".join(kinds["refused"])]
+        rows[tuple(column or "-" for column in columns)].append(template)
+    return markdown(
+        ["template", "agrees on", "only TRL marks", "texts differ", "refused"],
+        [[", ".join(names), *columns] for columns, names in rows.items()],
+    )
 
 
 # ------------------------------------------------------------------ train.md
