@@ -468,7 +468,7 @@ def test_the_table_of_a_translation() -> None:
     parts = "kl_loss       ", "corrected_k3(ratio_max=inf)", "sampled from Sampling(top_k=5)", "learning_rate = 1e-06"
     assert all(part in text for part in parts)
     refused = text[text.index("refused") :]
-    assert "router_aux_loss_coef = 0.1  the balance of experts" in refused
+    assert "router_aux_loss_coef = 0.1  add the `aux_loss` of the model" in refused
 
 
 @pytest.mark.parametrize(("name", "hint"), HINTS.items())

@@ -306,7 +306,7 @@ def changed(key: Any, value: Any) -> TensorDictBase:
 
 test_data_that_a_schema_refuses = refused(
     lambda schema, data: SCHEMAS[schema].check(data),
-    ("sft", rollouts().exclude(("tokens", "full")), r"\('tokens', 'full'\) \[\*B, T\] is missing: prompt"),
+    ("sft", rollouts().exclude(("tokens", "full")), r"\('tokens', 'full'\) \[\*B, T\] is missing: the sampled prompt"),
     ("mix", changed("expert_mask", torch.zeros(16, 3) > 0), r"'expert_mask': .* one value for each of the 16"),
     ("dpo", rollouts()[:7], r"found 7 sequences, expected pairs: chosen, rejected"),
     ("experience", changed(("next", "reward"), torch.ones(16, 1) > 0), r"expected numbers, found torch.bool"),
