@@ -191,7 +191,7 @@ def aot_reference_point(inputs: LossInputs) -> Tensor:
     r"""The reference point of :func:`aot`, from the sorted leads of policy and reference.
 
     Inputs are as in :func:`aot`, for a whole batch. A lead is the chosen answer's log-prob minus the rejected one's. The
-    result is the reference's lead whose rank is that of the policy's lead in this pair, minus the reference's lead in this pair.
+    result is the reference's lead with the rank of the policy's lead in this pair, minus the reference's lead in this pair.
 
     Returns:
         Nats, equal for both rows of a pair, ``[*B]``.
