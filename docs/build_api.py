@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torchrl_llm_kl
+from torchrl_llm_kl.advantages import available_advantages
+from torchrl_llm_kl.losses import available_objectives, spec_of
 
 PACKAGE = Path(torchrl_llm_kl.__file__).parent
 
@@ -76,11 +78,29 @@ def comment(layer: str, name: str) -> str:
     return ""
 
 
+def described_elsewhere(layer: str) -> dict[str, list[str]]:
+    """Start of a line -> the names of a layer that another page or another layer describes."""
+    lines: dict[str, list[str]] = {}
+    for name, thing in public_names(layer).items():
+        if home_of(layer, name, thing) != layer:
+            lines.setdefault(f"Defined in `{home_of(layer, name, thing)}`", []).append(name)
+        elif layer == "losses" and spec_of(thing) is not None and name in available_objectives():
+            lines.setdefault("Objectives, described in [losses](losses.md#objectives)", []).append(name)
+        elif layer == "advantages" and name in available_advantages():
+            lines.setdefault("Advantages, described in [losses](losses.md#advantages)", []).append(name)
+    return lines
+
+
 def table(layer: str) -> str:
-    """A table of the names of a layer."""
-    module = importlib.import_module(f"torchrl_llm_kl.{layer}")
+    """A table of the names of a layer, and lists of the names that are described elsewhere."""
+    module, others = importlib.import_module(f"torchrl_llm_kl.{layer}"), described_elsewhere(layer)
+    left_out = {name for names in others.values() for name in names}
+    shown = {name: f"**`{name}`**" if name in torchrl_llm_kl.__all__ else f"`{name}`" for name in public_names(layer)}
     rows = [
-        f"| {f'**`{name}`**' if name in torchrl_llm_kl.__all__ else f'`{name}`'} | {summary(layer, name, thing)} |"
+        f"| {shown[name]} | {summary(layer, name, thing)} |"
         for name, thing in public_names(layer).items()
+        if name not in left_out
     ]
-    return f"{_first_paragraph(module.__doc__ or '')}\n\n| name | |\n|---|---|\n" + "\n".join(rows) + "\n"
+    lists = [f"\n{start}: {', '.join(shown[name] for name in names)}.\n" for start, names in others.items()]
+    first = _first_paragraph(module.__doc__ or "")
+    return f"{first}\n\n| name | meaning |\n|---|---|\n" + "\n".join(rows) + "\n" + "".join(lists)

@@ -18,7 +18,6 @@ import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -46,11 +45,11 @@ from torchrl_llm_kl._foreign import (  # noqa: E402
     foreign_hint,
 )
 from torchrl_llm_kl.advantages import advantage_spec, available_advantages, get_advantage  # noqa: E402
-from torchrl_llm_kl.algorithms import ALGORITHMS, SCHEMAS, algorithm_table, from_trl  # noqa: E402
+from torchrl_llm_kl.algorithms import ALGORITHMS, SCHEMAS, Entry, algorithm_table, from_trl  # noqa: E402
 from torchrl_llm_kl.cli import main as command_line  # noqa: E402
 from torchrl_llm_kl.diagnostics import METRICS, Origin  # noqa: E402
 from torchrl_llm_kl.estimators import EstimatorName, estimator_table, get_estimator, top_k_divergence  # noqa: E402
-from torchrl_llm_kl.losses import LossInputs, available_objectives, get_objective, spec_of  # noqa: E402
+from torchrl_llm_kl.losses import available_objectives, get_objective, spec_of  # noqa: E402
 from torchrl_llm_kl.training import SETTINGS as RUN_SETTINGS, as_yaml  # noqa: E402
 
 
@@ -69,7 +68,14 @@ def cell(text: str) -> str:
 
 # ------------------------------------------------------------------ algorithms.md
 
-FLAGS = ("use_critic", "use_reference", "use_rollout", "compute_advantage_in_trainer", "can_balance_batch")
+#: Flag -> its meaning.
+FLAGS = {
+    "use_critic": "a critic of token values is trained",
+    "use_reference": "a reference model is scored",
+    "use_rollout": "batches mix rollouts with experts' answers",
+    "compute_advantage_in_trainer": "advantages need the trainer's whole batch or its scores",
+    "can_balance_batch": "single rows may move between micro-batches and ranks",
+}
 
 
 #: Key in algorithms.csv -> title of a group of algorithms.
@@ -84,7 +90,7 @@ GROUPS = {
 
 
 def algorithms() -> str:
-    """The algorithms by use: a table for each group, and a section with use, formula, settings and source for each one."""
+    """The algorithms by use: a table for each group, a section with formula, settings and sources for each, shared parts."""
     with open(DOCS / "algorithms.csv", encoding="utf-8", newline="") as file:
         texts = list(csv.DictReader(file))
     header, _, *lines = algorithm_table().splitlines()
@@ -95,41 +101,56 @@ def algorithms() -> str:
         own = [row for row in texts if row["group"] == group]
         links = [[f"[`{row['algorithm']}`](#{row['algorithm']})", row["when"]] for row in own]
         sections = [_section(row, dict(zip(titles, settings[row["algorithm"]], strict=True))) for row in own]
-        pages.append(f"## {title}\n\n{markdown(['algorithm', 'when to take it'], links)}\n" + "\n".join(sections))
-    return "\n".join(pages)
+        pages.append(f"## {title}\n\n{markdown(['algorithm', 'use it when'], links)}\n" + "\n".join(sections))
+    return "\n".join([*pages, f"## Shared objectives and advantages\n\n{shared_table()}"])
 
 
 def _section(row: dict[str, str], settings: dict[str, str]) -> str:
     place = settings["KL to the reference"]
-    kl = {"none": "no KL", "in the objective": "KL in the objective"}.get(place, f"KL in the {place}")
+    kl = {"none": "no KL", "in the objective": "KL in the objective"}.get(place, "")
+    kl = kl or re.sub(r"^(\w+): (\S+), (\S+)$", r"KL in the \1 (\2 with weight \3)", place)
+    answers = f"{settings['answers']} answer{'s' * (settings['answers'] != '1')} to a prompt"
     lines = [
-        f"- **Formula**, maximised: `{row['formula']}`",
-        f"- **Settings**: objective {settings['objective']}, advantage {settings['advantage']}, {kl},"
-        f" aggregation {settings['sum over tokens']}, {settings['answers']} answers to a prompt, data {settings['data']}",
+        f"- **Maximises** `{row['formula']}`",
+        f"- **Parts**: objective {settings['objective']}, advantage {settings['advantage']}, {kl},"
+        f" {settings['sum over tokens']}, {answers}, data {settings['data']}",
         *(f"- {values}: {linked(source)}" for source, values in by_source(row["algorithm"]).items()),
     ]
-    return f"### {row['algorithm']}\n\n{row['when']}\n\n" + "\n".join(lines) + "\n"
-
-
-def learning_tests() -> str:
-    """The result of each algorithm's learning test."""
-    from learned import LEARNED
-
-    return markdown(["algorithm", "result"], [[f"`{name}`", text] for name, text in LEARNED.items()])
+    return f"### {row['algorithm']}\n\n" + "\n".join(lines) + "\n"
 
 
 def flag_table() -> str:
-    """The flags of each algorithm."""
-    rows = [
-        [f"`{name}`", *("yes" if getattr(preset, flag) else "" for flag in FLAGS)]
-        for name, preset in ALGORITHMS.items()
-    ]
-    return markdown(["algorithm", *(f"`{flag}`" for flag in FLAGS)], rows)
+    """The algorithms of each flag."""
+    rows = []
+    for flag, meaning in FLAGS.items():
+        on, off = (
+            [f"`{n}`" for n, preset in ALGORITHMS.items() if getattr(preset, flag) is value] for value in (True, False)
+        )
+        rows.append([f"`{flag}`", meaning, ", ".join(on) if len(on) <= len(off) else f"all but {', '.join(off)}"])
+    return markdown(["flag", "meaning", "algorithms"], rows)
 
 
-def schema_tables() -> str:
-    """The entries that each schema requires."""
-    return "\n".join(f"**`{name}`**\n\n{schema.table()}" for name, schema in SCHEMAS.items())
+def schema_table() -> str:
+    """Each entry with the schemas that have it. An entry with another meaning in another schema has a row for each."""
+    schemas: dict[Entry, list[str]] = {}
+    for name, schema in SCHEMAS.items():
+        for entry in schema.entries:
+            schemas.setdefault(entry, []).append(name)
+    rows = []
+    for entry, names in schemas.items():
+        key = f"`{entry.key}`" if isinstance(entry.key, str) else f"`{', '.join(entry.key)}`"
+        listed = "all" if len(names) == len(SCHEMAS) else ", ".join(f"`{name}`" for name in names)
+        needed = "yes" if entry.required else ""
+        rows.append([key, f"{entry.kind} `{entry.shape}`", entry.note, needed, listed])
+    return markdown(["entry", "kind and shape", "meaning", "required", "schemas"], rows)
+
+
+def schema_users() -> str:
+    """The algorithms of each schema."""
+    users = {name: [f"`{n}`" for n, preset in ALGORITHMS.items() if preset.schema == name] for name in SCHEMAS}
+    most = max(users, key=lambda name: len(users[name]))
+    rows = [[f"`{name}`", "all others" if name == most else ", ".join(own)] for name, own in users.items()]
+    return markdown(["schema", "algorithms"], rows)
 
 
 # ------------------------------------------------------------------ estimators.md
@@ -208,13 +229,18 @@ def bias_table(exponent: float) -> str:
 
 
 def metric_table(origin: str) -> str:
-    """The metrics of one origin."""
-    rows = [
-        [f"`{name}`", *map(cell, (metric.formula, metric.unit, metric.normal, metric.deviation, metric.remedy))]
-        for name, metric in METRICS.items()
-        if metric.origin == origin
+    """The metrics of one origin. Metrics with the same advice share a row."""
+    rows: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+    for name, metric in METRICS.items():
+        if metric.origin == origin:
+            unit = "" if metric.unit in ("1", "share", "tokens", "sequences") else f", in {metric.unit}"
+            advice = (metric.normal, metric.deviation, metric.remedy)
+            rows.setdefault(advice, []).append((f"`{name}`", metric.formula + unit))
+    cells = [
+        ["; ".join(name for name, _ in own), *map(cell, ("; ".join(formula for _, formula in own), *advice))]
+        for advice, own in rows.items()
     ]
-    return markdown(["metric", "formula", "unit", "normal", "otherwise", "what to do"], rows)
+    return markdown(["metric", "formula", "normal", "otherwise", "what to do"], cells)
 
 
 # ------------------------------------------------------------------ losses.md
@@ -223,22 +249,8 @@ def metric_table(origin: str) -> str:
 OF_ANSWERS = ("_preference", "_relative", "_without_reference")
 
 
-def input_table() -> str:
-    """The fields of ``LossInputs``, with shapes and meanings."""
-    doc = inspect.getdoc(LossInputs) or ""
-    args = re.findall(
-        r"^    (\w+): (.*(?:\n      .*)*)$", doc.partition("Args:")[2].partition("Raises:")[0], re.MULTILINE
-    )
-    rows = []
-    for field, (name, text) in zip(fields(LossInputs), args, strict=True):
-        assert field.name == name
-        text = re.sub(
-            r"; (?:(bool|integers) )?(?:``\[[^`]*``|same shape)\.?",
-            lambda kind: f" ({kind[1]})" if kind[1] else "",
-            text,
-        )
-        rows.append([f"`{name}`", f"`{field.metadata['shape']}`", cell(text).rstrip(".")])
-    return markdown(["input", "shape", "meaning"], rows)
+#: Hyper-parameters of many preference losses, which the text describes.
+OF_PREFERENCES = ("ld_alpha", "weighting", "f_divergence", "f_alpha")
 
 
 def objective_table(*, of_answers: bool) -> str:
@@ -247,21 +259,29 @@ def objective_table(*, of_answers: bool) -> str:
     for name in available_objectives():
         function, spec = get_objective(name), spec_of(name)  # type: ignore[arg-type, call-overload]
         if (function.__module__.rpartition(".")[2] in OF_ANSWERS) == of_answers:
-            first = (inspect.getdoc(function) or "").partition("\n\n")[0]
-            shown = ", ".join(f"`{key}={value}`" for key, value in spec.defaults.items())
-            rows.append([f"`{name}`", cell(first), shown])
-    return markdown(["name", "", "defaults"], rows)
+            defaults = {key: value for key, value in spec.defaults.items() if key not in OF_PREFERENCES}
+            shown = ", ".join(f"`{key}={value}`" for key, value in defaults.items())
+            rows.append([f"`{name}`", first_sentence(function), shown])
+    return markdown(["name", "value", "defaults"], rows)
+
+
+def advantage_table() -> str:
+    """Name and first sentence of each advantage."""
+    return markdown(
+        ["name", "value"], [[f"`{name}`", first_sentence(get_advantage(name))] for name in available_advantages()]
+    )
+
+
+def first_sentence(function: Callable[..., object]) -> str:
+    """The first paragraph of a function's docstring."""
+    return cell((inspect.getdoc(function) or "").partition("\n\n")[0])
 
 
 # ------------------------------------------------------------------ elsewhere.md
 
 EXAMPLE = {"beta": 0.04, "epsilon_high": 0.28, "num_generations": 8, "top_p": 0.95, "learning_rate": 1e-6}
-PLACES = {
-    "override": "Translated",
-    "sampling": "Sampled",
-    "outside": "Outside: settings of the loop",
-    "refused": "Refused",
-}
+#: Title of a table -> the places of its settings.
+PLACES = {"translated": ("override", "sampling"), "set by your loop": ("outside",), "refused": ("refused",)}
 LIBRARIES = {"Trinity-RFT": TRINITY, "verl": VERL, "prime-rl": PRIME, "NeMo-RL": NEMO, "slime": SLIME}
 
 
@@ -282,17 +302,40 @@ def foreign_rows(library: str) -> list[Foreign]:
 
 
 def library_tables(library: str) -> str:
-    """For each place, tables with the library's name and default, our name, and a note."""
+    """A table of the translated settings, and tables of the others, in which settings with the same advice share a row."""
     parts = []
-    for place, title in PLACES.items():
-        rows = []
-        for row in [row for row in foreign_rows(library) if row.place == place]:
-            trainer = f" ({row.section})" if row.section not in ("", "GRPO") else ""
-            here = ", ".join(f"`{path}`" for path in row.here.split()) or "—"
-            rows.append([f"`{row.name}`{trainer}", shown_default(row), here, row.note.replace("|", "\\|")])
+    for title, places in PLACES.items():
+        rows = [row for row in foreign_rows(library) if row.place in places]
         if rows:
-            parts.append(f"\n### {library}: {title.lower()}\n\n{markdown(['theirs', 'default', 'here', ''], rows)}")
+            table = translated_rows(rows) if title == "translated" else advice_rows(rows, title)
+            parts.append(f"\n### {library}: {title}\n\n{table}")
     return "".join(parts)
+
+
+def translated_rows(rows: list[Foreign]) -> str:
+    """A library's name and default, the name here, and a note."""
+    cells = [
+        [setting_name(row), shown_default(row), ", ".join(f"`{path}`" for path in row.here.split()), cell(row.note)]
+        for row in rows
+    ]
+    return markdown(["theirs", "default", "here", "note"], cells)
+
+
+def advice_rows(rows: list[Foreign], title: str) -> str:
+    """The settings that share a piece of advice, and the advice."""
+    settings: dict[str, list[str]] = {}
+    for row in rows:
+        advice = f"{row.note}: `{row.here}`" if row.here else row.note
+        settings.setdefault(advice, []).append(setting_name(row))
+    return markdown(
+        ["setting", "reason or replacement" if title == "refused" else "what to do"],
+        [[", ".join(names), cell(text)] for text, names in settings.items()],
+    )
+
+
+def setting_name(row: Foreign) -> str:
+    """The name of a setting, with its trainer if it is not GRPO's."""
+    return f"`{row.name}`" + (f" ({row.section})" if row.section not in ("", "GRPO") else "")
 
 
 # ------------------------------------------------------------------ doctor.md
@@ -356,20 +399,53 @@ def settings(name: str) -> dict[str, dict[str, Any]]:
     return dict(json.loads(out.getvalue())["settings"])
 
 
+def part_source(kind: str, name: str) -> str:
+    """The source of an objective or an advantage."""
+    spec = spec_of(get_objective(name)) if kind == "objective" else advantage_spec(get_advantage(name))  # type: ignore[call-overload]
+    return spec.source.replace("`", "")
+
+
+@cache
+def shared_parts() -> list[tuple[str, str]]:
+    """The kind and name of each objective and advantage of more than one preset."""
+    used = Counter(
+        (kind, name)
+        for preset in ALGORITHMS.values()
+        for kind in ("objective", "advantage")
+        if (name := getattr(preset, kind)) is not None
+    )
+    return [part for part, count in used.items() if count > 1]
+
+
 def by_source(name: str) -> dict[str, str]:
-    """Source -> the values of a preset that it prescribes. Settings without a source are left out."""
+    """Source -> the values of a preset that it prescribes. Left out: settings without a source, defaults of shared parts."""
     preset = ALGORITHMS[name]
-    parts = {"objective": spec_of(get_objective(preset.objective)).source}  # type: ignore[union-attr]
-    if preset.advantage is not None:
-        parts["advantage"] = advantage_spec(get_advantage(preset.advantage)).source
+    parts = {kind: part for kind in ("objective", "advantage") if (part := getattr(preset, kind)) is not None}
     values: dict[str, list[str]] = defaultdict(list)
     for setting, row in settings(name).items():
-        source = row["source"]
+        source, kind = row["source"].replace("`", ""), setting.partition(".")[0]
         if source.startswith("default of"):
-            source = parts[setting.partition(".")[0]]
-        if source not in ("default", "follows from the others", ""):
-            values[source.replace("``", "`")].append(f"`{setting}={row['value']}`")
+            source = part_source(kind, parts[kind])
+        if kind in parts and (kind, parts[kind]) in shared_parts() and source == part_source(kind, parts[kind]):
+            continue
+        if source not in ("default", "follows from the others", "") and not source.startswith("from "):
+            values[source].append(f"`{setting}={row['value']}`")
     return {source: ", ".join(some) for source, some in values.items()}
+
+
+def shared_table() -> str:
+    """Defaults and source of the parts that several presets share."""
+    rows = []
+    for kind, name in shared_parts():
+        preset = next(preset for preset in ALGORITHMS.values() if getattr(preset, kind) == name)
+        values = {
+            setting.partition(".")[2]: row["value"]
+            for setting, row in settings(preset.name).items()
+            if setting.startswith(f"{kind}.") and row["source"].startswith("default of")
+        }
+        shown = ", ".join(f"`{key}={value}`" for key, value in values.items())
+        rows.append([f"{kind} `{name}`", shown, linked(part_source(kind, name))])
+    return markdown(["part", "defaults", "source"], rows)
 
 
 def documented() -> Iterator[Use]:
@@ -410,10 +486,12 @@ def citation(text: str, number: str) -> str:
     named = re.search(rf"([A-Z][^;:()]*?),? \((?:([^();]*?):? )?arXiv:? ?{number}", text)
     if named:
         name = (named[2] or "").strip(" ,")
-        authors = re.sub(r'"(.*)"?$', r"'\1'", named[1].strip()).replace("\"'", "'")
+        authors = re.split(r"\. (?=[A-Z])", named[1].strip())[-1]  # of several sources the last one has this number
+        authors = re.sub(r"^.*\b(?:from|of) (?=[A-Z]\w+ et al)", "", authors)
+        authors = re.sub(r'"(.*)"?$', r"'\1'", authors).replace("\"'", "'")
         return f"{authors} ({name})" if name and not name.startswith("arXiv") else authors
     bare = re.search(rf"([A-Z][^;:()]*?), arXiv:? ?{number}", text)
-    return bare[1] if bare else ""
+    return re.split(r"\. (?=[A-Z])", bare[1])[-1] if bare else ""
 
 
 def paper_table() -> str:
@@ -430,7 +508,7 @@ def paper_table() -> str:
         authors = max([*cited[number], CITED.get(number, "")], key=len)
         uses = ", ".join(f"`{name}`" for name in names)
         rows.append([f"[{number}](https://arxiv.org/abs/{number})", authors.replace("|", "\\|"), uses])
-    return markdown(["paper", "", "used by"], rows)
+    return markdown(["paper", "authors", "used by"], rows)
 
 
 def linked(text: str) -> str:
@@ -439,39 +517,41 @@ def linked(text: str) -> str:
 
 
 def unused(kind: str) -> str:
-    """The defaults of the objectives or advantages that no preset uses."""
+    """The sources of the objectives or advantages that no preset uses."""
     used = {getattr(preset, kind) for preset in ALGORITHMS.values()}
-    rows = []
-    for name in sorted(set(available_objectives() if kind == "objective" else available_advantages()) - used):
-        if kind == "objective":
-            spec = spec_of(get_objective(name))
-            assert spec is not None
-            values, source = dict(spec.defaults), spec.source
-        else:
-            own, parameters = advantage_spec(get_advantage(name)), inspect.signature(get_advantage(name)).parameters
-            values = {key: parameters[key].default for key in own.hyper if key in parameters}
-            source = own.source
-        shown = [f"`{key}={value}`" for key, value in values.items() if value is not inspect.Parameter.empty]
-        rows.append([f"`{name}`", ", ".join(shown) or "none", linked(source.replace("``", "`"))])
-    return markdown([kind, "defaults", "source"], rows)
+    names = set(available_objectives() if kind == "objective" else available_advantages()) - used
+    return source_table(kind, [Use(name, part_source(kind, name)) for name in sorted(names)])
+
+
+#: Functions that prepare the inputs of an objective, whose paper is the objective's.
+_PREPARES = re.compile(r"select_|\w+_(?:reference_point|match|threshold)$")
 
 
 def other_sources() -> str:
-    """Other public names whose docstring states a source."""
-    return markdown(["name", "source"], [[f"`{use.name}`", linked(use.text)] for use in documented()])
+    """Other public names whose docstring states a paper or an article with its year."""
+    dated = (use for use in documented() if re.search(rf"{_ARXIV}|\b(?:19|20)\d\d\b", use.text))
+    return source_table("name", [use for use in dated if not _PREPARES.match(use.name)])
+
+
+def source_table(title: str, uses: list[Use]) -> str:
+    """Sources. Names with the same source share a row."""
+    names: dict[str, list[str]] = {}
+    for use in uses:
+        names.setdefault(use.text.rstrip("."), []).append(f"`{use.name}`")
+    return markdown([title, "source"], [[", ".join(some), linked(text)] for text, some in names.items()])
 
 
 # ------------------------------------------------------------------ chat_templates.md
 
 
 def corpus_table() -> str | None:
-    """The totals over the chat templates of the packages, and a row for each with an error; None without the packages."""
+    """The totals over the chat templates of the packages, and the templates with an error; None without the packages."""
     import template_corpus
     import template_oracle
 
     statuses = ("right", "refused", "error", "silent", "open")
     totals: Counter[str] = Counter()
-    rows, versions, left_out = [], Counter[str](), []
+    wrong, versions, left_out = [], Counter[str](), []
     for name, source in template_corpus.templates().items():
         package, _, template = name.partition("__")
         tested = template_oracle.Template(name, source)
@@ -482,36 +562,55 @@ def corpus_table() -> str | None:
         count = Counter(outcome.status for outcome in checked.values())
         totals += count
         versions[package] += 1
-        errors = ", ".join(kind for kind, outcome in checked.items() if outcome.status in statuses[2:])
-        counts = [str(count[status]) for status in statuses]
+        errors = [kind for kind, outcome in checked.items() if outcome.status in statuses[2:]]
         if errors:
-            rows.append([template, " ".join(package.rsplit("-", 1)), *counts, errors])
+            wrong.append((" ".join(package.rsplit("-", 1)), template, errors, count["silent"], count["open"]))
     if not versions:
         return None
     summary = ", ".join(f"{totals[status]} {status}" for status in statuses)
     packages = ", ".join(f"{' '.join(package.rsplit('-', 1))} ({count})" for package, count in versions.items())
     return (
         f"**{versions.total()} templates, {sum(totals.values())} masks: {summary}.**\n\nPackages: {packages}.\n\n"
-        + markdown(["template", "package", *statuses, "which"], rows)
+        + wrong_templates(wrong, list(template_oracle.CONVERSATIONS))
         + f"\nNot counted, since they do not show both a question and its answer: {', '.join(left_out)}.\n"
     )
 
 
+def wrong_templates(wrong: Iterable[tuple[str, str, list[str], int, int]], every: list[str]) -> str:
+    """A row for templates of one package that fail on the same conversations. ``every`` has all kinds of conversations."""
+    rows: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for package, template, kinds, silent, unknown in wrong:
+        others = [kind for kind in every if kind not in kinds]
+        listed = ", ".join(kinds)
+        if len(others) < len(kinds):
+            listed = f"all but {', '.join(others)}" if others else "all"
+        for word, count in (("silent", silent), ("open", unknown)):
+            listed += f" ({count} {word})" if count else ""
+        rows[package, listed].append(f"`{template}`")
+    cells = [[package, ", ".join(templates), listed] for (package, listed), templates in rows.items()]
+    return markdown(["package", "templates", "no mask for"], cells)
+
+
 def pair_table() -> str:
-    """TRL's marked templates compared with the masks of this package."""
+    """TRL's marked templates compared with the masks of this package. Templates with equal results share a row."""
     import template_pairs
 
-    rows = []
+    every = list(template_pairs.CONVERSATIONS)
+    rows: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for template in template_pairs.pairs():
-        compared = {kind: template_pairs.compare(template, kind) for kind in template_pairs.CONVERSATIONS}
+        compared = {kind: template_pairs.compare(template, kind) for kind in every}
         kinds: dict[str, list[str]] = defaultdict(list)
         for kind, outcome in compared.items():
             kinds[outcome.status].append(kind)
         only_trl = sorted({text for outcome in compared.values() for text in outcome.only_trl})
         marked = ", ".join(f"`{text!r}`".replace("|", "\\|") for text in only_trl)
-        columns = [", ".join(kinds["agrees"]), marked, ", ".join(kinds["texts differ"]), ", ".join(kinds["refused"])]
-        rows.append([template, *(column or "-" for column in columns)])
-    return markdown(["template", "agrees on", "only TRL marks", "texts differ", "refused"], rows)
+        agrees = "all" if kinds["agrees"] == every else ", ".join(kinds["agrees"])
+        columns = [agrees, marked, ", ".join(kinds["texts differ"]), ", ".join(kinds["refused"])]
+        rows[tuple(column or "-" for column in columns)].append(template)
+    return markdown(
+        ["template", "agrees on", "only TRL marks", "texts differ", "refused"],
+        [[", ".join(names), *columns] for columns, names in rows.items()],
+    )
 
 
 # ------------------------------------------------------------------ train.md
@@ -534,9 +633,9 @@ TABLES: dict[str, dict[str, Callable[[], str | None]]] = {
         "algorithms": algorithms,
     },
     "algorithm_data": {
-        "schemas": schema_tables,
+        "users": schema_users,
+        "schemas": schema_table,
         "flags": flag_table,
-        "learning": learning_tests,
     },
     "api": {layer: partial(build_api.table, layer) for layer in build_api.ORDER},
     "architecture": {"layers": build_architecture.table},
@@ -550,9 +649,9 @@ TABLES: dict[str, dict[str, Callable[[], str | None]]] = {
     },
     "estimators": {"estimators": estimator_table, "spread": spread_table},
     "losses": {
-        "inputs": input_table,
         "objectives": partial(objective_table, of_answers=False),
         "preferences": partial(objective_table, of_answers=True),
+        "advantages": advantage_table,
     },
     "metrics": {origin: partial(metric_table, origin) for origin in get_args(Origin)},
     "papers": {

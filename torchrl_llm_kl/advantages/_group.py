@@ -150,7 +150,7 @@ def maxrl(reward: Tensor, group: Tensor) -> Tensor:
         >>> maxrl(torch.tensor([0.0, 0.0, 3.0, 0.0]), torch.tensor([0, 0, 0, 1]))
         tensor([-1., -1.,  2.,  0.])
 
-    Source: 'Maximum Likelihood Reinforcement Learning' 2026 (arXiv 2602.02710), the estimator with the mean as the
+    Source: Tajwar et al. 2026 (MaxRL, arXiv 2602.02710), the estimator with the mean as the
     baseline; groups whose mean is not positive: prime-rl.
     """
     groups = Groups(group)

@@ -53,7 +53,7 @@ class Schema:
 
     Example:
         >>> print(SCHEMAS["sft"].table().splitlines()[2])
-        | `tokens, full` | `[*B, T]` | integer | prompt and response, as they were sampled |
+        | `tokens, full` | `[*B, T]` | integer | the sampled prompt and response |
     """
 
     name: str
@@ -121,41 +121,41 @@ def _complaint(td: TensorDictBase, entry: Entry) -> str | None:
 
 _optional = partial(Entry, required=False)
 _OF_ALL = (
-    Entry(("tokens", "full"), "[*B, T]", "integer", "prompt and response, as they were sampled"),
-    _optional(("tokens", "prompt"), "[*B, P]", "integer", "the prompt, without the response"),
-    _optional(("masks", "all_attention_mask"), "[*B, T]", "boolean", "False at padding, needed if there is padding"),
+    Entry(("tokens", "full"), "[*B, T]", "integer", "the sampled prompt and response"),
+    _optional(("tokens", "prompt"), "[*B, P]", "integer", "the prompt without the response"),
+    _optional(("masks", "all_attention_mask"), "[*B, T]", "boolean", "False at padding. Padded data must have it"),
     _optional(("masks", "all_assistant_mask"), "[*B, T]", "boolean", "True at the assistant's tokens"),
-    _optional("loss_mask", "[*B] or [*B, T]", "boolean", "False leaves a sequence or a token out"),
+    _optional("loss_mask", "[*B] or [*B, T]", "boolean", "False leaves out a sequence or a token"),
 )
 _REWARD = Entry(
-    ("next", "reward"), "[*B, 1] or [*B, T, 1]", "number", "the outcome, or token rewards that add up to it"
+    ("next", "reward"), "[*B, 1] or [*B, T, 1]", "number", "the outcome, or rewards per token that add up to it"
 )
-_QUERY = _optional("query", "[*B]", "identity", "equal for all answers to a prompt, or pass group_size")
-_SAMPLER = _optional(("next", "log_probs", "full"), "[*B, T]", "number", "nats, of the policy that sampled")
-_REFERENCE = _optional(("next", "ref_log_probs", "full"), "[*B, T]", "number", "nats, of the reference")
+_QUERY = _optional("query", "[*B]", "identity", "equal for all answers to one prompt. group_size replaces it")
+_SAMPLER = _optional(("next", "log_probs", "full"), "[*B, T]", "number", "nats, under the policy that sampled")
+_REFERENCE = _optional(("next", "ref_log_probs", "full"), "[*B, T]", "number", "nats, under the reference")
 _ROLLOUT = (_REWARD, _QUERY, _SAMPLER, _REFERENCE)
 
 _OWN: dict[SchemaName, tuple[Entry, ...]] = {
     "sft": (),
     "dpo": (
         _optional("pair_id", "[*B]", "integer", "equal for the two answers of a pair"),
-        _optional("chosen", "[*B]", "boolean", "True for the better one"),
+        _optional("chosen", "[*B]", "boolean", "True for the better answer"),
         _REFERENCE,
     ),
     "unpaired": (
         Entry("chosen", "[*B]", "boolean", "True for a desirable answer, False for an undesirable one"),
-        _optional("reference_point", "[*B]", "number", "nats, of the whole batch, if prepare cannot score it"),
+        _optional("reference_point", "[*B]", "number", "nats, for the whole batch, if prepare cannot compute it"),
         _REFERENCE,
     ),
     "experience": (
         _optional("chosen", "[*B]", "boolean", "True for right answers (vapo)"),
         _optional("expert_mask", "[*B, T]", "boolean", "True for tokens of tools and users (echo)"),
-        _optional("role", "[*B]", "identity", "the agent (rae, hierarchical_grpo)"),
-        _optional("reward_baseline", "[*B]", "number", "of the prompt (remax, a2po)"),
+        _optional("role", "[*B]", "identity", "the role of the agent (rae, hierarchical_grpo)"),
+        _optional("reward_baseline", "[*B]", "number", "the baseline of the prompt (remax, a2po)"),
         *_ROLLOUT,
     ),
     "rewards": (
-        _optional(("next", "reward"), "[*B, R]", "number", "several rewards, or one entry each, named by keys"),
+        _optional(("next", "reward"), "[*B, R]", "number", "several rewards. keys may name one entry for each instead"),
         _QUERY,
         _SAMPLER,
         _REFERENCE,
@@ -166,9 +166,9 @@ _OWN: dict[SchemaName, tuple[Entry, ...]] = {
     ),
     "trajectory": (
         _REWARD,
-        _optional("query", "[*B]", "identity", "the task, or pass group_size"),
-        _optional("run", "[*B]", "identity", "the trajectory, if keys name it, or rows [*envs, steps]"),
-        _optional("step", "[*B]", "integer", "the place in it, if keys name it"),
+        _optional("query", "[*B]", "identity", "the task. group_size replaces it"),
+        _optional("run", "[*B]", "identity", "the trajectory, named by keys. Rows [*envs, steps] need none"),
+        _optional("step", "[*B]", "integer", "the place in the trajectory, named by keys"),
         _optional("state", "[*B]", "identity", "the env's state before the step (gigpo)"),
         _SAMPLER,
         _REFERENCE,
@@ -177,7 +177,7 @@ _OWN: dict[SchemaName, tuple[Entry, ...]] = {
         _SAMPLER,
         _REFERENCE,
         _optional(("top_k", "ids"), "[*B, T, k]", "integer", "a teacher's most probable tokens"),
-        _optional(("top_k", "log_probs"), "[*B, T, k]", "number", "nats, of these under the teacher"),
+        _optional(("top_k", "log_probs"), "[*B, T, k]", "number", "nats, of these tokens under the teacher"),
         _optional(("top_k", "rest_log_prob"), "[*B, T]", "number", "nats, of all other tokens together"),
     ),
 }

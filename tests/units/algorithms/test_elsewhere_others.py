@@ -108,7 +108,10 @@ def test_unknown_files_and_values_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "grpo.yaml"
     path.write_text("grpo: {normalize_rewards: false, seed: '${seed}'}\n")
     assert from_nemo_rl(path).overrides["advantage"] == "rloo"
-    assert from_slime({"tensor_model_parallel_size": 2}).outside[0].note == "of Megatron, SGLang or the run"
+    assert (
+        from_slime({"tensor_model_parallel_size": 2}).outside[0].note
+        == "set it in Megatron, SGLang or your training loop"
+    )
     for call, message in (
         (lambda: from_prime_rl({"orchestrator.algo.type": "grop"}), "prime-rl has no type 'grop'. Did you mean 'grpo'"),
         (lambda: from_nemo_rl({"loss_fn.reference_policy_kl_type": "k4"}), "no reference_policy_kl_type 'k4'"),

@@ -144,7 +144,7 @@ def test_limits_and_engines_of_the_sampler_are_not_called_ineffective(trainer: A
     notes = {row.name: row.note for row in found.outside if row.given}
     assert notes["max_completion_length"].endswith("`max_new_tokens` of the sampler")
     assert (trainer == "grpo") == ("use_vllm" in {row.name for row in found.translated})
-    assert notes.get("use_vllm", "start the sampler so") == "start the sampler so"
+    assert notes.get("use_vllm", "set it when you start the sampler") == "set it when you start the sampler"
     found = from_trl({"max_completion_length": 256, "loss_type": "dr_grpo"})
     assert found.overrides["max_len"] == 256
 
@@ -468,7 +468,7 @@ def test_the_table_of_a_translation() -> None:
     parts = "kl_loss       ", "corrected_k3(ratio_max=inf)", "sampled from Sampling(top_k=5)", "learning_rate = 1e-06"
     assert all(part in text for part in parts)
     refused = text[text.index("refused") :]
-    assert "router_aux_loss_coef = 0.1  the balance of experts" in refused
+    assert "router_aux_loss_coef = 0.1  add the `aux_loss` of the model" in refused
 
 
 @pytest.mark.parametrize(("name", "hint"), HINTS.items())

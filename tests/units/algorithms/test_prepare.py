@@ -306,7 +306,7 @@ def changed(key: Any, value: Any) -> TensorDictBase:
 
 test_data_that_a_schema_refuses = refused(
     lambda schema, data: SCHEMAS[schema].check(data),
-    ("sft", rollouts().exclude(("tokens", "full")), r"\('tokens', 'full'\) \[\*B, T\] is missing: prompt"),
+    ("sft", rollouts().exclude(("tokens", "full")), r"\('tokens', 'full'\) \[\*B, T\] is missing: the sampled prompt"),
     ("mix", changed("expert_mask", torch.zeros(16, 3) > 0), r"'expert_mask': .* one value for each of the 16"),
     ("dpo", rollouts()[:7], r"found 7 sequences, expected pairs: chosen, rejected"),
     ("experience", changed(("next", "reward"), torch.ones(16, 1) > 0), r"expected numbers, found torch.bool"),
@@ -334,7 +334,7 @@ def test_pairs_may_be_named() -> None:
     data["pair_id"] = torch.tensor([0, 1, 2, 0, 1, 2, 3])
     SCHEMAS["dpo"].check(data)  # a single answer is the loss's error
     lines = SCHEMAS["mix"].table().splitlines()
-    assert lines[2] == "| `tokens, full` | `[*B, T]` | integer | prompt and response, as they were sampled |"
+    assert lines[2] == "| `tokens, full` | `[*B, T]` | integer | the sampled prompt and response |"
     assert "| `expert_mask` | `[*B]` | boolean | True for the answers of experts |" in lines
     assert sum("(optional)" in line for line in lines) == 7
 

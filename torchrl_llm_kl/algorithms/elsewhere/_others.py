@@ -193,7 +193,11 @@ def from_slime(arguments: Mapping[str, object]) -> Translation:
         ('grpo', 'dr_grpo', 0.28)
     """
     reader = Reader("slime", SLIME, arguments)
-    reader.place("outside", *(name for name in arguments if name not in SLIME), note="of Megatron, SGLang or the run")
+    reader.place(
+        "outside",
+        *(name for name in arguments if name not in SLIME),
+        note="set it in Megatron, SGLang or your training loop",
+    )
     loss = reader.take("loss_type")
     reader.known("loss_type", loss, ("policy_loss", "sft_loss"))
     by_token = reader.take("calculate_per_token_loss")

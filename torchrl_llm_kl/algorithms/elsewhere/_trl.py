@@ -50,7 +50,7 @@ def from_trl(config: Any, *, trainer: Trainer = "grpo") -> Translation:
         >>> translation.algorithm, translation.overrides["objective_args"]["clip_high"], translation.overrides["kl_loss_coeff"]
         ('dapo', 0.28, 0.04)
         >>> [(row.name, row.note) for row in translation.outside]
-        [('learning_rate', 'the optimiser and its schedule')]
+        [('learning_rate', 'set it in your optimiser or its schedule')]
         >>> from_trl({"num_generation": 8}).refused[0].note
         "TRL has no such setting. Did you mean 'num_generations'?"
     """

@@ -358,7 +358,7 @@ def exo_pair(
     label_smoothing: Annotated[Scalar, Range(above=0.0, high=0.5)] = 1e-3,
     **options: Unpack[PairOptions],
 ) -> Terms:
-    r"""Efficient exact optimisation: ``KL(p || q)`` of the policy's and the labels' order of the two answers of each pair.
+    r"""Efficient exact optimisation: ``KL(p || q)`` between the policy's and the labels' ranking of each pair.
 
     The policy's probabilities of the two orders are ``p = (sigmoid(beta delta), sigmoid(-beta delta))``. The labels'
     probabilities are ``q = (1 - e, e)`` with ``e = label_smoothing``. :func:`dpo` has the KL in the other direction. Here the

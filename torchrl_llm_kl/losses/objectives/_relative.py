@@ -92,7 +92,7 @@ def kto(
 
 @torch.no_grad()
 def bco_reference_point(inputs: LossInputs) -> Tensor:
-    r"""The reference point of :func:`bco` and :func:`bco_pair`: halfway between the mean log-ratios of the two kinds.
+    r"""The reference point of :func:`bco` and :func:`bco_pair`: halfway between the mean log-ratios of good and bad answers.
 
     Inputs are as in :func:`bco`, for a whole batch. Without ``chosen``, rows are chosen, rejected, chosen, and so on. If the
     batch has answers of only one kind, the result is their mean. Average the results for a running mean over batches.
@@ -188,9 +188,10 @@ def bco_pair(inputs: LossInputs, *, beta: Positive = 0.1, weighting: Weighting =
 
 @torch.no_grad()
 def aot_reference_point(inputs: LossInputs) -> Tensor:
-    r"""The reference point of :func:`aot`: the reference's lead of the same rank minus its lead in this pair.
+    r"""The reference point of :func:`aot`, from the sorted leads of policy and reference.
 
-    Inputs are as in :func:`aot`, for a whole batch. A lead is the chosen answer's log-prob minus the rejected one's.
+    Inputs are as in :func:`aot`, for a whole batch. A lead is the chosen answer's log-prob minus the rejected one's. The
+    result is the reference's lead with the rank of the policy's lead in this pair, minus the reference's lead in this pair.
 
     Returns:
         Nats, equal for both rows of a pair, ``[*B]``.
@@ -220,7 +221,7 @@ def _of_equal_rank(inputs: LossInputs, pairs: Pairs) -> Tensor:
 
 @objective("aot", aggregation=SUM, once=Once("reference_point", aot_reference_point))
 def aot(inputs: LossInputs, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.0) -> Terms:
-    r"""Alignment via optimal transport: :func:`dpo` between leads of equal rank, the policy's and the reference's.
+    r"""Alignment via optimal transport: :func:`dpo` after the batch's leads of policy and reference are sorted.
 
     A lead is the chosen answer's log-prob minus the rejected one's. The leads of policy and reference over the batch
     are sorted, and the k-th of one is compared with the k-th of the other. The distribution of the policy's leads thus comes
