@@ -89,8 +89,8 @@ def test_advantages_of_outcomes_and_steps_equal_trinitys(trinity: Any, name: str
 @pytest.mark.parametrize("fnorm", ["none", "std"])
 def test_gigpo_equals_trinitys(trinity: Any, fnorm: str) -> None:
     """Every task has its own runs and states, because Trinity compares equal states of different tasks."""
-    hyper = {"omega": 0.4, "gamma": 0.7, "fnorm": fnorm, "epsilon": 0.2 if fnorm == "std" else 0.0}
-    theirs = trinity("gigpo_advantage", "GiGPOAdvantageFn", **hyper)
+    hyper = {"omega": 0.4, "gamma": 0.7, "fnorm": fnorm, **({"epsilon": 0.2} if fnorm == "std" else {})}
+    theirs = trinity("gigpo_advantage", "GiGPOAdvantageFn", **{"epsilon": 0.0, **hyper})
     state = [5, 6, 5, 6, 8, 8, 7, 8, 9]
     items = experiences(TASK, RUN, STEP, REWARD)
     for item, s in zip(items, state, strict=True):
