@@ -110,7 +110,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Ranks that run the functions of any module of the tests, started once."""
-    pool = RankPool(4)
+    pool = RankPool()
     yield pool
     pool.close()
 

@@ -85,9 +85,8 @@ def test_the_numbers_of_every_token_equal_the_tensors(tab: Tab, columns: TokenCo
 
 def test_the_list_shows_the_end_of_the_prompt_and_the_answer(show: Show) -> None:
     """All prompts begin with the same words and differ in the last one."""
-    words = Words(
-        "Answer the question that follows in a few words, and think before you do. ", "One?", "Two?", " Yes", "No"
-    )
+    start = "Answer the question that follows in a few words, and think before you do. "
+    words = Words(start, "One?", "Two?", " Yes", "No")
     mask = torch.tensor([False, False, True, True] * 2)
     tab = show(letters([0, 1, 3, 4], [0, 2, 4, 4], mask=mask), words)
     texts = [text.split("you do. ")[1] for text in tab.page.locator("#list .row p").all_inner_texts()]
@@ -198,7 +197,7 @@ def test_jumps_to_the_worst_tokens(tab: Tab, columns: TokenColumns) -> None:
     assert f"worst 1 of {int(columns.mask[span(columns, row)].sum())}" in tab.page.inner_text("#card .where")
 
 
-def test_keys(tab: Tab, columns: TokenColumns) -> None:
+def test_keyboard_shortcuts(tab: Tab, columns: TokenColumns) -> None:
     page, press = tab.page, tab.page.keyboard.press
     assert page.inner_text("#heading") == "Rollout 0"
     for key, row in (("j", 1), ("j", 2), ("k", 1)):
@@ -231,7 +230,7 @@ def test_keys(tab: Tab, columns: TokenColumns) -> None:
     for key, visible in (("?", True), ("Escape", False)):
         press(key)
         assert page.locator("#keys").is_visible() is visible
-    press("d")  # test_text_on_every_colour_is_readable sees what it does
+    press("d")  # test_text_on_every_colour_is_readable checks the colours
     assert page.get_attribute("#dark", "aria-pressed") == "true"
     page.focus("#list")
     press("ArrowDown")

@@ -75,7 +75,7 @@ FOUND = {
 
 @pytest.mark.parametrize(("query", "target"), FOUND.items(), ids=FOUND)
 @pytest.mark.parametrize("disk", [False, True], ids=["served", "disk"])
-def test_search_finds(visit: Callable[..., Any], query: str, target: str, disk: bool) -> None:
+def test_search_finds_names_and_pages(visit: Callable[..., Any], query: str, target: str, disk: bool) -> None:
     page = visit("index.html", disk=disk)
     page.locator(".md-search__input").click()
     page.keyboard.type(query)  # the search follows the keys
@@ -133,8 +133,7 @@ def test_a_result_leads_to_the_name(visit: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_dark_and_light(visit: Callable[..., Any], scheme: str) -> None:
-    """The page starts with the system's choice. The reader can switch."""
+def test_a_page_starts_in_the_systems_scheme_and_the_reader_can_switch(visit: Callable[..., Any], scheme: str) -> None:
     page = visit("concepts.html", color_scheme=scheme)
     first, other = ("default", "slate") if scheme == "light" else ("slate", "default")
     assert page.get_attribute("body", "data-md-color-scheme") == first

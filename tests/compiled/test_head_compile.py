@@ -57,7 +57,7 @@ def arguments(n=N, dtype=torch.float64):
 
 
 def assert_alike(compiled, run, args):
-    """Values and gradients."""
+    """Check that values and gradients are equal."""
     found = []
     for fn in (compiled, run):
         value = fn(*args)

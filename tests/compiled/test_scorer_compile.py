@@ -78,7 +78,7 @@ def total_of(compiled: Any) -> Tensor:
 # ------------------------------------------------------------------ with the graphs of one model
 @pytest.mark.smoke
 def test_a_kept_graph_and_freed_memory(shared: list[Any], want: list[Tensor | None]) -> None:
-    """A second backward gives the same gradient; nothing is left once the graph is gone."""
+    """A second backward gives the same gradient. No memory is left after the graph is gone."""
     gc.collect()
     total = total_of(shared[1])
     for keep in (True, False):
@@ -114,7 +114,7 @@ def test_a_backward_that_failed_leaves_nothing_in_the_next(shared: list[Any], wa
     assert_close([p.grad for p in compiled.parameters()], want, **EXACT)
 
 
-def test_packs_are_shared_and_the_prefix_cache(shared: list[Any]) -> None:
+def test_packs_share_prefixes_and_use_the_prefix_cache(shared: list[Any]) -> None:
     plain, scorer = LogProbScorer(shared[0]), LogProbScorer(shared[1], tokens_per_batch=16)
     seen: list[int] = []
 
@@ -147,7 +147,7 @@ def test_frozen_layers_have_no_backward(shared: list[Any]) -> None:
             model.requires_grad_(True)
 
 
-# ------------------------------------------------------------------ how many graphs
+# ------------------------------------------------------------------ the number of graphs
 def replace_layers(model: Any, backend: str) -> None:
     layers = model.get_decoder().layers
     for i, layer in enumerate(layers):
@@ -193,7 +193,7 @@ def graphs() -> int:
     ],
 )
 def test_one_graph_for_all_packs(way: Any, family: str, number: int, backend: str) -> None:
-    """``number`` graphs for scoring and for training; and the same numbers, in a body of inductor to 5e-6 of themselves."""
+    """Scoring and training have ``number`` graphs each, and the same results, with inductor to 5e-6 of themselves."""
     close = {"atol": 1e-4, "rtol": 1e-5} if backend == "inductor" else EXACT
     want, scorer = (LogProbScorer(model, tokens_per_batch=16) for model in pair(way, family, backend))
     assert scorer.shares_prefixes
@@ -240,7 +240,7 @@ def test_a_checkpoint_in_compiled_code_of_its_own_is_an_error() -> None:
 
 @pytest.mark.usefixtures("_nothing_compiled_before")
 def test_autocast_and_dropout() -> None:
-    """With the same random numbers, to the precision of bfloat16."""
+    """The random numbers are the same, so results agree to the precision of bfloat16."""
     found = []
     for way in (lambda *_: None, compile_layers):
         model = pair(way, backend="eager", attention_dropout=0.4)[1].float()

@@ -81,7 +81,7 @@ def same_on_both(size: float | Callable[..., float] = 1e-5) -> Callable[[Callabl
 
         parameters = list(inspect.signature(test).parameters.values())[:1]
         parameters += list(inspect.signature(run).parameters.values())[2:]
-        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        test.__signature__ = inspect.Signature(parameters)
         test.__name__, test.__doc__, test.__module__ = run.__name__, run.__doc__, run.__module__
         return test
 

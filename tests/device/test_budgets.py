@@ -122,7 +122,7 @@ def warned_of_syncs(operation: Callable[[], Any]) -> int:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", BUDGETS)
-def test_budget(device, name, figures):
+def test_an_operation_stays_within_its_budget(device, name, figures):
     operation = OPERATIONS[name](device)
     operation()
     if device.type != "sim":

@@ -33,7 +33,7 @@ HALF = (torch.bfloat16, torch.float16)
 # ---------------------------------------------------------------------- nothing waits
 @pytest.mark.parametrize("direction", ["reverse", "forward", "jensen_shannon"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_head(device, dtype, direction):
+def test_the_head_does_not_wait(device, dtype, direction):
     heads, options = (make_head(1, dtype=dtype), make_head(2, dtype=dtype)), {"entropy": True, "direction": direction}
     want, want_top = pair(*heads, make_targets(), beta=0.3, **options), linear_top_k(*heads[0][:2], 5)
     policy, ref = ([x.to(device).requires_grad_() for x in head] for head in heads)
@@ -48,7 +48,7 @@ def test_the_head(device, dtype, direction):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_forward_of_a_pack(device, dtype):
+def test_the_forward_of_a_pack_does_not_wait(device, dtype):
     model = tiny_model("llama", hidden_size=64).to(device, dtype)
     batch = Ragged.from_list(ROWS)
     LogProbScorer(model).score(batch)  # builds everything that is built once
@@ -62,7 +62,7 @@ def test_the_forward_of_a_pack(device, dtype):
 
 
 @pytest.mark.parametrize("kind", [partial(AdaptiveKLCoefficient, horizon=100), PIKLCoefficient, DualKLCoefficient])
-def test_an_update_of_a_coefficient(device, kind):
+def test_an_update_of_a_coefficient_does_not_wait(device, kind):
     coefficient, kl = kind(0.2, 6.0).to(device), torch.tensor(12.0, device=device)
     coefficient.update(kl, 10)
     with no_sync(device):
@@ -118,7 +118,7 @@ def test_out_of_memory_halves_the_budget(sim):
 # ---------------------------------------------------------------------- the kernel for packs in half precision
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("family", ["qwen2", "llama", "mistral", "gpt2", "opt", "cohere"])  # no soft-capping
-def test_variable_length_attention(device, family, dtype):
+def test_the_kernel_for_packs_is_as_exact_as_padding(device, family, dtype):
     if device.type != "cuda":
         pytest.skip("a kernel of CUDA (make test-device DEVICE=cuda)")
     sizes: dict[str, Any] = {"hidden_size": 64, "initializer_range": 0.1}  # heads of 16

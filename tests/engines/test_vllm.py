@@ -50,15 +50,13 @@ class TestContract(EngineContract):
         rows = Ragged.from_list([torch.arange(n) % served.vocab for n in (CONTEXT - 1, 200, CONTEXT - 1)])
         served.assert_right(served.engine(), rows, top_k=3)
 
-    def test_errors_are_those_of_float32(self, served: Served, measured: dict[str, Any]) -> None:
+    def test_rounding_errors_are_those_of_float32(self, served: Served, measured: dict[str, Any]) -> None:
         """The server is as far from float64 as the scorer here is."""
         rows = served.rows(3, 40, 60)
         mask = rows.positions > 0
         truth = LogProbScorer(make("dense").double()).score(rows, mask).values.double()
-        ours, theirs = (
-            (x.double() - truth).abs().max().item()
-            for x in (served.scorer.score(rows, mask).values, evaluated(served.engine(), rows, mask).log_prob.values)
-        )
+        both = served.scorer.score(rows, mask).values, evaluated(served.engine(), rows, mask).log_prob.values
+        ours, theirs = ((x.double() - truth).abs().max().item() for x in both)
         measured["log-probs of prompts, largest distance to float64"] = f"{theirs:.2g}, ours {ours:.2g}"
         assert theirs < 4 * ours < 1e-3
 
@@ -82,14 +80,14 @@ def test_switches_of_the_tests_own_server(server: VllmServer) -> None:
     assert prompt_log_probs(server, prompt, cache_salt="a") == plain
     for options in ({"temperature": 0.3}, {"top_k": 2}, {"logit_bias": {"7": 50.0}}, {"repetition_penalty": 1.5}):
         assert prompt_log_probs(server, prompt, **options) == plain, "forbids: prompts skip them"
-    decimals = {len(str(x["logprob"]).partition(".")[2]) for at in plain[1:] for x in at.values()}  # type: ignore[union-attr]
+    decimals = {len(str(x["logprob"]).partition(".")[2]) for at in plain[1:] for x in at.values()}
     assert max(decimals) > 6, "decimals: full floats"
     answer = server.post("/v1/completions", model=MODEL, prompt=prompt, max_tokens=1, return_token_ids=True)
     assert answer["choices"][0]["prompt_token_ids"] == prompt, "retokenises, starts: ids come back as they were"
 
 
 # ------------------------------------------------------------------ a sampler
-def test_log_probs_of_its_samples(rollout: Rollout, policy: nn.Module, measured: dict[str, Any]) -> None:
+def test_log_probs_of_the_servers_samples(rollout: Rollout, policy: nn.Module, measured: dict[str, Any]) -> None:
     rows, mask, theirs = sampled(rollout)
     off = LogProbScorer(policy).score(rows, mask).values[mask].double() - theirs
     measured["log-probs of samples, float32"] = f"rms {off.square().mean().sqrt():.2g}, largest {off.abs().max():.2g}"
@@ -97,13 +95,13 @@ def test_log_probs_of_its_samples(rollout: Rollout, policy: nn.Module, measured:
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}], ids=str)
-def test_they_are_raw_whatever_is_sampled(server: VllmServer, policy: nn.Module, settings: dict[str, Any]) -> None:
+def test_log_probs_are_raw_whatever_is_sampled(server: VllmServer, policy: nn.Module, settings: dict[str, Any]) -> None:
     rows, mask, theirs = sampled(server.sample(make_prompts(2, 1), **settings))
     off = LogProbScorer(policy).score(rows, mask).values[mask] - theirs
     assert off.square().mean().sqrt() < 1e-5
 
 
-def test_a_clean_batch(rollout: Rollout, policy: nn.Module) -> None:
+def test_a_batch_of_the_server_has_no_fault(rollout: Rollout, policy: nn.Module) -> None:
     diagnosis = diagnose(rollout.batch(), policy=policy, tokenizer=make_tokenizer())
     assert diagnosis.faults == (), diagnosis
 
@@ -120,7 +118,7 @@ def faulty(name: str, server: VllmServer, policy: nn.Module, rollout: Rollout) -
 
 
 @pytest.mark.parametrize("cause", ["wrong_temperature", "top_k", "stale_weights", "chat_template"])
-def test_a_fault_is_named(cause: str, server: VllmServer, policy: nn.Module, rollout: Rollout) -> None:
+def test_a_fault_of_the_server_is_named(cause: str, server: VllmServer, policy: nn.Module, rollout: Rollout) -> None:
     batch, trainer = faulty(cause, server, policy, rollout)
     diagnosis = diagnose(batch, policy=trainer, tokenizer=make_tokenizer())
     assert diagnosis.worst is not None, diagnosis
@@ -170,7 +168,7 @@ def test_grpo_with_weights_pushed_after_each_step(server, policy, rollout, tmp_p
 
 
 # ------------------------------------------------------------------ a teacher
-def test_distillation_from_a_service_of_it(ray_cluster, server, rollout, measured):
+def test_distillation_from_a_service_of_the_server(ray_cluster, server, rollout, measured):
     """Twenty steps of ``gkd`` are those with the same teacher here."""
     factory = partial(HTTPEngine, server.url, model=MODEL, timeout=LONG)
     with ScoringService(factory=factory, name="teacher", num_cpus=0.1, timeout=LONG) as service:
@@ -198,7 +196,7 @@ def distil(teacher: Any, rollout: Rollout) -> list[float]:
 
 
 # ------------------------------------------------------------------ the last test: this server ends
-def test_it_is_killed_and_comes_back_as_another(server, checkpoints, monkeypatch, measured):
+def test_a_killed_server_comes_back_with_another_model(server, checkpoints, monkeypatch, measured):
     """With another model in bfloat16, processed log-probs, a key, and without a prefix cache."""
     rows = Ragged.from_list([torch.arange(1, 30)])
     first = HTTPEngine(server.url, model=MODEL, timeout=LONG)
@@ -225,9 +223,8 @@ def test_it_is_killed_and_comes_back_as_another(server, checkpoints, monkeypatch
     for dtype in (torch.float32, torch.bfloat16):
         off = LogProbScorer(make("other").to(dtype)).score(rows, mask).values[mask].double() - theirs
         rms, k3 = off.square().mean().sqrt(), (torch.expm1(off) - off).mean()
-        measured[f"log-probs of samples, bfloat16, to a trainer in {dtype}"] = (
-            f"rms {rms:.2g}, largest {off.abs().max():.2g}, k1 {-off.mean():.2g}, k3 {k3:.2g}"
-        )
+        figures = f"rms {rms:.2g}, largest {off.abs().max():.2g}, k1 {-off.mean():.2g}, k3 {k3:.2g}"
+        measured[f"log-probs of samples, bfloat16, to a trainer in {dtype}"] = figures
         assert 1e-3 < rms < 0.1
     diagnosis = diagnose(rollout.batch(), policy=make("other"), tokenizer=make_tokenizer())
     assert [each.cause for each in diagnosis.faults] == ["low_precision"], diagnosis

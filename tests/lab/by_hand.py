@@ -27,9 +27,8 @@ _POSITIONAL |= {"top_entropy_mask": ("entropy", "mask")}
 
 def called(function: Callable[..., Any], *tensors: Tensor, **given: Any) -> Any:
     """Call a function of ``LossInputs``. Tensors that are inputs go into the record, other arguments are hyper-parameters."""
-    given |= zip(
-        _POSITIONAL.get(getattr(function, "__name__", ""), ("log_prob", "mask")), tensors, strict=bool(tensors)
-    )
+    names = _POSITIONAL.get(getattr(function, "__name__", ""), ("log_prob", "mask"))
+    given |= zip(names, tensors, strict=bool(tensors))
     inputs = {name: value for name, value in given.items() if name in INPUTS and value is not None}
     zeros = torch.zeros_like(inputs["mask"], dtype=torch.float32)
     return function(LossInputs(**{"log_prob": zeros, **inputs}), **{k: x for k, x in given.items() if k not in INPUTS})

@@ -1,9 +1,13 @@
-"""Data files for the command line, and its output."""
+"""Data files and batches on disk, a pickle that runs code, and the output of the command line."""
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
 
 Cli = Callable[..., Any]
 
@@ -39,3 +43,31 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+FULL = torch.tensor([[3, 4, 5, 6, 7], [3, 4, 8, 9, 1]])
+
+
+def batch(**more: Any) -> TensorDict:
+    entries = {"tokens": {"prompt": FULL[:, :2], "full": FULL}, "next": {"log_probs": {"full": -FULL.float()}}}
+    return TensorDict(entries, batch_size=[2]).update(more)
+
+
+def save(kind: str, path: Path, td: TensorDictBase) -> Path:
+    """Save a batch with torch or tensordict."""
+    if kind in ("memmap", "archive"):
+        td.save(str(path), **({"archive": True} if kind == "archive" else {}))
+    else:
+        content = {"dict": td.to_dict, "state": td.state_dict, "tensordict": lambda: td}[kind]()
+        torch.save(content, path)
+    return path
+
+
+class Mischief:
+    """Runs code when it is unpickled, which makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)

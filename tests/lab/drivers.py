@@ -12,8 +12,10 @@ from pathlib import Path
 
 import ray
 
+from load import sequences
+
 LAB = str(Path(__file__).parent)
-#: Each script may use these names, and `connect`, `total` and `wait_for_replicas`.
+#: Each script may use these names, and `connect` and `total`.
 HEAD = """
 import os, pickle, ray, signal, sys, time
 from functools import partial
@@ -34,9 +36,7 @@ class Driver:
 
     def __init__(self, *, finds_lab=True):
         address = ray.get_runtime_context().gcs_address
-        start = (
-            f"import sys; sys.path[:0] = [{LAB!r}]; import drivers; drivers.serve({address!r}, finds_lab={finds_lab})"
-        )
+        start = f"import sys; sys.path[:0] = [{LAB!r}]; import drivers; drivers.serve({address!r}, {finds_lab})"
         command = [sys.executable, "-c", start]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -72,12 +72,10 @@ def handle_of(remote):
 
 
 def total(remote):
-    from load import sequences
-
     return float(remote.make_scorer().score(sequences()).values.sum())
 
 
-def serve(address, *, finds_lab=True):
+def serve(address, finds_lab):
     """The main function of the process. It runs one script, in JSON, per line of the input."""
 
     def connect(**options):

@@ -22,7 +22,7 @@ CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
-    """In double precision, for the losses of other libraries; as :func:`batch`, imported by `conftest.py`."""
+    """A model in double precision for the losses of other libraries. `conftest.py` imports it, like :func:`batch`."""
     folder = tmp_path_factory.mktemp("model")
     made = tiny_model("qwen2", seed=0, vocab_size=len(build_tokenizer(pad_token="<|pad|>"))).double()
     made.save_pretrained(folder)
@@ -38,7 +38,7 @@ def batch(model: nn.Module) -> dict[str, Tensor]:
     def uniform(*shape: int) -> Tensor:
         return 2 * torch.rand(*shape, generator=rng, dtype=torch.float64) - 1
 
-    ids = torch.randint(10, model.config.vocab_size, (ROWS, PROMPT), generator=rng)  # type: ignore[union-attr, arg-type]
+    ids = torch.randint(10, model.config.vocab_size, (ROWS, PROMPT), generator=rng)
     with torch.no_grad():
         for _ in range(WIDTH):
             chosen = torch.multinomial(model(ids).logits[:, -1].softmax(-1), 1, generator=rng)
@@ -64,9 +64,9 @@ def rollouts(batch: dict[str, Tensor]) -> TensorDict:
     rows = []
     for i, mask in enumerate(batch["mask"]):
         stored = {key: torch.cat([torch.zeros(PROMPT), batch[name][i][mask]]) for key, name in names.items()}
-        tokens = TensorDict(prompt=batch["ids"][i, :PROMPT], full=batch["ids"][i, : PROMPT + int(mask.sum())])
-        following = TensorDict(**{key: TensorDict(full=values) for key, values in stored.items()})
-        rows.append(TensorDict(tokens=tokens, next=following, advantage=batch["advantage"][i]))
+        tokens = {"prompt": batch["ids"][i, :PROMPT], "full": batch["ids"][i, : PROMPT + int(mask.sum())]}
+        following = {key: {"full": values} for key, values in stored.items()}
+        rows.append(TensorDict({"tokens": tokens, "next": following, "advantage": batch["advantage"][i]}))
     return lazy_stack(rows)
 
 
@@ -142,7 +142,5 @@ def each_in_one_list(translation: Any, given: Mapping[str, Any]) -> None:
 def one_prompt_each(rewards: list[float], prompts: list[int]) -> TensorDict:
     """An answer of one token for each reward."""
     ids = torch.tensor([[10 * prompt + 1, 12, 13 + i] for i, prompt in enumerate(prompts)])
-    rows = [len(ids)]
-    tokens = TensorDict(prompt=ids[:, :2], full=ids, batch_size=rows)
-    following = TensorDict(reward=torch.tensor(rewards)[:, None], batch_size=rows)
-    return TensorDict(tokens=tokens, next=following, batch_size=rows)
+    entries = {"tokens": {"prompt": ids[:, :2], "full": ids}, "next": {"reward": torch.tensor(rewards)[:, None]}}
+    return TensorDict(entries, batch_size=[len(ids)])

@@ -55,7 +55,7 @@ def evaluated(engine: HTTPEngine, rows: Ragged, mask: Any = None, **options: Any
 class EngineContract:
     """Tests for subclasses that define the fixture ``served``."""
 
-    def test_values_are_those_of_the_model(self, served: Served) -> None:
+    def test_values_equal_the_models(self, served: Served) -> None:
         found = served.engine()
         assert isinstance(found, Engine)
         assert not found.interface()[1]
@@ -65,7 +65,7 @@ class EngineContract:
         for mask in (rows.positions > 0, some, torch.zeros_like(some), None):
             served.assert_right(found, rows, mask)
 
-    def test_top_k(self, served: Served) -> None:
+    def test_top_k_equals_the_models(self, served: Served) -> None:
         found, rows = served.engine(), served.rows(4, 6)
         for k in (5, served.max_logprobs):
             scores = served.assert_right(found, rows, rows.positions > 2, top_k=k)
@@ -76,15 +76,14 @@ class EngineContract:
                 evaluated(found, rows, top_k=served.max_logprobs + 1)
 
     def test_options_and_weights_of_the_server_are_refused(self, served: Served) -> None:
-        """Options and weights of the server are refused. Refused requests do not affect the others of a batch."""
+        """Refused requests do not affect the others of a batch."""
         core = ScoringCore(served.engine())
         bad: dict[str, Any] = dict.fromkeys(("entropy", "deterministic", "moments"), True)
         bad |= {"dtype": torch.bfloat16, "adapters": False, "temperature": 0.7}
         bad |= {"sampling": Sampling(top_k=3), "records": {"kept": Kept(torch.tensor([1, 2, 3]), torch.arange(4))}}
         requests = [job_of([(1, 2, 3)], **{name: value}) for name, value in bad.items()]
-        first, *refused, last = core.score(
-            [job_of([(1, 2, 3)]), *requests, job_of([(1, 2)], remember=True)]  # the server has its own cache
-        )
+        # The last one is accepted, since the server has its own cache.
+        first, *refused, last = core.score([job_of([(1, 2, 3)]), *requests, job_of([(1, 2)], remember=True)])
         assert [type(answer) for answer in (first, last)] == [dict, dict]
         for name, answer in zip(bad, refused, strict=True):
             assert isinstance(answer, ValueError)
@@ -99,19 +98,16 @@ class EngineContract:
         assert re.search("refuses sequence 0: HTTP 400: .*out of vocabulary", str(wrong))
         assert f"maximum context length is {served.context} tokens" in str(long)
 
-    def test_a_model_that_it_does_not_have(self, served: Served) -> None:
+    def test_a_model_that_the_server_does_not_have(self, served: Served) -> None:
         with pytest.raises(ServiceError, match=r"HTTP 404: .*The model `other` does not exist"):
             served.engine(model="other")
 
-    def test_concurrent_callers(self, served: Served) -> None:
-        """64 concurrent callers with common prefixes get their own scores."""
+    def test_concurrent_callers_with_common_prefixes_get_their_own_scores(self, served: Served) -> None:
         found = served.engine(concurrency=64)
         whole = served.rows(7, 1, 48).values.tolist() + list(range(1, 40))
         rows = [Ragged.from_list([torch.tensor([*whole[: 16 + i % 24], i % served.vocab, i % 7])]) for i in range(64)]
         with ThreadPoolExecutor(64) as pool:
-            answers = list(
-                pool.map(lambda row: evaluated(found, row, top_k=i if (i := len(row.values) % 3) else 0), rows)
-            )
+            answers = list(pool.map(lambda row: evaluated(found, row, top_k=len(row.values) % 3), rows))
         for row, answer in zip(rows, answers, strict=True):
             want = served.scorer.score(row).values.double()
             torch.testing.assert_close(answer.log_prob.values.double(), want, rtol=0, atol=served.tolerance)

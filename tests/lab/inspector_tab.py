@@ -84,8 +84,8 @@ class Tab:
     def focused(self) -> int:
         return int(self.page.evaluate("document.activeElement.dataset.i ?? -1"))
 
-    def token(self, i: int, pane: int = 0) -> Any:
-        return self.page.locator(f".tokens >> nth={pane} >> [data-i='{i}']")
+    def token(self, i: int) -> Any:
+        return self.page.locator(f".tokens >> nth=0 >> [data-i='{i}']")
 
     def classes(self, pane: int = 0) -> list[set[str]]:
         """The classes of each token."""

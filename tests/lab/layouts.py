@@ -67,7 +67,7 @@ def tokens(
 
 
 def at_responses(data: TensorDictBase, key: Any, prompts: Ids = PROMPTS, responses: Ids = RESPONSES) -> list[Tensor]:
-    """Rows of an entry at the response tokens, in any layout; asserts that the entry is 0 at all others."""
+    """Rows of an entry at the response tokens, in any layout. Asserts that the entry is 0 at all other tokens."""
     value, out = data.get(key, as_list=True), []
     padded = isinstance(value, Tensor) and not value.is_nested
     for prompt, response, row in zip(prompts, responses, value, strict=True):

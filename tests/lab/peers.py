@@ -62,7 +62,7 @@ def load(monkeypatch: pytest.MonkeyPatch, package: str, module: str, stubs: Sequ
     finally:
         for name in set(sys.modules) - before:
             if name in stubs or name.partition(".")[0] == package:
-                # What monkeypatch sets where nothing was, it takes away again.
+                # monkeypatch removes it after the test, since there was no such module before.
                 monkeypatch.setitem(sys.modules, name, sys.modules.pop(name))
 
 

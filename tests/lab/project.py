@@ -1,6 +1,7 @@
 """The project's folder, and files of it that are loaded by path, such as the scripts that write pages."""
 
 import importlib.util
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 @cache
 def script(name: str) -> Any:
-    """``script("docs/build_api.py")``, run once."""
+    """``script("docs/build_api.py")``, run once. Objects of its classes can be pickled."""
     path = PROJECT / name
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def tables(test: str, name: str = "") -> Any:

@@ -1,7 +1,7 @@
 """Transforms with local and with remote models, and the places where they run."""
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 
 import tensordict
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor
 from torchrl.collectors.llm import LLMCollector
 
 from closeness import assert_near
+from ray_parts import scoring_model
 from torchrl_llm_kl import KLRewardTransform, RetrieveKL, RetrieveLogProb
 from torchrl_llm_kl.service import RayKLRewardTransform, RayRetrieveKL, RayRetrieveLogProb
-from toy_rollouts import leaves, make_env, make_model, make_policy, make_scoring_wrapper, make_tokenizer, steps
+from toy_rollouts import leaves, make_env, make_model, make_policy, make_tokenizer, steps
 from waits import wait_for_replicas
 
 wait_for_replicas()  # at import, so that it applies in actors too
@@ -24,16 +25,8 @@ NAMES = ["RetrieveLogProb", "RetrieveKL", "from_collector", "KLRewardTransform"]
 TOKENIZER = make_tokenizer()
 
 
-@cache
-def wrapper(seed, key):
-    """A float64 model, since caches of a service would show in the last bit of float32."""
-    model = make_model(TOKENIZER, seed).double()
-    return make_scoring_wrapper(model, TOKENIZER, pad_output=False, log_probs_key=key)
-
-
-GEN = partial(wrapper, 0, "log_probs")
-REF = partial(wrapper, 1, "ref_log_probs")
-BY_VALUE = partial(wrapper, 3, "ref_log_probs")
+# In float64, since caches of a service would show in the last bit of float32.
+GEN, REF, BY_VALUE = (partial(scoring_model, seed) for seed in (0, 1, 3))
 VALUE = {"actor_name": f"{SERVICE}-value", **CPUS}
 
 
@@ -65,14 +58,14 @@ def scorers(transform):
     return [transform.scorer]
 
 
-def chat_env(make_transforms, envs=2, turns=2, input_mode="history"):
+def chat_env(make_transforms, turns=2):
     """A chat env, as an env factory returns it."""
-    return make_env(TOKENIZER, *make_transforms(), envs=envs, turns=turns, input_mode=input_mode)
+    return make_env(TOKENIZER, *make_transforms(), turns=turns)
 
 
-def greedy_policy(pad_output=False):
+def greedy_policy():
     """A policy that generates the same tokens in every process."""
-    policy = make_policy(make_model(TOKENIZER, seed=0), TOKENIZER, pad_output=pad_output)
+    policy = make_policy(make_model(TOKENIZER, seed=0), TOKENIZER, pad_output=False)
     policy.generate_kwargs["do_sample"] = False
     return policy
 

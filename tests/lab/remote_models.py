@@ -32,18 +32,13 @@ def model(seed=0):
     return tiny_model(seed=seed).double()
 
 
-def _pause(module, args, *, seconds, path):
-    if path is None or Path(path).exists():
-        time.sleep(seconds)
+def delayed(seconds):
+    """:func:`model` with a slower forward."""
+    return slowed(model(), seconds)
 
 
-def delayed(seconds, seed=0, path=None):
-    """:func:`model` with a slower forward. If there is a path, only while that file exists."""
-    return slowed(model(seed), seconds, path)
-
-
-def slowed(made, seconds, path=None):
-    made.model.layers[0].register_forward_pre_hook(partial(_pause, seconds=seconds, path=path))
+def slowed(made, seconds):
+    made.model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(seconds))
     return made
 
 
@@ -78,9 +73,3 @@ def from_file(path):
     found = model()
     found.load_state_dict(torch.load(path, weights_only=True))
     return found
-
-
-def late(seconds):
-    """:func:`model`, slow to make."""
-    time.sleep(seconds)
-    return model()

@@ -86,22 +86,15 @@ def make_prompts(number: int, seed: int, template: str = CHATML) -> list[Tensor]
 
 @torch.no_grad()
 def sample(
-    model: Any,
-    prompts: Sequence[Tensor],
-    seed: int,
-    *,
-    raw: bool = False,
-    length: int = LENGTH,
-    answers: int = ANSWERS,
-    **sampling: Any,
+    model: Any, prompts: Sequence[Tensor], seed: int, *, raw: bool = False, answers: int = ANSWERS, **sampling: Any
 ) -> Rollout:
     """Answers of ``model.generate`` with log-probs under the sampling distribution, or with ``raw`` under the model."""
     tokenizer = make_tokenizer()
     rows = [p for p in prompts for _ in range(answers)]
-    padded = torch.nn.utils.rnn.pad_sequence([p.flip(0) for p in rows], True, -1).flip(1)
+    padded = torch.nn.utils.rnn.pad_sequence(rows, True, -1, "left")
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
-        how = {"do_sample": True, "max_new_tokens": length, "temperature": 1.0, "top_k": 0, "top_p": 1.0, **sampling}
+        how = {"do_sample": True, "max_new_tokens": LENGTH, "temperature": 1.0, "top_k": 0, "top_p": 1.0, **sampling}
         how |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, **OUTPUTS}
         out: Any = model.generate(padded.clamp(min=0), attention_mask=(padded >= 0).long(), **how)
     logits = torch.stack(out.logits if raw else out.scores, 1)
@@ -161,9 +154,8 @@ def fault(
             rollout = sample(copy.deepcopy(model).to(dtype), prompts, seed, **sampling)
         else:
             model, rollout = clean(family, seed)
-        prompts = [
-            p for p in make_prompts(PROMPTS, seed) for _ in range(ANSWERS)
-        ]  # the trainer renders prompts with its own template
+        # The trainer renders prompts with its own template.
+        prompts = [p for p in make_prompts(PROMPTS, seed) for _ in range(ANSWERS)]
         batch = replace(rollout, **{"prompts": prompts, **stored(rollout)}).batch()
         return batch, {"policy": model, **models(model, rollout, seed)}
 

@@ -1,27 +1,15 @@
 """Rows of a score store that follow from their number, so that any process can check them. Does not import torch."""
 
-import importlib.util
-import sys
+from functools import partial
 from hashlib import blake2b
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from project import PROJECT
+from project import script
 
-PATH = PROJECT / "torchrl_llm_kl" / "scoring" / "_store.py"
-
-
-def load() -> ModuleType:
-    """The module, loaded by its path, since the package would import torch in each process."""
-    if "score_store" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("score_store", PATH)
-        module = sys.modules["score_store"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules["score_store"]
-
-
+# The module is loaded by its path, since the package would import torch in each process.
+load = partial(script, "torchrl_llm_kl/scoring/_store.py")
 ScoreStore: Any = load().ScoreStore
 
 

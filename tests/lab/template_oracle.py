@@ -128,9 +128,8 @@ def check(template: Template, kind: str, mask: Callable[..., Any] = render_conve
         return Check("right" if by_hand else "open", tuple(found), reason=str(error))
     expected = [text[start:end] for start, end, _ in spans]
     either = {at for start, _, latest in spans for at in range(start, latest)}
-    if (
-        "{% generation" in template.source
-    ):  # only the blocks define whether a space after the prompt belongs to the turn
+    # Only the blocks define whether a space after the prompt belongs to the turn.
+    if "{% generation" in template.source:
         either |= {at for start, end, _ in spans for at in range(start, end) if not text[start : at + 1].strip()}
     same = _positions(rendered.assistant_spans) - either == _positions([turn[:2] for turn in spans]) - either
     ids = [i for piece in found for i in template.tokenizer(piece, add_special_tokens=False)["input_ids"]]

@@ -71,9 +71,12 @@ class Outcome:
     reason: str = ""
 
 
-def folder() -> Path | None:
+@cache
+def _shipped() -> dict[str, str]:
+    """Name -> text of the templates in the installed TRL. Empty without TRL."""
     spec = importlib.util.find_spec("trl")
-    return Path(spec.origin).parent / "chat_templates" if spec and spec.origin else None
+    paths = Path(spec.origin).parent.glob("chat_templates/*.jinja") if spec and spec.origin else ()
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(paths)}
 
 
 def version() -> str:
@@ -81,19 +84,15 @@ def version() -> str:
 
 
 def read(name: str) -> str:
-    root = folder()
-    assert root is not None
-    return (root / f"{name}.jinja").read_text(encoding="utf-8")
+    return _shipped()[name]
 
 
 def all_templates() -> list[str]:
-    root = folder()
-    return sorted(path.stem for path in root.glob("*.jinja")) if root else []
+    return list(_shipped())
 
 
 def pairs() -> list[str]:
-    names = all_templates()
-    return [name for name in names if f"{name}_training" in names]
+    return [name for name in _shipped() if f"{name}_training" in _shipped()]
 
 
 def conversation(template: str, kind: str) -> list[dict[str, Any]]:

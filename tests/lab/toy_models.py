@@ -146,10 +146,8 @@ def _random(family: str, seed: int, config: dict[str, Any], dtype: torch.dtype |
         for name, values in (*model.named_parameters(), *model.named_buffers()):
             if family == "gpt_oss" and name.endswith(("sinks", "bias")):
                 nn.init.normal_(values)
-            elif family == "deepseek_v3" and name.endswith(
-                "e_score_correction_bias"
-            ):  # it affects the choice of experts, not their weights
-                nn.init.normal_(values, std=0.3)
+            elif family == "deepseek_v3" and name.endswith("e_score_correction_bias"):
+                nn.init.normal_(values, std=0.3)  # affects the choice of experts, not their weights
     return model.eval()
 
 

@@ -45,7 +45,7 @@ def build_tokenizer(
     return fast
 
 
-def build_bos_tokenizer(chat_template: str | None = CHATML, *, name_or_path: str = "toy") -> PreTrainedTokenizerFast:
+def build_bos_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
     """A tokenizer as SentencePiece builds them: it adds BOS to text, has pad != eos, and bytes for unknown characters.
 
     Ids: ``<pad>`` 0, ``<eos>`` 1, ``<bos>`` 2, ``<unk>`` 3, the bytes from 4 on, then letters, then ChatML's tokens.
@@ -56,12 +56,9 @@ def build_bos_tokenizer(chat_template: str | None = CHATML, *, name_or_path: str
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", vocab["<bos>"])]
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, name_or_path=name_or_path, **special
-    )
+    bos = ("<bos>", vocab["<bos>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[bos])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
     fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     fast.chat_template = chat_template
     return fast

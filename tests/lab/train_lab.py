@@ -1,6 +1,5 @@
 """A tiny model, prompts and rewards on disk, and runs on them."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from cli_files import read_jsonl, write_jsonl
 from torchrl_llm_kl.training import Checkpoints, TrainConfig, TrainResult, read_config, train
 from toy_rollouts import make_model, make_tokenizer
 
@@ -36,12 +36,11 @@ def digits(question, answer, metadata):
 ANSWERS, HELD_OUT = 8, 4
 
 
-def build_lab(folder: Path, tokenizer: Any = None, family: str = "qwen2") -> Path:
-    tokenizer = make_tokenizer() if tokenizer is None else tokenizer
-    make_model(tokenizer, 0, family).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    rows = [{"question": f"say {i}", "answer": chr(97 + i)} for i in range(20)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def build_lab(folder: Path) -> Path:
+    tokenizer = make_tokenizer()
+    for part in (make_model(tokenizer, 0), tokenizer):
+        part.save_pretrained(folder / "model")
+    write_jsonl(folder / "prompts.jsonl", ({"question": f"say {i}", "answer": chr(97 + i)} for i in range(20)))
     (folder / "rewards.py").write_text(REWARDS)
     return folder
 
@@ -86,8 +85,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def figures(path: Path) -> list[dict[str, float]]:
     """The metrics of a run without times."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in read_jsonl(path)]
 
 
 def steps_in(out: Path) -> list[str]:

@@ -11,15 +11,8 @@ from torchrl_llm_kl.transforms import KLComputation, KLRewardTransform, Retrieve
 
 
 def right(model: nn.Module, batch: TensorDictBase) -> TensorDictBase:
-    make_algorithm(
-        "grpo",
-        model,
-        reference=model,
-        group_size=8,
-        objective_args={"clip_high": 0.28},
-        advantage_args={"std": "batch"},
-        kl_loss="k2",
-    )
+    make_algorithm("grpo", model, reference=model, group_size=8, objective_args={"clip_high": 0.28}, kl_loss="k2")
+    make_algorithm("grpo", model, reference=model, advantage_args={"std": "batch"})
     make_algorithm("ppo", model, reference=model, critic=model, objective_args={"clip_low": 0.1})
     make_algorithm(Algorithm("mine", "cispo", {"clip_high": 0.3}, "rloo", kl_reward="k1"), model, reference=model)
     RetrieveKL(model, model, estimator="k3+", scope="full", options=ScoreOptions(Sampling(0.7)))(batch)
@@ -28,19 +21,15 @@ def right(model: nn.Module, batch: TensorDictBase) -> TensorDictBase:
     PolicyLoss(model, "gpg", options=ScoreOptions(Sampling(0.7, top_k=50), entropy=True), tokens_per_batch=4096)
     KLRewardTransform(model, coef=0.1, reward_placement="broadcast")
     Advantage("grpo", group_size=4, std="batch")
-    PolicyLoss(
-        model, "ppo", clip_low=0.1, aggregation="token-mean", terms=[KLToReference(0.1, "k2"), EntropyBonus(0.1)]
-    )
+    terms = [KLToReference(0.1, "k2"), EntropyBonus(0.1)]
+    PolicyLoss(model, "ppo", clip_low=0.1, aggregation="token-mean", terms=terms)
     PolicyLoss(model, "an_objective_of_mine")
-    (
-        get_objective("gspo"),
-        get_objective("an_objective_of_mine"),
-        get_advantage("gae"),
-        get_estimator("low_var_kl"),
-        get_algorithm("dapo"),
-    )
-    out = PolicyLoss(model, "gpg")(batch)
-    return out
+    get_objective("gspo")
+    get_objective("an_objective_of_mine")
+    get_advantage("gae")
+    get_estimator("low_var_kl")
+    get_algorithm("dapo")
+    return PolicyLoss(model, "gpg")(batch)
 
 
 def wrong(model: nn.Module) -> None:

@@ -75,7 +75,7 @@ def of_experiences(function: Any, items: list[Any]) -> Tensor:
         ("step_wise_grpo", {"epsilon": 0.3, "std": "batch"}),
     ],
 )
-def test_outcomes_and_steps(trinity: Any, name: str, hyper: dict[str, Any]) -> None:
+def test_advantages_of_outcomes_and_steps_equal_trinitys(trinity: Any, name: str, hyper: dict[str, Any]) -> None:
     steps, suffix = name == "step_wise_grpo", "GroupedAdvantage" if name in ("grpo", "rec") else "GroupAdvantage"
     class_name = "StepWiseGRPOAdvantageFn" if steps else name.upper() + suffix
     settings = {"std_cal_level" if key == "std" else key: value for key, value in hyper.items()}
@@ -87,10 +87,10 @@ def test_outcomes_and_steps(trinity: Any, name: str, hyper: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("fnorm", ["none", "std"])
-def test_gigpo(trinity: Any, fnorm: str) -> None:
+def test_gigpo_equals_trinitys(trinity: Any, fnorm: str) -> None:
     """Every task has its own runs and states, because Trinity compares equal states of different tasks."""
-    hyper = {"omega": 0.4, "gamma": 0.7, "fnorm": fnorm, "epsilon": 0.2 if fnorm == "std" else 0.0}
-    theirs = trinity("gigpo_advantage", "GiGPOAdvantageFn", **hyper)
+    hyper = {"omega": 0.4, "gamma": 0.7, "fnorm": fnorm, **({"epsilon": 0.2} if fnorm == "std" else {})}
+    theirs = trinity("gigpo_advantage", "GiGPOAdvantageFn", **{"epsilon": 0.0, **hyper})
     state = [5, 6, 5, 6, 8, 8, 7, 8, 9]
     items = experiences(TASK, RUN, STEP, REWARD)
     for item, s in zip(items, state, strict=True):
@@ -122,21 +122,19 @@ def of_batch(function: Any, batch: dict[str, Tensor], group: list[int] | None = 
         ("on_policy_distill", "OnPolicyDistillAdvantage", "old_log_probs teacher_logprobs", {"kl_coef": 0.3}),
     ],
 )
-def test_tokens(trinity: Any, name: str, class_name: str, inputs: str, hyper: dict[str, float]) -> None:
+def test_token_advantages(trinity: Any, name: str, class_name: str, inputs: str, hyper: dict[str, float]) -> None:
     """The mask has no holes. The value after the last token is 0 in both."""
     batch = token_batch()
     mask = batch["response_mask"]
     theirs = of_batch(trinity(f"{name}_advantage", class_name, **hyper), batch)
-    more = {"whiten": True} if name == "ppo" else {}
-    found = get_advantage("gae" if name == "ppo" else name)(
-        *(batch[key] for key in inputs.split()), mask, **hyper, **more
-    )
+    given = {**hyper, "whiten": True} if name == "ppo" else hyper
+    found = get_advantage("gae" if name == "ppo" else name)(*(batch[key] for key in inputs.split()), mask, **given)
     ours, target = found if name == "ppo" else (found, None)
     assert_close(ours, theirs["advantages"] * mask, **CLOSE)
     assert target is None or torch.allclose(target, theirs["returns"] * mask, **CLOSE)
 
 
-def test_remax_and_rloo_of_outcomes(trinity: Any) -> None:
+def test_remax_and_rloo_equal_trinitys(trinity: Any) -> None:
     batch, group = token_batch(), [1, 1, 0, 1]
     mask, outcome = batch["response_mask"], torch.tensor([1.0, -0.5, 2.0, 0.25])
     last = torch.tensor([5, 2, 4, 0])
@@ -164,7 +162,7 @@ def test_trinitys_jsd_rewards_tokens_that_the_teacher_dislikes(trinity: Any) -> 
 
 
 @pytest.mark.parametrize("trajectory_return", ["sum", None])
-def test_torchrls_mc_advantage(trajectory_return: str | None) -> None:
+def test_grpo_equals_torchrls_mc_advantage(trajectory_return: str | None) -> None:
     """Groups of three trajectories of one step each, with the trajectory's return and with the step's reward."""
     rng = torch.Generator().manual_seed(1)
     reward = torch.randn(6, 1, 1, generator=rng)
@@ -201,7 +199,7 @@ def of_verl(function: Any, mask: Tensor = RESPONSE, **given: Any) -> Tensor:
     return function(response_mask=mask.double(), **given)[0]
 
 
-def test_opo_and_reinforce_plus_plus_baseline(verl: Any) -> None:
+def test_opo_and_reinforce_plus_plus_baseline_equal_verls(verl: Any) -> None:
     want = of_verl(verl.compute_opo_outcome_advantage)
     got = get_advantage("opo")(REWARD.double(), torch.tensor(GROUP), LENGTHS)
     assert_close(got.unsqueeze(-1) * RESPONSE, want)
@@ -211,7 +209,7 @@ def test_opo_and_reinforce_plus_plus_baseline(verl: Any) -> None:
 
 
 @pytest.mark.parametrize("std", [False, True])
-def test_pass_at_k(verl: Any, std: bool) -> None:
+def test_pass_at_k_equals_verls(verl: Any, std: bool) -> None:
     settings, own = {"norm_adv_by_std_in_grpo": std}, {"std_normalize": True, "epsilon": 0.3} if std else {}
     want = of_verl(verl.compute_grpo_passk_outcome_advantage, epsilon=0.3, config=settings)
     got = get_advantage("pass_at_k")(REWARD.double(), torch.tensor(GROUP), **own)
@@ -220,7 +218,7 @@ def test_pass_at_k(verl: Any, std: bool) -> None:
         of_verl(verl.compute_grpo_passk_outcome_advantage, index=np.arange(9), config=settings)
 
 
-def test_gdpo_where_every_response_has_one_token(verl: Any) -> None:
+def test_gdpo_equals_verls_if_every_response_has_one_token(verl: Any) -> None:
     """verl whitens over tokens. The paper and this package whiten over sequences."""
     second = torch.tensor([0.5, 1.0, -2.0, 0.5, 3.0, 1.0, 0.0, 4.0, 2.0], dtype=torch.float64)
     one = torch.ones(9, 1)
@@ -238,7 +236,7 @@ def test_gdpo_where_every_response_has_one_token(verl: Any) -> None:
     assert_close(got * (total.std() + 0.3) / total.std(), want.squeeze(1), rtol=1e-5, atol=1e-6)
 
 
-def test_gdpo_of_trl() -> None:
+def test_gdpo_equals_trls() -> None:
     """Executes the lines of TRL's trainer on three answers to each of three prompts, with TRL's epsilon."""
     text = (folder("trl") / "trainer" / "grpo_trainer.py").read_text(encoding="utf-8")
     branch = text[text.index('elif self.multi_objective_aggregation == "normalize_then_sum":') :]
@@ -260,7 +258,7 @@ def test_gdpo_of_trl() -> None:
 
 
 @pytest.mark.parametrize(("handle_zero_tail", "turns"), [(False, False), (True, False), (True, True)])
-def test_optimal_token_baseline(verl: Any, handle_zero_tail: bool, turns: bool) -> None:
+def test_optimal_token_baseline_equals_verls(verl: Any, handle_zero_tail: bool, turns: bool) -> None:
     rng = torch.Generator().manual_seed(3)
     log_p = (2 * torch.randn(9, 5, 6, generator=rng, dtype=torch.float64)).log_softmax(-1)
     log_prob, collision = log_p[..., 0], log_p.exp().square().sum(-1)
@@ -281,7 +279,7 @@ CLIPPED += [("clipv", {"mu": mu, "max_frac": share}) for mu, share in ((0.8, 1.0
 
 
 @pytest.mark.parametrize(("name", "hyper"), CLIPPED)
-def test_clip_b_and_clip_v(trinity: Any, name: str, hyper: dict[str, float]) -> None:
+def test_clip_b_and_clip_v_equal_trinitys(trinity: Any, name: str, hyper: dict[str, float]) -> None:
     """Trinity removes the tokens from the mask. Here their advantage is 0."""
     hyper, rng = {**hyper, "epsilon": 0.3}, torch.Generator().manual_seed(5)
     log_p = (2 * torch.randn(9, 5, 6, generator=rng)).log_softmax(-1)

@@ -41,18 +41,15 @@ def of(loss: Tensor, log_prob: Tensor) -> Result:
 
 
 def agree(found: Result, expected: Result, rtol: float = 1e-6, atol: float = 1e-8) -> None:
-    """Trinity and verl divide by counts + 1e-8."""
+    """Check that results are equal up to 1e-8, since Trinity and verl divide by counts + 1e-8."""
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other, rtol=rtol, atol=atol)
 
 
 OURS = {"clip_range": "clip_low clip_high", "clip_range_low": "clip_low", "clip_range_high": "clip_high"}
 OURS |= {f"mask_clip_range_{side}": f"mask_clip_{side}" for side in ("low", "high")}
-OURS |= {
-    "f_divergence_type": "f_divergence",
-    "grpo_loss_agg_mode": "usual_aggregation",
-    "sft_loss_agg_mode": "expert_aggregation",
-}
+OURS |= {"grpo_loss_agg_mode": "usual_aggregation", "sft_loss_agg_mode": "expert_aggregation"}
+OURS["f_divergence_type"] = "f_divergence"
 
 
 def own_names(hyper: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +111,7 @@ def trinitys(function: Any, batch: dict[str, Tensor], **more: Any) -> Result:
 
 
 @pytest.mark.parametrize(("name", "hyper"), CASES)
-def test_trinity(monkeypatch: pytest.MonkeyPatch, name: str, hyper: dict[str, Any]) -> None:
+def test_trinitys_losses(monkeypatch: pytest.MonkeyPatch, name: str, hyper: dict[str, Any]) -> None:
     modes = MODES.get(name, MEANS)
     for mode, seed in [(modes[seed % len(modes)], seed) for seed in range(6)]:
         theirs = trinity(monkeypatch, name)(**hyper, **({} if name == "rec" else {"loss_agg_mode": mode}))
@@ -179,7 +176,7 @@ def test_dpo_equals_trinitys_only_for_one_pair(monkeypatch: pytest.MonkeyPatch) 
 
 # ------------------------------------------------------------------ verl
 @pytest.mark.parametrize(("name", "theirs", "hyper", "config"), VERL)
-def test_verl(monkeypatch: Any, name: str, theirs: str, hyper: dict[str, Any], config: dict[str, Any]) -> None:
+def test_verls_losses(monkeypatch: Any, name: str, theirs: str, hyper: dict[str, Any], config: dict[str, Any]) -> None:
     core = load(monkeypatch, "verl", "verl.trainer.ppo.core_algos", stubs=("omegaconf",))
     values = {"clip_ratio": 0.2, "clip_ratio_low": 0.15, "clip_ratio_high": 0.3, "global_batch_info": {}, **config}
     values["policy_loss"] = type("PolicyLoss", (), config)
@@ -211,7 +208,7 @@ SEVERAL = {"token_k1,seq_max_k2": "0.6_1.5,0.2", "seq_mean_k3,token_k3,seq_sum_k
 
 
 @pytest.mark.parametrize(("options", "threshold"), [*BOUND.items(), *SEVERAL.items()])
-def test_verls_rejection(monkeypatch: pytest.MonkeyPatch, options: str, threshold: Any) -> None:
+def test_rejection_masks_equal_verls(monkeypatch: pytest.MonkeyPatch, options: str, threshold: Any) -> None:
     """The masks, and the shares rejected by each criterion and by all of them."""
     helper, rejected = corrections_of_verl(monkeypatch), 0
     for seed in range(5):
@@ -228,8 +225,8 @@ def test_verls_rejection(monkeypatch: pytest.MonkeyPatch, options: str, threshol
 
 
 @pytest.mark.parametrize(("level", "threshold"), list(itertools.product(("token", "sequence"), (1.3, "0.3_2.5"))))
-def test_verls_weights(monkeypatch: pytest.MonkeyPatch, level: Any, threshold: Any) -> None:
-    """Weights without a mask, and with a mask as in verl's trainer."""
+def test_importance_weights_equal_verls(monkeypatch: pytest.MonkeyPatch, level: Any, threshold: Any) -> None:
+    """Compares weights without a mask, and with a mask as in verl's trainer."""
     helper, seen = corrections_of_verl(monkeypatch), []
     monkeypatch.setattr(helper.DataProto, "from_dict", lambda tensors: seen.extend(tensors.values()), raising=False)
     settings = {"rollout_is": level, "rollout_is_threshold": threshold}
@@ -253,7 +250,7 @@ PLACES = {"training": "trainer", "rollout": "sampler"}
 NAMES |= {f"{theirs}_{x}": (f"{ours}_{x}",) * 2 for theirs, ours in PLACES.items() for x in ("log_ppl", "ppl")}
 
 
-def test_verls_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mismatch_metrics_equal_verls(monkeypatch: pytest.MonkeyPatch) -> None:
     helper = corrections_of_verl(monkeypatch)
     for seed in range(5):
         old, sampler, mask = sampled(seed)

@@ -25,6 +25,7 @@ from countdown.algorithms import SUPPORTED
 from countdown.ranks import Gumbel, Ranks, Stop, generator, problem_at
 from countdown.task import all_problems, split_problems
 from distributed.saving import other_algorithms
+from train_lab import figures
 from waits import LONG, until
 
 SMALL = ("warmup_steps=15", "num_prompts=3", "group_size=4", "steps=3")
@@ -90,8 +91,7 @@ def run(*changes, code=0):
 
 
 def metrics(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+    return figures(folder / "metrics.jsonl")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -128,7 +128,7 @@ def test_a_run_that_is_stopped_and_resumed_is_the_same(whole, tmp_path):
     assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-3"]
 
 
-def test_what_cannot_be_run_is_said(whole, tmp_path):
+def test_settings_that_cannot_run_are_refused(whole, tmp_path):
     """All algorithms that need no further data can be run."""
     assert sorted((*other_algorithms(), "grpo")) == sorted(SUPPORTED)
     folder, _ = whole

@@ -8,7 +8,6 @@ import pytest
 import ray
 import torch
 
-from distributed.pool import RankPool
 from gang_ranks import alive, broken_on_one_rank, build, pids, recorded
 from load import all_up, assert_same, callers, keeper_pid, pids as replica_pids, sequences
 from torchrl_llm_kl import LogProbScorer
@@ -17,13 +16,6 @@ from waits import LONG, until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 CPUS = {"num_cpus": 0.1}
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +48,7 @@ def groups():
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["fsdp2", "tp", "none", "by_hand"])
 def test_ranks_score_as_one_process(pool, shard):
-    """Shards have the names of the whole tensors, also after a score, and tied ones share a place."""
+    """Shards have the names of the whole tensors, also after a score. Tied tensors share a place."""
     for found in pool.run("gang_ranks:difference", shard=shard):
         assert max(found) < 1e-12
     if shard in ("fsdp2", "tp"):
@@ -117,7 +109,7 @@ def test_weights_reach_every_rank(service, local):
 
 
 @pytest.mark.slow
-def test_a_rank_killed_mid_batch(service, local, folder):
+def test_a_gang_restarts_after_a_rank_was_killed(service, local, folder):
     """The gang restarts with all its ranks and loads the pushed weights. No answer is lost or wrong."""
     version = service.update_weights(build().state_dict())
     before = [pids(folder, rank)[-1] for rank in (0, 1)]
@@ -151,8 +143,7 @@ def test_a_gang_that_lost_pushed_weights_takes_only_all_of_them(service, local, 
 
 
 @pytest.mark.slow
-def test_the_replica_killed(service, local, folder):
-    """The ranks of a killed replica and their placement group end with it."""
+def test_a_killed_replica_ends_its_ranks(service, local, folder):
     before = [pids(folder, rank)[-1] for rank in (0, 1)]
     with callers(service.model, calls=10) as load:
         until(lambda: len(load.answers) >= 8)
@@ -167,7 +158,7 @@ def test_the_replica_killed(service, local, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["fsdp2", "tp"])
-def test_a_rank_that_hangs(tmp_path, local, shard):
+def test_a_hanging_rank_is_replaced(tmp_path, local, shard):
     factory = gang(tmp_path, shard=shard)
     with ScoringService(factory=factory, timeout=LONG, health_check_timeout_s=4.0, **CPUS) as service:
         try:
@@ -183,7 +174,7 @@ def test_a_rank_that_hangs(tmp_path, local, shard):
 
 
 @pytest.mark.slow
-def test_the_error_of_one_rank_s_factory_and_of_ranks_without_room():
+def test_a_failing_factory_and_ranks_without_room_are_errors():
     with pytest.raises(OSError, match="no such checkpoint: /nowhere"):
         GangEngine(broken_on_one_rank, ranks=2, start_timeout=LONG, **CPUS)
     until(lambda: groups().count("CREATED") <= 1)

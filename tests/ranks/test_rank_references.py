@@ -128,7 +128,7 @@ def test_a_whole_reference_cannot_follow_fsdp1(pool, wrap, match):
         assert match in message
 
 
-def test_a_change_on_one_rank_clears_the_cache_of_all(pool):
+def test_a_change_on_one_rank_clears_the_cache_of_all_ranks(pool):
     assert max(pool.run(f"{CASES}:change_one_shard")) < 1e-12
 
 
@@ -138,9 +138,8 @@ MEANS = [0.35, 0.51, 0.675]
 
 
 @pytest.mark.parametrize(("kind", "tensors"), [("pi", True), ("pi", False), ("dual", True)])
-def test_all_ranks_hold_what_one_process_does(pool, kind, tensors):
-    kinds = {"pi": (PIKLCoefficient, {"smoothing": 0.5}), "dual": (DualKLCoefficient, {})}
-    one = kinds[kind][0](0.2, 0.5, warmup=1, **kinds[kind][1])
+def test_coefficients_of_all_ranks_equal_one_process(pool, kind, tensors):
+    one = KINDS[kind]()
     for mean in MEANS:
         one.update(mean, 10)
     want = {name: float(buffer) for name, buffer in one.state_dict().items()}
@@ -149,7 +148,7 @@ def test_all_ranks_hold_what_one_process_does(pool, kind, tensors):
     assert states[0] == pytest.approx(want, rel=1e-6)
 
 
-def test_a_kl_that_is_already_that_of_all_ranks_and_one_of_a_group(pool):
+def test_a_kl_is_averaged_over_all_ranks_a_group_or_none(pool):
     apart = [[(0.3, 1), (0.9, 1)]]
     states = pool.run(f"{CASES}:updated", kind="dual", measured=apart, all_ranks=False)
     assert [state["average"] for state in states] == pytest.approx([0.3, 0.9])

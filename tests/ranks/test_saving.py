@@ -63,7 +63,7 @@ def check(result, alone):
     assert result["accuracy"] == alone["accuracy"]
 
 
-def test_the_run_alone_moves_and_samples(alone):
+def test_the_run_of_one_process_changes_its_weights_and_samples(alone):
     """Equal figures are only meaningful if the run changes them."""
     rows = alone["rows"]
     assert [row["step"] for row in rows] == list(range(STEPS))

@@ -51,7 +51,7 @@ ADDED = {
     ],
 )
 def test_three_steps_equal_one_process(pool, added, wrap):
-    """Uneven tokens and numbers of packs. In float64 (float32: to 2e-6), only the order of sums may differ."""
+    """Ranks have uneven tokens and numbers of packs. Only the order of sums may differ (float32: to 2e-6)."""
     if added == "lora":
         pytest.importorskip("peft")
     options = ADDED[added][0]
@@ -68,15 +68,15 @@ def test_a_recurrent_model_with_checkpointed_layers(pool, checkpoint):
     ("wrap", "first", "count"),
     [(FSDP2, 25, 8), slow(FSDP2, 25, 25), slow(LOSS_OF_DDP, 0, 25), slow(GROUPS, 50, 25), slow(FLAT, 75, 25)],
 )
-def test_random_splits(pool, wrap, first, count):
+def test_random_splits_equal_one_process(pool, wrap, first, count):
     """Each row is on a random rank. There are a hundred splits, some with an empty rank."""
     splits = [str(seed) for seed in range(first, first + count)]
     assert max(pool.run(TRAIN, wrap=wrap, split=splits, rate=0.01)) < 1e-12
 
 
 @pytest.mark.parametrize("by_layer", [True, slow(False)])
-def test_mixed_precision(pool, by_layer):
-    """Float32 weights with bfloat16 computation. The error is that of one process which computes in bfloat16."""
+def test_mixed_precision_has_the_error_of_one_process(pool, by_layer):
+    """Weights are float32, and the computation is in bfloat16, here as in the one process."""
     for found, one in pool.run("distributed.features:mixed_precision", by_layer=by_layer):
         assert 0 < one < 0.2
         assert found < 1.25 * one
@@ -89,7 +89,7 @@ def test_mixed_precision(pool, by_layer):
         *((FSDP2, {"checkpoint": "transformers"}), slow(FLAT, {"checkpoint": "transformers"})),
     ],
 )
-def test_recorded_routing(pool, wrap, options):
+def test_recorded_routing_is_replayed(pool, wrap, options):
     """A mixture of experts replays its record on each rank. Only norms in float32 add rounding."""
     for found, unforced in pool.run("distributed.features:replayed_routing", wrap=wrap, **options):
         assert found < 1e-5
@@ -111,14 +111,13 @@ def test_kl_in_the_reward(pool, wrap, estimator, split):
 
 
 @pytest.mark.parametrize(("what", "steps"), [("loss", 1), ("model", 2)])
-def test_accelerate(pool, what, steps):
+def test_accelerate_equals_one_process(pool, what, steps):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     assert max(pool.run("distributed.features:accelerate", what=what, steps=steps)) < 1e-12
 
 
 @pytest.mark.parametrize("wrap", [LOSS_OF_DDP, FSDP2, ORIGINAL, slow(GROUPS)])
-def test_state_dict(pool, wrap):
-    """The saved keys and values equal those of the model in one process, which can load them."""
+def test_a_state_dict_equals_that_of_one_process(pool, wrap):
     assert max(pool.run("distributed.features:state", wrap=wrap)) == 0
 
 

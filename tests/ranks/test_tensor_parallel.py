@@ -74,9 +74,8 @@ def two_heads(vocab, direction, ref_whole):
     options = {**PAIR, "bias": sharded[2], "ref_bias": ref_sharded[2], "direction": direction, "entropy": True}
     out = linear_pair(*sharded[:2], *ref_sharded[:2], targets, chunk=(3, 4), **options)
     want = list(pair_of(plain(*whole, **OPTIONS), plain(*ref, **REF_OPTIONS), targets, direction=direction))
-    if ref_whole:
-        return compare(list(out), want, sharded, whole)
-    return compare(list(out), want, sharded + ref_sharded, whole + ref)
+    more, more_whole = ([], []) if ref_whole else (ref_sharded, ref)
+    return compare(list(out), want, sharded + more, whole + more_whole)
 
 
 def top(vocab, k, impossible=False):
@@ -97,12 +96,8 @@ def top(vocab, k, impossible=False):
     return max(float((a - b).abs().max()) for a, b in both)
 
 
-def tops(vocab, ks):
-    return max(top(vocab, k) for k in ks)
-
-
-def all_outcomes(vocab, ks):
-    return max(outcomes(vocab, k) for k in ks)
+def for_each_k(score, vocab, ks):
+    return max(globals()[score](vocab, k) for k in ks)
 
 
 def outcomes(vocab, k):
@@ -148,7 +143,7 @@ def impossible_slice(vocab):
     ]
 
 
-def refusals(cases):
+def refusals():
     """The message of each unsupported head, or plan of a model."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     hidden, weight, _ = head(0, 10)
@@ -163,7 +158,7 @@ def refusals(cases):
         "sequence parallel of torch": lambda: LogProbScorer(sequence_parallel("torch")),
         "sequence parallel of transformers": lambda: LogProbScorer(sequence_parallel("transformers")),
     }
-    return {case: refusal(calls[case], error=ValueError) for case in cases}
+    return {case: refusal(call, error=ValueError) for case, call in calls.items()}
 
 
 def sequence_parallel(library):
@@ -177,7 +172,11 @@ def sequence_parallel(library):
     return parallelize_module(model, mesh, {"model.norm": SequenceParallel()})
 
 
-def load(model, logits="colwise_gather_output", **sizes):
+#: Where the logits are -> the plan of transformers.
+PLANS = {"gathered": "auto", "sharded": {"lm_head": "colwise"}}
+
+
+def load(model, plan, **sizes):
     """The model as transformers loads it with a tensor parallel plan, over all ranks."""
     from transformers.distributed import DistributedConfig
 
@@ -187,8 +186,6 @@ def load(model, logits="colwise_gather_output", **sizes):
         if dist.get_rank() == 0:
             model.save_pretrained(folder)
         dist.barrier()
-        plan = logits if isinstance(logits, dict) else {"lm_head": logits}
-        plan = "auto" if logits == "colwise_gather_output" else plan
         config = DistributedConfig(tp_plan=plan, **sizes)
         loaded = type(model).from_pretrained(name[0], distributed_config=config, dtype=next(model.parameters()).dtype)
         dist.barrier()
@@ -199,16 +196,14 @@ def score(logits, tp, vocab):
     """Score name -> largest difference from one process, for all scores of a sharded policy and reference."""
     models = [tiny_model("qwen2", seed=seed, vocab_size=vocab, num_key_value_heads=tp).double() for seed in (3, 4)]
     sizes = {"tp_size": tp, "fsdp_size": dist.get_world_size() // tp}
-    sharded = [load(model, logits, **sizes) for model in models]
+    sharded = [load(model, PLANS[logits], **sizes) for model in models]
     rows = torch.randint(vocab, (4, 12), generator=torch.Generator().manual_seed(1))
     rows[1, :7] = rows[0, :7]
     options, mask = {"entropy": True, "top_k": 5, "moments": True}, torch.ones_like(rows)
     request = ScoreRequest.of(rows, attention_mask=mask, top_ids=torch.arange(6).expand(rows.numel(), 6))
-    want, found = (
-        LogProbScorer(policy, tokens_per_batch=16).evaluate(request, reference=LogProbScorer(ref), **options)
-        for policy, ref in (models, sharded)
-    )
-    scorer = LogProbScorer(sharded[0], tokens_per_batch=16)
+    whole, scorer = (LogProbScorer(policy, tokens_per_batch=16) for policy in (models[0], sharded[0]))
+    want = whole.evaluate(request, reference=LogProbScorer(models[1]), **options)
+    found = scorer.evaluate(request, reference=LogProbScorer(sharded[1]), **options)
     assert (scorer.path, scorer.shares_prefixes) == ("head", True)
     given = [name for name, values in want._asdict().items() if values is not None]
     pairs = {name: (getattr(found, name).values, getattr(want, name).values) for name in given}
@@ -227,7 +222,7 @@ def train(logits, tp, **config):
     data = dist.get_world_size() // tp
     want = expected(config=tuple(sorted(config.items())))
     whole = tiny_model("qwen2", seed=3, vocab_size=VOCAB, max_position_embeddings=128, **config).double()
-    model = load(whole, logits, tp_size=tp, fsdp_size=data).train()
+    model = load(whole, PLANS[logits], tp_size=tp, fsdp_size=data).train()
     for norm in model.modules():  # transformers' own computes in float32
         if type(norm).__name__.endswith("RMSNorm"):
             norm.forward = partial(_norm, norm)
@@ -242,12 +237,12 @@ def train(logits, tp, **config):
 
 # ---------------------------------------------------------------------- all ranks
 CASES = __name__
-OTHER_LOGITS = pytest.param("colwise_gather_output", marks=pytest.mark.slow)
+OF_LOGITS = pytest.mark.parametrize("logits", [pytest.param("gathered", marks=pytest.mark.slow), "sharded"])
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
-    ("score", "settings"),
+    ("function", "settings"),
     [
         *(("one_head", {"vocab": vocab}) for vocab in (8, 23)),  # 23: slices of 12 and 11; 6, 6, 6 and 5
         *(
@@ -255,19 +250,19 @@ OTHER_LOGITS = pytest.param("colwise_gather_output", marks=pytest.mark.slow)
             for d in ("reverse", "forward")
             for whole in (False, True)
         ),
-        ("tops", {"ks": [1, 3, 9, 22, 23]}),  # 9: more than a slice of four ranks; 23: no tail
-        ("all_outcomes", {"ks": [1, 5, 23]}),
+        ("for_each_k", {"score": "top", "ks": [1, 3, 9, 22, 23]}),  # 9: more than a slice of four ranks; 23: no tail
+        ("for_each_k", {"score": "outcomes", "ks": [1, 5, 23]}),
         ("impossible_slice", {"vocab": 24}),
     ],
 )
-def test_scores_of_a_head(pool, ranks, score, settings):
+def test_scores_of_a_head(pool, ranks, function, settings):
     """Log-prob and entropy, the exact KL, the top k, outcomes, and a slice without a possible token."""
-    found = pool.run(f"{CASES}:{score}", ranks=ranks, **{"vocab": 23, **settings})
+    found = pool.run(f"{CASES}:{function}", ranks=ranks, **{"vocab": 23, **settings})
     assert torch.tensor(found).max() < 1e-12
 
 
-def test_what_is_not_supported_is_refused_on_all_ranks(pool):
-    """A plan with sequence parallel norms at construction, before a forward that would wait for other ranks."""
+def test_unsupported_heads_and_plans_are_refused_on_all_ranks(pool):
+    """A plan with sequence parallel norms is refused at construction, before a forward that would wait for other ranks."""
     expected = {
         "hidden size": ["Shard(0), the vocabulary"],
         "mixture": ["needs whole rows"],
@@ -277,12 +272,13 @@ def test_what_is_not_supported_is_refused_on_all_ranks(pool):
         "sequence parallel of torch": ["norm of ", "is sequence parallel"],
         "sequence parallel of transformers": ["norm of ", "is sequence parallel"],
     }
-    for messages in pool.run(f"{CASES}:refusals", cases=list(expected)):
+    for messages in pool.run(f"{CASES}:refusals"):
+        assert messages.keys() == expected.keys()
         for case, texts in expected.items():
             assert all(text in messages[case] for text in texts), (case, messages[case])
 
 
-@pytest.mark.parametrize("logits", [OTHER_LOGITS, "colwise"])
+@OF_LOGITS
 @pytest.mark.parametrize(
     ("tp", "ranks", "vocab"), [(2, 2, 96), pytest.param(4, 4, 95, marks=pytest.mark.slow), (2, 4, 96)]
 )
@@ -293,7 +289,7 @@ def test_scores_of_a_model_in_packs(pool, logits, tp, ranks, vocab):
         assert max(worst.values()) < 1e-12
 
 
-@pytest.mark.parametrize("logits", [OTHER_LOGITS, "colwise"])
+@OF_LOGITS
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_three_steps_equal_one_process(pool, logits, ranks):
     assert max(pool.run(f"{CASES}:train", ranks=ranks, logits=logits, tp=2)) < 1e-12

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from distributed.cases import RATE, STEPS, build, expected, make_loss, mine, total
 from distributed.features import WRITTEN, rewarded
+from refused import refusal
 from torchrl_llm_kl import LogProbScorer, ReferenceUpdater, RetrieveKL
 
 
@@ -56,7 +57,7 @@ def _steps(engine, run, loss, split, micro_batches=1):
     for _ in range(STEPS):
         rows = loss.count(mine(split))
         for i in torch.arange(len(rows)).tensor_split(micro_batches):
-            engine.backward(total(run(rows[i])) * micro_batches)  # which divides by them
+            engine.backward(total(run(rows[i])) * micro_batches)  # DeepSpeed divides by the number of micro-batches
             engine.step()
 
 
@@ -100,16 +101,12 @@ def refuse(case):
     engine = engine_of(make_loss(model) if case == "loss" else model, 2 if case == "token, ZeRO-2" else 3)
     rows = mine()
     loss = engine.module if case == "loss" else make_loss(engine)
-    text = "nothing was refused"
     if case.startswith("token") and dist.get_rank() == 1:
         rows["tokens", "full"][0, 0] = 10_000
-    try:
-        if case == "updater":
-            ReferenceUpdater(build(), engine, decay=0.5)
-        else:
-            (engine if case == "loss" else loss)(loss.count(rows))
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
+    if case == "updater":
+        text = refusal(ReferenceUpdater, build(), engine, decay=0.5)
+    else:
+        text = refusal(lambda: (engine if case == "loss" else loss)(loss.count(rows)), error=Exception)
     if case.startswith("token"):
         _steps(engine, loss, loss, "uneven")
         assert _difference(model) < 2e-6
@@ -146,7 +143,7 @@ def test_kl_in_the_reward(pool, stage):
 
 @pytest.mark.parametrize("case", ["token, ZeRO-2", "token, ZeRO-3"])
 def test_bad_data_on_one_rank_is_an_error_on_all(pool, case):
-    """And the next steps are right."""
+    """The next steps are right."""
     first, second = pool.run(f"{CASES}:refuse", case=case)
     assert "token id 10000" in second
     assert first.startswith("RankError: another rank refused")
@@ -155,7 +152,7 @@ def test_bad_data_on_one_rank_is_an_error_on_all(pool, case):
 @pytest.mark.parametrize(
     ("case", "advice"), [("loss", "PolicyLoss(deepspeed.initialize(model=model, ...)[0])"), ("updater", "FSDP2")]
 )
-def test_what_zero3_cannot_do_is_refused_on_all_ranks(pool, case, advice):
+def test_zero3_refuses_a_wrapped_loss_and_an_updater_on_all_ranks(pool, case, advice):
     for message in pool.run(f"{CASES}:refuse", case=case):
         assert message.startswith("ValueError")
         assert advice in message

@@ -160,9 +160,8 @@ def own(page: str, world: World) -> dict[str, Any]:
         case "docs/ray.md":
             import ray
 
-            ray.init(
-                num_cpus=8, num_gpus=4, include_dashboard=False
-            )  # pretended: a model without CUDA stays on the CPU
+            # The GPUs are pretended: a model without CUDA stays on the CPU.
+            ray.init(num_cpus=8, num_gpus=4, include_dashboard=False)
             return {"env": make_env(world.tokenizer)}
         case "docs/recipes.md":
             policy = make_policy(world.model, world.tokenizer, pad_output=False)
@@ -297,9 +296,8 @@ def test_the_python_of_a_page_runs(
     if page == "docs/distillation.md":
         assert 0.6 < float(names["out"]["captured_mass"]) < 1
     if page in ("docs/contexts.md", "docs/multi_turn.md", "docs/own_task.md"):
-        assert not names["policy"].return_log_probs, (
-            "transforms score; a wrapper keeps the logits of the whole vocabulary"
-        )
+        # Transforms score, since a wrapper would keep the logits of the whole vocabulary.
+        assert not names["policy"].return_log_probs
 
 
 def test_pages_diagnose_before_the_first_step(surroundings: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,12 +373,12 @@ def wrong_words(words: list[str]) -> set[str]:
     """Commands and options that the command line does not have."""
     program = typer.main.get_command(app)
     called = next((word for word in words if not word.startswith("-") and word != "COMMAND"), None)
-    if called and called not in program.commands:  # type: ignore[attr-defined]
+    if called and called not in program.commands:
         return {called}
-    parameters = [*program.params, *(program.commands[called].params if called else ())]  # type: ignore[attr-defined]
+    parameters = [*program.params, *(program.commands[called].params if called else ())]
     known = _OF_TYPER | {name for parameter in parameters for name in parameter.opts}
     if called == "demo":  # passes its options on to train
-        known |= {name for parameter in program.commands["train"].params for name in parameter.opts}  # type: ignore[attr-defined]
+        known |= {name for parameter in program.commands["train"].params for name in parameter.opts}
     return {word for word in words if word.startswith("--") and word.split("=")[0] not in known}
 
 

@@ -1,4 +1,7 @@
-"""Imports only go down the layers, through each layer's package; and some counts must not grow."""
+"""Imports only go down the layers, through each layer's package. Some counts must not grow.
+
+No code decides by the wording of an error's message: errors have types and fields.
+"""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -7,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from project import PROJECT, script
+from project import script
 
 layers = script("docs/build_architecture.py")
 ROW = {layer: row for row, names in enumerate(layers.LAYERS) for layer in names}
@@ -82,11 +85,6 @@ def test_an_import_of_a_private_module_is_seen(tmp_path: Path) -> None:
     assert sorted(layers.imports(file)) == [(f"torchrl_llm_kl.{name}", flag) for name, flag in by_name.items()]
 
 
-def test_the_page_has_the_current_table() -> None:
-    page = (PROJECT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert layers.table() in page, "run `python docs/build_pages.py architecture`"
-
-
 # ------------------------------------------------------------------ counts: a ceiling goes up only with a reason
 PATHS = [path for path in sorted(layers.ROOT.rglob("*.py*")) if path.suffix != ".pyc"]
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PATHS}
@@ -105,13 +103,13 @@ COMMON |= {"_modules", "_buffers", "_parameters", "_forward_hooks", "_forward_pr
 
 
 @pytest.mark.parametrize(("text", "most"), [("Any", 410), ("dict[str, Any]", 20)])
-def test_names_without_meaning(text: str, most: int) -> None:
+def test_untyped_values_stay_rare(text: str, most: int) -> None:
     written = [ast.unparse(node) for _, node in NODES if isinstance(node, (ast.Name, ast.Subscript))]
     assert written.count(text) <= most
 
 
-def test_parameters() -> None:
-    """Functions and methods have at most twelve, beside ``self``."""
+def test_functions_have_at_most_twelve_parameters() -> None:
+    """``self`` does not count."""
     owners = {id(each): node.name for _, node in NODES if isinstance(node, ast.ClassDef) for each in node.body}
     for node in [node for _, node in NODES if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]:
         name, given = f"{owners.get(id(node), '')}.{node.name}".strip("."), node.args
@@ -125,10 +123,8 @@ def private_names(path: Path, tree: ast.AST, own: set[str]) -> Iterator[str]:
     """Private names in a file that the package does not define."""
     for node in ast.walk(tree):
         found = []
-        if (
-            isinstance(node, ast.Attribute) and getattr(node.value, "id", "") != "self"
-        ):  # self's are ours or a base class's
-            found = [node.attr]
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") != "self":
+            found = [node.attr]  # attributes of self belong to this package or to a base class
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:
             found = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
@@ -148,3 +144,64 @@ def test_private_names_of_other_libraries_are_in_one_file() -> None:
     tried = "from torch._ops import f\nx._of_a_library, getattr(x, '_other'), x._replace(), x.__dict__, x.own"
     names = [each.partition(": ")[2] for each in private_names(layers.ROOT / "x.py", ast.parse(tried), own)]
     assert sorted(names) == ["_of_a_library", "_ops", "_other"]
+
+
+# ------------------------------------------------------------------ messages of errors
+#: Methods that search. Shortening a message for people (``partition``, ``rstrip``) is allowed.
+SEARCHES = {"startswith", "endswith", "find", "index", "count", "search", "match", "fullmatch", "findall", "sub"}
+#: Modules that read messages of other libraries, which have no type for this error.
+UNTYPED = {"datasets/_saved.py", "scoring/_wrapping.py", "service/_errors.py"}
+
+
+def errors_in(function: ast.AST) -> set[str]:
+    """Variables that hold errors: from ``except ... as name``, and parameters annotated as an error."""
+    names = {node.name for node in ast.walk(function) if isinstance(node, ast.ExceptHandler) and node.name}
+    for node in ast.walk(function):
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            kind = ast.unparse(node.annotation)
+            names |= {node.arg} if kind.endswith(("Error", "Exception")) else set()
+    return names
+
+
+def holds_message(node: ast.AST, errors: set[str], texts: set[str]) -> bool:
+    """Whether an expression is an error's message. An f-string that shows the message does not count."""
+    if isinstance(node, ast.JoinedStr):
+        return False
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("str", "repr"):
+        return any(isinstance(each, ast.Name) and each.id in errors for each in node.args)
+    if isinstance(node, ast.Attribute) and node.attr == "args" and isinstance(node.value, ast.Name):
+        return node.value.id in errors
+    if isinstance(node, ast.Name):
+        return node.id in texts
+    return any(holds_message(child, errors, texts) for child in ast.iter_child_nodes(node))
+
+
+def decisions(tree: ast.AST) -> Iterator[str]:
+    """Comparisons with messages, and searches in them."""
+    for function in [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]:
+        errors = errors_in(function)
+        assigned = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
+        targets = [target for node in assigned if holds_message(node.value, errors, set()) for target in node.targets]
+        texts = {target.id for target in targets if isinstance(target, ast.Name)}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Compare):
+                parts = [node.left, *node.comparators]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SEARCHES:
+                parts = [node.func.value, *node.args]
+            else:
+                continue
+            if any(holds_message(part, errors, texts) for part in parts):
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_no_code_decides_by_a_message() -> None:
+    found = {path.relative_to(layers.ROOT).as_posix(): list(decisions(tree)) for path, tree in TREES.items()}
+    assert {path: lines for path, lines in found.items() if lines and path not in UNTYPED} == {}
+
+
+def test_each_form_of_a_decision_is_seen() -> None:
+    body = ["'x' in str(error)", "str(error).lower().startswith('x')", "re.search('x', str(error))"]
+    body += ["'x' in error.args[0]", "text == 'x'", "str(other) == 'x'"]
+    lines = "\n        ".join(["text = str(error)", *body, "f'{error}'.count('x')", "str(error).partition('. ')"])
+    code = f"def f(other: ValueError):\n    try:\n        pass\n    except E as error:\n        {lines}\n"
+    assert len(list(decisions(ast.parse(code)))) == len(body)

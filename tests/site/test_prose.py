@@ -30,11 +30,8 @@ CEILINGS = {
 @cache
 def comments(path: Path) -> list[str]:
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
-    return [
-        token.string.lstrip("#: ")
-        for token in tokens
-        if token.type == tokenize.COMMENT and not re.match(r"#\s*(noqa|type:|-{5}|!)", token.string)
-    ]
+    texts = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    return [text.lstrip("#: ") for text in texts if not re.match(r"#\s*(noqa|type:|-{5}|!)", text)]
 
 
 def docstrings(path: Path) -> list[str]:
@@ -47,12 +44,8 @@ def code_lines(path: Path) -> int:
     """Lines that hold code, without docstrings."""
     text = path.read_text(encoding="utf-8")
     skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    lines = {
-        line
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type not in skipped
-        for line in range(token.start[0], token.end[0] + 1)
-    }
+    tokens = [x for x in tokenize.generate_tokens(io.StringIO(text).readline) if x.type not in skipped]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
             lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))

@@ -39,19 +39,13 @@ def batch():
         real[row, : prompt + answer] = response[row, prompt : prompt + answer] = True
     noise = torch.randn(2, len(SHAPES), longest, generator=rng, dtype=torch.float64)
     numbers = torch.where(response, noise.mul(0.1) - 4.5, 0)
-    size = [len(SHAPES)]
-    following = TensorDict(
-        log_probs=TensorDict(full=numbers[0], batch_size=size),
-        ref_log_probs=TensorDict(full=numbers[1], batch_size=size),
-        batch_size=size,
-    )
-    return TensorDict(
-        tokens=TensorDict(full=full, batch_size=size),
-        masks=TensorDict(all_attention_mask=real, all_assistant_mask=response, batch_size=size),
-        advantage=torch.randn(len(SHAPES), generator=rng, dtype=torch.float64),
-        next=following,
-        batch_size=size,
-    )
+    entries = {
+        "tokens": {"full": full},
+        "masks": {"all_attention_mask": real, "all_assistant_mask": response},
+        "advantage": torch.randn(len(SHAPES), generator=rng, dtype=torch.float64),
+        "next": {"log_probs": {"full": numbers[0]}, "ref_log_probs": {"full": numbers[1]}},
+    }
+    return TensorDict(entries, batch_size=[len(SHAPES)])
 
 
 def build(dtype=torch.float64, *, lora=False, checkpoint="", seed=3, **config):
@@ -59,9 +53,8 @@ def build(dtype=torch.float64, *, lora=False, checkpoint="", seed=3, **config):
     model = tiny_model("qwen2", seed=seed, vocab_size=VOCAB, max_position_embeddings=128, **config).to(dtype).train()
     for module in list(model.modules()):
         for name, norm in list(module.named_children()):
-            if (
-                type(norm).__name__ == "Qwen2RMSNorm"
-            ):  # this norm computes in float32, where rounding depends on the order of sums
+            # This norm computes in float32, where rounding depends on the order of sums.
+            if type(norm).__name__ == "Qwen2RMSNorm":
                 own = nn.RMSNorm(norm.weight.shape[0], eps=norm.variance_epsilon, dtype=dtype)
                 own.load_state_dict(norm.state_dict())
                 setattr(module, name, own)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from checkpointed import enable
 from distributed import cases
 from distributed.cases import RATE, STEPS, batch, build, difference, expected, make_loss, shard, step, total, wrapped
+from refused import refusal
 from scoring_reference import plain_log_probs, random_sequences
 from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveKL
 from toy_models import stateful_model, tiny_model
@@ -175,11 +176,8 @@ def refuse(wrap, kind):
         bad["tokens", "full"][0, 0] = 10_000
     if kind == "weight" and last:
         weight.detach().fill_(torch.nan)
-    start, text = time.monotonic(), ""
-    try:
-        step(run, loss, bad)
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
+    start = time.monotonic()
+    text = refusal(step, run, loss, bad, error=Exception)
     seconds = time.monotonic() - start
     weight.detach().copy_(before)
     for _ in range(STEPS):

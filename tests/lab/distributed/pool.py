@@ -21,14 +21,13 @@ PRELOAD += ["transformers", "torchrl_llm_kl.losses", "torchrl_llm_kl.transforms"
 class RankPool:
     """Runs functions ``module:function`` on several ranks at once, each as ``function(**arguments)``."""
 
-    def __init__(self, size):
-        self.size = size
+    def __init__(self):
         self._folder = tempfile.TemporaryDirectory()
         self._cases = 0
         self._workers = []
 
-    def run(self, function, *, ranks=2, limit=LIMIT, **arguments):
-        """The result of each rank. Raises the first error of a rank, or a TimeoutError after ``limit`` seconds."""
+    def run(self, function, *, ranks=2, **arguments):
+        """The result of each rank. Raises the first error of a rank, or a TimeoutError after ``LIMIT`` seconds."""
         if not all(process.is_alive() for process, _ in self._workers):
             self.close()
         self._start(ranks)
@@ -38,7 +37,7 @@ class RankPool:
             self._workers[rank][1].send((function, arguments, rank, ranks, store))
         results, failures, begin = [], [], time.monotonic()
         waiting = set(range(ranks))
-        while waiting and not failures and time.monotonic() - begin < limit * slowdown():
+        while waiting and not failures and time.monotonic() - begin < LIMIT * slowdown():
             for rank in sorted(waiting):
                 process, connection = self._workers[rank]
                 if connection.poll(0.02) or not process.is_alive():
@@ -51,7 +50,7 @@ class RankPool:
         if waiting or failures:
             self.close()  # other ranks wait for this one
             if not failures:
-                raise TimeoutError(f"{function}: ranks {sorted(waiting)} hang after {limit:g} s.")
+                raise TimeoutError(f"{function}: ranks {sorted(waiting)} hang after {LIMIT:g} s.")
             raise AssertionError(f"{function}, rank {failures[0][0]}:\n{failures[0][1]}")
         return [value for _, value in sorted(results, key=lambda result: result[0])]
 

@@ -19,7 +19,7 @@ from . import record
 from .record import Key
 from .runner import OUT_OF_TIME, Job, Outcome, Tests, with_tests
 
-_WRITTEN = 20  # outcomes after which a record is written: a run that is ended keeps them
+_WRITTEN = 20  # outcomes between two writes of the record, so that an interrupted run keeps them
 
 
 def main(
@@ -31,7 +31,7 @@ def main(
     write: Annotated[Path | None, typer.Option("--record", help="Write which test fails for each mutant.")] = None,
     compare: Annotated[Path | None, typer.Option(help="Run what such a file says is noticed; is it still?")] = None,
 ) -> None:
-    """Exit code 1 if a mutant survives that is not listed in equivalent.json; with --compare, if one survives that did not."""
+    """End with exit code 1 if a mutant survives that equivalent.json does not list, or that --compare lists as noticed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # forks end then too
     before = {key: test for key, test in record.read(compare).items() if record.noticed(test)} if compare else {}
     known = [target for target in record.targets() if whole or only or compare or target.maths]
@@ -51,7 +51,7 @@ def main(
 
     def then(tests: Tests) -> dict[Key, Outcome]:
         for name in [*tests.broken, *tests.measure(jobs)]:
-            print(f"fails without any change: {name}", file=sys.stderr)
+            print(f"this test fails without any change: {name}", file=sys.stderr)
         todo = {Job(key.file, mutants[key], places[key.file].tests, before.get(key, "")): key for key in keys}
         found: dict[Key, Outcome] = {}
         for job, outcome in tests.run(todo, jobs):
@@ -82,18 +82,18 @@ def main(
     keep(tried)
     if compare:
         gone = [key for key in sorted(before) if key not in tried and key.file in places]
-        for title, each in (("no longer noticed", lost), ("not there any more", gone)):
+        for title, each in (("no longer noticed", lost), ("no longer mutants", gone)):
             print(f"\n{len(each)} {title}", *map(_shown, each), sep="\n")
         raise typer.Exit(int(bool(lost)))
     wrong = [x for x in record.equivalents() if x[0] in places and x not in {(*key[:2], key.after) for key in mutants}]
     wrong += [(*key[:2], key.after) for key in tried if equivalent and key not in lost]
     for line in wrong:
-        print(f"\nequivalent.json lists what is not a mutant, or not equivalent: {line}")
+        print(f"\nequivalent.json lists a change that is no mutant, or is not equivalent: {line}")
     raise typer.Exit(int(bool(unlisted or wrong)))
 
 
 def _few(keys: list[Key], count: int | None, there: Mapping[tuple[str, str], int]) -> list[Key]:
-    """Some of each function, fewer by those that are there; the same ones whatever happens to other functions."""
+    """Up to ``count`` mutants of each function, minus those in ``there``. The choice does not depend on other functions."""
     if count is None:
         return keys
     found: dict[tuple[str, str], list[Key]] = {}
@@ -105,7 +105,7 @@ def _few(keys: list[Key], count: int | None, there: Mapping[tuple[str, str], int
 
 
 def _entry(key: Key, outcome: Outcome, same: bool) -> str:
-    """As a record has it: the test's name without the layer's folder, which the file tells."""
+    """The entry of a record: the test that fails, without the layer's folder, or the reason why none fails."""
     if outcome.killer:
         return outcome.killer.removeprefix(f"units/{key.file.split('/')[0]}/")
     return record.EQUIVALENT if same else record.SURVIVED if outcome.tests else record.UNCALLED

@@ -1,4 +1,4 @@
-"""Put changed code into a package that is loaded already: its modules need not be imported again for each change."""
+"""Puts changed code into a package that is already loaded, so that its modules are not imported again for each change."""
 
 import ast
 import gc
@@ -12,12 +12,12 @@ from typing import Any
 
 from .mutations import Mutant, functions_of
 
-#: A file, and a function in it, however deep.
+#: A file, and a function in it at any depth.
 Call = tuple[str, str]
 
 
 class Loaded:
-    """The functions of some files, wherever they are held: by a module, a class, a registry or a decorator."""
+    """The functions of some files, as a module, a class, a registry or a decorator holds them."""
 
     def __init__(self, package: Path, files: Iterable[str]) -> None:
         """``package`` is a folder that is on the path, ``files`` are below it."""
@@ -36,8 +36,7 @@ class Loaded:
                 self._functions[_place(found.__code__)].append(found)
 
     def apply(self, file: str, mutant: Mutant) -> bool:
-        """Change what is loaded. False if the change has no effect there: a branch for type checkers, a closure
-        that would use other variables."""
+        """Change the loaded code. False if the change has no effect there (a branch for type checkers, other closure cells)."""
         changed = [(function, code) for function, code in self._changes(file, mutant.text) if function.__code__ != code]
         if any(len(function.__code__.co_freevars) != len(code.co_freevars) for function, code in changed):
             return False
@@ -47,7 +46,7 @@ class Loaded:
         return bool(changed) or constant
 
     def watch(self) -> set[Call]:
-        """From now on, collect which functions are called."""
+        """Collect the functions that are called from now on."""
         called: set[Call] = set()
         for file, text in self.texts.items():
             tree = ast.parse(text)
@@ -70,7 +69,7 @@ class Loaded:
                 yield function, after
 
     def _constant(self, file: str, mutant: Mutant) -> bool:
-        """Of a module or a class: the change of a value that has a name, also where it was imported or is a default."""
+        """Change a named value of a module or a class, also where it was imported or is a default."""
         module: Any = self._modules[file]
         owner: Any = module
         for part in mutant.function.split(".") if mutant.function else ():
@@ -82,7 +81,7 @@ class Loaded:
         target = node and (node.target if isinstance(node, ast.AnnAssign) else node.targets[0])
         if node is None or not isinstance(target, ast.Name):
             return False
-        value = eval(compile(ast.Expression(node.value), file, "eval"), vars(module))  # type: ignore[arg-type]
+        value = eval(compile(ast.Expression(node.value), file, "eval"), vars(module))
         if isinstance(owner, type):
             _set_default(owner, target.id, value)
         else:
@@ -98,7 +97,7 @@ def _place(code: CodeType) -> tuple[str, int, str]:
 
 
 def _pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
-    """Code before and after a change, each with what is defined in it."""
+    """Pairs of code before and after a change, with the functions that are defined in it."""
     yield old, new
     olds, news = ([x for x in code.co_consts if isinstance(x, CodeType)] for code in (old, new))
     if len(olds) == len(news):
@@ -107,7 +106,7 @@ def _pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
 
 
 def _set_default(owner: type, name: str, value: object) -> None:
-    """As an attribute, and where a dataclass takes it if no argument is passed."""
+    """Set an attribute of a class, and the default of a dataclass' argument."""
     type.__setattr__(owner, name, value)
     for function in (vars(owner).get("__init__"), vars(owner).get("__new__")):
         if isinstance(function, FunctionType) and function.__defaults__:

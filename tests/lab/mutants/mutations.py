@@ -39,24 +39,24 @@ class Source:
             self._starts.append(self._starts[-1] + len(line))
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        """First byte, and the one after the last."""
-        first, last = self._starts[node.lineno - 1], self._starts[node.end_lineno - 1]  # type: ignore[attr-defined]
-        return first + node.col_offset, last + node.end_col_offset  # type: ignore[attr-defined]
+        """The first byte, and the byte after the last one."""
+        first, last = self._starts[node.lineno - 1], self._starts[node.end_lineno - 1]
+        return first + node.col_offset, last + node.end_col_offset
 
     def text(self, node: ast.AST) -> str:
-        """As it is written, without parentheses around it."""
+        """The source text of a node, without parentheses around it."""
         return self.raw[slice(*self.span(node))].decode()
 
-    def alone(self, node: ast.AST) -> str:
-        """As it is written, in parentheses where it may need them in another place."""
+    def operand(self, node: ast.AST) -> str:
+        """The source text of a node, in parentheses where it may need them in another place."""
         return self.text(node) if isinstance(node, _ATOMS) else f"({self.text(node)})"
 
     def replace(self, node: ast.AST, text: str) -> Edit:
-        """The whole node."""
+        """The edit that replaces a whole node."""
         return *self.span(node), text
 
     def operator(self, left: ast.AST, right: ast.AST, old: str, new: str) -> Iterator[Edit]:
-        """What stands between two operands. Nothing if it is not written as ``old``."""
+        """The edit of the operator between two operands. None if it is not written as ``old``."""
         start, end = self.span(left)[1], self.span(right)[0]
         between = self.raw[start:end].decode()
         if between.count(old) == 1:
@@ -67,7 +67,7 @@ class Source:
 class Mutant:
     """A file with one change."""
 
-    function: str  #: where, empty at the level of the module
+    function: str  #: the name of the function, empty at the level of the module
     source: Source  #: the file without the change
     edit: Edit
 
@@ -79,17 +79,17 @@ class Mutant:
 
     @property
     def line(self) -> int:
-        """Of the file, from 1."""
+        """The number of the changed line, from 1."""
         return self.source.raw.count(b"\n", 0, self.edit[0]) + 1
 
     @property
     def before(self) -> str:
-        """The line, or the lines in one."""
+        """The line without the change. Several lines are joined."""
         return self._around(self.source.raw[slice(*self.edit[:2])].decode())
 
     @property
     def after(self) -> str:
-        """The same with the change."""
+        """The line with the change."""
         return self._around(self.edit[2])
 
     def _around(self, text: str) -> str:
@@ -99,7 +99,7 @@ class Mutant:
 
 
 def mutants_of(text: str, *, graph: bool = True) -> list[Mutant]:
-    """Every change to a file, none twice; ``graph``: whether a gradient goes through it.
+    """All different changes to a file. ``graph``: whether a gradient goes through it.
 
     Docstrings, annotations, defaults, decorators, imports, messages, ``__all__``, ``check_*`` calls and, at the level of the
     module, all but numbers stay as they are.
@@ -115,7 +115,7 @@ def mutants_of(text: str, *, graph: bool = True) -> list[Mutant]:
 
 
 def dropped(text: str, functions: Collection[str]) -> list[Mutant]:
-    """For each other function that is in no function, one change: its result is missing, or its last step."""
+    """One change for each function that is neither nested nor in ``functions``: its result or its last step is missing."""
     source, found = Source(text), []
     for name, function in functions_of(source.tree, nested=False):
         last = function.body[-1]
@@ -123,17 +123,17 @@ def dropped(text: str, functions: Collection[str]) -> list[Mutant]:
             continue
         if isinstance(last.value, ast.Constant) or last.value is None:  # nothing, a text or `...`
             continue
-        # A method that mentions it is compiled in another way.
+        # A method that mentions super() is compiled in another way.
         kept = "super()" if "super()" in source.text(last) else ""
         nothing = f"return {kept and f'{kept} and '}None" if isinstance(last, ast.Return) else kept or "pass"
         found.append(Mutant(name, source, source.replace(last, nothing)))
     return found
 
 
-# ------------------------------------------------------------------ what is known at a place: names, which carry a gradient
+# ------------------------------------------------------------------ names at a place, and which of them carry a gradient
 @dataclass(frozen=True)
 class Scope:
-    """Of a function."""
+    """The names that a function can use."""
 
     function: str = ""
     names: frozenset[str] = frozenset()
@@ -160,7 +160,7 @@ def _sites(tree: ast.Module, graph: bool) -> Sites:
 
 
 def functions_of(node: ast.AST, prefix: str = "", *, nested: bool = True) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """All functions and methods, also those inside others, with their names as in :class:`Scope`."""
+    """All functions and methods with their names as in :class:`Scope`. ``nested`` includes those inside others."""
     for child in ast.iter_child_nodes(node):
         inner = f"{prefix}{child.name}." if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else prefix
         if isinstance(child, ast.FunctionDef):
@@ -190,7 +190,7 @@ def _walk(node: ast.AST, scope: Scope) -> Sites:
 def _children(node: ast.AST) -> Iterator[ast.AST]:
     if isinstance(node, ast.AnnAssign):
         yield from [node.value] if node.value else ()
-    elif not (isinstance(node, ast.UnaryOp) and isinstance(_number(node.operand), int)):  # a place, not an amount
+    elif not (isinstance(node, ast.UnaryOp) and isinstance(_number(node.operand), int)):  # an index, not an amount
         yield from ast.iter_child_nodes(node)
 
 
@@ -229,7 +229,7 @@ def _carries(node: ast.AST, carriers: Collection[str]) -> bool:
 
 
 def called(node: ast.AST) -> str:
-    """The last part of the name of what is called; empty for all but calls."""
+    """The last part of the name of the called function. Empty if the node is no call."""
     function = getattr(node, "func", None)
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
@@ -244,7 +244,7 @@ def _signs(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
         yield from source.operator(node.left, node.right, *_ARITHMETIC[type(node.op)])
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant):
-        yield source.replace(node, source.alone(node.operand))
+        yield source.replace(node, source.operand(node.operand))
     value = node.value if isinstance(node, (ast.Assign, ast.Return)) else None
     if isinstance(value, ast.BinOp) and type(value.op) in _ARITHMETIC and not source.text(value).startswith("-"):
         yield source.replace(value, f"-({source.text(value)})")
@@ -264,7 +264,7 @@ def _logic(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:
         for left, right in zip(node.values, node.values[1:], strict=False):
             yield from source.operator(left, right, *words)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.Invert)):
-        yield source.replace(node, source.alone(node.operand))
+        yield source.replace(node, source.operand(node.operand))
     elif isinstance(node, (ast.If, ast.IfExp)) and isinstance(node.test, (ast.Name, ast.Attribute, ast.Call)):
         yield source.replace(node.test, f"(not {source.text(node.test)})")
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
@@ -285,12 +285,12 @@ def _names(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:
 
 def _masks(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
-        yield from (source.replace(node, source.alone(side)) for side in (node.left, node.right))
+        yield from (source.replace(node, source.operand(side)) for side in (node.left, node.right))
     if not isinstance(node, ast.Call):
         return
     if called(node) == "where" and len(node.args) == 3:
         branches = [branch for branch in node.args[1:] if not isinstance(branch, ast.Constant)]
-        yield from (source.replace(node, source.alone(branch)) for branch in branches)
+        yield from (source.replace(node, source.operand(branch)) for branch in branches)
     if not called(node).endswith(("_as", "_like")):
         arguments = (*node.args, *(keyword.value for keyword in node.keywords))
         masks = [x for x in arguments if isinstance(x, ast.Name) and x.id == "mask"]
@@ -299,11 +299,11 @@ def _masks(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:
 
 def _gradients(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:
     if called(node) == "detach":
-        yield source.replace(node, source.alone(node.func.value))  # type: ignore[attr-defined]
+        yield source.replace(node, source.operand(node.func.value))
     if not scope.graph:
         return
-    if called(node) == "LossTerm" and len(node.args) > 1:  # type: ignore[attr-defined]
-        value: ast.AST | None = node.args[1]  # type: ignore[attr-defined]
+    if called(node) == "LossTerm" and len(node.args) > 1:
+        value: ast.AST | None = node.args[1]
     else:
         value = node.value if isinstance(node, (ast.Assign, ast.Return)) else None
     one = not isinstance(node, ast.Assign) or isinstance(node.targets[0], ast.Name)
@@ -324,14 +324,14 @@ def _functions(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:
     if isinstance(node.func, ast.Attribute) and source.text(node.func.value) not in ("torch", "math"):
         arguments.insert(0, node.func.value)
     if _ELEMENTWISE.fullmatch(name) and arguments:
-        yield source.replace(node, source.alone(arguments[0]))
+        yield source.replace(node, source.operand(arguments[0]))
     elif name == "clamp":
-        yield source.replace(node, source.alone(arguments[0]))
+        yield source.replace(node, source.operand(arguments[0]))
         if len(arguments) == 3:
             low, high = arguments[1:]
             yield source.span(low)[0], source.span(high)[1], f"{source.text(high)}, {source.text(low)}"
     elif name in ("masked_mean", "sequence_mean") and len(node.args) == 2:
-        mask = source.alone(node.args[1])
+        mask = source.operand(node.args[1])
         size = f"{mask}.sum()" if name == "masked_mean" else f"{mask}.sum(-1, keepdim=True)"
         yield source.replace(node, f"({source.text(node)} * {size})")
 

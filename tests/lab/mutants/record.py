@@ -1,4 +1,4 @@
-"""Which files are changed, which test notices each change, and which changes no test can notice."""
+"""The files that are changed, the test that notices each change, and the changes that no test can notice."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from project import PROJECT
 from .mutations import Mutant, dropped, mutants_of
 
 PACKAGE = "torchrl_llm_kl"
-#: Below the package. The tests of a layer are in the folder with its name; the tests of a single file have its name in theirs.
+#: Files below the package. Tests of a layer are in the folder with its name. Names of tests of a single file contain its name.
 _FILES = "estimators/* losses/* losses/objectives/* advantages/* head/* rollouts/* masks/* scoring/* service/_core"
 #: Formulas of papers: each of their changes must be noticed.
 _MATHS = """
@@ -25,7 +25,7 @@ SURVIVED, EQUIVALENT, UNCALLED = "survived", "equivalent", "no test calls it"
 
 
 class Key(NamedTuple):
-    """What tells changes apart. Their tests may come and go, their place in the file may move."""
+    """The identity of a change, which depends neither on its tests nor on its place in the file."""
 
     file: str
     function: str
@@ -38,7 +38,7 @@ class Target:
     """A file that is changed."""
 
     file: str  #: below ``torchrl_llm_kl``
-    tests: str  #: files or a folder of the tests that should notice, below ``tests``; a pattern
+    tests: str  #: pattern of files or a folder below ``tests``, whose tests should notice
 
     @property
     def maths(self) -> bool:
@@ -46,7 +46,7 @@ class Target:
         return _any(self.file, _MATHS)
 
     def mutants(self) -> dict[Key, Mutant]:
-        """All its changes."""
+        """All changes of the file."""
         text = (PROJECT / PACKAGE / self.file).read_text()
         found = mutants_of(text, graph=_any(self.file, _WITH_GRAPH))
         found += dropped(text, {".".join(x.function.split(".")[:n]) for x in found for n in (1, 2, 3)})
@@ -57,7 +57,7 @@ class Target:
 
 
 def targets() -> list[Target]:
-    """All files, as they are now."""
+    """All current files."""
     root = PROJECT / PACKAGE
     found = sorted((path, pattern) for pattern in _FILES.split() for path in root.glob(f"{pattern}.py"))
     places = [(path.relative_to(root), pattern) for path, pattern in found if path.name != "__init__.py"]
@@ -70,20 +70,20 @@ def _any(file: str, patterns: str) -> bool:
 
 
 def equivalents() -> dict[tuple[str, str, str], str]:
-    """Changes that no test can notice: file, function, the line with the change -> why it is the same."""
+    """Changes that no test can notice: file, function, the line with the change -> why the result is equal."""
     rows = json.loads(Path(__file__).with_name("equivalent.json").read_text(encoding="utf-8"))
     return {(file, function, line): reason for file, function, line, reason in rows}
 
 
 def write(path: Path, found: Mapping[Key, str], mutants: set[Key]) -> None:
-    """The test that fails for each change, or one of the words above; other changes stay if they are ``mutants``."""
+    """Write the failing test of each change, or one of the words above. Other changes stay if they are ``mutants``."""
     kept = {key: test for key, test in read(path).items() if key in mutants} if path.exists() else {}
     lines = [json.dumps([*key, test], ensure_ascii=False) for key, test in sorted({**kept, **found}.items())]
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
 
 
 def read(path: Path) -> dict[Key, str]:
-    """As it was written."""
+    """Read a file that :func:`write` wrote."""
     return {Key(*key): test for *key, test in json.loads(path.read_text(encoding="utf-8"))}
 
 

@@ -1,4 +1,4 @@
-"""Run the tests that call a function against changes of it, each change in a fork: what is imported stays imported."""
+"""Runs the tests that call a function against changes of it. Each change has its own fork, which imports nothing again."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ import pytest
 from .loaded import Call, Loaded
 from .mutations import Mutant
 
-#: Seconds of the tests of a change's own layer that are run, and of others.
+#: The most seconds of tests that are run for a change, for its own layer and for others.
 _MOST = 120.0
-_MEMORY = 6 * 2**30  # bytes that a fork may take beside what it has
+_MEMORY = 6 * 2**30  # bytes that a fork may allocate
 OUT_OF_TIME, CRASHED = "time limit", "the process ends before its tests"
 _T = TypeVar("_T")
 Send = Callable[[Any], None]
@@ -39,22 +39,22 @@ class Job:
 
     file: str  #: below the package
     mutant: Mutant
-    tests: str  #: files or a folder of the tests that should notice, below ``tests``; a pattern
-    first: str = ""  #: the name of a test that noticed before
+    tests: str  #: pattern of files or a folder below ``tests``, whose tests should notice
+    first: str = ""  #: the name of a test that noticed the change before
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a job."""
+    """The outcome of a job."""
 
-    killer: str  #: a test that fails, without parameters and ``tests/``, or what else went wrong; empty if nothing did
+    killer: str  #: a failing test, without parameters and ``tests/``, or another failure; empty if there is none
     known: bool  #: False if the change could not be made
-    tests: int  #: how many tests call what is changed
+    tests: int  #: the number of tests that call the changed function
 
 
 @dataclass(frozen=True, eq=False)
 class Test:
-    """An item of pytest as it runs without any change."""
+    """An item of pytest, with its duration and its calls without any change."""
 
     item: Any
     name: str
@@ -84,11 +84,11 @@ def with_tests(
 
 
 class Tests:
-    """Of some folders. No test runs in this process, and no thread: it is forked."""
+    """The collected tests. This process is forked, so that it runs no test and no thread."""
 
     def __init__(self, session: pytest.Session, loaded: Loaded, broken: list[str]) -> None:
         self.loaded, self.broken, self._session = loaded, broken, session
-        self.heard: Callable[[Any], None] = lambda report: None  # the report of a test that runs here
+        self.on_report: Callable[[Any], None] = lambda report: None  # called with the report of each test
         self._called: set[Call] = set()
         self._shared: dict[str, set[Call]] = defaultdict(set)
         self.unchanged: list[Test] = []
@@ -97,7 +97,7 @@ class Tests:
         gc.freeze()  # forks share it
 
     def measure(self, jobs: int) -> Iterator[str]:
-        """Run all as they are, file by file; the names of those that fail, which are left out."""
+        """Run all tests without any change, file by file. Yields the names of failing tests, which are left out later."""
         files: dict[Path, list[Any]] = defaultdict(list)
         for item in self._session.items:
             files[item.path].append(item)
@@ -117,13 +117,13 @@ class Tests:
                 self._by_call[call].append(test)
 
     def run(self, changes: Iterable[Job], jobs: int) -> Iterator[tuple[Job, Outcome]]:
-        """Outcomes, in the order in which they are there."""
+        """Yield the outcomes in the order in which the jobs end."""
         for job, messages, failed in forked(map(self._work, changes), jobs):
             killer = failed if messages in ([], [""]) else messages[-1]
             yield job, Outcome(killer, messages != [""], len(self.calling(job)))
 
     def calling(self, job: Job) -> list[Test]:
-        """The tests that run what is changed: a function, or anything in the file of what is none, if there is something."""
+        """The tests that call the changed function. Outside functions, the tests that call any function of the file."""
         place = (job.file, job.mutant.function)
         if place in self.loaded.functions:
             return self._by_call[place]
@@ -143,7 +143,7 @@ class Tests:
             send("")
             return
         failed: list[str] = []
-        self.heard = lambda report: failed.append(_name(report.nodeid)) if report.failed else None
+        self.on_report = lambda report: failed.append(_name(report.nodeid)) if report.failed else None
         signal.signal(signal.SIGVTALRM, _out_of_time)
         for test, following in zip(tests, [*tests[1:], None], strict=False):
             signal.setitimer(signal.ITIMER_VIRTUAL, _limit(test))
@@ -156,7 +156,7 @@ class Tests:
         self._called = self.loaded.watch()
         for item, following in zip(items, [*items[1:], None], strict=True):
             failed, started = list[Any](), time.process_time()
-            self.heard = lambda report, failed=failed: failed.append(report) if report.failed else None  # type: ignore[misc]
+            self.on_report = lambda report, failed=failed: failed.append(report) if report.failed else None
             self._called.clear()
             self._session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             calls = self._called.union(*(self._shared[name] for name in getattr(item, "fixturenames", ())))
@@ -164,7 +164,7 @@ class Tests:
 
     @contextmanager
     def shared(self, fixture: str) -> Iterator[None]:
-        """What this fixture calls counts for every test that uses it."""
+        """Count the calls of this fixture for each test that uses it."""
         before = set(self._called)
         self._called.clear()
         yield
@@ -185,7 +185,7 @@ def _name(nodeid: str) -> str:
 
 
 def _chosen(tests: Sequence[Test]) -> list[Test]:
-    """As many as fit into some seconds, at least one: first one of each name, and those that call least."""
+    """At least one test, and as many as fit into ``_MOST`` seconds: one of each name first, then those with few calls."""
     count: Counter[str] = Counter()
     ranked = []
     for test in tests:
@@ -201,14 +201,14 @@ def _chosen(tests: Sequence[Test]) -> list[Test]:
 def _few_examples() -> None:
     from hypothesis import Phase, settings
 
-    phases = (Phase.explicit, Phase.generate)  # that it fails is enough: no search for the smallest example
+    phases = (Phase.explicit, Phase.generate)  # any failing example will do, so that none is made smaller
     how: dict[str, Any] = {"max_examples": 10, "derandomize": True, "database": None, "deadline": None}
     settings.register_profile("mutants", **how, phases=phases)
     settings.load_profile("mutants")
 
 
 class _Loop:
-    """In the place of pytest's own loop over the tests."""
+    """Replaces pytest's own loop over the tests."""
 
     def __init__(self, package: Path, files: Sequence[str], then: Callable[[Tests], Any]) -> None:
         self._package, self._files, self._then = package, files, then
@@ -223,7 +223,7 @@ class _Loop:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         for plugin in session.config.pluginmanager.get_plugins():
-            if hasattr(plugin, "BUDGETS"):  # a change may make a test slow: that is not what it is about
+            if hasattr(plugin, "BUDGETS"):  # a test that becomes slow by a change does not notice it
                 plugin.BUDGETS = dict.fromkeys(plugin.BUDGETS, math.inf)
         try:
             self._tests = Tests(session, Loaded(self._package, self._files), self._broken)
@@ -234,22 +234,22 @@ class _Loop:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if self._tests:
-            self._tests.heard(report)
+            self._tests.on_report(report)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
         alone = self._tests is None or fixturedef.scope == "function"
-        with nullcontext() if alone else self._tests.shared(fixturedef.argname):  # type: ignore[union-attr]
+        with nullcontext() if alone else self._tests.shared(fixturedef.argname):
             return (yield)
 
 
 # ------------------------------------------------------------------ forks
-#: What it is about, a function that is called with one that sends a message to this process, and seconds of the processor.
+#: A key, a function that receives a function to send messages to this process, and a limit in seconds of the processor.
 Work = tuple[Any, Callable[[Send], None], float]
 
 
 def forked(works: Iterable[Work], jobs: int) -> Iterator[tuple[Any, list[Any], str]]:
-    """What each is about, its messages, and why it did not come to its end; as many at once as there are jobs."""
+    """Yield the key of each work, its messages, and the reason of an early end. At most ``jobs`` run at once."""
     context, waiting = multiprocessing.get_context("fork"), iter(works)
     running: dict[Any, tuple[Any, Any, list[Any]]] = {}
     try:
@@ -265,7 +265,7 @@ def forked(works: Iterable[Work], jobs: int) -> Iterator[tuple[Any, list[Any], s
             for receive in wait(list(running)):
                 key, process, messages = running[receive]
                 try:
-                    messages.append(receive.recv())  # type: ignore[union-attr]
+                    messages.append(receive.recv())
                 except EOFError:
                     process.join()
                     del running[receive]
@@ -285,7 +285,7 @@ def _child(run: Callable[[Send], None], seconds: float, send: Any) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY, size + _MEMORY))
     used = time.process_time()
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used + seconds), resource.RLIM_INFINITY))
-    signal.setitimer(signal.ITIMER_REAL, 300 + 20 * seconds)  # the machine may have other work
+    signal.setitimer(signal.ITIMER_REAL, 300 + 20 * seconds)  # long, since the machine may be busy
     code = 1
     try:
         run(send.send)

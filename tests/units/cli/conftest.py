@@ -37,7 +37,7 @@ def reference(checkpoints: Path) -> str:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What a stand-in of ``inspect_tokens`` was given."""
+    """The arguments of a stand-in of ``inspect_tokens``."""
     found: dict[str, Any] = {}
 
     def inspect_tokens(batch: Any, tokenizer: Any, **given: Any) -> Any:

@@ -18,9 +18,8 @@ import yaml
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from typer.testing import CliRunner
 
-from cli_files import Cli, error_of
+from cli_files import FULL, Cli, Mischief, batch, error_of, save
 from project import PROJECT
-from stored_batches import FULL, Mischief, batch, save
 from template_pairs import assistant, user
 from torchrl_llm_kl import __version__, diagnostics, save_batch
 from torchrl_llm_kl.algorithms import ALGORITHMS
@@ -223,8 +222,6 @@ NO_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-
-
 COLOURS = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": None}
 
 
@@ -356,8 +353,7 @@ def test_the_inspector_gets_both_batches(cli: Cli, tmp_path: Path, seen: dict[st
     assert "Missing option" in error_of(cli("inspect", one, code=2))
 
 
-def test_the_configuration_of_a_service(cli: Cli, tmp_path: Path) -> None:
-    """Serve's schema accepts the file."""
+def test_the_configuration_of_a_service_fits_the_schema_of_serve(cli: Cli, tmp_path: Path) -> None:
     schema = pytest.importorskip("ray.serve.schema")
     file = tmp_path / "config.yaml"
     for replicas, expected in (
@@ -372,7 +368,5 @@ def test_the_configuration_of_a_service(cli: Cli, tmp_path: Path) -> None:
         assert application["import_path"] == "torchrl_llm_kl.service:app"
         assert application["args"] == {"name": "teacher", "model": "a/model", "dtype": "auto"}
         assert deployment == {"name": "Replica", "ray_actor_options": {"num_cpus": 1, "num_gpus": 0.5}, **expected}
-    assert (
-        "--replicas must be a number or MIN:MAX, got 'many'"
-        in cli("serve", "m", "--write", str(file), "--replicas", "many", code=2).stderr
-    )
+    error = cli("serve", "m", "--write", str(file), "--replicas", "many", code=2).stderr
+    assert "--replicas must be a number or MIN:MAX, got 'many'" in error

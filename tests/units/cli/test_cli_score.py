@@ -75,8 +75,7 @@ def changed(checkpoints: Path, folder: Path, change: Callable[[Tensor], Any]) ->
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_scores_are_those_of_a_plain_forward(cli, data, out, model, reference, temperature):
-    """The summary adds them up."""
+def test_scores_and_their_sums_are_those_of_a_plain_forward(cli, data, out, model, reference, temperature):
     names = ["k1", "k2", "k3", "abs", "exact"]
     words = ["score", model, data, "--reference", reference, "--temperature", temperature, "--out", out, "--json"]
     found = json.loads(cli(*words, "--estimator", "k1,k2,k3", "--estimator", "abs,exact").stdout)
@@ -236,17 +235,9 @@ def test_stored_scores_are_reused_if_nothing_relevant_changed(
 
 def test_skipped_rows_are_counted_with_their_reason(cli, tmp_path, out, model, data):
     bad: list[Any] = [{"messages": "hi"}, {"messages": [{"content": "no role"}]}, {"text": "no layout"}, "[1, 2]"]
-    # the text "" is no row
-    rows = [
-        CHATS[0],
-        {"messages": []},
-        '{"messages": [',
-        "",
-        {"messages": [user("hi")]},
-        answered("x" * 600),
-        *bad,
-        CHATS[1],
-    ]
+    # The text "" is no row.
+    rows = [CHATS[0], {"messages": []}, '{"messages": [', "", {"messages": [user("hi")]}, answered("x" * 600)]
+    rows += [*bad, CHATS[1]]
     mixed = write_jsonl(tmp_path / "rows.jsonl", rows)
     result = cli("score", model, mixed, "--out", out, "--json")
     found = json.loads(result.stdout)
@@ -296,7 +287,7 @@ def test_bad_arguments_are_one_line_errors(cli: Cli, tmp_path: Path, data: Path,
 
 
 @pytest.mark.filterwarnings("ignore:.*full forward")
-def test_checkpoints_that_cannot_score(cli: Cli, tmp_path: Path, data: Path, checkpoints: Path, model: str) -> None:
+def test_unusable_checkpoints_are_refused(cli: Cli, tmp_path: Path, data: Path, checkpoints: Path, model: str) -> None:
     """A missing chat template, and weights that are not finite in the model or in the reference."""
     plain = shutil.copytree(checkpoints / "model", tmp_path / "plain")
     (plain / "chat_template.jinja").unlink()
@@ -342,8 +333,7 @@ def test_no_input_or_output_is_overwritten(cli, tmp_path, data, model, options, 
     assert (tmp_path / "notes").read_text() == "mine"
 
 
-def test_a_chat_template_from_a_file(checkpoints: Path, data: Path, tmp_path: Path, cli: Cli) -> None:
-    """A template from a file gives the same scores as the tokenizer's own."""
+def test_a_template_from_a_file_gives_the_same_scores(cli, checkpoints: Path, data: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoints / "model", base := tmp_path / "base")
     (base / "chat_template.jinja").rename(template := tmp_path / "template.jinja")
     assert "--chat-template FILE" in error_of(cli("score", base, data, code=2))

@@ -49,30 +49,31 @@ def test_a_dry_run_prints_the_resolved_settings_and_writes_nothing(cli: Cli, fil
     assert "loading" in result.stderr
 
 
-#: A change of the settings, and a part of the error. Each is found without loading weights.
-NOT_THERE = {
-    "data.prompts=nowhere.jsonl": "nowhere.jsonl",
-    "data.prompts={lab}": "there is no file",
-    "data.prompts={tmp}/odd.jsonl": "line 1 of {tmp}/odd.jsonl has no prompt",
-    "reward=nowhere.py:f": "the file nowhere.py does not exist",
-    "reward={lab}/rewards.py:nothing": "has no function 'nothing'. Known: vowels, digits",
-    "reward=no.such.module:f": "the module no.such.module cannot be imported",
-    "reward=math": "names no function",
-    "reward=null; reward.functions.a={{function: {lab}/rewards.py:vowels, weight: 1e400}}": "weight of 'a' must be at",
-    "model.name=./nowhere": "cannot load the model './nowhere', which is not a folder here, from the hub",
-    "model.name={tmp}/empty": "cannot load the model '{tmp}/empty'",
-    "model.name={tmp}/broken": "cannot load the model '{tmp}/broken'",
-    "model.name={tmp}/encoder": "model.name is {tmp}/encoder, model.attention is None: Unrecognized configuration class",
-    "model.tokenizer=./nowhere": "cannot load the tokenizer './nowhere'",
-    "model.tokenizer={tmp}/empty": "the folder {tmp}/empty holds no tokenizer",
-    "model.attention=flash": "model.attention is flash: ",
-    "model.device=gpu": "model.device='gpu' is not a device of this process",
-    "model.device=cuda:99": "model.device='cuda:99' is not a device of this process",
-    "lora={{r: 2, targets: [nope]}}": "Target modules {{'nope'}} not found",
-    "algorithm.name=dpo": "learns from given answers",
-    "checkpoints.final=best; evaluation.every=1; data.held_out_share=0": "checkpoints.final=best needs evaluations",
-    "data.system_prompt=no; model.name={tmp}/strict": "chat template refuses the first prompt (no system prompts)",
-}
+INFINITE = "reward.functions.a={{function: {lab}/rewards.py:vowels, weight: 1e400}}"
+#: A part of the error, and the changes of the settings. Each is found without loading weights.
+NOT_THERE = [
+    ("nowhere.jsonl", "data.prompts=nowhere.jsonl"),
+    ("there is no file", "data.prompts={lab}"),
+    ("line 1 of {tmp}/odd.jsonl has no prompt", "data.prompts={tmp}/odd.jsonl"),
+    ("the file nowhere.py does not exist", "reward=nowhere.py:f"),
+    ("has no function 'nothing'. Known: vowels, digits", "reward={lab}/rewards.py:nothing"),
+    ("the module no.such.module cannot be imported", "reward=no.such.module:f"),
+    ("names no function", "reward=math"),
+    ("weight of 'a' must be at", "reward=null", INFINITE),
+    ("cannot load the model './nowhere', which is not a folder here, from the hub", "model.name=./nowhere"),
+    ("cannot load the model '{tmp}/empty'", "model.name={tmp}/empty"),
+    ("cannot load the model '{tmp}/broken'", "model.name={tmp}/broken"),
+    ("model.name is {tmp}/encoder, model.attention is None: Unrecognized config", "model.name={tmp}/encoder"),
+    ("cannot load the tokenizer './nowhere'", "model.tokenizer=./nowhere"),
+    ("the folder {tmp}/empty holds no tokenizer", "model.tokenizer={tmp}/empty"),
+    ("model.attention is flash: ", "model.attention=flash"),
+    ("model.device='gpu' is not a device of this process", "model.device=gpu"),
+    ("model.device='cuda:99' is not a device of this process", "model.device=cuda:99"),
+    ("Target modules {{'nope'}} not found", "lora={{r: 2, targets: [nope]}}"),
+    ("learns from given answers", "algorithm.name=dpo"),
+    ("final=best needs evaluations", "checkpoints.final=best", "evaluation.every=1", "data.held_out_share=0"),
+    ("chat template refuses the first prompt (no system prompts)", "data.system_prompt=no", "model.name={tmp}/strict"),
+]
 
 
 @pytest.fixture
@@ -91,17 +92,17 @@ def odd(lab: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("change", NOT_THERE)
-def test_missing_inputs_are_found_before_a_run(cli, file, lab, odd, change, monkeypatch):
-    """By a dry run, which loads no weights. A run makes the same checks first."""
+@pytest.mark.parametrize("row", NOT_THERE, ids=lambda row: row[-1])
+def test_missing_inputs_are_found_before_a_run(cli, file, lab, odd, row, monkeypatch):
+    """A dry run finds them without loading weights. A run makes the same checks first."""
 
     def load(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("weights are loaded")
 
     monkeypatch.setattr("torchrl_llm_kl.training._models.load_model", load)
     monkeypatch.chdir(odd)
-    words = [word.format(tmp=odd, lab=lab) for word in change.split("; ")]
-    assert NOT_THERE[change].format(tmp=odd) in error_of(cli("train", file, *words, "--dry-run", code=2))
+    message, *changes = (text.format(tmp=odd, lab=lab) for text in row)
+    assert message in error_of(cli("train", file, *changes, "--dry-run", code=2))
     assert not (odd / "out").exists()
 
 

@@ -37,11 +37,12 @@ NAN, INF = math.nan, math.inf
 LETTERS = Words(*"abcdefghij")
 
 
-def columns_of(rows: Any, prompt: int = 1, rewards: list[float] | None = None, **columns: list[float]) -> TokenColumns:
+def columns_of(rows: Any, rewards: list[float] | None = None, **columns: list[float]) -> TokenColumns:
+    """A batch of these ids. The first token of each row is its prompt."""
     tokens = Ragged.from_list([torch.tensor(row) for row in rows])
     given = {name: torch.as_tensor(values) for name, values in columns.items()}
     reward = {} if rewards is None else {"reward": torch.tensor(rewards)}
-    return TokenColumns(tokens, tokens.positions >= prompt, given, reward)
+    return TokenColumns(tokens, tokens.positions > 0, given, reward)
 
 
 def test_tokens_of_a_byte_level_tokenizer_are_its_text() -> None:
@@ -185,13 +186,10 @@ def test_no_text_leaves_its_script_element(tmp_path: Path) -> None:
 
 
 def test_wrong_arguments_are_errors() -> None:
-    columns = columns_of([[0, 1]])
-    for given, error, message in (
-        ({"policy": tiny_model()}, TypeError, r"columns are already read: pass \['policy'\] to read_columns"),
-        ({"clip_low": 1.5}, ValueError, "clip_low"),
-    ):
-        with pytest.raises(error, match=message):
-            inspect_tokens(columns, LETTERS, None, **given)
+    with pytest.raises(TypeError, match=r"columns are already read: pass \['policy'\] to read_columns"):
+        inspect_tokens(columns_of([[0, 1]]), LETTERS, None, policy=tiny_model())
+    with pytest.raises(ValueError, match="clip_low"):
+        inspect_tokens(columns_of([[0, 1]]), LETTERS, None, clip_low=1.5)
 
 
 def test_nothing_is_written_without_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ class TestVllm(EngineContract):
 class TestSglang(TestVllm):
     dialect = "sglang"
 
-    def test_a_model_that_it_does_not_have(self, served):
+    def test_a_model_that_the_server_does_not_have(self, served):
         with pytest.raises(ServiceConfigError, match="serves 'toy', expected model='other'"):
             served.engine(model="other")
 

@@ -241,9 +241,7 @@ def test_three_turns(tokenizer: Any) -> None:
     assert seen[1][-1] == {"role": "assistant", "content": "It is 4."}
 
 
-def test_the_limit_of_turns_or_a_failing_template_ends_an_episode(
-    tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_limit_of_turns_or_a_failing_template_ends_an_episode(tokenizer: Any, caplog: Any) -> None:
     """A malformed call does not end an episode."""
     policy = scripted_policy(tokenizer, lambda prompt: call("add", a=1, b=1))
     for run in episodes(collected(tool_env(tokenizer, max_turns=2), policy, 4)).values():
@@ -377,9 +375,8 @@ def test_a_tokenizer_that_adds_bos(input_mode: Any) -> None:
     env = env.append_transform(RetrieveKL(model, reference, add_to_reward=False))
     found = collected(env, policy, 4)
     for row in found:
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["query"]}], tokenize=False, add_generation_prompt=True
-        )
+        messages = [{"role": "user", "content": row["query"]}]
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompt_ids = tokenizer.encode(prompt, add_special_tokens=input_mode == "text")
         answer = row["tokens", "response"][row["tokens", "response"] != tokenizer.pad_token_id]
         want = plain_log_probs(model, torch.cat([answer.new_tensor(prompt_ids), answer]))[len(prompt_ids) :]

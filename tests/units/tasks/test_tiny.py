@@ -8,11 +8,10 @@ from torchrl_llm_kl import tiny_chat_model
 
 def test_sampled_answers_decode_and_encode_to_the_same_ids() -> None:
     model, tokenizer = tiny_chat_model()
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hi!"}], add_generation_prompt=True)[
-        "input_ids"
-    ]
+    messages = [{"role": "user", "content": "Hi!"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
     torch.manual_seed(0)
-    for row in model.generate(torch.tensor([prompt] * 8), do_sample=True, top_k=0, max_new_tokens=40):
+    for row in model.generate(prompt.expand(8, -1), do_sample=True, top_k=0, max_new_tokens=40):
         answer = row[: int((row != tokenizer.pad_token_id).sum())]
         assert tokenizer(tokenizer.decode(answer))["input_ids"] == answer.tolist()
 
@@ -20,9 +19,8 @@ def test_sampled_answers_decode_and_encode_to_the_same_ids() -> None:
 def test_special_tokens_other_than_the_end_are_improbable_under_any_seed() -> None:
     for seed in range(5):
         model, tokenizer = tiny_chat_model(seed=seed)
-        p = model(torch.randint(len(tokenizer), (4, 50), generator=torch.Generator().manual_seed(seed))).logits.softmax(
-            -1
-        )
+        tokens = torch.randint(len(tokenizer), (4, 50), generator=torch.Generator().manual_seed(seed))
+        p = model(tokens).logits.softmax(-1)
         assert p[..., :3].max() < 1e-3
         assert p[..., tokenizer.eos_token_id].mean() > 1e-3, "answers end"
 

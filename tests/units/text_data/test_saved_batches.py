@@ -16,7 +16,7 @@ from torchrl.collectors.llm import LLMCollector
 from torchrl.data.llm import History
 
 import toy_rollouts
-from stored_batches import FULL, Mischief, batch, save
+from cli_files import FULL, Mischief, batch, save
 from template_pairs import assistant, user
 from torchrl_llm_kl import load_batch, save_batch
 from torchrl_llm_kl.datasets import DataError
