@@ -125,7 +125,7 @@ PREAMBLES = {
     "docs/recipes.md": "reference teacher=reference model tokenizer",
     "docs/resuming.md": "model reference",
     "docs/sampling.md": "policy=model sampler reference",
-    "docs/scoring.md": "model ref_model=reference reference policy=adapted buffer",
+    "docs/scoring.md": "ref_model=reference policy=adapted buffer",
     "docs/torchrl.md": "policy=model reference",
     **dict.fromkeys(("docs/distributed.md", "docs/images.md", "docs/ray.md", "docs/routing.md"), ""),
 }
@@ -197,14 +197,6 @@ def own(page: str, world: World) -> dict[str, Any]:
             given = {"sequences": [[3, 4, 5, 6], [7, 8, 9]], "mask": mask, "prompts": prompts_of(["Why?", "How?"])}
             ref_scorer = LogProbScorer(world.reference, temperature=0.7)
             return {**given, "ref_scorer": ref_scorer, "vocab_size": len(world.tokenizer)}
-        case "docs/scoring.md":
-            rows = [torch.tensor([3, 5, 7, 9]), torch.tensor([4, 6, 8])]
-            ids = torch.tensor([[3, 5, 7, 9], [0, 4, 6, 8]])
-            models = {"scorer": world.model, "ref_scorer": world.reference, "student": world.new_model(2)}
-            given = {name: LogProbScorer(model) for name, model in models.items()}
-            mask = torch.tensor([False, False, True, True, False, True, True])
-            batch = {"input_ids": ids, "attention_mask": ids > 0}
-            return {**given, "rows": rows, "sequences": rows, "mask": mask, "batch": batch}
         case "docs/torchrl.md":
             from torchrl.trainers import MixedPrecisionOptimizationStepper
 
