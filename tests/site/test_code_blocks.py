@@ -30,7 +30,7 @@ import torchrl_llm_kl
 from code_blocks import PAGES, all_blocks, save_checkpoint
 from image_models import image_model, image_processor
 from project import PROJECT
-from torchrl_llm_kl import Advantage, LogProbScorer, RetrieveKL, Sampling, diagnostics, make_algorithm
+from torchrl_llm_kl import Advantage, RetrieveKL, Sampling, diagnostics, make_algorithm
 from torchrl_llm_kl.advantages._registry import _REGISTRY as ADVANTAGES
 from torchrl_llm_kl.algorithms import ALGORITHMS
 from torchrl_llm_kl.cli._commands import app
@@ -124,7 +124,6 @@ PREAMBLES = {
     "docs/off_policy.md": "model rollouts reference optimizer",
     "docs/recipes.md": "reference teacher=reference model tokenizer",
     "docs/resuming.md": "model reference",
-    "docs/sampling.md": "policy=model sampler reference",
     "docs/scoring.md": "ref_model=reference policy=adapted buffer",
     "docs/torchrl.md": "policy=model reference",
     **dict.fromkeys(("docs/distributed.md", "docs/images.md", "docs/ray.md", "docs/routing.md"), ""),
@@ -192,11 +191,6 @@ def own(page: str, world: World) -> dict[str, Any]:
             request = SimpleNamespace(outputs=[SimpleNamespace(routed_experts=experts)])  # what an engine returns
             answer = {"meta_info": {"routed_experts": base64.b64encode(experts.astype(np.int32).tobytes()).decode()}}
             return {"outputs": [request], "data": TensorDict(batch_size=[1]), "answer": answer, "layers": 3, "k": 2}
-        case "docs/sampling.md":
-            mask = [torch.tensor([False, False, True, True]), torch.tensor([False, True, True])]
-            given = {"sequences": [[3, 4, 5, 6], [7, 8, 9]], "mask": mask, "prompts": prompts_of(["Why?", "How?"])}
-            ref_scorer = LogProbScorer(world.reference, temperature=0.7)
-            return {**given, "ref_scorer": ref_scorer, "vocab_size": len(world.tokenizer)}
         case "docs/torchrl.md":
             from torchrl.trainers import MixedPrecisionOptimizationStepper
 
