@@ -321,8 +321,8 @@ def fault_summary() -> str:
     return (
         f"- The cause was named first in {right} of {len(FAULTS) * len(FAMILIES)} batches with a fault made on purpose "
         f"({len(FAULTS)} faults, {len(FAMILIES)} model families), with a confidence of {least:.2f} or more.\n"
-        f"- {alarms} of {len(scores) - 1} batches without a fault raised an alarm. They were sampled and scored with {settings}. "
-        f"The largest `surprisal/z` among them is {max(scores):.1f}.\n"
+        f"- {alarms} of {len(scores) - 1} batches without a fault raised an alarm. They were sampled and scored with "
+        f"{settings}. The largest `surprisal/z` among them is {max(scores):.1f}.\n"
     )
 
 
