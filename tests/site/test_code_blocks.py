@@ -110,7 +110,6 @@ PREAMBLES = {
     "README.md": "model reference tokenizer",
     "docs/algorithms.md": "actor=model reference optimizer",
     "docs/cli.md": "batch",
-    "docs/concepts.md": "tokenizer",
     "docs/debugging.md": "batch model reference tokenizer",
     "docs/doctor.md": "batch policy=model reference tokenizer buffer",
     "docs/elsewhere.md": "actor=model reference",
