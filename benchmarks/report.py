@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rich.table import Table
 
 from benchmarks.measure import Measured
 from benchmarks.results import Goal, Result, Run
 
-# Written by hand from profiles. It explains why some targets are missed.
-PROFILE = Path(__file__).with_name("profile.md")
-
 _INTRO = """# Benchmark
 
 Written by `{command}`; do not edit.
 
-torchrl {torchrl} and this library do the same work on the same data, interleaved in one process; figures are medians, with the
-quartiles of the speed-up over the runs. Each comparison first checks that both compute the same numbers, up to the difference
-in the table. Memory is the peak above the memory that the process held before. Scoring without a loss runs under `no_grad` in
-torchrl, which otherwise keeps the graphs of both models.
+torchrl {torchrl} and this library do the same work on the same data, in turn in one process. Each figure is a median. The
+range of a speed-up is its quartiles over the runs. Before timing, each comparison checks that both compute the same numbers.
+"Differ by" is the largest difference. Memory is the peak minus the memory that the process held before. torchrl scores under
+`no_grad` unless there is a loss, since it would keep the graphs of both models.
 """
 
 
-_TRL = """## Beside TRL
+_TRL = """## Compared with TRL
 
-The methods of TRL {trl}'s `GRPOTrainer`, and a plain padded forward that projects scored positions only. On a CPU TRL as
-shipped projects every position; "TRL" does so at scored positions only, as it does on a GPU: the columns on the right compare
-with that.
+The peers are the methods of TRL {trl}'s `GRPOTrainer`, and a plain padded forward whose head runs only at scored positions. On
+a CPU, TRL as shipped runs its head at every position. The column "TRL" runs it only at scored positions, as on a GPU. The
+columns on the right compare with that column. In its loss TRL also computes the entropy, for its log.
 """
 
 
@@ -61,18 +56,18 @@ def markdown(run: Run) -> str:
         parts.append(markdown_table(["", "work", *others, "TRL", *header], rows))
     alone = [r for r in run.results if r.peer not in ("torchrl", "TRL")]
     if alone:
-        parts.append("## Beside a plain forward, and beside itself\n")
+        parts.append("## Compared with a plain forward, or with another setting\n")
         rows = [[f"**{r.name}**", r.title, r.peer, *_figures(r)] for r in alone]
-        parts.append(markdown_table(["", "work", "compared with", "that", *header], rows))
+        parts.append(markdown_table(["", "work", "peer", "the peer", *header], rows))
     parts.append("## Targets\n")
     goals = [[f"**{r.name}**", g.what, f"{g.found:.3g}", _target(g), _verdict(g)] for r in run.results for g in r.goals]
     parts.append(markdown_table(["", "figure", "found", "target", ""], goals))
     parts += [_turns(result) for result in run.results if result.outcome.turns]
     if run.settings.get("quick") != "yes" and not all(goal.met for result in run.results for goal in result.goals):
-        parts.append(PROFILE.read_text(encoding="utf-8"))
+        parts.append("[Why some targets are missed](profile.md) explains the limits from profiles.\n")
     parts.append("## Sizes\n")
-    parts.append("".join(f"- **{r.name}**: {_size(r)}.\n" for r in run.results))
-    parts.append("## Where\n")
+    parts.append(_sizes(run))
+    parts.append("## Machine and versions\n")
     where = {**run.machine, **run.settings, **run.versions}
     parts.append(markdown_table(["", ""], [[name, value] for name, value in where.items()]))
     return "\n".join(parts)
@@ -86,8 +81,8 @@ def _turns(result: Result) -> str:
         for i, (new, theirs, ours) in enumerate(zip(turns.new_tokens, turns.theirs, turns.ours, strict=True))
     ]
     growth = (
-        f"A new token of the last turn takes {turns.growth(turns.ours):.2f} times as long as one of the first here, "
-        f"{turns.growth(turns.theirs):.2f} times in torchrl.\n"
+        f"A new token of the last turn takes {turns.growth(turns.ours):.2f} times as long here as a new token of the first "
+        f"turn, and {turns.growth(turns.theirs):.2f} times as long in torchrl.\n"
     )
     heading = f"## {result.name}: cost of each turn\n\n{growth}\n"
     return heading + markdown_table(["turn", "new tokens", "torchrl", "here", "faster"], rows)
@@ -113,9 +108,16 @@ def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
-def _size(result: Result) -> str:
-    repeats = f"medians of {len(result.outcome.ours.all_seconds)}"
-    return "; ".join((result.outcome.work, *result.outcome.notes, repeats))
+def _sizes(run: Run) -> str:
+    """One row for each size, with the names of all comparisons of that size."""
+    names: dict[tuple[str, str, str], list[str]] = {}
+    for result in run.results:
+        outcome = result.outcome
+        size = outcome.work, "; ".join(outcome.notes), str(len(outcome.ours.all_seconds))
+        names.setdefault(size, []).append(f"**{result.name}**")
+    return markdown_table(
+        ["", "data and model", "notes", "runs"], [[", ".join(each), *size] for size, each in names.items()]
+    )
 
 
 def _goal(goal: Goal) -> str:
@@ -123,7 +125,7 @@ def _goal(goal: Goal) -> str:
 
 
 def _target(goal: Goal) -> str:
-    return f"at {'least' if goal.at_least else 'most'} {goal.target:g}"
+    return f"{'≥' if goal.at_least else '≤'} {goal.target:g}"
 
 
 def _verdict(goal: Goal) -> str:

@@ -117,7 +117,7 @@ def _kills(size: ModelSize, count: int) -> list[Figure]:
             time.sleep(chance.uniform(0.2, 2.0))
             _signal(_pid(service), signal.SIGKILL)
         calls.wait(200)
-    return calls.figures(f"{count} SIGKILLs of one of two replicas at random moments")
+    return calls.figures(f"{count} SIGKILLs of one of two replicas")
 
 
 def _controller(size: ModelSize) -> list[Figure]:
@@ -182,7 +182,7 @@ def _killer(size: ModelSize) -> list[Figure]:
                 outcome = type(error).__name__
             took = time.monotonic() - begin
             calls.wait(200)
-    return calls.figures("a request that ends the process which scores it", f"{outcome} after {took:.0f} s")
+    return calls.figures("a request that crashes its replica", f"{outcome} after {took:.0f} s")
 
 
 def _drivers(size: ModelSize, seconds: float) -> list[Figure]:
@@ -211,7 +211,7 @@ def _drivers(size: ModelSize, seconds: float) -> list[Figure]:
             time.sleep(seconds)
             calls.wait(20)
         same = "the same process" if _pid(service) == before else "another process"
-    return calls.figures("two drivers, of which the one that made the service ends", f"{same} {seconds:g} s later")
+    return calls.figures("two drivers, the creator of the service exits", f"{same} {seconds:g} s later")
 
 
 def driver(address: str, *numbers: str) -> None:

@@ -13,11 +13,10 @@ _INTRO = """# Benchmark of the Ray service
 
 Written by `python -m benchmarks.ray run`; do not edit.
 
-Client processes apply the Ray transforms of torchrl 0.14.1 and of this library to TensorDicts of 4 sequences, which also
-hold an unrelated entry of 8 MiB. Runs are interleaved. The model is a Qwen2 of 2 layers, hidden size 64 and vocabulary 1,000,
-with one thread for each actor. During each fault, eight callers score 4 x 32 tokens without a pause, and each answer is
-compared with a local scorer's, for the version of the weights that it states. The column *before* has the figures of the
-earlier service, which supervised its own actors.
+Client processes apply the Ray transforms of torchrl 0.14.1 and of this library, in turn, to TensorDicts of 4 sequences and an
+unrelated entry of 8 MiB. The model is a Qwen2 of 2 layers, hidden size 64 and vocabulary 1,000, with one thread per actor.
+During each fault, eight callers score 4 x 32 tokens without a pause. Each answer is compared with a local scorer that has the
+same version of the weights. The column *before* shows the earlier service, which supervised its own actors.
 
 """
 
@@ -87,7 +86,7 @@ class RayRun:
             )
         place = [
             "",
-            "## Where",
+            "## Machine and versions",
             "",
             "| | |",
             "|---|---|",

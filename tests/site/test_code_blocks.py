@@ -32,7 +32,7 @@ from code_blocks import PAGES, all_blocks, save_checkpoint
 from fake_vllm import FakeVllm
 from image_models import image_model, image_processor
 from project import PROJECT
-from torchrl_llm_kl import Advantage, LogProbScorer, RetrieveKL, Sampling, diagnostics, make_algorithm
+from torchrl_llm_kl import Advantage, RetrieveKL, Sampling, diagnostics, make_algorithm
 from torchrl_llm_kl.advantages._registry import _REGISTRY as ADVANTAGES
 from torchrl_llm_kl.algorithms import ALGORITHMS
 from torchrl_llm_kl.cli._commands import app
@@ -112,7 +112,6 @@ PREAMBLES = {
     "README.md": "model reference tokenizer",
     "docs/algorithms.md": "actor=model reference optimizer",
     "docs/cli.md": "batch",
-    "docs/concepts.md": "tokenizer",
     "docs/debugging.md": "batch model reference tokenizer",
     "docs/doctor.md": "batch policy=model reference tokenizer buffer",
     "docs/elsewhere.md": "actor=model reference",
@@ -123,8 +122,7 @@ PREAMBLES = {
     "docs/losses.md": "model reference share=batch grpo optimizer buffer",
     "docs/recipes.md": "reference teacher=reference model tokenizer",
     "docs/resuming.md": "model reference",
-    "docs/sampling.md": "policy=model sampler reference",
-    "docs/scoring.md": "model ref_model=reference reference policy=adapted buffer",
+    "docs/scoring.md": "ref_model=reference policy=adapted buffer",
     "docs/torchrl.md": "policy=model reference",
     **dict.fromkeys(("docs/ray.md", "docs/routing.md"), ""),
 }
@@ -173,19 +171,6 @@ def own(page: str, world: World) -> dict[str, Any]:
             request = SimpleNamespace(outputs=[SimpleNamespace(routed_experts=experts)])  # what an engine returns
             answer = {"meta_info": {"routed_experts": base64.b64encode(experts.astype(np.int32).tobytes()).decode()}}
             return {"outputs": [request], "data": TensorDict(batch_size=[1]), "answer": answer, "layers": 3, "k": 2}
-        case "docs/sampling.md":
-            mask = [torch.tensor([False, False, True, True]), torch.tensor([False, True, True])]
-            given = {"sequences": [[3, 4, 5, 6], [7, 8, 9]], "mask": mask, "prompts": prompts_of(["Why?", "How?"])}
-            ref_scorer = LogProbScorer(world.reference, temperature=0.7)
-            return {**given, "ref_scorer": ref_scorer, "vocab_size": len(world.tokenizer)}
-        case "docs/scoring.md":
-            rows = [torch.tensor([3, 5, 7, 9]), torch.tensor([4, 6, 8])]
-            ids = torch.tensor([[3, 5, 7, 9], [0, 4, 6, 8]])
-            models = {"scorer": world.model, "ref_scorer": world.reference, "student": world.new_model(2)}
-            given = {name: LogProbScorer(model) for name, model in models.items()}
-            mask = torch.tensor([False, False, True, True, False, True, True])
-            batch = {"input_ids": ids, "attention_mask": ids > 0}
-            return {**given, "rows": rows, "sequences": rows, "mask": mask, "batch": batch}
         case "docs/torchrl.md":
             from torchrl.trainers import MixedPrecisionOptimizationStepper
 

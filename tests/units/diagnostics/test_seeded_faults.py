@@ -1,6 +1,6 @@
 """Seeded faults are named first, and clean batches raise no alarm.
 
-Thresholds were chosen on seeds from 100 on; these tests and the table of ``docs/doctor.md`` use seeds below.
+Thresholds were chosen on seeds from 100 on; these tests and the figures of ``docs/doctor.md`` use seeds below.
 """
 
 import copy
