@@ -245,7 +245,7 @@ def objective_table(*, of_answers: bool) -> str:
     """Name, first sentence and defaults of each objective of some families."""
     rows = []
     for name in available_objectives():
-        function, spec = get_objective(name), spec_of(name)  # type: ignore[arg-type, call-overload]
+        function, spec = get_objective(name), spec_of(name)
         if (function.__module__.rpartition(".")[2] in OF_ANSWERS) == of_answers:
             first = (inspect.getdoc(function) or "").partition("\n\n")[0]
             shown = ", ".join(f"`{key}={value}`" for key, value in spec.defaults.items())
@@ -359,7 +359,7 @@ def settings(name: str) -> dict[str, dict[str, Any]]:
 def by_source(name: str) -> dict[str, str]:
     """Source -> the values of a preset that it prescribes. Settings without a source are left out."""
     preset = ALGORITHMS[name]
-    parts = {"objective": spec_of(get_objective(preset.objective)).source}  # type: ignore[union-attr]
+    parts = {"objective": preset.spec.source}
     if preset.advantage is not None:
         parts["advantage"] = advantage_spec(get_advantage(preset.advantage)).source
     values: dict[str, list[str]] = defaultdict(list)
@@ -397,7 +397,7 @@ def every_use() -> Iterator[Use]:
             numbers = re.findall(_ARXIV, before) if _SAME.search(text) and not own else []
             yield Use(name, " ".join([text, *(f"arXiv {number}" for number in numbers)]), cites=own)
     for name in available_objectives():
-        yield Use(name, spec_of(get_objective(name)).source)  # type: ignore[union-attr]
+        yield Use(name, spec_of(get_objective(name)).source)
     for name in available_advantages():
         yield Use(name, advantage_spec(get_advantage(name)).source)
     yield from documented()
@@ -445,7 +445,6 @@ def unused(kind: str) -> str:
     for name in sorted(set(available_objectives() if kind == "objective" else available_advantages()) - used):
         if kind == "objective":
             spec = spec_of(get_objective(name))
-            assert spec is not None
             values, source = dict(spec.defaults), spec.source
         else:
             own, parameters = advantage_spec(get_advantage(name)), inspect.signature(get_advantage(name)).parameters
