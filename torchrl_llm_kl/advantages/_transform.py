@@ -189,15 +189,11 @@ class Advantage(Transform):
 
     def _write(self, td: TensorDictBase, key: NestedKey, rows: Ragged, here: bool) -> TensorDictBase:
         """Store ``[N, 1]`` as ``[*B, T, 1]`` in the layout of the tokens. ``here``: the tokens were read from ``td`` itself."""
-        tokens = None if here else read_ragged(td, self._tokens_key(td))
+        mask = self.keys.get("mask", TOKENS_FULL)
+        tokens = None if here else read_ragged(td, find_key(td, mask) or mask)
         if tokens is None:
             return write_ragged(td, key, rows.slots(), rows.container)
         return write_ragged(td, key, send(rows.slots(), tokens.values.device), tokens.container)
-
-    def _tokens_key(self, td: TensorDictBase) -> NestedKey:
-        """The key of the entry that defines the layout of the tokens."""
-        key = self.keys.get("mask")
-        return TOKENS_FULL if key is None else find_key(td, key) or key
 
     def _reward_column(self, td: TensorDictBase) -> Any:
         """The entry of the reward, or of the first reward. None without a reward."""

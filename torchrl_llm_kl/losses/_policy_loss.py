@@ -197,6 +197,7 @@ class PolicyLoss(TokenLoss):
         factors = [x if isinstance(x, Part) else Correction(x) for x in corrections]
         mode = aggregation or spec.aggregation
         super().__init__(aggregation=mode, max_len=max_len, masking_strategy=masking_strategy)
+        self._spec = spec
         self._scorers = PolicyScorers(actor, reference, options, tokens_per_batch)
         # The module is registered, not the scorer: its parameters are saved, and DDP and FSDP find them.
         self._functional, model = functional, actor.model if isinstance(actor, LogProbScorer) else actor
@@ -247,7 +248,7 @@ class PolicyLoss(TokenLoss):
     @property
     def once(self) -> Once | None:
         """The input that :meth:`batch_inputs` computes once for a whole batch. None if the objective needs no such input."""
-        return spec_of(self.objective.function).once
+        return self._spec.once
 
     @property
     def _parts(self) -> list[Part[object]]:

@@ -167,7 +167,7 @@ def test_a_misspelt_attribute_is_refused(model: nn.Module) -> None:
 
 
 def test_masks_other_than_0_and_1_are_refused(model: nn.Module) -> None:
-    half, advice = torch.full((6, 1), 0.5), "is a mask: expected True and False, or 1 and 0"
+    half, advice = torch.full((6, 1), 0.5), "is a mask: expected only 1 and 0"
     for value in (half, 2 * torch.ones(6, 1).long(), torch.full((6, 1), NAN)):
         with pytest.raises(ValueError, match=f"'loss_mask' {advice}"):
             losses.PolicyLoss(model)(batch().set("loss_mask", value))

@@ -116,17 +116,16 @@ class Translation:
             reasons = "; ".join(f"{row.name}={row.value!r}: {row.note}" for row in self.refused)
             raise ValueError(f"{self.library}'s {reasons}. Change them, or leave them out with without_refused=True.")
         own = self.overrides
+        more["loss_args"] = {**(more.get("loss_args") or {})}
+        both = [each.get("loss_args", {}).get("corrections", ()) for each in (own, more)]
+        if any(both):
+            more["loss_args"]["corrections"] = [correction for some in both for correction in some]
         for part in ("objective_args", "advantage_args"):
-            if part in own and part in more:
-                more[part] = {**own[part], **more[part]}
+            more[part] = {**own.get(part, {}), **more.get(part, {})}
         if "group_key" in more:
             own.pop("group_size", None)  # make_algorithm refuses both
         if isinstance(actor, LogProbScorer) and actor.options.temperature == self.sampling.temperature:
             own.pop("options", None)  # the scorer has its own options
-        ours, theirs = own.pop("loss_args", {}), more.pop("loss_args", None) or {}
-        both = [*ours.get("corrections", ()), *theirs.get("corrections", ())]
-        if ours or theirs:
-            own["loss_args"] = {**ours, **theirs, **({"corrections": both} if both else {})}
         return make_algorithm(self.algorithm, actor, **{**own, **more})
 
     def __str__(self) -> str:

@@ -126,7 +126,9 @@ def _read_grpo(reader: Reader) -> Translation:
         reader.refuse("importance_sampling_level", f"{kind} has the ratio of each token here")
     reader.overrides["objective"] = objective
     if kind == "dr_grpo":  # its loss divides by the maximal length
-        _max_len(reader)
+        reader.copy("max_completion_length")
+        if reader["max_completion_length"] is None:
+            reader.refuse("max_completion_length", "the loss divides by it: pass a number")
     _grpo_bounds(reader, kind, objective)
     _grpo_advantage(reader)
     _grpo_kl(reader, level)
@@ -134,13 +136,6 @@ def _read_grpo(reader: Reader) -> Translation:
     _grpo_corrections(reader, kind)
     reader.group(algorithm, "num_generations")
     return reader.finish(algorithm, reader.sample("temperature", "top_p", "top_k", "min_p"))
-
-
-def _max_len(reader: Reader) -> None:
-    if reader["max_completion_length"] is None:
-        reader.refuse("max_completion_length", "the loss divides by it: pass a number")
-    else:
-        reader.copy("max_completion_length")
 
 
 def _clip_bounds(reader: Reader) -> tuple[float, float]:
