@@ -78,7 +78,7 @@ def from_trinity(config: str | os.PathLike[str] | Mapping[str, object]) -> Trans
         raise ValueError("cpt trains on all tokens: use make_algorithm('sft', actor, masking_strategy='generic').")
     algorithm = reader.preset("algorithm.algorithm_type")
     preset = get_algorithm(algorithm)
-    objective = _read_objective(reader, "ppo" if kind == "dapo" else preset.objective)
+    objective = _read_objective(reader, "ppo" if kind == "dapo" else preset.spec.name)
     if preset.advantage is not None:
         _read_advantage(reader, preset.advantage)
     trains: dict[str, object] = {"kl_loss": preset.kl_loss, "kl_reward": "none"}
