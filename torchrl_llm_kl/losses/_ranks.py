@@ -7,7 +7,7 @@ import os
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,6 @@ from torchrl_llm_kl.rollouts import is_distributed, read_denominators, write_den
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from torchrl_llm_kl.losses._token_loss import TokenLoss
-
 V = TypeVar("V")
 #: Tensors that must be equal on all ranks -> advice if they are not.
 _ADVICE = {
@@ -33,9 +31,7 @@ _ADVICE = {
 }
 
 
-def compare_ranks(
-    loss: TokenLoss, parts: Sequence[TensorDictBase], group: ProcessGroup | None, tolerance: float
-) -> None:
+def compare_ranks(loss: Any, parts: Sequence[TensorDictBase], group: ProcessGroup | None, tolerance: float) -> None:
     """See :meth:`~torchrl_llm_kl.losses.PolicyLoss.check_ranks`. ``loss`` is a ``PolicyLoss`` or a ``ValueLoss``."""
     if not is_distributed() and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise RuntimeError(
@@ -133,7 +129,7 @@ def _digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[tuple[int, 
 
 
 def _true_gradient(
-    loss: TokenLoss, parts: Sequence[TensorDictBase], group: ProcessGroup | None, ranks: int
+    loss: Any, parts: Sequence[TensorDictBase], group: ProcessGroup | None, ranks: int
 ) -> tuple[list[Tensor], float | None]:
     """The gradient of the batch of all parts of all ranks, and the ratio of the stored denominators to the true counts.
 
