@@ -257,7 +257,7 @@ def objective_table(*, of_answers: bool) -> str:
     """Name, first sentence and defaults of each objective of some families."""
     rows = []
     for name in available_objectives():
-        function, spec = get_objective(name), spec_of(name)  # type: ignore[arg-type, call-overload]
+        function, spec = get_objective(name), spec_of(name)
         if (function.__module__.rpartition(".")[2] in OF_ANSWERS) == of_answers:
             defaults = {key: value for key, value in spec.defaults.items() if key not in OF_PREFERENCES}
             shown = ", ".join(f"`{key}={value}`" for key, value in defaults.items())
@@ -469,7 +469,7 @@ def every_use() -> Iterator[Use]:
             numbers = re.findall(_ARXIV, before) if _SAME.search(text) and not own else []
             yield Use(name, " ".join([text, *(f"arXiv {number}" for number in numbers)]), cites=own)
     for name in available_objectives():
-        yield Use(name, spec_of(get_objective(name)).source)  # type: ignore[union-attr]
+        yield Use(name, spec_of(get_objective(name)).source)
     for name in available_advantages():
         yield Use(name, advantage_spec(get_advantage(name)).source)
     yield from documented()

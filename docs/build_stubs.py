@@ -140,10 +140,10 @@ IMPORTED = {
 PRIVATE = {
     "algorithms": {
         "torchrl_llm_kl.advantages": {"AdvantageArgs", "AdvantageName"},
-        "torchrl_llm_kl.algorithms._algorithm": {"Coefficient"},
+        "torchrl_llm_kl.algorithms._algorithm": {"Coefficient", "Objective"},
         "torchrl_llm_kl.algorithms._schema": {"SchemaName"},
         "torchrl_llm_kl.estimators": {"EstimatorName"},
-        "torchrl_llm_kl.losses": {"Aggregation", "ObjectiveArgs", "ObjectiveName"},
+        "torchrl_llm_kl.losses": {"Aggregation", "ObjectiveArgs"},
     }
 }
 

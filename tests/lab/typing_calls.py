@@ -6,8 +6,12 @@ from torch import nn
 from torchrl_llm_kl import Advantage, PolicyLoss, Sampling, ScoreOptions, get_estimator, get_objective, make_algorithm
 from torchrl_llm_kl.advantages import get_advantage
 from torchrl_llm_kl.algorithms import Algorithm, get_algorithm
-from torchrl_llm_kl.losses import EntropyBonus, KLToReference
+from torchrl_llm_kl.losses import EntropyBonus, KLToReference, LossInputs, LossTerm
 from torchrl_llm_kl.transforms import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
+
+
+def mine(inputs: LossInputs) -> tuple[LossTerm, ...]:
+    return (LossTerm("objective", -inputs.log_prob, inputs.mask),)
 
 
 def right(model: nn.Module, batch: TensorDictBase) -> TensorDictBase:
@@ -24,6 +28,8 @@ def right(model: nn.Module, batch: TensorDictBase) -> TensorDictBase:
     terms = [KLToReference(0.1, "k2"), EntropyBonus(0.1)]
     PolicyLoss(model, "ppo", clip_low=0.1, aggregation="token-mean", terms=terms)
     PolicyLoss(model, "an_objective_of_mine")
+    make_algorithm(Algorithm("mine", "an_objective_of_mine"), model)
+    make_algorithm("grpo", model, reference=model, objective=mine)
     get_objective("gspo")
     get_objective("an_objective_of_mine")
     get_advantage("gae")
@@ -56,7 +62,7 @@ def wrong(model: nn.Module) -> None:
     Advantage("grpo", layout="tokens")  # reported
     PolicyLoss(model, "ppo", aggregation="mean")  # reported
     KLToReference(0.1, "k9")  # reported
-    Algorithm("mine", "pppo")  # reported
+    Algorithm("mine", 3)  # reported
     Algorithm("mine", "ppo", advantage="gropo")  # reported
     Algorithm("mine", "ppo", schema="experiences")  # reported
     Algorithm("mine", "ppo", kl_loss="k9")  # reported

@@ -532,9 +532,8 @@ def length_penalty(
 
     Source: prime-rl, the linear ``length_penalty`` of ``grpo``.
     """
-    clean = clean_rows(
-        {"reward": reward, "group": group, "rewards": counts}
-    )  # counts have the shape of several rewards
+    # Counts have the shape of several rewards.
+    clean = clean_rows({"reward": reward, "group": group, "rewards": counts})
     groups = Groups(clean["group"])
     shares = [w * n / groups.max(n).clamp(min=1) for w, n in zip(weights, clean["rewards"].unbind(1), strict=True)]
     return -groups.mean(clean["reward"]) * torch.stack(shares).sum(0)

@@ -156,9 +156,8 @@ def optimal_token_baseline(
     total, weight = (x.gather(-1, order).flatten(0, -2) for x in (returns, norm.cumsum(-1)))
     present = torch.arange(mask.shape[-1], device=mask.device) < mask.sum(-1).flatten().unsqueeze(-1)
     weight = torch.where(present, weight, 0)
-    weight = torch.where(
-        groups.sum(weight) == 0, present.to(weight.dtype), weight
-    )  # all tokens are certain: use the plain mean
+    # If all tokens are certain, the baseline is the plain mean.
+    weight = torch.where(groups.sum(weight) == 0, present.to(weight.dtype), weight)
     # After subtracting the minimum, equal returns and their mean are exactly 0.
     above = torch.where(present, total - groups.min(total.masked_fill(~present, torch.inf)), 0)
     result = above - groups.sum(weight * above) / groups.sum(weight)

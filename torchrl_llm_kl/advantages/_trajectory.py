@@ -66,9 +66,8 @@ def step_wise_grpo(
     Source: Pan et al. 2025 (Trinity-RFT, arXiv 2505.17826), multi-step GRPO; after rLLM.
     """
     runs = Trajectories(group, run, step)
-    result = runs.broadcast(
-        grpo(reward[runs.last], group[runs.last], epsilon=epsilon, std=std, std_threshold=std_threshold)
-    )
+    last = runs.last
+    result = runs.broadcast(grpo(reward[last], group[last], epsilon=epsilon, std=std, std_threshold=std_threshold))
     return result / runs.rows.size if enable_step_norm else result
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchrl.envs import Transform
 from typing_extensions import Unpack
 
+from torchrl_llm_kl._foreign import read_table
 from torchrl_llm_kl._numerics import check_choice, check_finite, check_range, send, widen
 from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.advantages._registry import advantage_spec, get_advantage
@@ -41,39 +42,12 @@ if TYPE_CHECKING:
 
 Layout = Literal["sequence", "token"]
 
+_ENTRIES = list(read_table("advantages/entries.csv"))
 #: The default key of each input and output. The mask, ``run`` and ``step`` have no default key, as
 #: :class:`~torchrl_llm_kl.advantages.Advantage` explains.
-DEFAULT_KEYS: dict[str, NestedKey] = {
-    "reward": ("next", "reward"),
-    "rewards": ("next", "reward"),
-    "group": "query",
-    "baseline": "reward_baseline",
-    "value": ("next", "state_value"),
-    "old_log_prob": ("next", "log_probs", "full"),
-    "teacher_log_prob": ("next", "ref_log_probs", "full"),
-    "entropy": ("next", "entropy"),
-    "collision": ("next", "moments", "collision"),
-    "discriminator": ("next", "moments", "discriminator"),
-    "state": "state",
-    "role": "role",
-    "advantage": "advantage",
-    "value_target": "value_target",
-}
+DEFAULT_KEYS: dict[str, NestedKey] = {row["name"]: unravel_key(tuple(row["entry"].split("."))) for row in _ENTRIES}
 #: Input -> how to get its entry, for the message about a missing entry.
-_WRITERS = {
-    "reward": "Add a transform that writes rewards to the env",
-    "rewards": "Store several rewards of each sequence, [*B, R], or name an entry for each",
-    "group": "Pass group_key=, the entry that is equal for all answers to a prompt, or group_size= if they are consecutive",
-    "baseline": "Answer each prompt greedily once and store that reward",
-    "value": "Put RetrieveValue before this transform",
-    "old_log_prob": "Put RetrieveLogProb (or RetrieveKL) of the policy before",
-    "teacher_log_prob": "Put RetrieveLogProb of the teacher before (RetrieveKL(policy, teacher) writes both)",
-    "entropy": "Put RetrieveLogProb(..., extras=[Entropy()]) of the policy before",
-    "collision": "Put RetrieveLogProb(..., extras=[Moments()]) of the policy before",
-    "discriminator": "Put RetrieveLogProb(..., extras=[Moments()]) of the policy before",
-    "state": "Store an integer or string that identifies the env's state before the step",
-    "role": "Store an integer or string that names the agent of each sequence",
-}
+_WRITERS = {row["name"]: row["advice"] for row in _ENTRIES if row["advice"]}
 
 
 def _require(td: TensorDictBase, key: NestedKey, name: str) -> NestedKey:
@@ -215,15 +189,11 @@ class Advantage(Transform):
 
     def _write(self, td: TensorDictBase, key: NestedKey, rows: Ragged, here: bool) -> TensorDictBase:
         """Store ``[N, 1]`` as ``[*B, T, 1]`` in the layout of the tokens. ``here``: the tokens were read from ``td`` itself."""
-        tokens = None if here else read_ragged(td, self._tokens_key(td))
+        mask = self.keys.get("mask", TOKENS_FULL)
+        tokens = None if here else read_ragged(td, find_key(td, mask) or mask)
         if tokens is None:
             return write_ragged(td, key, rows.slots(), rows.container)
         return write_ragged(td, key, send(rows.slots(), tokens.values.device), tokens.container)
-
-    def _tokens_key(self, td: TensorDictBase) -> NestedKey:
-        """The key of the entry that defines the layout of the tokens."""
-        key = self.keys.get("mask")
-        return TOKENS_FULL if key is None else find_key(td, key) or key
 
     def _reward_column(self, td: TensorDictBase) -> Any:
         """The entry of the reward, or of the first reward. None without a reward."""

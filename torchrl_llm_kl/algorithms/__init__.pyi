@@ -16,6 +16,7 @@ from torchrl_llm_kl.algorithms import (
 from torchrl_llm_kl.algorithms._algorithm import (
     Algorithm as Algorithm,
     Coefficient,
+    Objective,
 )
 from torchrl_llm_kl.algorithms._make import (
     make_algorithm as make_algorithm,
@@ -53,7 +54,6 @@ from torchrl_llm_kl.estimators import (
 from torchrl_llm_kl.losses import (
     Aggregation,
     ObjectiveArgs,
-    ObjectiveName,
 )
 
 # isort: split
@@ -126,7 +126,7 @@ class AlgorithmOverrides(TypedDict, total=False):
     kl_reward_coeff: Coefficient
     leave_out_experts: bool
     max_len: int | None
-    objective: ObjectiveName
+    objective: Objective
     objective_args: ObjectiveArgs
     schema: SchemaName
     top_k: int

@@ -14,8 +14,10 @@ from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, advantage_spec
 from torchrl_llm_kl.algorithms._schema import SCHEMAS, SchemaName
 from torchrl_llm_kl.estimators import EstimatorName, check_penalty
-from torchrl_llm_kl.losses import Aggregation, ObjectiveArgs, ObjectiveName, spec_of
+from torchrl_llm_kl.losses import Aggregation, ObjectiveArgs, ObjectiveSpec, Terms, spec_of
 
+#: A name of :func:`~torchrl_llm_kl.losses.get_objective`, or a function of the same protocol.
+Objective = str | Callable[..., Terms]
 Settings = Mapping[str, object]
 Coefficient = float | Tensor | nn.Module
 #: Place of a KL -> the estimator that is used if only the weight is given. Its mean gradient there is the reverse KL's.
@@ -28,7 +30,7 @@ class Algorithm:
 
     Args:
         name: the algorithm's name.
-        objective: a name of :func:`~torchrl_llm_kl.losses.get_objective`.
+        objective: a name of :func:`~torchrl_llm_kl.losses.get_objective`, or a function of the same protocol.
         objective_args: its hyper-parameters, where they differ from its own defaults.
         advantage: a name of :func:`~torchrl_llm_kl.advantages.get_advantage`, or None if the objective needs no advantage.
         advantage_args: its hyper-parameters, where they differ from its own defaults.
@@ -68,7 +70,7 @@ class Algorithm:
     """
 
     name: str
-    objective: ObjectiveName
+    objective: Objective
     objective_args: ObjectiveArgs = field(default_factory=ObjectiveArgs)
     advantage: AdvantageName | None = None
     advantage_args: AdvantageArgs = field(default_factory=AdvantageArgs)
@@ -98,10 +100,13 @@ class Algorithm:
         check_range(entropy_coeff=self.entropy_coeff)
         check_penalty(kl_loss_coeff=self.kl_loss_coeff, kl_reward_coeff=self.kl_reward_coeff)
         # None means "as needed". A frozen dataclass can only be completed in this way.
-        for name, needed in self.derived.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, needed)
+        vars(self).update({name: needed for name, needed in self.derived.items() if vars(self)[name] is None})
         _check_preset(self)
+
+    @property
+    def spec(self) -> ObjectiveSpec:
+        """The facts about the objective."""
+        return spec_of(self.objective)
 
     @property
     def advantage_inputs(self) -> tuple[str, ...]:
@@ -111,13 +116,13 @@ class Algorithm:
     @property
     def reads_reward(self) -> bool:
         """Whether the reward is read: by the advantage, by ``keep_best``, or by a user's own code that writes the advantage."""
-        of_user = self.advantage is None and "advantage" in spec_of(self.objective).needs
+        of_user = self.advantage is None and "advantage" in self.spec.needs
         return self.keep_best or of_user or not {"reward", "rewards"}.isdisjoint(self.advantage_inputs)
 
     @property
     def distils(self) -> bool:
         """Whether the objective reads a teacher's distribution."""
-        return "distribution" in spec_of(self.objective).hyper
+        return "distribution" in self.spec.hyper
 
     @property
     def distribution(self) -> Literal["top_k", "exact"]:
@@ -132,12 +137,12 @@ class Algorithm:
     @property
     def summed(self) -> Aggregation:
         """The aggregation of the terms: the preset's, or the objective's."""
-        return self.aggregation or spec_of(self.objective).aggregation
+        return self.aggregation or self.spec.aggregation
 
     @property
     def derived(self) -> dict[str, bool]:
         """``use_reference`` and ``use_critic``, as the other fields require them."""
-        reads_reference = "ref_log_prob" in spec_of(self.objective).needs
+        reads_reference = "ref_log_prob" in self.spec.needs
         return {
             "use_reference": self.kl_loss != "none" or self.kl_reward != "none" or reads_reference,
             "use_critic": "value" in self.advantage_inputs,
@@ -153,7 +158,7 @@ class Algorithm:
     @property
     def can_balance_batch(self) -> bool:
         """Whether single rows may move between micro-batches and ranks. False for pairs and triples."""
-        return not SCHEMAS[self.schema].paired and spec_of(self.objective).together == 1
+        return not SCHEMAS[self.schema].paired and self.spec.together == 1
 
     @property
     def on_policy(self) -> bool:
@@ -195,7 +200,7 @@ def _check_preset(a: Algorithm) -> None:
     """Raise a ValueError for settings that contradict each other, or that have no effect."""
     charges, several = a.kl_reward != "none", "rewards" in a.advantage_inputs
     cases = [
-        (bool(a.top_k) and not a.distils, f"top_k={a.top_k} has no effect on objective={a.objective!r}: use 'distill'"),
+        (bool(a.top_k) and not a.distils, f"top_k={a.top_k} has no effect on objective={a.spec.name!r}: use 'distill'"),
         (charges and not a.reads_reward, f"kl_reward={a.kl_reward!r} has no effect: nothing reads the reward"),
         (charges and several, f"kl_reward={a.kl_reward!r} needs one reward, {a.advantage} reads several"),
         (a.advantage is None and bool(a.advantage_args), "advantage_args has no effect without an advantage"),
@@ -204,8 +209,8 @@ def _check_preset(a: Algorithm) -> None:
     given = a.objective_args.get("distribution", a.distribution)
     cases.append((a.distils and given != a.distribution, f"distribution={given!r} contradicts top_k={a.top_k}"))
     for place, usual in USUAL_ESTIMATORS.items():
-        coeff = getattr(a, f"{place}_coeff")
-        unused = getattr(a, place) == "none" and _is_set(coeff, _DEFAULTS[f"{place}_coeff"])
+        coeff = vars(a)[f"{place}_coeff"]
+        unused = vars(a)[place] == "none" and _is_set(coeff, _DEFAULTS[f"{place}_coeff"])
         cases.append((unused, f"{place}_coeff={coeff!r} has no effect with {place}='none': pass {place}={usual!r}"))
     refuse(a.name, cases)
 
@@ -234,21 +239,21 @@ def apply_overrides(preset: Algorithm, overrides: Settings) -> Algorithm:
     # `top_k` can replace the objective. Explicit overrides have precedence over its settings.
     distilled = _of_top_k(preset, overrides)
     changes: dict[str, object] = {**overrides, **distilled}
+    own: Settings = vars(preset)
     for part in ("objective", "advantage"):
-        now, args = getattr(preset, part), f"{part}_args"
-        kept = (
-            getattr(preset, args) if changes.get(part, now) == now else {}
-        )  # another objective or advantage has other settings
-        layers = (kept, distilled.get(args), overrides.get(args))
-        changes[args] = {key: value for layer in layers for key, value in cast("Settings", layer or {}).items()}
+        args = f"{part}_args"
+        # Another objective or advantage has other settings.
+        kept = own[args] if changes.get(part, own[part]) == own[part] else {}
+        layers = cast("Iterable[Settings]", filter(None, (kept, distilled.get(args), overrides.get(args))))
+        changes[args] = {key: value for layer in layers for key, value in layer.items()}
     for place, usual in USUAL_ESTIMATORS.items():
         coeff = f"{place}_coeff"
-        if getattr(preset, place) == "none" and _is_set(changes.get(coeff, 0)):
+        if own[place] == "none" and _is_set(changes.get(coeff, 0)):
             changes.setdefault(place, usual)
         elif changes.get(place) == "none":
             changes.setdefault(coeff, _DEFAULTS[coeff])  # the preset's weight would be refused without its KL
     for name, value in preset.derived.items():
-        if getattr(preset, name) == value:
+        if own[name] == value:
             changes.setdefault(name, None)  # derive it again from the changed fields
     changed = replace(preset, **changes)  # type: ignore[arg-type]
     _check_flags(preset, changed)
@@ -286,7 +291,7 @@ def _check_name(preset: Algorithm, name: str, overrides: Settings) -> None:
         return
     if name in _OF_LOOP:
         raise ValueError(f"{name} has no effect in make_algorithm: it describes the training loop. Leave it out.")
-    objective = cast("ObjectiveName", overrides.get("objective", preset.objective))
+    objective = cast("Objective", overrides.get("objective", preset.objective))
     advantage = cast("AdvantageName | None", overrides.get("advantage", preset.advantage))
     settings = {"objective_args": spec_of(objective).hyper}
     if advantage is not None:

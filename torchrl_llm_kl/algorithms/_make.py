@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from tensordict import NestedKey
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import TypedDict, Unpack
 
 from torchrl_llm_kl._numerics import check_not_a_name
@@ -26,8 +26,8 @@ from torchrl_llm_kl.losses import (
     PolicyLoss,
     TermPart,
     ValueLoss,
+    Weights,
     check_actor_options,
-    spec_of,
 )
 from torchrl_llm_kl.rollouts import Context, MaskingStrategy, ModelInterface, Scope
 from torchrl_llm_kl.scoring import (
@@ -39,7 +39,6 @@ from torchrl_llm_kl.scoring import (
     check_vocabularies,
     inner_module,
     is_wrapper,
-    output_size,
     repair_padding,
     trains_with,
     unwrap,
@@ -70,7 +69,7 @@ Reference: TypeAlias = Model | LogProbScorer | Literal["base", "data"]
 class LossArgs(TypedDict, total=False):
     """Arguments of :class:`~torchrl_llm_kl.PolicyLoss` that :func:`make_algorithm` passes on."""
 
-    corrections: Sequence[Correction | Callable[..., tuple[Tensor, dict[str, Tensor]]]]
+    corrections: Sequence[Correction | Callable[..., Weights]]
     tokens_per_batch: int | None
     functional: bool
 
@@ -158,7 +157,7 @@ def make_algorithm(
     preset = apply_overrides(preset, overrides)
     grouping: _Grouping = {"group_key": group_key, "group_size": group_size}
     _check_arguments(preset, reference, critic, grouping, masking_strategy)
-    _check_other_model(preset, actor, reference, context)
+    _check_other_model(actor, reference, context)
     preset.check_group_size(group_size)
     if not preset.compares_answers:
         grouping = {}  # both are None, and Advantage would refuse them
@@ -176,7 +175,7 @@ def make_algorithm(
         warn_of_mismatch(actor if isinstance(sampler, str) else sampler, options.sampling, trains=True, stacklevel=2)
 
     # These terms read whole distributions or score mismatched answers, so the loss scores the reference itself.
-    once = spec_of(preset.objective).once
+    once = preset.spec.once
     in_loss = preset.kl_loss == "exact" or preset.distils_exactly or (once is not None and once.mismatched)
     objective_args: ObjectiveArgs = {**preset.objective_args}
     if preset.distils:
@@ -191,7 +190,7 @@ def make_algorithm(
             aggregation=preset.aggregation,
             max_len=preset.max_len,
             masking_strategy=masking_strategy,
-            reference=_reference_of_loss(actor, reference, options) if in_loss else None,
+            reference=_loss_reference(actor, reference, options) if in_loss else None,
             options=options_of_loss,
             **objective_args,
             **(loss_args or {}),
@@ -199,7 +198,7 @@ def make_algorithm(
     # A critic is trained on the advantage's targets, so the advantage is used even if the objective ignores it.
     advantage = None if preset.advantage is None else _advantage(preset, grouping, masking_strategy)
     if advantage is not None and critic is None and "advantage" not in loss.reads:
-        raise ValueError(f"advantage={preset.advantage!r} has no effect: {preset.objective} reads none. Leave it out.")
+        raise ValueError(f"advantage={preset.advantage!r} has no effect: {preset.spec.name} reads none. Leave it out.")
     scope: Scope = "full" if masking_strategy == "rlhf" else "turn"
     kl_transform = _kl_transform(
         preset,
@@ -371,7 +370,7 @@ class _WrappedModel:
         return LogProbScorer(self.wrapper, **settings)
 
 
-def _check_other_model(preset: Algorithm, actor: object, reference: object, context: Context | None) -> None:
+def _check_other_model(actor: object, reference: object, context: Context | None) -> None:
     """Raise if the reference is the policy itself, or has another vocabulary. Models in other processes are not checked."""
     policy, other = inner_module(actor), inner_module(reference)
     if not (isinstance(policy, nn.Module) and isinstance(other, nn.Module)):
@@ -381,12 +380,6 @@ def _check_other_model(preset: Algorithm, actor: object, reference: object, cont
     if context is None and not switched and trains_with(policy, other):
         how = "is the actor itself" if policy is other else "holds the actor's own parameters"
         raise ValueError(f"reference {how}, so their KL is always 0: pass copy.deepcopy(actor), or 'base'.")
-    size, expected = output_size(other), output_size(policy)
-    if (preset.distils_exactly or preset.kl_loss == "exact") and None not in (size, expected) and size != expected:
-        raise ValueError(
-            f"reference has a vocabulary of {size} tokens, and the policy one of {expected}. Whole distributions need equal "
-            "ones: cut a padded head, or pass a reference with the policy's tokenizer."
-        )
     check_vocabularies(actor, reference)
 
 
@@ -421,9 +414,7 @@ def _reference_to_score(actor: object, reference: Reference | None, options: Sco
     return _to_score(reference, options, "reference")
 
 
-def _reference_of_loss(
-    actor: object, reference: Reference | None, options: ScoreOptions
-) -> Model | LogProbScorer | None:
+def _loss_reference(actor: object, reference: Reference | None, options: ScoreOptions) -> Model | LogProbScorer | None:
     """The reference in the form that a loss accepts, for an exact KL or mismatched answers. None if there is no model."""
     if not isinstance(reference, str):
         return reference

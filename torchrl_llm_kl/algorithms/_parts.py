@@ -17,7 +17,7 @@ from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.advantages import Advantage
 from torchrl_llm_kl.algorithms._algorithm import Algorithm
 from torchrl_llm_kl.algorithms._schema import Schema
-from torchrl_llm_kl.losses import PolicyLoss, ValueLoss, spec_of
+from torchrl_llm_kl.losses import PolicyLoss, ValueLoss
 from torchrl_llm_kl.ragged import has_entry, node_of, own_leaves, read_column, read_ragged, write_ragged
 from torchrl_llm_kl.rollouts import TOKENS_FULL, find_key, per_sequence, per_token
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
@@ -300,7 +300,7 @@ class AlgorithmParts:
             raise TypeError(f"pass the number of parts or their size, got number={number} and size={size}.")
         check_range(1, number=number, size=size)
         batch = _flat(batch)
-        together = spec_of(self.algorithm.objective).together
+        together = self.algorithm.spec.together
         units, what = torch.arange(len(batch)) // together, "rows" if together == 1 else "groups of rows"
         for name in {"pair_id", "match_id"} & self.loss.reads:  # the loss of a pair needs both answers
             key = find_key(batch, getattr(self.loss.tensor_keys, name))
@@ -494,13 +494,11 @@ def mix_buffers(
 
     Source: Trinity-RFT 0.6.0, sample strategy ``mix``.
     """
-    if not 0 < expert_data_ratio < 1:
-        raise ValueError(f"expert_data_ratio must lie between 0 and 1, got {expert_data_ratio}.")
     share = Fraction(expert_data_ratio).limit_denominator(batch_size)  # 0.1 is not exact as a float
-    if batch_size % share.denominator or abs(float(share) - expert_data_ratio) > 1e-6:
-        raise ValueError(
-            f"a batch of {batch_size} cannot hold exactly {expert_data_ratio:g} of experts: use a ratio n / {batch_size}."
-        )
+    exact = batch_size % share.denominator == 0 and abs(float(share) - expert_data_ratio) < 1e-6
+    if not 0 < share < 1 or not exact:
+        many = f"{batch_size} rows cannot hold exactly {expert_data_ratio:g} of experts"
+        raise ValueError(f"{many}: use a ratio n / {batch_size} between 0 and 1.")
     # The ensemble samples equally from its members, so a buffer takes part as often as its share requires.
     flags = [False] * (share.denominator - share.numerator) + [True] * share.numerator
     return ReplayBufferEnsemble(
@@ -520,9 +518,8 @@ def _mixed(samples: Sequence[TensorDictBase], *, flags: Sequence[bool]) -> Tenso
             row.pop(key, None)
     example = members[flags.index(False)][0]
     length = len(example[TOKENS_FULL])
-    shared = example.exclude(
-        "tokens", "masks", _LOSS_MASK, "expert_mask"
-    )  # experts have their own entries of these names
+    # Experts have their own entries of these names.
+    shared = example.exclude("tokens", "masks", _LOSS_MASK, "expert_mask")
     only_rollouts = {key: value for key, value in shared.items(True, True) if isinstance(value, Tensor)}
     masks = [row[_LOSS_MASK] for row in rows if has_entry(row, _LOSS_MASK)]
     for flag, member in zip(flags, members, strict=True):

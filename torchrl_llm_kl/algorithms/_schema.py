@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
+from torchrl_llm_kl._foreign import read_table
 from torchrl_llm_kl._registry import Registry
 from torchrl_llm_kl.ragged import read_column
 from torchrl_llm_kl.rollouts import describe_entries, find_key
 
+Kind = Literal["integer", "number", "boolean", "identity"]
 SchemaName = Literal["sft", "dpo", "unpaired", "experience", "rewards", "mix", "trajectory", "distill"]
 
 
@@ -37,7 +38,7 @@ class Entry:
 
     key: NestedKey
     shape: str
-    kind: Literal["integer", "number", "boolean", "identity"]
+    kind: Kind
     note: str
     required: bool = True
 
@@ -71,10 +72,8 @@ class Schema:
         if self.paired and find_key(td, "pair_id") is None and rows % 2:
             complaints.append(f"found {rows} sequences, expected pairs: chosen, rejected, ... (or pair_id and chosen)")
         if complaints:
-            listed = "".join(f"\n  - {complaint}" for complaint in complaints)
-            raise SchemaError(
-                f"The data does not fit the schema {self.name!r}. It holds {describe_entries(td)}. Problems:{listed}"
-            )
+            head = f"The data does not fit the schema {self.name!r}. It holds {describe_entries(td)}. Problems:"
+            raise SchemaError("\n  - ".join([head, *complaints]))
 
     def table(self) -> str:
         """A Markdown table of the entries."""
@@ -89,7 +88,7 @@ class Schema:
 # ------------------------------------------------------------------ the check of an entry
 
 # kind -> plural for messages, and whether a tensor is of this kind
-_KINDS: dict[str, tuple[str, Callable[[Tensor], bool]]] = {
+_KINDS: dict[Kind, tuple[str, Callable[[Tensor], bool]]] = {
     "integer": ("integers", lambda x: not x.is_floating_point() and x.dtype != torch.bool),
     "number": ("numbers", lambda x: x.dtype != torch.bool),
     "boolean": ("booleans", lambda x: x.dtype == torch.bool),
@@ -119,69 +118,19 @@ def _complaint(td: TensorDictBase, entry: Entry) -> str | None:
 # ------------------------------------------------------------------ the schemas
 
 
-_optional = partial(Entry, required=False)
-_OF_ALL = (
-    Entry(("tokens", "full"), "[*B, T]", "integer", "the sampled prompt and response"),
-    _optional(("tokens", "prompt"), "[*B, P]", "integer", "the prompt without the response"),
-    _optional(("masks", "all_attention_mask"), "[*B, T]", "boolean", "False at padding. Padded data must have it"),
-    _optional(("masks", "all_assistant_mask"), "[*B, T]", "boolean", "True at the assistant's tokens"),
-    _optional("loss_mask", "[*B] or [*B, T]", "boolean", "False leaves out a sequence or a token"),
-)
-_REWARD = Entry(
-    ("next", "reward"), "[*B, 1] or [*B, T, 1]", "number", "the outcome, or rewards per token that add up to it"
-)
-_QUERY = _optional("query", "[*B]", "identity", "equal for all answers to one prompt. group_size replaces it")
-_SAMPLER = _optional(("next", "log_probs", "full"), "[*B, T]", "number", "nats, under the policy that sampled")
-_REFERENCE = _optional(("next", "ref_log_probs", "full"), "[*B, T]", "number", "nats, under the reference")
-_ROLLOUT = (_REWARD, _QUERY, _SAMPLER, _REFERENCE)
+def _read_schemas() -> Registry[Schema]:
+    """The schemas of ``schemas.csv``, which has a line for each entry and names the schemas that have it."""
+    entries: dict[str, list[Entry]] = {name: [] for name in get_args(SchemaName)}
+    for row in read_table("algorithms/schemas.csv"):
+        key, kind = unravel_key(tuple(row["entry"].split("."))), cast("Kind", row["kind"])
+        entry = Entry(key, row["shape"], kind, row["note"], required=row["required"] == "yes")
+        for name in row["schemas"].split():
+            entries[name].append(entry)
+    schemas: Registry[Schema] = Registry("schema")
+    for name, own in entries.items():
+        schemas.add(name, Schema(name, tuple(own), paired=name == "dpo"))
+    return schemas
 
-_OWN: dict[SchemaName, tuple[Entry, ...]] = {
-    "sft": (),
-    "dpo": (
-        _optional("pair_id", "[*B]", "integer", "equal for the two answers of a pair"),
-        _optional("chosen", "[*B]", "boolean", "True for the better answer"),
-        _REFERENCE,
-    ),
-    "unpaired": (
-        Entry("chosen", "[*B]", "boolean", "True for a desirable answer, False for an undesirable one"),
-        _optional("reference_point", "[*B]", "number", "nats, for the whole batch, if prepare cannot compute it"),
-        _REFERENCE,
-    ),
-    "experience": (
-        _optional("chosen", "[*B]", "boolean", "True for right answers (vapo)"),
-        _optional("expert_mask", "[*B, T]", "boolean", "True for tokens of tools and users (echo)"),
-        _optional("role", "[*B]", "identity", "the role of the agent (rae, hierarchical_grpo)"),
-        _optional("reward_baseline", "[*B]", "number", "the baseline of the prompt (remax, a2po)"),
-        *_ROLLOUT,
-    ),
-    "rewards": (
-        _optional(("next", "reward"), "[*B, R]", "number", "several rewards. keys may name one entry for each instead"),
-        _QUERY,
-        _SAMPLER,
-        _REFERENCE,
-    ),
-    "mix": (
-        Entry("expert_mask", "[*B]", "boolean", "True for the answers of experts"),
-        *_ROLLOUT,
-    ),
-    "trajectory": (
-        _REWARD,
-        _optional("query", "[*B]", "identity", "the task. group_size replaces it"),
-        _optional("run", "[*B]", "identity", "the trajectory, named by keys. Rows [*envs, steps] need none"),
-        _optional("step", "[*B]", "integer", "the place in the trajectory, named by keys"),
-        _optional("state", "[*B]", "identity", "the env's state before the step (gigpo)"),
-        _SAMPLER,
-        _REFERENCE,
-    ),
-    "distill": (
-        _SAMPLER,
-        _REFERENCE,
-        _optional(("top_k", "ids"), "[*B, T, k]", "integer", "a teacher's most probable tokens"),
-        _optional(("top_k", "log_probs"), "[*B, T, k]", "number", "nats, of these tokens under the teacher"),
-        _optional(("top_k", "rest_log_prob"), "[*B, T]", "number", "nats, of all other tokens together"),
-    ),
-}
+
 #: The kinds of data, by name.
-SCHEMAS: Registry[Schema] = Registry("schema")
-for _name, _own in _OWN.items():
-    SCHEMAS.add(_name, Schema(_name, _OF_ALL + _own, paired=_name == "dpo"))
+SCHEMAS = _read_schemas()

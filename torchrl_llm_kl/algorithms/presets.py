@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING
 
 from torchrl_llm_kl._foreign import read_table
 from torchrl_llm_kl._registry import Registry, UnknownNameError
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.algorithms._algorithm import Algorithm
-from torchrl_llm_kl.losses import spec_of
 
 if TYPE_CHECKING:
     from torchrl_llm_kl.algorithms import AlgorithmName
@@ -45,7 +43,7 @@ def get_algorithm(name: AlgorithmName) -> Algorithm:
 
 def _register_presets() -> None:
     """Register the presets of the table."""
-    values: dict[str, Json] = {}
+    values: dict[str, dict[str, object]] = {}
     sources: dict[str, dict[str, str]] = {}
     for row in read_table("algorithms/presets.csv"):
         value: object
@@ -56,7 +54,7 @@ def _register_presets() -> None:
         if row["source"]:  # a value can share the source of the row above
             sources.setdefault(name, {})[field] = row["source"]
     for name, fields in values.items():
-        ALGORITHMS.add(name, Algorithm(name, sources=sources.get(name, {}), **fields))
+        ALGORITHMS.add(name, Algorithm(name, sources=sources.get(name, {}), **fields))  # type: ignore[arg-type]
 
 
 _register_presets()
@@ -92,12 +90,11 @@ def _table_row(preset: Algorithm) -> list[str]:
         kl.append(f"loss: `{preset.kl_loss}`, {preset.kl_loss_coeff:g}")
     if preset.kl_reward != "none":
         kl.append(f"reward: `{preset.kl_reward}`, {preset.kl_reward_coeff:g}")
-    spec = spec_of(preset.objective)
-    if "ref_log_prob" in spec.needs:
+    if "ref_log_prob" in preset.spec.needs:
         kl.append("in the objective")
     return [
         f"`{preset.name}`",
-        _shown_call(preset.objective, preset.objective_args),
+        _shown_call(preset.spec.name, preset.objective_args),
         advantage,
         "; ".join(kl) or "none",
         f"`{preset.summed}`",

@@ -77,10 +77,8 @@ def _needs(preset: Algorithm) -> dict[str, str]:
 def _sources(preset: Algorithm) -> dict[str, dict[str, object]]:
     """Value and source of each setting, including hyper-parameters of objective and advantage."""
     from torchrl_llm_kl.advantages import advantage_spec, get_advantage
-    from torchrl_llm_kl.losses import get_objective, spec_of
 
-    objective = spec_of(get_objective(preset.objective))
-    assert objective is not None
+    objective = preset.spec
     parts: dict[str, tuple[Spec, Mapping[str, object]]] = {"objective": (objective, preset.objective_args)}
     if preset.advantage is not None:
         parts["advantage"] = (advantage_spec(get_advantage(preset.advantage)), preset.advantage_args)
@@ -91,7 +89,7 @@ def _sources(preset: Algorithm) -> dict[str, dict[str, object]]:
             continue
         value, usual = getattr(preset, name), "follows from the others" if name in preset.derived else "default"
         if name == "aggregation" and value is None:
-            value, usual = objective.aggregation, f"from {preset.objective}"
+            value, usual = objective.aggregation, f"from {objective.name}"
         spec, given = parts.get(name, (None, {}))
         settings[name] = (value, preset.sources.get(name) or (spec and spec.source) or usual)
         for key, setting in {**(spec.defaults if spec else {}), **given}.items():

@@ -121,7 +121,7 @@ class AdaptiveKLCoefficient(_Coefficient):
         if not 0 <= _ERROR_CLIP * rate < 1:
             limit = f"expected 0 <= n < {1 / _ERROR_CLIP:g} * horizon"
             raise ValueError(
-                f"n={n} with horizon={self.horizon}: {limit}, or one step could bring the coefficient to 0."
+                f"n={n} with horizon={self.horizon}: {limit}, or one step could end at a coefficient of 0."
             )
         kl = self._measured("current_kl", current_kl)
         error = (kl / self.target - 1).clamp(-_ERROR_CLIP, _ERROR_CLIP)
@@ -427,9 +427,7 @@ class _KLController(_Coefficient):
         if problem is not None:
             raise problem
         if shared and not isinstance(current_kl, Tensor) and not bool(sums.isfinite().all()):
-            raise ValueError(
-                "current_kl of another rank is not finite, or its n is negative. Look for a bad log-prob there."
-            )
+            raise ValueError("current_kl of another rank is not finite, or its n is negative. Look at its log-probs.")
         return (sums[0] / sums[1]).to(self.value)
 
     def _share(self, current_kl: float | Tensor, n: float | Tensor) -> tuple[Tensor, Tensor]:

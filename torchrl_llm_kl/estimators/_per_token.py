@@ -360,9 +360,7 @@ def corrected_k3(
     """
     check_range(above=0.0, ratio_max=ratio_max)
     if old_log_prob is None:
-        raise ValueError(
-            "corrected_k3 needs old_log_prob, from the policy that sampled. On-policy, pass log_prob.detach()."
-        )
+        raise ValueError("corrected_k3 needs old_log_prob, the sampler's. On-policy, pass log_prob.detach().")
     estimate = k3(log_prob, ref_log_prob, old_log_prob)
     log_prob, old_log_prob = widen(log_prob, old_log_prob)
     # Bounding the exponent first keeps exp finite. An inf here would turn the clamp's zero gradient into NaN.

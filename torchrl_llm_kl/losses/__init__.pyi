@@ -150,6 +150,10 @@ from torchrl_llm_kl.losses.terms import (
 
 # isort: split
 # For the layers above, not public:
+from torchrl_llm_kl.losses._objective import (
+    Terms as Terms,
+    Weights as Weights,
+)
 from torchrl_llm_kl.losses._policy_inputs import (
     check_actor_options as check_actor_options,
 )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchrl_llm_kl._numerics import (
     Scalar,
+    check_choice,
     check_is_mask,
     check_is_number,
     check_is_scalar,
@@ -23,7 +24,6 @@ from torchrl_llm_kl._numerics import (
     wide_dtype,
     widen,
 )
-from torchrl_llm_kl._registry import no_such
 
 #: How a loss is summed over tokens. See the table of :func:`aggregate`.
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "none"]
@@ -81,7 +81,7 @@ def aggregate(
 
     Source: names and meanings of the modes are verl's. The last one is from Liu et al. 2025 (Dr. GRPO, arXiv 2503.20783).
     """
-    check_aggregation(mode)
+    check_choice(AGGREGATIONS, mode=mode)
     check_same_shape(value=value, mask=mask)
     check_is_mask(mask=mask)
     if mode == "none":
@@ -131,7 +131,7 @@ def count(mask: Tensor, mode: Aggregation = "token-mean", *, max_len: int | None
         >>> [int(count(mask, mode)) for mode in AGGREGATIONS[:4]]
         [3, 2, 2, 6]
     """
-    check_aggregation(mode)
+    check_choice(AGGREGATIONS, mode=mode)
     check_is_mask(mask=mask)
     check_range(1, max_len=max_len)
     if mode in ("token-mean", "none"):
@@ -140,12 +140,6 @@ def count(mask: Tensor, mode: Aggregation = "token-mean", *, max_len: int | None
     if mode == "seq-mean-token-sum-norm":
         return sequences * (mask.shape[-1] if max_len is None else max_len)
     return sequences
-
-
-def check_aggregation(mode: str) -> None:
-    """Raise a ValueError that lists the modes unless ``mode`` is one."""
-    if mode not in AGGREGATIONS:
-        raise ValueError(no_such("unknown aggregation", mode, AGGREGATIONS))
 
 
 # ------------------------------------------------------------------ for objectives

@@ -6,8 +6,8 @@ import contextlib
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
-from functools import cached_property, wraps
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, cast, get_args, overload
+from functools import cached_property, partial, wraps
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, cast, get_args
 
 import torch
 from tensordict import NestedKey
@@ -41,16 +41,16 @@ class MissingInputError(AttributeError, ValueError):
 class _GivenFields:
     """The fields of :class:`LossInputs`. A record lists only the inputs that it has, so ``dataclasses.replace`` works."""
 
-    def __init__(self, every: dict[str, Field[Any]]) -> None:
+    def __init__(self, every: dict[str, Field[Tensor]]) -> None:
         self.every = every
 
-    def __get__(self, inputs: LossInputs | None, owner: type) -> dict[str, Field[Any]]:
+    def __get__(self, inputs: LossInputs | None, owner: type) -> dict[str, Field[Tensor]]:
         return {name: each for name, each in self.every.items() if inputs is None or name in vars(inputs)}
 
 
-def _optional(shape: str = _TOKEN, **facts: object) -> Any:
+def _optional(shape: str = _TOKEN, **facts: object) -> Tensor:
     """A field that may be left out. Facts: ``boolean``, and ``graph`` if its gradient is kept."""
-    return field(default_factory=lambda: None, metadata={"shape": shape, **facts})
+    return cast("Tensor", field(default_factory=lambda: None, metadata={"shape": shape, **facts}))
 
 
 @dataclass(frozen=True, eq=False)
@@ -368,7 +368,10 @@ class LossTerm:
         return replace(self, **changes)
 
 
+#: The result of an objective, or of a term of a loss.
 Terms = tuple[LossTerm, ...]
+#: The result of a correction: weights of the terms, and metrics.
+Weights = tuple[Tensor, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -484,10 +487,21 @@ def loss_part(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return lambda function: _with_checks(ObjectiveSpec(name), function)
 
 
+def _read(spec: ObjectiveSpec, formula: Callable[..., object]) -> ObjectiveSpec:
+    """Add the facts of a function, whose first parameter is the record of inputs."""
+    inputs, *_ = inspect.signature(formula).parameters
+    return replace(spec.reading(formula, (inputs,)), formula=formula)
+
+
+def name_of(function: Callable[..., object]) -> str:
+    """The name of a function, of the function in a partial, or of the class of a callable object."""
+    inner = function.func if isinstance(function, partial) else function
+    return getattr(inner, "__name__", type(inner).__name__)
+
+
 def _with_checks(spec: ObjectiveSpec, formula: Callable[P, R]) -> Callable[P, R]:
     """``formula``, preceded by the checks of its hyper-parameters."""
-    inputs, *_ = inspect.signature(formula).parameters
-    spec = replace(spec.reading(formula, (inputs,)), formula=formula)
+    spec = _read(spec, formula)
 
     @wraps(formula)
     def call(*args: P.args, **hyper: P.kwargs) -> R:
@@ -503,19 +517,19 @@ def _with_checks(spec: ObjectiveSpec, formula: Callable[P, R]) -> Callable[P, R]
     return call
 
 
-@overload
-def spec_of(function: str) -> ObjectiveSpec: ...
-@overload
-def spec_of(function: Callable[..., Terms]) -> ObjectiveSpec | None: ...
-def spec_of(function: Callable[..., Terms] | str) -> ObjectiveSpec | None:
-    """The :class:`ObjectiveSpec` of an objective (a function or its name), a term or a correction. None for other functions.
+def spec_of(function: Callable[..., Terms] | str) -> ObjectiveSpec:
+    """The :class:`ObjectiveSpec` of an objective (a function or its name), a term or a correction.
+
+    A function that is not registered gets a new spec, with the defaults of :func:`objective`.
 
     Example:
         >>> from torchrl_llm_kl.losses import sapo
         >>> spec_of(sapo).aggregation, spec_of(sapo).hyper
         ('seq-mean-token-mean', ('tau_pos', 'tau_neg'))
     """
-    return getattr(_REGISTRY[function] if isinstance(function, str) else function, "spec", None)
+    function = _REGISTRY[function] if isinstance(function, str) else function
+    spec = getattr(function, "spec", None)
+    return spec if isinstance(spec, ObjectiveSpec) else _read(ObjectiveSpec(name_of(function)), function)
 
 
 def available_objectives() -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Generic, Literal, TypeVar, cast, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,17 @@ from torch import Tensor, nn
 from torchrl_llm_kl._numerics import Scalar
 from torchrl_llm_kl._registry import members_of, signature_of
 from torchrl_llm_kl.estimators import WideBuffers, check_placement
-from torchrl_llm_kl.losses._objective import INPUTS, OF_SAMPLER, LossInputs, LossTerm, Reads, dummy_inputs, reads_of
+from torchrl_llm_kl.losses._objective import (
+    INPUTS,
+    OF_SAMPLER,
+    LossInputs,
+    Reads,
+    Terms,
+    Weights,
+    dummy_inputs,
+    name_of,
+    reads_of,
+)
 from torchrl_llm_kl.losses.corrections import (
     Divergence,
     Level,
@@ -27,9 +37,10 @@ from torchrl_llm_kl.losses.terms import Estimator, divergence_to_teacher, entrop
 
 #: A weight: a number, or a module that returns one.
 Coefficient = Scalar | nn.Module
+R_co = TypeVar("R_co", covariant=True)
 
 
-class Part(WideBuffers):
+class Part(WideBuffers, Generic[R_co]):
     """A function of one record of inputs together with its hyper-parameters.
 
     Hyper-parameters that are numbers are buffers. They are saved and moved with the module, and assignment changes them in
@@ -45,7 +56,7 @@ class Part(WideBuffers):
         TypeError: if it has no such hyper-parameter.
     """
 
-    def __init__(self, function: Callable[..., Any], /, **hyper: Any) -> None:
+    def __init__(self, function: Callable[..., R_co], /, **hyper: object) -> None:
         super().__init__()
         _, *parameters = signature_of(function).values()
         self.function = function
@@ -60,19 +71,17 @@ class Part(WideBuffers):
             self._store(name, value)
         self._check(hyper)
 
-    def run(self, inputs: Any) -> Any:
+    def run(self, inputs: object) -> R_co:
         """Call the function."""
         # Kernels of every device accept a 0-dim CPU tensor. A tensor on another device must be moved to the inputs.
         device = next(x.device for x in vars(inputs).values() if isinstance(x, Tensor))
-        hyper = {
-            name: x.to(device) if isinstance(x, Tensor) and x.device.type != "cpu" else x
-            for name, x in self.hyper.items()
-        }
+        hyper = self.hyper
+        hyper |= {name: x.to(device) for name, x in hyper.items() if isinstance(x, Tensor) and x.device.type != "cpu"}
         return self.function(inputs, **hyper)
 
-    def dummy(self, hyper: Mapping[str, Any]) -> Any:
+    def dummy(self, hyper: Mapping[str, object]) -> object:
         """Inputs of a few tokens, on which the function is run to check its hyper-parameters."""
-        return dummy_inputs(teachers=len(hyper.get("teacher_weights") or (1,)), device=device_of(self))
+        return dummy_inputs(teachers=number_of_teachers(hyper) or 1, device=device_of(self))
 
     def reads(self, there: Collection[str] = INPUTS) -> Reads:
         """The inputs that the function reads with its current hyper-parameters, if the data holds those of ``there``."""
@@ -84,8 +93,13 @@ class Part(WideBuffers):
                 self._reads_of = numbers
         key = frozenset(there)
         if key not in self._reads:
-            self._reads[key] = reads_of(self.run, self.dummy(self.hyper), key)
+            self._reads[key] = reads_of(self.run, cast("LossInputs", self.dummy(self.hyper)), key)
         return self._reads[key]
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return name_of(self.function)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -100,17 +114,12 @@ class Part(WideBuffers):
     @property
     def hyper(self) -> dict[str, Any]:
         """The hyper-parameters as passed to the function. Numbers are 0-dim tensors."""
-        modules = {name: module() for name, module in self._modules.items() if module is not None}
-        return {**self.settings, **modules, **self._buffers}
+        return {name: value() if isinstance(value, nn.Module) else value for name, value in self.stored.items()}
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the hyper-parameters."""
-        return (*self.settings, *self._buffers, *self._modules)
-
-    def get(self, name: str) -> Any:
-        """A hyper-parameter: the buffer of a number, a module, or the value itself."""
-        return self.settings[name] if name in self.settings else getattr(self, name)
+    def stored(self) -> dict[str, object]:
+        """The hyper-parameters as they are stored: the buffer of a number, a module, or the value itself."""
+        return {**self.settings, **self._buffers, **self._modules}
 
     def put(self, name: str, value: object) -> None:
         """Set a hyper-parameter. A number that is already a buffer changes in place.
@@ -152,7 +161,7 @@ class Part(WideBuffers):
         else:
             self.settings[name] = value
 
-    def _check(self, hyper: Mapping[str, Any]) -> None:
+    def _check(self, hyper: Mapping[str, object]) -> None:
         """Run the function to check hyper-parameters. It checks numbers but not buffers, so CPU tensors become numbers."""
         values = {name: value() if isinstance(value, nn.Module) else value for name, value in hyper.items()}
         for name, value in hyper.items():
@@ -172,7 +181,7 @@ class Part(WideBuffers):
         """Name and hyper-parameters."""
         shown = {name: repr(value) for name, value in self.settings.items()}
         shown |= {name: f"{float(value):g}" for name, value in self._buffers.items() if value is not None}
-        return ", ".join([name_of(self.function), *(f"{key}={value}" for key, value in shown.items())])
+        return ", ".join([self.name, *(f"{key}={value}" for key, value in shown.items())])
 
 
 def _is_scalar(parameter: inspect.Parameter) -> bool:
@@ -183,13 +192,13 @@ def _is_scalar(parameter: inspect.Parameter) -> bool:
     return Scalar in kinds or {float, Tensor} <= kinds or str(parameter.annotation).startswith("Scalar")
 
 
-def name_of(function: Callable[..., object]) -> str:
-    """The name of a function, also inside a ``functools.partial``. The class name of any other callable."""
-    inner = getattr(function, "func", function)
-    return getattr(inner, "__name__", type(inner).__name__)
+def number_of_teachers(hyper: Mapping[str, object]) -> int | None:
+    """The number of teachers that the weights of a distillation are for. None without weights."""
+    weights = cast("Sequence[float] | None", hyper.get("teacher_weights"))
+    return len(weights) if weights else None
 
 
-def device_of(*parts: Part) -> torch.device | None:
+def device_of(*parts: Part[object]) -> torch.device | None:
     """The device of the parts' hyper-parameters. None for the CPU."""
     return next((x.device for part in parts for x in part.buffers() if x.device.type != "cpu"), None)
 
@@ -197,7 +206,7 @@ def device_of(*parts: Part) -> torch.device | None:
 # ------------------------------------------------------------------ terms
 
 
-class TermPart(Part):
+class TermPart(Part[Terms]):
     """A function that returns loss terms, together with its hyper-parameters, which are checked at construction.
 
     Example:
@@ -207,9 +216,9 @@ class TermPart(Part):
         (tensor(0.2800), ['advantage', 'old_log_prob'])
     """
 
-    def forward(self, inputs: LossInputs) -> tuple[LossTerm, ...]:
+    def forward(self, inputs: LossInputs) -> Terms:
         """The terms for these inputs."""
-        terms: tuple[LossTerm, ...] = self.run(inputs)
+        terms = self.run(inputs)
         # A scheduled weight is logged, because it cannot be seen in the terms that it multiplies.
         mu = self._modules.get("mu")
         if mu is not None:
@@ -221,7 +230,7 @@ class _KLTerm(TermPart):
     """Base of the KL penalties. It warns of an estimator with another gradient than the reverse KL's."""
 
     # staticmethod in the subclasses: a plain function would become a bound method.
-    _function: Callable[..., tuple[LossTerm, ...]]
+    _function: Callable[..., Terms]
 
     def __init__(
         self, coeff: Coefficient = 1e-3, estimator: Estimator = "k2", *, leave_out_experts: bool = False
@@ -292,8 +301,8 @@ class DivergenceToTeacher(TermPart):
         distribution: Distribution = "top_k",
         teacher_weights: Sequence[float] | None = None,
     ) -> None:
-        hyper = {"coeff": coeff, "beta": beta, "distribution": distribution, "teacher_weights": teacher_weights}
-        super().__init__(divergence_to_teacher, **hyper)
+        own = {"distribution": distribution, "teacher_weights": teacher_weights}
+        super().__init__(divergence_to_teacher, coeff=coeff, beta=beta, **own)
 
 
 class EntropyBonus(TermPart):
@@ -319,7 +328,7 @@ class EntropyBonus(TermPart):
 # ------------------------------------------------------------------ corrections
 
 
-class Correction(Part):
+class Correction(Part[Weights]):
     """A function that returns one weight per token and metrics. The weights multiply the objective, but not the other terms.
 
     Example:
@@ -328,10 +337,9 @@ class Correction(Part):
         tensor([[0.5000, 0.0000]])
     """
 
-    def forward(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, inputs: LossInputs) -> Weights:
         """The weights and metrics for these inputs."""
-        weights, metrics = self.run(inputs)
-        return weights, metrics
+        return self.run(inputs)
 
     @property
     def leaves_out_experts(self) -> bool:
@@ -448,12 +456,13 @@ def rollout_corrections(
     if rollout_is is not None:
         low, high = _bounds(rollout_is_threshold)
         out.append(ImportanceWeights(level=rollout_is, mode="truncate" if low is None else "mask", low=low, high=high))
-    chosen: list[Any] = list(dict.fromkeys(part.strip() for part in (rollout_rs or "").split(",") if part.strip()))
+    names = (part.strip() for part in (rollout_rs or "").split(","))
+    chosen = cast("list[Divergence]", list(dict.fromkeys(filter(None, names))))
     each = str(rollout_rs_threshold).split(",")
     each = each * len(chosen) if len(each) == 1 else each
     if len(each) != len(chosen):
         raise ValueError(
-            f"rollout_rs={rollout_rs!r} and rollout_rs_threshold={rollout_rs_threshold!r}: pass one bound each."
+            f"rollout_rs={rollout_rs!r}, rollout_rs_threshold={rollout_rs_threshold!r}: pass one bound each."
         )
     for option, bound in zip(chosen, each, strict=True):
         low, high = _bounds(bound)

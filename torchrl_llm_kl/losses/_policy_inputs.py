@@ -6,15 +6,16 @@ import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_finite, finite_total, to_host
 from torchrl_llm_kl.losses._objective import INPUTS, KEYS, MASKS, OF_SAMPLER, PER_ROW, PER_TOKEN, LossInputs, Once
-from torchrl_llm_kl.losses._parts import Part, name_of
+from torchrl_llm_kl.losses._parts import Part
 from torchrl_llm_kl.losses._token_loss import as_mask
 from torchrl_llm_kl.rollouts import (
     Located,
@@ -28,6 +29,7 @@ from torchrl_llm_kl.rollouts import (
     require_key,
 )
 from torchrl_llm_kl.scoring import (
+    Changes,
     LogProbScorer,
     Model,
     ModelOrScorer,
@@ -90,7 +92,7 @@ class EntryReader:
         warned: keys of teachers that were already warned of.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[Part[object]]
     keys: Mapping[str, NestedKey]
     tokens: TokenReader
     of_data: frozenset[str]
@@ -176,7 +178,7 @@ class EntryReader:
                 advice = f"Add the entry, or say where it is with set_keys({name}=...)."
                 if self.once is not None and self.once.name == name:
                     advice = f"batch_inputs(batch) computes it from a whole batch. {advice}"
-                require_key(td, self.keys[name], f"{name_of(self.parts[0].function)} needs {name}", advice)
+                require_key(td, self.keys[name], f"{self.parts[0].name} needs {name}", advice)
         return places, needs
 
     def _trained(
@@ -328,13 +330,14 @@ class PolicyScorers:
         model = actor if self.given is None else self.given.model
         return self._like_the_actor(self._sharp_slot, model, sampling=Sampling(self.options.temperature / 2))
 
-    def _like_the_actor(self, slot: ScorerSlot, model: Model, **changes: Any) -> Scorer:
+    def _like_the_actor(self, slot: ScorerSlot, model: Model, **changes: Unpack[Changes]) -> Scorer:
         """The scorer of a model with the actor's settings, over all tokens, except for ``changes``."""
-        own = {"sampling": self.options.sampling.of_reference, "entropy": False, **changes}
-        settings: dict[str, object] = {"options": self.options.but(**own)}
-        if getattr(model, "log_probs_only", False) is not True:  # a remote model plans its own batches
-            settings["tokens_per_batch"] = self.tokens_per_batch if self.given is None else self.given.tokens_per_batch
-        return slot.get(model, **settings)
+        own: Changes = {"sampling": self.options.sampling.of_reference, "entropy": False, **changes}
+        options = self.options.but(**own)
+        if log_probs_only(model) and not isinstance(model, nn.Module):  # a remote model plans its own batches
+            return slot.get(model, options=options)
+        tokens_per_batch = self.tokens_per_batch if self.given is None else self.given.tokens_per_batch
+        return slot.get(model, options=options, tokens_per_batch=tokens_per_batch)
 
     # ------------------------------------------------------------------ one step
 
@@ -351,25 +354,25 @@ class PolicyScorers:
             model = "reference model" if "kl" in exact else "teacher"
             raise ValueError(f"an exact KL is computed from both models: pass the {model} as reference=.")
         if exact:
-            check_distributions(actor, getattr(self.reference, "model", None), self.reference)
+            inner = self.reference.model if isinstance(self.reference, LogProbScorer) else None
+            check_distributions(actor, inner, self.reference)
 
-    def _exact(self, needs: Collection[str], parts: Sequence[Part]) -> dict[str, Any]:
-        """Reference, direction and mixture of the exact divergence that a part needs."""
+    def _exact(self, needs: Collection[str], parts: Sequence[Part[object]]) -> Changes | None:
+        """Direction and mixture of the exact divergence that a part needs. None if no part needs one."""
         if "kl" in needs:
-            return {"reference": self.of_reference()}
+            return {}
         betas = {float(part.hyper.get("beta", 0.5)) for part in parts if "teacher_divergence" in part.needs}
         if not betas:
-            return {}
+            return None
         if len(betas) > 1:
             raise ValueError(f"exact distillations with beta {sorted(betas)}: expected one beta for all.")
         (beta,) = betas
         # At the ends the mixture is one of the two distributions, and its divergence 0. The plain KLs take their place.
-        ends: dict[float, dict[str, object]] = {0.0: {"direction": "forward"}, 1.0: {"direction": "reverse"}}
-        chosen = ends.get(beta, {"direction": "jensen_shannon", "beta": beta})
-        return {"reference": self.of_reference(), **chosen}
+        ends: dict[float, Changes] = {0.0: {"direction": "forward"}, 1.0: {"direction": "reverse"}}
+        return ends.get(beta, {"direction": "jensen_shannon", "beta": beta})
 
     def compute(
-        self, actor: nn.Module, parts: Sequence[Part], batch: PolicyBatch, replayed: RequestFields
+        self, actor: nn.Module, parts: Sequence[Part[object]], batch: PolicyBatch, replayed: RequestFields
     ) -> dict[str, Tensor]:
         """The gathered inputs that the models compute. ``replayed`` are fields of the request.
 
@@ -385,19 +388,19 @@ class PolicyScorers:
         over_kept = ref_here and sampling.truncates and sampling.reference == "kept"
         # A model in another process cannot share the actor's pass over the head. It is sent the kept tokens.
         apart = over_kept and log_probs_only(self.reference)
-        if over_kept and not apart:
-            exact = {"reference": reference}
+        together = exact is not None or (over_kept and not apart)
+        entropy = self.options.entropy or "entropy" in needs
+        changes: Changes = {"entropy": entropy, "grad": torch.is_grad_enabled(), **(exact or {})}
         if apart and "kept" not in replayed:
-            exact = {"return_kept": True}
+            changes["return_kept"] = True
         if "sharp_log_prob" in needs and sampling.truncates and "kept" not in replayed:
             advice = "replay the tokens that the sampler kept (RecordKept)"
             raise ValueError(f"at half the temperature {sampling} leaves other tokens: {advice}.")
         fields: RequestFields = {**replayed, "top_ids": batch.top_ids}
         scores = self.of_actor(actor).evaluate(
             ScoreRequest.of(response.tokens, response.host_mask, **fields),
-            entropy=self.options.entropy or "entropy" in needs,
-            grad=torch.is_grad_enabled(),
-            **exact,
+            reference=reference if together else None,
+            **changes,
         )
         # An exact KL computes the reference's log-probs along with it.
         ref = scores.ref_log_prob

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -26,14 +26,14 @@ from torchrl_llm_kl.losses._objective import (
     InputKeys,
     LossInputs,
     LossTerm,
-    MissingInputError,
     Once,
     Terms,
+    Weights,
     dummy_inputs,
     get_objective,
     spec_of,
 )
-from torchrl_llm_kl.losses._parts import Correction, Part, TermPart, device_of, name_of
+from torchrl_llm_kl.losses._parts import Correction, Part, TermPart, device_of, number_of_teachers
 from torchrl_llm_kl.losses._policy_inputs import EntryReader, PolicyBatch, PolicyScorers
 from torchrl_llm_kl.losses._token_loss import LossOutput, TokenLoss, with_graph
 from torchrl_llm_kl.losses.corrections import apply_correction, correction_metrics
@@ -175,8 +175,8 @@ class PolicyLoss(TokenLoss):
         actor: ModelOrScorer,
         objective: str | Callable[..., Terms] = "ppo",
         *,
-        terms: Sequence[Part | Callable[..., Terms]] = (),
-        corrections: Sequence[Correction | Callable[..., tuple[Tensor, dict[str, Tensor]]]] = (),
+        terms: Sequence[TermPart | Callable[..., Terms]] = (),
+        corrections: Sequence[Correction | Callable[..., Weights]] = (),
         aggregation: Aggregation | None = None,
         max_len: int | None = None,
         masking_strategy: MaskingStrategy = "sft",
@@ -192,12 +192,12 @@ class PolicyLoss(TokenLoss):
             raise ValueError("actor is a scorer with its own settings: set options and tokens_per_batch there.")
         function = get_objective(objective) if isinstance(objective, str) else objective
         spec = spec_of(function)
-        if spec is not None:
-            spec.check_used(hyper)
-            aggregation = aggregation or spec.aggregation
+        spec.check_used(hyper)
         parts = [term if isinstance(term, Part) else TermPart(term) for term in terms]
         factors = [x if isinstance(x, Part) else Correction(x) for x in corrections]
-        super().__init__(aggregation=aggregation or "token-mean", max_len=max_len, masking_strategy=masking_strategy)
+        mode = aggregation or spec.aggregation
+        super().__init__(aggregation=mode, max_len=max_len, masking_strategy=masking_strategy)
+        self._spec = spec
         self._scorers = PolicyScorers(actor, reference, options, tokens_per_batch)
         # The module is registered, not the scorer: its parameters are saved, and DDP and FSDP find them.
         self._functional, model = functional, actor.model if isinstance(actor, LogProbScorer) else actor
@@ -208,10 +208,10 @@ class PolicyLoss(TokenLoss):
         self.objective = TermPart(function, **hyper)
         self.terms, self.corrections = nn.ModuleList(parts), nn.ModuleList(factors)
         self._little_mass: set[NestedKey] = set()  # keys of teachers that were already warned of
-        exposed: dict[str, tuple[Part, str]] = {name: (self.objective, name) for name in self.objective.names}
+        exposed: dict[str, tuple[Part[object], str]] = {name: (self.objective, name) for name in self.objective.stored}
         for part in self._parts[1:]:
-            prefix = name_of(part.function).removesuffix("_bonus")
-            exposed |= {f"{prefix}_{name}": (part, name) for name in part.names}
+            prefix = part.name.removesuffix("_bonus")
+            exposed |= {f"{prefix}_{name}": (part, name) for name in part.stored}
         self._scorers.check_needs(self.actor_network, self._needs)
         if reference is not None and self._needs.isdisjoint(("ref_log_prob", "kl", "teacher_divergence")):
             raise ValueError("reference has no effect: no part of the loss compares with it. Leave reference out.")
@@ -248,11 +248,10 @@ class PolicyLoss(TokenLoss):
     @property
     def once(self) -> Once | None:
         """The input that :meth:`batch_inputs` computes once for a whole batch. None if the objective needs no such input."""
-        spec = spec_of(self.objective.function)
-        return None if spec is None else spec.once
+        return self._spec.once
 
     @property
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[Part[object]]:
         return [self.objective, *self.terms, *self.corrections]
 
     @property
@@ -270,9 +269,8 @@ class PolicyLoss(TokenLoss):
         # Built for each call, since keys, hyper-parameters and the reference may change.
         of_data = frozenset({*KEYS, "teacher_outcomes"} - (set() if self.reference is None else {"ref_log_prob"}))
         required = frozenset(name for name in KEYS if self._is_set(name))
-        return EntryReader(
-            self._parts, vars(self.tensor_keys), self._reader, of_data, required, self.once, self._little_mass
-        )
+        keys, reader = vars(self.tensor_keys), self._reader
+        return EntryReader(self._parts, keys, reader, of_data, required, self.once, self._little_mass)
 
     def set_keys(self, **kwargs: object) -> None:
         """Change the keys of entries. The names are listed under *Keys* above.
@@ -305,8 +303,7 @@ class PolicyLoss(TokenLoss):
 
     def _dry_run(self, teachers: int | None = None) -> tuple[list[NestedKey], list[Aggregation]]:
         """The names of the outputs and the aggregation of each term, by a dry run on dummy tokens."""
-        weights = [part.hyper.get("teacher_weights") for part in self._parts]
-        teachers = teachers or next((len(each) for each in weights if each), 1)
+        teachers = teachers or next(filter(None, (number_of_teachers(part.settings) for part in self._parts)), 1)
         inputs = dummy_inputs(teachers=teachers, device=device_of(*self._parts))
         with torch.no_grad():
             terms, metrics = self._terms(inputs)
@@ -328,14 +325,9 @@ class PolicyLoss(TokenLoss):
         """The loss of a batch, a micro-batch or a single trajectory. The data is not changed. See the class."""
         batch = self._read(tensordict, check=True)
         inputs = self._score(batch, self._replayed(batch.td))
-        try:
-            terms, metrics = self._terms(inputs)
-        except MissingInputError as error:
-            message = f"The loss read {error.input} on this data, but not in its dry run on dummy tokens."
-            raise ValueError(f"{message} Read inputs.{error.input} before the branch that uses it.") from None
-        return self._output(
-            batch.td, batch.response, terms, {**common_metrics(inputs, batch.response.counts), **metrics}
-        )
+        terms, metrics = self._terms(inputs)
+        metrics = {**common_metrics(inputs, batch.response.counts), **metrics}
+        return self._output(batch.td, batch.response, terms, metrics)
 
     def _read(self, tensordict: TensorDictBase, *, without: str | None = None, check: bool = False) -> PolicyBatch:
         """Read the trained tokens, and the inputs that the data holds for them."""
@@ -390,7 +382,7 @@ class PolicyLoss(TokenLoss):
         replayed = RequestFields() if once.mismatched else self._replayed(td)
         if once.mismatched:
             if self.reference is None:
-                what = f"{name_of(self.objective.function)} scores mismatched prompts and answers with the reference"
+                what = f"{self.objective.name} scores mismatched prompts and answers with the reference"
                 raise ValueError(f"{what}: pass it as reference=, or store {once.name!r} ({once.function.__name__}).")
             batch = PolicyBatch(td, ResponseTokens(*mismatch(batch.response.tokens, batch.response.flat_mask)), data={})
         with torch.no_grad():
@@ -403,9 +395,8 @@ class PolicyLoss(TokenLoss):
         """The images and the sampler's records, read by the same extras that transforms use."""
         keys = self.tensor_keys
         extras = KeptTokens(keys.kept), RoutedExperts(keys.routed_experts), Images(keys.images)
-        context = ScoringContext(
-            self.actor_network, self.options, ModelInterface(), TokenisingOptions(), keys.old_log_prob
-        )
+        interface, tokenising = ModelInterface(), TokenisingOptions()
+        context = ScoringContext(self.actor_network, self.options, interface, tokenising, keys.old_log_prob)
         fields = read_fields(extras, ScoredStep(context, td, td, lambda: self._reader.locate(td)))
         if "routing" not in fields and self._is_set("routed_experts"):
             require_key(td, keys.routed_experts, "a replay of routing", "Store it, or leave its key as it was.")
@@ -417,8 +408,8 @@ class PolicyLoss(TokenLoss):
         metrics: dict[str, Tensor] = {}
         mask, experts = inputs.mask, inputs.get("expert_mask")
         product = torch.ones_like(inputs.log_prob).detach() if self.corrections else inputs.log_prob
-        correction: Correction
-        for number, correction in enumerate(self.corrections, start=1):  # type: ignore[assignment]
+        corrections = cast("Sequence[Correction]", self.corrections)
+        for number, correction in enumerate(corrections, start=1):
             if experts is None or not correction.leaves_out_experts:
                 weights, seen = correction(inputs)
             else:  # no policy sampled the experts' tokens, so they are not corrected

@@ -7,7 +7,7 @@ import os
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torchrl_llm_kl.rollouts import is_distributed, read_denominators, write_den
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+V = TypeVar("V")
 #: Tensors that must be equal on all ranks -> advice if they are not.
 _ADVICE = {
     "parameters": "Start all ranks from the same weights: the same seed or checkpoint, or a broadcast from rank 0. If they "
@@ -30,7 +31,7 @@ _ADVICE = {
 }
 
 
-def check_ranks(loss: Any, parts: Sequence[TensorDictBase], group: ProcessGroup | None, tolerance: float) -> None:
+def compare_ranks(loss: Any, parts: Sequence[TensorDictBase], group: ProcessGroup | None, tolerance: float) -> None:
     """See :meth:`~torchrl_llm_kl.losses.PolicyLoss.check_ranks`. ``loss`` is a ``PolicyLoss`` or a ``ValueLoss``."""
     if not is_distributed() and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise RuntimeError(
@@ -100,8 +101,7 @@ def _compare_tensors(loss: nn.Module, group: ProcessGroup | None, ranks: int) ->
     if ranks == 1:
         return
     named = {"parameters": loss.named_parameters(), "buffers": loss.named_buffers(), "gradients": gradients.items()}
-    everyone: list[Any] = [None] * ranks
-    dist.all_gather_object(everyone, {kind: _digests(each) for kind, each in named.items()}, group=group)
+    everyone = _gathered({kind: _digests(each) for kind, each in named.items()}, group, ranks)
     for kind, advice in _ADVICE.items():
         for rank, other in enumerate(everyone):
             first, here = everyone[0][kind], other[kind]
@@ -112,6 +112,14 @@ def _compare_tensors(loss: nn.Module, group: ProcessGroup | None, ranks: int) ->
                 some = ", ".join(differ[:3]) + (", ..." if len(differ) > 3 else "")
                 count = f"{len(differ)} of {len(first)} tensors{one}"
                 raise RuntimeError(f"the {kind} of ranks 0 and {rank} of {ranks} differ in {count}: {some}. {advice}.")
+
+
+def _gathered(value: V, group: ProcessGroup | None, ranks: int) -> list[V]:
+    """The value of each rank, in their order."""
+    everyone = [value] * ranks
+    if ranks > 1:
+        dist.all_gather_object(everyone, value, group=group)
+    return everyone
 
 
 def _digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[tuple[int, ...], str, int]]:
@@ -132,9 +140,8 @@ def _true_gradient(
         modes: list[tuple[str, str]] = [(term.name, loss._mode(term)) for term in terms[0]]
         if any(mode == "none" for _, mode in modes):
             raise ValueError("aggregation 'none' has no gradient that ranks could share: choose another.")
-        counts = torch.stack([torch.stack([loss._denominator(term).double() for term in some]) for some in terms]).sum(
-            0
-        )
+        of_parts = [torch.stack([loss._denominator(term).double() for term in some]) for some in terms]
+        counts = torch.stack(of_parts).sum(0)
     if ranks > 1:
         dist.all_reduce(counts, group=group)
     key = loss.tensor_keys.denominators
@@ -145,10 +152,7 @@ def _true_gradient(
         some and tuple(round(float(some[name]) / float(n), 6) for (name, _), n in denominators.items() if n)
         for some in stored
     ]
-    everyone: list[Any] = [factors] * ranks
-    if ranks > 1:
-        dist.all_gather_object(everyone, factors, group=group)
-    seen = [some for one in everyone for some in one]
+    seen = [some for one in _gathered(factors, group, ranks) for some in one]
     values = {x for some in seen if some for x in some}
     if len(values) > 1 or (values and None in seen) or not values <= {1.0, round(1 / ranks, 6)}:
         raise RuntimeError(

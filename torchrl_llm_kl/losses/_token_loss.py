@@ -27,18 +27,18 @@ from torchrl_llm_kl._numerics import (
 from torchrl_llm_kl._private import register_tree
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.losses._arithmetic import (
+    AGGREGATIONS,
     Aggregation,
     aggregate,
     aggregate_each,
-    check_aggregation,
     checked,
     clamp,
     count,
 )
 from torchrl_llm_kl.losses._metrics import merge_metrics
-from torchrl_llm_kl.losses._objective import LossTerm
+from torchrl_llm_kl.losses._objective import LossTerm, Terms
 from torchrl_llm_kl.losses._parts import Part, device_of
-from torchrl_llm_kl.losses._ranks import check_ranks
+from torchrl_llm_kl.losses._ranks import compare_ranks
 from torchrl_llm_kl.ragged import own_leaves
 from torchrl_llm_kl.rollouts import (
     TOKENS_FULL,
@@ -91,9 +91,7 @@ class LossOutput(TensorDict):
         losses = {key: value for key, value in self.items() if isinstance(key, str) and key.startswith("loss_")}
         for key, value in losses.items():
             if value.is_nested or value.shape != self.batch_size:
-                raise ValueError(
-                    f"{key} has one value per token (aggregation 'none'), also for padding: reduce it with a mask."
-                )
+                raise ValueError(f"{key} has one value per token, also for padding: reduce it with a mask.")
         return torch.stack(list(losses.values())).sum(0)
 
     def get(self, key: NestedKey, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +138,7 @@ class TokenLoss(LossModule):
 
     def __init__(self, *, aggregation: Aggregation, max_len: int | None, masking_strategy: MaskingStrategy) -> None:
         super().__init__()
-        check_aggregation(aggregation)
+        check_choice(AGGREGATIONS, aggregation=aggregation)
         check_choice(get_args(MaskingStrategy), masking_strategy=masking_strategy)
         self.aggregation, self.max_len, self.masking_strategy = aggregation, max_len, masking_strategy
 
@@ -171,7 +169,7 @@ class TokenLoss(LossModule):
     def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
         """The terms with their masks and arbitrary values. Runs no model."""
 
-    def _expose(self, named: Mapping[str, tuple[Part, str]]) -> None:
+    def _expose(self, named: Mapping[str, tuple[Part[object], str]]) -> None:
         """Make hyper-parameters of parts attributes of the loss. ``named``: attribute -> (part, name in the part)."""
         self.__dict__["_exposed"] = dict(named)  # not through __setattr__, which reads it
 
@@ -180,7 +178,7 @@ class TokenLoss(LossModule):
         if name not in exposed:
             return super().__getattr__(name)
         part, own = exposed[name]
-        return part.get(own)
+        return part.stored[own]
 
     def __setattr__(self, name: str, value: object) -> None:
         exposed = self.__dict__.get("_exposed", {})
@@ -287,9 +285,7 @@ class TokenLoss(LossModule):
         mode = self._mode(term)
         if mode == "seq-mean-token-sum-norm" and self.max_len is not None and term.mask.shape[-1] > self.max_len:
             sequence = f"a sequence has {term.mask.shape[-1]} trained tokens"
-            raise ValueError(
-                f"max_len={self.max_len}, but {sequence}: pass the sampler's limit over all trained turns."
-            )
+            raise ValueError(f"max_len={self.max_len}, but {sequence}: pass the sampler's limit for all turns.")
         return count(term.mask, mode, max_len=self.max_len if mode == "seq-mean-token-sum-norm" else None)
 
     def count(
@@ -379,15 +375,13 @@ class TokenLoss(LossModule):
                 ...
             RuntimeError: the gradient is 0.5 times the batch's ... it was also divided by 2, the number of parts. ...
         """
-        check_ranks(self, parts, process_group, tolerance)
+        compare_ranks(self, parts, process_group, tolerance)
 
 
 def as_mask(value: Tensor, key: NestedKey) -> Tensor:
     """Convert a mask to bool. Numbers must be 0 or 1, which is checked on the host. A mask cannot weight tokens."""
     if value.dtype != torch.bool and not bool(((value == 0) | (value == 1)).all()):
-        raise ValueError(
-            f"{key!r} is a mask: expected True and False, or 1 and 0. To weigh tokens, scale the advantage."
-        )
+        raise ValueError(f"{key!r} is a mask: expected only 1 and 0. To weigh tokens, scale the advantage.")
     return value.bool()
 
 
@@ -431,7 +425,7 @@ class ValueInputs:
         vars(self).update(zip(named, checked(self.mask, **named), strict=True))
 
 
-def value_error(inputs: ValueInputs, *, clip_value: Scalar | None = 0.2, coeff: Scalar = 1.0) -> tuple[LossTerm, ...]:
+def value_error(inputs: ValueInputs, *, clip_value: Scalar | None = 0.2, coeff: Scalar = 1.0) -> Terms:
     r"""Half the squared error of a critic, clipped as PPO's: ``max((v - R)^2, (clip(v, v_old +- clip_value) - R)^2) / 2``.
 
     It has the gradient of ``(v - R)^2 / 2``, but 0 where the value has moved by more than ``clip_value`` from the old value
@@ -480,10 +474,10 @@ def value_error(inputs: ValueInputs, *, clip_value: Scalar | None = 0.2, coeff: 
     return (LossTerm("critic", error / 2, mask, weight=coeff, metrics=metrics),)
 
 
-class _ValueError(Part):
+class _ValueError(Part[Terms]):
     """:func:`value_error` with its hyper-parameters."""
 
-    def dummy(self, hyper: Mapping[str, Any]) -> ValueInputs:
+    def dummy(self, hyper: Mapping[str, object]) -> ValueInputs:
         zero = torch.zeros(1, 1, device=device_of(self))
         return ValueInputs(zero, zero == 0, zero, zero)
 
@@ -544,7 +538,7 @@ class ValueLoss(TokenLoss):
         self._check_max_len([aggregation])
         self.critic_network = critic
         self.error = _ValueError(value_error, clip_value=clip_value, coeff=coeff)
-        self._expose({name: (self.error, name) for name in self.error.names})
+        self._expose({name: (self.error, name) for name in self.error.stored})
         self.out_keys = ["loss_critic", "value_clip_fraction", "value_mean", "explained_variance"]
 
     @property

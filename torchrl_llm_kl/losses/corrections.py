@@ -38,10 +38,10 @@ from torchrl_llm_kl.losses._arithmetic import (
     sequence_mean,
     sequence_sum,
 )
-from torchrl_llm_kl.losses._objective import LossInputs, LossTerm, loss_part
+from torchrl_llm_kl.losses._objective import LossInputs, LossTerm, Terms, Weights, loss_part
 
 
-def apply_correction(terms: Sequence[LossTerm], weights: Tensor, mask: Tensor | None = None) -> tuple[LossTerm, ...]:
+def apply_correction(terms: Sequence[LossTerm], weights: Tensor, mask: Tensor | None = None) -> Terms:
     """Multiply the values of loss terms by weights. Their masks, and so their denominators, are unchanged.
 
     A term with one value per token gets the weight of each token. A term with one value per sequence, ``[*B, 1]``, gets the
@@ -68,9 +68,7 @@ def apply_correction(terms: Sequence[LossTerm], weights: Tensor, mask: Tensor | 
 def _corrected(term: LossTerm, weights: Tensor, mask: Tensor | None) -> LossTerm:
     if term.value.shape != weights.shape:
         if mask is None:
-            raise ValueError(
-                f"{term.name} has one value per sequence: pass mask= to average the weights over its tokens."
-            )
+            raise ValueError(f"{term.name} has one value per sequence: pass mask= to average weights over its tokens.")
         check_same_shape(weights=weights, mask=mask)
         check_is_mask(mask=mask)
         weights = sequence_mean(weights, mask)
@@ -124,7 +122,7 @@ def importance_weights(
     mode: Literal["truncate", "mask"] = "truncate",
     low: Scalar | None = None,
     high: Positive | None = 2.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> Weights:
     r"""Bounded :math:`\pi_{old} / \pi_{sampler}`, for the same model weights in trainer and sampler.
 
     Without bounds, the mean of a token's loss times its weight equals the mean loss over tokens sampled from the trainer's
@@ -209,7 +207,7 @@ Divergence = Literal[
 @torch.no_grad()
 def rejection_mask(
     inputs: LossInputs, *, divergence: Divergence, low: Scalar | None = None, high: Scalar | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> Weights:
     r"""0 for tokens or sequences on which sampler and trainer disagree too much, 1 for all others.
 
     The log-ratio is ``d = old_log_prob - sampler_log_prob``, or 0 where the sampler's log-prob is NaN (not scored). The
@@ -274,9 +272,8 @@ def rejection_mask(
 
 def _mismatch(inputs: LossInputs) -> Tensor:
     """The log-ratio of trainer to sampler, within +-80 nats, and 0 where one of them is NaN."""
-    return (
-        (inputs.old_log_prob - inputs.sampler_log_prob).nan_to_num(nan=0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    )
+    log_ratio = inputs.old_log_prob - inputs.sampler_log_prob
+    return log_ratio.nan_to_num(nan=0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 @torch.no_grad()
@@ -354,7 +351,7 @@ def _square_less_1(log_ratio: Tensor) -> Tensor:
 
 @loss_part("off_policy_sequence_mask")
 @torch.no_grad()
-def off_policy_sequence_mask(inputs: LossInputs, *, delta: NonNegative) -> tuple[Tensor, dict[str, Tensor]]:
+def off_policy_sequence_mask(inputs: LossInputs, *, delta: NonNegative) -> Weights:
     """0 for tokens with a negative advantage in sequences that have become unlikely, 1 for all others.
 
     A sequence has become unlikely if the mean of ``old_log_prob - log_prob`` over its tokens is above ``delta``.
@@ -381,9 +378,7 @@ def off_policy_sequence_mask(inputs: LossInputs, *, delta: NonNegative) -> tuple
 
 @loss_part("top_entropy_mask")
 @torch.no_grad()
-def top_entropy_mask(
-    inputs: LossInputs, *, fraction: Scalar = 0.2, threshold: Number | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
+def top_entropy_mask(inputs: LossInputs, *, fraction: Scalar = 0.2, threshold: Number | None = None) -> Weights:
     """1 for the tokens of highest policy entropy, 0 for all others.
 
     Hyper-parameters:

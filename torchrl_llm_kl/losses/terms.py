@@ -98,9 +98,7 @@ def kl_to_sampler(
     """
     check_penalty(coeff=coeff)
     if estimator == "exact":
-        raise ValueError(
-            "kl_to_sampler has no 'exact', because the sampler's whole distributions are not stored. Use 'k2'."
-        )
+        raise ValueError("kl_to_sampler has no 'exact': the sampler's whole distributions are not stored. Use 'k2'.")
     own = inputs.get("sampler_log_prob")
     sampler = inputs.old_log_prob if own is None else own
     # The mask is counted before any model runs. NaN is in the data, so this mask is the same then.

@@ -20,7 +20,7 @@ from torchrl_llm_kl.estimators import (
     get_controller,
     get_estimator,
 )
-from torchrl_llm_kl.losses import available_objectives, objective, spec_of
+from torchrl_llm_kl.losses import available_objectives, get_objective, objective, spec_of
 from torchrl_llm_kl.scoring import Model, ReferenceUpdater, Sampling, ScoreOptions, TokenCritic
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig, refuse
 from torchrl_llm_kl.training._models import load_model
@@ -243,10 +243,12 @@ def _registered(key: str, value: object) -> object:
     function = imported_function(place)
     if key == "advantage":
         return advantage_spec(function).name
-    if spec_of(function) is None and place not in available_objectives():
+    name = spec_of(function).name
+    if name in available_objectives() and get_objective(name) is function:
+        return name
+    if place not in available_objectives():
         objective(place)(function)  # a function that the user's code did not register
-    spec = spec_of(function)
-    return place if spec is None else spec.name
+    return place
 
 
 def _estimators(config: TrainConfig, preset: Algorithm) -> dict[str, object]:

@@ -188,9 +188,8 @@ def test_rae_subtracts_the_moving_average_of_earlier_rewards() -> None:
     got, after = advantages.rae(reward, role, torch.tensor([0.5, -2.0, 0.5], **F64), decay=0.5)
     assert_values(got, [1.5, 2.0, 2.75])
     assert_values(after, [2.625, -1.0, 2.625])
-    got, after = advantages.rae(
-        reward, role, torch.tensor([0.5, -2.0, 0.5], **F64), decay=0.0
-    )  # only the latest reward counts
+    # Only the latest reward counts.
+    got, after = advantages.rae(reward, role, torch.tensor([0.5, -2.0, 0.5], **F64), decay=0.0)
     assert_values(torch.cat([got, after]), [1.5, 2.0, 2.0, 4.0, 0.0, 4.0])
     spoilt = advantages.rae(torch.tensor([math.nan, 0.0, 4.0]), role, torch.zeros(3))[0]
     assert spoilt[[0, 2]].isnan().all()
@@ -353,11 +352,9 @@ def test_shifts_order_and_other_groups_do_not_matter(name: str, table: Any, seed
 
 test_hyper_parameters_out_of_range = refused(
     lambda call: call(),
-    (lambda: grpo(R, G, std="both"), "std must be one of 'group', 'batch', got 'both'"),
     (lambda: grpo(R, G, std_threshold=-0.1), "std_threshold must be at least 0, got -0.1"),
     (lambda: grpo(R, G, rank_penalty=0.2), "grpo with rank_penalty needs mean_log_prob"),
     (lambda: opmd(R, G, tau=0.3), "tau=0.3 has no effect with opmd_baseline='mean'"),
-    (lambda: opmd(R, G, tau=0.0), "tau must be greater than 0, got 0.0"),
     (lambda: gdpo(R[:, None], G, reward_weights=[1.0, 2.0]), "argument 2 is shorter"),
     (lambda: length_penalty(R, G, R[:, None]), "argument 2 is shorter"),
     (lambda: advantages.truncation_penalty(R, R > 1, factor=-0.5), "factor must be at least 0 and at most 1"),

@@ -175,8 +175,6 @@ def test_masked_tokens_have_no_effect_and_get_0(name: str) -> None:
 test_hyper_parameters_out_of_range = refused(
     lambda call: call(torch.zeros(2, 3), TWO, torch.zeros(2, 3) == 0),
     (lambda x, g, m: gae(x, x, m, gamma=1.5), "gamma must be at least 0 and at most 1, got 1.5"),
-    (lambda x, g, m: clip_b(x[:, 0], g, x, x, m, mu=-0.1), "mu must be at least 0, got -0.1"),
-    (lambda x, g, m: jsd(x, x, m, beta=0.0), "beta must be greater than 0 and less than 1"),
     (lambda x, g, m: jsd(x, x, m, beta=1.0), "beta must be greater than 0 and less than 1"),
 )
 

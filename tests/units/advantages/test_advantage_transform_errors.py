@@ -28,7 +28,6 @@ test_arguments = refused(
     ("gae", {"layout": "sequence"}, "gae has one number per token: layout must be 'token'"),
     ("grpo", {"keys": {"value": "v"}}, "grpo has no key 'value'.*Known: advantage, reward"),
     ("grpo", {"keys": {"group": "g"}}, "no key 'group'. Pass group_key=. Known: "),
-    ("clip_b", {"epsilon": -1.0}, "epsilon must be at least 0, got -1.0"),
 )
 
 
@@ -41,8 +40,6 @@ test_arguments = refused(
         ("jsd", {}, ("next", "ref_log_probs"), r"the teacher_log_prob is missing.*RetrieveKL\(policy, teacher\)"),
         ("gae", {"keys": {"mask": "m"}}, "none", "the mask is missing: expected 'm' in the TensorDict, found: "),
         ("gae", {}, ("tokens", "full"), r"nothing to score: .* or store \('tokens', 'full'\)"),
-        ("step_wise_grpo", {"keys": {"run": "r"}}, "none", "the run is missing: expected 'r'"),
-        ("clip_v", {}, (*MOMENTS, "discriminator"), "the discriminator is missing: .*Moments"),
     ],
 )
 def test_entries_that_are_missing(name: str, hyper: dict[str, Any], drop: Any, message: str) -> None:

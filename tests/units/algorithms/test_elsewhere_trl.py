@@ -122,9 +122,7 @@ def test_corrections_of_vllms_log_probs(trl: Any, model: nn.Module, batch: Any, 
 
 
 @pytest.mark.filterwarnings("ignore:rows of one group")  # each row has its own prompt
-def test_the_transform_of_a_corrected_algorithm_moves_vllms_log_probs(
-    model: nn.Module, batch: dict[str, Tensor]
-) -> None:
+def test_the_transform_of_a_corrected_algorithm_moves_vllms_log_probs(model: Any, batch: dict[str, Tensor]) -> None:
     """The sampler's are under ``("log_probs", "full")``, as vLLM's wrapper stores them; the trainer's replace them."""
     found = from_trl({"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"})
     parts = found.make(model, group_key="query")
@@ -371,9 +369,7 @@ def test_trls_derived_configurations_are_not_read_as_their_base(trl: Any, config
     assert from_trl(configured("gkd")).algorithm == "gkd"
     assert from_trl(Mine(output_dir=str(tmp_path), **CPU)).algorithm == "sft"
     assert issubclass(GOLDConfig, trl.SFTConfig)
-    message = (
-        r"from_trl takes GRPOConfig, .*IWOPDConfig or a mapping of settings, got GOLDConfig. TRL's GOLD is not transl"
-    )
+    message = r"from_trl takes GRPOConfig, .*IWOPDConfig or a mapping .*, got GOLDConfig. TRL's GOLD is not translated"
     with pytest.raises(TypeError, match=message):
         from_trl(GOLDConfig.__new__(GOLDConfig))
 
@@ -432,13 +428,10 @@ def test_refused_settings_say_why(settings: dict[str, Any], trainer: Any, name: 
 
 test_wrong_input = refused(
     lambda settings, trainer: from_trl(settings, trainer=trainer),
-    ({"loss_type": "dapoo"}, "grpo", ValueError, "TRL has no loss_type 'dapoo'.*Did you mean 'dapo'"),
     ({"loss_type": ["dapo"]}, "grpo", ValueError, r"TRL has no loss_type \['dapo'\].*Did you mean 'dapo'"),
     ({"loss_type": []}, "dpo", ValueError, "TRL has no loss_type None"),
     ({}, "grop", ValueError, "unknown trainer 'grop'.*Did you mean 'grpo'"),
     ({}, "bco", ValueError, "unknown trainer 'bco'.*TRL's BCO is not translated: make_algorithm\\('bco', ...\\)"),
-    ({}, "nash_md", ValueError, "TRL's NASH_MD is not translated: no preset plays against a mixture"),
-    ({"distillation_objective": "x"}, "iw_opd", ValueError, "TRL has no distillation_objective 'x'"),
     (3, "grpo", TypeError, "takes GRPOConfig, .*or a mapping of settings, got int"),
 )
 

@@ -29,6 +29,7 @@ CLIPPED = [GRPO, f"{A}.clip_ratio_low=0.1", f"{A}.clip_ratio_high=0.3", f"{A}.cl
 CLIPPED += [f"{A}.use_kl_loss=True", f"{R}.temperature=0.8"]
 NORM = [GRPO, f"{A}.loss_agg_mode=seq-mean-token-sum-norm", "data.max_response_length=2048"]
 
+RETURNS = [f"{G}.adv_estimator=reinforce_plus_plus", f"{G}.gamma=0.9"]
 GAE, STD = {"gamma": 0.9, "lam": 0.8}, {"std_cal_level": "batch", "epsilon": 1e-4}
 DUPLICATES = "advantage_fn_args.duplicate_experiences"
 PPO = {"clip_low": 0.2, "clip_high": 0.2, "clip_ratio_c": 3.0}  # Trinity's dapo has the same
@@ -82,11 +83,7 @@ def test_verls_defaults() -> None:
         ([GRPO, f"{G}.norm_adv_by_std_in_grpo=False"], "grpo", {"advantage": "dr_grpo"}),
         ([f"{G}.adv_estimator=rloo", f"{R}.n=4"], "rloo", {"advantage": "rloo", "group_size": 4}),
         ([f"{G}.adv_estimator=grpo_passk"], "pass_at_k", {"advantage_args": {"std_normalize": True}}),
-        (
-            [f"{G}.adv_estimator=reinforce_plus_plus", f"{G}.gamma=0.9"],
-            "reinforce_plus_plus",
-            {"advantage_args": {"gamma": 0.9}},
-        ),
+        (RETURNS, "reinforce_plus_plus", {"advantage_args": {"gamma": 0.9}}),
         ([f"{G}.adv_estimator=gae", f"{G}.lam=0.95"], "ppo", {"advantage_args": {**DEFAULT_GAE, "lam": 0.95}}),
         ([*KL_REWARD, f"{G}.kl_ctrl.kl_coef=0.01"], "grpo", {"kl_reward": "low_var_kl", "kl_reward_coeff": 0.01}),
         (NORM, "grpo", {"aggregation": "seq-mean-token-sum-norm", "max_len": 2048}),
@@ -113,10 +110,8 @@ def test_overrides(settings: Any, algorithm: str, expected: dict[str, Any]) -> N
 
 
 def test_verls_corrections_of_the_sampler() -> None:
-    both = of_type(
-        "grpo", rollout_correction={"rollout_is": "token", "rollout_rs": "seq_max_k3", "rollout_rs_threshold": 2}
-    )
-    weights, mask = from_trinity(both).overrides["loss_args"]["corrections"]
+    both = {"rollout_is": "token", "rollout_rs": "seq_max_k3", "rollout_rs_threshold": 2}
+    weights, mask = from_trinity(of_type("grpo", rollout_correction=both)).overrides["loss_args"]["corrections"]
     assert repr(weights) == repr(ImportanceWeights())
     assert repr(mask) == repr(RejectionMask("seq_max_k3", high=2.0))
     (weights,) = from_verl(CORRECTED).overrides["loss_args"]["corrections"]
@@ -257,11 +252,6 @@ def test_each_given_setting_of_trinity_is_in_one_list(kind: str) -> None:
         ({"algorithm_type": "dpo", "kl_loss_fn": "k2"}, "kl_loss_fn", "KL-regularised already"),
         (of_type("gspo", policy_loss_fn_args={"clip_range": 0.1}), "loss_agg_mode", TWO_MEANS),
         ({"loss_agg_mode": "seq-mean-token-sum-norm"}, "loss_agg_mode", "padded length"),
-        (
-            of_type("ppo", policy_loss_fn_args={**ON_POLICY, "clip_rang": 1}),
-            "policy_loss_fn_args.clip_rang",
-            "no such setting",
-        ),
         ({"advantage_fn_args": {"duplicate_experiences": True}}, DUPLICATES, "informative_groups"),
         ({"rollout_correction": {"bypass_mode": True}}, "rollout_correction.bypass_mode", "set_keys"),
     ],
@@ -278,7 +268,6 @@ def test_refused_settings_say_why(settings: Any, name: str, reason: str) -> None
 test_wrong_input = refused(
     lambda function, settings: function(settings),
     (from_verl, [f"{G}.adv_estimator=gpro"], "verl has no adv_estimator 'gpro'.*Did you mean 'grpo'"),
-    (from_verl, [f"{A}.policy_loss.loss_mode=vanila"], "Did you mean 'vanilla'"),
     (from_verl, [f"{A}.use_kl_loss=true", f"{A}.kl_loss_type=null"], "no kl_loss_type None.*Known: kl, k1"),
     (from_verl, [f"{A}.clip_ratio_low"], "expected 'path=value'"),
     (from_verl, {f"{A}.clip_ratio_low": "${other}"}, "refers to another setting: resolve it first"),
@@ -286,7 +275,6 @@ test_wrong_input = refused(
     (from_verl, [f"{A}.policy_loss.loss_mode=dro"], "dro_beta must be a positive number"),
     (from_trinity, of_type("grpo", policy_loss_fn_args={"clip_ratio_c": 2.0}), "needs clip_range"),
     (from_trinity, of_type("grpo", policy_loss_fn_args={}), "needs clip_range"),
-    (from_trinity, of_type("grpoo"), "no algorithm_type 'grpoo'.*Did you mean 'grpo'"),
     (from_trinity, of_type("grpo", repeat_times=0), "algorithm.repeat_times must be at least 1, got 0"),
     (from_trinity, of_type("cpt"), "masking_strategy='generic'"),
     (from_trinity, of_type("grpo", policy_loss_fn="pppo"), "unknown objective 'pppo'"),

@@ -15,7 +15,7 @@ from refused import refused
 from torchrl_llm_kl import LogProbScorer, Sampling, ScoreOptions
 from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm, AlgorithmParts, UnknownAlgorithmError, make_algorithm
 from torchrl_llm_kl.estimators import PIKLCoefficient
-from torchrl_llm_kl.losses import ImportanceWeights, KLPlacementWarning, RejectionMask
+from torchrl_llm_kl.losses import ImportanceWeights, KLPlacementWarning, LossInputs, LossTerm, RejectionMask
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue, SamplerLogProbs
 from toy_tasks import TabularCritic, chain
 from toy_training import made as made_by_lab
@@ -95,11 +95,28 @@ def test_a_reference_and_a_critic_are_needed_where_something_reads_them() -> Non
     assert made("ppo", advantage="rloo").critic_loss is None
     # A user's own preset.
     kl: dict[str, Any] = {"use_reference": True, "kl_reward": "k1", "kl_reward_coeff": 0.3}
-    parts = made(
-        Algorithm("mine", "cispo", {"clip_high": 0.5}, "rloo", **kl), group_size=2, objective_args={"clip_high": 0.6}
-    )
+    mine = Algorithm("mine", "cispo", {"clip_high": 0.5}, "rloo", **kl)
+    parts = made(mine, group_size=2, objective_args={"clip_high": 0.6})
     assert numbers(parts, "clip_high") == [0.6]
     assert parts.algorithm.name == "mine"
+
+
+def test_an_objective_may_be_a_function_that_is_not_registered() -> None:
+    def capped(inputs: LossInputs, *, cap: float = 2.0) -> tuple[LossTerm, ...]:
+        value = -inputs.advantage * inputs.log_ratio.detach().exp().clamp(max=cap) * inputs.log_prob
+        return (LossTerm("objective", value, inputs.mask),)
+
+    args: Any = {"cap": 3.0}
+    for parts in (
+        made("grpo", objective=capped, objective_args=args, group_key="query"),
+        made(Algorithm("mine", capped, args, "grpo", kl_loss="k2"), group_key="query"),
+    ):
+        assert parts.algorithm.spec.needs == {"advantage", "old_log_prob"}
+        assert numbers(parts, "cap") == [3.0]
+        td = parts.prepare(TASK.sample(TASK.policy(), 16, torch.Generator().manual_seed(0), 2))
+        assert parts.loss(td).total_loss.isfinite()
+    with pytest.raises(ValueError, match="top_k=4 has no effect on objective='capped'"):
+        made("grpo", objective=capped, top_k=4)
 
 
 def test_arguments_for_the_loss_and_the_masks() -> None:
@@ -140,12 +157,8 @@ def test_old_log_probs_have_the_temperature_of_an_actor_that_is_a_scorer() -> No
 
 def test_a_top_k_replaces_the_advantage() -> None:
     jsd, distill = ("jsd", {"advantage_args": {}}, 0.5), "on_policy_distill"
-    for name, settings, beta in (
-        ("gkd", {}, 0.5),
-        jsd,
-        (distill, {}, 1.0),
-        (distill, {"objective_args": {"beta": 0.7}}, 0.7),
-    ):
+    given = (distill, {"objective_args": {"beta": 0.7}}, 0.7)
+    for name, settings, beta in (("gkd", {}, 0.5), jsd, (distill, {}, 1.0), given):
         parts, without = made(name, top_k=2, **settings), made(name, top_k=0)
         assert (parts.algorithm.objective, parts.loss.distribution, parts.advantage) == ("distill", "top_k", None)
         assert numbers(parts, "beta") == [beta]
@@ -182,9 +195,8 @@ def test_a_weight_subtracts_the_kl_from_the_reward(coeff: Any) -> None:
     assert made("grpo", kl_reward_coeff=0.5, kl_reward="k3").algorithm.kl_reward == "k3"
     mine = Algorithm("mine", "ppo", advantage="rloo", kl_loss="k3+", kl_loss_coeff=0.2)
     assert made(mine, kl_loss_coeff=0.5).algorithm.kl_loss == "k3+"
-    assert (
-        made(mine, kl_loss="none", kl_reward="k1").algorithm.kl_loss_coeff == 1e-3
-    )  # the coefficient stays, without effect
+    # The coefficient is the default again, without effect.
+    assert made(mine, kl_loss="none", kl_reward="k1").algorithm.kl_loss_coeff == 1e-3
 
 
 def test_a_weight_adds_the_kl_to_the_loss_and_needs_a_reference() -> None:
@@ -210,25 +222,17 @@ def test_a_weight_of_0_adds_no_kl() -> None:
         make_algorithm("dapo", actor, kl_loss="none", kl_loss_coeff=0.5)
 
 
-WITHOUT_REWARD = ("sft", "dpo", "cpo", "kto", "on_policy_distill", "jsd", "gkd")
 NO_REFERENCE: dict[str, Any] = {"reference": None}
-SEQUENCE_MASKING = {"delta_sequence_masking": 0.5}
+CORRECTED: Any = {"corrections": [ImportanceWeights()]}
 test_settings_without_effect = refused(
     lambda name, settings: made(name, **settings),
-    *((name, {"kl_reward": "k1"}, f"^{name}: kl_reward='k1' has no effect: nothing reads") for name in WITHOUT_REWARD),
     ("dpo", {"kl_reward_coeff": 0.1}, "kl_reward='k1' has no effect: nothing reads the reward"),
     ("sft", {"advantage_args": {"gamma": 0.5}}, "advantage_args has no effect without an advantage"),
     ("dpo", {"advantage": "grpo"}, "advantage='grpo' has no effect: dpo reads none"),
-    (
-        "dr_grpo",
-        {**NO_REFERENCE, "aggregation": "token-mean", "max_len": 8},
-        "max_len=8 has no effect: leave it out, or pass aggregation",
-    ),
     ("dapo", {**NO_REFERENCE, "leave_out_experts": True}, "leave_out_experts has no effect without a KL in the loss"),
     ("gkd", {"use_reference": True}, "use_reference=True has no effect: the teacher is scored anyway"),
     ("grpo", {"repeat_times": 8}, "repeat_times has no effect in make_algorithm"),
     ("sft", {**NO_REFERENCE, "gen_model": TASK.policy()}, "gen_model has no effect: sft scores no log-probs"),
-    ("sapo", {"objective": "ppo", "objective_args": SEQUENCE_MASKING}, "pass enable_sequence_masking=True"),
     ("pass_at_k", {"advantage_args": {"epsilon": 0.5}}, "pass_at_k: epsilon=0.5 has no effect with"),
     ("topr", {"group_size": 2}, "it compares no answers: leave out group_key and group_size"),
     ("grpo", {"kl_loss": "none"}, "it uses no reference: leave it out"),
@@ -259,9 +263,7 @@ def test_a_correction_brings_the_log_probs_that_the_sampler_stored() -> None:
     ratio = (token_log_probs(actor, td) - token_log_probs(sampler, td)).exp()[real]
     torch.testing.assert_close(out["weight_mean"].double(), ratio.mean(), atol=1e-5, rtol=1e-5)
     # With a reference, and where an env has applied the transform.
-    parts = make_algorithm(
-        "grpo", actor, reference=sampler, group_key="query", loss_args={"corrections": [ImportanceWeights()]}
-    )
+    parts = make_algorithm("grpo", actor, reference=sampler, group_key="query", loss_args=CORRECTED)
     scored = parts.kl_transform(td.clone())
     assert {("next", name, "full") for name in ("sampler_log_probs", "ref_log_probs")} <= set(scored.keys(True, True))
     out = parts.loss(parts.prepare(scored))
@@ -269,10 +271,7 @@ def test_a_correction_brings_the_log_probs_that_the_sampler_stored() -> None:
     assert not any(isinstance(extra, SamplerLogProbs) for extra in made("grpo").kl_transform.extras)
     # The trainer's own log-probs are not taken for the sampler's.
     bare = RetrieveLogProb(actor, log_probs_full_key=("log_probs", "full"))(td.exclude("log_probs"))
-    for each in (
-        parts,
-        make_algorithm("dapo", actor, group_key="query", loss_args={"corrections": [ImportanceWeights()]}),
-    ):
+    for each in (parts, make_algorithm("dapo", actor, group_key="query", loss_args=CORRECTED)):
         with pytest.raises(KeyError, match=r"the sampler's log-probs: expected them .*return_log_probs=True"):
             each.prepare(bare.clone())
 
@@ -283,24 +282,15 @@ test_impossible_settings = refused(
     ("jsd", NO_REFERENCE, r"compares with a teacher: pass reference=, or 'data'"),
     ("gkd", {"reference": "data"}, r"compares whole distributions: pass the teacher as reference=, or top_k="),
     ("gkd", {"objective_args": {"distribution": "top_k"}}, r"distribution='top_k' contradicts top_k=0"),
-    (
-        "gkd",
-        {"top_k": 4, "loss_args": {"corrections": [ImportanceWeights()]}},
-        r"top_k= cannot be scored beside old log-probs",
-    ),
+    ("gkd", {"top_k": 4, "loss_args": CORRECTED}, r"top_k= cannot be scored beside old log-probs"),
     ("grpo", {"reference": "actor"}, r"reference must be a model or 'base' or 'data', got 'actor'"),
     ("grpo", {"reference": "data", "kl_reward": "k1"}, r"kl_reward= needs a reference model to score"),
     ("ppo", {}, r"it trains a critic: pass critic=TokenCritic\(model\)"),
     ("grpo", {"use_reference": False}, r"use_reference=False contradicts its KL or objective"),
-    ("grpo", {"group_key": "query", "group_size": 2}, r"got both group_key='query' and group_size=2"),
-    ("grpo", {"advantage": "gropo"}, r"unknown advantage 'gropo'.*Did you mean 'grpo'"),
-    ("grpo", {"aggregation": "token_mean"}, r"aggregation 'token_mean'\. Did you mean 'token-mean'\? Known"),
+    ("grpo", {"aggregation": "token_mean"}, r"aggregation must be .*, got 'token_mean'\. Did you mean 'token-mean'\?"),
     ("grpo", {"schema": "experiences"}, r"schema must be one of 'sft', 'dpo', 'unpaired', .*got 'experiences'"),
     ("grop", {}, UnknownAlgorithmError, r"unknown algorithm 'grop'\. Did you mean 'grpo'\? Known: ppo, grpo, "),
-    ("grpo", {"kl_loss_coeff": -0.1}, r"kl_loss_coeff must be a finite number of at least 0, got -0.1"),
     ("gdpo", {"kl_reward": "k1"}, r"kl_reward='k1' needs one reward, gdpo reads several"),
-    ("dr_grpo", NO_REFERENCE, r"divides by the longest response that is sampled: pass max_len="),
-    ("grpo", {"loss_args": {"max_len": 3}}, TypeError, "multiple values for keyword argument 'max_len'"),
 )
 
 
@@ -309,19 +299,14 @@ test_unknown_settings = refused(
     ({"clip_hihg": 0.1}, r"^grpo has no setting 'clip_hihg'\. Did you mean 'clip_high'\? Known: objective, .*std"),
     ({"clip_high": 0.3}, r"^clip_high is not a field of the preset: pass objective_args=\{'clip_high': \.\.\.\}\.$"),
     ({"objective": "opmd", "advantage": "opmd", "tau": 2}, r"pass objective_args=.* or advantage_args="),
-    ({"objective_args": {"epsilon": 0.2}}, r"no hyper-parameter 'epsilon'\. TRL's 'epsilon' is 'clip_low' and 'cl"),
-    ({"advantage_args": {"espilon": 0.1}}, r"'espilon'.*Did you mean 'epsilon'\?"),
     ({"policy_loss_fn": "ppo"}, r"has no .*'policy_loss_fn'\. Trinity-RFT's 'policy_loss_fn' is 'objective'"),
     error=TypeError,
 )
 
 
 def test_each_part_has_its_own_settings_and_they_are_merged_into_the_presets() -> None:
-    args: dict[str, Any] = {
-        "objective_args": {"tau": 0.5},
-        "advantage_args": {"opmd_baseline": "logavgexp", "tau": 2.0},
-    }
-    parts = made("opmd", **args)
+    softly: Any = {"opmd_baseline": "logavgexp", "tau": 2.0}
+    parts = made("opmd", objective_args={"tau": 0.5}, advantage_args=softly)
     assert numbers(parts, "tau") == [0.5]
     assert parts.advantage.hyper["tau"] == 2.0
     parts = made("ppo", critic=TabularCritic(TASK), advantage_args={"lam": 0.9})

@@ -100,18 +100,8 @@ def test_one_model_in_float64(direction, double):
 
 test_shapes_and_options_that_are_refused = refused(
     lambda function, shapes, options: function(*map(torch.zeros, shapes), **options),
-    (
-        exact_kl,
-        [(2, 3, 4), (2, 3, 6), (9, 4), (8, 6)],
-        {},
-        "The policy has 6 positions and 9 tokens, the reference 6 and 8",
-    ),
-    (
-        exact_kl,
-        [(2, 3, 4), (3, 2, 6), (9, 4), (9, 6)],
-        {},
-        r"hidden has shape \(2, 3\) but ref_hidden has shape \(3, 2\)",
-    ),
+    (exact_kl, [(2, 3, 4), (2, 3, 6), (9, 4), (8, 6)], {}, "has 6 positions and 9 tokens, the reference 6 and 8"),
+    (exact_kl, [(2, 3, 4), (3, 2, 6), (9, 4), (9, 6)], {}, r"hidden has shape \(2, 3\) but ref_hidden has shape"),
     (exact_kl, [(2, 3)] * 4, {"bias": torch.zeros(1)}, r"^hidden, weight and bias have shapes .*, \(1,\): expected"),
     (exact_kl, [(2, 3)] * 4, {"direction": "backward"}, "direction must be one of 'reverse', .*, got 'backward'"),
     (exact_kl, [(2, 3)] * 4, {"beta": 1.0}, r"beta must be inside \(0, 1\), got 1.0"),

@@ -44,9 +44,8 @@ def test_clip_cov_chooses_between_two_bounds(bounds: tuple[float, float], chosen
 )
 def test_clip_cov_skips_tokens_that_ppo_clips(ratio: list[float], chosen: list[int]) -> None:
     old = LOG_PROB - tensor([ratio, [1.0] * 4]).log()
-    got = called(
-        select_clip_cov, LOG_PROB, MASK, old_log_prob=old, advantage=ADVANTAGE, fraction=1.0, cov_low=1.0, **BOUNDS
-    )
+    inputs = {"old_log_prob": old, "advantage": ADVANTAGE}
+    got = called(select_clip_cov, LOG_PROB, MASK, **inputs, fraction=1.0, cov_low=1.0, **BOUNDS)
     assert got[0].tolist() == chosen
 
 

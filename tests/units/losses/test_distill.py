@@ -96,9 +96,8 @@ def test_bounds_by_hand() -> None:
         (found,) = torch.autograd.grad(term.value.sum(), student)
         assert_close(found, torch.tensor([gradient], dtype=torch.float64))
         assert_close(term.metrics["captured_mass"].item(), 0.9)  # of the teacher as it is
-    (term,) = called(
-        distill, -old, mask, teacher_divergence=mask.double(), old_log_prob=0 * old, **EXACT, ratio_max=2.0
-    )
+    inputs = {"teacher_divergence": mask.double(), "old_log_prob": 0 * old}
+    (term,) = called(distill, -old, mask, **inputs, **EXACT, ratio_max=2.0)
     assert_close(term.value, torch.tensor([[2.0, 0.5]], dtype=torch.float64))
     with pytest.raises(ValueError, match="distill needs old_log_prob: pass old_log_prob="):
         distill(LossInputs(old, mask, outcomes=teacher, teacher_outcomes=teacher), ratio_max=2.0)
@@ -275,10 +274,7 @@ def placed(value: Any, *names: str) -> Callable[[TensorDictBase], TensorDictBase
 PLACE = rf"at sequence 2, position {PROMPT}"
 test_data_that_is_no_teacher = refused(
     lambda spoil: PolicyLoss(tiny_model(seed=0), "distill")(spoil(with_teacher(data(), tiny_model(seed=1), 4))),
-    (
-        placed(0, "ids", "log_probs", "rest_log_prob"),
-        rf"below 'top_k' add up to 5 {PLACE}, not to 1.*Compare",
-    ),
+    (placed(0, "ids", "log_probs", "rest_log_prob"), rf"below 'top_k' add up to 5 {PLACE}, not to 1.*Compare"),
     (placed(torch.nan, "rest_log_prob"), rf"below 'top_k' add up to nan {PLACE}"),
     (lambda td: td.exclude("top_k"), KeyError, r"needs a teacher's top k.*\('top_k', 'ids'\).*TopK\(64\)"),
     (lambda td: td.exclude(("top_k", "rest_log_prob")), KeyError, r"'rest_log_prob'"),
@@ -295,11 +291,8 @@ BOTH = {"outcomes": PAIR, "teacher_outcomes": PAIR}
 test_wrong_inputs = refused(
     lambda given: called(get_objective("distill"), ONE, ONE > 0, **given),
     ({"outcomes": PAIR}, r"distill needs teacher_outcomes: pass teacher_outcomes= to LossInputs, \[\*B, T, k \+ 1\]"),
-    (EXACT, "distill needs teacher_divergence"),
     ({"outcomes": PAIR, "teacher_outcomes": PAIR[..., :1]}, r"outcomes has shape \(1, 1, 2\) but teacher_outcomes"),
     ({"outcomes": PAIR[0], "teacher_outcomes": PAIR[0]}, r"outcomes has shape \(1, 2\), expected \[\*B, T, k \+ 1\]"),
-    ({**BOTH, "beta": 1.5}, "beta must be at least 0 and at most 1, got 1.5"),
-    ({**BOTH, "teacher_weights": [1, 2]}, "2 numbers for 1 teachers"),
     ({**BOTH, "teacher_weights": [-1.0]}, r"at least 0, and not all 0, got \[-1.0\]"),
 )
 test_contradictory_settings = refused(

@@ -95,12 +95,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("robust", {"label_smoothing": 0.5}, "label_smoothing must be at least 0 and less than 0.5, got 0.5"),
     *((name, {"chosen": None}, f"{name} needs chosen: pass chosen=") for name in ("kto", "bco", "aot_unpaired")),
     ("kto", {"reference_point": None}, r"kto needs reference_point: .*, \[\*B\]\."),
-    (
-        "kto",
-        {"reference_point": torch.zeros(6, 1)},
-        r"reference_point has shape \(6, 1\), expected \[\*B\] for a",
-    ),
-    ("aot_unpaired", {"chosen": ALL, "match_id": None}, "as many chosen as rejected .* got 6 and 0 answers with"),
+    ("kto", {"reference_point": torch.zeros(6, 1)}, r"reference_point has shape \(6, 1\), expected \[\*B\] for a"),
+    ("aot_unpaired", {"chosen": ALL, "match_id": None}, "as many chosen as rejected answers, got 6 and 0"),
     ("aot_unpaired", {"match_id": torch.arange(6)}, "match_id 0 has 1 chosen and 0 rejected rows, expected one of"),
     # What depends on the prompt cancels in the lead, and nowhere else: other divergences need the lead alone.
     *((name, {"f_divergence": "forward_kl"}, f"{name} has no hyper-parameter 'f_divergence'") for name in OF_PROMPTS),

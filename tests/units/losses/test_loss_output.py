@@ -92,5 +92,5 @@ def test_total_loss_of_changed_and_stacked_outputs() -> None:
 def test_a_loss_per_token_has_no_total(model: nn.Module) -> None:
     out, nested = (make_loss(model, aggregation="none")(batch(layout=layout)) for layout in ("padded", "nested"))
     for total in (lambda: out.total_loss, lambda: out["total_loss"], lambda: nested.mean(reduce=True)):
-        with pytest.raises(ValueError, match=r"loss_objective has one value per token \(aggregation 'none'\)"):
+        with pytest.raises(ValueError, match=r"loss_objective has one value per token, also for padding"):
             total()

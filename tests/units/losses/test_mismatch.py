@@ -125,8 +125,6 @@ def test_verls_settings() -> None:
 
 test_verls_settings_that_make_no_sense = refused(
     lambda settings: rollout_corrections(**settings),
-    ({"rollout_is": "turn"}, "level must be one of 'token', 'sequence', 'geometric', got 'turn'"),
-    ({"rollout_is": "token", "rollout_is_threshold": "5_0.5"}, "low must be at least 0 and at most 0.5, got 5"),
     ({"rollout_is_threshold": 3.0}, "rollout_is_threshold=3.0 has no effect"),
     ({"rollout_rs_threshold": 3.0}, "rollout_rs_threshold=3.0 has no effect"),
     ({"rollout_rs": "token_k1"}, "could not convert string to float: 'None'"),
@@ -195,9 +193,7 @@ def test_an_objective_that_reads_no_old_log_probs(model: nn.Module, objective: s
         assert_close(out[name], torch.tensor(1.0), msg=name)
     assert abs(out["kl_to_sampler"]) < 1e-5
     for term, name in ((KLToSampler(0.1), "loss_kl_to_sampler"), (drift, "loss_drift")):
-        with pytest.warns(
-            UserWarning, match=r"exactly 0 for the first generated token of 6 responses.*leaves those tokens out"
-        ):
+        with pytest.warns(UserWarning, match=r"exactly 0 for the first generated token of 6 .*leaves those tokens out"):
             out = PolicyLoss(model, objective, terms=[term])(data)
         assert abs(out[name]) < 1e-5
         assert out["num_tokens"] == TOKENS - 6

@@ -51,11 +51,8 @@ def test_terms_need_what_they_state(leave_out_experts: bool) -> None:
 
 
 def test_corrections_and_functions_need_the_inputs_that_they_read() -> None:
-    for part in (
-        losses.ImportanceWeights(level="sequence"),
-        losses.OffPolicySequenceMask(),
-        losses.TopEntropyMask(0.3),
-    ):
+    weights = losses.ImportanceWeights(level="sequence")
+    for part in (weights, losses.OffPolicySequenceMask(), losses.TopEntropyMask(0.3)):
         assert set(part.needs) == needed(part)
 
     def mine(inputs: losses.LossInputs, *, scale: float) -> Any:
@@ -71,10 +68,8 @@ def test_corrections_and_functions_need_the_inputs_that_they_read() -> None:
 
 def test_keys_follow_changed_hyper_parameters(model: nn.Module) -> None:
     """Only a clip mode needs old log-probs. Names of metrics and inputs of terms follow changes as well."""
-    loss, data = (
-        losses.PolicyLoss(model, "rec", clip_mode="one-side"),
-        batch().exclude(("next", "sampler_log_probs"), ("next", "ref_log_probs")),
-    )
+    loss = losses.PolicyLoss(model, "rec", clip_mode="one-side")
+    data = batch().exclude(("next", "sampler_log_probs"), ("next", "ref_log_probs"))
     old, bare = loss.tensor_keys.old_log_prob, data.exclude(("next", "log_probs"))
     for _ in range(2):
         assert old in loss.in_keys
@@ -120,23 +115,20 @@ NARROW = MASK[:, :1]
 TERM = losses.LossTerm("objective", ONES[:, :1], NARROW)
 BOOLEAN = r"must hold numbers, got a boolean tensor: pass \w+\.float\(\)"
 ONE_NUMBER = r"must be one number, got a tensor of shape \(2,\)"
-PENALTIES = losses.KLToReference, losses.KLToSampler, losses.EntropyBonus
 test_inputs_and_numbers_that_would_broadcast_or_mean_something_else = refused(
     lambda call: call(),
     (lambda: losses.LossInputs(OLD, MASK, advantage=MASK), TypeError, BOOLEAN),
-    (lambda: losses.mismatch_metrics(OLD, MASK, MASK), TypeError, BOOLEAN),
     (lambda: losses.ValueInputs(OLD, MASK.float(), OLD), TypeError, "mask must be boolean"),
     (lambda: losses.opmd(losses.LossInputs(OLD, MASK, advantage=ONES), tau=PAIR), f"tau {ONE_NUMBER}"),
     (lambda: losses.LossTerm("objective", OLD, MASK, weight=PAIR), f"weight {ONE_NUMBER}"),
     (lambda: losses.aggregate(OLD, MASK, denominator=PAIR), f"denominator {ONE_NUMBER}"),
     (lambda: losses.aggregate(OLD, MASK, "none", denominator=3), "'none' has no denominator, got 3"),
     (lambda: losses.ImportanceWeights(high=True), TypeError, "high must be a number, got True"),
-    (lambda: called(losses.importance_weights, OLD, OLD, MASK, high=PAIR), f"high {ONE_NUMBER}"),
     (lambda: losses.value_error(losses.ValueInputs(OLD, MASK, OLD, OLD), clip_value=PAIR), f"clip_value {ONE_NUMBER}"),
     (lambda: losses.apply_correction([TERM], ONES, MASK.float()), TypeError, "mask must be boolean"),
     (lambda: losses.apply_correction([TERM], ONES, NARROW), r"weights has shape \(2, 2\) but mask has shape \(2, 1\)"),
     (lambda: called(losses.top_entropy_mask, -OLD, MASK, threshold=NAN), "threshold must be a number, got nan"),
-    *((functools.partial(part, NAN), r"coeff must be a (finite )?number.*got nan") for part in PENALTIES),
+    (lambda: losses.EntropyBonus(NAN), "coeff must be a number, got nan"),
 )
 
 
@@ -153,10 +145,8 @@ def test_every_kind_of_number_is_a_checked_buffer() -> None:
 
 
 def test_a_number_is_checked_when_it_is_given_and_when_it_changes() -> None:
-    for value, message in (
-        (torch.tensor(0.1, requires_grad=True), "requires grad but"),
-        (np.float32(-5), "at least 0"),
-    ):
+    grad = torch.tensor(0.1, requires_grad=True)
+    for value, message in ((grad, "requires grad but"), (np.float32(-5), "at least 0")):
         with pytest.raises(ValueError, match=f"clip_high .*{message}"):
             losses.TermPart(losses.ppo, clip_high=value)
         part = losses.TermPart(losses.ppo)
@@ -177,7 +167,7 @@ def test_a_misspelt_attribute_is_refused(model: nn.Module) -> None:
 
 
 def test_masks_other_than_0_and_1_are_refused(model: nn.Module) -> None:
-    half, advice = torch.full((6, 1), 0.5), "is a mask: expected True and False, or 1 and 0"
+    half, advice = torch.full((6, 1), 0.5), "is a mask: expected only 1 and 0"
     for value in (half, 2 * torch.ones(6, 1).long(), torch.full((6, 1), NAN)):
         with pytest.raises(ValueError, match=f"'loss_mask' {advice}"):
             losses.PolicyLoss(model)(batch().set("loss_mask", value))

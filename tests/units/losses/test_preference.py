@@ -272,10 +272,9 @@ def test_a_sum_of_preference_losses_and_the_likelihood() -> None:
     assert_close(weighted, called(losses.dpo, **data, weighting="probability", ld_alpha=0.25)[0].value)
     for bad, message in (
         ({"losses": ["dpoo"]}, "preference_sum has no loss 'dpoo'. Did you mean 'dpo'"),
-        ({"losses": ["aot"]}, "preference_sum has no loss 'aot'"),
         ({"losses": "dpo"}, "losses must be a list of at least one name, got 'dpo'"),
         ({"losses": []}, "losses must be a list of at least one name"),
-        ({"weights": [1.0]}, "weights has 1 numbers for 2 losses"),
+        ({"weights": [1.0]}, "argument 2 is shorter"),
     ):
         with pytest.raises(ValueError, match=message):
             called(losses.preference_sum, **data, **bad)
@@ -377,9 +376,8 @@ def test_the_shift_of_bco_is_halfway_between_the_kinds() -> None:
     data["mask"][4:] = False
     point = called(losses.bco_reference_point, **data)
     assert_close(point.tolist(), [1.0] * 6)
-    assert_close(
-        called(losses.bco_pair, **data)[0].value, called(losses.bco_pair, **data, reference_point=point)[0].value
-    )
+    own, of_batch = (called(losses.bco_pair, **data, **x)[0].value for x in ({}, {"reference_point": point}))
+    assert_close(own, of_batch)
 
 
 # ---------------------------------------------------------------------- optimal transport
@@ -407,7 +405,7 @@ def test_aot_compares_leads_of_equal_rank() -> None:
 def test_aot_unpaired_compares_answers_of_equal_rank() -> None:
     """Chosen answers have 0.5, 3, 1 and rejected ones 2, -1, 0. Sorted, the differences are 0.5 + 1, 1 - 0, 3 - 2."""
     data = {**rows(0.5, 2.0, 3.0, 1.0, -1.0, 0.0), "chosen": flags(1, 0, 1, 1, 0, 0)}
-    with pytest.raises(ValueError, match="as many chosen as rejected answers, got 2 and 1 rows"):
+    with pytest.raises(ValueError, match="match_id 1 has 1 chosen and 0 rejected rows"):
         called(losses.aot_unpaired, **rows_of(data, slice(3)) | {"mask": flags(1, 1, 0).unsqueeze(-1)})
     match = called(losses.aot_match, **data)
     assert match.tolist() == [0, 2, 2, 1, 0, 1]

@@ -122,10 +122,8 @@ def test_vapo_imitates_right_answers_beside_ppo() -> None:
 
 def test_echo_predicts_what_others_said_over_their_own_tokens() -> None:
     data = mixture()
-    terms, slopes = (
-        called(echo, **data, mu=0.25, **HYPER),
-        [[0.0, 0.0, -5.5 / 4], [-0.125, -0.125, 0.0], [0.0, 0.0, 0.0]],
-    )
+    terms = called(echo, **data, mu=0.25, **HYPER)
+    slopes = [[0.0, 0.0, -5.5 / 4], [-0.125, -0.125, 0.0], [0.0, 0.0, 0.0]]
     assert_terms(terms, data, slopes, objective=(1.0, ATTEMPTS), observation=(0.25, IMITATED, "token-mean"))
     assert called(echo, **mixture(), nll_aggregation=None)[1].aggregation is None
 
@@ -153,9 +151,8 @@ def test_mix_chord_by_hand() -> None:
     assert_terms((usual, expert), data, slopes, usual=(0.5, ATTEMPTS), expert=(0.5, [0.1732868, 0.2575101]))
     close(expert.metrics["weight_mean"], 0.205)
     assert expert.metrics.keys() == {"weight_mean", "expert_fraction"}
-    without_phi = called(
-        mix_chord, **mixture(), mu=scheduled(0, peak=0.9, valley=0.25), enable_phi_function=False, **HYPER
-    )
+    mu = scheduled(0, peak=0.9, valley=0.25)
+    without_phi = called(mix_chord, **mixture(), mu=mu, enable_phi_function=False, **HYPER)
     for term, same in zip(without_phi, called(mix, **mixture(), mu=0.25, **HYPER), strict=True):
         assert_close(term.value, same.value)
         assert term.weight == same.weight

@@ -207,13 +207,11 @@ def from_slime(arguments: Mapping[str, object]) -> Translation:
     algorithm = reader.preset("advantage_estimator")
     own = reader.overrides
     own["kl_loss"] = "none"
-    reader.copy("eps_clip")
-    if reader["eps_clip_high"] is not None:
-        reader.copy("eps_clip_high")
+    reader.copy("eps_clip", *(["eps_clip_high"] if reader["eps_clip_high"] is not None else []))
     if own["objective"] != "ppo" and reader["eps_clip_c"] is not None:
         reader.refuse("eps_clip_c", f"{own['objective']} has no dual clip here")
     # slime whitens any advantage if asked. Here whitening belongs to the advantage.
-    whitens = own["advantage"].startswith("reinforce_plus_plus")
+    whitens = str(own["advantage"]).startswith("reinforce_plus_plus")
     if own["advantage"] == "grpo":
         if not reader.take("grpo_std_normalization") or reader["n_samples_per_prompt"] == 1:
             own["advantage"] = "dr_grpo"

@@ -26,6 +26,7 @@ from torchrl_llm_kl.losses import Correction, rollout_corrections
 from torchrl_llm_kl.scoring import LogProbScorer, ModelOrScorer, Sampling, ScoreOptions
 
 if TYPE_CHECKING:
+    from torchrl_llm_kl.advantages import AdvantageName
     from torchrl_llm_kl.algorithms import AlgorithmName
 
 
@@ -113,21 +114,18 @@ class Translation:
         """
         if self.refused and not without_refused:
             reasons = "; ".join(f"{row.name}={row.value!r}: {row.note}" for row in self.refused)
-            raise ValueError(
-                f"{self.library}'s {reasons}. Change them, or pass without_refused=True to leave them out."
-            )
+            raise ValueError(f"{self.library}'s {reasons}. Change them, or leave them out with without_refused=True.")
         own = self.overrides
+        more["loss_args"] = {**(more.get("loss_args") or {})}
+        both = [each.get("loss_args", {}).get("corrections", ()) for each in (own, more)]
+        if any(both):
+            more["loss_args"]["corrections"] = [correction for some in both for correction in some]
         for part in ("objective_args", "advantage_args"):
-            if part in own and part in more:
-                more[part] = {**own[part], **more[part]}
+            more[part] = {**own.get(part, {}), **more.get(part, {})}
         if "group_key" in more:
             own.pop("group_size", None)  # make_algorithm refuses both
         if isinstance(actor, LogProbScorer) and actor.options.temperature == self.sampling.temperature:
             own.pop("options", None)  # the scorer has its own options
-        ours, theirs = own.pop("loss_args", {}), more.pop("loss_args", None) or {}
-        both = [*ours.get("corrections", ()), *theirs.get("corrections", ())]
-        if ours or theirs:
-            own["loss_args"] = {**ours, **theirs, **({"corrections": both} if both else {})}
         return make_algorithm(self.algorithm, actor, **{**own, **more})
 
     def __str__(self) -> str:
@@ -191,7 +189,10 @@ class Reader:
 
     def __init__(self, library: Library, rows: Mapping[str, Foreign], given: Mapping[str, object]) -> None:
         self.library, self.rows, self.given = library, rows, dict(given)
-        self.overrides: Json = {}
+        self.overrides: dict[str, object] = {}
+        self.objective: dict[str, object] = {}
+        self.advantage: dict[str, object] = {}
+        self._corrections: list[New] = []
         self._placed: dict[str, tuple[Place, Setting]] = {}
 
     def __getitem__(self, name: str) -> Any:
@@ -201,6 +202,8 @@ class Reader:
     def place(self, place: Place, *names: str, note: str = "") -> None:
         """Record the place of settings, given or default. The first place of a setting stays."""
         for name in names:
+            if not note and name not in self.given and self[name] is None:
+                continue  # neither library has this setting
             row = find_row(self.rows, name)
             here = row.here if row and place in ("override", "sampling") else ""
             setting = Setting(name, self[name], here, note or (row.note if row else ""), name in self.given)
@@ -210,16 +213,6 @@ class Reader:
         """Mark a setting as translated, and return its value."""
         self.place("override", name, note=note)
         return self[name]
-
-    @property
-    def objective(self) -> Json:
-        """The settings of the objective."""
-        return cast(Json, self.overrides.setdefault("objective_args", {}))
-
-    @property
-    def advantage(self) -> Json:
-        """The settings of the advantage."""
-        return cast(Json, self.overrides.setdefault("advantage_args", {}))
 
     def set(self, path: str, value: object) -> None:
         """Set an argument of make_algorithm, or the setting of a part: ``objective_args.clip_low``."""
@@ -232,12 +225,12 @@ class Reader:
             for path in self.rows[name].here.split():
                 self.set(path, self.take(name))
 
-    def choose(self, name: str, value: Any = ..., *, note: str = "") -> Choice:
+    def choose(self, name: str, value: object = ..., *, note: str = "") -> Choice:
         """Translate a setting with few values by the table of choices. ``value`` replaces the given one."""
         choices = CHOICES[self.library, self.rows[name].section.lower(), name]
         value = self[name] if value is ... else value
         self.known(name.rpartition(".")[2], value, choices)
-        choice = choices[value]
+        choice = choices[str(value)]
         self.take(name, note or choice.note)
         for path, value in choice.overrides.items():
             self.set(path, value)
@@ -270,17 +263,16 @@ class Reader:
 
     def correct(self, correction: Callable[..., Correction], **settings: object) -> None:
         """Add a correction to the loss."""
-        loss_args = self.overrides.setdefault("loss_args", {})
-        loss_args.setdefault("corrections", []).append(New(correction, **settings))
+        self._corrections.append(New(correction, **settings))
 
     def verls_corrections(self, section: str) -> None:
         """Read verl's ``rollout_correction``, which Trinity-RFT has too."""
-        settings: Json = {}
+        settings: dict[str, object] = {}
         for name in ("rollout_is", "rollout_rs"):
             if self[f"{section}{name}"] is not None:
                 both = {own: self.take(f"{section}{own}") for own in (name, f"{name}_threshold")}
                 settings |= {own: value for own, value in both.items() if value is not None}
-        for made in rollout_corrections(**settings):
+        for made in rollout_corrections(**settings):  # type: ignore[arg-type]
             given = {name: x.item() if isinstance(x, Tensor) else x for name, x in made.hyper.items()}
             self.correct(type(made), **given)
 
@@ -310,7 +302,7 @@ class Reader:
         """Read the number of answers to a prompt."""
         answers = self[name]
         check_range(1, **{name: answers})
-        advantage = self.overrides.get("advantage", get_algorithm(algorithm).advantage)
+        advantage = cast("AdvantageName | None", self.overrides.get("advantage", get_algorithm(algorithm).advantage))
         if answers > 1 and advantage is not None and "group" in advantage_spec(advantage).needs:
             self.copy(name)
         else:
@@ -331,15 +323,17 @@ class Reader:
                 self.place("outside", name, note=row.note if "max_new_tokens" in row.note else unused)
             else:
                 self.place("outside" if self[name] == row.default else row.place, name)
-        self.overrides = {name: value for name, value in self.overrides.items() if value != {}}
+        arguments = {"objective_args": self.objective, "advantage_args": self.advantage}
+        arguments |= {"loss_args": {"corrections": self._corrections} if self._corrections else {}}
+        recipe = self.overrides | {name: given for name, given in arguments.items() if given}
         # Errors about overrides belong to the translation, not to a later `make`.
-        checked = {name: _fresh(value) for name, value in self.overrides.items() if name not in _OF_MAKE}
+        checked = {name: _fresh(value) for name, value in recipe.items() if name not in _OF_MAKE}
         apply_overrides(get_algorithm(algorithm), checked)
         lists: dict[Place, list[Setting]] = {"override": [], "sampling": [], "outside": [], "refused": []}
         for place, setting in self._placed.values():
             lists[place].append(setting)
         placed = (tuple(rows) for rows in lists.values())
-        return Translation(self.library, algorithm, self.overrides, sampling or Sampling(), *placed)
+        return Translation(self.library, algorithm, recipe, sampling or Sampling(), *placed)
 
 
 #: Arguments of make_algorithm that are not settings of a preset.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from torchrl_llm_kl._foreign import CHOICES, TRINITY
 from torchrl_llm_kl._registry import Spec, flatten
@@ -13,6 +13,9 @@ from torchrl_llm_kl.algorithms.elsewhere._translation import New, Reader, Transl
 from torchrl_llm_kl.algorithms.presets import get_algorithm
 from torchrl_llm_kl.estimators import ScheduledCoefficient
 from torchrl_llm_kl.losses import spec_of
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.advantages import AdvantageName
 
 #: Defaults of Trinity's loss constructors. They apply if some arguments are given. Otherwise `default_args` applies.
 _CONSTRUCTOR = {"rec": {"epsilon_low_prime": 0.4, "epsilon_high_prime": 0.4}}
@@ -75,7 +78,7 @@ def from_trinity(config: str | os.PathLike[str] | Mapping[str, object]) -> Trans
         raise ValueError("cpt trains on all tokens: use make_algorithm('sft', actor, masking_strategy='generic').")
     algorithm = reader.preset("algorithm.algorithm_type")
     preset = get_algorithm(algorithm)
-    objective = _read_objective(reader, "ppo" if kind == "dapo" else preset.objective)
+    objective = _read_objective(reader, "ppo" if kind == "dapo" else preset.spec.name)
     if preset.advantage is not None:
         _read_advantage(reader, preset.advantage)
     trains: dict[str, object] = {"kl_loss": preset.kl_loss, "kl_reward": "none"}
@@ -129,7 +132,7 @@ def _has_loss_args(reader: Reader) -> bool:
 
 def _read_objective(reader: Reader, default: str) -> str:
     """Set the objective and its hyper-parameters, and return the objective's name."""
-    name: Any = reader["algorithm.policy_loss_fn"] or default
+    name = reader["algorithm.policy_loss_fn"] or default
     fallback = f"{_P}fallback_to_policy_gradient"
     if name == "ppo" and reader.given.get(fallback):
         reader.take(fallback)
@@ -138,11 +141,8 @@ def _read_objective(reader: Reader, default: str) -> str:
                 reader.out(path, "nothing to do: the ratio is 1, and nothing is clipped")
         name = "ppo_on_policy"
     spec = spec_of(name)
-    if name in ("sapo", "dpo"):
-        notes = {"sapo": "Trinity has no gradient through the gate", "dpo": "Trinity adds the batch up to one pair"}
-        reader.take("algorithm.policy_loss_fn", notes[name])
-    elif reader["algorithm.policy_loss_fn"]:
-        reader.take("algorithm.policy_loss_fn")
+    notes = {"sapo": "Trinity has no gradient through the gate", "dpo": "Trinity adds the batch up to one pair"}
+    reader.take("algorithm.policy_loss_fn", notes.get(name, ""))
     schedule: dict[str, object] = {}
     for key, own_name in _SCHEDULE.items() if name == "mix_chord" else ():
         if f"{_P}{key}" in reader.given:
@@ -151,9 +151,7 @@ def _read_objective(reader: Reader, default: str) -> str:
     if schedule:
         own["mu"] = New(ScheduledCoefficient, **schedule)
     if written and name in _NEED_CLIP and not {"clip_low", "clip_high"} <= own.keys():
-        raise ValueError(
-            f"Trinity's {name} needs clip_range, or clip_range_low and clip_range_high, if policy_loss_fn_args is given."
-        )
+        raise ValueError(f"Trinity's {name} needs clip_range (or _low and _high) if policy_loss_fn_args is given.")
     own = _effective(spec, {**(_CONSTRUCTOR if written else _DEFAULT_ARGS).get(name, {}), **own})
     reader.overrides["objective"] = name
     reader.objective.update(own)
@@ -168,12 +166,9 @@ def _effective(spec: Spec, own: dict[str, object]) -> dict[str, object]:
 
 def _read_advantage(reader: Reader, default: str) -> None:
     """Set the advantage and its hyper-parameters."""
-    given = reader["algorithm.advantage_fn"]
+    given = reader.take("algorithm.advantage_fn")
     renamed = CHOICES["Trinity-RFT", "", "algorithm.advantage_fn"]
-    name: Any = renamed[given].here if given in renamed else given or default
-    spec = advantage_spec(name)
-    if given:
-        reader.take("algorithm.advantage_fn")
+    spec = advantage_spec(cast("AdvantageName", renamed[given].here if given in renamed else given or default))
     own = _effective(spec, _arguments(reader, spec, "algorithm.advantage_fn_args."))
     if spec.name == "gae":
         own["whiten"] = True  # Trinity always whitens
@@ -184,9 +179,7 @@ def _read_advantage(reader: Reader, default: str) -> None:
 def _read_kl(reader: Reader, place: str, trains: dict[str, object]) -> None:
     """Set the KL of one place from Trinity's `kl_loss_fn` or `kl_penalty_fn`."""
     name = f"algorithm.{'kl_loss_fn' if place == 'kl_loss' else 'kl_penalty_fn'}"
-    estimator = reader[name] or trains[place]
-    if reader[name]:
-        reader.take(name)
+    estimator = reader.take(name) or trains[place]
     trains[place] = reader.overrides[place] = estimator
     if estimator == "none":
         return
@@ -216,12 +209,10 @@ def _read_kl_reward(reader: Reader, trains: dict[str, object]) -> None:
 
 
 def _read_entropy(reader: Reader) -> None:
-    kind = reader["algorithm.entropy_loss_fn"]
+    kind = reader.take("algorithm.entropy_loss_fn")
     reader.known("entropy_loss_fn", kind or "none", ("none", "default", "mix"))
     coeff = "algorithm.entropy_loss_fn_args.entropy_coef"
     without = reader["algorithm.algorithm_type"] in _WITHOUT_ENTROPY
-    if kind is not None:
-        reader.take("algorithm.entropy_loss_fn")
     if kind == "none" or (kind is None and without):
         reader.overrides["entropy_coeff"] = 0.0
     else:
@@ -246,13 +237,10 @@ def _read_aggregation(reader: Reader, objective: str) -> None:
     if objective == "dpo":
         reader.overrides["aggregation"] = "seq-mean-token-sum"
     if reader.overrides["aggregation"] == "seq-mean-token-sum-norm":
+        reason = "Trinity divides only by the length, this package also by the number of sequences"
         if reader["model.max_response_tokens"] is None:
-            reader.refuse("algorithm.loss_agg_mode", "it divides by the padded length: add model.max_response_tokens")
-        else:
-            reader.refuse(
-                "algorithm.loss_agg_mode",
-                "Trinity divides only by the length, this package also by the number of sequences",
-            )
+            reason = "it divides by the padded length: add model.max_response_tokens"
+        reader.refuse("algorithm.loss_agg_mode", reason)
 
 
 def _two_means(reader: Reader, own: str, others: str) -> None:
@@ -263,10 +251,8 @@ def _two_means(reader: Reader, own: str, others: str) -> None:
 
 def _mixture(reader: Reader, schema: str) -> None:
     ratio = "algorithm.sample_strategy_args.expert_data_ratio"
-    strategy = reader["algorithm.sample_strategy"]
     if schema == "mix":
-        if strategy is not None:
-            reader.take("algorithm.sample_strategy")
+        reader.take("algorithm.sample_strategy")
         reader.place("outside", ratio)
-    elif strategy is not None:
+    elif reader["algorithm.sample_strategy"] is not None:
         reader.out("algorithm.sample_strategy", "the buffer of the loop decides which rows it draws")

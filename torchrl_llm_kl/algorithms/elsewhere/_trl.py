@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from torchrl_llm_kl._foreign import TRAINING, TRL, Foreign, read_table
 from torchrl_llm_kl._registry import did_you_mean, no_such
@@ -25,7 +25,7 @@ Trainer = Literal["grpo", "rloo", "dpo", "kto", "sft", "cpo", "orpo", "gkd", "di
 UNCLAMPED_K3 = partial(corrected_k3, ratio_max=math.inf)
 
 
-def from_trl(config: Any, *, trainer: Trainer = "grpo") -> Translation:
+def from_trl(config: TrainingArguments | Mapping[str, object], *, trainer: Trainer = "grpo") -> Translation:
     """Translate a configuration of TRL 1.16.
 
     Args:
@@ -117,9 +117,8 @@ def _changed_settings(config: TrainingArguments) -> dict[str, object]:
 
 def _read_grpo(reader: Reader) -> Translation:
     kind, level = reader["loss_type"], reader.choose("importance_sampling_level").here
-    choice = reader.choose("loss_type")
-    algorithm: Any = choice.here
-    objective, aggregation = str(choice.overrides["objective"]), str(choice.overrides["aggregation"])
+    algorithm = reader.preset("loss_type")
+    objective, aggregation = str(reader.overrides["objective"]), str(reader.overrides["aggregation"])
     if level == "sequence" and objective in ("ppo", "dapo", "dr_grpo"):
         objective = "luspo" if kind == "luspo" else "gspo"
         algorithm = "gspo" if kind == "grpo" else algorithm
@@ -127,7 +126,9 @@ def _read_grpo(reader: Reader) -> Translation:
         reader.refuse("importance_sampling_level", f"{kind} has the ratio of each token here")
     reader.overrides["objective"] = objective
     if kind == "dr_grpo":  # its loss divides by the maximal length
-        _max_len(reader)
+        reader.copy("max_completion_length")
+        if reader["max_completion_length"] is None:
+            reader.refuse("max_completion_length", "the loss divides by it: pass a number")
     _grpo_bounds(reader, kind, objective)
     _grpo_advantage(reader)
     _grpo_kl(reader, level)
@@ -137,20 +138,10 @@ def _read_grpo(reader: Reader) -> Translation:
     return reader.finish(algorithm, reader.sample("temperature", "top_p", "top_k", "min_p"))
 
 
-def _max_len(reader: Reader) -> None:
-    if reader["max_completion_length"] is None:
-        reader.refuse("max_completion_length", "the loss divides by it: pass a number")
-    else:
-        reader.copy("max_completion_length")
-
-
 def _clip_bounds(reader: Reader) -> tuple[float, float]:
     """TRL's epsilon and epsilon_high, which is epsilon by default."""
-    low, high = reader.take("epsilon"), reader["epsilon_high"]
-    if high is None:
-        return low, low
-    reader.take("epsilon_high")
-    return low, high
+    low, high = reader.take("epsilon"), reader.take("epsilon_high")
+    return low, low if high is None else high
 
 
 def _grpo_bounds(reader: Reader, kind: str, objective: str) -> None:
@@ -163,9 +154,7 @@ def _grpo_bounds(reader: Reader, kind: str, objective: str) -> None:
         if bound >= 1:
             reader.objective["clip_high"] = bound - 1
         else:
-            reader.refuse(
-                name, f"in TRL's cispo it bounds the weight itself, here 1 + clip_high does: {bound} is below 1"
-            )
+            reader.refuse(name, f"TRL's cispo bounds the weight itself, here 1 + clip_high does: {bound} is below 1")
     else:
         low, high = _clip_bounds(reader)
         reader.objective.update(clip_low=low, clip_high=high)
@@ -250,10 +239,8 @@ def _vllm_weights(reader: Reader) -> None:
     reader.known(f"{prefix}mode", given, known)
     level, _, mode = given.partition("_")
     high = f"{prefix}clip_max" if reader[f"{prefix}cap"] is None else f"{prefix}cap"
-    low = reader[f"{prefix}clip_min"]
-    if low is not None:
-        reader.take(f"{prefix}clip_min")
-    reader.correct(ImportanceWeights, level=level, mode=mode, low=low, high=reader.take(high))
+    low, high = reader.take(f"{prefix}clip_min"), reader.take(high)
+    reader.correct(ImportanceWeights, level=level, mode=mode, low=low, high=high)
 
 
 # ------------------------------------------------------------------ RLOO
@@ -264,8 +251,7 @@ def _rloo(reader: Reader) -> Translation:
     low, high = _clip_bounds(reader)
     reader.objective.update(clip_low=low, clip_high=high, clip_ratio_c=None)
     # An answer is reused if several optimiser steps follow one generation.
-    steps = reader["steps_per_generation"] or 1
-    accumulated: Any = reader.given.get("gradient_accumulation_steps", 1)
+    steps, accumulated = (reader[name] or 1 for name in ("steps_per_generation", "gradient_accumulation_steps"))
     reused = "num_iterations" if reader["num_iterations"] > 1 else "steps_per_generation"
     if reader["num_iterations"] > 1 or steps > accumulated:
         reader.refuse(reused, "TRL clips the ratio of the whole answer, here of each token: equal only on policy")
@@ -283,6 +269,7 @@ def _dpo(reader: Reader) -> Translation:
     given = reader["loss_type"]
     kinds = [given] if isinstance(given, str) else list(given)
     parts = [reader.choose("loss_type", kind) for kind in kinds or [None]]
+    names: list[str] = []
     if len(parts) > 1 or parts[0].here == "sft":
         names = [part.here + "_norm" * ("objective_args.length_normalised" in part.overrides) for part in parts]
         reader.overrides["objective"] = "preference_sum"
@@ -296,11 +283,11 @@ def _dpo(reader: Reader) -> Translation:
             reader.refuse("use_weighting", "TRL weighs the likelihood too, here only the pairs are weighted")
         if reader["f_divergence_type"] != "reverse_kl":
             reader.refuse("f_divergence_type", "a sum of losses has the reverse KL here")
-    spec = spec_of(reader.overrides["objective"])
+    spec = spec_of(str(reader.overrides["objective"]))
     reader.copy("beta")
     if reader["ld_alpha"] is not None:
         _option(reader, spec.hyper, "ld_alpha", "ld_alpha", reader["ld_alpha"])
-    if reader["use_weighting"] and "sft" not in reader.objective.get("losses", ()):
+    if reader["use_weighting"] and "sft" not in names:
         _option(reader, spec.hyper, "use_weighting", "weighting", "aligned")
     divergence, alpha = reader["f_divergence_type"], reader["f_alpha_divergence_coef"]
     if divergence != "reverse_kl" and "f_divergence" in spec.hyper:

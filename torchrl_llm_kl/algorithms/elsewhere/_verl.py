@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchrl_llm_kl._foreign import VERL
 from torchrl_llm_kl._registry import flatten
@@ -76,17 +76,17 @@ def from_verl(config: str | os.PathLike[str] | Mapping[str, object] | Sequence[s
     return reader.finish(algorithm, reader.sample(f"{_R}temperature", f"{_R}top_p", f"{_R}top_k"))
 
 
-def _settings_of(config: Any) -> dict[str, object]:
+def _settings_of(config: str | os.PathLike[str] | Mapping[str, object] | Sequence[str]) -> dict[str, object]:
     """The settings by path. References to other settings are left out if verl's own files contain them."""
-    if isinstance(config, Sequence) and not isinstance(config, str):
-        pairs = [each.partition("=") for each in config]
-        for name, equals, _ in pairs:
+    if isinstance(config, (str, os.PathLike, Mapping)):
+        given = flatten(read_mapping(config, "a configuration of verl"))
+    else:
+        given = {}
+        for each in config:
+            name, equals, text = each.partition("=")
             if not equals:
                 raise ValueError(f"expected 'path=value', as in 'algorithm.adv_estimator=grpo', got {name!r}.")
-        each = (flatten({name.strip().lstrip("+"): read_yaml(text)}) for name, _, text in pairs)
-        given = {path: value for settings in each for path, value in settings.items()}
-    else:
-        given = flatten(read_mapping(config, "a configuration of verl"))
+            given |= flatten({name.strip().lstrip("+"): read_yaml(text)})
     # Hydra's class paths set nothing of the algorithm.
     given = {name: value for name, value in given.items() if not name.endswith("_target_")}
     # verl's own file sets response_length to a reference.

@@ -346,9 +346,8 @@ def clip_cov(
         selected = select_clip_cov(
             inputs, fraction=fraction, cov_low=cov_low, cov_high=cov_high, clip_low=clip_low, clip_high=clip_high
         )
-    value, metrics = clipped_surrogate(
-        bounded_exp(inputs.log_ratio), inputs.advantage, inputs.mask, clip_low, clip_high
-    )
+    ratio = bounded_exp(inputs.log_ratio)
+    value, metrics = clipped_surrogate(ratio, inputs.advantage, inputs.mask, clip_low, clip_high)
     metrics["selected_fraction"] = masked_mean(selected.float(), inputs.mask)
     return (LossTerm("objective", torch.where(selected, 0, value), inputs.mask, metrics=metrics),)
 

@@ -528,8 +528,6 @@ def preference_sum(
     if not losses or isinstance(losses, str):
         raise ValueError(f"losses must be a list of at least one name, got {losses!r}.")
     shares = [1.0] * len(losses) if weights is None else list(weights)
-    if len(shares) != len(losses):
-        raise ValueError(f"weights has {len(shares)} numbers for {len(losses)} losses: pass one for each.")
     pairs = pair_up(inputs, beta, ld_alpha=ld_alpha, weighting=weighting)
     summed = inputs.replace(reference_point=inputs.mask.any(-1) * 0.0)
     if ld_alpha is not None:

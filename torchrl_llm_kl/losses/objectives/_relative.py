@@ -268,13 +268,10 @@ def aot_match(inputs: LossInputs) -> Tensor:
     """
     ratio, present, good = _log_ratio(inputs).reshape(-1), inputs.mask.any(-1).reshape(-1), inputs.chosen.reshape(-1)
     if not torch.compiler.is_compiling():
-        for rows, kind in ((present, "answers with masked-in tokens"), (torch.ones_like(good), "rows")):
-            number = int((rows & good).sum()), int((rows & ~good).sum())
-            if number[0] != number[1]:
-                raise ValueError(
-                    f"aot_unpaired compares as many chosen as rejected answers, got {number[0]} and {number[1]} {kind}: "
-                    "leave some out."
-                )
+        # Rows without masked-in tokens would be matched last, and leave out a row that has some.
+        chosen, rejected = int((present & good).sum()), int((present & ~good).sum())
+        if chosen != rejected:
+            raise ValueError(f"aot_unpaired compares as many chosen as rejected answers, got {chosen} and {rejected}.")
     order = ratio.masked_fill(~present, torch.inf).argsort(stable=True)
     # Counting the answers of a kind in sorted order gives their ranks.
     rank = torch.where(good[order], good[order].cumsum(0), (~good[order]).cumsum(0)) - 1

@@ -338,9 +338,8 @@ def distill(
         value = inputs.teacher_divergence
     else:
         # One teacher may come without the dimension of teachers.
-        outcomes, teacher = (
-            x.unsqueeze(-2) if x.ndim == mask.ndim + 1 else x for x in (inputs.outcomes, inputs.teacher_outcomes)
-        )
+        both = inputs.outcomes, inputs.teacher_outcomes
+        outcomes, teacher = (x.unsqueeze(-2) if x.ndim == mask.ndim + 1 else x for x in both)
         weight = _teacher_weights(teacher_weights, outcomes)
         captured = -(weight / weight.sum() * teacher[..., -1].expm1()).sum(-1)
         metrics["captured_mass"] = masked_mean(captured, mask)
