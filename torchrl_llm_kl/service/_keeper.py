@@ -14,7 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import ray
 from ray import serve
@@ -260,21 +260,17 @@ def keeper_of(name: str, spec: ServiceSpec | None = None, *, create: bool = Fals
     """Returns the keeper of a service. Creates it if asked to, else raises a ValueError if it is missing."""
     if not create:
         return ray.get_actor(name, namespace=NAMESPACE)
-    handle: ActorHandle = (
-        ray.remote(Keeper)
-        .options(  # type: ignore[attr-defined]
-            name=name,
-            namespace=NAMESPACE,
-            get_if_exists=True,
-            lifetime="detached",
-            num_cpus=0,
-            max_concurrency=_CALLS,
-            max_restarts=-1,
-            max_task_retries=-1,
-        )
-        .remote(name, spec)
+    actor = ray.remote(Keeper).options(
+        name=name,
+        namespace=NAMESPACE,
+        get_if_exists=True,
+        lifetime="detached",
+        num_cpus=0,
+        max_concurrency=_CALLS,
+        max_restarts=-1,
+        max_task_retries=-1,
     )
-    return handle
+    return cast(ActorHandle, actor.remote(name, spec))
 
 
 async def _is_pending(call: Awaitable[None]) -> bool:

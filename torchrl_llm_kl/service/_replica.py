@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import ray
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from torchrl_llm_kl.rollouts import ModelInterface
-    from torchrl_llm_kl.scoring import Model
     from torchrl_llm_kl.service._messages import Message, Reply
     from torchrl_llm_kl.service.engines._engine import Engine
 
@@ -99,9 +98,9 @@ class Replica:
         except Exception:  # the model cannot score these tokens, and is never probed
             self._has_probe = False
 
-    def _load(self) -> Model | Engine:
+    def _load(self) -> nn.Module | Engine:
         """Runs the factory. Returns its model or engine."""
-        packed: object = self._spec.factory
+        packed: Any = self._spec.factory
         if packed is None:
             references = ray.get(self._keeper.model.remote(), timeout=_KEEPER)
             if not references:
@@ -110,7 +109,7 @@ class Replica:
                     "ScoringService with the model again, or use a factory."
                 )
             packed = ray.get(references[0], timeout=_FETCH)
-        made: Model | Engine = ray.cloudpickle.loads(packed)()
+        made: nn.Module | Engine = ray.cloudpickle.loads(packed)()
         return made
 
     def _fingerprint(self) -> str | None:
@@ -231,7 +230,7 @@ class Replica:
                 "with the actor that kept them. Push them again."
             )
 
-    def _fetch(self, chunks: Sequence[object]) -> Mapping[str, Tensor]:
+    def _fetch(self, chunks: Sequence[Any]) -> Mapping[str, Tensor]:
         """Returns the weights of a push under the model's own names. Raises an error if they do not fit."""
         from torchrl_llm_kl.service._messages import tensors_of
 
@@ -251,8 +250,8 @@ def application(spec: ServiceSpec) -> serve.Application:
         options["num_replicas"] = spec.num_replicas
     options |= {"name": DEPLOYMENT, "ray_actor_options": actor, "graceful_shutdown_wait_loop_s": 0.2}
     logging_config = {"enable_access_log": False}  # writing a line for each call takes time
-    deployment = serve.deployment(Replica).options(logging_config=logging_config, **options)  # type: ignore[arg-type]
-    made: serve.Application = deployment.bind(spec)
+    deployment: Any = serve.deployment(Replica)
+    made: serve.Application = deployment.options(logging_config=logging_config, **options).bind(spec)
     return made
 
 
@@ -287,8 +286,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     if "model" in given:
         factory = partial(served_model, given.pop("model"), given.pop("dtype", "auto"))
     else:
-        module, _, function = given.pop("factory").partition(":")
-        factory = partial(getattr(import_module(module), function), **given.pop("arguments", {}))
+        factory = partial(resolve_name(given.pop("factory")), **given.pop("arguments", {}))
     packed = ray.cloudpickle.dumps(factory)
     return application(ServiceSpec(name, repr(sorted(args.items())), Settings(**given), factory=packed, detached=True))
 

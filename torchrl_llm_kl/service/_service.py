@@ -276,7 +276,7 @@ class ScoringService(contextlib.AbstractContextManager["ScoringService", None]):
         self.close()
 
 
-def _answer(reference: object, timeout: float) -> Any:
+def _answer(reference: Any, timeout: float) -> Any:
     """Returns the value of a reference. Raises a value that is an error."""
     import ray
 
@@ -319,7 +319,7 @@ def _described(value: object) -> str:
 class _Values(pickle.Pickler):
     """Writes the values of tensors. Their own pickles hold addresses, which differ between processes."""
 
-    def reducer_override(self, value: object) -> object:
+    def reducer_override(self, value: object) -> Any:
         if not isinstance(value, torch.Tensor):
             return NotImplemented
         return str, (f"{value.dtype} {tuple(value.shape)} {tensor_bytes(value).tobytes().hex()}",)

@@ -148,10 +148,10 @@ class RayKLRewardTransform(KLRewardTransform, metaclass=Served):
 
 @contextmanager
 def _served(
-    kwargs: dict[str, object],
+    kwargs: dict[str, Any],
     actor_name: str | None,
     device: torch.device | str | None,
-    **models: tuple[object, Factory | None, str],
+    **models: tuple[Any, Factory | None, str],
 ) -> Iterator[list[Any]]:
     """Starts services for the models. Models that are served already, and names for the local class, stay as they are.
 

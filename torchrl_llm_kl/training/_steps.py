@@ -25,7 +25,6 @@ from torchrl_llm_kl.transforms import RetrieveLogProb
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-    from transformers.modeling_outputs import CausalLMOutput
 
 #: The positional arguments of a module's forward.
 Arguments = tuple[object, ...]
@@ -53,7 +52,7 @@ class _Sampler(TransformersWrapper):
     the end would then never be trained.
     """
 
-    generate_kwargs: dict[str, object]
+    generate_kwargs: dict[str, Any]
 
     def __init__(self, *args: object, generate_kwargs: Mapping[str, object], **settings: object) -> None:
         taken = {name: value for name, value in generate_kwargs.items() if name != "top_k"}
@@ -102,7 +101,7 @@ def _equal_prompts_once(model: Any) -> Iterator[None]:
         first = rows.diff(prepend=rows.new_full((1,), -1)) > 0
         return args, {**given, **{name: value[first] for name, value in tensors.items()}}
 
-    def after(_: nn.Module, args: Arguments, output: CausalLMOutput) -> None:
+    def after(_: nn.Module, args: Arguments, output: Any) -> None:
         own.pop().remove()
         if rows is not None and states is not None:
             output.logits = output.logits[rows]
@@ -513,7 +512,7 @@ class RandomState(TypedDict):
     torch: Tensor
     accelerators: list[Tensor]
     python: tuple[object, ...]
-    numpy: tuple[object, ...]
+    numpy: tuple[Any, ...]
 
 
 def random_state() -> RandomState:

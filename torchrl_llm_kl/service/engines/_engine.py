@@ -14,7 +14,6 @@ from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import (
     DEFAULT_MEMORY,
     LogProbScorer,
-    Model,
     Sampling,
     ScoreOptions,
     ScoreRequest,
@@ -87,7 +86,7 @@ class TransformersEngine(Engine):
         memory: the most bytes of keys and values in all caches together.
     """
 
-    def __init__(self, model: Model, *, tokens_per_batch: int | None = None, memory: int = DEFAULT_MEMORY) -> None:
+    def __init__(self, model: nn.Module, *, tokens_per_batch: int | None = None, memory: int = DEFAULT_MEMORY) -> None:
         self.model = model
         self._tokens_per_batch, self._memory = tokens_per_batch, memory
         self._scorers: OrderedDict[tuple[object, ...], LogProbScorer] = OrderedDict()
@@ -133,7 +132,7 @@ class TransformersEngine(Engine):
         ``weights`` holds some or all of them, under their ``state_dict()`` names in the model or in its TorchRL wrapper.
         """
         own, given = self._module().state_dict(keep_vars=True), state_dict_of(weights)
-        weights: dict[str, Tensor] = {}
+        fitting: dict[str, Tensor] = {}
         pushed: dict[int, tuple[str, Tensor]] = {}  # by the model's tensor, which has several names if it is tied
         for theirs, name in self.own_names(given).items():
             if name not in own:
@@ -143,8 +142,8 @@ class TransformersEngine(Engine):
             # The last copy would silently replace the first.
             if value is not given[theirs] and not torch.equal(value, given[theirs]):
                 raise ValueError(f"{other} and {theirs} are one tensor of the model, but their values differ.")
-            weights[name] = given[theirs]
-        return weights
+            fitting[name] = given[theirs]
+        return fitting
 
     def own_names(self, names: Iterable[str]) -> dict[str, str]:
         """Maps the names in an update to the model's own names.

@@ -109,10 +109,11 @@ class GangEngine(Engine):
         self._turn = threading.Lock()
         options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": dict(resources or {})}
         try:
-            self._place(ranks, {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}, strategy, start_timeout)
-            remote = ray.remote(concurrency_groups={"life": 1})(GangRank)  # a thread of its own
+            group = self._place(ranks, {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}, strategy, start_timeout)
+            # A thread of its own.
+            remote = ray.remote(concurrency_groups={"life": 1})(GangRank)  # type: ignore[call-overload]
             for rank in range(ranks):
-                where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+                where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
                 self._ranks.append(remote.options(scheduling_strategy=where, **options).remote(rank, ranks))
             self._lives = [rank.life.remote() for rank in self._ranks]
             backend = backend or ("nccl" if num_gpus else "gloo")
@@ -129,15 +130,16 @@ class GangEngine(Engine):
         self._tensors: list[list[str]] = made[0][2]
         self._split = all(may for _, may, _ in made)
 
-    def _place(self, ranks: int, resources: Mapping[str, float], strategy: str, timeout: float) -> None:
+    def _place(self, ranks: int, resources: Mapping[str, float], strategy: str, timeout: float) -> PlacementGroup:
         """Reserves a place for each rank. The group ends with this process, which owns it, and so do the ranks."""
         bundle = {name: amount for name, amount in resources.items() if amount}
-        self._group = ray.util.placement_group([bundle or {"CPU": 0.001}] * ranks, strategy=strategy)
-        if not self._group.wait(timeout):
+        self._group = group = ray.util.placement_group([bundle or {"CPU": 0.001}] * ranks, strategy=strategy)
+        if not group.wait(timeout):
             raise ServiceTimeout(
                 f"{ranks} ranks with {bundle} each ({strategy}) had no room for {timeout:g} s. The cluster has "
                 f"{ray.available_resources()} free. Add nodes, ask for less, or raise start_timeout=."
             )
+        return group
 
     # ------------------------------------------------------------------ scores
 
@@ -314,7 +316,7 @@ class GangRank:
         dist.init_process_group(backend, store=server, rank=self._rank, world_size=self._ranks, timeout=limit)
         mesh = init_device_mesh(collective_device(backend).type, (self._ranks,))
         made = shard_model(factory(), shard, mesh)
-        self._engine = RankEngine(made, tokens_per_batch=tokens_per_batch, memory=memory)
+        self._engine = RankEngine(cast(nn.Module, made), tokens_per_batch=tokens_per_batch, memory=memory)
         self.in_step()
         return self._engine.interface(), may_split(made), self._engine.tensors()
 
@@ -384,5 +386,5 @@ def _shard_by_plan(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             f"a plan of only {', '.join(styles)}, and heads that {mesh.size()} ranks share equally. Pass shard='fsdp2', a "
             "function that shards the model, or another number of ranks."
         )
-    model.to(mesh.device_type)
+    model.to(mesh.device_type)  # type: ignore[arg-type]
     parallelize_module(model, mesh, {name: styles[style] for name, style in plan.items()})
