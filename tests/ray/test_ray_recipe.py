@@ -215,11 +215,3 @@ def test_grpo_trainer_over_ray():
     for policy, batch in seen:
         check_scores(batch, policy, scoring_model(1).model)
         assert all(len(response(row)) for row in steps(batch))
-
-
-def test_properties_that_torchrls_collector_asks_its_actor_for():
-    """Ray cannot call properties of an actor. ``sync_iter=False`` needs a ``remote_config``."""
-    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'setdefault'"):
-        RayLLMCollector(plain_env, policy_factory=sampling_policy, dialog_turns_per_batch=ROWS, sync_iter=False)
-    with ray_collector(plain_env) as collector, pytest.raises((TypeError, ValueError, AttributeError)):
-        _ = collector.total_dialog_turns

@@ -33,16 +33,13 @@ def test_the_same_numbers_as_locally(shared, local):
     mask = torch.rand(data.values.shape[0], generator=torch.Generator().manual_seed(1)) < 0.5
     mask &= data.positions > 0
     remote, warm = shared.model.make_scorer(), shared.model.make_scorer(temperature=0.5)
-    for options in ({"entropy": True}, {"top_k": 5}, {"moments": True}):
-        scores, expected = remote.evaluate(data, mask, **options), local.evaluate(data, mask, **options)
-        for name, values in expected.per_token.items():
-            assert_same(scores.per_token[name].values.double(), values.values.double())
     assert_same(warm.score(data).values, LogProbScorer(model(), temperature=0.5).score(data).values)
+    calls = [(ScoreRequest.of(data, mask), kind) for kind in ({"entropy": True}, {"top_k": 5}, {"moments": True})]
     rows = [torch.tensor([3, 4, 5, 6, 7]), torch.tensor([9, 10])]
-    kept, top_ids = record_of(rows), torch.arange(14).view(7, 2)
-    for given in ({"kept": kept}, {"top_ids": top_ids}):
-        request = ScoreRequest.of(rows, **given)
-        scores, expected = remote.evaluate(request), local.evaluate(request)
+    records = ({"kept": record_of(rows)}, {"top_ids": torch.arange(14).view(7, 2)})
+    calls += [(ScoreRequest.of(rows, **given), {}) for given in records]
+    for request, options in calls:
+        scores, expected = remote.evaluate(request, **options), local.evaluate(request, **options)
         for name, values in expected.per_token.items():
             assert_same(scores.per_token[name].values.double(), values.values.double())
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -27,7 +26,7 @@ from torchrl_llm_kl.rollouts._rendered import TokenisingOptions, conversations_o
 from torchrl_llm_kl.rollouts._tokens import Located, first_difference, locate, response_mask
 
 #: Another prompt for the same response: ``function(history)``, ``function(history, row)``, or the key of its token ids.
-Context = Callable[..., Any] | str | tuple[str, ...]
+Context = Callable[..., object] | str | tuple[str, ...]
 
 _ASSISTANT = "assistant"
 
@@ -159,7 +158,7 @@ def _replies_from(messages: list[Message]) -> int:
 
 def _prompts_of(
     td: TensorDictBase,
-    context: Callable[..., Any],
+    context: Callable[..., object],
     located: Located,
     kept: list[Tensor],
     interface: ModelInterface,
@@ -194,7 +193,7 @@ def _prompts_of(
     return prompts
 
 
-def _called(context: Callable[..., Any], td: TensorDictBase, key: NestedKey) -> list[list[Message]]:
+def _called(context: Callable[..., object], td: TensorDictBase, key: NestedKey) -> list[list[Message]]:
     """The conversations that ``context`` returns, as message dicts. Checks that the assistant's part is unchanged."""
     histories = row_histories(td, key)
     data = td.reshape(-1).unbind(0) if _takes_row(context) else None
@@ -214,8 +213,9 @@ def _called(context: Callable[..., Any], td: TensorDictBase, key: NestedKey) -> 
 def _takes_row(function: Callable[..., object]) -> bool:
     """Whether a function requires a second positional argument."""
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:
+        inspect.signature(function).bind(None)
+    except TypeError:  # one argument is too few
+        return True
+    except ValueError:  # some functions in C have no signature
         return False
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(one.kind in positional and one.default is one.empty for one in parameters) > 1
+    return False

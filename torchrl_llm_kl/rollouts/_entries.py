@@ -44,6 +44,11 @@ def sub_key(key: NestedKey, name: str) -> NestedKey:
     return (key, name) if isinstance(key, str) else (*key, name)
 
 
+def read_attribute(owner: object, name: str) -> Any:
+    """An attribute of another library's object, or None if it is missing."""
+    return getattr(owner, name, None)
+
+
 @dataclass(frozen=True)
 class ModelInterface:
     """Keys and tokenisation of a model. The defaults are those of a TorchRL wrapper with ``input_mode="tokens"``.
@@ -85,29 +90,32 @@ class ModelInterface:
     bos: int | None = None
 
     @classmethod
-    def of(cls, model: Any) -> ModelInterface:
+    def of(cls, model: object) -> ModelInterface:
         """Read the interface from a TorchRL wrapper. A bare transformers model has the defaults."""
-        known = getattr(model, "interface", None)  # a model in another process carries its interface
+        known = read_attribute(model, "interface")  # a model in another process carries its interface
         if isinstance(known, cls):
             return known
-        if not hasattr(model, "input_mode"):
-            bos = getattr(getattr(model, "config", None), "bos_token_id", None)
+        input_mode = read_attribute(model, "input_mode")
+        if input_mode is None:
+            bos = read_attribute(read_attribute(model, "config"), "bos_token_id")
             return cls(bos=bos if isinstance(bos, int) else None)
+        in_keys = tuple(read_attribute(model, "in_keys"))
         # A generating policy reads the entry "prompt". To score it, read the entry "full" beside it.
-        generates = getattr(model, "generate", False) is True
-        input_key = model.input_key if hasattr(model, "input_key") else model.in_keys[0]
+        generates = read_attribute(model, "generate") is True
+        input_key = read_attribute(model, "input_key") or in_keys[0]
         if generates and isinstance(input_key, tuple) and input_key[-1] == "prompt":
             input_key = (*input_key[:-1], "full")
 
         def given(*names: str) -> TemplateArgs:
-            return {name: getattr(model, name) for name in names if getattr(model, name, None) is not None}
+            values = {name: read_attribute(model, name) for name in names}
+            return {name: value for name, value in values.items() if value is not None}
 
         return cls(
-            input_mode=model.input_mode,
+            input_mode=input_mode,
             input_key=input_key,
-            in_keys=(input_key,) if generates else tuple(model.in_keys),
+            in_keys=(input_key,) if generates else in_keys,
             template_kwargs=given("chat_template", "chat_template_name"),
-            bos=getattr(getattr(model, "tokenizer", None), "bos_token_id", None),
+            bos=read_attribute(read_attribute(model, "tokenizer"), "bos_token_id"),
             **given("tokens_key", "text_key", "masks_key", "history_key", "attention_mask_key", "log_probs_key"),
             **given("pad_output", "layout", "tokenizer"),
         )
@@ -165,12 +173,17 @@ def find_key(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
         >>> find_key(td, ("next", "reward")), find_key(td, "advantage")
         ('reward', None)
     """
-    path = _path(key)
-    other = path[1:] if path[0] == "next" else ("next", *path)
-    for candidate in filter(None, (path, other)):
+    for candidate in both_sides(key):
         if read_column(td, candidate) is not None:
             return candidate if len(candidate) > 1 else candidate[0]
     return None
+
+
+def both_sides(key: NestedKey) -> list[tuple[str, ...]]:
+    """The path of a key, and its path on the other side of ``"next"`` if there is one."""
+    path = _path(key)
+    other = path[1:] if path[0] == "next" else ("next", *path)
+    return [path, other] if other else [path]
 
 
 def find_result(td: TensorDictBase, key: NestedKey) -> NestedKey | None:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, is_non_tensor, unravel_key
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, is_non_tensor
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -35,7 +35,7 @@ from torchrl_llm_kl.ragged import (
     unbind_rows,
     write_ragged,
 )
-from torchrl_llm_kl.rollouts._entries import find_result, leaves, per_token, read_of, require_key, sub_key
+from torchrl_llm_kl.rollouts._entries import both_sides, find_result, leaves, per_token, read_of, require_key, sub_key
 
 # ------------------------------------------------------------------ kept tokens
 
@@ -168,11 +168,8 @@ def read_images(td: TensorDictBase, key: NestedKey) -> ImageRows | None:
         >>> [found and list(found) for found in read_images(lazy_stack([row, TensorDict()]), "images")]
         [['pixel_values'], None]
     """
-    path = unravel_key(key)
-    path = (path,) if isinstance(path, str) else path
-    # The images may be on the other side of "next".
-    for each in (path, path[1:] if path[0] == "next" else ("next", *path)):
-        rows = [row or None for row in _image_rows(td, each)] if each else []
+    for path in both_sides(key):
+        rows = [row or None for row in _image_rows(td, path)]
         if any(row is not None for row in rows):
             return rows
     return None

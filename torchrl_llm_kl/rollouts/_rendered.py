@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
@@ -38,7 +39,7 @@ from torchrl_llm_kl.ragged import (
     has_entry,
     read_column,
 )
-from torchrl_llm_kl.rollouts._entries import ModelInterface, leaves, sub_key
+from torchrl_llm_kl.rollouts._entries import ModelInterface, leaves, read_attribute, sub_key
 
 if TYPE_CHECKING:
     from torchrl.data.llm import History
@@ -107,11 +108,11 @@ class TokenisingOptions:
         kwargs = {**interface.template_kwargs, **self.template_kwargs}
         if is_processor(tokenizer):
             # A processor's own template renders its image placeholders.
-            kwargs.setdefault("chat_template", getattr(tokenizer, "chat_template", None))
+            kwargs.setdefault("chat_template", read_attribute(tokenizer, "chat_template"))
             tokenizer = cast(Tokenizer, vars(tokenizer)["tokenizer"])
         name = kwargs.pop("chat_template_name", None)
         if name is not None and kwargs.get("chat_template") is None:
-            own = getattr(tokenizer, "chat_template", None)
+            own = read_attribute(tokenizer, "chat_template")
             kwargs["chat_template"] = {**chat_templates(), **(own if isinstance(own, Mapping) else {})}[name]
         return tokenizer, kwargs
 
@@ -263,14 +264,13 @@ def _texts(column: Node, td: TensorDictBase, key: NestedKey) -> list[str]:
 
 
 def _common_prefix(text: str, prompt: str, row: int) -> int:
-    if text.startswith(prompt):
-        return len(prompt)
-    start = next((i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), min(len(text), len(prompt)))
-    warnings.warn(
-        f"sequence {row}: the full text does not start with its prompt. They differ from character {start} on. The text "
-        "after the common prefix is scored as the assistant's.",
-        stacklevel=2,
-    )
+    start = len(commonprefix([text, prompt]))  # noqa: RUF071  # of characters, not of folders
+    if start < len(prompt):
+        warnings.warn(
+            f"sequence {row}: the full text does not start with its prompt. They differ from character {start} on. The text "
+            "after the common prefix is scored as the assistant's.",
+            stacklevel=2,
+        )
     return start
 
 

@@ -28,6 +28,7 @@ from torchrl_llm_kl.rollouts._entries import (
     leading_unscored,
     outcomes,
     per_token,
+    read_attribute,
     require_key,
     sequence_ids_of,
     sub_key,
@@ -316,9 +317,8 @@ def _check_given(mask: Tensor, response: Tensor | None, tokens: Ragged, interfac
     spoken = tokens.lengths > 0 if response is None else tokens.like(response.long()).sum() > 0
     empty = spoken & (tokens.like(mask.long()).sum() == 0)
     if bool(empty.any()):
-        template = interface.template_kwargs.get("chat_template_name") or getattr(
-            interface.tokenizer, "chat_template", None
-        )
+        name = interface.template_kwargs.get("chat_template_name")
+        template = name or read_attribute(interface.tokenizer, "chat_template")
         raise ValueError(
             f"sequence {int(empty.nonzero()[0])}: {interface.assistant_mask!r} is False everywhere in its response: the "
             f"template {template!r:.60} marked no turn. Remove the mask, or set assistant_only=False."

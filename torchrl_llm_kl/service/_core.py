@@ -139,7 +139,8 @@ class Batcher:
     def __init__(
         self, score: Callable[[Sequence[Job]], list[Reply | Exception]], *, max_tokens: int, max_wait: float
     ) -> None:
-        self._score, self.max_tokens, self.max_wait = score, max_tokens, max_wait
+        # A configuration file may hold texts. A comparison with one would end the loop below, and each call would hang.
+        self._score, self.max_tokens, self.max_wait = score, int(max_tokens), float(max_wait)
         self._waiting: list[_Waiting] = []
         self._changed = asyncio.Event()
         self._callers: dict[str, float] = {}

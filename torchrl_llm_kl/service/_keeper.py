@@ -14,10 +14,11 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import ray
 from ray import serve
+from ray.actor import ActorHandle
 
 from torchrl_llm_kl.service._errors import ServiceConfigError, ServiceError, WeightVersionError, portable
 from torchrl_llm_kl.service._spec import DEPLOYMENT, NAMESPACE, ServiceSpec
@@ -255,12 +256,11 @@ class Keeper:
         return version
 
 
-def keeper_of(name: str, spec: ServiceSpec | None = None, *, create: bool = False) -> Any:
+def keeper_of(name: str, spec: ServiceSpec | None = None, *, create: bool = False) -> ActorHandle:
     """Returns the keeper of a service. Creates it if asked to, else raises a ValueError if it is missing."""
     if not create:
         return ray.get_actor(name, namespace=NAMESPACE)
-    remote: Any = ray.remote(Keeper)
-    return remote.options(
+    actor = ray.remote(Keeper).options(
         name=name,
         namespace=NAMESPACE,
         get_if_exists=True,
@@ -269,7 +269,8 @@ def keeper_of(name: str, spec: ServiceSpec | None = None, *, create: bool = Fals
         max_concurrency=_CALLS,
         max_restarts=-1,
         max_task_retries=-1,
-    ).remote(name, spec)
+    )
+    return cast(ActorHandle, actor.remote(name, spec))
 
 
 async def _is_pending(call: Awaitable[None]) -> bool:

@@ -12,7 +12,6 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.scoring import FEATURES, ScoreOptions, ScoreRequest, Scores
 from torchrl_llm_kl.service._errors import ProtocolError
 
@@ -39,7 +38,7 @@ class Message(TypedDict):
     service: str  # id of the service that the client joined, empty for any
     id: str  # of this request, the same for all its tries
     arrays: dict[str, np.ndarray]
-    options: Json
+    options: dict[str, object]
     version: int | None  # the required version of the weights
     newest: int  # the latest version that the client has seen
     caller: str  # identifies the thread that waits for the answer
@@ -147,7 +146,7 @@ def chunks_of(weights: Iterable[tuple[str, Tensor]], *, size: int = CHUNK) -> It
     chunk: Chunk = {}
     held = 0
     for name, value in weights:
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        data = tensor_bytes(value)
         if chunk and held + data.nbytes > size:
             yield chunk
             chunk, held = {}, 0
@@ -155,6 +154,12 @@ def chunks_of(weights: Iterable[tuple[str, Tensor]], *, size: int = CHUNK) -> It
         held += data.nbytes
     if chunk:
         yield chunk
+
+
+def tensor_bytes(value: Tensor) -> np.ndarray:
+    """The bytes of the numbers, uint8 ``[M]``."""
+    data: np.ndarray = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return data
 
 
 def tensors_of(chunk: Chunk) -> dict[str, Tensor]:

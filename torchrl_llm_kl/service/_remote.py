@@ -12,12 +12,14 @@ import uuid
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from operator import index
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
+from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl._registry import install_hint
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
@@ -32,7 +34,11 @@ from torchrl_llm_kl.service._errors import (
 from torchrl_llm_kl.service._messages import ANSWERED, PROTOCOL, Message, Reply, scores_of
 
 if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from ray.serve.handle import DeploymentHandle, DeploymentResponse
     from typing_extensions import Unpack
+
+    from torchrl_llm_kl.service._replica import ReplicaState
 
 _LOOK = 2.0  # seconds without an answer after which a client checks that the service still exists
 _PAUSE = 0.1  # seconds before a call is repeated
@@ -63,13 +69,13 @@ class Connection:
         self.newest = 0
         self._lock = threading.RLock()
         self._worker, self._closed = "", ""
-        self._handle: Any = None
+        self._handle: DeploymentHandle | None = None
         self._release: weakref.finalize[..., Connection] | None = None
 
     def __reduce__(self) -> tuple[type[Connection], tuple[str, str, str | None]]:
         return Connection, (self.name, self.service, self.address)
 
-    def connect(self) -> None:
+    def connect(self) -> DeploymentHandle:
         """Joins a cluster if this process is not part of one, then finds the application."""
         if Connection._forked:
             raise ServiceError(
@@ -79,24 +85,27 @@ class Connection:
         if self._closed:
             raise ServiceClosedError(self._closed)
         ray = import_ray()
-        if self._worker and ray.is_initialized() and self._worker == ray.get_runtime_context().get_worker_id():
-            return
         with self._lock:
+            # After ray.shutdown() this process is another worker.
+            known = self._handle if ray.is_initialized() else None
+            if known is not None and self._worker == ray.get_runtime_context().get_worker_id():
+                return known
             if not ray.is_initialized():
                 ray.init(self.address, log_to_driver=False)
             context = ray.get_runtime_context()
             self.address = context.gcs_address
             try:
-                self._handle = ray.serve.get_app_handle(self.name)
+                handle: DeploymentHandle = ray.serve.get_app_handle(self.name)
             except ray.serve.exceptions.RayServeException as error:
                 raise self.gone() from error
-            self._worker = context.get_worker_id()
+            self._worker, self._handle = context.get_worker_id(), handle
+            return handle
 
     def gone(self) -> ServiceClosedError:
         """Builds the error for a service that does not exist."""
         return ServiceClosedError(f"there is no service {self.name!r}: it was shut down, or its last driver ended.")
 
-    def hold(self, keeper: Any) -> None:
+    def hold(self, keeper: ActorHandle) -> None:
         """Keeps the service until this object is closed or freed, or its process ends."""
         if self._release is not None:
             self._release()
@@ -113,7 +122,7 @@ class Connection:
         if self._release is not None:
             self._release()
 
-    def keeper(self) -> Any:
+    def keeper(self) -> ActorHandle:
         """The actor that keeps the weights."""
         from torchrl_llm_kl.service._keeper import keeper_of
 
@@ -145,12 +154,14 @@ class Connection:
             # A plain int: to unpickle a PushedVersion, the keeper would import torch, which takes seconds.
             self.newest = max(self.newest, index(version))
 
-    def send(self, method: str, *args: object) -> Any:
+    def send(self, method: str, *args: object) -> DeploymentResponse:
         """Calls a method of any replica. Returns Serve's response."""
-        self.connect()
-        return getattr(self._handle, method).remote(*args)
+        response: DeploymentResponse = getattr(self.connect(), method).remote(*args)
+        return response
 
-    def receive(self, response: Any, again: Callable[[int], Any], deadline: Deadline) -> Any:
+    def receive(
+        self, response: DeploymentResponse, again: Callable[[int], DeploymentResponse], deadline: Deadline
+    ) -> Any:
         """Waits for an answer, and repeats the call when its replica ends. Raises an answer that is an error.
 
         Args:
@@ -205,12 +216,11 @@ class Connection:
             lambda: self.receive(self.send(method, *args), lambda tries: self.send(method, *args), deadline)
         )
 
-    def broadcast(self, method: str, *args: object, timeout: float) -> list[Any]:
+    def broadcast(self, method: str, *args: object, timeout: float) -> list[ReplicaState | Exception]:
         """Calls a method of each running replica. The result has an exception for a replica that does not answer in time."""
         from ray.serve.exceptions import DeploymentUnavailableError
 
-        self.connect()
-        response = self._handle.broadcast(method, *args)
+        response = self.connect().broadcast(method, *args)
         try:
             return outside_loop(lambda: list(response.results(timeout_s=timeout, return_exceptions=True)))
         except (TimeoutError, DeploymentUnavailableError) as error:  # late answers, or no running replica
@@ -221,6 +231,7 @@ class Deadline:
     """The time by which something must be done, and its description for the error."""
 
     def __init__(self, timeout: float, what: str) -> None:
+        check_range(above=0, timeout=timeout)  # NaN would never end
         self.timeout, self.what = timeout, what
         self._end = time.monotonic() + timeout
 
@@ -247,7 +258,7 @@ def outside_loop(wait: Callable[[], T]) -> T:
         return pool.submit(wait).result()
 
 
-def import_ray() -> Any:
+def import_ray() -> ModuleType:
     """Imports Ray. Raises an ImportError that says how to install it."""
     try:
         import ray
@@ -298,7 +309,6 @@ class RemoteModel:
         self.timeout = timeout
         self.connection = Connection(name)
         self._version: int | None = None
-        self._interface: tuple[ModelInterface, bool] | None = None
 
     @property
     def name(self) -> str:
@@ -320,7 +330,7 @@ class RemoteModel:
     @property
     def interface(self) -> ModelInterface:
         """Keys and tokenizer of the model. They are requested once."""
-        return self._described()[0]
+        return self._interface[0]
 
     @property
     def log_probs_key(self) -> object:
@@ -332,13 +342,13 @@ class RemoteModel:
         """Whether the TorchRL wrapper pads. Raises an AttributeError if the model is not a wrapper."""
         return bool(self._wrapper("pad_output").pad_output)
 
-    def _described(self) -> tuple[ModelInterface, bool]:
-        if self._interface is None:
-            self._interface = self.call("interface")
-        return self._interface
+    @cached_property
+    def _interface(self) -> tuple[ModelInterface, bool]:
+        described: tuple[ModelInterface, bool] = self.call("interface")
+        return described
 
     def _wrapper(self, name: str) -> ModelInterface:
-        interface, is_wrapper = self._described()
+        interface, is_wrapper = self._interface
         if not is_wrapper:
             raise AttributeError(f"the model of {self!r} is not a TorchRL wrapper, and has no {name}.")
         return interface
@@ -444,11 +454,11 @@ class Exchange:
     ) -> None:
         self._model, self._parts, self._request, self._options = model, parts, request, options
         self._id = uuid.uuid4().hex
-        self._sent: dict[int, Any] = {}
+        self._sent: dict[int, DeploymentResponse] = {}
         for i in range(len(parts)):
             self._send(i)
 
-    def _send(self, i: int, tries: int = 0) -> Any:
+    def _send(self, i: int, tries: int = 0) -> DeploymentResponse:
         connection = self._model.connection
         message = Message(
             protocol=PROTOCOL,
@@ -504,7 +514,7 @@ def cut(request: ScoreRequest, limit: int) -> list[ScoreRequest]:
     if int(sizes.sum()) <= limit:
         return [request]
     place = (sizes.cumsum(0) - sizes) // limit
-    return [request.select((place == part).nonzero().squeeze(-1)) for part in torch.unique(place).tolist()]
+    return [request.select((place == part).nonzero().squeeze(-1)) for part in torch.unique_consecutive(place).tolist()]
 
 
 def _withdraw(begun: Future[Exchange]) -> None:

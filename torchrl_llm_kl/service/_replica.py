@@ -12,13 +12,12 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import ray
 from ray import serve
 
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.service._errors import (
     EngineLost,
     PoisonedRequest,
@@ -32,10 +31,11 @@ from torchrl_llm_kl.service._keeper import Held, is_deployed, keeper_of
 from torchrl_llm_kl.service._spec import DEFAULTS, DEPLOYMENT, OF_ACTORS, ServiceSpec, Settings
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from torchrl_llm_kl.rollouts import ModelInterface
     from torchrl_llm_kl.service._messages import Message, Reply
+    from torchrl_llm_kl.service.engines._engine import Engine
 
 #: Number of replicas that may end while they score only one request, before that request is refused.
 MAX_TRIALS = 3
@@ -66,7 +66,7 @@ class Replica:
 
     def __init__(self, spec: ServiceSpec) -> None:
         from torchrl_llm_kl.service._core import Batcher, ScoringCore
-        from torchrl_llm_kl.service.engines._engine import engine_of
+        from torchrl_llm_kl.service.engines._engine import Engine, TransformersEngine
 
         os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")  # only the start blocks
         self._spec, self._name = spec, serve.get_replica_context().replica_id.unique_id
@@ -74,7 +74,9 @@ class Replica:
         self._newest = 0  # the latest version that any replica held: this one must not answer with older weights
         self._keeper = keeper_of(spec.name, create=True)  # Serve's own commands deploy without one
         try:
-            engine = engine_of(self._load(), tokens_per_batch=settings.tokens_per_batch, memory=settings.memory)
+            engine = self._load()
+            if not isinstance(engine, Engine):
+                engine = TransformersEngine(engine, tokens_per_batch=settings.tokens_per_batch, memory=settings.memory)
             self._core = ScoringCore(engine, self._exit)
             held = ray.get(self._keeper.started.remote(self._fingerprint(), spec.source), timeout=_KEEPER)
             if isinstance(held, Exception):
@@ -82,11 +84,11 @@ class Replica:
             self._newest = held.seen
             if held.chunks:
                 self._core.update_weights(self._fetch(held.chunks), held.version)
+            self._batcher = Batcher(self._core.score, max_tokens=settings.max_tokens, max_wait=settings.max_wait)
         except Exception as error:
-            _LOG.exception("a replica of %s has no model", spec.name)
+            _LOG.exception("a replica of %s does not start", spec.name)
             ray.get(self._keeper.failed.remote(portable(error)), timeout=_KEEPER)
             raise
-        self._batcher = Batcher(self._core.score, max_tokens=settings.max_tokens, max_wait=settings.max_wait)
         self._catching_up, self._on_trial, self._began = asyncio.Lock(), asyncio.Lock(), time.monotonic()
         # Loads a push that a check of the health noticed. Kept here, since asyncio holds tasks weakly.
         self._following: asyncio.Task[ReplicaState | Exception] | None = None
@@ -96,7 +98,7 @@ class Replica:
         except Exception:  # the model cannot score these tokens, and is never probed
             self._has_probe = False
 
-    def _load(self) -> object:
+    def _load(self) -> nn.Module | Engine:
         """Runs the factory. Returns its model or engine."""
         packed: Any = self._spec.factory
         if packed is None:
@@ -107,7 +109,8 @@ class Replica:
                     "ScoringService with the model again, or use a factory."
                 )
             packed = ray.get(references[0], timeout=_FETCH)
-        return ray.cloudpickle.loads(packed)()
+        made: nn.Module | Engine = ray.cloudpickle.loads(packed)()
+        return made
 
     def _fingerprint(self) -> str | None:
         try:
@@ -241,13 +244,13 @@ class Replica:
 
 def application(spec: ServiceSpec) -> serve.Application:
     """Builds the application of a service, for ``serve.run``."""
-    options: Json = {**DEFAULTS, **spec.options}
+    options: dict[str, object] = {**DEFAULTS, **spec.options}
     actor = {name: options.pop(name) for name in OF_ACTORS if name in options}
     if spec.num_replicas is not None:
         options["num_replicas"] = spec.num_replicas
-    deployment: Any = serve.deployment(Replica)
     options |= {"name": DEPLOYMENT, "ray_actor_options": actor, "graceful_shutdown_wait_loop_s": 0.2}
     logging_config = {"enable_access_log": False}  # writing a line for each call takes time
+    deployment: Any = serve.deployment(Replica)
     made: serve.Application = deployment.options(logging_config=logging_config, **options).bind(spec)
     return made
 
@@ -283,8 +286,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     if "model" in given:
         factory = partial(served_model, given.pop("model"), given.pop("dtype", "auto"))
     else:
-        module, _, function = given.pop("factory").partition(":")
-        factory = partial(getattr(import_module(module), function), **given.pop("arguments", {}))
+        factory = partial(resolve_name(given.pop("factory")), **given.pop("arguments", {}))
     packed = ray.cloudpickle.dumps(factory)
     return application(ServiceSpec(name, repr(sorted(args.items())), Settings(**given), factory=packed, detached=True))
 
@@ -294,5 +296,5 @@ def served_model(path: str, dtype: str) -> object:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     return model.to(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else model

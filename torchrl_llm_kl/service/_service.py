@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import pickle
 import time
 import uuid
 from collections.abc import Callable
 from functools import partial
 from operator import index
+from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 from torch import nn
 
 from torchrl_llm_kl._numerics import check_choice, check_not_a_name, check_range
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY, fingerprint_of
 from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout
-from torchrl_llm_kl.service._messages import PushedVersion, chunks_of, state_dict_of
+from torchrl_llm_kl.service._messages import PushedVersion, chunks_of, state_dict_of, tensor_bytes
 from torchrl_llm_kl.service._remote import Deadline, RemoteModel, import_ray
 from torchrl_llm_kl.service._spec import DEFAULTS, ServeOptions, ServiceSpec, Settings
 
@@ -35,7 +36,7 @@ _SMALL = 2**16
 _END = 60.0  # seconds for a service to end
 
 
-class ScoringService:
+class ScoringService(contextlib.AbstractContextManager["ScoringService", None]):
     """One model, or a few replicas of it, as an application of Ray Serve that scores for any number of processes.
 
     Only token ids, masks and log-probs are sent. Requests that wait together are scored in one batch. Serve replaces replicas
@@ -93,7 +94,7 @@ class ScoringService:
         # Checked here, before another process can see the name.
         check_choice((None, "detached"), lifetime=options.get("lifetime"))
         check_range(1, num_replicas=num_replicas, tokens_per_batch=tokens_per_batch, max_tokens=max_tokens)
-        check_range(above=0, timeout=timeout)
+        check_range(0, memory=memory, max_wait=max_wait)
         if model is None and factory is None:
             self.model = RemoteModel(str(name), timeout=timeout)
             self.model.connection.connect()
@@ -109,7 +110,7 @@ class ScoringService:
             describe_source(model, factory),
             Settings(tokens_per_batch, memory, max_tokens, max_wait),
             given,
-            None if "autoscaling_config" in given else num_replicas,
+            None if "autoscaling_config" in given and num_replicas == 1 else num_replicas,  # Serve refuses both
             detached=lifetime == "detached",
             id=uuid.uuid4().hex,
             factory=packed if is_small else None,
@@ -118,10 +119,9 @@ class ScoringService:
 
     def _start(self, spec: ServiceSpec, packed: bytes | None, timeout: float) -> None:
         """Joins the service of this name, or deploys it. The keeper decides which driver is the first."""
-        ray = import_ray()
+        deadline, ray = Deadline(timeout, f"the start of the service {spec.name!r}"), import_ray()
         if not ray.is_initialized():
             ray.init(log_to_driver=False)
-        deadline = Deadline(timeout, f"the start of the service {spec.name!r}")
         self.model = RemoteModel(spec.name, timeout=timeout)
         is_new = False
         try:
@@ -231,6 +231,7 @@ class ScoringService:
             ServiceTimeout: if no replica checks them within ``timeout``, or they are not stored by then. Push them again.
         """
         ray = import_ray()
+        check_range(0, wait=wait)  # Serve would refuse it after the push
         version = None if version is None else index(version)
         connection, token = self.model.connection, uuid.uuid4().hex
         given = state_dict_of(_answer(weights, self.model.timeout) if isinstance(weights, ray.ObjectRef) else weights)
@@ -271,9 +272,6 @@ class ScoringService:
                 ray.get(end.remote("it was shut down"), timeout=_END)
         self.model.connection.close(f"the service {self.name!r} was shut down.")
 
-    def __enter__(self) -> ScoringService:
-        return self
-
     def __exit__(self, *exc: object) -> None:
         self.close()
 
@@ -309,11 +307,19 @@ def _described(value: object) -> str:
         return f"{_described(value.func)}({', '.join(given)})"
     if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
         return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, torch.Tensor):  # its pickle holds addresses
-        value = [value.dtype, value.shape, value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()]
-    text, name = repr(value), type(value).__qualname__
-    if " at 0x" not in text and not isinstance(value, (list, tuple, dict, set, frozenset, np.ndarray)):
-        return text
-    with contextlib.suppress(Exception):  # addresses differ between processes, and containers may hold long arrays
-        return f"{name} {hashlib.blake2b(pickle.dumps(value), digest_size=6).hexdigest()}"
+    if value is None or isinstance(value, (str, int, float, PurePath, torch.dtype, torch.device)):
+        return repr(value)
+    name, content = type(value).__qualname__, io.BytesIO()
+    with contextlib.suppress(Exception):  # the repr of another object may leave out its values, or hold addresses
+        _Values(content).dump(value)
+        return f"{name} {hashlib.blake2b(content.getvalue(), digest_size=6).hexdigest()}"
     return name
+
+
+class _Values(pickle.Pickler):
+    """Writes the values of tensors. Their own pickles hold addresses, which differ between processes."""
+
+    def reducer_override(self, value: object) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        return str, (f"{value.dtype} {tuple(value.shape)} {tensor_bytes(value).tobytes().hex()}",)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -41,12 +41,12 @@ class Served(RayVariant):
 
     def __call__(
         cls,
-        *args: Any,
+        *args: object,
         use_ray_service: bool = True,
         service_backend: str | None = None,
-        service_backend_options: Mapping[str, Any] | None = None,
-        ray_actor_options: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        service_backend_options: Mapping[str, object] | None = None,
+        ray_actor_options: Mapping[str, object] | None = None,
+        **kwargs: object,
     ) -> Any:
         """Returns the variant. Torchrl's metaclass passes its options as ``ray_actor_options``."""
         if not use_ray_service or service_backend not in (None, "ray"):
@@ -54,7 +54,7 @@ class Served(RayVariant):
                 f"{cls.__name__} always uses Ray. Use the local class, whose name does not begin with Ray."
             )
         options = {**(service_backend_options or {}), **(ray_actor_options or {})}
-        for name, value in options.get("actor_options", options).items():
+        for name, value in cast("dict[str, object]", options.get("actor_options", options)).items():
             argument = "actor_name" if name == "name" else name
             if name not in (*ACTOR_OPTIONS, "name") or argument in kwargs:
                 raise ValueError(

@@ -6,7 +6,6 @@ This file imports torchrl's collectors, which takes time, so the package loads i
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 from torch import Tensor, nn
 from torchrl.collectors import WeightUpdaterBase
@@ -95,5 +94,5 @@ with warnings.catch_warnings():
         def _maybe_map_weights(self, policy_or_weights: object) -> dict[str, Tensor]:
             return state_dict_of(policy_or_weights)
 
-        def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: object) -> None:
+        def _sync_weights_with_worker(self, *, worker_id: object = None, server_weights: object) -> None:
             self.service.update_weights(server_weights)

@@ -252,11 +252,9 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        for name, section in ((each.name, getattr(self, each.name)) for each in fields(self)):
-            for each in fields(section) if is_dataclass(section) else ():
-                key = f"{name}.{each.name}"
-                value = _valid(key, getattr(section, each.name))
-                setattr(section, each.name, value)
+        for section, settings in vars(self).items():
+            for name, value in vars(settings).items() if is_dataclass(settings) else ():
+                vars(settings)[name] = _valid(f"{section}.{name}", value)
         refuse(*self._contradictions())
 
     @property

@@ -404,8 +404,8 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
             before = saved.numbers.get("files", run.inputs.files)
             for name in (name for name, digest in run.inputs.files.items() if before.get(name) != digest):
                 say(f"{name} has changed since the checkpoint: the run is not bit-equal to one without a stop.")
-        clock = partial(getattr, run, "elapsed")
-        bar = _report.progress(config.algorithm.name, config.run.steps, done=run.step, stream=sys.stderr, clock=clock)
+        name, steps = config.algorithm.name, config.run.steps
+        bar = _report.progress(name, steps, done=run.step, stream=sys.stderr, clock=lambda: run.elapsed)
         # stderr, so that stdout holds only the table of the results.
         with closing(run), stop_on_signals(say) as stop, bar as advance:
             outcome, why = _train_on(run, checkpoints, stop, advance, saved=None if saved is None else saved.step)

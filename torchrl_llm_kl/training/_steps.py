@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from statistics import NormalDist
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torchrl.envs import EnvBase
 from torchrl.modules.llm import TransformersWrapper
 
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.algorithms import AlgorithmParts
 from torchrl_llm_kl.diagnostics import RunMonitor
 from torchrl_llm_kl.scoring import LogProbScorer, Sampling
@@ -27,6 +26,8 @@ from torchrl_llm_kl.transforms import RetrieveLogProb
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+#: The positional arguments of a module's forward.
+Arguments = tuple[object, ...]
 _Z95 = NormalDist().inv_cdf(0.975)
 #: Two-sided 95 % quantiles of Student's t with 1 to 10 degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -51,9 +52,9 @@ class _Sampler(TransformersWrapper):
     the end would then never be trained.
     """
 
-    generate_kwargs: Json
+    generate_kwargs: dict[str, Any]
 
-    def __init__(self, *args: object, generate_kwargs: Json, **settings: object) -> None:
+    def __init__(self, *args: object, generate_kwargs: Mapping[str, object], **settings: object) -> None:
         taken = {name: value for name, value in generate_kwargs.items() if name != "top_k"}
         super().__init__(*args, generate_kwargs=taken, **settings)
         self.generate_kwargs = {**generate_kwargs, **self.generate_kwargs}
@@ -85,13 +86,13 @@ def _equal_prompts_once(model: Any) -> Iterator[None]:
     states: DynamicCache | None = None
     rows: Tensor | None = None  # the index of each row's prompt, for the hook after the first forward
 
-    def before(_: nn.Module, args: tuple[object, ...], given: Json) -> tuple[tuple[object, ...], Json]:
+    def before(_: nn.Module, args: Arguments, given: dict[str, object]) -> tuple[Arguments, dict[str, object]]:
         nonlocal states, rows
         own.pop().remove()  # the hooks are only for the first forward
-        ids, mask = given.get("input_ids"), given.get("attention_mask")
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.ndim}
+        ids, mask = tensors.get("input_ids"), tensors.get("attention_mask")
         # Not isinstance: a subclass may hold states that `reorder_cache` does not copy.
         states = next((value for value in given.values() if type(value) is DynamicCache), None)
-        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.ndim}
         if states is None or ids is None or not all(_has_rows(name, x, len(ids)) for name, x in tensors.items()):
             return args, given
         prompts = ids if mask is None else torch.cat([ids, mask], 1)
@@ -100,7 +101,7 @@ def _equal_prompts_once(model: Any) -> Iterator[None]:
         first = rows.diff(prepend=rows.new_full((1,), -1)) > 0
         return args, {**given, **{name: value[first] for name, value in tensors.items()}}
 
-    def after(_: nn.Module, args: tuple[object, ...], output: Any) -> None:
+    def after(_: nn.Module, args: Arguments, output: Any) -> None:
         own.pop().remove()
         if rows is not None and states is not None:
             output.logits = output.logits[rows]
@@ -510,7 +511,7 @@ class RandomState(TypedDict):
 
     torch: Tensor
     accelerators: list[Tensor]
-    python: tuple[Any, ...]
+    python: tuple[object, ...]
     numpy: tuple[Any, ...]
 
 

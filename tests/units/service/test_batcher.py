@@ -46,14 +46,21 @@ async def ask(batcher, *jobs, by_itself=()):
 
 @pytest.mark.parametrize(
     ("tokens", "most", "batches"),
-    [([10, 10, 10, 10], 20, [[0, 1], [2, 3]]), ([50, 2, 2], 10, [[0], [1, 2]]), ([6, 6, 3, 3], 12, [[0, 1], [2, 3]])],
+    [([10, 10, 10, 10], "20", [[0, 1], [2, 3]]), ([50, 2, 2], 10, [[0], [1, 2]]), ([6, 6, 3, 3], 12, [[0, 1], [2, 3]])],
 )
 async def test_batches_are_taken_in_the_order_of_arrival(tokens, most, batches):
-    """A request above ``max_tokens`` is a batch of its own."""
+    """A request above ``max_tokens`` is a batch of its own. A configuration file may hold the number as text."""
     recorder = Recorder()
     jobs = [job(tag, tokens=count) for tag, count in enumerate(tokens)]
     assert await ask(queue(recorder, max_tokens=most), *jobs) == list(range(len(jobs)))
     assert recorder.batches == batches
+
+
+def test_a_setting_that_is_no_number_is_refused_at_the_start():
+    """It would end the loop of the queue at the first request, which nobody would answer then."""
+    for wrong in ({"max_wait": "soon"}, {"max_tokens": "many"}):
+        with pytest.raises(ValueError, match=r"soon|many"):
+            queue(Recorder(), **wrong)
 
 
 async def test_recent_callers_are_waited_for_and_nobody_else():

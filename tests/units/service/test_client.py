@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import math
 import pickle
 import threading
 import time
@@ -97,7 +98,7 @@ def died():
     return ray.exceptions.ActorUnavailableError("it was killed", None)
 
 
-@pytest.mark.parametrize("part_size", [1, 12, 10**6])
+@pytest.mark.parametrize("part_size", [1, 12, 10**6, -5])
 def test_a_call_is_sent_in_parts_of_neighbours(part_size):
     made, data = remote(part_size=part_size), sequences(count=9)
     assert_local(made.make_scorer().score(data), data)
@@ -159,7 +160,7 @@ async def test_calls_and_broadcasts_in_an_event_loop():
 
     made = Fake()
     made.send = lambda method: SimpleNamespace(result=refuses)
-    made._handle = SimpleNamespace(broadcast=lambda method: SimpleNamespace(results=refuses))
+    made.connect = lambda: SimpleNamespace(broadcast=lambda method: SimpleNamespace(results=refuses))
     assert made.call("interface", timeout=1.0) == ["answer"]
     assert made.broadcast("state", timeout=1.0) == ["answer"]
 
@@ -198,6 +199,13 @@ def test_failures_of_serve_are_typed_errors(kind):
         made.make_scorer().score(sequences())
     assert type(caught.value) is error
     assert made.connection.responses[-1].withdrawn
+
+
+@pytest.mark.parametrize("timeout", [math.nan, 0.0, -1.0])
+def test_a_timeout_that_no_call_could_meet_is_refused(timeout):
+    """A call that waits until NaN would never end."""
+    with pytest.raises(ValueError, match="timeout must be greater than 0, got"):
+        remote([TimeoutError()] * 3, timeout=timeout).make_scorer().score(sequences())
 
 
 def test_a_service_that_ended():

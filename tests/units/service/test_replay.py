@@ -38,11 +38,14 @@ SOME = [[False, True, False, True, True], [False], [], [False, False, True]]
 
 
 def assert_local(found, expected):
-    """The numbers equal the local scorer's. A service sends all but log-probs and entropies in float32."""
+    """The numbers equal the local scorer's. A service sends all but log-probs and entropies in float32.
+
+    Parts of a call are forwards of other shapes, which round differently in float32.
+    """
     assert found.per_token.keys() == expected.per_token.keys()
     for name, values in expected.per_token.items():
         same = name == "log_prob" or values.values.dtype != torch.float64
-        assert_close(found.per_token[name].values, values.values, atol=2e-6, rtol=1e-6, check_dtype=same)
+        assert_close(found.per_token[name].values, values.values, atol=2e-6, rtol=5e-6, check_dtype=same)
 
 
 @pytest.mark.parametrize(("k", "dtype"), [(1, torch.float64), (5, torch.float32), (97, torch.float64)])
@@ -156,7 +159,7 @@ def test_scores_equal_masked_softmaxes_and_the_local_scorer(loop, dtype, masked)
     assert scored.sum() > 10
     for name, exact in zip(("log_prob", "entropy"), by_hand(made, rows, kept, 0.7), strict=True):
         got, want = getattr(found, name).values, getattr(local, name).values
-        assert_close(got, want, atol=1e-6, rtol=1e-6, check_dtype=False)
+        assert_close(got, want, atol=1e-6, rtol=5e-6, check_dtype=False)
         assert_close(got[scored].double(), exact[scored], atol=2e-5 if dtype == torch.float32 else 1e-9, rtol=0)
     assert torch.equal(scorer.score(ScoreRequest.of(rows, mask, kept=kept)).values, found.log_prob.values)
 

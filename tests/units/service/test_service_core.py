@@ -56,6 +56,16 @@ def test_weights_that_do_not_fit_change_nothing():
     assert all(torch.equal(engine.model.state_dict()[key], value) for key, value in before.items())
 
 
+def test_one_tensor_with_two_values_is_refused():
+    """The weights of an untied policy do not fit a model with tied embeddings. The name that comes last would win."""
+    tied, policy = tiny_model(tie_word_embeddings=True).double(), model(1).state_dict()
+    engine = TransformersEngine(tied)
+    with pytest.raises(ValueError, match=r"embed_tokens.weight and lm_head.weight are one tensor of the model"):
+        engine.update_weights(policy)
+    engine.update_weights({**policy, NAME: policy["model.embed_tokens.weight"].clone()})
+    assert torch.equal(tied.lm_head.weight, policy["model.embed_tokens.weight"])
+
+
 def test_weights_that_are_copied_in_part_end_the_engine():
     """Scores of a mixture of two versions would be wrong under either one."""
     engine, copies = TransformersEngine(model()), []

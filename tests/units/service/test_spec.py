@@ -1,12 +1,15 @@
 """Descriptions of models, configurations of drivers with one name, and invalid arguments."""
 
+import math
 import sys
+from dataclasses import dataclass
 from functools import partial
 
 import cloudpickle
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from remote_models import Slow, model
 from torchrl_llm_kl.service import ScoringService, ServiceConfigError
@@ -32,13 +35,23 @@ def of_array(values):
     return model(int(values.sum()))
 
 
+@dataclass
+class Weights:
+    """Its repr shows only the ends of a long tensor. The repr of a TensorDict shows no numbers."""
+
+    values: torch.Tensor
+
+
 def test_factories_differ_by_name_and_arguments():
     long, other = np.zeros(5000), np.eye(1, 5000, 2500)[0]
     factories = [Loader(0).load, Loader(1).load, Loader(0), Loader(1)]
     factories += [partial(of_array, long), partial(of_array, other)]
+    tensors = torch.zeros(5000), torch.tensor(other)
+    hidden = [partial(of_array, wrap(x)) for wrap in (Weights, lambda x: TensorDict(x=x)) for x in tensors]
     factories += [model, make_another, partial(model, seed=1), partial(model, seed=2), partial(Slow, 0.1)]
-    described = [describe_source(None, factory) for factory in factories]
-    assert len(set(described)) == len(factories), described
+    described = [describe_source(None, factory) for factory in [*factories, *hidden]]
+    assert len(set(described)) == len(described), described
+    assert describe_source(None, partial(of_array, Weights(torch.zeros(5000)))) == described[len(factories)]
     assert "remote_models.model" in described[6]
     alike = {1: Loader(1).load, 4: partial(of_array, long.copy()), 8: partial(model, seed=1)}
     for i, factory in alike.items():
@@ -86,6 +99,8 @@ def test_without_ray_the_error_names_the_package_to_install(monkeypatch):
 REFUSED = {
     "num_replicas must be at least 1, got 0": {"num_replicas": 0},
     "timeout must be greater than 0, got 0": {"timeout": 0},
+    "max_wait must be at least 0, got -1": {"max_wait": -1},
+    "memory must be at least 0, got nan": {"memory": math.nan},
     "lifetime must be one of None, 'detached', got 'long'": {"lifetime": "long"},
     "pass the model, or factory=": {"factory": None},
 }
@@ -95,6 +110,13 @@ REFUSED = {
 def test_invalid_arguments_are_refused_before_actors_start(message):
     with pytest.raises(ValueError, match=message):
         ScoringService(**{"factory": model, **REFUSED[message]})
+
+
+@pytest.mark.parametrize("wait", [-1.0, math.nan])
+def test_an_invalid_wait_is_refused_before_the_push(wait):
+    """After the push, an error would look as if the weights had stayed the same."""
+    with pytest.raises(ValueError, match="wait must be at least 0, got"):
+        object.__new__(ScoringService).update_weights(model(), wait=wait)
 
 
 CONFIG = {"name": "reference", "factory": "remote_models:model", "arguments": {"seed": 1}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +86,7 @@ class TransformersEngine(Engine):
         memory: the most bytes of keys and values in all caches together.
     """
 
-    def __init__(self, model: Any, *, tokens_per_batch: int | None = None, memory: int = DEFAULT_MEMORY) -> None:
+    def __init__(self, model: nn.Module, *, tokens_per_batch: int | None = None, memory: int = DEFAULT_MEMORY) -> None:
         self.model = model
         self._tokens_per_batch, self._memory = tokens_per_batch, memory
         self._scorers: OrderedDict[tuple[object, ...], LogProbScorer] = OrderedDict()
@@ -132,12 +132,18 @@ class TransformersEngine(Engine):
         ``weights`` holds some or all of them, under their ``state_dict()`` names in the model or in its TorchRL wrapper.
         """
         own, given = self._module().state_dict(keep_vars=True), state_dict_of(weights)
-        weights = {name: given[theirs] for theirs, name in self.own_names(given).items()}
-        for name, value in weights.items():
+        fitting: dict[str, Tensor] = {}
+        pushed: dict[int, tuple[str, Tensor]] = {}  # by the model's tensor, which has several names if it is tied
+        for theirs, name in self.own_names(given).items():
             if name not in own:
                 raise KeyError(f"the model has no weight {name!r}. It has {', '.join(list(own)[:3])}, ...")
-            _check_weight(name, own[name], value)
-        return weights
+            _check_weight(name, own[name], given[theirs])
+            other, value = pushed.setdefault(id(own[name]), (theirs, given[theirs]))
+            # The last copy would silently replace the first.
+            if value is not given[theirs] and not torch.equal(value, given[theirs]):
+                raise ValueError(f"{other} and {theirs} are one tensor of the model, but their values differ.")
+            fitting[name] = given[theirs]
+        return fitting
 
     def own_names(self, names: Iterable[str]) -> dict[str, str]:
         """Maps the names in an update to the model's own names.
@@ -203,7 +209,7 @@ def _short_names(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, str]:
         return {}
     from peft import get_peft_model_state_dict
 
-    active: Any = model.active_adapter
+    active = cast("str | list[str]", model.active_adapter)
     adapter = active if isinstance(active, str) else active[0]
     names = {id(value): name for name, value in own.items()}  # PEFT renames entries and keeps the tensors
     named = get_peft_model_state_dict(model, state_dict=dict(own), adapter_name=adapter, save_embedding_layers=False)
@@ -228,10 +234,3 @@ def _check_weight(name: str, own: Tensor, value: Tensor) -> None:
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
     return dtype == torch.bool, dtype.is_complex, dtype.is_floating_point
-
-
-def engine_of(made: Any, *, tokens_per_batch: int | None = None, memory: int = DEFAULT_MEMORY) -> Engine:
-    """Returns ``made`` if it is an engine, else a :class:`TransformersEngine` for the model ``made``."""
-    if isinstance(made, Engine):
-        return made
-    return TransformersEngine(made, tokens_per_batch=tokens_per_batch, memory=memory)

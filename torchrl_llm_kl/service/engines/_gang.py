@@ -8,11 +8,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import ray
 import torch
 import torch.distributed as dist
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -35,6 +37,9 @@ from torchrl_llm_kl.scoring import (
 from torchrl_llm_kl.service._errors import EngineLost, ServiceTimeout, portable
 from torchrl_llm_kl.service._messages import ANSWERED, columns_of
 from torchrl_llm_kl.service.engines._engine import Engine, TransformersEngine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: A rank's scores at the masked-in tokens of its share of a request, by name. Each is ``[K, ...]``.
 Columns = dict[str, Tensor]
@@ -98,19 +103,25 @@ class GangEngine(Engine):
         check_range(1, ranks=ranks)
         if not callable(shard):
             check_choice(("fsdp2", "tp", "none"), shard=shard)
-        self._ranks: list[Any] = []
-        self._group: Any = None
+        self._ranks: list[ActorHandle] = []
+        self._group: PlacementGroup | None = None
         self._lost: EngineLost | None = None
         self._turn = threading.Lock()
+        options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": dict(resources or {})}
         try:
-            options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": dict(resources or {})}
-            self._place(ranks, options, strategy, start_timeout)
+            group = self._place(ranks, {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}, strategy, start_timeout)
+            # A thread of its own.
+            remote = ray.remote(concurrency_groups={"life": 1})(GangRank)  # type: ignore[call-overload]
+            for rank in range(ranks):
+                where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+                self._ranks.append(remote.options(scheduling_strategy=where, **options).remote(rank, ranks))
+            self._lives = [rank.life.remote() for rank in self._ranks]
             backend = backend or ("nccl" if num_gpus else "gloo")
             # The store lives in this process, on a free port, so that it ends with the gang.
             address = ray.util.get_node_ip_address()
             self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-            where = (address, self._store.port)
-            start = (ray.put(factory), shard, where, backend, start_timeout, tokens_per_batch, memory)
+            store = (address, self._store.port)
+            start = (ray.put(factory), shard, store, backend, start_timeout, tokens_per_batch, memory)
             made = self._ask("start", [start] * ranks)
         except BaseException:
             self.close()
@@ -119,22 +130,16 @@ class GangEngine(Engine):
         self._tensors: list[list[str]] = made[0][2]
         self._split = all(may for _, may, _ in made)
 
-    def _place(self, ranks: int, options: dict[str, Any], strategy: str, timeout: float) -> None:
-        """Places the ranks. The group and the ranks end with this process, which owns them."""
-        bundle = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options["resources"]}
-        bundle = {name: amount for name, amount in bundle.items() if amount}
-        self._group = ray.util.placement_group([bundle or {"CPU": 0.001}] * ranks, strategy=strategy)
-        if not self._group.wait(timeout):
+    def _place(self, ranks: int, resources: Mapping[str, float], strategy: str, timeout: float) -> PlacementGroup:
+        """Reserves a place for each rank. The group ends with this process, which owns it, and so do the ranks."""
+        bundle = {name: amount for name, amount in resources.items() if amount}
+        self._group = group = ray.util.placement_group([bundle or {"CPU": 0.001}] * ranks, strategy=strategy)
+        if not group.wait(timeout):
             raise ServiceTimeout(
                 f"{ranks} ranks with {bundle} each ({strategy}) had no room for {timeout:g} s. The cluster has "
                 f"{ray.available_resources()} free. Add nodes, ask for less, or raise start_timeout=."
             )
-        make_remote: Any = ray.remote
-        remote = make_remote(concurrency_groups={"life": 1})(GangRank)  # a thread of its own
-        for rank in range(ranks):
-            where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-            self._ranks.append(remote.options(scheduling_strategy=where, **options).remote(rank, ranks))
-        self._lives = [rank.life.remote() for rank in self._ranks]
+        return group
 
     # ------------------------------------------------------------------ scores
 
@@ -202,10 +207,10 @@ class GangEngine(Engine):
         # Each rank raises a RankError for an error of another rank. Raise the original.
         raise next((error for error in errors if type(error).__name__ != "RankError"), errors[0])
 
-    def _wait_for(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
+    def _wait_for(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[object]:
         if self._lost is not None:
             raise self._lost.with_traceback(None)
-        answers: list[Any] = [None] * len(arguments)
+        answers: list[object] = [None] * len(arguments)
         pairs = zip(self._ranks, arguments, strict=True)
         waiting = {rank.call.remote(method, *args): i for i, (rank, args) in enumerate(pairs)}
         while waiting:
@@ -231,7 +236,7 @@ class GangEngine(Engine):
         with contextlib.suppress(Exception):  # the cluster may be gone
             for rank in ranks:
                 ray.kill(rank, no_restart=True)
-            if ranks:
+            if self._group is not None:
                 ray.util.remove_placement_group(self._group)
 
 
@@ -283,7 +288,7 @@ class GangRank:
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks
 
-    def call(self, method: str, *args: object) -> Any:
+    def call(self, method: str, *args: object) -> object:
         """Calls another method. Returns its error as a value, since the gang compares the errors of its ranks."""
         try:
             return getattr(self, method)(*args)
@@ -311,7 +316,7 @@ class GangRank:
         dist.init_process_group(backend, store=server, rank=self._rank, world_size=self._ranks, timeout=limit)
         mesh = init_device_mesh(collective_device(backend).type, (self._ranks,))
         made = shard_model(factory(), shard, mesh)
-        self._engine = RankEngine(made, tokens_per_batch=tokens_per_batch, memory=memory)
+        self._engine = RankEngine(cast(nn.Module, made), tokens_per_batch=tokens_per_batch, memory=memory)
         self.in_step()
         return self._engine.interface(), may_split(made), self._engine.tensors()
 
@@ -346,7 +351,7 @@ def shard_model(made: object, shard: Shard, mesh: DeviceMesh) -> object:
     if callable(shard):
         sharded = shard(made, mesh)
         return made if sharded is None else sharded
-    model: Any = unwrap(made) if is_wrapper(made) else made
+    model = cast("PreTrainedModel", unwrap(made) if is_wrapper(made) else made)
     if shard == "fsdp2":
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
         for layer in getattr(decoder, "layers", ()):
@@ -366,7 +371,7 @@ def may_split(made: object) -> bool:
     return by_fsdp or not sharded
 
 
-def _shard_by_plan(model: Any, mesh: DeviceMesh) -> None:
+def _shard_by_plan(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Applies the tensor parallel plan that transformers has for the model. Embeddings stay whole."""
     styles: dict[str, ParallelStyle] = {
         "colwise": ColwiseParallel(),
@@ -381,5 +386,5 @@ def _shard_by_plan(model: Any, mesh: DeviceMesh) -> None:
             f"a plan of only {', '.join(styles)}, and heads that {mesh.size()} ranks share equally. Pass shard='fsdp2', a "
             "function that shards the model, or another number of ranks."
         )
-    model.to(mesh.device_type)
+    model.to(mesh.device_type)  # type: ignore[arg-type]
     parallelize_module(model, mesh, {name: styles[style] for name, style in plan.items()})

@@ -30,7 +30,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict
 from urllib.parse import urlsplit
 
 import httpcore
@@ -42,6 +42,9 @@ from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, Scores
 from torchrl_llm_kl.service._errors import ServiceConfigError, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service.engines._engine import Engine
+
+if TYPE_CHECKING:
+    from typing_extensions import NotRequired
 
 #: Token ids of the probe, which every model of interest has.
 _PROBE = list(range(1, 13))
@@ -213,6 +216,15 @@ class _Job:
     deadline: float  # of time.monotonic()
 
 
+class _VllmChoice(TypedDict):
+    prompt_logprobs: list[dict[str, dict[str, float]] | None] | None  # by token id
+    prompt_token_ids: list[int]
+
+
+class _VllmReply(TypedDict):
+    choices: list[_VllmChoice]
+
+
 class _Vllm:
     path = "/v1/completions"
     advice = "Start vLLM with --no-enable-prefix-caching, or a version that recomputes cached prompts."
@@ -229,7 +241,7 @@ class _Vllm:
         scores = {"prompt_logprobs": max(job.top_k, 1), "cache_salt": uuid.uuid4().hex}  # read no other prefix
         return {"model": self._model, "prompt": job.tokens, **scores, **fixed}
 
-    def read(self, reply: Any, tokens: list[int], start: int) -> tuple[list[Position], list[int]]:
+    def read(self, reply: _VllmReply, tokens: list[int], start: int) -> tuple[list[Position], list[int]]:
         """Returns log-probs at each position of the sequence, and the ids that the server scored from ``start`` on."""
         choice = reply["choices"][0]
         entries = [entry or {} for entry in choice["prompt_logprobs"] or ()]
@@ -237,6 +249,15 @@ class _Vllm:
             return [{}] * len(tokens), tokens
         positions = [_position((int(token), x["logprob"]) for token, x in entry.items()) for entry in entries]
         return positions, list(choice["prompt_token_ids"])
+
+
+#: A log-prob, a token id, and its text.
+_Entry = tuple[float | None, int, str | None]
+
+
+class _SglangInfo(TypedDict):
+    input_token_logprobs: list[_Entry] | None
+    input_top_logprobs: NotRequired[list[list[_Entry] | None] | None]
 
 
 class _Sglang:
@@ -253,10 +274,10 @@ class _Sglang:
         fixed = {"return_text_in_logprobs": False, "stream": False}
         return {"input_ids": job.tokens, "sampling_params": sampling, **scores, **fixed}
 
-    def read(self, reply: Any, tokens: list[int], start: int) -> tuple[list[Position], list[int]]:
+    def read(self, reply: Mapping[str, _SglangInfo], tokens: list[int], start: int) -> tuple[list[Position], list[int]]:
         info = reply["meta_info"]
-        entries: list[Any] = info["input_token_logprobs"] or []
-        tops: list[Any] = info.get("input_top_logprobs") or [None] * len(entries)
+        entries = info["input_token_logprobs"] or []
+        tops = info.get("input_top_logprobs") or [None] * len(entries)
         absent = len(tokens) - len(entries)  # tokens that were not requested, or are in the server's cache
         positions: list[Position] = [{}] * absent
         for (value, token, *_), top in zip(entries, tops, strict=True):
