@@ -12,7 +12,6 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_choice, from_zero, send, to_host
 from torchrl_llm_kl._private import jagged_bounds, nested_sizes
@@ -219,8 +218,10 @@ class Ragged:
         dim = next(i for i, size in enumerate(values.shape) if not isinstance(size, int))
         if dim != 1:
             raise ValueError(f"The ragged dimension must be dimension 1, found dimension {dim}: transpose it back.")
-        jagged: Any = values  # torch does not annotate the methods of the jagged subclass
-        offsets, lengths, buffer = jagged.offsets(), jagged.lengths(), jagged.values()
+        # torch does not annotate the methods of the jagged subclass.
+        offsets: Tensor = values.offsets()  # type: ignore[attr-defined]
+        lengths: Tensor | None = values.lengths()  # type: ignore[attr-defined]
+        buffer = values.values()
         container = Jagged(offsets, lengths, buffer.shape[0], *jagged_bounds(values))
         if lengths is None:
             return cls(buffer, offsets.diff().long(), container)
@@ -305,7 +306,7 @@ class Ragged:
         # An expanded scalar takes no memory for the values.
         return Ragged(torch.zeros(()).expand(self.values.shape[0]), lengths, self.container)
 
-    def to_host(self, *others: Tensor) -> tuple[Ragged, Unpack[tuple[Tensor, ...]]]:
+    def to_host(self, *others: Tensor) -> tuple[Any, ...]:
         """:attr:`host`, then other tensors on the CPU. Everything that is not there yet comes in one copy."""
         if self.values.device.type == "cpu" or self._host is not None:
             return (self if self._host is None else self._host, *to_host(*others))

@@ -26,6 +26,7 @@ from torchrl_llm_kl.scoring import (
     ScoreOptions,
     Scores,
     ScoringJob,
+    asked,
     asked_of,
     check_distributions,
     check_extras,
@@ -158,7 +159,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory)
         if estimator == "exact":  # check first, because the parts below would connect to a service for its settings
             check_distributions(gen_model, ref_model)
-        _check_models(gen_model, ref_model)
+        ref_model = _check_models(gen_model, ref_model)
         if isinstance(gen_model, str):  # torchrl raises in this case, and RetrieveLogProb warns in the others
             for name, key in (("gen", gen_log_probs_full_key), ("ref", ref_log_probs_full_key)):
                 if problem := full_key_problem(f"{name}_log_probs_full_key", key):
@@ -357,8 +358,8 @@ def _over_kept(
 # ------------------------------------------------------------------ checks
 
 
-def _check_models(gen_model: Model | str | None, ref_model: Model | str | None) -> None:
-    """Torchrl's checks, with its error texts, of the models that are known at construction."""
+def _check_models(gen_model: Model | str | None, ref_model: Model | str | None) -> Model | str:
+    """Torchrl's checks, with its error texts, of the models that are known at construction. Returns the reference."""
     check_not_a_name("from_collector", gen_model=gen_model)
     check_not_a_name("base", ref_model=ref_model)
     if ref_model is None:
@@ -371,7 +372,7 @@ def _check_models(gen_model: Model | str | None, ref_model: Model | str | None) 
         )
     named = {"generation model": gen_model, "reference model": ref_model}
     known = {name: model for name, model in named.items() if not isinstance(model, str)}
-    paddings = [model.pad_output for model in known.values() if has(model, "pad_output")]
+    paddings = [asked(model, "pad_output", object) for model in known.values() if has(model, "pad_output")]
     if len(set(paddings)) > 1:
         raise ValueError(
             f"pad_output mismatch: gen_model.pad_output={paddings[0]}, ref_model.pad_output={paddings[1]}. "
@@ -380,11 +381,12 @@ def _check_models(gen_model: Model | str | None, ref_model: Model | str | None) 
     for name, model in known.items():
         check_scored_model(model, name, "RetrieveKL")
     # A bare transformers model has no such key and cannot collide.
-    keys = [model.log_probs_key for model in known.values() if has(model, "log_probs_key")]
+    keys = [asked(model, "log_probs_key", object) for model in known.values() if has(model, "log_probs_key")]
     if len(keys) == 2 and keys[0] == keys[1]:
         raise ValueError(
             "The generation and reference models must have different `log_prob_key` values to use the `RetrieveKL` transform."
         )
+    return ref_model
 
 
 def _check_same_tokens(gen: Located, ref: Located) -> None:
