@@ -218,8 +218,10 @@ class Ragged:
         dim = next(i for i, size in enumerate(values.shape) if not isinstance(size, int))
         if dim != 1:
             raise ValueError(f"The ragged dimension must be dimension 1, found dimension {dim}: transpose it back.")
-        jagged: Any = values  # torch does not annotate the methods of the jagged subclass
-        offsets, lengths, buffer = jagged.offsets(), jagged.lengths(), jagged.values()
+        # torch does not annotate the methods of the jagged subclass.
+        offsets: Tensor = values.offsets()  # type: ignore[attr-defined]
+        lengths: Tensor | None = values.lengths()  # type: ignore[attr-defined]
+        buffer = values.values()
         container = Jagged(offsets, lengths, buffer.shape[0], *jagged_bounds(values))
         if lengths is None:
             return cls(buffer, offsets.diff().long(), container)

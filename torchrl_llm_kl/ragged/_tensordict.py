@@ -163,7 +163,7 @@ def _from_column(value: Node, batch_size: torch.Size, key: object) -> Ragged:
     return Ragged.from_padded(value, batch_dims=len(batch_size))
 
 
-def on_host(td: TensorDictBase, keys: Sequence[NestedKey], *others: Tensor) -> tuple[Any, ...]:
+def on_host(td: TensorDictBase, keys: Sequence[NestedKey], *others: Tensor) -> tuple[Node, ...]:
     """Return ``td`` with the entries ``keys`` on the CPU, and then the tensors ``others`` on the CPU.
 
     ``td`` itself is returned if its entries are there, else a shallow copy. Everything comes in one copy, a single host

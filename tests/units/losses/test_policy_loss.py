@@ -487,7 +487,7 @@ def test_all_inputs_at_once(model: nn.Module) -> None:
 
 def test_a_registered_function(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its required and optional inputs are clean. Unknown hyper-parameters are refused."""
-    monkeypatch.setattr(_REGISTRY, "_items", dict(_REGISTRY._items))
+    monkeypatch.setattr(_REGISTRY, "data", dict(_REGISTRY))
 
     @losses.objective("shifted")
     def shifted(inputs: LossInputs, *, baseline: float = 0.0) -> tuple[LossTerm, ...]:
