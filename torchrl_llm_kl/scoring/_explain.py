@@ -20,10 +20,9 @@ from torchrl_llm_kl.scoring._model import (
     read_output,
     whole_logits,
 )
-from torchrl_llm_kl.scoring._options import ScoreOptions
+from torchrl_llm_kl.scoring._options import Sampling, ScoreOptions
 from torchrl_llm_kl.scoring._passes import ScoringRun
 from torchrl_llm_kl.scoring._request import ScoreRequest
-from torchrl_llm_kl.scoring._sampling import Sampling
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
 

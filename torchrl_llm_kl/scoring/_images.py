@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torchrl_llm_kl._numerics import send
 from torchrl_llm_kl._typing import ImageRows, Json
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._asked import asked, has
 from torchrl_llm_kl.scoring._fields import Arrays, FieldKind, longs
-from torchrl_llm_kl.scoring._model import Setup, call, find_body
+from torchrl_llm_kl.scoring._model import Setup, asked, call, find_body, has
 from torchrl_llm_kl.scoring._wrapping import replaced_forward, unwrapped
 
 #: Families whose scores with images were compared with the model's own forward.

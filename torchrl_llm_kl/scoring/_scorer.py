@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name, check_range, finite_total, to_host
 from torchrl_llm_kl._private import compiled_call
-from torchrl_llm_kl.scoring._asked import asked, has
 from torchrl_llm_kl.scoring._cache import PrefixKVCache
 from torchrl_llm_kl.scoring._explain import Explanation, explain
 from torchrl_llm_kl.scoring._forks import has_state
 from torchrl_llm_kl.scoring._images import ImageModel
 from torchrl_llm_kl.scoring._invariant import PACK, check_pack, circumstances, drops, obstacle
-from torchrl_llm_kl.scoring._mismatch import SamplerMismatchWarning
 from torchrl_llm_kl.scoring._model import (
     Route,
     Setup,
+    asked,
     check_base_is_frozen,
     check_has_adapters,
     frequency_switches,
+    has,
     is_offloaded,
     is_on_meta,
     locked,
@@ -42,7 +42,14 @@ from torchrl_llm_kl.scoring._protocol import Model, Scorer
 from torchrl_llm_kl.scoring._request import ScoreRequest, Sequences, TokenMask, not_text, read_request
 from torchrl_llm_kl.scoring._routing import Routers, Routing
 from torchrl_llm_kl.scoring._scores import Scores, kept_of
-from torchrl_llm_kl.scoring._wrapper import is_wrapper, log_probs_only, score_wrapper, scoring_version, unwrap
+from torchrl_llm_kl.scoring._wrapper import (
+    SamplerMismatchWarning,
+    is_wrapper,
+    log_probs_only,
+    score_wrapper,
+    scoring_version,
+    unwrap,
+)
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
 if TYPE_CHECKING:

@@ -29,8 +29,7 @@ from torchrl_llm_kl.head import (
     logits_kl,
 )
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._asked import asked
-from torchrl_llm_kl.scoring._model import LogitMap, Setup, body_and_head, logit_map
+from torchrl_llm_kl.scoring._model import LogitMap, Setup, asked, body_and_head, logit_map
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._wrapping import is_fsdp2, is_zero3

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrl_llm_kl._private import active_ddp, compiled_inside, deepspeed_groups, reshard_fsdp1
-from torchrl_llm_kl.scoring._asked import asked
 from torchrl_llm_kl.scoring._checkpoints import ABSENT, CheckpointError, swapped
 
 Result = TypeVar("Result")
@@ -169,7 +168,7 @@ def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     groups: dict[int, dist.ProcessGroup] = {}
     for module in model.modules():
         if isinstance(module, _wrappers()):
-            group: Any = asked(module, "process_group", object) or cast(Any, module).data_parallel_group
+            group: Any = getattr(module, "process_group", None) or cast(Any, module).data_parallel_group
             groups[id(group)] = group
         if is_fsdp2(module):
             cast(Any, module).reshard()  # whole parameters are plain tensors, without a process group

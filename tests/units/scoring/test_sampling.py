@@ -15,7 +15,7 @@ from torchrl_llm_kl import LogProbScorer, RememberedModel, RetrieveLogProb, Samp
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import SamplerMismatchWarning, ScoreRequest, as_sampling, warn_of_mismatch
-from torchrl_llm_kl.scoring._mismatch import mismatch_of, sampler_of
+from torchrl_llm_kl.scoring._wrapper import mismatch_of, sampler_of
 from toy_models import FORWARD, VOCAB_SIZE, tiny_model
 
 SAMPLINGS = [
