@@ -241,7 +241,7 @@ def _saving_attention(preserve_rng_state: bool) -> Callable[..., object]:
     return partial(checkpoint, preserve_rng_state=preserve_rng_state, use_reentrant=False, context_fn=saved)
 
 
-def _refuse(*_: object, **__: Any) -> Any:
+def _refuse(*_: object, **__: object) -> object:
     raise CheckpointError
 
 

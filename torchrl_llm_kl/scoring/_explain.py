@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from torchrl_llm_kl.scoring._options import Sampling, ScoreOptions
 from torchrl_llm_kl.scoring._passes import ScoringRun
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._wrapping import Ranks
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.scoring._scorer import LogProbScorer
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class Explanation:
         return "\n".join(f"{name:<20}{value}" for name, value in rows.items())
 
 
-def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: ScoreOptions) -> Explanation:
+def explain(scorer: LogProbScorer, request: ScoreRequest, row: int, token: int, options: ScoreOptions) -> Explanation:
     """See :meth:`~torchrl_llm_kl.LogProbScorer.explain`."""
     lengths = request.tokens.lengths.tolist()
     if not 0 <= row < len(lengths) or not 1 <= token < lengths[row]:
@@ -134,7 +137,6 @@ def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: S
         target = int(request.tokens.values[element])
         normaliser = logits.masked_fill(out, -torch.inf).logsumexp(-1)[0]
         plain = log_softmax(plain.masked_fill(plain_out, -torch.inf))
-    attended, elsewhere = forwards.attended(element - 1)
     return Explanation(
         row=row,
         token=token,
@@ -144,8 +146,8 @@ def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: S
         why=_why(scorer, setup, run),
         batch=batch,
         batches=len(forwards.elements),
-        attended=attended,
-        elsewhere=elsewhere,
+        attended=token,  # a causal model sees all earlier positions
+        elsewhere=forwards.elsewhere(torch.tensor([element - 1])),
         in_mask=in_mask,
         sampling=options.sampling,
         kept=int((~out).sum()) - int(added),
@@ -184,7 +186,7 @@ def _plain_logits(run: ScoringRun, row: int, token: int) -> Tensor:
     return logits / run.options.temperature
 
 
-def _why(scorer: Any, setup: Setup, run: ScoringRun) -> str:
+def _why(scorer: LogProbScorer, setup: Setup, run: ScoringRun) -> str:
     name = type(setup.model).__name__
     if run.images and run.tree is None and setup.route.sharing is not None:
         why = f"{name} cannot attend to images within a pack"

@@ -88,7 +88,7 @@ class Sampling:
         """Whether the sampler may drop tokens."""
         return self.truncation.active
 
-    def generate_kwargs(self, model: PreTrainedModel, **others: Any) -> dict[str, Any]:
+    def generate_kwargs(self, model: PreTrainedModel, **others: object) -> dict[str, Any]:
         """Arguments of transformers' ``generate``, with which ``model`` samples from this distribution.
 
         They override the model's ``generation_config`` and transformers' own defaults (a top-k of 50). A top-k of 0 becomes

@@ -103,7 +103,7 @@ class RememberedModel(nn.Module):
         of_wrapper = name in _INTERFACE or name.endswith(("_key", "_keys"))
         return getattr(self.model, name) if of_wrapper else super().__getattr__(name)
 
-    def make_scorer(self, **settings: Any) -> RememberedScorer:
+    def make_scorer(self, **settings: object) -> RememberedScorer:
         """A scorer with these settings of :class:`LogProbScorer` or of the service's scorer."""
         return RememberedScorer(self, settings)
 
@@ -151,7 +151,7 @@ class RememberedScorer(Scorer):
 
     model: RememberedModel
 
-    def __init__(self, model: RememberedModel, settings: Mapping[str, Any]) -> None:
+    def __init__(self, model: RememberedModel, settings: Mapping[str, object]) -> None:
         self.model, self._settings, self._slot = model, settings, ScorerSlot()
         self.options, self.path = self.inner.options, self.inner.path
 
@@ -263,7 +263,8 @@ class Lookup:
         rows = np.split(request.tokens.values.numpy().astype("<i8"), np.cumsum(self._lengths)[:-1])
         texts = [row.tobytes() for row in rows]
         if (images := request.images) is not None:
-            texts = [text + b"".join(images.digests[i] for i in images.of_row(r)) for r, text in enumerate(texts)]
+            digests = [b"".join(image.digest for image in row) for row in images.rows]
+            texts = [text + more for text, more in zip(texts, digests, strict=True)]
         self._keys = {
             name: [blake2b(text, digest_size=KEY_BYTES, key=context).digest() for text in texts]
             for name, context in contexts.items()

@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._private import is_remote
-from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import asked, call_of, evaluating, has, output_size
 from torchrl_llm_kl.scoring._options import NEUTRAL, OTHERS, TRANSFORMERS, Sampling
@@ -110,7 +109,7 @@ def sampler_of(model: object) -> Sampling | Literal["greedy"] | None:
         return None
 
 
-def _sampler_settings(model: object) -> Json | None:
+def _sampler_settings(model: object) -> dict[str, float] | None:
     """The generation settings of a wrapper. None if it is not known to generate."""
     if not is_wrapper(model):
         return None
@@ -129,7 +128,7 @@ def _sampler_settings(model: object) -> Json | None:
         return {**OTHERS, "do_sample": True, **own}
     # A configuration in the call takes missing values from the model's own.
     configs = asked(inner, "generation_config", object), given.get("generation_config")
-    pairs = [(name, asked(config, name, object)) for config in configs for name in names]
+    pairs = [(name, asked(config, name, (int, float))) for config in configs for name in names]
     held = {name: value for name, value in pairs if value is not None}
     return {**TRANSFORMERS, "do_sample": False, **held, **own}
 
@@ -178,12 +177,13 @@ def warn_of_chatml(wrapper: object, stacklevel: int = 1) -> None:
 
     torchrl does so for every tokenizer whose template has no ``{% generation %}`` blocks, except for a few families.
     """
-    tokenizer: Any = asked(wrapper, "tokenizer", object)
+    tokenizer = asked(wrapper, "tokenizer", object)
     marker = "<|im_start|>"
     if tokenizer is None or asked(wrapper, "input_mode", str) != "history":
         return
     # A marker that the model knows is a single token.
-    if len(tokenizer(marker, add_special_tokens=False)["input_ids"]) == 1:
+    encode = cast("Callable[..., dict[str, list[int]]]", tokenizer)
+    if len(encode(marker, add_special_tokens=False)["input_ids"]) == 1:
         return
     from torchrl.data.llm import History
 
