@@ -4,29 +4,39 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import send, widen
 from torchrl_llm_kl.head import dropped, log_softmax
-from torchrl_llm_kl.scoring._model import (
-    Setup,
-    call,
-    frequency_switches,
-    has_window,
-    locked,
-    read_output,
-    whole_logits,
-)
+from torchrl_llm_kl.scoring._model import Setup, call, frequency_switches, has_window, locked, read_output, whole_logits
 from torchrl_llm_kl.scoring._options import Sampling, ScoreOptions
-from torchrl_llm_kl.scoring._passes import ScoringRun
+from torchrl_llm_kl.scoring._passes import RunScorer, ScoringRun
 from torchrl_llm_kl.scoring._request import ScoreRequest
+from torchrl_llm_kl.scoring._routing import Routing
+from torchrl_llm_kl.scoring._scores import Scores
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
-if TYPE_CHECKING:
-    from torchrl_llm_kl.scoring._scorer import LogProbScorer
+
+class ExplainedScorer(RunScorer, Protocol):
+    """The attributes of a :class:`~torchrl_llm_kl.LogProbScorer` that an explanation uses."""
+
+    share_prefixes: bool
+    _complaint: str | None
+
+    @property
+    def model(self) -> nn.Module:
+        """The scored model."""
+
+    @property
+    def path(self) -> str | None:
+        """The route for log-probs."""
+
+    def run(self, request: ScoreRequest, options: ScoreOptions) -> Scores: ...
+    def _ranks(self, reference: None) -> Ranks: ...
+    def _routing(self, request: ScoreRequest, record: Tensor | None) -> Routing | None: ...
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,7 @@ class Explanation:
         return "\n".join(f"{name:<20}{value}" for name, value in rows.items())
 
 
-def explain(scorer: LogProbScorer, request: ScoreRequest, row: int, token: int, options: ScoreOptions) -> Explanation:
+def explain(scorer: ExplainedScorer, request: ScoreRequest, row: int, token: int, options: ScoreOptions) -> Explanation:
     """See :meth:`~torchrl_llm_kl.LogProbScorer.explain`."""
     lengths = request.tokens.lengths.tolist()
     if not 0 <= row < len(lengths) or not 1 <= token < lengths[row]:
@@ -186,7 +196,7 @@ def _plain_logits(run: ScoringRun, row: int, token: int) -> Tensor:
     return logits / run.options.temperature
 
 
-def _why(scorer: LogProbScorer, setup: Setup, run: ScoringRun) -> str:
+def _why(scorer: ExplainedScorer, setup: Setup, run: ScoringRun) -> str:
     name = type(setup.model).__name__
     if run.images and run.tree is None and setup.route.sharing is not None:
         why = f"{name} cannot attend to images within a pack"

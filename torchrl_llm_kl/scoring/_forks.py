@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -157,7 +157,7 @@ class ForkedPass:
             self._states[index] = state
         if self._lookup is not None and step.width == int(real.sum(-1).amin()):
             for row, node in enumerate(step.nodes):
-                own = _state_with(state, lambda _, value, row=row: value[row : row + 1].clone())
+                own = _state_with(state, partial(_row_of, row))
                 self._lookup.insert(node, step.first, step.width, [], own)
         if self._last_use[step.past] == index:
             self._states.pop(step.past, None)
@@ -248,6 +248,10 @@ def _fork(state: DynamicCache, count: int, recurrence: float) -> DynamicCache:
         return value * recurrence if name == "recurrent_states" and recurrence != 1.0 else value
 
     return _state_with(state, each)
+
+
+def _row_of(row: int, _: str, value: Tensor) -> Tensor:
+    return value[row : row + 1].clone()
 
 
 def _state_with(state: DynamicCache, change: Callable[[str, Tensor], Tensor]) -> DynamicCache:

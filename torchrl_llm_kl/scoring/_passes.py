@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torchrl_llm_kl._numerics import check_range, send
 from torchrl_llm_kl._private import compiled_call
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout, PackPiece, link, pack_attention
-from torchrl_llm_kl.scoring._cache import CacheLookup
+from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError
 from torchrl_llm_kl.scoring._forks import MIN_LENGTH, MIN_SHARED, ForkedPass, checkpoints_layers
 from torchrl_llm_kl.scoring._images import ImageInputs
@@ -48,9 +48,6 @@ from torchrl_llm_kl.scoring._scores import (
 )
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import ErrorGuard, Ranks, inside, is_out_of_memory, is_sharded
-
-if TYPE_CHECKING:
-    from torchrl_llm_kl.scoring._scorer import LogProbScorer
 
 _SMALLEST_PACK = 16  # tokens
 
@@ -374,11 +371,27 @@ def padded_batches(lengths: Tensor, tokens_per_batch: int, *models: nn.Module) -
 Pass = PackedPass | ForkedPass | PaddedPass
 
 
+class RunScorer(Protocol):
+    """The attributes of a :class:`~torchrl_llm_kl.LogProbScorer` that a call uses."""
+
+    options: ScoreOptions
+    tokens_per_batch: int | None
+    head_chunk: int
+    forwards: int
+
+    @property
+    def memory(self) -> PrefixKVCache:
+        """The cache of ``remember``."""
+
+    def _setup(self, default: torch.device, options: ScoreOptions) -> Setup: ...
+    def _warn_apart(self, reason: str, where: str = ...) -> None: ...
+
+
 @dataclass(eq=False)
 class ScoringRun:
     """One call: scores every masked-in token under a model, and under a reference if there is a second scorer."""
 
-    scorers: Sequence[LogProbScorer]
+    scorers: Sequence[RunScorer]
     ranks: Ranks
     request: ScoreRequest
     routings: Sequence[Routing | None]  # one for each scorer
@@ -573,7 +586,7 @@ class ScoringRun:
         return [columns] if columns else []
 
 
-def budget_of(scorer: LogProbScorer, setup: Setup) -> int:
+def budget_of(scorer: RunScorer, setup: Setup) -> int:
     """The most tokens of one forward."""
     default = PACK if setup.options.deterministic else 1024 if setup.device.type == "cpu" else 16384
     return scorer.tokens_per_batch or default
