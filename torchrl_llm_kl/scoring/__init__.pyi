@@ -6,11 +6,9 @@ from torchrl_llm_kl.scoring._critic import (
 from torchrl_llm_kl.scoring._explain import (
     Explanation as Explanation,
 )
-from torchrl_llm_kl.scoring._mismatch import (
-    SamplerMismatchWarning as SamplerMismatchWarning,
-)
 from torchrl_llm_kl.scoring._options import (
     DEFAULT_MEMORY as DEFAULT_MEMORY,
+    Sampling as Sampling,
     ScoreOptions as ScoreOptions,
 )
 from torchrl_llm_kl.scoring._passes import (
@@ -29,9 +27,6 @@ from torchrl_llm_kl.scoring._remembered import (
 from torchrl_llm_kl.scoring._request import (
     ScoreRequest as ScoreRequest,
 )
-from torchrl_llm_kl.scoring._sampling import (
-    Sampling as Sampling,
-)
 from torchrl_llm_kl.scoring._scorer import (
     LogProbScorer as LogProbScorer,
 )
@@ -43,6 +38,9 @@ from torchrl_llm_kl.scoring._store import (
 )
 from torchrl_llm_kl.scoring._updater import (
     ReferenceUpdater as ReferenceUpdater,
+)
+from torchrl_llm_kl.scoring._wrapper import (
+    SamplerMismatchWarning as SamplerMismatchWarning,
 )
 
 # isort: split
@@ -74,12 +72,6 @@ from torchrl_llm_kl.scoring._extras import (
     read_fields as read_fields,
     with_defaults as with_defaults,
 )
-from torchrl_llm_kl.scoring._mismatch import (
-    check_vocabularies as check_vocabularies,
-    inner_module as inner_module,
-    warn_of_chatml as warn_of_chatml,
-    warn_of_mismatch as warn_of_mismatch,
-)
 from torchrl_llm_kl.scoring._model import (
     evaluating as evaluating,
     output_size as output_size,
@@ -90,6 +82,8 @@ from torchrl_llm_kl.scoring._model import (
 )
 from torchrl_llm_kl.scoring._options import (
     Changes as Changes,
+    as_sampling as as_sampling,
+    truncate as truncate,
 )
 from torchrl_llm_kl.scoring._protocol import (
     FEATURES as FEATURES,
@@ -109,10 +103,6 @@ from torchrl_llm_kl.scoring._request import (
 from torchrl_llm_kl.scoring._routing import (
     Routers as Routers,
 )
-from torchrl_llm_kl.scoring._sampling import (
-    as_sampling as as_sampling,
-    truncate as truncate,
-)
 from torchrl_llm_kl.scoring._scorer import (
     ModelOrScorer as ModelOrScorer,
     ScorerSlot as ScorerSlot,
@@ -120,10 +110,14 @@ from torchrl_llm_kl.scoring._scorer import (
 from torchrl_llm_kl.scoring._wrapper import (
     check_distributions as check_distributions,
     check_replays as check_replays,
+    check_vocabularies as check_vocabularies,
+    inner_module as inner_module,
     is_wrapper as is_wrapper,
     log_probs_only as log_probs_only,
     repair_padding as repair_padding,
     unwrap as unwrap,
+    warn_of_chatml as warn_of_chatml,
+    warn_of_mismatch as warn_of_mismatch,
 )
 from torchrl_llm_kl.scoring._wrapping import (
     Ranks as Ranks,

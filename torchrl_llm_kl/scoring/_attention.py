@@ -39,7 +39,6 @@ from torchrl_llm_kl._private import (
     onednn_linear,
     tensor_leaves,
 )
-from torchrl_llm_kl.scoring._asked import asked
 from torchrl_llm_kl.scoring._checkpoints import (
     ABSENT,
     ADVICE,
@@ -51,7 +50,7 @@ from torchrl_llm_kl.scoring._checkpoints import (
     settings_of,
     swapped,
 )
-from torchrl_llm_kl.scoring._model import body_and_head, locked
+from torchrl_llm_kl.scoring._model import asked, body_and_head, locked
 
 #: Keys and values of some tokens, ``[1, heads, tokens, size]``, one pair for each attention call of a forward.
 KeysValues = list[tuple[Tensor, Tensor]]
@@ -242,7 +241,7 @@ def _saving_attention(preserve_rng_state: bool) -> Callable[..., object]:
     return partial(checkpoint, preserve_rng_state=preserve_rng_state, use_reentrant=False, context_fn=saved)
 
 
-def _refuse(*_: object, **__: Any) -> Any:
+def _refuse(*_: object, **__: object) -> object:
     raise CheckpointError
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import wide_dtype
+from torchrl_llm_kl._private import tensor_leaves
 from torchrl_llm_kl.scoring._attention import KeysValues
 from torchrl_llm_kl.scoring._model import Setup, fingerprint, head_weight
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import Ranks
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
 
 # Log-probs are cached for this many samplers per segment. Keys and values do not depend on the sampler.
 _SAMPLERS = 4
@@ -38,7 +42,7 @@ class Segment:
     # Sampler to log-probs of tokens that follow the last one. A turn's last token is scored but not forwarded, so its
     # log-prob has no place in `log_probs`.
     followers: dict[tuple[float, ...], dict[int, float]] = field(default_factory=dict)
-    state: Any = None  # recurrent models: transformers' cache after the last token
+    state: DynamicCache | None = None  # recurrent models: transformers' cache after the last token
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +206,7 @@ class CacheLookup:
         return [[(k[:, :, :n], v[:, :, :n]) for k, v in segment.keys_values] for segment, n in end.spans() if n > 0]
 
     def insert(
-        self, node: int, first: int, length: int, keys_values: KeysValues, *, state: Any = None, num_bytes: int = 0
+        self, node: int, first: int, length: int, keys_values: KeysValues, state: DynamicCache | None = None
     ) -> None:
         """Cache forwarded tokens of a node, or the ``state`` after them. Earlier tokens must be inserted first."""
         begin, tokens = self._begin(node), self._tokens(node)[: first + length]
@@ -216,7 +220,8 @@ class CacheLookup:
         if new > 0:
             if held > first:
                 keys_values = [(k[:, :, -new:].clone(), v[:, :, -new:].clone()) for k, v in keys_values]
-            size = num_bytes or sum(t.nbytes for pair in keys_values for t in pair)
+            layers = [] if state is None else [vars(layer) for layer in state.layers]
+            size = sum(t.nbytes for t in tensor_leaves([keys_values, layers]))
             segment = self.cache.add(end, tokens[held:], keys_values, size, self._used)
             if segment is None:
                 self._warn(size // new)
@@ -290,12 +295,11 @@ class CacheLookup:
 
     def _inside(self, element: Tensor) -> tuple[Tensor, Tensor]:
         """Which elements are in the tree, and their places. The last token of a sequence is not forwarded, so not in it."""
-        tokens = self.request.tokens
-        sequence, position = tokens.sequence_ids[element], tokens.positions[element]
+        sequence, position = self.request.at(element)
         inside = position < self.tree.forward_lengths[sequence]
         return inside, self.tree.place(sequence[inside], position[inside])
 
-    def state(self, node: int, first: int) -> Any:
+    def state(self, node: int, first: int) -> DynamicCache | None:
         """The state after the first ``first`` tokens of a node; None at the start of a sequence."""
         parent = int(self.tree.parent[node])
         if not first:
@@ -309,12 +313,13 @@ class CacheLookup:
             self.cached[node] = max((n for n in self._states(node) if n <= cached), default=0)
         self.cache.tokens_recalled += sum(self.cached) - before
 
-    def _states(self, node: int) -> dict[int, Any]:
+    def _states(self, node: int) -> dict[int, DynamicCache]:
         """The cached states inside a node or at its end, by the number of its tokens before them."""
         begin = self._begin(node)
         if begin is None:
             return {}
-        out, done = dict[int, Any](), 0
+        out: dict[int, DynamicCache] = {}
+        done = 0
         for segment, first, last in self.cache.walk(begin, self._tokens(node))[1]:
             done += last - first
             if segment.state is not None and last == segment.tokens.numel():

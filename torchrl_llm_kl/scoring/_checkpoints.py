@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torchrl_llm_kl._private import saving_hook
-from torchrl_llm_kl.scoring._asked import asked
 
 ADVICE = "use transformers' checkpointing or torch's checkpoint_wrapper"
 #: A module or configuration, the name of an attribute, its current value and its replacement.
@@ -50,7 +49,7 @@ def saving() -> tuple[bool, object]:
     shows that a checkpoint was entered.
     """
     pack = saving_hook()
-    return torch.is_grad_enabled(), pack if asked(pack, "__module__", str) == "torch.utils.checkpoint" else None
+    return torch.is_grad_enabled(), pack if getattr(pack, "__module__", None) == "torch.utils.checkpoint" else None
 
 
 def follow(

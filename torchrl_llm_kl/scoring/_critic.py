@@ -7,8 +7,15 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name, send
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._asked import asked, call_of
-from torchrl_llm_kl.scoring._model import head_weight, placeholders, position_limit, text_config, vocab_size
+from torchrl_llm_kl.scoring._model import (
+    asked,
+    call_of,
+    head_weight,
+    placeholders,
+    position_limit,
+    text_config,
+    vocab_size,
+)
 from torchrl_llm_kl.scoring._passes import plan_micro_batches
 from torchrl_llm_kl.scoring._request import ScoreRequest, not_text
 

@@ -4,27 +4,39 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import send, widen
 from torchrl_llm_kl.head import dropped, log_softmax
-from torchrl_llm_kl.scoring._model import (
-    Setup,
-    call,
-    frequency_switches,
-    has_window,
-    locked,
-    read_output,
-    whole_logits,
-)
-from torchrl_llm_kl.scoring._options import ScoreOptions
-from torchrl_llm_kl.scoring._passes import ScoringRun
+from torchrl_llm_kl.scoring._model import Setup, call, frequency_switches, has_window, locked, read_output, whole_logits
+from torchrl_llm_kl.scoring._options import Sampling, ScoreOptions
+from torchrl_llm_kl.scoring._passes import RunScorer, ScoringRun
 from torchrl_llm_kl.scoring._request import ScoreRequest
-from torchrl_llm_kl.scoring._sampling import Sampling
+from torchrl_llm_kl.scoring._routing import Routing
+from torchrl_llm_kl.scoring._scores import Scores
 from torchrl_llm_kl.scoring._wrapping import Ranks
+
+
+class ExplainedScorer(RunScorer, Protocol):
+    """The attributes of a :class:`~torchrl_llm_kl.LogProbScorer` that an explanation uses."""
+
+    share_prefixes: bool
+    _complaint: str | None
+
+    @property
+    def model(self) -> nn.Module:
+        """The scored model."""
+
+    @property
+    def path(self) -> str | None:
+        """The route for log-probs."""
+
+    def run(self, request: ScoreRequest, options: ScoreOptions) -> Scores: ...
+    def _ranks(self, reference: None) -> Ranks: ...
+    def _routing(self, request: ScoreRequest, record: Tensor | None) -> Routing | None: ...
 
 
 @dataclass(frozen=True)
@@ -105,7 +117,7 @@ class Explanation:
         return "\n".join(f"{name:<20}{value}" for name, value in rows.items())
 
 
-def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: ScoreOptions) -> Explanation:
+def explain(scorer: ExplainedScorer, request: ScoreRequest, row: int, token: int, options: ScoreOptions) -> Explanation:
     """See :meth:`~torchrl_llm_kl.LogProbScorer.explain`."""
     lengths = request.tokens.lengths.tolist()
     if not 0 <= row < len(lengths) or not 1 <= token < lengths[row]:
@@ -135,7 +147,6 @@ def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: S
         target = int(request.tokens.values[element])
         normaliser = logits.masked_fill(out, -torch.inf).logsumexp(-1)[0]
         plain = log_softmax(plain.masked_fill(plain_out, -torch.inf))
-    attended, elsewhere = forwards.attended(element - 1)
     return Explanation(
         row=row,
         token=token,
@@ -145,8 +156,8 @@ def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: S
         why=_why(scorer, setup, run),
         batch=batch,
         batches=len(forwards.elements),
-        attended=attended,
-        elsewhere=elsewhere,
+        attended=token,  # a causal model sees all earlier positions
+        elsewhere=forwards.elsewhere(torch.tensor([element - 1])),
         in_mask=in_mask,
         sampling=options.sampling,
         kept=int((~out).sum()) - int(added),
@@ -185,7 +196,7 @@ def _plain_logits(run: ScoringRun, row: int, token: int) -> Tensor:
     return logits / run.options.temperature
 
 
-def _why(scorer: Any, setup: Setup, run: ScoringRun) -> str:
+def _why(scorer: ExplainedScorer, setup: Setup, run: ScoringRun) -> str:
     name = type(setup.model).__name__
     if run.images and run.tree is None and setup.route.sharing is not None:
         why = f"{name} cannot attend to images within a pack"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from torchrl_llm_kl._numerics import send
 from torchrl_llm_kl._private import is_stateful
-from torchrl_llm_kl.scoring._asked import asked
 from torchrl_llm_kl.scoring._cache import CacheLookup
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError, saving, swapped
-from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, read_output, text_config
+from torchrl_llm_kl.scoring._model import Setup, asked, body_and_head, call, read_output, text_config
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._routing import Routing
 from torchrl_llm_kl.scoring._scores import States, head_states
@@ -159,7 +158,7 @@ class ForkedPass:
         if self._lookup is not None and step.width == int(real.sum(-1).amin()):
             for row, node in enumerate(step.nodes):
                 own = _state_with(state, partial(_row_of, row))
-                self._lookup.insert(node, step.first, step.width, [], state=own, num_bytes=_state_bytes(own))
+                self._lookup.insert(node, step.first, step.width, [], own)
         if self._last_use[step.past] == index:
             self._states.pop(step.past, None)
         with self.setup.active():
@@ -172,16 +171,9 @@ class ForkedPass:
         with self.setup.active():
             return head_states(self.setup, hidden.flatten(0, 1)[:0])
 
-    def chosen(self) -> Tensor:
-        """The experts that the routers chose, ``[N, L, k]`` on the CPU, -1 for tokens that were not forwarded."""
-        assert self.routing is not None
-        return self._tree.spread(self.routing.result(self._request.tokens.values.shape[0]), self._request.tokens)
-
-    def attended(self, element: int) -> tuple[int, int]:
-        """Number of positions on which an element depends, itself included, and how many of them are in earlier steps."""
-        sequence, position = self._request.tokens.sequence_ids[element], self._request.tokens.positions[element]
-        (node,), _ = self._tree.locate(sequence[None], position[None])
-        return int(position) + 1, int(self._tree.start[node])
+    def elsewhere(self, element: Tensor) -> int:
+        """How many of the positions on which ``element [1]`` depends are in earlier steps."""
+        return int(self._tree.start[self._tree.locate(*self._request.at(element))[0]])
 
     def _forward(
         self, ids: Tensor, positions: Tensor, past: DynamicCache | None, keep: bool, source: Tensor
@@ -216,7 +208,7 @@ def _cache_type() -> type[DynamicCache]:
     class ForkedCache(DynamicCache):
         """A cache that never overwrites a recurrent state, since an autograd graph may hold it."""
 
-        saving: tuple[bool, Any]
+        saving: tuple[bool, object]
 
         def update(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
             self._check()
@@ -230,7 +222,7 @@ def _cache_type() -> type[DynamicCache]:
             self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any
         ) -> Tensor:
             self._check()
-            held = cast(Any, self.layers[layer_idx]).recurrent_states
+            held = vars(self.layers[layer_idx])["recurrent_states"]
             if held[state_idx] is not None:
                 held[state_idx] = torch.empty_like(recurrent_states)  # the update writes here
             return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **options)
@@ -276,12 +268,6 @@ def _state_with(state: DynamicCache, change: Callable[[str, Tensor], Tensor]) ->
                 setattr(own, name, held)
         out.layers.append(own)
     return out
-
-
-def _state_bytes(state: DynamicCache) -> int:
-    held = (value for layer in state.layers for value in vars(layer).values())
-    each = (x for value in held for x in (value.values() if isinstance(value, dict) else [value]))
-    return sum(x.numel() * x.element_size() for x in each if isinstance(x, Tensor))
 
 
 # ---------------------------------------------------------------------- checkpoints

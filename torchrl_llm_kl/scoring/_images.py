@@ -8,23 +8,28 @@ takes encoded images (``mm_encoder_outputs``). It merges them into the embedding
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
-from typing import Any, cast
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import send
-from torchrl_llm_kl._typing import ImageRows, Json
+from torchrl_llm_kl._typing import ImageRows
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._asked import asked, has
-from torchrl_llm_kl.scoring._fields import Arrays, FieldKind, longs
-from torchrl_llm_kl.scoring._model import Setup, call, find_body
+from torchrl_llm_kl.scoring._fields import Arrays, FieldKind
+from torchrl_llm_kl.scoring._model import Setup, asked, call, find_body, has
 from torchrl_llm_kl.scoring._wrapping import replaced_forward, unwrapped
+
+if TYPE_CHECKING:
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 #: Families whose scores with images were compared with the model's own forward.
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "llava_onevision", "smolvlm", "idefics3")
@@ -37,63 +42,68 @@ _BY_ROW = {"smolvlm", "idefics3"}
 # ------------------------------------------------------------------ the images of a request
 
 
+class Image(NamedTuple):
+    """One image, on the CPU."""
+
+    inputs: Mapping[str, Tensor]  # of the encoder, by the processor's names
+    digest: bytes  # of the content
+
+
 @dataclass(frozen=True, eq=False)
 class RowImages:
-    """The ``M`` images of ``S`` rows. Each distinct image is stored once, on the CPU.
+    """The images of each of ``S`` rows.
 
-    Attributes:
-        inputs: the encoder's inputs for each distinct image, by the processor's names.
-        digests: a digest of the content of each distinct image.
-        index: int64 ``[M]``, the index into ``inputs`` of each image, row after row.
-        counts: int64 ``[S]``, the number of images of each row.
+    Raises:
+        ValueError: if images have inputs of different names.
 
     Example:
         >>> cat, dog = torch.zeros(1, 3, 4, 4), torch.ones(1, 3, 4, 4)
         >>> images = RowImages.of([{"pixel_values": cat}, None, {"pixel_values": torch.cat([dog, cat])}], 3)
-        >>> len(images.inputs), images.index.tolist(), images.counts.tolist()
-        (2, [0, 1, 0], [1, 0, 2])
+        >>> [len(row) for row in images.rows], len(images.distinct)
+        ([1, 0, 2], 2)
     """
 
-    inputs: tuple[Mapping[str, Tensor], ...]
-    digests: tuple[bytes, ...]
-    index: Tensor
-    counts: Tensor
+    rows: tuple[tuple[Image, ...], ...]
+
+    def __post_init__(self) -> None:
+        if len({frozenset(image.inputs) for image in self.distinct.values()}) > 1:
+            raise ValueError(
+                "the images of one request have inputs of different names: use one processor for all rows."
+            )
 
     @classmethod
     def of(cls, rows: ImageRows | RowImages, count: int) -> RowImages | None:
         """Read the images of ``count`` rows. Returns None if no row has images."""
-        given = len(rows.counts) if isinstance(rows, RowImages) else len(rows)
+        given = len(rows.rows if isinstance(rows, RowImages) else rows)
         if given != count:
             raise ValueError(f"images has {given} rows, the tokens have {count}: expected one, or None, for each.")
         if isinstance(rows, RowImages):
-            return rows if len(rows.index) else None
-        known: dict[object, list[tuple[Mapping[str, Tensor], bytes]]] = {}
-        every: list[list[tuple[Mapping[str, Tensor], bytes]]] = []
+            return rows if any(rows.rows) else None
+        known: dict[object, tuple[Image, ...]] = {}
+        every: list[tuple[Image, ...]] = []
         for row, record in enumerate(rows):
             tensors = {} if record is None else _row_tensors(record)
             # The answers of a group often share the memory of one image, which is then split and hashed once.
             same = tuple((name, t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in sorted(tensors.items()))
             if same not in known:
-                known[same] = [(image, _digest_of(image)) for image in (_images_of(tensors, row) if tensors else [])]
+                images = _images_of(tensors, row) if tensors else []
+                known[same] = tuple(Image(inputs, _digest_of(inputs)) for inputs in images)
             every.append(known[same])
-        flat = [image for images in every for image in images]
-        index = torch.arange(len(flat))
-        return _tidy([i for i, _ in flat], [d for _, d in flat], index, list(map(len, every))) if flat else None
+        return cls(tuple(every)) if any(every) else None
+
+    @cached_property
+    def distinct(self) -> dict[bytes, Image]:
+        """Each distinct image once, by its digest, in the order of the rows."""
+        return {image.digest: image for row in self.rows for image in row}
 
     @property
     def names(self) -> tuple[str, ...]:
         """The processor's names of the inputs."""
-        return tuple(sorted(self.inputs[0])) if self.inputs else ()
-
-    def of_row(self, row: int) -> list[int]:
-        """The indices of the distinct images of a row, in order."""
-        first = int(self.counts[:row].sum())
-        images: list[int] = self.index[first : first + int(self.counts[row])].tolist()
-        return images
+        return tuple(sorted(next(iter(self.distinct.values())).inputs))
 
 
 class ImageField(FieldKind[RowImages]):
-    """The images of each sequence."""
+    """The images of each sequence. There is at least one image."""
 
     def read(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> RowImages | None:
         """See :class:`FieldKind`."""
@@ -101,17 +111,12 @@ class ImageField(FieldKind[RowImages]):
 
     def select(self, value: RowImages, elements: Tensor, rows: Tensor) -> RowImages | None:
         """See :class:`FieldKind`. Returns None if no row has an image."""
-        chosen = [value.of_row(row) for row in rows.tolist()]
-        index = torch.tensor([i for images in chosen for i in images], dtype=torch.long)
-        return _tidy(value.inputs, value.digests, index, list(map(len, chosen))) if len(index) else None
+        chosen = tuple(value.rows[row] for row in rows.tolist())
+        return RowImages(chosen) if any(chosen) else None
 
     def concat(self, values: Sequence[RowImages]) -> RowImages:
         """See :class:`FieldKind`."""
-        starts = np.cumsum([0, *(len(part.inputs) for part in values)])
-        index = torch.cat([part.index + int(start) for part, start in zip(values, starts, strict=False)])
-        inputs = [image for part in values for image in part.inputs]
-        digests = [digest for part in values for digest in part.digests]
-        return _tidy(inputs, digests, index, torch.cat([part.counts for part in values]).tolist())
+        return RowImages(tuple(row for part in values for row in part.rows))
 
     def form(self, value: RowImages) -> tuple[object, ...]:
         """The processor's names of the inputs."""
@@ -119,16 +124,17 @@ class ImageField(FieldKind[RowImages]):
 
     def sizes(self, value: RowImages, tokens: Ragged) -> Tensor:
         """See :class:`FieldKind`. The size of an image is divided among its rows."""
-        numbers = torch.tensor([sum(t.numel() for t in image.values()) for image in value.inputs])
-        rows = torch.repeat_interleave(torch.arange(len(value.counts)), value.counts)
-        each = (numbers // torch.bincount(value.index))[value.index]
-        return torch.zeros_like(value.counts).index_add_(0, rows, each)
+        uses = Counter(image.digest for row in value.rows for image in row)
+        each = {key: sum(t.numel() for t in value.distinct[key].inputs.values()) // uses[key] for key in uses}
+        return torch.tensor([sum(each[image.digest] for image in row) for row in value.rows])
 
     def pack(self, value: RowImages, mask: Tensor) -> dict[str, np.ndarray]:
         """See :class:`FieldKind`. Sends each distinct image once: the numbers of each input end to end, and the shapes."""
-        arrays = {"counts": value.counts.int().numpy(), "index": value.index.int().numpy()}
+        place = {digest: i for i, digest in enumerate(value.distinct)}
+        index = [place[image.digest] for row in value.rows for image in row]
+        arrays = {"counts": np.array([len(row) for row in value.rows], "i4"), "index": np.array(index, "i4")}
         for name in value.names:
-            tensors = [image[name] for image in value.inputs]
+            tensors = [image.inputs[name] for image in value.distinct.values()]
             arrays[name] = torch.cat([t.flatten() for t in tensors]).numpy()
             arrays[f"{name}.shapes"] = np.array([t.shape for t in tensors], "i4").reshape(len(tensors), -1)
         return arrays
@@ -142,30 +148,17 @@ class ImageField(FieldKind[RowImages]):
                 flat = torch.from_numpy(arrays[name].copy()).split(shapes.prod(1).tolist())
                 columns[name] = [x.reshape(n) for x, n in zip(flat, shapes.tolist(), strict=True)]
         inputs = [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
-        digests, index = [_digest_of(image) for image in inputs], longs(arrays["index"])
-        if bool(((index < 0) | (index >= len(inputs))).any()):
-            raise ValueError(
-                f"images.index must be from 0 to {len(inputs) - 1}, the images sent, got {index.tolist()}."
-            )
-        return _tidy(inputs, digests, index, arrays["counts"].tolist())
+        index = arrays["index"].tolist()
+        # A negative index would silently take another image.
+        if not all(0 <= i < len(inputs) for i in index):
+            raise ValueError(f"images.index must be from 0 to {len(inputs) - 1}, the images sent, got {index}.")
+        sent = [Image(each, _digest_of(each)) for each in inputs]
+        images = iter([sent[i] for i in index])
+        return RowImages(tuple(tuple(islice(images, count)) for count in arrays["counts"].tolist()))
 
     def moved(self, name: str, value: RowImages, source: Tensor, target: Tensor) -> RowImages:
         """See :class:`FieldKind`. The placeholders of the new prompts are counted when they are scored."""
         return value
-
-
-def _tidy(
-    inputs: Sequence[Mapping[str, Tensor]], digests: Sequence[bytes], index: Tensor, counts: Sequence[int]
-) -> RowImages:
-    """Merge equal images, and drop unused ones."""
-    used = list(dict.fromkeys(digests[i] for i in index.tolist()))
-    first = {digest: image for digest, image in reversed(list(zip(digests, inputs, strict=True)))}
-    place = {digest: i for i, digest in enumerate(used)}
-    new_index = torch.tensor([place[digests[i]] for i in index.tolist()], dtype=torch.long)
-    chosen = tuple(first[digest] for digest in used)
-    if len({frozenset(image) for image in chosen}) > 1:
-        raise ValueError("the images of one request have inputs of different names: use one processor for all rows.")
-    return RowImages(chosen, tuple(used), new_index, torch.tensor(list(counts), dtype=torch.long))
 
 
 def _row_tensors(record: Mapping[str, object]) -> dict[str, Tensor]:
@@ -217,7 +210,8 @@ def _digest_of(image: Mapping[str, Tensor]) -> bytes:
 class ImageModel:
     """The part of an image-text model that encodes images and puts them among the tokens."""
 
-    body: Any  # its forward takes encoded images, and calls the language model
+    body: nn.Module  # its forward takes encoded images, and calls the language model
+    family: str  # the model type of its configuration
     token: int  # the placeholder
     types: str | None  # the argument that tells image tokens from text
 
@@ -233,31 +227,32 @@ class ImageModel:
         token = None if part is None else asked(part[0].config, "image_token_id", int)
         if part is None or token is None or kind not in FAMILIES:
             raise ValueError(f"{type(inner).__name__} ({kind}) takes no images: expected one of {', '.join(FAMILIES)}.")
-        return cls(part[0], token, part[1])
+        return cls(part[0], kind, token, part[1])
 
-    def encode(self, images: RowImages, device: torch.device) -> list[list[Tensor]]:
+    def encode(self, images: RowImages, device: torch.device) -> dict[bytes, list[Tensor]]:
         """Features ``[n, H]`` of each distinct image, followed by those for deeper layers of the language model."""
-        groups: dict[object, list[int]] = {}
-        for i, image in enumerate(images.inputs):
+        groups: dict[object, list[Image]] = {}
+        for image in images.distinct.values():
             # The encoder takes images of equal shapes in one batch. With a grid, it packs images of any size.
-            shapes = tuple((name, t.shape) for name, t in sorted(image.items()) if _GRID not in image)
-            groups.setdefault((shapes, int(image.get(_ALONE, 0))), []).append(i)
-        features: list[list[Tensor]] = [[]] * len(images.inputs)
+            shapes = tuple((name, t.shape) for name, t in sorted(image.inputs.items()) if _GRID not in image.inputs)
+            groups.setdefault((shapes, int(image.inputs.get(_ALONE, 0))), []).append(image)
+        features: dict[bytes, list[Tensor]] = {}
         for group in groups.values():
-            some = [images.inputs[i] for i in group]
-            given: Json = {}
+            some = [image.inputs for image in group]
+            given: dict[str, object] = {}
             for name in images.names:
                 join = torch.cat if name == _PIXELS and _GRID in some[0] else torch.stack
-                given[name] = send(join([image[name] for image in some]), device)
-            if self.body.config.model_type in _BY_ROW:
-                given = {name: tensor.unsqueeze(1) for name, tensor in given.items()}
+                given[name] = send(join([inputs[name] for inputs in some]), device)
+            if self.family in _BY_ROW:
+                given = {name: cast(Tensor, x).unsqueeze(1) for name, x in given.items()}
             # Any count above the number of images marks several images per row. The model does not check it.
             if _ALONE in given:
                 given[_ALONE] = [1] * len(some) if int(some[0][_ALONE]) == 1 else [len(some) + 1]
-            out = self.body.get_image_features(**given, return_dict=True)
+            run = cast("Callable[..., BaseModelOutputWithPooling]", self.body.get_image_features)
+            out = run(**given, return_dict=True)
             deep = asked(out, "deepstack_features", (list, tuple)) or []
-            for place, i in enumerate(group):
-                features[i] = [out.pooler_output[place], *(layer[place] for layer in deep)]
+            for place, image in enumerate(group):
+                features[image.digest] = [cast(Tensor, out.pooler_output)[place], *(layer[place] for layer in deep)]
         return features
 
 
@@ -270,9 +265,7 @@ class ImageInputs:
         self.places = tokens.values == self.model.token
         with setup.active():
             self.features = self.model.encode(images, setup.device)
-        expected = torch.tensor(
-            [sum(len(self.features[i][0]) for i in images.of_row(r)) for r in range(len(tokens.lengths))]
-        )
+        expected = torch.tensor([sum(len(self.features[image.digest][0]) for image in row) for row in images.rows])
         # transformers compares only the totals of a batch, where errors of two rows may cancel out.
         placed = torch.zeros_like(tokens.lengths).index_add_(0, tokens.sequence_ids, self.places.long())
         wrong = (placed != expected).nonzero()
@@ -283,32 +276,31 @@ class ImageInputs:
     def keys(self) -> Tensor:
         """The token ids, int64 ``[N]``, with a digest of the image at each placeholder. Equal prefixes have equal keys."""
         # Digests become negative numbers, which never equal a token id.
-        digests = torch.tensor([-1 - (int.from_bytes(each[:8], "little") >> 1) for each in self.images.digests])
-        counts = torch.tensor([len(features[0]) for features in self.features])
-        out = self._tokens.values.clone()
-        out[self.places] = digests[self.images.index].repeat_interleave(counts[self.images.index])
-        return out
+        every = [image.digest for row in self.images.rows for image in row]
+        numbers = torch.tensor([-1 - (int.from_bytes(digest[:8], "little") >> 1) for digest in every])
+        counts = torch.tensor([len(self.features[digest][0]) for digest in every])
+        return self._tokens.values.masked_scatter(self.places, numbers.repeat_interleave(counts))
 
-    def arguments(self, rows: Sequence[int], ids: Tensor) -> Json:
+    def arguments(self, rows: Sequence[int], ids: Tensor) -> dict[str, object]:
         """The arguments of the multimodal body besides the padded ids ``[b, T]`` of some rows and their mask."""
-        chosen = [i for row in rows for i in self.images.of_row(row)]
+        chosen = [image for row in rows for image in self.images.rows[row]]
         if not chosen:
             return {}
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-        first, *deep = map(list, zip(*(self.features[i] for i in chosen), strict=True))
-        stacked = torch.stack(first) if self.model.body.config.model_type == "gemma3" else first
+        first, *deep = map(list, zip(*(self.features[image.digest] for image in chosen), strict=True))
+        stacked = torch.stack(first) if self.model.family == "gemma3" else first
         encoded = BaseModelOutputWithPooling(pooler_output=cast(Tensor, stacked))
         encoded.deepstack_features = deep
-        given: Json = {"mm_encoder_outputs": {"image": encoded}}
+        given: dict[str, object] = {"mm_encoder_outputs": {"image": encoded}}
         if _GRID in self.images.names:
-            given[_GRID] = send(torch.stack([self.images.inputs[i][_GRID] for i in chosen]), self.setup.device)
+            given[_GRID] = send(torch.stack([image.inputs[_GRID] for image in chosen]), self.setup.device)
         if self.model.types is not None:
             given[self.model.types] = (ids == self.model.token).long()
         return given
 
     @contextmanager
-    def forward(self) -> Iterator[Any]:
+    def forward(self) -> Iterator[nn.Module]:
         """Context: the multimodal body. Restores the positions that the body stores for a next call."""
         body, name = self.model.body, "rope_deltas"
         before = getattr(body, name, None)
@@ -334,23 +326,24 @@ class ImageInputs:
             ids, real, wanted = (send(x, self.setup.device) for x in (*batch, here))
             with self.setup.active(), self.forward() as body, _watched(find_body(self.setup.model)) as seen:
                 call(body, ids, attention_mask=real, use_cache=False, **self.arguments(rows, ids))
-            given = {name: x for name, x in seen.items() if isinstance(x, (Tensor, Mapping)) or "deepstack" in name}
             # A pack is causal. It cannot express attention to later tokens, as among the patches of an image.
-            if not _is_causal(given.pop("attention_mask", None), real):
+            if not _is_causal(seen.pop("attention_mask", None), real):
+                return False
+            layers = cast("Sequence[Tensor] | None", seen.pop("deepstack_visual_embeds", None))
+            unknown = {name for name, x in seen.items() if isinstance(x, Mapping) or "deepstack" in name}
+            given = {name: x for name, x in seen.items() if isinstance(x, Tensor)}
+            marked, positions = given.pop("visual_pos_masks", None), given.pop("position_ids", None)
+            # Inputs of an unknown kind may not be one row per token.
+            if (given.keys() | unknown) - {"inputs_embeds", "per_layer_inputs"}:
                 return False
             elements = sources[here]
             self._place[elements] = torch.arange(len(elements)) + sum(len(part["inputs_embeds"]) for part in parts)
-            marked, layers = given.pop("visual_pos_masks", None), given.pop("deepstack_visual_embeds", None)
             if marked is not None and layers is not None:
                 place = torch.where(
                     marked, marked.flatten().cumsum(0).view_as(marked) - 1 + sum(len(x[0]) for x in deep), -1
                 )
                 self._deep_place[elements] = place[wanted].cpu()
                 deep.append(layers)
-            positions = given.pop("position_ids", None)
-            # Inputs of an unknown kind may not be one row per token.
-            if given.keys() - {"inputs_embeds", "per_layer_inputs"}:
-                return False
             part = {name: x[wanted] for name, x in given.items()}
             if positions is None:
                 positions = send(self._tokens.positions[elements], self.setup.device)[:, None]
@@ -365,11 +358,11 @@ class ImageInputs:
         self._deep = [torch.cat(layer) for layer in zip(*deep, strict=True)]
         return True
 
-    def of_pack(self, elements: Tensor) -> Json:
+    def of_pack(self, elements: Tensor) -> dict[str, object]:
         """The recorded inputs of the language model for the tokens at flat ``elements [n]``."""
         at = send(self._place[elements], self.setup.device)
-        inputs: Json = {name: x[at][None] for name, x in self._inputs.items()}
-        positions = inputs["position_ids"]
+        inputs: dict[str, object] = {name: x[at][None] for name, x in self._inputs.items()}
+        positions = self._inputs["position_ids"][at][None]
         inputs["position_ids"] = positions[..., 0] if positions.shape[-1] == 1 else positions.permute(2, 0, 1)
         deep = self._deep_place[elements]
         if bool((deep >= 0).any()):
@@ -380,11 +373,11 @@ class ImageInputs:
 
 
 @contextmanager
-def _watched(decoder: nn.Module | None) -> Iterator[Json]:
+def _watched(decoder: nn.Module | None) -> Iterator[dict[str, object]]:
     """Context: calls of the language model return their embeddings, without running it. Yields their arguments."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
-    seen: Json = {}
+    seen: dict[str, object] = {}
 
     def forward(*_: object, inputs_embeds: Tensor | None = None, **given: object) -> BaseModelOutputWithPast:
         seen.update(given, inputs_embeds=inputs_embeds)

@@ -147,11 +147,3 @@ def _plan(
         done += queries.numel()
         groups.append(_Blocks(send(queries, device), send(keys, device), first, first + BLOCK - keys.shape[1]))
     return groups, send(order[:num_tokens], device)
-
-
-# ---------------------------------------------------------------------- the check
-
-
-def circumstances(setup: Setup, size: int) -> tuple[object, ...]:
-    """The settings for which a check of the model is valid. After a change it runs again."""
-    return torch.get_num_threads(), setup.device, setup.options.dtype, setup.options.adapters, size

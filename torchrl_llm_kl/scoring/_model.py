@@ -9,16 +9,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import is_dtensor
 from torchrl_llm_kl._private import activate_adapters, active_adapters, compiled_inside, own_adapters
-from torchrl_llm_kl.scoring._asked import asked, call_of, has
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._wrapping import is_zero3, unwrapped
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
 
 # Configuration entries that scale the logits, with the power: 1 for a factor, -1 for a divisor.
 _FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
@@ -27,6 +31,41 @@ _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 OFFLOADED = "_scored_on"
 _SAMPLES = 16  # values of each tensor that fingerprint() compares
 _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len")
+
+# ---------------------------------------------------------------------- attributes that another library's object may lack
+
+
+@overload
+def asked(owner: object, name: str, kind: type[T]) -> T | None: ...
+@overload
+def asked(owner: object, name: str, kind: tuple[type, ...]) -> Any: ...
+@overload
+def asked(owner: object, name: str, kind: type[T], default: T) -> T: ...
+def asked(owner: object, name: str, kind: type[T] | tuple[type, ...], default: object = None) -> object:
+    """Read an attribute. Returns ``default`` if it is missing or has another type.
+
+    Example:
+        >>> import torch
+        >>> asked(torch.nn.Linear(2, 3), "out_features", int), asked(None, "out_features", int)
+        (3, None)
+    """
+    value = getattr(owner, name, default)
+    return value if isinstance(value, kind) else default
+
+
+def call_of(owner: object, name: str, default: object = None) -> object:
+    """Call a method without arguments. Returns ``default`` if it is missing or not implemented."""
+    method = getattr(owner, name, None)
+    try:
+        return method() if callable(method) else default
+    except (AttributeError, NotImplementedError):
+        return default
+
+
+def has(owner: object, name: str) -> bool:
+    """Whether an object has an attribute."""
+    return hasattr(owner, name)
+
 
 # ---------------------------------------------------------------------- how a model is run
 
@@ -113,7 +152,7 @@ def _shared(model: object) -> object:
     return model if body is None else unwrapped(body)
 
 
-def call(module: nn.Module, input_ids: Tensor, **options: Any) -> Any:
+def call(module: nn.Module, input_ids: Tensor, **options: object) -> Any:
     """Call ``module`` with the options that its ``forward`` accepts, by keyword."""
     parameters = inspect.signature(module.forward).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
@@ -248,12 +287,12 @@ def whole_logits(model: nn.Module, logits: Tensor) -> Tensor:
     if not is_dtensor(logits) and shards_logits(model, logits):
         from torch.distributed.tensor import DTensor, Shard
 
-        weight = cast(Any, find_head(model)).weight
+        weight = cast(DTensor, head_weight(model))
         shape = torch.Size((*logits.shape[:-1], weight.shape[0]))
         stride = torch.empty(shape, device="meta").stride()
         placements = [Shard(logits.ndim - 1) if each.is_shard() else each for each in weight.placements]
         logits = DTensor.from_local(logits, weight.device_mesh, placements, shape=shape, stride=stride)
-    return cast(Any, logits).full_tensor() if is_dtensor(logits) else logits
+    return cast("DTensor", logits).full_tensor() if is_dtensor(logits) else logits
 
 
 def check_whole_sequence(model: nn.Module) -> None:
@@ -377,7 +416,7 @@ def position_limit(model: nn.Module) -> int | None:
 def has_window(model: nn.Module) -> bool:
     """Whether some layers attend only to a window of the past, by the configuration."""
     config = text_config(model)
-    kinds: Any = asked(config, "layer_types", (list, tuple))
+    kinds = asked(config, "layer_types", (list, tuple))
     if kinds:
         return any("sliding" in kind or "chunked" in kind for kind in kinds)
     window, limit = asked(config, "sliding_window", int), position_limit(model)
@@ -433,7 +472,7 @@ def fingerprint(model: nn.Module) -> tuple[object, ...]:
     """
     # Of sharded tensors (DTensor, ZeRO-3) the part of this process.
     both = (*(asked(p, "ds_tensor", Tensor, p) for p in model.parameters()), *model.buffers())
-    tensors: list[Tensor] = [cast(Any, t).to_local() if has(t, "to_local") else t for t in both]
+    tensors = [cast("DTensor", t).to_local() if has(t, "to_local") else t for t in both]
     where = tuple((t.data_ptr(), t.device, t.dtype, -1 if t.is_inference() else t._version) for t in tensors)
     samples: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:

@@ -125,25 +125,16 @@ class PackedPass:
         with self.setup.active():
             return head_states(self.setup, self._forward(PackLayout([PackPiece(0, 1, -1, [])]), ids, ids)[0][:0])
 
-    def chosen(self) -> Tensor:
-        """The experts that the routers chose for each token, ``[N, L, k]`` on the CPU. -1 at tokens without a forward."""
-        return self._tree.spread(
-            cast(Routing, self.routing).result(self._request.tokens.values.shape[0]), self._request.tokens
-        )
-
-    def attended(self, element: int) -> tuple[int, int]:
-        """How many positions a token attends to, itself included, and how many of them are in earlier packs."""
-        tokens, packs = self._request.tokens, {i: n for n, pack in enumerate(self.plan.packs) for i in pack}
-        (node,), (place,) = self._tree.locate(tokens.sequence_ids[element, None], tokens.positions[element, None])
-        pieces = self.plan.pieces
+    def elsewhere(self, element: Tensor) -> int:
+        """How many of the positions that ``element [1]`` attends to are in packs before its own."""
+        pieces, packs = self.plan.pieces, {i: n for n, pack in enumerate(self.plan.packs) for i in pack}
+        node, place = self._tree.locate(*self._request.at(element))
         at = next(i for i in packs if pieces[i].node == node and 0 <= place - pieces[i].first < pieces[i].length)
-        pack, here, earlier = packs[at], int(place) - pieces[at].first + 1, 0
-        while (at := pieces[at].past) >= 0:
-            if packs[at] == pack:
-                here += pieces[at].length
-            else:
-                earlier += pieces[at].length
-        return here + earlier, earlier
+        pack, earlier = packs[at], 0
+        while at >= 0:
+            earlier += pieces[at].length if packs[at] < pack else 0
+            at = pieces[at].past
+        return earlier
 
     def _forward(
         self, layout: PackLayout, ids: Tensor, positions: Tensor, inputs: dict[str, object] | None = None
@@ -291,16 +282,10 @@ class PaddedPass:
         self.setup, self.routing, self.images, self._rows = setup, routing, images, batches
         self._batches = [request.padded(rows) for rows in batches]
         self.elements = [batch.elements for batch in self._batches]  # flat indices that each micro-batch predicts
-        self._num_tokens = request.tokens.values.shape[0]
 
-    def chosen(self) -> Tensor:
-        """The experts that the routers chose for each token, ``[N, L, k]`` on the CPU. -1 at tokens without a forward."""
-        return cast(Routing, self.routing).result(self._num_tokens)
-
-    def attended(self, element: int) -> tuple[int, int]:
-        """How many positions a token attends to, itself included, and 0 for those in earlier packs."""
-        batch, (row, column) = next((x, at[0]) for x in self._batches if len(at := (x.sources == element).nonzero()))
-        return int(batch.real[row, : column + 1].sum()), 0
+    def elsewhere(self, element: Tensor) -> int:
+        """0, since a micro-batch holds whole sequences."""
+        return 0
 
     def run_dummy(self) -> States:
         """Forward a dummy token, since layers that ranks share must be called on all of them. Returns no positions."""
@@ -502,12 +487,14 @@ class ScoringRun:
         scores = inside(models, partial(self._forward_all, guard, passes, lookups))
         guard.check()
         if self.routings[0] is not None and self.routings[0].records:
-            scores[1]["routing"] = passes[0].chosen()
+            tokens = self.request.tokens
+            chosen = self.routings[0].result(len(tokens.values))
+            scores[1]["routing"] = chosen if self.tree is None else self.tree.spread(chosen, tokens)
         return scores
 
     def _lookups(self, tree: PrefixTree) -> list[CacheLookup]:
         """The cached part of the request for each model. Empty if the call does not use the caches."""
-        caches: list[PrefixKVCache] = [scorer.memory for scorer in self.scorers]
+        caches = [scorer.memory for scorer in self.scorers]
         options, request = self.options, self.request
         if not options.remember or options.grad or any(self.routings) or not all(cache.limit for cache in caches):
             return []
@@ -530,17 +517,16 @@ class ScoringRun:
     def passes(self, lookups: Sequence[CacheLookup] = ()) -> Sequence[Pass]:
         """The forwards of each model: packs or steps of the prefix tree, or padded micro-batches without a tree."""
         images: list[ImageInputs | None] = [*self.images] or [None] * len(self.setups)
+        parts: list[CacheLookup | None] = [*lookups] or [None] * len(self.setups)
+        each = zip(self.setups, self.routings, images, parts, strict=True)
         if self.tree is None:
             models = (setup.model for setup in self.setups)
             batches = padded_batches(self.request.forward_lengths, self.budget, *models)
-            pairs = zip(self.setups, self.routings, images, strict=True)
-            return [PaddedPass(setup, self.request, batches, routing, some) for setup, routing, some in pairs]
-        parts: list[CacheLookup | None] = [*lookups] or [None] * len(self.setups)
-        each = zip(self.setups, parts, self.routings, images, strict=True)
+            return [PaddedPass(setup, self.request, batches, routing, some) for setup, routing, some, _ in each]
         args = self.request, self.tree, self.budget
         if self.forks:
-            return [ForkedPass(setup, *args, part, routing) for setup, part, routing, _ in each]
-        return [PackedPass(setup, *args, part, routing, some) for setup, part, routing, some in each]
+            return [ForkedPass(setup, *args, part, routing) for setup, routing, _, part in each]
+        return [PackedPass(setup, *args, part, routing, some) for setup, routing, some, part in each]
 
     def _forward_all(
         self, guard: ErrorGuard, passes: Sequence[Pass], lookups: list[CacheLookup]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -265,7 +264,13 @@ def _operators(setup: Setup, rows: list[Tensor], size: int) -> list[tuple[str, l
     calls: list[tuple[str, list[tuple[int, ...]]]] = []
 
     class Recorder(dispatch_mode()):  # type: ignore[misc]
-        def __torch_dispatch__(self, func: Any, _: object, args: Any = (), kwargs: Any = None) -> object:
+        def __torch_dispatch__(
+            self,
+            func: Callable[..., object],
+            _: object,
+            args: tuple[object, ...] = (),
+            kwargs: Mapping[str, object] | None = None,
+        ) -> object:
             calls.append((str(func), [tuple(x.shape) for x in tensor_leaves((args, kwargs))]))
             return func(*args, **(kwargs or {}))
 

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name
-from torchrl_llm_kl.scoring._asked import asked, call_of, has
 from torchrl_llm_kl.scoring._invariant import PACK
-from torchrl_llm_kl.scoring._model import adapter_state, fingerprint as weights_state, locked
+from torchrl_llm_kl.scoring._model import adapter_state, asked, call_of, fingerprint as weights_state, has, locked
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._protocol import Model, Scorer
 from torchrl_llm_kl.scoring._request import ScoreRequest
@@ -104,7 +103,7 @@ class RememberedModel(nn.Module):
         of_wrapper = name in _INTERFACE or name.endswith(("_key", "_keys"))
         return getattr(self.model, name) if of_wrapper else super().__getattr__(name)
 
-    def make_scorer(self, **settings: Any) -> RememberedScorer:
+    def make_scorer(self, **settings: object) -> RememberedScorer:
         """A scorer with these settings of :class:`LogProbScorer` or of the service's scorer."""
         return RememberedScorer(self, settings)
 
@@ -152,7 +151,7 @@ class RememberedScorer(Scorer):
 
     model: RememberedModel
 
-    def __init__(self, model: RememberedModel, settings: Mapping[str, Any]) -> None:
+    def __init__(self, model: RememberedModel, settings: Mapping[str, object]) -> None:
         self.model, self._settings, self._slot = model, settings, ScorerSlot()
         self.options, self.path = self.inner.options, self.inner.path
 
@@ -264,7 +263,8 @@ class Lookup:
         rows = np.split(request.tokens.values.numpy().astype("<i8"), np.cumsum(self._lengths)[:-1])
         texts = [row.tobytes() for row in rows]
         if (images := request.images) is not None:
-            texts = [text + b"".join(images.digests[i] for i in images.of_row(r)) for r, text in enumerate(texts)]
+            digests = [b"".join(image.digest for image in row) for row in images.rows]
+            texts = [text + more for text, more in zip(texts, digests, strict=True)]
         self._keys = {
             name: [blake2b(text, digest_size=KEY_BYTES, key=context).digest() for text in texts]
             for name, context in contexts.items()

@@ -250,7 +250,9 @@ class ScoreRequest:
         every = [(request.tokens.values, request.tokens.lengths, request.mask) for request in requests]
         values, lengths, mask = map(torch.cat, zip(*every, strict=True))
         tokens, first = _laid_out(values, lengths), requests[0]
-        joined = {name: FIELDS[name].concat([vars(each)[name] for each in requests]) for name in first.recorded}
+        joined: FieldValues = {
+            name: FIELDS[name].concat([vars(each)[name] for each in requests]) for name in first.recorded
+        }
         return replace(first, tokens=tokens, mask=mask, layout=tokens, **joined)
 
     def sizes(self) -> Tensor:
@@ -309,9 +311,14 @@ class ScoreRequest:
         needed = torch.zeros_like(tokens.lengths).scatter_reduce(0, tokens.sequence_ids, last_scored, "amax")
         return torch.where(needed > 0, tokens.lengths, 0) if self.whole else needed
 
+    def at(self, element: Tensor) -> tuple[Tensor, Tensor]:
+        """The sequence and the position of each flat element, ``[K]`` each."""
+        return self.tokens.sequence_ids[element], self.tokens.positions[element]
+
     def before(self, element: Tensor) -> tuple[Tensor, Tensor]:
         """The sequence and the position that predict each flat element, ``[K]`` each."""
-        return self.tokens.sequence_ids[element], self.tokens.positions[element] - 1
+        sequence, position = self.at(element)
+        return sequence, position - 1
 
     def padded(self, rows: Tensor) -> PaddedBatch:
         """The tokens to forward of the sequences ``rows``. Each sequence must have at least one."""
@@ -347,14 +354,10 @@ class ScoreRequest:
 
     def check_finite(self, elements: Tensor, log_probs: Tensor) -> None:
         """Raise a ValueError for the first log-prob that is not finite. It would turn a log-ratio into NaN."""
-
-        def place(index: int) -> str:
-            element = int(elements[index])
-            return f"{self.locate(element)} (token {int(self.tokens.values[element])})"
-
+        tokens = self.tokens.values[elements]
         check_finite(
             {"the model's log-prob": log_probs},
-            place=place,
+            place=lambda index: f"{self.locate(int(elements[index]))} (token {int(tokens[index])})",
             advice="Mask the token, or look for NaN weights or a token that the model forbids (logit -inf).",
         )
 
@@ -379,7 +382,7 @@ def not_text(tokens: Ragged, placeholders: Mapping[int, str]) -> NotTextError | 
 
 
 #: The optional fields and their kinds, by name.
-FIELDS: Mapping[str, FieldKind[Any]] = {
+FIELDS: Mapping[str, FieldKind[object]] = {
     each.name: each.metadata["kind"] for each in fields(ScoreRequest) if "kind" in each.metadata
 }
 

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -26,15 +26,15 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import is_dtensor, send
 from torchrl_llm_kl._private import CHECKPOINTS, compiled_call, deepspeed_groups
-from torchrl_llm_kl.scoring._asked import asked
 from torchrl_llm_kl.scoring._checkpoints import ADVICE, Followed, Swap, follow, saving, swapped
-from torchrl_llm_kl.scoring._model import locked, text_config
+from torchrl_llm_kl.scoring._model import asked, locked, text_config
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._wrapping import Ranks, is_fsdp2, unwrapped
 
 # ---------------------------------------------------------------------- the weights of chosen experts, by family
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
     class Router(nn.Module):
         """The attributes of transformers' routers."""
@@ -106,7 +106,7 @@ def _weights_of(module: nn.Module) -> Weights | None:
 
 def _gathers_weights(model: nn.Module) -> bool:
     """Whether each rank computes with whole weights, as in DDP, FSDP, and FSDP2 over one dimension of ranks."""
-    meshes = [cast(Any, p).device_mesh for p in model.parameters() if is_dtensor(p)]
+    meshes = [cast("DTensor", p).device_mesh for p in model.parameters() if is_dtensor(p)]
     deepspeed = any(deepspeed_groups(p) for p in model.parameters())
     sharded = not meshes or any(is_fsdp2(module) for module in model.modules())
     return sharded and not deepspeed and all(mesh.ndim == 1 for mesh in meshes)
@@ -140,9 +140,8 @@ class Routers:
             raise ValueError(f"{name} has compiled parts, which hold their own routing: replay before torch.compile.")
         modules = [cast("Router", module) for module in named.values()]
         layers = [int(numbers[-1]) for numbers in (re.findall(r"(?:^|\.)layers\.(\d+)\.", each) for each in named)]
-        sizes = {(module.top_k, module.num_experts) for module in modules}
         # One configuration applies to all layers.
-        ((k, num_experts),) = sizes
+        ((k, num_experts),) = {(module.top_k, module.num_experts) for module in modules}
         num_layers = text_config(model).num_hidden_layers
         weights = [cast(Weights, _weights_of(module)) for module in modules]
         return cls(model, tuple(modules), tuple(weights), tuple(layers), num_layers, k, num_experts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,19 +15,19 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name, check_range, finite_total, to_host
 from torchrl_llm_kl._private import compiled_call
-from torchrl_llm_kl.scoring._asked import asked, has
 from torchrl_llm_kl.scoring._cache import PrefixKVCache
 from torchrl_llm_kl.scoring._explain import Explanation, explain
 from torchrl_llm_kl.scoring._forks import has_state
 from torchrl_llm_kl.scoring._images import ImageModel
-from torchrl_llm_kl.scoring._invariant import PACK, check_pack, circumstances, drops, obstacle
-from torchrl_llm_kl.scoring._mismatch import SamplerMismatchWarning
+from torchrl_llm_kl.scoring._invariant import PACK, check_pack, drops, obstacle
 from torchrl_llm_kl.scoring._model import (
     Route,
     Setup,
+    asked,
     check_base_is_frozen,
     check_has_adapters,
     frequency_switches,
+    has,
     is_offloaded,
     is_on_meta,
     locked,
@@ -38,11 +39,18 @@ from torchrl_llm_kl.scoring._model import (
 from torchrl_llm_kl.scoring._options import Changes, ScoreOptions
 from torchrl_llm_kl.scoring._passes import ScoringRun
 from torchrl_llm_kl.scoring._probe import choose_route, find_variance
-from torchrl_llm_kl.scoring._protocol import Model, Scorer
+from torchrl_llm_kl.scoring._protocol import MakesScorer, Model, Scorer
 from torchrl_llm_kl.scoring._request import ScoreRequest, Sequences, TokenMask, not_text, read_request
 from torchrl_llm_kl.scoring._routing import Routers, Routing
 from torchrl_llm_kl.scoring._scores import Scores, kept_of
-from torchrl_llm_kl.scoring._wrapper import is_wrapper, log_probs_only, score_wrapper, scoring_version, unwrap
+from torchrl_llm_kl.scoring._wrapper import (
+    SamplerMismatchWarning,
+    is_wrapper,
+    log_probs_only,
+    score_wrapper,
+    scoring_version,
+    unwrap,
+)
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
 if TYPE_CHECKING:
@@ -387,7 +395,8 @@ class LogProbScorer(Scorer):
         check_pack(self.tokens_per_batch)
         size = self.tokens_per_batch or PACK
         reason = obstacle(setup, probe=self.probe, share_prefixes=self.share_prefixes)
-        proof = circumstances(setup, size)
+        # A change of one of these settings needs another proof.
+        proof = torch.get_num_threads(), setup.device, setup.options.dtype, setup.options.adapters, size
         if reason is None and proof != self._proof:
             with locked(self.model):
                 reason = find_variance(replace(setup, options=setup.options.but(grad=False)), size)
@@ -443,15 +452,16 @@ class ScorerSlot:
         self._settings: dict[str, object] = {}
         self._scorer: Scorer | None = None
 
-    def get(self, model: Model, **settings: Any) -> Scorer:
+    def get(self, model: Model, **settings: object) -> Scorer:
         """The scorer for these settings. It is built again if the model, the weights in a wrapper or a setting changed."""
         # The model inside a wrapper may be replaced without a new wrapper.
         sources = (model, asked(model, "model", object))
         same = all(a is b for a, b in zip(self._sources, sources, strict=True))
         if self._scorer is None or not same or settings != self._settings:
-            makes_own = has(model, "make_scorer")  # a model in another process
-            made = cast(Any, model).make_scorer if makes_own else partial(LogProbScorer, cast(nn.Module, model))
-            self._scorer = made(**settings)
+            make: Callable[..., Scorer] = partial(LogProbScorer, cast(nn.Module, model))
+            if has(model, "make_scorer"):  # a model in another process, or one whose scores are stored
+                make = cast(MakesScorer, model).make_scorer
+            self._scorer = make(**settings)
             self._sources, self._settings = sources, settings
         return self._scorer
 

@@ -29,8 +29,7 @@ from torchrl_llm_kl.head import (
     logits_kl,
 )
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._asked import asked
-from torchrl_llm_kl.scoring._model import LogitMap, Setup, body_and_head, logit_map
+from torchrl_llm_kl.scoring._model import LogitMap, Setup, asked, body_and_head, logit_map
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._wrapping import is_fsdp2, is_zero3
@@ -275,7 +274,7 @@ class HeadReading:
         if options.moments:
             if sampled and kept is None:
                 raise ValueError(f"moments=True: {truncation} leaves too many tokens: score without it.")
-            columns |= _moments(hidden, head.weight, targets, kept=kept, **own)
+            columns |= _moments(hidden, head.weight, targets, kept, own)
         if states.kept is None and truncation.active:
             outside += [torch.zeros_like(targets, dtype=torch.bool) if kept is None else cast(Tensor, kept.added)]
             columns["added"] = outside[0]
@@ -330,17 +329,16 @@ def log_prob_at(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _moments(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, kept: Kept | None, **own: Any
-) -> Columns:
+def _moments(hidden: Tensor, weight: Tensor, targets: Tensor, kept: Kept | None, own: HeadOptions) -> Columns:
     """The moments of ``p``, from the entropies of ``p`` and ``q``.
 
     ``q = p ** 2 / c`` with ``c = sum p ** 2`` is the softmax at half the temperature of ``p``. Then
     ``log c = 2 log p - log q`` at any token, and ``sum p ** 2 log p = c E_q[log p] = c (log c - H(q)) / 2``.
     """
-    p = linear_log_prob(hidden, weight, targets, entropy=True, temperature=temperature, kept=kept, **own)
+    p = linear_log_prob(hidden, weight, targets, entropy=True, kept=kept, **own)
     kept = None if kept is None else kept._replace(logits=None)  # its logits have the temperature of p
-    q = linear_log_prob(hidden, weight, targets, entropy=True, temperature=temperature / 2, kept=kept, **own)
+    colder: HeadOptions = {**own, "temperature": own["temperature"] / 2}
+    q = linear_log_prob(hidden, weight, targets, entropy=True, kept=kept, **colder)
     log_c, entropies = 2 * p.log_prob - q.log_prob, (cast(Tensor, p.entropy), cast(Tensor, q.entropy))
     collision = log_c.exp()
     return {"collision": collision, "discriminator": collision * (entropies[0] + (log_c - entropies[1]) / 2)}

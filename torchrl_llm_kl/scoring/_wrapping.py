@@ -12,15 +12,18 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from torchrl_llm_kl._private import active_ddp, compiled_inside, deepspeed_groups, reshard_fsdp1
-from torchrl_llm_kl.scoring._asked import asked
 from torchrl_llm_kl.scoring._checkpoints import ABSENT, CheckpointError, swapped
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 Result = TypeVar("Result")
 
@@ -40,7 +43,6 @@ def unwrapped(model: object) -> Any:
 
 def _wrappers() -> tuple[type, ...]:
     from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.nn.parallel import DistributedDataParallel
 
     deepspeed = sys.modules.get("deepspeed.runtime.engine")
     engines = () if deepspeed is None else (deepspeed.DeepSpeedEngine,)
@@ -52,7 +54,7 @@ def is_zero3(module: object) -> bool:
     return isinstance(module, nn.Module) and "ds_id" in module.__dict__
 
 
-def is_fsdp2(module: nn.Module) -> bool:
+def is_fsdp2(module: nn.Module) -> TypeGuard[FSDPModule]:
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(module, FSDPModule)
@@ -64,7 +66,7 @@ def reshard(model: nn.Module) -> None:
 
     for module in model.modules():
         if is_fsdp2(module):
-            cast(Any, module).reshard()
+            module.reshard()
         elif isinstance(module, FullyShardedDataParallel):
             reshard_fsdp1(module)
 
@@ -75,8 +77,6 @@ def _has_hooks(module: nn.Module) -> bool:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether hooks around the forwards of its parts gather their weights. Hooks of DDP do not."""
-    from torch.nn.parallel import DistributedDataParallel
-
     return any(_has_hooks(module) and not isinstance(module, DistributedDataParallel) for module in model.modules())
 
 
@@ -169,10 +169,10 @@ def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     groups: dict[int, dist.ProcessGroup] = {}
     for module in model.modules():
         if isinstance(module, _wrappers()):
-            group: Any = asked(module, "process_group", object) or cast(Any, module).data_parallel_group
+            group: dist.ProcessGroup = getattr(module, "process_group", None) or cast(Any, module).data_parallel_group
             groups[id(group)] = group
         if is_fsdp2(module):
-            cast(Any, module).reshard()  # whole parameters are plain tensors, without a process group
+            module.reshard()  # whole parameters are plain tensors, without a process group
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             groups |= {id(group): group for group in parameter.device_mesh.get_all_groups()}
@@ -238,7 +238,7 @@ class ErrorGuard:
             if layer in self._layers and layer not in self._called:
                 layer(torch.zeros(1, 1, device=next(layer.parameters()).device))
 
-    def _call(self, layer: nn.Module, forward: Callable[..., object], *args: Any, **options: Any) -> Any:
+    def _call(self, layer: nn.Module, forward: Callable[..., object], *args: object, **options: object) -> object:
         self._called.append(layer)
         if self.error is None:
             try:

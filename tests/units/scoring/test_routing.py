@@ -384,10 +384,7 @@ test_records_that_are_refused = refused(
     (lambda r: [x[..., :1] for x in r], "record has 3 layers of 1 experts"),
     (lambda r: r[:-1], "routing has 7 sequences, the tokens have 8"),
     (lambda r: [*r[:2], r[2][:-2], *r[3:]], r"2 has shape \(39, 3, 2\) .*\(41 or 40, layers, experts\)"),
-    (
-        lambda r: torch.cat(r).float(),
-        r"shape \(196, 3, 2\) of torch.float32: expected integers \(196, layers, experts\)",
-    ),
+    (lambda r: torch.cat(r).float(), r"\(196, 3, 2\) of torch.float32: expected integers \(196, layers, experts\)"),
     (put(1, 5, 2, [6, 0]), r"\[6, 0\] at sequence 1, position 5, layer 2: expected 2 different ones from 0 to 5"),
     # Ids that were stored in too narrow a type.
     (put(1, 5, 2, [-56, -100]), r"experts \[-56, -100\] at sequence 1, position 5, layer 2: .* 0 to 5, or only -1"),

@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-from collections.abc import Callable
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -130,13 +129,7 @@ FIVE, NONE = random_sequences(3, 0, 2), torch.zeros(0, dtype=torch.long)
         (ROWS, None, LEFT_REAL, ValueError, "attention_mask= belongs to a padded tensor"),
         (LEFT, LEFT_MASK | (LEFT_REAL == 0), LEFT_REAL, ValueError, "the mask selects padding"),
         (LEFT, LEFT_MASK.long(), LEFT_REAL, TypeError, r"boolean, got torch.int64: pass mask.bool\(\)\."),
-        (
-            FIVE,
-            FLAT[None, :5],
-            None,
-            ValueError,
-            r"the mask has shape \(1, 5\), expected \(5,\)",
-        ),
+        (FIVE, FLAT[None, :5], None, ValueError, r"the mask has shape \(1, 5\), expected \(5,\)"),
         (FIVE, torch.arange(5) == 3, None, ValueError, "first token of sequence 2, which has no prefix"),
         (ROWS, MASK_ROWS[1:], None, ValueError, r"rows of \[0, 1, 3\] tokens: expected \[4, 0, 1, 3\]"),
         *(
@@ -327,14 +320,12 @@ def test_defect_34_tokens_equal_to_the_backends_padding_are_scored(module, remot
     assert_near(remote.score(sequences).values, plain_log_probs(module, sequences).detach(), **FORWARD)
 
 
-SETTINGS_OF_A_MODEL = {"temperature": 0.7, "sampling": Sampling(top_p=0.9), "adapters": "other"}
-SETTINGS_OF_A_MODEL |= {"deterministic": True, "dtype": torch.bfloat16}
+OF_A_MODEL = {"temperature": 0.7, "sampling": Sampling(top_p=0.9), "adapters": "other", "deterministic": True}
 
 
-@pytest.mark.parametrize("name", SETTINGS_OF_A_MODEL)
-def test_a_setting_that_a_backend_cannot_follow(module, backend, remote, name):
-    value, sequences = SETTINGS_OF_A_MODEL[name], random_sequences(6)
-    shown = re.escape(f"{name}={value}")
+@pytest.mark.parametrize(("name", "value"), [*OF_A_MODEL.items(), ("dtype", torch.bfloat16)])
+def test_a_setting_that_a_backend_cannot_follow(module, backend, remote, name, value):
+    sequences, shown = random_sequences(6), re.escape(f"{name}={value}")
     for ask in (
         lambda: LogProbScorer(FakeBackend(backend, **SETTINGS), **{name: value}),
         lambda: setattr(remote, "options", remote.options.but(**{name: value})),
@@ -459,22 +450,21 @@ def test_tokens_that_are_certain_have_zeros():
 REQUEST = ScoreRequest.of([[3, 4, 5], [6, 7], [], [8, 9, 10, 11]], torch.tensor([0, 1, 0, 0, 1, 0, 0, 1, 1]).bool())
 COUNTS = torch.tensor([0, 2, 0, 0, 1, 0, 0, 3, 1])  # of what was kept: at scored tokens alone
 _PIXELS = [torch.full((1, 3, n, 4), float(n)) for n in (4, 6)]
-#: What a field of each kind holds.
-VALUES: dict[str, Callable[[], Any]] = {
-    "integers": lambda: torch.randint(5, (9, 2, 3), generator=torch.Generator().manual_seed(0)),
-    "lists": lambda: Kept(torch.tensor([4, 20, 7, 21, 10, 22, 11]), torch.nn.functional.pad(COUNTS.cumsum(0), (1, 0))),
-    "images": lambda: RowImages.of([{"pixel_values": x} for x in _PIXELS] + [None, {"pixel_values": _PIXELS[0]}], 4),
+_INTEGERS = torch.randint(5, (9, 2, 3), generator=torch.Generator().manual_seed(0))
+#: A value of each kind of field.
+VALUES = {
+    TokenIntegers: _INTEGERS,
+    ExpertIds: _INTEGERS,
+    KeptIds: Kept.of(torch.tensor([4, 20, 7, 21, 10, 22, 11]), COUNTS),
+    ImageField: RowImages.of([{"pixel_values": x} for x in _PIXELS] + [None, {"pixel_values": _PIXELS[0]}], 4),
 }
-KINDS = {TokenIntegers: "integers", ExpertIds: "integers", KeptIds: "lists", ImageField: "images"}
 
 
 def rows(request: ScoreRequest, name: str) -> list[Any]:
     """A field as nested lists: one list for each sequence, with the value of each token."""
     value, tokens = getattr(request, name), request.tokens
     if isinstance(value, RowImages):
-        return [
-            [value.inputs[i]["pixel_values"].tolist() for i in value.of_row(row)] for row in range(len(value.counts))
-        ]
+        return [[image.inputs["pixel_values"].tolist() for image in row] for row in value.rows]
     each = value.ids.split(value.offsets.diff().tolist()) if isinstance(value, Kept) else value
     flat = [x.tolist() for x in each]
     return [flat[a:b] for a, b in zip(tokens.offsets[:-1].tolist(), tokens.offsets[1:].tolist(), strict=True)]
@@ -487,7 +477,7 @@ def every(request: ScoreRequest) -> list[list[Any]]:
 
 
 def test_a_request_is_cut_joined_and_sent() -> None:
-    request = replace(REQUEST, **{name: VALUES[KINDS[type(kind)]]() for name, kind in FIELDS.items()})
+    request = replace(REQUEST, **{name: VALUES[type(kind)] for name, kind in FIELDS.items()})
     assert request.recorded.keys() == FIELDS.keys()
     whole = every(request)
     first, second = request.select(torch.tensor([3, 0])), request.select(torch.tensor([2, 1]))
@@ -514,10 +504,8 @@ def test_a_request_holds_its_own_mask(scorer) -> None:
 
 
 #: A value of each option that is not its default, by name or by type.
-OTHERS: dict[str, Any] = {
-    "sampling": Sampling(0.7, top_k=5, top_p=0.9, min_p=0.01, reference="kept"),
-    "adapters": "old",
-}
+OTHERS: dict[str, Any] = {"sampling": Sampling(0.7, top_k=5, top_p=0.9, min_p=0.01, reference="kept")}
+OTHERS["adapters"] = "old"
 OTHERS |= {"dtype": torch.bfloat16, "direction": "forward", "beta": 0.25, "int": 3, "bool": True}
 
 
