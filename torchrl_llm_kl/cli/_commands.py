@@ -235,6 +235,10 @@ def run_training(
     if result.final is not None:
         print_table(["", ""], [[label, figure] for label, figure in result.figures.items()])
         print(f"wrote {result.final}, the weights after step {result.chosen}")
+        shown = {"curves.png": "the run's curves", "rollouts.html": "answers, token by token", "final/README.md": "the card"}
+        for name, content in shown.items():
+            if (path := result.final.parent / name).exists():
+                print(f"see {path}: {content}")
     if result.outcome != "finished":
         raise typer.Exit(INTERRUPTED if result.outcome == "interrupted" else FOUND)
 
