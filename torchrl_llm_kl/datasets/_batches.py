@@ -16,7 +16,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from torchrl_llm_kl.datasets._encoding import Answer, Encoder, EncodingArgs, Skip, Skipped
-from torchrl_llm_kl.datasets._rows import DataError, DataSource, Layout, Row, read_rows
+from torchrl_llm_kl.datasets._rows import DataSource, Row, read_rows
+from torchrl_llm_kl.datasets._values import DataError, Layout
 from torchrl_llm_kl.masks import Tokenizer
 
 _Columns = dict[str, list[Tensor | NonTensorData]]
@@ -262,7 +263,7 @@ def _encode_rows(
     elif skipped.total or skipped.cut:
         warnings.warn(SkippedRowsWarning(rows.name, skipped), stacklevel=3)  # names the caller's line
     names = dict.fromkeys(name for value in values for name in value if name not in _COLUMNS[encoder.layout])
-    return usable, {str(name): _column([value.get(name) for value in values]) for name in names}
+    return usable, {str(name): as_column([value.get(name) for value in values]) for name in names}
 
 
 # ------------------------------------------------------------------ TensorDicts
@@ -281,7 +282,7 @@ def _row_of(answer: Answer, metadata: Mapping[str, object]) -> TensorDictBase:
     return TensorDict({name: TensorDict(dict(held)) for name, held in entries.items() if held})
 
 
-def _column(values: Sequence[Any]) -> list[Tensor | NonTensorData]:
+def as_column(values: Sequence[Any]) -> list[Tensor | NonTensorData]:
     """One entry per row. The entries are tensors if all values are numbers, or all are booleans."""
     kinds = {type(value) for value in values}
     # Larger integers do not fit in int64 and stay Python values.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
@@ -16,14 +15,12 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_choice, check_range
-from torchrl_llm_kl.datasets._rows import (
-    MASKS,
-    TOKENS,
+from torchrl_llm_kl.datasets._rows import Row
+from torchrl_llm_kl.datasets._values import (
     Layout,
     Reason,
-    Row,
+    RowColumns,
     RowError,
-    as_list,
     check_unicode,
     layout_of,
     read_messages,
@@ -35,7 +32,6 @@ from torchrl_llm_kl.masks import (
     encode_images,
     encode_with_mask,
     is_processor,
-    mask_from_prompt_lengths,
     render_conversation,
     split_images,
 )
@@ -208,7 +204,8 @@ class Encoder:
     def _tokens(self, value: Mapping[str, object], part: str) -> _Encoded:
         """Tokenise one answer of a row, with its prompt."""
         if self.layout == "tokens":
-            ids, mask = _of_ids(value)
+            ids, places = RowColumns(value).ids()
+            mask = places.mask[places.keep]
             return _Encoded(ids, mask, mask)
         if self.layout == "messages":
             return self._of_messages([], read_messages(value["messages"], "messages"), value)
@@ -281,36 +278,6 @@ class Encoder:
         if self.add_eos and int(tokens[-1]) != eos:
             tokens, mask = torch.cat([tokens, torch.tensor([eos])]), torch.cat([mask, torch.tensor([True])])
         return _Encoded(tokens, mask, mask)
-
-
-def _of_ids(value: Mapping[str, object]) -> tuple[Tensor, Tensor]:
-    name = next(key for key in TOKENS if value.get(key) is not None)
-    ids = _integers(value[name], name)
-    if not len(ids):
-        raise RowError("no tokens", "empty")
-    if int(ids.min()) < 0:
-        raise RowError(f"has the token id {int(ids.min())} in `{name}`, expected ids of at least 0 without padding")
-    given = next((key for key in MASKS if value.get(key) is not None), None)
-    if given is None:
-        length = value["prompt_length"]
-        if not isinstance(length, int) or not 0 <= length <= len(ids):
-            raise RowError(f"has prompt_length {length!r}, expected a whole number from 0 to {len(ids)}")
-        return ids, mask_from_prompt_lengths(torch.tensor([length]), torch.tensor([len(ids)]))
-    numbers = _integers(value[given], given)
-    mask = numbers == 1
-    if len(mask) != len(ids) or not torch.equal(mask.long(), numbers):
-        raise RowError(f"has {len(mask)} numbers in `{given}`, expected {len(ids)} of 0 and 1")
-    mask[:1] = False  # the first token has no prefix, so it has no log-prob
-    return ids, mask
-
-
-def _integers(value: object, name: str) -> Tensor:
-    numbers = None
-    with suppress(TypeError, ValueError, RuntimeError):  # a number beyond int64 is a RuntimeError
-        numbers = torch.tensor(as_list(value))
-    if numbers is None or numbers.ndim != 1 or (len(numbers) and numbers.dtype not in (torch.long, torch.bool)):
-        raise RowError(f"has {value!r:.40} in `{name}`, expected a list of whole numbers")
-    return numbers.long()
 
 
 # ------------------------------------------------------------------ skipped sequences
