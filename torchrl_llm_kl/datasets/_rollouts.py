@@ -69,7 +69,7 @@ class Rollout:
         kept: the ids that the sampler could have drawn, concatenated ``[M]``, and their number for each token ``[T]``.
         routed_experts: ids ``[T, layers, k]``, -1 where nothing was recorded.
         sampled: False if the tokens were encoded from text.
-        labels: ``group`` and ``policy_version``.
+        labels: ``group``, ``policy_version`` and ``left_out`` (whether the row is left out of training).
         metadata: all other columns.
     """
 
@@ -137,7 +137,7 @@ class RolloutReader:
                 raise RowError(f"has no column `{column}`, which columns= names for {role}: it has {', '.join(value)}")
         own = RowColumns(value, self.columns)
         tokens, places = own.ids() if own.has_ids else self._of_text(row, own, value)
-        used = {*own.names.values(), *(() if own.has_ids else ("messages", "tools"))}
+        used = own.used | (set() if own.has_ids else {"messages", "tools"})
         rewards: dict[str, float] = {}
         if value.keys() >= _TRL_TABLE:
             rewards = {k: float(x) for k, x in value.items() if k not in _TRL_TABLE | used and _is_number(x)}
@@ -155,7 +155,7 @@ class RolloutReader:
             kept=_kept(own, places) if "kept" in own else None,
             routed_experts=_experts(own, places) if "routed_experts" in own else None,
             sampled=own.has_ids,
-            labels={role: own.values[role] for role in ("group", "policy_version") if role in own},
+            labels=_labels(own),
             metadata={name: x for name, x in value.items() if name not in used and name not in rewards},
         )
 
@@ -191,6 +191,15 @@ def _unbatched(value: dict[str, Any]) -> dict[str, Any]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _labels(own: RowColumns) -> dict[str, object]:
+    labels = {role: own.values[role] for role in ("group", "policy_version") if role in own}
+    if "left_out" in own:
+        labels["left_out"] = bool(own.values["left_out"])
+    elif "in_loss" in own:  # the opposite
+        labels["left_out"] = not own.values["in_loss"]
+    return labels
 
 
 def _per_token(own: RowColumns, role: str, places: Places) -> Tensor:
@@ -327,7 +336,8 @@ def from_rollouts(
         columns: the column of each role, such as ``{"response": "answer_ids", "sampler_log_prob": "lp"}``. The roles are
             ``tokens``, ``prompt``, ``response``, ``mask``, ``attention_mask``, ``length``, ``prompt_length``,
             ``response_length``, ``sampler_log_prob``, ``old_log_prob``, ``ref_log_prob``, ``reward``, ``advantage``,
-            ``group``, ``policy_version``, ``kept``, ``kept_offsets`` and ``routed_experts``.
+            ``group``, ``policy_version``, ``left_out``, ``in_loss`` (its opposite), ``kept``, ``kept_offsets``,
+            ``routed_experts``, ``tool_mask`` and ``prompt_mask``.
         encoding: options of :class:`Encoder` for text.
 
     Returns:
@@ -338,7 +348,8 @@ def from_rollouts(
         - ``("next", "sampler_log_probs", "full")``, ``("next", "log_probs", "full")`` (of the trainer before its update) and
           ``("next", "ref_log_probs", "full")``: nats, float32 ``[T]``, NaN where nothing was recorded.
         - ``("next", "reward")`` ``[1]`` and ``("next", "rewards", name)`` ``[1]``, ``"advantage"`` ``[T]``.
-        - ``"group"``, ``"policy_version"``, ``"kept"``, ``"routed_experts"``, and all other columns in ``"metadata"``.
+        - ``"group"``, ``"policy_version"``, ``"left_out"``, ``"kept"`` and ``"routed_experts"``.
+        - ``"metadata"``: all other columns.
         - ``"sampled"``: False if the tokens were encoded from text.
 
     Raises:

@@ -185,6 +185,12 @@ class RowColumns:
         bounded = any(parts) or any(role in self for role in ("mask", "prompt_length", "response_length"))
         return all(parts) or ("tokens" in self and bounded)
 
+    @property
+    def used(self) -> set[str]:
+        """The columns that are read: all of them, except text beside the token ids."""
+        texts = [role for role in ("prompt", "response") if self.has_ids and not self._is_list_of_ids(role)]
+        return {name for role, name in self.names.items() if role not in texts}
+
     def integers(self, role: str) -> Tensor:
         """A list of whole numbers, int64. Raises a RowError for anything else."""
         return integers(self.values[role], self.names[role])
