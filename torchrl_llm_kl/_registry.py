@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import UnionType
-from typing import Annotated, Generic, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from torchrl_llm_kl._foreign import foreign_hint, foreign_value
 
@@ -121,7 +122,7 @@ def flatten(settings: Mapping[str, object], prefix: str = "") -> dict[str, objec
     return out
 
 
-class Registry(Mapping[str, T], Generic[T]):
+class Registry(UserDict[str, T]):
     """Named things of one kind: a mapping that :meth:`add` extends.
 
     Iteration yields the names in the order of :meth:`add`.
@@ -141,8 +142,8 @@ class Registry(Mapping[str, T], Generic[T]):
     """
 
     def __init__(self, kind: str, *, error: type[ValueError] = UnknownNameError) -> None:
+        super().__init__()
         self.kind, self._error = kind, error
-        self._items: dict[str, T] = {}
 
     def add(self, name: str, item: T) -> T:
         """Register ``item`` under a name, and return it.
@@ -150,24 +151,15 @@ class Registry(Mapping[str, T], Generic[T]):
         Raises:
             ValueError: if the name is taken.
         """
-        if name in self._items:
+        if name in self:
             raise ValueError(f"the {self.kind} {name!r} is registered already: choose another name.")
-        self._items[name] = item
+        self[name] = item
         return item
 
     def __getitem__(self, name: str) -> T:
-        if isinstance(name, str) and name in self._items:
-            return self._items[name]
-        raise self._error(no_such(f"unknown {self.kind}", name, self._items, hint=foreign_value(self.kind, name)))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._items
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
+        if isinstance(name, str) and name in self.data:
+            return self.data[name]
+        raise self._error(no_such(f"unknown {self.kind}", name, self, hint=foreign_value(self.kind, name)))
 
 
 @dataclass(frozen=True)

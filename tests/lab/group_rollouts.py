@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torchrl.envs import EnvBase, Transform
 
+from closeness import assert_near
+from toy_models import FORWARD
 from toy_rollouts import Rewarded, make_env, steps
 
 GROUP = 4
@@ -77,3 +79,8 @@ def plain_loss(
             objective.append(torch.min(value, torch.tensor(-3.0 * advantage)) if advantage < 0 else value)
             kl.append((now - base) ** 2 / 2)
     return torch.stack(objective).mean() + kl_coeff * torch.stack(kl).mean()
+
+
+def assert_ratios(out: TensorDictBase, ratio: float = 1.0) -> None:
+    """Every token of a loss has this ratio, up to the rounding of a forward."""
+    assert_near((out["ratio_min"], out["ratio_max"]), (torch.tensor(ratio), torch.tensor(ratio)), **FORWARD)

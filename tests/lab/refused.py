@@ -38,3 +38,13 @@ def refusal(call: Callable[..., Any], *arguments: Any, error: Any = (TypeError, 
     except error as raised:
         return f"{type(raised).__name__}: {raised}"
     return ""
+
+
+def setting_refused(make: Callable[..., Any], name: str, value: Any, message: str, **settings: Any) -> None:
+    """Assert that a value of a setting is refused at construction and later, and that the latter changes nothing."""
+    made = make(**settings)
+    before = getattr(made, name)
+    for attempt in (lambda: make(**{**settings, name: value}), lambda: setattr(made, name, value)):
+        with pytest.raises((TypeError, ValueError), match=message):
+            attempt()
+    assert getattr(made, name) is before

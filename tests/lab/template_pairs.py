@@ -22,7 +22,8 @@ from toy_tokenizer import build_tokenizer
 _ROWS = yaml.safe_load(Path(__file__).with_name("conversations.yaml").read_text(encoding="utf-8"))
 
 
-def _message(row: dict[str, Any]) -> dict[str, Any]:
+def message_of(row: dict[str, Any]) -> dict[str, Any]:
+    """A message from a row of a table, ``{role: content}`` and further fields."""
     (role, content), *more = row.items()
     answered = {"name": "add", "tool_call_id": "c0"} if role == "tool" else {}
     return {"role": role, "content": content, **answered, **dict(more)}
@@ -30,7 +31,7 @@ def _message(row: dict[str, Any]) -> dict[str, Any]:
 
 def conversations(of: str) -> dict[str, list[dict[str, Any]]]:
     """Kind -> messages, for TRL's pairs or for the oracle."""
-    return {kind: [_message(row) for row in rows] for kind, rows in _ROWS[of].items()}
+    return {kind: [message_of(row) for row in rows] for kind, rows in _ROWS[of].items()}
 
 
 CALL = _ROWS["calls"][:1]

@@ -260,7 +260,7 @@ def surroundings(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(loader, "from_pretrained", load)
     for registry in REGISTRIES:
-        monkeypatch.setattr(registry, "_items", dict(registry._items))
+        monkeypatch.setattr(registry, "data", dict(registry))
     monkeypatch.setattr(_per_token, "_CONTRACTS", dict(_per_token._CONTRACTS))
     with tensordict.set_list_to_stack(True), torch.random.fork_rng():
         torch.manual_seed(0)

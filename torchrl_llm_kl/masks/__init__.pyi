@@ -18,16 +18,14 @@ from torchrl_llm_kl.masks._tokens import (
 
 # isort: split
 # For the layers above, not public:
-from torchrl_llm_kl.masks._images import (
-    encode_images as encode_images,
-    is_processor as is_processor,
-    split_images as split_images,
-)
 from torchrl_llm_kl.masks._messages import (
     Message as Message,
     TemplateArgs as TemplateArgs,
     Tokenizer as Tokenizer,
 )
 from torchrl_llm_kl.masks._tokens import (
+    encode_images as encode_images,
     encode_with_mask as encode_with_mask,
+    is_processor as is_processor,
+    split_images as split_images,
 )

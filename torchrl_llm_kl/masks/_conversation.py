@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -38,7 +37,7 @@ def render_conversation(
     tools: Sequence[object] | None = None,
     add_generation_prompt: bool = False,
     assistant_mask: bool = True,
-    **template_kwargs: Any,
+    **template_kwargs: object,
 ) -> RenderedConversation:
     r"""Render one conversation with the tokenizer's own template and mask the assistant's tokens.
 
@@ -110,7 +109,7 @@ def render_conversations(
     tools: Sequence[object] | None = None,
     add_generation_prompt: bool = False,
     assistant_mask: bool = True,
-    **template_kwargs: Any,
+    **template_kwargs: object,
 ) -> list[RenderedConversation]:
     """Render several conversations (lists of messages) and tokenise them in one batch.
 

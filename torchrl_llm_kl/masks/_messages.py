@@ -66,12 +66,12 @@ def history_to_messages(history: History) -> list[Any]:
     return _clean([nested] if isinstance(nested, dict) else nested)
 
 
-def _clean(nested: list[Any]) -> list[Any]:
-    cleaned: list[Any] = []
+def _clean(nested: list[object]) -> list[object]:
+    cleaned: list[object] = []
     for item in nested:
-        if not isinstance(item, dict):
+        if isinstance(item, list):
             cleaned.append(_clean(item))
-        elif item["role"] != _PLACEHOLDER_ROLE:
+        elif isinstance(item, dict) and item["role"] != _PLACEHOLDER_ROLE:
             # `is_complete` is History's own bookkeeping: plain message dicts lack it, and no template reads it.
             cleaned.append({k: copy.deepcopy(v) for k, v in item.items() if v is not None and k != "is_complete"})
     return cleaned

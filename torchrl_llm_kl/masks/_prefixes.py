@@ -183,7 +183,7 @@ def _may_end_earlier(message: Message, tail: str) -> bool:
 def own_gaps(whole: Trace, turn: int, start: int, end: int) -> tuple[str, ...]:
     """The template's own text around the turn's strings in a region. It includes tags at the edges of the strings."""
     gaps, at, depth = [], start, 0
-    for position, mark in whole.marks_of(turn):
+    for position, mark in whole.marks_of[turn]:
         if start <= position <= end:
             if not mark.is_end:
                 gaps += [whole.text[at:position]] if depth == 0 else []
@@ -203,7 +203,7 @@ def prompt_is_fixed(chat: Renderings, turn: int) -> bool:
 
 def is_omitted(chat: Renderings, whole: Trace, turn: int) -> bool:
     """Whether the text contains nothing of the turn: changing its content, or removing it, leaves the text unchanged."""
-    if any(mark.spoken for _, mark in whole.marks_of(turn)):
+    if any(mark.spoken for _, mark in whole.marks_of[turn]):
         return False
     if _with_filler(chat, turn) == chat.text:
         return True

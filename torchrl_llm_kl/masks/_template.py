@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import re
 from bisect import bisect, bisect_left, bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
@@ -58,8 +58,8 @@ class Renderer:
         self._source, self.name = _resolve(tokenizer, chat_template, tools)
         self._kwargs = {**template_kwargs, "tools": list(tools) if tools is not None else None}
         self.template = instrument(self._source)
-        tokens = getattr(tokenizer, "special_tokens_map", None)  # templates read them
-        self.identity = self._source, repr((self._kwargs, tokens))
+        # Templates read the special tokens.
+        self.identity = self._source, repr((self._kwargs, tokenizer.special_tokens_map))
 
     def text(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         """The plain rendering, as transformers returns it."""
@@ -106,7 +106,7 @@ class Renderings:
 
     def __init__(self, renderer: Renderer, messages: Sequence[Message], generation_prompt: bool) -> None:
         self.renderer, self.messages, self.generation_prompt = renderer, messages, generation_prompt
-        self.template, self.eos_token = renderer.template, getattr(renderer.tokenizer, "eos_token", None)
+        self.template, self.eos_token = renderer.template, renderer.tokenizer.eos_token
         self.plain = cache(lambda count, prompt: renderer.text(messages[:count], prompt))
         self.trace = cache(lambda count, prompt: self._traced(messages[:count], prompt, self.plain(count, prompt)))
         self.prefix, self.prefix_text = cache(self._prefix), cache(self._prefix_text)
@@ -122,7 +122,7 @@ class Renderings:
                 return trace
         return None
 
-    def _with_next(self, count: int, then: str) -> list[Any]:
+    def _with_next(self, count: int, then: str) -> list[Message]:
         """The first ``count`` messages. With ``then``, one more message of that role with the content :data:`FILLER`."""
         messages: list[Any] = list(self.messages[:count])
         if then:
@@ -178,7 +178,7 @@ class Renderings:
         end = trace.messages_end
         if not end or any(p > end or not mark.is_end for p, mark in trace.marks_in(end, len(trace.text))):
             return False
-        if self.template.prompt_is_fixed or trace.marks_of(count - 1):
+        if self.template.prompt_is_fixed or trace.marks_of[count - 1]:
             return True
         return self.plain(count, True) != self.plain(count, False)
 
@@ -220,7 +220,7 @@ def _resolve(tokenizer: Tokenizer, chat_template: str | None, tools: Sequence[ob
         return named[name], f"the tokenizer's chat template {name!r} ({_fingerprint(named[name])})"
     template = own if name is None else name
     if not isinstance(template, str) or "{" not in template:
-        label = f"{type(tokenizer).__name__} ({getattr(tokenizer, 'name_or_path', '') or 'unnamed'})"
+        label = f"{type(tokenizer).__name__} ({tokenizer.name_or_path or 'unnamed'})"
         names = f" or a name of {sorted(named)}" if named else ""
         raise MissingChatTemplateError(
             f"{label} has no chat template{f' {name!r}' if name else ''}: pass `chat_template=`, a template{names}."
@@ -253,21 +253,18 @@ class Trace:
     messages_end: int  # position of the last loop marker: text after it was written after the last message
     marks: tuple[tuple[int, Mark], ...] = ()  # edges of the messages' strings with their positions, in text order
 
-    def of(self, kind: str, index: int = -1) -> list[Span]:
-        """Spans of one kind and message that hold more than white space (generation blocks may be empty)."""
-        return self._by_message.get((kind, index), [])
-
     @cached_property
-    def _by_message(self) -> dict[tuple[str, int], list[Span]]:
-        by_message: dict[tuple[str, int], list[Span]] = {}
+    def of(self) -> Mapping[tuple[str, int], list[Span]]:
+        """Spans by kind and message that hold more than white space (generation blocks may be empty)."""
+        by_message: dict[tuple[str, int], list[Span]] = defaultdict(list)
         for kind, index, start, end in self.spans:
             if kind == BLOCK or self.text[start:end].strip():
-                by_message.setdefault((kind, index), []).append((start, end))
+                by_message[kind, index].append((start, end))
         return by_message
 
     def inside(self, span: Span) -> set[int]:
         """The messages that have a non-blank span inside ``span``."""
-        spans = ((index, each) for (kind, index), own in self._by_message.items() if kind != BLOCK for each in own)
+        spans = ((index, each) for (kind, index), own in self.of.items() if kind != BLOCK for each in own)
         return {index for index, (start, end) in spans if span[0] <= start and end <= span[1]}
 
     def first_ending_at(self, position: int, default: int) -> int:
@@ -275,15 +272,12 @@ class Trace:
         ends = (index for kind, index, _, end in self.spans if kind == LOOP and end == position)
         return min(ends, default=default)
 
-    def marks_of(self, message: int) -> list[tuple[int, Mark]]:
-        """The marks of one message, in text order."""
-        return self._marks_by_message.get(message, [])
-
     @cached_property
-    def _marks_by_message(self) -> dict[int, list[tuple[int, Mark]]]:
-        by_message: dict[int, list[tuple[int, Mark]]] = {}
+    def marks_of(self) -> Mapping[int, list[tuple[int, Mark]]]:
+        """The marks of each message, in text order."""
+        by_message: dict[int, list[tuple[int, Mark]]] = defaultdict(list)
         for position, mark in self.marks:
-            by_message.setdefault(mark.message, []).append((position, mark))
+            by_message[mark.message].append((position, mark))
         return by_message
 
     def marks_in(self, low: int, high: int) -> tuple[tuple[int, Mark], ...]:
@@ -376,14 +370,16 @@ def mark_strings(message: Message, index: int, nonce: str, marking: Marking) -> 
     copy = dict(message)
     number = count()
 
-    def mark(value: Any, spoken: bool, keys: Sequence[str] = ()) -> object:
+    def mark(value: object, spoken: bool, keys: Sequence[str] = ()) -> object:
         if isinstance(value, Mapping):
             inner = {k: () if k == "arguments" else keys for k in value if not keys or k in keys}
             return {k: mark(v, spoken, inner[k]) if k in inner else v for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             return [mark(item, spoken, keys) for item in value]
-        start, end = core_of(value) if isinstance(value, str) else (0, 0)
-        if start >= end and isinstance(value, str):  # the string has only tags
+        if not isinstance(value, str):
+            return value
+        start, end = core_of(value)
+        if start >= end:  # the string has only tags
             start, end = len(value) - len(value.lstrip()), len(value.rstrip())
         if start >= end:
             return value
@@ -538,9 +534,9 @@ def _is_no_message(value: nodes.Node, loop_target: str | None) -> bool:
     if isinstance(value, nodes.Call) and isinstance(value.node, nodes.Getattr):
         return hasattr(str, value.node.attr) and not hasattr(dict, value.node.attr)
     if isinstance(value, (nodes.Getattr, nodes.Getitem)):
-        field = value.attr if isinstance(value, nodes.Getattr) else getattr(value.arg, "value", None)
-        of_message = loop_target is not None and getattr(value.node, "name", None) == loop_target
-        return of_message and field in ("role", *SPOKEN)
+        key = nodes.Const(value.attr) if isinstance(value, nodes.Getattr) else value.arg
+        of_message = isinstance(value.node, nodes.Name) and value.node.name == loop_target
+        return of_message and isinstance(key, nodes.Const) and key.value in ("role", *SPOKEN)
     return isinstance(value, (nodes.Const, nodes.TemplateData, nodes.Concat, nodes.Compare, nodes.Not))
 
 

@@ -154,7 +154,7 @@ def _surroundings(whole: Trace, turn: int, regions: list[Span]) -> tuple[list[in
     marks = whole.marks
     if regions:
         low, high = regions[0][0], regions[-1][1]
-        own = [p for p, _ in whole.marks_of(turn) if low <= p <= high]
+        own = [p for p, _ in whole.marks_of[turn] if low <= p <= high]
         return own, *whole.marks_around(own[0] if own else low, own[-1] if own else high, turn)
     own = []
     for position, mark in marks:
@@ -187,7 +187,7 @@ def _with_stop_tokens(chat: Renderings, text: str, turn: int, regions: list[Span
 
 def _check_contents(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -> None:
     """Raise if content of a message is on the wrong side of a border."""
-    for position, mark in whole.marks_of(turn):
+    for position, mark in whole.marks_of[turn]:
         if mark.spoken and not any(a <= position <= b for a, b in regions):
             raise not_found(chat, turn, "the template writes a part of it elsewhere")
     for a, b in regions:
@@ -216,7 +216,7 @@ def _trace_without_prompt(chat: Renderings) -> Trace | None:
 
 def _span_of(trace: Trace, turn: int) -> Span | None:
     """The span that the template wrote for a message, including header and end. (0, 0) if empty, None if unknown."""
-    spans = trace.of(LOOP, turn) or trace.of(SET, turn)
+    spans = trace.of[LOOP, turn] or trace.of[SET, turn]
     # A nested loop over the same message writes only a part of the span.
     outermost = [a for a in spans if not any(b[0] <= a[0] and a[1] <= b[1] and a != b for b in spans)]
     if len(outermost) == 1:
@@ -243,8 +243,8 @@ def _other_messages(trace: Trace, messages: Sequence[Message], turn: int, writte
     for other in sorted(trace.inside(written) - {turn}):
         if messages[other].get("role") == ASSISTANT:
             continue
-        inside = [s for kind in (LOOP, SET) for s in trace.of(kind, other) if written[0] <= s[0] and s[1] <= written[1]]
-        own = [s for s in trace.of(LOOP, other) if s not in inside]
+        inside = [s for kind in (LOOP, SET) for s in trace.of[kind, other] if written[0] <= s[0] and s[1] <= written[1]]
+        own = [s for s in trace.of[LOOP, other] if s not in inside]
         if not own:
             holes += inside
     return holes
@@ -328,13 +328,7 @@ def _content_follows(text: str, start: int, message: Message) -> bool:
 
 def _constant_prefix_length(chat: Renderings, text: str, turn: int) -> int | None:
     """The length of the text that the template writes before any content of the turn. None if it cannot be determined."""
-    content = chat.messages[turn].get("content")
-    filler = [{"type": "text", "text": FILLER}] if isinstance(content, (list, tuple)) else FILLER
-    shortened = [*chat.messages[:turn], {"role": ASSISTANT, "content": filler}]
-    try:
-        trace = Renderings(chat.renderer, shortened, False).trace(turn + 1, False)
-    except Exception:  # the template rejects the shortened conversation
-        return None
+    trace = chat.prefix(turn, False, ASSISTANT)
     written = _span_of(trace, turn) if trace is not None else None
     if trace is None or written is None or FILLER not in trace.text[slice(*written)]:
         return None
@@ -349,7 +343,7 @@ def _blocks_in(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -
     """The template's generation blocks in a turn, with the end token and without header and trailing white space."""
     joined: list[Span] = []
     for start, end in regions:
-        blocks = [(max(a, start), min(b, end)) for a, b in whole.of(BLOCK) if a < end and (b > start or a == start)]
+        blocks = [(max(a, start), min(b, end)) for a, b in whole.of[BLOCK, -1] if a < end and (b > start or a == start)]
         if blocks:
             first, last = blocks[-1]
             rest = whole.text[last:end].strip()
@@ -372,7 +366,7 @@ def _spans_of_blocks(chat: Renderings, whole: Trace, turn: int) -> tuple[Span, .
     if not whole.spans:
         raise not_found(chat, turn, "tracing its generation blocks changes the text, so keep assignments out of them")
     spans: list[Span] = []
-    for start, end in whole.of(BLOCK):
+    for start, end in whole.of[BLOCK, -1]:
         stripped = start + len(text[start:end].rstrip())
         inside = [(p, mark.message) for p, mark in whole.marks if start <= p <= end]
         start = end_of_prompt(chat, whole, inside[0][1] if inside else turn, start)

@@ -12,6 +12,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_choice, from_zero, send, to_host
 from torchrl_llm_kl._private import jagged_bounds, nested_sizes
@@ -304,7 +305,7 @@ class Ragged:
         # An expanded scalar takes no memory for the values.
         return Ragged(torch.zeros(()).expand(self.values.shape[0]), lengths, self.container)
 
-    def to_host(self, *others: Tensor) -> tuple[Any, ...]:
+    def to_host(self, *others: Tensor) -> tuple[Ragged, Unpack[tuple[Tensor, ...]]]:
         """:attr:`host`, then other tensors on the CPU. Everything that is not there yet comes in one copy."""
         if self.values.device.type == "cpu" or self._host is not None:
             return (self if self._host is None else self._host, *to_host(*others))

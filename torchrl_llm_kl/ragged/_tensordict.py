@@ -24,6 +24,7 @@ from tensordict import (
     lazy_stack,
 )
 from torch import Tensor
+from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import to_host
 from torchrl_llm_kl._private import nested_sizes, part_of_class
@@ -163,7 +164,9 @@ def _from_column(value: Node, batch_size: torch.Size, key: object) -> Ragged:
     return Ragged.from_padded(value, batch_dims=len(batch_size))
 
 
-def on_host(td: TensorDictBase, keys: Sequence[NestedKey], *others: Tensor) -> tuple[Any, ...]:
+def on_host(
+    td: TensorDictBase, keys: Sequence[NestedKey], *others: Tensor
+) -> tuple[TensorDictBase, Unpack[tuple[Tensor, ...]]]:
     """Return ``td`` with the entries ``keys`` on the CPU, and then the tensors ``others`` on the CPU.
 
     ``td`` itself is returned if its entries are there, else a shallow copy. Everything comes in one copy, a single host

@@ -47,6 +47,10 @@ from torchrl_llm_kl.scoring._updater import (
 
 # isort: split
 # For the layers above, not public:
+from torchrl_llm_kl.scoring._asked import (
+    asked as asked,
+    has as has,
+)
 from torchrl_llm_kl.scoring._extras import (
     Adapters as Adapters,
     AfterPrompt as AfterPrompt,

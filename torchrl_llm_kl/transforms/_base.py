@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -16,13 +16,14 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, EnvBase, Transform
 
 from torchrl_llm_kl._exports import load_plugins
-from torchrl_llm_kl._numerics import check_choice
+from torchrl_llm_kl._numerics import check_choice, read_device
 from torchrl_llm_kl._private import container_of
 from torchrl_llm_kl.ragged import Ragged, Rows, own_leaves, read_node, write_ragged
 from torchrl_llm_kl.rollouts import with_a_row
 from torchrl_llm_kl.scoring import Changes, EntrySpec, Model, repair_padding
 
 T = TypeVar("T")
+M = TypeVar("M")
 
 
 # ------------------------------------------------------------------ settings
@@ -42,7 +43,7 @@ class TransformSetting(Generic[T]):
     """
 
     def __init__(
-        self, check: Callable[[Any], T] | None = None, *, choices: Collection[T] = (), registers: bool = True
+        self, check: Callable[..., T] | None = None, *, choices: Collection[T] = (), registers: bool = True
     ) -> None:
         self.check, self.choices, self.registers = check, choices, registers
 
@@ -60,7 +61,7 @@ class TransformSetting(Generic[T]):
         value = value if self.check is None else self.check(value)
         if self.choices:
             check_choice(self.choices, **{self.name: value})
-        plain, modules = transform.__dict__, cast("dict[str, Any]", transform._modules)
+        plain, modules = transform.__dict__, cast("dict[str, object]", transform._modules)
         # nn.Module keeps submodules apart from plain values, so the old value may be in either place.
         before = [(place, place.pop(self.name)) for place in (plain, modules) if self.name in place]
         place = modules if isinstance(value, nn.Module) and self.registers else plain
@@ -75,19 +76,19 @@ class TransformSetting(Generic[T]):
                 raise
 
 
-class SharedSetting:
+class SharedSetting(Generic[T]):
     """A setting of a composition: the attributes ``(part, name)`` of its parts, read from the first and set in all."""
 
     def __init__(self, *places: tuple[int, str]) -> None:
         self.places = places
 
-    def __get__(self, composition: Any, owner: type) -> Any:
+    def __get__(self, composition: Compose | None, owner: type) -> T:
         if composition is None:
-            return self
+            return cast(T, self)
         part, name = self.places[0]
-        return getattr(composition[part], name)
+        return cast(T, getattr(composition[part], name))
 
-    def __set__(self, composition: Any, value: object) -> None:
+    def __set__(self, composition: Compose, value: object) -> None:
         for part, name in self.places:
             setattr(composition[part], name, value)
 
@@ -268,9 +269,9 @@ def collector_policy(transform: Transform) -> nn.Module:
     missing = "container"
     for container in containers(transform):
         missing = "collector"
-        collector = getattr(container, "collector", None)
-        if collector is not None:
-            return collector.policy
+        if isinstance(container, EnvBase) and container.collector is not None:
+            policy: nn.Module = container.collector.policy
+            return policy
     raise NoCollectorError(
         f"The {missing} is not set. Please set the {missing} before calling this method. 'from_collector' needs an env that a "
         "collector runs: append the transform to the env and pass the env to an LLMCollector. Elsewhere, pass the model, for "
@@ -282,8 +283,8 @@ def collector_policy(transform: Transform) -> nn.Module:
 
 
 def resolve_factory(
-    name: str, model: Model | str | None, factory: Callable[[], Model] | None, *, default: str | None = None
-) -> Any:
+    name: str, model: M, factory: Callable[[], Model] | None, *, default: str | None = None
+) -> M | Model:
     """The model, built by the factory if there is one.
 
     Raises:
@@ -295,6 +296,11 @@ def resolve_factory(
     if model is not None and not (isinstance(model, str) and model == default):
         raise ValueError(f"Cannot provide both '{name}' and '{name}_factory'. Choose one.")
     return factory()
+
+
+def on_device(model: Model, device: torch.device | str | None) -> Model:
+    """Move a model to a device. None leaves it where it is."""
+    return model if device is None else cast(nn.Module, model).to(read_device(device))
 
 
 #: Maps a transform class to its Ray variant, whose models run in a service. The service package fills it.

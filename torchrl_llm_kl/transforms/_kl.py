@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
-from typing import Any, TypeVar, cast, get_args
+from typing import TypeVar, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -14,15 +14,7 @@ from torch import Tensor, nn
 from torchrl.data import Composite
 from torchrl.envs import DeviceCastTransform, DTypeCastTransform, RewardScaling, Transform
 
-from torchrl_llm_kl._numerics import (
-    all_finite,
-    check_finite,
-    check_not_a_name,
-    finite_total,
-    read_device,
-    send,
-    wide_dtype,
-)
+from torchrl_llm_kl._numerics import all_finite, check_finite, check_not_a_name, finite_total, send, wide_dtype
 from torchrl_llm_kl.estimators import EstimatorName, as_coefficient, get_estimator
 from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import (
@@ -63,6 +55,7 @@ from torchrl_llm_kl.scoring import (
     ScorerSlot,
     ScoringContext,
     ScoringJob,
+    asked,
 )
 from torchrl_llm_kl.transforms._base import (
     RayVariant,
@@ -73,6 +66,7 @@ from torchrl_llm_kl.transforms._base import (
     declare_entry,
     in_env,
     later_transforms,
+    on_device,
     resolve_factory,
 )
 from torchrl_llm_kl.transforms._retrieve_log_prob import ScoringTransform, check_is_model, no_record, over_kept
@@ -106,11 +100,11 @@ class KLPenalty(StepTransform):
         # Mask the inputs too: NaN in an unscored log-prob would otherwise reach the gradient through `where`.
         return torch.where(scored, self.estimator(*(torch.where(scored, x, 0) for x in (gen, ref, old))), 0)
 
-    def penalised(self, next_td: TensorDictBase, kl: Ragged, mask: Tensor | None, coefficient: Any) -> Ragged:
-        """``reward - coefficient * KL`` per token, ``[N, 1]``. A missing reward is 0. ``mask`` places an outcome."""
+    def penalised(self, next_td: TensorDictBase, kl: Ragged, mask: Tensor | None, coeff: nn.Module) -> Ragged:
+        """``reward - coeff * KL`` per token, ``[N, 1]``. A missing reward is 0. ``mask`` places an outcome."""
         placed = token_reward(read_column(next_td, self.reward_key), kl, mask, self.reward_placement)
         # An asynchronous copy, so that an accelerator does not wait for the coefficient.
-        weight = send(coefficient(), kl.values.device)
+        weight = send(coeff(), kl.values.device)
         return kl.like(torch.addcmul(placed.values, weight, kl.values.unsqueeze(-1), value=-1))
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
@@ -463,9 +457,9 @@ def _check_estimator(estimator: Estimator) -> Estimator:
 def _check_reference(model: T) -> T:
     check_not_a_name(ref_model=model)
     check_is_model("ref_model", model)
-    if getattr(model, "generate", False) is True:
+    if asked(model, "generate", bool):
         raise ValueError("The actor is configured to generate text, not compute the log-probs.")
-    if getattr(model, "input_mode", "tokens") != "tokens":
+    if asked(model, "input_mode", str, "tokens") != "tokens":
         raise ValueError(
             "The ref_model must be configured to use tokens as input. Please set the `input_mode` argument to `tokens`."
         )
@@ -522,7 +516,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
     DEFAULT_IN_KEYS: tuple[NestedKey, ...] = ("reward",)
 
     estimator = TransformSetting(_check_estimator)
-    ref_model = TransformSetting[Any](_check_reference)
+    ref_model = TransformSetting[Model](_check_reference)
     coef = TransformSetting(as_coefficient)
     log_prob_full_key = TransformSetting[NestedKey]()
 
@@ -560,8 +554,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         self.options, self.extras = options, extras
         self.estimator, self.reward_placement = estimator, reward_placement
         self.assistant_only, self.scope = assistant_only, scope
-        ref_model = _check_reference(ref_model)
-        self.ref_model = ref_model if device is None else cast(Any, ref_model).to(read_device(device))
+        self.ref_model = on_device(_check_reference(ref_model), device)
         self.reward_key, self.log_prob_full_key, self.add_to_reward = read[0], log_prob_key, add_to_reward
         self.coef = coef
         self._tokenising = TokenisingOptions.make(tokenizer, None, padding_side)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torchrl.envs import Compose, Transform
 
 from torchrl_llm_kl._numerics import check_not_a_name
-from torchrl_llm_kl._typing import Json
-from torchrl_llm_kl.masks import Tokenizer
+from torchrl_llm_kl.masks import TemplateArgs, Tokenizer
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import Located, RewardPlacement, Scope, first_difference
 from torchrl_llm_kl.scoring import (
@@ -31,6 +30,7 @@ from torchrl_llm_kl.scoring import (
     check_distributions,
     check_extras,
     check_vocabularies,
+    has,
     log_probs_only,
 )
 from torchrl_llm_kl.transforms._base import RayVariant, ServiceBackend, SharedSetting, StepMixin, resolve_factory
@@ -109,19 +109,21 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
 
     fixed: ClassVar[frozenset[str]] = RetrieveLogProb.fixed | {"gen_model", "ref_model", "history_key"}
 
-    assistant_only = SharedSetting((_POLICY, "assistant_only"), (_REFERENCE, "assistant_only"))
-    scope = SharedSetting((_POLICY, "scope"), (_REFERENCE, "scope"))
-    detach = SharedSetting((_POLICY, "detach"))
-    gen_log_probs_full_key = SharedSetting((_POLICY, "log_probs_full_key"), (_KL, "gen_log_probs_full_key"))
-    ref_log_probs_full_key = SharedSetting((_REFERENCE, "log_probs_full_key"), (_KL, "ref_log_probs_full_key"))
-    estimator = SharedSetting((_KL, "estimator"))
-    coeff = SharedSetting((_KL, "coeff"))
-    add_to_reward = SharedSetting((_KL, "add_to_reward"))
-    reward_placement = SharedSetting((_KL, "reward_placement"))
-    kl_key = SharedSetting((_KL, "kl_key"))
-    reward_key = SharedSetting((_KL, "reward_key"))
-    old_log_probs_key = SharedSetting((_KL, "old_log_probs_key"))
-    charged_key = SharedSetting((_KL, "charged_key"))
+    assistant_only = SharedSetting[bool]((_POLICY, "assistant_only"), (_REFERENCE, "assistant_only"))
+    scope = SharedSetting[Scope]((_POLICY, "scope"), (_REFERENCE, "scope"))
+    detach = SharedSetting[bool]((_POLICY, "detach"))
+    gen_log_probs_full_key = SharedSetting[NestedKey]((_POLICY, "log_probs_full_key"), (_KL, "gen_log_probs_full_key"))
+    ref_log_probs_full_key = SharedSetting[NestedKey](
+        (_REFERENCE, "log_probs_full_key"), (_KL, "ref_log_probs_full_key")
+    )
+    estimator = SharedSetting[Estimator]((_KL, "estimator"))
+    coeff = SharedSetting[nn.Module]((_KL, "coeff"))
+    add_to_reward = SharedSetting[bool]((_KL, "add_to_reward"))
+    reward_placement = SharedSetting[RewardPlacement]((_KL, "reward_placement"))
+    kl_key = SharedSetting[NestedKey]((_KL, "kl_key"))
+    reward_key = SharedSetting[NestedKey]((_KL, "reward_key"))
+    old_log_probs_key = SharedSetting["NestedKey | None"]((_KL, "old_log_probs_key"))
+    charged_key = SharedSetting["NestedKey | None"]((_KL, "charged_key"))
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         ref_model_factory: Callable[[], Model] | None = None,
         assistant_only: bool = True,
         history_key: NestedKey = "history",
-        tokenizer_kwargs: Json | None = None,
+        tokenizer_kwargs: TemplateArgs | None = None,
         detach: bool = True,
         device: torch.device | str | None = None,
         tokenizer: Tokenizer | None = None,
@@ -292,7 +294,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
             return
         exact, reference = self.estimator == "exact", self[_REFERENCE]
         if exact:
-            check_distributions(*(getattr(part, "model", None) for part in self.transforms[:_KL]))
+            check_distributions(*(part.known_model for part in self.transforms[:_KL]))
         setting = "estimator='exact'" if exact else "Sampling(reference='kept')"
         written = [key for key in reference.entries if key != reference.log_probs_full_key]
         if written:
@@ -369,7 +371,7 @@ def _check_models(gen_model: Model | str | None, ref_model: Model | str | None) 
         )
     named = {"generation model": gen_model, "reference model": ref_model}
     known = {name: model for name, model in named.items() if not isinstance(model, str)}
-    paddings = [model.pad_output for model in known.values() if hasattr(model, "pad_output")]
+    paddings = [model.pad_output for model in known.values() if has(model, "pad_output")]
     if len(set(paddings)) > 1:
         raise ValueError(
             f"pad_output mismatch: gen_model.pad_output={paddings[0]}, ref_model.pad_output={paddings[1]}. "
@@ -378,7 +380,7 @@ def _check_models(gen_model: Model | str | None, ref_model: Model | str | None) 
     for name, model in known.items():
         check_scored_model(model, name, "RetrieveKL")
     # A bare transformers model has no such key and cannot collide.
-    keys = [model.log_probs_key for model in known.values() if hasattr(model, "log_probs_key")]
+    keys = [model.log_probs_key for model in known.values() if has(model, "log_probs_key")]
     if len(keys) == 2 and keys[0] == keys[1]:
         raise ValueError(
             "The generation and reference models must have different `log_prob_key` values to use the `RetrieveKL` transform."

@@ -12,9 +12,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_llm_kl._numerics import check_not_a_name, read_device
-from torchrl_llm_kl._typing import Json
-from torchrl_llm_kl.masks import Tokenizer
+from torchrl_llm_kl._numerics import check_not_a_name
+from torchrl_llm_kl.masks import TemplateArgs, Tokenizer
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import (
     Located,
@@ -40,11 +39,13 @@ from torchrl_llm_kl.scoring import (
     Scores,
     ScoringContext,
     ScoringJob,
+    asked,
     asked_of,
     check_distributions,
     check_extras,
     evaluating,
     fill,
+    has,
     is_wrapper,
     unwrap,
     warn_of_chatml,
@@ -59,6 +60,7 @@ from torchrl_llm_kl.transforms._base import (
     TransformSetting,
     collector_policy,
     in_env,
+    on_device,
 )
 
 T = TypeVar("T")
@@ -68,17 +70,18 @@ Critic: TypeAlias = Callable[[Ragged, Tensor], Ragged]
 
 def check_options(options: ScoreOptions | None) -> ScoreOptions:
     options = ScoreOptions() if options is None else options
-    decided = [name for name in ("grad", "remember", "return_kept", "record_routing") if getattr(options, name)]
-    if asked := [*decided, *options.beside]:
+    decided = [name for name in ("grad", "remember", "record_routing") if vars(options)[name]]
+    requested = [*decided, *options.beside]
+    if requested:
         raise ValueError(
-            f"options asks for {', '.join(asked)}. Use detach=False for a gradient, extras=[Entropy(), ...] for more scores."
+            f"options asks for {', '.join(requested)}. Use detach=False for a gradient, extras=[Entropy(), ...] for others."
         )
     return options
 
 
 def check_is_model(name: str, model: object) -> None:
     """Raise a TypeError unless ``model`` can be scored."""
-    if not isinstance(model, nn.Module) and not is_wrapper(model) and not hasattr(model, "make_scorer"):
+    if not isinstance(model, nn.Module) and not is_wrapper(model) and not has(model, "make_scorer"):
         kind = type(model).__name__
         raise TypeError(f"{name} must be a wrapper or another torch module that returns logits, got {kind}.")
 
@@ -86,9 +89,9 @@ def check_is_model(name: str, model: object) -> None:
 def check_scored_model(model: T, name: str = "model", transform: str = "RetrieveLogProb") -> T:
     """Return ``model``, or raise torchrl's error if its settings exclude log-probs of given tokens."""
     check_is_model(name, model)
-    if not getattr(model, "return_log_probs", True):
+    if not asked(model, "return_log_probs", object, True):
         raise ValueError(f"The {name} must have `return_log_probs=True` to use the `{transform}` transform.")
-    if getattr(model, "generate", False) is True:
+    if asked(model, "generate", bool):
         raise ValueError(f"The {name} must have `generate=False` to use the `{transform}` transform.")
     return model
 
@@ -120,9 +123,10 @@ def no_record(td: TensorDictBase) -> MissingEntryError:
 _MODELS = ("model", "ref_model")
 
 
-def _forgive_models(transform: nn.Module, keys: Any) -> None:
+def _forgive_models(transform: nn.Module, keys: tuple[list[str], list[str]]) -> None:
     """Hook after loading a state without the weights of models: those are not reported as missing."""
-    keys.missing_keys[:] = [key for key in keys.missing_keys if not key.startswith(transform.__dict__["_without"])]
+    missing, _ = keys
+    missing[:] = [key for key in missing if not key.startswith(transform.__dict__["_without"])]
 
 
 class ScoringTransform(StepTransform):
@@ -285,7 +289,7 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
     .. seealso:: :class:`RetrieveKL`, :class:`KLComputation`.
     """
 
-    model = TransformSetting[Any](check_scored_model)
+    model = TransformSetting[Model](check_scored_model)
     log_probs_full_key = TransformSetting[NestedKey]()
     detach = TransformSetting[bool]()
 
@@ -295,7 +299,7 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
         *,
         log_probs_full_key: NestedKey | None = None,
         assistant_only: bool = True,
-        tokenizer_kwargs: Json | None = None,
+        tokenizer_kwargs: TemplateArgs | None = None,
         detach: bool = True,
         device: torch.device | str | None = None,
         tokenizer: Tokenizer | None = None,
@@ -320,18 +324,20 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
         check_not_a_name("from_collector", model=model)
         if not isinstance(model, str):
             check_scored_model(model)
-            self.model = model if device is None else cast(Any, model).to(read_device(device))
+            self.model = on_device(model, device)
+            if (tokenizer_kwargs or {}).get("padding") and not self._interface().pad_output:
+                raise ValueError(
+                    "tokenizer_kwargs['padding']=True has no effect. Build the wrapper with pad_output=True."
+                )
         elif device is not None:
             raise ValueError(f"device={str(device)!r}: the policy of a collector stays on its device.")
-        if (tokenizer_kwargs or {}).get("padding") and hasattr(self, "model") and not self._interface().pad_output:
-            raise ValueError("tokenizer_kwargs['padding']=True has no effect. Build the wrapper with pad_output=True.")
         if log_probs_full_key is None:
-            log_probs_full_key = sub_key(self._known_interface().log_probs_key, "full")
+            log_probs_full_key = sub_key(self._interface().log_probs_key, "full")
         elif problem := full_key_problem("log_probs_full_key", log_probs_full_key):
             warnings.warn(problem, stacklevel=2)
         self.log_probs_full_key = log_probs_full_key
         self.declare()
-        if hasattr(self, "model"):  # a model that cannot be scored raises an error here
+        if not isinstance(model, str):  # a model that cannot be scored raises an error here
             self.compare_sampler()
             # Fail at construction rather than at the first step of an env.
             self.scorer.check(self.asked, reference=self.reference_scorer)
@@ -340,7 +346,7 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
         """In: the model's input and the entries that extras read. Out: the log-probs and the entries that extras write."""
-        return [*self._known_interface().in_keys, *self.prompt_keys], list(self.entries)
+        return [*self._interface().in_keys, *self.prompt_keys], list(self.entries)
 
     @property
     def entries(self) -> dict[NestedKey, EntrySpec]:
@@ -354,13 +360,13 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
     @property
     def context(self) -> ScoringContext:
         """The settings that extras read."""
-        model, interface = getattr(self, "model", None), self._known_interface()
-        return ScoringContext(model, self.options, interface, self._tokenising, self.log_probs_full_key, in_env(self))
+        own = self.known_model, self.options, self._interface(), self._tokenising, self.log_probs_full_key
+        return ScoringContext(*own, in_env(self))
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer for text: the ``tokenizer`` argument, else the model's."""
-        return self._tokenising.tokenizer or self._known_interface().tokenizer
+        return self._tokenising.tokenizer or self._interface().tokenizer
 
     # ------------------------------------------------------------------ computation
 
@@ -428,23 +434,27 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
             warn_of_mismatch(sampler, self.options.sampling, stacklevel=stacklevel + 1)
             warn_of_chatml(sampler, stacklevel=stacklevel + 1)
 
+    @property
+    def known_model(self) -> Model | None:
+        """The model. None for the policy of a collector."""
+        return cast("Model | None", asked(self, "model", object))
+
     def _scored_model(self) -> Model:
-        return self.model if hasattr(self, "model") else collector_policy(self)
+        model = self.known_model
+        return collector_policy(self) if model is None else model
 
     def _interface(self) -> ModelInterface:
-        return super()._interface().with_history_key(self._history_key)
+        """The interface of the model, or TorchRL's defaults while no collector runs the env."""
+        try:
+            interface = super()._interface()
+        except NoCollectorError:
+            interface = ModelInterface()
+        return interface.with_history_key(self._history_key)
 
     def read_conversation(self, key: NestedKey) -> None:
         """Read the conversation from ``key`` if the data holds no tokens."""
         self._history_key = key
         self.declare()
-
-    def _known_interface(self) -> ModelInterface:
-        """The interface of the model, or TorchRL's defaults while no collector runs the env."""
-        try:
-            return self._interface()
-        except NoCollectorError:
-            return ModelInterface()
 
 
 class RetrieveValue(StepTransform):

@@ -341,7 +341,7 @@ def test_as_coefficient_of_numbers_and_modules():
 
 
 def test_registered_controllers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_coefficients._CONTROLLERS, "_items", dict(_coefficients._CONTROLLERS._items))
+    monkeypatch.setattr(_coefficients._CONTROLLERS, "data", dict(_coefficients._CONTROLLERS))
     kinds = {"pi": PIKLCoefficient, "dual": DualKLCoefficient, "ziegler": AdaptiveKLCoefficient}
     assert {name: estimators.get_controller(name) for name in kinds} == kinds
 

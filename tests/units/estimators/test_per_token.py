@@ -129,7 +129,7 @@ def test_an_unknown_name_gets_a_suggestion():
 
 def test_a_user_estimator_works_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """It works by name, with a ``+`` for the gradient of k2, and warns according to its contract."""
-    monkeypatch.setattr(_per_token._REGISTRY, "_items", dict(_per_token._REGISTRY._items))
+    monkeypatch.setattr(_per_token._REGISTRY, "data", dict(_per_token._REGISTRY))
     monkeypatch.setattr(_per_token, "_CONTRACTS", dict(_per_token._CONTRACTS))
 
     @estimators.estimator(estimators.EstimatorContract("fourth", False, "zero", "none"))

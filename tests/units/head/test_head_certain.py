@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from head_reference import DIRECTIONS, from_logits
+from head_reference import DIRECTIONS, from_logits, kl_of
 from torchrl_llm_kl.head import (
     Kept,
     Truncation,
@@ -45,10 +45,6 @@ def exact_log_softmax(logits: Tensor) -> Tensor:
     shifted = logits - logits.gather(1, place)
     others = torch.ones_like(logits, dtype=torch.bool).scatter(1, place, False)
     return shifted - (shifted.exp() * others).sum(1, keepdim=True).log1p()
-
-
-def kl_of(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return (log_p.exp() * (log_p - log_q)).sum(1)
 
 
 def jensen_shannon_of(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tensordict
 import torch
 from tensordict import TensorDictBase
 from torch import nn
@@ -24,8 +23,7 @@ hydra = pytest.importorskip("hydra")
 
 @pytest.fixture
 def data(tokenizer: Any, policy_model: nn.Module) -> TensorDictBase:
-    with tensordict.set_list_to_stack(True):
-        return flat(collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=False)))
+    return flat(collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=False)))
 
 
 @pytest.fixture

@@ -499,7 +499,7 @@ def test_an_input_that_is_read_only_on_some_data(model: nn.Module) -> None:
 
 def test_a_registered_function(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its required and optional inputs are clean. Unknown hyper-parameters are refused."""
-    monkeypatch.setattr(_REGISTRY, "_items", dict(_REGISTRY._items))
+    monkeypatch.setattr(_REGISTRY, "data", dict(_REGISTRY))
 
     @losses.objective("shifted")
     def shifted(inputs: LossInputs, *, baseline: float = 0.0) -> tuple[LossTerm, ...]:

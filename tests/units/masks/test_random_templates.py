@@ -8,12 +8,12 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 from project import tables
-from template_pairs import assistant, user
+from template_pairs import assistant, message_of, user
 from torchrl_llm_kl.masks import AssistantMaskError, render_conversation
 from toy_tokenizer import build_tokenizer
 
 SCAN = "{% for m in messages %}{% endfor %}"
-WALKS, HEADERS, ENDS, PLACES, PROMPTS, CONTENTS = tables(__file__).values()
+WALKS, HEADERS, ENDS, PLACES, PROMPTS, CONTENTS, ONCE_WRONG = tables(__file__).values()
 CHOICES = (["", SCAN], WALKS, HEADERS, ENDS, PLACES, PROMPTS, CONTENTS)
 
 
@@ -114,29 +114,8 @@ def test_the_oracle_detects_wrong_masks():
         assert outcome(form, TYPICAL, False, mask) not in ("right", "error")
 
 
-TAGS, THOUGHT = "[x]", "<think>\nhm</think>no"
-FOUND = [
-    # Columns: the scan. Walk, header, end, place, prompt and content. The messages' contents, the user's after "u:".
-    # The flag add_generation_prompt.
-    ("", "no_variable tag other between missing plain", [TAGS, "assistant"], True),
-    (SCAN, "copies chatml other closed thinking marked", [TAGS], False),
-    ("", "macro words other between thinking marked", [THOUGHT, "u:a"], False),
-    ("", "loop tag none always thinking trimmed", [THOUGHT, "u:a"], True),
-    (SCAN, "slice chatml eos always missing plain", ["", "", ""], True),
-    ("", "slice chatml other closed missing trimmed", ["u:x", "user", "u:x"], True),
-    (SCAN, "slice words eos always not_twice marked", ["", "a", "u:b"], False),
-    (SCAN, "index chatml other always not_twice plain", ["u:", "", "a: b", "a: b", " c "], False),
-    ("", "without_empty tag other closed plain marked", ["u:a", "b", ""], True),
-    # a second token closes the conversation, and the prompt ends in a thinking tag
-    ("", "without_empty words eos closed thinking reasoning", ["u:", "u:a: b", "yes", "u:"], True),
-    (SCAN, "loop words eos closed thinking reasoning", ["", "", "hm:"], False),
-]
-
-
-def test_templates_whose_masks_were_once_silently_wrong():
-    for scan, choices, contents, prompt in FOUND:
-        form = Format(scan, *(choice.replace("_", " ") for choice in choices.split()))
-        messages = [user(text[2:]) if text.startswith("u:") else assistant(text) for text in contents]
-        if contents[-1] == "hm:":
-            messages[-1] = assistant("", reasoning_content="hm")
-        assert outcome(form, messages, prompt) in ("right", "error"), (choices, contents)
+@pytest.mark.parametrize("case", ONCE_WRONG)
+def test_templates_whose_masks_were_once_silently_wrong(case):
+    form = Format(SCAN if case["scan"] else "", *case["choices"])
+    messages = [message_of(row) for row in case["messages"]]
+    assert outcome(form, messages, case["prompt"]) in ("right", "error")

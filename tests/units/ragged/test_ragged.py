@@ -181,9 +181,8 @@ def test_flat_form_and_index_helpers(case):
 @given(case=cases(dtypes=(torch.float64, torch.int64)))
 def test_sum(case):
     zero = torch.zeros(case.slots.shape[1:], dtype=case.slots.dtype)
-    rows = [sum((torch.tensor(value, dtype=zero.dtype) for value in row), start=zero) for row in case.rows]
-    expected = torch.stack(rows) if rows else zero.new_zeros(0, *zero.shape)
-    assert_close(case.read().sum(), expected, rtol=0, atol=0)
+    sums = [sum((torch.tensor(value, dtype=zero.dtype) for value in row), start=zero) for row in case.rows]
+    assert_close(case.read().sum(), torch.stack(sums) if sums else zero.new_zeros(0, *zero.shape), rtol=0, atol=0)
 
 
 # ---------------------------------------------------------------------- restoring the form
@@ -217,34 +216,24 @@ def test_restore(case, features, dtype):
 
 # ---------------------------------------------------------------------- conversion to another form
 @quick
-@given(case=cases(), side=st.sampled_from(["left", "right"]))
-def test_to_padded(case, side):
-    x, rows = case.read(), case.rows
+@given(case=cases(), side=st.sampled_from(["left", "right"]), layout=st.sampled_from([torch.strided, torch.jagged]))
+def test_to_padded_and_to_nested(case, side, layout):
+    x, rows, dtype = case.read(), case.rows, case.slots.dtype
     width = max((len(row) for row in rows), default=0)
-    fill = int(case.slots.dtype == torch.bool) or -3
-    filler = torch.full(case.slots.shape[1:], fill, dtype=case.slots.dtype).tolist()
+    fill = int(dtype == torch.bool) or -3
+    filler = torch.full(case.slots.shape[1:], fill, dtype=dtype).tolist()
     padded, mask = [], []
     for row in rows:
-        pad = [filler] * (width - len(row))
+        pad, real = [filler] * (width - len(row)), [True] * len(row)
         padded.append(pad + row if side == "left" else row + pad)
-        mask.append([i >= len(pad) if side == "left" else i < len(row) for i in range(width)])
-    got = x.to_padded(side=side, value=fill)
-    assert got.tolist() == padded
-    assert got.shape == (len(rows), width, *case.slots.shape[1:])
-    assert got.dtype == case.slots.dtype
-    assert x.padding_mask(side=side).tolist() == mask
-    assert x.padding_mask(side=side).dtype == torch.bool
-
-
-@quick
-@given(case=cases(), layout=st.sampled_from([torch.strided, torch.jagged]))
-def test_to_nested(case, layout):
-    x = case.read()
-    nested = x.to_nested(layout)
-    assert nested.layout == layout
-    if x.num_sequences:
-        assert nested.dtype == case.slots.dtype
-        assert [row.tolist() for row in nested.unbind()] == case.rows
+        mask.append([False] * len(pad) + real if side == "left" else real + [False] * len(pad))
+    got, got_mask, nested = x.to_padded(side=side, value=fill), x.padding_mask(side=side), x.to_nested(layout)
+    assert (got.tolist(), got_mask.tolist()) == (padded, mask)
+    assert (got.shape, got.dtype) == ((len(rows), width, *case.slots.shape[1:]), dtype)
+    assert (got_mask.dtype, nested.layout) == (torch.bool, layout)
+    if rows:
+        assert nested.dtype == dtype
+        assert [row.tolist() for row in nested.unbind()] == rows
 
 
 # ---------------------------------------------------------------------- nested tensors of torch

@@ -2,8 +2,10 @@ from typing import Any
 
 import pytest
 from tensordict import TensorDictBase
+from torchrl.collectors.llm import LLMCollector
 from torchrl.envs import EnvBase, Transform
 
+from layouts import LAYOUTS
 from rollout_fixtures import (  # noqa: F401
     _imported_before_the_first_test,
     _lists_become_stacks,
@@ -44,8 +46,22 @@ class Lab:
     def env(self, *transforms: Transform, **kwargs: Any) -> EnvBase:
         return make_env(self.tokenizer, *transforms, **kwargs)
 
+    def batches(self, env: EnvBase, rows: int = 2, total: int | None = None, **policy: Any) -> list[TensorDictBase]:
+        """All batches of a collector, by default one batch of two turns. ``policy`` is a policy or its factory."""
+        given = policy or {"policy": self.policy(True)}
+        collector = LLMCollector(env, **given, dialog_turns_per_batch=rows, total_dialog_turns=total or rows)
+        batches = list(collector)
+        collector.shutdown()
+        return batches
+
     def collect(self, *transforms: Transform, pad_output: bool = False, **kwargs: Any) -> TensorDictBase:
         return collect(self.tokenizer, self.policy(pad_output), *transforms, **kwargs)
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> str:
+    """The layout of ``layouts.lay_out`` and ``layouts.tokens``: padded, nested, or rows of a lazy stack."""
+    return request.param
 
 
 @pytest.fixture

@@ -93,12 +93,18 @@ def test_unknown_bos_before_a_sequence_is_named(tokenizer: Any, models: list[Any
         RetrieveLogProb(make_model(tokenizer, seed=1))(batch)
 
 
-def test_prompts_that_all_begin_with_two_bos_are_scored(tokenizer: Any, models: list[Any]) -> None:
+def last_scores(models: list[Any], first: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, TensorDictBase]:
+    """The scores of the last token of two rows with these beginnings, as found and as expected, and the data."""
+    ids = torch.tensor([[*row, 264 + i, 266 + i] for i, row in enumerate(first)])
+    batch = TensorDict.from_dict({"tokens": {"prompt": ids[:, :-1], "full": ids}}, batch_size=[2])
+    want = torch.stack([plain_log_probs(models[0], row) for row in ids])[:, -1]
+    return RetrieveLogProb(models[0])(batch)["log_probs", "full"][:, -1], want, batch
+
+
+def test_prompts_that_all_begin_with_two_bos_are_scored(models: list[Any]) -> None:
     """A template and a tokenizer may each add one BOS. Three are padding."""
-    ids = torch.tensor([[2, 2, 264, 265, 266], [2, 2, 267, 268, 269]])
-    batch = TensorDict.from_dict({"tokens": {"prompt": ids[:, :4], "full": ids}}, batch_size=[2])
-    want = torch.stack([plain_log_probs(models[0], row) for row in ids])[:, 4]
-    assert_near(RetrieveLogProb(models[0])(batch)["log_probs", "full"][:, 4], want, **FORWARD)
+    found, want, batch = last_scores(models, [[2, 2, 264], [2, 2, 267]])
+    assert_near(found, want, **FORWARD)
     batch["tokens", "full"][:, 2] = batch["tokens", "prompt"][:, 2] = 2
     with pytest.raises(ValueError, match="begins with 3 beginning-of-text tokens"):
         RetrieveLogProb(models[0])(batch)
@@ -106,13 +112,8 @@ def test_prompts_that_all_begin_with_two_bos_are_scored(tokenizer: Any, models: 
 
 def test_a_prompt_that_was_cut_on_the_left_lacks_bos(models: list[Any]) -> None:
     """It is scored as it is, with a warning, because a single BOS before only some prompts may be padding."""
-    ids = torch.tensor([[2, 270, 264, 265, 266], [271, 272, 267, 268, 269]])
-    batch = TensorDict.from_dict({"tokens": {"prompt": ids[:, :4], "full": ids}}, batch_size=[2])
-    want = torch.stack([plain_log_probs(models[0], row) for row in ids])[:, 4]
-    with pytest.warns(
-        UserWarning, match="begins with 1 beginning-of-text tokens .id 2., and the fewest of any sequence are 0"
-    ):
-        found = RetrieveLogProb(models[0])(batch)["log_probs", "full"][:, 4]
+    with pytest.warns(UserWarning, match="begins with 1 beginning-of-text tokens .id 2., and the fewest .* are 0"):
+        found, want, _ = last_scores(models, [[2, 270], [271, 272]])
     assert_near(found, want, **FORWARD)
 
 

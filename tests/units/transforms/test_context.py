@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from torchrl.data.llm import History
 
 from closeness import assert_near
-from layouts import LAYOUTS, PROMPTS, RESPONSES, at_responses, tokens
+from layouts import PROMPTS, RESPONSES, at_responses, tokens
 from template_pairs import assistant, user
 from torchrl_llm_kl import AfterPrompt, Entropy, RetrieveKL, RetrieveLogProb, TopK, make_algorithm
 from torchrl_llm_kl.algorithms import ALGORITHMS
@@ -58,7 +58,6 @@ def after(model: nn.Module, prompts: list[list[int]] = CONTEXTS) -> list[Tensor]
     return [log_probs_after(model, *row).detach() for row in zip(prompts, RESPONSES, strict=True)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_ids_of_other_prompts_in_every_layout(layout: str) -> None:
     model = wide()
     found = at_responses(RetrieveLogProb(model, extras=[AfterPrompt(HINT_IDS)])(rollout(layout)), FULL)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import EnvBase
 
@@ -121,10 +120,7 @@ def test_defect_30_every_argument_has_an_effect(lab: Any) -> None:
 
 def first_steps(lab: Any, model: Any, env: EnvBase) -> list[TensorDictBase]:
     """The steps of a collector with this policy."""
-    policy = make_policy(model, lab.tokenizer, pad_output=False)
-    collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=2, total_dialog_turns=2)
-    (batch,) = list(collector)
-    collector.shutdown()
+    (batch,) = lab.batches(env, policy=make_policy(model, lab.tokenizer, pad_output=False))
     return list(steps(batch))
 
 

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack, set_list_to_stack
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
 
@@ -182,7 +182,6 @@ def test_conversations_become_data_through_a_processor(family):
 
 def test_a_history_is_rendered_with_its_images():
     """A transform with a processor renders images. A tokenizer and a context function refuse them."""
-    set_list_to_stack(True).set()
     processor, model = image_processor(FAMILY), model_of()
     chats = [conversation(*colours())[:2], conversation(*colours()[::-1])[:2]]
     contents = [NonTensorStack(*(NonTensorData(message["content"]) for message in chat)) for chat in chats]

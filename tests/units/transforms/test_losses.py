@@ -16,7 +16,7 @@ from torchrl.modules.llm.policies import Text
 from torchrl.objectives.llm import DAPO, DistillationLoss, GRPOLoss, SFTLoss
 
 from closeness import assert_near
-from group_rollouts import of_response, plain_loss, response, scored, without_graph
+from group_rollouts import assert_ratios, of_response, plain_loss, response, scored, without_graph
 from layouts import at_responses, joined, tokens
 from refused import warned
 from template_pairs import assistant, user
@@ -269,28 +269,26 @@ def test_per_token(nested: Moved) -> None:
         close(torch.tensor(values), want[want != 0], atol=1e-5)
 
 
-def test_kl_to_the_reference(nested: Moved) -> None:
-    """torchrl's KL is k3, averaged also over prompts and padding."""
-    theirs = nested.grpo(kl_to_ref_coeff=0.3)(nested.data())
-    ours = PolicyLoss(nested.model, "ppo", terms=[KLToReference(0.3, "k3")])(nested.data())
-    nested.same(theirs.loss_kl_to_ref, ours["loss_kl_to_ref"], nested.slots() / 12)
-    close(ours["kl_to_ref"], nested.slots() / 12 * theirs.kl_to_ref, atol=1e-5)
-
-
-def test_kl_to_the_sampler(nested: Moved) -> None:
-    """``kl_approx`` is k1 and ``kl_to_sampler`` k3 of KL(sampler || policy). ``kl_to_inference`` is k3 of the reverse."""
-    theirs = nested.grpo(kl_to_inference_coeff=0.3)(nested.data())
-    ours = PolicyLoss(nested.model, "ppo", terms=[KLToSampler(0.3, "k3")])(nested.data())
-    nested.same(theirs.loss_kl_to_inference, ours["loss_kl_to_sampler"], nested.slots() / 12)
-    old_less_new = nested.sampled() - torch.cat(without_graph(nested.model, nested.data()))
-    close(nested.slots() / 12 * theirs.kl_approx, old_less_new.mean(), rtol=1e-3, atol=1e-5)
-    close(ours["kl_to_sampler"], ((-old_less_new).exp() - 1 + old_less_new).mean(), rtol=1e-3, atol=1e-5)
-
-
-def test_entropy(nested: Moved) -> None:
-    theirs = nested.grpo(entropy_bonus=True, entropy_coeff=0.2)(nested.data())
-    ours = PolicyLoss(nested.model, "ppo", terms=[EntropyBonus(0.2)])(nested.data())
-    nested.same(theirs.loss_entropy.squeeze(), ours["loss_entropy"])
+@pytest.mark.parametrize(
+    ("settings", "term", "name", "ours"),
+    [
+        ({"kl_to_ref_coeff": 0.3}, KLToReference(0.3, "k3"), "loss_kl_to_ref", "loss_kl_to_ref"),
+        ({"kl_to_inference_coeff": 0.3}, KLToSampler(0.3, "k3"), "loss_kl_to_inference", "loss_kl_to_sampler"),
+        ({"entropy_bonus": True, "entropy_coeff": 0.2}, EntropyBonus(0.2), "loss_entropy", "loss_entropy"),
+    ],
+)
+def test_terms(nested: Moved, settings: Any, term: Any, name: str, ours: str) -> None:
+    """torchrl's KLs are k3, averaged also over prompts and padding. ``kl_approx`` is k1 of KL(sampler || policy)."""
+    theirs = nested.grpo(**settings)(nested.data())
+    found = PolicyLoss(nested.model, "ppo", terms=[term])(nested.data())
+    more = 1.0 if name == "loss_entropy" else nested.slots() / 12
+    nested.same(getattr(theirs, name).squeeze(), found[ours], more)
+    if name == "loss_kl_to_ref":
+        close(found["kl_to_ref"], more * theirs.kl_to_ref, atol=1e-5)
+    if name == "loss_kl_to_inference":
+        old_less_new = nested.sampled() - torch.cat(without_graph(nested.model, nested.data()))
+        close(more * theirs.kl_approx, old_less_new.mean(), rtol=1e-3, atol=1e-5)
+        close(found["kl_to_sampler"], ((-old_less_new).exp() - 1 + old_less_new).mean(), rtol=1e-3, atol=1e-5)
 
 
 def kl_mask(inputs: LossInputs, threshold: float = 0.1) -> Any:
@@ -352,20 +350,20 @@ def test_every_layout_of_a_transformers_wrapper(lab, padded, input_mode, num_sam
     with pytest.warns(UserWarning, match="'response'.* holds exactly 0 for the first generated token"):
         out = PolicyLoss(lab.gen_model)(data)
     assert out["num_tokens"] == count > 0
-    assert_near((out["ratio_min"], out["ratio_max"]), (torch.tensor(1.0), torch.tensor(1.0)), **FORWARD)
+    assert_ratios(out)
 
 
 # ------------------------------------------------------------------ engines' layouts, by hand
 PROMPTS, RESPONSES = [[7, 8, 9], [5]], [[11, 12], [13, 14, 15]]
 WHOLE = [torch.tensor(row) for row in joined(PROMPTS, RESPONSES)]
+ADVANTAGE = torch.tensor([[1.0], [-2.0]])
 
 
 def stored(model: nn.Module, layout: str, where: str, shift: float = SHIFT) -> TensorDictBase:
     """Old log-probs of responses, ``shift`` below the model's. Padding holds the padding token, as in vLLM's wrapper."""
     old = [plain_log_probs(model, row)[len(p) :] - shift for row, p in zip(WHOLE, PROMPTS, strict=True)]
     key = "log_probs__response" if where == "root" else "next__log_probs__response"
-    entries = {key: old, "advantage": torch.tensor([[1.0], [-2.0]])}
-    return tokens(layout, PROMPTS, RESPONSES, fill=151643.0, **entries)
+    return tokens(layout, PROMPTS, RESPONSES, fill=151643.0, advantage=ADVANTAGE, **{key: old})
 
 
 @pytest.mark.parametrize(
@@ -390,13 +388,6 @@ def test_full_wins_over_response(policy_model: nn.Module) -> None:
     assert_near(PolicyLoss(policy_model)(data)["ratio_max"], torch.tensor(1.0), **FORWARD)
 
 
-def test_the_kl_in_the_reward_reads_either_side_of_next(policy_model: nn.Module, ref_model: nn.Module) -> None:
-    found = [KLRewardTransform(ref_model)(stored(policy_model, "lazy", where)) for where in ("root", "next")]
-    for root, below in zip(found[0].unbind(0), found[1].unbind(0), strict=True):
-        assert_close(root["kl_penalty"], below["next", "kl_penalty"])
-        assert root["kl_penalty"].abs().max() > 0.1
-
-
 NO_SCORES = "returned no scores of prompts"
 
 
@@ -405,8 +396,8 @@ def without_prompt_scores(model: nn.Module, layout: str, filled_in: float = 0.0)
     masks = [torch.arange(len(p) + len(r)) >= max(len(p) - 2, 1) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     pairs = zip(WHOLE, PROMPTS, strict=True)
     rows = [plain_log_probs(model, row).where(torch.arange(len(row)) >= len(p), filled_in) for row, p in pairs]
-    entries = {"advantage": torch.tensor([[1.0], [-2.0]]), "masks__all_assistant_mask": masks, "log_probs__full": rows}
-    return tokens(layout, PROMPTS, RESPONSES, **entries)
+    entries = {"masks__all_assistant_mask": masks, "log_probs__full": rows}
+    return tokens(layout, PROMPTS, RESPONSES, advantage=ADVANTAGE, **entries)
 
 
 @pytest.mark.parametrize("filled_in", [0.0, math.nan])
@@ -420,26 +411,20 @@ def test_prompts_without_scores_are_left_out(policy_model, layout, strategy, lef
     out, found = warned(lambda: loss(data), NO_SCORES)
     assert [f"the first {left_out} tokens of prompts" in text for text in found] == [True] * bool(left_out)
     assert out["num_tokens"] == 5
-    assert_near((out["ratio_min"], out["ratio_max"]), (torch.tensor(1.0), torch.tensor(1.0)), **FORWARD)
+    assert_ratios(out)
 
 
 def test_log_probs_of_responses_of_one_token_are_not_those_of_the_prompt(policy_model):
     """The ratio of each response is exp(0.3). A prompt token with the response's log-prob would have another ratio."""
-    rows = [torch.tensor([7, 8, 9, 11]), torch.tensor([5, 6, 13, 14])]
-    masks = [torch.tensor([False, True, False, True])] * 2
-    old = [plain_log_probs(policy_model, row)[3:] - SHIFT for row in rows]
-    entries = {
-        "advantage": torch.tensor([[1.0], [-2.0]]),
-        "masks__all_assistant_mask": masks,
-        "log_probs__response": old,
-    }
-    data = tokens("padded", [row[:3].tolist() for row in rows], [row[3:].tolist() for row in rows], **entries)
+    prompts, responses = [[7, 8, 9], [5, 6, 13]], [[11], [14]]
+    old = [plain_log_probs(policy_model, torch.tensor(row))[3:] - SHIFT for row in joined(prompts, responses)]
+    entries = {"masks__all_assistant_mask": [[False, True, False, True]] * 2, "log_probs__response": old}
+    data = tokens("padded", prompts, responses, advantage=ADVANTAGE, **entries)
     loss = PolicyLoss(policy_model, masking_strategy="generic")
     out, found = warned(lambda: loss(data), NO_SCORES)
     assert ["the first 4 tokens of prompts" in text for text in found] == [True]
     assert out["num_tokens"] == 2
-    ratio = torch.tensor(SHIFT).exp()
-    assert_near((out["ratio_min"], out["ratio_max"]), (ratio, ratio), **FORWARD)
+    assert_ratios(out, math.exp(SHIFT))
     with pytest.raises(ValueError, match=r"'response'\) must have the length of the tokens: sequence 0 has 1 values"):
         PolicyLoss(policy_model, masking_strategy="rlhf")(data)  # which trains on token 1 too
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
-from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs import EnvBase, Transform
+from torchrl.envs import Transform
 
 from closeness import assert_near
 from template_pairs import assistant, user
@@ -117,16 +116,10 @@ def test_defect_07d_chat_env(scored: Scored, name: str) -> None:
     assert scored.check_all(name, rollout) == 9
 
 
-def check_collected(scored: Scored, name: str, env: EnvBase, **policy: Any) -> None:
-    given = policy or {"policy": scored.policy}
-    collector = LLMCollector(env, **given, dialog_turns_per_batch=4, total_dialog_turns=8)
-    assert sum(scored.check_all(name, batch) for batch in collector) == 8
-    collector.shutdown()
-
-
 @in_layouts(True)
 def test_collector(scored: Scored, name: str) -> None:
-    check_collected(scored, name, scored.lab.env(*scored.chain(name), turns=2))
+    env = scored.lab.env(*scored.chain(name), turns=2)
+    assert sum(scored.check_all(name, batch) for batch in scored.lab.batches(env, 4, 8, policy=scored.policy)) == 8
 
 
 @in_layouts(True)
@@ -174,7 +167,8 @@ def test_defect_05_09_from_collector(scored: Scored, given: str) -> None:
     env = scored.lab.env(RetrieveKL("from_collector", ref, coeff=COEFF), turns=2)
     assert env.full_observation_spec["kl_penalty"].shape == (2, -1)
     before = settings()
-    check_collected(scored, "RetrieveKL", env, **{given: policy if given == "policy" else lambda: policy})
+    batches = scored.lab.batches(env, 4, 8, **{given: policy if given == "policy" else lambda: policy})
+    assert sum(scored.check_all("RetrieveKL", batch) for batch in batches) == 8
     assert settings() == before
 
 

@@ -10,7 +10,6 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import nn
 from torch.testing import assert_close
-from torchrl.collectors.llm import LLMCollector
 from transformers import LogitsProcessorList
 
 from closeness import assert_near
@@ -170,8 +169,7 @@ def test_warned_once(lab: Any, ref_model: nn.Module) -> None:
         assert warnings_of_50(partial(build, options=ScoreOptions(Sampling(top_k=50)))) == 0
     # From a collector the policy is known at the first step; a teacher may be followed on any answers.
     env = lab.env(RetrieveKL("from_collector", ref_model))
-    collector = LLMCollector(env, policy=plain, dialog_turns_per_batch=2, total_dialog_turns=4)
-    assert warnings_of_50(lambda: list(collector)) == 1
+    assert warnings_of_50(partial(lab.batches, env, 2, 4, policy=plain)) == 1
     assert warnings_of_50(partial(make_algorithm, "gkd", plain, reference=ref_model)) == 0
     assert warnings_of_50(partial(PolicyLoss, plain, "sft")) == 0  # trains on data that no policy samples
     assert warnings_of_50(partial(make_algorithm, "on_policy_distill", plain, reference=ref_model)) == 1
@@ -182,13 +180,10 @@ def test_a_model_without_a_wrapper_is_compared_with_the_policy_of_the_collector(
     grpo = partial(make_algorithm, "grpo", lab.gen_model, reference=ref_model, group_size=2)
     teacher = make_algorithm("gkd", lab.gen_model, reference=ref_model, top_k=2)
     for parts, expected in ((grpo(), 1), (grpo(options=ScoreOptions(Sampling(top_k=50))), 0), (teacher, 0)):
-        env, plain = lab.env(parts.kl_transform), lab.policy(True)
-        collector = LLMCollector(env, policy=plain, dialog_turns_per_batch=2, total_dialog_turns=4)
-        assert warnings_of_50(lambda collector=collector: list(collector)) == expected
+        assert warnings_of_50(partial(lab.batches, lab.env(parts.kl_transform), 2, 4)) == expected
     warm = lab.policy(True)
     warm.generate_kwargs |= {"top_k": lab.gen_model.config.vocab_size, "temperature": 0.7}
-    collector = LLMCollector(lab.env(grpo().kl_transform), policy=warm, dialog_turns_per_batch=2, total_dialog_turns=4)
-    (text,) = warned(lambda: list(collector), "sampler ")[1]
+    (text,) = warned(partial(lab.batches, lab.env(grpo().kl_transform), 2, 4, policy=warm), "sampler ")[1]
     assert text.startswith("sampler uses temperature=0.7, scorer temperature=1.")
 
 
@@ -208,14 +203,8 @@ def test_a_base_model_on_chatml_is_warned_of(lab: Any) -> None:
         found = warned(partial(warn_of_chatml, policy), "as ChatML")[1]
         assert len(found) == expected, options
     text = "renders the conversations of this policy as ChatML, but '<|im_start|>' is not a token of its tokenizer"
-    transform = RetrieveLogProb(lab.gen_model)
-    collector = LLMCollector(
-        lab.env(transform),
-        policy=make_policy(lab.gen_model, strange, pad_output=True),
-        dialog_turns_per_batch=2,
-        total_dialog_turns=2,
-    )
-    assert text in warned(lambda: list(collector), "as ChatML")[1][0]
+    env, policy = lab.env(RetrieveLogProb(lab.gen_model)), make_policy(lab.gen_model, strange, pad_output=True)
+    assert text in warned(partial(lab.batches, env, policy=policy), "as ChatML")[1][0]
 
 
 def test_settings_follow(ref_model: nn.Module, policy_model: nn.Module) -> None:
@@ -255,10 +244,7 @@ def test_make_algorithm(ref_model: nn.Module, policy_model: nn.Module) -> None:
     two: Any = {"reference": ref_model, "group_size": 2, "options": ScoreOptions(SAMPLING)}
     parts = make_algorithm("grpo", policy_model, **two)
     assert parts.loss.sampling == SAMPLING
-    assert (parts.kl_transform[0].scorer.options.sampling, parts.kl_transform[1].scorer.options.sampling) == (
-        SAMPLING,
-        Sampling(0.8),
-    )
+    assert [part.scorer.options.sampling for part in parts.kl_transform.transforms[:2]] == [SAMPLING, Sampling(0.8)]
     exact = make_algorithm("grpo", policy_model, **two, kl_loss="exact")
     assert exact.loss._scorers.of_reference().options.sampling == Sampling(0.8)
     scorer = LogProbScorer(policy_model, sampling=SAMPLING)
