@@ -43,4 +43,6 @@ from torchrl_llm_kl.datasets._values import (
     check_unicode as check_unicode,
     layout_of as layout_of,
     read_messages as read_messages,
+    row_variables as row_variables,
+    standard_row as standard_row,
 )

@@ -9,13 +9,15 @@ Shapes: ``T`` tokens of a sequence without padding, ``L`` tokens with padding.
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any, Literal, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ class DataError(ValueError):
 
 
 #: Why a row is left out.
-Reason = Literal["malformed", "empty", "no assistant turn", "too long", "template", "equal answers"]
+Reason = Literal["malformed", "empty", "no assistant turn", "too long", "template", "equal answers", "not written"]
 
 
 class RowError(DataError):
@@ -65,21 +67,118 @@ def is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
+#: Roles of the ShareGPT format.
+_SHAREGPT = {
+    **{"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "model": "assistant"},
+    **{"observation": "tool", "function_response": "tool", "function_call": "assistant"},
+}
+#: Keys of a message that say whether it is trained, in OpenAI's, axolotl's, TRL's and other formats.
+TRAINED = ("weight", "loss", "trainable", "loss_mask", "train", "train_on_turn")
+
+
 def read_messages(value: object, name: str) -> list[Message]:
-    """Read the messages in column ``name``. Drops fields that are None, since Parquet fills missing fields with None.
+    """Read the messages in column ``name``: dicts with ``role`` and ``content``, or in the ShareGPT format.
+
+    Fields that are None are dropped at every depth, since Parquet fills missing fields with None. JSON text is parsed.
 
     Raises:
         RowError: if the value is not a list of messages.
     """
     if is_history(value):
         return history_to_messages(value)
-    value = as_list(value)
+    value = from_json(as_list(value))
     if not is_list(value):
         raise RowError(f"has `{name}` of {type(value).__name__}, expected a list of messages")
-    for message in value:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RowError(f"has {message!r:.60} in `{name}`, expected an object with `role` and `content`")
-    return [{key: item for key, item in message.items() if item is not None} for message in value]
+    return [_read_message(message, name) for message in value]
+
+
+def _read_message(message: object, name: str) -> Message:
+    if isinstance(message, Mapping) and isinstance(message.get("from"), str) and "role" not in message:
+        kind = str(message["from"])
+        others = {key: item for key, item in message.items() if key not in ("from", "value")}
+        message = {"role": _SHAREGPT.get(kind, kind), "content": message.get("value"), **others}
+        if kind == "function_call":
+            call = from_json(message["content"])
+            message |= {"content": "", "tool_calls": [{"type": "function", "function": call}]}
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RowError(f"has {message!r:.60} in `{name}`, expected an object with `role` and `content`")
+    return without_nulls(message)
+
+
+def is_trained(message: Message) -> bool:
+    """Whether a message is trained, according to its own keys.
+
+    Raises:
+        RowError: if one of the keys holds another value than 0, 1, False or True.
+    """
+    for key in TRAINED:
+        if message.get(key, 1) not in (0, 1):
+            raise RowError(f"has the {key} {message[key]!r} in a message, expected 0 or 1")
+    return all(message.get(key, 1) for key in TRAINED)
+
+
+def without_nulls(value: Any) -> Any:
+    """Remove dict items that are None, at every depth.
+
+    Example:
+        >>> without_nulls({"city": "Oslo", "unit": None, "more": [{"a": None, "b": 1}]})
+        {'city': 'Oslo', 'more': [{'b': 1}]}
+    """
+    if isinstance(value, np.ndarray) and value.dtype == object:  # a list in pandas. Images are arrays of numbers.
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if is_list(value) else value
+
+
+def from_json(value: object) -> object:
+    """Parse JSON text of a list or an object. Any other value is returned unchanged.
+
+    Example:
+        >>> from_json('[{"role": "user"}]'), from_json("[draft]")
+        ([{'role': 'user'}], '[draft]')
+    """
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def row_variables(row: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The template variables of a row: its columns with one of the ``names``, and its ``chat_template_kwargs``.
+
+    Example:
+        >>> row_variables({"enable_thinking": False, "level": 3, "chat_template_kwargs": {"x": 1}}, {"enable_thinking"})
+        {'enable_thinking': False, 'x': 1}
+    """
+    given = {name: row[name] for name in names if row.get(name) is not None}
+    for column in ("chat_template_kwargs", "template_kwargs"):
+        own = from_json(row.get(column))
+        given |= without_nulls(own) if isinstance(own, Mapping) else {}
+    return given
+
+
+def standard_row(value: object) -> Mapping[str, Any]:
+    r"""A row with this package's column names: ``messages`` for ShareGPT, ``prompt`` and ``completion`` for Alpaca.
+
+    A text or a bare conversation becomes ``messages``. The ``tools`` column is parsed if it is JSON text.
+
+    Example:
+        >>> standard_row({"instruction": "Add.", "input": "1 + 1", "output": "2"})
+        {'prompt': 'Add.\n\n1 + 1', 'completion': '2'}
+    """
+    if not isinstance(value, Mapping):
+        return {"messages": value}
+    row = dict(value)
+    for name in ("conversations", "conversation"):
+        if row.get("messages") is None and row.get(name) is not None:
+            row["messages"] = row.pop(name)
+    if isinstance(row.get("instruction"), str) and row.get("output") is not None:
+        asked = [row.pop("instruction"), row.pop("input", None)]
+        row |= {"prompt": "\n\n".join(filter(None, asked)), "completion": row.pop("output")}
+    if row.get("tools") is not None:
+        row["tools"] = without_nulls(from_json(row["tools"])) or None
+    return row
 
 
 def check_unicode(text: str) -> None:
@@ -291,8 +390,7 @@ def layout_of(value: object) -> Layout:
         >>> layout_of({"prompt": "2 + 2 =", "completion": " 4"})
         'completion'
     """
-    if not isinstance(value, Mapping):  # a bare conversation
-        return "messages"
+    value = standard_row(value)
     has = {key for key, item in value.items() if item is not None}  # Parquet fills missing columns with None
     if "chosen" in has and "rejected" in has:
         return "preference"
