@@ -47,7 +47,9 @@ def lost_texts(chat: Renderings, trace: Trace, spans: Sequence[Span], owners: Se
         for field in (*SPOKEN, "tool_calls"):
             if field not in marking.fields and any(text not in chat.text for text in _strings(message.get(field))):
                 lost[index, _kind(field)] = "does not write"
-    out = [LostText(index, field, f"{problem} its {field}") for (index, field), problem in lost.items()]
+    out = [
+        LostText(index, field, f"{problem} the {field.replace('_', ' ')}") for (index, field), problem in lost.items()
+    ]
     return (*out, *_second_thoughts(chat, spans, owners))
 
 
@@ -58,7 +60,7 @@ def _second_thoughts(chat: Renderings, spans: Sequence[Span], owners: Sequence[i
         message = chat.messages[owner]
         own = "".join(_strings(message.get("content"))).count(_END_OF_THOUGHT)
         if message.get("role") == ASSISTANT and own and chat.text.count(_END_OF_THOUGHT, start, end) > own:
-            out.append(LostText(owner, "reasoning", f"adds a second {_END_OF_THOUGHT} to its content"))
+            out.append(LostText(owner, "reasoning", f"adds a second {_END_OF_THOUGHT} to the content"))
     return out
 
 

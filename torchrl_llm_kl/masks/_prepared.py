@@ -28,7 +28,7 @@ def prepared(renderer: Renderer, messages: Sequence[Message]) -> list[Message]:
     """Messages in the form that the template reads.
 
     Arguments of calls become a dict, or JSON text if the template needs it. Lists of text parts are joined if the template
-    reads text. An empty list of calls is removed.
+    reads text, and text becomes a part if it reads only parts. An empty list of calls is removed.
     """
     return [_prepared(renderer, message) for message in messages]
 
@@ -38,6 +38,8 @@ def _prepared(renderer: Renderer, message: Message) -> Message:
     out = dict(message)
     if isinstance(content, (list, tuple)) and all(map(_is_text, content)) and _probe(renderer, "text"):
         out["content"] = "".join(part["text"] for part in content)
+    elif isinstance(content, str) and content and not _probe(renderer, "text") and _probe(renderer, "parts"):
+        out["content"] = [{"type": "text", "text": content}]
     if isinstance(calls, (list, tuple)) and calls:
         as_json = not _probe(renderer, "dict") and _probe(renderer, "json")
         out["tool_calls"] = [_with_arguments(call, as_json=as_json) for call in calls]
@@ -50,7 +52,7 @@ def _prepared(renderer: Renderer, message: Message) -> Message:
 _NAME, _VALUE = "k7351", "v7351"
 
 
-def _probe(renderer: Renderer, form: Literal["text", "dict", "json"]) -> bool:
+def _probe(renderer: Renderer, form: Literal["text", "parts", "dict", "json"]) -> bool:
     """Whether the template writes a content that is text, or arguments of a call in one form."""
     known = _probes(renderer.identity)
     if form not in known:
@@ -65,9 +67,8 @@ def _probes(template: tuple[str, str]) -> dict[str, bool]:
 
 
 def _probe_messages(form: str) -> Iterator[list[Message]]:
-    question: Message = {"role": "user", "content": _VALUE}
-    if form == "text":
-        yield [question]
+    if form in ("text", "parts"):
+        yield [{"role": "user", "content": _VALUE if form == "text" else [{"type": "text", "text": _VALUE}]}]
         return
     arguments = {_NAME: _VALUE}
     call = _call("f", json.dumps(arguments) if form == "json" else arguments)
@@ -85,7 +86,7 @@ def _writes(renderer: Renderer, form: str, messages: Sequence[Message]) -> bool:
     except Exception:  # a template can raise any error
         return False
     quoted_twice, python = f'\\"{_NAME}', f"'{_NAME}'"
-    return (_VALUE if form == "text" else _NAME) in text and quoted_twice not in text and python not in text
+    return (_VALUE if form in ("text", "parts") else _NAME) in text and quoted_twice not in text and python not in text
 
 
 def _call(name: str, arguments: object) -> dict[str, object]:
