@@ -26,6 +26,11 @@ from countdown.task import Problem, all_problems, split_problems
 from torchrl_llm_kl.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
+#: How to go on after the demo.
+NEXT = """
+Your own prompts and reward, in the same way:
+  .venv/bin/torchrl-llm-kl train --example > config.yaml    # every setting with its meaning; docs/start.md walks through it
+  .venv/bin/torchrl-llm-kl train config.yaml"""
 
 
 def prepare(folder: Path, *, steps: int = WARMUP_STEPS, seed: int = 0) -> None:
@@ -62,4 +67,7 @@ if __name__ == "__main__":
     os.chdir(ROOT)  # the paths in countdown.yaml are relative to it
     if "--help" not in sys.argv:
         prepare(Path("runs/countdown"))
-    sys.exit(main(["train", "tutorials/countdown.yaml", *sys.argv[1:]]))
+    code = main(["train", "tutorials/countdown.yaml", *sys.argv[1:]])
+    if code == 0 and "--help" not in sys.argv:
+        print(NEXT)
+    sys.exit(code)

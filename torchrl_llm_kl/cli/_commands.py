@@ -19,10 +19,15 @@ from torchrl_llm_kl.cli._console import (
     INTERRUPTED,
     PROGRAM,
     AsJson,
+    ColumnNames,
     CommandError,
     Group,
+    MinP,
     ScoreArguments,
     Temperature,
+    TopK,
+    TopP,
+    column_names,
     console,
     print_json,
     print_table,
@@ -39,7 +44,11 @@ app = typer.Typer(
 )
 
 Batch = Annotated[
-    Path, typer.Argument(help="A batch of rollouts: a file of save_batch or torch.save, or a folder of td.save.")
+    Path,
+    typer.Argument(
+        help="Rollouts: a JSONL, JSON or Parquet file of any framework, a file of save_batch or torch.save, or a folder of "
+        "td.save."
+    ),
 ]
 Trust = Annotated[
     bool,
@@ -129,18 +138,24 @@ def check(
     reference: Annotated[str | None, typer.Option(help="The reference model.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="The tokenizer. Adds checks of text and masks.")] = None,
     temperature: Temperature = 1.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    column: ColumnNames = None,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Look for faults in a batch of rollouts. Exits with 1 if there is one."""
+    """Look for faults in a batch of rollouts. Exits with 1 if there is one, and with 4 if nothing was compared."""
     from torchrl_llm_kl.datasets import load_batch
     from torchrl_llm_kl.diagnostics import diagnose
+    from torchrl_llm_kl.scoring import Sampling
     from torchrl_llm_kl.training import load_model, load_tokenizer
 
-    td = load_batch(batch, trust=trust)
-    own, other = (None if name is None else load_model(name) for name in (policy, reference))
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     words = None if tokenizer is None else load_tokenizer(tokenizer)
-    diagnosis = diagnose(td, policy=own, reference=other, tokenizer=words, temperature=temperature)
+    td = load_batch(batch, words, columns=column_names(column), trust=trust)
+    own, other = (None if name is None else load_model(name) for name in (policy, reference))
+    diagnosis = diagnose(td, policy=own, reference=other, tokenizer=words, sampling=sampling)
     out = console()
     if as_json:
         print_json(diagnosis.to_dict())
@@ -148,8 +163,8 @@ def check(
         out.print(diagnosis)
     else:
         print(diagnosis)
-    if diagnosis.exit_code:  # 0 if all findings are notes
-        raise typer.Exit(FOUND)
+    if diagnosis.exit_code:
+        raise typer.Exit(diagnosis.exit_code)
 
 
 @app.command()
@@ -163,20 +178,27 @@ def inspect(
         str | None, typer.Option(help="The reference model. Adds its log-probs and the exact KL.")
     ] = None,
     temperature: Temperature = 1.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    column: ColumnNames = None,
     trust: Trust = False,
 ) -> None:
     """Show the tokens of a batch with their log-probs, KL, advantage and mask."""
     from torchrl_llm_kl.datasets import load_batch
     from torchrl_llm_kl.diagnostics import Reading, inspect_tokens
+    from torchrl_llm_kl.scoring import Sampling
     from torchrl_llm_kl.training import load_model, load_tokenizer
 
     if html is not None and not html.parent.is_dir():
         raise CommandError(f"there is no folder {html.parent} for {html.name}. Please create it first.")
-    td = load_batch(batch, trust=trust)
-    beside = None if other is None else load_batch(other, trust=trust)
+    words, columns = load_tokenizer(tokenizer), column_names(column)
+    td = load_batch(batch, words, columns=columns, trust=trust)
+    beside = None if other is None else load_batch(other, words, columns=columns, trust=trust)
     own, known = (None if name is None else load_model(name) for name in (policy, reference))
-    reading: Reading = {"policy": own, "reference": known, "temperature": temperature}
-    page = inspect_tokens(td, load_tokenizer(tokenizer), html=html, other=beside, **reading)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    reading: Reading = {"policy": own, "reference": known, "sampling": sampling}
+    page = inspect_tokens(td, words, html=html, other=beside, **reading)
     if html is not None:
         print(f"wrote {html}")
     else:
@@ -235,6 +257,14 @@ def run_training(
     if result.final is not None:
         print_table(["", ""], [[label, figure] for label, figure in result.figures.items()])
         print(f"wrote {result.final}, the weights after step {result.chosen}")
+        shown = {
+            "curves.png": "the run's curves",
+            "rollouts.html": "answers, token by token",
+            "final/README.md": "the card",
+        }
+        for name, content in shown.items():
+            if (path := result.final.parent / name).exists():
+                print(f"see {path}: {content}")
     if result.outcome != "finished":
         raise typer.Exit(INTERRUPTED if result.outcome == "interrupted" else FOUND)
 

@@ -13,11 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, TypeVar, cast
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.scoring import Sampling
 
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -26,7 +29,8 @@ PROGRAM = "torchrl-llm-kl"
 FOUND, WRONG_INPUT, CRASHED, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
 EXIT_CODES = (
     "Exit codes: 0 success, 1 a check found something (or nothing could be scored), 2 an option or an input is wrong, "
-    "3 an unexpected error, 130 interrupted, 141 the reader of the output is gone."
+    "3 an unexpected error, 4 a check found nothing but could not compare sampler and policy, 130 interrupted, "
+    "141 the reader of the output is gone."
 )
 #: The base class of typer's usage errors. It is click's class, or typer's own copy in newer releases.
 OptionError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
@@ -64,6 +68,14 @@ class Group(TyperGroup):
         if standalone_mode:
             sys.exit(code)
         return code
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command with this name. Its help shows flags without a type."""
+        command = super().get_command(ctx, cmd_name)
+        for option in () if command is None else command.get_params(ctx):
+            if vars(option).get("is_flag"):
+                option.metavar = ""  # newer releases of typer would show <bool>
+        return command
 
     def invoke(self, ctx: Any) -> object:
         """Run a command, printing each warning and error as one line."""
@@ -132,6 +144,31 @@ def _hush() -> None:
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Temperature = Annotated[float, typer.Option(help="The sampler's temperature: divides the logits.")]
+TopK = Annotated[int, typer.Option(min=0, help="The sampler's top-k. 0 keeps all tokens.")]
+TopP = Annotated[float, typer.Option(help="The sampler's top-p. 1 keeps all tokens.")]
+MinP = Annotated[float, typer.Option(help="The sampler's min-p. 0 keeps all tokens.")]
+ColumnNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--column", metavar="ROLE=NAME", help="The column of a role, such as response=answer_ids. Repeatable."
+    ),
+]
+
+
+def column_names(given: Sequence[str] | None) -> dict[str, str]:
+    """Read ``--column`` options.
+
+    Example:
+        >>> column_names(["response=answer_ids"])
+        {'response': 'answer_ids'}
+    """
+    names = {}
+    for item in given or ():
+        role, equals, name = item.partition("=")
+        if not equals or not role or not name:
+            raise CommandError(f"--column takes ROLE=NAME, got {item!r}.")
+        names[role] = name
+    return names
 
 
 @dataclass(frozen=True)
@@ -141,7 +178,9 @@ class ScoreArguments:
     model: Annotated[str, typer.Argument(help="The model: a folder, or a name on the hub.")]
     data: Annotated[
         Path,
-        typer.Argument(help="JSONL or Parquet: conversations, prompts and completions, preferences, or token ids."),
+        typer.Argument(
+            help="JSONL, JSON or Parquet: conversations, prompts and completions, preferences, or rollouts of any framework."
+        ),
     ]
     reference: Annotated[str | None, typer.Option(help="The model to compare with.")] = None
     estimator: Annotated[
@@ -152,6 +191,9 @@ class ScoreArguments:
         ),
     ] = None
     temperature: Temperature = 1.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
     out: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="Write a JSON line for each answer. Replaces an earlier file."),
@@ -189,6 +231,13 @@ class ScoreArguments:
         str | None, typer.Option(help="For example cuda:1. Default: the accelerator, if there is one.")
     ] = None
     as_json: AsJson = False
+
+    @property
+    def sampling(self) -> Sampling:
+        """The sampler's settings."""
+        from torchrl_llm_kl.scoring import Sampling  # imports torch, which takes seconds
+
+        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
     @property
     def estimators(self) -> tuple[str, ...]:

@@ -161,8 +161,10 @@ class FileScorer:
         self.models = [load_model(name, dtype=options.dtype, device=options.device) for name in names]
         self.batch_tokens = options.batch_tokens or (1024 if self.models[0].device.type == "cpu" else 16384)
         # Rows of a file do not continue each other, so a cache between batches (memory=) would only cost memory.
-        make = partial(LogProbScorer, temperature=options.temperature, tokens_per_batch=self.batch_tokens, memory=0)
-        self.scorers = [make(model) for model in self.models]
+        make = partial(LogProbScorer, tokens_per_batch=self.batch_tokens, memory=0)
+        sampling = options.sampling
+        settings = (sampling, sampling.of_reference)  # truncation applies to the sampler only
+        self.scorers = [make(model, sampling=each) for model, each in zip(self.models, settings, strict=False)]
         check_vocabularies(self.models[0], self.models[-1])
         sizes = [vocab_size(model) for model in self.models]
         self.estimators = self._estimators(sizes)
@@ -243,7 +245,7 @@ class FileScorer:
         weights = [RememberedModel(model, store).weights() for model in self.models]
         of = {"log_prob": weights[:1], "ref_log_prob": weights[1:]}
         of |= {"kl": weights} if "exact" in self.estimators else {}
-        about = {name: f"{name} {self.options.temperature} {own}" for name, own in of.items() if own}
+        about = {name: f"{name} {self.options.sampling} {own}" for name, own in of.items() if own}
         return {name: blake2b(text.encode(), digest_size=32).digest() for name, text in about.items()}
 
     def _computed(self, request: ScoreRequest, rows: str) -> Scores:

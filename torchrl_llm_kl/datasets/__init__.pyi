@@ -14,10 +14,11 @@ from torchrl_llm_kl.datasets._encoding import (
     Skip as Skip,
     Skipped as Skipped,
 )
+from torchrl_llm_kl.datasets._rollouts import (
+    from_rollouts as from_rollouts,
+)
 from torchrl_llm_kl.datasets._rows import (
-    DataError as DataError,
     DataSource as DataSource,
-    Layout as Layout,
     Row as Row,
     Rows as Rows,
     read_rows as read_rows,
@@ -26,14 +27,22 @@ from torchrl_llm_kl.datasets._saved import (
     load_batch as load_batch,
     save_batch as save_batch,
 )
+from torchrl_llm_kl.datasets._values import (
+    DataError as DataError,
+    Layout as Layout,
+)
 
 # isort: split
 # For the layers above, not public:
 from torchrl_llm_kl.datasets._rows import (
     FileRows as FileRows,
+)
+from torchrl_llm_kl.datasets._values import (
     RowError as RowError,
     as_list as as_list,
     check_unicode as check_unicode,
     layout_of as layout_of,
     read_messages as read_messages,
+    row_variables as row_variables,
+    standard_row as standard_row,
 )

@@ -16,7 +16,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from torchrl_llm_kl.datasets._encoding import Answer, Encoder, EncodingArgs, Skip, Skipped
-from torchrl_llm_kl.datasets._rows import DataError, DataSource, Layout, Row, read_rows
+from torchrl_llm_kl.datasets._rows import DataSource, Row, read_rows
+from torchrl_llm_kl.datasets._values import DataError, Layout
 from torchrl_llm_kl.masks import Tokenizer
 
 _Columns = dict[str, list[Tensor | NonTensorData]]
@@ -53,8 +54,8 @@ def from_conversations(
         on_skip: how to report rows that cannot be used, and rows that ``too_long="cut"`` shortens. ``"warn"`` reports their
             number, reasons and first places. ``"raise"`` raises at the first unusable row. A function is called once with the
             :class:`Skipped`, even if no row was skipped.
-        encoding: options of :class:`Encoder`, such as ``turns="last"`` (train only the assistant's last turn),
-            ``max_length``, ``too_long``, ``system_prompt`` and ``tools``.
+        encoding: options of :class:`Encoder`, such as ``turns="last"`` (train only the assistant's last turn) or ``"each"``
+            (one row for each turn), ``strict``, ``max_length``, ``too_long``, ``system_prompt`` and ``tools``.
 
     Returns:
         A lazy stack ``[N]``. Each row has these entries, unpadded:
@@ -97,7 +98,7 @@ def from_conversations(
     """
     encoder = Encoder("messages", tokenizer, **encoding)
     stack, metadata = _encode_rows(data, encoder, on_skip, messages=messages_key)
-    return _stack([answer for (answer,) in stack], metadata)
+    return _stack_rows(stack, metadata)
 
 
 def from_completions(
@@ -106,6 +107,7 @@ def from_completions(
     *,
     prompt_key: str = "prompt",
     completion_key: str = "completion",
+    label_key: str = "label",
     on_skip: OnSkip = "warn",
     **encoding: Unpack[EncodingArgs],
 ) -> LazyStackedTensorDict:
@@ -121,6 +123,8 @@ def from_completions(
     Keyword Args:
         prompt_key: the column that holds the prompt.
         completion_key: the column that holds the completion.
+        label_key: a column of booleans that says whether the completion is a good one, as KTO's data has it. It becomes the
+            entry ``"chosen"``.
         on_skip: how to report rows that cannot be used. See :func:`from_conversations`.
         encoding: options of :class:`Encoder`, such as ``as_chat``, ``max_length`` and ``system_prompt``.
 
@@ -143,8 +147,14 @@ def from_completions(
     """
     encoding.setdefault("add_eos", True)  # training must show where an answer ends
     encoder = Encoder("completion", tokenizer, **encoding)
-    stack, metadata = _encode_rows(data, encoder, on_skip, prompt=prompt_key, completion=completion_key)
-    return _stack([answer for (answer,) in stack], metadata)
+    stack, columns = _encode_rows(data, encoder, on_skip, prompt=prompt_key, completion=completion_key)
+    rows = _stack_rows(stack, columns)
+    labels = columns.get(label_key, [])
+    if labels and all(isinstance(label, Tensor) and label.dtype == torch.bool for label in labels):
+        per_row = [label for label, answers in zip(labels, stack, strict=True) for _ in answers]
+        for row, label in zip(rows.tensordicts, per_row, strict=True):
+            row.set("chosen", label)
+    return rows
 
 
 def from_pairs(
@@ -245,27 +255,37 @@ def _encode_rows(
         encoded = encoder.encode(row)
         answers = [item for item in encoded if isinstance(item, Answer)]
         skips = [item for item in encoded if isinstance(item, Skip)]
-        if len(answers) == 2 and torch.equal(answers[0].tokens, answers[1].tokens):
+        if encoder.layout == "preference" and len(answers) == 2 and torch.equal(answers[0].tokens, answers[1].tokens):
             skips = [Skip(row.index, "", row.place, "equal answers", "both answers have the same tokens")]
         for skip in skips[:1]:
             if on_skip == "raise":
                 raise DataError(f"{skip.where} of {rows.name}, {skip.reason}: {skip.detail.rstrip('.')}.")
             skipped.add(skip)
-        if not skips:
+        if answers and (not skips or encoder.turns == "each"):
             skipped.cut += sum(answer.cut for answer in answers)
+            skipped.notes.update(note for answer in answers for note in answer.notes)
             usable.append(answers)
             values.append(row.value if isinstance(row.value, Mapping) else {})
     if not usable:
         raise DataError(f"no row of {rows.name} can be used:\n{skipped}")
     if callable(on_skip):
         on_skip(skipped)
-    elif skipped.total or skipped.cut:
+    elif skipped.total or skipped.cut or skipped.notes:
         warnings.warn(SkippedRowsWarning(rows.name, skipped), stacklevel=3)  # names the caller's line
     names = dict.fromkeys(name for value in values for name in value if name not in _COLUMNS[encoder.layout])
-    return usable, {str(name): _column([value.get(name) for value in values]) for name in names}
+    return usable, {str(name): as_column([value.get(name) for value in values]) for name in names}
 
 
 # ------------------------------------------------------------------ TensorDicts
+
+
+def _stack_rows(stack: Sequence[Sequence[Answer]], columns: _Columns) -> LazyStackedTensorDict:
+    """Stack all answers of all rows, each with the metadata of its row."""
+    repeated = {
+        name: [item for item, answers in zip(column, stack, strict=True) for _ in answers]
+        for name, column in columns.items()
+    }
+    return _stack([answer for answers in stack for answer in answers], repeated)
 
 
 def _stack(answers: Sequence[Answer], columns: _Columns) -> LazyStackedTensorDict:
@@ -281,7 +301,7 @@ def _row_of(answer: Answer, metadata: Mapping[str, object]) -> TensorDictBase:
     return TensorDict({name: TensorDict(dict(held)) for name, held in entries.items() if held})
 
 
-def _column(values: Sequence[Any]) -> list[Tensor | NonTensorData]:
+def as_column(values: Sequence[Any]) -> list[Tensor | NonTensorData]:
     """One entry per row. The entries are tensors if all values are numbers, or all are booleans."""
     kinds = {type(value) for value in values}
     # Larger integers do not fit in int64 and stay Python values.

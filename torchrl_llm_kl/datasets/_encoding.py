@@ -8,36 +8,39 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_choice, check_range
-from torchrl_llm_kl.datasets._rows import (
-    MASKS,
-    TOKENS,
+from torchrl_llm_kl.datasets._rows import Row
+from torchrl_llm_kl.datasets._values import (
+    TRAINED,
     Layout,
     Reason,
-    Row,
+    RowColumns,
     RowError,
-    as_list,
     check_unicode,
+    is_trained,
     layout_of,
     read_messages,
+    row_variables,
+    standard_row,
 )
 from torchrl_llm_kl.masks import (
+    ASSISTANT,
+    LostText,
     Message,
     MissingChatTemplateError,
     TemplateArgs,
     encode_images,
     encode_with_mask,
     is_processor,
-    mask_from_prompt_lengths,
     render_conversation,
     split_images,
+    template_variables,
 )
 
 
@@ -48,6 +51,7 @@ class _Encoded(NamedTuple):
     mask: Tensor
     assistant: Tensor
     images: Mapping[str, Tensor] = {}
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +66,7 @@ class Answer:
         assistant: True at all tokens of the assistant, including those in the prompt, bool ``[T]``, False at the first token.
         cut: whether tokens at its end were cut off.
         images: the processor's tensors for its images, by name.
+        notes: what the encoding lost or changed, such as reasoning that the template does not write.
     """
 
     index: int
@@ -71,6 +76,7 @@ class Answer:
     assistant: Tensor
     cut: bool = False
     images: Mapping[str, Tensor] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,10 @@ class Skip:
         return f"{self.place} ({self.part})" if self.part else self.place
 
 
+#: Which assistant turns are trained.
+Turns = Literal["all", "last", "each"]
+
+
 class EncodingArgs(TypedDict, total=False):
     """Encoding options: the arguments of :class:`Encoder` other than layout and tokenizer."""
 
@@ -105,7 +115,8 @@ class EncodingArgs(TypedDict, total=False):
     vocab_size: int | None
     as_chat: bool
     add_eos: bool
-    turns: Literal["all", "last"]
+    turns: Turns
+    strict: bool
     system_prompt: str | None
     tools: Sequence[object] | None
     chat_template: str | None
@@ -129,11 +140,16 @@ class Encoder:
             response token before the cut, or if it has images.
         as_chat: whether prompt and answer texts become a user message and an assistant message.
         add_eos: whether an answer text ends with the tokenizer's end-of-sequence token.
-        turns: score ``"all"`` assistant turns after the prompt, or only the ``"last"`` one.
-        system_prompt: a system message for conversations that do not begin with one.
+        turns: score ``"all"`` assistant turns after the prompt, or only the ``"last"`` one. ``"each"`` gives one sequence for
+            each assistant turn, which ends with this turn and is scored there. Templates that drop the reasoning of earlier
+            turns then write all reasoning once. A turn is left out if its message has a false ``weight``, ``loss``,
+            ``trainable``, ``loss_mask``, ``train`` or ``train_on_turn``.
+        strict: skip rows with a text that the template does not write. By default they are used, and counted as notes.
+        system_prompt: a system message for conversations that do not begin with one. A row's ``system`` column replaces it.
         tools: tools for the template, for rows without a ``tools`` column.
         chat_template: replaces the tokenizer's template.
-        template_kwargs: further variables of the template, such as ``{"enable_thinking": False}``.
+        template_kwargs: further variables of the template, such as ``{"enable_thinking": False}``. A row's
+            ``chat_template_kwargs``, and its columns with the name of a variable of the template, replace them.
 
     Example:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -156,7 +172,8 @@ class Encoder:
     too_long: Literal["skip", "cut"] = "skip"
     as_chat: bool = False
     add_eos: bool = False
-    turns: Literal["all", "last"] = "all"
+    turns: Turns = "all"
+    strict: bool = False
     system_prompt: str | None = None
     tools: Sequence[object] | None = None
     chat_template: str | None = None
@@ -168,17 +185,30 @@ class Encoder:
             self._processor, self.tokenizer = self.tokenizer, self.tokenizer.tokenizer
             self.chat_template = self.chat_template or self._processor.chat_template
         check_choice(("skip", "cut"), too_long=self.too_long)
-        check_choice(("all", "last"), turns=self.turns)
+        check_choice(get_args(Turns), turns=self.turns)
+        if self.turns == "each" and self.layout == "preference":
+            raise ValueError('turns="each" has no meaning for pairs: pass turns="all" or turns="last".')
         check_range(2, max_length=2 if self.max_length is None else self.max_length)
         if self.add_eos and self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no eos_token to end an answer with: set it, or pass add_eos=False.")
 
     def encode(self, row: Row) -> list[Answer | Skip]:
-        """Encode a row: two answers for a preference, one for all other layouts."""
-        parts = ("chosen", "rejected") if self.layout == "preference" else ("",)
-        return [self._part(row, part) for part in parts]
+        """Encode a row: two answers for a preference, one for each assistant turn with ``turns="each"``, else one."""
+        if self.layout == "preference":
+            return [self._part(row, "chosen"), self._part(row, "rejected")]
+        if self.turns != "each":
+            return [self._part(row, "")]
+        try:
+            value = standard_row(row.value)
+            answer = self._messages(value, "")[1]
+            places = [i for i, message in enumerate(answer) if message["role"] == ASSISTANT and is_trained(message)]
+        except RowError:  # the row has no messages, or cannot be used
+            places = []
+        return [self._part(row, "", until=place + 1) for place in places] or [self._part(row, "")]
 
-    def _part(self, row: Row, part: str) -> Answer | Skip:
+    def _part(self, row: Row, part: str, until: int | None = None) -> Answer | Skip:
+        """Encode one answer of a row. With ``until``, only the first messages of the answer, scored at the last one."""
+
         def skip(reason: Reason, detail: str) -> Skip:
             return Skip(row.index, part, row.place, reason, detail)
 
@@ -188,8 +218,9 @@ class Encoder:
             layout = layout_of(row.value)
             if layout != self.layout:
                 raise RowError(f"holds {layout}, expected {self.layout}")
-            value = row.value if isinstance(row.value, Mapping) else {"messages": row.value}
-            tokens, mask, assistant, images = self._tokens(value, part)
+            tokens, mask, assistant, images, notes = self._tokens(standard_row(row.value), part, until)
+            if notes and self.strict:
+                raise RowError("; ".join(notes), "not written")
         except RowError as error:
             return skip(error.reason, str(error))
         if self.vocab_size is not None and len(tokens) and int(tokens.max()) >= self.vocab_size:
@@ -203,73 +234,102 @@ class Encoder:
             tokens, mask, assistant = tokens[:most], mask[:most], assistant[:most]
         if not mask.any():
             return skip("empty", "no token to score")
-        return Answer(row.index, part, tokens, mask, assistant, cut, images)
+        return Answer(row.index, part, tokens, mask, assistant, cut, images, notes)
 
-    def _tokens(self, value: Mapping[str, object], part: str) -> _Encoded:
+    def _tokens(self, value: Mapping[str, Any], part: str, until: int | None) -> _Encoded:
         """Tokenise one answer of a row, with its prompt."""
+        own = RowColumns(value)
         if self.layout == "tokens":
-            ids, mask = _of_ids(value)
+            ids, places = own.ids()
+            mask = places.mask[places.keep]
             return _Encoded(ids, mask, mask)
+        prompt, answer = (
+            value.get("prompt", own.values.get("prompt")),
+            value.get(part) if part else own.values.get("response"),
+        )
+        if self.layout != "messages" and isinstance(answer, str) and isinstance(prompt, str) and not self.as_chat:
+            if not answer:
+                raise RowError("no text to score", "empty")
+            return self._of_text(prompt, answer)
+        before, messages = self._messages(value, part)
+        return self._of_messages(before, messages[:until], value, last=until is not None)
+
+    def _messages(self, value: Mapping[str, Any], part: str) -> tuple[list[Message], list[Message]]:
+        """The messages of the prompt and of the answer."""
         if self.layout == "messages":
-            return self._of_messages([], read_messages(value["messages"], "messages"), value)
-        name = part or "completion"
-        prompt, answer = value.get("prompt"), value[name]
+            return [], read_messages(value["messages"], "messages")
+        own = RowColumns(value)
+        name = part or own.names["response"]
+        prompt, answer = value.get("prompt", own.values.get("prompt")), value[name]
         if isinstance(answer, str) and isinstance(prompt, str):
             if not answer:
                 raise RowError("no text to score", "empty")
-            if self.as_chat:
-                asked: list[Message] = [{"role": "user", "content": prompt}] if prompt else []
-                return self._of_messages(asked, [{"role": "assistant", "content": answer}], value)
-            return self._of_text(prompt, answer)
+            asked: list[Message] = [{"role": "user", "content": prompt}] if prompt else []
+            return asked, [{"role": ASSISTANT, "content": answer}]
         answer = read_messages(answer, name)
         if prompt is None:  # the prompt is the common beginning of both conversations
             other = read_messages(value["rejected" if part == "chosen" else "chosen"], "chosen and rejected")
             differing = (i for i, (a, b) in enumerate(zip(answer, other, strict=False)) if a != b)
             shared = next(differing, min(len(answer), len(other)))
-            return self._of_messages(answer[:shared], answer[shared:], value)
-        return self._of_messages(read_messages(prompt, "prompt"), answer, value)
+            return answer[:shared], answer[shared:]
+        return read_messages(prompt, "prompt"), answer
 
-    def _of_messages(self, prompt: list[Message], answer: list[Message], value: Mapping[str, object]) -> _Encoded:
-        """Render a conversation with the chat template and mask the assistant's turns in ``answer``."""
+    def _of_messages(
+        self, prompt: list[Message], answer: list[Message], value: Mapping[str, Any], *, last: bool
+    ) -> _Encoded:
+        """Render a conversation with the chat template and mask the trained turns of the assistant in ``answer``."""
         if not answer:
             raise RowError("no message", "empty")
-        spoken = [i for i, message in enumerate(answer) if message["role"] == "assistant"]
+        spoken = [i for i, message in enumerate(answer) if message["role"] == ASSISTANT]
         if not spoken:
             raise RowError("no message of the assistant", "no assistant turn")
-        if self.turns == "last":
+        if last or self.turns == "last":
             prompt, answer = [*prompt, *answer[: spoken[-1]]], answer[spoken[-1] :]
-        if self.system_prompt is not None and [*prompt, *answer][0]["role"] != "system":
-            prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
-        options: TemplateArgs = {"chat_template": self.chat_template, **(self.template_kwargs or {})}
-        options["tools"] = self.tools if value.get("tools") is None else value["tools"]
+        system = value.get("system") if isinstance(value.get("system"), str) else self.system_prompt
+        if system is not None and [*prompt, *answer][0]["role"] != "system":
+            prompt = [{"role": "system", "content": system}, *prompt]
+        whole = [*prompt, *answer]
+        learned = {i for i, message in enumerate(whole) if message["role"] == ASSISTANT and is_trained(message)}
+        trained = {i for i in learned if i >= len(prompt)}
+        if not trained:
+            raise RowError("no turn of the assistant that is trained", "no assistant turn")
+        whole = [{key: item for key, item in message.items() if key not in TRAINED} for message in whole]
         try:
-            whole, images = split_images([*prompt, *answer])
+            whole, images = split_images(whole)
             if images and self._processor is None:
                 raise RowError(f"has {len(images)} images: pass the model's processor instead of its tokenizer")
-            rendered = render_conversation(self.tokenizer, whole, **options)
-            spans = every = rendered.assistant_spans
-            if any(message["role"] == "assistant" for message in prompt):
-                # The prompt's turns may be rendered differently without the answer, so only their number is used.
-                before = render_conversation(self.tokenizer, whole[: len(prompt)], **options)
-                spans = every[len(before.assistant_spans) :]
+            rendered = render_conversation(self.tokenizer, whole, **self._options(value))
+            owned = list(zip(rendered.assistant_spans, rendered.messages, strict=True))
+            spans, every = ([span for span, i in owned if i in chosen] for chosen in (trained, learned))
+            notes = _notes(rendered.lost, trained)
             if images:
                 encoded, pixels = encode_images(self._processor, rendered.text, images, spans, every)
                 (tokens, mask), (_, assistant) = encoded
-                return _Encoded(tokens, mask, assistant, pixels)
-            if spans is every:
-                return _Encoded(rendered.token_ids, rendered.assistant_mask, rendered.assistant_mask)
-            ((tokens, mask),) = encode_with_mask(self.tokenizer, [rendered.text], [spans])
-            return _Encoded(tokens, mask, rendered.assistant_mask)
+                return _Encoded(tokens, mask, assistant, pixels, notes)
+            if len(spans) == len(owned):
+                return _Encoded(rendered.token_ids, rendered.assistant_mask, rendered.assistant_mask, {}, notes)
+            encoded = encode_with_mask(self.tokenizer, [rendered.text] * 2, [spans, every])
+            (tokens, mask), (_, assistant) = encoded
+            return _Encoded(tokens, mask, assistant, {}, notes)
         except (RowError, MissingChatTemplateError):
             raise
         except Exception as error:  # a template can raise any error
             raise RowError(f"{type(error).__name__}: {error}", "template") from error
+
+    def _options(self, value: Mapping[str, Any]) -> TemplateArgs:
+        """The template and its variables for a row: the encoder's, replaced by the row's own."""
+        options: TemplateArgs = {"chat_template": self.chat_template, **(self.template_kwargs or {})}
+        options |= row_variables(value, template_variables(self.tokenizer, options["chat_template"]))
+        options["tools"] = self.tools if value.get("tools") is None else value["tools"]
+        return options
 
     def _of_text(self, prompt: str, answer: str) -> _Encoded:
         """Tokenise plain text without a template, after the begin-of-sequence token if the tokenizer adds one."""
         check_unicode(prompt + answer)
         text, span = prompt + answer, (len(prompt), len(prompt) + len(answer))
         ((tokens, mask),) = encode_with_mask(self.tokenizer, [text], [[span]])
+        separate = self.tokenizer(prompt, add_special_tokens=False).input_ids
+        notes = () if tokens[: len(separate)].tolist() == separate else (_BORDER,)
         # `encode_with_mask` adds no special tokens, so BOS is added here if the tokenizer would add it to text.
         bos = self.tokenizer.bos_token_id
         if bos is not None and bos in self.tokenizer("").input_ids[:1] and tokens[:1].tolist() != [bos]:
@@ -280,37 +340,16 @@ class Encoder:
             raise RowError("no token to score", "empty")
         if self.add_eos and int(tokens[-1]) != eos:
             tokens, mask = torch.cat([tokens, torch.tensor([eos])]), torch.cat([mask, torch.tensor([True])])
-        return _Encoded(tokens, mask, mask)
+        return _Encoded(tokens, mask, mask, {}, notes)
 
 
-def _of_ids(value: Mapping[str, object]) -> tuple[Tensor, Tensor]:
-    name = next(key for key in TOKENS if value.get(key) is not None)
-    ids = _integers(value[name], name)
-    if not len(ids):
-        raise RowError("no tokens", "empty")
-    if int(ids.min()) < 0:
-        raise RowError(f"has the token id {int(ids.min())} in `{name}`, expected ids of at least 0 without padding")
-    given = next((key for key in MASKS if value.get(key) is not None), None)
-    if given is None:
-        length = value["prompt_length"]
-        if not isinstance(length, int) or not 0 <= length <= len(ids):
-            raise RowError(f"has prompt_length {length!r}, expected a whole number from 0 to {len(ids)}")
-        return ids, mask_from_prompt_lengths(torch.tensor([length]), torch.tensor([len(ids)]))
-    numbers = _integers(value[given], given)
-    mask = numbers == 1
-    if len(mask) != len(ids) or not torch.equal(mask.long(), numbers):
-        raise RowError(f"has {len(mask)} numbers in `{given}`, expected {len(ids)} of 0 and 1")
-    mask[:1] = False  # the first token has no prefix, so it has no log-prob
-    return ids, mask
+_BORDER = "a token crosses the border of prompt and completion"
 
 
-def _integers(value: object, name: str) -> Tensor:
-    numbers = None
-    with suppress(TypeError, ValueError, RuntimeError):  # a number beyond int64 is a RuntimeError
-        numbers = torch.tensor(as_list(value))
-    if numbers is None or numbers.ndim != 1 or (len(numbers) and numbers.dtype not in (torch.long, torch.bool)):
-        raise RowError(f"has {value!r:.40} in `{name}`, expected a list of whole numbers")
-    return numbers.long()
+def _notes(lost: Sequence[LostText], trained: set[int]) -> tuple[str, ...]:
+    """The texts that the template does not write. Reasoning counts only in turns that are trained."""
+    counted = (each for each in lost if each.field != "reasoning" or each.message in trained)
+    return tuple(dict.fromkeys(f"the template {each.problem} of a message" for each in counted))
 
 
 # ------------------------------------------------------------------ skipped sequences
@@ -326,6 +365,7 @@ class Skipped:
         counts: the number of sequences, by reason.
         places: the first five places in words, by reason.
         cut: the number of sequences that were cut to the maximum length.
+        notes: the number of sequences that are used in spite of a loss, by its description.
 
     Example:
         >>> skipped = Skipped()
@@ -339,6 +379,7 @@ class Skipped:
     counts: Counter[str] = field(default_factory=Counter)
     places: dict[str, list[str]] = field(default_factory=dict)
     cut: int = 0
+    notes: Counter[str] = field(default_factory=Counter)
 
     @property
     def total(self) -> int:
@@ -363,4 +404,5 @@ class Skipped:
             lines.append(f"skipped {self.counts[reason]:,}, {reason}: {'; '.join(places)}{more}")
         if self.cut:
             lines.append(f"cut {self.cut:,} at the maximum length")
+        lines += [f"used {count:,} in which {note}" for note, count in self.notes.items()]
         return "\n".join(lines)

@@ -1,55 +1,42 @@
-"""Iteration over rows of data from a JSONL or Parquet file, a Hugging Face dataset, a list, or columns.
+"""Iteration over rows of data from a JSON, JSONL or Parquet file, a Hugging Face dataset, a list, or columns.
 
 An unreadable row is a :class:`Row` that states its problem, so that a caller can count it. Only an unreadable source raises.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast
 
 from torchrl_llm_kl._registry import install_hint
+from torchrl_llm_kl.datasets._values import (
+    EXPECTED,
+    DataError,
+    Layout,
+    RowError,
+    as_list,
+    is_history,
+    is_list,
+    layout_of,
+)
 from torchrl_llm_kl.masks import Message, history_to_messages
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
     from torchrl.data.llm import History
 
-#: A source of rows: the path of a JSONL or Parquet file, a dataset of Hugging Face's ``datasets`` or any other iterable of
-#: dicts, a list of dicts, texts or conversations, a dict of columns, or a ``History`` of TorchRL.
+#: A source of rows: the path of a JSON, JSONL or Parquet file, a dataset of Hugging Face's ``datasets`` or any other iterable
+#: of dicts, a list of dicts, texts or conversations, a dict of columns, or a ``History`` of TorchRL.
 DataSource: TypeAlias = "str | PathLike[str] | Iterable[object] | Mapping[str, object] | History"
-
-#: The layouts of rows with tokens to score or to train on.
-Layout = Literal["messages", "completion", "preference", "tokens"]
-
-EXPECTED = "`messages`, `prompt` and `completion`, `chosen` and `rejected`, or `tokens` with `prompt_length` or `mask`"
-#: Column names of token ids.
-TOKENS = ("tokens", "input_ids")
-#: Column names of the mask of token ids, in this package, transformers and TRL.
-MASKS = ("mask", "assistant_masks", "completion_mask")
-
-
-class DataError(ValueError):
-    """Data that cannot be used. The message gives the place, the value and the expectation."""
-
-
-#: Why a row is left out.
-Reason = Literal["malformed", "empty", "no assistant turn", "too long", "template", "equal answers"]
-
-
-class RowError(DataError):
-    """One row that cannot be used, with the reason. The message continues a sentence that begins with the row's place."""
-
-    def __init__(self, detail: str, reason: Reason = "malformed") -> None:
-        super().__init__(detail)
-        self.reason: Reason = reason
 
 
 @dataclass(frozen=True)
@@ -75,7 +62,7 @@ def read_rows(source: DataSource) -> Rows:
     Args:
         source: one of these:
 
-            - the path of a JSONL or Parquet file; the content decides which it is
+            - the path of a JSONL, JSON or Parquet file, also compressed with gzip; the content decides the format
             - a dataset of Hugging Face's ``datasets``, which may be streamed
             - a list of dicts, texts or conversations (lists of messages)
             - a dict of columns of equal lengths
@@ -97,7 +84,7 @@ def read_rows(source: DataSource) -> Rows:
         >>> read_rows(["a text", 3]).values()
         Traceback (most recent call last):
         ...
-        torchrl_llm_kl.datasets._rows.DataError: row 2 of the list is of int, expected a dict of columns, a text or messages.
+        torchrl_llm_kl.datasets._values.DataError: row 2 of the list is of int, expected a dict of columns, a text or messages.
     """
     if isinstance(source, Rows):
         return source
@@ -112,12 +99,6 @@ def read_rows(source: DataSource) -> Rows:
         raise TypeError(f"expected rows: a path, a dataset, a list, a dict of columns or a History, found {name}.")
     # An iterator can be read only once, but rows are iterated repeatedly.
     return _IterableRows(list(source) if isinstance(source, Iterator) else source, name)
-
-
-def is_history(value: object) -> bool:
-    """Whether a value is torchrl's ``History`` or ``ChatHistory``."""
-    # Compares names, since an import of torchrl takes seconds and most callers have no History.
-    return any(base.__name__ in ("History", "ChatHistory") for base in type(value).__mro__)
 
 
 class Rows:
@@ -217,10 +198,13 @@ def _of_columns(columns: Mapping[str, object]) -> list[dict[str, object]]:
 
 
 class FileRows(Rows):
-    """Rows of a JSONL or Parquet file. A damaged line is a row that states its problem. Blank lines are skipped.
+    """Rows of a JSON Lines, JSON or Parquet file, which may be compressed with gzip. The content decides the format.
+
+    A JSON file holds an array of rows, or one row. A damaged line of JSON Lines is a row that states its problem. Blank lines
+    are skipped.
 
     Args:
-        path: the file. Its first bytes decide whether it is Parquet.
+        path: the file.
 
     Example:
         >>> import tempfile
@@ -238,10 +222,22 @@ class FileRows(Rows):
         if not os.path.isfile(path):  # unlike Path.is_file, also False for a name that is too long
             raise FileNotFoundError(f"there is no file {self.name:.200}: pass a path, or a list of rows.")
         with path.open("rb") as file:
-            self.parquet = file.read(4) == b"PAR1"
-            file.seek(0)
-            lines = 0 if self.parquet else sum(bool(line.strip()) for line in file)
-        self.total = self._parquet_file().metadata.num_rows if self.parquet else lines
+            start = file.read(4)
+        self._parquet, self._gzip = start == b"PAR1", start.startswith(b"\x1f\x8b")
+        self._whole: list[object] | None = None
+        if self._parquet:
+            self.total = self._parquet_file().metadata.num_rows
+            return
+        try:
+            with self._open() as file:
+                self._whole = _json_document(file)
+                file.seek(0)
+                self.total = sum(bool(line.strip()) for line in file) if self._whole is None else len(self._whole)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise DataError(f"{path} is a damaged gzip file: {error}.") from error
+
+    def _open(self) -> BinaryIO:
+        return cast(BinaryIO, gzip.open(self.path)) if self._gzip else self.path.open("rb")
 
     def _parquet_file(self) -> ParquetFile:
         try:
@@ -254,14 +250,31 @@ class FileRows(Rows):
             raise DataError(f"{self.path} is a damaged Parquet file: {error}.") from error
 
     def _read(self) -> Iterator[Row]:
-        if self.parquet:
+        if self._parquet:
             batches = self._parquet_file().iter_batches(batch_size=256)  # a small part of a file in memory
             yield from _IterableRows(chain.from_iterable(batch.to_pylist() for batch in batches), self.name)
             return
-        with self.path.open("rb") as file:
+        if self._whole is not None:
+            yield from _IterableRows(self._whole, self.name)
+            return
+        with self._open() as file:
             lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
             for index, (number, line) in enumerate(lines):
                 yield _parse(index, f"line {number}", line)
+
+
+def _json_document(file: BinaryIO) -> list[object] | None:
+    """The rows of a file that is one JSON array, or one object on several lines. None for JSON Lines."""
+    first = next((line for line in file if line.strip()), b"").strip().removeprefix(b"\xef\xbb\xbf")
+    whole_line = first[:1] == b"{" and _parse(0, "", first).value is not None
+    if first[:1] not in (b"[", b"{") or whole_line:
+        return None
+    file.seek(0)
+    try:
+        document = json.loads(file.read().decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return None  # lines are then reported one by one
+    return document if isinstance(document, list) else [document]
 
 
 def _parse(index: int, place: str, line: bytes) -> Row:
@@ -274,71 +287,3 @@ def _parse(index: int, place: str, line: bytes) -> Row:
     if not isinstance(value, dict):
         return Row(index, place, None, f"is a JSON {type(value).__name__}, expected an object")
     return Row(index, place, value)
-
-
-# ------------------------------------------------------------------ layouts of rows
-
-
-def as_list(value: object) -> object:
-    """Convert an array to a list, since pandas and numpy store lists as arrays. Returns any other value unchanged.
-
-    Example:
-        >>> import numpy
-        >>> as_list(numpy.array([1, 2])), as_list("text")
-        ([1, 2], 'text')
-    """
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    """Whether a value is a sequence other than text."""
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
-
-
-def read_messages(value: object, name: str) -> list[Message]:
-    """Read the messages in column ``name``. Drops fields that are None, since Parquet fills missing fields with None.
-
-    Raises:
-        RowError: if the value is not a list of messages.
-    """
-    if is_history(value):
-        return history_to_messages(value)
-    value = as_list(value)
-    if not is_list(value):
-        raise RowError(f"has `{name}` of {type(value).__name__}, expected a list of messages")
-    for message in value:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RowError(f"has {message!r:.60} in `{name}`, expected an object with `role` and `content`")
-    return [{key: item for key, item in message.items() if item is not None} for message in value]
-
-
-def check_unicode(text: str) -> None:
-    """Raise a RowError for half of a surrogate pair. JSON can contain one, but no tokenizer accepts it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RowError(f"has text that is not Unicode: {text[error.start]!a} at character {error.start}") from None
-
-
-def layout_of(value: object) -> Layout:
-    """Determine the layout of a row.
-
-    Raises:
-        RowError: if the row has no known layout.
-
-    Example:
-        >>> layout_of({"prompt": "2 + 2 =", "completion": " 4"})
-        'completion'
-    """
-    if not isinstance(value, Mapping):  # a bare conversation
-        return "messages"
-    has = {key for key, item in value.items() if item is not None}  # Parquet fills missing columns with None
-    if "chosen" in has and "rejected" in has:
-        return "preference"
-    if "prompt" in has and "completion" in has:
-        return "completion"
-    if "messages" in has:
-        return "messages"
-    if has & set(TOKENS) and has & {"prompt_length", *MASKS}:
-        return "tokens"
-    raise RowError(f"has the columns {', '.join(sorted(value)) or '(none)'}; expected {EXPECTED}")

@@ -25,7 +25,9 @@ from torch import Tensor
 from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._registry import first_sentence
 from torchrl_llm_kl._typing import Json
-from torchrl_llm_kl.datasets._rows import DataError
+from torchrl_llm_kl.datasets._rollouts import from_rollouts
+from torchrl_llm_kl.datasets._values import DataError
+from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import fields_of, node_of
 
 _FORMAT, _VERSION = "torchrl_llm_kl.batch", 1
@@ -33,6 +35,8 @@ _FORMAT, _VERSION = "torchrl_llm_kl.batch", 1
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 #: Packages whose tensorclasses may be in a batch. Loading a tensorclass imports its module, so the list is short.
 _PACKAGES = ("tensordict", "torchrl.data", "torchrl.envs.llm", "torchrl.modules.llm")
+#: First bytes of JSON, Parquet and gzip.
+_OF_ROWS = (b"{", b"[", b"PAR1", b"\x1f\x8b")
 #: Errors that torch, tensordict or this module raise for a damaged file.
 _DAMAGED = (
     ArithmeticError,
@@ -150,15 +154,26 @@ def _class(name: str) -> type[TensorDict]:
 # ------------------------------------------------------------------ reading
 
 
-def load_batch(path: str | Path, *, trust: bool = False) -> TensorDictBase:
+def load_batch(
+    path: str | Path,
+    tokenizer: Tokenizer | None = None,
+    *,
+    columns: Mapping[str, str] | None = None,
+    trust: bool = False,
+) -> TensorDictBase:
     """Read a batch from disk onto the CPU without running code from it.
 
     Args:
-        path: a file of :func:`save_batch`, or of ``torch.save`` applied to a TensorDict's ``to_dict()`` or ``state_dict()``, or
-            a folder or ``.tdz`` archive of ``td.save``. A dict does not store the batch size, so the batch size of
-            ``("tokens", "full")`` is used.
+        path: one of these:
+
+            - a file of :func:`save_batch`, or of ``torch.save`` applied to a TensorDict's ``to_dict()`` or ``state_dict()``.
+              A dict does not store the batch size, so the batch size of ``("tokens", "full")`` is used.
+            - a folder or ``.tdz`` archive of ``td.save``
+            - rollouts of another framework, in a JSONL, JSON or Parquet file. See :func:`from_rollouts`.
+        tokenizer: encodes rollouts that hold text.
 
     Keyword Args:
+        columns: the columns of rollouts by role. See :func:`from_rollouts`.
         trust: also read pickled objects, which can run any code.
 
     Returns:
@@ -184,6 +199,10 @@ def load_batch(path: str | Path, *, trust: bool = False) -> TensorDictBase:
         return _of_memmap(path, trust)
     if not path.is_file():  # opening a pipe would wait for its writer
         raise DataError(f"{path} is not a regular file: pass a file of save_batch.")
+    with path.open("rb") as file:
+        start = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start.startswith(_OF_ROWS):
+        return from_rollouts(path, tokenizer, columns=columns)
     return _of_torch(path, trust)
 
 
@@ -208,6 +227,8 @@ def _of_torch(path: Path, trust: bool) -> TensorDictBase:
         return loaded.to_tensordict()
     if isinstance(loaded, dict) and loaded.get("format") == _FORMAT:
         return _of_record(loaded, path)
+    if isinstance(loaded, dict) and isinstance(loaded.get("samples"), list):  # slime's dump of rollouts
+        return from_rollouts(loaded["samples"])
     if isinstance(loaded, dict) and loaded and all(isinstance(key, str) for key in loaded):
         # `state_dict` stores the batch size and the device under keys with underscores.
         return _of_dict({key: value for key, value in loaded.items() if not key.startswith("__")}, path)

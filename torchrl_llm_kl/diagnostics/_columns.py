@@ -6,11 +6,12 @@ The doctor measures these columns, and the inspector shows them. Shapes: ``S`` s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from tensordict import NestedKey, TensorDictBase, is_tensor_collection
+from tensordict import NestedKey, TensorDictBase, is_tensor_collection, unravel_key
 from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import TypedDict
@@ -26,12 +27,14 @@ from torchrl_llm_kl.rollouts import (
     TokenisingOptions,
     find_key,
     find_log_probs,
+    leaves,
     locate,
     outcomes,
     per_token,
     prompt_ids,
     read_images,
     response_mask,
+    sequence_integers,
     zeros_of_first_tokens,
 )
 from torchrl_llm_kl.scoring import (
@@ -75,6 +78,7 @@ COLUMNS: Mapping[str, Column] = {
 #: The entries that ``keys=`` replaces, by name.
 _KEYS: dict[str, NestedKey] = {name: column.key for name, column in COLUMNS.items() if column.key is not None}
 _KEYS["reward"] = ("next", "reward")
+_OF_SAMPLER = ("sampler_log_prob", "old_log_prob")
 #: Entries at the root in which an engine's wrapper stores the sampler's log-probs.
 _OF_WRAPPER = (("log_probs", "full"), ("log_probs", "response"))
 #: The entry in which :class:`~torchrl_llm_kl.tasks.FunctionReward` stores the rewards of its functions, by name.
@@ -97,6 +101,9 @@ class TokenColumns:
         unread: with ``strict=False``, the error of each entry that does not fit the tokens, by column. An error of scoring is
             under ``log_prob``.
         has_images: whether rows have images.
+        left_out: True for rows that are left out of training, bool ``[S]``. From the entry ``"left_out"``.
+        several_versions: whether ``policy_version`` has more than one value, so that older weights are expected.
+        unused: entries whose names look like log-probs, and which no column reads.
     """
 
     tokens: Ragged
@@ -107,6 +114,9 @@ class TokenColumns:
     sampled: bool = True
     unread: dict[str, ValueError] = field(default_factory=dict)
     has_images: bool = False
+    left_out: Tensor | None = None
+    several_versions: bool = False
+    unused: tuple[str, ...] = ()
 
     @property
     def turns(self) -> Tensor:
@@ -217,7 +227,41 @@ def read_columns(
     for name in sorted(parts.keys()) if is_tensor_collection(parts) else ():
         rows[f"reward/{name}"] = outcomes(tensordict, read_column(tensordict, (*_PARTS, name)), name)
     prompts = prompt_ids(tensordict)
-    return TokenColumns(tokens, mask, columns, rows, prompts, located.sampled, unread, images is not None)
+    sampled = located.sampled and bool(torch.as_tensor(tensordict.get("sampled", True)).all())
+    return TokenColumns(
+        tokens,
+        mask,
+        columns,
+        rows,
+        prompts,
+        sampled,
+        unread,
+        images is not None,
+        left_out=_left_out(tensordict),
+        several_versions=_several_versions(tensordict),
+        unused=() if any(name in columns for name in _OF_SAMPLER) else _unused_log_probs(tensordict, entries),
+    )
+
+
+def _left_out(td: TensorDictBase) -> Tensor | None:
+    """True for rows that are left out of training, bool ``[S]``. None without the entry ``left_out``."""
+    column = read_column(td, "left_out")
+    return None if column is None else sequence_integers(column, td.batch_size.numel(), "left_out").bool()
+
+
+def _several_versions(td: TensorDictBase) -> bool:
+    """Whether the rows, or the tokens of a row, have different policy versions."""
+    key = find_key(td, "policy_version")
+    values = () if key is None else leaves(read_column(td, key))
+    return len({str(v) for x in values for v in (x.flatten().tolist() if isinstance(x, Tensor) else [x])}) > 1
+
+
+def _unused_log_probs(td: TensorDictBase, read: Sequence[NestedKey | None]) -> tuple[str, ...]:
+    """The entries that look like log-probs and are not in ``read``."""
+    known = {unravel_key(key) for key in read if key is not None}
+    names = (unravel_key(key) for key in td.keys(True, True))
+    named = [key for key in names if re.search(r"log.?p(rob)?", "_".join(key) if isinstance(key, tuple) else key)]
+    return tuple(sorted(repr(key) for key in named if key not in known))
 
 
 def _read_entries(

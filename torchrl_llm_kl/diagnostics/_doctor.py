@@ -18,9 +18,10 @@ from torchrl.envs import Transform
 from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_choice, check_range
+from torchrl_llm_kl.diagnostics._case import Case, left_out
 from torchrl_llm_kl.diagnostics._catalog import SURE, Finding
 from torchrl_llm_kl.diagnostics._columns import Reading, TokenColumns, check_reading, read_columns
-from torchrl_llm_kl.diagnostics._findings import Case, find_causes
+from torchrl_llm_kl.diagnostics._findings import find_causes
 from torchrl_llm_kl.diagnostics._measures import Table, measure, retokenised, worst_tokens
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
 from torchrl_llm_kl.masks import Tokenizer
@@ -47,12 +48,16 @@ class Diagnosis:
         findings: faults, most certain first, then notes.
         tokens: the tokens with the largest KL to the reference, or with the largest mismatch.
         forwards: how often sequences were scored again to find a cause.
+        left_out: the checks that the batch or the arguments did not allow, each with its reason.
+        compared: whether log-probs of sampler and policy were compared.
     """
 
     measures: dict[str, float] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     tokens: tuple[dict[str, float], ...] = ()
     forwards: int = 0
+    left_out: tuple[str, ...] = ()
+    compared: bool = True
 
     @property
     def faults(self) -> tuple[Finding, ...]:
@@ -71,8 +76,8 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """1 if there is a fault, else 0."""
-        return int(bool(self.faults))
+        """1 if there is a fault, 4 if sampler and policy could not be compared, else 0."""
+        return 1 if self.faults else 0 if self.compared else 4
 
     def to_dict(self) -> dict[str, object]:
         """Convert the diagnosis to JSON values. Infinities and NaN become strings."""
@@ -83,11 +88,13 @@ class Diagnosis:
         tokens, sequences = (int(self.measures.get(f"mask/{name}", 0)) for name in ("tokens", "sequences"))
         faults, notes = len(self.faults), len(self.notes)
         counts = f"{faults or 'no'} fault{'s' * (faults > 1)}, {notes} note{'s' * (notes != 1)}"
-        lines = [f"{tokens} tokens of {sequences} sequences: {counts}"]
+        compared = "" if self.compared else ", sampler and policy were not compared"
+        lines = [f"{tokens} tokens of {sequences} sequences: {counts}{compared}"]
         for number, each in enumerate((*self.faults, *self.notes), 1):
             kind = "" if each.severity == "fault" else " (note)"
             lines.append(f"{number}. {each.title}{kind}, confidence {each.confidence:.2f} [{each.cause}]")
             lines += [f"   evidence: {_evidence(each)}", f"   remedy: {each.remedy}"]
+        lines += [f"not checked: {each}" for each in self.left_out]
         families: dict[str, list[str]] = {}  # only measures over all tokens
         for name, value in self.measures.items():
             family, _, quantity = name.partition("/")
@@ -98,7 +105,7 @@ class Diagnosis:
     def __rich__(self) -> Text:
         from rich.text import Text
 
-        colour = "red" if self.faults else "yellow" if self.notes else "green"
+        colour = "red" if self.faults else "yellow" if self.notes or not self.compared else "green"
         headline, _, rest = str(self).partition("\n")
         return Text(headline, style=f"bold {colour}").append(f"\n{rest}", style="not bold default")
 
@@ -187,7 +194,8 @@ def diagnose(
         columns = _columns_of(batch, reading)
         conversations = read_conversations(batch, sub_key(interface.history_key, "prompt"))
     ended = None if tokenizer is None or not end else _ended(columns, tokenizer, end)
-    measures = measure(columns, clip_low=clip_low, clip_high=clip_high, end=_end_tokens(tokenizer), ended=ended)
+    ends = _end_tokens(tokenizer, model)
+    measures = measure(columns, clip_low=clip_low, clip_high=clip_high, end=ends, ended=ended)
     if tokenizer is not None:
         measures |= retokenised(columns, tokenizer)
     table = Table.of(columns)
@@ -202,7 +210,9 @@ def diagnose(
         rescorer = Rescorer(policy, columns, table, scored)
     case = Case(columns, table, measures, rescorer, policy, reference, tokenizer, conversations, unread)
     findings, tokens = tuple(find_causes(case)), tuple(worst_tokens(columns))
-    return Diagnosis(measures, findings, tokens, 0 if rescorer is None else rescorer.forwards)
+    forwards = 0 if rescorer is None else rescorer.forwards
+    compared = table.recorded is not None and table.trainer is not None
+    return Diagnosis(measures, findings, tokens, forwards, tuple(left_out(case)), compared)
 
 
 def _columns_of(batch: TensorDictBase, reading: Reading) -> TokenColumns:
@@ -218,14 +228,21 @@ def _columns_of(batch: TensorDictBase, reading: Reading) -> TokenColumns:
     return read_columns(batch, **needed, strict=False) if scores else stored
 
 
-def _end_tokens(tokenizer: Tokenizer | None) -> list[int] | None:
-    """The ids of the tokenizer's end tokens, including common end-of-turn tokens. None if it has none."""
-    if tokenizer is None:
-        return None
-    # Chat models often end a turn with another token than `eos_token`.
-    names = tokenizer.get_vocab()
-    known = [names[name] for name in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>") if name in names]
-    return [*known, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])] or None
+#: Tokens that end a turn in common chat templates, besides the tokenizer's ``eos_token``.
+_END_OF_TURN = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|call|>", "<|return|>"),
+    *("<|endoftext|>", "<|end_of_text|>", "<|user|>", "<|observation|>"),
+)
+
+
+def _end_tokens(tokenizer: Tokenizer | None, model: object) -> list[int] | None:
+    """The ids that end an answer: the policy's, the tokenizer's, and common end-of-turn tokens. None if there is none."""
+    of_policy = getattr(getattr(inner_module(model), "generation_config", None), "eos_token_id", None)
+    ends = set(of_policy if isinstance(of_policy, list) else [of_policy])
+    if tokenizer is not None:
+        names = tokenizer.get_vocab()
+        ends |= {names[name] for name in _END_OF_TURN if name in names} | {tokenizer.eos_token_id}
+    return sorted(ends - {None}) or None
 
 
 def _ended(columns: TokenColumns, tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:

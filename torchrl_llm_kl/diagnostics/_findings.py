@@ -7,26 +7,26 @@ tokens that a truncation keeps, or with other weights. Nothing is scored again u
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from torchrl_llm_kl.diagnostics._case import (
+    Case,
+    not_finite,
+    notes,
+    policy_state,
+    positive_log_probs,
+    reference_faults,
+    share_of,
+    unreadable,
+    zeros_of_one_column,
+)
 from torchrl_llm_kl.diagnostics._catalog import SURE, Evidence, Finding, finding
-from torchrl_llm_kl.diagnostics._columns import TokenColumns
-from torchrl_llm_kl.diagnostics._measures import Table, clustered_mean, retokenised, surprisal_gap
+from torchrl_llm_kl.diagnostics._measures import clustered_mean, retokenised, surprisal_gap
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
-from torchrl_llm_kl.masks import Message, Tokenizer
-from torchrl_llm_kl.rollouts import MisalignedEntryError
-from torchrl_llm_kl.scoring import ModelOrScorer, NotTextError, inner_module
 
-#: The smallest root mean square of log-ratios that counts as a difference, in nats, by the policy's precision.
-FLOORS = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-#: The same if the precision is unknown.
-UNKNOWN_FLOOR = 4e-2
-#: The multiple of the policy's own noise that counts as a difference. Another engine rounds about as much as other packs do.
-NOISES = 2.5
 #: The smallest surprisal minus entropy that counts, in nats and in (normal) standard errors.
 SMALLEST_GAP, LARGEST_Z = 0.02, 4.75
 #: The correlation of rounding and difference, in standard errors, that shows low precision, and the one that makes it possible.
@@ -49,144 +49,30 @@ _OF_OTHERS = (
 )
 
 
-@dataclass(eq=False)
-class Case:
-    """A batch and the state of the search for causes.
-
-    Args:
-        columns: the batch.
-        table: its masked-in tokens.
-        measures: the measures by name.
-        rescorer: scores some sequences again. None without a policy in this process.
-        policy: the given policy.
-        reference: the given reference.
-        tokenizer: the tokenizer, or None.
-        conversations: the messages of each prompt, or None.
-        unread: the errors of columns that do not fit the tokens, by name.
-        moved: whether the policy differs from the one that computed the trainer's log-probs.
-    """
-
-    columns: TokenColumns
-    table: Table
-    measures: dict[str, float]
-    rescorer: Rescorer | None = None
-    policy: ModelOrScorer | None = None
-    reference: ModelOrScorer | None = None
-    tokenizer: Tokenizer | None = None
-    conversations: list[list[Message]] | None = None
-    unread: Mapping[str, ValueError] = field(default_factory=dict)
-    moved: bool = False
-
-    @property
-    def least_floor(self) -> float:
-        """The smallest difference that counts for a policy without noise, in nats."""
-        return UNKNOWN_FLOOR if self.rescorer is None else FLOORS.get(self.rescorer.dtype, UNKNOWN_FLOOR)
-
-    @property
-    def floor(self) -> float:
-        """The smallest difference that counts, in nats. Measuring the policy's noise scores some sequences again."""
-        return max(self.least_floor, 0.0 if self.rescorer is None else NOISES * self.rescorer.noise)
-
-
 def find_causes(case: Case) -> list[Finding]:
     """Find all causes. Faults come before notes, and the most certain ones first."""
     findings = unreadable(case)
     if not findings and not bool(case.columns.mask.any()):
         return [finding("empty_mask", 0.99, {"tokens": float(case.columns.mask.numel())})]
-    findings += not_finite(case) + reference_faults(case)
-    of_mismatch = explain_mismatch(case)
-    if not OF_TOKENS_TOO & {each.cause for each in of_mismatch}:
+    impossible = positive_log_probs(case)
+    findings += impossible + not_finite(case) + reference_faults(case) + policy_state(case)
+    of_mismatch = [] if impossible else explain_mismatch(case)
+    if case.columns.several_versions:
+        of_mismatch = [_stale_by_design(each) for each in of_mismatch]
+    if not impossible and not OF_TOKENS_TOO & {each.cause for each in of_mismatch}:
         of_mismatch += explain_tokens(case)
     findings += of_mismatch + notes(case)
     return sorted(findings, key=lambda each: (each.severity != "fault", -each.confidence))
 
 
-# ------------------------------------------------------------------ causes that need no comparison
+def _stale_by_design(found: Finding) -> Finding:
+    """Older weights are no fault in a batch of several policy versions.
 
-
-def unreadable(case: Case) -> list[Finding]:
-    """Find columns that do not fit the tokens, and models whose log-probs are not finite."""
-    out = []
-    for name, error in case.unread.items():
-        cause, confidence = "unreadable", 0.9
-        if name == "log_prob":  # an error of scoring the batch
-            cause, confidence = "not_text" if isinstance(error, NotTextError) else "nan", 0.95
-        elif isinstance(error, MisalignedEntryError) and name in ("sampler_log_prob", "old_log_prob"):
-            cause, confidence = "retokenised", 0.8
-        out.append(finding(cause, confidence, {"column": name, "error": str(error)}))
-    if not case.columns.sampled and case.table.recorded is not None:
-        tokens = "rendered from text, with log-probs of sampled tokens beside them"
-        out.append(finding("retokenised", 0.6, {"tokens": tokens}))
-    return out
-
-
-def not_finite(case: Case) -> list[Finding]:
-    """Find NaN and infinities. The sampler stores NaN for a token that it did not score, which is not a fault."""
-    out = []
-    for name in ("log_prob", "old_log_prob", "ref_log_prob", "kl", "entropy", "sampler_log_prob"):
-        values = case.table.columns.get(name)
-        if values is None or not values.numel():
-            continue
-        bad = values.isinf() if name == "sampler_log_prob" else ~values.isfinite()
-        if bool(bad.any()):
-            sequences = float(case.table.sequences[bad].unique().numel())
-            out.append(finding("nan", 0.95, {"column": name, "share": _share(bad), "sequences": sequences}))
-    return out
-
-
-def reference_faults(case: Case) -> list[Finding]:
-    """Find a KL of exactly 0. The reference then has the policy's weights, now or from before its first step."""
-    policy, reference = case.table.first("log_prob", "old_log_prob"), case.table.get("ref_log_prob")
-    if policy is None or reference is None:
-        return []
-    known = policy.isfinite() & reference.isfinite()
-    if not bool(known.any()) or bool((policy != reference)[known].any()):
-        return []
-    evidence = {"kl/k1": 0.0, "tokens": float(known.sum())}
-    share, drift = shared_weights(case.policy, case.reference), case.measures.get("drift/max_abs", 0.0)
-    if share:
-        return [finding("reference_is_policy", 0.99 * share, {"shared_weights": share, **evidence})]
-    if drift:
-        return [finding("reference_is_policy", 0.9, {**evidence, "drift/max_abs": drift})]
-    return [finding("zero_kl", 0.3, evidence)]
-
-
-def shared_weights(policy: object, reference: object) -> float:
-    """The share of the reference's weights that are in the policy's memory. 0 if it is scored with other adapters."""
-    if policy is None or reference is None or getattr(policy, "adapters", True) != getattr(reference, "adapters", True):
-        return 0.0
-    models = [inner_module(model) for model in (policy, reference)]
-    modules = [model for model in models if isinstance(model, nn.Module)]
-    weights = [{weight.data_ptr() for weight in module.parameters() if weight.numel()} for module in modules]
-    if len(weights) < 2 or not weights[1]:
-        return float(policy is reference)
-    return len(weights[0] & weights[1]) / len(weights[1])
-
-
-#: End tokens are missing if more than this share of the answers have none and are shorter than the longest answer.
-WITHOUT_END = 0.3
-#: Notes about answers and groups: cause, measure, and the value of the measure above which the note is given.
-NOTES = (
-    ("truncated_answers", "answers/truncated", 0.5),
-    ("duplicated_prompts", "groups/duplicated_prompts", 0.0),
-    ("no_spread", "groups/without_spread", 0.5),
-    ("clipped", "clipped/outside", 0.3),
-)
-
-
-def notes(case: Case) -> list[Finding]:
-    """Find facts about answers and groups that are not errors."""
-    at_limit = case.measures.get("answers/at_limit", 0.0)
-    findings = []
-    for cause, name, limit in NOTES:
-        share = case.measures.get(name, 0.0)
-        evidence = {name: share}
-        if cause == "truncated_answers":
-            evidence |= {"answers/at_limit": at_limit}
-            cause = "no_end_tokens" if share - at_limit > WITHOUT_END else cause
-        if share > limit and (cause != "truncated_answers" or at_limit > WITHOUT_END):
-            findings.append(finding(cause, min(0.95, 0.5 + share / 2), evidence))
-    return findings
+    After an update inside an answer, its later tokens differ, which looks like retokenisation.
+    """
+    if found.cause not in ("retokenised", "stale_weights", "few_tokens", "mismatch"):
+        return found
+    return finding("stale_by_design", found.confidence, {"looks_like": found.cause, **found.evidence})
 
 
 # ------------------------------------------------------------------ differences between sampler and trainer
@@ -239,11 +125,6 @@ def _capped(d: Tensor) -> Tensor:
     return d.square().clamp(max=4.0)
 
 
-def _share(where: Tensor) -> float:
-    """The share of True. 0 without tokens."""
-    return float(where.double().mean()) if where.numel() else 0.0
-
-
 def explain_mismatch(case: Case) -> list[Finding]:
     """Find the causes of a difference between the sampler's and the trainer's log-probs of the same tokens."""
     trainer, recorded = case.table.trainer, case.table.recorded
@@ -286,25 +167,13 @@ def _confidence(explained: float) -> float:
     return 0.5 + 0.49 * max(0.0, (explained - NAMED) / (1 - NAMED))
 
 
-def zeros_of_one_column(case: Case) -> list[Finding]:
-    """Find exact zeros in stored log-probs, without other log-probs to compare with."""
-    out = []
-    for name in ("sampler_log_prob", "old_log_prob", "ref_log_prob"):
-        share = case.measures.get(f"zeros/{name}", 0.0)
-        if share > 0.2:  # a model that is certain also has log-probs that are nearly 0
-            values = case.table.columns[name]
-            if share > 3 * _share((values < 0) & (values > -1e-4)):
-                out.append(finding("zeros", 0.5 + share / 3, {"column": name, "share": share}))
-    return out
-
-
 def _zeros(case: Case, whole: Difference) -> tuple[list[Finding], Difference]:
     """Find exact zeros of the sampler at uncertain tokens. Also returns the difference without them."""
     zero = (whole.recorded == 0) & (whole.trainer < -case.floor)
     if not bool(zero.any()):
         return [], whole
     rest = whole.without(zero)
-    explained, share = 1 - float(_capped(rest.d).sum() / _capped(whole.d).sum()), _share(zero)
+    explained, share = 1 - float(_capped(rest.d).sum() / _capped(whole.d).sum()), share_of(zero)
     others = float(rest.trainer.mean()) if rest.trainer.numel() else -1.0
     # A truncation to a single token also gives a log-prob of 0, where the model is nearly certain.
     certain = float(whole.trainer[zero].mean()) > 0.3 * others
@@ -330,7 +199,7 @@ def _zeros_of_trainer(whole: Difference) -> list[Finding]:
     zero, name = (whole.trainer == 0) & (whole.recorded < -0.1), whole.names[0]
     if name == "log_prob" or int(zero.sum()) < 3:
         return []
-    return [finding("zeros", 0.9, {"column": name, "share": _share(zero)})]
+    return [finding("zeros", 0.9, {"column": name, "share": share_of(zero)})]
 
 
 def _off_by_one(rest: Difference) -> list[Finding]:
@@ -357,8 +226,8 @@ def _off_by_one(rest: Difference) -> list[Finding]:
 def _rounded(rest: Difference) -> list[Finding]:
     """Find log-probs that were rounded to a low-precision type. The differences have the size of its rounding."""
     for dtype, relative in ((torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)):
-        exact = _share(rest.recorded.to(dtype).double() == rest.recorded)
-        within = _share(rest.d.abs() <= 4 * relative * rest.recorded.abs().clamp(min=1.0))
+        exact = share_of(rest.recorded.to(dtype).double() == rest.recorded)
+        within = share_of(rest.d.abs() <= 4 * relative * rest.recorded.abs().clamp(min=1.0))
         if exact > 0.999 and within > 0.5:
             name = str(dtype).removeprefix("torch.")
             evidence: Evidence = {"precision": name, "exactly_held": exact, "within_rounding": within}
@@ -476,11 +345,11 @@ def _truncation(again: Again) -> list[Finding]:
     rescorer, rest, here, inner = again.rescorer, again.rest, again.here, again.inner
     # Apart from rounding, truncation never lowers a log-prob.
     limit = max(again.case.floor, 0.2)
-    if not rescorer.sampling.truncates and _share(rest.d[here] > limit) > 0.05:
+    if not rescorer.sampling.truncates and share_of(rest.d[here] > limit) > 0.05:
         return []
     top = rescorer.top
     d = (top.log_prob[inner] - rest.recorded[here]).clamp(max=20.0)
-    if _share(d > limit) > 0.05:
+    if share_of(d > limit) > 0.05:
         return []
     best, out = NAMED, []
     for cause, value in top.select(inner).candidates(d.clamp(max=0.0).exp()):
@@ -572,7 +441,7 @@ def _retokenised(case: Case, rest: Difference, best: float) -> list[Finding]:
     after = clear & (rest.places > onset[rest.sequences])
     before = clear & (rest.places < onset[rest.sequences])
     tail = clear & (onset[rest.sequences] < never) & (rest.places >= onset[rest.sequences])
-    agrees_after = _share(clean[after])
+    agrees_after = share_of(clean[after])
     share = float(before.sum()) / max(int(clear.sum()), 1)
     expected = agrees_after / max(1 - agrees_after, 1e-9)  # mean onset of differences at random places
     seen = rest.sequences.unique()
@@ -580,7 +449,7 @@ def _retokenised(case: Case, rest: Difference, best: float) -> list[Finding]:
     if int(before.sum()) < 8 or int(tail.sum()) < 3 or share < 0.1 or agrees_after > 0.5 or mean_onset < 3 * expected:
         return []
     confidence = 0.75 + 0.2 * (1 - 2 * agrees_after)
-    answers = _share(onset[seen] < never)
+    answers = share_of(onset[seen] < never)
     evidence = {"agree_before": share, "agree_after": agrees_after, "answers": answers}
     if case.tokenizer is not None:
         change = retokenised(case.columns, case.tokenizer).get("retokenised/answers", 1.0)
@@ -604,7 +473,7 @@ def _few_tokens(case: Case, rest: Difference, best: float) -> list[Finding]:
         clear, clean, onset, _ = _onsets(case, rest)
         before = rest.sequences[clear & (rest.places < onset[rest.sequences])].unique()
         after = clear & (rest.places > onset[rest.sequences])
-        agree = _share(clean[after])
+        agree = share_of(clean[after])
         if agree > 0.5 or 2 * int(torch.isin(answers, before).sum()) <= len(answers):
             return []
     places = []
@@ -624,7 +493,7 @@ def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
     evidence = {"mean_ratio": 1 + ratio.value, "z_of_ratio": ratio.z}
     few = _few_tokens(case, rest, best)
     if case.rescorer is None or case.moved:
-        above = _share(rest.d > case.floor)
+        above = share_of(rest.d > case.floor)
         if ratio.value < -SMALLEST_GAP and above < 0.01 and rest.d.numel() >= 32:  # noise would have both signs
             text = "Score the sampler's top-k, top-p or min-p with sampling=Sampling(...). Pass policy= to fit it."
             return [finding("other_sampling", 0.7, evidence, text)]

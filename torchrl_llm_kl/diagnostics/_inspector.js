@@ -197,7 +197,7 @@ function renderPrompts() {
   const listed = [...new Set(state.order.map((row) => sides[0].prompts[row]))].map((prompt) => [prompt, number(prompt, groups[0].get(prompt))]);
   listed.sort(([a, x], [b, y]) => (Number.isNaN(x) || Number.isNaN(y) ? Number.isNaN(x) - Number.isNaN(y) || a - b : sign * (x - y) || a - b));
   $("prompts").replaceChildren(...listed.map(([prompt]) => {
-    const rows = groups[0].get(prompt), button = el("button", { type: "button" }, el("b", {}, `Prompt ${prompt}`), ` ${rows.length} answers${hasReward ? ` · ${spreadText(0, rows)}` : ""}`, el("p", {}, preview(rows[0])), ...(hasReward ? [el("div", { className: "chips" }, ...rewardChips(0, rows, 16))] : []));
+    const rows = groups[0].get(prompt), button = el("button", { type: "button" }, el("b", {}, `Prompt ${prompt}`), ` ${rows.length} answers${hasReward ? ` · ${spreadText(0, rows)}` : ""}`, el("p", {}, preview(rows[0]).prompt), ...(hasReward ? [el("div", { className: "chips" }, ...rewardChips(0, rows, 16))] : []));
     button.dataset.row = rows[0];
     return el("li", {}, button);
   }));
@@ -239,7 +239,8 @@ function renderList() {
 function buildEntry(row, at, columns) {
   const numbers = el("div", { className: "numbers" });
   for (const [key, , , number] of columns) numbers.append(el("span", {}, key === "row" ? `#${row}` : short(number(row))));
-  const entry = el("div", { className: "row", id: `row-${row}`, role: "option", "aria-posinset": at + 1, "aria-setsize": state.order.length }, numbers, el("p", {}, preview(row)));
+  const { prompt, answer } = preview(row), text = el("p", {}, el("span", {}, answer), prompt && ` ← ${prompt}`);
+  const entry = el("div", { className: "row", id: `row-${row}`, role: "option", "aria-posinset": at + 1, "aria-setsize": state.order.length }, numbers, text);
   entry.dataset.row = row;
   entry.style.top = `${at * ROW}px`;
   return entry;
@@ -251,17 +252,18 @@ function redrawList() {
   renderList();
 }
 
-/** The end of a rollout's prompt and the start of its answer, without special tokens. Prompts of one data set often begin with the same text. */
+/** The start of a rollout's answer and the end of its prompt, without special tokens. Prompts of one data set often begin with the same text. */
 function preview(row) {
   const side = sides[0], start = side.offsets[row], first = start + side.firsts[row];
-  if (!side.ids) return "";
+  if (!side.ids) return { prompt: "", answer: "" };
   const shown = (i) => special.has(side.ids[i]) ? "" : shownOf(side.ids[i]).slice(0, 110);
   const plain = (text) => text.replace(/[↵\s]+/g, " ").trim();
   let i = first, prompt = "", answer = "";
   while (i > start && prompt.length < 60) prompt = shown(--i) + prompt;
   for (let at = first; at < side.offsets[row + 1] && answer.length < 110; at++) answer += shown(at);
+  const cut = i > start || prompt.length > 60;
   prompt = plain(prompt).replace(/ assistant$/, "");
-  return `${i > start || prompt.length > 60 ? "…" : ""}${prompt.slice(-60)} → ${plain(answer)}`;
+  return { prompt: `${cut ? "…" : ""}${prompt.slice(-60)}`, answer: plain(answer) };
 }
 
 function scrollToRow(row) {

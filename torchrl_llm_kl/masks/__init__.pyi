@@ -18,10 +18,20 @@ from torchrl_llm_kl.masks._tokens import (
 
 # isort: split
 # For the layers above, not public:
+from torchrl_llm_kl.masks._lost import (
+    LostText as LostText,
+)
 from torchrl_llm_kl.masks._messages import (
+    ASSISTANT as ASSISTANT,
     Message as Message,
     TemplateArgs as TemplateArgs,
     Tokenizer as Tokenizer,
+)
+from torchrl_llm_kl.masks._prepared import (
+    prepare_messages as prepare_messages,
+)
+from torchrl_llm_kl.masks._template import (
+    template_variables as template_variables,
 )
 from torchrl_llm_kl.masks._tokens import (
     encode_images as encode_images,

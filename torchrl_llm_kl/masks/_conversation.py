@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from torchrl_llm_kl.masks._lost import LostText
 from torchrl_llm_kl.masks._messages import ASSISTANT, EmptyAssistantMaskError, Message, Tokenizer
+from torchrl_llm_kl.masks._prepared import prepared
 from torchrl_llm_kl.masks._template import Renderer
 from torchrl_llm_kl.masks._tokens import encode_with_mask
-from torchrl_llm_kl.masks._turns import locate_turns
+from torchrl_llm_kl.masks._turns import LocatedTurns, locate_turns
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class RenderedConversation:
     assistant_mask: Tensor  #: bool ``[T]``, True for the assistant's tokens, always False for the first token
     assistant_spans: tuple[tuple[int, int], ...]  #: the assistant's ``(start, end)`` in ``text``, sorted and disjoint
     located_by: str
+    messages: tuple[int, ...] = ()  #: the number of the message of each span
+    lost: tuple[LostText, ...] = ()  #: texts of messages that the template does not write or changes
 
 
 def render_conversation(
@@ -131,22 +135,25 @@ def render_conversations(
         if not messages or not all("role" in message for message in messages):
             raise TypeError(f"conversation {index} is {messages!r:.80}, expected a list of dicts with `role`.")
     renderer = Renderer(tokenizer, chat_template, tools, template_kwargs)
+    conversations = [prepared(renderer, messages) for messages in conversations]
     located = [
         locate_turns(renderer, messages, add_generation_prompt)
         if assistant_mask
-        else (renderer.text(messages, add_generation_prompt), (), "not asked")
+        else LocatedTurns(renderer.text(messages, add_generation_prompt), (), (), "not asked")
         for messages in conversations
     ]
     if not located:
         return []
-    encoded = encode_with_mask(tokenizer, [text for text, _, _ in located], [spans for _, spans, _ in located])
+    encoded = encode_with_mask(tokenizer, [each.text for each in located], [each.spans for each in located])
     results = []
-    for index, ((text, spans, located_by), (token_ids, mask)) in enumerate(zip(located, encoded, strict=True)):
+    for index, (found, (token_ids, mask)) in enumerate(zip(located, encoded, strict=True)):
         turns = sum(message.get("role") == ASSISTANT for message in conversations[index])
         if assistant_mask and turns and not mask.any():
             raise EmptyAssistantMaskError(
                 f"conversation {index} has {turns} assistant turns, but {renderer.name} renders none of their tokens (located "
-                f"by: {located_by}). Pass the model's own template (`chat_template=`), or correct its generation blocks."
+                f"by: {found.located_by}). Pass the model's own template (`chat_template=`), or correct its generation blocks."
             )
-        results.append(RenderedConversation(text, token_ids, mask, spans, located_by))
+        results.append(
+            RenderedConversation(found.text, token_ids, mask, found.spans, found.located_by, found.messages, found.lost)
+        )
     return results

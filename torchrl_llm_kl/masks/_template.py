@@ -24,7 +24,7 @@ from itertools import count
 from typing import Any, NamedTuple, cast
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
@@ -81,7 +81,7 @@ class Renderer:
             text = self._apply(self.template.tree, marked, prompt, _markers((BLOCK,), 0, quotes))
         except Exception:  # a template can raise any error, but the plain rendering succeeded
             return None
-        trace = read_trace(text, quotes, nonce)
+        trace = replace(read_trace(text, quotes, nonce), marking=marking)
         return trace if trace.text == plain or not checked else None
 
     def _apply(
@@ -252,6 +252,7 @@ class Trace:
     spans: tuple[tuple[str, int, int, int], ...]  # (kind, message index or -1, start, end) in closing order
     messages_end: int  # position of the last loop marker: text after it was written after the last message
     marks: tuple[tuple[int, Mark], ...] = ()  # edges of the messages' strings with their positions, in text order
+    marking: Marking | None = None  # the settings of the marks
 
     @cached_property
     def of(self) -> Mapping[tuple[str, int], list[Span]]:
@@ -362,13 +363,16 @@ MARKINGS = (
 _TAGS = re.compile(r"(?:\s|<[^<>]*>|\[[^\[\]]*\])*")
 
 
-def mark_strings(message: Message, index: int, nonce: str, marking: Marking) -> dict[str, object]:
+def mark_strings(
+    message: Message, index: int, nonce: str, marking: Marking, fields: list[str] | None = None
+) -> dict[str, object]:
     """Copy a message with marks in its strings, after leading and before trailing white space and tags.
 
-    Inside the tags the marks do no harm: a template still finds ``<think>`` at the start and trims the same text.
+    Inside the tags the marks do no harm: a template still finds ``<think>`` at the start and trims the same text. The field of
+    each marked string is appended to ``fields``.
     """
     copy = dict(message)
-    number = count()
+    marked: list[str] = [] if fields is None else fields
 
     def mark(value: object, spoken: bool, keys: Sequence[str] = ()) -> object:
         if isinstance(value, Mapping):
@@ -383,7 +387,8 @@ def mark_strings(message: Message, index: int, nonce: str, marking: Marking) -> 
             start, end = len(value) - len(value.lstrip()), len(value.rstrip())
         if start >= end:
             return value
-        first, last = (f"{nonce}{name}_{side}_" for name in [f"{index}_{spoken:d}_{next(number)}"] for side in (0, 1))
+        first, last = (f"{nonce}{index}_{spoken:d}_{len(marked)}_{side}_" for side in (0, 1))
+        marked.append(field)
         return value[:start] + (first if marking.both_edges else "") + value[start:end] + last + value[end:]
 
     for field in marking.fields:
@@ -441,12 +446,21 @@ class InstrumentedTemplate:
 
     The prompt is fixed if everything after the message loop is independent of the messages and outside generation blocks.
     ``loop_reads_flag`` states that the message loop reads ``add_generation_prompt``. It is meaningful only for a fixed prompt.
+    ``variables`` are the names that the template reads and does not set.
     """
 
     tree: nodes.Template
     has_generation_blocks: bool
     prompt_is_fixed: bool
     loop_reads_flag: bool
+    variables: frozenset[str]
+
+
+def template_variables(tokenizer: Tokenizer, chat_template: str | None = None) -> frozenset[str]:
+    """The variables that a chat template reads, besides messages, tools and those that transformers sets."""
+    template, _ = _resolve(tokenizer, chat_template, None)
+    given = {"messages", "tools", "documents", "add_generation_prompt", *tokenizer.special_tokens_map}
+    return instrument(template).variables - given - {"raise_exception", "strftime_now"}
 
 
 @lru_cache(maxsize=64)
@@ -456,6 +470,7 @@ def instrument(template: str) -> InstrumentedTemplate:
     # transformers renders with the same settings.
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     tree = environment.parse(template)
+    variables = frozenset(meta.find_undeclared_variables(tree))
     has_blocks = any(name.name == _key(BLOCK, _OPEN) for name in tree.find_all(nodes.Name))
     # Loops can pass values on only through a namespace, since the sandbox forbids changing a list or a dict.
     last = max(_dependents(tree.body, {"messages", "namespace", _key(BLOCK, _OPEN)}), default=-1)
@@ -463,7 +478,7 @@ def instrument(template: str) -> InstrumentedTemplate:
     loop_reads_flag = last in _dependents(tree.body, {"add_generation_prompt"})
     tree.body = _mark_statements(tree.body, loop_target=None, in_loop=False)
     tree.set_environment(environment)
-    return InstrumentedTemplate(tree, has_blocks, fixed, loop_reads_flag)
+    return InstrumentedTemplate(tree, has_blocks, fixed, loop_reads_flag, variables)
 
 
 def _dependents(body: Sequence[nodes.Node], names: set[str]) -> set[int]:

@@ -11,7 +11,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
+from torchrl_llm_kl.masks._lost import LostText, lost_texts
 from torchrl_llm_kl.masks._messages import ASSISTANT, Message, TurnNotFoundError
 from torchrl_llm_kl.masks._prefixes import (
     CONTROL,
@@ -46,19 +48,34 @@ _CONTROL_TOKENS = re.compile(f"(?:{CONTROL})+")
 _BORDER = re.compile(rf"{CONTROL}|\s|\Z")
 
 
-def locate_turns(
-    renderer: Renderer, messages: Sequence[Message], generation_prompt: bool
-) -> tuple[str, tuple[Span, ...], str]:
-    """Locate the assistant's turns. Returns text, spans and ``located_by`` of a :class:`RenderedConversation`."""
+class LocatedTurns(NamedTuple):
+    """The spans of the assistant's turns in ``text``, sorted and disjoint, the message of each span, and the method."""
+
+    text: str
+    spans: tuple[Span, ...]
+    messages: tuple[int, ...]
+    located_by: str
+    lost: tuple[LostText, ...] = ()
+
+    @classmethod
+    def of(cls, chat: Renderings, whole: Trace, owned: Sequence[tuple[int, int, int]], located_by: str) -> LocatedTurns:
+        """Merge spans of messages ``(start, end, message)``. ``whole`` is the trace of the text."""
+        merged = _merge(owned)
+        spans, messages = tuple((a, b) for a, b, _ in merged), tuple(message for _, _, message in merged)
+        return cls(chat.text, spans, messages, located_by, lost_texts(chat, whole, spans, messages))
+
+
+def locate_turns(renderer: Renderer, messages: Sequence[Message], generation_prompt: bool) -> LocatedTurns:
+    """Locate the assistant's turns."""
     chat = Renderings(renderer, messages, generation_prompt)
     turns = [i for i, message in enumerate(messages) if message.get("role") == ASSISTANT]
     if not turns:
-        return chat.text, (), "no assistant turn"
+        return LocatedTurns.of(chat, Trace(chat.text, (), 0), (), "no assistant turn")
 
     trace = _trace_without_prompt(chat)
     whole = trace or chat.trace(len(messages), generation_prompt) or Trace(chat.text, (), 0)
     whole = replace(whole, text=chat.text)
-    spans: list[Span] = []
+    spans: list[tuple[int, int, int]] = []
     traced, ended = False, 0
     for turn in turns:
         written = _span_of(trace, turn) if trace is not None else None
@@ -77,14 +94,15 @@ def locate_turns(
                 regions = _confirmed(chat, whole, turn, regions)
             except TurnNotFoundError:
                 if chat.template.has_generation_blocks:
-                    return chat.text, _spans_of_blocks(chat, whole, turn), "marks"
+                    return LocatedTurns.of(chat, whole, _spans_of_blocks(chat, whole, turn), "marks")
                 raise
             if regions and regions[0][0] < ended:
                 raise not_found(chat, turn, "it would begin before an earlier turn ends")
             ended = regions[-1][1] if regions else ended
-            spans += _blocks_in(chat, whole, turn, regions) if chat.template.has_generation_blocks else regions
+            own = _blocks_in(chat, whole, turn, regions) if chat.template.has_generation_blocks else regions
+            spans += [(start, end, turn) for start, end in own]
     located_by = "marks" if chat.template.has_generation_blocks else "trace" if traced else "prefixes"
-    return chat.text, _merge(spans), located_by
+    return LocatedTurns.of(chat, whole, spans, located_by)
 
 
 def _traced_regions(chat: Renderings, trace: Trace, turn: int, written: Span) -> list[Span]:
@@ -262,14 +280,14 @@ def _subtract(spans: list[Span], holes: list[Span]) -> list[Span]:
     return sorted(set(spans))
 
 
-def _merge(spans: list[Span]) -> tuple[Span, ...]:
-    """Sort spans and make them disjoint. Adjacent spans stay separate, since they are different turns."""
-    merged: list[Span] = []
-    for start, end in sorted(spans):
+def _merge(spans: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Sort spans of messages and make them disjoint. Adjacent spans stay separate, since they are different turns."""
+    merged: list[tuple[int, int, int]] = []
+    for start, end, message in sorted(spans):
         start = max(start, merged[-1][1]) if merged else start
         if start < end:
-            merged.append((start, end))
-    return tuple(merged)
+            merged.append((start, end, message))
+    return merged
 
 
 # ------------------------------------------------------------------ the role header
@@ -360,12 +378,12 @@ def _blocks_in(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -
     return joined
 
 
-def _spans_of_blocks(chat: Renderings, whole: Trace, turn: int) -> tuple[Span, ...]:
+def _spans_of_blocks(chat: Renderings, whole: Trace, turn: int) -> list[tuple[int, int, int]]:
     """All generation blocks with the control token after each. For a template whose messages cannot be located."""
     text = whole.text
     if not whole.spans:
         raise not_found(chat, turn, "tracing its generation blocks changes the text, so keep assignments out of them")
-    spans: list[Span] = []
+    spans: list[tuple[int, int, int]] = []
     for start, end in whole.of[BLOCK, -1]:
         stripped = start + len(text[start:end].rstrip())
         inside = [(p, mark.message) for p, mark in whole.marks if start <= p <= end]
@@ -380,5 +398,5 @@ def _spans_of_blocks(chat: Renderings, whole: Trace, turn: int) -> tuple[Span, .
             raise not_found(chat, turn, "its {% generation %} blocks contain text of other messages")
         for message in held or {turn}:
             check_gaps(chat, whole, message, start, stripped)
-        spans.append((start, stripped))
-    return _merge(spans)
+        spans.append((start, stripped, min(held or {turn})))
+    return spans

@@ -16,8 +16,8 @@ from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm.policies import ChatHistory, Text
 
 from torchrl_llm_kl._numerics import check_choice, check_range
-from torchrl_llm_kl.datasets import DataSource
-from torchrl_llm_kl.masks import Message, Tokenizer
+from torchrl_llm_kl.datasets import DataSource, row_variables
+from torchrl_llm_kl.masks import Message, Tokenizer, prepare_messages, render_conversation, template_variables
 from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, check_takes
 from torchrl_llm_kl.tasks._prompts import Prompt, PromptOrder, Prompts
 from torchrl_llm_kl.tasks._rewards import FailureLog, FunctionReward, Metadata, Reward, read_rows_of
@@ -313,17 +313,24 @@ class TaskEnv(ChatEnv):
         return td.to_lazystack(0)  # its rows may differ in length after the policy's step
 
     def _conversation(self, prompt: Prompt) -> list[Message]:
-        if self.system_prompt is None or prompt.messages[0]["role"] == "system":
-            return prompt.messages
-        return [{"role": "system", "content": self.system_prompt}, *prompt.messages]
+        messages = prompt.messages
+        if self.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        return prepare_messages(self.tokenizer, messages, **self.template_kwargs)
 
     def _render(self, prompt: Prompt) -> str:
         """The text that the policy continues."""
-        tools = {} if self.dialog is None or self.dialog.schemas is None else {"tools": self.dialog.schemas}
-        text = self.tokenizer.apply_chat_template(
-            self._conversation(prompt), add_generation_prompt=True, tokenize=False, **tools, **self.template_kwargs
+        # A column with the name of a variable of the template is passed on, such as `enable_thinking`.
+        names = template_variables(self.tokenizer, self.template_kwargs.get("chat_template"))
+        rendered = render_conversation(
+            self.tokenizer,
+            self._conversation(prompt),
+            tools=None if self.dialog is None else self.dialog.schemas,
+            add_generation_prompt=True,
+            assistant_mask=False,
+            **{**self.template_kwargs, **row_variables(prompt.metadata, names)},
         )
-        return _without_bos(str(text), self.tokenizer)
+        return _without_bos(rendered.text, self.tokenizer)
 
     # ------------------------------------------------------------------ answers
 

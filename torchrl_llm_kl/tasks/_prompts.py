@@ -11,8 +11,17 @@ from typing import Any, cast
 import torch
 
 from torchrl_llm_kl._numerics import check_range
-from torchrl_llm_kl.datasets import DataError, DataSource, RowError, as_list, check_unicode, read_messages, read_rows
-from torchrl_llm_kl.masks import Message, split_images
+from torchrl_llm_kl.datasets import (
+    DataError,
+    DataSource,
+    RowError,
+    as_list,
+    check_unicode,
+    read_messages,
+    read_rows,
+    standard_row,
+)
+from torchrl_llm_kl.masks import ASSISTANT, Message, split_images
 
 #: The columns that may hold a prompt. The first one that a row has is used.
 PROMPT_COLUMNS = ("prompt", "question", "messages")
@@ -106,7 +115,8 @@ def parse_prompt(row: object, place: str) -> Prompt:
         raise PromptError(f"{place} {error}.") from None
 
 
-def _parsed(row: Mapping[object, object]) -> Prompt:
+def _parsed(row: Mapping[str, object]) -> Prompt:
+    row = standard_row(row)
     # Parquet fills missing columns with None, so None counts as missing.
     column = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
     if column is None:
@@ -116,10 +126,12 @@ def _parsed(row: Mapping[object, object]) -> Prompt:
     messages: list[Message] = [{"role": "user", "content": value}]
     if not isinstance(value, str):
         messages = read_messages(value, column)
-    if not messages or messages[-1]["role"] == "assistant":
+    if not messages or messages[-1]["role"] == ASSISTANT:
         raise RowError(f"has a `{column}` without a last message of the user: put the answer into another column")
     if split_images(messages)[1]:
         raise RowError(f"has images in `{column}`, and a task supports only text. Leave such rows out")
+    if isinstance(row.get("system"), str) and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": row["system"]}, *messages]
     question = _question(messages)
     check_unicode(question)
     return Prompt(question, messages, {str(key): item for key, item in row.items() if key != column})

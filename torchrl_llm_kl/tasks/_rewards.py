@@ -70,8 +70,8 @@ class FunctionReward(Transform):
 
     Keyword Args:
         weights: the weights of the parts of a single function that returns a dict ``{name: number}`` with these names.
-        timeout: seconds for each call. None sets no limit, and sync functions run in the caller's thread, as functions that
-            use signals must.
+        timeout: seconds for each call. With None there is no limit, and sync functions run in the caller's thread. A function
+            that uses signals needs that.
         workers: the number of threads for sync functions (default one) and of concurrent async calls (default all).
         tokenizer: its special tokens are stripped from the end of an answer. By default the env's tokenizer is used.
         question_key, answer_key: the entries of the texts. If the data has the entries ``"metadata"`` and ``"messages"``, a

@@ -341,7 +341,6 @@ class Dialog:
         self.tokenizer, self.tools = tokenizer, tools
         self.template_kwargs: Json = dict(template_kwargs)
         self.special = special_tokens(tokenizer)
-        self._json_arguments = False  # whether the template wants the arguments of a call as JSON text
         self._parser = parser
         self._closing = ""
         self._check()
@@ -401,7 +400,7 @@ class Dialog:
         """The template's text of the last answer of a conversation, and its text after the answer."""
         rendered = render_conversation(
             self.tokenizer,
-            _stand_ins(messages, json_arguments=self._json_arguments),
+            _stand_ins(messages),
             tools=self.schemas,
             add_generation_prompt=True,
             **self.template_kwargs,
@@ -426,11 +425,7 @@ class Dialog:
             return
         call = _example(self.tools.schemas[0])
         asked = [question, self.assistant("x", Parsed("x", [call])), *self.tool_messages(Parsed("x", [call]), [mark])]
-        try:
-            turn, _ = self._try(asked, mark, "results of tools")
-        except ValueError:  # as in OpenAI's API, some templates take the arguments of a call as JSON text
-            self._json_arguments = True
-            turn, _ = self._try(asked, mark, "results of tools")
+        turn, _ = self._try(asked, mark, "results of tools")
         plain, told = (
             self.tokenizer.apply_chat_template([question], tokenize=False, tools=tools, **self.template_kwargs)
             for tools in (None, self.schemas)
@@ -453,9 +448,6 @@ class Dialog:
     def _format(self, messages: list[Message], call: ToolCall) -> ToolParser:
         """The parser of the template's format of calls. Hermes' format if the template writes no calls."""
         assert self.tools is not None
-        if self._json_arguments:
-            written_call = _call_message(0, call.name, json.dumps(call.arguments))
-            messages = [*messages[:-1], {**messages[-1], "tool_calls": [written_call]}]
         rendered = render_conversation(self.tokenizer, messages, tools=self.schemas, **self.template_kwargs)
         written = rendered.text[slice(*rendered.assistant_spans[-1])]
         if call.name not in written:  # the format must be in the system prompt: Hermes' is the most common one
@@ -515,7 +507,7 @@ def _reversed(tokens: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(f"(?:{'|'.join(re.escape(token[::-1]) for token in tokens)})*")
 
 
-def _stand_ins(messages: Sequence[Message], *, json_arguments: bool = False) -> list[Message]:
+def _stand_ins(messages: Sequence[Message]) -> list[Message]:
     """Replace the text of each answer by a plain word: the text after an answer must not depend on the policy's words.
 
     Each result gets a call, since templates demand one, even if the answer's call could not be parsed.
@@ -526,7 +518,7 @@ def _stand_ins(messages: Sequence[Message], *, json_arguments: bool = False) -> 
         if message["role"] == "assistant":
             message = answer = {"role": "assistant", "content": "x"}
         elif message["role"] == "tool" and out and out[-1]["role"] in ("assistant", "tool"):
-            call = _call_message(0, str(message.get("name", "unknown")), "{}" if json_arguments else {})
+            call = _call_message(0, str(message.get("name", "unknown")), {})
             answer.setdefault("tool_calls", []).append({**call, "id": message.get("tool_call_id", call["id"])})
         out.append(message)
     return out

@@ -28,6 +28,7 @@ from torchrl_llm_kl.cli._commands import app
 from torchrl_llm_kl.cli._console import cells_of
 from torchrl_llm_kl.diagnostics import Finding
 from torchrl_llm_kl.estimators import contracts
+from torchrl_llm_kl.scoring import Sampling
 from torchrl_llm_kl.training import progress
 from toy_tokenizer import build_tokenizer
 
@@ -319,11 +320,24 @@ def test_check_passes_its_arguments_and_exits_with_1_for_faults(cli, tmp_path, m
     seen = stub(monkeypatch)
     assert "no fault, 0 notes" in cli("check", path).stdout
     assert torch.equal(seen["td"]["tokens", "full"], FULL)
-    defaults = {"policy": None, "reference": None, "tokenizer": None, "temperature": 1.0}
+    defaults = {"policy": None, "reference": None, "tokenizer": None, "sampling": Sampling()}
     assert {key: seen[key] for key in defaults} == defaults
-    cli("check", path, "--policy", model, "--reference", reference, "--tokenizer", model, "--temperature", 0.5)
+    cli(
+        "check",
+        path,
+        "--policy",
+        model,
+        "--reference",
+        reference,
+        "--tokenizer",
+        model,
+        "--temperature",
+        0.5,
+        "--top-k",
+        3,
+    )
     assert not torch.equal(seen["policy"].lm_head.weight, seen["reference"].lm_head.weight)
-    assert (bool(seen["tokenizer"].chat_template), seen["temperature"]) == (True, 0.5)
+    assert (bool(seen["tokenizer"].chat_template), seen["sampling"]) == (True, Sampling(0.5, top_k=3))
     rows = [TensorDict(tokens=TensorDict(prompt=FULL[0, :2], full=FULL[0, :n]), query="why?") for n in (4, 5)]
     save_batch(lazy_stack(rows), tmp_path / "rows.pt")
     cli("check", tmp_path / "rows.pt")
@@ -340,10 +354,24 @@ def test_the_inspector_gets_both_batches(cli: Cli, tmp_path: Path, seen: dict[st
     one = save("dict", tmp_path / "one.pt", batch())
     two = save("memmap", tmp_path / "two", batch(advantage=torch.tensor([1.0, -1.0])))
     assert cli("inspect", one, "--tokenizer", model).stdout == "the tokens\n"
-    defaults = {"html": None, "other": None, "temperature": 1.0, "policy": None, "reference": None}
+    defaults = {"html": None, "other": None, "sampling": Sampling(), "policy": None, "reference": None}
     assert {key: seen[key] for key in defaults} == defaults
-    cli("inspect", one, "--tokenizer", model, "--policy", model, "--reference", model, "--temperature", 0.5)
-    assert (seen["policy"].config.vocab_size, seen["temperature"]) == (seen["reference"].config.vocab_size, 0.5)
+    cli(
+        "inspect",
+        one,
+        "--tokenizer",
+        model,
+        "--policy",
+        model,
+        "--reference",
+        model,
+        "--temperature",
+        0.5,
+        "--top-k",
+        3,
+    )
+    assert seen["policy"].config.vocab_size == seen["reference"].config.vocab_size
+    assert seen["sampling"] == Sampling(0.5, top_k=3)
     page = tmp_path / "page.html"
     assert cli("inspect", one, "--tokenizer", model, "--html", page, "--other", two).stdout == f"wrote {page}\n"
     assert seen["html"] == page

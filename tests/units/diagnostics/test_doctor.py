@@ -51,7 +51,8 @@ def put(places: Any, value: float) -> torch.Tensor:
 
 
 FAR, MASS = log_probs() - 60, 0.7 + 0.2 * torch.rand(6, 10, generator=torch.Generator().manual_seed(1))
-SHIFTED_UP = log_probs() - MASS.log()
+LOWER = log_probs() - 1
+SHIFTED_UP = LOWER - MASS.log()
 CACHED, STORED = (slice(3), slice(2, 6)), (slice(3), slice(4, 7))
 SPREAD = 0.1 * torch.randn(6, 10, generator=torch.Generator().manual_seed(2))
 FEW = log_probs()
@@ -76,12 +77,19 @@ FOUND: dict[str, tuple[torch.Tensor, torch.Tensor | None, str | None, dict[str, 
     # Rounding below the floor of an unknown precision is not a fault.
     "rounded near 0": (log_probs() - 9, (log_probs() - 9).bfloat16().float(), None, {}),
     "rounded": (FAR, FAR.bfloat16().float(), "low_precision", {"precision": "bfloat16"}),
-    "a truncated sampler": (log_probs(), SHIFTED_UP, "other_sampling", {"mean_ratio": approx(0.8, abs=0.1)}),
+    "a truncated sampler": (LOWER, SHIFTED_UP, "other_sampling", {"mean_ratio": approx(0.8, abs=0.1)}),
     "another model": (log_probs(), log_probs(7), "mismatch", {}),
     "two findings": (put((0, 3), math.nan), log_probs().roll(1, -1), "off_by_one", {"shift": 1}),
     # 2 of the 48 tokens differ, listed by place in the answer. A difference of all tokens lists no places.
     "few tokens": (log_probs(), FEW, "few_tokens", dict(tokens="2 of 48", answers="2 of 6", places=PLACES)),
-    "all tokens": (log_probs(), log_probs() + SPREAD, "mismatch", {}),
+    "all tokens": (LOWER, LOWER + SPREAD, "mismatch", {}),
+    "probabilities": (
+        log_probs(),
+        log_probs().exp(),
+        "positive_log_probs",
+        {"column": "sampler_log_prob", "share": 1.0},
+    ),
+    "a wrong sign": (-log_probs(), log_probs(), "positive_log_probs", {"column": "old_log_prob", "share": 1.0}),
     **{
         f"{value}": (put((2, 5), value), None, "nan", {"column": "old_log_prob", "share": approx(1 / 48)})
         for value in (math.nan, math.inf)
@@ -96,7 +104,7 @@ def test_findings_without_a_model(name: str) -> None:
     diagnosis = diagnose(batch(log_probs=stored, **given))
     causes = [each.cause for each in diagnosis.findings]
     assert (cause is None) == (diagnosis.worst is None) == (cause not in causes)
-    assert diagnosis.exit_code == (cause is not None)
+    assert diagnosis.exit_code == (1 if cause is not None else 4 if sampler is None else 0)
     if cause is not None:
         found = diagnosis.findings[causes.index(cause)]
         assert diagnosis.worst.cause == cause or name in ("zeros beside others", "two findings")
@@ -154,7 +162,7 @@ def test_entries_that_do_not_fit_the_tokens_and_an_empty_mask() -> None:
     td = batch()
     td["log_probs", "full"] = torch.nested.nested_tensor([torch.full((8 + (i == 2),), -1.0) for i in range(6)])
     worst = worst_of(td)
-    assert worst.cause == "retokenised"
+    assert worst.cause == "lengths"
     assert "Pass one value per token" in str(worst.evidence["error"])
     with pytest.raises(ValueError, match="must"):
         read_columns(td)
@@ -170,7 +178,72 @@ def test_notes_are_not_faults() -> None:
     td["next"] = TensorDict(reward=torch.tensor([0.0, 0, 1, 1, 0, 1, 0, 1]).unsqueeze(-1), batch_size=[8])
     diagnosis = diagnose(td)
     assert {each.cause for each in diagnosis.notes} == {"no_spread", "duplicated_prompts"}
-    assert diagnosis.exit_code == 0
+    assert diagnosis.exit_code == 4  # nothing to compare
+
+
+def test_the_report_names_the_checks_that_were_left_out() -> None:
+    td = batch()
+    td["next", "logps"] = log_probs()
+    report = diagnose(td)
+    assert (report.faults, report.exit_code, report.compared) == ((), 4, False)
+    assert "sampler and policy were not compared" in str(report).splitlines()[0]
+    assert any("('next', 'logps') may hold them" in each for each in report.left_out)
+    assert [each.split(":")[0] for each in report.left_out] == [
+        "sampler against policy",
+        "whether the tokens are samples of the policy",
+        "retokenisation, templates and end tokens",
+        "the KL to the reference",
+    ]
+    td["next", "log_probs", "full"] = td["next", "sampler_log_probs", "full"] = log_probs()
+    report = diagnose(td)
+    assert (report.exit_code, report.compared, len(report.left_out)) == (0, True, 3)
+
+
+def test_a_collapsed_policy_and_one_far_from_its_reference() -> None:
+    td = batch(log_probs=log_probs(), sampler_log_probs=log_probs(), ref_log_probs=log_probs() - 12)
+    td["next", "entropy"] = torch.full((6, 10), 6e-8)
+    report = diagnose(td)
+    assert {each.cause for each in report.faults} >= {"collapsed", "far_from_reference"}
+    assert report.exit_code == 1
+    td["next", "ref_log_probs", "full"] = log_probs() - 3  # another model may be as far by design
+    td["next", "entropy"] = -log_probs()
+    report = diagnose(td)
+    assert [(each.cause, each in report.notes) for each in report.findings] == [("far_from_reference", True)]
+
+
+def test_older_versions_are_no_fault_if_the_batch_says_so() -> None:
+    """After the update inside an answer all log-probs differ, which looks as if the text was encoded again."""
+    later = put((slice(None), slice(6, None)), -1.7, add=True)
+    td = batch(log_probs=log_probs(), sampler_log_probs=later)
+    assert worst_of(td).cause == "retokenised"
+    td["policy_version"] = torch.full((6, 10), 3)
+    assert worst_of(td).cause == "retokenised"
+    td["policy_version"][:, 6:] = 4
+    report = diagnose(td)
+    assert report.faults == ()
+    assert [each.cause for each in report.notes] == ["stale_by_design"]
+    assert report.notes[0].evidence["looks_like"] == "retokenised"
+
+
+def test_answers_that_are_left_out_shift_lengths_and_rewards() -> None:
+    lengths = [6 + i % 3 for i in range(10)] + [20 + i % 3 for i in range(10)]
+    rows = []
+    for i, length in enumerate(lengths):
+        full = torch.arange(1, length + 1)
+        row = TensorDict(tokens=TensorDict(full=full, prompt=full[:2]), left_out=torch.tensor(i >= 10))
+        rows.append(row.set("next", TensorDict(reward=torch.tensor([float(i % 2)]))))
+    (note,) = [each for each in diagnose(lazy_stack(rows)).notes if each.cause == "survivors"]
+    assert note.evidence == {"left_out": 0.5, "length_left_out": approx(20.9), "length_that_stays": approx(6.9)}
+
+
+def test_end_tokens_of_the_policy_count() -> None:
+    tokenizer = make_tokenizer()
+    model = make_model("qwen2", 0)
+    td = batch()
+    td["tokens", "full"][:, -1] = 7
+    assert diagnose(td, tokenizer=tokenizer).measures["answers/truncated"] == 1.0
+    model.generation_config.eos_token_id = [7, 9]
+    assert diagnose(td, tokenizer=tokenizer, policy=model).measures["answers/truncated"] == 0.0
 
 
 def test_a_copy_of_the_policy_is_a_valid_reference_before_the_first_step() -> None:

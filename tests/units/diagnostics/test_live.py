@@ -110,7 +110,7 @@ def test_a_bad_entry_or_policy_is_a_finding_and_does_not_stop_the_run(fault: str
         td["next", "sampler_log_probs", "full"] = torch.zeros(8, 11)
         found = watching(tmp_path, policy=policy).look(0, td)
         assert (tmp_path / "rollouts.html").is_file()
-    assert found.worst.cause == ("nan" if fault == "policy" else "retokenised")
+    assert found.worst.cause == ("nan" if fault == "policy" else "lengths")
     assert fault != "policy" or "NaN weights" in found.worst.evidence["error"]
 
 

@@ -271,7 +271,7 @@ def test_files_without_a_batch_are_errors(tmp_path: Path) -> None:
         ("dict.pt", {}, "holds a dict: expected a batch"),
         ("uneven.pt", {"a": FULL, "b": FULL[:1]}, "different first dimensions"),
         ("empty.pt", "", "cannot be read by torch.load"),
-        ("data.jsonl", "{}", "holds more than tensors"),
+        ("data.jsonl", "{}", "line 1 of .* holds no rollout: it has no columns"),
         ("bad.tdz", "no archive", "is not an archive"),
         ("folder", None, "holds no meta.json"),
     ):
