@@ -89,7 +89,9 @@ def test_the_list_shows_the_end_of_the_prompt_and_the_answer(show: Show) -> None
     words = Words(start, "One?", "Two?", " Yes", "No")
     mask = torch.tensor([False, False, True, True] * 2)
     tab = show(letters([0, 1, 3, 4], [0, 2, 4, 4], mask=mask), words)
-    answers, prompts = zip(*(text.split(" ← ") for text in tab.page.locator("#list .row p").all_inner_texts()), strict=True)
+    answers, prompts = zip(
+        *(text.split(" ← ") for text in tab.page.locator("#list .row p").all_inner_texts()), strict=True
+    )
     assert answers == ("YesNo", "NoNo")
     assert [prompt.split("you do. ")[1] for prompt in prompts] == ["One?", "Two?"]
 

@@ -45,10 +45,6 @@ from torchrl_llm_kl.scoring._wrapper import (
 
 # isort: split
 # For the layers above, not public:
-from torchrl_llm_kl.scoring._asked import (
-    asked as asked,
-    has as has,
-)
 from torchrl_llm_kl.scoring._extras import (
     Adapters as Adapters,
     AfterPrompt as AfterPrompt,
@@ -73,7 +69,9 @@ from torchrl_llm_kl.scoring._extras import (
     with_defaults as with_defaults,
 )
 from torchrl_llm_kl.scoring._model import (
+    asked as asked,
     evaluating as evaluating,
+    has as has,
     output_size as output_size,
     placeholders as placeholders,
     position_limit as position_limit,
