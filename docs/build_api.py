@@ -10,7 +10,7 @@ from typing import Any
 
 import torchrl_llm_kl
 from torchrl_llm_kl.advantages import available_advantages
-from torchrl_llm_kl.losses import available_objectives, spec_of
+from torchrl_llm_kl.losses import available_objectives
 
 PACKAGE = Path(torchrl_llm_kl.__file__).parent
 
@@ -84,7 +84,7 @@ def described_elsewhere(layer: str) -> dict[str, list[str]]:
     for name, thing in public_names(layer).items():
         if home_of(layer, name, thing) != layer:
             lines.setdefault(f"Defined in `{home_of(layer, name, thing)}`", []).append(name)
-        elif layer == "losses" and spec_of(thing) is not None and name in available_objectives():
+        elif layer == "losses" and name in available_objectives():
             lines.setdefault("Objectives, described in [losses](losses.md#objectives)", []).append(name)
         elif layer == "advantages" and name in available_advantages():
             lines.setdefault("Advantages, described in [losses](losses.md#advantages)", []).append(name)

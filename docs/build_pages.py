@@ -43,6 +43,7 @@ from torchrl_llm_kl._foreign import (  # noqa: E402
     VERL,
     Foreign,
     foreign_hint,
+    read_table,
 )
 from torchrl_llm_kl.advantages import advantage_spec, available_advantages, get_advantage  # noqa: E402
 from torchrl_llm_kl.algorithms import ALGORITHMS, SCHEMAS, Entry, algorithm_table, from_trl  # noqa: E402
@@ -275,6 +276,17 @@ def advantage_table() -> str:
 def first_sentence(function: Callable[..., object]) -> str:
     """The first paragraph of a function's docstring."""
     return cell((inspect.getdoc(function) or "").partition("\n\n")[0])
+
+
+# ------------------------------------------------------------------ rollouts.md
+
+
+def rollout_table() -> str:
+    """The known columns of each role, with the frameworks that write them."""
+    rows: dict[str, list[str]] = defaultdict(list)
+    for row in read_table("datasets/rollout_columns.csv"):
+        rows[row["role"]].append(f"`{row['column']}` ({row['source']})")
+    return markdown(["role", "columns"], [[f"`{role}`", ", ".join(columns)] for role, columns in rows.items()])
 
 
 # ------------------------------------------------------------------ elsewhere.md
@@ -656,6 +668,7 @@ TABLES: dict[str, dict[str, Callable[[], str | None]]] = {
         "advantages": partial(unused, "advantage"),
         "others": other_sources,
     },
+    "rollouts": {"rollout_columns": rollout_table},
     "train": {"settings": settings_table},
 }
 
