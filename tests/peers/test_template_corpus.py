@@ -31,6 +31,64 @@ def test_no_mask_is_silently_wrong(name):
     assert any(outcome.status == "right" for outcome in outcomes.values())
 
 
+QUESTION = {"role": "user", "content": "what is it?"}
+ANSWER = {"role": "assistant", "content": "it rains9"}
+SCHEMA = [{"type": "function", "function": {"name": "weather", "description": "?", "parameters": {}}}]
+
+
+def with_call(arguments: object) -> list[dict[str, object]]:
+    call = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "call00001", "name": "weather", "content": "rain7"}
+    return [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, result, ANSWER]
+
+
+def in_parts(message: dict[str, str]) -> dict[str, object]:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+#: Two forms of one conversation.
+FORMS = {
+    "arguments as JSON text": (with_call({"city": "Oslo5"}), with_call('{"city": "Oslo5"}')),
+    "content in parts": ([QUESTION, ANSWER], [in_parts(QUESTION), in_parts(ANSWER)]),
+    "an empty list of calls": ([QUESTION, ANSWER], [QUESTION, {**ANSWER, "tool_calls": []}]),
+}
+
+
+@pytest.mark.skipif(not TEMPLATES, reason=template_corpus.HOW_TO)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_forms_of_one_conversation_are_rendered_alike(name):
+    if not template(name).is_chat:
+        pytest.skip("does not show both a question and its answer")
+    tokenizer = template(name).tokenizer
+
+    def rendered(messages):
+        try:
+            return render_conversation(tokenizer, messages, tools=SCHEMA if len(messages) > 2 else None).text
+        except Exception as error:  # the template or the masks refuse the conversation
+            return type(error).__name__
+
+    for form, (one, other) in FORMS.items():
+        assert rendered(one) == rendered(other), form
+
+
+@pytest.mark.skipif(not TEMPLATES, reason=template_corpus.HOW_TO)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_text_is_written_or_reported(name):
+    if not template(name).is_chat:
+        pytest.skip("does not show both a question and its answer")
+    reasoning = [{**ANSWER, "reasoning_content": word} for word in ("thought8", "second6")]
+    for messages, words in (
+        ([QUESTION, reasoning[0], QUESTION, reasoning[1]], {"thought8": (1, "reasoning"), "second6": (3, "reasoning")}),
+        (with_call({"city": "Oslo5"}), {"Oslo5": (1, "tool_calls"), "rain7": (2, "content")}),
+    ):
+        try:
+            found = render_conversation(template(name).tokenizer, messages, tools=SCHEMA if len(words) == 2 else None)
+        except Exception:
+            continue
+        lost = {(each.message, each.field) for each in found.lost}
+        assert {word for word, place in words.items() if place in lost} == {w for w in words if w not in found.text}
+
+
 @pytest.mark.skipif(not TEMPLATES, reason=template_corpus.HOW_TO)
 def test_the_corpus_is_complete():
     packages = {f"{template_corpus.slug(package)}-{version}" for package, version, _ in template_corpus.PACKAGES}
