@@ -5,11 +5,10 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections import UserDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import UnionType
-from typing import Annotated, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Generic, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from torchrl_llm_kl._foreign import foreign_hint, foreign_value
 
@@ -122,7 +121,7 @@ def flatten(settings: Mapping[str, object], prefix: str = "") -> dict[str, objec
     return out
 
 
-class Registry(UserDict[str, T]):
+class Registry(Mapping[str, T], Generic[T]):
     """Named things of one kind: a mapping that :meth:`add` extends.
 
     Iteration yields the names in the order of :meth:`add`.
@@ -142,8 +141,8 @@ class Registry(UserDict[str, T]):
     """
 
     def __init__(self, kind: str, *, error: type[ValueError] = UnknownNameError) -> None:
-        super().__init__()
         self.kind, self._error = kind, error
+        self.data: dict[str, T] = {}
 
     def add(self, name: str, item: T) -> T:
         """Register ``item`` under a name, and return it.
@@ -153,13 +152,22 @@ class Registry(UserDict[str, T]):
         """
         if name in self:
             raise ValueError(f"the {self.kind} {name!r} is registered already: choose another name.")
-        self[name] = item
+        self.data[name] = item
         return item
 
     def __getitem__(self, name: str) -> T:
         if isinstance(name, str) and name in self.data:
             return self.data[name]
         raise self._error(no_such(f"unknown {self.kind}", name, self, hint=foreign_value(self.kind, name)))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.data
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        return len(self.data)
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrl_llm_kl.cli._console import CommandError, console, print_json, shows_colour
+from torchrl_llm_kl.datasets import FileRows, RowError, read_messages, standard_row
 from torchrl_llm_kl.masks import AssistantMaskError, Message, encode_with_mask, render_conversation
 from torchrl_llm_kl.training import load_tokenizer
 
@@ -91,19 +90,15 @@ def show_template(name: str, conversation: Path | None, as_json: bool) -> None:
 
 
 def read_conversation(path: Path) -> list[Message]:
-    """Read messages from a JSON file: a list, an object with ``messages``, or the first such line of a JSONL file."""
+    """Read the messages in a JSON file, or in the first row of a JSONL or Parquet file."""
+    row = next(iter(FileRows(path)), None)
+    if row is not None and row.problem:
+        raise CommandError(f"cannot read {path}: {row.place} {row.problem}.")
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"cannot read {path}: {error}.") from error
-    value = None
-    # The first line of a JSONL file is tried if the whole file is not one document.
-    for part in (text, text.strip().partition("\n")[0]):
-        with suppress(ValueError):
-            value = json.loads(part)
-            break
-    messages = value.get("messages") if isinstance(value, Mapping) else value
-    if not isinstance(messages, list) or not messages:
+        messages = [] if row is None else read_messages(standard_row(row.value).get("messages"), "messages")
+    except RowError:
+        messages = []
+    if not messages:
         raise CommandError(f"{path} holds no messages: expected a JSON list of objects with `role` and `content`.")
     return messages
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import torch
@@ -27,6 +27,7 @@ from torchrl_llm_kl.datasets._values import (
     layout_of,
     read_messages,
     row_variables,
+    split_choices,
     standard_row,
 )
 from torchrl_llm_kl.masks import (
@@ -193,7 +194,14 @@ class Encoder:
             raise ValueError("the tokenizer has no eos_token to end an answer with: set it, or pass add_eos=False.")
 
     def encode(self, row: Row) -> list[Answer | Skip]:
-        """Encode a row: two answers for a preference, one for each assistant turn with ``turns="each"``, else one."""
+        """Encode a row: two answers for a preference, one for each assistant turn with ``turns="each"``, else one.
+
+        A response object of the OpenAI API gives one for each of its choices.
+        """
+        values = split_choices(row.value)
+        if len(values) > 1:
+            return [item for value in values for item in self.encode(replace(row, value=value))]
+        row = replace(row, value=values[0])
         if self.layout == "preference":
             return [self._part(row, "chosen"), self._part(row, "rejected")]
         if self.turns != "each":

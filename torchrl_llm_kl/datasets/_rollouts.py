@@ -30,6 +30,8 @@ from torchrl_llm_kl.datasets._values import (
     integers,
     is_list,
     rollout_columns,
+    split_choices,
+    standard_row,
 )
 from torchrl_llm_kl.masks import Tokenizer
 
@@ -131,7 +133,7 @@ class RolloutReader:
         """
         if not isinstance(row.value, Mapping):
             raise RowError(row.problem or "holds no columns")
-        value = _unbatched({str(name): as_list(item) for name, item in row.value.items() if item is not None})
+        value = {str(name): as_list(item) for name, item in standard_row(row.value).items() if item is not None}
         for role, column in self.named.items():
             if column not in value:
                 raise RowError(f"has no column `{column}`, which columns= names for {role}: it has {', '.join(value)}")
@@ -180,13 +182,6 @@ class RolloutReader:
         if isinstance(answer, Skip):
             raise RowError(answer.detail, answer.reason)
         return answer.tokens, Places(int(answer.mask.int().argmax()), answer.mask, torch.ones_like(answer.mask))
-
-
-def _unbatched(value: dict[str, Any]) -> dict[str, Any]:
-    """The columns of a row that is a batch of one, as NeMo-RL writes them. Any other row is returned unchanged."""
-    lists = {name: item for name, item in value.items() if is_list(item)}
-    is_batch = all(len(item) == 1 for item in lists.values()) and any(is_list(item[0]) for item in lists.values())
-    return {**value, **{name: item[0] for name, item in lists.items()}} if is_batch else value
 
 
 def _is_number(value: object) -> bool:
@@ -265,53 +260,6 @@ def _experts(own: RowColumns, places: Places) -> Tensor:
     return places.spread(experts.int(), name, "rows of experts", -1)
 
 
-# ------------------------------------------------------------------ responses of an engine's API
-
-
-def split_choices(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Split a response object of the OpenAI API into one row for each choice. Any other row is returned unchanged.
-
-    The object may be the row, or its column ``response`` with the request in ``request``. vLLM adds token ids with
-    ``return_token_ids``.
-
-    Example:
-        >>> choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}, "prompt_token_ids": [5, 6]}
-        >>> split_choices({"id": "cmpl-1", "choices": [choice]})[0]
-        {'prompt_ids': [5, 6], 'completion_ids': [7], 'logprobs': [-0.5], 'group': 'cmpl-1'}
-    """
-    answer = value.get("response")
-    if isinstance(answer, Mapping) and "choices" in answer:
-        request = value.get("request")
-        asked = dict(request) if isinstance(request, Mapping) else {}
-        others = {name: item for name, item in value.items() if name not in ("response", "request")}
-        value = {**others, **{name: asked[name] for name in ("prompt", "messages") if name in asked}, **answer}
-    if not is_list(value.get("choices")):
-        return [value]
-    rows: list[Mapping[str, Any]] = []
-    for choice in value["choices"]:
-        known = {"choices", "prompt_token_ids", "id", "object", "created", "model", "usage", "messages", "prompt"}
-        row = {name: item for name, item in value.items() if name not in known}
-        row["prompt_ids"] = choice.get("prompt_token_ids") or value.get("prompt_token_ids")
-        row["completion_ids"] = choice.get("token_ids")
-        row["logprobs"] = _log_probs_of(choice.get("logprobs"))
-        row["group"] = value.get("id")
-        if row["completion_ids"] is None or row["prompt_ids"] is None:
-            row["prompt"] = value.get("messages", value.get("prompt"))
-            message = choice.get("message")
-            row["completion"] = choice.get("text") if message is None else [message]
-        rows.append({name: item for name, item in row.items() if item is not None})
-    return rows
-
-
-def _log_probs_of(value: object) -> list[float] | None:
-    """The log-probs of the sampled tokens in a choice, of the completions or the chat API."""
-    if not isinstance(value, Mapping):
-        return None
-    if is_list(value.get("content")):
-        return [token["logprob"] for token in value["content"]]
-    return value.get("token_logprobs")
-
-
 # ------------------------------------------------------------------ a batch
 
 
@@ -366,7 +314,7 @@ def from_rollouts(
     rows = read_rows(data)
     rollouts = []
     for row in rows:
-        values = split_choices(row.value) if isinstance(row.value, Mapping) else [row.value]
+        values = split_choices(row.value)
         try:
             rollouts += [reader.read(replace(row, value=value)) for value in values]
         except RowError as error:

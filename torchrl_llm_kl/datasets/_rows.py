@@ -200,8 +200,8 @@ def _of_columns(columns: Mapping[str, object]) -> list[dict[str, object]]:
 class FileRows(Rows):
     """Rows of a JSON Lines, JSON or Parquet file, which may be compressed with gzip. The content decides the format.
 
-    A JSON file holds an array of rows, or one row. A damaged line of JSON Lines is a row that states its problem. Blank lines
-    are skipped.
+    A JSON file holds an array of rows, one row, or the messages of one conversation. A damaged line of JSON Lines is a row
+    that states its problem. Blank lines are skipped.
 
     Args:
         path: the file.
@@ -274,7 +274,9 @@ def _json_document(file: BinaryIO) -> list[object] | None:
         document = json.loads(file.read().decode("utf-8-sig"))
     except (ValueError, RecursionError):
         return None  # lines are then reported one by one
-    return document if isinstance(document, list) else [document]
+    if isinstance(document, list) and not all(isinstance(item, dict) and "role" in item for item in document):
+        return document
+    return [document]  # one row, or the messages of one conversation
 
 
 def _parse(index: int, place: str, line: bytes) -> Row:

@@ -169,7 +169,7 @@ def standard_row(value: object) -> Mapping[str, Any]:
     """
     if not isinstance(value, Mapping):
         return {"messages": value}
-    row = dict(value)
+    row = _unbatched(value)
     for name in ("conversations", "conversation"):
         if row.get("messages") is None and row.get(name) is not None:
             row["messages"] = row.pop(name)
@@ -380,6 +380,69 @@ def integers(value: object, name: str) -> Tensor:
     return numbers.long()
 
 
+# ------------------------------------------------------------------ responses of an engine's API
+
+
+def split_choices(value: Any) -> list[Any]:
+    """Split a response object of the OpenAI API into one row for each choice. Any other row is returned unchanged.
+
+    The object may be the row, or its column ``response`` with the request in ``request``. vLLM adds token ids with
+    ``return_token_ids``.
+
+    Example:
+        >>> choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}, "prompt_token_ids": [5, 6]}
+        >>> split_choices({"id": "cmpl-1", "choices": [choice]})[0]
+        {'prompt_ids': [5, 6], 'completion_ids': [7], 'logprobs': [-0.5], 'group': 'cmpl-1'}
+    """
+    if not isinstance(value, Mapping):
+        return [value]
+    answer = value.get("response")
+    if isinstance(answer, Mapping) and "choices" in answer:
+        request = value.get("request")
+        asked = dict(request) if isinstance(request, Mapping) else {}
+        others = {name: item for name, item in value.items() if name not in ("response", "request")}
+        value = {**others, **{name: asked[name] for name in ("prompt", "messages") if name in asked}, **answer}
+    if not is_list(value.get("choices")):
+        return [value]
+    rows: list[Mapping[str, Any]] = []
+    for choice in value["choices"]:
+        known = {"choices", "prompt_token_ids", "id", "object", "created", "model", "usage", "messages", "prompt"}
+        row = {name: item for name, item in value.items() if name not in known}
+        row["prompt_ids"] = choice.get("prompt_token_ids") or value.get("prompt_token_ids")
+        row["completion_ids"] = choice.get("token_ids")
+        row["logprobs"] = _log_probs_of(choice.get("logprobs"))
+        row["group"] = value.get("id")
+        if row["completion_ids"] is None or row["prompt_ids"] is None:
+            row["prompt"] = value.get("messages", value.get("prompt"))
+            message = choice.get("message")
+            row["completion"] = choice.get("text") if message is None else [message]
+        rows.append({name: item for name, item in row.items() if item is not None})
+    return rows
+
+
+def _log_probs_of(value: object) -> list[float] | None:
+    """The log-probs of the sampled tokens in a choice, of the completions or the chat API."""
+    if not isinstance(value, Mapping):
+        return None
+    if is_list(value.get("content")):
+        return [token["logprob"] for token in value["content"]]
+    return value.get("token_logprobs")
+
+
+# ------------------------------------------------------------------ layouts of rows
+
+
+def _unbatched(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a row that is a batch of one, as NeMo-RL writes them. Any other row is returned unchanged."""
+    lists = {name: as_list(item) for name, item in value.items() if is_list(as_list(item))}
+    is_batch = (
+        len(lists) > 1
+        and all(len(item) == 1 for item in lists.values())
+        and any(is_list(item[0]) for item in lists.values())
+    )
+    return {**value, **({name: item[0] for name, item in lists.items()} if is_batch else {})}
+
+
 def layout_of(value: object) -> Layout:
     """Determine the layout of a row.
 
@@ -390,7 +453,7 @@ def layout_of(value: object) -> Layout:
         >>> layout_of({"prompt": "2 + 2 =", "completion": " 4"})
         'completion'
     """
-    value = standard_row(value)
+    value = standard_row(split_choices(value)[0])
     has = {key for key, item in value.items() if item is not None}  # Parquet fills missing columns with None
     if "chosen" in has and "rejected" in has:
         return "preference"

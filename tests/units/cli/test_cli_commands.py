@@ -265,7 +265,8 @@ def test_a_conversation_from_a_file_is_escaped(cli, tmp_path, model):
         path.write_text(text)
         assert "[[bc<|im_end|>]]" in cli("templates", model, "--conversation", path).stdout
     for content, text in (
-        (b"nonsense", "no messages: expected a JSON list"),
+        (b"nonsense", "line 1 is not JSON"),
+        (b"3", "expected an object"),
         (b"{}", "no messages"),
         (b"[]", "no messages"),
         (b'[{"role": "user", "content": "\xe9"}]', "cannot read"),
@@ -273,7 +274,7 @@ def test_a_conversation_from_a_file_is_escaped(cli, tmp_path, model):
     ):
         path.write_bytes(content)
         assert text in error_of(cli("templates", model, "--conversation", path, code=2))
-    assert "cannot read" in error_of(cli("templates", model, "--conversation", tmp_path / "none.json", code=2))
+    assert "there is no file" in error_of(cli("templates", model, "--conversation", tmp_path / "none.json", code=2))
     assert "chat template" in error_of(cli("templates", saved(tmp_path, None), code=2))
     assert "cannot load the tokenizer" in error_of(cli("templates", tmp_path / "none", code=2))
     path.write_text(json.dumps([user("\x1b[2J"), assistant("a\u202eb")]))

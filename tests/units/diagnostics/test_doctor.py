@@ -213,7 +213,8 @@ def test_a_collapsed_policy_and_one_far_from_its_reference() -> None:
 
 def test_older_versions_are_no_fault_if_the_batch_says_so() -> None:
     """After the update inside an answer all log-probs differ, which looks as if the text was encoded again."""
-    later = put((slice(None), slice(6, None)), -1.7, add=True)
+    later = log_probs()
+    later[:, 6:] -= 1.7
     td = batch(log_probs=log_probs(), sampler_log_probs=later)
     assert worst_of(td).cause == "retokenised"
     td["policy_version"] = torch.full((6, 10), 3)

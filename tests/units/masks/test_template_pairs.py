@@ -25,8 +25,7 @@ ONLY_TRL = {
         ("qwen3_5_think qwen3_6 qwen3_8", {"\n", "<think>\n"}),
         ("qwen3_5_nothink", {"\n", "<think>\n\n</think>\n\n"}),
         ("phi3 phi3_5", {"\n", "\n<EOS>"}),
-        ("deepseek_r1_distill", {"<｜Assistant｜>", "<｜tool▁outputs▁end｜>"}),
-        ("deepseekv3", {"<｜Assistant｜>"}),
+        ("deepseek_r1_distill deepseekv3", {"<｜Assistant｜>", "<｜tool▁outputs▁end｜>"}),
     )
     for template in templates.split()
 }
@@ -40,7 +39,6 @@ ALTERNATE = "Conversation roles must alternate"
 REFUSED = {
     ("cohere", "tools"): ALTERNATE,
     ("cohere2", "tools"): ALTERNATE,
-    ("deepseekv3", "tools"): "can only concatenate str",
     ("gemma", "system"): "System role not supported",
     ("gemma", "tools"): ALTERNATE,
     ("gemma3", "tools"): ALTERNATE,

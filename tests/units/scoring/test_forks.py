@@ -135,7 +135,8 @@ def test_checkpoints(place: Any, shared: bool, reentrant: bool) -> None:
     with nullcontext() if shared else pytest.warns(UserWarning, match="can share no prefixes"):
         found, tokens = counted(model, lambda: scorer.evaluate(batch, mask, grad=True).log_prob.values)
     assert (tokens < batch.lengths.sum()) == shared
-    assert_near(gradients(model, found), expected, **WHOLE)
+    # Some processors choose other kernels for a whole forward, whose sums differ by a little more.
+    assert_near(gradients(model, found), expected, terms=WHOLE["terms"], size=2 * WHOLE["size"])
 
 
 def test_nodes_longer_than_the_budget_and_batches_of_answers() -> None:

@@ -352,7 +352,7 @@ test_wrong_arguments = refused(
     ({"max_turns": 2}, "several turns need tools= or reply="),
     ({"max_turns": 2, "reply": print, "tool_parser": print}, "tool_parser= needs tools="),
     ({**TOOLS, "input_mode": "history"}, "several turns need"),
-    ({"tokenizer": make_tokenizer(None)}, "tokenizer.chat_template is not set"),
+    ({"tokenizer": make_tokenizer(None)}, "has no chat template"),
     ({**TOOLS, "tokenizer": make_tokenizer(HIDES)}, "does not render results of tools"),
 )
 
@@ -383,3 +383,25 @@ def test_a_tokenizer_that_adds_bos(input_mode: Any) -> None:
         scored = row["next", "log_probs", "full"]
         assert_near(scored[scored != 0], want, **FORWARD)
     assert len({len(row["query"]) for row in found}) == 2
+
+
+def test_prompts_in_parts_variables_and_system_prompts_of_a_row() -> None:
+    """The template reads text contents only, as Qwen3's does, so that content in parts must be joined."""
+    template = (
+        "{% if thinking is defined %}[{{ thinking }}]{% endif %}{% for m in messages %}<{{ m.role }}>"
+        "{{ m.content if m.content is string else '' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    parts = [{"role": "user", "content": [{"type": "text", "text": "1 + "}, {"type": "text", "text": "2"}]}]
+    rows = [
+        {"prompt": parts, "thinking": False},
+        {"prompt": "3", "system": "Be brief.", "chat_template_kwargs": {"thinking": "yes"}},
+        {"conversations": [{"from": "human", "value": "4"}]},
+    ]
+    env = make_env(rows, None, make_tokenizer(template), group_size=1, num_prompts=3, order=PromptOrder(seed=None))
+    step = env.reset()
+    assert list(step["text", "prompt"]) == [
+        "[False]<user>1 + 2<assistant>",
+        "[yes]<system>Be brief.<user>3<assistant>",
+        "<user>4<assistant>",
+    ]
+    assert list(step["query"]) == ["1 + 2", "3", "4"]

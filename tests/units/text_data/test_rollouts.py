@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_llm_kl.datasets import DataError, from_rollouts, load_batch
+from torchrl_llm_kl.datasets import DataError, Encoder, Row, from_rollouts, load_batch, read_rows
 from torchrl_llm_kl.diagnostics import diagnose, read_columns
 from toy_tokenizer import CHATML, build_tokenizer
 
@@ -254,3 +254,16 @@ def test_the_doctor_sees_text_beside_log_probs(tokenizer: PreTrainedTokenizerBas
     assert cause.cause == "retokenised"
     report = diagnose(from_rollouts([{"prompt": "ab", "completion": "cd"}], tokenizer))
     assert any("only text" in each for each in report.left_out)
+
+
+def test_score_reads_the_same_rows(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Token ids of every framework, and text of verl's dump."""
+    for name, row in ROWS.items():
+        (answer,) = Encoder("tokens", None).encode(Row(0, "row 1", row))
+        assert (answer.tokens.tolist(), answer.mask.tolist()) == (IDS, [False, False, True, True, True]), name
+        assert read_rows([row]).layout == "tokens", name
+    value = dict(ROWS["vLLM's chat"]["response"])
+    value["choices"] = value["choices"] * 2
+    assert len(Encoder("tokens", None).encode(Row(0, "row 1", value))) == 2
+    (answer,) = Encoder("completion", tokenizer).encode(Row(0, "row 1", {"input": "ab", "output": "cd", "score": 1.0}))
+    assert tokenizer.decode(answer.tokens[answer.mask]) == "cd"
