@@ -18,6 +18,7 @@ from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl.datasets._rows import Row
 from torchrl_llm_kl.datasets._values import (
     TRAINED,
+    Fields,
     Layout,
     Reason,
     RowColumns,
@@ -244,7 +245,7 @@ class Encoder:
             return skip("empty", "no token to score")
         return Answer(row.index, part, tokens, mask, assistant, cut, images, notes)
 
-    def _tokens(self, value: Mapping[str, Any], part: str, until: int | None) -> _Encoded:
+    def _tokens(self, value: Fields, part: str, until: int | None) -> _Encoded:
         """Tokenise one answer of a row, with its prompt."""
         own = RowColumns(value)
         if self.layout == "tokens":
@@ -262,7 +263,7 @@ class Encoder:
         before, messages = self._messages(value, part)
         return self._of_messages(before, messages[:until], value, last=until is not None)
 
-    def _messages(self, value: Mapping[str, Any], part: str) -> tuple[list[Message], list[Message]]:
+    def _messages(self, value: Fields, part: str) -> tuple[list[Message], list[Message]]:
         """The messages of the prompt and of the answer."""
         if self.layout == "messages":
             return [], read_messages(value["messages"], "messages")
@@ -282,9 +283,7 @@ class Encoder:
             return answer[:shared], answer[shared:]
         return read_messages(prompt, "prompt"), answer
 
-    def _of_messages(
-        self, prompt: list[Message], answer: list[Message], value: Mapping[str, Any], *, last: bool
-    ) -> _Encoded:
+    def _of_messages(self, prompt: list[Message], answer: list[Message], value: Fields, *, last: bool) -> _Encoded:
         """Render a conversation with the chat template and mask the trained turns of the assistant in ``answer``."""
         if not answer:
             raise RowError("no message", "empty")
@@ -324,7 +323,7 @@ class Encoder:
         except Exception as error:  # a template can raise any error
             raise RowError(f"{type(error).__name__}: {error}", "template") from error
 
-    def _options(self, value: Mapping[str, Any]) -> TemplateArgs:
+    def _options(self, value: Fields) -> TemplateArgs:
         """The template and its variables for a row: the encoder's, replaced by the row's own."""
         options: TemplateArgs = {"chat_template": self.chat_template, **(self.template_kwargs or {})}
         options |= row_variables(value, template_variables(self.tokenizer, options["chat_template"]))

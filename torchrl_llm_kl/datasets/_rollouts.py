@@ -22,6 +22,7 @@ from torchrl_llm_kl.datasets._encoding import Encoder, EncodingArgs, Skip
 from torchrl_llm_kl.datasets._rows import DataSource, Row, read_rows
 from torchrl_llm_kl.datasets._values import (
     DataError,
+    Fields,
     Layout,
     Places,
     RowColumns,
@@ -161,7 +162,7 @@ class RolloutReader:
             metadata={name: x for name, x in value.items() if name not in used and name not in rewards},
         )
 
-    def _of_text(self, row: Row, own: RowColumns, value: Mapping[str, Any]) -> tuple[Tensor, Places]:
+    def _of_text(self, row: Row, own: RowColumns, value: Fields) -> tuple[Tensor, Places]:
         """Encode the text of a row."""
         layout: Layout = "completion"
         if "prompt" in own and "response" in own:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from torch import Tensor
 
 from torchrl_llm_kl.masks import Message, history_to_messages
 
+#: The columns of a row by name.
+Fields: TypeAlias = Mapping[str, Any]
 #: The layouts of rows with tokens to score or to train on.
 Layout = Literal["messages", "completion", "preference", "tokens"]
 
@@ -144,7 +146,7 @@ def from_json(value: object) -> object:
     return value
 
 
-def row_variables(row: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+def row_variables(row: Fields, names: Collection[str]) -> dict[str, Any]:
     """The template variables of a row: its columns with one of the ``names``, and its ``chat_template_kwargs``.
 
     Example:
@@ -158,7 +160,7 @@ def row_variables(row: Mapping[str, Any], names: Collection[str]) -> dict[str, A
     return given
 
 
-def standard_row(value: object) -> Mapping[str, Any]:
+def standard_row(value: object) -> Fields:
     r"""A row with this package's column names: ``messages`` for ShareGPT, ``prompt`` and ``completion`` for Alpaca.
 
     A text or a bare conversation becomes ``messages``. The ``tools`` column is parsed if it is JSON text.
@@ -404,7 +406,7 @@ def split_choices(value: Any) -> list[Any]:
         value = {**others, **{name: asked[name] for name in ("prompt", "messages") if name in asked}, **answer}
     if not is_list(value.get("choices")):
         return [value]
-    rows: list[Mapping[str, Any]] = []
+    rows: list[Fields] = []
     for choice in value["choices"]:
         known = {"choices", "prompt_token_ids", "id", "object", "created", "model", "usage", "messages", "prompt"}
         row = {name: item for name, item in value.items() if name not in known}
@@ -432,7 +434,7 @@ def _log_probs_of(value: object) -> list[float] | None:
 # ------------------------------------------------------------------ layouts of rows
 
 
-def _unbatched(value: Mapping[str, Any]) -> dict[str, Any]:
+def _unbatched(value: Fields) -> dict[str, Any]:
     """The columns of a row that is a batch of one, as NeMo-RL writes them. Any other row is returned unchanged."""
     lists = {name: as_list(item) for name, item in value.items() if is_list(as_list(item))}
     is_batch = (
