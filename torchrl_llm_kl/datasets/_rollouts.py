@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
@@ -185,7 +185,7 @@ class RolloutReader:
         return answer.tokens, Places(int(answer.mask.int().argmax()), answer.mask, torch.ones_like(answer.mask))
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

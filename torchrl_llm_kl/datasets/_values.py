@@ -436,7 +436,8 @@ def _log_probs_of(value: object) -> list[float] | None:
 
 def _unbatched(value: Fields) -> dict[str, Any]:
     """The columns of a row that is a batch of one, as NeMo-RL writes them. Any other row is returned unchanged."""
-    lists = {name: as_list(item) for name, item in value.items() if is_list(as_list(item))}
+    items = {name: as_list(item) for name, item in value.items()}
+    lists: dict[str, Sequence[Any]] = {name: item for name, item in items.items() if is_list(item)}
     is_batch = (
         len(lists) > 1
         and all(len(item) == 1 for item in lists.values())
