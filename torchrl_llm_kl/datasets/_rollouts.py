@@ -6,19 +6,21 @@ Shapes: ``T`` tokens of a sequence without padding, ``P`` tokens of its prompt.
 from __future__ import annotations
 
 import math
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TypeGuard
 
+import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 from torch import Tensor
 from typing_extensions import Unpack
 
 from torchrl_llm_kl._registry import no_such
-from torchrl_llm_kl.datasets._batches import as_column
-from torchrl_llm_kl.datasets._encoding import Encoder, EncodingArgs, Skip
+from torchrl_llm_kl.datasets._batches import SkippedRowsWarning, as_column
+from torchrl_llm_kl.datasets._encoding import Encoder, EncodingArgs, Skip, Skipped
 from torchrl_llm_kl.datasets._rows import DataSource, Row, read_rows
 from torchrl_llm_kl.datasets._values import (
     DataError,
@@ -97,6 +99,9 @@ class RolloutReader:
         columns: the column of each role, in place of the known names.
         encoding: options of :class:`Encoder` for text.
 
+    Attributes:
+        notes: the number of rows whose text the template does not write whole, by the description of the loss.
+
     Raises:
         ValueError: if ``columns`` names an unknown role.
 
@@ -123,7 +128,12 @@ class RolloutReader:
             if role not in self.columns:
                 raise ValueError(no_such("columns= names an unknown role", role, self.columns))
             self.columns[role] = (column,)
+        named = set((columns or {}).values())  # a column that is named has no other role
+        for role, known in self.columns.items():
+            if role not in (columns or {}):
+                self.columns[role] = tuple(name for name in known if name not in named)
         self.named = dict(columns or {})
+        self.notes: Counter[str] = Counter()
         self._encoders: dict[str, Encoder] = {}
 
     def read(self, row: Row) -> Rollout:
@@ -143,11 +153,11 @@ class RolloutReader:
         used = own.used | (set() if own.has_ids else {"messages", "tools"})
         rewards: dict[str, float] = {}
         if value.keys() >= _TRL_TABLE:
-            rewards = {k: float(x) for k, x in value.items() if k not in _TRL_TABLE | used and _is_number(x)}
+            rewards = _numbers({k: x for k, x in value.items() if k not in _TRL_TABLE | used})
         reward, parts = _reward(own.values.get("reward"), own.names.get("reward", ""))
         rewards |= parts
         if math.isnan(reward) and rewards:
-            reward = sum(rewards.values())
+            reward = _total(rewards)
         return Rollout(
             tokens=tokens,
             prompt=int(places.keep[: places.prompt].sum()),
@@ -178,23 +188,38 @@ class RolloutReader:
             raise RowError("holds text: pass the tokenizer")
         if layout not in self._encoders:
             self._encoders[layout] = Encoder(layout, self.tokenizer, **self.encoding)
-        text |= {"tools": value["tools"]} if "tools" in value else {}
+        # The system prompt, tools and template variables of the row stay.
+        text = {name: item for name, item in value.items() if name not in own.used} | text
         (answer,) = self._encoders[layout].encode(Row(row.index, row.place, text))
         if isinstance(answer, Skip):
             raise RowError(answer.detail, answer.reason)
+        self.notes.update(answer.notes)
         return answer.tokens, Places(int(answer.mask.int().argmax()), answer.mask, torch.ones_like(answer.mask))
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _numbers(values: Fields) -> dict[str, float]:
+    """The entries that are numbers, including booleans and those of numpy and torch."""
+    kinds = (bool, int, float, np.generic, Tensor)
+    numbers = {str(k): x for k, x in values.items() if isinstance(x, kinds) and getattr(x, "ndim", 0) == 0}
+    return {name: float(x) for name, x in numbers.items()}
+
+
+def _total(parts: Mapping[str, float]) -> float:
+    """The sum of the parts that are known. NaN if none is."""
+    known = [part for part in parts.values() if not math.isnan(part)]
+    return sum(known) if known else math.nan
 
 
 def _labels(own: RowColumns) -> dict[str, object]:
     labels = {role: own.values[role] for role in ("group", "policy_version") if role in own}
-    if "left_out" in own:
-        labels["left_out"] = bool(own.values["left_out"])
-    elif "in_loss" in own:  # the opposite
-        labels["left_out"] = not own.values["in_loss"]
+    for role, flipped in (("left_out", False), ("in_loss", True)):
+        flag = own.values.get(role)
+        flag = flag[0] if is_list(flag) and len(flag) == 1 else flag
+        if flag is None or flag != flag:  # pandas fills missing values with NaN
+            continue
+        if flag not in (0, 1):
+            raise RowError(f"has {flag!r} in `{own.names[role]}`, expected 0 or 1")
+        labels["left_out"] = bool(flag) != flipped
     return labels
 
 
@@ -225,9 +250,9 @@ def _reward(value: object, name: str) -> tuple[float, dict[str, float]]:
     if value is None:
         return math.nan, {}
     if isinstance(value, Mapping):
-        parts = {str(key): float(item) for key, item in value.items() if _is_number(item)}
+        parts = _numbers(value)
         total = next((parts.pop(key) for key in ("reward", "score", "total") if key in parts), None)
-        return sum(parts.values()) if total is None else total, parts
+        return _total(parts) if total is None else total, parts
     return float(_floats(value, name).sum()), {}  # rewards of tokens are summed
 
 
@@ -240,11 +265,13 @@ def _kept(own: RowColumns, places: Places) -> tuple[Tensor, Tensor]:
         if len(offsets) == 0 or int(offsets[-1]) != len(ids) or bool((counts < 0).any()):
             raise RowError(f"has {len(ids)} ids in `{name}`, which `{own.names['kept_offsets']}` does not divide")
     else:
-        lists = [integers(item or [], name) for item in own.values["kept"]]
+        lists = [integers([] if item is None else item, name) for item in own.values["kept"]]
         ids, counts = (
             torch.cat([torch.tensor([], dtype=torch.long), *lists]),
             torch.tensor([len(each) for each in lists]),
         )
+    if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < 2**31):
+        raise RowError(f"has ids from {int(ids.min())} to {int(ids.max())} in `{name}`, expected ids of tokens")
     spread = places.spread(counts, name, "lists of kept ids", 0)
     if int(spread.sum()) != len(ids):
         raise RowError(f"has kept ids in `{name}` at padding")
@@ -322,6 +349,8 @@ def from_rollouts(
             raise rows.error(row, str(error)) from None
     if not rollouts:
         raise DataError(f"{rows.name} holds no rows.")
+    if reader.notes:
+        warnings.warn(SkippedRowsWarning(rows.name, Skipped(notes=reader.notes)), stacklevel=2)
     return _batch(rollouts)
 
 
@@ -333,7 +362,10 @@ def _batch(rollouts: Sequence[Rollout]) -> LazyStackedTensorDict:
 
     per_token, parts = names(lambda r: r.per_token), names(lambda r: r.rewards)
     labels, metadata = names(lambda r: r.labels), names(lambda r: r.metadata)
-    columns = {name: as_column([r.labels.get(name) for r in rollouts]) for name in labels}
+    columns = {
+        name: as_column([r.labels.get(name, False if name == "left_out" else None) for r in rollouts])
+        for name in labels
+    }
     others = {name: as_column([r.metadata.get(name) for r in rollouts]) for name in metadata}
     has_reward = any(not math.isnan(r.reward) for r in rollouts)
     experts = next((r.routed_experts for r in rollouts if r.routed_experts is not None), None)

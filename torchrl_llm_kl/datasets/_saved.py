@@ -201,9 +201,9 @@ def load_batch(
         raise DataError(f"{path} is not a regular file: pass a file of save_batch.")
     with path.open("rb") as file:
         start = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if start.startswith(_OF_ROWS):
+    if start.startswith(_OF_ROWS) or path.suffix.lower() in (".jsonl", ".json", ".parquet", ".gz"):
         return from_rollouts(path, tokenizer, columns=columns)
-    return _of_torch(path, trust)
+    return _of_torch(path, trust, tokenizer, columns)
 
 
 def _untrusted(path: Path, name: str = "") -> DataError:
@@ -213,7 +213,9 @@ def _untrusted(path: Path, name: str = "") -> DataError:
     )
 
 
-def _of_torch(path: Path, trust: bool) -> TensorDictBase:
+def _of_torch(
+    path: Path, trust: bool, tokenizer: Tokenizer | None, columns: Mapping[str, str] | None
+) -> TensorDictBase:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=not trust)
     except (pickle.UnpicklingError, *_DAMAGED) as error:
@@ -221,14 +223,18 @@ def _of_torch(path: Path, trust: bool) -> TensorDictBase:
         if not trust and "weights_only" in str(error).lower().replace(" ", "_"):
             raise _untrusted(path) from error
         raise DataError(f"{path} cannot be read by torch.load: {first_sentence(error) or 'it is empty'}") from error
+    if isinstance(loaded, dict) and isinstance(loaded.get("samples"), list):  # slime's dump of rollouts
+        return from_rollouts(loaded["samples"], tokenizer, columns=columns)
+    if columns:
+        raise DataError(
+            f"{path} holds a batch, whose entries have their names: columns= is for rows of another framework."
+        )
     if isinstance(loaded, TensorDictBase):
         return loaded
     if is_tensor_collection(loaded):
         return loaded.to_tensordict()
     if isinstance(loaded, dict) and loaded.get("format") == _FORMAT:
         return _of_record(loaded, path)
-    if isinstance(loaded, dict) and isinstance(loaded.get("samples"), list):  # slime's dump of rollouts
-        return from_rollouts(loaded["samples"])
     if isinstance(loaded, dict) and loaded and all(isinstance(key, str) for key in loaded):
         # `state_dict` stores the batch size and the device under keys with underscores.
         return _of_dict({key: value for key, value in loaded.items() if not key.startswith("__")}, path)

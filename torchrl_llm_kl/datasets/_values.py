@@ -102,6 +102,9 @@ def _read_message(message: object, name: str) -> Message:
         if kind == "function_call":
             call = from_json(message["content"])
             message |= {"content": "", "tool_calls": [{"type": "function", "function": call}]}
+    if isinstance(message, Mapping) and isinstance(message.get("function_call"), Mapping):  # OpenAI's earlier form
+        call = {"type": "function", "function": message["function_call"]}
+        message = {"tool_calls": [call], **{key: item for key, item in message.items() if key != "function_call"}}
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RowError(f"has {message!r:.60} in `{name}`, expected an object with `role` and `content`")
     return without_nulls(message)
@@ -226,15 +229,17 @@ class Places:
         total, count = len(self.mask), len(values)
         out = values.new_full((total, *values.shape[1:]), fill)
         response = int((self.keep & (torch.arange(total) >= self.prompt)).sum())
+        # Padded tokens come with padded columns, so their lengths are tried first.
         if count == total:
             out = values
-        elif count == int(self.keep.sum()):
-            out[self.keep] = values
-        elif count in (total - self.prompt, response):
-            where = torch.arange(total) >= self.prompt
-            out[where if count == total - self.prompt else where & self.keep] = values
+        elif count == total - self.prompt:
+            out[self.prompt :] = values
         elif count == total - 1:
             out[1:] = values
+        elif count == int(self.keep.sum()):
+            out[self.keep] = values
+        elif count == response:
+            out[self.keep & (torch.arange(total) >= self.prompt)] = values
         elif count == int(self.mask.sum()):
             out[self.mask] = values
         else:
@@ -270,6 +275,9 @@ class RowColumns:
             column = next((name for name in names if value.get(name) is not None), None)
             if column is not None:
                 self.names[role] = column
+        # With the sampler's log-probs beside them, `log_probs` are the trainer's, as in slime's training data.
+        if self.names.get("sampler_log_prob") not in (None, "log_probs") and value.get("log_probs") is not None:
+            self.names.setdefault("old_log_prob", "log_probs")
         self.values: dict[str, Any] = {role: as_list(value[column]) for role, column in self.names.items()}
 
     def __contains__(self, role: str) -> bool:
@@ -306,7 +314,8 @@ class RowColumns:
         ids = self.integers("tokens") if "tokens" in self else torch.cat([parts["prompt"], parts["response"]])
         if not len(ids):
             raise RowError("no tokens", "empty")
-        keep, prompt = self._kept_places(len(ids)), self._prompt_length(ids, parts)
+        keep = self._kept_places(len(ids), len(parts.get("prompt", ())))
+        prompt = self._prompt_length(ids, parts, keep)
         every = torch.ones_like(keep)
         mask = keep & (torch.arange(len(ids)) >= (prompt or 0))
         for role in ("mask", "tool_mask"):
@@ -331,8 +340,8 @@ class RowColumns:
         mask[int(keep.int().argmax())] = False  # the first token has no prefix, so it has no log-prob
         return ids, Places(prompt, mask, keep)
 
-    def _kept_places(self, total: int) -> Tensor:
-        """True at tokens that are no padding, bool ``[L]``."""
+    def _kept_places(self, total: int, prompt: int) -> Tensor:
+        """True at tokens that are no padding, bool ``[L]``. ``prompt`` is the length of the separate prompt."""
         keep = torch.ones(total, dtype=torch.bool)
         if "attention_mask" in self:
             given = self.integers("attention_mask") == 1
@@ -343,7 +352,10 @@ class RowColumns:
             keep[self._length("length", total) :] = False
         if "prompt_mask" in self:
             given = self.integers("prompt_mask") == 1
-            keep[: len(given)] = given
+            if len(given) != prompt:
+                raise RowError(f"has {len(given)} numbers in `{self.names['prompt_mask']}` for {prompt} prompt tokens")
+            if bool(given.any()):  # a mask of zeros means that the prompt is not trained
+                keep[:prompt] = given
         return keep
 
     def _length(self, role: str, most: int) -> int:
@@ -352,7 +364,7 @@ class RowColumns:
             raise RowError(f"has {self.names[role]} {length!r}, expected a whole number from 0 to {most}")
         return length
 
-    def _prompt_length(self, ids: Tensor, parts: Mapping[str, Tensor]) -> int | None:
+    def _prompt_length(self, ids: Tensor, parts: Mapping[str, Tensor], keep: Tensor) -> int | None:
         """The number of tokens before the response, with padding. None if only the mask shows the response."""
         total = len(ids)
         if parts:
@@ -361,11 +373,15 @@ class RowColumns:
             if not torch.equal(inside, part):
                 raise RowError(f"has other tokens in `{self.names[role]}` than in `{self.names['tokens']}`")
             return len(part) if role == "prompt" else total - len(part)
+        real = int(keep.sum())
         if "prompt_length" in self:
-            return self._length("prompt_length", total)
-        if "response_length" in self:
-            return total - self._length("response_length", total)
-        return None
+            count = self._length("prompt_length", real)
+        elif "response_length" in self:
+            count = real - self._length("response_length", real)
+        else:
+            return None
+        # Both lengths are without padding.
+        return int(keep.nonzero()[count]) if count < real else total
 
 
 def integers(value: object, name: str) -> Tensor:
@@ -383,6 +399,10 @@ def integers(value: object, name: str) -> Tensor:
 
 
 # ------------------------------------------------------------------ responses of an engine's API
+
+
+#: The entries of a choice, of which it has at least one.
+_OF_CHOICE = {"message", "token_ids", "text"}
 
 
 def split_choices(value: Any) -> list[Any]:
@@ -403,17 +423,23 @@ def split_choices(value: Any) -> list[Any]:
         request = value.get("request")
         asked = dict(request) if isinstance(request, Mapping) else {}
         others = {name: item for name, item in value.items() if name not in ("response", "request")}
-        value = {**others, **{name: asked[name] for name in ("prompt", "messages") if name in asked}, **answer}
-    if not is_list(value.get("choices")):
+        passed_on = ("prompt", "messages", "tools", "chat_template_kwargs", "system")
+        value = {**others, **{name: asked[name] for name in passed_on if name in asked}, **answer}
+    choices = value.get("choices")
+    of_engine = is_list(choices) and all(isinstance(c, Mapping) and c.keys() & _OF_CHOICE for c in choices)
+    if not choices or not of_engine or value.keys() & {"completion", "completion_ids", "responses", "output"}:
         return [value]
     rows: list[Fields] = []
-    for choice in value["choices"]:
+    for number, choice in enumerate(choices):
         known = {"choices", "prompt_token_ids", "id", "object", "created", "model", "usage", "messages", "prompt"}
         row = {name: item for name, item in value.items() if name not in known}
         row["prompt_ids"] = choice.get("prompt_token_ids") or value.get("prompt_token_ids")
         row["completion_ids"] = choice.get("token_ids")
         row["logprobs"] = _log_probs_of(choice.get("logprobs"))
         row["group"] = value.get("id")
+        for name in rollout_columns()["reward"]:  # one reward for each choice
+            if is_list(row.get(name)) and len(row[name]) == len(choices):
+                row[name] = row[name][number]
         if row["completion_ids"] is None or row["prompt_ids"] is None:
             row["prompt"] = value.get("messages", value.get("prompt"))
             message = choice.get("message")
@@ -438,11 +464,9 @@ def _unbatched(value: Fields) -> dict[str, Any]:
     """The columns of a row that is a batch of one, as NeMo-RL writes them. Any other row is returned unchanged."""
     items = {name: as_list(item) for name, item in value.items()}
     lists: dict[str, Sequence[Any]] = {name: item for name, item in items.items() if is_list(item)}
-    is_batch = (
-        len(lists) > 1
-        and all(len(item) == 1 for item in lists.values())
-        and any(is_list(item[0]) for item in lists.values())
-    )
+    flat = {name for role in ("tokens", "prompt", "response", "mask") for name in rollout_columns()[role]}
+    nested = any(is_list(item[0]) for name, item in lists.items() if name in flat and len(item) == 1)
+    is_batch = nested and len(lists) > 1 and all(len(item) == 1 for item in lists.values())
     return {**value, **({name: item[0] for name, item in lists.items()} if is_batch else {})}
 
 

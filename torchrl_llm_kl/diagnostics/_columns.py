@@ -253,7 +253,8 @@ def _several_versions(td: TensorDictBase) -> bool:
     """Whether the rows, or the tokens of a row, have different policy versions."""
     key = find_key(td, "policy_version")
     values = () if key is None else leaves(read_column(td, key))
-    return len({str(v) for x in values for v in (x.flatten().tolist() if isinstance(x, Tensor) else [x])}) > 1
+    versions = {str(v) for x in values for v in (x.flatten().tolist() if isinstance(x, Tensor) else [x])}
+    return len(versions - {"None", "nan"}) > 1
 
 
 def _unused_log_probs(td: TensorDictBase, read: Sequence[NestedKey | None]) -> tuple[str, ...]:

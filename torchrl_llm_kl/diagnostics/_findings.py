@@ -57,9 +57,10 @@ def find_causes(case: Case) -> list[Finding]:
     impossible = positive_log_probs(case)
     findings += impossible + not_finite(case) + reference_faults(case) + policy_state(case)
     of_mismatch = [] if impossible else explain_mismatch(case)
+    explained = bool(OF_TOKENS_TOO & {each.cause for each in of_mismatch})
     if case.columns.several_versions:
         of_mismatch = [_stale_by_design(each) for each in of_mismatch]
-    if not impossible and not OF_TOKENS_TOO & {each.cause for each in of_mismatch}:
+    if not impossible and not explained:
         of_mismatch += explain_tokens(case)
     findings += of_mismatch + notes(case)
     return sorted(findings, key=lambda each: (each.severity != "fault", -each.confidence))

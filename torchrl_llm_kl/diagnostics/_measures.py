@@ -396,6 +396,11 @@ def retokenised(columns: TokenColumns, tokenizer: Tokenizer) -> dict[str, float]
     """
     masks = columns.tokens.like(columns.mask).to_list()[:_TRIED]
     answers = [ids[mask].tolist() for ids, mask in zip(columns.tokens.to_list(), masks, strict=False) if mask.any()]
+    largest = max((max(answer) for answer in answers), default=0)
+    if largest >= len(tokenizer):
+        raise ValueError(
+            f"token id {largest} is outside the tokenizer's vocabulary of {len(tokenizer)}: pass the model's own."
+        )
     changed, first = 0, []
     for answer in answers:
         again = list(tokenizer.encode(tokenizer.decode(answer, skip_special_tokens=False), add_special_tokens=False))

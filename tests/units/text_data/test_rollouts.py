@@ -9,11 +9,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_llm_kl.datasets import DataError, Encoder, Row, from_rollouts, load_batch, read_rows
+from torchrl_llm_kl.datasets import (
+    DataError,
+    Encoder,
+    Row,
+    SkippedRowsWarning,
+    from_rollouts,
+    load_batch,
+    read_rows,
+    save_batch,
+)
 from torchrl_llm_kl.diagnostics import diagnose, read_columns
 from toy_tokenizer import CHATML, build_tokenizer
 
@@ -267,3 +277,120 @@ def test_score_reads_the_same_rows(tokenizer: PreTrainedTokenizerBase) -> None:
     assert len(Encoder("tokens", None).encode(Row(0, "row 1", value))) == 2
     (answer,) = Encoder("completion", tokenizer).encode(Row(0, "row 1", {"input": "ab", "output": "cd", "score": 1.0}))
     assert tokenizer.decode(answer.tokens[answer.mask]) == "cd"
+
+
+def one(row: dict[str, Any], **given: Any) -> Any:
+    (td,) = from_rollouts([row], **given)
+    return td
+
+
+def test_padded_columns_stay_at_their_tokens() -> None:
+    """The number of real tokens equals the length of the padded response, or that of the sequence without its first token."""
+    row: dict[str, Any] = {
+        "prompts": [0, 0, 5, 6],
+        "responses": [7, 8, 9, 10, 0, 0],
+        "response_mask": [1, 1, 1, 1, 0, 0],
+    }
+    row |= {"input_ids": [0, 0, 5, 6, 7, 8, 9, 10, 0, 0], "attention_mask": [0, 0, 1, 1, 1, 1, 1, 1, 0, 0]}
+    td = one(row | {"rollout_log_probs": [-1.0, -2.0, -3.0, -4.0, 0.0, 0.0]})
+    assert td["masks", "all_assistant_mask"].tolist() == [False, False, True, True, True, True]
+    assert td["next", "sampler_log_probs", "full"][2:].tolist() == [-1, -2, -3, -4]
+    row = {"sequences": [5, 6, 7, 8, 0], "attention_mask": [1, 1, 1, 1, 0], "action_mask": [0, 1, 1, 0]}
+    td = one(row | {"action_log_probs": [0.0, -1.0, -2.0, 0.0]})
+    assert td["tokens", "response"].tolist() == [7, 8]
+    assert td["next", "log_probs", "full"][2:].tolist() == [-1, -2]
+
+
+def test_lengths_count_tokens_without_padding() -> None:
+    for tokens, keep, lengths in (
+        ([5, 6, 7, 8, 9, 0], [1, 1, 1, 1, 1, 0], {"response_length": 3}),
+        ([0, 0, 5, 6, 7, 8, 9], [0, 0, 1, 1, 1, 1, 1], {"prompt_length": 2}),
+    ):
+        td = one({"tokens": tokens, "attention_mask": keep, "logprobs": LOG_PROBS, **lengths})
+        assert (td["tokens", "prompt"].tolist(), td["tokens", "response"].tolist()) == ([5, 6], [7, 8, 9])
+        assert td["next", "sampler_log_probs", "full"][2:].tolist() == LOG_PROBS
+    assert one({**BASE, "prompt_mask": [0, 0]})["tokens", "prompt"].tolist() == [5, 6]  # not trained, and no padding
+    with pytest.raises(DataError, match="9 numbers in `prompt_mask` for 2 prompt tokens"):
+        one({**BASE, "prompt_mask": [1] * 9})
+
+
+def test_a_column_has_one_role() -> None:
+    row = {**BASE, "old_log_probs": LOG_PROBS}
+    td = one(row, columns={"sampler_log_prob": "old_log_probs"})
+    assert ("log_probs", "full") not in td["next"].keys(True)
+    assert td["next", "sampler_log_probs", "full"][2:].tolist() == LOG_PROBS
+    td = one({**BASE, "log_probs": [-9.0] * 3, "rollout_log_probs": LOG_PROBS})  # slime's training data
+    assert td["next", "sampler_log_probs", "full"][2:].tolist() == LOG_PROBS
+    assert td["next", "log_probs", "full"][2:].tolist() == [-9] * 3
+
+
+def test_rewards_and_flags_of_every_type() -> None:
+    for reward, expected in (
+        ({"correct": True}, 1.0),
+        ({"correct": np.float32(0.5)}, 0.5),
+        (True, 1.0),
+        ([0.0, 1.0], 1.0),
+    ):
+        assert one({**BASE, "reward": reward})["next", "reward"].tolist() == [expected]
+    for reward in ({}, {"score": None}):
+        assert "reward" not in one({**BASE, "reward": reward}).get("next", {})
+    table = {"step": 1, "prompt": "a", "completion": "b", "advantage": 0.5, "acc": NAN, "fmt": 1.0}
+    assert one(table, tokenizer=build_tokenizer(CHATML))["next", "reward"].tolist() == [1.0]
+    flags = [{"remove_sample": [False]}, {"left_out": NAN}, {"sample_loss_mask": [0]}, {"left_out": 1}, {}]
+    batch = from_rollouts([{**BASE, **flag} for flag in flags])
+    assert batch["left_out"].tolist() == [False, False, True, True, False]
+    with pytest.raises(DataError, match="has 'false' in `left_out`, expected 0 or 1"):
+        one({**BASE, "left_out": "false"})
+
+
+def test_choices_of_a_question_are_no_response() -> None:
+    tokenizer = build_tokenizer(CHATML)
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "choices": ["A", "B"]}
+    assert "q" in tokenizer.decode(one(row, tokenizer=tokenizer)["tokens", "full"])
+    row = {"prompt": "q", "completion": "a", "choices": [{"text": "zz"}, {"text": "yy"}]}
+    assert tokenizer.decode(one(row, tokenizer=tokenizer)["tokens", "full"]) == "qa"
+    with pytest.raises(DataError, match="row 1 of the list holds no rollout: it has id, choices"):
+        from_rollouts([{"id": "x", "choices": []}, BASE])
+    choices = [{"token_ids": [7, 8], "prompt_token_ids": [5]}, {"token_ids": [7, 9], "prompt_token_ids": [5]}]
+    assert from_rollouts([{"id": "x", "choices": choices, "rewards": [1.0, 0.0]}])["next", "reward"].tolist() == [
+        [1],
+        [0],
+    ]
+
+
+def test_text_keeps_the_system_prompt_and_the_variables_of_its_row() -> None:
+    template = "{% if thinking is defined %}[{{ thinking }}]{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    tokenizer = build_tokenizer(template)
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "deep"}]
+    with pytest.warns(SkippedRowsWarning, match="does not write the reasoning"):
+        td = one({"messages": chat, "system": "S", "thinking": False}, tokenizer=tokenizer)
+    assert tokenizer.decode(td["tokens", "full"]) == "[False]<system>S<user>q<assistant>a"
+
+
+def test_files_that_are_no_batches_name_the_reason(tmp_path: Path) -> None:
+    torch.save({"samples": [{"tokens": IDS, "response_length": 3, "mine": LOG_PROBS}]}, tmp_path / "a.pt")
+    batch = load_batch(tmp_path / "a.pt", columns={"sampler_log_prob": "mine"})
+    assert batch[0]["next", "sampler_log_probs", "full"][2:].tolist() == LOG_PROBS
+    save_batch(batch, tmp_path / "b.pt")
+    with pytest.raises(DataError, match="whose entries have their names"):
+        load_batch(tmp_path / "b.pt", columns={"reward": "x"})
+    (tmp_path / "c.jsonl").write_bytes("{}".encode("utf-16"))
+    with pytest.raises(DataError, match=r"line 1 of .* cannot be read"):
+        load_batch(tmp_path / "c.jsonl")
+    (tmp_path / "d.jsonl").write_text("\n" * 80)
+    with pytest.raises(DataError, match="holds no rows"):
+        load_batch(tmp_path / "d.jsonl")
+
+
+def test_kept_ids_out_of_range_and_of_one_token() -> None:
+    for ids in ([7, 2**31], [8, -1]):
+        with pytest.raises(DataError, match="expected ids of tokens"):
+            one({"prompt_ids": [5], "completion_ids": [6], "kept": [ids]})
+    td = one({"prompt_ids": [5], "completion_ids": [6], "kept": np.array([[6, 7]], dtype=object)})
+    assert (td["kept", "ids"].tolist(), td["kept", "counts"].tolist()) == ([6, 7], [0, 2])
+
+
+def test_a_missing_version_is_no_other_version() -> None:
+    rows = [{**BASE, "logprobs": LOG_PROBS, **({"policy_version": 1} if i else {})} for i in range(3)]
+    assert not read_columns(from_rollouts(rows)).several_versions
+    assert read_columns(from_rollouts([{**row, "policy_version": i} for i, row in enumerate(rows)])).several_versions
