@@ -182,7 +182,8 @@ def _hint(library: Library, name: str, rows: Sequence[Foreign], accepted: set[st
     for row in sorted(named, key=lambda row: (row.own_names == [name], not accepted.issuperset(row.own_names))):
         by_counterpart.setdefault(row.here, []).append(row)
     (first, *_), *others = by_counterpart.values()
-    if first.own_names == [name]:  # another objective or advantage has a setting of this name
+    if first.own_names == [name]:
+        # The name is the same here and belongs to another objective or advantage. There is nothing to translate.
         return ""
     more = [f"{', '.join(row.section for row in same)}: {same[0].counterpart(accepted)}" for same in others]
     also = f" ({'; '.join(more)})" if more and others[0][0].section else ""

@@ -165,7 +165,7 @@ CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
 def is_stateful(module: nn.Module) -> bool:
-    """Whether a model of transformers carries a recurrent state from token to token."""
+    """Whether a transformers model carries a recurrent state from token to token."""
     return bool(getattr(module, "_is_stateful", False))
 
 
@@ -206,6 +206,9 @@ def chat_templates() -> Mapping[str, str]:
 
 
 def part_of_class(value: object, name: Literal["_tensordict", "_non_tensordict"]) -> object:
-    """The TensorDict inside a tensorclass, or its fields that are neither tensors nor TensorDicts."""
+    """One part of a tensorclass, chosen by ``name``.
+
+    ``_tensordict`` is its TensorDict, and ``_non_tensordict`` holds the fields that are neither tensors nor TensorDicts.
+    """
     part: object = getattr(value, name)
     return part

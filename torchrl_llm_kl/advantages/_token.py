@@ -216,7 +216,7 @@ def clip_b(
     mu: NonNegative = 2.5,
     epsilon: Amount = 1e-6,
 ) -> Tensor:
-    r"""GRPO's advantage on each token, but 0 for tokens whose penalty would lower the entropy far more than others do.
+    r"""GRPO's advantage on each token, but 0 where it is negative and would lower the entropy far more than at other tokens.
 
     A small step along ``A grad log p`` at one position changes the entropy there by ``-A (S - E[S])`` to first order, with the
     discriminator ``S = p (H + log p)`` of the sampled token. Tokens with ``A < 0`` are left out if ``S`` is more than ``mu``
@@ -255,10 +255,11 @@ def clip_v(
     max_frac: Fraction = 1e-4,
     epsilon: Amount = 1e-6,
 ) -> Tensor:
-    r"""``clip_b`` with the exact ``E[S]`` of each position (``discriminator``) instead of the mean of the batch.
+    r"""``clip_b``, but with the exact expected ``discriminator`` at each position instead of the mean over the batch.
 
-    Tokens with ``A < 0`` are left out if ``E[S] - S`` exceeds ``mu`` of its standard deviations over the batch. If these are
-    more than ``max_frac`` of all response tokens, only those with the largest ``E[S] - S`` are left out.
+    ``S`` and ``E[S]`` are as in :func:`clip_b`, and ``discriminator`` is ``E[S]``. Tokens with ``A < 0`` are left out if
+    ``E[S] - S`` exceeds ``mu`` of its standard deviations over the batch. If these are more than ``max_frac`` of all response
+    tokens, only those with the largest ``E[S] - S`` are left out.
 
     Hyper-parameters:
         mu: number of standard deviations, at least 0.
@@ -333,10 +334,10 @@ def on_policy_distill(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tens
 
 @advantage("iw_opd", "token")
 def iw_opd(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor, *, amplification: Amount = 0.5) -> Tensor:
-    r"""``(1 + amplification (1 - s)) d`` with ``d = teacher_log_prob - old_log_prob``: early tokens weigh more.
+    r"""``(1 + amplification (1 - s)) d``, ``d = teacher_log_prob - old_log_prob``. ``s``: share of ``|d|`` before a token.
 
-    ``s`` is the sum of ``|d|`` over the earlier tokens, divided by the sequence's sum, so it is 0 at the first token. The less
-    likely a prefix is for the teacher, the less reliable are its log-probs of the tokens after it.
+    ``s`` is the sum of ``|d|`` over the earlier tokens, divided by the sequence's sum, so it is 0 at the first token. Early
+    tokens weigh more. The less likely a prefix is for the teacher, the less reliable are its log-probs of the tokens after it.
 
     Hyper-parameters:
         amplification: at least 0. 0 gives :func:`on_policy_distill`. TRL: ``iw_opd_gamma``.

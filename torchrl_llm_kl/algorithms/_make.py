@@ -162,7 +162,8 @@ def make_algorithm(
     if not preset.compares_answers:
         grouping = {}  # both are None, and Advantage would refuse them
     if group_size is not None:
-        preset = replace(preset, repeat_times=group_size)  # shown in the preset of the result
+        # The preset of the returned algorithm shows the group size.
+        preset = replace(preset, repeat_times=group_size)
     options_of_loss, options = options, _options(actor, options)
     scored_reference = _reference_to_score(actor, reference, options)
     name, sampler = ("actor", actor) if gen_model is None else ("gen_model", gen_model)

@@ -25,7 +25,7 @@ from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
 _LOSS_MASK = "loss_mask"
 #: Entry below "next": the KL penalty that was subtracted from each token's reward.
 CHARGED = "kl_charged"
-# Marks, stored with each row, of the entries that an earlier `prepare` scored.
+# Key of the marks that each row stores. A mark says that an earlier `prepare` scored an entry.
 _PREPARED = "prepared"
 _VALUES_SCORED = (_PREPARED, "values")
 # Children of losses that hold models. They are not part of the algorithm's state.
@@ -34,7 +34,7 @@ _DENOMINATORS = ("denominators", "value_denominators")
 
 
 def _flat(batch: TensorDictBase) -> TensorDictBase:
-    """A batch of one dimension that can be indexed with rows. Nested tensors cannot, so they become a stack of rows."""
+    """Flatten a batch to one dimension whose rows can be indexed. A batch with nested tensors becomes a stack of rows."""
     batch = batch.reshape(-1) if batch.batch_dims != 1 else batch
     return lazy_stack(list(batch.unbind(0))) if _holds_nested(batch) else batch
 
@@ -58,9 +58,10 @@ class AlgorithmParts:
         algorithm: the preset with its overrides.
         schema: the entries of the data before :meth:`prepare`.
         loss: the policy's loss.
-        kl_transform: scores the policy, the reference or both, as the loss, the advantage or the reward requires, and subtracts
-            the KL from the reward if the algorithm does so. None if nothing requires scores. Append it to the env or the
-            collector if the policy is updated between sampling and training. Otherwise :meth:`prepare` applies it.
+        kl_transform: scores the policy, the reference or both, as the loss, the advantage or the reward requires. If the
+            algorithm has a ``kl_reward``, the transform also subtracts the KL from the reward. None if nothing requires
+            scores. Append the transform to the env or the collector if the policy is updated between sampling and training.
+            Otherwise :meth:`prepare` applies it.
         value_transform: writes the critic's values. None without a critic.
         advantage: writes the advantage. None if the objective needs none.
         selection: masks out the answers that are not trained on. None to train on all answers.
@@ -90,21 +91,21 @@ class AlgorithmParts:
     def prepare(self, batch: TensorDictBase, *, count: bool = False) -> TensorDictBase:
         """Check a batch, score it, and write its advantages and batch inputs (``kto``, ``bco``, ``aot``).
 
-        Scores from the env or an earlier call are kept. Advantages are computed from the current rewards. Log-probs under
+        Scores that the env or an earlier call wrote are kept. Advantages are computed from the current rewards. Log-probs under
         ``("next", "log_probs", "full")`` count as the sampling policy's, and the KL is computed from them. Only an exact KL is
         computed from the current models. With ``kl_reward`` the KL is subtracted from the reward once, and
-        ``("next", "kl_charged")`` holds the amount for each token.
+        ``("next", "kl_charged")`` holds the subtracted amount for each token.
 
-        The loss of the result, or of some of its rows, is a mean over these rows. This fits one optimiser step on each of the
-        :meth:`minibatches`. With :meth:`micro_batches` the gradients add up to the gradient of the batch.
+        A loss that is called on the result, or on some of its rows, is a mean over the rows of the call. This is right for one
+        optimiser step on each of the :meth:`minibatches`. To add up gradients before one step, use :meth:`micro_batches`.
 
         Args:
             batch: the rollouts of one step, in whole groups. Changed in place where possible.
 
         Keyword Args:
-            count: also :meth:`count` the batch, so that the losses of its parts add up to the loss of the batch. A
-                minibatch of a quarter of the rows then has a quarter of its mean's gradient. False removes the counts of
-                an earlier batch.
+            count: also :meth:`count` the batch. The losses of its parts then add up to the loss of the batch, so the loss
+                of a quarter of the rows is about a quarter of the mean over these rows. False removes the counts of an
+                earlier batch.
 
         Returns:
             The batch, ready for :attr:`loss` and :attr:`critic_loss`.
@@ -116,7 +117,7 @@ class AlgorithmParts:
         self.schema.check(batch)
         written = [part for part in (self.advantage, self.selection) if part is not None]
         for part in written:
-            part.check_groups(batch)  # an error here costs no forward of a model
+            part.check_groups(batch)  # raise errors before a model is forwarded
         if self.kl_transform is not None:
             batch = self._score(self.kl_transform, batch)
         if self.value_transform is not None:
@@ -125,7 +126,7 @@ class AlgorithmParts:
             _mark(batch, _VALUES_SCORED)
         for part in written:
             batch = part(batch)
-        # Inputs of a whole batch must be computed before it is split. Mismatched answers need a reference model.
+        # Inputs that depend on the whole batch are computed before it is split. Mismatched answers need a reference model.
         once = self.loss.once
         if once is not None and not (once.mismatched and self.loss.reference is None):
             batch = self.loss.batch_inputs(batch)
@@ -153,24 +154,24 @@ class AlgorithmParts:
 
         The loss of a minibatch is a mean over its own rows. The two answers of a pair stay together.
 
-        With ``torch.distributed`` each rank splits its own share, and averaged gradients are the mean of the ranks' means.
-        ``micro_batches(minibatch, 1)`` gives the mean over the rows of all ranks. Pass ``number``, so that all ranks make the
-        same number of steps.
+        With ``torch.distributed`` each rank splits its own rows. Its loss is the mean over these rows, and averaged gradients
+        are the mean over the ranks. ``micro_batches(minibatch, 1)`` gives the mean over the rows of all ranks. Pass ``number``,
+        so that all ranks make the same number of steps.
 
         Args:
-            batch: a prepared batch of any number of dimensions. It is not changed. Its counts are left out.
+            batch: a prepared batch of any number of dimensions. It is not changed. The minibatches have no counts.
             number: the number of minibatches. Their sizes differ by at most one row or pair.
 
         Keyword Args:
             size: the largest number of rows, instead of ``number``.
-            generator: random generator of the order. Torch's own by default.
+            generator: the random generator that shuffles the rows, by default torch's own.
 
         Returns:
             An iterator over TensorDicts of one batch dimension.
 
         Raises:
             TypeError: unless exactly one of ``number`` and ``size`` is given.
-            ValueError: for more minibatches than rows or pairs, or a size that holds no pair.
+            ValueError: if there are more minibatches than rows or pairs, or if ``size`` is smaller than a pair.
 
         Example:
             >>> from tensordict import TensorDict
@@ -189,9 +190,10 @@ class AlgorithmParts:
     ) -> Iterator[TensorDictBase]:
         """Split a prepared batch, in order, into micro-batches whose gradients add up to the gradient of the batch.
 
-        The batch is counted first. If ``torch.distributed`` is initialised, it is counted over all ranks, and each rank must
-        call this once for each step. Call ``backward`` on the loss of every part, then make one step. Rows stay in order, since
-        a prompt is forwarded once per micro-batch and answers to one prompt are neighbours.
+        First the loss denominators are computed over the whole batch (see :meth:`count`). If ``torch.distributed`` is
+        initialised, they cover all ranks, and each rank must call this once for each step. Call ``backward`` on the loss of
+        every part, then make one step. Rows stay in order, so answers to one prompt stay next to each other. A micro-batch
+        forwards a prompt that its answers share only once.
 
         Args:
             batch: a prepared batch of any number of dimensions, or one of its :meth:`minibatches`. It is not changed.
@@ -249,15 +251,15 @@ class AlgorithmParts:
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore the result of :meth:`state_dict`. The parts must have been built with the same arguments.
 
-        Numbers of the state replace the numbers given to :func:`make_algorithm`. To change one when a run is resumed, assign it
-        after loading.
+        Numbers in the state replace the numbers that :func:`make_algorithm` got. To change a number when you resume a run,
+        assign it after loading.
 
         Args:
             state: the saved state. It is not changed, and no reference to it is kept.
 
         Raises:
-            ValueError: if the state belongs to another algorithm, has a tensor of another shape, or has other names. Nothing is
-                changed then.
+            ValueError: if the state belongs to another algorithm, has a tensor of another shape, or has other names. In this
+                case nothing changes.
         """
         name, before, given = self.algorithm.name, self.state_dict(), dict(state)
         before.pop("algorithm")
@@ -267,7 +269,7 @@ class AlgorithmParts:
         try:
             self._state.load_state_dict(given)
         except RuntimeError as error:
-            self._state.load_state_dict(before)  # torch has loaded the tensors that fit
+            self._state.load_state_dict(before)  # torch has already loaded the tensors that fit
             raise ValueError(f"the state does not fit {name!r}, use the saved run's arguments: {error}") from None
 
     @property
@@ -307,7 +309,7 @@ class AlgorithmParts:
             if key is not None or name == "pair_id":
                 ids, what = None if key is None else per_sequence(batch, key), "pairs"
                 units = units // 2 if ids is None else ids.cpu().unique(return_inverse=True)[1]
-        lengths = units.bincount()  # rows of each unit that must not be split
+        lengths = units.bincount()  # the number of rows of each unit. A unit is never split
         if size is not None:
             most = size // int(lengths.max())
             if most == 0:
@@ -331,7 +333,7 @@ class AlgorithmParts:
         stored, missing = find_key(batch, own), self._missing(transform, batch)
         if isinstance(transform, RetrieveKL):
             return self._compare(transform, batch, stored, missing)
-        # torchrl's wrappers store log-probs at the root too, but without the first tokens. Ours are marked.
+        # Torchrl's wrappers also store log-probs at the root, without the first tokens. Log-probs of `prepare` are marked.
         if stored is None or (stored != own and not _is_marked(batch, mark)):
             batch = transform(batch)
         elif missing:
@@ -342,7 +344,7 @@ class AlgorithmParts:
     def _compare(
         self, transform: RetrieveKL, batch: TensorDictBase, stored: NestedKey | None, missing: set[NestedKey]
     ) -> TensorDictBase:
-        """Score the policy and the reference, and compute their KL and the charged reward, if these entries are missing."""
+        """Write the missing entries: the scores of policy and reference, their KL, and the charged reward."""
         gen, ref, kl = transform
         compared = find_key(batch, ("next", "kl_penalty")) is not None
         charges = transform.add_to_reward and find_key(batch, ("next", CHARGED)) is None
@@ -354,7 +356,9 @@ class AlgorithmParts:
         # Nothing can be reused: one call scores both models and charges the reward.
         if not kept and recompute:
             return transform(batch)
-        exact = recompute and kl.estimator == "exact"  # it compares the current models, not the one that sampled
+        exact = (
+            recompute and kl.estimator == "exact"
+        )  # an exact KL compares the current models, not the sampling policy
         if not kept:
             missing = _written(transform) - of_kl
         elif exact:
@@ -362,7 +366,7 @@ class AlgorithmParts:
         elif recompute:
             missing = missing | {key for key in of_ref if find_key(batch, key) is None}
         if missing:
-            # The reference transform is enough if only its log-probs are missing and it runs by itself.
+            # If only the reference's log-probs are missing, its transform is enough, unless both models run side by side.
             scorer = ref if missing <= of_ref and not transform.side_by_side else transform
             batch = _updated(batch, scorer(_excluding(batch, _next(gen.log_probs_full_key))), missing)
         if not recompute or exact:
@@ -371,12 +375,12 @@ class AlgorithmParts:
         places = [key for key in (stored, *(find_key(batch, key) for key in of_ref)) if key is not None]
         of_policy, of_reference = (per_token(batch, key, located.tokens, located.mask, repeats=False) for key in places)
         unscored = self.loss._reader.unscored(of_policy, located.tokens, located, places[0])
-        # Tokens without a score of the policy get the reference's, so that their KL is 0.
+        # Tokens that the policy did not score get the reference's log-prob. Their KL is then 0.
         data = located.tokens.like(torch.where(located.mask & ~unscored, of_policy, of_reference))
         return _updated(batch, kl(write_ragged(batch.copy(), places[0], data.slots(), data.container)), of_kl)
 
     def _check_uncharged(self, batch: TensorDictBase) -> None:
-        """Reject token rewards if another transform scored the KL, since the KL may already be subtracted from them."""
+        """Raise a ValueError for token rewards from which another transform may already have subtracted the KL."""
         reward = find_key(batch, ("next", "reward"))
         if reward is not None and per_sequence(batch, reward) is None:
             raise ValueError(
@@ -385,7 +389,7 @@ class AlgorithmParts:
             )
 
     def _missing(self, transform: Transform, batch: TensorDictBase) -> set[NestedKey]:
-        """The entries that the advantage or the loss reads, the transform writes, and the batch lacks."""
+        """The entries that are missing in the batch, and that the transform writes for the advantage or the loss."""
         read = {key for part in (self.advantage, self.loss) if part is not None for key in part.in_keys}
         wanted = _written(transform) & {name for key in read for name in (unravel_key(key), _next(key))}
         return {key for key in wanted if find_key(batch, key) is None}
@@ -410,7 +414,7 @@ def _updated(batch: TensorDictBase, scored: TensorDictBase, keys: Collection[Nes
 
 
 def _excluding(batch: TensorDictBase, key: NestedKey) -> TensorDictBase:
-    """A copy without the policy's scores, so that the transform does not take them for the sampler's log-probs."""
+    """A copy of the batch without the log-probs under ``key``. The transform would take them for the sampler's."""
     return batch.copy().exclude(key, inplace=True)
 
 
@@ -431,7 +435,7 @@ class KeepBest(Advantage):
         super().__init__("best_of_group", group_key=group_key, group_size=group_size, keys={"advantage": _LOSS_MASK})
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Apply to a batch: on a direct call, or when a replay buffer is sampled."""
+        """Write ``loss_mask`` into a batch. A replay buffer with this transform calls it when it is sampled."""
         best = self._of_rows(tensordict, None)[0].reshape(-1).bool()
         given = read_column(tensordict, _LOSS_MASK)
         own_leaves(tensordict, _LOSS_MASK)
@@ -467,19 +471,19 @@ def mix_buffers(
 
     Args:
         rollouts: the policy's answers, after :meth:`AlgorithmParts.prepare`.
-        experts: answers of experts, with tokens and the prompt or mask that marks the response.
+        experts: answers of experts, with tokens, and with a prompt or a mask that marks the response.
 
     Keyword Args:
         batch_size: the number of rows of a batch.
-        expert_data_ratio: the experts' share of them.
+        expert_data_ratio: the share of these rows that come from experts.
 
     Returns:
         A :class:`~torchrl.data.ReplayBufferEnsemble`. It writes ``"expert_mask"``, True for experts' rows. For a share of
-        ``m / n`` its ``sample()`` returns a lazy stack ``[n, batch_size / n]``: rollouts first, then ``m`` times experts. The
-        losses of this package accept it directly.
+        ``m / n`` its ``sample()`` returns a lazy stack ``[n, batch_size / n]``. The first ``n - m`` elements of the stack hold
+        rollouts, and the last ``m`` hold experts' answers. The losses of this package accept the stack directly.
 
     Raises:
-        ValueError: if the batch does not divide in that proportion.
+        ValueError: if ``batch_size`` rows cannot hold exactly this share of experts' rows.
 
     Example:
         >>> from tensordict import TensorDict
@@ -499,7 +503,7 @@ def mix_buffers(
     if not 0 < share < 1 or not exact:
         many = f"{batch_size} rows cannot hold exactly {expert_data_ratio:g} of experts"
         raise ValueError(f"{many}: use a ratio n / {batch_size} between 0 and 1.")
-    # The ensemble samples equally from its members, so a buffer takes part as often as its share requires.
+    # The ensemble takes equally many rows from each member. A buffer is a member as often as its share requires.
     flags = [False] * (share.denominator - share.numerator) + [True] * share.numerator
     return ReplayBufferEnsemble(
         *(experts if flag else rollouts for flag in flags),
@@ -518,7 +522,7 @@ def _mixed(samples: Sequence[TensorDictBase], *, flags: Sequence[bool]) -> Tenso
             row.pop(key, None)
     example = members[flags.index(False)][0]
     length = len(example[TOKENS_FULL])
-    # Experts have their own entries of these names.
+    # Experts' rows have their own entries under these names.
     shared = example.exclude("tokens", "masks", _LOSS_MASK, "expert_mask")
     only_rollouts = {key: value for key, value in shared.items(True, True) if isinstance(value, Tensor)}
     masks = [row[_LOSS_MASK] for row in rows if has_entry(row, _LOSS_MASK)]

@@ -150,7 +150,7 @@ def from_json(value: object) -> object:
 
 
 def row_variables(row: Fields, names: Collection[str]) -> dict[str, Any]:
-    """The template variables of a row: its columns with one of the ``names``, and its ``chat_template_kwargs``.
+    """The columns of the row that are listed in ``names``, and the entries of its ``chat_template_kwargs``.
 
     Example:
         >>> row_variables({"enable_thinking": False, "level": 3, "chat_template_kwargs": {"x": 1}}, {"enable_thinking"})

@@ -220,7 +220,7 @@ NOTES = (
 
 
 def notes(case: Case) -> list[Finding]:
-    """Find facts about answers and groups that are not errors."""
+    """Findings about answers and groups that are worth knowing but are not errors."""
     return _note_shares(case) + _survivors(case)
 
 

@@ -1,7 +1,8 @@
 """The measures of the doctor. They are pure functions of a batch's columns and need no model.
 
-Every number is over the masked-in tokens. Names are ``family/quantity``. A suffix selects a part of the tokens: ``@1-3`` is
-places 1 to 3 of the answers, ``@positive`` and ``@negative`` are signs of the advantage, and ``@turn0`` is the first turn.
+Every number is computed over the masked-in tokens. Names are ``family/quantity``. A suffix selects a part of the tokens:
+``@1-3`` means places 1 to 3 of the answers, ``@positive`` and ``@negative`` mean the sign of the advantage, and ``@turn0``
+means the first turn.
 Shapes: ``S`` sequences, ``T`` the largest number of masked-in tokens of a sequence, ``N`` tokens of all sequences.
 """
 
@@ -35,8 +36,8 @@ class Mean:
 
     Args:
         value: the mean. NaN without tokens.
-        error: the standard error from sums over sequences, or from single tokens if that is larger. NaN for one sequence.
-        z: the standard score of the mean against 0. Student's t is converted to a normal score, for few sequences.
+        error: the larger of two standard errors, one from sums over sequences and one from single tokens. NaN for one sequence.
+        z: the standard score of the mean against 0. Student's t is converted to a normal score, since sequences may be few.
         count: the number of tokens.
     """
 
@@ -49,9 +50,9 @@ class Mean:
 def clustered_mean(values: Tensor, sequences: Tensor) -> Mean:
     r"""The mean of ``values [n]`` and its standard error, clustered by sequence.
 
-    With the deviations :math:`e_i` from the mean, the error is :math:`\sqrt{S/(S-1) \sum_s (\sum_{i \in s} e_i)^2} / n`. It
-    allows any dependence within a sequence. The error of independent tokens, :math:`\sqrt{\sum e_i^2} / n`, replaces it if it
-    is larger, since the clustered error of few sequences is unreliable.
+    :math:`e_i` is the deviation of token :math:`i` from the mean. The clustered error is
+    :math:`\sqrt{S/(S-1) \sum_s (\sum_{i \in s} e_i)^2} / n`. It allows any dependence within a sequence, but is unreliable for
+    few sequences. If the error of independent tokens, :math:`\sqrt{\sum e_i^2} / n`, is larger, the larger one is returned.
 
     Args:
         values: numbers of tokens, ``[n]``.
@@ -101,7 +102,7 @@ class Table:
     Args:
         columns: numbers by name, ``[n]``, NaN where a token has no number.
         sequences: the sequence of each token, int64 ``[n]``.
-        places: the number of each token among its sequence's masked-in tokens, int64 ``[n]``.
+        places: the index of each token among the masked-in tokens of its sequence, from 0, int64 ``[n]``.
         turns: the turn of each token, int64 ``[n]``.
         response: the arrangement of the tokens as ``[S, T]``.
     """
@@ -131,7 +132,7 @@ class Table:
 
     @property
     def trainer(self) -> tuple[str, Tensor] | None:
-        """The name and values of the trainer's log-probs. They are stored, or computed by the given policy."""
+        """The name and values of the trainer's log-probs. They are stored in the batch, or computed by the given policy."""
         # Without a separate column of the sampler, the stored log-probs may be the sampler's own.
         own = self.get("sampler_log_prob") is None and self.get("log_prob") is not None
         name = "log_prob" if own or self.get("old_log_prob") is None else "old_log_prob"
@@ -140,7 +141,7 @@ class Table:
 
     @property
     def recorded(self) -> tuple[str, Tensor] | None:
-        """The name and values of the sampler's log-probs: its own, or the stored ones if the policy's can be compared."""
+        """The name and values of the sampler's log-probs. The stored log-probs count if the trainer has another column."""
         for name in ("sampler_log_prob", "old_log_prob"):
             column = self.get(name)
             if column is not None and (self.trainer is None or self.trainer[0] != name):
@@ -148,13 +149,13 @@ class Table:
         return None
 
     def dense(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Arrange values ``[n]`` as ``[S, T]``. Also returns where they are not NaN, bool ``[S, T]``."""
+        """Arrange values ``[n]`` as ``[S, T]``. Also returns a mask of the values that are not NaN, bool ``[S, T]``."""
         at, shape = (self.sequences, self.response.columns), self.response.mask.shape
         out = values.new_full(shape, math.nan).index_put(at, values)
         return out.nan_to_num(nan=0.0), ~out.isnan()
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield parts of the tokens: the suffix of their measures, and True at their tokens, bool ``[n]``."""
+        """Yield the parts of the tokens. Each is the suffix of its measures, and a mask of its tokens, bool ``[n]``."""
         last = int(self.places.max()) if self.places.numel() else -1
         for first, after in zip(PLACES, (*PLACES[1:], 10**9), strict=True):
             if first <= last:
@@ -209,7 +210,7 @@ def measure(
         ended: True for answers that are known to be complete, bool ``[S]``.
 
     Returns:
-        Numbers by name. ``docs/doctor.md`` lists them. A family is missing if its columns are.
+        Numbers by name. ``docs/doctor.md`` lists them. A family is missing if its columns are missing.
 
     Example:
         >>> from torchrl_llm_kl import Ragged
@@ -228,7 +229,7 @@ def measure(
 
 
 def _of_numbers(table: Table) -> dict[str, float]:
-    """The shares of NaN, infinities and exact zeros in each column. NaN of the sampler means that it did not score a token."""
+    """The shares of NaN, infinities and exact zeros in each column. At NaN the sampler gave no score."""
     out: dict[str, float] = {}
     for name, values in table.columns.items():
         if name == "sampler_log_prob":
@@ -254,10 +255,10 @@ def _split(table: Table, values: Tensor, names: Statistics) -> dict[str, float]:
 def mismatch_measures(table: Table) -> dict[str, float]:
     """Compare trainer and sampler on the same tokens, in total and by part.
 
-    In addition to :func:`~torchrl_llm_kl.losses.mismatch_metrics`, ``mismatch/ess_token`` and ``ess_seq`` are
-    ``(mean w)**2 / mean w**2`` of the ratios of tokens and of sequences. ``rms`` is the root mean square of the log-ratio.
-    ``ratio`` is the mean ratio of trainer to sampler. It is 1 up to noise if both are distributions over all tokens and the
-    sampler drew the tokens.
+    The result contains :func:`~torchrl_llm_kl.losses.mismatch_metrics` and more. ``mismatch/ess_token`` and
+    ``mismatch/ess_seq`` are ``(mean w)**2 / mean(w**2)``, with the ratios ``w`` of tokens or of sequences. ``rms`` is the root
+    mean square of the log-ratio. ``ratio`` is the mean ratio of trainer to sampler. The mean ratio is 1 up to noise if both
+    are distributions over all tokens and the sampler drew the tokens.
     """
     if table.trainer is None or table.recorded is None:
         return {}
@@ -281,9 +282,10 @@ def mismatch_measures(table: Table) -> dict[str, float]:
 
 
 def surprisal_measures(table: Table) -> dict[str, float]:
-    """Measure surprisal minus entropy. Its expectation is 0 for tokens sampled from the scored distribution.
+    """Measure surprisal minus entropy. The difference has the mean 0 for tokens sampled from the scored distribution.
 
-    ``surprisal/error`` is its standard error, and ``surprisal/z`` is its standard score. See :func:`clustered_mean`.
+    ``surprisal/error`` is the standard error of the mean, and ``surprisal/z`` is its standard score.
+    See :func:`clustered_mean`.
     """
     gap = surprisal_gap(table)
     if gap is None:
@@ -349,7 +351,7 @@ def answer_measures(
     """Measure mask, answers and groups: lengths, truncated answers, duplicated prompts, groups of equal rewards.
 
     An answer is truncated if its last token is not in ``end`` and the answer is not ``ended``. ``answers/at_limit`` is the
-    share of answers as long as the longest one. A group is the answers to one prompt.
+    share of answers as long as the longest one. A group holds the answers to one prompt.
     """
     tokens, mask = columns.tokens, columns.mask
     counts = segment_sum(mask.long(), tokens.lengths)
@@ -384,15 +386,16 @@ def answer_measures(
 
 
 def retokenised(columns: TokenColumns, tokenizer: Tokenizer) -> dict[str, float]:
-    """Decode and encode the first answers, and measure the changes.
+    """Decode the first 64 answers to text, encode the text again, and measure how many tokens change.
 
     Args:
         columns: the batch.
         tokenizer: a transformers tokenizer.
 
     Returns:
-        ``retokenised/tokens`` is the share of tokens from the first changed token of each answer on. ``retokenised/answers``
-        is the share of changed answers. ``retokenised/first`` is the mean place of the first changed token.
+        ``retokenised/tokens`` is the share of all tokens that lie at or after the first changed token of their answer.
+        ``retokenised/answers`` is the share of changed answers. ``retokenised/first`` is the mean place of the first changed
+        token.
     """
     masks = columns.tokens.like(columns.mask).to_list()[:_TRIED]
     answers = [ids[mask].tolist() for ids, mask in zip(columns.tokens.to_list(), masks, strict=False) if mask.any()]
@@ -418,7 +421,7 @@ def worst_tokens(columns: TokenColumns, *, most: int = 8) -> list[dict[str, floa
     """The tokens with the largest KL to the reference or, without a reference, with the largest mismatch.
 
     Returns:
-        For each token its ``sequence``, its ``position`` in the sequence, the ``token`` id, and the ``kl`` or ``mismatch``.
+        One dict per token: ``sequence``, ``position`` in the sequence, ``token`` (the id), and ``kl`` or ``mismatch``.
     """
     stored = columns.columns
     policy = stored.get("log_prob", stored.get("old_log_prob"))

@@ -1,8 +1,8 @@
-"""The few tokens that truncated sampling keeps: found in one sweep, then scored without reading any others.
+"""Search for the few tokens that truncated sampling keeps, and scores that read only these tokens.
 
-The sweep collects candidates. The logit of a candidate reaches a bound that only rises, such as the k-th largest logit so far.
-At the end each position keeps as many logits as the sampler has choices. All sums and gradients run only over these, so rows
-of the head that no position keeps are not read again.
+One sweep over the vocabulary collects candidates. A candidate is a token whose logit reaches a bound, such as the k-th largest
+logit so far. The bound only rises. At the end each position keeps the tokens that the sampler can choose. All sums and
+gradients use only the kept tokens, so other rows of the head are not read again.
 
 Shapes: ``N`` positions, ``M`` kept tokens of all positions, ``H`` hidden, ``V`` vocabulary.
 """
@@ -21,23 +21,28 @@ from torchrl_llm_kl._numerics import from_zero
 from torchrl_llm_kl.head._sweep import Softmax, forward_sweep
 from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, Kept, Plan, Result, Tokens, Truncation, by_row, tiles
 
-# Tokens of a block. The largest logit of each block is compared first, since most blocks have no candidate.
+# The number of vocabulary tokens in a block. Most blocks hold no token that can be kept. So only the largest logit of each
+# block is compared with the bound first.
 _BLOCK = 64
-# Slack of a bound for rounding, in nats.
+# Slack of a bound for rounding errors, in nats for a log-prob.
 _SLACK = 1e-3
-# Guesses of the tokens that top-p excludes. The first guess comes after a 16th of the vocabulary and at least 8192 tokens.
-# The guessed tokens should have at most _TAIL of 1 - p together. Tokens with a log-prob of at least _LIKELY are not dropped.
+# During the sweep, tokens that top-p will probably exclude are dropped. The first guess comes after a 16th of the vocabulary,
+# and after at least 8192 tokens. All dropped tokens together should have at most _TAIL times 1 - p of the probability. Tokens
+# with a log-prob of at least _LIKELY are not dropped.
 _FIRST_LOOK = 16, 8192
 _TAIL = 0.5
 _LIKELY = math.log(1e-3)
-# Floors of top-p are raised to one of this many log-probs, which are _LEVEL nats apart, below 0.
+# A floor of top-p is raised to one of _LEVELS log-probs. They lie below 0, _LEVEL nats apart.
 _LEVELS, _LEVEL = 32, 0.5
-# Elements of the head's rows that are gathered at once.
+# About this many elements of the head's rows are gathered at once.
 _GATHERED = 2**22
 
 
 def most_kept(vocab: int) -> int:
-    """The average number of tokens per position up to which sums over kept tokens are faster than over all tokens."""
+    """The largest average number of kept tokens per position at which summing only the kept tokens is faster.
+
+    With more kept tokens, summing over the whole vocabulary is faster.
+    """
     return max(64, vocab // 64)
 
 
@@ -48,7 +53,7 @@ def most_kept(vocab: int) -> int:
 def find_kept(
     head: Head, truncation: Truncation, chunk: tuple[int, int], targets: Tensor | None, most: int
 ) -> Kept | None:
-    """The tokens of :func:`linear_kept`, or None if a block of positions keeps more than ``most`` per position on average."""
+    """Find the tokens of :func:`linear_kept`. None if a block of positions keeps more than ``most`` per position on average."""
     none = head.hidden.new_zeros(0, dtype=torch.long)
     parts = [Kept(none, none.new_zeros(1), head.per_position(0.0)[:0], none.bool())]
     with torch.autocast(head.hidden.device.type, enabled=False):
@@ -82,7 +87,7 @@ def _find_block(head: Head, truncation: Truncation, width: int, targets: Tensor 
                 return None
             floor = floor.index_put((wrong,), searched[2])
             candidates.replace(wrong, searched[0])
-    if total is not None:  # a higher floor leaves fewer candidates to sort
+    if total is not None:  # with a higher floor there are fewer candidates to sort
         floor = torch.maximum(floor, total + candidates.level(total, truncation.top_p))
     candidates.prune(floor, 0)
     row, ids, logits = candidates.chosen(truncation, total)
@@ -101,11 +106,14 @@ def _find_block(head: Head, truncation: Truncation, width: int, targets: Tensor 
 def _search(
     head: Head, truncation: Truncation, width: int, targets: Tensor | None, most: int, *, guess: bool
 ) -> tuple[_Candidates, Softmax, Tensor, Tensor | None] | None:
-    """One sweep. Returns the candidates, the sums, the floor of each position's candidates, and where it was guessed.
+    """Collect the candidates in one sweep. Returns None if there are too many.
 
-    Returns None if there are too many candidates. Before the end of the sweep, top-p surely excludes few tokens. With ``guess``
-    also those tokens are dropped that it excludes if the later tokens are like the earlier ones. The last result is a mask of
-    the positions with such a floor, or None without ``guess``.
+    Before the end of the sweep, it is certain for only few tokens that top-p excludes them. With ``guess`` the sweep also drops
+    the tokens that top-p excludes if the later tokens resemble the earlier ones.
+
+    Returns:
+        The candidates, the sums, the floor of each position's candidates, and a mask of the positions with a guessed floor.
+        The mask is None without ``guess``.
     """
     count, vocab, (top_k, top_p, min_p) = head.positions, head.vocab, truncation
     whole = top_p < 1 and not top_k
@@ -114,7 +122,7 @@ def _search(
     candidates = _Candidates(count)
     most *= count
     room = 4 * top_k * count or 8 * most
-    # All tokens less probable than this have less than 1 - p together.
+    # All tokens below this log-prob together have a probability of less than 1 - p.
     safe = math.log((1 - top_p) / vocab) - _SLACK if whole else -math.inf
     guessed, look = head.per_position(-math.inf), max(vocab // _FIRST_LOOK[0], _FIRST_LOOK[1])
     for rows, cols, _, (logits,), (scratch,) in tiles((count, width), [head], 1):
@@ -162,7 +170,7 @@ class _Candidates:
         self.total += len(hit)
 
     def prune(self, floor: Tensor, top_k: int) -> Tensor:
-        """Raise the floor to the ``top_k``-th candidate, drop candidates below it, and return it."""
+        """Raise the floor to the ``top_k``-th candidate, drop the candidates below it, and return the new floor."""
         row, ids, logits = self._joined()
         if top_k:
             order, start, counts = by_row(row, logits, self.count)
@@ -174,16 +182,16 @@ class _Candidates:
         return floor
 
     def hold_nucleus(self, log_total: Tensor, top_p: float) -> Tensor:
-        """Where the candidates have more than ``top_p`` of the probability, so that top-p excludes all others, ``[n]``."""
+        """True where the candidates have more than ``top_p`` of the probability, ``[n]``. Top-p then excludes the rest."""
         row, _, logits = self._joined()
         mass = torch.zeros_like(log_total).index_add(0, row, (logits - log_total[row]).exp())
         return mass > top_p + _SLACK * (1 - top_p)
 
     def level(self, log_total: Tensor, top_p: float) -> Tensor:
-        """The highest level such that the candidates above it have more than ``top_p``, else ``-inf``, ``[n]``."""
+        """The highest level above which the candidates have more than ``top_p`` of the probability, else ``-inf``, ``[n]``."""
         row, _, logits = self._joined()
         log_share = logits - log_total[row]
-        # Candidates below the lowest level count there.
+        # Candidates below the lowest level are added to it.
         level = (log_share / _LEVEL + _LEVELS).clamp(0, _LEVELS - 1).nan_to_num(0.0).long()
         mass = log_total.new_zeros(self.count * _LEVELS).index_add(0, row * _LEVELS + level, log_share.exp())
         mass = mass.view(self.count, _LEVELS).flip(1).cumsum(1)  # cumulative from the highest level
@@ -198,9 +206,9 @@ class _Candidates:
         self._parts = [kept, (positions[others[0]].int(), others[1], others[2])]
 
     def chosen(self, truncation: Truncation, log_total: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions, ids and logits of the kept tokens, by position, the most probable first.
+        """Positions, ids and logits of the kept tokens, sorted by position, then from the most probable token down.
 
-        ``log_total`` is the log-sum-exp of all logits, ``[n]``; None if only the candidates' sum is needed.
+        ``log_total`` is the log-sum-exp of all logits, ``[n]``. None if only the sum over the candidates is needed.
         """
         row, ids, logits = self._joined()
         order, start, counts = by_row(row, logits, self.count)
@@ -235,9 +243,9 @@ class _Candidates:
 
 
 def kept_scores(plan: Plan, policy: Head, ref: Head | None, kept: Kept, targets: Tensor | None) -> Result:
-    """The results of a sweep, from only the kept tokens. They are differentiable once with respect to the policy.
+    """Compute the results of a sweep from only the kept tokens. They are differentiable once with respect to the policy.
 
-    An unrestricted reference is swept once more for its sum over all tokens.
+    If the reference is not restricted to the kept tokens, another sweep computes its sum over all tokens.
     """
     count, ids, rows = policy.positions, kept.ids.long(), kept.rows
     if kept.logits is None:
@@ -262,7 +270,7 @@ def kept_scores(plan: Plan, policy: Head, ref: Head | None, kept: Kept, targets:
 
 
 def _distinct(ids: Tensor, rows: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """The tokens of each position without repetitions, by position."""
+    """The tokens of each position without repetitions, sorted by position."""
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab):
         raise ValueError(f"kept.ids has ids from {int(ids.min())} to {int(ids.max())}: expected 0 to {vocab - 1}.")
     pairs = (rows * vocab + ids).unique()
@@ -273,7 +281,7 @@ def _distinct(ids: Tensor, rows: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
 
 
 def _sum_by_position(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """The sum at each position. It is in float64, since ``index_add`` adds one value at a time."""
+    """The sum at each position. It is computed in float64, since ``index_add`` adds one value at a time."""
     total = values.new_zeros(count, dtype=torch.float64).index_add(0, rows, values.double())
     return total.to(values.dtype)
 
@@ -287,9 +295,8 @@ def _log_softmax(logits: Tensor, rows: Tensor, count: int) -> Tensor:
         0, rows, place.masked_fill(values != largest[rows], len(rows)), "amin"
     )
     largest_one = first[rows] == place
-    # Subtract the largest logit first: the difference of two large logits is exact. The largest becomes 0. It has no gradient
-    # of its own, which would cancel the gradient of the others. The sum leaves out its exponential, 1: the other exponentials
-    # may be smaller than the rounding error of 1.
+    # Subtract the largest logit first, since the difference of two large logits is exact. The largest becomes a constant 0.
+    # The sum leaves out its exponential, which is 1. The other exponentials may be smaller than the rounding error of 1.
     shifted = (logits - logits[first[rows]]).masked_fill(largest_one, 0.0)
     rest = _sum_by_position(shifted.exp().masked_fill(largest_one, 0.0), rows, count)
     return shifted - rest.log1p()[rows]
@@ -306,7 +313,7 @@ def _at(values: Tensor, here: Tensor | None, rows: Tensor, count: int) -> Tensor
 
 
 class _Logits(torch.autograd.Function):
-    """Gives logits that are computed already a gradient with respect to hidden states, weight and bias."""
+    """Attaches a gradient with respect to hidden states, weight and bias to logits that are already computed."""
 
     @staticmethod
     def forward(ctx: Any, head: Head, *tensors: Tensor) -> Tensor:
@@ -373,7 +380,7 @@ def _bags(table: Tensor, index: Tensor, offsets: Tensor, weights: Tensor) -> Ten
 
 
 def _runs(offsets: Tensor, total: int, width: int) -> list[tuple[int, int, int, int]]:
-    """Ranges of segments, ``first`` to ``last``, with their elements ``begin`` to ``end``, small enough to gather rows."""
+    """Split the segments into ranges, ``first`` to ``last``, whose elements, ``begin`` to ``end``, can be gathered at once."""
     count = len(offsets) - 1
     step = max(1, count * _GATHERED // max(total * width, 1))
     edges = [*range(0, count, step), count]

@@ -382,7 +382,9 @@ def _spans_of_blocks(chat: Renderings, whole: Trace, turn: int) -> list[tuple[in
     """All generation blocks with the control token after each. For a template whose messages cannot be located."""
     text = whole.text
     if not whole.spans:
-        raise not_found(chat, turn, "tracing its generation blocks changes the text, so keep assignments out of them")
+        raise not_found(
+            chat, turn, "its {% generation %} blocks change the text when traced: move {% set %} out of them"
+        )
     spans: list[tuple[int, int, int]] = []
     for start, end in whole.of[BLOCK, -1]:
         stripped = start + len(text[start:end].rstrip())

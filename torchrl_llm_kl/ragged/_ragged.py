@@ -1,4 +1,4 @@
-"""Variable-length data: the containers in which it comes, and ``Ragged``, the flat form in which it is computed."""
+"""Variable-length data: the containers that hold it, and ``Ragged``, the flat form for computations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrl_llm_kl._private import jagged_bounds, nested_sizes
 
 
 class Container(ABC):
-    """A form of variable-length data with ``S`` rows of slots, and how it is rebuilt from flat slots.
+    """A form of variable-length data with ``S`` rows of slots. :meth:`build` rebuilds it from flat slots.
 
     ``batch_shape`` is the shape of the batch. Its product is ``S``.
 
@@ -29,7 +29,7 @@ class Container(ABC):
     """
 
     batch_shape: torch.Size
-    #: Number of slots of each row, including padding and gaps. Comparing two lists is faster than comparing small tensors.
+    #: Number of slots of each row, including padding and gaps. A list, since lists compare faster than small tensors.
     row_sizes: list[int]
     device: torch.device | None
 
@@ -66,7 +66,7 @@ class Dense(Container):
 class Rows(Container):
     """Separate rows ``[T_i, *F]`` in row-major order, from a Python list or the leaves of a lazy stack.
 
-    ``row_sizes`` are the numbers of slots. :attr:`row_lengths` is on ``device``.
+    ``row_sizes`` holds the number of slots of each row. :attr:`row_lengths` is on ``device``.
     """
 
     row_sizes: list[int]
@@ -79,7 +79,7 @@ class Rows(Container):
 
 @dataclass(frozen=True, eq=False)
 class Strided(Container):
-    """A nested tensor ``[S, (T_i), *F]`` of strided layout. ``row_sizes`` are the numbers of slots."""
+    """A nested tensor ``[S, (T_i), *F]`` of strided layout. ``row_sizes`` holds the number of slots of each row."""
 
     row_sizes: list[int]
     device: torch.device | None = None
@@ -94,10 +94,10 @@ class Strided(Container):
 
 @dataclass(frozen=True, eq=False)
 class Jagged(Container):
-    """A nested tensor of jagged layout. With ``lengths`` besides ``offsets``, its buffer has gaps.
+    """A nested tensor of jagged layout. If it has ``lengths`` as well as ``offsets``, its buffer has gaps.
 
-    torch combines two jagged tensors only if they share the *object* ``offsets`` (with gaps, ``lengths``), so both objects are
-    stored. The slots of a row include the gaps around it, so the rows cover the whole buffer.
+    torch combines two jagged tensors only if they share the *object* ``offsets``, or the object ``lengths`` if there are gaps.
+    Both objects are therefore stored. The slots of a row include the gaps around it, so the rows cover the whole buffer.
     """
 
     offsets: Tensor
@@ -154,14 +154,15 @@ PaddingSide = Literal["left", "right"]
 class Ragged:
     """``S`` concatenated sequences of different lengths. Immutable.
 
-    Compute on :attr:`values`, without a Python loop over sequences. A ``Ragged`` remembers the container that it was read from.
-    :meth:`restore` returns padded data as padded and nested data as nested, with ``fill`` in every slot without a value.
+    Computations use :attr:`values`, without a Python loop over sequences. A ``Ragged`` remembers the container that it was
+    read from. :meth:`restore` returns padded data as padded and nested data as nested, with ``fill`` in every slot without a
+    value.
 
     Args:
         values: all elements, ``[N, *F]`` with ``N = lengths.sum()``.
         lengths: elements per sequence, ``[S]``, int64, 0 allowed. None if every slot of the container holds a value.
         container: the original form of the data.
-        keep: a mask of the slots that hold values, ``[M]`` bool, None for all.
+        keep: a mask of the slots that hold values, ``[M]`` bool. None if all slots do.
 
     Example:
         >>> x = Ragged.from_list([torch.tensor([1, 2, 3]), torch.tensor([4])])
@@ -175,10 +176,10 @@ class Ragged:
         self, values: Tensor, lengths: Tensor | None, container: Container, keep: Tensor | None = None
     ) -> None:
         self.values, self.container, self.keep = values, container, keep
-        # A cache that all results of `like` share. It also has copies of lengths, mask and slots on the host.
+        # A cache of indices that all results of `like` share. It also holds copies of the lengths and the mask on the host.
         self._index: dict[str, Tensor] = {} if lengths is None else {"lengths": lengths}
         if isinstance(container, Jagged) and container.lengths is None and keep is None:
-            # The same object, so that torch can combine new jagged tensors with the source.
+            # Keep the same object. torch can then combine new jagged tensors with the source.
             self._index |= {"offsets": container.offsets.long()} if container.offsets.device == values.device else {}
         self._host: Ragged | None = None
 
@@ -208,7 +209,7 @@ class Ragged:
 
     @classmethod
     def from_nested(cls, values: Tensor) -> Ragged:
-        """Read a nested tensor ``[S, (T_i), *F]`` of strided or jagged layout. A jagged one may have gaps."""
+        """Read a nested tensor ``[S, (T_i), *F]`` of strided or jagged layout. A jagged tensor may have gaps."""
         if values.layout == torch.strided:
             sizes = nested_sizes(values)  # [S, ndim - 1], on the CPU
             if bool((sizes[:, 1:] != sizes[:1, 1:]).any()):
@@ -235,15 +236,15 @@ class Ragged:
 
     @classmethod
     def from_slots(cls, slots: Tensor, container: Container, keep: Tensor | None) -> Ragged:
-        """Read the slots ``[M, *F]`` of a container. ``keep [M]`` is True where they hold values. None means all."""
+        """Read the slots ``[M, *F]`` of a container. ``keep [M]`` is True where a slot holds a value. None: all do."""
         if keep is None:
             return cls(slots, None, container)
         keep = keep.to(torch.bool)
-        # The only read of the mask from the device. Lengths and indices follow from this copy.
+        # The mask is read from the device only here. Lengths and indices are computed from this copy.
         (on_host,), device = to_host(keep), slots.device
         if bool(on_host.all()):  # the common case of rollouts without padding
             return cls(slots, None, container)
-        # The number of values before each slot: its differences between ends of rows are the lengths.
+        # The number of values before each slot. Differences between the ends of rows are the lengths.
         kept_before = from_zero(on_host.cumsum(0))
         edges = torch.tensor(container.row_sizes) if device.type != "cpu" else container.row_lengths
         lengths = kept_before[from_zero(edges.cumsum(0))].diff()
@@ -257,7 +258,10 @@ class Ragged:
 
     @classmethod
     def on_device_of(cls, host: Ragged, slots: Tensor, container: Container) -> Ragged:
-        """The sequences of ``host``, from the same slots ``[M, *F]`` on an accelerator. ``host`` was read on the CPU."""
+        """Build the accelerator version of ``host``.
+
+        ``slots [M, *F]`` holds the same values on the accelerator. ``host`` is the CPU version, and is kept with the result.
+        """
         sequences = cls.from_slots(slots, container, host.keep)
         sequences._host = host
         return sequences
@@ -288,7 +292,7 @@ class Ragged:
 
     @property
     def host_keep(self) -> Tensor | None:
-        """A mask on the CPU of the slots that hold values. None means all."""
+        """A mask of the slots that hold values, on the CPU. None if all slots do."""
         keep = self.keep
         return None if keep is None else self._cached("host_keep", lambda: to_host(keep)[0])
 
@@ -299,7 +303,7 @@ class Ragged:
 
     @property
     def outline(self) -> Ragged:
-        """Sequences of these lengths on the CPU, without their values."""
+        """Sequences of the same lengths on the CPU. Their values are meaningless unless they are on the CPU already."""
         if self.values.device.type == "cpu" or self._host is not None:
             return self.host
         lengths = torch.tensor(self.sizes, dtype=torch.long)
@@ -307,11 +311,11 @@ class Ragged:
         return Ragged(torch.zeros(()).expand(self.values.shape[0]), lengths, self.container)
 
     def to_host(self, *others: Tensor) -> tuple[Any, ...]:
-        """:attr:`host`, then other tensors on the CPU. Everything that is not there yet comes in one copy."""
+        """Return :attr:`host`, then other tensors on the CPU. Everything that is not there yet is copied at once."""
         if self.values.device.type == "cpu" or self._host is not None:
             return (self if self._host is None else self._host, *to_host(*others))
         known = {name: self._index.get(f"host_{name}") for name in ("lengths", "keep")}
-        # The sizes of a jagged container are on its device, so that reading them would be another copy.
+        # The sizes of a jagged container are on its device, so reading them would be another copy.
         if known["lengths"] is None and self.keep is None and not isinstance(self.container, Jagged):
             known["lengths"] = torch.tensor(self.container.row_sizes, dtype=torch.long)
         wanted = {"lengths": self.lengths, "keep": self.keep}
@@ -331,7 +335,7 @@ class Ragged:
     def sequence_ids(self) -> Tensor:
         """The sequence of each element, ``[N]``."""
         host, device = self._host, self.values.device
-        if host is not None and device.type != "cpu":  # a copy takes no kernels, and the host needs them anyway
+        if host is not None and device.type != "cpu":  # a copy takes no kernels, and the host needs the ids anyway
             return self._cached("sequence_ids", lambda: send(host.sequence_ids, device))
         return self._cached("sequence_ids", lambda: _segment_ids(self.lengths, self.values.shape[0]))
 
@@ -354,7 +358,7 @@ class Ragged:
         return self.lengths.scatter_reduce(0, self.sequence_ids, at, "amin")
 
     def like(self, values: Tensor) -> Ragged:
-        """These sequences with new values ``[N, *G]``. torch can combine the jagged forms of both."""
+        """These sequences with new values ``[N, *G]``. torch can combine the jagged tensors of the old and the new values."""
         if values.shape[0] != self.values.shape[0]:
             raise ValueError(f"expected {self.values.shape[0]} values, one for each element, got {values.shape[0]}.")
         other = copy(self)  # it shares the cached indices
@@ -372,7 +376,7 @@ class Ragged:
         return slots if self.keep is None else slots[self._kept_slots(self.keep, slots.device)]
 
     def _kept_slots(self, keep: Tensor, device: torch.device) -> Tensor:
-        """An index of the slots that hold values: numbers if they are known on ``device``, since a mask is a host sync."""
+        """The slots that hold values: their numbers if ``device`` has them, else a mask, whose use is a host sync."""
         index = self._index.get("slots")
         return index if index is not None and index.device == device else keep
 
@@ -398,7 +402,7 @@ class Ragged:
         return Strided(self.sizes).build(self.values)
 
     def to_padded(self, *, side: PaddingSide = "right", value: float = 0) -> Tensor:
-        """A dense tensor ``[S, T_max, *F]``, padded with ``value``. :meth:`padding_mask` is the mask of its elements."""
+        """A dense tensor ``[S, T_max, *F]``, padded with ``value``. :meth:`padding_mask` marks the elements."""
         check_padding_side(side)
         width, column = max(self.sizes, default=0), self.positions
         if side == "left":
@@ -415,7 +419,7 @@ class Ragged:
 
 
 def check_padding_side(side: str) -> PaddingSide:
-    """Return ``side``; raise a ValueError unless it is ``"left"`` or ``"right"``.
+    """Return ``side``. Raises a ValueError unless it is ``"left"`` or ``"right"``.
 
     Example:
         >>> check_padding_side("left")
@@ -426,7 +430,7 @@ def check_padding_side(side: str) -> PaddingSide:
 
 
 def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sum ``values [N, *F]`` over consecutive segments of ``lengths [S]``, ``[S, *F]``, 0 for an empty segment.
+    """Sum ``values [N, *F]`` over consecutive segments of ``lengths [S]``. The result ``[S, *F]`` is 0 for an empty segment.
 
     As in ``torch.sum``, half-precision values are added in float32 and rounded once. Integers and booleans are added in int64.
 

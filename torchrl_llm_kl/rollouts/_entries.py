@@ -4,8 +4,8 @@
 often holds them at the root. A lookup tries the key as given, then the key on the other side of ``"next"``:
 ``("next", "reward")`` falls back to ``"reward"``, and ``"query"`` to ``("next", "query")``.
 
-Shapes: ``S`` sequences, ``N`` tokens of all sequences together. In the readers of a column, ``rows`` is ``S``, and errors call
-the entry ``name``.
+Shapes: ``S`` sequences, ``N`` tokens of all sequences together. Functions that read a column take the number of sequences as
+``rows``, and the name of the entry in errors as ``name``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ModelInterface:
         attention_mask_key: a mask of padding outside ``masks_key``.
         log_probs_key: parent of the log-prob entries.
         in_keys: all entries that the model reads.
-        pad_output: whether the model's output is padded. None for a bare model, whose output has the layout of the data.
+        pad_output: whether the model's output is padded. None for a bare model: its output has the layout of the data.
         layout: the layout of unpadded nested output.
         tokenizer: the tokenizer for text and conversations, if the model has one.
         template_kwargs: the chat template's arguments.
@@ -100,7 +100,7 @@ class ModelInterface:
             bos = read_attribute(read_attribute(model, "config"), "bos_token_id")
             return cls(bos=bos if isinstance(bos, int) else None)
         in_keys = tuple(read_attribute(model, "in_keys"))
-        # A generating policy reads the entry "prompt". To score it, read the entry "full" beside it.
+        # A generating policy reads the entry "prompt". To score the policy, read "full" from the same parent.
         generates = read_attribute(model, "generate") is True
         input_key = read_attribute(model, "input_key") or in_keys[0]
         if generates and isinstance(input_key, tuple) and input_key[-1] == "prompt":
@@ -142,7 +142,7 @@ class ModelInterface:
         return [self.tokens_full, self.prompt_tokens, *masks]
 
     def with_history_key(self, key: NestedKey) -> ModelInterface:
-        """This interface with conversations under ``(key, "full")``. An input key of the model's own stays."""
+        """This interface with conversations under ``(key, "full")``. If the model has set its own input key, that key stays."""
         if key == self.history_key:
             return self
         own = self.input_mode == "history" and self.input_key == sub_key(self.history_key, "full")
@@ -187,10 +187,10 @@ def both_sides(key: NestedKey) -> list[tuple[str, ...]]:
 
 
 def find_result(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
-    """:func:`find_key` for an entry that a transform writes for a step, preferring ``"next"`` to the root.
+    """Like :func:`find_key`, for an entry that a transform writes for a step. It searches ``"next"`` before the root.
 
-    An env declares the entries of its transforms, so the root holds them too. They are empty after a reset, and belong to the
-    previous step in later turns.
+    An env declares the entries of its transforms, so the root holds them too. Entries at the root are empty after a reset. In
+    later turns they belong to the previous step.
 
     Example:
         >>> from tensordict import TensorDict
@@ -208,7 +208,7 @@ def _path(key: NestedKey) -> tuple[str, ...]:
 
 
 def find_log_probs(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
-    """:func:`find_key`, with the ``"response"`` entry as a substitute for a missing ``(..., "full")``.
+    """Like :func:`find_key`, but if ``(..., "full")`` is missing, ``(..., "response")`` replaces it.
 
     A TorchRL wrapper stores only ``"response"`` if its engine returns log-probs only for generated tokens.
 
@@ -225,7 +225,9 @@ def find_log_probs(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
 
 
 def require_key(td: TensorDictBase, key: NestedKey, text: str, advice: str) -> NestedKey:
-    """:func:`find_key` for a required entry. A :class:`MissingEntryError` begins with ``text`` and ends with ``advice``.
+    """Like :func:`find_key`, but raises a :class:`MissingEntryError` if the entry is missing.
+
+    The message begins with ``text`` and ends with ``advice``.
 
     Example:
         >>> from tensordict import TensorDict
@@ -239,13 +241,13 @@ def require_key(td: TensorDictBase, key: NestedKey, text: str, advice: str) -> N
 
 
 def read_result(td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> Ragged | None:
-    """A variable-length entry of a step's result ``next_td``, or else of the step ``td``, ``[N]``."""
+    """Read a variable-length entry, ``[N]``, from a step's result ``next_td``. If it is missing there, read it from ``td``."""
     value = read_ragged(next_td, key)
     return read_ragged(td, key) if value is None and next_td is not td else value
 
 
 def read_of(td: TensorDictBase, key: NestedKey, tokens: Ragged) -> Ragged:
-    """An existing variable-length entry with as many sequences as the tokens, ``[N]``."""
+    """Read an existing variable-length entry, ``[N]``. It must have as many sequences as the tokens."""
     data = read_ragged(td, key)
     assert data is not None
     if data.num_sequences != tokens.num_sequences:
@@ -279,10 +281,10 @@ def per_token(
     features: int = 0,
     repeats: bool = True,
 ) -> Tensor:
-    """An entry at each token, ``[N]``.
+    """Read an entry as one value per token, ``[N]``.
 
-    With ``repeats``, one number per sequence is repeated for all tokens of the sequence. Rows shorter than their sequence hold
-    only the response, from its first token on.
+    With ``repeats``, one number per sequence is repeated for all tokens of the sequence. A row that is shorter than its
+    sequence holds values of the response only, starting at its first token.
 
     Args:
         td: the data, which holds ``key``.
@@ -292,7 +294,7 @@ def per_token(
 
     Keyword Args:
         fill: the value for tokens that a shorter row does not cover.
-        features: the number of dimensions after the tokens, 1 for the ``k`` numbers of a top k, ``[N, k]``.
+        features: the number of dimensions after the tokens. It is 1 for a top k, ``[N, k]``.
         repeats: False for entries that never describe a whole sequence, such as log-probs. A single number then belongs to a
             response of one token.
 
@@ -313,8 +315,8 @@ def per_token(
     data = read_of(td, key, tokens)
     values = data.slots()
     if features and values.ndim != 1 + features:
-        shape = tuple(values.shape[1:])
-        raise ValueError(f"{key!r} must have {features} dimension after the tokens, found {shape or 'none'}.")
+        shape = ", ".join(["tokens", *map(str, values.shape[1:])])
+        raise ValueError(f"{key!r} must have shape [tokens, k], found [{shape}].")
     if values.ndim > 1 and not features:
         if values[0].numel() != 1:
             raise ValueError(f"{key!r} must hold one number per token, found rows of {tuple(values.shape[1:])} each.")
@@ -322,11 +324,11 @@ def per_token(
     if same_rows(data.container, tokens.container):
         return tokens.at_slots(values)
     widths = data.container.row_sizes
-    # Unpadded rows beside padded tokens.
+    # The rows are unpadded, although the tokens may be padded.
     if widths == tokens.sizes:
         return values
     if not values.is_floating_point() and values.dtype != torch.bool and not features:
-        # Integers cannot hold a fill of NaN.
+        # An integer entry cannot be filled with NaN.
         values = values.float()
     both_dense = isinstance(data.container, Dense) and isinstance(tokens.container, Dense)
     return _at_responses(values, torch.tensor(widths), key, tokens, responses, fill, slots_first=both_dense)
@@ -342,13 +344,13 @@ def _at_responses(
     *,
     slots_first: bool,
 ) -> Tensor:
-    """Align rows with the end of their sequence, which is its last token or the last slot of a padded block."""
+    """Align each row with the end of its sequence. The end is the last token, or the last slot of a padded block."""
     host, *marked = tokens.to_host(*([] if responses is None else [responses]))
     responses = marked[0] if marked else None
     row_lengths = torch.tensor(tokens.container.row_sizes)
     slots = Ragged(host.slots(), row_lengths, tokens.container)
     ends = [(host, None), (slots, host.keep)]
-    # A padded entry beside padded tokens probably ends at the last slot, and unpadded rows at the last token.
+    # If tokens and entry are padded, rows probably end at the last slot. Unpadded rows probably end at the last token.
     for every, keep in ends[::-1] if slots_first else ends:
         start = every.lengths - widths
         if bool((start < 0).any()):
@@ -372,8 +374,8 @@ def _at_responses(
     row = int(too_long.nonzero()[0]) if bool(too_long.any()) else 0
     raise MisalignedEntryError(
         f"{key!r} must have the length of the tokens: sequence {row} has {int(widths[row])} values and "
-        f"{int(row_lengths[row])} tokens. Pass one value per token, or per token of the response from its first on. The reset "
-        "of an env leaves empty rows at the root: a step's values are below 'next'."
+        f"{int(row_lengths[row])} tokens. Pass one value per token, or one per token of the response. Rows at the "
+        "root are empty after the reset of an env: the values of a step are below 'next'."
     )
 
 
@@ -381,7 +383,7 @@ def leading_unscored(values: Tensor, tokens: Ragged) -> Tensor:
     """True at all tokens before the first one with a score, ``[N]``. A score is neither exactly 0 nor NaN.
 
     A wrapper fills in 0 (SGLang) or NaN (vLLM) for prompts that were not scored. The first token of a sequence never has a
-    score. All False in a sequence without scores.
+    score. In a sequence without scores all values are False.
 
     Example:
         >>> tokens = Ragged.from_list([torch.tensor([7, 8, 9]), torch.tensor([5, 6])])
@@ -398,7 +400,7 @@ def leading_unscored(values: Tensor, tokens: Ragged) -> Tensor:
 
 
 def per_sequence(td: TensorDictBase, key: NestedKey) -> Tensor | None:
-    """An entry with one number per sequence, ``[S]``, or None if it has another shape.
+    """Read an entry with one number per sequence, ``[S]``. Returns None if the entry has another shape.
 
     Example:
         >>> from tensordict import TensorDict
@@ -416,7 +418,7 @@ def per_sequence(td: TensorDictBase, key: NestedKey) -> Tensor | None:
 
 
 def row_numbers(value: Node, rows: int, name: str) -> tuple[Tensor, list[int]]:
-    """All numbers of a column (dense, nested, or a list of rows) in one dimension, and the count of each row.
+    """Flatten a column (dense, nested, or a list of rows). Returns all numbers, and how many each row has.
 
     Raises:
         ValueError: if the numbers of a dense column do not divide evenly among the rows.
@@ -435,7 +437,7 @@ def row_numbers(value: Node, rows: int, name: str) -> tuple[Tensor, list[int]]:
 
 
 def sequence_sums(value: object, rows: int, name: str) -> Tensor:
-    """The sum of each row, in float32 or wider, without graph, ``[S]``."""
+    """The sum of each row, ``[S]``, detached from the autograd graph, in float32 or wider."""
     flat, counts = row_numbers(value, rows, name)
     if isinstance(value, Tensor) and not value.is_nested:
         return widen(flat.detach())[0].reshape(rows, -1).sum(-1)
@@ -443,16 +445,16 @@ def sequence_sums(value: object, rows: int, name: str) -> Tensor:
 
 
 def _sums(flat: Tensor, counts: list[int]) -> Tensor:
-    # One order of summation for every layout, so that padded and nested rewards give the same outcome to the last bit.
+    # Every layout is summed in the same order. Padded and nested rewards then give the same outcome to the last bit.
     (flat,) = widen(flat.detach())
     return segment_sum(flat, torch.tensor(counts, device=flat.device))
 
 
 def outcomes(td: TensorDictBase, value: object, name: str) -> Tensor:
-    """The outcome reward of each sequence, in float32 or wider, without graph, ``[S]``.
+    """The outcome reward of each sequence, ``[S]``, detached from the autograd graph, in float32 or wider.
 
-    ``value`` holds one number per sequence, or one per token. Those are summed. The tokens or their mask in ``td`` give the
-    lengths and the padding, whose rewards are ignored.
+    ``value`` holds one number per sequence or per token. Numbers per token are summed over each sequence. The lengths and the
+    padding come from the tokens in ``td``, or from their mask. Rewards at padding are ignored.
 
     Raises:
         ValueError: if a sequence has several numbers, but not one per token.
@@ -462,7 +464,7 @@ def outcomes(td: TensorDictBase, value: object, name: str) -> Tensor:
     tokens = None if counts == [1] * rows else _padded_tokens(td)
     if tokens is None:
         return sequence_sums(value, rows, name)
-    if tokens.keep is not None and counts == tokens.lengths.tolist():  # unpadded rows beside padded tokens
+    if tokens.keep is not None and counts == tokens.lengths.tolist():  # the rewards are unpadded, the tokens are padded
         return _sums(flat, counts)
     expected = tokens.container.row_sizes
     if counts != expected:
@@ -496,7 +498,7 @@ def sequence_integers(value: object, rows: int, name: str) -> Tensor:
 
 
 def sequence_ids_of(value: object, rows: int, name: str) -> Tensor:
-    """A number per row, the same for rows with equal values, int64 ``[S]``.
+    """Number the rows, int64 ``[S]``. Rows with equal values get the same number.
 
     The column holds strings, or one or several integers per row, such as a prompt's tokens.
 
@@ -513,7 +515,7 @@ def sequence_ids_of(value: object, rows: int, name: str) -> Tensor:
         if not flat.numel():
             raise ValueError(f"{name} must have one value for each of {rows} rows, found none.")
         data = Ragged.from_list(list(flat.split(counts)))
-        # Padding is 0, which is also a token id. The length in the first column separates the two.
+        # Padding is 0, which is also a token id. The first column holds the length, so that the two are told apart.
         table = torch.cat([data.lengths.unsqueeze(1), data.to_padded()], 1)
         return torch.unique(table, dim=0, return_inverse=True)[1]
     entries = list(leaves(value))
@@ -528,7 +530,7 @@ def sequence_ids_of(value: object, rows: int, name: str) -> Tensor:
 
 
 def leaves(value: Node) -> Iterator[Node]:
-    """The leaves of non-tensor data, however TensorDict holds it: plain, wrapped or stacked."""
+    """Yield the leaves of non-tensor data. TensorDict may hold it plain, wrapped or stacked."""
     if is_non_tensor(value):
         value = value.tolist()
     if isinstance(value, (list, tuple)):
@@ -547,7 +549,7 @@ def is_distributed() -> bool:
 
 
 def with_a_row(tensordict: TensorDictBase) -> TensorDictBase:
-    """``tensordict``, or one row of zeros on a rank without rows, so that it can join the computations of all ranks."""
+    """Return ``tensordict``. A rank without rows gets one row of zeros, so that it can join the computations of all ranks."""
     if tensordict.batch_dims != 1 or tensordict.shape[0] or not is_distributed():
         return tensordict
     rows = {

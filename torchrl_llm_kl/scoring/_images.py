@@ -67,8 +67,9 @@ class RowImages:
 
     def __post_init__(self) -> None:
         if len({frozenset(image.inputs) for image in self.distinct.values()}) > 1:
+            first, second, *_ = {", ".join(sorted(image.inputs)): None for image in self.distinct.values()}
             raise ValueError(
-                "the images of one request have inputs of different names: use one processor for all rows."
+                f"some images have the inputs {first} and others {second}: process all rows with the same processor."
             )
 
     @classmethod

@@ -40,7 +40,7 @@ class RequestFields(TypedDict, total=False):
 
 
 class NotTextError(ValueError):
-    """A token is the placeholder of an image, a video or a sound, and its data is missing."""
+    """A token is a placeholder for an image, a video or a sound whose data is missing."""
 
 
 def read_sequences(
@@ -48,7 +48,7 @@ def read_sequences(
 ) -> tuple[Ragged, Tensor | None]:
     """Convert token ids and their mask from any accepted form to the flat form.
 
-    Padded ids on an accelerator are read on the host, and the returned mask stays there.
+    Padded ids on an accelerator are copied to the host for this, and the returned mask is on the host.
 
     Raises:
         TypeError: if ``sequences`` has another type.
@@ -80,14 +80,14 @@ def read_sequences(
 def _read_padded(ids: Tensor, mask: TokenMask | None, attention_mask: Tensor | None) -> tuple[Ragged, Tensor | None]:
     if attention_mask is None:
         raise ValueError(f"token ids {tuple(ids.shape)} may be padded: pass attention_mask=, or a list of rows.")
-    # One transfer for ids and masks. Each check below would otherwise wait for the device.
+    # Ids and masks are copied in one transfer. Otherwise each check below would wait for the device.
     if ids.device.type != "cpu":
         dense = [mask] if isinstance(mask, Tensor) else []
         host, attention_mask, *dense = to_host(ids, attention_mask, *dense)
         tokens, mask = _read_padded(host, dense[0] if dense else mask, attention_mask)
         container = Dense(ids.shape[:-1], ids.shape[-1], ids.device)
         return Ragged.on_device_of(tokens, ids.reshape(-1), container), mask
-    # Packed batches number their sequences in the attention mask. Such numbers would silently count as tokens.
+    # Packed batches write sequence numbers (1, 2, 3, ...) into the attention mask. They would silently count as tokens.
     if bool(((attention_mask != 0) & (attention_mask != 1)).any()):
         raise ValueError("attention_mask must hold 1 at tokens and 0 at padding, found other numbers.")
     real = attention_mask.to(ids.device).bool()
@@ -130,18 +130,18 @@ class PaddedBatch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ScoreRequest:
-    """The ``N`` token ids of ``S`` sequences, laid end to end, and the mask of those to score. On the CPU.
+    """The ``N`` token ids of ``S`` sequences, laid end to end, and the mask of the tokens to score. Both are on the CPU.
 
-    Build a request with :meth:`of`, which takes every form of token ids. Each optional field is declared with a
-    :class:`~torchrl_llm_kl.scoring._fields.FieldKind`, which checks, cuts, joins and sends its values.
+    Build a request with :meth:`of`, which takes every form of token ids. Each optional field has a
+    :class:`~torchrl_llm_kl.scoring._fields.FieldKind`, which checks, cuts, joins and sends the values of the field.
 
     Attributes:
         tokens: int64 ids, ``values [N]``.
         mask: bool ``[N]``, True at tokens to score.
         layout: the token ids as they were passed. The scores get their layout and device.
-        kept: the tokens that the sampler could have drawn at each position, as it recorded them. Scores are restricted to
-            these tokens.
-        top_ids: int64 ids ``[N, *M, k]``, whose log-probs are computed too.
+        kept: the tokens that the sampler could have drawn at each position, as the sampler recorded them. Scores are
+            restricted to these tokens.
+        top_ids: int64 ids ``[N, *M, k]``. Their log-probs are computed too.
         routing: the experts that a mixture of experts used for each token, ``[N, L, k]``. -1 lets the router choose.
         ref_routing: the same for the reference model.
         images: the images of each sequence.
@@ -186,14 +186,14 @@ class ScoreRequest:
 
         Keyword Args:
             attention_mask: ``[*B, T]``, 1 or True at tokens and 0 or False at padding, on either side. A padded tensor
-                requires it, other forms do not take it.
+                requires it. Other forms do not accept it.
             kept: the tokens that the sampler could have drawn at each of the ``N`` positions. Positions outside the mask may
                 have none.
             top_ids: ids at each position, ``[N, *M, k]``. Negative ids are padding. Ids of masked-out tokens are ignored.
             routing: the experts of each token, layer and slot. Either integers ``[N, L, k]``, in the order of the tokens
-                without padding, or ``[*B, T, L, k]`` for padded token ids, or one array ``[T, L, k]`` for each sequence. Such
-                an array may lack the last token if the engine did not forward it (vLLM's ``routed_experts``). ``L`` counts
-                the layers with a router, or all layers. -1 leaves a token or a layer to the router.
+                without padding, or ``[*B, T, L, k]`` for padded token ids, or one array ``[T, L, k]`` for each sequence. The
+                array of a sequence may lack the last token if the engine did not forward it (vLLM's ``routed_experts``). ``L``
+                counts the layers with a router, or all layers. -1 leaves a token or a layer to the router.
             ref_routing: the same for the reference model.
             images: for each sequence, None or the processor's output for its images (``pixel_values``, ``image_grid_thw``,
                 ...). The whole output is accepted. Image tokens are never scored. See ``docs/images.md``.
@@ -207,7 +207,7 @@ class ScoreRequest:
         values = layout.values
         if values.ndim != 1 or values.is_floating_point() or values.dtype == torch.bool:
             raise ValueError(f"token ids must be flat integers, got shape {tuple(values.shape)} of {values.dtype}.")
-        # Packs are planned and ids checked on the CPU, where reads cost no synchronisation.
+        # Packs are planned and ids are checked on the CPU, where reading a value does not wait for an accelerator.
         host, *masks = layout.to_host(*([] if flat is None else [flat]))
         tokens = Ragged(host.values.detach().long(), host.lengths, layout.container, host.keep)
         scored = _checked_mask(tokens, masks[0]) if masks else tokens.positions > 0
@@ -236,7 +236,7 @@ class ScoreRequest:
         return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
 
     def select(self, rows: Tensor) -> ScoreRequest:
-        """A request of the sequences ``rows``, in that order."""
+        """A request with only the sequences ``rows``, in that order."""
         elements = self.elements(rows)
         tokens = _laid_out(self.tokens.values[elements], self.tokens.lengths[rows])
         chosen: FieldValues = {
@@ -246,7 +246,7 @@ class ScoreRequest:
 
     @staticmethod
     def concat(requests: Sequence[ScoreRequest]) -> ScoreRequest:
-        """A request of all sequences of several requests, which must share their :attr:`form`."""
+        """Join several requests in one. They must have the same :attr:`form`."""
         every = [(request.tokens.values, request.tokens.lengths, request.mask) for request in requests]
         values, lengths, mask = map(torch.cat, zip(*every, strict=True))
         tokens, first = _laid_out(values, lengths), requests[0]
@@ -256,7 +256,7 @@ class ScoreRequest:
         return replace(first, tokens=tokens, mask=mask, layout=tokens, **joined)
 
     def sizes(self) -> Tensor:
-        """About how many numbers are sent for each sequence, ``[S]``."""
+        """The approximate number of values that are sent for each sequence, ``[S]``."""
         sizes = self.tokens.lengths
         for name, value in self.recorded.items():
             sizes = sizes + FIELDS[name].sizes(value, self.tokens)
@@ -280,10 +280,10 @@ class ScoreRequest:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> ScoreRequest:
-        """The request of :meth:`to_arrays`, checked as :meth:`of` checks it."""
+        """Read a request from the arrays of :meth:`to_arrays`. :meth:`of` checks it."""
         lengths, values, bits = (arrays[name] for name in ("lengths", "tokens", "mask"))
         if (lengths < 0).any() or lengths.sum() != len(values) or len(bits) != (len(values) + 7) // 8:
-            # torch does not check: it would write outside of its memory.
+            # torch does not check the lengths, and would write outside of its memory.
             raise ValueError(
                 f"{len(values)} tokens, {len(bits)} mask bytes, lengths {lengths.tolist()!s:.60}: expected lengths from 0 "
                 "that add up to the tokens, and one bit for each token. Send the arrays of ScoreRequest.to_arrays()."
@@ -302,7 +302,7 @@ class ScoreRequest:
 
     @cached_property
     def forward_lengths(self) -> Tensor:
-        """How many leading tokens of each sequence are forwarded, ``[S]``: all before its last scored token.
+        """The number of leading tokens of each sequence to forward, ``[S]``: all tokens before the last scored one.
 
         Position t - 1 predicts token t, and a causal model needs no later position.
         """
@@ -321,7 +321,7 @@ class ScoreRequest:
         return sequence, position - 1
 
     def padded(self, rows: Tensor) -> PaddedBatch:
-        """The tokens to forward of the sequences ``rows``. Each sequence must have at least one."""
+        """The tokens to forward of the sequences ``rows``. Each sequence must have at least one token to forward."""
         lengths = self.forward_lengths[rows].unsqueeze(-1)
         column = torch.arange(int(lengths.max()))
         real = column < lengths

@@ -137,7 +137,10 @@ class Routers:
         if Ranks([model]).groups and not _gathers_weights(model):
             raise ValueError(f"{name} is tensor parallel or sharded otherwise: replay its routing with DDP or FSDP.")
         if any(compiled_call(module) for module in model.modules()):
-            raise ValueError(f"{name} has compiled parts, which hold their own routing: replay before torch.compile.")
+            raise ValueError(
+                f"parts of {name} are compiled, and compiled code does not use replayed routing: set up the replay before "
+                "torch.compile."
+            )
         modules = [cast("Router", module) for module in named.values()]
         layers = [int(numbers[-1]) for numbers in (re.findall(r"(?:^|\.)layers\.(\d+)\.", each) for each in named)]
         # One configuration applies to all layers.

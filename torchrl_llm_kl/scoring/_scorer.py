@@ -340,11 +340,15 @@ class LogProbScorer(Scorer):
         # A temperature for one call applies to both models. Otherwise each model has its own.
         if options.temperature == self.options.temperature != theirs.temperature:
             raise ValueError(
-                f"the policy is scored at temperature {options.temperature} and the reference at {theirs.temperature}: use one."
+                f"the policy is scored at temperature {options.temperature} and the reference at {theirs.temperature}: use "
+                "one temperature for both."
             )
         ours, other = self._rounding(options), reference._rounding(theirs)
         if ours != other:
-            raise ValueError(f"the policy uses {ours} and the reference {other}: their KL would include rounding.")
+            raise ValueError(
+                f"the policy uses {ours} and the reference {other}: their KL would include rounding. "
+                "Use the same setting for both."
+            )
 
     def _routing(self, request: ScoreRequest, record: Tensor | None, records: bool = False) -> Routing | None:
         """The replay or the record of this model's routing, None without either."""

@@ -45,8 +45,8 @@ class Caller:
     cannot stop a thread, so a call that takes too long keeps running, and its result is ignored.
 
     Args:
-        timeout: seconds for each call, from its start. None sets no limit; with one worker, sync functions
-            then run in the thread that calls this object.
+        timeout: seconds for each call, from its start. None: no limit. If there is also only one worker, sync functions run
+            in the thread that calls this object.
         workers: the number of concurrent sync calls (default one) and of concurrent async calls (default all).
 
     Example:

@@ -149,9 +149,10 @@ class ScoringTransform(StepTransform):
     # ------------------------------------------------------------------ state: settings, without the models
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The transform's own state, such as a coefficient. The owner of a model saves its weights.
+        """The transform's own state, such as a coefficient. The weights of models are not included.
 
-        ``load_state_dict`` also accepts a state with the weights, as torchrl's transforms save them, and then loads them.
+        Save the weights where you keep the model. ``load_state_dict`` also accepts a state with weights, as torchrl's
+        transforms save them, and then loads the weights too.
         """
         # Collect the state from a copy without the models. Filtering the full state would gather sharded weights.
         own = object.__new__(type(self))

@@ -279,7 +279,7 @@ test_data_that_is_no_teacher = refused(
     (lambda td: td.exclude("top_k"), KeyError, r"needs a teacher's top k.*\('top_k', 'ids'\).*TopK\(64\)"),
     (lambda td: td.exclude(("top_k", "rest_log_prob")), KeyError, r"'rest_log_prob'"),
     (respelt(lambda ids: ids[:, 1:]), r"hold \(3,\) and \(4,\) numbers per token: expected the same k"),
-    (respelt(lambda ids: ids[:, 0]), r"must have 1 dimension after the tokens, found none"),
+    (respelt(lambda ids: ids[:, 0]), r"must have shape \[tokens, k\], found \[tokens\]"),
     (respelt(lambda ids: ids.float()), r"holds torch.float32: expected integers"),
     (placed(V, "ids"), rf"top_ids holds token ids outside the student's vocabulary of {V}"),
 )

@@ -321,7 +321,7 @@ def clip_cov(
     cov_low: Scalar = 1.0,
     cov_high: Scalar = 5.0,
 ) -> Terms:
-    r"""PPO's clipped surrogate (:func:`ppo` without dual clip), and 0 without gradient for the selected tokens.
+    r"""PPO's clipped surrogate (:func:`ppo` without dual clip), but a constant 0 for the tokens in the entry ``selected``.
 
     Selected tokens stay in the denominator. If the input ``selected`` is missing, the objective selects among the tokens at
     hand, with the device's global generator.
@@ -354,7 +354,7 @@ def clip_cov(
 
 @objective("kl_cov")
 def kl_cov(inputs: LossInputs, *, coeff: NonNegative = 1.0, fraction: float = 2e-4) -> Terms:
-    r"""``-A r`` per token without clipping, plus ``coeff |log r|`` for the selected tokens.
+    r"""``-A r`` per token without clipping, plus ``coeff |log r|`` for the tokens marked in the entry ``selected``.
 
     The penalty pulls a selected token's log-prob back with the constant force ``coeff``. At ``r = 1`` there is no force.
 

@@ -338,7 +338,7 @@ def vespo(
     k_neg: NonNegative = 3.0,
     lambda_neg: Positive = 2.0,
 ) -> Terms:
-    r"""REINFORCE with a weight per sequence: ``-A sg(phi(w)) log_prob`` with ``phi(w) = w^k exp(lambda (1 - w))``.
+    r"""REINFORCE: ``-A sg(phi) log_prob`` with ``phi = w^k exp(lambda (1 - w))`` and ``w`` the ratio of the whole sequence.
 
     ``w`` is the probability ratio of the whole sequence, the product of its token ratios, without length normalisation. The
     weight is 1 on-policy, has its maximum at ``w = k / lambda``, and falls to 0 on both sides. Sequences that have become much
@@ -393,7 +393,7 @@ def rec(
     regularizer: Literal["none", "k2", "forward-kl"] = "none",
     regularizer_coef: NonNegative = 0.0,
 ) -> Terms:
-    r"""``-A sg(w) log_prob`` per token where the ratio is in range, else 0, plus a regulariser on every token.
+    r"""``-A sg(w) log_prob`` where the ratio passes ``clip_mode``, plus a regulariser on every token. ``weight`` chooses ``w``.
 
     ``s`` is the geometric mean of a sequence's ratios. A token is in range under these conditions:
 

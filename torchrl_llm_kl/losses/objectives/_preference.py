@@ -1,6 +1,7 @@
 """Preference losses on pairs of a chosen and a rejected answer, relative to a reference.
 
-:func:`pair_up` turns the inputs of a loss into :class:`Pairs`, with one value per answer. Each objective is a formula of pairs.
+:func:`pair_up` turns the inputs of a loss into :class:`Pairs`, with one value per answer. Each objective computes a value from
+each pair.
 """
 
 from __future__ import annotations
@@ -231,7 +232,7 @@ def dpo(
 
     ``c`` and ``l`` are the log-ratios ``log_prob - ref_log_prob`` of the chosen and the rejected (lost) answer, summed over
     tokens, and ``delta = c - l``. The gradient raises the chosen answer and lowers the rejected one, by ``beta`` times
-    ``sigmoid(-beta * delta)``. This is the probability that the policy still assigns to the wrong order.
+    ``sigmoid(-beta * delta)``. This sigmoid is the probability that the policy still gives to the wrong order.
 
     Rows are chosen, rejected, chosen, ... unless ``pair_id`` and ``chosen`` are given. Rows may then be in any order, and
     checking them takes one host sync. Leading batch dimensions are flattened into rows. A pair is left out if one of its
@@ -286,7 +287,7 @@ def robust(
     label_smoothing: Annotated[Scalar, Range(0.0, below=0.5)] = 0.0,
     **options: Unpack[PairOptions],
 ) -> Terms:
-    r"""Robust DPO: its mean over noisy labels is the loss of :func:`dpo` on the true labels.
+    r"""Robust DPO: a loss whose mean over noisy labels is the loss of :func:`dpo` on the true labels.
 
     With ``e = label_smoothing`` it is ``((1 - e) * right - e * wrong) / (1 - 2 e)``. ``right`` is :func:`dpo`'s loss of the
     pair, and ``wrong`` is the same loss with the answers swapped. The loss has no lower bound. Pairs, metrics and the other
@@ -358,7 +359,7 @@ def exo_pair(
     label_smoothing: Annotated[Scalar, Range(above=0.0, high=0.5)] = 1e-3,
     **options: Unpack[PairOptions],
 ) -> Terms:
-    r"""Efficient exact optimisation: ``KL(p || q)`` between the policy's and the labels' ranking of each pair.
+    r"""Efficient exact optimisation: ``KL(p || q)`` of the policy's order ``p`` of a pair to the labels' order ``q``.
 
     The policy's probabilities of the two orders are ``p = (sigmoid(beta delta), sigmoid(-beta delta))``. The labels'
     probabilities are ``q = (1 - e, e)`` with ``e = label_smoothing``. :func:`dpo` has the KL in the other direction. Here the
@@ -386,9 +387,9 @@ def exo_pair(
 def discopop(
     inputs: LossInputs, *, beta: Positive = 0.1, tau: Positive = 0.05, **options: Unpack[PairOptions]
 ) -> Terms:
-    r"""DiscoPOP: a mixture of ``-logsigmoid(x)`` and ``exp(-x)`` of ``x = beta * delta``.
+    r"""DiscoPOP: a weighted mean of ``-logsigmoid(x)`` and ``exp(-x)``, with ``x = beta * delta``.
 
-    The weight of the first is ``sigmoid(-x / tau)``, and the weight of the second ``sigmoid(x / tau)``. A language model
+    The weight of the first is ``sigmoid(-x / tau)``, and the weight of the second is ``sigmoid(x / tau)``. A language model
     discovered this loss. It has a local minimum below ``x = 0``. Everything else is as in :func:`dpo`.
 
     Hyper-parameters:
@@ -503,7 +504,7 @@ def preference_sum(
     label_smoothing: Scalar = 1e-3,
     tau: Positive = 0.05,
 ) -> Terms:
-    r"""A weighted sum of preference losses with a reference. ``"sft"`` adds the likelihood of the chosen answers.
+    r"""A weighted sum of preference losses that use a reference. ``"sft"`` adds ``-log_prob`` of the chosen answers.
 
     Pairs, options and metrics are as in :func:`dpo`.
 

@@ -121,7 +121,7 @@ _BCO = Once("reference_point", bco_reference_point)
 
 @objective("bco", aggregation=SUM, once=_BCO)
 def bco(inputs: LossInputs, *, beta: Positive = 0.1) -> Terms:
-    r"""Binary classifier optimisation: the cross-entropy of a classifier of answers whose logit is ``beta (c - z)``.
+    r"""Binary classifier optimisation: cross-entropy of the logit ``beta (c - z)`` of each answer, ``z = reference_point``.
 
     Each answer is good (``chosen`` is True) or bad, without pairs. ``c`` is the answer's log-ratio, the sum of
     ``log_prob - ref_log_prob``, and ``z = reference_point``. The loss is ``-logsigmoid(beta (c - z))`` for a good answer and
@@ -165,7 +165,7 @@ def _of_answers(inputs: LossInputs, value: Tensor, ratio: Tensor, z: Tensor, bet
 
 @objective("bco_pair", aggregation=SUM, once=_BCO)
 def bco_pair(inputs: LossInputs, *, beta: Positive = 0.1, weighting: Weighting = "none") -> Terms:
-    r""":func:`bco` on pairs: ``-logsigmoid(beta (c - z)) - logsigmoid(-beta (l - z))``, an upper bound of :func:`dpo`'s.
+    r""":func:`bco` on pairs: ``-logsigmoid(beta (c - z)) - logsigmoid(-beta (l - z))``, an upper bound of :func:`dpo`.
 
     Without ``reference_point``, ``z`` is the mean of ``c`` and ``l`` over these pairs. TRL uses ``z = 0``. ``c``, ``l``,
     pairs, ``beta``, ``weighting`` and metrics are as in :func:`dpo`.
@@ -221,13 +221,13 @@ def _of_equal_rank(inputs: LossInputs, pairs: Pairs) -> Tensor:
 
 @objective("aot", aggregation=SUM, once=Once("reference_point", aot_reference_point))
 def aot(inputs: LossInputs, *, beta: Positive = 0.1, label_smoothing: Smoothing = 0.0) -> Terms:
-    r"""Alignment via optimal transport: :func:`dpo` after the batch's leads of policy and reference are sorted.
+    r"""AOT: :func:`dpo` with leads (chosen minus rejected log-prob) of policy and reference compared by rank in the batch.
 
-    A lead is the chosen answer's log-prob minus the rejected one's. The leads of policy and reference over the batch
-    are sorted, and the k-th of one is compared with the k-th of the other. The distribution of the policy's leads thus comes
-    to dominate the reference's. The loss is ``-logsigmoid(beta * (delta - z))`` with ``z = reference_point``
-    (:func:`aot_reference_point`), by default computed from these pairs. Pairs, ``delta``, ``beta``, ``label_smoothing`` and
-    metrics are as in :func:`dpo`.
+    AOT stands for alignment via optimal transport. The leads of the policy over the batch are sorted, and so are the leads of
+    the reference. The k-th lead of the policy is compared with the k-th lead of the reference. The distribution of the
+    policy's leads thus comes to dominate the reference's. The loss is ``-logsigmoid(beta * (delta - z))`` with
+    ``z = reference_point`` (:func:`aot_reference_point`), by default computed from these pairs. Pairs, ``delta``, ``beta``,
+    ``label_smoothing`` and metrics are as in :func:`dpo`.
 
     Example:
         >>> log_prob = torch.tensor([[-1.0], [-2.0], [-1.0], [-4.0]])  # leads of 1 and 3

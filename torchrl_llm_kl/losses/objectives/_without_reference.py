@@ -94,7 +94,7 @@ def simpo(
 def orpo(
     inputs: LossInputs, *, beta: Positive = 0.1, nll_aggregation: Aggregation | None = "seq-mean-token-mean"
 ) -> Terms:
-    r"""ORPO: the likelihood of the chosen answer, and ``-beta logsigmoid`` of the log of the ratio of the odds of both answers.
+    r"""ORPO: the chosen answer's negative log-likelihood, plus ``-beta logsigmoid(log(odds_chosen / odds_rejected))``.
 
     The odds of an answer are ``exp(x) / (1 - exp(x))`` with its mean log-prob ``x`` per token. The loss needs no reference and
     combines SFT on the chosen answers and preference learning in one stage. Mean log-probs are capped at -1e-7, without
