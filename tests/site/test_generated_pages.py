@@ -212,6 +212,6 @@ def test_all_arguments_and_reasons_of_the_page_of_data_are_named() -> None:
     text = page("data.md")
     fields = {field.name for field in dataclasses.fields(Encoder) if field.init} - {"layout", "tokenizer"}
     reasons = get_args(eval(Skip.__annotations__["reason"], vars(sys.modules[Skip.__module__])))
-    assert len(reasons) == 6
+    assert len(reasons) == 7
     named = [f"`{field}" for field in sorted(fields)] + [f"`{reason}`" for reason in reasons]
     assert [name for name in named if name not in text] == []

@@ -198,7 +198,7 @@ class RolloutReader:
 
 
 def _numbers(values: Fields) -> dict[str, float]:
-    """The entries that are numbers, including booleans and those of numpy and torch."""
+    """The entries that are numbers, including booleans and numbers of numpy and torch."""
     kinds = (bool, int, float, np.generic, Tensor)
     numbers = {str(k): x for k, x in values.items() if isinstance(x, kinds) and getattr(x, "ndim", 0) == 0}
     return {name: float(x) for name, x in numbers.items()}

@@ -341,7 +341,7 @@ class RowColumns:
         return ids, Places(prompt, mask, keep)
 
     def _kept_places(self, total: int, prompt: int) -> Tensor:
-        """True at tokens that are no padding, bool ``[L]``. ``prompt`` is the length of the separate prompt."""
+        """True at tokens other than padding, bool ``[L]``. ``prompt`` is the length of the separate prompt."""
         keep = torch.ones(total, dtype=torch.bool)
         if "attention_mask" in self:
             given = self.integers("attention_mask") == 1
@@ -401,7 +401,7 @@ def integers(value: object, name: str) -> Tensor:
 # ------------------------------------------------------------------ responses of an engine's API
 
 
-#: The entries of a choice, of which it has at least one.
+#: Each choice of a response has at least one of these entries.
 _OF_CHOICE = {"message", "token_ids", "text"}
 
 

@@ -236,7 +236,7 @@ _END_OF_TURN = (
 
 
 def _end_tokens(tokenizer: Tokenizer | None, model: object) -> list[int] | None:
-    """The ids that end an answer: the policy's, the tokenizer's, and common end-of-turn tokens. None if there is none."""
+    """The ids that end an answer: the policy's, the tokenizer's, and common end-of-turn tokens. None without any of them."""
     of_policy = getattr(getattr(inner_module(model), "generation_config", None), "eos_token_id", None)
     ends = set(of_policy if isinstance(of_policy, list) else [of_policy])
     if tokenizer is not None:

@@ -51,7 +51,7 @@ def read_attribute(owner: object, name: str) -> Any:
 
 @dataclass(frozen=True)
 class ModelInterface:
-    """Keys and tokenisation of a model. The defaults are those of a TorchRL wrapper with ``input_mode="tokens"``.
+    """Keys and tokenisation of a model. The defaults fit a TorchRL wrapper with ``input_mode="tokens"``.
 
     Args:
         input_mode: the kind of input: ``"tokens"``, ``"text"`` or ``"history"``.

@@ -91,7 +91,7 @@ def write_kept(td: TensorDictBase, key: NestedKey, tokens: Ragged, ids: Tensor, 
     rows = Ragged(ids.int().to(device), sizes.to(device), Rows(sizes.tolist(), shape, device))
     if not isinstance(tokens.container, Dense):
         return write_ragged(td, sub_key(key, "ids"), rows.values, rows.container)
-    # -1 is no token id.
+    # -1 cannot be a token id.
     padded = rows.to_padded(value=-1)
     return write_ragged(td, sub_key(key, "ids"), padded.flatten(), Dense(shape, padded.shape[1], device))
 

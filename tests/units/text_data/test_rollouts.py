@@ -359,7 +359,8 @@ def test_choices_of_a_question_are_no_response() -> None:
 
 
 def test_text_keeps_the_system_prompt_and_the_variables_of_its_row() -> None:
-    template = "{% if thinking is defined %}[{{ thinking }}]{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template = "{% if thinking is defined %}[{{ thinking }}]{% endif %}"
+    template += "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     tokenizer = build_tokenizer(template)
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "deep"}]
     with pytest.warns(SkippedRowsWarning, match="does not write the reasoning"):
