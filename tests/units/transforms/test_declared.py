@@ -95,7 +95,7 @@ def test_defect_06_declared_is_produced(lab: Any, name: str, input_mode: str, pa
 def test_the_column_of_an_extra_of_a_user(lab: Any) -> None:
     """In an env, by hand: the sum of squares of each distribution. A reset leaves empty rows at the root."""
     data = lab.collect(RetrieveLogProb(lab.ref_model, extras=[Collision()]))
-    with pytest.raises(ValueError, match="empty rows at the root"):
+    with pytest.raises(ValueError, match="Rows at the root are empty after the reset"):
         batch_mean(flat(data), ("mine", "collision"), per="token")
     assert 0 < float(batch_mean(flat(data), ("next", "mine", "collision"), per="token")) < 1
     for step in steps(data):
