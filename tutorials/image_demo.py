@@ -197,7 +197,7 @@ def sample(
     """Sample ``group_size`` answers to each picture, in consecutive rows. The reward is 1 for a right answer, otherwise 0."""
     prompt, config = encode([PROMPT] * len(pictures), tokenizer), model.config
     # Sampling() drops transformers' default top-k, so that answers come from the distribution that is scored.
-    drawn = {"do_sample": False} if greedy else Sampling().generate_kwargs(model)
+    drawn = {"do_sample": False} if greedy else Sampling().generate_kwargs()
     tokens = model.generate(
         input_ids=prompt,
         attention_mask=torch.ones_like(prompt),

@@ -115,7 +115,7 @@ grpo = make_algorithm(
     kl_reward="k1",
     kl_reward_coeff=coefficient,
 )
-generate = Sampling().generate_kwargs(model, max_new_tokens=3)
+generate = Sampling().generate_kwargs(max_new_tokens=3)
 policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="text", pad_output=True, generate_kwargs=generate)
 env = make_env(rows, reward, tokenizer, group_size=GROUP, num_prompts=PROMPTS, kl_transform=grpo.kl_transform)
 collector = LLMCollector(

@@ -80,7 +80,7 @@ reference = copy.deepcopy(model).requires_grad_(False)
 # Sixteen answers to each of two questions, at temperature 1 from the whole distribution, which is the scored one.
 
 # %%
-generate = Sampling().generate_kwargs(model, max_new_tokens=20)
+generate = Sampling().generate_kwargs(max_new_tokens=20)
 policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=generate, pad_output=False)
 chats = [[{"role": "user", "content": question}] for question in questions for _ in range(16)]
 

@@ -76,7 +76,7 @@ class World:
 def _sampler(world: World, pad_output: bool = False) -> TransformersWrapper:
     """A sampler of up to six tokens from the whole distribution."""
     policy = make_policy(world.model, world.tokenizer, pad_output=pad_output)
-    policy.generate_kwargs |= Sampling().generate_kwargs(world.model, max_new_tokens=6)
+    policy.generate_kwargs |= Sampling().generate_kwargs(max_new_tokens=6)
     return policy
 
 

@@ -14,7 +14,6 @@ from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.head import Direction, Truncation, floor_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
     from typing_extensions import Unpack
 
 # ------------------------------------------------------------------ the sampler
@@ -88,32 +87,26 @@ class Sampling:
         """Whether the sampler may drop tokens."""
         return self.truncation.active
 
-    def generate_kwargs(self, model: PreTrainedModel, **others: object) -> dict[str, Any]:
-        """Arguments of transformers' ``generate``, with which ``model`` samples from this distribution.
+    def generate_kwargs(self, **others: object) -> dict[str, Any]:
+        """Arguments of transformers' ``generate``, with which a model samples from this distribution.
 
-        They override the model's ``generation_config`` and transformers' own defaults (a top-k of 50). A top-k of 0 becomes
-        the size of the vocabulary, because the constructor of torchrl's wrapper refuses 0. That constructor also drops
-        ``min_p``. Set ``wrapper.generate_kwargs["top_k"] = 0`` after the construction for faster sampling.
+        They override the model's ``generation_config`` and transformers' own defaults (a top-k of 50). Without truncation
+        ``top_k`` is None: ``generate`` then sorts nothing, and the constructor of torchrl's wrapper, which refuses 0, accepts
+        it. That constructor drops ``min_p``.
 
         Args:
-            model: a transformers model, for the size of its vocabulary.
             others: further arguments of ``generate``.
 
         Raises:
             ValueError: if an argument would change the distribution.
 
         Example:
-            >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-            >>> model = Qwen2ForCausalLM(Qwen2Config(
-            ...     vocab_size=97, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-            ...     num_key_value_heads=1,
-            ... ))
-            >>> Sampling(0.7).generate_kwargs(model, max_new_tokens=64)["top_k"]
-            97
+            >>> drawn = Sampling(0.7).generate_kwargs(max_new_tokens=64)
+            >>> drawn["temperature"], drawn["top_k"]
+            (0.7, None)
         """
         drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p}
-        # torchrl's wrapper refuses a top_k of 0.
-        drawn |= {"top_k": self.top_k or model.config.get_text_config().vocab_size, **NEUTRAL}
+        drawn |= {"top_k": self.top_k or None, **NEUTRAL}
         # generate would follow such an argument silently, and scores would no longer match the samples.
         for name in drawn.keys() & others.keys():
             if others[name] != drawn[name]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -140,18 +139,18 @@ def mismatch_of(model: object, scored: Sampling, *, trains: bool = False) -> str
     """
     sampler = sampler_of(model)
     config = None if sampler is None else asked(unwrap(model), "config", object)
-    everything = asked(config, "vocab_size", int, 0)  # stands for a top_k of 0, which torchrl's wrapper refuses
+    everything = asked(config, "vocab_size", int, 0)
     if sampler == "greedy" and trains:
-        settings = {"do_sample": True, "top_k": everything, "top_p": 1.0}
+        settings: dict[str, object] = {"do_sample": True, "top_k": None, "top_p": 1.0}
         return (
             "sampler is greedy (do_sample=False), and a policy gradient needs samples. Sample: "
-            f"generate_kwargs={json.dumps(settings)} ({_DOCS})."
+            f"generate_kwargs={settings} ({_DOCS})."
         )
     if not isinstance(sampler, Sampling):
         return None
     if everything:  # a top-k of the whole vocabulary keeps every token
         sampler, scored = (replace(x, top_k=x.top_k * (x.top_k < everything)) for x in (sampler, scored))
-    differs, settings = [], {"top_k": scored.top_k or everything, "top_p": scored.top_p}
+    differs, settings = [], {"top_k": scored.top_k or None, "top_p": scored.top_p}
     for name in OTHERS:
         ours, theirs = vars(scored)[name], vars(sampler)[name]
         # Engines may store settings in float32.
@@ -168,7 +167,7 @@ def mismatch_of(model: object, scored: Sampling, *, trains: bool = False) -> str
     other = f"; or score what is sampled: sampling={sampler}" if scorable else ""
     return (
         f"{'; '.join(differs)}. Log-probs then belong to another distribution than the tokens, and ratios and "
-        f"KLs are biased. Sample from what is scored: generate_kwargs={json.dumps(settings)}{other} ({_DOCS})."
+        f"KLs are biased. Sample from what is scored: generate_kwargs={settings}{other} ({_DOCS})."
     )
 
 

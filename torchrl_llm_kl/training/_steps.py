@@ -47,7 +47,7 @@ LOSS_KEYS = (
 class _Sampler(TransformersWrapper):
     """A wrapper that passes all arguments to ``generate``, forwards equal prompts once, and masks in each sampled token.
 
-    torchrl's constructor refuses a top-k of 0 and drops arguments that it does not list, such as ``min_p``. Its attention mask
+    torchrl's constructor drops arguments that it does not list, such as ``min_p``. Its attention mask
     leaves out each padding token. Many tokenizers use one token for padding and for the end of an answer. With torchrl's mask
     the end would then never be trained.
     """
@@ -55,8 +55,7 @@ class _Sampler(TransformersWrapper):
     generate_kwargs: dict[str, Any]
 
     def __init__(self, *args: object, generate_kwargs: Mapping[str, object], **settings: object) -> None:
-        taken = {name: value for name, value in generate_kwargs.items() if name != "top_k"}
-        super().__init__(*args, generate_kwargs=taken, **settings)
+        super().__init__(*args, generate_kwargs=generate_kwargs, **settings)
         self.generate_kwargs = {**generate_kwargs, **self.generate_kwargs}
 
     def forward(self, tensordict: TensorDictBase, **kwargs: object) -> TensorDictBase:
@@ -156,8 +155,8 @@ def make_sampler(
         >>> sampler = make_sampler(model, tokenizer, max_new_tokens=64, sampling=Sampling())  # doctest: +SKIP
     """
     drawn: dict[str, object] = {"do_sample": False, "repetition_penalty": 1.0}
-    if sampling is not None:  # 0 instead of the whole vocabulary, which generate would sort for each token
-        drawn = {**sampling.generate_kwargs(model), "top_k": sampling.top_k}
+    if sampling is not None:
+        drawn = sampling.generate_kwargs()
     if end:
         from transformers.generation import StoppingCriteriaList, StopStringCriteria
 

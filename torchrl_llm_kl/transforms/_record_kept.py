@@ -16,9 +16,8 @@ class RecordKept:
     """A transformers logits processor that truncates the distribution and records which tokens could have been drawn.
 
     It applies temperature, top-k, top-p and min-p itself, because transformers runs its own warpers after all processors that
-    are passed to ``generate``. Disable those (``do_sample=True, top_k=0, top_p=1.0, temperature=1.0``). The constructor of
-    torchrl's wrapper rejects a top-k of 0, so set ``wrapper.generate_kwargs["top_k"]`` afterwards. The record of one
-    ``generate`` call replaces the previous one. A token with 8 kept candidates takes 36 bytes.
+    are passed to ``generate``. Disable those with ``Sampling().generate_kwargs()``. The record of one ``generate`` call
+    replaces the previous one. A token with 8 kept candidates takes 36 bytes.
 
     Args:
         sampling: temperature and truncation.

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from countdown.task import OPERATIONS, Problem, ShortCountdownEnv
+from torchrl_llm_kl import Sampling
 
 MAX_NEW_TOKENS = 14  # the longest right answer has 8
 WARMUP_STEPS = 300  # few enough to leave room for RL
@@ -120,9 +121,7 @@ def as_policy(
         generate_kwargs["do_sample"] = False
     else:
         # Sample from the distribution that is scored; by default, transformers keeps only the 50 likeliest tokens.
-        top_k = model.config.vocab_size if top_k is None else top_k
-        generate_kwargs |= {"do_sample": True, "temperature": temperature, "top_p": 1.0, "top_k": top_k}
-        generate_kwargs["repetition_penalty"] = 1.0
+        generate_kwargs |= Sampling(temperature, top_k=top_k or 0).generate_kwargs()
     policy = TransformersWrapper(
         model,
         tokenizer=tokenizer,

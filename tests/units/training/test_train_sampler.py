@@ -36,11 +36,11 @@ def answers(
 
 
 def test_each_setting_reaches_generate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrl's constructor refuses a top-k of 0 and drops min-p, also when it makes a new version."""
+    """torchrl's constructor drops min-p, also when it makes a new version."""
     tokenizer = make_tokenizer()
     model: Any = make_model(tokenizer, seed=0)
     sampler = make_sampler(model, tokenizer, max_new_tokens=6, sampling=Sampling(0.7, top_p=0.9, min_p=0.2))
-    expected = {"do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 0.9, "min_p": 0.2, "max_new_tokens": 6}
+    expected = {"do_sample": True, "temperature": 0.7, "top_k": None, "top_p": 0.9, "min_p": 0.2, "max_new_tokens": 6}
     for each in (sampler, sampler.get_new_version()):
         assert expected.items() <= each.generate_kwargs.items()
     kept = make_sampler(model, tokenizer, max_new_tokens=6, sampling=Sampling(top_k=3))

@@ -231,7 +231,9 @@ def test_generate_kwargs_sample_from_the_scored_distribution(policy_model: nn.Mo
     truncated: Any = {"top_k": 7, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 1.3, "typical_p": 0.9}
     policy.generation_config.update(do_sample=True, **truncated)
     for scored in (Sampling(), Sampling(0.7, top_k=5, top_p=0.9, min_p=0.01)):
-        kwargs = scored.generate_kwargs(policy, max_new_tokens=3)
+        # 0 would be refused by the constructor of torchrl's wrapper, and the whole vocabulary would be sorted for each token.
+        assert scored.generate_kwargs()["top_k"] == (scored.top_k or None)
+        kwargs = scored.generate_kwargs(max_new_tokens=3)
         assert kwargs["max_new_tokens"] == 3
         drawn = policy.generate(PROMPTS[:1], **OUTPUTS, **kwargs)
         for logits, processed in zip(drawn.logits, drawn.scores, strict=True):
