@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 HOLDS = {
-    "_typing": "types that several layers use",
+    "_typing": "types that several layers use, and attributes that another library's object may lack",
     "_private": "all uses of private names of other libraries",
     "_foreign": "settings of other libraries and their counterparts here",
     "_registry": "registries with suggestions for unknown names, specs of hyper-parameters",

@@ -103,7 +103,7 @@ class RolloutReader:
         notes: the number of rows whose text the template does not write whole, by the description of the loss.
 
     Raises:
-        ValueError: if ``columns`` names an unknown role.
+        ValueError: if ``columns`` names an unknown role, or for ``turns="each"``, which makes several rows of a conversation.
 
     Example:
         >>> row = {"prompt_ids": [5, 6], "completion_ids": [7, 8], "logprobs": [-0.5, -1.5], "reward": 1.0}
@@ -122,6 +122,10 @@ class RolloutReader:
         columns: Mapping[str, str] | None = None,
         **encoding: Unpack[EncodingArgs],
     ) -> None:
+        if encoding.get("turns") == "each":
+            raise ValueError(
+                'turns="each" makes several rows of one conversation, but a rollout is one row: pass turns="all" or "last".'
+            )
         self.tokenizer, self.encoding = tokenizer, encoding
         self.columns: dict[str, tuple[str, ...]] = dict(rollout_columns())
         for role, column in (columns or {}).items():
@@ -226,7 +230,7 @@ def _labels(own: RowColumns) -> dict[str, object]:
 def _per_token(own: RowColumns, role: str, places: Places) -> Tensor:
     """A column of numbers of tokens, float32 ``[T]``."""
     name, noun = own.names[role], _PER_TOKEN[role]
-    numbers = _floats(own.values[role], name)
+    numbers = _number_list(own.values[role], name)
     if numbers.ndim == 0 and role == "advantage":  # one number for the whole response
         numbers = numbers.expand(len(places.mask))
     elif numbers.ndim == 0:
@@ -234,7 +238,7 @@ def _per_token(own: RowColumns, role: str, places: Places) -> Tensor:
     return places.spread(numbers, name, noun, math.nan)
 
 
-def _floats(value: object, name: str) -> Tensor:
+def _number_list(value: object, name: str) -> Tensor:
     if is_list(value):  # an engine gives no log-prob for the first token
         value = [math.nan if item is None else item for item in value]
     numbers = None
@@ -253,7 +257,7 @@ def _reward(value: object, name: str) -> tuple[float, dict[str, float]]:
         parts = _numbers(value)
         total = next((parts.pop(key) for key in ("reward", "score", "total") if key in parts), None)
         return _total(parts) if total is None else total, parts
-    return float(_floats(value, name).sum()), {}  # rewards of tokens are summed
+    return float(_number_list(value, name).sum()), {}  # rewards of tokens are summed
 
 
 def _kept(own: RowColumns, places: Places) -> tuple[Tensor, Tensor]:
@@ -330,7 +334,7 @@ def from_rollouts(
 
     Raises:
         DataError: for the first row that holds no rollout, or whose columns have lengths that do not fit its tokens.
-        ValueError: if ``columns`` names an unknown role.
+        ValueError: if ``columns`` names an unknown role, or for ``turns="each"``, which makes several rows of a conversation.
 
     Example:
         >>> rows = [{"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1], "logprobs": [0.0, 0.0, -0.5, -1.5], "score": 1}]

@@ -8,19 +8,18 @@ Shapes: ``T`` tokens of a sequence without padding, ``L`` tokens with padding.
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any, Literal, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_llm_kl._foreign import read_table
 from torchrl_llm_kl.masks import Message, history_to_messages
 
 #: The columns of a row by name.
@@ -205,9 +204,8 @@ def rollout_columns() -> Mapping[str, tuple[str, ...]]:
         >>> rollout_columns()["old_log_prob"][:2]
         ('old_log_probs', 'prev_logprobs')
     """
-    text = resources.files(__package__).joinpath("rollout_columns.csv").read_text(encoding="utf-8")
     columns: dict[str, tuple[str, ...]] = {}
-    for row in csv.DictReader(text.splitlines()):
+    for row in read_table("datasets/rollout_columns.csv"):
         columns[row["role"]] = (*columns.get(row["role"], ()), row["column"])
     return columns
 

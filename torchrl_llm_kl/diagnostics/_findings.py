@@ -66,14 +66,14 @@ def find_causes(case: Case) -> list[Finding]:
     return sorted(findings, key=lambda each: (each.severity != "fault", -each.confidence))
 
 
-def _stale_by_design(found: Finding) -> Finding:
+def _stale_by_design(each: Finding) -> Finding:
     """Older weights are no fault in a batch of several policy versions.
 
     After an update inside an answer, its later tokens differ, which looks like retokenisation.
     """
-    if found.cause not in ("retokenised", "stale_weights", "few_tokens", "mismatch"):
-        return found
-    return finding("stale_by_design", found.confidence, {"looks_like": found.cause, **found.evidence})
+    if each.cause not in ("retokenised", "stale_weights", "few_tokens", "mismatch"):
+        return each
+    return finding("stale_by_design", each.confidence, {"looks_like": each.cause, **each.evidence})
 
 
 # ------------------------------------------------------------------ differences between sampler and trainer

@@ -28,6 +28,8 @@ from torchrl_llm_kl.masks._messages import (
     Tokenizer as Tokenizer,
 )
 from torchrl_llm_kl.masks._prepared import (
+    call_id as call_id,
+    call_message as call_message,
     prepare_messages as prepare_messages,
 )
 from torchrl_llm_kl.masks._template import (

@@ -146,14 +146,14 @@ def render_conversations(
         return []
     encoded = encode_with_mask(tokenizer, [each.text for each in located], [each.spans for each in located])
     results = []
-    for index, (found, (token_ids, mask)) in enumerate(zip(located, encoded, strict=True)):
+    for index, (each, (token_ids, mask)) in enumerate(zip(located, encoded, strict=True)):
         turns = sum(message.get("role") == ASSISTANT for message in conversations[index])
         if assistant_mask and turns and not mask.any():
             raise EmptyAssistantMaskError(
                 f"conversation {index} has {turns} assistant turns, but {renderer.name} renders none of their tokens (located "
-                f"by: {found.located_by}). Pass the model's own template (`chat_template=`), or correct its generation blocks."
+                f"by: {each.located_by}). Pass the model's own template (`chat_template=`), or correct its generation blocks."
             )
         results.append(
-            RenderedConversation(found.text, token_ids, mask, found.spans, found.located_by, found.messages, found.lost)
+            RenderedConversation(each.text, token_ids, mask, each.spans, each.located_by, each.messages, each.lost)
         )
     return results

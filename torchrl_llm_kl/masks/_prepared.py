@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Literal
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.masks._messages import Message, Tokenizer
 from torchrl_llm_kl.masks._template import Renderer
 
@@ -71,7 +72,7 @@ def _probe_messages(form: str) -> Iterator[list[Message]]:
         yield [{"role": "user", "content": _VALUE if form == "text" else [{"type": "text", "text": _VALUE}]}]
         return
     arguments = {_NAME: _VALUE}
-    call = _call("f", json.dumps(arguments) if form == "json" else arguments)
+    call = call_message(0, "f", json.dumps(arguments) if form == "json" else arguments)
     asked: list[Message] = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -89,9 +90,14 @@ def _writes(renderer: Renderer, form: str, messages: Sequence[Message]) -> bool:
     return (_VALUE if form in ("text", "parts") else _NAME) in text and quoted_twice not in text and python not in text
 
 
-def _call(name: str, arguments: object) -> dict[str, object]:
-    # Mistral's templates demand nine characters.
-    return {"id": "call00000", "type": "function", "function": {"name": name, "arguments": arguments}}
+def call_message(index: int, name: str, arguments: object) -> Json:
+    """A call in the format of a message, which chat templates read."""
+    return {"id": call_id(index), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def call_id(index: int) -> str:
+    """The id of a call by its place among the calls of a message."""
+    return f"call{index:05d}"  # Mistral's templates demand nine characters
 
 
 def _is_text(part: object) -> bool:

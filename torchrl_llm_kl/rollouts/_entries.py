@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_non_tensor, unravel_key
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import send, widen
+from torchrl_llm_kl._typing import asked
 from torchrl_llm_kl.masks import TemplateArgs, Tokenizer
 from torchrl_llm_kl.ragged import (
     Dense,
@@ -42,11 +42,6 @@ ATTENTION_MASK: NestedKey = ("masks", "all_attention_mask")
 def sub_key(key: NestedKey, name: str) -> NestedKey:
     """Append ``name`` to a key."""
     return (key, name) if isinstance(key, str) else (*key, name)
-
-
-def read_attribute(owner: object, name: str) -> Any:
-    """An attribute of another library's object, or None if it is missing."""
-    return getattr(owner, name, None)
 
 
 @dataclass(frozen=True)
@@ -92,22 +87,21 @@ class ModelInterface:
     @classmethod
     def of(cls, model: object) -> ModelInterface:
         """Read the interface from a TorchRL wrapper. A bare transformers model has the defaults."""
-        known = read_attribute(model, "interface")  # a model in another process carries its interface
-        if isinstance(known, cls):
+        known = asked(model, "interface", cls)  # a model in another process carries its interface
+        if known is not None:
             return known
-        input_mode = read_attribute(model, "input_mode")
+        input_mode = asked(model, "input_mode", str)
         if input_mode is None:
-            bos = read_attribute(read_attribute(model, "config"), "bos_token_id")
-            return cls(bos=bos if isinstance(bos, int) else None)
-        in_keys = tuple(read_attribute(model, "in_keys"))
+            return cls(bos=asked(asked(model, "config", object), "bos_token_id", int))
+        in_keys = tuple(asked(model, "in_keys", (list, tuple)))
         # A generating policy reads the entry "prompt". To score the policy, read "full" from the same parent.
-        generates = read_attribute(model, "generate") is True
-        input_key = read_attribute(model, "input_key") or in_keys[0]
+        generates = asked(model, "generate", bool) is True
+        input_key = asked(model, "input_key", (str, tuple)) or in_keys[0]
         if generates and isinstance(input_key, tuple) and input_key[-1] == "prompt":
             input_key = (*input_key[:-1], "full")
 
         def given(*names: str) -> TemplateArgs:
-            values = {name: read_attribute(model, name) for name in names}
+            values = {name: asked(model, name, object) for name in names}
             return {name: value for name, value in values.items() if value is not None}
 
         return cls(
@@ -115,7 +109,7 @@ class ModelInterface:
             input_key=input_key,
             in_keys=(input_key,) if generates else in_keys,
             template_kwargs=given("chat_template", "chat_template_name"),
-            bos=read_attribute(read_attribute(model, "tokenizer"), "bos_token_id"),
+            bos=asked(asked(model, "tokenizer", object), "bos_token_id", int),
             **given("tokens_key", "text_key", "masks_key", "history_key", "attention_mask_key", "log_probs_key"),
             **given("pad_output", "layout", "tokenizer"),
         )

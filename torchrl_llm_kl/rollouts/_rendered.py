@@ -13,7 +13,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_llm_kl._private import chat_templates
-from torchrl_llm_kl._typing import ImageRows
+from torchrl_llm_kl._typing import ImageRows, asked
 from torchrl_llm_kl.masks import (
     Message,
     RenderedConversation,
@@ -39,7 +39,7 @@ from torchrl_llm_kl.ragged import (
     has_entry,
     read_column,
 )
-from torchrl_llm_kl.rollouts._entries import ModelInterface, leaves, read_attribute, sub_key
+from torchrl_llm_kl.rollouts._entries import ModelInterface, leaves, sub_key
 
 if TYPE_CHECKING:
     from torchrl.data.llm import History
@@ -108,12 +108,12 @@ class TokenisingOptions:
         kwargs = {**interface.template_kwargs, **self.template_kwargs}
         if is_processor(tokenizer):
             # A processor's own template renders its image placeholders.
-            kwargs.setdefault("chat_template", read_attribute(tokenizer, "chat_template"))
+            kwargs.setdefault("chat_template", asked(tokenizer, "chat_template", object))
             tokenizer = cast(Tokenizer, vars(tokenizer)["tokenizer"])
         name = kwargs.pop("chat_template_name", None)
         if name is not None and kwargs.get("chat_template") is None:
-            own = read_attribute(tokenizer, "chat_template")
-            kwargs["chat_template"] = {**chat_templates(), **(own if isinstance(own, Mapping) else {})}[name]
+            own = asked(tokenizer, "chat_template", (Mapping,)) or {}
+            kwargs["chat_template"] = {**chat_templates(), **own}[name]
         return tokenizer, kwargs
 
 

@@ -18,7 +18,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_choice, masked_mean, send, widen
-from torchrl_llm_kl._typing import ImageRows
+from torchrl_llm_kl._typing import ImageRows, asked
 from torchrl_llm_kl.ragged import EntryTypeError, Ragged, has_entry, on_host, read_column, read_ragged, same_rows
 from torchrl_llm_kl.rollouts._entries import (
     TOKENS_FULL,
@@ -28,7 +28,6 @@ from torchrl_llm_kl.rollouts._entries import (
     leading_unscored,
     outcomes,
     per_token,
-    read_attribute,
     require_key,
     sequence_ids_of,
     sub_key,
@@ -318,7 +317,7 @@ def _check_given(mask: Tensor, response: Tensor | None, tokens: Ragged, interfac
     empty = spoken & (tokens.like(mask.long()).sum() == 0)
     if bool(empty.any()):
         name = interface.template_kwargs.get("chat_template_name")
-        template = name or read_attribute(interface.tokenizer, "chat_template")
+        template = name or asked(interface.tokenizer, "chat_template", object)
         raise ValueError(
             f"sequence {int(empty.nonzero()[0])}: {interface.assistant_mask!r} is False everywhere in its response: the "
             f"template {template!r:.60} marked no turn. Remove the mask, or set assistant_only=False."

@@ -69,9 +69,7 @@ from torchrl_llm_kl.scoring._extras import (
     with_defaults as with_defaults,
 )
 from torchrl_llm_kl.scoring._model import (
-    asked as asked,
     evaluating as evaluating,
-    has as has,
     output_size as output_size,
     placeholders as placeholders,
     position_limit as position_limit,

@@ -39,6 +39,7 @@ from torchrl_llm_kl._private import (
     onednn_linear,
     tensor_leaves,
 )
+from torchrl_llm_kl._typing import asked
 from torchrl_llm_kl.scoring._checkpoints import (
     ABSENT,
     ADVICE,
@@ -50,7 +51,7 @@ from torchrl_llm_kl.scoring._checkpoints import (
     settings_of,
     swapped,
 )
-from torchrl_llm_kl.scoring._model import asked, body_and_head, locked
+from torchrl_llm_kl.scoring._model import body_and_head, locked
 
 #: Keys and values of some tokens, ``[1, heads, tokens, size]``, one pair for each attention call of a forward.
 KeysValues = list[tuple[Tensor, Tensor]]

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name, send
+from torchrl_llm_kl._typing import asked, call_of
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import (
-    asked,
-    call_of,
     head_weight,
     placeholders,
     position_limit,

@@ -20,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from torchrl_llm_kl._numerics import send
 from torchrl_llm_kl._private import is_stateful
+from torchrl_llm_kl._typing import asked
 from torchrl_llm_kl.scoring._cache import CacheLookup
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError, saving, swapped
-from torchrl_llm_kl.scoring._model import Setup, asked, body_and_head, call, read_output, text_config
+from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, read_output, text_config
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._routing import Routing
 from torchrl_llm_kl.scoring._scores import States, head_states

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import send
-from torchrl_llm_kl._typing import ImageRows
+from torchrl_llm_kl._typing import ImageRows, asked, has
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._fields import Arrays, FieldKind
-from torchrl_llm_kl.scoring._model import Setup, asked, call, find_body, has
+from torchrl_llm_kl.scoring._model import Setup, call, find_body
 from torchrl_llm_kl.scoring._wrapping import replaced_forward, unwrapped
 
 if TYPE_CHECKING:

@@ -9,20 +9,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import is_dtensor
 from torchrl_llm_kl._private import activate_adapters, active_adapters, compiled_inside, own_adapters
+from torchrl_llm_kl._typing import asked, call_of, has
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._wrapping import is_zero3, unwrapped
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-T = TypeVar("T")
 
 # Configuration entries that scale the logits, with the power: 1 for a factor, -1 for a divisor.
 _FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
@@ -31,41 +30,6 @@ _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 OFFLOADED = "_scored_on"
 _SAMPLES = 16  # values of each tensor that fingerprint() compares
 _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len")
-
-# ---------------------------------------------------------------------- attributes that another library's object may lack
-
-
-@overload
-def asked(owner: object, name: str, kind: type[T]) -> T | None: ...
-@overload
-def asked(owner: object, name: str, kind: tuple[type, ...]) -> Any: ...
-@overload
-def asked(owner: object, name: str, kind: type[T], default: T) -> T: ...
-def asked(owner: object, name: str, kind: type[T] | tuple[type, ...], default: object = None) -> object:
-    """Read an attribute. Returns ``default`` if it is missing or has another type.
-
-    Example:
-        >>> import torch
-        >>> asked(torch.nn.Linear(2, 3), "out_features", int), asked(None, "out_features", int)
-        (3, None)
-    """
-    value = getattr(owner, name, default)
-    return value if isinstance(value, kind) else default
-
-
-def call_of(owner: object, name: str, default: object = None) -> object:
-    """Call a method without arguments. Returns ``default`` if it is missing or not implemented."""
-    method = getattr(owner, name, None)
-    try:
-        return method() if callable(method) else default
-    except (AttributeError, NotImplementedError):
-        return default
-
-
-def has(owner: object, name: str) -> bool:
-    """Whether an object has an attribute."""
-    return hasattr(owner, name)
-
 
 # ---------------------------------------------------------------------- how a model is run
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrl_llm_kl._numerics import check_not_a_name, read_device
-from torchrl_llm_kl.scoring._model import OFFLOADED, asked, body_and_head, has
+from torchrl_llm_kl._typing import asked, has
+from torchrl_llm_kl.scoring._model import OFFLOADED, body_and_head
 from torchrl_llm_kl.scoring._wrapping import is_fsdp2, is_zero3, unwrapped
 
 _ALIGN = 256  # bytes; no dtype needs more

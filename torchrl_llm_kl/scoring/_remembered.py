@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name
+from torchrl_llm_kl._typing import asked, call_of, has
 from torchrl_llm_kl.scoring._invariant import PACK
-from torchrl_llm_kl.scoring._model import adapter_state, asked, call_of, fingerprint as weights_state, has, locked
+from torchrl_llm_kl.scoring._model import adapter_state, fingerprint as weights_state, locked
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._protocol import Model, Scorer
 from torchrl_llm_kl.scoring._request import ScoreRequest

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import is_dtensor, send
 from torchrl_llm_kl._private import CHECKPOINTS, compiled_call, deepspeed_groups
+from torchrl_llm_kl._typing import asked
 from torchrl_llm_kl.scoring._checkpoints import ADVICE, Followed, Swap, follow, saving, swapped
-from torchrl_llm_kl.scoring._model import asked, locked, text_config
+from torchrl_llm_kl.scoring._model import locked, text_config
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._wrapping import Ranks, is_fsdp2, unwrapped
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name, check_range, finite_total, to_host
 from torchrl_llm_kl._private import compiled_call
+from torchrl_llm_kl._typing import asked, has
 from torchrl_llm_kl.scoring._cache import PrefixKVCache
 from torchrl_llm_kl.scoring._explain import Explanation, explain
 from torchrl_llm_kl.scoring._forks import has_state
@@ -23,11 +24,9 @@ from torchrl_llm_kl.scoring._invariant import PACK, check_pack, drops, obstacle
 from torchrl_llm_kl.scoring._model import (
     Route,
     Setup,
-    asked,
     check_base_is_frozen,
     check_has_adapters,
     frequency_switches,
-    has,
     is_offloaded,
     is_on_meta,
     locked,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchrl_llm_kl._numerics import is_dtensor, send, widen
+from torchrl_llm_kl._typing import asked
 from torchrl_llm_kl.head import (
     WHOLE,
     HeadOptions,
@@ -29,7 +30,7 @@ from torchrl_llm_kl.head import (
     logits_kl,
 )
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._model import LogitMap, Setup, asked, body_and_head, logit_map
+from torchrl_llm_kl.scoring._model import LogitMap, Setup, body_and_head, logit_map
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._wrapping import is_fsdp2, is_zero3

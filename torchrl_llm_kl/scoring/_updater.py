@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from torchrl_llm_kl._numerics import check_not_a_name, check_range
 from torchrl_llm_kl._private import WRAPPED
-from torchrl_llm_kl.scoring._model import adapter_layers, asked, check_has_adapters, locked
+from torchrl_llm_kl._typing import asked
+from torchrl_llm_kl.scoring._model import adapter_layers, check_has_adapters, locked
 from torchrl_llm_kl.scoring._scorer import LogProbScorer, ModelOrScorer
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
 from torchrl_llm_kl.scoring._wrapping import is_zero3, reshard

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._private import is_remote
+from torchrl_llm_kl._typing import asked, call_of, has
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._model import asked, call_of, evaluating, has, output_size
+from torchrl_llm_kl.scoring._model import evaluating, output_size
 from torchrl_llm_kl.scoring._options import NEUTRAL, OTHERS, TRANSFORMERS, Sampling
 from torchrl_llm_kl.scoring._passes import plan_micro_batches
 from torchrl_llm_kl.scoring._protocol import Scorer

@@ -14,7 +14,7 @@ from itertools import starmap
 from typing import Any
 
 from torchrl_llm_kl._typing import Json
-from torchrl_llm_kl.masks import Message, Tokenizer, render_conversation
+from torchrl_llm_kl.masks import Message, Tokenizer, call_id, call_message, render_conversation
 from torchrl_llm_kl.tasks._calls import Call, Caller, Failure
 
 #: A function from the text of an answer to its calls, each a :class:`ToolCall` or a dict with ``name`` and ``arguments``.
@@ -369,13 +369,13 @@ class Dialog:
         """The message of the assistant for an answer."""
         if not parsed.calls or any(call.error for call in parsed.calls):
             return {"role": "assistant", "content": answer}
-        calls = [_call_message(i, call.name, call.arguments) for i, call in enumerate(parsed.calls)]
+        calls = [call_message(i, call.name, call.arguments) for i, call in enumerate(parsed.calls)]
         return {"role": "assistant", "content": parsed.content, "tool_calls": calls}
 
     def tool_messages(self, parsed: Parsed, results: Sequence[str]) -> list[Message]:
         """The messages with the results of an answer's calls."""
         return [
-            {"role": "tool", "tool_call_id": _call_id(i), "name": call.name or "unknown", "content": result}
+            {"role": "tool", "tool_call_id": call_id(i), "name": call.name or "unknown", "content": result}
             for i, (call, result) in enumerate(zip(parsed.calls, results, strict=True))
         ]
 
@@ -518,16 +518,7 @@ def _stand_ins(messages: Sequence[Message]) -> list[Message]:
         if message["role"] == "assistant":
             message = answer = {"role": "assistant", "content": "x"}
         elif message["role"] == "tool" and out and out[-1]["role"] in ("assistant", "tool"):
-            call = _call_message(0, str(message.get("name", "unknown")), {})
+            call = call_message(0, str(message.get("name", "unknown")), {})
             answer.setdefault("tool_calls", []).append({**call, "id": message.get("tool_call_id", call["id"])})
         out.append(message)
     return out
-
-
-def _call_message(index: int, name: str, arguments: object) -> Json:
-    """A call in the format of a message, which chat templates read."""
-    return {"id": _call_id(index), "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _call_id(index: int) -> str:
-    return f"call{index:05d}"  # Mistral's templates demand nine characters

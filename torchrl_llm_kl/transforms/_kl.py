@@ -15,6 +15,7 @@ from torchrl.data import Composite
 from torchrl.envs import DeviceCastTransform, DTypeCastTransform, RewardScaling, Transform
 
 from torchrl_llm_kl._numerics import all_finite, check_finite, check_not_a_name, finite_total, send, wide_dtype
+from torchrl_llm_kl._typing import asked
 from torchrl_llm_kl.estimators import EstimatorName, as_coefficient, get_estimator
 from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import (
@@ -55,7 +56,6 @@ from torchrl_llm_kl.scoring import (
     ScorerSlot,
     ScoringContext,
     ScoringJob,
-    asked,
 )
 from torchrl_llm_kl.transforms._base import (
     RayVariant,

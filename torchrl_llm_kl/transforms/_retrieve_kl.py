@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchrl.envs import Compose, Transform
 
 from torchrl_llm_kl._numerics import check_not_a_name
+from torchrl_llm_kl._typing import asked, has
 from torchrl_llm_kl.masks import TemplateArgs, Tokenizer
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import Located, RewardPlacement, Scope, first_difference
@@ -26,12 +27,10 @@ from torchrl_llm_kl.scoring import (
     ScoreOptions,
     Scores,
     ScoringJob,
-    asked,
     asked_of,
     check_distributions,
     check_extras,
     check_vocabularies,
-    has,
     log_probs_only,
 )
 from torchrl_llm_kl.transforms._base import RayVariant, ServiceBackend, SharedSetting, StepMixin, resolve_factory

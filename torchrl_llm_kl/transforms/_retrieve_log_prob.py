@@ -13,6 +13,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name
+from torchrl_llm_kl._typing import asked, has
 from torchrl_llm_kl.masks import TemplateArgs, Tokenizer
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import (
@@ -39,13 +40,11 @@ from torchrl_llm_kl.scoring import (
     Scores,
     ScoringContext,
     ScoringJob,
-    asked,
     asked_of,
     check_distributions,
     check_extras,
     evaluating,
     fill,
-    has,
     is_wrapper,
     unwrap,
     warn_of_chatml,

@@ -391,6 +391,23 @@ def test_kept_ids_out_of_range_and_of_one_token() -> None:
     assert (td["kept", "ids"].tolist(), td["kept", "counts"].tolist()) == ([6, 7], [0, 2])
 
 
+def test_tokens_that_were_not_sampled_are_masked_out() -> None:
+    for row, expected in (
+        ({"tokens": IDS, "mask": [1] * 5}, [False, True, True, True, True]),
+        ({"tokens": [0, *IDS], "attention_mask": [0, 1, 1, 1, 1, 1], "mask": [1] * 6}, [False, True, True, True, True]),
+        ({**BASE, "completion_mask": [1, 1, 0], "tool_mask": [1, 0, 1]}, [False, False, True, False, False]),
+    ):
+        assert one(row)["masks", "all_assistant_mask"].tolist() == expected
+    padded = {"prompt_ids": [0, 5, 6], "prompt_mask": [0, 1, 1], "completion_ids": [7, 8, 9]}
+    kept: list[list[int]] = [[], [], [], [7], [8], [9]]
+    assert one({**padded, "kept": kept})["kept", "counts"].tolist() == [0, 0, 1, 1, 1]
+    with pytest.raises(DataError, match="has kept ids in `kept` at padding"):
+        one({**padded, "kept": [[5], *kept[1:]]})
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    with pytest.raises(ValueError, match=r'turns="each" makes several rows .* pass turns="all" or "last"'):
+        one({"messages": chat}, tokenizer=build_tokenizer(CHATML), turns="each")
+
+
 def test_a_missing_version_is_no_other_version() -> None:
     rows = [{**BASE, "logprobs": LOG_PROBS, **({"policy_version": 1} if i else {})} for i in range(3)]
     assert not read_columns(from_rollouts(rows)).several_versions
