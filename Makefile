@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo demo-ray demo-fsdp demo-text demo-image study study-target test test-all test-rest test-device test-numeric test-slow test-peers engines durations mutants matrix nightly bench bench-gpu bench-ray lint types stubs docs site clean
+.PHONY: help setup demo demo-ray demo-fsdp demo-text demo-image demo-real study study-target test test-all test-rest test-device test-numeric test-slow test-peers engines real durations mutants matrix nightly bench bench-gpu bench-ray lint types stubs docs site clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -31,6 +31,11 @@ demo-text: $(READY)  ## Train a small model on GSM8K's text, SFT then DPO, for t
 
 demo-image: $(READY)  ## Train a small image-text model to count coloured squares, with the KL held at a target; writes runs/image
 	OMP_NUM_THREADS=1 $(BIN)/python tutorials/image_demo.py $(ARGS)
+
+REAL := .real
+demo-real: $(READY)  ## Train Gemma 3 270M, a real pre-trained model, on sums for three seeds (25 minutes); writes runs/real
+	$(BIN)/python tests/real/environment.py $(REAL)
+	$(BIN)/python tutorials/real_demo.py $(ARGS)
 
 study: $(READY)  ## Compare placements of the KL on the demo's task (an hour, resumable); writes benchmarks/kl_study.jsonl
 	OMP_NUM_THREADS=1 $(BIN)/python tutorials/countdown_study.py placement $(ARGS)
@@ -75,6 +80,10 @@ ENGINES := .engines
 engines: $(READY)  ## Install vLLM for processors into .engines (3.5 GB) and run tests/engines against its server (15 minutes)
 	$(BIN)/python tests/engines/environment.py $(ENGINES)
 	TORCHRL_LLM_KL_ENGINES=$(CURDIR)/$(ENGINES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -p no:cacheprovider tests/engines $(ARGS)
+
+real: $(READY)  ## Fetch Gemma 3 270M into .real (1.5 GB) and run tests/real against it (12 minutes)
+	$(BIN)/python tests/real/environment.py $(REAL)
+	TORCHRL_LLM_KL_REAL=$(CURDIR)/$(REAL)/model $(BIN)/python -m pytest -q -s -p no:cacheprovider tests/real $(ARGS)
 
 durations: $(READY)  ## Run `make test-all` and write its slowest hundred tests and fixtures to tests/durations.txt
 	$(PYTEST) -m "not slow and not device" --durations-file tests/durations.txt $(ARGS)

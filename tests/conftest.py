@@ -28,6 +28,7 @@ BUDGETS = {
     "device": 30.0,  # an accelerator, simulated or real; in a process of its own: `make test-device`
     "peers": 120.0,  # other libraries beside ours: `make test-peers`
     "engines": 900.0,  # real servers: `make engines`
+    "real": 300.0,  # a real pre-trained model: `make real`
 }
 #: Tiers whose tests share what is expensive to start: all of one runs in one worker.
 SHARED = ("ray", "ranks", "site", "browser")

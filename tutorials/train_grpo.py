@@ -27,6 +27,7 @@ from torchrl_llm_kl.tasks import PromptOrder, make_env
 from torchrl_llm_kl.training import (
     Checkpoints,
     chat_tokenizer,
+    first_coefficient,
     forget_scores,
     learn,
     load_model,
@@ -116,6 +117,8 @@ def train(
             forget_scores(env)  # a resumed run has empty caches
             batch = grpo.prepare(env.rollout(1, sampler).reshape(-1))  # scored answers with advantages
             figures = step_figures(batch, coefficient=coefficient, charged=True)
+            if step == 0:  # the KL of the first batch is 0, so the start follows from the spread of its rewards
+                coefficient.value.fill_(first_coefficient(batch, kl_target, charged=True) or 0.1)
             learn(grpo, loss_entries(batch), optimizer, minibatches=minibatches, monitor=monitor)
             schedule.step()
             coefficient.update(figures["kl"], n=len(batch))

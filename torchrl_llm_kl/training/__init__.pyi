@@ -31,6 +31,7 @@ from torchrl_llm_kl.training._run import (
 )
 from torchrl_llm_kl.training._steps import (
     evaluate as evaluate,
+    first_coefficient as first_coefficient,
     forget_scores as forget_scores,
     learn as learn,
     loss_entries as loss_entries,

@@ -24,6 +24,7 @@ from torchrl.modules.llm import TransformersWrapper
 
 from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._registry import install_hint
+from torchrl_llm_kl._typing import asked
 from torchrl_llm_kl.diagnostics import RunMonitor, log_metrics, status_line
 from torchrl_llm_kl.tasks import PromptOrder, Prompts, make_env
 from torchrl_llm_kl.training import _report, _steps
@@ -202,7 +203,11 @@ class Run:
         with _steps.apart(self.step):  # so that the frequency of the doctor does not affect the training
             self.monitor.look(self.step, batch)
         charged, compares = plan.algorithm.kl_reward != "none", plan.algorithm.compares_answers
+        if not charged:
+            self._start_coefficient(batch, charged=False)
         figures = _steps.step_figures(batch, coefficient=plan.coefficient, charged=charged, compares=compares)
+        if charged:  # the rewards of this batch were charged with the coefficient before
+            self._start_coefficient(batch, charged=True)
         if self.step == 0 and figures.get("equal_rewards") == 1 and algorithm.teacher is None:
             self.say(
                 f"warning: all answers of the first step have the same reward, {figures['reward']:.4g}, from which nothing is "
@@ -227,6 +232,15 @@ class Run:
         self.rows.append(row)
         self.step += 1
         return row
+
+    def _start_coefficient(self, batch: TensorDictBase, *, charged: bool) -> None:
+        """At the first step, set a coefficient that adapts to a target and was not given."""
+        kl, coefficient = self.config.kl, self.inputs.plan.coefficient
+        if self.step == 0 and kl.target is not None and kl.coefficient is None and "init" not in kl.controller_args:
+            first = _steps.first_coefficient(batch, kl.target, charged=charged)
+            value = asked(coefficient, "value", torch.Tensor)  # a controller of the user may have none
+            if first is not None and value is not None:
+                value.fill_(first)
 
     def sample(self) -> TensorDictBase:
         """Sample and score the answers of a step, and compute their advantages."""

@@ -324,6 +324,49 @@ def make_schedule(
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=done - 1)
 
 
+# ------------------------------------------------------------------ the first coefficient
+
+
+def first_coefficient(batch: TensorDictBase, target: float, *, charged: bool) -> float | None:
+    r"""The coefficient whose optimal policy has about the target KL, estimated from the first answers.
+
+    The policy that maximises ``reward - coefficient * KL`` is the reference times ``exp(reward / coefficient)``. If the rewards
+    of a prompt's answers have variance ``v``, its KL is ``v / (2 * coefficient ** 2)`` up to terms of third order. So the
+    coefficient is ``sqrt(v / (2 * target))``. A penalty in the loss competes with the advantages, whose mean square then
+    stands for ``v``.
+
+    Args:
+        batch: the prepared answers of the first step, ``[B]``.
+        target: KL in nats per answer, positive.
+
+    Keyword Args:
+        charged: whether the KL is subtracted from the rewards. Otherwise it is a term of the loss.
+
+    Returns:
+        The coefficient. None if the batch has no advantages, or all rewards of each prompt are equal.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> first_coefficient(TensorDict(advantage=torch.tensor([[1.0], [-1.0]]), batch_size=[2]), 0.5, charged=False)
+        1.0
+
+    Source: expansion of the optimum in section 3 of Korbak et al. 2022, "RL with KL penalties is better viewed as Bayesian
+    inference" (arXiv 2205.11275).
+    """
+    if charged:
+        rewards = batch["next", "reward"].flatten(1).sum(-1).double()
+        groups = batch.get("group", torch.zeros(len(rewards), dtype=torch.long)).flatten().to(rewards.device)
+        _, index, counts = groups.unique(return_inverse=True, return_counts=True)
+        values = rewards - (torch.zeros_like(counts, dtype=torch.double).index_add_(0, index, rewards) / counts)[index]
+    elif (advantage := batch.get("advantage", None)) is not None:
+        mask = batch.get(("masks", "all_assistant_mask"), torch.ones_like(advantage, dtype=torch.bool))
+        values = advantage.reshape(advantage.shape[0], -1).expand(mask.flatten(1).shape)[mask.flatten(1)].double()
+    else:
+        return None
+    spread = values.square().mean().sqrt().item()
+    return spread / math.sqrt(2 * target) if 0 < spread < math.inf else None
+
+
 # ------------------------------------------------------------------ figures
 
 

@@ -1,0 +1,52 @@
+"""The first coefficient of a run with a target KL."""
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from torchrl_llm_kl.training._steps import first_coefficient
+
+
+def batch_of(rewards: Tensor, groups: Tensor) -> TensorDict:
+    step = TensorDict(reward=rewards[:, None], batch_size=[len(rewards)])
+    return TensorDict(next=step, group=groups, batch_size=[len(rewards)])
+
+
+@pytest.mark.parametrize("rewards", [(0.0, 1.0), (0.0, 0.0, 0.0, 1.0), (3.0, 1.0, -2.0, 0.5)])
+@pytest.mark.parametrize("target", [1e-3, 0.02])
+def test_the_optimum_has_the_target_kl(rewards: tuple[float, ...], target: float) -> None:
+    """By enumeration: equally likely answers, and the policy that maximises reward minus coefficient times KL."""
+    values = torch.tensor(rewards, dtype=torch.float64)
+    batch = batch_of(values, torch.zeros(len(values), dtype=torch.long))
+    coefficient = first_coefficient(batch, target, charged=True)
+    assert coefficient is not None
+    optimum = torch.softmax(values / coefficient, 0)
+    kl = (optimum * (optimum * len(values)).log()).sum().item()
+    assert kl == pytest.approx(target, rel=2 * math.sqrt(target) + 1e-3)
+
+
+def test_prompts_of_different_difficulty() -> None:
+    """By hand: the groups' means 1 and 5 do not count; deviations 1, -1, 2, -2 have the mean square 2.5."""
+    batch = batch_of(torch.tensor([2.0, 0.0, 7.0, 3.0]), torch.tensor([4, 4, 9, 9]))
+    assert first_coefficient(batch, 0.2, charged=True) == pytest.approx(2.5)
+    assert first_coefficient(batch.exclude("group"), 0.2, charged=True) == pytest.approx(math.sqrt(6.5 / 0.4))
+
+
+def test_the_spread_of_advantages() -> None:
+    """By hand, per answer and per token. Tokens outside the mask do not count."""
+    per_answer = TensorDict(advantage=torch.tensor([[3.0], [-1.0]]), batch_size=[2])
+    assert first_coefficient(per_answer, 0.5, charged=False) == pytest.approx(math.sqrt(5))
+    mask = torch.tensor([[True, True, False], [False, True, False]])
+    for advantage in (torch.tensor([[[3.0]], [[-1.0]]]), torch.tensor([[3.0, 3.0, 9.0], [9.0, -1.0, 9.0]])[..., None]):
+        batch = TensorDict(advantage=advantage, masks=TensorDict(all_assistant_mask=mask), batch_size=[2])
+        assert first_coefficient(batch, 0.5, charged=False) == pytest.approx(math.sqrt(19 / 3))
+
+
+def test_nothing_to_compare() -> None:
+    equal = batch_of(torch.ones(4), torch.tensor([0, 0, 1, 1]))
+    assert first_coefficient(equal, 0.5, charged=True) is None
+    assert first_coefficient(equal, 0.5, charged=False) is None
+    assert first_coefficient(equal.set("advantage", torch.zeros(4, 1)), 0.5, charged=False) is None
