@@ -23,6 +23,7 @@ SAMPLE: tuple[Message, ...] = (
     {"role": "assistant", "content": "It is 8."},
 )
 _LOCATED_BY = {
+    "contents": "the contents of the messages, since the template writes nothing else",
     "marks": "the template's {% generation %} blocks",
     "trace": "the template's loop over the messages",
     "prefixes": "renderings of the conversation up to each turn",

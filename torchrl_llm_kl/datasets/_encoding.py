@@ -334,14 +334,8 @@ class Encoder:
         """Tokenise plain text without a template, after the begin-of-sequence token if the tokenizer adds one."""
         check_unicode(prompt + answer)
         text, span = prompt + answer, (len(prompt), len(prompt) + len(answer))
-        ((tokens, mask),) = encode_with_mask(self.tokenizer, [text], [[span]])
-        separate = self.tokenizer(prompt, add_special_tokens=False).input_ids
-        notes = () if tokens[: len(separate)].tolist() == separate else (_BORDER,)
-        # `encode_with_mask` adds no special tokens, so BOS is added here if the tokenizer would add it to text.
-        bos = self.tokenizer.bos_token_id
-        if bos is not None and bos in self.tokenizer("").input_ids[:1] and tokens[:1].tolist() != [bos]:
-            mask[:1] = not prompt  # BOS is the prefix of an answer without a prompt
-            tokens, mask = torch.cat([torch.tensor([bos]), tokens]), torch.cat([torch.tensor([False]), mask])
+        (tokens, mask), (separate, _) = encode_with_mask(self.tokenizer, [text, prompt], [[span], []], add_bos=True)
+        notes = () if torch.equal(tokens[: len(separate)], separate) else (_BORDER,)
         eos = self.tokenizer.eos_token_id
         if not len(tokens):
             raise RowError("no token to score", "empty")

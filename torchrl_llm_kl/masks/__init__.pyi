@@ -12,6 +12,9 @@ from torchrl_llm_kl.masks._messages import (
     TurnNotFoundError as TurnNotFoundError,
     history_to_messages as history_to_messages,
 )
+from torchrl_llm_kl.masks._template import (
+    PLAIN_TEMPLATE as PLAIN_TEMPLATE,
+)
 from torchrl_llm_kl.masks._tokens import (
     mask_from_prompt_lengths as mask_from_prompt_lengths,
 )

@@ -19,9 +19,10 @@ from torchrl_llm_kl.masks._turns import LocatedTurns, locate_turns
 class RenderedConversation:
     """A rendered conversation.
 
-    ``located_by`` is the method that found the spans: ``"marks"`` (the template's ``{% generation %}`` blocks), ``"trace"``
-    (following the template's loop over the messages) or ``"prefixes"`` (rendering the conversation up to each turn). It is
-    ``"no assistant turn"`` if there is nothing to find, and ``"not asked"`` with ``assistant_mask=False``.
+    ``located_by`` is the method that found the spans: ``"contents"`` (the text is only the contents of the messages, after BOS
+    at most), ``"marks"`` (the template's ``{% generation %}`` blocks), ``"trace"`` (following the template's loop over the
+    messages) or ``"prefixes"`` (rendering the conversation up to each turn). It is ``"no assistant turn"`` if there is nothing
+    to find, and ``"not asked"`` with ``assistant_mask=False``.
     """
 
     text: str  #: the rendered template
@@ -53,6 +54,9 @@ def render_conversation(
 
     In a template with ``{% generation %}`` blocks, the blocks select the parts of each turn. The same definition applies:
     headers and trailing white space are removed, and an end-of-turn token directly after a block is added.
+
+    If the text is only the contents of the messages, as with :data:`PLAIN_TEMPLATE`, a turn is exactly its content, including
+    white space at its edges.
 
     A token that straddles the border of a turn is masked in, unless it is a special token of the header that extends
     into the turn only by absorbing white space. If the template writes no end-of-turn token (the next role's header

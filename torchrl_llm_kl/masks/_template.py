@@ -31,6 +31,13 @@ from jinja2.parser import Parser
 from torchrl_llm_kl.masks._messages import Message, MissingChatTemplateError, TemplateArgs, Tokenizer
 from torchrl_llm_kl.masks._tokens import Span
 
+#: A chat template for base models: the contents of the messages with nothing between them, after BOS if the tokenizer has one.
+PLAIN_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}"
+    "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
+
 # ------------------------------------------------------------------ renderings
 
 # Arguments of `apply_chat_template` that are not template variables. They would change the text or the tokens, and the mask
@@ -107,6 +114,7 @@ class Renderings:
     def __init__(self, renderer: Renderer, messages: Sequence[Message], generation_prompt: bool) -> None:
         self.renderer, self.messages, self.generation_prompt = renderer, messages, generation_prompt
         self.template, self.eos_token = renderer.template, renderer.tokenizer.eos_token
+        self.bos_token = renderer.tokenizer.bos_token
         self.plain = cache(lambda count, prompt: renderer.text(messages[:count], prompt))
         self.trace = cache(lambda count, prompt: self._traced(messages[:count], prompt, self.plain(count, prompt)))
         self.prefix, self.prefix_text = cache(self._prefix), cache(self._prefix_text)
@@ -223,7 +231,8 @@ def _resolve(tokenizer: Tokenizer, chat_template: str | None, tools: Sequence[ob
         label = f"{type(tokenizer).__name__} ({tokenizer.name_or_path or 'unnamed'})"
         names = f" or a name of {sorted(named)}" if named else ""
         raise MissingChatTemplateError(
-            f"{label} has no chat template{f' {name!r}' if name else ''}: pass `chat_template=`, a template{names}."
+            f"{label} has no chat template{f' {name!r}' if name else ''}: pass `chat_template=`, a template{names}. For a base "
+            "model use PLAIN_TEMPLATE of torchrl_llm_kl.masks."
         )
     origin = "the tokenizer's chat template" if chat_template is None else "the chat template passed"
     return template, f"{origin} ({_fingerprint(template)})"

@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 
 def encode_with_mask(
-    tokenizer: Tokenizer, texts: Sequence[str], spans: Sequence[Sequence[Span]]
+    tokenizer: Tokenizer, texts: Sequence[str], spans: Sequence[Sequence[Span]], *, add_bos: bool = False
 ) -> list[tuple[Tensor, Tensor]]:
     """Tokenise each text once and mask the tokens that contain a character of one of its spans.
 
@@ -30,8 +30,11 @@ def encode_with_mask(
 
     Args:
         tokenizer: a transformers tokenizer. With a slow one, cutting the text at the borders must not change the tokens.
-        texts: rendered conversations. No special tokens are added.
+        texts: rendered conversations, or plain texts.
         spans: for each text, disjoint character spans ``(start, end)``.
+
+    Keyword Args:
+        add_bos: begin each text with BOS if the tokenizer adds one to plain text. A chat template writes BOS itself.
 
     Returns:
         For each text ``(token_ids, mask)``, int64 and bool ``[T]``. The mask is False for the first token.
@@ -42,6 +45,13 @@ def encode_with_mask(
         pairs = [_mask_by_offsets(tokenizer, *row) for row in columns]
     else:
         pairs = [_mask_by_pieces(tokenizer, *row) for row in zip(texts, spans, strict=True)]
+    if add_bos and (bos := tokenizer.bos_token_id) is not None and bos in tokenizer("").input_ids[:1]:
+        pairs = [
+            (ids, mask)
+            if ids[:1].tolist() == [bos]
+            else (torch.cat([torch.tensor([bos]), ids]), torch.cat([torch.tensor([False]), mask]))
+            for ids, mask in pairs
+        ]
     for _, mask in pairs:
         mask[:1] = False
     return pairs

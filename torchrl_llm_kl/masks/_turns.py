@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from torchrl_llm_kl.masks._lost import LostText, lost_texts
@@ -71,6 +72,8 @@ def locate_turns(renderer: Renderer, messages: Sequence[Message], generation_pro
     turns = [i for i, message in enumerate(messages) if message.get("role") == ASSISTANT]
     if not turns:
         return LocatedTurns.of(chat, Trace(chat.text, (), 0), (), "no assistant turn")
+    if (only_contents := _contents(chat)) is not None:
+        return only_contents
 
     trace = _trace_without_prompt(chat)
     whole = trace or chat.trace(len(messages), generation_prompt) or Trace(chat.text, (), 0)
@@ -103,6 +106,27 @@ def locate_turns(renderer: Renderer, messages: Sequence[Message], generation_pro
             spans += [(start, end, turn) for start, end in own]
     located_by = "marks" if chat.template.has_generation_blocks else "trace" if traced else "prefixes"
     return LocatedTurns.of(chat, whole, spans, located_by)
+
+
+def _contents(chat: Renderings) -> LocatedTurns | None:
+    """The turns of a text that is only the contents of its messages, after BOS at most. None for any other text.
+
+    Such a text has no headers and no end tokens, so a turn keeps the white space at its edges.
+    """
+    plain = [m["content"] for m in chat.messages if m.keys() == {"role", "content"}]
+    contents = [content for content in plain if isinstance(content, str)]
+    if len(contents) < len(chat.messages):
+        return None
+    before = chat.text.removesuffix("".join(contents))
+    borders = list(accumulate(map(len, contents), initial=len(before)))
+    if before not in ("", chat.bos_token) or borders[-1] != len(chat.text):
+        return None
+    turns = [i for i, m in enumerate(chat.messages) if m["role"] == ASSISTANT and contents[i]]
+    spans = [(borders[i], borders[i + 1]) for i in turns]
+    blocks = chat.trace(len(chat.messages), chat.generation_prompt) if chat.template.has_generation_blocks else None
+    if blocks is not None and [span for span in blocks.of[BLOCK, -1] if span[0] < span[1]] != spans:
+        return None
+    return LocatedTurns(chat.text, tuple(spans), tuple(turns), "contents")
 
 
 def _traced_regions(chat: Renderings, trace: Trace, turn: int, written: Span) -> list[Span]:

@@ -248,11 +248,23 @@ def response_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface)
             return ~first
     at = int(in_prompt.nonzero()[prompt.slots() != every.values[in_prompt]][0])
     row, position = int(every.sequence_ids[at]), int(every.positions[at])
-    raise ValueError(
-        f"sequence {row}, position {position}: the sampled sequence does not start with {key!r}, but with token "
-        f"{int(every.to_list()[row][0])}. Pad both the same way, or neither. If pad_token == eos_token, give the tokenizer "
-        f"another pad token, since torchrl drops end tokens from unpadded sequences. If it is BOS: {_BOS_AS_PADDING}"
+    ids, own = every.to_list()[row], prompt.to_list()[row]
+    cause = (
+        "Pad both the same way, or neither. If pad_token == eos_token, give the tokenizer another pad token, since torchrl "
+        "drops end tokens from unpadded sequences."
     )
+    if _follows_padding(ids, own):
+        cause = _BOS_AS_PADDING
+    raise ValueError(
+        f"sequence {row}, position {position}: the sampled sequence does not start with {key!r}, but with token {int(ids[0])}. "
+        f"{cause}"
+    )
+
+
+def _follows_padding(ids: Tensor, prompt: Tensor) -> bool:
+    """Whether the prompt comes after copies of a single token."""
+    copies = int((ids == ids[0]).long().cumprod(0).sum())
+    return any(torch.equal(ids[start : start + len(prompt)], prompt) for start in range(1, copies + 1))
 
 
 def prompt_ids(td: TensorDictBase) -> Tensor | None:

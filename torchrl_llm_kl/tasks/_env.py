@@ -17,11 +17,18 @@ from torchrl.modules.llm.policies import ChatHistory, Text
 
 from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl.datasets import DataSource, row_variables
-from torchrl_llm_kl.masks import Message, Tokenizer, prepare_messages, render_conversation, template_variables
+from torchrl_llm_kl.masks import (
+    PLAIN_TEMPLATE,
+    Message,
+    Tokenizer,
+    prepare_messages,
+    render_conversation,
+    template_variables,
+)
 from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, check_takes
 from torchrl_llm_kl.tasks._prompts import Prompt, PromptOrder, Prompts
 from torchrl_llm_kl.tasks._rewards import FailureLog, FunctionReward, Metadata, Reward, read_rows_of
-from torchrl_llm_kl.tasks._tools import Dialog, Parsed, ToolParser, Tools, as_unicode, strip_end
+from torchrl_llm_kl.tasks._tools import Dialog, Parsed, ToolParser, Tools, as_unicode, check_padding, strip_end
 
 #: ``(messages, metadata) -> str | None``: the user's next message, or None at the end. Sync or async.
 Reply = Callable[[list[Message], Metadata], object]
@@ -118,8 +125,7 @@ def make_env(
         input_mode: with ``"text"`` the policy gets rendered prompts. With ``"history"`` it gets conversations and renders
             them itself, which is several times slower. Some transforms of torchrl need it.
         template_kwargs: further variables of the chat template in text mode, such as ``{"enable_thinking": False}``.
-            ``{"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}`` uses plain text, for a base model
-            without a chat template.
+            ``{"chat_template": PLAIN_TEMPLATE}`` (of :mod:`torchrl_llm_kl.masks`) writes plain text, for a base model.
 
     Returns:
         A ``TransformedEnv`` of batch size ``[num_prompts * group_size]``. ``env.to(device)`` moves its tensors. Besides the
@@ -136,7 +142,8 @@ def make_env(
 
     Raises:
         PromptError: if a row has no prompt, or the source has no rows.
-        ValueError: if a number is out of range, or the chat template is missing.
+        ValueError: if a number is out of range, the chat template is missing, the padding token is ordinary text, or torchrl
+            cannot read the template's text back in history mode.
         TypeError: if the prompts have another type, or a function cannot be called with its arguments.
 
     Example:
@@ -231,6 +238,10 @@ class TaskEnv(ChatEnv):
     ) -> None:
         check_range(1, group_size=group_size, num_prompts=num_prompts)
         check_choice(get_args(InputMode), input_mode=input_mode)
+        check_padding(tokenizer)
+        templates = tokenizer.chat_template, template_kwargs.get("chat_template")
+        if input_mode == "history" and PLAIN_TEMPLATE in templates:
+            raise ValueError("torchrl cannot read messages back from plain text: pass input_mode='text'.")
         super().__init__(
             input_mode=input_mode,
             batch_size=(num_prompts * group_size,),

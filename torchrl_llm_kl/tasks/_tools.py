@@ -487,6 +487,19 @@ def special_tokens(tokenizer: Tokenizer | None) -> tuple[str, ...]:
     return tuple(sorted(tokens, key=lambda token: (-len(token), token)))
 
 
+def check_padding(tokenizer: Tokenizer) -> None:
+    """Raise a ValueError if the padding token is ordinary text, which would be removed from prompts and answers.
+
+    transformers makes every padding token a special token, so its form must show whether it is text.
+    """
+    pad = tokenizer.pad_token
+    if pad is not None and not re.search(r"[<>\[\]|]", pad):
+        raise ValueError(
+            f"the tokenizer's padding token {pad!r} is ordinary text, which would be removed from answers: load the tokenizer "
+            "with pad_token= a special token, such as its end token, and save it to a folder."
+        )
+
+
 def strip_end(text: str, special: tuple[str, ...]) -> str:
     """Remove the special tokens at the end of a text.
 

@@ -57,6 +57,7 @@ class ModelConfig:
 
     name: PathText = REQUIRED
     tokenizer: PathText | None = None
+    template: PathText | None = None
     dtype: Annotated[str, OneOf(("float32", "bfloat16", "auto"))] = "float32"
     device: str | None = None
     attention: str | None = None

@@ -90,7 +90,7 @@ def load_inputs(config: TrainConfig) -> RunInputs:
     policy, reference = _without_weights(config)
     plan.check(policy, reference)
     memory, disk = _memory_and_disk(plan, policy, reference)
-    tokenizer = chat_tokenizer(config.model.tokenizer or config.model.name)
+    tokenizer = chat_tokenizer(config.model.tokenizer or config.model.name, config.model.template)
     seed_everything(config.run.seed)  # a file of rewards may draw random numbers when it is imported
     reward, files = load_reward(config), file_digests(config)
     for some in filter(None, (prompts, held_out)):
@@ -151,8 +151,8 @@ def _render_first(
         try:
             make_env(prompts, reward, tokenizer, group_size=1, system_prompt=system, timeout=timeout)
         except TemplateError as error:
-            advice = "change the prompts or data.system_prompt"
-            raise ConfigError(f"the tokenizer's chat template refuses the first prompt ({error}): {advice}.") from error
+            advice = "change the prompts, data.system_prompt or model.template"
+            raise ConfigError(f"the chat template refuses the first prompt ({error}): {advice}.") from error
 
 
 # ------------------------------------------------------------------ the folder of the run
@@ -169,7 +169,7 @@ def check_inputs_stay(config: TrainConfig, written: tuple[str, ...]) -> None:
         ConfigError: with the name of the setting.
     """
     places = [*_models(config), ("data.prompts", config.data.prompts), ("data.held_out", config.data.held_out)]
-    places += user_files(config)
+    places += [("model.template", config.model.template), *user_files(config)]
     folders = [path.resolve() for path in (Path(config.run.out, name) for name in written) if path.exists()]
     for key, value in places:
         path = Path(value or "").expanduser().resolve()

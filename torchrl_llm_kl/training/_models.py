@@ -139,25 +139,47 @@ def _loading(what: str, name: str) -> Iterator[None]:
 # ------------------------------------------------------------------ the policy of a run
 
 
-def chat_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def chat_tokenizer(name: str, template: str | None = None) -> PreTrainedTokenizerBase:
     """Load a tokenizer that renders conversations, pads on the left, and has a padding token.
 
+    Args:
+        name: a folder, or a name on the hub.
+        template: the path of a file with a chat template, or ``"plain"`` for
+            :data:`~torchrl_llm_kl.masks.PLAIN_TEMPLATE`. None for the tokenizer's own.
+
     Raises:
-        ModelError: if it has no chat template.
+        ModelError: if there is no chat template, or neither a padding token nor an end token.
 
     Example:
         >>> tokenizer = chat_tokenizer("Qwen/Qwen2.5-0.5B-Instruct")  # doctest: +SKIP
     """
+    from torchrl_llm_kl.masks import PLAIN_TEMPLATE
+
     tokenizer = load_tokenizer(name)
+    if template is not None:
+        tokenizer.chat_template = PLAIN_TEMPLATE if template == "plain" else _read_template(template)
     if tokenizer.chat_template is None:
         raise ModelError(
-            f"the tokenizer of {name!r} has no chat template: choose an instruction-tuned model, or save the tokenizer with a "
-            "chat_template.jinja to a folder and set model.tokenizer. A base model may need sampler.end too."
+            f"the tokenizer of {name!r} has no chat template: for a base model set model.template=plain, and sampler.end to a "
+            "text that ends an answer. Otherwise choose an instruction-tuned model."
         )
     if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ModelError(
+                f"the tokenizer of {name!r} has neither a padding token nor an end token: save it with a pad_token to a folder "
+                "and set model.tokenizer."
+            )
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
     return tokenizer
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        expected = "expected plain, or a file with a chat template"
+        raise ModelError(f"model.template is {path}: {first_sentence(error)}; {expected}.") from error
 
 
 def load_policy(config: TrainConfig, folder: Path | None = None) -> Any:

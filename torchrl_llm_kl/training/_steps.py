@@ -151,17 +151,23 @@ def make_sampler(
         end: texts that also end an answer, which includes them. A text may be a special token, a part of a token, or several
             tokens.
 
+    Raises:
+        ValueError: if the tokenizer has no padding token.
+
     Example:
         >>> sampler = make_sampler(model, tokenizer, max_new_tokens=64, sampling=Sampling())  # doctest: +SKIP
     """
+    if tokenizer.pad_token is None:
+        raise ValueError("the tokenizer has no padding token: set tokenizer.pad_token, such as to tokenizer.eos_token.")
     drawn: dict[str, object] = {"do_sample": False, "repetition_penalty": 1.0}
     if sampling is not None:
         drawn = sampling.generate_kwargs()
     if end:
         from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
-        own = model.generation_config.eos_token_id  # generate needs an end token to pad the answers that have ended
-        drawn["eos_token_id"] = tokenizer.eos_token_id if own is None else own
+        # generate needs an end token to pad the answers that have ended. A base model may have none.
+        ids = (model.generation_config.eos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        drawn["eos_token_id"] = next(token for token in ids if token is not None)
         drawn["stopping_criteria"] = StoppingCriteriaList([StopStringCriteria(tokenizer, list(end))])
     return _Sampler(
         model,

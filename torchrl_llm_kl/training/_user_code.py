@@ -84,7 +84,7 @@ def user_files(config: TrainConfig) -> list[tuple[str, str]]:
 
 
 def file_digests(config: TrainConfig) -> dict[str, str]:
-    """SHA-256 of the prompt files and the user's code by path, to notice changes when a run resumes.
+    """SHA-256 of the prompt files, the chat template and the user's code by path, to notice changes when a run resumes.
 
     Modules (``package.module:function``) and the imports of a file are left out.
 
@@ -92,7 +92,8 @@ def file_digests(config: TrainConfig) -> dict[str, str]:
         >>> file_digests(config)  # doctest: +SKIP
         {'prompts.jsonl': 'e3b0c442...', 'rewards.py': '9f86d081...'}
     """
-    names = (config.data.prompts, config.data.held_out, *(path for _, path in user_files(config)))
+    data = (config.data.prompts, config.data.held_out, config.model.template)
+    names = (*data, *(path for _, path in user_files(config)))
     paths = {name: Path(name).expanduser() for name in names if name}
     return {name: sha256(path.read_bytes()).hexdigest() for name, path in paths.items() if path.is_file()}
 

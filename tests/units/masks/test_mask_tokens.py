@@ -15,8 +15,14 @@ import template_pairs
 from rollout_fixtures import _lists_become_stacks  # noqa: F401
 from template_pairs import CALL, END, LOOP, PROMPT, assistant, marked, masked_by, user
 from torchrl_llm_kl import masks
-from torchrl_llm_kl.masks import encode_with_mask, history_to_messages, mask_from_prompt_lengths, render_conversation
-from toy_tokenizer import CHATML, build_tokenizer
+from torchrl_llm_kl.masks import (
+    PLAIN_TEMPLATE,
+    encode_with_mask,
+    history_to_messages,
+    mask_from_prompt_lengths,
+    render_conversation,
+)
+from toy_tokenizer import CHATML, build_bos_tokenizer, build_tokenizer
 
 
 def without_offsets(tokens: Callable[[str], list[int]]) -> SimpleNamespace:
@@ -52,6 +58,37 @@ def test_borders_inside_tokens_and_white_space_of_offsets_and_headers():
     assert masked(tokenizer, "x<bot>  a<end>", [(6, 14)]) == "a<end>"
     assert masked(tokenizer, "x<bot>\n<end>", [(7, 12)]) == "<end>"
     assert masked(tokenizer, "x:\n<end>", [(3, 8)]) == "<end>"
+
+
+@pytest.mark.parametrize(
+    "template", [PLAIN_TEMPLATE, "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"]
+)
+@pytest.mark.parametrize("tokenizer", [build_bos_tokenizer(), build_tokenizer()], ids=["bos", "no bos"])
+def test_a_plain_template_masks_exactly_the_contents(template, tokenizer):
+    """White space at the edges of an answer belongs to the model, since no end token follows."""
+    chat = [
+        {"role": "system", "content": "Add.\n"},
+        user("3 + 4 ="),
+        assistant(" 7\n"),
+        user("1 + 1 ="),
+        assistant("\n2 \n\n"),
+    ]
+    rendered = render_conversation(tokenizer, chat, chat_template=template)
+    bos = tokenizer.bos_token or ""
+    assert rendered.text == bos + "Add.\n3 + 4 = 7\n1 + 1 =\n2 \n\n"
+    assert [rendered.text[a:b] for a, b in rendered.assistant_spans] == [" 7\n", "\n2 \n\n"]
+    # Each character is one token.
+    expected = [False] * (13 if bos else 12) + [True] * 3 + [False] * 7 + [True] * 5
+    assert rendered.assistant_mask.tolist() == expected
+    prompt = render_conversation(tokenizer, chat[:2], chat_template=template, add_generation_prompt=True)
+    assert prompt.text == bos + "Add.\n3 + 4 ="
+
+
+def test_a_template_with_a_header_keeps_its_rule_about_white_space():
+    loop = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    template = loop + "{% if add_generation_prompt %}assistant: {% endif %}"
+    rendered = render_conversation(build_tokenizer(template), [user("x"), assistant("y  ")])
+    assert [rendered.text[a:b] for a, b in rendered.assistant_spans] == ["y"]
 
 
 PIECES = ["ab", "b", " ", "  ", "\n", "é", "😀", "漢", "\u3000", "<bot>", "<end>"]

@@ -14,6 +14,7 @@ from closeness import assert_near
 from refused import refused
 from task_lab import BOT, END, HERMES, add, call, last_user, make_tokenizer, scripted_policy
 from torchrl_llm_kl import FunctionReward, KLComputation, RetrieveKL, RetrieveLogProb, RewardError, make_algorithm
+from torchrl_llm_kl.masks import PLAIN_TEMPLATE
 from torchrl_llm_kl.tasks import PromptOrder, Turns, make_env, whole_groups
 from toy_models import FORWARD
 from toy_rollouts import make_model, make_policy, plain_log_probs, response_log_probs, steps
@@ -405,3 +406,20 @@ def test_prompts_in_parts_variables_and_system_prompts_of_a_row() -> None:
         "<user>4<assistant>",
     ]
     assert list(step["query"]) == ["1 + 2", "3", "4"]
+
+
+def test_prompts_of_a_base_model_are_plain_text() -> None:
+    """The policy adds BOS. Padding that is ordinary text would be removed from answers."""
+    tokenizer = build_bos_tokenizer(None)
+    rows = [{"prompt": "3 + 4 = 7\n5 + 2 =", "answer": "7"}]
+    with set_list_to_stack(True):
+        with pytest.raises(ValueError, match=r"no chat template.*PLAIN_TEMPLATE of torchrl_llm_kl\.masks"):
+            make_env(rows, right, tokenizer)
+        tokenizer.chat_template = PLAIN_TEMPLATE
+        step = make_env(rows, right, tokenizer, group_size=1, system_prompt="Add.\n").reset()
+        assert step["text", "prompt"] == ["Add.\n3 + 4 = 7\n5 + 2 ="]
+        with pytest.raises(ValueError, match="cannot read messages back from plain text: pass input_mode='text'"):
+            make_env(rows, right, tokenizer, input_mode="history")
+        tokenizer.pad_token = "a"
+        with pytest.raises(ValueError, match=r"padding token 'a' is ordinary text.*pad_token= a special token"):
+            make_env(rows, right, tokenizer)

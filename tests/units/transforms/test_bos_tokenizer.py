@@ -91,6 +91,22 @@ def test_unknown_bos_before_a_sequence_is_named(tokenizer: Any, models: list[Any
     batch = flat(make_env(tokenizer, envs=4).rollout(1, make_policy(models[0], tokenizer, pad_output=False)))
     with pytest.raises(ValueError, match=r"but with token 2\. .*policy\.padding_value"):
         RetrieveLogProb(make_model(tokenizer, seed=1))(batch)
+    tokens = TensorDict(prompt=torch.tensor([[2, 264]]), full=torch.tensor([[2, 2, 264, 7]]), batch_size=[1])
+    padded = TensorDict(tokens=tokens, batch_size=[1])
+    with pytest.raises(
+        ValueError, match=r"position 1: .*but with token 2\. torchrl's wrapper pads with .*policy\.padding_value"
+    ):
+        RetrieveLogProb(make_model(tokenizer, seed=1))(padded)
+
+
+def test_text_gets_the_bos_that_the_tokenizer_adds(tokenizer: Any, models: list[Any]) -> None:
+    """As torchrl's wrapper tokenises it. A text that begins with BOS gets no second one."""
+    for prompt in ("a b", "<bos>a b"):
+        batch = TensorDict(text=TensorDict(prompt=[prompt], full=[prompt + " c"]), batch_size=[1])
+        out = RetrieveLogProb(models[0], tokenizer=tokenizer)(batch)
+        want = plain_log_probs(models[0], torch.tensor([2, 261, 260, 262, 260, 263]))  # <bos> a _ b _ c
+        want[:4] = 0
+        assert_near(out["log_probs", "full"][0], want, **FORWARD)
 
 
 def last_scores(models: list[Any], first: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, TensorDictBase]:
