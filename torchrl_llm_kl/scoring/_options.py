@@ -105,8 +105,8 @@ class Sampling:
             >>> drawn["temperature"], drawn["top_k"]
             (0.7, None)
         """
-        drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p}
-        drawn |= {"top_k": self.top_k or None, **NEUTRAL}
+        drawn: dict[str, object] = {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k or None}
+        drawn |= {"top_p": self.top_p, "min_p": self.min_p, **NEUTRAL}
         # generate would follow such an argument silently, and scores would no longer match the samples.
         for name in drawn.keys() & others.keys():
             if others[name] != drawn[name]:
