@@ -5,17 +5,20 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 
 from torchrl_llm_kl._numerics import is_dtensor
-from torchrl_llm_kl._private import activate_adapters, active_adapters, compiled_inside, own_adapters
+from torchrl_llm_kl._private import activate_adapters, active_adapters, compiled_call, compiled_inside, own_adapters
 from torchrl_llm_kl._typing import asked, call_of, has
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._wrapping import is_zero3, unwrapped
@@ -78,6 +81,8 @@ class Setup:
                 stack.enter_context(evaluating(self.model))
             if self.options.dtype is not None:
                 stack.enter_context(torch.autocast(self.device.type, self.options.dtype))
+            if self.options.grad and (embedding := _tied_embedding(self.model)) is not None:
+                stack.enter_context(_one_gradient(embedding))
             yield
 
 
@@ -200,6 +205,100 @@ def _adapters_switched(model: nn.Module, adapters: bool | str) -> Iterator[None]
                 activate_adapters(layer, active)
         for parameter, flag in trainable:
             parameter.requires_grad_(flag)
+
+
+# ---------------------------------------------------------------------- the gradient of a tied head
+
+
+def _tied_embedding(model: nn.Module) -> nn.Module | None:
+    """The embedding, if it shares a trained weight with the head: a plain parameter that eager code looks up."""
+    embedding, head = _embedding(model), find_head(model)
+    weight = asked(embedding, "weight", nn.Parameter)
+    if weight is None or weight is not asked(head, "weight", nn.Parameter) or type(weight) is not nn.Parameter:
+        return None
+    # A hook of the user must see the whole gradient.
+    hooks = (asked(weight, "_backward_hooks", dict) or {}).values()
+    usual = (
+        weight.requires_grad and not is_zero3(embedding) and all(asked(x, "func", object) is _add_rows for x in hooks)
+    )
+    return embedding if usual and not any(compiled_call(module) for module in model.modules()) else None
+
+
+@contextmanager
+def _one_gradient(embedding: nn.Module) -> Iterator[None]:
+    """Context in which the embedding adds its gradient to that of the tied head, in place.
+
+    Autograd would allocate a second gradient of the size of the weight for the embedding, and hold both.
+    """
+    lookup = _TiedLookup(cast(nn.Parameter, embedding.weight))
+
+    def begin(*_: object) -> None:
+        lookup.__enter__()
+
+    def end(*_: object) -> None:
+        lookup.__exit__(None, None, None)
+
+    hooks = [embedding.register_forward_pre_hook(begin), embedding.register_forward_hook(end, always_call=True)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _TiedLookup(TorchFunctionMode):
+    """Context in which lookups in a weight have the gradient of :class:`_RowsOfTied`."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if func is nn.functional.embedding and args[1] is self.weight:
+            padding, special = options.get("padding_idx"), ("max_norm", "scale_grad_by_freq", "sparse")
+            if not any(options.get(name) for name in special):
+                return _RowsOfTied.apply(args[0], self.weight, padding)
+        return func(*args, **options)
+
+
+class _RowsOfTied(torch.autograd.Function):
+    """Rows of a weight. The backward passes no gradient on. It leaves it to a hook of the weight, which runs after it."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: nn.Parameter, padding: int | None) -> Tensor:
+        ctx.ids, ctx.padding, ctx.rows = ids, padding, _PendingRows(weight)
+        return nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        keep = torch.ones_like(ctx.ids, dtype=torch.bool) if ctx.padding is None else ctx.ids != ctx.padding
+        ctx.rows.pending = ctx.ids[keep], grad[keep]
+        return None, None, None
+
+
+class _PendingRows:
+    """The gradient of looked up rows until the weight's own arrives. The graph of a forward owns it."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.pending: tuple[Tensor, Tensor] | None = None
+        # A weak reference, since the end of the graph removes the hook.
+        self._handle = weight.register_hook(partial(_add_rows, weakref.ref(self)))
+
+    def __del__(self) -> None:
+        self._handle.remove()
+
+
+def _add_rows(owner: weakref.ref[_PendingRows], grad: Tensor) -> Tensor:
+    """Add the pending rows to the gradient of the weight, in place."""
+    rows = owner()
+    if rows is None or rows.pending is None:
+        return grad
+    (ids, values), rows.pending = rows.pending, None
+    return grad.contiguous().index_put_((ids,), values.to(grad.dtype), accumulate=True)
 
 
 # ---------------------------------------------------------------------- body and head

@@ -234,9 +234,10 @@ class Run:
         return row
 
     def _start_coefficient(self, batch: TensorDictBase, *, charged: bool) -> None:
-        """At the first step, set a coefficient that adapts to a target and was not given."""
+        """At the first step with different rewards, set a coefficient that adapts to a target and was not given."""
         kl, coefficient = self.config.kl, self.inputs.plan.coefficient
-        if self.step == 0 and kl.target is not None and kl.coefficient is None and "init" not in kl.controller_args:
+        given = kl.target is None or kl.coefficient is not None or "init" in kl.controller_args
+        if kl.target is not None and not given and all(row.get("equal_rewards") == 1 for row in self.rows.rows):
             first = _steps.first_coefficient(batch, kl.target, charged=charged)
             value = asked(coefficient, "value", torch.Tensor)  # a controller of the user may have none
             if first is not None and value is not None:
