@@ -382,6 +382,8 @@ def _other_prompt(again: Again) -> list[Finding]:
             where = again.here.clone()
             where[again.here] = usable
             best, name = max((best, name), (again.rest.explained(predicted[again.inner][usable], where), candidate))
+        if best > CERTAIN:  # no other rendering can be better
+            break
     if best < NAMED:
         return []
     return [finding("chat_template", _confidence(best), {"explained": best, "sampler_s_prompt": name})]
