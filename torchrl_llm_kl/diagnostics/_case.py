@@ -39,6 +39,7 @@ class Case:
         reference: the given reference.
         tokenizer: the tokenizer, or None.
         conversations: the messages of each prompt, or None.
+        bos: the id of the beginning-of-text token, or None.
         unread: the errors of columns that do not fit the tokens, by name.
         moved: whether the policy differs from the one that computed the trainer's log-probs.
     """
@@ -51,6 +52,7 @@ class Case:
     reference: ModelOrScorer | None = None
     tokenizer: Tokenizer | None = None
     conversations: list[list[Message]] | None = None
+    bos: int | None = None
     unread: Mapping[str, ValueError] = field(default_factory=dict)
     moved: bool = False
 

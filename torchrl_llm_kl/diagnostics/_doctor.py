@@ -208,7 +208,9 @@ def diagnose(
     usable = not columns.has_images and "log_prob" not in unread and bool(columns.mask.any())
     if usable and policy is not None and Rescorer.can_score(policy):
         rescorer = Rescorer(policy, columns, table, scored)
-    case = Case(columns, table, measures, rescorer, policy, reference, tokenizer, conversations, unread)
+    bos = getattr(tokenizer, "bos_token_id", None)
+    bos = interface.bos if bos is None else bos
+    case = Case(columns, table, measures, rescorer, policy, reference, tokenizer, conversations, bos, unread)
     findings, tokens = tuple(find_causes(case)), tuple(worst_tokens(columns))
     forwards = 0 if rescorer is None else rescorer.forwards
     compared = table.recorded is not None and table.trainer is not None

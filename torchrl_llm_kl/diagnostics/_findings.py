@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl.diagnostics._case import (
+    UNKNOWN_FLOOR,
     Case,
     not_finite,
     notes,
@@ -24,14 +25,23 @@ from torchrl_llm_kl.diagnostics._case import (
     zeros_of_one_column,
 )
 from torchrl_llm_kl.diagnostics._catalog import SURE, Evidence, Finding, finding
-from torchrl_llm_kl.diagnostics._measures import clustered_mean, retokenised, surprisal_gap
+from torchrl_llm_kl.diagnostics._measures import Mean, clustered_mean, retokenised, surprisal_gap
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
 
 #: The smallest surprisal minus entropy that counts, in nats and in (normal) standard errors.
 SMALLEST_GAP, LARGEST_Z = 0.02, 4.75
-#: The correlation of rounding and difference, in standard errors, that shows low precision, and the one that makes it possible.
-#: The largest ratio of their sizes.
-LEAST_Z, POSSIBLE_Z, EQUAL_SIZE = 3.0, 1.5, 1.6
+#: The usual limit of rounding as a root mean square, in nats.
+LARGEST_ROUNDING = 0.2
+#: Mean and spread of the logarithm of the policy's own rounding over the difference: if the sampler rounds with other kernels,
+#: and if it has other weights.
+OTHER_KERNELS, OTHER_WEIGHTS = (0.1, 0.2), (0.0, 1.5)
+#: Mean and spread of their correlation in the same two cases.
+SHARED_ROUNDING, CHANCE = (0.3, 0.1), (0.0, 0.07)
+#: Mean and spread of the logarithm of the root mean square in nats, if bfloat16 rounds it and if the weights differ.
+ROUNDED, CHANGED = (math.log(0.03), 0.5), (math.log(0.1), 1.2)
+#: Mean and spread of the logarithm of the squared difference in the first quarter of answers over the rest, after another
+#: prompt and with other weights. The odds of the former if no known prompt explains the difference.
+FADES, STEADY, UNKNOWN_PROMPT = (1.2, 0.6), (0.0, 0.5), 0.5
 #: The share of the squared difference that a cause must explain to be named, and the share that ends the search.
 NAMED, CERTAIN = 0.6, 0.99
 #: The largest share of tokens that counts as few. The share of the squared difference that all other tokens may have.
@@ -273,9 +283,10 @@ def _rescored(case: Case, rest: Difference, before: list[Finding]) -> list[Findi
         if case.moved:  # the policy has changed since, so its scores explain nothing
             return []
     out: list[Finding] = []
-    for attempt in (_adapter, _raw, _truncation, _other_prompt, _temperature, _precision):
+    last = (_precision, _other_prompt) if rest.rms < LARGEST_ROUNDING else (_other_prompt, _precision)
+    for attempt in (_adapter, _raw, _truncation, _temperature, *last):
         out += attempt(again)
-        if max(_explained(out), _best(before)) > _confidence(CERTAIN) - 0.02:
+        if max(_best(out), _explained(out), _best(before)) > _confidence(CERTAIN) - 0.02:
             break
     return out
 
@@ -364,15 +375,15 @@ def _truncation(again: Again) -> list[Finding]:
 
 def _other_prompt(again: Again) -> list[Finding]:
     """The sampler's log-probs follow another rendering of the prompt."""
-    if again.case.tokenizer is None:
-        return []
-    best, name = 0.0, ""
-    for candidate, predicted, known in again.rescorer.renderings(again.case.tokenizer, again.case.conversations):
+    case, best, name = again.case, 0.0, ""
+    for candidate, predicted, known in again.rescorer.renderings(case.tokenizer, case.conversations, case.bos):
         usable = known[again.inner]
         if int(usable.sum()) >= 8:
             where = again.here.clone()
             where[again.here] = usable
             best, name = max((best, name), (again.rest.explained(predicted[again.inner][usable], where), candidate))
+        if best > CERTAIN:  # no other rendering can be better
+            break
     if best < NAMED:
         return []
     return [finding("chat_template", _confidence(best), {"explained": best, "sampler_s_prompt": name})]
@@ -396,11 +407,11 @@ def _temperature(again: Again) -> list[Finding]:
 
 
 def _precision(again: Again) -> list[Finding]:
-    """The sampler's log-probs are the policy's in bfloat16, or correlate with them."""
+    """The sampler's log-probs are the policy's in bfloat16, or differ by rounding errors of the same kind and size."""
+    rest, here = again.rest, again.here
     rounded = again.rescorer.in_bfloat16()
     if rounded is None:
         return []
-    rest, here = again.rest, again.here
     d, own = -rest.d[here], rounded[again.inner] - rest.trainer[here]
     spread = float(own.std(correction=0) * d.std(correction=0))
     if spread == 0:
@@ -411,11 +422,39 @@ def _precision(again: Again) -> list[Finding]:
     evidence = {"explained": share, "correlation": correlation.value, "z": correlation.z, "size_of_rounding": size}
     if share > NAMED:
         return [finding("low_precision", _confidence(share), evidence)]
+    ratio = _mean_ratio(rest)
+    if abs(ratio.z) > LARGEST_Z:  # rounding has no bias
+        return []
     # Other kernels round differently. Over many layers little of the rounding is shared, but its size is the same.
-    if correlation.z > POSSIBLE_Z and 1 / EQUAL_SIZE < size < EQUAL_SIZE:
-        confidence = 0.6 + 0.3 * correlation.value if correlation.z > LEAST_Z else 0.45  # more tokens would decide
-        return [finding("low_precision", confidence, evidence)]
-    return []
+    odds = _odds_of_rounding(size, correlation)
+    likely = odds / (1 + odds)
+    return [finding("low_precision", 0.97 * likely, {**evidence, "z_of_ratio": ratio.z})] if likely > 0.1 else []
+
+
+def _odds_of_rounding(size: float, correlation: Mean) -> float:
+    """The odds of rounding with other kernels against other weights.
+
+    Args:
+        size: the size of the policy's own rounding errors over that of the difference.
+        correlation: the correlation of both.
+    """
+    x = math.log(size)
+    of_size = _density(x, *OTHER_KERNELS) / _density(x, *OTHER_WEIGHTS)
+    error = correlation.error if math.isfinite(correlation.error) else correlation.count**-0.5
+    # A larger correlation than the usual one is no evidence against rounding. The bound below avoids an underflow.
+    shared = max(-5 * error, min(correlation.value, SHARED_ROUNDING[0]))
+    of_correlation = [_density(shared, mean, math.hypot(spread, error)) for mean, spread in (SHARED_ROUNDING, CHANCE)]
+    return of_size * of_correlation[0] / of_correlation[1]
+
+
+def _density(x: float, mean: float, spread: float) -> float:
+    """The density of a normal distribution."""
+    return math.exp(-0.5 * ((x - mean) / spread) ** 2) / (spread * math.sqrt(2 * math.pi))
+
+
+def _mean_ratio(rest: Difference) -> Mean:
+    """The mean of the ratio minus 1. It is 0 for samples of the sampler, regardless of the trainer's weights."""
+    return clustered_mean(rest.d.clamp(max=20.0).expm1(), rest.sequences)
 
 
 def _onsets(case: Case, rest: Difference) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -487,10 +526,10 @@ def _few_tokens(case: Case, rest: Difference, best: float) -> list[Finding]:
 
 
 def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
-    """The remaining cause. It is other weights if the policy is known and nothing else explains the difference."""
+    """The remaining causes. They are other weights or an unknown prompt if the policy is known and explains nothing."""
     if best > 0.9:
         return []
-    ratio = clustered_mean(rest.d.clamp(max=20.0).exp() - 1, rest.sequences)
+    ratio = _mean_ratio(rest)
     evidence = {"mean_ratio": 1 + ratio.value, "z_of_ratio": ratio.z}
     few = _few_tokens(case, rest, best)
     if case.rescorer is None or case.moved:
@@ -499,24 +538,60 @@ def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
             text = "Score the sampler's top-k, top-p or min-p with sampling=Sampling(...). Pass policy= to fit it."
             return [finding("other_sampling", 0.7, evidence, text)]
         remedy = "Diagnose before the policy's first step on the batch to find the cause." * case.moved
-        return [*few, finding("mismatch", (0.3 if few else 0.6) * (1 - best), evidence, remedy)]
+        guesses = few or _guesses(rest, ratio, best)
+        rest_of_odds = (0.3 if few else 0.6) * (1 - max(best, _best(guesses)))
+        return [*guesses, finding("mismatch", rest_of_odds, evidence, remedy)]
     if few:
         return few
+    fading, odds = _fading(rest)
+    kl = float((rest.d.clamp(max=20.0).expm1() - rest.d).mean())
+    evidence |= {"early_over_late": fading, "kl_of_weights": kl}
+    odds = max(odds, 2.0 * (kl > LARGEST_DRIFT))
+    other_prompt = 0.95 * odds / (1 + odds) * (1 - best)
+    out = [finding("chat_template", other_prompt, evidence)] if other_prompt > 0.1 else []
+    fits = 1.0 if abs(ratio.z) < LARGEST_Z else 0.6
+    out.append(finding("stale_weights", 0.95 * fits * (1 - best - other_prompt), evidence))
+    return out
+
+
+def _fading(rest: Difference) -> tuple[float, float]:
+    """Whether the difference fades along the answers, as after another prompt. Other weights change all places alike.
+
+    Returns:
+        The mean squared difference of the first quarter of places over that of the rest, and the odds of another prompt
+        against other weights.
+    """
     first = rest.places < max(1, int(rest.places.max() + 1) // 4)
     squares = _capped(rest.d)
-    early, late = (squares[part].mean() if bool(part.any()) else squares.new_zeros(()) for part in (first, ~first))
-    concentration = float(early / late) if float(late) > 0 else 1.0
-    kl = float((rest.d.clamp(max=20.0).expm1() - rest.d).mean())
-    evidence |= {"early_over_late": concentration, "kl_of_weights": kl}
-    out = []
-    # Even over few tokens, the noise of the mean square is well below a factor of 4.
-    if (concentration > 4 and int(first.sum()) >= 32) or kl > LARGEST_DRIFT:
-        out.append(finding("chat_template", 0.65 * (1 - best), evidence))
-        best = max(best, out[0].confidence)
-    # The mean ratio of two distributions is 1, regardless of the weights.
-    fits = 1.0 if abs(ratio.z) < LARGEST_Z else 0.6
-    out.append(finding("stale_weights", 0.85 * fits * (1 - best), evidence))
-    return out
+    early, late = (clustered_mean(squares[part], rest.sequences[part]) for part in (first, ~first))
+    if early.count < 8 or late.count < 8 or not (early.value > 0 and late.value > 0):
+        return 1.0, 0.0
+    ratio = early.value / late.value
+    noise = math.hypot(early.error / early.value, late.error / late.value)
+    noise = noise if math.isfinite(noise) else 1.0  # a single sequence
+    x = max(0.0, math.log(ratio))
+    fades, steady = (_density(x, mean, math.hypot(spread, noise)) for mean, spread in (FADES, STEADY))
+    return ratio, UNKNOWN_PROMPT * fades / steady
+
+
+def _guesses(rest: Difference, ratio: Mean, best: float) -> list[Finding]:
+    """Rounding, other weights or another prompt, judged by size, bias and places of the difference, without a policy."""
+    x = math.log(rest.rms)
+    rounding = _density(x, *ROUNDED) / _tail(UNKNOWN_FLOOR, *ROUNDED)
+    rounding /= _density(x, *CHANGED) / _tail(UNKNOWN_FLOOR, *CHANGED)
+    rounding *= abs(ratio.z) < LARGEST_Z  # rounding has no bias
+    fading, prompt = _fading(rest)
+    evidence = {"mean_ratio": 1 + ratio.value, "z_of_ratio": ratio.z, "early_over_late": fading}
+    odds = {"low_precision": rounding, "stale_weights": 1.0, "chat_template": prompt}
+    # Temperatures and truncations have not been tried. They rarely change log-probs as little as rounding does.
+    certain = {"low_precision": 0.8, "stale_weights": 0.45, "chat_template": 0.6}
+    shares = {name: certain[name] * own / sum(odds.values()) for name, own in odds.items()}
+    return [finding(name, share * (1 - best), evidence) for name, share in shares.items() if share > 0.1]
+
+
+def _tail(above: float, mean: float, spread: float) -> float:
+    """The probability that a value with a log-normal distribution is above a bound."""
+    return 0.5 * math.erfc((math.log(above) - mean) / (spread * math.sqrt(2)))
 
 
 # ------------------------------------------------------------------ tokens that do not fit the scored distribution
@@ -544,11 +619,10 @@ def explain_tokens(case: Case) -> list[Finding]:
         top = rescorer.top
         for name, value in top.tightest().items():
             gains[name] = (-float(top.mass(name, value).log().sum()), {name: value})
-    if case.tokenizer is not None:
-        for name, predicted, usable in rescorer.renderings(case.tokenizer, case.conversations):
-            gain = float((predicted - own)[usable].mean()) * len(own)  # scaled to the tokens of the other causes
-            if gain > (gains["chat_template"][0] if "chat_template" in gains else 0.0):
-                gains["chat_template"] = (gain, {"sampler_s_prompt": name})
+    for name, predicted, usable in rescorer.renderings(case.tokenizer, case.conversations, case.bos):
+        gain = float((predicted - own)[usable].mean()) * len(own)  # scaled to the tokens of the other causes
+        if gain > (gains["chat_template"][0] if "chat_template" in gains else 0.0):
+            gains["chat_template"] = (gain, {"sampler_s_prompt": name})
     cause, (gain, own_evidence) = max(gains.items(), key=lambda item: item[1][0])
     second = max((own for name, (own, _) in gains.items() if name != cause), default=0.0)
     if gain < LEAST_GAIN:

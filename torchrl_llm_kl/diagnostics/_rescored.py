@@ -232,9 +232,11 @@ class Rescorer:
     # ------------------------------------------------------------------ prompts
 
     def renderings(
-        self, tokenizer: Tokenizer, conversations: list[list[Message]] | None
+        self, tokenizer: Tokenizer | None, conversations: list[list[Message]] | None, bos: int | None
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Score the first answers of a single turn after other renderings of their prompts.
+
+        Without a tokenizer, only the number of beginning-of-text tokens changes.
 
         Yields:
             The name of the rendering, log-probs ``[m]``, and True where they are known, bool ``[m]``.
@@ -243,15 +245,18 @@ class Rescorer:
         for i, (ids, mask) in enumerate(zip(self.ids, self.masks, strict=True)):
             first = int(mask.long().argmax())
             prompt = ids[:first].tolist()
-            messages = conversations[self.rows[i]] if conversations is not None else prompt_messages(tokenizer, prompt)
+            messages: list[Message] | None = None
+            if tokenizer is not None:
+                stored = None if conversations is None else conversations[self.rows[i]]
+                messages = stored or prompt_messages(tokenizer, prompt, bos)
             row = (i, prompt, ids[first:], messages or [])
             if bool(mask[first:].all()) and prompt:
                 answers.append(row)
                 parsed += [row] if messages else []
             if len(parsed) == MOST_PROMPTS:
                 break
-        shifted = [(name, render, answers[:MOST_PROMPTS]) for name, render in other_beginnings(tokenizer)]
-        rendered = [(name, render, parsed) for name, render in renderers(tokenizer)]
+        shifted = [(name, render, answers[:MOST_PROMPTS]) for name, render in other_beginnings(bos)]
+        rendered = [(name, render, parsed) for name, render in renderers(tokenizer, bos)] if parsed else []
         seen = {tuple(tuple(prompt) for _, prompt, _, _ in rows) for rows in (answers[:MOST_PROMPTS], parsed)}
         scorer = self._make(sampling=self.sampling)
         for name, render, chosen in [*shifted, *rendered]:
@@ -280,15 +285,14 @@ class Rescorer:
 Renderer = Callable[[list[int], list[Message]], list[int]]
 
 
-def other_beginnings(tokenizer: object) -> Iterator[tuple[str, Renderer]]:
+def other_beginnings(bos: int | None) -> Iterator[tuple[str, Renderer]]:
     """Yield renderings with one BOS token more or less. Template and tokenizer may each add one, so duplicates are common."""
-    bos = getattr(tokenizer, "bos_token_id", None)
     if bos is not None:
         yield "one beginning-of-text token more", lambda prompt, _: [bos, *prompt]
         yield "one beginning-of-text token less", lambda prompt, _: prompt[prompt[0] == bos :]
 
 
-def renderers(tokenizer: Any) -> Iterator[tuple[str, Renderer]]:
+def renderers(tokenizer: Any, bos: int | None) -> Iterator[tuple[str, Renderer]]:
     """Yield renderings: a name, and a function of a prompt's token ids and messages that returns other token ids."""
 
     def render(_: list[int], messages: list[Message], **options: object) -> list[int]:
@@ -300,28 +304,44 @@ def renderers(tokenizer: Any) -> Iterator[tuple[str, Renderer]]:
             return prompt
         return render(prompt, [{"role": "system", "content": _SYSTEM}, *messages])
 
+    def common(prompt: list[int], messages: list[Message], template: str) -> list[int]:
+        # These templates have no BOS token, so the rendering begins with those of the prompt.
+        return prompt[: _beginning(prompt, bos)] + render(prompt, messages, chat_template=template)
+
     if getattr(tokenizer, "chat_template", None):
         yield "the tokenizer's template", render
         yield "the tokenizer's template without generation prompt", partial(render, add_generation_prompt=False)
         yield "the tokenizer's template with a system prompt", with_system_prompt
         yield "the tokenizer's template with enable_thinking=False", partial(render, enable_thinking=False)
     for name, text in COMMON_TEMPLATES.items():
-        yield name, partial(render, chat_template=text)
+        yield name, partial(common, template=text)
 
 
-def prompt_messages(tokenizer: Any, prompt: list[int]) -> list[Message] | None:
-    """Recover the user's message from a prompt. None unless the tokenizer's template rendered it from a single message."""
+def _beginning(prompt: list[int], bos: int | None) -> int:
+    """The number of BOS tokens at the beginning of a prompt."""
+    return next((i for i, token in enumerate(prompt) if token != bos), len(prompt))
+
+
+def prompt_messages(tokenizer: Any, prompt: list[int], bos: int | None) -> list[Message] | None:
+    """Recover the user's message from a prompt that the tokenizer's or a common template rendered from a single message.
+
+    The last template is the text alone, so that a prompt without a template is a message. None if no template fits.
+    """
     mark = "4f1c9b27"  # a text that no template contains
     asked = [{"role": "user", "content": mark}]
-    try:
-        rendered = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    except Exception:  # the tokenizer has no template, or the template rejects the message
-        return None
-    before, marked, after = rendered.partition(mark)
-    text = tokenizer.decode(prompt, skip_special_tokens=False)
-    if not marked or not text.startswith(before) or not text.endswith(after) or len(text) < len(before) + len(after):
-        return None
-    return [{"role": "user", "content": text[len(before) : len(text) - len(after)]}]
+    whole = tokenizer.decode(prompt, skip_special_tokens=False)
+    without_bos = tokenizer.decode(prompt[_beginning(prompt, bos) :], skip_special_tokens=False)
+    for template, text in ((None, whole), *((template, without_bos) for template in COMMON_TEMPLATES.values())):
+        options = {} if template is None else {"chat_template": template}
+        try:
+            rendered = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, **options)
+        except Exception:  # the tokenizer has no template, or the template rejects the message
+            continue
+        before, marked, after = rendered.partition(mark)
+        fits = text.startswith(before) and text.endswith(after) and len(text) >= len(before) + len(after)
+        if marked and fits:
+            return [{"role": "user", "content": text[len(before) : len(text) - len(after)]}]
+    return None
 
 
 # ------------------------------------------------------------------ truncation
