@@ -1,7 +1,7 @@
 """Gemma 3 270M, its answers to questions of GSM8K, and float64 log-probs of them from plain forwards."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ class Answers:
 
     rows: list[Tensor]
     prompts: list[int]  # the lengths of the prompts
+    recorded: list[Tensor] = field(default_factory=list)  # the sampler's log-probs of the answers' tokens
 
     @property
     def sequences(self) -> Ragged:
@@ -51,21 +52,14 @@ class Answers:
             each[at], mask[at] = row, 1
         return ids, real.bool()
 
-    def batch(self, log_probs: Tensor | None = None) -> TensorDict:
-        """Token ids and masks padded on the right, and the sampler's log-probs of the answers' tokens, ``[N]``."""
+    def batch(self) -> TensorDict:
+        """Token ids and masks, padded on the right."""
         ids, real = self.padded()
         answer = torch.zeros_like(real)
         answer[real] = self.mask
-        batch = TensorDict(
-            tokens=TensorDict(full=ids, batch_size=[len(ids)]),
-            masks=TensorDict(all_attention_mask=real, all_assistant_mask=answer, batch_size=[len(ids)]),
-            batch_size=[len(ids)],
-        )
-        if log_probs is not None:
-            full = torch.zeros(ids.shape)
-            full[answer] = log_probs[self.mask].float()
-            batch["log_probs", "full"] = full
-        return batch
+        size = [len(ids)]
+        masks = TensorDict(all_attention_mask=real, all_assistant_mask=answer, batch_size=size)
+        return TensorDict(tokens=TensorDict(full=ids, batch_size=size), masks=masks, batch_size=size)
 
 
 class RealModel:
@@ -118,11 +112,15 @@ class RealModel:
         torch.manual_seed(seed)
         given = self.tokenizer(self.prompts[:prompts], return_tensors="pt", padding=True)
         drawn = sampling.generate_kwargs(num_return_sequences=answers, max_new_tokens=tokens, eos_token_id=None)
-        ids = (self.model if model is None else model).generate(**given, **drawn)
+        drawn |= {"return_dict_in_generate": True, "output_scores": True}
+        out = (self.model if model is None else model).generate(**given, **drawn)
+        ids = out.sequences
+        chosen = ids[:, given["input_ids"].shape[1] :]
+        scores = torch.stack(out.scores, 1).log_softmax(-1)  # after temperature and truncation
         real = given["attention_mask"].repeat_interleave(answers, 0)
         lengths = real.sum(-1)
         rows = [row[real.shape[1] - int(length) :] for row, length in zip(ids, lengths, strict=True)]
-        found = Answers(rows, lengths.tolist())
+        found = Answers(rows, lengths.tolist(), list(scores.gather(-1, chosen[..., None]).squeeze(-1)))
         if model is None:
             self._samples[key] = found
         return found

@@ -15,6 +15,8 @@ collect_ignore_glob = [] if os.environ.get(FOLDER) else ["test_*.py"]
 
 @pytest.fixture(scope="session")
 def real() -> RealModel:
+    if not os.environ.get(FOLDER):
+        pytest.skip(f"{FOLDER} names no folder: run `make real`")
     if not QUESTIONS.exists():
         pytest.skip(
             f"{QUESTIONS} is missing: it is grade_school_math/data/test.jsonl of github.com/openai/grade-school-math"

@@ -12,17 +12,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from torchrl_llm_kl import Diagnosis, diagnose
+from real_model import Answers, RealModel
+from torchrl_llm_kl import Diagnosis, Sampling, diagnose
 
 Rows = Sequence[Tensor]
 #: The number of answers that are diagnosed. A forward of the model over more of them takes many seconds.
 FEW, MORE = 6, 8
-
-
-def rows_of(batch: TensorDictBase) -> tuple[list[Tensor], list[Tensor]]:
-    """The prompts and answers of a batch."""
-    prompts, full = (list(batch["tokens", name].unbind(0)) for name in ("prompt", "full"))
-    return prompts, [row[len(prompt) :] for row, prompt in zip(full, prompts, strict=True)]
 
 
 @torch.no_grad()
@@ -48,16 +43,20 @@ def batch_of(prompts: Rows, answers: Rows, log_probs: Rows) -> TensorDictBase:
     )
 
 
-def few(batch: TensorDictBase) -> TensorDictBase:
-    """The first answers of a batch, with the log-probs that the sampler recorded."""
-    prompts, answers = rows_of(batch)
-    stored = [row[len(p) :] for row, p in zip(batch["log_probs", "full"].unbind(0), prompts, strict=True)]
-    return batch_of(prompts[:FEW], answers[:FEW], stored[:FEW])
+def sampled(real: RealModel, **sampling: Any) -> Answers:
+    """One answer to each of the first prompts."""
+    return real.sampled(Sampling(**sampling), prompts=MORE, answers=1, tokens=32)
+
+
+def parts_of(answers: Answers, number: int = FEW) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The prompts, the answers, and the log-probs that the sampler recorded."""
+    rows = list(zip(answers.rows, answers.prompts, strict=True))[:number]
+    return [row[:start] for row, start in rows], [row[start:] for row, start in rows], answers.recorded[:number]
 
 
 @pytest.fixture(scope="module")
-def clean(real: Any) -> TensorDictBase:
-    return real.sampled()
+def clean(real: RealModel) -> Answers:
+    return sampled(real)
 
 
 def named(diagnosis: Diagnosis, cause: str, least: float = 0.8) -> dict[str, Any]:
@@ -68,8 +67,8 @@ def named(diagnosis: Diagnosis, cause: str, least: float = 0.8) -> dict[str, Any
     return diagnosis.worst.evidence
 
 
-def test_clean_answers_raise_no_alarm(real: Any, clean: TensorDictBase) -> None:
-    diagnosis = diagnose(few(clean), policy=real.model, tokenizer=real.tokenizer)
+def test_clean_answers_raise_no_alarm(real: RealModel, clean: Answers) -> None:
+    diagnosis = diagnose(batch_of(*parts_of(clean)), policy=real.model, tokenizer=real.tokenizer)
     assert diagnosis.faults == (), diagnosis
     assert diagnosis.measures["mismatch/rms"] < 1e-3
 
@@ -80,16 +79,18 @@ def test_clean_answers_raise_no_alarm(real: Any, clean: TensorDictBase) -> None:
     ids=["temperature", "top_k"],
 )
 def test_sampling_settings_are_named_with_their_values(
-    real: Any, sampling: dict[str, Any], cause: str, value: float, tolerance: float
+    real: RealModel, sampling: dict[str, Any], cause: str, value: float, tolerance: float
 ) -> None:
-    evidence = named(diagnose(few(real.sampled(**sampling)), policy=real.model, tokenizer=real.tokenizer), cause)
+    evidence = named(
+        diagnose(batch_of(*parts_of(sampled(real, **sampling))), policy=real.model, tokenizer=real.tokenizer), cause
+    )
     name = "temperature_of_log_probs" if cause == "wrong_temperature" else cause
     assert evidence[name] == pytest.approx(value, abs=tolerance)
 
 
 @pytest.mark.parametrize(("name", "tokenizer"), [("more", True), ("less", False)])
-def test_a_second_bos_token_on_one_side(real: Any, clean: TensorDictBase, name: str, tokenizer: bool) -> None:
-    prompts, answers = (rows[:FEW] for rows in rows_of(clean))
+def test_a_second_bos_token_on_one_side(real: RealModel, clean: Answers, name: str, tokenizer: bool) -> None:
+    prompts, answers, _ = parts_of(clean)
     twice = [torch.cat([prompt[:1], prompt]) for prompt in prompts]
     seen, stored = (twice, prompts) if name == "more" else (prompts, twice)
     batch = batch_of(stored, answers, recorded(real.model, seen, answers))
@@ -98,9 +99,9 @@ def test_a_second_bos_token_on_one_side(real: Any, clean: TensorDictBase, name: 
     assert evidence["sampler_s_prompt"] == f"one beginning-of-text token {name}"
 
 
-def test_a_template_with_other_markers(real: Any, clean: TensorDictBase) -> None:
+def test_a_template_with_other_markers(real: RealModel, clean: Answers) -> None:
     """The data has ChatML's markers, the sampler saw Gemma's. The tokenizer has no template of its own."""
-    answers, questions = rows_of(clean)[1][:FEW], real.prompts[:FEW]
+    answers, questions = parts_of(clean)[1], real.prompts[:FEW]
     chatml = [f"<|im_start|>user\n{each}<|im_end|>\n<|im_start|>assistant\n" for each in questions]
     gemma = [f"<start_of_turn>user\n{each}<end_of_turn>\n<start_of_turn>model\n" for each in questions]
     stored, seen = ([torch.tensor(real.tokenizer(text).input_ids) for text in texts] for texts in (chatml, gemma))
@@ -109,13 +110,13 @@ def test_a_template_with_other_markers(real: Any, clean: TensorDictBase) -> None
     assert evidence["sampler_s_prompt"] == "Gemma"
 
 
-def test_a_bfloat16_sampler(real: Any, clean: TensorDictBase) -> None:
-    prompts, answers = (rows[:MORE] for rows in rows_of(clean))
+def test_a_bfloat16_sampler(real: RealModel, clean: Answers) -> None:
+    prompts, answers, _ = parts_of(clean, MORE)
     log_probs = recorded(copy.deepcopy(real.model).bfloat16(), prompts, answers)
     named(diagnose(batch_of(prompts, answers, log_probs), policy=real.model), "low_precision", least=0.7)
 
 
-def test_changes_of_the_size_of_adapters_are_stale_weights(real: Any, clean: TensorDictBase) -> None:
+def test_changes_of_the_size_of_adapters_are_stale_weights(real: RealModel, clean: Answers) -> None:
     """The policy has random changes of rank 8, of 2 percent of the size of the weights."""
     policy, rng = copy.deepcopy(real.model), torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -124,5 +125,5 @@ def test_changes_of_the_size_of_adapters_are_stale_weights(real: Any, clean: Ten
                 rows, columns = weight.shape
                 change = torch.randn(rows, 8, generator=rng) @ torch.randn(8, columns, generator=rng)
                 weight += change * (0.02 * weight.std() / change.std())
-    diagnosis = diagnose(few(clean), policy=policy)
+    diagnosis = diagnose(batch_of(*parts_of(clean)), policy=policy)
     assert named(diagnosis, "stale_weights", least=0.6)["kl_of_weights"] > 0
