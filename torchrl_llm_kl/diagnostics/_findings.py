@@ -435,13 +435,13 @@ def _odds_of_rounding(size: float, correlation: Mean) -> float:
     """The odds of rounding with other kernels against other weights.
 
     Args:
-        size: the size of the policy's own rounding errors over that of the difference.
+        size: the size of the policy's own rounding errors over the size of the difference.
         correlation: the correlation of both.
     """
     x = math.log(size)
     of_size = _density(x, *OTHER_KERNELS) / _density(x, *OTHER_WEIGHTS)
     error = correlation.error if math.isfinite(correlation.error) else correlation.count**-0.5
-    # A larger correlation than the usual one is no evidence against rounding. The bound below avoids an underflow.
+    # A larger correlation than the usual one does not speak against rounding. The bound below avoids an underflow.
     shared = max(-5 * error, min(correlation.value, SHARED_ROUNDING[0]))
     of_correlation = [_density(shared, mean, math.hypot(spread, error)) for mean, spread in (SHARED_ROUNDING, CHANCE)]
     return of_size * of_correlation[0] / of_correlation[1]
@@ -558,7 +558,7 @@ def _fading(rest: Difference) -> tuple[float, float]:
     """Whether the difference fades along the answers, as after another prompt. Other weights change all places alike.
 
     Returns:
-        The mean squared difference of the first quarter of places over that of the rest, and the odds of another prompt
+        The mean squared difference of the first quarter of places over that on the rest, and the odds of another prompt
         against other weights.
     """
     first = rest.places < max(1, int(rest.places.max() + 1) // 4)

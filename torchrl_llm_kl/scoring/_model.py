@@ -226,7 +226,7 @@ def _tied_embedding(model: nn.Module) -> nn.Module | None:
 
 @contextmanager
 def _one_gradient(embedding: nn.Module) -> Iterator[None]:
-    """Context in which the embedding adds its gradient to that of the tied head, in place.
+    """Context in which the embedding adds its gradient to the tied head's, in place.
 
     Autograd would allocate a second gradient of the size of the weight for the embedding, and hold both.
     """
