@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich.table import Table
 
 from benchmarks.measure import Measured
@@ -59,6 +61,7 @@ def markdown(run: Run) -> str:
         parts.append("## Compared with a plain forward, or with another setting\n")
         rows = [[f"**{r.name}**", r.title, r.peer, *_figures(r)] for r in alone]
         parts.append(markdown_table(["", "work", "peer", "the peer", *header], rows))
+    parts += _pretrained()
     parts.append("## Targets\n")
     goals = [[f"**{r.name}**", g.what, f"{g.found:.3g}", _target(g), _verdict(g)] for r in run.results for g in r.goals]
     parts.append(markdown_table(["", "figure", "found", "target", ""], goals))
@@ -71,6 +74,18 @@ def markdown(run: Run) -> str:
     where = {**run.machine, **run.settings, **run.versions}
     parts.append(markdown_table(["", ""], [[name, value] for name, value in where.items()]))
     return "\n".join(parts)
+
+
+def _pretrained() -> list[str]:
+    """The first table of the page of a real model, if ``benchmarks.real`` has written it."""
+    page = Path(__file__).with_name("REAL.md")
+    lines = page.read_text(encoding="utf-8").split("\n\n") if page.exists() else []
+    tables = [part for part in lines if part.startswith("| work |")]
+    return (
+        [f"## With a pre-trained model\n\nGemma 3 270M on text of GSM8K ([more](REAL.md)).\n\n{tables[0]}\n"]
+        if tables
+        else []
+    )
 
 
 def _turns(result: Result) -> str:
