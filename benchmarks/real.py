@@ -150,7 +150,17 @@ def compare(folder: Path) -> str:
         OURS: lambda: _backward(loss(rollouts.copy()).total_loss),
     }
     rows.append(row(f"GRPO's loss and all gradients, {what}", measured(steps, 1, clear_all), COLUMNS))
-    return markdown_table(["work", *COLUMNS, "faster", "less memory"], rows)
+    expected = step_mib(policy, sum(map(len, batch.prompts[::4])) + sum(map(len, batch.responses)))
+    formula = f"[The formula](../docs/scoring.md#memory-on-the-device) for this loss gives {expected:,.0f} MiB.\n"
+    return markdown_table(["work", *COLUMNS, "faster", "less memory"], rows) + "\n" + formula
+
+
+def step_mib(model: Any, tokens: int) -> float:
+    """Memory of a training step by the formula of docs/scoring.md, in MiB."""
+    config, pack = model.config, min(tokens, 1024)
+    activations = 4 * config.num_hidden_layers * tokens * 6 * (config.intermediate_size + config.hidden_size)
+    gradients = 4 * sum(parameter.numel() for parameter in model.parameters())
+    return (activations + gradients + 4 * pack * tokens) / 2**20 + 5 * 20 + 64
 
 
 # ------------------------------------------------------------------ sampling and a step

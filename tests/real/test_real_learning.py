@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.testing import assert_close
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.replay_buffers import SamplerWithoutReplacement
+from torchrl.envs.llm.transforms.kl import RetrieveKL as TorchRLRetrieveKL
 
+from benchmarks.models import wrapper
 from real_model import GEMMA_TURNS, Answers, RealModel, taken
 from torchrl_llm_kl import (
     KLComputation,
@@ -241,8 +243,11 @@ def test_sft_learns(real: RealModel) -> None:
 # ------------------------------------------------------------------ transforms
 
 
-def test_transforms_in_an_env_and_in_a_buffer(real: RealModel, other: Any) -> None:
-    """Sampled answers in an env with ``RetrieveKL``. Then each transform in a replay buffer, against float64."""
+def test_transforms_in_an_env_and_in_a_buffer(real: RealModel, other: Any, measured: dict[str, Any]) -> None:
+    """Sampled answers in an env with ``RetrieveKL``. Then each transform in a replay buffer, against float64.
+
+    The distance of torchrl's transform is only reported.
+    """
     tokenizer, prompts = with_template(real, PLAIN_TEMPLATE), real.prompts[:2]
 
     def rollout(kl_transform: RetrieveKL | None) -> Any:
@@ -283,6 +288,13 @@ def test_transforms_in_an_env_and_in_a_buffer(real: RealModel, other: Any) -> No
         return isinstance(found["next", "ref_log_probs"], Tensor)
 
     check(batch)
+    wrapped = wrapper(real.model, "log_probs"), wrapper(other, "ref_log_probs")
+    theirs = torch.no_grad()(TorchRLRetrieveKL(*wrapped, assistant_only=False, add_to_reward=False))(plain.copy())
+    found = theirs["next", "log_probs", "full"]
+    found = found.to_padded_tensor(0.0) if found.is_nested else found
+    measured["torchrl's RetrieveKL, largest distance of a log-prob"] = (
+        f"{(found.reshape(answer.shape)[answer].double() - one).abs().max():.2g}"
+    )
     sampler, reference = (
         RetrieveLogProb(model, log_probs_full_key=(name, "full"))
         for model, name in ((real.model, "log_probs"), (other, "ref_log_probs"))

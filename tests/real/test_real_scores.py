@@ -169,3 +169,21 @@ def test_a_row_alone_and_an_empty_one(real: RealModel, answers: Answers, truth: 
     assert_close(found[0][start:].double(), truth[start : len(rows[0])], atol=LARGEST, rtol=0)
     assert found[1].tolist() == [0.0]
     assert found[2].tolist() == []
+
+
+def test_llama_cpp_agrees(real: RealModel, answers: Answers, measured: dict[str, Any]) -> None:
+    """A second reader of the weights. It multiplies 4- and 6-bit weights with activations of 8 bits, which adds noise."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python, which compiles for ten minutes")
+    file = real.folder.parent / "gemma-3-270m-q4_k_m.gguf"
+    llama = llama_cpp.Llama(str(file), n_ctx=256, logits_all=True, verbose=False)
+    ours, errors = LogProbScorer(real.model).score(answers.sequences, answers.mask).to_list(), []
+    for row, start, values in zip(answers.rows, answers.prompts, ours, strict=True):
+        llama.reset()
+        llama.eval(row.tolist())
+        logits = torch.tensor(llama.scores[start - 1 : len(row) - 1])
+        errors.append((taken(logits, row) - values)[start:])
+    error = torch.cat(errors)
+    rms = error.square().mean().sqrt().item()
+    measured["llama.cpp, root mean square and mean per token"] = f"{rms:.3f}, {error.mean():.3f}"
+    assert rms < 0.15
+    assert error.mean().abs() < 0.05
