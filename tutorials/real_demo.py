@@ -64,18 +64,18 @@ def run(seed: int, out: Path, changes: Sequence[str]) -> TrainResult:
 
 def report(results: dict[int, TrainResult], out: Path, target: float | None) -> None:
     """Print a table of the seeds, and draw the means over them."""
-    table = Table(title="GRPO of Gemma 3 270M on sums", title_justify="left")
-    names = ("seed", "right before", "right after", "KL, last 10 steps", "largest KL")
+    table = Table(title="GRPO of Gemma 3 270M: right held-out sums, and KL in nats", title_justify="left")
+    names = ("seed", "before (95 %)", "after (95 %)", "KL, last 10", "largest KL")
     for name in names:
         table.add_column(name, justify="right")
     for seed, result in results.items():
         first, last = result.evaluations[0], result.evaluations[-1]
-        shares = [f"{row['reward']:.1%} ({row['low/reward']:.0%} to {row['high/reward']:.0%})" for row in (first, last)]
+        shares = [f"{row['reward']:.1%} ({row['low/reward']:.0%}-{row['high/reward']:.0%})" for row in (first, last)]
         kl = [row["kl"] for row in result.rows]
         table.add_row(str(seed), *shares, f"{fmean(kl[-10:]):.2f}", f"{max(kl):.2f}")
     ends = [[result.evaluations[at]["reward"] for result in results.values()] for at in (0, -1)]
     spread = [f"{fmean(each):.1%}" + (f" ± {stdev(each):.1%}" if len(each) > 1 else "") for each in ends]
-    table.add_row("mean ± deviation", *spread, "", "")
+    table.add_row("mean", *spread, "", "")
     Console().print(table)
     every = [result.rows for result in results.values()]
     rows = [

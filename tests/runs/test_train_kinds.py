@@ -281,6 +281,28 @@ def test_a_file_of_rewards_runs_once_and_imports_its_neighbours(lab: Path, tmp_p
         load_reward(settings(lab, lab / "none", f"reward={tmp_path / 'bad.py'}:f"))
 
 
+def test_the_first_coefficient_follows_from_the_target(lab: Path, tmp_path: Path) -> None:
+    """A quarter of the target doubles it. In the reward it starts after the first step, which was charged already."""
+    found: dict[Any, list[float]] = {}
+    for place, target, given in (
+        ("loss", 0.5, {}),
+        ("loss", 2.0, {}),
+        ("reward", 0.5, {}),
+        ("reward", 2.0, {}),
+        ("loss", 0.5, {"coefficient": 0.3}),
+    ):
+        out = tmp_path / f"{len(found)}"
+        kl = {"place": place, "target": target, "controller_args": {"warmup": 9}, **given}
+        go(lab, out, "run.steps=2", "evaluation.every=0", kl=kl)
+        found[place, target, bool(given)] = [row["coefficient"] for row in figures(out / "metrics.jsonl")]
+    assert found["loss", 0.5, True] == pytest.approx([0.3, 0.3])
+    assert found["reward", 0.5, False][0] == pytest.approx(0.1)
+    for place in ("loss", "reward"):
+        near, far = (found[place, target, False] for target in (0.5, 2.0))
+        assert near[1] == pytest.approx(2 * far[1])
+    assert found["loss", 0.5, False][0] == found["loss", 0.5, False][1]
+
+
 def test_the_tutorial_and_the_command_are_bit_equal(lab: Path, tmp_path: Path) -> None:
     assert len((ROOT / "tutorials" / "train_grpo.py").read_text().splitlines()) <= 150, "the tutorial is short"
     changes = ("data.held_out_share=0", "evaluation.every=0", "optimizer.warmup_steps=0", "run.seed=3")
