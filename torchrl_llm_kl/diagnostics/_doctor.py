@@ -208,8 +208,7 @@ def diagnose(
     usable = not columns.has_images and "log_prob" not in unread and bool(columns.mask.any())
     if usable and policy is not None and Rescorer.can_score(policy):
         rescorer = Rescorer(policy, columns, table, scored)
-    bos = getattr(tokenizer, "bos_token_id", None)
-    bos = interface.bos if bos is None else bos
+    bos = interface.bos if tokenizer is None else getattr(tokenizer, "bos_token_id", None)
     case = Case(columns, table, measures, rescorer, policy, reference, tokenizer, conversations, bos, unread)
     findings, tokens = tuple(find_causes(case)), tuple(worst_tokens(columns))
     forwards = 0 if rescorer is None else rescorer.forwards

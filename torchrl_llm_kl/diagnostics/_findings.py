@@ -532,13 +532,17 @@ def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
     ratio = _mean_ratio(rest)
     evidence = {"mean_ratio": 1 + ratio.value, "z_of_ratio": ratio.z}
     few = _few_tokens(case, rest, best)
-    if case.rescorer is None or case.moved:
+    guesses = _guesses(rest, ratio, best)
+    known = case.rescorer is not None and not case.moved
+    if case.rescorer is not None and case.rescorer.narrow:
+        known = known and all(each.cause != "low_precision" for each in guesses)
+    if not known:
         above = share_of(rest.d > case.floor)
         if ratio.value < -SMALLEST_GAP and above < 0.01 and rest.d.numel() >= 32:  # noise would have both signs
             text = "Score the sampler's top-k, top-p or min-p with sampling=Sampling(...). Pass policy= to fit it."
             return [finding("other_sampling", 0.7, evidence, text)]
         remedy = "Diagnose before the policy's first step on the batch to find the cause." * case.moved
-        guesses = few or _guesses(rest, ratio, best)
+        guesses = few or guesses
         rest_of_odds = (0.3 if few else 0.6) * (1 - max(best, _best(guesses)))
         return [*guesses, finding("mismatch", rest_of_odds, evidence, remedy)]
     if few:

@@ -157,12 +157,17 @@ class Rescorer:
             return None
         return self._flat(self._run(scorer).log_prob)
 
+    @property
+    def narrow(self) -> bool:
+        """Whether the policy's own weights are in half precision, so that its rounding errors are unknown."""
+        return self.dtype not in (torch.float32, torch.float64)
+
     def in_bfloat16(self) -> Tensor | None:
         """The log-probs ``[m]`` of a temporary copy of the policy in bfloat16.
 
         A large model is not copied. Its matrix products are computed in bfloat16 instead. None if its weights are not wider.
         """
-        if self.dtype not in (torch.float32, torch.float64):
+        if self.narrow:
             return None
         if sum(weight.numel() for weight in self.model.parameters()) * 2 > LARGEST_COPY:
             scorer = self._make(dtype=torch.bfloat16, sampling=self.sampling)

@@ -63,6 +63,7 @@ class ModelInterface:
         tokenizer: the tokenizer for text and conversations, if the model has one.
         template_kwargs: the chat template's arguments.
         bos: the id of the beginning-of-text token, if known.
+        adds_special: whether the tokenizer adds its special tokens to a text.
 
     Example:
         >>> ModelInterface().tokens_full
@@ -83,6 +84,7 @@ class ModelInterface:
     tokenizer: Tokenizer | None = None
     template_kwargs: TemplateArgs = field(default_factory=dict)
     bos: int | None = None
+    adds_special: bool = True
 
     @classmethod
     def of(cls, model: object) -> ModelInterface:
@@ -110,6 +112,7 @@ class ModelInterface:
             in_keys=(input_key,) if generates else in_keys,
             template_kwargs=given("chat_template", "chat_template_name"),
             bos=asked(asked(model, "tokenizer", object), "bos_token_id", int),
+            adds_special=(asked(model, "tokenizer_kwargs", dict) or {}).get("add_special_tokens") is not False,
             **given("tokens_key", "text_key", "masks_key", "history_key", "attention_mask_key", "log_probs_key"),
             **given("pad_output", "layout", "tokenizer"),
         )

@@ -252,7 +252,7 @@ def render_text(
         prompts = _texts(column, td, prompt_key)
         starts = [_common_prefix(text, prompts[row], row) for row, text in enumerate(texts)]
     spans = [[(start, len(text))] if start < len(text) else [] for text, start in zip(texts, starts, strict=True)]
-    pairs = encode_with_mask(tokenizer, texts, spans, add_bos=True)
+    pairs = encode_with_mask(tokenizer, texts, spans, add_bos=interface.adds_special)
     return *_arrange(td, interface, options, [ids for ids, _ in pairs], [mask for _, mask in pairs]), None
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from torchrl_llm_kl._numerics import is_dtensor
@@ -216,6 +215,9 @@ def _tied_embedding(model: nn.Module) -> nn.Module | None:
     weight = asked(embedding, "weight", nn.Parameter)
     if weight is None or weight is not asked(head, "weight", nn.Parameter) or type(weight) is not nn.Parameter:
         return None
+    # In half precision a frequent token's sum would round after each addition. A graph of torch.compile has no hooks.
+    if weight.dtype not in (torch.float32, torch.float64) or torch.compiler.is_compiling():
+        return None
     # A hook of the user must see the whole gradient.
     hooks = (asked(weight, "_backward_hooks", dict) or {}).values()
     usual = (
@@ -230,20 +232,21 @@ def _one_gradient(embedding: nn.Module) -> Iterator[None]:
 
     Autograd would allocate a second gradient of the size of the weight for the embedding, and hold both.
     """
-    lookup = _TiedLookup(cast(nn.Parameter, embedding.weight))
+    lookup, usual = _TiedLookup(cast(nn.Parameter, embedding.weight)), embedding.forward
+    own = "forward" in vars(embedding)  # another library has wrapped it
 
-    def begin(*_: object) -> None:
-        lookup.__enter__()
+    def forward(*args: object, **kwargs: object) -> Tensor:
+        with lookup:
+            return usual(*args, **kwargs)
 
-    def end(*_: object) -> None:
-        lookup.__exit__(None, None, None)
-
-    hooks = [embedding.register_forward_pre_hook(begin), embedding.register_forward_hook(end, always_call=True)]
+    embedding.forward = forward
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        if own:
+            embedding.forward = usual
+        else:
+            del embedding.forward
 
 
 class _TiedLookup(TorchFunctionMode):
@@ -265,40 +268,51 @@ class _TiedLookup(TorchFunctionMode):
 
 
 class _RowsOfTied(torch.autograd.Function):
-    """Rows of a weight. The backward passes no gradient on. It leaves it to a hook of the weight, which runs after it."""
+    """Rows of a weight. The backward stores their gradient, and a hook adds it when the weight's gradient is complete."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: nn.Parameter, padding: int | None) -> Tensor:
-        ctx.ids, ctx.padding, ctx.rows = ids, padding, _PendingRows(weight)
+        ctx.save_for_backward(ids)
+        ctx.padding, ctx.rows = padding, _PendingRows(weight)
         return nn.functional.embedding(ids, weight)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        keep = torch.ones_like(ctx.ids, dtype=torch.bool) if ctx.padding is None else ctx.ids != ctx.padding
-        ctx.rows.pending = ctx.ids[keep], grad[keep]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+        (ids,) = ctx.saved_tensors
+        if ctx.padding is not None:
+            grad = grad.masked_fill((ids == ctx.padding)[..., None], 0.0)
+        if torch.is_grad_enabled():  # the graph of a second derivative
+            return None, ctx.rows.zeros.index_put((ids,), grad, accumulate=True), None
+        ctx.rows.pending = ids, grad
         return None, None, None
 
 
 class _PendingRows:
-    """The gradient of looked up rows until the weight's own arrives. The graph of a forward owns it."""
+    """The gradient of looked up rows until the weight's hook runs. The graph of a forward owns it."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         self.pending: tuple[Tensor, Tensor] | None = None
+        self._like = weight.detach()
         # A weak reference, since the end of the graph removes the hook.
         self._handle = weight.register_hook(partial(_add_rows, weakref.ref(self)))
+
+    @property
+    def zeros(self) -> Tensor:
+        """A gradient of 0."""
+        return torch.zeros_like(self._like)
 
     def __del__(self) -> None:
         self._handle.remove()
 
 
-def _add_rows(owner: weakref.ref[_PendingRows], grad: Tensor) -> Tensor:
+def _add_rows(owner: weakref.ref[_PendingRows], grad: Tensor | None) -> Tensor | None:
     """Add the pending rows to the gradient of the weight, in place."""
     rows = owner()
     if rows is None or rows.pending is None:
         return grad
     (ids, values), rows.pending = rows.pending, None
-    return grad.contiguous().index_put_((ids,), values.to(grad.dtype), accumulate=True)
+    grad = rows.zeros if grad is None else grad.contiguous()
+    return grad.index_put_((ids,), values.to(grad.dtype), accumulate=True)
 
 
 # ---------------------------------------------------------------------- body and head

@@ -142,8 +142,8 @@ def make_env(
 
     Raises:
         PromptError: if a row has no prompt, or the source has no rows.
-        ValueError: if a number is out of range, the chat template is missing, the padding token is ordinary text, or torchrl
-            cannot read the template's text back in history mode.
+        ValueError: if a number is out of range, the chat template is missing, or torchrl cannot read the template's text back
+            in history mode.
         TypeError: if the prompts have another type, or a function cannot be called with its arguments.
 
     Example:
@@ -239,8 +239,8 @@ class TaskEnv(ChatEnv):
         check_range(1, group_size=group_size, num_prompts=num_prompts)
         check_choice(get_args(InputMode), input_mode=input_mode)
         check_padding(tokenizer)
-        templates = tokenizer.chat_template, template_kwargs.get("chat_template")
-        if input_mode == "history" and PLAIN_TEMPLATE in templates:
+        template = template_kwargs.get("chat_template", tokenizer.chat_template)
+        if input_mode == "history" and template == PLAIN_TEMPLATE:
             raise ValueError("torchrl cannot read messages back from plain text: pass input_mode='text'.")
         super().__init__(
             input_mode=input_mode,

@@ -488,15 +488,17 @@ def special_tokens(tokenizer: Tokenizer | None) -> tuple[str, ...]:
 
 
 def check_padding(tokenizer: Tokenizer) -> None:
-    """Raise a ValueError if the padding token is ordinary text, which would be removed from prompts and answers.
+    """Warn if the padding token looks like ordinary text, which would be removed from prompts and answers.
 
-    transformers makes every padding token a special token, so its form must show whether it is text.
+    transformers makes every padding token a special token, so only its form can show that.
     """
     pad = tokenizer.pad_token
-    if pad is not None and not re.search(r"[<>\[\]|]", pad):
-        raise ValueError(
-            f"the tokenizer's padding token {pad!r} is ordinary text, which would be removed from answers: load the tokenizer "
-            "with pad_token= a special token, such as its end token, and save it to a folder."
+    if pad is not None and not re.search(r"[<>\[\]|{}_]|(?i:pad)", pad):
+        warnings.warn(
+            f"the tokenizer's padding token {pad!r} looks like ordinary text, which would be removed from answers. If it is, "
+            "reload the tokenizer with a special token as padding, from_pretrained(..., pad_token=tokenizer.eos_token), and "
+            "save it to a folder for model.tokenizer.",
+            stacklevel=3,
         )
 
 

@@ -488,7 +488,12 @@ def read_config(source: str | Path | Mapping[str, object] | None = None, overrid
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-    given = [*_of_source(source), *(pair for text in overrides for pair in _of_override(text))]
+    given: list[tuple[str, object]] = []
+    for key, value in (*_of_source(source), *(pair for text in overrides for pair in _of_override(text))):
+        if (key, value) == ("lora", None):  # takes back what came before
+            given = [pair for pair in given if not pair[0].startswith("lora.")]
+        else:
+            given.append((key, value))
     _check_keys([key for key, _ in given])
     config = OmegaConf.structured(TrainConfig)
     # OmegaConf cannot set a field of a section that is None.
@@ -553,7 +558,7 @@ def _pairs(key: str, value: object) -> Iterator[tuple[str, object]]:
     elif (key in _SECTIONS or (key == "reward.functions" and value)) and isinstance(value, Mapping):
         for name, item in value.items():
             yield from _pairs(f"{key}.{name}", item)
-    elif (key, value) != ("lora", None):
+    else:
         yield key, value
 
 

@@ -26,6 +26,7 @@ from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._registry import install_hint
 from torchrl_llm_kl._typing import asked
 from torchrl_llm_kl.diagnostics import RunMonitor, log_metrics, status_line
+from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, DualKLCoefficient, PIKLCoefficient
 from torchrl_llm_kl.tasks import PromptOrder, Prompts, make_env
 from torchrl_llm_kl.training import _report, _steps
 from torchrl_llm_kl.training._build import Reference, load_reference, measured_kl, sampling_of
@@ -39,6 +40,9 @@ from torchrl_llm_kl.transforms import RetrieveKL
 #: The files and folders that a run writes into its folder.
 WRITTEN: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "evaluations.jsonl", "checkpoints", "logs")
 WRITTEN += ("curves.png", "rollouts.html", "diagnosis.txt", "final")
+
+#: The coefficients whose value is the weight of the KL. A controller of the user may mean something else by it.
+_ADAPTIVE = (AdaptiveKLCoefficient, DualKLCoefficient, PIKLCoefficient)
 
 #: The files of a checkpoint that only a resumed run needs.
 _TO_RESUME = ("state.pt", "critic.safetensors")
@@ -204,10 +208,10 @@ class Run:
             self.monitor.look(self.step, batch)
         charged, compares = plan.algorithm.kl_reward != "none", plan.algorithm.compares_answers
         if not charged:
-            self._start_coefficient(batch, charged=False)
+            self._start_coefficient(batch, charged=False, compares=compares)
         figures = _steps.step_figures(batch, coefficient=plan.coefficient, charged=charged, compares=compares)
-        if charged:  # the rewards of this batch were charged with the coefficient before
-            self._start_coefficient(batch, charged=True)
+        if charged and figures.get("equal_rewards") != 1:  # this batch was charged with the coefficient before
+            self._start_coefficient(batch, charged=True, compares=compares)
         if self.step == 0 and figures.get("equal_rewards") == 1 and algorithm.teacher is None:
             self.say(
                 f"warning: all answers of the first step have the same reward, {figures['reward']:.4g}, from which nothing is "
@@ -233,15 +237,18 @@ class Run:
         self.step += 1
         return row
 
-    def _start_coefficient(self, batch: TensorDictBase, *, charged: bool) -> None:
+    def _start_coefficient(self, batch: TensorDictBase, *, charged: bool, compares: bool) -> None:
         """At the first step with different rewards, set a coefficient that adapts to a target and was not given."""
         kl, coefficient = self.config.kl, self.inputs.plan.coefficient
-        given = kl.target is None or kl.coefficient is not None or "init" in kl.controller_args
-        if kl.target is not None and not given and all(row.get("equal_rewards") == 1 for row in self.rows.rows):
-            first = _steps.first_coefficient(batch, kl.target, charged=charged)
-            value = asked(coefficient, "value", torch.Tensor)  # a controller of the user may have none
-            if first is not None and value is not None:
-                value.fill_(first)
+        given = kl.coefficient is not None or "init" in kl.controller_args
+        started = any(row.get("equal_rewards") != 1 for row in self.rows.rows)
+        if kl.target is None or given or started or not isinstance(coefficient, _ADAPTIVE):
+            return
+        how = {"coefficient": coefficient().item(), "compares": compares}
+        first = _steps.first_coefficient(batch, kl.target, charged=charged, **how)
+        if first is not None:
+            low, high = (asked(coefficient, name, (int, float)) for name in ("low", "high"))
+            coefficient.value.fill_(min(max(first, low or 0.0), math.inf if high is None else high))
 
     def sample(self) -> TensorDictBase:
         """Sample and score the answers of a step, and compute their advantages."""

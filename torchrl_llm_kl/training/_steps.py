@@ -333,23 +333,27 @@ def make_schedule(
 # ------------------------------------------------------------------ the first coefficient
 
 
-def first_coefficient(batch: TensorDictBase, target: float, *, charged: bool) -> float | None:
+def first_coefficient(
+    batch: TensorDictBase, target: float, *, charged: bool, coefficient: float = 0.0, compares: bool = True
+) -> float | None:
     r"""The coefficient whose optimal policy has about the target KL, estimated from the first answers.
 
     The policy that maximises ``reward - coefficient * KL`` is the reference times ``exp(reward / coefficient)``. If the rewards
     of a prompt's answers have variance ``v``, its KL is ``v / (2 * coefficient ** 2)`` up to terms of third order. So the
-    coefficient is ``sqrt(v / (2 * target))``. A penalty in the loss competes with the advantages, whose mean square then
+    coefficient is ``sqrt(v / (2 * target))``. A penalty in the loss competes with the advantages, whose variance then
     stands for ``v``.
 
     Args:
-        batch: the prepared answers of the first step, ``[B]``.
+        batch: the prepared answers of the first step, dense, ``[B]``.
         target: KL in nats per answer, positive.
 
     Keyword Args:
-        charged: whether the KL is subtracted from the rewards. Otherwise it is a term of the loss.
+        charged: whether the KL was subtracted from the rewards. Otherwise it is a term of the loss.
+        coefficient: the coefficient with which the rewards were charged.
+        compares: whether the algorithm compares the answers of a group. Otherwise all answers form one group.
 
     Returns:
-        The coefficient. None if the batch has no advantages, or all rewards of each prompt are equal.
+        The coefficient. None if the batch has no advantages, or rewards do not differ.
 
     Example:
         >>> from tensordict import TensorDict
@@ -360,17 +364,22 @@ def first_coefficient(batch: TensorDictBase, target: float, *, charged: bool) ->
     inference" (arXiv 2205.11275).
     """
     if charged:
-        rewards = batch["next", "reward"].flatten(1).sum(-1).double()
-        groups = batch.get("group", torch.zeros(len(rewards), dtype=torch.long)).flatten().to(rewards.device)
+        columns = answer_columns(batch)
+        rewards = (columns["reward"] + coefficient * columns.get("kl", 0.0)).double()
+        alike = torch.zeros(len(rewards), dtype=torch.long, device=rewards.device)
+        groups = batch.get("group", alike).flatten() if compares else alike
         _, index, counts = groups.unique(return_inverse=True, return_counts=True)
-        values = rewards - (torch.zeros_like(counts, dtype=torch.double).index_add_(0, index, rewards) / counts)[index]
+        means = torch.zeros_like(counts, dtype=torch.double).index_add_(0, index, rewards) / counts
+        # Unbiased, since each group has a mean of its own.
+        variance = (rewards - means[index]).square().sum() / max(len(rewards) - len(counts), 1)
     elif (advantage := batch.get("advantage", None)) is not None:
-        mask = batch.get(("masks", "all_assistant_mask"), torch.ones_like(advantage, dtype=torch.bool))
-        values = advantage.reshape(advantage.shape[0], -1).expand(mask.flatten(1).shape)[mask.flatten(1)].double()
+        mask = batch.get(("masks", "all_assistant_mask"), torch.ones_like(advantage, dtype=torch.bool)).flatten(1)
+        values = advantage.reshape(len(advantage), -1).expand(mask.shape)[mask].double()
+        variance = values.var(correction=0)  # a constant baseline changes no gradient
     else:
         return None
-    spread = values.square().mean().sqrt().item()
-    return spread / math.sqrt(2 * target) if 0 < spread < math.inf else None
+    value = (variance / (2 * target)).sqrt().item()
+    return value if 1e-6 < value < math.inf else None
 
 
 # ------------------------------------------------------------------ figures

@@ -215,3 +215,19 @@ def test_short_answers_without_end_tokens_are_not_truncated(lengths: list[int], 
     assert set(found) & {"no_end_tokens", "truncated_answers"} == {cause}
     assert found[cause].evidence["answers/truncated"] == 1
     assert ("padding token" in found[cause].remedy) == (cause == "no_end_tokens")
+
+
+@pytest.mark.parametrize(("size", "stale"), [(0.06, False), (0.6, True)])
+def test_a_policy_in_bfloat16_whose_sampler_rounds_differently(size: float, stale: bool) -> None:
+    """The policy's own rounding is unknown. Small unbiased noise may be rounding, and larger noise is not."""
+    model, rollout = clean("llama", 3)
+    policy = model.to(torch.bfloat16)
+    rows = [torch.cat(pair) for pair in zip(rollout.prompts, rollout.answers, strict=True)]
+    masks = torch.cat([torch.arange(len(r)) >= len(p) for r, p in zip(rows, rollout.prompts, strict=True)])
+    own = LogProbScorer(policy).score(rows, masks).values[masks].double()
+    noise = size * torch.randn(len(own), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    recorded = (own + noise - noise.square().mean() / 2).clamp(max=0)
+    batch = replace(rollout, log_probs=list(recorded.split([len(answer) for answer in rollout.answers]))).batch()
+    found = {each.cause: each.confidence for each in diagnose(batch, policy=policy).findings}
+    assert (found.get("stale_weights", 0.0) > 0.6) == stale, found
+    assert ("low_precision" in found) != stale, found

