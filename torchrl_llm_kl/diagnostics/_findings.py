@@ -441,7 +441,7 @@ def _odds_of_rounding(size: float, correlation: Mean) -> float:
     x = math.log(size)
     of_size = _density(x, *OTHER_KERNELS) / _density(x, *OTHER_WEIGHTS)
     error = correlation.error if math.isfinite(correlation.error) else correlation.count**-0.5
-    # A larger correlation than the usual one does not speak against rounding. The bound below avoids an underflow.
+    # A larger correlation than the usual one gives no evidence against rounding. The bound below avoids an underflow.
     shared = max(-5 * error, min(correlation.value, SHARED_ROUNDING[0]))
     of_correlation = [_density(shared, mean, math.hypot(spread, error)) for mean, spread in (SHARED_ROUNDING, CHANCE)]
     return of_size * of_correlation[0] / of_correlation[1]
