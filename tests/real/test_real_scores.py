@@ -173,7 +173,7 @@ def test_a_row_alone_and_an_empty_one(real: RealModel, answers: Answers, truth: 
 
 def test_llama_cpp_agrees(real: RealModel, answers: Answers, measured: dict[str, Any]) -> None:
     """A second reader of the weights. It multiplies 4- and 6-bit weights with activations of 8 bits, which adds noise."""
-    llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python, which compiles for ten minutes")
+    llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python, which compiles for five minutes")
     file = real.folder.parent / "gemma-3-270m-q4_k_m.gguf"
     llama = llama_cpp.Llama(str(file), n_ctx=256, logits_all=True, verbose=False)
     ours, errors = LogProbScorer(real.model).score(answers.sequences, answers.mask).to_list(), []
