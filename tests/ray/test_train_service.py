@@ -21,7 +21,8 @@ def test_a_run_with_a_shared_reference(ray_cluster, tmp_path, monkeypatch):
         common = ["model.name=model", "optimizer.schedule=constant", "optimizer.warmup_steps=0", "evaluation.every=3"]
         common += ["evaluation.greedy=false", "evaluation.num_prompts=2", f"run.steps={steps}"]
         # In the loss: in the reward, a KL of 1e-7 in place of 0 would be all that differs in a group of equal rewards.
-        return settings(lab, tmp_path / name, *common, *changes, kl={**TARGET, "place": "loss"})
+        kl = {**TARGET, "place": "loss", "coefficient": 0.1}
+        return settings(lab, tmp_path / name, *common, *changes, kl=kl)
 
     monkeypatch.chdir(lab)
     train(config("own", 3), say=lambda line: None)
