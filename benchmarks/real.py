@@ -30,12 +30,12 @@ from benchmarks.workloads.base import OURS, THEIRS, Settings
 from benchmarks.workloads.trl import (
     COMPACT,
     PLAIN,
-    _backward,
-    _clipped,
-    _compacted,
-    _inputs,
-    _plain_log_probs,
-    _trainer,
+    backward_of,
+    clipped_loss,
+    compacted,
+    make_trainer,
+    plain_log_probs,
+    trl_inputs,
 )
 from torchrl_llm_kl import LogProbScorer, PolicyLoss, RetrieveKL, Sampling
 from torchrl_llm_kl.training import Checkpoints, Run, make_sampler, read_config
@@ -110,8 +110,8 @@ def compare(folder: Path) -> str:
     policy = load().eval().requires_grad_(True)
     clear = partial(policy.zero_grad, set_to_none=True)
     batch = answers(folder, 4, 4)
-    inputs, (sequences, response) = _inputs(batch, Settings()), batch.ragged()
-    trainer, scorer = _trainer(copy.deepcopy(policy)), LogProbScorer(policy)
+    inputs, (sequences, response) = trl_inputs(batch, Settings()), batch.ragged()
+    trainer, scorer = make_trainer(copy.deepcopy(policy)), LogProbScorer(policy)
     ids, real = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask"))
 
     def trl_scores() -> Tensor:
@@ -121,8 +121,8 @@ def compare(folder: Path) -> str:
             )[0]
 
     steps = {
-        PLAIN: torch.no_grad()(lambda: _plain_log_probs(policy, inputs)),
-        COMPACT: lambda: _compacted(trl_scores),
+        PLAIN: torch.no_grad()(lambda: plain_log_probs(policy, inputs)),
+        COMPACT: lambda: compacted(trl_scores),
         OURS: lambda: scorer.score(sequences, response).values,
     }
     what = f"4 prompts x 4 answers, {batch.tokens:,} tokens"
@@ -137,7 +137,7 @@ def compare(folder: Path) -> str:
     def plain_loss() -> Tensor:
         policy.train()
         try:
-            return _backward(_clipped(_plain_log_probs(policy, inputs), inputs))
+            return backward_of(clipped_loss(plain_log_probs(policy, inputs), inputs))
         finally:
             policy.eval()
 
@@ -147,8 +147,8 @@ def compare(folder: Path) -> str:
 
     steps = {
         PLAIN: plain_loss,
-        COMPACT: lambda: _compacted(lambda: _backward(trainer._compute_loss(trainer.model, inputs))),
-        OURS: lambda: _backward(loss(rollouts.copy()).total_loss),
+        COMPACT: lambda: compacted(lambda: backward_of(trainer._compute_loss(trainer.model, inputs))),
+        OURS: lambda: backward_of(loss(rollouts.copy()).total_loss),
     }
     rows.append(row(f"GRPO's loss and all gradients, {what}", measured(steps, 1, clear_all), COLUMNS))
     expected = step_mib(policy, sum(map(len, batch.prompts[::4])) + sum(map(len, batch.responses)))

@@ -34,7 +34,7 @@ def score(make: Make, full: ModelSize, settings: Settings) -> Outcome:
     """All compute the log-probs of the responses, without gradient."""
     size = settings.size(full)
     batch, model = make(settings, size.vocab), qwen2(size, device=settings.device, dtype=settings.dtype)
-    trainer, inputs = _trainer(copy.deepcopy(model)), _inputs(batch, settings)
+    trainer, inputs = make_trainer(copy.deepcopy(model)), trl_inputs(batch, settings)
     scorer, (sequences, response) = LogProbScorer(model), batch.ragged(settings.device)
     mask = inputs["completion_mask"].bool()
 
@@ -46,9 +46,9 @@ def score(make: Make, full: ModelSize, settings: Settings) -> Outcome:
         return found[mask]
 
     steps: dict[str, Step] = {
-        COMPACT: partial(_compacted, theirs),
+        COMPACT: partial(compacted, theirs),
         SHIPPED: theirs,
-        PLAIN: lambda: _plain_log_probs(model, inputs),
+        PLAIN: lambda: plain_log_probs(model, inputs),
         OURS: lambda: scorer.score(sequences, response).values[response],
     }
     found = {name: step() for name, step in steps.items()}
@@ -68,8 +68,8 @@ def train(make: Make, full: ModelSize, checkpoint: bool, settings: Settings) -> 
     size = settings.size(full)
     batch = make(settings, size.vocab)
     model = qwen2(size, device=settings.device, dtype=settings.dtype).train()
-    inputs = _inputs(batch, settings)
-    trainer = _trainer(copy.deepcopy(model))
+    inputs = trl_inputs(batch, settings)
+    trainer = make_trainer(copy.deepcopy(model))
     if checkpoint:
         for each in (model, trainer.model):
             checkpoint_layers(each)
@@ -77,14 +77,14 @@ def train(make: Make, full: ModelSize, checkpoint: bool, settings: Settings) -> 
     data = _rollouts(batch, inputs, settings.device)
 
     def theirs() -> Tensor:
-        return _backward(trainer._compute_loss(trainer.model, inputs))
+        return backward_of(trainer._compute_loss(trainer.model, inputs))
 
     models = {COMPACT: trainer.model, SHIPPED: trainer.model, PLAIN: model, OURS: model}
     steps: dict[str, Step] = {
-        COMPACT: partial(_compacted, theirs),
+        COMPACT: partial(compacted, theirs),
         SHIPPED: theirs,
-        PLAIN: lambda: _backward(_clipped(_plain_log_probs(model, inputs), inputs)),
-        OURS: lambda: _backward(loss(data.copy()).total_loss),
+        PLAIN: lambda: backward_of(clipped_loss(plain_log_probs(model, inputs), inputs)),
+        OURS: lambda: backward_of(loss(data.copy()).total_loss),
     }
     values, gradients = {}, {}
     for name, step in steps.items():
@@ -122,7 +122,7 @@ def _alternate(settings: Settings, contenders: dict[str, Contender]) -> dict[str
 # ------------------------------------------------------------------ TRL
 
 
-def _trainer(model: Any) -> Any:
+def make_trainer(model: Any) -> Any:
     """TRL's own trainer, for its two methods; it trains nothing by itself here."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -151,7 +151,7 @@ def _trainer(model: Any) -> Any:
     return trainer
 
 
-def _compacted(work: Step) -> Tensor:
+def compacted(work: Step) -> Tensor:
     """``work()`` with TRL's head at scored positions only: on a CPU it scores all positions, elsewhere only these."""
     from trl.trainer import utils
 
@@ -166,7 +166,7 @@ def _compacted(work: Step) -> Tensor:
         utils._use_triton = original
 
 
-def _inputs(batch: Batch, settings: Settings) -> dict[str, Tensor]:
+def trl_inputs(batch: Batch, settings: Settings) -> dict[str, Tensor]:
     """The batch as TRL pads it: prompts on the left, responses on the right; with log-probs of a sampler."""
     data, device = batch.padded(settings.device), settings.device
     width = data["tokens", "prompt"].shape[1]
@@ -185,7 +185,7 @@ def _inputs(batch: Batch, settings: Settings) -> dict[str, Tensor]:
 # ------------------------------------------------------------------ the same work, plainly and here
 
 
-def _plain_log_probs(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+def plain_log_probs(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """One padded forward, and the log-softmax of the scored positions: what a short script does."""
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     real = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
@@ -198,7 +198,7 @@ def _plain_log_probs(model: Any, inputs: dict[str, Tensor]) -> Tensor:
         return log_probs.gather(-1, inputs["completion_ids"][mask].unsqueeze(-1)).squeeze(-1)
 
 
-def _clipped(log_prob: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+def clipped_loss(log_prob: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     mask = inputs["completion_mask"].bool()
     advantage = inputs["advantages"].unsqueeze(-1).expand(mask.shape)[mask]
     ratio = (log_prob - inputs["old_per_token_logps"][mask]).exp()
@@ -214,7 +214,7 @@ def _rollouts(batch: Batch, inputs: dict[str, Tensor], device: torch.device) -> 
     return data
 
 
-def _backward(loss: Tensor) -> Tensor:
+def backward_of(loss: Tensor) -> Tensor:
     loss.backward()
     return loss.detach().reshape(1)
 

@@ -303,6 +303,23 @@ def test_the_first_coefficient_follows_from_the_target(lab: Path, tmp_path: Path
     assert found["loss", 0.5, False][0] == found["loss", 0.5, False][1]
 
 
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_the_first_coefficient_waits_for_different_rewards_and_stays_in_its_bounds(
+    lab: Path, tmp_path: Path, place: str
+) -> None:
+    """The answers of the first step all have the reward 0. Later rewards are large, so the upper bound applies."""
+    code = "number = 0\n\ndef late(question, answer, metadata):\n    global number\n    number += 1\n"
+    (tmp_path / "late.py").write_text(f"{code}    return 0.0 if number <= 8 else 100.0 * len(answer) + number\n")
+    kl = {"place": place, "target": 0.5, "controller_args": {"warmup": 9, "high": 0.2}}
+    changes = (f"reward.function={tmp_path / 'late.py'}:late", "run.steps=3", "evaluation.every=0")
+    go(lab, tmp_path / "out", *changes, "data.held_out_share=0", kl=kl)
+    rows = figures(tmp_path / "out" / "metrics.jsonl")
+    assert [row["equal_rewards"] for row in rows] == [1, 0, 0]
+    assert rows[0]["coefficient"] == pytest.approx(0.1)
+    assert rows[2]["coefficient"] == pytest.approx(0.2)
+    assert rows[1]["coefficient"] == pytest.approx(0.2 if place == "loss" else 0.1)
+
+
 def test_the_tutorial_and_the_command_are_bit_equal(lab: Path, tmp_path: Path) -> None:
     assert len((ROOT / "tutorials" / "train_grpo.py").read_text().splitlines()) <= 150, "the tutorial is short"
     changes = ("data.held_out_share=0", "evaluation.every=0", "optimizer.warmup_steps=0", "run.seed=3")

@@ -490,7 +490,7 @@ def read_config(source: str | Path | Mapping[str, object] | None = None, overrid
 
     given: list[tuple[str, object]] = []
     for key, value in (*_of_source(source), *(pair for text in overrides for pair in _of_override(text))):
-        if (key, value) == ("lora", None):  # takes back what came before
+        if (key, value) == ("lora", None):  # a change to null removes the section of the file
             given = [pair for pair in given if not pair[0].startswith("lora.")]
         else:
             given.append((key, value))

@@ -47,9 +47,9 @@ LOSS_KEYS = (
 class _Sampler(TransformersWrapper):
     """A wrapper that passes all arguments to ``generate``, forwards equal prompts once, and masks in each sampled token.
 
-    torchrl's constructor drops arguments that it does not list, such as ``min_p``. Its attention mask
-    leaves out each padding token. Many tokenizers use one token for padding and for the end of an answer. With torchrl's mask
-    the end would then never be trained.
+    torchrl's constructor drops arguments that it does not list, such as ``min_p``. Its attention mask leaves out each padding
+    token. Many tokenizers use one token for padding and for the end of an answer. With torchrl's mask the end would then never
+    be trained.
     """
 
     generate_kwargs: dict[str, Any]
@@ -360,8 +360,8 @@ def first_coefficient(
         >>> first_coefficient(TensorDict(advantage=torch.tensor([[1.0], [-1.0]]), batch_size=[2]), 0.5, charged=False)
         1.0
 
-    Source: expansion of the optimum in section 3 of Korbak et al. 2022, "RL with KL penalties is better viewed as Bayesian
-    inference" (arXiv 2205.11275).
+    Source: Korbak et al. 2022, "RL with KL penalties is better viewed as Bayesian inference" (arXiv 2205.11275) derive the
+    optimum. Its expansion for small KLs is our own.
     """
     if charged:
         columns = answer_columns(batch)

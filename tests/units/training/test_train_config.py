@@ -292,3 +292,15 @@ def test_memory_and_disk_of_a_run_by_hand(lab: Path, tmp_path: Path) -> None:
         assert (inputs.memory, inputs.disk) == (4 * memory, 4 * disk), changes
     half = load_inputs(settings(lab, tmp_path / "out", keep, "model.dtype=bfloat16"))
     assert half.memory == 2 * 5 * model
+
+
+def test_a_change_removes_the_adapters_of_a_file() -> None:
+    """Later changes count, so they may ask for adapters again."""
+    source = {**LEAST, "lora": {"r": 4, "alpha": 8.0}}
+    assert read_config(source, ["lora=null"]).lora is None
+    again = read_config(source, ["lora=null", "lora.r=8"]).lora
+    assert again is not None
+    assert (again.r, again.alpha) == (8, 32.0)
+    kept = read_config(source, ["lora.r=8"]).lora
+    assert kept is not None
+    assert (kept.r, kept.alpha) == (8, 8.0)

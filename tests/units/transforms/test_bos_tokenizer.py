@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.modules.llm import TransformersWrapper
 
 from closeness import assert_near
 from torchrl_llm_kl import RetrieveKL, RetrieveLogProb, make_algorithm
@@ -144,3 +145,18 @@ def test_an_answer_may_begin_with_bos(models: list[Any]) -> None:
         found = RetrieveLogProb(models[0])(batch).get(("log_probs", "full"), as_list=True)
     for row, got in zip(rows, found, strict=True):
         assert_near(got, plain_log_probs(models[0], torch.tensor(row)), **FORWARD)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_text_follows_the_tokenizer_arguments_of_a_wrapper(tokenizer: Any, models: list[Any], adds: bool) -> None:
+    """``add_special_tokens=False`` of a wrapper that only scores text leaves BOS out, as in torchrl's own forward."""
+    given = {"add_special_tokens": adds}
+    wrapper = TransformersWrapper(
+        models[0], tokenizer=tokenizer, input_mode="text", generate=False, tokenizer_kwargs=given, return_log_probs=True
+    )
+    batch = TensorDict(text=TensorDict(prompt=["a b"], full=["a b c"]), batch_size=[1])
+    found = RetrieveLogProb(wrapper)(batch)["log_probs", "full"][0]
+    ids = [2, 261, 260, 262, 260, 263] if adds else [261, 260, 262, 260, 263]  # <bos> a _ b _ c
+    want = plain_log_probs(models[0], torch.tensor(ids))
+    want[: 3 + adds] = 0
+    assert_near(found, want, **FORWARD)
