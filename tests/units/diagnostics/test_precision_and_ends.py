@@ -47,6 +47,9 @@ def test_a_bfloat16_sampler_whose_kernels_round_differently(common: float) -> No
     own = scored(torch.bfloat16) - exact
     other = own[torch.randperm(len(own), generator=torch.Generator().manual_seed(0))]
     recorded = exact + common * own + (1 - common**2) ** 0.5 * other
+    biased = replace(rollout, log_probs=list((recorded - 0.02).split([len(answer) for answer in rollout.answers])))
+    causes = {each.cause for each in diagnose(biased.batch(), policy=model).findings}
+    assert "low_precision" not in causes, "rounding has no bias"
     lengths = [len(answer) for answer in rollout.answers]
     batch = replace(rollout, log_probs=list(recorded.split(lengths))).batch()
     diagnosis = diagnose(batch, policy=model, tokenizer=make_tokenizer())

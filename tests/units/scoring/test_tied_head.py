@@ -1,6 +1,7 @@
 """The gradient of a weight that embedding and head share: its values, and the memory that its parts take."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,7 +85,7 @@ def test_the_row_of_padding_has_no_gradient_as_an_input() -> None:
 def test_a_hook_of_the_user_sees_the_whole_gradient() -> None:
     model, rows, seen = tied(), conversation(), []
     weight = model.get_input_embeddings().weight
-    weight.register_hook(lambda grad: seen.append(grad.clone()))
+    weight.register_hook(partial(lambda own, grad: own.append(grad.clone()), seen))
     values = LogProbScorer(model).score(Ragged.from_list(rows), grad=True).values
     values.sum().backward()
     assert_near(seen[0], weight.grad, **BACKWARD)
@@ -114,17 +115,19 @@ def test_frozen_and_untied_weights_are_looked_up_as_usual() -> None:
 
 def test_second_derivatives_are_those_of_the_plain_model() -> None:
     """On the path of the model's own logits, whose head has second derivatives."""
-    model, rows = tied(), [torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])]
+    model, rows = tied(), [torch.tensor([3, 7, 4, 7, 5, 9, 2, 6])]
     model.set_attn_implementation("eager")  # torch's fused attention has no second derivative
     plain = copy.deepcopy(model)
     model.get_output_embeddings().register_forward_hook(lambda *_: None)
     values = LogProbScorer(model, share_prefixes=False).score(Ragged.from_list(rows), grad=True).values
-    products = []
+    gradients, products = [], []
     for each, total in ((model, values.sum()), (plain, plain_log_probs(plain, Ragged.from_list(rows)).sum())):
         weight = each.get_input_embeddings().weight
         (gradient,) = torch.autograd.grad(total, [weight], create_graph=True)
+        gradients.append(gradient.detach())
         direction = torch.sin(torch.arange(weight.numel(), dtype=torch.float32)).view_as(weight)
         products.append(torch.autograd.grad((gradient * direction).sum(), [weight])[0])
+    assert_near(*gradients, **BACKWARD)
     largest = products[1].abs().max()
     assert largest > 1
     assert (products[0] - products[1]).abs().max() < 1e-4 * largest
@@ -138,6 +141,9 @@ def test_an_error_in_the_forward_restores_the_embedding() -> None:
         LogProbScorer(model, probe=False).score(Ragged.from_list(conversation()), grad=True)
     handle.remove()
     assert "forward" not in vars(embedding)
+    wrapped = embedding.forward = partial(embedding.forward)  # as hooks of accelerate do
+    LogProbScorer(model, probe=False).score(Ragged.from_list(conversation()), grad=True).values.sum().backward()
+    assert embedding.forward is wrapped
     assert torch.overrides._get_current_function_mode_stack() == []
 
 
