@@ -6,6 +6,10 @@ from torchrl_llm_kl.tasks._env import (
     Turns as Turns,
     make_env as make_env,
 )
+from torchrl_llm_kl.tasks._episodes import (
+    join_turns as join_turns,
+    whole_episodes as whole_episodes,
+)
 from torchrl_llm_kl.tasks._groups import (
     whole_groups as whole_groups,
 )
@@ -28,4 +32,14 @@ from torchrl_llm_kl.tasks._tiny import (
 from torchrl_llm_kl.tasks._tools import (
     ToolCall as ToolCall,
     ToolParser as ToolParser,
+)
+
+# isort: split
+# For the layers above, not public:
+from torchrl_llm_kl.tasks._episodes import (
+    write_answers as write_answers,
+)
+from torchrl_llm_kl.tasks._rewards import (
+    active_rows as active_rows,
+    read_rows_of as read_rows_of,
 )

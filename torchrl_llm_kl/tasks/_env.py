@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -27,11 +28,13 @@ from torchrl_llm_kl.masks import (
 )
 from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, check_takes
 from torchrl_llm_kl.tasks._prompts import Prompt, PromptOrder, Prompts
-from torchrl_llm_kl.tasks._rewards import FailureLog, FunctionReward, Metadata, Reward, read_rows_of
+from torchrl_llm_kl.tasks._rewards import FailureLog, FunctionReward, Metadata, Reward, active_rows, read_rows_of
 from torchrl_llm_kl.tasks._tools import Dialog, Parsed, ToolParser, Tools, as_unicode, check_padding, strip_end
 
 #: ``(messages, metadata) -> str | None``: the user's next message, or None at the end. Sync or async.
 Reply = Callable[[list[Message], Metadata], object]
+#: ``(messages, metadata) -> bool``: whether the episode ends after an answer. Sync or async.
+Stop = Callable[[list[Message], Metadata], object]
 #: The policy's input: rendered text, or torchrl's ``History``.
 InputMode = Literal["text", "history"]
 
@@ -46,6 +49,7 @@ class Turns:
             hints and a docstring that describes each argument. Results and errors go back as messages of the role ``tool``.
         reply: ``(messages, metadata) -> str | None``, sync or async. It returns the user's next message after an answer
             without calls, or None to end the episode.
+        stop: ``(messages, metadata) -> bool``, sync or async. True after an answer ends the episode, before its calls run.
         tool_parser: parses the calls of an answer. By default the tokenizer's ``response_template`` does. Without one, calls
             are parsed in the chat template's own format, which may be Hermes' and Qwen's, Qwen 3.5's and GLM's, Mistral's or
             Llama 3's.
@@ -63,6 +67,7 @@ class Turns:
     max_turns: int
     tools: Sequence[Callable[..., object]] = ()
     reply: Reply | None = None
+    stop: Stop | None = None
     tool_parser: ToolParser | None = None
     workers: int | None = None
 
@@ -73,6 +78,8 @@ class Turns:
             raise ValueError("several turns need tools= or reply=, and tool_parser= needs tools=.")
         if self.reply is not None:
             check_takes(self.reply, "reply", "messages", "metadata")
+        if self.stop is not None:
+            check_takes(self.stop, "stop", "messages", "metadata")
         if self.tool_parser is not None:
             check_takes(self.tool_parser, "tool_parser", "text")
 
@@ -135,7 +142,8 @@ def make_env(
         - ``"group"``, the number of the prompt in the run, int64 ``[B, 1]`` (pass ``Advantage(group_key="group")``)
         - the entries of :class:`FunctionReward` under ``"next"``. After a ``kl_transform`` that charges the KL, ``"reward"``
           has one number per token.
-        - with several turns ``"messages"``, the conversation, and the numbers of episode and turn, ``"run"`` and ``"step"``,
+        - with several turns ``"messages"``, the conversation, ``"sampled"``, the number of characters and the token ids that
+          were sampled before, ``"state"``, a number of the text before the answer (for ``gigpo``), and the numbers of episode and turn, ``"run"`` and ``"step"``,
           int64 ``[B, 1]`` (pass ``Advantage("step_wise_grpo", keys={"run": "run", "step": "step"})``)
 
         After a reset, prompts without an answer are used again.
@@ -208,12 +216,14 @@ class _Answered(NamedTuple):
         messages: the conversation, including the answer.
         metadata: the other columns of the prompt's row.
         last: whether the episode has reached its limit of turns.
+        active: whether the row answered. False for a row that has ended and waits for the others.
     """
 
     parsed: Parsed
     messages: list[Message]
     metadata: Metadata
     last: bool
+    active: bool
 
 
 class TaskEnv(ChatEnv):
@@ -274,6 +284,8 @@ class TaskEnv(ChatEnv):
             states["run"] = number.clone()
             observations = env.full_observation_spec.clone()
             observations["messages"], observations["step"] = NonTensor(example_data=[], **own), number.clone()
+            observations["state"] = number.clone()
+            observations["sampled"] = NonTensor(example_data=(0, []), **own)
             env.full_observation_spec = observations
         env.full_state_spec = Composite(states, **own)
         flag = Categorical(2, shape=(*self.batch_size, 1), dtype=torch.bool, device=self.device)
@@ -308,11 +320,14 @@ class TaskEnv(ChatEnv):
             td.set("run", (positions * self.group_size + members).unsqueeze(-1).to(self.device or "cpu"))
             td.set("step", torch.zeros((*self.batch_size, 1), dtype=torch.int64, device=self.device))
             td.set("messages", stack_rows(self._conversation(prompt) for prompt in prompts))
+            td.set("sampled", stack_rows((0, []) for _ in prompts))
         if self.input_mode == "text":
             texts = {p: self._render(prompt) for p, prompt in by_position.items()}
             text = Text.from_tensordict(td.empty())
             text.prompt = [texts[p] for p in positions.tolist()]
             td.set("text", text)
+            if self.dialog is not None:
+                td.set("state", self._states(text.prompt))
         else:
             history = ChatHistory.from_tensordict(td.empty())
             conversations = [self._conversation(prompt) for prompt in prompts]
@@ -367,13 +382,14 @@ class TaskEnv(ChatEnv):
         keys = (("text", "prompt"), ("text", "full"), "messages", "metadata", "step")
         prompts, texts, before, metadata, steps = (read_rows_of(td, key) or [] for key in keys)
         step = torch.stack([torch.as_tensor(row).reshape(1) for row in steps]) + 1
-        rows = []
+        active, rows = active_rows(td), []
         for row, prompt in enumerate(prompts):
             answer = strip_end(texts[row].removeprefix(prompt), dialog.special)
-            parsed = dialog.parse(prompt, answer)
-            messages = [*before[row], dialog.assistant(answer, parsed)]
-            rows.append(_Answered(parsed, messages, metadata[row], int(step[row]) >= turns.max_turns))
-        replies = self._replies(dialog, turns.reply, rows)
+            parsed = dialog.parse(prompt, answer) if active[row] else Parsed("", [])
+            messages = [*before[row], dialog.assistant(answer, parsed)] if active[row] else before[row]
+            rows.append(_Answered(parsed, messages, metadata[row], int(step[row]) >= turns.max_turns, active[row]))
+        sampled = [(len(text), ids) for text, ids in zip(texts, _sampled_ids(td), strict=True)]
+        replies = self._replies(dialog, turns, rows)
         for row, after in enumerate(replies):
             if not after:
                 continue
@@ -387,25 +403,34 @@ class TaskEnv(ChatEnv):
         text = Text.from_tensordict(next_td.empty())
         text.prompt = texts
         next_td.set("text", text)
+        next_td.set("state", self._states(texts))
         next_td.set("messages", stack_rows(row.messages for row in rows))
+        next_td.set("sampled", stack_rows(sampled))
         next_td.set("step", step.to(self.device or "cpu"))
         flags = torch.tensor([[not after for after in replies], [after is None for after in replies]])
         done, truncated = flags.unsqueeze(-1).to(self.device or "cpu")
         return done, truncated
 
-    def _replies(self, dialog: Dialog, reply: Reply | None, rows: list[_Answered]) -> list[list[Message] | None]:
+    def _states(self, texts: Sequence[str]) -> Tensor:
+        """A number of each prompt's text, ``[B, 1]``: rows in the same state have the same text before them."""
+        digests = (blake2b(text.encode("utf-8", "replace"), digest_size=7).digest() for text in texts)
+        states = torch.tensor([[int.from_bytes(digest, "big")] for digest in digests])
+        return states.to(self.device or "cpu")
+
+    def _replies(self, dialog: Dialog, turns: Turns, rows: list[_Answered]) -> list[list[Message] | None]:
         """The messages after each answer. Empty at the end of an episode, None if the limit of turns ends it."""
         # Calls at the limit of turns are not run, since no answer follows their results.
         after: list[list[Message] | None] = [None if row.last and row.parsed.calls else [] for row in rows]
-        calling = [i for i, row in enumerate(rows) if row.parsed.calls and not row.last]
+        stopped = self._stopped(turns.stop, rows)
+        calling = [i for i, row in enumerate(rows) if row.parsed.calls and not row.last and not stopped[i]]
         if calling and dialog.tools is not None:
             results = dialog.tools.run([rows[i].parsed.calls for i in calling])
             for i, texts in zip(calling, results, strict=True):
                 after[i] = dialog.tool_messages(rows[i].parsed, texts)
-        if reply is None:
+        if turns.reply is None:
             return after
-        answered = [i for i, row in enumerate(rows) if not row.parsed.calls]
-        said = self._call_all([Call(reply, (list(rows[i].messages), dict(rows[i].metadata))) for i in answered])
+        answered = [i for i, row in enumerate(rows) if row.active and not row.parsed.calls and not stopped[i]]
+        said = self._call_all([Call(turns.reply, (list(rows[i].messages), dict(rows[i].metadata))) for i in answered])
         for i, text in zip(answered, said, strict=True):
             if isinstance(text, str):
                 after[i] = None if rows[i].last else [{"role": "user", "content": as_unicode(text)}]
@@ -415,6 +440,28 @@ class TaskEnv(ChatEnv):
                     error = f"{type(text.error).__name__}: {text.error}"
                 self._log.add(f"reply= failed in row {i}, whose episode ends: {error}")
         return after
+
+    def _stopped(self, stop: Stop | None, rows: list[_Answered]) -> list[bool]:
+        """Whether the user's function ends each episode. An error of the function ends it too."""
+        if stop is None:
+            return [False] * len(rows)
+        active = [i for i, row in enumerate(rows) if row.active]
+        results = self._call_all([Call(stop, (list(rows[i].messages), dict(rows[i].metadata))) for i in active])
+        ended = [not row.active for row in rows]
+        for i, result in zip(active, results, strict=True):
+            ended[i] = bool(result)
+            if isinstance(result, Failure):
+                reason = f"{type(result.error).__name__}: {result.error}"
+                self._log.add(f"stop= failed in row {i}, whose episode ends: {reason}")
+        return ended
+
+
+def _sampled_ids(td: TensorDictBase) -> list[list[int]]:
+    """The token ids of each row's prompt and answer. Empty if the policy writes no tokens."""
+    tokens, masks = (read_rows_of(td, key) for key in (("tokens", "full"), ("masks", "all_attention_mask")))
+    if tokens is None or masks is None:
+        return [[] for _ in range(td.batch_size.numel())]
+    return [ids[mask.bool()].tolist() for ids, mask in zip(tokens, masks, strict=True)]
 
 
 def _without_bos(text: str, tokenizer: Tokenizer) -> str:

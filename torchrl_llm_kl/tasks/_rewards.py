@@ -61,8 +61,8 @@ class FunctionReward(Transform):
     reward is 0, the failure is counted and logged (logger ``torchrl_llm_kl.tasks``), and training continues. If it fails for
     all answers of its first batch, an error is raised.
 
-    In an env of several turns the last answer is rewarded, and earlier steps have reward 0. Append transforms that charge a
-    KL after this one, as :func:`make_env` does.
+    In an env of several turns the last answer is rewarded, and earlier steps have reward 0, unless ``each_turn`` is set.
+    Append transforms that charge a KL after this one, as :func:`make_env` does.
 
     Args:
         reward: a function ``(question, answer, metadata) -> number``, or named parts: ``{name: function}`` or
@@ -74,6 +74,7 @@ class FunctionReward(Transform):
             that uses signals needs that.
         workers: the number of threads for sync functions (default one) and of concurrent async calls (default all).
         tokenizer: its special tokens are stripped from the end of an answer. By default the env's tokenizer is used.
+        each_turn: reward each answer of an episode. By default only the last one is rewarded.
         question_key, answer_key: the entries of the texts. If the data has the entries ``"metadata"`` and ``"messages"``, a
             function gets the first as ``metadata``, and the second, the conversation, as ``metadata["messages"]``.
 
@@ -112,6 +113,7 @@ class FunctionReward(Transform):
         timeout: float | None = 30.0,
         workers: int | None = None,
         tokenizer: Tokenizer | None = None,
+        each_turn: bool = False,
         question_key: NestedKey = "query",
         answer_key: NestedKey = ("text", "response"),
     ) -> None:
@@ -119,7 +121,7 @@ class FunctionReward(Transform):
         check_range(1, workers=workers)
         self.functions, self.weights = _read_reward(reward, weights)
         self.named = weights is not None or isinstance(reward, Mapping)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.each_turn = tokenizer, each_turn
         self.question_key, self.answer_key = question_key, answer_key
         self._call_all = Caller(timeout, workers)
         self._worked: set[str] = set()
@@ -238,7 +240,8 @@ class FunctionReward(Transform):
         messages = self._column(next_td, td, "messages")  # under "next" the conversation includes the answer
         if messages is not None:
             metadata = [{**each, "messages": list(own)} for each, own in zip(metadata, messages, strict=True)]
-        rows = (row for row, done in enumerate(_finished_rows(next_td)) if done)
+        flags = zip(active_rows(td), _finished_rows(next_td), strict=True)
+        rows = (row for row, (active, done) in enumerate(flags) if active and (done or self.each_turn))
         return [AnsweredRow(row, questions[row], answers[row], metadata[row]) for row in rows]
 
     def _answers(self, td: TensorDictBase, next_td: TensorDictBase) -> list[str]:
@@ -312,6 +315,21 @@ def read_rows_of(td: TensorDictBase, key: NestedKey) -> list[Node] | None:
     for _ in range(td.batch_dims):
         rows = [item for part in rows for item in part]
     return rows
+
+
+def active_rows(td: TensorDictBase) -> list[bool]:
+    """Whether each row takes a step. TorchRL's entry ``"_step"`` is False for rows that have ended and wait for others.
+
+    Example:
+        >>> active_rows(TensorDict(_step=torch.tensor([True, False]), batch_size=[2]))
+        [True, False]
+    """
+    count = td.batch_size.numel()
+    steps = read_column(td, "_step")
+    if steps is None:
+        return [True] * count
+    rows: Sequence[Tensor] = steps if isinstance(steps, list) else steps.reshape(count, -1).unbind(0)
+    return [bool(row.any()) for row in rows]
 
 
 def _finished_rows(next_td: TensorDictBase) -> list[bool]:

@@ -29,13 +29,15 @@ from torchrl_llm_kl.training._run import (
     TrainResult as TrainResult,
     train as train,
 )
+from torchrl_llm_kl.training._samplers import (
+    make_sampler as make_sampler,
+)
 from torchrl_llm_kl.training._steps import (
     evaluate as evaluate,
     first_coefficient as first_coefficient,
     forget_scores as forget_scores,
     learn as learn,
     loss_entries as loss_entries,
-    make_sampler as make_sampler,
     random_state as random_state,
     seed_everything as seed_everything,
     set_random_state as set_random_state,

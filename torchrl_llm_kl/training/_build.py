@@ -41,7 +41,7 @@ _OWN_SETTINGS = {
 _NEEDS_MORE = {
     **dict.fromkeys(("sft", "dpo", "unpaired"), "learns from given answers and needs no rewards"),
     "mix": "needs answers of experts beside the policy's own",
-    "trajectory": "compares the steps of an env, whose states a prompt does not have",
+    "trajectory": "compares the turns of conversations",
     "rewards": "scales several rewards separately, and a run has their sum",
 }
 
@@ -208,8 +208,15 @@ def plan_algorithm(config: TrainConfig) -> AlgorithmPlan:
     charges = kl.place in ("loss", "reward") or kl.target or about.service or about.moves
     estimators = _estimators(config, preset)
     penalised = bool(kl.target or kl.coefficient or kl.estimator)
+    turns, by_turn = config.turns, preset.schema == "trajectory"
+    each = turns is not None and turns.reward == "each" and preset.advantage == "step_wise_grpo"
     refuse(
-        (lacks, f"algorithm.name is {name}, which {lacks}: choose another, or write the loop with make_algorithm."),
+        (by_turn and turns is None, f"algorithm.name is {name}, which {lacks}: set turns, or choose another."),
+        (each, f"{name} ignores the rewards of earlier answers: set turns.reward=last, or choose gigpo."),
+        (
+            lacks and not by_turn,
+            f"algorithm.name is {name}, which {lacks}: choose another, or write the loop with make_algorithm.",
+        ),
         *((True, f"algorithm.args has {key}: set {_OWN_SETTINGS[key]} instead.") for key in own),
         (distils and not teacher, f"algorithm.name is {name}: set algorithm.teacher to the folder or name of a model."),
         (teacher and not distils, f"{name} has no teacher: leave algorithm.teacher out, or choose on_policy_distill."),
@@ -224,6 +231,9 @@ def plan_algorithm(config: TrainConfig) -> AlgorithmPlan:
     changes: dict[str, object] = {"kl_loss": "none", "kl_reward": "none", **estimators}
     changes |= {f"{place}_coeff": coefficient for place in estimators}
     changes |= {key: _registered(key, value) for key, value in config.algorithm.args.items()}
+    if by_turn:  # the entries of make_env
+        more = cast(dict[str, object], changes.get("advantage_args") or {})
+        changes["advantage_args"] = {"keys": {"run": "run", "step": "step"}, **more}
     try:
         if apply_overrides(preset, changes).summed == "seq-mean-token-sum-norm":
             # This aggregation divides by the longest possible answer.

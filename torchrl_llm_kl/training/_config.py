@@ -126,6 +126,18 @@ class RewardConfig:
 
 
 @dataclass
+class TurnsConfig:
+    """Conversations of several answers, with tools or replies of a user."""
+
+    max: Annotated[int, Range(2)] = 4
+    tools: list[str] = field(default_factory=list)
+    reply: str | None = None
+    stop: str | None = None
+    reward: Annotated[str, OneOf(("last", "each"))] = "last"
+    workers: PositiveWhole | None = None
+
+
+@dataclass
 class AlgorithmConfig:
     """How the policy is updated."""
 
@@ -243,6 +255,7 @@ class TrainConfig:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    turns: TurnsConfig | None = None
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     kl: KLConfig = field(default_factory=KLConfig)
@@ -393,6 +406,8 @@ _SECTIONS: dict[str, type] = {
     for kind in members_of(annotation)
     if isinstance(kind, type) and is_dataclass(kind)
 }
+#: The sections that are absent by default.
+_OPTIONAL = {name for name in _SECTIONS if TrainConfig.__dataclass_fields__[name].default is None}
 #: All settings by key.
 SETTINGS = {each.key: each for each in _settings()}
 #: Settings and whole sections that a resumed run may change.
@@ -447,7 +462,7 @@ def example_config() -> str:
     section = ""
     for key, about in SETTINGS.items():
         name, _, leaf = key.rpartition(".")
-        absent = name == "lora"  # written as comments, since any of its keys would turn LoRA on
+        absent = name in _OPTIONAL  # written as comments, since any of its keys would turn the section on
         if name != section:
             section = name
             lines.append(f"{name}:{' null' * absent}  # {(_SECTIONS[name].__doc__ or '').splitlines()[0]}")
@@ -490,15 +505,15 @@ def read_config(source: str | Path | Mapping[str, object] | None = None, overrid
 
     given: list[tuple[str, object]] = []
     for key, value in (*_of_source(source), *(pair for text in overrides for pair in _of_override(text))):
-        if (key, value) == ("lora", None):  # a change to null removes the section of the file
-            given = [pair for pair in given if not pair[0].startswith("lora.")]
+        if key in _OPTIONAL and value is None:  # a change to null removes the section of the file
+            given = [pair for pair in given if not pair[0].startswith(f"{key}.")]
         else:
             given.append((key, value))
     _check_keys([key for key, _ in given])
     config = OmegaConf.structured(TrainConfig)
     # OmegaConf cannot set a field of a section that is None.
-    if any(key.startswith("lora.") for key, _ in given):
-        config.lora = LoraConfig()
+    for name in {key.partition(".")[0] for key, _ in given} & _OPTIONAL:
+        config[name] = _SECTIONS[name]()
     key, values = "", dict(given)
     try:
         # `{}` replaces a dict, any other dict is merged. `algorithm.args` takes keys that no dataclass has.
@@ -553,8 +568,9 @@ def _pairs(key: str, value: object) -> Iterator[tuple[str, object]]:
         yield from (("reward.functions", {}), ("reward.function", value))
     elif key.startswith("reward.functions.") and isinstance(value, (str, Mapping)) and key.count(".") == 2:
         yield "reward.functions", {key.split(".")[2]: {"function": value} if isinstance(value, str) else value}
-    elif (key, value) == ("lora", {}):  # `lora: {}` asks for adapters with all defaults
-        yield "lora.r", LoraConfig.r
+    elif key in _OPTIONAL and value == {}:  # `lora: {}` asks for the section with all defaults
+        first = fields(_SECTIONS[key])[0]
+        yield f"{key}.{first.name}", first.default
     elif (key in _SECTIONS or (key == "reward.functions" and value)) and isinstance(value, Mapping):
         for name, item in value.items():
             yield from _pairs(f"{key}.{name}", item)

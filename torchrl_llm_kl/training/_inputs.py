@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING
 import tensordict
 import torch
 from jinja2 import TemplateError
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase
 
-from torchrl_llm_kl.tasks import Prompts, RewardFunction, make_env
+from torchrl_llm_kl.tasks import FunctionReward, PromptOrder, Prompts, RewardFunction, Turns, join_turns, make_env
 from torchrl_llm_kl.training._build import AlgorithmPlan, plan_algorithm
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig
 from torchrl_llm_kl.training._models import (
@@ -23,7 +26,7 @@ from torchrl_llm_kl.training._models import (
 )
 from torchrl_llm_kl.training._report import check_loggers
 from torchrl_llm_kl.training._steps import seed_everything
-from torchrl_llm_kl.training._user_code import file_digests, import_code, load_function, user_files
+from torchrl_llm_kl.training._user_code import file_digests, import_code, imported_function, load_function, user_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,6 +43,7 @@ class RunInputs:
         prompts: the prompts of the training.
         held_out: the prompts of the evaluation. None without an evaluation.
         reward: the ``reward`` of :func:`~torchrl_llm_kl.tasks.make_env`. None if only a teacher judges the answers.
+        turns: the tools and replies of conversations. None for one answer.
         plan: the algorithm before its models are loaded.
         files: SHA-256 of the prompt files and the user's code, by path.
         tokenizer: the policy's tokenizer.
@@ -50,11 +54,21 @@ class RunInputs:
     prompts: Prompts
     held_out: Prompts | None
     reward: LoadedReward | None
+    turns: Turns | None
     plan: AlgorithmPlan
     files: dict[str, str]
     tokenizer: PreTrainedTokenizerBase
     memory: int
     disk: int
+
+    def rows(self, episodes: TensorDictBase) -> TensorDictBase:
+        """The rows on which the algorithm trains: each turn, or each conversation.
+
+        Algorithms that compare the steps of trajectories need a row for each turn. For the others a conversation is one row.
+        """
+        if self.turns is None or self.plan.algorithm.schema == "trajectory":
+            return episodes
+        return join_turns(episodes, self.tokenizer)
 
 
 def load_inputs(config: TrainConfig) -> RunInputs:
@@ -92,10 +106,10 @@ def load_inputs(config: TrainConfig) -> RunInputs:
     memory, disk = _memory_and_disk(plan, policy, reference)
     tokenizer = chat_tokenizer(config.model.tokenizer or config.model.name, config.model.template)
     seed_everything(config.run.seed)  # a file of rewards may draw random numbers when it is imported
-    reward, files = load_reward(config), file_digests(config)
+    reward, turns, files = load_reward(config), load_turns(config), file_digests(config)
     for some in filter(None, (prompts, held_out)):
-        _render_first(config, some, reward, tokenizer)
-    return RunInputs(prompts, held_out, reward, plan, files, tokenizer, memory, disk)
+        _render_first(config, some, reward, tokenizer, turns)
+    return RunInputs(prompts, held_out, reward, turns, plan, files, tokenizer, memory, disk)
 
 
 # ------------------------------------------------------------------ prompts and rewards
@@ -142,14 +156,61 @@ def load_reward(config: TrainConfig) -> LoadedReward | None:
     return parts or None
 
 
+def load_turns(config: TrainConfig) -> Turns | None:
+    """The ``turns`` of :func:`~torchrl_llm_kl.tasks.make_env`, with the user's functions. None for one answer.
+
+    Raises:
+        ConfigError: if a function does not exist, or does not fit.
+
+    Example:
+        >>> turns = load_turns(config)  # doctest: +SKIP
+    """
+    settings = config.turns
+    if settings is None:
+        return None
+    reply, stop = (None if place is None else imported_function(place) for place in (settings.reply, settings.stop))
+    tools = [imported_function(place) for place in settings.tools]
+    try:
+        return Turns(settings.max, tools, reply, stop, workers=settings.workers)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the section turns: {error}") from error
+
+
+def env_of(
+    config: TrainConfig,
+    reward: LoadedReward | None,
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Turns | None,
+    prompts: Prompts,
+    *,
+    order: PromptOrder,
+    num_prompts: int = 1,
+    group_size: int = 1,
+) -> EnvBase:
+    """The env of a run: it renders prompts, runs tools and rewards answers. It does not score them.
+
+    Example:
+        >>> env = env_of(config, reward, tokenizer, None, prompts, order=PromptOrder())  # doctest: +SKIP
+    """
+    make = partial(make_env, prompts, order=order, num_prompts=num_prompts, group_size=group_size, turns=turns)
+    timeout, each = config.reward.timeout, config.turns is not None and config.turns.reward == "each"
+    rewarded = None
+    if reward is not None:
+        rewarded = FunctionReward(reward, timeout=timeout, tokenizer=tokenizer, each_turn=each)
+    return make(rewarded, tokenizer, system_prompt=config.data.system_prompt, timeout=timeout)
+
+
 def _render_first(
-    config: TrainConfig, prompts: Prompts, reward: LoadedReward | None, tokenizer: PreTrainedTokenizerBase
+    config: TrainConfig,
+    prompts: Prompts,
+    reward: LoadedReward | None,
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Turns | None,
 ) -> None:
     """Build an env, which renders the first prompt."""
-    system, timeout = config.data.system_prompt, config.reward.timeout
     with tensordict.set_list_to_stack(True):  # `train` sets it, but a dry run only loads the inputs
         try:
-            make_env(prompts, reward, tokenizer, group_size=1, system_prompt=system, timeout=timeout)
+            env_of(config, reward, tokenizer, turns, prompts, order=PromptOrder())
         except TemplateError as error:
             advice = "change the prompts, data.system_prompt or model.template"
             raise ConfigError(f"the chat template refuses the first prompt ({error}): {advice}.") from error

@@ -27,15 +27,15 @@ from torchrl_llm_kl._registry import install_hint
 from torchrl_llm_kl._typing import asked
 from torchrl_llm_kl.diagnostics import RunMonitor, log_metrics, status_line
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, DualKLCoefficient, PIKLCoefficient
-from torchrl_llm_kl.tasks import PromptOrder, Prompts, make_env
+from torchrl_llm_kl.tasks import PromptOrder, Prompts, whole_episodes
 from torchrl_llm_kl.training import _report, _steps
 from torchrl_llm_kl.training._build import Reference, load_reference, measured_kl, sampling_of
 from torchrl_llm_kl.training._checkpoints import Checkpoint, Checkpoints
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig, differences
-from torchrl_llm_kl.training._inputs import RunInputs, check_inputs_stay, load_inputs
+from torchrl_llm_kl.training._inputs import RunInputs, check_inputs_stay, env_of, load_inputs
 from torchrl_llm_kl.training._models import export_policy, load_policy, save_policy
 from torchrl_llm_kl.training._report import Figures, FiguresFile
-from torchrl_llm_kl.transforms import RetrieveKL
+from torchrl_llm_kl.training._samplers import make_sampler
 
 #: The files and folders that a run writes into its folder.
 WRITTEN: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "evaluations.jsonl", "checkpoints", "logs")
@@ -162,22 +162,19 @@ class Run:
         self.sampler = self._sampler(greedy=False)
         data = config.data
         order = PromptOrder(config.run.seed if data.shuffle else None, self.step * data.num_prompts)
-        self.env = self._env(self.inputs.prompts, self.kl, order, data.num_prompts, data.group_size)
+        self.env = self._env(self.inputs.prompts, order, data.num_prompts, data.group_size)
         self.monitor = self._monitor()
 
     # ------------------------------------------------------------------ parts
 
-    def _env(
-        self, prompts: Prompts, kl: RetrieveKL | None, order: PromptOrder, num_prompts: int, group_size: int
-    ) -> EnvBase:
-        make = partial(make_env, num_prompts=num_prompts, group_size=group_size, kl_transform=kl, order=order)
-        system, timeout = self.config.data.system_prompt, self.config.reward.timeout
-        return make(prompts, self.inputs.reward, self.tokenizer, system_prompt=system, timeout=timeout)
+    def _env(self, prompts: Prompts, order: PromptOrder, num_prompts: int, group_size: int) -> EnvBase:
+        make = partial(env_of, self.config, self.inputs.reward, self.tokenizer, self.inputs.turns)
+        return make(prompts, order=order, num_prompts=num_prompts, group_size=group_size)
 
     def _sampler(self, *, greedy: bool) -> TransformersWrapper:
         sampling = None if greedy else sampling_of(self.config)
         length, end = self.config.sampler.max_new_tokens, self.config.sampler.end
-        return _steps.make_sampler(self.policy, self.tokenizer, max_new_tokens=length, sampling=sampling, end=end)
+        return make_sampler(self.policy, self.tokenizer, max_new_tokens=length, sampling=sampling, end=end)
 
     def _monitor(self) -> RunMonitor:
         every, loggers = self.config.logging.doctor_every, _report.make_loggers(self.config, self.out / "logs")
@@ -252,8 +249,14 @@ class Run:
 
     def sample(self) -> TensorDictBase:
         """Sample and score the answers of a step, and compute their advantages."""
-        _steps.forget_scores(self.env)
-        return self.parts.prepare(self.env.rollout(1, self.sampler).reshape(-1))
+        return self.parts.prepare(self.score(self.inputs.rows(whole_episodes(self.env, self.sampler))))
+
+    def score(self, batch: TensorDictBase) -> TensorDictBase:
+        """Score sampled answers with the policy and the reference, and charge the KL if the algorithm does."""
+        if self.kl is None:
+            return batch
+        _steps.forget_scores(self.kl)
+        return self.kl(batch)
 
     @property
     def elapsed(self) -> float:
@@ -275,9 +278,12 @@ class Run:
         # k1 is unbiased only for sampled answers, and a service cannot compute the exact KL that greedy answers need.
         if self.reference is not None and (isinstance(self.reference, (str, torch.nn.Module)) or not settings.greedy):
             kl = measured_kl(self.config, self.policy, self.reference, "exact" if settings.greedy else "k1")
-        env = self._env(held_out, kl, PromptOrder(seed=None), min(settings.batch_size, len(held_out)), 1)
-        sampler = self._sampler(greedy=settings.greedy)
-        row = {"step": self.step, **_steps.evaluate(env, sampler, len(held_out), seed=self.config.run.seed)}
+        env = self._env(held_out, PromptOrder(seed=None), min(settings.batch_size, len(held_out)), 1)
+        sampler, seed = self._sampler(greedy=settings.greedy), self.config.run.seed
+        row = {
+            "step": self.step,
+            **_steps.evaluate(env, sampler, len(held_out), seed=seed, kl=kl, rows=self.inputs.rows),
+        }
         self.evaluations.append(row)
         for logger in self.monitor.loggers:
             log_metrics(logger, _evaluation_log(row), self.step)

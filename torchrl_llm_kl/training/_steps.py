@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import product
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torchrl.envs import EnvBase
-from torchrl.modules.llm import TransformersWrapper
 
 from torchrl_llm_kl.algorithms import AlgorithmParts
 from torchrl_llm_kl.diagnostics import RunMonitor
-from torchrl_llm_kl.scoring import LogProbScorer, Sampling
+from torchrl_llm_kl.ragged import has_entry
+from torchrl_llm_kl.scoring import LogProbScorer
+from torchrl_llm_kl.tasks import whole_episodes
 from torchrl_llm_kl.training._config import OptimizerConfig
-from torchrl_llm_kl.transforms import RetrieveLogProb
+from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-#: The positional arguments of a module's forward.
-Arguments = tuple[object, ...]
 _Z95 = NormalDist().inv_cdf(0.975)
 #: Two-sided 95 % quantiles of Student's t with 1 to 10 degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -35,7 +30,7 @@ _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 LOSS_KEYS = (
     *(("tokens", name) for name in ("full", "prompt")),
     *(("masks", name) for name in ("all_attention_mask", "all_assistant_mask")),
-    *(("next", name, "full") for name in ("log_probs", "ref_log_probs")),
+    *(("next", name, "full") for name in ("log_probs", "ref_log_probs", "sampler_log_probs")),
     *(("next", name) for name in ("entropy", "moments", "state_value", "top_k")),
     *(("kept", name) for name in ("counts", "ids")),
     *("top_k", "routed_experts", "images", "advantage", "value_target", "loss_mask", "expert_mask"),
@@ -44,145 +39,8 @@ LOSS_KEYS = (
 # ------------------------------------------------------------------ answers
 
 
-class _Sampler(TransformersWrapper):
-    """A wrapper that passes all arguments to ``generate``, forwards equal prompts once, and masks in each sampled token.
-
-    torchrl's constructor drops arguments that it does not list, such as ``min_p``. Its attention mask leaves out each padding
-    token. Many tokenizers use one token for padding and for the end of an answer. With torchrl's mask the end would then never
-    be trained.
-    """
-
-    generate_kwargs: dict[str, Any]
-
-    def __init__(self, *args: object, generate_kwargs: Mapping[str, object], **settings: object) -> None:
-        super().__init__(*args, generate_kwargs=generate_kwargs, **settings)
-        self.generate_kwargs = {**generate_kwargs, **self.generate_kwargs}
-
-    def forward(self, tensordict: TensorDictBase, **kwargs: object) -> TensorDictBase:
-        """Sample the answers and write them."""
-        with _equal_prompts_once(self.model):
-            out = super().forward(tensordict, **kwargs)
-        full, width = out["tokens", "full"], out["tokens", "prompt"].shape[-1]
-        ends = self.generate_kwargs.get("eos_token_id", self.model.generation_config.eos_token_id)
-        ends = torch.as_tensor([] if ends is None else ends, dtype=full.dtype, device=full.device)
-        ended = torch.isin(full[..., width:], ends).long()
-        for stops, last in product(self.generate_kwargs.get("stopping_criteria", ()), range(width, full.shape[-1])):
-            ended[..., last - width] |= stops(full[..., : last + 1], None)
-        mask = out["masks", "all_attention_mask"].clone()
-        mask[..., width:] = ended.cumsum(-1) == ended  # True if no earlier token has ended the answer
-        out.set(("masks", "all_attention_mask"), mask)
-        return out
-
-
-@contextmanager
-def _equal_prompts_once(model: Any) -> Iterator[None]:
-    """Let the first forward of ``generate`` run once for consecutive rows with equal prompts, and copy its states.
-
-    Later forwards continue each row from its own copy. A model that keeps states outside of a ``DynamicCache`` is not changed.
-    """
-    from transformers import DynamicCache
-
-    states: DynamicCache | None = None
-    rows: Tensor | None = None  # the index of each row's prompt, for the hook after the first forward
-
-    def before(_: nn.Module, args: Arguments, given: dict[str, object]) -> tuple[Arguments, dict[str, object]]:
-        nonlocal states, rows
-        own.pop().remove()  # the hooks are only for the first forward
-        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.ndim}
-        ids, mask = tensors.get("input_ids"), tensors.get("attention_mask")
-        # Not isinstance: a subclass may hold states that `reorder_cache` does not copy.
-        states = next((value for value in given.values() if type(value) is DynamicCache), None)
-        if states is None or ids is None or not all(_has_rows(name, x, len(ids)) for name, x in tensors.items()):
-            return args, given
-        prompts = ids if mask is None else torch.cat([ids, mask], 1)
-        _, rows = prompts.unique_consecutive(dim=0, return_inverse=True)
-        # The first row of each run of equal prompts. The prepended -1 makes row 0 one of them.
-        first = rows.diff(prepend=rows.new_full((1,), -1)) > 0
-        return args, {**given, **{name: value[first] for name, value in tensors.items()}}
-
-    def after(_: nn.Module, args: Arguments, output: Any) -> None:
-        own.pop().remove()
-        if rows is not None and states is not None:
-            output.logits = output.logits[rows]
-            states.reorder_cache(rows)  # type: ignore[arg-type]
-
-    # PEFT's generate calls the base model's generate, so the hooks must be on the base model.
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if model.config.model_type == "recurrent_gemma":  # it keeps states in its layers
-        yield
-        return
-    own = [model.register_forward_hook(after), model.register_forward_pre_hook(before, with_kwargs=True)]
-    try:
-        yield
-    finally:
-        for hook in own:
-            hook.remove()
-
-
-def _has_rows(name: str, value: Tensor, count: int) -> bool:
-    """Whether the first dimension of an argument holds the ``count`` rows.
-
-    The first dimension of an image-text model's positions holds planes, and there may be as many planes as rows.
-    """
-    return len(value) == count and (name != "position_ids" or value.ndim == 2)
-
-
-def make_sampler(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    end: Sequence[str] = (),
-) -> TransformersWrapper:
-    """A torchrl policy that samples answers from a transformers model, for :func:`~torchrl_llm_kl.tasks.make_env`.
-
-    The policy records no log-probs, since the transforms compute them. The attention mask includes each sampled token up to
-    the first one that ends the answer (``eos_token_id`` of the model's ``generation_config``, and ``end``), even if it is the
-    padding token. Consecutive rows with the same prompt share its forward.
-
-    Args:
-        model: a transformers model, which is not copied.
-        tokenizer: a tokenizer that has a padding token and pads on the left.
-
-    Keyword Args:
-        max_new_tokens: the longest answer, in tokens.
-        sampling: the distribution of the tokens. None takes the most probable token.
-        end: texts that also end an answer, which includes them. A text may be a special token, a part of a token, or several
-            tokens.
-
-    Raises:
-        ValueError: if the tokenizer has no padding token.
-
-    Example:
-        >>> sampler = make_sampler(model, tokenizer, max_new_tokens=64, sampling=Sampling())  # doctest: +SKIP
-    """
-    if tokenizer.pad_token is None:
-        raise ValueError("the tokenizer has no padding token: set tokenizer.pad_token, such as to tokenizer.eos_token.")
-    drawn: dict[str, object] = {"do_sample": False, "repetition_penalty": 1.0}
-    if sampling is not None:
-        drawn = sampling.generate_kwargs()
-    if end:
-        from transformers.generation import StoppingCriteriaList, StopStringCriteria
-
-        # generate needs an end token to pad the answers that have ended. A base model may have none.
-        ids = (model.generation_config.eos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-        drawn["eos_token_id"] = next(token for token in ids if token is not None)
-        drawn["stopping_criteria"] = StoppingCriteriaList([StopStringCriteria(tokenizer, list(end))])
-    return _Sampler(
-        model,
-        tokenizer=tokenizer,
-        input_mode="text",
-        generate=True,
-        return_log_probs=False,  # torchrl's have temperature 1, and keep [B, T, V] logits in memory
-        generate_kwargs={**drawn, "max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id},
-        pad_output=True,  # plain tensors: prompts padded on the left, answers on the right
-        device=model.device if model.device.type != "cpu" else None,
-    )
-
-
-def forget_scores(env: EnvBase) -> None:
-    """Clear the caches of the env's transforms, so that a step depends only on its own prompts.
+def forget_scores(env: nn.Module) -> None:
+    """Clear the caches of a transform, or of an env's transforms, so that a step depends only on its own prompts.
 
     A cached prefix may differ in its last bit from a computed one. A resumed run starts with empty caches, so it would not be
     bit-equal.
@@ -367,7 +225,7 @@ def first_coefficient(
         columns = answer_columns(batch)
         rewards = (columns["reward"] + coefficient * columns.get("kl", 0.0)).double()
         alike = torch.zeros(len(rewards), dtype=torch.long, device=rewards.device)
-        groups = batch.get("group", alike).flatten() if compares else alike
+        groups = episode_groups(batch) if compares and has_entry(batch, "group") else alike
         _, index, counts = groups.unique(return_inverse=True, return_counts=True)
         means = torch.zeros_like(counts, dtype=torch.double).index_add_(0, index, rewards) / counts
         # Unbiased, since each group has a mean of its own.
@@ -422,11 +280,12 @@ def step_figures(
         if charged and kl is not None:  # add the KL back, to get the rewards before it was charged
             figures["penalised_reward"] = rewards.mean().item()
             # Adding it back rounds, so rewards that differ by less than this bound count as equal.
-            rounding = 1e-5 * (rewards.abs() + value * after["kl_penalty"].flatten(1).abs().sum(-1))
+            size = _episode_sums(batch, after["kl_penalty"].flatten(1).abs().sum(-1))
+            rounding = 1e-5 * (rewards.abs() + value * size)
             rewards = rewards + value * kl
         figures["reward"] = rewards.mean().item()
         if "group" in batch.keys():  # noqa: SIM118
-            group = batch["group"].flatten()
+            group = episode_groups(batch)
             figures["equal_rewards"] = _equal_share(rewards, rounding, group if compares else torch.zeros_like(group))
     if kl is not None:
         figures["kl"] = kl.mean().item()
@@ -442,7 +301,7 @@ def step_figures(
 
 
 def answer_columns(batch: TensorDictBase) -> dict[str, Tensor]:
-    """The numbers of each answer of a batch by name, as far as the batch has them, ``[B]``.
+    """The numbers of each episode of a batch by name, as far as the batch has them: sums over its turns, ``[episodes]``.
 
     Example:
         >>> from tensordict import TensorDict
@@ -455,10 +314,28 @@ def answer_columns(batch: TensorDictBase) -> dict[str, Tensor]:
     parts = after.get("rewards", None)
     if parts is not None:
         columns |= {f"reward/{name}": parts[name].flatten().float() for name in parts.keys()}  # noqa: SIM118
-    real = batch.get(("masks", "all_attention_mask"), None)
+    names = ("all_assistant_mask", "all_attention_mask")  # a conversation's row also has tokens of tools and users
+    real = next((batch["masks", name] for name in names if has_entry(batch, ("masks", name))), None)
     if real is not None:
         columns["answer_tokens"] = real[:, batch["tokens", "prompt"].shape[-1] :].sum(-1).float()
-    return columns
+    return {name: _episode_sums(batch, values) for name, values in columns.items()}
+
+
+def _episode_sums(batch: TensorDictBase, values: Tensor) -> Tensor:
+    """Sum a column ``[B]`` over the turns of each episode, whose rows are neighbours."""
+    if not has_entry(batch, "run"):
+        return values
+    _, index = batch["run"].flatten().to(values.device).unique_consecutive(return_inverse=True)
+    return values.new_zeros(int(index[-1]) + 1).index_add_(0, index, values)
+
+
+def episode_groups(batch: TensorDictBase) -> Tensor:
+    """The number of each episode's prompt, ``[episodes]``. Without several turns each row is an episode."""
+    groups = batch["group"].flatten()
+    if has_entry(batch, "run"):
+        runs = batch["run"].flatten()
+        groups = groups[runs.diff(prepend=runs.new_full((1,), -1)) != 0]
+    return groups
 
 
 def _equal_share(rewards: Tensor, rounding: Tensor, group: Tensor) -> float:
@@ -473,7 +350,15 @@ def _equal_share(rewards: Tensor, rounding: Tensor, group: Tensor) -> float:
 
 
 @torch.no_grad()
-def evaluate(env: EnvBase, sampler: TensorDictModuleBase, num_prompts: int, *, seed: int = 0) -> dict[str, float]:
+def evaluate(
+    env: EnvBase,
+    sampler: TensorDictModuleBase,
+    num_prompts: int,
+    *,
+    seed: int = 0,
+    kl: RetrieveKL | None = None,
+    rows: Callable[[TensorDictBase], TensorDictBase] | None = None,
+) -> dict[str, float]:
     """Evaluate a policy's answers to the first prompts of an env.
 
     The state of the random generators is restored afterwards.
@@ -485,6 +370,8 @@ def evaluate(env: EnvBase, sampler: TensorDictModuleBase, num_prompts: int, *, s
 
     Keyword Args:
         seed: the seed of the answers.
+        kl: a transform that scores the answers, if the env has none.
+        rows: applied to the answers before they are scored, such as :func:`~torchrl_llm_kl.tasks.join_turns`.
 
     Returns:
         - the means over the answers ``reward``, ``reward/<name>`` of each named part, and ``answer_tokens``
@@ -502,10 +389,11 @@ def evaluate(env: EnvBase, sampler: TensorDictModuleBase, num_prompts: int, *, s
     done = 0
     with apart(seed):
         while done < num_prompts:
-            batch = env.rollout(1, sampler).reshape(-1)[: num_prompts - done]
-            done += len(batch)
-            for name, values in answer_columns(batch).items():
-                columns.setdefault(name, []).extend(values.flatten().tolist())
+            batch = whole_episodes(env, sampler)
+            batch = batch if rows is None else rows(batch)
+            for name, values in answer_columns(batch if kl is None else kl(batch)).items():
+                columns.setdefault(name, []).extend(values.flatten().tolist()[: num_prompts - done])
+            done += env.batch_size.numel()
     figures = {name: mean_and_error(values)[0] for name, values in columns.items()}
     if num_prompts > 1:
         figures["reward_error"] = mean_and_error(columns["reward"])[1]

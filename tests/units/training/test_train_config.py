@@ -14,7 +14,15 @@ pytest.importorskip("omegaconf")
 from torchrl_llm_kl import Sampling, training
 from torchrl_llm_kl.tasks import PromptOrder, make_env
 from torchrl_llm_kl.training import ConfigError, TrainConfig, load_inputs, make_sampler, read_config, train
-from torchrl_llm_kl.training._config import DataConfig, ModelConfig, RewardConfig, RewardPart, differences
+from torchrl_llm_kl.training._config import (
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    RewardConfig,
+    RewardPart,
+    TurnsConfig,
+    differences,
+)
 from torchrl_llm_kl.training._models import export_policy, load_policy, save_policy
 from toy_rollouts import make_model, make_tokenizer
 from toy_tokenizer import build_tokenizer
@@ -51,8 +59,9 @@ def test_defaults_overrides_and_yaml(tmp_path, monkeypatch):
     defaults = TrainConfig(model=ModelConfig(name="m"), data=DataConfig(prompts="p.jsonl"), reward=reward)
     assert defaults.lora is None
     assert read_config(file, ["model.name=m", "data.prompts=p.jsonl"]) == defaults
-    file.write_text(example.replace("lora: null", "lora:").replace("\n#  ", "\n  "))
-    assert read_config(file).lora is not None
+    written = example.replace("lora: null", "lora:").replace("turns: null", "turns:")
+    file.write_text(written.replace("\n#  ", "\n  "))
+    assert (read_config(file).lora, read_config(file).turns) == (LoraConfig(), TurnsConfig())
     assert all(f"\n{section.name}:" in example for section in fields(TrainConfig))
     assert max(map(len, example.splitlines())) <= 120
 
