@@ -43,10 +43,11 @@ study: $(READY)  ## Compare placements of the KL on the demo's task (an hour, re
 study-target: $(READY)  ## Run the demo with two controllers on ten seeds (an hour, resumable); writes benchmarks/kl_study.jsonl
 	OMP_NUM_THREADS=1 $(BIN)/python tutorials/countdown_study.py target $(ARGS)
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+# A test that hangs ends its worker after five minutes, with the stacks of all threads, and the others go on.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --timeout 300
 # Tests on an accelerator have a process of their own: the simulated one is there for all that runs beside it.
 DEVICE ?= sim
-ON_DEVICE := TORCHRL_LLM_KL_DEVICE=$(DEVICE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/device
+ON_DEVICE := TORCHRL_LLM_KL_DEVICE=$(DEVICE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --timeout 300 tests/device
 test: $(READY)  ## Run all units and a smoke test of every other tier (6 minutes)
 	$(PYTEST) -m "smoke and not slow and not device" $(ARGS)
 	$(ON_DEVICE) -m "smoke and not slow"

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 #: Seconds for events that end by themselves, such as the start of a replica or the end of a thread. Only a hang takes as long.
-LONG = 900.0
+LONG = 240.0
 #: Seconds of a thread for the steps of `pace` on a usual machine (2 cores of 3 GHz, both busy).
 USUAL = 0.07
 

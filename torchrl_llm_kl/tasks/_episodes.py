@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from tensordict import NestedKey, TensorDictBase, lazy_stack
@@ -16,6 +18,8 @@ from torchrl.modules.llm.policies import Masks, Text, Tokens
 
 from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import has_entry
+from torchrl_llm_kl.tasks._rewards import read_rows_of
+from torchrl_llm_kl.tasks._tools import TOOL_ERROR
 
 #: The entries of an answer's tokens that a policy writes, over prompt and answer.
 _PER_TOKEN = (("tokens", "full"), ("masks", "all_attention_mask"), ("log_probs", "full"))
@@ -118,6 +122,41 @@ def join_turns(batch: TensorDictBase, tokenizer: Tokenizer) -> TensorDictBase:
         sums = values.new_zeros(len(counts), *values.shape[1:])
         out["next"].set(key, sums.index_add_(0, index.to(values.device), values))
     return out
+
+
+def turn_figures(batch: TensorDictBase) -> dict[str, float]:
+    """Means over the conversations of a batch. Empty if the env has no turns.
+
+    Args:
+        batch: the result of :func:`whole_episodes` or :func:`join_turns`.
+
+    Returns:
+        ``turns``, the mean number of answers. ``tools/<name>``, the share of answers that call the tool, and ``tool_errors``,
+        the share of calls whose result is an error.
+
+    Example:
+        >>> turn_figures(batch)  # doctest: +SKIP
+        {'turns': 1.75, 'tools/add': 0.43, 'tool_errors': 0.0}
+    """
+    conversations = read_rows_of(batch["next"], "messages") if has_entry(batch, ("next", "messages")) else None
+    if conversations is None:
+        return {}
+    if has_entry(batch, "turns"):
+        turns = batch["turns"].flatten().tolist()
+    else:
+        turns = batch["run"].flatten().unique_consecutive(return_counts=True)[1].tolist()
+        conversations = [conversations[last - 1] for last in accumulate(turns)]
+    callers, errors, calls = Counter[str](), 0, 0
+    for messages, count in zip(conversations, turns, strict=True):
+        answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        for start, end in pairwise([*answers[-count:], len(messages)]):  # a prompt may hold earlier answers
+            results = [message for message in messages[start:end] if message["role"] == "tool"]
+            callers.update({str(message["name"]) for message in results})
+            errors += sum(str(message["content"]).startswith(TOOL_ERROR) for message in results)
+            calls += len(results)
+    figures = {"turns": sum(turns) / len(turns)}
+    figures |= {f"tools/{name}": number / sum(turns) for name, number in sorted(callers.items())}
+    return figures | ({"tool_errors": errors / calls} if calls else {})
 
 
 def _keys_of_rewards(after: TensorDictBase) -> list[NestedKey]:

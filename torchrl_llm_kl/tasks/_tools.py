@@ -22,6 +22,10 @@ from torchrl_llm_kl.tasks._calls import Call, Caller, Failure
 ToolParser = Callable[[str], object]
 
 
+#: The beginning of a result that is an error.
+TOOL_ERROR = "Error: "
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """A call in an answer.
@@ -285,17 +289,17 @@ class Tools:
         """The error of a call that cannot run. Empty if it can."""
         unknown = f"the tool {call.name!r} does not exist. Tools: {', '.join(self.functions)}"
         error = call.error or ("" if call.name in self.functions else unknown)
-        return f"Error: {error}" if error else ""
+        return f"{TOOL_ERROR}{error}" if error else ""
 
 
 def _result(value: object) -> str:
     try:
         if isinstance(value, Failure):
-            text = f"Error: {type(value.error).__name__}: {value.error}"
+            text = f"{TOOL_ERROR}{type(value.error).__name__}: {value.error}"
         else:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     except Exception as error:  # keys that JSON lacks, circular values, a failing __str__
-        text = f"Error: the result cannot be written as JSON: {type(error).__name__}: {error}"
+        text = f"{TOOL_ERROR}the result cannot be written as JSON: {type(error).__name__}: {error}"
     return as_unicode(text)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import product
+from itertools import count, product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -251,6 +252,6 @@ def keyed_generator(*key: int) -> torch.Generator:
 def answer_keys(tensordict: TensorDictBase) -> list[tuple[int, ...]]:
     """A key for each row of an env's data: its prompt's number, its place in the group, and its turn."""
     groups = [int(group) for group in tensordict["group"].flatten()]
-    members = [groups[:row].count(group) for row, group in enumerate(groups)]
     turns = tensordict["step"].flatten().tolist() if has_entry(tensordict, "step") else [0] * len(groups)
-    return list(zip(groups, members, turns, strict=True))
+    members: defaultdict[int, Iterator[int]] = defaultdict(count)
+    return [(group, next(members[group]), turn) for group, turn in zip(groups, turns, strict=True)]

@@ -19,7 +19,7 @@ from torchrl_llm_kl.algorithms import AlgorithmParts
 from torchrl_llm_kl.diagnostics import RunMonitor
 from torchrl_llm_kl.ragged import has_entry
 from torchrl_llm_kl.scoring import LogProbScorer
-from torchrl_llm_kl.tasks import whole_episodes
+from torchrl_llm_kl.tasks import turn_figures, whole_episodes
 from torchrl_llm_kl.training._config import OptimizerConfig
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb
 
@@ -263,6 +263,7 @@ def step_figures(
         - ``equal_rewards``, the share of groups whose answers all have the same reward before a KL is charged, if the batch
           has an entry ``"group"``
         - ``kl`` in nats per answer, ``coefficient``, and ``penalised_reward`` if the KL is charged to the reward
+        - with several turns those of :func:`~torchrl_llm_kl.tasks.turn_figures`
         - the sums over all answers ``answer_tokens`` and ``tokens``
 
     Example:
@@ -294,6 +295,7 @@ def step_figures(
     figures |= {name: values.mean().item() for name, values in columns.items() if name.startswith("reward/")}
     if "reward_failures" in after.keys() and after["reward_failures"].any():  # noqa: SIM118
         figures["reward_failures"] = float(after["reward_failures"].sum())
+    figures |= turn_figures(batch)
     if "answer_tokens" in columns:
         figures["answer_tokens"] = int(columns["answer_tokens"].sum())
         figures["tokens"] = batch["masks", "all_attention_mask"].sum().item()
