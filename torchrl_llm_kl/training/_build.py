@@ -20,7 +20,7 @@ from torchrl_llm_kl.estimators import (
     get_controller,
     get_estimator,
 )
-from torchrl_llm_kl.losses import available_objectives, get_objective, objective, spec_of
+from torchrl_llm_kl.losses import ImportanceWeights, available_objectives, get_objective, objective, spec_of
 from torchrl_llm_kl.scoring import Model, ReferenceUpdater, Sampling, ScoreOptions, TokenCritic
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig, refuse
 from torchrl_llm_kl.training._models import load_model
@@ -160,8 +160,16 @@ class AlgorithmPlan:
             given = f"algorithm.args is {args}" if args else f"algorithm.name is {self.algorithm.name}"
             raise ConfigError(f"{given}: {error}") from error
 
+    @property
+    def corrects(self) -> bool:
+        """Whether the loss corrects for the difference between the sampler's log-probs and the trainer's."""
+        config = self.config
+        differs = config.sampler.is_server or config.algorithm.max_staleness > 0
+        return differs and config.sampler.max_weight is not None and not self.distils
+
     def _bind(self, policy: nn.Module, reference: Reference | None, critic: TokenCritic | None) -> AlgorithmParts:
-        charged = self.coefficient is not None
+        charged, limit = self.coefficient is not None, self.config.sampler.max_weight
+        corrections = [ImportanceWeights(high=limit)] if self.corrects and limit is not None else []
         return make_algorithm(
             self.algorithm,
             policy,
@@ -169,6 +177,7 @@ class AlgorithmPlan:
             critic=critic,
             group_key="group" if self.algorithm.compares_answers else None,
             options=ScoreOptions(sampling_of(self.config)),
+            loss_args={"corrections": corrections} if corrections else None,
         )
 
 

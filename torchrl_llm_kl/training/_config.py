@@ -144,6 +144,7 @@ class AlgorithmConfig:
     name: str = "grpo"
     args: Json = field(default_factory=dict)
     teacher: PathText | None = None
+    max_staleness: Whole = 0
     epochs: PositiveWhole = 1
     minibatches: PositiveWhole = 1
     micro_batch: PositiveWhole | None = None
@@ -159,6 +160,15 @@ class SamplerConfig:
     top_k: Whole = 0
     top_p: Annotated[float, Range(above=0.0, high=1.0)] = 1.0
     min_p: Fraction = 0.0
+    engine: str = "transformers"
+    command: str = "vllm serve"
+    engine_args: list[str] = field(default_factory=list)
+    max_weight: PositiveAmount | None = 2.0
+
+    @property
+    def is_server(self) -> bool:
+        """Whether a server samples."""
+        return self.engine != "transformers"
 
 
 @dataclass
@@ -298,6 +308,12 @@ class TrainConfig:
         betas, minibatches, loggers = self.optimizer.betas, self.algorithm.minibatches, self.logging.loggers
         wrong_betas = len(betas) != 2 or not all(0 <= beta < 1 for beta in betas)
         yield wrong_betas, f"optimizer.betas is {betas}: expected two numbers of at least 0 and below 1."
+        engine = self.sampler.engine
+        known = engine in ("transformers", "vllm") or engine.startswith(("http://", "https://"))
+        yield (
+            not known,
+            f"sampler.engine is {engine}: expected transformers, vllm, or the address of a server (http://...).",
+        )
         answers = self.data.num_prompts * self.data.group_size
         yield minibatches > answers, f"algorithm.minibatches is {minibatches}: a step has only {answers} answers."
         yield len(set(loggers)) < len(loggers), f"logging.loggers is {loggers}: name each once."

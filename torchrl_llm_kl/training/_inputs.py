@@ -107,9 +107,9 @@ def load_inputs(config: TrainConfig) -> RunInputs:
     tokenizer = chat_tokenizer(config.model.tokenizer or config.model.name, config.model.template)
     seed_everything(config.run.seed)  # a file of rewards may draw random numbers when it is imported
     reward, turns, files = load_reward(config), load_turns(config), file_digests(config)
-    for some in filter(None, (prompts, held_out)):
-        _render_first(config, some, reward, tokenizer, turns)
-    return RunInputs(prompts, held_out, reward, turns, plan, files, tokenizer, memory, disk)
+    inputs = RunInputs(prompts, held_out, reward, turns, plan, files, tokenizer, memory, disk)
+    _render_first(config, inputs)
+    return inputs
 
 
 # ------------------------------------------------------------------ prompts and rewards
@@ -178,9 +178,7 @@ def load_turns(config: TrainConfig) -> Turns | None:
 
 def env_of(
     config: TrainConfig,
-    reward: LoadedReward | None,
-    tokenizer: PreTrainedTokenizerBase,
-    turns: Turns | None,
+    inputs: RunInputs,
     prompts: Prompts,
     *,
     order: PromptOrder,
@@ -190,27 +188,22 @@ def env_of(
     """The env of a run: it renders prompts, runs tools and rewards answers. It does not score them.
 
     Example:
-        >>> env = env_of(config, reward, tokenizer, None, prompts, order=PromptOrder())  # doctest: +SKIP
+        >>> env = env_of(config, inputs, inputs.prompts, order=PromptOrder())  # doctest: +SKIP
     """
-    make = partial(make_env, prompts, order=order, num_prompts=num_prompts, group_size=group_size, turns=turns)
-    timeout, each = config.reward.timeout, config.turns is not None and config.turns.reward == "each"
-    rewarded = None
-    if reward is not None:
-        rewarded = FunctionReward(reward, timeout=timeout, tokenizer=tokenizer, each_turn=each)
-    return make(rewarded, tokenizer, system_prompt=config.data.system_prompt, timeout=timeout)
+    each = config.turns is not None and config.turns.reward == "each"
+    system, timeout, reward = config.data.system_prompt, config.reward.timeout, None
+    if inputs.reward is not None:
+        reward = FunctionReward(inputs.reward, timeout=timeout, tokenizer=inputs.tokenizer, each_turn=each)
+    make = partial(make_env, prompts, reward, inputs.tokenizer, order=order, num_prompts=num_prompts)
+    return make(group_size=group_size, turns=inputs.turns, system_prompt=system, timeout=timeout)
 
 
-def _render_first(
-    config: TrainConfig,
-    prompts: Prompts,
-    reward: LoadedReward | None,
-    tokenizer: PreTrainedTokenizerBase,
-    turns: Turns | None,
-) -> None:
-    """Build an env, which renders the first prompt."""
+def _render_first(config: TrainConfig, inputs: RunInputs) -> None:
+    """Build an env of each source of prompts, which renders the first prompt."""
     with tensordict.set_list_to_stack(True):  # `train` sets it, but a dry run only loads the inputs
         try:
-            env_of(config, reward, tokenizer, turns, prompts, order=PromptOrder())
+            for prompts in filter(None, (inputs.prompts, inputs.held_out)):
+                env_of(config, inputs, prompts, order=PromptOrder())
         except TemplateError as error:
             advice = "change the prompts, data.system_prompt or model.template"
             raise ConfigError(f"the chat template refuses the first prompt ({error}): {advice}.") from error

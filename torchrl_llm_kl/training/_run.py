@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import signal
 import sys
@@ -13,32 +14,44 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tensordict
 import torch
 from filelock import FileLock, Timeout
 from tensordict import TensorDictBase
-from torchrl.envs import EnvBase
-from torchrl.modules.llm import TransformersWrapper
+from tensordict.nn import TensorDictModuleBase
 
 from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._registry import install_hint
 from torchrl_llm_kl._typing import asked
 from torchrl_llm_kl.diagnostics import RunMonitor, log_metrics, status_line
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, DualKLCoefficient, PIKLCoefficient
-from torchrl_llm_kl.tasks import PromptOrder, Prompts, whole_episodes
+from torchrl_llm_kl.scoring import ScoreOptions
+from torchrl_llm_kl.tasks import PromptOrder, whole_episodes
 from torchrl_llm_kl.training import _report, _steps
+from torchrl_llm_kl.training._answers import (
+    Answers,
+    CopiedWeights,
+    Weights,
+    leave_out_old,
+    record_log_probs,
+    sampler_gap,
+)
 from torchrl_llm_kl.training._build import Reference, load_reference, measured_kl, sampling_of
 from torchrl_llm_kl.training._checkpoints import Checkpoint, Checkpoints
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig, differences
+from torchrl_llm_kl.training._engine import EngineSampler, StartedEngine, open_engine
 from torchrl_llm_kl.training._inputs import RunInputs, check_inputs_stay, env_of, load_inputs
 from torchrl_llm_kl.training._models import export_policy, load_policy, save_policy
 from torchrl_llm_kl.training._report import Figures, FiguresFile
 from torchrl_llm_kl.training._samplers import make_sampler
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 #: The files and folders that a run writes into its folder.
-WRITTEN: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "evaluations.jsonl", "checkpoints", "logs")
+WRITTEN: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "evaluations.jsonl", "checkpoints", "logs", "engine")
 WRITTEN += ("curves.png", "rollouts.html", "diagnosis.txt", "final")
 
 #: The coefficients whose value is the weight of the KL. A controller of the user may mean something else by it.
@@ -49,6 +62,9 @@ _TO_RESUME = ("state.pt", "critic.safetensors")
 
 #: The first line of a config.yaml that a run wrote. Changing it would make earlier files look like the user's own.
 _ALL_SETTINGS = "# All settings of the run in this folder; each start of it writes them anew.\n"
+
+#: Nats per token up to which a difference of the sampler's log-probs is rounding.
+_LARGEST_GAP = 0.05
 
 Say = Callable[[str], None]
 
@@ -159,22 +175,46 @@ class Run:
         self.rows, self.evaluations = (
             FiguresFile(self.out / name, rows) for name, rows in zip(names, before, strict=True)
         )
-        self.sampler = self._sampler(greedy=False)
-        data = config.data
-        order = PromptOrder(config.run.seed if data.shuffle else None, self.step * data.num_prompts)
-        self.env = self._env(self.inputs.prompts, order, data.num_prompts, data.group_size)
+        self.engine, served = None, None
+        if config.sampler.is_server:
+            self.engine, served = open_engine(config, self.policy, self.tokenizer, say)
+        self.answers = self._answers(served)
         self.monitor = self._monitor()
 
     # ------------------------------------------------------------------ parts
 
-    def _env(self, prompts: Prompts, order: PromptOrder, num_prompts: int, group_size: int) -> EnvBase:
-        make = partial(env_of, self.config, self.inputs.reward, self.tokenizer, self.inputs.turns)
-        return make(prompts, order=order, num_prompts=num_prompts, group_size=group_size)
+    def _answers(self, weights: Weights | None) -> Answers:
+        """The source of the batches of the training. ``weights`` are those of a server."""
+        config, inputs, policy = self.config, self.inputs, self.policy
+        data, ahead = config.data, config.algorithm.max_staleness
+        copied = CopiedWeights(policy) if ahead and weights is None else None
+        if ahead:  # tokenizers cannot be used by two threads
+            inputs = replace(inputs, tokenizer=copy.deepcopy(inputs.tokenizer))
+            policy = policy if copied is None else copied.copy
+        order = PromptOrder(config.run.seed if data.shuffle else None, self.step * data.num_prompts)
+        make = partial(env_of, config, inputs, inputs.prompts, order=order)
+        env = make(num_prompts=data.num_prompts, group_size=data.group_size)
+        sampler = self._sampler(inputs.tokenizer, policy, greedy=False)
 
-    def _sampler(self, *, greedy: bool) -> TransformersWrapper:
+        def sample() -> TensorDictBase:
+            return inputs.rows(whole_episodes(env, sampler))
+
+        if copied is not None:
+            sample = record_log_probs(sample, copied.copy, ScoreOptions(sampling_of(config)))
+        return Answers(sample, weights=weights or copied, version=self.step, ahead=ahead)
+
+    def _sampler(
+        self, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel, *, greedy: bool
+    ) -> TensorDictModuleBase:
+        settings, seed, ahead = self.config.sampler, self.config.run.seed, self.config.algorithm.max_staleness
         sampling = None if greedy else sampling_of(self.config)
-        length, end = self.config.sampler.max_new_tokens, self.config.sampler.end
-        return make_sampler(self.policy, self.tokenizer, max_new_tokens=length, sampling=sampling, end=end)
+        if self.engine is not None and not (greedy and ahead):  # a server that samples ahead has older weights
+            ends = policy.generation_config.eos_token_id
+            given: Any = {"ends": [] if ends is None else torch.tensor([ends]).flatten().tolist(), "seed": seed}
+            how = partial(EngineSampler, self.engine, tokenizer, **given)
+        else:
+            how = partial(make_sampler, policy, tokenizer, seed=seed if ahead else None)
+        return how(max_new_tokens=settings.max_new_tokens, sampling=sampling, end=settings.end)
 
     def _monitor(self) -> RunMonitor:
         every, loggers = self.config.logging.doctor_every, _report.make_loggers(self.config, self.out / "logs")
@@ -201,6 +241,7 @@ class Run:
         """Sample answers, learn from them, and adapt the coefficient. Returns the figures of the step."""
         algorithm, plan = self.config.algorithm, self.inputs.plan
         batch = self.sample()
+        ages = leave_out_old(batch, self.step, algorithm.max_staleness)
         with _steps.apart(self.step):  # so that the frequency of the doctor does not affect the training
             self.monitor.look(self.step, batch)
         charged, compares = plan.algorithm.kl_reward != "none", plan.algorithm.compares_answers
@@ -214,6 +255,10 @@ class Run:
                 f"warning: all answers of the first step have the same reward, {figures['reward']:.4g}, from which nothing is "
                 "learnt: look at the reward function and the prompts, or raise data.group_size."
             )
+        figures |= ages
+        if algorithm.max_staleness:
+            figures["wait_seconds"] = self.answers.waited
+        self._watch_sampler(batch, figures)
         figures["lr"] = self.optimizer.param_groups[0]["lr"]
         _steps.learn(
             self.parts,
@@ -232,7 +277,21 @@ class Run:
         row = {"step": self.step, **self.monitor.step(self.step, **figures), "seconds": self.elapsed}
         self.rows.append(row)
         self.step += 1
+        self.answers.updated()
         return row
+
+    def _watch_sampler(self, batch: TensorDictBase, figures: Figures) -> None:
+        """Compare the log-probs of a separate sampler with the trainer's, and warn if its weights are not the newest."""
+        gap = sampler_gap(batch, self.step) if "policy_version" in batch.keys() else None  # noqa: SIM118
+        if gap is None:
+            return
+        figures["sampler_gap"] = gap
+        first = next((row["sampler_gap"] for row in self.rows.rows if "sampler_gap" in row), gap)
+        if gap > max(_LARGEST_GAP, 4 * first):
+            self.say(
+                f"warning: the sampler's log-probs are {gap:.3g} nats per token from the trainer's, at the first step "
+                f"{first:.3g}: it may have older weights, or another temperature or truncation."
+            )
 
     def _start_coefficient(self, batch: TensorDictBase, *, charged: bool, compares: bool) -> None:
         """At the first step with different rewards, set a coefficient that adapts to a target and was not given."""
@@ -249,7 +308,7 @@ class Run:
 
     def sample(self) -> TensorDictBase:
         """Sample and score the answers of a step, and compute their advantages."""
-        return self.parts.prepare(self.score(self.inputs.rows(whole_episodes(self.env, self.sampler))))
+        return self.parts.prepare(self.score(self.answers.take()))
 
     def score(self, batch: TensorDictBase) -> TensorDictBase:
         """Score sampled answers with the policy and the reference, and charge the KL if the algorithm does."""
@@ -278,8 +337,9 @@ class Run:
         # k1 is unbiased only for sampled answers, and a service cannot compute the exact KL that greedy answers need.
         if self.reference is not None and (isinstance(self.reference, (str, torch.nn.Module)) or not settings.greedy):
             kl = measured_kl(self.config, self.policy, self.reference, "exact" if settings.greedy else "k1")
-        env = self._env(held_out, PromptOrder(seed=None), min(settings.batch_size, len(held_out)), 1)
-        sampler, seed = self._sampler(greedy=settings.greedy), self.config.run.seed
+        size, seed = min(settings.batch_size, len(held_out)), self.config.run.seed
+        env = env_of(self.config, self.inputs, held_out, order=PromptOrder(seed=None), num_prompts=size)
+        sampler = self._sampler(self.tokenizer, self.policy, greedy=settings.greedy)
         row = {
             "step": self.step,
             **_steps.evaluate(env, sampler, len(held_out), seed=seed, kl=kl, rows=self.inputs.rows),
@@ -310,7 +370,10 @@ class Run:
         return f"the KL was above kl.stop_above={limit:g} nats per answer in {steps}: lower optimizer.lr."
 
     def close(self) -> None:
-        """Leave the service of the reference, if there is one. The service ends with its last run."""
+        """End the sampler, and leave the service of the reference. The service ends with its last run."""
+        self.answers.close()
+        if isinstance(self.engine, StartedEngine):
+            self.engine.close()
         close = getattr(self.reference, "close", None)
         if close is not None:
             close()

@@ -225,7 +225,7 @@ def test_each_sampled_token_is_charged_once_in_both_kinds_of_rows(lab: Path, tmp
         with torch.no_grad():  # so that the KL is not 0
             for weight in run.policy.parameters():
                 weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel()))
-        batch = run.score(run.inputs.rows(whole_episodes(run.env, run.sampler)))
+        batch = run.score(run.answers.take())
         ids, mask, kl = batch["tokens", "full"], batch["masks", "all_attention_mask"], batch["next", "kl_penalty"]
         for row in range(len(batch)):
             own = ids[row][mask[row]].unsqueeze(0)
@@ -272,7 +272,7 @@ def test_a_resumed_run_of_several_turns_equals_one_without_a_stop(lab: Path, tmp
 
 def test_the_reward_of_each_turn(lab: Path, tmp_path: Path) -> None:
     run = Run(settings(lab, tmp_path, "turns.reward=each", algorithm="gigpo"), say=lambda line: None)
-    batch = whole_episodes(run.env, run.sampler)
+    batch = run.answers.take()
     for row in range(len(batch)):
         answer = batch["text", "response"][row].replace("<|im_end|>", "")
         assert batch["next", "reward"][row].item() == pytest.approx(sum(x in "aeiou" for x in answer) / 6)

@@ -1,0 +1,316 @@
+"""A vLLM server that samples the answers of a run and gets the new weights after each step."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from torchrl_llm_kl._typing import Json
+from torchrl_llm_kl.scoring import Sampling
+from torchrl_llm_kl.tasks import active_rows, write_answers
+from torchrl_llm_kl.training._config import ConfigError, TrainConfig
+from torchrl_llm_kl.training._models import save_policy
+from torchrl_llm_kl.training._samplers import answer_keys, keyed_generator, prompt_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+#: Requests that are under way at the same time. The server batches them.
+_CONCURRENT = 64
+#: Seconds for the start of a server and for an answer.
+_LONG = 1800.0
+
+
+class EngineError(RuntimeError):
+    """The server cannot be started or asked, or answers in another form. The message gives the reason."""
+
+
+class Engine:
+    """Requests to a vLLM server.
+
+    Args:
+        url: the address of the server, which was started with ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``.
+
+    Example:
+        >>> Engine("http://127.0.0.1:8000/").url
+        'http://127.0.0.1:8000'
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+
+    def post(self, path: str, **body: object) -> Any:
+        """The JSON of the server's answer.
+
+        Raises:
+            EngineError: if the server does not answer, or answers with an error.
+        """
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("VLLM_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=_LONG) as reply:
+                return json.loads(reply.read() or "null")
+        except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace")[:300]
+            advice = ""
+            if error.code == 404:
+                advice = " Start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out."
+            raise EngineError(f"{self.url}{path} answered {error.code}: {text}.{advice}") from error
+        except OSError as error:
+            raise EngineError(f"{self.url}{path} did not answer: {error}. Is the server running?") from error
+
+    def generate(self, prompt: Sequence[int], settings: Json) -> tuple[list[int], list[float]]:
+        """The token ids of an answer to a prompt, and their log-probs in nats.
+
+        Raises:
+            EngineError: if the server does not answer in the form of vLLM's token interface.
+        """
+        answer = self.post("/inference/v1/generate", token_ids=list(prompt), sampling_params=settings)
+        try:
+            (choice,) = answer["choices"]
+            ids = list(choice["token_ids"])
+            log_probs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"{self.url} answered in another form than vLLM 0.32: {str(answer)[:300]}") from error
+        if len(ids) != len(log_probs):
+            raise EngineError(f"{self.url} returned {len(log_probs)} log-probs for {len(ids)} tokens.")
+        return ids, log_probs
+
+    def load(self, folder: Path) -> None:
+        """Load the weights of a folder that the server can read, and drop the keys and values of the old weights."""
+        self.post("/collective_rpc", method="reload_weights", kwargs={"weights_path": str(folder)})
+        if self.post("/reset_prefix_cache") != {"success": True}:
+            raise EngineError(f"{self.url} kept the prefix cache of the old weights.")
+
+
+# ------------------------------------------------------------------ a policy for the env
+
+
+class EngineSampler(TensorDictModuleBase):
+    """A torchrl policy whose answers come from an :class:`Engine`. It writes the engine's log-probs beside the tokens.
+
+    Args:
+        engine: the server.
+        tokenizer: the policy's tokenizer. The server gets token ids only.
+
+    Keyword Args:
+        max_new_tokens: the longest answer, in tokens.
+        sampling: the distribution of the tokens. None takes the most probable token.
+        end: texts that also end an answer.
+        ends: the ids of the policy's own end tokens.
+        seed: the seed of the answers.
+
+    Example:
+        >>> sampler = EngineSampler(engine, tokenizer, max_new_tokens=64, sampling=Sampling(), seed=0)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None,
+        end: Sequence[str] = (),
+        ends: Sequence[int] = (),
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.engine, self.tokenizer, self.seed = engine, tokenizer, seed
+        self.in_keys = [("text", "prompt")]
+        self.out_keys = ["text", "tokens", "masks", ("log_probs", "full")]
+        drawn = Sampling() if sampling is None else sampling
+        # Missing settings would be taken from the checkpoint's generation_config.json.
+        self.settings: Json = {
+            "temperature": 0.0 if sampling is None else drawn.temperature,
+            **{"top_k": drawn.top_k, "top_p": drawn.top_p, "min_p": drawn.min_p, "repetition_penalty": 1.0},
+            **{"n": 1, "logprobs": 0, "max_tokens": max_new_tokens, "stop_token_ids": list(ends)},
+            **{"stop": list(end), "include_stop_str_in_output": True, "skip_special_tokens": False},
+        }
+        self._threads = ThreadPoolExecutor(_CONCURRENT, "engine")
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Sample the answers and write them. Rows whose ``"_step"`` is False get empty answers."""
+        texts, prompts = prompt_ids(self.tokenizer, tensordict)
+        rows = [row for row, active in enumerate(active_rows(tensordict)) if active]
+        keys = answer_keys(tensordict)
+
+        def ask(row: int) -> tuple[list[int], list[float]]:
+            seed = int(torch.randint(2**31, (1,), generator=keyed_generator(self.seed, *keys[row])))
+            return self.engine.generate(prompts[row], {**self.settings, "seed": seed})
+
+        empty: tuple[list[int], list[float]] = ([], [])
+        answers = dict(zip(rows, self._threads.map(ask, rows), strict=True))
+        ids, log_probs = zip(*(answers.get(row, empty) for row in range(len(texts))), strict=True)
+        return write_answers(
+            tensordict,
+            self.tokenizer,
+            texts,
+            [torch.tensor(row) for row in prompts],
+            [torch.tensor(row, dtype=torch.long) for row in ids],
+            log_probs=[torch.tensor(row, dtype=torch.float32) for row in log_probs],
+        )
+
+
+# ------------------------------------------------------------------ the weights of a server
+
+
+class ServedWeights:
+    """The weights of a server, which reads them from a folder.
+
+    Args:
+        engine: the server.
+        policy: the model that is trained. Its adapters are merged into the saved weights.
+        tokenizer: saved beside the weights.
+        folder: the folder of the two last versions. The server must be able to read it.
+
+    Example:
+        >>> weights = ServedWeights(engine, policy, tokenizer, Path("runs/x/engine"))  # doctest: +SKIP
+        >>> weights.install(weights.take(3))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, engine: Engine, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+    ) -> None:
+        self.engine, self.policy, self.tokenizer, self.folder = engine, policy, tokenizer, folder.resolve()
+
+    def take(self, version: int) -> Path:
+        """Write the weights, and return their folder."""
+        path = self.folder / f"weights-{version % 2}"
+        shutil.rmtree(path, ignore_errors=True)
+        save_merged(self.policy, self.tokenizer, path)
+        return path
+
+    def install(self, taken: object) -> None:
+        """Let the server load them."""
+        assert isinstance(taken, Path)
+        self.engine.load(taken)
+
+
+def save_merged(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a policy as a plain model. Adapters are merged into copies of their layers' weights.
+
+    Example:
+        >>> save_merged(policy, tokenizer, Path("merged"))  # doctest: +SKIP
+    """
+    if not hasattr(policy, "peft_config"):
+        save_policy(policy, tokenizer, folder)
+        return
+    merged: dict[str, Tensor] = {}
+    adapted: Any = policy
+    base = adapted.get_base_model()
+    modules: dict[str, Any] = dict(base.named_modules())
+    for name, module in modules.items():
+        if hasattr(module, "get_delta_weight"):
+            delta = sum(module.get_delta_weight(adapter) for adapter in module.active_adapters)
+            merged[f"{name}.weight"] = (module.get_base_layer().weight + delta).detach()
+    state = {
+        name.replace(".base_layer.", "."): values for name, values in base.state_dict().items() if "lora_" not in name
+    }
+    base.save_pretrained(folder, state_dict={**state, **merged})
+    tokenizer.save_pretrained(folder)
+
+
+# ------------------------------------------------------------------ starting a server
+
+
+class StartedEngine(Engine):
+    """A server of this run, which :meth:`close` ends.
+
+    Args:
+        command: the program and its first arguments, such as ``vllm serve``.
+        model: the folder of the model.
+        log: the file of the server's output.
+        arguments: further arguments.
+
+    Raises:
+        EngineError: if the server does not start. The message has the end of its log.
+    """
+
+    def __init__(self, command: str, model: Path, log: Path, arguments: Sequence[str] = ()) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        super().__init__(f"http://127.0.0.1:{port}")
+        words = [*shlex.split(command), str(model), "--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"]
+        words += ["--logprobs-mode", "processed_logprobs", *arguments]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with log.open("wb") as out:
+                environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}  # lets clients replace the weights
+                how: Any = {"stdout": out, "stderr": out, "env": environment, "start_new_session": True}
+                self._process = subprocess.Popen(words, **how)
+        except OSError as error:
+            raise ConfigError(f"sampler.command is {command}: {error}. Install vLLM, or name its program.") from error
+        try:
+            self._wait(log)
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait(self, log: Path) -> None:
+        begin = time.monotonic()
+        while self._process.poll() is None and time.monotonic() - begin < _LONG:
+            with suppress(OSError):
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).read()
+                return
+            time.sleep(0.5)
+        tail = log.read_text(errors="replace")[-2000:]
+        raise EngineError(f"the server did not start. The end of {log}:\n{tail}")
+
+    def close(self) -> None:
+        """End the server and its processes."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def open_engine(
+    config: TrainConfig,
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    say: Callable[[str], None] = print,
+) -> tuple[Engine, ServedWeights]:
+    """The server of a run with the policy's weights: the one at the given address, or a new one.
+
+    Raises:
+        EngineError: if the server cannot be started or asked.
+
+    Example:
+        >>> engine, weights = open_engine(config, policy, tokenizer)  # doctest: +SKIP
+    """
+    settings, folder = config.sampler, Path(config.run.out, "engine")
+    if settings.engine == "vllm":
+        start = folder / "start"
+        shutil.rmtree(start, ignore_errors=True)
+        save_merged(policy, tokenizer, start)
+        say(f"starting {settings.command}, whose output is in {folder / 'log'}.")
+        engine: Engine = StartedEngine(settings.command, start.resolve(), folder / "log", settings.engine_args)
+        return engine, ServedWeights(engine, policy, tokenizer, folder)
+    engine = Engine(settings.engine)
+    weights = ServedWeights(engine, policy, tokenizer, folder)
+    weights.install(weights.take(0))
+    return engine, weights
