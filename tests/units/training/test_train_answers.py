@@ -1,0 +1,287 @@
+"""Batches that are sampled ahead of the training, and by a server: their weights, versions and log-probs."""
+
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensordict
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torch.testing import assert_close
+
+pytest.importorskip("omegaconf")
+from fake_vllm import FakeVllm
+from torchrl_llm_kl import LogProbScorer, Ragged
+from torchrl_llm_kl.training import ConfigError, Run, load_model, train
+from torchrl_llm_kl.training._answers import Answers, leave_out_old
+from torchrl_llm_kl.training._engine import Engine, EngineError, StartedEngine, save_merged
+from torchrl_llm_kl.training._models import load_policy
+from train_lab import build_lab, figures, go, settings, weights
+
+SERVER = "sampler.engine=http://127.0.0.1:8000"
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_lab(tmp_path_factory.mktemp("answers"))
+
+
+@pytest.fixture(autouse=True)
+def stacked() -> Any:
+    with tensordict.set_list_to_stack(True):
+        yield
+
+
+# ------------------------------------------------------------------ the thread
+
+
+class Counted:
+    """Weights that are only a version."""
+
+    def __init__(self) -> None:
+        self.installed = 0
+
+    def take(self, version: int) -> int:
+        return version
+
+    def install(self, taken: object) -> None:
+        assert isinstance(taken, int)
+        self.installed = taken
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+def test_no_batch_is_older_than_the_limit(ahead: int) -> None:
+    """A sampler that is always faster than the training: each batch has exactly the largest age, after the first ones."""
+    own, begun, lock = Counted(), list[int](), threading.Lock()
+
+    def sample() -> TensorDictBase:
+        with lock:
+            begun.append(own.installed)
+        return TensorDict(number=torch.full((2, 1), len(begun) - 1), batch_size=[2])
+
+    answers = Answers(sample, weights=own, ahead=ahead)
+    versions, most = [], 0
+    for step in range(8):
+        batch = answers.take()
+        assert batch["number"].flatten().tolist() == [step] * 2
+        versions.append(int(batch["policy_version"][0]))
+        assert begun[step] == versions[-1]
+        # All batches that may begin have begun, and no other one.
+        for _ in range(1000):
+            if len(begun) > step + ahead:
+                break
+            threading.Event().wait(0.01)
+        assert len(begun) == step + ahead + 1
+        answers.updated()
+        most = max(most, step - versions[-1])
+    answers.close()
+    assert most == ahead
+    assert versions == [max(0, step - ahead) for step in range(8)]
+
+
+def test_a_slow_sampler_gets_the_newest_weights() -> None:
+    """The third batch begins after two updates, so its age is 0 although 2 is allowed."""
+    own, gate = Counted(), threading.Semaphore(0)
+
+    def sample() -> TensorDictBase:
+        gate.acquire()
+        return TensorDict(version=torch.tensor([[own.installed]]), batch_size=[1])
+
+    answers = Answers(sample, weights=own, ahead=2)
+    gate.release()
+    assert int(answers.take()["version"]) == 0
+    answers.updated()
+    answers.updated()
+    gate.release(2)
+    first, second = answers.take(), answers.take()
+    assert (int(first["policy_version"]), int(second["policy_version"])) == (0, 2)
+    assert int(second["version"]) == 2
+    gate.release(10)
+    answers.close()
+
+
+def test_an_error_of_the_sampler_reaches_the_training() -> None:
+    answers = Answers(lambda: 1 / 0, weights=Counted(), ahead=1)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ZeroDivisionError):
+        answers.take()
+    answers.close()
+
+
+def test_old_rows_are_left_out() -> None:
+    batch = TensorDict(policy_version=torch.tensor([[7], [4], [5]]), batch_size=[3])
+    assert leave_out_old(batch, step=7, limit=2) == {"age": pytest.approx(5 / 3), "age_max": 3, "too_old": 1}
+    assert batch["loss_mask"].tolist() == [True, False, True]
+    fresh = TensorDict(policy_version=torch.tensor([[7]]), batch_size=[1])
+    assert leave_out_old(fresh, step=7, limit=0) == {"age": 0.0, "age_max": 0, "too_old": 0}
+    assert "loss_mask" not in fresh.keys()
+
+
+# ------------------------------------------------------------------ runs ahead
+
+
+def log_probs(model: nn.Module, batch: TensorDictBase) -> torch.Tensor:
+    """The model's log-probs of the answers' tokens, ``[N]``."""
+    mask, width = batch["masks", "all_attention_mask"], batch["tokens", "prompt"].shape[-1]
+    rows = Ragged.from_list([ids[own] for ids, own in zip(batch["tokens", "full"], mask, strict=True)])
+    return LogProbScorer(model).score(rows).values[answered(batch)[mask]]
+
+
+def answered(batch: TensorDictBase) -> torch.Tensor:
+    mask = batch["masks", "all_attention_mask"].clone()
+    mask[:, : batch["tokens", "prompt"].shape[-1]] = False
+    return mask
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_rows_have_the_log_probs_and_the_version_of_the_weights_that_sampled(
+    lab: Path, tmp_path: Path, adapters: bool
+) -> None:
+    changes = ["lora.r=4"] if adapters else []
+    run = Run(settings(lab, tmp_path, "algorithm.max_staleness=2", *changes), say=lambda line: None)
+    versions = {0: load_policy(run.config)}
+    versions[0].load_state_dict(run.policy.state_dict())
+    seen = set()
+    for step in range(4):
+        kept: list[TensorDictBase] = []
+        prepare = run.parts.prepare
+        object.__setattr__(
+            run.parts, "prepare", lambda batch, kept=kept, prepare=prepare: kept.append(prepare(batch)) or kept[0]
+        )
+        row = run.take_step()
+        object.__setattr__(run.parts, "prepare", prepare)
+        versions[step + 1] = load_policy(run.config)
+        versions[step + 1].load_state_dict(run.policy.state_dict())
+        (batch,) = kept
+        version = int(batch["policy_version"][0])
+        seen.add(step - version)
+        assert row["age_max"] == step - version <= 2
+        theirs = batch["next", "sampler_log_probs", "full"][answered(batch)]
+        assert_close(theirs, log_probs(versions[version], batch), atol=2e-5, rtol=0)
+        own = batch["next", "log_probs", "full"][answered(batch)]
+        assert_close(own, log_probs(versions[step], batch), atol=2e-5, rtol=0)
+        if version != step:
+            assert (own - theirs).abs().max() > 1e-3
+    run.close()
+    assert seen & {1, 2}
+
+
+def test_a_run_ahead_ends_resumes_and_uses_each_prompt_once(lab: Path, tmp_path: Path) -> None:
+    result, _ = go(lab, tmp_path, "algorithm.max_staleness=1", "run.steps=3")
+    again, said = go(lab, tmp_path, "algorithm.max_staleness=1", "run.steps=5")
+    assert (result.outcome, again.outcome, again.step) == ("finished", "finished", 5)
+    assert "resuming after step 3 of 5" in said[0]
+    assert [row["step"] for row in again.rows] == [0, 1, 2, 3, 4]
+    assert all(row["age_max"] <= 1 and row["wait_seconds"] >= 0 for row in again.rows)
+    assert max(row["age"] for row in again.rows) == 1
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("answers")]
+
+
+def test_without_staleness_nothing_changes(lab: Path, tmp_path: Path) -> None:
+    one, two = (
+        go(lab, tmp_path / name, *changes)[0] for name, changes in (("a", []), ("b", ["algorithm.max_staleness=0"]))
+    )
+    assert figures(one.folder / "metrics.jsonl") == figures(two.folder / "metrics.jsonl")
+    assert not any("age" in row or "sampler_gap" in row for row in one.rows)
+
+
+# ------------------------------------------------------------------ a server
+
+
+@pytest.fixture
+def server(lab: Path, monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
+    found = FakeVllm(lab / "model")
+    monkeypatch.setattr(urllib.request, "urlopen", found)
+    return found
+
+
+@pytest.mark.parametrize("changes", [[], ["lora.r=4", "optimizer.lr=0.03"]], ids=["whole", "adapters"])
+def test_a_server_gets_the_weights_after_each_step(
+    lab: Path, tmp_path: Path, server: FakeVllm, changes: list[str]
+) -> None:
+    result, said = go(lab, tmp_path, SERVER, *changes)
+    assert [line for line in said if "warning" in line] == []
+    assert all(row["sampler_gap"] < 1e-5 and row["age_max"] == 0 for row in result.rows)
+    assert server.paths.count("/collective_rpc") == 5, "before the first step, and after each"
+    final, start = weights(tmp_path / "final"), weights(lab / "model")
+    moved = 0.0
+    for name, values in server._model.state_dict().items():
+        if name in final:
+            assert_close(values, final[name], atol=1e-6, rtol=0)
+            moved = max(moved, (values - start[name]).abs().max().item())
+    assert moved > 1e-3
+    assert all("weight_mean" in " ".join(row) for row in result.rows), "the mismatch is corrected"
+
+
+def test_a_server_with_old_weights_is_named(lab: Path, tmp_path: Path, server: FakeVllm, monkeypatch: Any) -> None:
+    monkeypatch.setattr(server, "_rpc", lambda **_: {"results": [None]})
+    result, said = go(lab, tmp_path, SERVER, "optimizer.lr=0.03", "optimizer.warmup_steps=0", kl={"place": "none"})
+    warned = [line for line in said if "warning: the sampler's log-probs are" in line]
+    assert warned
+    assert result.rows[0]["sampler_gap"] < 1e-5
+    assert result.rows[-1]["sampler_gap"] > 0.05
+
+
+def test_a_server_and_turns_and_a_sampler_ahead(lab: Path, tmp_path: Path, server: FakeVllm) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def again(messages, metadata):\n    return 'Sure?' if len(messages) < 4 else None\n"
+    )
+    turns = ["turns.max=3", f"turns.reply={tmp_path / 'mine.py'}:again", "algorithm.max_staleness=1"]
+    result, _ = go(lab, tmp_path / "out", SERVER, *turns)
+    assert result.outcome == "finished"
+    assert all(row["turns"] == 2 for row in result.rows)
+    assert result.rows[0]["sampler_gap"] < 1e-5
+
+
+def test_seeds_of_the_server_are_those_of_the_answers(lab: Path, tmp_path: Path, server: FakeVllm) -> None:
+    """Each answer has a seed of its own, which a repeated run has again."""
+    asked: list[int] = []
+    plain = server._generate
+
+    def generate(token_ids: list[int], sampling_params: dict[str, Any]) -> dict[str, Any]:
+        asked.append(sampling_params["seed"])
+        return plain(token_ids, sampling_params)
+
+    server._generate = generate  # type: ignore[method-assign]
+    for name in ("a", "b"):
+        go(lab, tmp_path / name, SERVER, "run.steps=2", "optimizer.warmup_steps=0", "evaluation.every=0")
+    assert len(asked) == 32
+    assert sorted(asked[:16]) == sorted(asked[16:])
+    assert len(set(asked)) == 16
+
+
+def test_errors_of_a_server(lab: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="did not answer: .*Is the server running"):
+        Engine("http://127.0.0.1:9").post("/health")
+    with pytest.raises(ConfigError, match=r"sampler\.engine is vlm: expected transformers, vllm, or the address"):
+        settings(lab, tmp_path, "sampler.engine=vlm")
+    with pytest.raises(ConfigError, match=r"sampler\.command is no-such-program: .*Install vLLM"):
+        StartedEngine("no-such-program", tmp_path, tmp_path / "log")
+    with pytest.raises(EngineError, match="(?s)the server did not start.*bad option"):
+        StartedEngine("""python -c "raise SystemExit('bad option')" """, tmp_path, tmp_path / "log")
+
+
+def test_merged_adapters_give_the_same_log_probs(lab: Path, tmp_path: Path) -> None:
+    """The trained model keeps its weights to the last bit."""
+    policy = load_policy(settings(lab, tmp_path, "lora.r=4"))
+    with torch.no_grad():
+        for name, values in policy.named_parameters():
+            if "lora_B" in name:
+                values.normal_(generator=torch.Generator().manual_seed(1))
+    before = {name: values.clone() for name, values in policy.state_dict().items()}
+    from torchrl_llm_kl.training import chat_tokenizer
+
+    save_merged(policy, chat_tokenizer(str(lab / "model")), tmp_path / "merged")
+    assert all(torch.equal(values, before[name]) for name, values in policy.state_dict().items())
+    merged, rows = load_model(str(tmp_path / "merged"), device="cpu"), [torch.arange(1, 20), torch.arange(30, 40)]
+    ours, plain = (LogProbScorer(model).score(rows).values for model in (policy, merged))
+    assert_close(plain, ours, atol=2e-5, rtol=0)
+    start = LogProbScorer(load_model(str(lab / "model"), device="cpu")).score(rows).values
+    assert (plain - start).abs().max() > 0.01
+
+
+def test_greedy_evaluations_of_a_run_ahead_use_the_trained_weights(lab: Path, tmp_path: Path, server: FakeVllm) -> None:
+    result = train(settings(lab, tmp_path, SERVER, "algorithm.max_staleness=1"), say=lambda line: None)
+    assert [row["step"] for row in result.evaluations] == [0, 2, 4]
