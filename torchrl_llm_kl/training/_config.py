@@ -17,6 +17,7 @@ from typing import Annotated, cast, get_args, get_type_hints
 
 from torchrl_llm_kl._registry import Range, flatten, members_of, nearest, no_such
 from torchrl_llm_kl._typing import Json
+from torchrl_llm_kl.training._alarms import unreadable
 
 #: The value of a setting that has no default, as in OmegaConf.
 REQUIRED = "???"
@@ -218,6 +219,7 @@ class RunConfig:
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     out: PathText = "runs/train"
     threads: Annotated[int, Range(1, 4096)] | None = None
+    stop_when: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -297,6 +299,7 @@ class TrainConfig:
         for each in self.logging.loggers:
             yield each not in LOGGERS, no_such("logging.loggers has the unknown logger", each, LOGGERS)
         yield reward.function and reward.functions, "reward.function and reward.functions are both set: leave one out."
+        yield from ((unreadable(text), unreadable(text)) for text in self.run.stop_when)
         needs_reward = not rewards and self.algorithm.teacher is None
         yield needs_reward, "reward.function is missing: set it to module.py:function, or set reward.functions."
         yield not rewards and self.data.held_out, "data.held_out needs a reward to evaluate: set one, or leave it out."
@@ -396,8 +399,8 @@ _SECTIONS: dict[str, type] = {
 #: All settings by key.
 SETTINGS = {each.key: each for each in _settings()}
 #: Settings and whole sections that a resumed run may change.
-_MAY_CHANGE = {"run.steps", "run.out", "model.device", "kl.stop_above", "kl.stop_after", "logging"}
-_MAY_CHANGE |= {"checkpoints.keep", "checkpoints.final"}
+MAY_CHANGE = {"run.steps", "run.out", "model.device", "kl.stop_above", "kl.stop_after", "logging"}
+MAY_CHANGE |= {"checkpoints.keep", "checkpoints.final", "run.stop_when"}
 
 
 def _valid(key: str, value: object) -> object:
@@ -427,13 +430,18 @@ def differences(old: Mapping[str, object], new: TrainConfig) -> list[str]:
 
     Settings that a resumed run may change are left out.
     """
+    pairs = differing_settings(old, new.to_dict())
+    return [f"{key}: {before}, now {now}" for key, (before, now) in pairs.items()]
+
+
+def differing_settings(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    """The settings that differ, key -> both values. Settings that a resumed run may change are left out."""
+    before, now = flatten(old), flatten(new)
+    keys = [key for key in {**now, **before} if MAY_CHANGE.isdisjoint({key, key.split(".")[0]})]
+    pairs = {key: (before.get(key), now.get(key)) for key in keys}
     # Empty values equal missing ones, so that checkpoints of versions with fewer settings still resume.
-    before, now = (
-        {key: None if value in ({}, []) else value for key, value in flatten(each).items()}
-        for each in (old, new.to_dict())
-    )
-    keys = [key for key in {**now, **before} if _MAY_CHANGE.isdisjoint({key, key.split(".")[0]})]
-    return [f"{key}: {before.get(key)}, now {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
+    empty: tuple[object, ...] = (None, {}, [])
+    return {key: (x, y) for key, (x, y) in pairs.items() if x != y and not (x in empty and y in empty)}
 
 
 def example_config() -> str:
@@ -533,6 +541,11 @@ def _of_source(source: str | Path | Mapping[str, object] | None) -> Iterator[tup
         yield from _pairs(str(section), values)
 
 
+def changed_keys(overrides: Iterable[str]) -> list[str]:
+    """The settings that changes such as ``"optimizer.lr=1e-5"`` name."""
+    return [key for text in overrides for key, _ in _of_override(text)]
+
+
 def _of_override(text: str) -> Iterator[tuple[str, object]]:
     """The settings of a change such as ``optimizer.lr=1e-5``, as pairs of key and value."""
     from omegaconf import OmegaConf
@@ -553,6 +566,8 @@ def _pairs(key: str, value: object) -> Iterator[tuple[str, object]]:
         yield from (("reward.functions", {}), ("reward.function", value))
     elif key.startswith("reward.functions.") and isinstance(value, (str, Mapping)) and key.count(".") == 2:
         yield "reward.functions", {key.split(".")[2]: {"function": value} if isinstance(value, str) else value}
+    elif key == "run.stop_when" and isinstance(value, str):  # a single condition
+        yield key, [value]
     elif (key, value) == ("lora", {}):  # `lora: {}` asks for adapters with all defaults
         yield "lora.r", LoraConfig.r
     elif (key in _SECTIONS or (key == "reward.functions" and value)) and isinstance(value, Mapping):
