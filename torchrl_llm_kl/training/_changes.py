@@ -93,6 +93,12 @@ def resume_with(
         raise ConfigError(f"{', '.join(free)} may differ in a resumed run: pass it as KEY=VALUE, without --change.")
     different = differing_settings(old, config.to_dict())
     others = [key for key in different if not any(f"{key}.".startswith(f"{each}.") for each in wanted)]
+    for key in [key for key in different if key not in others]:
+        if reason := _reason(key):
+            raise ConfigError(
+                f"{key} cannot change in the middle of a run: {reason}. To begin a new run from these weights, pass "
+                f"model.name={saved.folder / 'model'} and another run.out."
+            )
     if others:
         listed = "; ".join(f"{key}: {different[key][0]}, now {different[key][1]}" for key in others)
         advice = " ".join(f"--change {key}={as_yaml(different[key][1])}" for key in others if not _reason(key))
@@ -100,12 +106,6 @@ def resume_with(
         raise ConfigError(
             f"{out} has a run with other settings ({listed}): use those, {advice}or begin anew with --fresh."
         )
-    for key in different:
-        if reason := _reason(key):
-            raise ConfigError(
-                f"{key} cannot change in the middle of a run: {reason}. To begin a new run from these weights, pass "
-                f"model.name={saved.folder / 'model'} and another run.out."
-            )
     new = [Change(step=saved.step, key=key, before=x, now=y) for key, (x, y) in different.items()]
     said += [f"from step {saved.step} on, {each['key']} is {each['now']} instead of {each['before']}." for each in new]
     numbers = {**saved.numbers, "config": config.to_dict(), "changes": [*recorded, *new]}

@@ -25,6 +25,8 @@ from torchrl_llm_kl.training._report import Figures, read_figures, smooth
 if TYPE_CHECKING:
     from torchrl_llm_kl.training._run import Run
 
+#: Figures that are exact, and drawn without a mean.
+_EXACT = ("coefficient", "lr")
 #: Seconds between two writes. A write may also take at most a fiftieth of the time.
 _SECONDS, _SHARE = 5.0, 50.0
 #: The figures that are shown first: name -> title and unit.
@@ -79,8 +81,10 @@ class RunFiles:
         if not (folder / "metrics.jsonl").exists() or not (folder / "config.yaml").exists():
             raise ConfigError(f"{folder} has no metrics.jsonl and config.yaml: expected the run.out of a run.")
         changes: list[Change] = []
-        with suppress(ValueError, OSError, IndexError):  # the run may just replace its checkpoint
-            changes = changes_of(Checkpoint.read(sorted(folder.glob("checkpoints/step-*"))[-1]))
+        with suppress(ValueError, OSError):  # the run may just replace its checkpoint
+            # Not with Checkpoints, which removes the checkpoint that another process is writing.
+            last = max(folder.glob("checkpoints/step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+            changes = changes_of(Checkpoint.read(last))
         config = flatten(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
         rows, evaluations = (read_figures(folder / f"{name}.jsonl") for name in ("metrics", "evaluations"))
         return cls(str(folder), config, rows, evaluations, changes)
@@ -176,30 +180,32 @@ def _chart(figure: str, runs: Sequence[RunFiles]) -> Chart:
         if not points:
             continue
         steps, values = zip(*points, strict=True)
-        means = smooth(values, min(_report.WINDOW, len(values)))
+        window = 1 if figure in _EXACT else min(_report.WINDOW, len(values))
+        means = smooth(values, window)
         if single:
             chart.lines.append(Line(thinned(points), "raw", color))
             chart.last = f"{values[-1]:.4g}"
             chart.marks = [(each["step"], each["key"]) for each in run.changes]
-        text = f"{run.name}: {values[-1]:.4g}, mean of the last {min(_report.WINDOW, len(values))} {means[-1]:.4g}"
+        text = f"{run.name}: {values[-1]:.4g}, mean of the last {window} {means[-1]:.4g}"
         style = "line" if len(points) > 1 else "dots"
         chart.lines.append(Line(thinned(list(zip(steps, means, strict=True))), style, color, text))
         target = run.config.get("kl.target")
         if figure == "kl" and isinstance(target, (int, float)):
-            ends: Points = [(steps[0], float(target)), (max(steps[-1], steps[0] + 1), float(target))]
+            begin = max([steps[0], *(each["step"] for each in run.changes if each["key"] == "kl.target")])
+            ends: Points = [(begin, float(target)), (max(steps[-1], begin + 1), float(target))]
             chart.lines.append(Line(ends, "target", color, f"target: {target:g} nats"))
         if figure in ("reward", "kl"):
-            chart.lines += _held_out(run, figure, color)
+            chart.lines += _held_out(run, figure, color, bars=single and figure == "reward")
     return chart
 
 
-def _held_out(run: RunFiles, figure: str, color: int) -> list[Line]:
-    """The values on held-out prompts as dots, and their intervals."""
+def _held_out(run: RunFiles, figure: str, color: int, *, bars: bool) -> list[Line]:
+    """The values on held-out prompts as dots, and their intervals as bars."""
     points = run.points(figure, held_out=True)
-    rows = [row for row in run.evaluations if figure == "reward" and "low/reward" in row]
-    bars: list[Points] = [[(row["step"], row["low/reward"]), (row["step"], row["high/reward"])] for row in rows]
+    rows = [row for row in run.evaluations if bars and "low/reward" in row]
+    ends: list[Points] = [[(row["step"], row["low/reward"]), (row["step"], row["high/reward"])] for row in rows]
     dots = [Line([each], "dots", color, f"held-out prompts, step {each[0]:g}: {each[1]:.4g}") for each in points]
-    return [Line(bar, "bar", color) for bar in bars] + dots
+    return [Line(bar, "bar", color) for bar in ends] + dots
 
 
 def charts_of(runs: Sequence[RunFiles]) -> tuple[list[dict[str, object]], list[dict[str, object]]]:

@@ -336,8 +336,8 @@ def plot_curves(
         for axis in axes.values():
             axis.axvline(step, color="black", linewidth=0.8, alpha=0.6)
         text = "\n".join(label for at, label in changes if at == step)
-        place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top", "fontsize": 8}
-        reward.annotate(text, (step, 1), (3, -2), bbox=LABEL_BOX, **place)
+        place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "bottom", "fontsize": 8}
+        reward.annotate(text, (step, 0), (3, 2), bbox=LABEL_BOX, **place)
     axes[names[-1]].set(xlabel="RL step" + f" (thick lines: mean of {window} steps)" * (window > 1))
     # All axes share this one.
     reward.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
