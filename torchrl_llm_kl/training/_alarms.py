@@ -93,7 +93,7 @@ class Alarm:
 
 
 def unreadable(text: str) -> str:
-    """The error of a text that is no condition. Empty if it is one."""
+    """The error for a text without the form of a condition. Empty if the form is right."""
     parts = _FORM.fullmatch(text.strip())
     with suppress(ValueError):
         if parts is not None and math.isfinite(float(parts[3])):
@@ -111,7 +111,7 @@ def since_change(rows: Sequence[Figures], changes: Sequence[Change]) -> list[Fig
 
 
 def alarms_of(config: TrainConfig) -> list[Alarm]:
-    """The conditions that end a run: the bound of its KL first, then those of ``run.stop_when``.
+    """The conditions that end a run: the bound of its KL, and the texts in ``run.stop_when``.
 
     A KL to a teacher is large at first, so without ``kl.stop_above`` it has no bound.
     """

@@ -119,7 +119,7 @@ def _reason(key: str) -> str:
 
 
 def _put(settings: dict[str, object], key: str, value: object) -> None:
-    """Set the value of a path such as ``algorithm.args.clip_high``. None removes a key that is no setting."""
+    """Set the value of a path such as ``algorithm.args.clip_high``. None removes a key inside of a setting."""
     *path, leaf = key.split(".")
     for name in path:
         settings = cast(dict[str, object], settings.setdefault(name, {}))

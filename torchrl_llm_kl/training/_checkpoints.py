@@ -180,7 +180,7 @@ class Checkpoints:
         return self._whole(path, ".") if path.exists() else None
 
     def renumber(self, saved: Checkpoint) -> None:
-        """Replace the ``numbers`` of a checkpoint on disk by those of ``saved``. Its files stay."""
+        """Replace the ``numbers`` of a checkpoint on disk by ``saved.numbers``. Its files stay."""
         with replacing(saved.folder / RECORD) as part:
             part.write_bytes(saved.record)
 

@@ -209,7 +209,7 @@ def _held_out(run: RunFiles, figure: str, color: int, *, bars: bool) -> list[Lin
 
 
 def charts_of(runs: Sequence[RunFiles]) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
-    """The charts of the main figures, and those of all others."""
+    """The charts of the main figures, and of all other figures."""
     names = dict.fromkeys(name for run in runs for row in (*run.rows[-100:], *run.rows[:1]) for name in row)
     first = [name for name in _TITLES if name in names]
     if "entropy" in first and "doctor/surprisal/entropy" in first:
