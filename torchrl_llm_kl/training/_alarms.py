@@ -100,7 +100,7 @@ def unreadable(text: str) -> str:
             return ""
     return (
         f"run.stop_when has {text!r:.100}: expected FIGURE SIGN NUMBER or FIGURE SIGN NUMBER for STEPS, with a sign of "
-        '< <= > >=, such as "entropy < 0.01" or "kl > 20 for 5".'
+        '< <= > >=, such as "ESS < 0.3" or "kl > 20 for 5".'
     )
 
 

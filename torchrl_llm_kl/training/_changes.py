@@ -18,7 +18,7 @@ from torchrl_llm_kl.training._config import (
     TrainConfig,
     as_yaml,
     changed_keys,
-    differing_settings,
+    differences,
     read_config,
 )
 
@@ -82,7 +82,7 @@ def resume_with(
         return config, None, []
     recorded, old, said = changes_of(saved), cast(Mapping[str, object], saved.numbers.get("config", {})), []
     settings = config.to_dict()
-    for key, (given, now) in differing_settings(settings, old).items():
+    for key, (given, now) in differences(settings, old).items():
         change = next((each for each in reversed(recorded) if each["key"] == key), None)
         if change is not None and given in [each["before"] for each in recorded if each["key"] == key]:
             _put(settings, key, now)
@@ -91,7 +91,7 @@ def resume_with(
     wanted = changed_keys(changes)
     if free := [key for key in wanted if not MAY_CHANGE.isdisjoint({key, key.split(".")[0]})]:
         raise ConfigError(f"{', '.join(free)} may differ in a resumed run: pass it as KEY=VALUE, without --change.")
-    different = differing_settings(old, config.to_dict())
+    different = differences(old, config.to_dict())
     others = [key for key in different if not any(f"{key}.".startswith(f"{each}.") for each in wanted)]
     for key in [key for key in different if key not in others]:
         if reason := _reason(key):

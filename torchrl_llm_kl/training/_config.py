@@ -425,16 +425,7 @@ def _missing_setting(key: str) -> str:
     return f"{key} is missing: set it in the file, or pass {key}=...{meaning}."
 
 
-def differences(old: Mapping[str, object], new: TrainConfig) -> list[str]:
-    """The settings that differ from the saved run, as ``key: old, now new``.
-
-    Settings that a resumed run may change are left out.
-    """
-    pairs = differing_settings(old, new.to_dict())
-    return [f"{key}: {before}, now {now}" for key, (before, now) in pairs.items()]
-
-
-def differing_settings(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+def differences(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """The settings that differ, key -> both values. Settings that a resumed run may change are left out."""
     before, now = flatten(old), flatten(new)
     keys = [key for key in {**now, **before} if MAY_CHANGE.isdisjoint({key, key.split(".")[0]})]

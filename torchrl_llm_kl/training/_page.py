@@ -17,8 +17,7 @@ from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._registry import flatten
 from torchrl_llm_kl.training import _report
 from torchrl_llm_kl.training._alarms import since_change
-from torchrl_llm_kl.training._changes import Change, changes_of
-from torchrl_llm_kl.training._checkpoints import Checkpoint
+from torchrl_llm_kl.training._changes import Change
 from torchrl_llm_kl.training._config import SETTINGS, ConfigError, as_yaml
 from torchrl_llm_kl.training._report import Figures, read_figures, smooth
 
@@ -29,26 +28,12 @@ if TYPE_CHECKING:
 _EXACT = ("coefficient", "lr")
 #: Seconds between two writes. A write may also take at most a fiftieth of the time.
 _SECONDS, _SHARE = 5.0, 50.0
-#: The figures that are shown first: name -> title and unit.
-_TITLES = {
-    "reward": ("Reward", "mean per answer"),
-    "kl": ("KL to the reference", "nats per answer"),
-    "coefficient": ("KL coefficient", "weight of the KL"),
-    "entropy": ("Entropy", "nats per token"),
-    "doctor/surprisal/entropy": ("Entropy at the doctor's looks", "nats per token"),
-    "grad_norm": ("Norm of the gradient", ""),
-    "lr": ("Learning rate", ""),
-}
+#: The figures that are shown first. The template has their titles.
+_FIRST = ("reward", "kl", "coefficient", "entropy", "doctor/surprisal/entropy", "grad_norm", "lr")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 420.0, 190.0, 52.0, 22.0, 10.0, 10.0
 #: The largest number of points of a line, so that a page of a long run stays small.
 _POINTS = 400
-_LINKS = {
-    "final/README.md": "the card of the trained model",
-    "curves.png": "curves, as a picture",
-    "rollouts.html": "answers, token by token",
-    "metrics.jsonl": "all figures",
-    "config.yaml": "all settings",
-}
+_LINKS = ("final/README.md", "curves.png", "rollouts.html", "metrics.jsonl", "config.yaml")
 
 Points = list[tuple[float, float]]
 
@@ -80,14 +65,9 @@ class RunFiles:
         """
         if not (folder / "metrics.jsonl").exists() or not (folder / "config.yaml").exists():
             raise ConfigError(f"{folder} has no metrics.jsonl and config.yaml: expected the run.out of a run.")
-        changes: list[Change] = []
-        with suppress(ValueError, OSError):  # the run may just replace its checkpoint
-            # Not with Checkpoints, which removes the checkpoint that another process is writing.
-            last = max(folder.glob("checkpoints/step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-            changes = changes_of(Checkpoint.read(last))
         config = flatten(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
         rows, evaluations = (read_figures(folder / f"{name}.jsonl") for name in ("metrics", "evaluations"))
-        return cls(str(folder), config, rows, evaluations, changes)
+        return cls(str(folder), config, rows, evaluations)
 
     def points(self, figure: str, *, held_out: bool = False) -> Points:
         """The finite values of a figure by step."""
@@ -117,8 +97,7 @@ class Line(NamedTuple):
 class Chart:
     """A picture of one figure by step. Lines are added in its own units, and :meth:`placed` scales them."""
 
-    title: str
-    unit: str
+    figure: str
     last: str = ""
     lines: list[Line] = field(default_factory=list)
     marks: Sequence[tuple[float, str]] = ()
@@ -174,7 +153,7 @@ def thinned(points: Points, most: int = _POINTS) -> Points:
 
 def _chart(figure: str, runs: Sequence[RunFiles]) -> Chart:
     """The chart of a figure. One run also gets its raw values, intervals, the target and its changes."""
-    chart, single = Chart(*_TITLES.get(figure, (figure, ""))), len(runs) == 1
+    chart, single = Chart(figure), len(runs) == 1
     for color, run in enumerate(runs):
         points = run.points(figure)
         if not points:
@@ -211,7 +190,7 @@ def _held_out(run: RunFiles, figure: str, color: int, *, bars: bool) -> list[Lin
 def charts_of(runs: Sequence[RunFiles]) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
     """The charts of the main figures, and of all other figures."""
     names = dict.fromkeys(name for run in runs for row in (*run.rows[-100:], *run.rows[:1]) for name in row)
-    first = [name for name in _TITLES if name in names]
+    first = [name for name in _FIRST if name in names]
     if "entropy" in first and "doctor/surprisal/entropy" in first:
         first.remove("doctor/surprisal/entropy")
     others = sorted(name for name in names if name not in (*first, "step", "seconds"))
@@ -221,9 +200,8 @@ def charts_of(runs: Sequence[RunFiles]) -> tuple[list[dict[str, object]], list[d
 
 
 def _write(path: Path, **values: object) -> None:
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    strict = jinja2.StrictUndefined
+    environment = jinja2.Environment(autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(Path(__file__).with_name("run.html.jinja").read_text(encoding="utf-8"))
     with replacing(path) as part:
         part.write_text(template.render(written=time.strftime("%Y-%m-%d %H:%M:%S"), **values), encoding="utf-8")
@@ -264,9 +242,9 @@ class LivePage:
         return both
 
     def write(self, outcome: str, why: str = "") -> None:
-        """Write the page. A full disk does not end the run here."""
+        """Write the page. Neither a full disk nor an extreme figure ends the run here."""
         begun = time.monotonic()
-        with suppress(OSError):
+        with suppress(OSError, ArithmeticError, ValueError):
             _write(self.run.out / "run.html", **self._values(outcome, why))
         self._next = time.monotonic() + max(_SECONDS, _SHARE * (time.monotonic() - begun))
 
@@ -292,7 +270,7 @@ class LivePage:
             "alarms": [(each.text, each.last(counted), each.met(counted)) for each in run.alarms],
             "changes": run.changes,
             "settings": _own_settings(config.to_dict()),
-            "links": {name: text for name, text in _LINKS.items() if (run.out / name).exists()},
+            "links": [name for name in _LINKS if (run.out / name).exists()],
         }
 
 

@@ -35,7 +35,7 @@ def test_conditions_are_read(text: str, fields: tuple[object, ...]) -> None:
     "text", ["kl", "kl > high", "kl = 3", "kl > 3 for 0", "kl > 3 for", "kl > nan", "k l > 3", "> 3"]
 )
 def test_other_texts_are_refused_when_the_configuration_is_read(text: str) -> None:
-    with pytest.raises(ConfigError, match=r'run\.stop_when has .*, such as "entropy < 0\.01" or "kl > 20 for 5"\.$'):
+    with pytest.raises(ConfigError, match=r'run\.stop_when has .*, such as "ESS < 0\.3" or "kl > 20 for 5"\.$'):
         read_config({**LEAST, "run": {"stop_when": ["kl > 3", text]}})
 
 

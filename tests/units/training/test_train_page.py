@@ -3,21 +3,20 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("omegaconf")
 from cli_files import write_jsonl
-from torchrl_llm_kl.training import Checkpoints, ConfigError, compare_runs
+from torchrl_llm_kl.training import ConfigError, compare_runs
 from torchrl_llm_kl.training._page import Chart, Line, RunFiles, charts_of, thinned, ticks
 from torchrl_llm_kl.training._report import read_figures
 
 
 def test_a_chart_is_scaled_to_its_picture() -> None:
     """By hand: the axes end at 52 and 410, and at 10 and 168. A twentieth of the range is free above and below."""
-    placed = Chart(
-        "KL", "nats", lines=[Line([(0.0, 0.0), (10.0, 1.0), (20.0, 0.5)], "line")], marks=[(5, "a"), (99, "b")]
-    )
+    placed = Chart("kl", lines=[Line([(0.0, 0.0), (10.0, 1.0), (20.0, 0.5)], "line")], marks=[(5, "a"), (99, "b")])
     values = placed.placed()
     (line,) = values["lines"]  # type: ignore[misc]
     one = 158 / 1.1
@@ -30,7 +29,7 @@ def test_a_chart_is_scaled_to_its_picture() -> None:
 
 @pytest.mark.parametrize("values", [[0.0], [3.0, 3.0], [-2.0, -2.0]])
 def test_a_constant_is_drawn_in_the_middle(values: list[float]) -> None:
-    placed = Chart("x", "", lines=[Line(list(enumerate(values)), "line")]).placed()
+    placed = Chart("x", lines=[Line(list(enumerate(values)), "line")]).placed()
     assert {round(y, 3) for _, y in placed["lines"][0].points} == {89.0}  # type: ignore[index]
 
 
@@ -92,18 +91,19 @@ def test_runs_beside_each_other(tmp_path: Path) -> None:
         compare_runs([one, tmp_path / "checkpoints"])
 
 
-def test_changes_are_read_from_the_last_checkpoint_of_a_run_that_goes_on(tmp_path: Path) -> None:
-    """A checkpoint that is being written stays."""
-    folder = run_in(tmp_path / "one", [0.0, 0.4], "0.1")
-    change = {"step": 1, "key": "optimizer.lr", "before": 1, "now": 0.1}
-    for step in (999_999, 1_000_000):
-        with Checkpoints(folder / "checkpoints").writing(step, {"changes": [change | {"step": step - 999_999}]}):
-            pass
-    (unfinished := folder / "checkpoints" / ".new-2000000").mkdir()
-    run = RunFiles.read(folder)
-    assert (run.changes, unfinished.exists()) == ([change], True)
-    marks = [chart["marks"] for chart in charts_of([run])[0]]
-    assert marks == [[(410.0, "optimizer.lr")]] * 3  # the last of two steps
+def test_changes_are_marked_and_the_target_begins_with_its_change() -> None:
+    rows = [{"step": step, "kl": 1.0} for step in range(3)]
+    changes: Any = [
+        {"step": step, "key": key} for step, key in ((1, "kl.target"), (2, "optimizer.lr"), (3, "kl.place"))
+    ]
+    ((chart,), _) = charts_of([RunFiles("one", {"kl.target": 0.5}, rows, [], changes)])
+    assert chart["marks"] == [(231.0, "kl.target"), (410.0, "optimizer.lr")]
+    lines: Any = chart["lines"]
+    assert [[x for x, _ in line.points] for line in lines] == [
+        [52.0, 231.0, 410.0],
+        [52.0, 231.0, 410.0],
+        [231.0, 410.0],
+    ]
 
 
 def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
