@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torchrl_llm_kl.training._config import CONDITION, TrainConfig, unreadable
+
 if TYPE_CHECKING:
     from torchrl_llm_kl.training._changes import Change
-    from torchrl_llm_kl.training._config import TrainConfig
 
 Figures = dict[str, float]
 
-_FORM = re.compile(r"([^\s<>=]+)\s*(<=|>=|<|>)\s*([^\s<>=]+)(?:\s+for\s+([1-9]\d*)(?:\s+steps?)?)?")
 _MEETS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 #: The steps in a row of a condition that gives no number. A single step is noisy.
 _STEPS = 3
@@ -60,7 +58,7 @@ class Alarm:
         """
         if error := unreadable(text):
             raise ValueError(error)
-        figure, sign, bound, steps = _FORM.fullmatch(text.strip()).groups()  # type: ignore[union-attr]
+        figure, sign, bound, steps = CONDITION.fullmatch(text.strip()).groups()  # type: ignore[union-attr]
         return cls(figure, sign, float(bound), int(steps or _STEPS))
 
     @property
@@ -90,18 +88,6 @@ class Alarm:
         begin = self.reason or f"{self.figure} was {self.sign} {{bound}}"
         shown = f"{self.steps} steps in a row ({', '.join(f'{value:.3g}' for value in values)})"
         return f"{begin.format(bound=f'{bounds[-1]:g}')} in {shown}: {self.advice}"
-
-
-def unreadable(text: str) -> str:
-    """The error for a text without the form of a condition. Empty if the form is right."""
-    parts = _FORM.fullmatch(text.strip())
-    with suppress(ValueError):
-        if parts is not None and math.isfinite(float(parts[3])):
-            return ""
-    return (
-        f"run.stop_when has {text!r:.100}: expected FIGURE SIGN NUMBER or FIGURE SIGN NUMBER for STEPS, with a sign of "
-        '< <= > >=, such as "ESS < 0.3" or "kl > 20 for 5".'
-    )
 
 
 def since_change(rows: Sequence[Figures], changes: Sequence[Change]) -> list[Figures]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import csv
 import math
 import os
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -17,8 +19,9 @@ from typing import Annotated, cast, get_args, get_type_hints
 
 from torchrl_llm_kl._registry import Range, flatten, members_of, nearest, no_such
 from torchrl_llm_kl._typing import Json
-from torchrl_llm_kl.training._alarms import unreadable
 
+#: A condition in ``run.stop_when``: figure, sign, number, and optionally the number of steps.
+CONDITION = re.compile(r"([^\s<>=]+)\s*(<=|>=|<|>)\s*([^\s<>=]+)(?:\s+for\s+([1-9]\d*)(?:\s+steps?)?)?")
 #: The value of a setting that has no default, as in OmegaConf.
 REQUIRED = "???"
 
@@ -315,6 +318,18 @@ class TrainConfig:
         from omegaconf import OmegaConf
 
         return OmegaConf.to_yaml(OmegaConf.structured(self))
+
+
+def unreadable(text: str) -> str:
+    """The error for a text without the form of a condition. Empty if the form is right."""
+    parts = CONDITION.fullmatch(text.strip())
+    with suppress(ValueError):
+        if parts is not None and math.isfinite(float(parts[3])):
+            return ""
+    return (
+        f"run.stop_when has {text!r:.100}: expected FIGURE SIGN NUMBER or FIGURE SIGN NUMBER for STEPS, with a sign of "
+        '< <= > >=, such as "ESS < 0.3" or "kl > 20 for 5".'
+    )
 
 
 def refuse(*rows: tuple[object, str]) -> None:

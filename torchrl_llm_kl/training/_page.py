@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import jinja2
 import yaml
@@ -16,13 +16,10 @@ import yaml
 from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._registry import flatten
 from torchrl_llm_kl.training import _report
-from torchrl_llm_kl.training._alarms import since_change
+from torchrl_llm_kl.training._alarms import Alarm, since_change
 from torchrl_llm_kl.training._changes import Change
-from torchrl_llm_kl.training._config import SETTINGS, ConfigError, as_yaml
-from torchrl_llm_kl.training._report import Figures, read_figures, smooth
-
-if TYPE_CHECKING:
-    from torchrl_llm_kl.training._run import Run
+from torchrl_llm_kl.training._config import SETTINGS, ConfigError, TrainConfig, as_yaml
+from torchrl_llm_kl.training._report import Figures, FiguresFile, read_figures, smooth
 
 #: Figures that are exact, and drawn without a mean.
 _EXACT = ("coefficient", "lr")
@@ -210,6 +207,22 @@ def _write(path: Path, **values: object) -> None:
 # ------------------------------------------------------------------ the page of a run
 
 
+class LiveRun(Protocol):
+    """The parts of a :class:`Run` that its page shows."""
+
+    config: TrainConfig
+    out: Path
+    step: int
+    rows: FiguresFile
+    evaluations: FiguresFile
+    changes: list[Change]
+    alarms: list[Alarm]
+
+    @property
+    def elapsed(self) -> float:
+        """The seconds of the run."""
+
+
 class LivePage:
     """Writes ``run.html`` in the folder of a run: its state, curves, findings, conditions and settings.
 
@@ -220,7 +233,7 @@ class LivePage:
         run: the run.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: LiveRun) -> None:
         self.run, self._next = run, 0.0
 
     def __enter__(self) -> LivePage:
