@@ -48,8 +48,10 @@ class FakeVllm:
     def _generate(self, token_ids: list[int], sampling_params: dict[str, Any]) -> dict[str, Any]:
         """Log-probs of the model at temperature 1, as vLLM's default ``raw_logprobs``."""
         how = {name: sampling_params[name] for name in ("temperature", "top_p", "top_k", "min_p")}
+        greedy = how["temperature"] == 0
+        how = {"do_sample": False} if greedy else {"do_sample": True, **how}
         prompts = torch.tensor([token_ids] * sampling_params["n"])
-        out: Any = self._model.generate(prompts, do_sample=True, max_new_tokens=6, **how, **OUTPUTS)
+        out: Any = self._model.generate(prompts, max_new_tokens=6, **how, **OUTPUTS)
         drawn = out.sequences[:, len(token_ids) :]
         log_probs = torch.stack(out.logits, 1).log_softmax(-1).gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
         end = self._model.generation_config.eos_token_id

@@ -223,8 +223,15 @@ def run_training(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over. By default a run with a checkpoint in its folder continues.")
     ] = False,
+    change: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Change a setting of a run that resumes, such as optimizer.lr=1e-6. The change persists. Repeatable.",
+        ),
+    ] = None,
 ) -> None:
-    """Train a model on prompts with a reward, near a reference. Exits with 1 if the KL blew up."""
+    """Train a model on prompts with a reward, near a reference. Exits with 1 if the KL or another figure blew up."""
     # omegaconf is in an optional extra. Name that extra instead of failing at an import.
     if importlib.util.find_spec("omegaconf") is None:
         raise CommandError(f"this command needs omegaconf: {install_hint('train')}.")
@@ -241,6 +248,7 @@ def run_training(
     source = config if "=" not in config or Path(config).is_file() else None
     settings = read_config(source, given if source else [config, *given])
     if dry_run:
+        settings = read_config(settings.to_dict(), change or ())
         with redirect_stdout(sys.stderr):  # a reward file may print when it is imported
             inputs = load_inputs(settings)
         print(settings.to_yaml(), end="")
@@ -250,7 +258,7 @@ def run_training(
         )
         return
     try:
-        result = train(settings, fresh=fresh, say=say)
+        result = train(settings, fresh=fresh, changes=change or (), say=say)
     # The error of a user's reward function is an input error, without a traceback of this package.
     except RewardError as error:
         raise CommandError(str(error)) from error
@@ -258,6 +266,7 @@ def run_training(
         print_table(["", ""], [[label, figure] for label, figure in result.figures.items()])
         print(f"wrote {result.final}, the weights after step {result.chosen}")
         shown = {
+            "run.html": "the run in one page",
             "curves.png": "the run's curves",
             "rollouts.html": "answers, token by token",
             "final/README.md": "the card",
@@ -267,6 +276,25 @@ def run_training(
                 print(f"see {path}: {content}")
     if result.outcome != "finished":
         raise typer.Exit(INTERRUPTED if result.outcome == "interrupted" else FOUND)
+
+
+@app.command("runs")
+def show_runs(
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="The folders run.out of the runs.")],
+    html: Annotated[Path | None, typer.Option(help="Write a page with the curves of all runs.")] = None,
+) -> None:
+    """Compare runs: their figures, the settings that differ, and with --html their curves in one page."""
+    from torchrl_llm_kl.training import compare_runs
+
+    if html is not None and not html.parent.is_dir():
+        raise CommandError(f"there is no folder {html.parent} for {html.name}. Please create it first.")
+    figures, settings = compare_runs(folders, html)
+    print_table(figures[0], figures[1:], right=1)
+    if len(settings) > 1:
+        print()
+        print_table(settings[0], settings[1:])
+    if html is not None:
+        print(f"wrote {html}")
 
 
 # ------------------------------------------------------------------ serve, templates, demo

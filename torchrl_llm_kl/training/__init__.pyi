@@ -56,6 +56,9 @@ from torchrl_llm_kl.training._inputs import (
 from torchrl_llm_kl.training._models import (
     load_tokenizer as load_tokenizer,
 )
+from torchrl_llm_kl.training._page import (
+    compare_runs as compare_runs,
+)
 from torchrl_llm_kl.training._report import (
     versions as versions,
 )

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Condition
+from threading import Condition, main_thread
 from typing import Protocol
 
 import torch
@@ -117,6 +117,9 @@ class Answers:
     def updated(self) -> None:
         """Say that the trained weights have changed. Call it once after each step."""
         taken = None if self.weights is None else self.weights.take(self.version + 1)
+        if self._thread is None and self.weights is not None:
+            self.weights.install(taken)  # now, since an evaluation may use the sampler before the next batch
+            taken = None
         with self._changed:
             self.version, self._newest = self.version + 1, taken
             self._changed.notify_all()
@@ -133,9 +136,10 @@ class Answers:
     def _sample(self, step: int) -> TensorDictBase:
         """Sample the batch of a step as soon as weights exist that are new enough."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self.version >= step - self.ahead)
-            if self._closed:
-                raise RuntimeError("the run has ended")
+            while self.version < step - self.ahead:
+                if self._closed or not main_thread().is_alive():  # a program may end without `close`
+                    raise RuntimeError("the run has ended")
+                self._changed.wait(1.0)
             version, taken, self._newest = self.version, self._newest, None
         if self.weights is not None and taken is not None:
             self.weights.install(taken)

@@ -179,6 +179,11 @@ class Checkpoints:
         path = self.folder / f"step-{step:06d}"
         return self._whole(path, ".") if path.exists() else None
 
+    def renumber(self, saved: Checkpoint) -> None:
+        """Replace the ``numbers`` of a checkpoint on disk by ``saved.numbers``. Its files stay."""
+        with replacing(saved.folder / RECORD) as part:
+            part.write_bytes(saved.record)
+
     def _whole(self, path: Path, then: str) -> Checkpoint | None:
         """The checkpoint in a folder. None if it is damaged, after a warning with the reason."""
         try:
@@ -197,8 +202,7 @@ class Checkpoints:
         with suppress(ValueError):  # a damaged checkpoint stays as it is
             saved = Checkpoint.read(path)
             left = {name: entry for name, entry in saved.files.items() if name not in self.to_resume}
-            with replacing(path / RECORD) as part:
-                part.write_bytes(replace(saved, files=left, resumes=False).record)
+            self.renumber(replace(saved, files=left, resumes=False))
             for name in self.to_resume:
                 (path / name).unlink(missing_ok=True)
 

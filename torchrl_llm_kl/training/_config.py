@@ -8,8 +8,10 @@ from __future__ import annotations
 import csv
 import math
 import os
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +20,8 @@ from typing import Annotated, cast, get_args, get_type_hints
 from torchrl_llm_kl._registry import Range, flatten, members_of, nearest, no_such
 from torchrl_llm_kl._typing import Json
 
+#: A condition in ``run.stop_when``: figure, sign, number, and optionally the number of steps.
+CONDITION = re.compile(r"([^\s<>=]+)\s*(<=|>=|<|>)\s*([^\s<>=]+)(?:\s+for\s+([1-9]\d*)(?:\s+steps?)?)?")
 #: The value of a setting that has no default, as in OmegaConf.
 REQUIRED = "???"
 
@@ -240,6 +244,7 @@ class RunConfig:
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     out: PathText = "runs/train"
     threads: Annotated[int, Range(1, 4096)] | None = None
+    stop_when: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -326,6 +331,7 @@ class TrainConfig:
         for each in self.logging.loggers:
             yield each not in LOGGERS, no_such("logging.loggers has the unknown logger", each, LOGGERS)
         yield reward.function and reward.functions, "reward.function and reward.functions are both set: leave one out."
+        yield from ((unreadable(text), unreadable(text)) for text in self.run.stop_when)
         needs_reward = not rewards and self.algorithm.teacher is None
         yield needs_reward, "reward.function is missing: set it to module.py:function, or set reward.functions."
         yield not rewards and self.data.held_out, "data.held_out needs a reward to evaluate: set one, or leave it out."
@@ -341,6 +347,18 @@ class TrainConfig:
         from omegaconf import OmegaConf
 
         return OmegaConf.to_yaml(OmegaConf.structured(self))
+
+
+def unreadable(text: str) -> str:
+    """The error for a text without the form of a condition. Empty if the form is right."""
+    parts = CONDITION.fullmatch(text.strip())
+    with suppress(ValueError):
+        if parts is not None and math.isfinite(float(parts[3])):
+            return ""
+    return (
+        f"run.stop_when has {text!r:.100}: expected FIGURE SIGN NUMBER or FIGURE SIGN NUMBER for STEPS, with a sign of "
+        '< <= > >=, such as "ESS < 0.3" or "kl > 20 for 5".'
+    )
 
 
 def refuse(*rows: tuple[object, str]) -> None:
@@ -427,8 +445,8 @@ _OPTIONAL = {name for name in _SECTIONS if TrainConfig.__dataclass_fields__[name
 #: All settings by key.
 SETTINGS = {each.key: each for each in _settings()}
 #: Settings and whole sections that a resumed run may change.
-_MAY_CHANGE = {"run.steps", "run.out", "model.device", "kl.stop_above", "kl.stop_after", "logging"}
-_MAY_CHANGE |= {"checkpoints.keep", "checkpoints.final"}
+MAY_CHANGE = {"run.steps", "run.out", "model.device", "kl.stop_above", "kl.stop_after", "logging"}
+MAY_CHANGE |= {"checkpoints.keep", "checkpoints.final", "run.stop_when"}
 
 
 def _valid(key: str, value: object) -> object:
@@ -453,18 +471,14 @@ def _missing_setting(key: str) -> str:
     return f"{key} is missing: set it in the file, or pass {key}=...{meaning}."
 
 
-def differences(old: Mapping[str, object], new: TrainConfig) -> list[str]:
-    """The settings that differ from the saved run, as ``key: old, now new``.
-
-    Settings that a resumed run may change are left out.
-    """
+def differences(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    """The settings that differ, key -> both values. Settings that a resumed run may change are left out."""
+    before, now = flatten(old), flatten(new)
+    keys = [key for key in {**now, **before} if MAY_CHANGE.isdisjoint({key, key.split(".")[0]})]
+    pairs = {key: (before.get(key), now.get(key)) for key in keys}
     # Empty values equal missing ones, so that checkpoints of versions with fewer settings still resume.
-    before, now = (
-        {key: None if value in ({}, []) else value for key, value in flatten(each).items()}
-        for each in (old, new.to_dict())
-    )
-    keys = [key for key in {**now, **before} if _MAY_CHANGE.isdisjoint({key, key.split(".")[0]})]
-    return [f"{key}: {before.get(key)}, now {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
+    empty: tuple[object, ...] = (None, {}, [])
+    return {key: (x, y) for key, (x, y) in pairs.items() if x != y and not (x in empty and y in empty)}
 
 
 def example_config() -> str:
@@ -564,6 +578,11 @@ def _of_source(source: str | Path | Mapping[str, object] | None) -> Iterator[tup
         yield from _pairs(str(section), values)
 
 
+def changed_keys(overrides: Iterable[str]) -> list[str]:
+    """The settings that changes such as ``"optimizer.lr=1e-5"`` name."""
+    return [key for text in overrides for key, _ in _of_override(text)]
+
+
 def _of_override(text: str) -> Iterator[tuple[str, object]]:
     """The settings of a change such as ``optimizer.lr=1e-5``, as pairs of key and value."""
     from omegaconf import OmegaConf
@@ -587,6 +606,8 @@ def _pairs(key: str, value: object) -> Iterator[tuple[str, object]]:
     elif key in _OPTIONAL and value == {}:  # `lora: {}` asks for the section with all defaults
         first = fields(_SECTIONS[key])[0]
         yield f"{key}.{first.name}", first.default
+    elif key == "run.stop_when" and isinstance(value, str):  # a single condition
+        yield key, [value]
     elif (key in _SECTIONS or (key == "reward.functions" and value)) and isinstance(value, Mapping):
         for name, item in value.items():
             yield from _pairs(f"{key}.{name}", item)

@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from torchrl.record.loggers import Logger
     from torchrl.record.loggers.mlflow import MLFlowLogger
 
+    from torchrl_llm_kl.training._changes import Change
     from torchrl_llm_kl.training._config import TrainConfig
 
 Figures = dict[str, float]
 _SECONDS_BETWEEN_LINES = 10.0
 #: Steps of the moving averages in curves.
-_WINDOW = 10
+WINDOW = 10
 
 
 class FiguresFile:
@@ -75,11 +76,14 @@ class FiguresFile:
 def read_figures(path: Path) -> list[Figures]:
     """Read the rows of a :class:`FiguresFile`. Empty if the file does not exist.
 
+    A last line that a running process has not finished is left out.
+
     Example:
         >>> read_figures(Path("nowhere.jsonl"))
         []
     """
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def keep_earlier(folder: Path, names: Sequence[str]) -> Path | None:
@@ -252,6 +256,7 @@ def plot_curves(
     held_out_label: str = "held-out prompts",
     held_out_format: str = "{:.3g}",
     reward_range: tuple[float, float] | None = None,
+    changes: Sequence[tuple[int, str]] = (),
 ) -> None:
     """Plot reward, KL and coefficient by step, and the rewards on held-out prompts.
 
@@ -268,6 +273,7 @@ def plot_curves(
         held_out_label: the label of the evaluations.
         held_out_format: the format of the values of the first and the last evaluation.
         reward_range: the limits of the axis of rewards.
+        changes: (step, label) of each change of a setting, which a vertical line marks.
 
     Raises:
         ImportError: if matplotlib is not installed.
@@ -281,7 +287,7 @@ def plot_curves(
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
-    window = min(_WINDOW, max(1, len(rows)))
+    window = min(WINDOW, max(1, len(rows)))
     names = ["reward", *(name for name in ("kl", "coefficient") if all(name in row for row in rows))]
     heights = [2 if name == "coefficient" else 3 for name in names]
     size, mosaic = (8, 8.5 * sum(heights) / 8), cast(Any, [[name] for name in names])
@@ -326,6 +332,12 @@ def plot_curves(
         coefficient.plot(steps, [row["coefficient"] for row in rows], color="tab:purple", linewidth=2, marker=dot)
         of = "in the reward\n(reward per nat)" if "penalised_reward" in rows[0] else "in the loss\n(weight)"
         coefficient.set(ylabel=f"KL coefficient\n{of}", ylim=(0, None))
+    for step in dict.fromkeys(step for step, _ in changes):
+        for axis in axes.values():
+            axis.axvline(step, color="black", linewidth=0.8, alpha=0.6)
+        text = "\n".join(label for at, label in changes if at == step)
+        place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "bottom", "fontsize": 8}
+        reward.annotate(text, (step, 0), (3, 2), bbox=LABEL_BOX, **place)
     axes[names[-1]].set(xlabel="RL step" + f" (thick lines: mean of {window} steps)" * (window > 1))
     # All axes share this one.
     reward.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
@@ -421,6 +433,7 @@ def write_card(
     evaluations: Sequence[Figures],
     chosen: int,
     curves: Path | None = None,
+    changes: Sequence[Change] = (),
 ) -> None:
     """Write ``README.md`` of a final folder: a description of the model, its figures, the curves and the configuration.
 
@@ -433,6 +446,7 @@ def write_card(
         evaluations: the figures on held-out prompts.
         chosen: the step whose weights are kept.
         curves: a picture, which is copied into the folder.
+        changes: settings that changed in the middle of the run.
 
     Example:
         >>> write_card(config, Path("final"), rows=rows, evaluations=evaluations, chosen=100)  # doctest: +SKIP
@@ -464,6 +478,7 @@ def write_card(
         holds=holds if lora is None or lora.merge else "LoRA adapters of it, which need peft",
         figures=summary(config, rows, evaluations, chosen=chosen),
         curves=None if curves is None else curves.name,
+        changes=changes,
         evaluations=evaluations,
         with_kl=bool(evaluations) and all("kl" in row for row in evaluations),
         # Longer than any run of backticks in the settings, such as a system prompt with a code block.

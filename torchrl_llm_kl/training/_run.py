@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +30,7 @@ from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, DualKLCoefficient, 
 from torchrl_llm_kl.scoring import ScoreOptions
 from torchrl_llm_kl.tasks import PromptOrder, whole_episodes
 from torchrl_llm_kl.training import _report, _steps
+from torchrl_llm_kl.training._alarms import alarms_of, since_change, unlogged
 from torchrl_llm_kl.training._answers import (
     Answers,
     CopiedWeights,
@@ -39,11 +40,13 @@ from torchrl_llm_kl.training._answers import (
     sampler_gap,
 )
 from torchrl_llm_kl.training._build import Reference, load_reference, measured_kl, sampling_of
+from torchrl_llm_kl.training._changes import at_step, changed_state, changes_of, prompts_used, resume_with
 from torchrl_llm_kl.training._checkpoints import Checkpoint, Checkpoints
-from torchrl_llm_kl.training._config import ConfigError, TrainConfig, differences
+from torchrl_llm_kl.training._config import ConfigError, TrainConfig
 from torchrl_llm_kl.training._engine import EngineSampler, StartedEngine, open_engine
 from torchrl_llm_kl.training._inputs import RunInputs, check_inputs_stay, env_of, load_inputs
 from torchrl_llm_kl.training._models import export_policy, load_policy, save_policy
+from torchrl_llm_kl.training._page import LivePage
 from torchrl_llm_kl.training._report import Figures, FiguresFile
 from torchrl_llm_kl.training._samplers import make_sampler
 
@@ -52,7 +55,7 @@ if TYPE_CHECKING:
 
 #: The files and folders that a run writes into its folder.
 WRITTEN: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "evaluations.jsonl", "checkpoints", "logs", "engine")
-WRITTEN += ("curves.png", "rollouts.html", "diagnosis.txt", "final")
+WRITTEN += ("run.html", "curves.png", "rollouts.html", "diagnosis.txt", "final")
 
 #: The coefficients whose value is the weight of the KL. A controller of the user may mean something else by it.
 _ADAPTIVE = (AdaptiveKLCoefficient, DualKLCoefficient, PIKLCoefficient)
@@ -75,7 +78,7 @@ class TrainResult:
 
     Args:
         outcome: ``"finished"`` after all steps, ``"interrupted"`` after a signal, ``"stopped"`` if the KL or a gradient blew
-            up.
+            up, or a condition of ``run.stop_when`` was met.
         why: the reason of ``"stopped"``.
         step: the number of finished steps.
         folder: the folder of the run.
@@ -157,6 +160,7 @@ class Run:
         if config.run.threads is not None:
             torch.set_num_threads(config.run.threads)
         self.step, self.begun, self.seconds = 0 if saved is None else saved.step, time.perf_counter(), 0.0
+        self.changes, self.alarms = changes_of(saved), alarms_of(config)
         self.inputs = load_inputs(config) if inputs is None else inputs
         self.tokenizer = self.inputs.tokenizer
         _steps.seed_everything(config.run.seed)
@@ -191,7 +195,8 @@ class Run:
         if ahead:  # tokenizers cannot be used by two threads
             inputs = replace(inputs, tokenizer=copy.deepcopy(inputs.tokenizer))
             policy = policy if copied is None else copied.copy
-        order = PromptOrder(config.run.seed if data.shuffle else None, self.step * data.num_prompts)
+        used = prompts_used(self.step, data.num_prompts, self.changes)
+        order = PromptOrder(config.run.seed if data.shuffle else None, used)
         make = partial(env_of, config, inputs, inputs.prompts, order=order)
         env = make(num_prompts=data.num_prompts, group_size=data.group_size)
         sampler = self._sampler(inputs.tokenizer, policy, greedy=False)
@@ -358,16 +363,9 @@ class Run:
     # ------------------------------------------------------------------ the end
 
     def blow_up(self) -> str:
-        """The reason why the KL ends the run. Empty if it does not."""
-        kl, rows = self.config.kl, self.rows.rows
-        limit = kl.stop_above or 10 * (kl.target or math.inf)
-        # Several steps in a row, since one step's mean is noisy.
-        last = [row["kl"] for row in rows[-kl.stop_after :] if "kl" in row]
-        if len(last) < kl.stop_after or any(value <= limit for value in last):
-            return ""
-        shown = ", ".join(f"{value:.3g}" for value in last)
-        steps = f"{kl.stop_after} steps in a row ({shown})"
-        return f"the KL was above kl.stop_above={limit:g} nats per answer in {steps}: lower optimizer.lr."
+        """The reason why the KL or another figure ends the run. Empty if none does."""
+        rows = since_change(self.rows.rows, self.changes)
+        return next(filter(None, (alarm.met(rows) for alarm in self.alarms)), "")
 
     def close(self) -> None:
         """End the sampler, and leave the service of the reference. The service ends with its last run."""
@@ -384,6 +382,7 @@ class Run:
         """Write a checkpoint of everything that the next step depends on."""
         numbers: dict[str, object] = {"config": self.config.to_dict(), "files": self.inputs.files}
         numbers |= {"versions": _report.versions(), "seconds": self.elapsed, "best": self.best}
+        numbers["changes"] = self.changes
         with checkpoints.writing(self.step, numbers, best=self.best) as folder:
             save_policy(self.policy, self.tokenizer, folder / "model")
             state = {"optimizer": self.optimizer.state_dict(), "random": _steps.random_state()}
@@ -402,10 +401,14 @@ class Run:
         """Restore everything except the policy's weights, which are already loaded."""
         # `weights_only` runs no code of the file.
         state = torch.load(saved.folder / "state.pt", map_location="cpu", weights_only=True)
-        rates = [group["lr"] for group in self.optimizer.param_groups]
+        # The rate and other settings of the configuration, since run.steps or they may have changed after the checkpoint.
+        settings = [{**group, "params": None} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate  # the schedule's, since run.steps may have changed after the checkpoint
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own | {"params": group["params"]})
+        keys = at_step(self.changes, self.step)
+        if keys:
+            state["parts"] = changed_state(state["parts"], self.parts, self.inputs.plan.coefficient, keys)
         self.parts.load_state_dict(state["parts"])
         if self.updater is not None:
             self.updater.load_state_dict(state["reference"])
@@ -425,7 +428,12 @@ def _evaluation_log(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def train(
-    config: TrainConfig, *, fresh: bool = False, say: Say = print, build: Callable[..., Run] = Run
+    config: TrainConfig,
+    *,
+    fresh: bool = False,
+    changes: Iterable[str] = (),
+    say: Say = print,
+    build: Callable[..., Run] = Run,
 ) -> TrainResult:
     """Train a language model from a configuration, or resume a run that was ended.
 
@@ -434,7 +442,7 @@ def train(
 
     - ``metrics.jsonl`` and ``evaluations.jsonl``, the figures of each step and of each evaluation
     - ``checkpoints/step-000040`` and so on, the last ones and the best. ``model`` in each is for ``from_pretrained``.
-    - ``final``, the trained model with its card, and ``curves.png``
+    - ``final``, the trained model with its card, ``curves.png``, and ``run.html``, a page that is also written during the run
     - ``rollouts.html`` and ``diagnosis.txt``, tokens of a late step and the doctor's findings
     - ``logs``, the files of the loggers
 
@@ -443,6 +451,7 @@ def train(
 
     Keyword Args:
         fresh: start a new run, and move the files of an earlier run to ``earlier-1``, ``earlier-2`` and so on in the folder.
+        changes: settings that change in a run that resumes, such as ``["optimizer.lr=1e-6"]``. They persist in later resumes.
         say: a function that gets messages for the user.
         build: :class:`Run`, or a subclass that makes other parts.
 
@@ -463,13 +472,19 @@ def train(
     out.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(out / ".lock", timeout=0):  # two processes would overwrite each other's checkpoints
-            return _train(config, out, fresh=fresh, say=say, build=build)
+            return _train(config, out, fresh=fresh, changes=list(changes), say=say, build=build)
     except Timeout:
         raise ConfigError(f"another process trains in {out}: end it, or pass another run.out.") from None
 
 
-def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Callable[..., Run]) -> TrainResult:
-    saved = None if fresh else _saved(config, out)
+def _train(
+    config: TrainConfig, out: Path, *, fresh: bool, changes: list[str], say: Say, build: Callable[..., Run]
+) -> TrainResult:
+    if fresh and changes:
+        raise ConfigError(f"--fresh begins a new run: pass {' '.join(changes)} without --change.")
+    saved, news = None, list[str]()
+    if not fresh:
+        config, saved, news = resume_with(config, changes, Checkpoints(out / "checkpoints"))
     if saved is None:
         check_inputs_stay(config, WRITTEN)
 
@@ -484,6 +499,8 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
             say(f"moved {settings}, which no run wrote, to {_report.keep_earlier(out, [settings.name])}.")
         with replacing(settings) as part:
             part.write_text(_ALL_SETTINGS + config.to_yaml(), encoding="utf-8")
+        if saved is not None and at_step(changes_of(saved), saved.step):
+            checkpoints.renumber(saved)  # so that a change persists if the run ends before its next checkpoint
 
     checkpoints = Checkpoints(out / "checkpoints", keep=config.checkpoints.keep, to_resume=_TO_RESUME)
     with warnings.catch_warnings():
@@ -492,36 +509,29 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
         run = build(config, saved=saved, say=say, inputs=load_inputs(config), begin=begin)
         if saved is not None:
             say(f"resuming after step {run.step} of {config.run.steps}, from {saved.folder}.")
+            for line in news:
+                say(line)
             before = saved.numbers.get("files", run.inputs.files)
             for name in (name for name, digest in run.inputs.files.items() if before.get(name) != digest):
                 say(f"{name} has changed since the checkpoint: the run is not bit-equal to one without a stop.")
         name, steps = config.algorithm.name, config.run.steps
         bar = _report.progress(name, steps, done=run.step, stream=sys.stderr, clock=lambda: run.elapsed)
         # stderr, so that stdout holds only the table of the results.
-        with closing(run), stop_on_signals(say) as stop, bar as advance:
-            outcome, why = _train_on(run, checkpoints, stop, advance, saved=None if saved is None else saved.step)
+        with closing(run), stop_on_signals(say) as stop, LivePage(run) as page, bar as advance:
+            last = None if saved is None else saved.step
+            outcome, why = _train_on(run, checkpoints, stop, page.after(advance), saved=last)
     result = TrainResult(outcome, why, run.step, out, run.rows.rows, run.evaluations.rows)
     if outcome == "interrupted":
         folder = checkpoints.folder / f"step-{run.step:06d}"
         say(f"interrupted after step {run.step} of {config.run.steps}: saved {folder}. Run the same command to resume.")
+        page.write(outcome)
         return result
     if outcome == "stopped":
         say(f"stopped after step {run.step} of {config.run.steps}: {why}")
-    return _write_final(run, checkpoints, result)
-
-
-def _saved(config: TrainConfig, out: Path) -> Checkpoint | None:
-    """The checkpoint to resume from. Its settings must equal ``config``."""
-    checkpoints = Checkpoints(out / "checkpoints", keep=config.checkpoints.keep)
-    saved = checkpoints.latest()
-    if saved is None:
-        if checkpoints.paths():
-            raise ConfigError(f"no checkpoint in {checkpoints.folder} is whole: begin anew with --fresh.")
-        return None
-    different = "; ".join(differences(saved.numbers.get("config", {}), config))
-    if different:
-        raise ConfigError(f"{out} has a run with other settings ({different}): use those, or begin anew with --fresh.")
-    return saved
+    with page:
+        result = _write_final(run, checkpoints, result)
+    page.write(outcome, why)
+    return result
 
 
 def _train_on(
@@ -531,7 +541,7 @@ def _train_on(
 
     ``saved`` is the step of the last checkpoint.
     """
-    settings = run.config
+    settings, begun = run.config, len(run.rows.rows)
     while True:
         # The evaluation comes before the checkpoint, since it decides whether this step is the best.
         ending = stop.is_set()
@@ -553,6 +563,9 @@ def _train_on(
             row = run.take_step()
         except FloatingPointError as error:
             return "stopped", str(error)
+        if len(run.rows.rows) == begun + 1:
+            for line in unlogged(run.alarms, row):
+                run.say(line)
         advance(status_line(row, kl_target=settings.kl.target))
 
 
@@ -566,7 +579,12 @@ def _write_final(run: Run, checkpoints: Checkpoints, result: TrainResult) -> Tra
             names = ("step", "reward", "low/reward", "high/reward")
             held_out = [tuple(row[name] for name in names if name in row) for row in evaluations]
             _report.plot_curves(
-                rows, curves, kl_target=config.kl.target, held_out=held_out, title=config.algorithm.name
+                rows,
+                curves,
+                kl_target=config.kl.target,
+                held_out=held_out,
+                title=config.algorithm.name,
+                changes=[(each["step"], each["key"]) for each in run.changes],
             )
     except ImportError:
         run.say(f"curves.png is left out: it needs matplotlib: {install_hint('train')}.")
@@ -578,6 +596,7 @@ def _write_final(run: Run, checkpoints: Checkpoints, result: TrainResult) -> Tra
     final = out / "final"
     export_policy(config, chosen.folder / "model", run.tokenizer, final)
     picture = curves if curves.exists() else None
-    _report.write_card(config, final, rows=rows, evaluations=evaluations, chosen=chosen.step, curves=picture)
+    write_card = partial(_report.write_card, config, final, rows=rows, evaluations=evaluations)
+    write_card(chosen=chosen.step, curves=picture, changes=run.changes)
     figures = _report.summary(config, rows, evaluations, chosen=chosen.step)
     return replace(result, final=final, chosen=chosen.step, figures=figures)

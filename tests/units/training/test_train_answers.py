@@ -116,7 +116,7 @@ def test_old_rows_are_left_out() -> None:
     assert batch["loss_mask"].tolist() == [True, False, True]
     fresh = TensorDict(policy_version=torch.tensor([[7]]), batch_size=[1])
     assert leave_out_old(fresh, step=7, limit=0) == {"age": 0.0, "age_max": 0, "too_old": 0}
-    assert "loss_mask" not in fresh.keys()
+    assert "loss_mask" not in list(fresh.keys())
 
 
 # ------------------------------------------------------------------ runs ahead
@@ -124,7 +124,7 @@ def test_old_rows_are_left_out() -> None:
 
 def log_probs(model: nn.Module, batch: TensorDictBase) -> torch.Tensor:
     """The model's log-probs of the answers' tokens, ``[N]``."""
-    mask, width = batch["masks", "all_attention_mask"], batch["tokens", "prompt"].shape[-1]
+    mask = batch["masks", "all_attention_mask"]
     rows = Ragged.from_list([ids[own] for ids, own in zip(batch["tokens", "full"], mask, strict=True)])
     return LogProbScorer(model).score(rows).values[answered(batch)[mask]]
 
@@ -169,8 +169,8 @@ def test_rows_have_the_log_probs_and_the_version_of_the_weights_that_sampled(
 
 
 def test_a_run_ahead_ends_resumes_and_uses_each_prompt_once(lab: Path, tmp_path: Path) -> None:
-    result, _ = go(lab, tmp_path, "algorithm.max_staleness=1", "run.steps=3")
-    again, said = go(lab, tmp_path, "algorithm.max_staleness=1", "run.steps=5")
+    result, _ = go(lab, tmp_path, "algorithm.max_staleness=1", "evaluation.every=0", "run.steps=3")
+    again, said = go(lab, tmp_path, "algorithm.max_staleness=1", "evaluation.every=0", "run.steps=5")
     assert (result.outcome, again.outcome, again.step) == ("finished", "finished", 5)
     assert "resuming after step 3 of 5" in said[0]
     assert [row["step"] for row in again.rows] == [0, 1, 2, 3, 4]
@@ -180,6 +180,7 @@ def test_a_run_ahead_ends_resumes_and_uses_each_prompt_once(lab: Path, tmp_path:
 
 
 def test_without_staleness_nothing_changes(lab: Path, tmp_path: Path) -> None:
+    short = ["run.steps=2", "evaluation.every=0", "optimizer.warmup_steps=0"]
     one, two = (
         go(lab, tmp_path / name, *changes)[0] for name, changes in (("a", []), ("b", ["algorithm.max_staleness=0"]))
     )
@@ -253,13 +254,13 @@ def test_seeds_of_the_server_are_those_of_the_answers(lab: Path, tmp_path: Path,
 
 
 def test_errors_of_a_server(lab: Path, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="did not answer: .*Is the server running"):
+    with pytest.raises(EngineError, match=r"did not answer: .*Is the server running"):
         Engine("http://127.0.0.1:9").post("/health")
     with pytest.raises(ConfigError, match=r"sampler\.engine is vlm: expected transformers, vllm, or the address"):
         settings(lab, tmp_path, "sampler.engine=vlm")
     with pytest.raises(ConfigError, match=r"sampler\.command is no-such-program: .*Install vLLM"):
         StartedEngine("no-such-program", tmp_path, tmp_path / "log")
-    with pytest.raises(EngineError, match="(?s)the server did not start.*bad option"):
+    with pytest.raises(EngineError, match=r"(?s)the server did not start.*bad option"):
         StartedEngine("""python -c "raise SystemExit('bad option')" """, tmp_path, tmp_path / "log")
 
 
@@ -269,7 +270,7 @@ def test_merged_adapters_give_the_same_log_probs(lab: Path, tmp_path: Path) -> N
     with torch.no_grad():
         for name, values in policy.named_parameters():
             if "lora_B" in name:
-                values.normal_(generator=torch.Generator().manual_seed(1))
+                values.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
     before = {name: values.clone() for name, values in policy.state_dict().items()}
     from torchrl_llm_kl.training import chat_tokenizer
 
@@ -279,7 +280,7 @@ def test_merged_adapters_give_the_same_log_probs(lab: Path, tmp_path: Path) -> N
     ours, plain = (LogProbScorer(model).score(rows).values for model in (policy, merged))
     assert_close(plain, ours, atol=2e-5, rtol=0)
     start = LogProbScorer(load_model(str(lab / "model"), device="cpu")).score(rows).values
-    assert (plain - start).abs().max() > 0.01
+    assert (plain - start).abs().max() > 1e-3
 
 
 def test_greedy_evaluations_of_a_run_ahead_use_the_trained_weights(lab: Path, tmp_path: Path, server: FakeVllm) -> None:
