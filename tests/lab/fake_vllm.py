@@ -2,6 +2,7 @@
 
 import io
 import json
+import threading
 import urllib.request
 from typing import Any
 
@@ -20,6 +21,7 @@ class FakeVllm:
 
     def __init__(self, folder: Any) -> None:
         self.paths: list[str] = []
+        self._lock = threading.Lock()
         self._load(folder)
 
     def __call__(self, request: urllib.request.Request, timeout: float) -> io.BytesIO:
@@ -51,7 +53,10 @@ class FakeVllm:
         greedy = how["temperature"] == 0
         how = {"do_sample": False} if greedy else {"do_sample": True, **how}
         prompts = torch.tensor([token_ids] * sampling_params["n"])
-        out: Any = self._model.generate(prompts, max_new_tokens=6, **how, **OUTPUTS)
+        with self._lock, torch.random.fork_rng():  # callers ask in several threads
+            if "seed" in sampling_params:
+                torch.manual_seed(sampling_params["seed"])
+            out: Any = self._model.generate(prompts, max_new_tokens=6, **how, **OUTPUTS)
         drawn = out.sequences[:, len(token_ids) :]
         log_probs = torch.stack(out.logits, 1).log_softmax(-1).gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
         end = self._model.generation_config.eos_token_id

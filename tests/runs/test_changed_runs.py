@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from torchrl_llm_kl.cli._commands import app
 from torchrl_llm_kl.tasks import PromptOrder, RewardError
 from torchrl_llm_kl.training import Checkpoints, ConfigError, Run, _alarms, _page, read_config
+from torchrl_llm_kl.training._answers import Answers
+from torchrl_llm_kl.training._inputs import env_of
 from train_lab import assert_same_run, ended_after, figures, go, same, settings, weights
 
 CHANGES = (
@@ -38,7 +40,10 @@ def test_a_change_equals_a_run_that_is_continued_by_hand(lab: Path, whole: Path,
         settings(lab, tmp_path, "sampler.temperature=0.5", "data.num_prompts=1"), saved=saved, say=lambda line: None
     )
     # Two steps of two prompts come first.
-    run.env = run._env(run.inputs.prompts, run.kl, PromptOrder(run.config.run.seed, 4), 1, 4)
+    order = PromptOrder(run.config.run.seed, 4)
+    env = env_of(run.config, run.inputs, run.inputs.prompts, order=order, group_size=4)
+    sampler = run._sampler(run.tokenizer, run.policy, greedy=False)
+    run.answers = Answers(lambda: whole_episodes(env, sampler), version=2)
     objective = run.parts.loss.get_submodule("objective")
     objective.clip_high.fill_(0.4)
     run.inputs.plan.coefficient.target = 2.0  # type: ignore[union-attr]

@@ -182,7 +182,8 @@ def test_a_run_ahead_ends_resumes_and_uses_each_prompt_once(lab: Path, tmp_path:
 def test_without_staleness_nothing_changes(lab: Path, tmp_path: Path) -> None:
     short = ["run.steps=2", "evaluation.every=0", "optimizer.warmup_steps=0"]
     one, two = (
-        go(lab, tmp_path / name, *changes)[0] for name, changes in (("a", []), ("b", ["algorithm.max_staleness=0"]))
+        go(lab, tmp_path / name, *changes)[0]
+        for name, changes in (("a", short), ("b", [*short, "algorithm.max_staleness=0"]))
     )
     assert figures(one.folder / "metrics.jsonl") == figures(two.folder / "metrics.jsonl")
     assert not any("age" in row or "sampler_gap" in row for row in one.rows)
