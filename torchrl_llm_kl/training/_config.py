@@ -101,6 +101,8 @@ class DataConfig:
     prompts: PathText = REQUIRED
     held_out: PathText | None = None
     held_out_share: Annotated[float, Range(0.0, 0.5)] = 0.05
+    experts: PathText | None = None
+    num_experts: PositiveWhole = 8
     system_prompt: str | None = None
     shuffle: bool = True
     num_prompts: PositiveWhole = 8
