@@ -41,7 +41,7 @@ def run(lab: Path, out: Path, *changes: str) -> tuple[TrainResult, list[str]]:
         "model": {"name": str(lab / "model")},
         "data": {"prompts": str(lab / "prompts.jsonl"), "num_prompts": 4, "group_size": 8, "held_out_share": 0.2},
         "reward": f"{lab / 'mine.py'}:vowels",
-        "sampler": {"max_new_tokens": 8, "temperature": 0.8, "top_k": 40},
+        "sampler": {"max_new_tokens": 8, "temperature": 0.8},
         "kl": {"target": 1.0},
         "optimizer": {"lr": 5e-4},
         "evaluation": {"every": 10},
@@ -88,9 +88,10 @@ def test_a_run_starts_and_ends_its_own_server(
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", "")
-    program = Path(os.environ[ENGINES]) / "vllm" / "bin" / "vllm"
+    python = Path(os.environ[ENGINES]) / "vllm" / "bin" / "python"
+    command = f"{python} -m vllm.entrypoints.openai.api_server --model {{model}}"
     options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(CONTEXT)]
-    changes = ["sampler.engine=vllm", f"sampler.command={program} serve", f"sampler.engine_args={options}"]
+    changes = ["sampler.engine=vllm", f"sampler.command='{command}'", f"sampler.engine_args={options}"]
     changes += ["lora.r=4", "algorithm.max_staleness=1", "run.steps=6", "evaluation.every=0"]
     result, said = run(lab, tmp_path, *changes)
     assert result.outcome == "finished", said

@@ -167,7 +167,7 @@ class SamplerConfig:
     top_p: Annotated[float, Range(above=0.0, high=1.0)] = 1.0
     min_p: Fraction = 0.0
     engine: str = "transformers"
-    command: str = "vllm serve"
+    command: str = "vllm serve {model}"
     engine_args: list[str] = field(default_factory=list)
     max_weight: PositiveAmount | None = 2.0
 
@@ -321,6 +321,8 @@ class TrainConfig:
             not known,
             f"sampler.engine is {engine}: expected transformers, vllm, or the address of a server (http://...).",
         )
+        command = self.sampler.command
+        yield "{model}" not in command, f"sampler.command is {command}: put {{model}} where the model's folder belongs."
         answers = self.data.num_prompts * self.data.group_size
         yield minibatches > answers, f"algorithm.minibatches is {minibatches}: a step has only {answers} answers."
         yield len(set(loggers)) < len(loggers), f"logging.loggers is {loggers}: name each once."

@@ -263,7 +263,8 @@ def plot_curves(
 
     Args:
         rows: the figures of each step: ``step``, at least one of ``reward``, ``kl`` and ``kl_to_ref``, and optionally
-            ``penalised_reward`` and ``coefficient``. Without ``penalised_reward`` the coefficient is labelled as the weight of a KL in the loss.
+            ``penalised_reward`` and ``coefficient``. Without ``penalised_reward`` the coefficient is labelled as the weight of
+            a KL in the loss.
         path: the image to write.
 
     Keyword Args:

@@ -2,6 +2,7 @@
 
 import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,17 @@ from torch.testing import assert_close
 
 pytest.importorskip("omegaconf")
 from fake_vllm import FakeVllm
-from torchrl_llm_kl import LogProbScorer, Ragged
-from torchrl_llm_kl.training import ConfigError, Run, load_model, train
+from torchrl_llm_kl import LogProbScorer, Ragged, Sampling
+from torchrl_llm_kl.training import ConfigError, Run, chat_tokenizer, load_model, train
 from torchrl_llm_kl.training._answers import Answers, leave_out_old
-from torchrl_llm_kl.training._engine import Engine, EngineError, StartedEngine, save_merged
+from torchrl_llm_kl.training._engine import (
+    Engine,
+    EngineError,
+    EngineSampler,
+    Generated,
+    StartedEngine,
+    save_merged,
+)
 from torchrl_llm_kl.training._models import load_policy
 from train_lab import build_lab, figures, go, settings, weights
 
@@ -254,13 +262,34 @@ def test_seeds_of_the_server_are_those_of_the_answers(lab: Path, tmp_path: Path,
     assert len(set(asked)) == 16
 
 
+def test_records_of_a_server_are_placed_at_their_tokens(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts of different lengths and answers of one and two tokens: kept ids and experts by hand."""
+    tokenizer = chat_tokenizer(str(lab / "model"))
+    prompts = [len(tokenizer(text).input_ids) for text in ("ab", "abcd")]
+    made = iter(
+        Generated(torch.tensor(ids), torch.zeros(len(ids)), kept, torch.arange((n + len(ids) - 1) * 2).view(-1, 1, 2))
+        for n, ids, kept in zip(prompts, ([5], [6, 7]), ([[5, 9]], [[6], [7, 8, 9]]), strict=True)
+    )
+    engine = Engine("http://127.0.0.1:8000")
+    monkeypatch.setattr(engine, "generate", lambda prompt, settings: next(made))
+    sampler = EngineSampler(engine, tokenizer, max_new_tokens=2, sampling=Sampling(top_k=3))
+    sampler._threads = ThreadPoolExecutor(1)
+    step = TensorDict({("text", "prompt"): ["ab", "abcd"], "group": torch.tensor([[0], [1]])}, batch_size=[2])
+    out = sampler(step)
+    assert out["kept", "counts"].tolist() == [[0, 0, 0, 0, 2, 0], [0, 0, 0, 0, 1, 3]]
+    assert out["kept", "ids"].tolist() == [[5, 9, 0, 0], [6, 7, 8, 9]]
+    first, second = out["routed_experts"][:, :, 0].tolist()
+    assert first == [[0, 0], [0, 0], [0, 1], [2, 3], [2, 3], [0, 0]]
+    assert second == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [8, 9]]
+
+
 def test_errors_of_a_server(lab: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"did not answer: .*Is the server running"):
         Engine("http://127.0.0.1:9").post("/health")
     with pytest.raises(ConfigError, match=r"sampler\.engine is vlm: expected transformers, vllm, or the address"):
         settings(lab, tmp_path, "sampler.engine=vlm")
-    with pytest.raises(ConfigError, match=r"sampler\.command is no-such-program: .*Install vLLM"):
-        StartedEngine("no-such-program", tmp_path, tmp_path / "log")
+    with pytest.raises(ConfigError, match=r"sampler\.command is no-such-program \{model\}: .*Install vLLM"):
+        StartedEngine("no-such-program {model}", tmp_path, tmp_path / "log")
     with pytest.raises(EngineError, match=r"(?s)the server did not start.*bad option"):
         StartedEngine("""python -c "raise SystemExit('bad option')" """, tmp_path, tmp_path / "log")
 
@@ -273,8 +302,6 @@ def test_merged_adapters_give_the_same_log_probs(lab: Path, tmp_path: Path) -> N
             if "lora_B" in name:
                 values.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
     before = {name: values.clone() for name, values in policy.state_dict().items()}
-    from torchrl_llm_kl.training import chat_tokenizer
-
     save_merged(policy, chat_tokenizer(str(lab / "model")), tmp_path / "merged")
     assert all(torch.equal(values, before[name]) for name, values in policy.state_dict().items())
     merged, rows = load_model(str(tmp_path / "merged"), device="cpu"), [torch.arange(1, 20), torch.arange(30, 40)]
