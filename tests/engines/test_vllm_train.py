@@ -42,7 +42,7 @@ def run(lab: Path, out: Path, *changes: str) -> tuple[TrainResult, list[str]]:
         "data": {"prompts": str(lab / "prompts.jsonl"), "num_prompts": 4, "group_size": 8, "held_out_share": 0.2},
         "reward": f"{lab / 'mine.py'}:vowels",
         "sampler": {"max_new_tokens": 8, "temperature": 0.8},
-        "kl": {"target": 1.0},
+        "kl": {"target": 3.0},
         "optimizer": {"lr": 5e-4},
         "evaluation": {"every": 10},
         "logging": {"doctor_every": 5},
@@ -78,7 +78,8 @@ def test_rewards_and_kls_are_those_of_runs_that_sample_here(
         assert abs(mean(theirs) - mean(own)) < 3 * error + 0.02
     gap = max(row["sampler_gap"] for result in served for row in result.rows)
     measured["train, largest gap of the log-probs to the trainer's"] = f"{gap:.2g} nats per token"
-    assert last(served[0], "reward") > served[0].rows[0]["reward"]
+    first = mean(row["reward"] for result in served for row in result.rows[:5])
+    assert mean(last(result, "reward") for result in served) > first
 
 
 def test_a_run_starts_and_ends_its_own_server(

@@ -316,7 +316,9 @@ class TrainConfig:
         wrong_betas = len(betas) != 2 or not all(0 <= beta < 1 for beta in betas)
         yield wrong_betas, f"optimizer.betas is {betas}: expected two numbers of at least 0 and below 1."
         engine = self.sampler.engine
-        known = engine in ("transformers", "vllm") or engine.startswith(("http://", "https://"))
+        known = engine in ("transformers", "vllm") or all(
+            word.startswith(("http://", "https://")) for word in engine.split()
+        )
         yield (
             not known,
             f"sampler.engine is {engine}: expected transformers, vllm, or the address of a server (http://...).",

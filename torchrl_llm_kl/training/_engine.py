@@ -67,21 +67,22 @@ class Generated:
 
 
 class Engine:
-    """Requests to a vLLM server.
+    """Requests to one or several vLLM servers.
 
     Args:
-        url: the address of the server, which was started with ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``.
+        addresses: the addresses of the servers, with spaces between them. They were started with ``VLLM_SERVER_DEV_MODE=1``
+            and ``--enable-scale-out``.
 
     Example:
-        >>> Engine("http://127.0.0.1:8000/").url
-        'http://127.0.0.1:8000'
+        >>> Engine("http://one:8000/ http://two:8000").urls
+        ('http://one:8000', 'http://two:8000')
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, addresses: str) -> None:
+        self.urls = tuple(url.rstrip("/") for url in addresses.split())
 
-    def post(self, path: str, **body: object) -> Any:
-        """The JSON of the server's answer.
+    def post(self, url: str, path: str, **body: object) -> Any:
+        """The JSON of a server's answer.
 
         Raises:
             EngineError: if the server does not answer, or answers with an error.
@@ -89,7 +90,7 @@ class Engine:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("VLLM_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=_LONG) as reply:
                 return json.loads(reply.read() or "null")
@@ -98,17 +99,23 @@ class Engine:
             advice = ""
             if error.code == 404:
                 advice = " Start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out."
-            raise EngineError(f"{self.url}{path} answered {error.code}: {text}.{advice}") from error
+            raise EngineError(f"{url}{path} answered {error.code}: {text}.{advice}") from error
         except OSError as error:
-            raise EngineError(f"{self.url}{path} did not answer: {error}. Is the server running?") from error
+            raise EngineError(f"{url}{path} did not answer: {error}. Is the server running?") from error
 
-    def generate(self, prompt: Sequence[int], settings: Json) -> Generated:
+    def generate(self, prompt: Sequence[int], settings: Json, group: int = 0) -> Generated:
         """Sample an answer to a prompt.
+
+        Args:
+            prompt: token ids.
+            settings: ``sampling_params`` of vLLM.
+            group: the number of the prompt, which decides the server. It then reads the prompt once for all answers.
 
         Raises:
             EngineError: if the server does not answer in the form of vLLM's token interface.
         """
-        answer = self.post("/inference/v1/generate", token_ids=list(prompt), sampling_params=settings)
+        url = self.urls[group % len(self.urls)]
+        answer = self.post(url, "/inference/v1/generate", token_ids=list(prompt), sampling_params=settings)
         try:
             (choice,) = answer["choices"]
             ids = list(choice["token_ids"])
@@ -119,16 +126,17 @@ class Engine:
 
                 experts = torch.from_numpy(np.load(BytesIO(b64decode(experts))))
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"{self.url} answered in another form than vLLM 0.32: {str(answer)[:300]}") from error
+            raise EngineError(f"{url} answered in another form than vLLM 0.32: {str(answer)[:300]}") from error
         if len(ids) != len(log_probs):
-            raise EngineError(f"{self.url} returned {len(log_probs)} log-probs for {len(ids)} tokens.")
+            raise EngineError(f"{url} returned {len(log_probs)} log-probs for {len(ids)} tokens.")
         return Generated(torch.tensor(ids, dtype=torch.long), torch.tensor(log_probs), kept, experts)
 
     def load(self, folder: Path) -> None:
-        """Load the weights of a folder that the server can read, and drop the keys and values of the old weights."""
-        self.post("/collective_rpc", method="reload_weights", kwargs={"weights_path": str(folder)})
-        if self.post("/reset_prefix_cache") != {"success": True}:
-            raise EngineError(f"{self.url} kept the prefix cache of the old weights.")
+        """Load the weights of a folder that the servers can read, and drop the keys and values of the old weights."""
+        for url in self.urls:
+            self.post(url, "/collective_rpc", method="reload_weights", kwargs={"weights_path": str(folder)})
+            if self.post(url, "/reset_prefix_cache") != {"success": True}:
+                raise EngineError(f"{url} kept the prefix cache of the old weights.")
 
 
 # ------------------------------------------------------------------ a policy for the env
@@ -185,7 +193,7 @@ class EngineSampler(TensorDictModuleBase):
 
         def ask(row: int) -> Generated:
             seed = int(torch.randint(2**31, (1,), generator=keyed_generator(self.seed, *keys[row])))
-            return self.engine.generate(prompts[row], {**self.settings, "seed": seed})
+            return self.engine.generate(prompts[row], {**self.settings, "seed": seed}, group=keys[row][0])
 
         asked = dict(zip(rows, self._threads.map(ask, rows), strict=True))
         empty = Generated(torch.zeros(0, dtype=torch.long), torch.zeros(0))
@@ -319,7 +327,7 @@ class StartedEngine(Engine):
         begin = time.monotonic()
         while self._process.poll() is None and time.monotonic() - begin < _LONG:
             with suppress(OSError):
-                urllib.request.urlopen(f"{self.url}/health", timeout=5).read()
+                urllib.request.urlopen(f"{self.urls[0]}/health", timeout=5).read()
                 return
             time.sleep(0.5)
         tail = log.read_text(errors="replace")[-2000:]
