@@ -92,7 +92,7 @@ class Checkpoints:
 
     Keyword Args:
         keep: the number of last checkpoints to keep.
-        to_resume: files that only a resumed run reads, such as the optimiser's state. An older checkpoint that is kept only
+        to_resume: files and folders that only a resumed run reads, such as the optimiser's state. An older checkpoint that is kept only
             as the best loses them.
 
     Raises:
@@ -196,10 +196,10 @@ class Checkpoints:
         """
         with suppress(ValueError):  # a damaged checkpoint stays as it is
             saved = Checkpoint.read(path)
-            left = {name: entry for name, entry in saved.files.items() if name not in self.to_resume}
+            left = {name: entry for name, entry in saved.files.items() if Path(name).parts[0] not in self.to_resume}
             with replacing(path / RECORD) as part:
                 part.write_bytes(replace(saved, files=left, resumes=False).record)
-            for name in self.to_resume:
+            for name in saved.files.keys() - left.keys():
                 (path / name).unlink(missing_ok=True)
 
     def _remove(self, path: Path) -> None:

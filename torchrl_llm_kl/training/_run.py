@@ -33,9 +33,19 @@ from torchrl_llm_kl.training._build import Reference, load_reference, measured_k
 from torchrl_llm_kl.training._checkpoints import Checkpoint, Checkpoints
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig, differences
 from torchrl_llm_kl.training._inputs import RunInputs, check_inputs_stay, env_of, load_inputs
-from torchrl_llm_kl.training._models import export_policy, load_policy, save_policy
+from torchrl_llm_kl.training._models import device_of_setting, export_policy, load_policy, save_policy
+from torchrl_llm_kl.training._ranks import (
+    Ranks,
+    joined_ranks,
+    load_shards,
+    on_the_cpu,
+    save_shards,
+    shard,
+    whole,
+    whole_weights,
+)
 from torchrl_llm_kl.training._report import Figures, FiguresFile
-from torchrl_llm_kl.training._samplers import make_sampler
+from torchrl_llm_kl.training._samplers import keyed_generator, make_sampler
 
 #: The files and folders that a run writes into its folder.
 WRITTEN: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "evaluations.jsonl", "checkpoints", "logs")
@@ -43,9 +53,11 @@ WRITTEN += ("curves.png", "rollouts.html", "diagnosis.txt", "final")
 
 #: The coefficients whose value is the weight of the KL. A controller of the user may mean something else by it.
 _ADAPTIVE = (AdaptiveKLCoefficient, DualKLCoefficient, PIKLCoefficient)
+#: The coefficients that average the KL over the ranks unless they are told that it is averaged.
+_OVER_RANKS = (DualKLCoefficient, PIKLCoefficient)
 
 #: The files of a checkpoint that only a resumed run needs.
-_TO_RESUME = ("state.pt", "critic.safetensors")
+_TO_RESUME = ("state.pt", "critic.safetensors", "shards")
 
 #: The first line of a config.yaml that a run wrote. Changing it would make earlier files look like the user's own.
 _ALL_SETTINGS = "# All settings of the run in this folder; each start of it writes them anew.\n"
@@ -82,10 +94,16 @@ class TrainResult:
 
 
 @contextmanager
-def stop_on_signals(say: Say = print) -> Iterator[Event]:
+def stop_on_signals(say: Say = print, *, twice: bool = True) -> Iterator[Event]:
     """Yield an event that SIGINT (Ctrl-C) and SIGTERM set. A second signal ends the process at once.
 
     Only the main thread can handle signals. In another thread the event is never set.
+
+    Args:
+        say: a function that gets messages for the user.
+
+    Keyword Args:
+        twice: False ignores further signals. torchrun passes a Ctrl-C on, which the terminal has already sent to each rank.
 
     Example:
         >>> with stop_on_signals(say=lambda line: None) as stop:
@@ -96,10 +114,12 @@ def stop_on_signals(say: Say = print) -> Iterator[Event]:
     stop, before = Event(), {}
 
     def ask(*_: object) -> None:
-        if stop.is_set():
+        if stop.is_set() and twice:
             raise KeyboardInterrupt
-        stop.set()
-        say("interrupted: the run ends after this step and a checkpoint. Interrupt again to end it at once.")
+        if not stop.is_set():
+            stop.set()
+            again = " Interrupt again to end it at once." * twice
+            say(f"interrupted: the run ends after this step and a checkpoint.{again}")
 
     with suppress(ValueError):  # not the main thread
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -137,27 +157,33 @@ class Run:
         inputs: RunInputs | None = None,
         begin: Callable[[], None] | None = None,
     ) -> None:
-        self.config, self.out, self.say = config, Path(config.run.out), say
+        self.config, self.out, self.say, self.ranks = config, Path(config.run.out), say, Ranks.current()
         if config.run.threads is not None:
             torch.set_num_threads(config.run.threads)
         self.step, self.begun, self.seconds = 0 if saved is None else saved.step, time.perf_counter(), 0.0
         self.inputs = load_inputs(config) if inputs is None else inputs
         self.tokenizer = self.inputs.tokenizer
         _steps.seed_everything(config.run.seed)
-        self.policy = load_policy(config, None if saved is None else saved.folder / "model")
-        self.reference: Reference | None = load_reference(config)
-        self.parts, self.kl, self.updater = self.inputs.plan.build(self.policy, self.reference)
+        self.sharded = self.ranks.shards(config)
+        loading = on_the_cpu(config) if self.sharded else config
+        with self.ranks.together():
+            self.policy = load_policy(loading, None if saved is None else saved.folder / "model")
+            self.reference: Reference | None = load_reference(loading)
+        device = device_of_setting(config.model.device)
+        self.parts, self.kl, self.updater = replace(self.inputs.plan, config=loading).build(
+            self.policy, self.reference, shard=partial(shard, device=device) if self.sharded else None
+        )
         self.optimizer = _steps.make_optimizer(self.parts, config.optimizer)
         self.schedule = _steps.make_schedule(self.optimizer, config.optimizer, steps=config.run.steps, done=self.step)
         _steps.seed_everything(config.run.seed)  # loading the parts above may have used random numbers
         if saved is not None:
             self._load(saved)
         if begin is not None:
-            begin()
+            self.ranks.of_first(begin)
         names = ("metrics.jsonl", "evaluations.jsonl")
         before = [[] if saved is None else _report.read_figures(saved.folder / name) for name in names]
         self.rows, self.evaluations = (
-            FiguresFile(self.out / name, rows) for name, rows in zip(names, before, strict=True)
+            FiguresFile(self.out / name, rows, writes=self.ranks.first) for name, rows in zip(names, before, strict=True)
         )
         self.sampler = self._sampler(greedy=False)
         data = config.data
@@ -169,15 +195,18 @@ class Run:
 
     def _env(self, prompts: Prompts, order: PromptOrder, num_prompts: int, group_size: int) -> EnvBase:
         make = partial(env_of, self.config, self.inputs.reward, self.tokenizer, self.inputs.turns)
-        return make(prompts, order=order, num_prompts=num_prompts, group_size=group_size)
+        order = replace(order, rank=self.ranks.number, world_size=self.ranks.count)
+        return make(prompts, order=order, num_prompts=-(-num_prompts // self.ranks.count), group_size=group_size)
 
     def _sampler(self, *, greedy: bool) -> TransformersWrapper:
         sampling = None if greedy else sampling_of(self.config)
         length, end = self.config.sampler.max_new_tokens, self.config.sampler.end
-        return make_sampler(self.policy, self.tokenizer, max_new_tokens=length, sampling=sampling, end=end)
+        seed = self.config.run.seed if self.ranks.active else None  # an answer must not depend on the rank
+        return make_sampler(self.policy, self.tokenizer, max_new_tokens=length, sampling=sampling, end=end, seed=seed)
 
     def _monitor(self) -> RunMonitor:
-        every, loggers = self.config.logging.doctor_every, _report.make_loggers(self.config, self.out / "logs")
+        every, first = self.config.logging.doctor_every, self.ranks.first
+        loggers = _report.make_loggers(self.config, self.out / "logs") if first else []
         earlier = [(row["step"], row) for row in self.rows.rows]  # the rows of earlier processes
         earlier += [(row["step"], _evaluation_log(row)) for row in self.evaluations.rows]
         for logger in loggers:
@@ -187,7 +216,7 @@ class Run:
         return RunMonitor(
             loggers,
             every=every,
-            folder=self.out if every else None,
+            folder=self.out if every and first else None,
             tokenizer=self.tokenizer,
             policy=self.policy,
             kl_target=self.config.kl.target,
@@ -215,6 +244,8 @@ class Run:
                 "learnt: look at the reward function and the prompts, or raise data.group_size."
             )
         figures["lr"] = self.optimizer.param_groups[0]["lr"]
+        if self.ranks.active:  # the user's code may have drawn different random numbers on each rank
+            _steps.seed_everything(keyed_generator(self.config.run.seed, self.step).initial_seed())
         _steps.learn(
             self.parts,
             _steps.loss_entries(batch),
@@ -225,10 +256,12 @@ class Run:
             max_grad_norm=self.config.optimizer.max_grad_norm,
             monitor=self.monitor,
             after_update=None if self.updater is None else self.updater.step,
+            ranks=self.ranks if self.ranks.active else None,
         )
         self.schedule.step()
         if plan.coefficient is not None and "kl" in figures:
-            plan.coefficient.update(figures["kl"], n=len(batch))  # type: ignore[operator]
+            how = {"all_ranks": False} if self.ranks.active and isinstance(plan.coefficient, _OVER_RANKS) else {}
+            plan.coefficient.update(figures["kl"], n=len(batch), **how)  # type: ignore[operator]
         row = {"step": self.step, **self.monitor.step(self.step, **figures), "seconds": self.elapsed}
         self.rows.append(row)
         self.step += 1
@@ -249,7 +282,11 @@ class Run:
 
     def sample(self) -> TensorDictBase:
         """Sample and score the answers of a step, and compute their advantages."""
-        return self.parts.prepare(self.score(self.inputs.rows(whole_episodes(self.env, self.sampler))))
+        with whole(self.sampler):
+            episodes = whole_episodes(self.env, self.sampler)
+        batch = self.parts.prepare(self.score(self.inputs.rows(episodes)))
+        # Scores are kept, and advantages are computed from the answers of all ranks.
+        return self.parts.prepare(self.ranks.gather_rows(batch)) if self.ranks.active else batch
 
     def score(self, batch: TensorDictBase) -> TensorDictBase:
         """Score sampled answers with the policy and the reference, and charge the KL if the algorithm does."""
@@ -282,7 +319,9 @@ class Run:
         sampler, seed = self._sampler(greedy=settings.greedy), self.config.run.seed
         row = {
             "step": self.step,
-            **_steps.evaluate(env, sampler, len(held_out), seed=seed, kl=kl, rows=self.inputs.rows),
+            **_steps.evaluate(
+                env, sampler, len(held_out), seed=seed, kl=kl, rows=self.inputs.rows, ranks=self.ranks
+            ),
         }
         self.evaluations.append(row)
         for logger in self.monitor.loggers:
@@ -318,35 +357,55 @@ class Run:
     # ------------------------------------------------------------------ checkpoints
 
     def save(self, checkpoints: Checkpoints) -> None:
-        """Write a checkpoint of everything that the next step depends on."""
+        """Write a checkpoint of everything that the next step depends on. All ranks call it."""
         numbers: dict[str, object] = {"config": self.config.to_dict(), "files": self.inputs.files}
         numbers |= {"versions": _report.versions(), "seconds": self.elapsed, "best": self.best}
-        with checkpoints.writing(self.step, numbers, best=self.best) as folder:
-            save_policy(self.policy, self.tokenizer, folder / "model")
-            state = {"optimizer": self.optimizer.state_dict(), "random": _steps.random_state()}
-            state["parts"] = self.parts.state_dict()
+        numbers["ranks"] = self.ranks.count if self.ranks.active else None
+        with self.ranks.writing(lambda: checkpoints.writing(self.step, numbers, best=self.best)) as folder:
+            weights = None
+            if self.sharded:
+                weights = whole_weights(self.policy)
+                save_shards(folder / "shards", self.optimizer, self._models(), self.updater)
+            if self.ranks.first:
+                self._write(folder, weights)
+
+    def _write(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
+        """Write everything that one rank can write. ``weights`` are those of a sharded policy."""
+        save_policy(self.policy, self.tokenizer, folder / "model", weights=weights)
+        state = {"random": _steps.random_state(), "parts": self.parts.state_dict()}
+        if not self.sharded:
+            state["optimizer"] = self.optimizer.state_dict()
             if self.updater is not None:
                 state["reference"] = self.updater.state_dict()
-            torch.save(state, folder / "state.pt")
-            if self.parts.critic_loss is not None:
-                from safetensors.torch import save_model
+        torch.save(state, folder / "state.pt")
+        if self.parts.critic_loss is not None and not self.sharded:
+            from safetensors.torch import save_model
 
-                save_model(self.parts.critic_loss.critic_network, str(folder / "critic.safetensors"))
-            for file in (self.rows, self.evaluations):
-                (folder / file.path.name).write_text(file.text, encoding="utf-8")
+            save_model(self.parts.critic_loss.critic_network, str(folder / "critic.safetensors"))
+        for file in (self.rows, self.evaluations):
+            (folder / file.path.name).write_text(file.text, encoding="utf-8")
+
+    def _models(self) -> torch.nn.ModuleDict:
+        """The models that are trained, by name."""
+        critic = self.parts.critic_loss
+        models = {"policy": self.policy} | ({} if critic is None else {"critic": critic.critic_network})
+        return torch.nn.ModuleDict(models)
 
     def _load(self, saved: Checkpoint) -> None:
         """Restore everything except the policy's weights, which are already loaded."""
         # `weights_only` runs no code of the file.
         state = torch.load(saved.folder / "state.pt", map_location="cpu", weights_only=True)
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state["optimizer"])
+        if self.sharded:
+            load_shards(saved.folder / "shards", self.optimizer, self._models(), self.updater)
+        else:
+            self.optimizer.load_state_dict(state["optimizer"])
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate  # the schedule's, since run.steps may have changed after the checkpoint
         self.parts.load_state_dict(state["parts"])
-        if self.updater is not None:
+        if self.updater is not None and not self.sharded:
             self.updater.load_state_dict(state["reference"])
-        if self.parts.critic_loss is not None:
+        if self.parts.critic_loss is not None and not self.sharded:
             from safetensors.torch import load_model
 
             load_model(self.parts.critic_loss.critic_network, str(saved.folder / "critic.safetensors"))
@@ -397,18 +456,35 @@ def train(
     """
     tensordict.set_list_to_stack(True).set()  # required by torchrl's LLM components
     out = Path(config.run.out)
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(out / ".lock", timeout=0):  # two processes would overwrite each other's checkpoints
-            return _train(config, out, fresh=fresh, say=say, build=build)
-    except Timeout:
-        raise ConfigError(f"another process trains in {out}: end it, or pass another run.out.") from None
+    guard = FileLock(out / ".lock", timeout=0)
+
+    def lock() -> None:
+        """Two processes would overwrite each other's checkpoints."""
+        out.mkdir(parents=True, exist_ok=True)
+        try:
+            guard.acquire()
+        except Timeout:
+            raise ConfigError(f"another process trains in {out}: end it, or pass another run.out.") from None
+
+    with joined_ranks(config.model.device) as ranks:
+        ranks.check(config)
+        ranks.of_first(lock)
+        try:
+            return _train(config, out, ranks, fresh=fresh, say=say if ranks.first else _silent, build=build)
+        finally:
+            guard.release()
 
 
-def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Callable[..., Run]) -> TrainResult:
-    saved = None if fresh else _saved(config, out)
+def _silent(line: str) -> None:
+    pass
+
+
+def _train(
+    config: TrainConfig, out: Path, ranks: Ranks, *, fresh: bool, say: Say, build: Callable[..., Run]
+) -> TrainResult:
+    saved = None if fresh else ranks.of_first(lambda: _saved(config, out, ranks))
     if saved is None:
-        check_inputs_stay(config, WRITTEN)
+        ranks.of_first(lambda: check_inputs_stay(config, WRITTEN))
 
     # Run calls this between loading and the first write.
     def begin() -> None:
@@ -426,16 +502,19 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torchrl|tensordict|transformers")
         warnings.filterwarnings("ignore", message="size_average and reduce")  # raised in torchrl's cross_entropy
-        run = build(config, saved=saved, say=say, inputs=load_inputs(config), begin=begin)
+        with ranks.together():
+            inputs = load_inputs(config)
+        run = build(config, saved=saved, say=say, inputs=inputs, begin=begin)
         if saved is not None:
             say(f"resuming after step {run.step} of {config.run.steps}, from {saved.folder}.")
             before = saved.numbers.get("files", run.inputs.files)
             for name in (name for name, digest in run.inputs.files.items() if before.get(name) != digest):
                 say(f"{name} has changed since the checkpoint: the run is not bit-equal to one without a stop.")
         name, steps = config.algorithm.name, config.run.steps
-        bar = _report.progress(name, steps, done=run.step, stream=sys.stderr, clock=lambda: run.elapsed)
+        how = {"done": run.step, "shown": ranks.first, "stream": sys.stderr}
+        bar = _report.progress(name, steps, clock=lambda: run.elapsed, **how)
         # stderr, so that stdout holds only the table of the results.
-        with closing(run), stop_on_signals(say) as stop, bar as advance:
+        with closing(run), stop_on_signals(say, twice=not ranks.active) as stop, bar as advance:
             outcome, why = _train_on(run, checkpoints, stop, advance, saved=None if saved is None else saved.step)
     result = TrainResult(outcome, why, run.step, out, run.rows.rows, run.evaluations.rows)
     if outcome == "interrupted":
@@ -444,10 +523,10 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
         return result
     if outcome == "stopped":
         say(f"stopped after step {run.step} of {config.run.steps}: {why}")
-    return _write_final(run, checkpoints, result)
+    return ranks.of_first(lambda: _write_final(run, checkpoints, result))
 
 
-def _saved(config: TrainConfig, out: Path) -> Checkpoint | None:
+def _saved(config: TrainConfig, out: Path, ranks: Ranks) -> Checkpoint | None:
     """The checkpoint to resume from. Its settings must equal ``config``."""
     checkpoints = Checkpoints(out / "checkpoints", keep=config.checkpoints.keep)
     saved = checkpoints.latest()
@@ -458,6 +537,9 @@ def _saved(config: TrainConfig, out: Path) -> Checkpoint | None:
     different = "; ".join(differences(saved.numbers.get("config", {}), config))
     if different:
         raise ConfigError(f"{out} has a run with other settings ({different}): use those, or begin anew with --fresh.")
+    if bool(saved.numbers.get("ranks")) != ranks.active:  # the two draw answers from different random numbers
+        started = ("without torchrun", "with torchrun, on any number of ranks")[not ranks.active]
+        raise ConfigError(f"{out} has a run that was started {started}: start it so again, or begin anew with --fresh.")
     return saved
 
 
@@ -471,7 +553,7 @@ def _train_on(
     settings = run.config
     while True:
         # The evaluation comes before the checkpoint, since it decides whether this step is the best.
-        ending = stop.is_set()
+        ending = run.ranks.any(stop.is_set())
         if not ending and run.evaluation_is_due():
             row = run.evaluate()
             run.say(f"step {run.step}: reward on held-out prompts {_report.with_interval(row)}")
