@@ -337,8 +337,23 @@ def whole(module: nn.Module) -> Iterator[None]:
             part.reshard()
 
 
+def is_gathered(model: nn.Module) -> bool:
+    """Whether :func:`whole` has gathered the weights of a sharded model.
+
+    Example:
+        >>> is_gathered(torch.nn.Linear(2, 2))  # not sharded
+        False
+    """
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(model, FSDPModule) and not any(isinstance(each, DTensor) for each in model.parameters())
+
+
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """The gathered weights of a sharded model by name, on the CPU of the first rank. Empty on the others.
+
+    Tied weights have one name.
 
     Example:
         >>> sorted(whole_weights(torch.nn.Linear(2, 2)))
@@ -346,7 +361,9 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    names, once = ({name for name, _ in model.named_parameters(remove_duplicate=each)} for each in (False, True))
+    return {name: value for name, value in weights.items() if name not in names - once}
 
 
 def save_shards(

@@ -16,6 +16,7 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl_llm_kl.ragged import has_entry
 from torchrl_llm_kl.scoring import Sampling, truncate
 from torchrl_llm_kl.tasks import active_rows, read_rows_of, write_answers
+from torchrl_llm_kl.training._ranks import is_gathered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -78,9 +79,12 @@ class _Sampler(TransformersWrapper):
         """The token ids of an answer to each prompt, up to and including the token that ends it."""
         padded = self.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
         padded = padded.to(self.model.device)
+        settings = self.generate_kwargs
+        if is_gathered(self.model):  # transformers would wait for the other ranks after each token
+            settings = {**settings, "synced_gpus": False}
         with _equal_prompts_once(self.model):
             out: Any = self.model.generate(
-                input_ids=padded["input_ids"], attention_mask=padded["attention_mask"], **self.generate_kwargs
+                input_ids=padded["input_ids"], attention_mask=padded["attention_mask"], **settings
             )
         full, width = out if isinstance(out, Tensor) else out["sequences"], padded["input_ids"].shape[1]
         ends = self.generate_kwargs.get("eos_token_id", self.model.generation_config.eos_token_id)

@@ -1,0 +1,121 @@
+"""A run on several ranks equals the run of one rank, also after it was ended and continued on other ranks."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("omegaconf")
+pytest.importorskip("rich")
+from filelock import FileLock
+
+from cli_files import read_jsonl
+from train_lab import build_lab, ended_after, figures, settings, steps_in, weights
+from waits import LONG
+
+#: Numbers that are not a mean over tokens: each rank's own, averaged.
+OF_RANKS = ("ESS", "ratio_", "explained_variance")
+TEN = ("run.steps=10", "evaluation.every=5", "evaluation.batch_size=4", "checkpoints.every=10")
+MICRO = ("algorithm.micro_batch=3", "algorithm.epochs=2")  # of at most three rows on each of two ranks
+SHORT = ("run.steps=3", "evaluation.every=0")
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """GPT-2's norms compute in float64, unlike those of later models."""
+    return build_lab(tmp_path_factory.mktemp("lab"), "gpt2")
+
+
+def start(pool, lab, out, *overrides, ranks=2, **how):
+    results = pool.run("rank_runs:call", ranks=ranks, lab=str(lab), out=str(out), overrides=overrides, **how)
+    outcomes = {outcome for outcome, _ in results}
+    assert len(outcomes) == 1
+    assert not any(said for _, said in results[1:]), "one rank speaks"
+    return outcomes.pop(), results[0][1]
+
+
+def check(out, other):
+    """Compare the figures, the evaluations and the weights of two runs."""
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        for row, want in zip(figures(out / name), figures(other / name), strict=True):
+            row, want = ({k: v for k, v in each.items() if not k.startswith(OF_RANKS)} for each in (row, want))
+            assert row == pytest.approx(want, abs=1e-6), (name, row["step"])
+    found, wanted = weights(out / "final"), weights(other / "final")
+    assert found.keys() == wanted.keys()
+    assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("logging.doctor_every=5", *MICRO),
+        pytest.param(("lora.r=4",)),
+        pytest.param(("lora.r=4", "model.shard=true"), marks=pytest.mark.slow),
+        pytest.param(("model.shard=false", *MICRO), marks=pytest.mark.slow),
+        pytest.param(("algorithm.name=ppo", *MICRO), marks=pytest.mark.slow),
+        pytest.param(("algorithm.name=rloo", "evaluation.greedy=false"), marks=pytest.mark.slow),
+        pytest.param(("reference.reset_every=5", *MICRO), marks=pytest.mark.slow),
+    ],
+    ids=["sharded", "lora", "sharded lora", "whole", "critic", "sampled evaluations", "reset"],
+)
+def test_ten_steps_equal_one_rank(pool, lab, tmp_path, overrides):
+    if overrides[0].startswith("lora"):
+        pytest.importorskip("peft")
+    for ranks in (1, 2):
+        assert start(pool, lab, tmp_path / str(ranks), *TEN, *overrides, ranks=ranks)[0] == "finished"
+    check(tmp_path / "2", tmp_path / "1")
+    rows = figures(tmp_path / "2" / "metrics.jsonl")
+    assert max(row["kl"] for row in rows) > 0.01, "the policy has moved"
+    if "logging.doctor_every=5" in overrides:
+        assert (tmp_path / "2" / "rollouts.html").exists()
+        assert (tmp_path / "2" / "diagnosis.txt").read_text().startswith("step 5")
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["grpo", pytest.param("gigpo", marks=pytest.mark.slow)], ids=["a row for each conversation", "for each turn"]
+)
+def test_conversations_of_different_lengths(pool, lab, tmp_path, algorithm):
+    turns = ("turns.max=3", f"turns.reply={lab / 'rewards.py'}:reply", f"algorithm.name={algorithm}")
+    for ranks in (1, 2):
+        start(pool, lab, tmp_path / str(ranks), *SHORT, *turns, ranks=ranks)
+    check(tmp_path / "2", tmp_path / "1")
+
+
+@pytest.fixture(scope="module")
+def whole(pool, lab, tmp_path_factory):
+    """Four steps with a moving reference, whose state is sharded too."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert start(pool, lab, out, *FOLLOWING)[0] == "finished"
+    return out
+
+
+FOLLOWING = ("reference.decay=0.5", "evaluation.batch_size=3")
+
+
+def test_a_checkpoint_of_two_ranks_continues_on_one_and_on_two_again(pool, lab, whole, tmp_path):
+    folder = whole / "checkpoints" / "step-000004"
+    assert len(list((folder / "shards").glob("*.distcp"))) == 2
+    out = ended_after(2, whole, tmp_path)
+    said = start(pool, lab, out, *FOLLOWING, "run.steps=3", ranks=1)[1]
+    assert said[0].startswith("resuming after step 2 of 3")
+    assert len(list((out / "checkpoints" / "step-000003" / "shards").glob("*.distcp"))) == 1
+    start(pool, lab, out, *FOLLOWING)
+    kept = [row for row in read_jsonl(out / "evaluations.jsonl") if row["step"] != 3]  # step 3 was the last one before
+    (out / "evaluations.jsonl").write_text((whole / "evaluations.jsonl").read_text())
+    assert len(kept) == 3
+    check(out, whole)
+
+
+def test_a_rank_that_is_killed_or_interrupted(pool, lab, whole, tmp_path):
+    """SIGKILL on one rank ends the run. SIGTERM on one rank ends it after the step, with a checkpoint."""
+    out = tmp_path / "killed"
+    with pytest.raises(AssertionError, match="exit code -9|closed|reset|failed"):
+        start(pool, lab, out, *FOLLOWING, environment={"KILL_AT": "10"})
+    assert 0 < len(steps_in(out)) < 5
+    outcome, said = start(pool, lab, out, *FOLLOWING, environment={"INTERRUPT_AT": "2"})
+    assert outcome == "interrupted"
+    assert "interrupted after step " in said[-1]
+    assert start(pool, lab, out, *FOLLOWING)[0] == "finished"
+    check(out, whole)
