@@ -12,6 +12,7 @@ pytest.importorskip("rich")
 from filelock import FileLock
 
 from cli_files import read_jsonl
+from torchrl_llm_kl.algorithms import ALGORITHMS
 from train_lab import build_lab, ended_after, figures, settings, steps_in, weights
 from waits import LONG
 
@@ -71,6 +72,23 @@ def test_ten_steps_equal_one_rank(pool, lab, tmp_path, overrides):
     if "logging.doctor_every=5" in overrides:
         assert (tmp_path / "2" / "rollouts.html").exists()
         assert (tmp_path / "2" / "diagnosis.txt").read_text().startswith("step 5")
+
+
+#: The algorithms that learn from the policy's own answers and rewards.
+ON_POLICY = sorted(
+    name
+    for name, preset in ALGORITHMS.items()
+    if preset.on_policy and preset.schema not in ("mix", "distill", "rewards", "trajectory")
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ON_POLICY)
+def test_other_algorithms(pool, lab, tmp_path, algorithm):
+    changes = (f"algorithm.name={algorithm}", "kl.place=reward", "run.steps=2", "evaluation.every=0", "algorithm.micro_batch=2")
+    for ranks in (1, 2):
+        start(pool, lab, tmp_path / str(ranks), *changes, ranks=ranks)
+    check(tmp_path / "2", tmp_path / "1")
 
 
 @pytest.mark.parametrize(

@@ -539,7 +539,7 @@ def _saved(config: TrainConfig, out: Path, ranks: Ranks) -> Checkpoint | None:
         raise ConfigError(f"{out} has a run with other settings ({different}): use those, or begin anew with --fresh.")
     if bool(saved.numbers.get("ranks")) != ranks.active:  # the two draw answers from different random numbers
         started = ("without torchrun", "with torchrun, on any number of ranks")[not ranks.active]
-        raise ConfigError(f"{out} has a run that was started {started}: start it so again, or begin anew with --fresh.")
+        raise ConfigError(f"{out} has a run that was started {started}: start it in the same way, or begin anew with --fresh.")
     return saved
 
 
