@@ -1,20 +1,13 @@
 """A run on several ranks equals the run of one rank, also after it was ended and continued on other ranks."""
 
-import os
-import shutil
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("omegaconf")
 pytest.importorskip("rich")
-from filelock import FileLock
 
 from cli_files import read_jsonl
 from torchrl_llm_kl.algorithms import ALGORITHMS
-from train_lab import build_lab, ended_after, figures, settings, steps_in, weights
-from waits import LONG
+from train_lab import build_lab, ended_after, figures, steps_in, weights
 
 #: Numbers that are not a mean over tokens: each rank's own, averaged.
 OF_RANKS = ("ESS", "ratio_", "explained_variance")
@@ -74,25 +67,34 @@ def test_ten_steps_equal_one_rank(pool, lab, tmp_path, overrides):
         assert (tmp_path / "2" / "diagnosis.txt").read_text().startswith("step 5")
 
 
-#: The algorithms that learn from the policy's own answers and rewards.
+#: Algorithms that need more than answers and rewards: a baseline, masks, roles or chosen answers.
+NEED_MORE = {"a2po", "echo", "rae", "vapo"}
 ON_POLICY = sorted(
     name
     for name, preset in ALGORITHMS.items()
-    if preset.on_policy and preset.schema not in ("mix", "distill", "rewards", "trajectory")
+    if preset.on_policy and preset.schema not in ("mix", "distill", "rewards", "trajectory") and name not in NEED_MORE
 )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ON_POLICY)
 def test_other_algorithms(pool, lab, tmp_path, algorithm):
-    changes = (f"algorithm.name={algorithm}", "kl.place=reward", "run.steps=2", "evaluation.every=0", "algorithm.micro_batch=2")
+    changes = (
+        f"algorithm.name={algorithm}",
+        "kl.place=reward",
+        "run.steps=2",
+        "evaluation.every=0",
+        "algorithm.micro_batch=2",
+    )
     for ranks in (1, 2):
         start(pool, lab, tmp_path / str(ranks), *changes, ranks=ranks)
     check(tmp_path / "2", tmp_path / "1")
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["grpo", pytest.param("gigpo", marks=pytest.mark.slow)], ids=["a row for each conversation", "for each turn"]
+    "algorithm",
+    ["grpo", pytest.param("gigpo", marks=pytest.mark.slow)],
+    ids=["a row for each conversation", "for each turn"],
 )
 def test_conversations_of_different_lengths(pool, lab, tmp_path, algorithm):
     turns = ("turns.max=3", f"turns.reply={lab / 'rewards.py'}:reply", f"algorithm.name={algorithm}")
@@ -129,7 +131,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_one_and_on_two_again(pool, lab, 
 def test_a_rank_that_is_killed_or_interrupted(pool, lab, whole, tmp_path):
     """SIGKILL on one rank ends the run. SIGTERM on one rank ends it after the step, with a checkpoint."""
     out = tmp_path / "killed"
-    with pytest.raises(AssertionError, match="exit code -9|closed|reset|failed"):
+    with pytest.raises(AssertionError, match=r"exit code -9|[Cc]losed|reset"):
         start(pool, lab, out, *FOLLOWING, environment={"KILL_AT": "10"})
     assert 0 < len(steps_in(out)) < 5
     outcome, said = start(pool, lab, out, *FOLLOWING, environment={"INTERRUPT_AT": "2"})

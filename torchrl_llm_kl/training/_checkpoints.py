@@ -92,8 +92,8 @@ class Checkpoints:
 
     Keyword Args:
         keep: the number of last checkpoints to keep.
-        to_resume: files and folders that only a resumed run reads, such as the optimiser's state. An older checkpoint that is kept only
-            as the best loses them.
+        to_resume: files and folders that only a resumed run reads, such as the optimiser's state. An older checkpoint that is
+            kept only as the best loses them.
 
     Raises:
         ValueError: if ``keep`` is less than 1.

@@ -276,6 +276,11 @@ def save_policy(
 ) -> None:
     """Save a policy and its tokenizer. A policy with adapters saves only the adapters.
 
+    Args:
+        policy: the result of :func:`load_policy`.
+        tokenizer: its tokenizer.
+        folder: the folder to write.
+
     Keyword Args:
         weights: the gathered weights of a sharded policy. None for the policy's own.
 

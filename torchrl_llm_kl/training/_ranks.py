@@ -123,9 +123,9 @@ class Ranks:
                 result[1] = error
         shared = [result[0], _portable(result[1])]
         dist.broadcast_object_list(shared)
-        error = result[1] or shared[1]  # the first rank's own error has its traceback
-        if error is not None:
-            raise error
+        failure = result[1] or shared[1]  # the first rank's own error has its traceback
+        if failure is not None:
+            raise failure
         return cast(V, shared[0])
 
     @contextmanager
@@ -144,9 +144,9 @@ class Ranks:
         except Exception as error:
             self.gather(_portable(error))
             raise
-        failed = {rank: error for rank, error in enumerate(self.gather(cast("Exception | None", None))) if error}
-        for rank, error in failed.items():
-            raise ConfigError(f"rank {rank} failed: {type(error).__name__}: {error}") from error
+        for rank, other in enumerate(self.gather(cast("Exception | None", None))):
+            if other is not None:
+                raise ConfigError(f"rank {rank} failed: {type(other).__name__}: {other}") from other
 
     @contextmanager
     def writing(self, enter: Callable[[], AbstractContextManager[Path]]) -> Iterator[Path]:
@@ -193,12 +193,12 @@ class Ranks:
         wholes = [each for each in parameters if not isinstance(each, DTensor)]
         for each in wholes:
             if each.grad is None:
-                each.grad = torch.zeros_like(each)
+                each.grad = torch.zeros_like(each.data)
         for dtype in dict.fromkeys(each.dtype for each in wholes) if self.count > 1 else ():
             gradients = [each.grad for each in wholes if each.grad is not None and each.dtype == dtype]
             total = self._reduced(torch.cat([each.flatten() for each in gradients])) / self.count
-            for each, mean in zip(gradients, total.split([each.numel() for each in gradients]), strict=True):
-                each.copy_(mean.view_as(each))
+            for gradient, mean in zip(gradients, total.split([each.numel() for each in gradients]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
 
     def means(self, pieces: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Tensor]:
         """The numbers of a minibatch from the outputs of the losses for its pieces on all ranks.
@@ -242,7 +242,11 @@ def _portable(error: Exception | None) -> Exception | None:
 def _padded(rows: TensorDictBase, prompt: int, answer: int) -> TensorDictBase:
     """Pad the prompts of rows on the left and their answers on the right. Entries per token are padded alike."""
     width, own = rows[FULL].shape[1], rows[PROMPT].shape[1]
-    sides = {own: (prompt - own, 0), width - own: (0, answer - width + own), width: (prompt - own, answer - width + own)}
+    sides = {
+        own: (prompt - own, 0),
+        width - own: (0, answer - width + own),
+        width: (prompt - own, answer - width + own),
+    }
     rows = rows.copy()
     for key, value in list(rows.items(True, True)):
         of = {PROMPT: own, ("tokens", "response"): width - own}.get(key, width)
@@ -363,7 +367,7 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
 
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     names, once = ({name for name, _ in model.named_parameters(remove_duplicate=each)} for each in (False, True))
-    return {name: value for name, value in weights.items() if name not in names - once}
+    return {name: cast(Tensor, value) for name, value in weights.items() if name not in names - once}
 
 
 def save_shards(

@@ -183,7 +183,8 @@ class Run:
         names = ("metrics.jsonl", "evaluations.jsonl")
         before = [[] if saved is None else _report.read_figures(saved.folder / name) for name in names]
         self.rows, self.evaluations = (
-            FiguresFile(self.out / name, rows, writes=self.ranks.first) for name, rows in zip(names, before, strict=True)
+            FiguresFile(self.out / name, rows, writes=self.ranks.first)
+            for name, rows in zip(names, before, strict=True)
         )
         self.sampler = self._sampler(greedy=False)
         data = config.data
@@ -319,9 +320,7 @@ class Run:
         sampler, seed = self._sampler(greedy=settings.greedy), self.config.run.seed
         row = {
             "step": self.step,
-            **_steps.evaluate(
-                env, sampler, len(held_out), seed=seed, kl=kl, rows=self.inputs.rows, ranks=self.ranks
-            ),
+            **_steps.evaluate(env, sampler, len(held_out), seed=seed, kl=kl, rows=self.inputs.rows, ranks=self.ranks),
         }
         self.evaluations.append(row)
         for logger in self.monitor.loggers:
@@ -511,8 +510,9 @@ def _train(
             for name in (name for name, digest in run.inputs.files.items() if before.get(name) != digest):
                 say(f"{name} has changed since the checkpoint: the run is not bit-equal to one without a stop.")
         name, steps = config.algorithm.name, config.run.steps
-        how = {"done": run.step, "shown": ranks.first, "stream": sys.stderr}
-        bar = _report.progress(name, steps, clock=lambda: run.elapsed, **how)
+        bar = _report.progress(
+            name, steps, done=run.step, shown=ranks.first, stream=sys.stderr, clock=lambda: run.elapsed
+        )
         # stderr, so that stdout holds only the table of the results.
         with closing(run), stop_on_signals(say, twice=not ranks.active) as stop, bar as advance:
             outcome, why = _train_on(run, checkpoints, stop, advance, saved=None if saved is None else saved.step)
@@ -539,7 +539,9 @@ def _saved(config: TrainConfig, out: Path, ranks: Ranks) -> Checkpoint | None:
         raise ConfigError(f"{out} has a run with other settings ({different}): use those, or begin anew with --fresh.")
     if bool(saved.numbers.get("ranks")) != ranks.active:  # the two draw answers from different random numbers
         started = ("without torchrun", "with torchrun, on any number of ranks")[not ranks.active]
-        raise ConfigError(f"{out} has a run that was started {started}: start it in the same way, or begin anew with --fresh.")
+        raise ConfigError(
+            f"{out} has a run that was started {started}: start it in the same way, or begin anew with --fresh."
+        )
     return saved
 
 

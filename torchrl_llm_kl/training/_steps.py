@@ -18,9 +18,9 @@ from torchrl.envs import EnvBase
 
 from torchrl_llm_kl.algorithms import AlgorithmParts
 from torchrl_llm_kl.diagnostics import RunMonitor
+from torchrl_llm_kl.losses import LossOutput
 from torchrl_llm_kl.ragged import has_entry
 from torchrl_llm_kl.scoring import LogProbScorer
-from torchrl_llm_kl.losses import LossOutput
 from torchrl_llm_kl.tasks import whole_episodes
 from torchrl_llm_kl.training._config import OptimizerConfig
 from torchrl_llm_kl.training._ranks import Ranks, whole
@@ -139,10 +139,7 @@ def _pieces(
     if ranks is None:
         return [minibatch] if size is None else list(parts.micro_batches(minibatch, size=size))
     own = parts.shares(minibatch, ranks.count)[ranks.number]
-    if size is None or not len(own):
-        pieces = [parts.count(own)]
-    else:
-        pieces = list(parts.micro_batches(own, size=size))
+    pieces = [parts.count(own)] if size is None or not len(own) else list(parts.micro_batches(own, size=size))
     return pieces + [pieces[0][:0]] * (ranks.most(len(pieces)) - len(pieces))
 
 

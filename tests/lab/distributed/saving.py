@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from torchrl_llm_kl import ReferenceUpdater
 
+
 def whole_tensors(model):
     """All weights, gathered by a collective."""
     state = get_model_state_dict(model)
