@@ -144,7 +144,8 @@ def make_env(
           has one number per token.
         - with several turns ``"messages"``, the conversation, ``"sampled"``, the number of characters and the token ids that
           were sampled before, ``"state"``, a number of the text before the answer (for ``gigpo``), and the numbers of episode
-          and turn, ``"run"`` and ``"step"``, int64 ``[B, 1]`` (pass ``Advantage("step_wise_grpo", keys={"run": "run", "step": "step"})``)
+          and turn, ``"run"`` and ``"step"``, int64 ``[B, 1]`` (pass ``Advantage("step_wise_grpo", keys={"run": "run",
+          "step": "step"})``)
 
         After a reset, prompts without an answer are used again.
 
