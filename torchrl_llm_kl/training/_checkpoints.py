@@ -199,8 +199,9 @@ class Checkpoints:
             left = {name: entry for name, entry in saved.files.items() if Path(name).parts[0] not in self.to_resume}
             with replacing(path / RECORD) as part:
                 part.write_bytes(replace(saved, files=left, resumes=False).record)
-            for name in saved.files.keys() - left.keys():
-                (path / name).unlink(missing_ok=True)
+            for file in [each for each in path.rglob("*") if each.relative_to(path).parts[0] in self.to_resume]:
+                if not file.is_dir():
+                    file.unlink(missing_ok=True)
 
     def _remove(self, path: Path) -> None:
         """Remove a checkpoint. It is renamed first, so that a kill leaves no half-removed folder with its name."""

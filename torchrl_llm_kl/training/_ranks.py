@@ -187,7 +187,7 @@ class Ranks:
         return joined.to(own[FULL].device)
 
     def average_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average the gradients of weights that each rank holds whole. FSDP has averaged those of shards."""
+        """Average the gradients of weights that each rank holds whole. FSDP averages the gradients of shards itself."""
         from torch.distributed.tensor import DTensor
 
         wholes = [each for each in parameters if not isinstance(each, DTensor)]
@@ -203,8 +203,8 @@ class Ranks:
     def means(self, pieces: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Tensor]:
         """The numbers of a minibatch from the outputs of the losses for its pieces on all ranks.
 
-        Losses and counts of tokens and sequences are those of the minibatch. The other numbers are means over the pieces,
-        weighted by their tokens. They equal those of the minibatch, except the effective sample size and quantiles.
+        Losses and counts of tokens and sequences are sums over the pieces. The other numbers are means over the pieces, weighted
+        by their tokens. So all equal the numbers of one process, except the effective sample size and quantiles.
         """
         rows = []
         for outputs in pieces:

@@ -369,7 +369,7 @@ class Run:
                 self._write(folder, weights)
 
     def _write(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
-        """Write everything that one rank can write. ``weights`` are those of a sharded policy."""
+        """Write everything that one rank can write. ``weights`` are the gathered weights of a sharded policy."""
         save_policy(self.policy, self.tokenizer, folder / "model", weights=weights)
         state = {"random": _steps.random_state(), "parts": self.parts.state_dict()}
         if not self.sharded:
