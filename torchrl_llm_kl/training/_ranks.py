@@ -203,8 +203,8 @@ class Ranks:
     def means(self, pieces: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Tensor]:
         """The numbers of a minibatch from the outputs of the losses for its pieces on all ranks.
 
-        Losses and counts of tokens and sequences are sums over the pieces. The other numbers are means over the pieces, weighted
-        by their tokens. So all equal the numbers of one process, except the effective sample size and quantiles.
+        Losses and counts of tokens and sequences are sums over the pieces. The other numbers are means over the pieces,
+        weighted by their tokens. So all equal the numbers of one process, except the effective sample size and quantiles.
         """
         rows = []
         for outputs in pieces:

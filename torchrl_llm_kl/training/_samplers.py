@@ -174,7 +174,7 @@ def make_sampler(
         end: texts that also end an answer, which includes them. A text may be a special token, a part of a token, or several
             tokens.
         seed: draws each answer from a generator of its own, which depends on this seed, the prompt's number in the run, the
-            answer's place in its group, and its turn. The answers of ranks or threads are then those of one process. None
+            answer's place in its group, and its turn. Any number of ranks or threads then gives the same answers. None
             draws from torch's default generator.
 
     Raises:
@@ -215,7 +215,7 @@ def make_sampler(
 
 
 class AnswerNoise:
-    """Draws each answer from a generator of its own, so that it does not depend on the answers beside it.
+    """Draws each answer from a generator of its own. An answer then does not depend on the answers beside it.
 
     The most probable token after Gumbel noise is an exact sample: ``argmax(logits - log E)`` with exponential ``E`` has the
     softmax as its distribution. torch's ``multinomial`` draws a whole batch from one generator instead, so an answer would
