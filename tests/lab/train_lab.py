@@ -31,8 +31,10 @@ def vowels(question, answer, metadata):
 
 def digits(question, answer, metadata):
     return float(any(letter.isdigit() for letter in answer))
+"""
 
-
+#: In a file of its own: functions of conversations are imported once in a process, with the counter of answers.
+REPLIES = """
 def reply(messages, metadata):
     return "more" if len(messages[-1]["content"]) % 2 else None  # conversations differ in length
 """
@@ -47,6 +49,7 @@ def build_lab(folder: Path, family: str = "qwen2") -> Path:
         part.save_pretrained(folder / "model")
     write_jsonl(folder / "prompts.jsonl", ({"question": f"say {i}", "answer": chr(97 + i)} for i in range(20)))
     (folder / "rewards.py").write_text(REWARDS)
+    (folder / "replies.py").write_text(REPLIES)
     return folder
 
 

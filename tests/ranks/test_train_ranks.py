@@ -1,18 +1,28 @@
 """A run on several ranks equals the run of one rank, also after it was ended and continued on other ranks."""
 
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 
 pytest.importorskip("omegaconf")
 pytest.importorskip("rich")
+from filelock import FileLock
+from transformers import AutoModelForCausalLM
 
+import rank_runs
 from cli_files import read_jsonl
 from torchrl_llm_kl.algorithms import ALGORITHMS
-from train_lab import build_lab, ended_after, figures, steps_in, weights
+from torchrl_llm_kl.training import ConfigError
+from train_lab import build_lab, ended_after, figures, go, settings, steps_in, weights
+from waits import LONG, until
 
 #: Numbers that are not a mean over tokens: each rank's own, averaged.
 OF_RANKS = ("ESS", "ratio_", "explained_variance")
 TEN = ("run.steps=10", "evaluation.every=5", "evaluation.batch_size=4", "checkpoints.every=10")
-MICRO = ("algorithm.micro_batch=3", "algorithm.epochs=2")  # of at most three rows on each of two ranks
+MICRO = ("algorithm.micro_batch=3",)  # a rank has one to three rows of a minibatch of four
 SHORT = ("run.steps=3", "evaluation.every=0")
 
 
@@ -48,7 +58,7 @@ def check(out, other):
         pytest.param(("lora.r=4",)),
         pytest.param(("lora.r=4", "model.shard=true"), marks=pytest.mark.slow),
         pytest.param(("model.shard=false", *MICRO), marks=pytest.mark.slow),
-        pytest.param(("algorithm.name=ppo", *MICRO), marks=pytest.mark.slow),
+        pytest.param(("algorithm.name=ppo", "algorithm.epochs=2", *MICRO), marks=pytest.mark.slow),
         pytest.param(("algorithm.name=rloo", "evaluation.greedy=false"), marks=pytest.mark.slow),
         pytest.param(("reference.reset_every=5", *MICRO), marks=pytest.mark.slow),
     ],
@@ -58,7 +68,9 @@ def test_ten_steps_equal_one_rank(pool, lab, tmp_path, overrides):
     if overrides[0].startswith("lora"):
         pytest.importorskip("peft")
     for ranks in (1, 2):
-        assert start(pool, lab, tmp_path / str(ranks), *TEN, *overrides, ranks=ranks)[0] == "finished"
+        # The critic forwards one row at a time, so ranks have different numbers of forwards.
+        how = {"ranks": ranks, "critic_tokens": 8}
+        assert start(pool, lab, tmp_path / str(ranks), *TEN, *overrides, **how)[0] == "finished"
     check(tmp_path / "2", tmp_path / "1")
     rows = figures(tmp_path / "2" / "metrics.jsonl")
     assert max(row["kl"] for row in rows) > 0.01, "the policy has moved"
@@ -97,7 +109,7 @@ def test_other_algorithms(pool, lab, tmp_path, algorithm):
     ids=["a row for each conversation", "for each turn"],
 )
 def test_conversations_of_different_lengths(pool, lab, tmp_path, algorithm):
-    turns = ("turns.max=3", f"turns.reply={lab / 'rewards.py'}:reply", f"algorithm.name={algorithm}")
+    turns = ("turns.max=3", f"turns.reply={lab / 'replies.py'}:reply", f"algorithm.name={algorithm}")
     for ranks in (1, 2):
         start(pool, lab, tmp_path / str(ranks), *SHORT, *turns, ranks=ranks)
     check(tmp_path / "2", tmp_path / "1")
@@ -138,4 +150,61 @@ def test_a_rank_that_is_killed_or_interrupted(pool, lab, whole, tmp_path):
     assert outcome == "interrupted"
     assert "interrupted after step " in said[-1]
     assert start(pool, lab, out, *FOLLOWING)[0] == "finished"
+    check(out, whole)
+
+
+# ------------------------------------------------------------------ errors, and the command under torchrun
+
+
+def test_settings_that_ranks_cannot_share_are_refused_on_all(pool, lab, whole, tmp_path):
+    def refusals(out, *overrides, ranks=2):
+        return pool.run("rank_runs:refused", ranks=ranks, lab=str(lab), out=str(out), overrides=overrides)
+
+    for overrides, message in [
+        (("data.num_prompts=3",), "data.num_prompts is 3 for 2 ranks: choose a multiple"),
+        (("model.device=cuda:1",), "model.device is cuda:1, but each rank takes a device of its own"),
+        ((f"model.name={tmp_path}",), "cannot load the model"),
+    ]:
+        assert all(message in text for text in refusals(tmp_path / "new", *overrides)), overrides
+    assert all("reference.decay: 0.5, now None" in text for text in refusals(whole))
+    with FileLock(whole / ".lock"):
+        assert all("another process trains in" in text for text in refusals(whole, *FOLLOWING))
+
+
+def test_a_run_of_ranks_resumes_only_on_ranks(lab, whole, tmp_path):
+    with pytest.raises(ConfigError, match="was started with torchrun, on any number of ranks"):
+        go(lab, whole, *rank_runs.COMMON, *FOLLOWING)
+    with pytest.raises(ConfigError, match=r"model\.shard=true needs ranks"):
+        go(lab, tmp_path / "new", "model.shard=true")
+
+
+def torchrun(lab, out, *overrides):
+    (file := out.with_suffix(".yaml")).write_text(settings(lab, out, *rank_runs.COMMON, *overrides).to_yaml())
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    words += ["torchrl_llm_kl", "train", str(file)]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    return subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, **how)
+
+
+def test_the_command(lab, tmp_path):
+    """One rank reports."""
+    process = torchrun(lab, tmp_path / "out", "lora=null", *SHORT)
+    text = process.communicate(timeout=LONG)[0]
+    assert process.returncode == 0, text
+    assert text.count(f"wrote {tmp_path / 'out' / 'final'}, the weights after step 3") == 1
+    assert text.count("groups with equal rewards") == 1
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final").config.architectures == ["GPT2LMHeadModel"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal(lab, whole, tmp_path):
+    """It reaches torchrun and all ranks, and torchrun passes it on."""
+    process = torchrun(lab, out := tmp_path / "out", *FOLLOWING)
+    until(lambda: steps_in(out), seconds=LONG)
+    os.killpg(process.pid, signal.SIGINT)
+    text = process.communicate(timeout=LONG)[0]
+    assert process.returncode != 0
+    assert text.count("Run the same command to resume") == 1, text
+    process = torchrun(lab, out, *FOLLOWING)
+    assert process.wait(timeout=LONG) == 0, process.communicate()[0]
     check(out, whole)
