@@ -70,7 +70,7 @@ def test_shares_of_ranks_have_about_equally_many_tokens() -> None:
         assert sorted(row for each in rows for row in each) == list(range(16))
         assert all(each == sorted(each) for each in rows)
         tokens = [int(share["masks", "all_attention_mask"].sum()) for share in shares]
-        assert number == 20 or max(tokens) - min(tokens) <= 1, tokens
+        assert number == 20 or max(tokens) - min(tokens) <= 3, "the tokens of one row"
     assert [len(share) for share in parts.shares(batch[:1], 2)] == [1, 0]
     pairs = make_algorithm("dpo", TASK.policy(), reference=TASK.policy())
     for share in pairs.shares(uneven(), 3):
