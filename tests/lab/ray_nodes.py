@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 LAB = str(Path(__file__).parent)
@@ -70,8 +71,10 @@ def main(config):
         print("done", flush=True)
     finally:
         ray.shutdown()
-        for node in nodes[1:]:
-            os.killpg(node.pid, signal.SIGTERM)
+        for node in nodes:
+            with suppress(ProcessLookupError):
+                os.killpg(node.pid, signal.SIGKILL)
+            node.wait()
 
 
 if __name__ == "__main__":

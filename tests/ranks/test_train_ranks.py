@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import rank_runs
 from cli_files import read_jsonl
+from project import PROJECT
 from torchrl_llm_kl.algorithms import ALGORITHMS
 from torchrl_llm_kl.training import ConfigError
 from train_lab import build_lab, ended_after, figures, go, settings, steps_in, weights
@@ -117,13 +118,13 @@ def test_conversations_of_different_lengths(pool, lab, tmp_path, algorithm):
 
 @pytest.fixture(scope="module")
 def whole(pool, lab, tmp_path_factory):
-    """Four steps with a moving reference, whose state is sharded too."""
+    """Four steps with a critic and a moving reference, whose states are sharded too."""
     out = tmp_path_factory.mktemp("whole") / "out"
     assert start(pool, lab, out, *FOLLOWING)[0] == "finished"
     return out
 
 
-FOLLOWING = ("reference.decay=0.5", "evaluation.batch_size=3")
+FOLLOWING = ("algorithm.name=ppo", "reference.decay=0.5", "evaluation.batch_size=3")
 
 
 def test_a_checkpoint_of_two_ranks_continues_on_one_and_on_two_again(pool, lab, whole, tmp_path):
@@ -209,3 +210,21 @@ def test_ctrl_c_in_a_terminal(lab, whole, tmp_path):
     process = torchrun(lab, out, *FOLLOWING)
     assert process.wait(timeout=LONG) == 0, process.communicate()[0]
     check(out, whole)
+
+
+@pytest.mark.slow
+def test_ray_train_resumes_after_a_node_is_killed(pool, lab, tmp_path):
+    """Ray Train starts the workers again on a new node, and the run resumes."""
+    pytest.importorskip("ray.train")
+    out = tmp_path / "out"
+    (file := tmp_path / "c.yaml").write_text(settings(lab, out, *rank_runs.COMMON, "run.steps=8").to_yaml())
+    script, environment = PROJECT / "tests" / "lab" / "ray_nodes.py", {"PYTHONPATH": os.pathsep.join(sys.path)}
+    words = [sys.executable, str(script), str(file)]
+    done = subprocess.run(
+        words, env=os.environ | environment, capture_output=True, text=True, timeout=LONG, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "killed the second node" in done.stdout
+    assert "resuming after step" in done.stdout + done.stderr
+    start(pool, lab, tmp_path / "one", "run.steps=8", ranks=1)
+    check(out, tmp_path / "one")
