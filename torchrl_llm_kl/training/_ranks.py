@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from torchrl_llm_kl._private import layers_of
 from torchrl_llm_kl.scoring import ReferenceUpdater, collective_device
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig, refuse
 
@@ -311,8 +312,7 @@ def shard(model: nn.Module, device: torch.device | str) -> None:
     if not dist.is_initialized():
         raise RuntimeError("no process group shares the weights: start the script with torchrun, and use joined_ranks.")
     mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
-    kinds = {kind for part in model.modules() for kind in getattr(part, "_no_split_modules", None) or ()}
-    for layer in [part for part in model.modules() if type(part).__name__ in kinds]:
+    for layer in layers_of(model):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
