@@ -4,6 +4,9 @@ import io
 import json
 import threading
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
@@ -25,15 +28,19 @@ class FakeVllm:
         self._load(folder)
 
     def __call__(self, request: urllib.request.Request, timeout: float) -> io.BytesIO:
-        assert request.data is not None
+        assert isinstance(request.data, bytes)
         path = request.full_url.removeprefix("http://127.0.0.1:8000")
+        return io.BytesIO(self.answer(path, request.data))
+
+    def answer(self, path: str, body: bytes) -> bytes:
+        """The body of the answer to a request."""
         self.paths.append(path)
-        answer = {
+        answer: dict[str, Any] = {
             "/inference/v1/generate": self._generate,
             "/collective_rpc": self._rpc,
             "/reset_prefix_cache": self._reset,
         }
-        return io.BytesIO(json.dumps(answer[path](**json.loads(request.data))).encode())
+        return json.dumps(answer[path](**json.loads(body))).encode()
 
     def _load(self, folder: Any) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -66,3 +73,30 @@ class FakeVllm:
             content = [{"logprob": value} for value in values[:length]]
             choices.append({"token_ids": ids[:length], "logprobs": {"content": content}})
         return {"choices": choices}
+
+
+@contextmanager
+def served(folder: Any) -> Iterator[tuple[str, FakeVllm]]:
+    """A server on the loopback for other processes, and its address."""
+    fake = FakeVllm(folder)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = fake.answer(self.path, self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", fake
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

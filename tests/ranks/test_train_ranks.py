@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import rank_runs
 from cli_files import read_jsonl
+from fake_vllm import served
 from project import PROJECT
 from torchrl_llm_kl.algorithms import ALGORITHMS
 from torchrl_llm_kl.training import ConfigError
@@ -114,6 +115,26 @@ def test_conversations_of_different_lengths(pool, lab, tmp_path, algorithm):
     for ranks in (1, 2):
         start(pool, lab, tmp_path / str(ranks), *SHORT, *turns, ranks=ranks)
     check(tmp_path / "2", tmp_path / "1")
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_ranks_share_a_server(pool, lab, tmp_path, ahead):
+    """The first rank gives it the weights, while no rank samples. Sharded weights are gathered for it."""
+    with served(lab / "model") as (url, fake):
+        changes = (f"sampler.engine={url}", f"algorithm.max_staleness={ahead}", "optimizer.warmup_steps=0")
+        outcome, said = start(pool, lab, tmp_path, *SHORT, *changes)
+        state = fake._model.state_dict()
+    rows = figures(tmp_path / "metrics.jsonl")
+    assert (outcome, [line for line in said if "warning" in line]) == ("finished", [])
+    assert fake.paths.count("/inference/v1/generate") >= 3 * 8
+    assert [row["age_max"] <= ahead for row in rows] == [True] * 3
+    assert max(row.get("sampler_gap", 0.0) for row in rows) < 1e-6
+    assert rows[0]["sampler_gap"] < 1e-6
+    assert rows[-1]["age_max"] == ahead
+    if ahead == 0:
+        final = weights(tmp_path / "final")
+        assert max(float((values - state[name]).abs().max()) for name, values in final.items() if name in state) < 1e-6
+        assert fake.paths.count("/collective_rpc") == 4
 
 
 @pytest.fixture(scope="module")
