@@ -1,6 +1,7 @@
 """Runs of several turns: tokens stay as they were sampled, and each is charged, rewarded and trained once."""
 
 import math
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from cli_files import write_jsonl
 from task_lab import call, make_tokenizer
 from torchrl_llm_kl import Sampling
 from torchrl_llm_kl.tasks import PromptOrder, Turns, join_turns, make_env, turn_figures, whole_episodes
-from torchrl_llm_kl.training import ConfigError, Run, make_sampler, read_config, train
+from torchrl_llm_kl.training import ConfigError, Run, load_inputs, make_sampler, read_config, train
+from torchrl_llm_kl.training._inputs import check_inputs_stay
 from toy_rollouts import make_model
 from train_lab import assert_same_run, ended_after
 
@@ -277,6 +279,17 @@ def test_the_reward_of_each_turn(lab: Path, tmp_path: Path) -> None:
         answer = batch["text", "response"][row].replace("<|im_end|>", "")
         assert batch["next", "reward"][row].item() == pytest.approx(sum(x in "aeiou" for x in answer) / 6)
     assert len(batch) > 8
+
+
+def test_the_file_of_the_tools_is_an_input_of_the_run(lab: Path, tmp_path: Path) -> None:
+    """A resumed run reports its changes, and the run may not move it."""
+    for name in ("reply", "tools"):
+        shutil.copy(lab / "mine.py", tmp_path / f"{name}.py")
+    changes = [f"turns.tools=[{tmp_path}/tools.py:add]", f"turns.reply={tmp_path}/reply.py:again"]
+    config = settings(lab, tmp_path, *changes)
+    assert {str(tmp_path / f"{name}.py") for name in ("reply", "tools")} < load_inputs(config).files.keys()
+    with pytest.raises(ConfigError, match=r"turns\.tools is .*tools\.py, which this run would move or replace"):
+        check_inputs_stay(config, ("tools.py",))
 
 
 REFUSED = {
