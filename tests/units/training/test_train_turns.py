@@ -18,6 +18,7 @@ from task_lab import call, make_tokenizer
 from torchrl_llm_kl import Sampling
 from torchrl_llm_kl.tasks import PromptOrder, Turns, join_turns, make_env, turn_figures, whole_episodes
 from torchrl_llm_kl.training import ConfigError, Run, load_inputs, make_sampler, read_config, train
+from torchrl_llm_kl.training._build import plan_algorithm
 from torchrl_llm_kl.training._inputs import check_inputs_stay
 from toy_rollouts import make_model
 from train_lab import assert_same_run, ended_after
@@ -290,6 +291,13 @@ def test_the_file_of_the_tools_is_an_input_of_the_run(lab: Path, tmp_path: Path)
     assert {str(tmp_path / f"{name}.py") for name in ("reply", "tools")} < load_inputs(config).files.keys()
     with pytest.raises(ConfigError, match=r"turns\.tools is .*tools\.py, which this run would move or replace"):
         check_inputs_stay(config, ("tools.py",))
+
+
+def test_the_longest_row_has_the_answers_of_all_turns(lab: Path, tmp_path: Path) -> None:
+    """Dr. GRPO divides by it. An answer has up to 5 tokens, and a conversation up to 3 answers."""
+    for more, most in (([], 15), (["turns=null"], 5)):
+        config = settings(lab, tmp_path, "kl.target=null", *more, algorithm="dr_grpo")
+        assert plan_algorithm(config).algorithm.max_len == most
 
 
 REFUSED = {
