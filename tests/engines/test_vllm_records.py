@@ -15,11 +15,14 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from cli_files import write_jsonl
 from routed_by_hand import by_hand, perturbed
 from seeded import make_prompts
 from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveLogProb, RoutedExperts, Sampling
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest
+from torchrl_llm_kl.training import Run, read_config
+from torchrl_llm_kl.training._engine import Engine
 from vllm_server import VllmServer, make, serving
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -107,3 +110,27 @@ def test_kept_tokens_are_replayed(choices: list[tuple[Tensor, dict[str, Any]]], 
     torch.testing.assert_close(replayed.log_prob.values[mask], theirs, rtol=0, atol=1e-5)
     own = scorer.evaluate(tokens, mask, return_kept=True).kept
     assert own.ids.reshape(-1, 5).sort().values.equal(kept.ids.reshape(-1, 5).sort().values)
+
+
+def test_a_run_replays_the_records(
+    checkpoints: Path, server: VllmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step's log-probs are the server's, over the tokens that it kept and with its experts."""
+    write_jsonl(tmp_path / "prompts.jsonl", ({"question": f"say {i}"} for i in range(8)))
+    (tmp_path / "mine.py").write_text("def length(question, answer, metadata):\n    return len(answer) / 20\n")
+    source = {
+        "model": {"name": str(checkpoints / "mixture")},
+        "data": {"prompts": str(tmp_path / "prompts.jsonl"), "num_prompts": 2, "group_size": 4},
+        "reward": f"{tmp_path / 'mine.py'}:length",
+        "sampler": {"max_new_tokens": 6, "temperature": 0.7, "top_k": 5, "engine": server.url},
+        "evaluation": {"every": 0},
+        "run": {"steps": 1, "out": str(tmp_path / "out"), "threads": 1},
+    }
+    monkeypatch.setattr(Engine, "load", lambda *_: None)  # this server cannot reload a mixture of experts
+    run = Run(read_config(source), say=print)
+    batch = run.sample()
+    assert batch["routed_experts"].shape[-2:] == (3, 2)
+    assert batch["kept", "counts"].amax() == 5
+    gap = (batch["next", "log_probs", "full"] - batch["next", "sampler_log_probs", "full"]).abs()
+    assert gap.nan_to_num().max() < 1e-4
+    run.close()

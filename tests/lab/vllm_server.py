@@ -35,7 +35,7 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "other": ("qwen2", 1, {}),
     "mixture": ("qwen3_moe", 0, {"head_dim": 32, "moe_intermediate_size": 64, "intermediate_size": 64}),
 }
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_SERVER_DEV_MODE": "1",  # to load weights from a folder, over HTTP
@@ -76,7 +76,7 @@ class VllmServer:
         command += arguments
         self.log = Path(tempfile.mkdtemp(prefix="vllm-")) / "log"
         with self.log.open("wb") as log:
-            env = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": "", **environment}
+            env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": "", **environment}
             how = {"stdout": log, "stderr": log, "cwd": self.log.parent, "env": env, "start_new_session": True}
             self.process = subprocess.Popen(["nice", "-n", "5", *command], **how)
         try:

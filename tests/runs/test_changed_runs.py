@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from torchrl_llm_kl.cli._commands import app
-from torchrl_llm_kl.tasks import PromptOrder, RewardError
+from torchrl_llm_kl.tasks import PromptOrder, RewardError, whole_episodes
 from torchrl_llm_kl.training import Checkpoints, ConfigError, Run, _alarms, _page, read_config
 from torchrl_llm_kl.training._answers import Answers
 from torchrl_llm_kl.training._inputs import env_of

@@ -324,21 +324,21 @@ def active_rows(td: TensorDictBase) -> list[bool]:
         >>> active_rows(TensorDict(_step=torch.tensor([True, False]), batch_size=[2]))
         [True, False]
     """
-    count = td.batch_size.numel()
-    steps = read_column(td, "_step")
-    if steps is None:
-        return [True] * count
-    rows: Sequence[Tensor] = steps if isinstance(steps, list) else steps.reshape(count, -1).unbind(0)
-    return [bool(row.any()) for row in rows]
+    return _flags(td, "_step")
 
 
 def _finished_rows(next_td: TensorDictBase) -> list[bool]:
     """Whether each row ends its episode. Data without ``"done"`` has episodes of one step."""
-    count = next_td.batch_size.numel()
-    done = read_column(next_td, "done")
-    if done is None:
+    return _flags(next_td, "done")
+
+
+def _flags(td: TensorDictBase, key: NestedKey) -> list[bool]:
+    """A flag of each row. All are True if the data lacks it."""
+    count = td.batch_size.numel()
+    column = read_column(td, key)
+    if column is None:
         return [True] * count
-    rows: Sequence[Tensor] = done if isinstance(done, list) else done.reshape(count, -1).unbind(0)
+    rows: Sequence[Tensor] = column if isinstance(column, list) else column.reshape(count, -1).unbind(0)
     return [bool(row.any()) for row in rows]
 
 

@@ -40,7 +40,7 @@ _OWN_SETTINGS = {
 #: Schemas of data that a run cannot provide -> the reason.
 _NEEDS_MORE = {
     **dict.fromkeys(("sft", "dpo", "unpaired"), "learns from given answers and needs no rewards"),
-    "mix": "needs answers of experts beside the policy's own",
+    "mix": "trains on answers of experts beside the policy's own",
     "trajectory": "compares the turns of conversations",
     "rewards": "scales several rewards separately, and a run has their sum",
 }
@@ -217,13 +217,16 @@ def plan_algorithm(config: TrainConfig) -> AlgorithmPlan:
     charges = kl.place in ("loss", "reward") or kl.target or about.service or about.moves
     estimators = _estimators(config, preset)
     penalised = bool(kl.target or kl.coefficient or kl.estimator)
-    turns, by_turn = config.turns, preset.schema == "trajectory"
+    turns, by_turn, mixes = config.turns, preset.schema == "trajectory", preset.schema == "mix"
+    experts = config.data.experts
     each = turns is not None and turns.reward == "each" and preset.advantage == "step_wise_grpo"
     refuse(
         (by_turn and turns is None, f"algorithm.name is {name}, which {lacks}: set turns, or choose another."),
         (each, f"{name} ignores the rewards of earlier answers: set turns.reward=last, or choose gigpo."),
+        (mixes and not experts, f"algorithm.name is {name}, which {lacks}: set data.experts, or choose another."),
+        (experts and not mixes, f"{name} trains on no answers of experts: choose mix, or leave data.experts out."),
         (
-            lacks and not by_turn,
+            lacks and not (by_turn or mixes),
             f"algorithm.name is {name}, which {lacks}: choose another, or write the loop with make_algorithm.",
         ),
         *((True, f"algorithm.args has {key}: set {_OWN_SETTINGS[key]} instead.") for key in own),

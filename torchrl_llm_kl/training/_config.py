@@ -101,6 +101,8 @@ class DataConfig:
     prompts: PathText = REQUIRED
     held_out: PathText | None = None
     held_out_share: Annotated[float, Range(0.0, 0.5)] = 0.05
+    experts: PathText | None = None
+    num_experts: PositiveWhole = 8
     system_prompt: str | None = None
     shuffle: bool = True
     num_prompts: PositiveWhole = 8
@@ -165,7 +167,7 @@ class SamplerConfig:
     top_p: Annotated[float, Range(above=0.0, high=1.0)] = 1.0
     min_p: Fraction = 0.0
     engine: str = "transformers"
-    command: str = "vllm serve"
+    command: str = "vllm serve {model}"
     engine_args: list[str] = field(default_factory=list)
     max_weight: PositiveAmount | None = 2.0
 
@@ -314,11 +316,15 @@ class TrainConfig:
         wrong_betas = len(betas) != 2 or not all(0 <= beta < 1 for beta in betas)
         yield wrong_betas, f"optimizer.betas is {betas}: expected two numbers of at least 0 and below 1."
         engine = self.sampler.engine
-        known = engine in ("transformers", "vllm") or engine.startswith(("http://", "https://"))
+        known = engine in ("transformers", "vllm") or all(
+            word.startswith(("http://", "https://")) for word in engine.split()
+        )
         yield (
             not known,
             f"sampler.engine is {engine}: expected transformers, vllm, or the address of a server (http://...).",
         )
+        command = self.sampler.command
+        yield "{model}" not in command, f"sampler.command is {command}: put {{model}} where the model's folder belongs."
         answers = self.data.num_prompts * self.data.group_size
         yield minibatches > answers, f"algorithm.minibatches is {minibatches}: a step has only {answers} answers."
         yield len(set(loggers)) < len(loggers), f"logging.loggers is {loggers}: name each once."

@@ -12,9 +12,12 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from base64 import b64decode
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +25,10 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from torchrl_llm_kl._typing import Json
+from torchrl_llm_kl.ragged import has_entry
 from torchrl_llm_kl.scoring import Sampling
 from torchrl_llm_kl.tasks import active_rows, write_answers
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig
@@ -43,22 +48,41 @@ class EngineError(RuntimeError):
     """The server cannot be started or asked, or answers in another form. The message gives the reason."""
 
 
-class Engine:
-    """Requests to a vLLM server.
+@dataclass(frozen=True)
+class Generated:
+    """An answer of a server.
 
     Args:
-        url: the address of the server, which was started with ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``.
-
-    Example:
-        >>> Engine("http://127.0.0.1:8000/").url
-        'http://127.0.0.1:8000'
+        ids: token ids, int64 ``[R]``.
+        log_probs: nats, ``[R]``.
+        kept: the ids that the sampler kept at each token. None if the server does not record them.
+        experts: the experts of each token of prompt and answer except the last, integers ``[P + R - 1, layers, k]``. None if
+            the server does not record them.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+    ids: Tensor
+    log_probs: Tensor
+    kept: Sequence[Sequence[int]] | None = None
+    experts: Tensor | None = None
 
-    def post(self, path: str, **body: object) -> Any:
-        """The JSON of the server's answer.
+
+class Engine:
+    """Requests to one or several vLLM servers.
+
+    Args:
+        addresses: the addresses of the servers, with spaces between them. They were started with ``VLLM_SERVER_DEV_MODE=1``
+            and ``--enable-scale-out``.
+
+    Example:
+        >>> Engine("http://one:8000/ http://two:8000").urls
+        ('http://one:8000', 'http://two:8000')
+    """
+
+    def __init__(self, addresses: str) -> None:
+        self.urls = tuple(url.rstrip("/") for url in addresses.split())
+
+    def post(self, url: str, path: str, **body: object) -> Any:
+        """The JSON of a server's answer.
 
         Raises:
             EngineError: if the server does not answer, or answers with an error.
@@ -66,7 +90,7 @@ class Engine:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("VLLM_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=_LONG) as reply:
                 return json.loads(reply.read() or "null")
@@ -75,32 +99,44 @@ class Engine:
             advice = ""
             if error.code == 404:
                 advice = " Start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out."
-            raise EngineError(f"{self.url}{path} answered {error.code}: {text}.{advice}") from error
+            raise EngineError(f"{url}{path} answered {error.code}: {text}.{advice}") from error
         except OSError as error:
-            raise EngineError(f"{self.url}{path} did not answer: {error}. Is the server running?") from error
+            raise EngineError(f"{url}{path} did not answer: {error}. Is the server running?") from error
 
-    def generate(self, prompt: Sequence[int], settings: Json) -> tuple[list[int], list[float]]:
-        """The token ids of an answer to a prompt, and their log-probs in nats.
+    def generate(self, prompt: Sequence[int], settings: Json, group: int = 0) -> Generated:
+        """Sample an answer to a prompt.
+
+        Args:
+            prompt: token ids.
+            settings: ``sampling_params`` of vLLM.
+            group: the number of the prompt, which decides the server. It then reads the prompt once for all answers.
 
         Raises:
             EngineError: if the server does not answer in the form of vLLM's token interface.
         """
-        answer = self.post("/inference/v1/generate", token_ids=list(prompt), sampling_params=settings)
+        url = self.urls[group % len(self.urls)]
+        answer = self.post(url, "/inference/v1/generate", token_ids=list(prompt), sampling_params=settings)
         try:
             (choice,) = answer["choices"]
             ids = list(choice["token_ids"])
             log_probs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
+            kept, experts = choice.get("sampling_mask"), choice.get("routed_experts")
+            if experts is not None:
+                import numpy as np
+
+                experts = torch.from_numpy(np.load(BytesIO(b64decode(experts))))
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"{self.url} answered in another form than vLLM 0.32: {str(answer)[:300]}") from error
+            raise EngineError(f"{url} answered in another form than vLLM 0.32: {str(answer)[:300]}") from error
         if len(ids) != len(log_probs):
-            raise EngineError(f"{self.url} returned {len(log_probs)} log-probs for {len(ids)} tokens.")
-        return ids, log_probs
+            raise EngineError(f"{url} returned {len(log_probs)} log-probs for {len(ids)} tokens.")
+        return Generated(torch.tensor(ids, dtype=torch.long), torch.tensor(log_probs), kept, experts)
 
     def load(self, folder: Path) -> None:
-        """Load the weights of a folder that the server can read, and drop the keys and values of the old weights."""
-        self.post("/collective_rpc", method="reload_weights", kwargs={"weights_path": str(folder)})
-        if self.post("/reset_prefix_cache") != {"success": True}:
-            raise EngineError(f"{self.url} kept the prefix cache of the old weights.")
+        """Load the weights of a folder that the servers can read, and drop the keys and values of the old weights."""
+        for url in self.urls:
+            self.post(url, "/collective_rpc", method="reload_weights", kwargs={"weights_path": str(folder)})
+            if self.post(url, "/reset_prefix_cache") != {"success": True}:
+                raise EngineError(f"{url} kept the prefix cache of the old weights.")
 
 
 # ------------------------------------------------------------------ a policy for the env
@@ -155,21 +191,40 @@ class EngineSampler(TensorDictModuleBase):
         rows = [row for row, active in enumerate(active_rows(tensordict)) if active]
         keys = answer_keys(tensordict)
 
-        def ask(row: int) -> tuple[list[int], list[float]]:
+        def ask(row: int) -> Generated:
             seed = int(torch.randint(2**31, (1,), generator=keyed_generator(self.seed, *keys[row])))
-            return self.engine.generate(prompts[row], {**self.settings, "seed": seed})
+            return self.engine.generate(prompts[row], {**self.settings, "seed": seed}, group=keys[row][0])
 
-        empty: tuple[list[int], list[float]] = ([], [])
-        answers = dict(zip(rows, self._threads.map(ask, rows), strict=True))
-        ids, log_probs = zip(*(answers.get(row, empty) for row in range(len(texts))), strict=True)
-        return write_answers(
-            tensordict,
-            self.tokenizer,
-            texts,
-            [torch.tensor(row) for row in prompts],
-            [torch.tensor(row, dtype=torch.long) for row in ids],
-            log_probs=[torch.tensor(row, dtype=torch.float32) for row in log_probs],
-        )
+        asked = dict(zip(rows, self._threads.map(ask, rows), strict=True))
+        empty = Generated(torch.zeros(0, dtype=torch.long), torch.zeros(0))
+        answers = [asked.get(row, empty) for row in range(len(texts))]
+        ids, log_probs = [each.ids for each in answers], [each.log_probs for each in answers]
+        own = [torch.tensor(row) for row in prompts]
+        out = write_answers(tensordict, self.tokenizer, texts, own, ids, log_probs=log_probs)
+        if not has_entry(tensordict, "sampled"):  # rows of several turns are joined, without records
+            _write_records(out, answers)
+        return out
+
+
+def _write_records(out: TensorDictBase, answers: Sequence[Generated]) -> None:
+    """Write the kept ids and the experts that the server recorded, which transforms and losses replay."""
+    mask, width = out["masks", "all_attention_mask"], out["tokens", "prompt"].shape[-1]
+    if all(each.kept is not None for each in answers):
+        kept = [each.kept or [] for each in answers]
+        counts = torch.zeros(mask.shape, dtype=torch.int32)
+        for row, ids in enumerate(kept):
+            counts[row, width : width + len(ids)] = torch.tensor([len(some) for some in ids])
+        flat = [torch.tensor([i for some in ids for i in some], dtype=torch.int32) for ids in kept]
+        out.set(("kept", "counts"), counts)
+        out.set(("kept", "ids"), pad_sequence(flat, batch_first=True))
+    if all(each.experts is not None for each in answers):
+        experts = torch.zeros((*mask.shape, *answers[0].experts.shape[1:]), dtype=torch.int32)  # type: ignore[union-attr]
+        for row, each in enumerate(answers):
+            assert each.experts is not None
+            experts[row, mask[row]] = torch.cat(
+                [each.experts, each.experts[-1:]]
+            ).int()  # none is chosen for the last token
+        out.set("routed_experts", experts)
 
 
 # ------------------------------------------------------------------ the weights of a server
@@ -238,7 +293,7 @@ class StartedEngine(Engine):
     """A server of this run, which :meth:`close` ends.
 
     Args:
-        command: the program and its first arguments, such as ``vllm serve``.
+        command: the program and its first arguments, such as ``vllm serve {model}``.
         model: the folder of the model.
         log: the file of the server's output.
         arguments: further arguments.
@@ -251,7 +306,8 @@ class StartedEngine(Engine):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         super().__init__(f"http://127.0.0.1:{port}")
-        words = [*shlex.split(command), str(model), "--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"]
+        words = [word.replace("{model}", str(model)) for word in shlex.split(command)]
+        words += ["--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"]
         words += ["--logprobs-mode", "processed_logprobs", *arguments]
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -271,7 +327,7 @@ class StartedEngine(Engine):
         begin = time.monotonic()
         while self._process.poll() is None and time.monotonic() - begin < _LONG:
             with suppress(OSError):
-                urllib.request.urlopen(f"{self.url}/health", timeout=5).read()
+                urllib.request.urlopen(f"{self.urls[0]}/health", timeout=5).read()
                 return
             time.sleep(0.5)
         tail = log.read_text(errors="replace")[-2000:]

@@ -18,6 +18,7 @@ from torchrl.envs import EnvBase
 from torchrl_llm_kl.tasks import FunctionReward, PromptOrder, Prompts, RewardFunction, Turns, join_turns, make_env
 from torchrl_llm_kl.training._build import AlgorithmPlan, plan_algorithm
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig
+from torchrl_llm_kl.training._experts import ExpertRows
 from torchrl_llm_kl.training._models import (
     chat_tokenizer,
     device_of_setting,
@@ -42,6 +43,7 @@ class RunInputs:
     Args:
         prompts: the prompts of the training.
         held_out: the prompts of the evaluation. None without an evaluation.
+        experts: answers of experts. None if only the policy's own are trained.
         reward: the ``reward`` of :func:`~torchrl_llm_kl.tasks.make_env`. None if only a teacher judges the answers.
         turns: the tools and replies of conversations. None for one answer.
         plan: the algorithm before its models are loaded.
@@ -53,6 +55,7 @@ class RunInputs:
 
     prompts: Prompts
     held_out: Prompts | None
+    experts: ExpertRows | None
     reward: LoadedReward | None
     turns: Turns | None
     plan: AlgorithmPlan
@@ -66,9 +69,11 @@ class RunInputs:
 
         Algorithms that compare the steps of trajectories need a row for each turn. For the others a conversation is one row.
         """
-        if self.turns is None or self.plan.algorithm.schema == "trajectory":
-            return episodes
-        return join_turns(episodes, self.tokenizer)
+        if self.turns is not None and self.plan.algorithm.schema != "trajectory":
+            episodes = join_turns(episodes, self.tokenizer)
+        if self.experts is not None:
+            episodes.set("expert_mask", torch.zeros(episodes.batch_size, dtype=torch.bool))
+        return episodes
 
 
 def load_inputs(config: TrainConfig) -> RunInputs:
@@ -107,7 +112,11 @@ def load_inputs(config: TrainConfig) -> RunInputs:
     tokenizer = chat_tokenizer(config.model.tokenizer or config.model.name, config.model.template)
     seed_everything(config.run.seed)  # a file of rewards may draw random numbers when it is imported
     reward, turns, files = load_reward(config), load_turns(config), file_digests(config)
-    inputs = RunInputs(prompts, held_out, reward, turns, plan, files, tokenizer, memory, disk)
+    experts = None
+    if config.data.experts is not None:
+        count, system, seed = config.data.num_experts, config.data.system_prompt, config.run.seed
+        experts = ExpertRows(config.data.experts, tokenizer, count=count, seed=seed, system_prompt=system)
+    inputs = RunInputs(prompts, held_out, experts, reward, turns, plan, files, tokenizer, memory, disk)
     _render_first(config, inputs)
     return inputs
 
@@ -223,6 +232,7 @@ def check_inputs_stay(config: TrainConfig, written: tuple[str, ...]) -> None:
         ConfigError: with the name of the setting.
     """
     places = [*_models(config), ("data.prompts", config.data.prompts), ("data.held_out", config.data.held_out)]
+    places += [("data.experts", config.data.experts)]
     places += [("model.template", config.model.template), *user_files(config)]
     folders = [path.resolve() for path in (Path(config.run.out, name) for name in written) if path.exists()]
     for key, value in places:

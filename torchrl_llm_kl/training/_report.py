@@ -257,12 +257,14 @@ def plot_curves(
     held_out_format: str = "{:.3g}",
     reward_range: tuple[float, float] | None = None,
     changes: Sequence[tuple[int, str]] = (),
+    kl_to: str = "reference",
 ) -> None:
     """Plot reward, KL and coefficient by step, and the rewards on held-out prompts.
 
     Args:
-        rows: the figures of each step: ``step`` and ``reward``, and optionally ``kl``, ``penalised_reward`` and
-            ``coefficient``. Without ``penalised_reward`` the coefficient is labelled as the weight of a KL in the loss.
+        rows: the figures of each step: ``step``, at least one of ``reward``, ``kl`` and ``kl_to_ref``, and optionally
+            ``penalised_reward`` and ``coefficient``. Without ``penalised_reward`` the coefficient is labelled as the weight of
+            a KL in the loss.
         path: the image to write.
 
     Keyword Args:
@@ -274,6 +276,7 @@ def plot_curves(
         held_out_format: the format of the values of the first and the last evaluation.
         reward_range: the limits of the axis of rewards.
         changes: (step, label) of each change of a setting, which a vertical line marks.
+        kl_to: the model from which the KL is measured, such as the teacher.
 
     Raises:
         ImportError: if matplotlib is not installed.
@@ -288,7 +291,8 @@ def plot_curves(
     from matplotlib.ticker import MaxNLocator
 
     window = min(WINDOW, max(1, len(rows)))
-    names = ["reward", *(name for name in ("kl", "coefficient") if all(name in row for row in rows))]
+    of_kl, unit = ("kl", "answer") if all("kl" in row for row in rows) else ("kl_to_ref", "token")
+    names = [name for name in ("reward", of_kl, "coefficient") if all(name in row for row in rows)]
     heights = [2 if name == "coefficient" else 3 for name in names]
     size, mosaic = (8, 8.5 * sum(heights) / 8), cast(Any, [[name] for name in names])
     figure, axes = plt.subplot_mosaic(mosaic, figsize=size, sharex=True, layout="constrained", height_ratios=heights)
@@ -299,34 +303,26 @@ def plot_curves(
         axis.plot(steps, values, color=color, alpha=0.25, linewidth=1)
         axis.plot(steps, smooth(values, window), color=color, linewidth=2, label=label, marker=dot)
 
-    reward, kl, coefficient = axes["reward"], axes.get("kl"), axes.get("coefficient")
-    draw(reward, "reward", reward_label, "tab:blue")
-    if all("penalised_reward" in row for row in rows):
-        draw(reward, "penalised_reward", "reward − coefficient × KL, which is maximised", "tab:orange")
-    if held_out:
-        at, means = zip(*(each[:2] for each in held_out), strict=True)
-        reward.plot(at, means, "o", color="black", label=held_out_label, clip_on=False)
-    intervals = [each for each in held_out if len(each) == 4]
-    if intervals:
-        places, _, lows, highs = zip(*intervals, strict=True)
-        reward.vlines(places, lows, highs, color="black", linewidth=1, label="their 95 % interval", clip_on=False)
-    for step, value, *_ in dict.fromkeys((*held_out[:1], *held_out[-1:])):
-        text = held_out_format.format(value)
-        reward.annotate(text, (step, value), (0, 9), textcoords="offset points", ha="center", bbox=LABEL_BOX)
+    reward, kl, coefficient = axes.get("reward"), axes.get(of_kl), axes.get("coefficient")
     figure.suptitle(title)
-    reward.set(ylabel="mean per answer (dimensionless)")
-    reward.margins(y=0.12)
-    if reward_range is not None:
-        reward.set_ylim(*reward_range)
-    # Above the axes, since inside it would hide points.
-    reward.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
+    if reward is not None:
+        draw(reward, "reward", reward_label, "tab:blue")
+        if all("penalised_reward" in row for row in rows):
+            draw(reward, "penalised_reward", "reward − coefficient × KL, which is maximised", "tab:orange")
+        _draw_held_out(reward, held_out, held_out_label, held_out_format)
+        reward.set(ylabel="mean per answer (dimensionless)")
+        reward.margins(y=0.12)
+        if reward_range is not None:
+            reward.set_ylim(*reward_range)
+        # Above the axes, since inside it would hide points.
+        reward.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
     if kl is not None:
-        draw(kl, "kl", "KL(policy ‖ reference)", "tab:red")
+        draw(kl, of_kl, f"KL(policy ‖ {kl_to})", "tab:red")
         if kl_target is not None:
             kl.axhline(kl_target, color="black", linestyle="--", linewidth=1.2, label=f"target: {kl_target:g} nats")
-        values = [0.0, *(row["kl"] for row in rows), kl_target or 0.0]
+        values = [0.0, *(row[of_kl] for row in rows), kl_target or 0.0]
         # The estimate may be negative. `None` leaves the limit to matplotlib if all values are 0.
-        kl.set(ylabel="KL (nats per answer)", ylim=(min(values), 1.1 * max(values) or None))
+        kl.set(ylabel=f"KL (nats per {unit})", ylim=(min(values), 1.1 * max(values) or None))
         kl.legend(loc="lower right")
     if coefficient is not None:
         coefficient.plot(steps, [row["coefficient"] for row in rows], color="tab:purple", linewidth=2, marker=dot)
@@ -337,10 +333,10 @@ def plot_curves(
             axis.axvline(step, color="black", linewidth=0.8, alpha=0.6)
         text = "\n".join(label for at, label in changes if at == step)
         place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "bottom", "fontsize": 8}
-        reward.annotate(text, (step, 0), (3, 2), bbox=LABEL_BOX, **place)
+        axes[names[0]].annotate(text, (step, 0), (3, 2), bbox=LABEL_BOX, **place)
     axes[names[-1]].set(xlabel="RL step" + f" (thick lines: mean of {window} steps)" * (window > 1))
     # All axes share this one.
-    reward.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    axes[names[0]].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     for axis in axes.values():
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
@@ -349,6 +345,20 @@ def plot_curves(
 
 
 # ------------------------------------------------------------------ the model card
+
+
+def _draw_held_out(axis: Axes, held_out: Sequence[tuple[float, ...]], label: str, form: str) -> None:
+    """Draw the evaluations with their intervals, and the values of the first and the last one."""
+    if held_out:
+        at, means = zip(*(each[:2] for each in held_out), strict=True)
+        axis.plot(at, means, "o", color="black", label=label, clip_on=False)
+    intervals = [each for each in held_out if len(each) == 4]
+    if intervals:
+        places, _, lows, highs = zip(*intervals, strict=True)
+        axis.vlines(places, lows, highs, color="black", linewidth=1, label="their 95 % interval", clip_on=False)
+    for step, value, *_ in dict.fromkeys((*held_out[:1], *held_out[-1:])):
+        place = {"xytext": (0, 9), "textcoords": "offset points", "ha": "center"}
+        axis.annotate(form.format(value), (step, value), bbox=LABEL_BOX, **cast(Any, place))
 
 
 def summary(

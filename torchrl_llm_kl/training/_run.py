@@ -265,9 +265,12 @@ class Run:
             figures["wait_seconds"] = self.answers.waited
         self._watch_sampler(batch, figures)
         figures["lr"] = self.optimizer.param_groups[0]["lr"]
+        entries = _steps.loss_entries(batch)
+        if self.inputs.experts is not None:
+            entries = self.inputs.experts.beside(entries, self.step)
         _steps.learn(
             self.parts,
-            _steps.loss_entries(batch),
+            entries,
             self.optimizer,
             epochs=algorithm.epochs,
             minibatches=algorithm.minibatches,
@@ -575,7 +578,7 @@ def _write_final(run: Run, checkpoints: Checkpoints, result: TrainResult) -> Tra
     rows, evaluations = run.rows.rows, run.evaluations.rows
     curves = out / "curves.png"
     try:
-        if rows and "reward" in rows[0]:
+        if rows and not {"reward", "kl", "kl_to_ref"}.isdisjoint(rows[0]):
             names = ("step", "reward", "low/reward", "high/reward")
             held_out = [tuple(row[name] for name in names if name in row) for row in evaluations]
             _report.plot_curves(
@@ -585,6 +588,7 @@ def _write_final(run: Run, checkpoints: Checkpoints, result: TrainResult) -> Tra
                 held_out=held_out,
                 title=config.algorithm.name,
                 changes=[(each["step"], each["key"]) for each in run.changes],
+                kl_to="reference" if config.algorithm.teacher is None else "teacher",
             )
     except ImportError:
         run.say(f"curves.png is left out: it needs matplotlib: {install_hint('train')}.")

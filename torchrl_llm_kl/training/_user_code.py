@@ -95,7 +95,7 @@ def file_digests(config: TrainConfig) -> dict[str, str]:
         >>> file_digests(config)  # doctest: +SKIP
         {'prompts.jsonl': 'e3b0c442...', 'rewards.py': '9f86d081...'}
     """
-    data = (config.data.prompts, config.data.held_out, config.model.template)
+    data = (config.data.prompts, config.data.held_out, config.data.experts, config.model.template)
     names = (*data, *(path for _, path in user_files(config)))
     paths = {name: Path(name).expanduser() for name in names if name}
     return {name: sha256(path.read_bytes()).hexdigest() for name, path in paths.items() if path.is_file()}

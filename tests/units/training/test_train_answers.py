@@ -2,6 +2,7 @@
 
 import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,17 @@ from torch.testing import assert_close
 
 pytest.importorskip("omegaconf")
 from fake_vllm import FakeVllm
-from torchrl_llm_kl import LogProbScorer, Ragged
-from torchrl_llm_kl.training import ConfigError, Run, load_model, train
+from torchrl_llm_kl import LogProbScorer, Ragged, Sampling
+from torchrl_llm_kl.training import ConfigError, Run, chat_tokenizer, load_model, train
 from torchrl_llm_kl.training._answers import Answers, leave_out_old
-from torchrl_llm_kl.training._engine import Engine, EngineError, StartedEngine, save_merged
+from torchrl_llm_kl.training._engine import (
+    Engine,
+    EngineError,
+    EngineSampler,
+    Generated,
+    StartedEngine,
+    save_merged,
+)
 from torchrl_llm_kl.training._models import load_policy
 from train_lab import build_lab, figures, go, settings, weights
 
@@ -84,21 +92,24 @@ def test_no_batch_is_older_than_the_limit(ahead: int) -> None:
 
 def test_a_slow_sampler_gets_the_newest_weights() -> None:
     """The third batch begins after two updates, so its age is 0 although 2 is allowed."""
-    own, gate = Counted(), threading.Semaphore(0)
+    own, gate, begun = Counted(), threading.Semaphore(0), threading.Semaphore(0)
 
     def sample() -> TensorDictBase:
+        begun.release()
         gate.acquire()
         return TensorDict(version=torch.tensor([[own.installed]]), batch_size=[1])
 
     answers = Answers(sample, weights=own, ahead=2)
     gate.release()
     assert int(answers.take()["version"]) == 0
+    for _ in range(2):
+        begun.acquire()  # the second batch has begun, with the first weights
     answers.updated()
     answers.updated()
     gate.release(2)
-    first, second = answers.take(), answers.take()
-    assert (int(first["policy_version"]), int(second["policy_version"])) == (0, 2)
-    assert int(second["version"]) == 2
+    second, third = answers.take(), answers.take()
+    assert (int(second["policy_version"]), int(third["policy_version"])) == (0, 2)
+    assert int(third["version"]) == 2
     gate.release(10)
     answers.close()
 
@@ -254,13 +265,57 @@ def test_seeds_of_the_server_are_those_of_the_answers(lab: Path, tmp_path: Path,
     assert len(set(asked)) == 16
 
 
+def test_several_servers_share_the_prompts_and_get_the_weights(
+    lab: Path, tmp_path: Path, server: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers to a prompt come from one server."""
+    asked: list[tuple[str, str, Any]] = []
+    post = Engine.post
+
+    def record(self: Engine, url: str, path: str, **body: Any) -> Any:
+        asked.append((url, path, body.get("token_ids")))
+        return post(self, "http://127.0.0.1:8000", path, **body)
+
+    monkeypatch.setattr(Engine, "post", record)
+    servers = ["http://one:1", "http://two:2"]
+    addresses = f"sampler.engine={' '.join(servers)}"
+    go(lab, tmp_path, addresses, "run.steps=2", "optimizer.warmup_steps=0", "evaluation.every=0")
+    for url in servers:
+        paths = [path for where, path, _ in asked if where == url]
+        assert paths.count("/collective_rpc") == 3
+        assert paths.count("/inference/v1/generate") == 8
+    homes = {tuple(ids): {url for url, _, own in asked if own == ids} for _, _, ids in asked if ids is not None}
+    assert all(len(urls) == 1 for urls in homes.values())
+
+
+def test_records_of_a_server_are_placed_at_their_tokens(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts of different lengths and answers of one and two tokens: kept ids and experts by hand."""
+    tokenizer = chat_tokenizer(str(lab / "model"))
+    prompts = [len(tokenizer(text).input_ids) for text in ("ab", "abcd")]
+    made = iter(
+        Generated(torch.tensor(ids), torch.zeros(len(ids)), kept, torch.arange((n + len(ids) - 1) * 2).view(-1, 1, 2))
+        for n, ids, kept in zip(prompts, ([5], [6, 7]), ([[5, 9]], [[6], [7, 8, 9]]), strict=True)
+    )
+    engine = Engine("http://127.0.0.1:8000")
+    monkeypatch.setattr(engine, "generate", lambda prompt, settings, group: next(made))
+    sampler = EngineSampler(engine, tokenizer, max_new_tokens=2, sampling=Sampling(top_k=3))
+    sampler._threads = ThreadPoolExecutor(1)
+    step = TensorDict({("text", "prompt"): ["ab", "abcd"], "group": torch.tensor([[0], [1]])}, batch_size=[2])
+    out = sampler(step)
+    assert out["kept", "counts"].tolist() == [[0, 0, 0, 0, 2, 0], [0, 0, 0, 0, 1, 3]]
+    assert out["kept", "ids"].tolist() == [[5, 9, 0, 0], [6, 7, 8, 9]]
+    first, second = out["routed_experts"][:, :, 0].tolist()
+    assert first == [[0, 0], [0, 0], [0, 1], [2, 3], [2, 3], [0, 0]]
+    assert second == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [8, 9]]
+
+
 def test_errors_of_a_server(lab: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"did not answer: .*Is the server running"):
-        Engine("http://127.0.0.1:9").post("/health")
+        Engine("http://127.0.0.1:9").post("http://127.0.0.1:9", "/health")
     with pytest.raises(ConfigError, match=r"sampler\.engine is vlm: expected transformers, vllm, or the address"):
         settings(lab, tmp_path, "sampler.engine=vlm")
-    with pytest.raises(ConfigError, match=r"sampler\.command is no-such-program: .*Install vLLM"):
-        StartedEngine("no-such-program", tmp_path, tmp_path / "log")
+    with pytest.raises(ConfigError, match=r"sampler\.command is no-such-program \{model\}: .*Install vLLM"):
+        StartedEngine("no-such-program {model}", tmp_path, tmp_path / "log")
     with pytest.raises(EngineError, match=r"(?s)the server did not start.*bad option"):
         StartedEngine("""python -c "raise SystemExit('bad option')" """, tmp_path, tmp_path / "log")
 
@@ -273,8 +328,6 @@ def test_merged_adapters_give_the_same_log_probs(lab: Path, tmp_path: Path) -> N
             if "lora_B" in name:
                 values.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
     before = {name: values.clone() for name, values in policy.state_dict().items()}
-    from torchrl_llm_kl.training import chat_tokenizer
-
     save_merged(policy, chat_tokenizer(str(lab / "model")), tmp_path / "merged")
     assert all(torch.equal(values, before[name]) for name, values in policy.state_dict().items())
     merged, rows = load_model(str(tmp_path / "merged"), device="cpu"), [torch.arange(1, 20), torch.arange(30, 40)]

@@ -73,7 +73,11 @@ def test_runs_beside_each_other(tmp_path: Path) -> None:
     ]
     assert settings == [["setting", str(one), str(two)], ["optimizer.lr", "0.1", "0.2"], ["kl.target", "0.5", "null"]]
     page = (tmp_path / "page.html").read_text()
-    kl = page[page.index("KL to the reference") : page.index("</figure>", page.index("KL to the reference"))]
+    kl = page[
+        page.index("KL to the reference or the teacher") : page.index(
+            "</figure>", page.index("KL to the reference or the teacher")
+        )
+    ]
     lines = re.findall(r'<polyline class="(\w+ s\d)" points="([^"]*)"><title>([^<]*)', kl)
     assert [(style, text.removeprefix(f"{tmp_path}/")) for style, _, text in lines] == [
         ("line s0", "one: 0.4, mean of the last 2 0.2"),
