@@ -212,6 +212,26 @@ def test_a_row_that_has_ended_calls_no_function_again() -> None:
     assert again["group"].flatten().tolist() == [2, 3]
 
 
+def test_names_that_the_policy_makes_up_are_one_figure() -> None:
+    """A model may make up any number of names, which would each become a metric."""
+    tokenizer = make_tokenizer()
+
+    def count(number: int) -> int:
+        """Count.
+
+        Args:
+            number: a number.
+        """
+        return number
+
+    calls = [call("count", number=1), call("no/such", number=1), call("other", number=1), "<tool_call>{"]
+    answers = [calls, ["bye"] * 4]
+    ids = [[[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in row] for row in answers]
+    env = make_env(list("abcd"), lambda q, a, m: 0.0, tokenizer, num_prompts=4, group_size=1, turns=Turns(2, [count]))
+    batch = whole_episodes(env, scripted(tokenizer, ids))
+    assert turn_figures(batch) == {"turns": 2.0, "tools/count": 1 / 8, "tools/unknown": 3 / 8, "tool_errors": 0.75}
+
+
 def test_the_users_function_ends_a_conversation() -> None:
     batch, _, _ = two_turns(stop=lambda messages, metadata: messages[0]["content"] == "x")
     assert (batch["step"].flatten().tolist(), batch["next", "reward"].flatten().tolist()) == ([0, 0], [3.0, 1.0])
