@@ -24,7 +24,8 @@ demo-ray: $(READY)  ## Run the demo with four collectors that share one Ray refe
 
 RANKS ?= 2
 demo-fsdp: $(READY)  ## Run the demo on two ranks (RANKS=2) with sharded models and checkpoints; writes runs/fsdp
-	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) tutorials/countdown_fsdp.py $(ARGS)
+	$(BIN)/python tutorials/countdown_demo.py --prepare
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) -m torchrl_llm_kl train tutorials/countdown.yaml run.out=runs/fsdp $(ARGS)
 
 demo-text: $(READY)  ## Train a small model on GSM8K's text, SFT then DPO, for three seeds; writes runs/text
 	OMP_NUM_THREADS=1 $(BIN)/python tutorials/gsm8k_text.py $(ARGS)

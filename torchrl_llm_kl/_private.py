@@ -164,6 +164,12 @@ FLASH = "_supports_flash_attn"
 CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of the transformers models inside a module, which FSDP must not split."""
+    kinds = {kind for part in model.modules() for kind in getattr(part, "_no_split_modules", None) or ()}
+    return [part for part in model.modules() if type(part).__name__ in kinds]
+
+
 def is_stateful(module: nn.Module) -> bool:
     """Whether a transformers model carries a recurrent state from token to token."""
     return bool(getattr(module, "_is_stateful", False))

@@ -7,6 +7,8 @@ Run it with ``make demo``. It takes a few minutes on two CPU cores and needs no 
 2. runs ``torchrl-llm-kl train tutorials/countdown.yaml`` with your changes, such as ``algorithm.name=dapo``. A frozen copy is
    the reference, and the reward is 1 for a right answer *minus a coefficient times the KL to the reference*. The coefficient
    adapts to hold the KL at a target.
+
+``--prepare`` only makes the first step. ``make demo-fsdp`` then trains on two ranks with the same configuration.
 """
 
 from __future__ import annotations
@@ -67,6 +69,8 @@ if __name__ == "__main__":
     os.chdir(ROOT)  # the paths in countdown.yaml are relative to it
     if "--help" not in sys.argv:
         prepare(Path("runs/countdown"))
+    if "--prepare" in sys.argv:
+        sys.exit()
     code = main(["train", "tutorials/countdown.yaml", *sys.argv[1:]])
     if code == 0 and "--help" not in sys.argv:
         print(NEXT)

@@ -23,8 +23,9 @@ def vowels(question, answer, metadata):
     global answered
     with lock:
         answered += 1
-        if os.environ.get("INTERRUPT_AT") == str(answered):
-            os.kill(os.getpid(), signal.SIGTERM)
+        for name, number in (("INTERRUPT_AT", signal.SIGTERM), ("KILL_AT", signal.SIGKILL)):
+            if os.environ.get(name) == str(answered):
+                os.kill(os.getpid(), number)
     return sum(letter in "aeiou" for letter in answer) / 6
 
 
@@ -32,16 +33,23 @@ def digits(question, answer, metadata):
     return float(any(letter.isdigit() for letter in answer))
 """
 
+#: In a file of its own: functions of conversations are imported once in a process, with the counter of answers.
+REPLIES = """
+def reply(messages, metadata):
+    return "more" if len(messages[-1]["content"]) % 2 else None  # conversations differ in length
+"""
+
 #: The number of rewarded answers in a step, and in an evaluation.
 ANSWERS, HELD_OUT = 8, 4
 
 
-def build_lab(folder: Path) -> Path:
+def build_lab(folder: Path, family: str = "qwen2") -> Path:
     tokenizer = make_tokenizer()
-    for part in (make_model(tokenizer, 0), tokenizer):
+    for part in (make_model(tokenizer, 0, family), tokenizer):
         part.save_pretrained(folder / "model")
     write_jsonl(folder / "prompts.jsonl", ({"question": f"say {i}", "answer": chr(97 + i)} for i in range(20)))
     (folder / "rewards.py").write_text(REWARDS)
+    (folder / "replies.py").write_text(REPLIES)
     return folder
 
 

@@ -218,6 +218,40 @@ class AlgorithmParts:
         counted = self.count(batch.exclude(*self._counts))
         return self._split(counted, number, size, None, shuffle=False)
 
+    def shares(self, batch: TensorDictBase, number: int) -> list[TensorDictBase]:
+        """Split a prepared batch into shares of about equally many tokens, such as one for each rank.
+
+        The rows of a share keep their order, and the answers of a pair stay together. A share may be empty.
+
+        Args:
+            batch: a prepared batch of any number of dimensions, or one of its :meth:`minibatches`. It is not changed.
+            number: the number of shares.
+
+        Returns:
+            A TensorDict of one batch dimension for each share.
+
+        Example:
+            >>> from tensordict import TensorDict
+            >>> from torchrl_llm_kl.algorithms import make_algorithm
+            >>> sft = make_algorithm("sft", torch.nn.Embedding(9, 9))
+            >>> real = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]]).bool()
+            >>> batch = TensorDict(tokens={"full": torch.ones(3, 3).long()}, masks={"all_attention_mask": real}, batch_size=[3])
+            >>> [len(share) for share in sft.shares(batch, 2)]
+            [1, 2]
+        """
+        check_range(1, number=number)
+        batch = _flat(batch)
+        units, _ = self._units(batch)
+        real = batch.get(("masks", "all_attention_mask"), None)
+        tokens = torch.ones(len(batch)) if real is None else real.flatten(1).sum(1).cpu().float()
+        lengths = torch.zeros(int(units.max()) + 1 if len(batch) else 0).index_add_(0, units, tokens)
+        owner, loads = torch.zeros(len(lengths), dtype=torch.long), [0.0] * number
+        # The longest unit first, each to the share with the fewest tokens.
+        for unit in lengths.argsort(descending=True, stable=True).tolist():
+            owner[unit] = share = loads.index(min(loads))
+            loads[share] += float(lengths[unit])
+        return [batch[(owner[units] == share).nonzero().squeeze(-1)] for share in range(number)]
+
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, object]:
@@ -302,13 +336,7 @@ class AlgorithmParts:
             raise TypeError(f"pass the number of parts or their size, got number={number} and size={size}.")
         check_range(1, number=number, size=size)
         batch = _flat(batch)
-        together = self.algorithm.spec.together
-        units, what = torch.arange(len(batch)) // together, "rows" if together == 1 else "groups of rows"
-        for name in {"pair_id", "match_id"} & self.loss.reads:  # the loss of a pair needs both answers
-            key = find_key(batch, getattr(self.loss.tensor_keys, name))
-            if key is not None or name == "pair_id":
-                ids, what = None if key is None else per_sequence(batch, key), "pairs"
-                units = units // 2 if ids is None else ids.cpu().unique(return_inverse=True)[1]
+        units, what = self._units(batch)
         lengths = units.bincount()  # the number of rows of each unit. A unit is never split
         if size is not None:
             most = size // int(lengths.max())
@@ -325,6 +353,17 @@ class AlgorithmParts:
         rows = order.argsort()[units].argsort(stable=True)
         shares = [int(part.sum()) for part in lengths[order].tensor_split(number)]
         return (batch[part] for part in rows.split(shares))
+
+    def _units(self, batch: TensorDictBase) -> tuple[Tensor, str]:
+        """The number of each row's unit, whose rows must stay together, and the name of units in messages."""
+        together = self.algorithm.spec.together
+        units, what = torch.arange(len(batch)) // together, "rows" if together == 1 else "groups of rows"
+        for name in {"pair_id", "match_id"} & self.loss.reads:  # the loss of a pair needs both answers
+            key = find_key(batch, getattr(self.loss.tensor_keys, name))
+            if key is not None or name == "pair_id":
+                ids, what = None if key is None else per_sequence(batch, key), "pairs"
+                units = units // 2 if ids is None else ids.cpu().unique(return_inverse=True)[1]
+        return units, what
 
     def _score(self, transform: RetrieveKL | RetrieveLogProb, batch: TensorDictBase) -> TensorDictBase:
         """Score the entries that neither the env nor an earlier call has scored. The sampling policy's log-probs are kept."""

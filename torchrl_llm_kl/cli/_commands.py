@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -262,7 +263,7 @@ def run_training(
     # The error of a user's reward function is an input error, without a traceback of this package.
     except RewardError as error:
         raise CommandError(str(error)) from error
-    if result.final is not None:
+    if result.final is not None and os.environ.get("RANK", "0") == "0":  # of several ranks one reports
         print_table(["", ""], [[label, figure] for label, figure in result.figures.items()])
         print(f"wrote {result.final}, the weights after step {result.chosen}")
         shown = {

@@ -17,6 +17,7 @@ from torchrl_llm_kl.scoring._model import (
 )
 from torchrl_llm_kl.scoring._passes import plan_micro_batches
 from torchrl_llm_kl.scoring._request import ScoreRequest, not_text
+from torchrl_llm_kl.scoring._wrapping import is_sharded, most_of_ranks
 
 
 class TokenCritic(nn.Module):
@@ -78,7 +79,10 @@ class TokenCritic(nn.Module):
             if not_text(request.tokens, placeholders(self.body)):
                 raise ValueError("The tokens contain image placeholders, but a TokenCritic evaluates only text.")
             request.check_lengths(position_limit(self.body))
-            for rows in plan_micro_batches(request.forward_lengths, self.tokens_per_batch):
+            packs = list(plan_micro_batches(request.forward_lengths, self.tokens_per_batch))
+            if is_sharded(self):  # layers gather weights from all ranks: each rank forwards equally often
+                packs += packs[:1] * (most_of_ranks(len(packs)) - len(packs))
+            for rows in packs:
                 ids, real, slots, elements = (send(part, out.device) for part in request.padded(rows)[:4])
                 hidden = self.body(input_ids=ids, attention_mask=real).last_hidden_state
                 # The hidden state at position t - 1 represents the prefix of token t.

@@ -154,6 +154,11 @@ def _most(number: int, groups: Sequence[dist.ProcessGroup]) -> int:
     return number
 
 
+def most_of_ranks(number: int) -> int:
+    """The largest ``number`` over all ranks of the default group."""
+    return _most(number, [dist.GroupMember.WORLD] if dist.is_initialized() and dist.GroupMember.WORLD else [])
+
+
 def _groups_of_ddp(models: Sequence[object]) -> dict[int, dist.ProcessGroup]:
     """The group of the DDP whose forward is running, if it contains a model and synchronises gradients."""
     ddp = active_ddp()

@@ -86,10 +86,10 @@ def join_turns(batch: TensorDictBase, tokenizer: Tokenizer) -> TensorDictBase:
         tokenizer: the tokenizer of the policy.
 
     Returns:
-        A row for each conversation, ``[E]``, in their order. The prompt is that of the first turn, and the response everything
+        A row for each conversation, ``[E]``, in their order. The prompt is the first turn's, and the response everything
         after it. ``("masks", "all_assistant_mask")`` is True at the tokens that the policy sampled, and ``"expert_mask"`` at
         the response's other tokens, of tools and users. Rewards are summed. ``"turns"`` is the number of turns, int64
-        ``[E, 1]``. The other entries are those of the last turn.
+        ``[E, 1]``. The other entries are the last turn's.
 
     Raises:
         ValueError: if the tokens of a turn do not begin with those of the turn before.

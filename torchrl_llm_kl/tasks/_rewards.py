@@ -321,6 +321,7 @@ def active_rows(td: TensorDictBase) -> list[bool]:
     """Whether each row takes a step. TorchRL's entry ``"_step"`` is False for rows that have ended and wait for others.
 
     Example:
+        >>> from tensordict import TensorDict
         >>> active_rows(TensorDict(_step=torch.tensor([True, False]), batch_size=[2]))
         [True, False]
     """

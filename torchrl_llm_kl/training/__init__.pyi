@@ -17,6 +17,15 @@ from torchrl_llm_kl.training._models import (
     load_model as load_model,
     save_policy as save_policy,
 )
+from torchrl_llm_kl.training._ranks import (
+    Ranks as Ranks,
+    joined_ranks as joined_ranks,
+    load_shards as load_shards,
+    save_shards as save_shards,
+    shard as shard,
+    whole as whole,
+    whole_weights as whole_weights,
+)
 from torchrl_llm_kl.training._report import (
     FiguresFile as FiguresFile,
     keep_earlier as keep_earlier,

@@ -27,8 +27,11 @@ class Weights(Protocol):
     def take(self, version: int) -> object:
         """Copy the trained weights, in the thread that trains."""
 
-    def install(self, taken: object) -> None:
-        """Give them to the sampler, in the thread that samples."""
+    def install(self, taken: object | None, version: int) -> int:
+        """Give them to the sampler, in the thread that samples, and return the version that it has then.
+
+        This is called before each batch. ``taken`` is None if the sampler has the newest weights.
+        """
 
 
 class CopiedWeights:
@@ -42,7 +45,8 @@ class CopiedWeights:
         >>> weights = CopiedWeights(layer)
         >>> with torch.no_grad():
         ...     _ = layer.weight.fill_(1.0)
-        >>> weights.install(weights.take(1))
+        >>> weights.install(weights.take(1), 1)
+        1
         >>> weights.copy.weight[0].tolist()
         [1.0, 1.0]
     """
@@ -56,13 +60,13 @@ class CopiedWeights:
         """See :class:`Weights`."""
         return {name: p.detach().clone() for name, p in self.policy.named_parameters() if p.requires_grad}
 
-    def install(self, taken: object) -> None:
+    def install(self, taken: object | None, version: int) -> int:
         """See :class:`Weights`."""
-        assert isinstance(taken, Mapping)
         own = dict(self.copy.named_parameters())
         with torch.no_grad():
-            for name, values in taken.items():
+            for name, values in taken.items() if isinstance(taken, Mapping) else ():
                 own[name].copy_(values)
+        return version
 
 
 class Answers:
@@ -118,7 +122,8 @@ class Answers:
         """Say that the trained weights have changed. Call it once after each step."""
         taken = None if self.weights is None else self.weights.take(self.version + 1)
         if self._thread is None and self.weights is not None:
-            self.weights.install(taken)  # now, since an evaluation may use the sampler before the next batch
+            # Now, since an evaluation may use the sampler before the next batch.
+            self.weights.install(taken, self.version + 1)
             taken = None
         with self._changed:
             self.version, self._newest = self.version + 1, taken
@@ -141,8 +146,8 @@ class Answers:
                     raise RuntimeError("the run has ended")
                 self._changed.wait(1.0)
             version, taken, self._newest = self.version, self._newest, None
-        if self.weights is not None and taken is not None:
-            self.weights.install(taken)
+        if self.weights is not None and self._thread is not None:
+            version = self.weights.install(taken, version)
         batch = self.sample()
         if self.weights is None:
             return batch

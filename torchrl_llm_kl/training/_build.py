@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -112,13 +113,20 @@ class AlgorithmPlan:
         return self.algorithm.schema == "distill"
 
     def build(
-        self, policy: nn.Module, reference: Reference | None
+        self,
+        policy: nn.Module,
+        reference: Reference | None,
+        *,
+        shard: Callable[[nn.Module], object] | None = None,
     ) -> tuple[AlgorithmParts, RetrieveKL | None, ReferenceUpdater | None]:
         """Bind the algorithm to its models.
 
         Args:
             policy: the model that is trained.
             reference: the result of :func:`load_reference`.
+
+        Keyword Args:
+            shard: shards each model over the ranks, in place.
 
         Returns:
             The algorithm with its models, the transform that scores the answers in the env (None without a reference), and the
@@ -131,6 +139,9 @@ class AlgorithmPlan:
             body = load_model(config.model.name, dtype=config.model.dtype, device=config.model.device)
             critic = TokenCritic(body.requires_grad_(True))
         parts = self._bind(policy, reference, critic)
+        for model in (policy, reference, critic):
+            if shard is not None and isinstance(model, nn.Module):
+                shard(model)
         kl = parts.kl_transform
         if not isinstance(kl, RetrieveKL):
             kl = None if reference is None or self.distils else measured_kl(config, policy, reference)

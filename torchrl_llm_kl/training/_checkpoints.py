@@ -92,8 +92,8 @@ class Checkpoints:
 
     Keyword Args:
         keep: the number of last checkpoints to keep.
-        to_resume: files that only a resumed run reads, such as the optimiser's state. An older checkpoint that is kept only
-            as the best loses them.
+        to_resume: files and folders that only a resumed run reads, such as the optimiser's state. An older checkpoint that is
+            kept only as the best loses them.
 
     Raises:
         ValueError: if ``keep`` is less than 1.
@@ -201,10 +201,11 @@ class Checkpoints:
         """
         with suppress(ValueError):  # a damaged checkpoint stays as it is
             saved = Checkpoint.read(path)
-            left = {name: entry for name, entry in saved.files.items() if name not in self.to_resume}
+            left = {name: entry for name, entry in saved.files.items() if Path(name).parts[0] not in self.to_resume}
             self.renumber(replace(saved, files=left, resumes=False))
-            for name in self.to_resume:
-                (path / name).unlink(missing_ok=True)
+            for file in [each for each in path.rglob("*") if each.relative_to(path).parts[0] in self.to_resume]:
+                if not file.is_dir():
+                    file.unlink(missing_ok=True)
 
     def _remove(self, path: Path) -> None:
         """Remove a checkpoint. It is renamed first, so that a kill leaves no half-removed folder with its name."""

@@ -62,10 +62,11 @@ class ModelConfig:
     name: PathText = REQUIRED
     tokenizer: PathText | None = None
     template: PathText | None = None
-    dtype: Annotated[str, OneOf(("float32", "bfloat16", "auto"))] = "float32"
+    dtype: Annotated[str, OneOf(("float32", "bfloat16", "float64", "auto"))] = "float32"
     device: str | None = None
     attention: str | None = None
     gradient_checkpointing: bool = False
+    shard: bool | None = None
 
 
 @dataclass

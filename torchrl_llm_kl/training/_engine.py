@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 
 from torchrl_llm_kl._typing import Json
@@ -33,6 +35,7 @@ from torchrl_llm_kl.scoring import Sampling
 from torchrl_llm_kl.tasks import active_rows, write_answers
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig
 from torchrl_llm_kl.training._models import save_policy
+from torchrl_llm_kl.training._ranks import Ranks, is_gathered, whole, whole_weights
 from torchrl_llm_kl.training._samplers import answer_keys, keyed_generator, prompt_ids
 
 if TYPE_CHECKING:
@@ -231,45 +234,84 @@ def _write_records(out: TensorDictBase, answers: Sequence[Generated]) -> None:
 
 
 class ServedWeights:
-    """The weights of a server, which reads them from a folder.
+    """The weights of a server, which reads them from a folder. Of several ranks the first one writes and loads them.
 
     Args:
         engine: the server.
         policy: the model that is trained. Its adapters are merged into the saved weights.
         tokenizer: saved beside the weights.
-        folder: the folder of the two last versions. The server must be able to read it.
+        folder: the folder of the last versions. The server must be able to read it.
+
+    Keyword Args:
+        ranks: the ranks, which use one server.
+        kept: the number of versions that stay on disk.
 
     Example:
         >>> weights = ServedWeights(engine, policy, tokenizer, Path("runs/x/engine"))  # doctest: +SKIP
-        >>> weights.install(weights.take(3))  # doctest: +SKIP
+        >>> weights.install(weights.take(3), 3)  # doctest: +SKIP
+        3
     """
 
     def __init__(
-        self, engine: Engine, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+        self,
+        engine: Engine,
+        policy: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        folder: Path,
+        *,
+        ranks: Ranks | None = None,
+        kept: int = 3,
     ) -> None:
         self.engine, self.policy, self.tokenizer, self.folder = engine, policy, tokenizer, folder.resolve()
+        self.ranks, self.kept = Ranks() if ranks is None else ranks, kept
+        # A group of its own, since the thread that samples must not mix its messages with those of the training.
+        self._group = dist.new_group(backend="gloo") if self.ranks.count > 1 else None
 
     def take(self, version: int) -> Path:
-        """Write the weights, and return their folder."""
-        path = self.folder / f"weights-{version % 2}"
-        shutil.rmtree(path, ignore_errors=True)
-        save_merged(self.policy, self.tokenizer, path)
+        """Write the weights, and return their folder. All ranks call it."""
+        path = self.folder / f"weights-{version}"
+        sharded = any(isinstance(each, FSDPModule) for each in self.policy.modules())
+        weights = whole_weights(self.policy) if sharded and not hasattr(self.policy, "peft_config") else None
+        with whole(self.policy):
+            if self.ranks.first:
+                for old in self.folder.glob("weights-*"):
+                    if not version - self.kept < int(old.name.partition("-")[2]) < version:
+                        shutil.rmtree(old)
+                save_merged(self.policy, self.tokenizer, path, weights=weights)
         return path
 
-    def install(self, taken: object) -> None:
-        """Let the server load them."""
-        assert isinstance(taken, Path)
-        self.engine.load(taken)
+    def install(self, taken: object | None, version: int) -> int:
+        """Let the server load them, after all ranks have their last answers and before one asks for the next."""
+        version = self._smallest(version)
+        if isinstance(taken, Path) and self.ranks.first:
+            self.engine.load(taken)
+        return self._smallest(version)
+
+    def _smallest(self, number: int) -> int:
+        """The smallest number of all ranks. Waits for them."""
+        if self._group is None:
+            return number
+        value = torch.tensor(number)
+        dist.all_reduce(value, dist.ReduceOp.MIN, group=self._group)
+        return int(value)
 
 
-def save_merged(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_merged(
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    weights: dict[str, Tensor] | None = None,
+) -> None:
     """Save a policy as a plain model. Adapters are merged into copies of their layers' weights.
+
+    ``weights`` are the gathered weights of a sharded policy without adapters.
 
     Example:
         >>> save_merged(policy, tokenizer, Path("merged"))  # doctest: +SKIP
     """
     if not hasattr(policy, "peft_config"):
-        save_policy(policy, tokenizer, folder)
+        save_policy(policy, tokenizer, folder, weights=weights)
         return
     merged: dict[str, Tensor] = {}
     adapted: Any = policy
@@ -279,9 +321,9 @@ def save_merged(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
         if hasattr(module, "get_delta_weight"):
             delta = sum(module.get_delta_weight(adapter) for adapter in module.active_adapters)
             merged[f"{name}.weight"] = (module.get_base_layer().weight + delta).detach()
-    state = {
-        name.replace(".base_layer.", "."): values for name, values in base.state_dict().items() if "lora_" not in name
-    }
+    # A sharded model's state_dict would split its weights again.
+    own = dict(base.named_parameters()) if is_gathered(policy) else base.state_dict()
+    state = {name.replace(".base_layer.", "."): values.detach() for name, values in own.items() if "lora_" not in name}
     base.save_pretrained(folder, state_dict={**state, **merged})
     tokenizer.save_pretrained(folder)
 
@@ -348,25 +390,31 @@ def open_engine(
     config: TrainConfig,
     policy: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks,
     say: Callable[[str], None] = print,
 ) -> tuple[Engine, ServedWeights]:
-    """The server of a run with the policy's weights: the one at the given address, or a new one.
+    """The servers of a run, which get the policy's weights. The first rank starts one, if no address is given.
 
     Raises:
-        EngineError: if the server cannot be started or asked.
+        EngineError: if a server cannot be started or asked.
 
     Example:
-        >>> engine, weights = open_engine(config, policy, tokenizer)  # doctest: +SKIP
+        >>> engine, weights = open_engine(config, policy, tokenizer, Ranks())  # doctest: +SKIP
     """
-    settings, folder = config.sampler, Path(config.run.out, "engine")
-    if settings.engine == "vllm":
-        start = folder / "start"
-        shutil.rmtree(start, ignore_errors=True)
-        save_merged(policy, tokenizer, start)
-        say(f"starting {settings.command}, whose output is in {folder / 'log'}.")
-        engine: Engine = StartedEngine(settings.command, start.resolve(), folder / "log", settings.engine_args)
-        return engine, ServedWeights(engine, policy, tokenizer, folder)
-    engine = Engine(settings.engine)
-    weights = ServedWeights(engine, policy, tokenizer, folder)
-    weights.install(weights.take(0))
-    return engine, weights
+    settings, folder, ahead = config.sampler, Path(config.run.out, "engine"), config.algorithm.max_staleness
+    engine = Engine("" if settings.engine == "vllm" else settings.engine)
+    weights = ServedWeights(engine, policy, tokenizer, folder, ranks=ranks, kept=ahead + 2)
+    start = weights.take(0)
+    own: list[StartedEngine] = []
+
+    def open_first() -> str:
+        if engine.urls:
+            engine.load(start)
+        else:
+            say(f"starting {settings.command}, whose output is in {folder / 'log'}.")
+            own.append(StartedEngine(settings.command, start, folder / "log", settings.engine_args))
+        return " ".join(own[0].urls if own else engine.urls)
+
+    address = ranks.of_first(open_first)
+    weights.engine = own[0] if own else Engine(address)
+    return weights.engine, weights

@@ -37,7 +37,7 @@ def load_model(
         name: a folder that ``save_pretrained`` wrote, or a name on the hub.
 
     Keyword Args:
-        dtype: ``"auto"`` (as in the checkpoint), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        dtype: ``"auto"`` (as in the checkpoint), ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
         device: the device. None takes the accelerator if there is one.
         attention: the ``attn_implementation`` of transformers. None takes its default.
 
@@ -267,17 +267,31 @@ def policy_without_weights(config: TrainConfig, model_config: PreTrainedConfig) 
     return model
 
 
-def save_policy(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_policy(
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
     """Save a policy and its tokenizer. A policy with adapters saves only the adapters.
+
+    Args:
+        policy: the result of :func:`load_policy`.
+        tokenizer: its tokenizer.
+        folder: the folder to write.
+
+    Keyword Args:
+        weights: the gathered weights of a sharded policy. None for the policy's own.
 
     Example:
         >>> save_policy(policy, tokenizer, Path("model"))  # doctest: +SKIP
     """
     if hasattr(policy, "peft_config"):
         # Otherwise PEFT asks the hub for the size of the vocabulary.
-        policy.save_pretrained(folder, save_embedding_layers=False)
+        policy.save_pretrained(folder, save_embedding_layers=False, state_dict=weights)
     else:
-        policy.save_pretrained(folder)
+        policy.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from filelock import FileLock, Timeout
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
+from torchrl.envs import EnvBase
 
 from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._registry import install_hint
@@ -28,7 +29,7 @@ from torchrl_llm_kl._typing import asked
 from torchrl_llm_kl.diagnostics import RunMonitor, log_metrics, status_line
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, DualKLCoefficient, PIKLCoefficient
 from torchrl_llm_kl.scoring import ScoreOptions
-from torchrl_llm_kl.tasks import PromptOrder, whole_episodes
+from torchrl_llm_kl.tasks import PromptOrder, Prompts, turn_figures, whole_episodes
 from torchrl_llm_kl.training import _report, _steps
 from torchrl_llm_kl.training._alarms import alarms_of, since_change, unlogged
 from torchrl_llm_kl.training._answers import (
@@ -45,10 +46,20 @@ from torchrl_llm_kl.training._checkpoints import Checkpoint, Checkpoints
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig
 from torchrl_llm_kl.training._engine import EngineSampler, StartedEngine, open_engine
 from torchrl_llm_kl.training._inputs import RunInputs, check_inputs_stay, env_of, load_inputs
-from torchrl_llm_kl.training._models import export_policy, load_policy, save_policy
+from torchrl_llm_kl.training._models import device_of_setting, export_policy, load_policy, save_policy
 from torchrl_llm_kl.training._page import LivePage
+from torchrl_llm_kl.training._ranks import (
+    Ranks,
+    joined_ranks,
+    load_shards,
+    on_the_cpu,
+    save_shards,
+    shard,
+    whole,
+    whole_weights,
+)
 from torchrl_llm_kl.training._report import Figures, FiguresFile
-from torchrl_llm_kl.training._samplers import make_sampler
+from torchrl_llm_kl.training._samplers import keyed_generator, make_sampler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -59,9 +70,11 @@ WRITTEN += ("run.html", "curves.png", "rollouts.html", "diagnosis.txt", "final")
 
 #: The coefficients whose value is the weight of the KL. A controller of the user may mean something else by it.
 _ADAPTIVE = (AdaptiveKLCoefficient, DualKLCoefficient, PIKLCoefficient)
+#: The coefficients that average the KL over the ranks unless they are told that it is averaged.
+_OVER_RANKS = (DualKLCoefficient, PIKLCoefficient)
 
 #: The files of a checkpoint that only a resumed run needs.
-_TO_RESUME = ("state.pt", "critic.safetensors")
+_TO_RESUME = ("state.pt", "critic.safetensors", "shards")
 
 #: The first line of a config.yaml that a run wrote. Changing it would make earlier files look like the user's own.
 _ALL_SETTINGS = "# All settings of the run in this folder; each start of it writes them anew.\n"
@@ -101,10 +114,16 @@ class TrainResult:
 
 
 @contextmanager
-def stop_on_signals(say: Say = print) -> Iterator[Event]:
+def stop_on_signals(say: Say = print, *, twice: bool = True) -> Iterator[Event]:
     """Yield an event that SIGINT (Ctrl-C) and SIGTERM set. A second signal ends the process at once.
 
     Only the main thread can handle signals. In another thread the event is never set.
+
+    Args:
+        say: a function that gets messages for the user.
+
+    Keyword Args:
+        twice: False ignores further signals. torchrun passes a Ctrl-C on, which the terminal has already sent to each rank.
 
     Example:
         >>> with stop_on_signals(say=lambda line: None) as stop:
@@ -115,10 +134,12 @@ def stop_on_signals(say: Say = print) -> Iterator[Event]:
     stop, before = Event(), {}
 
     def ask(*_: object) -> None:
-        if stop.is_set():
+        if stop.is_set() and twice:
             raise KeyboardInterrupt
-        stop.set()
-        say("interrupted: the run ends after this step and a checkpoint. Interrupt again to end it at once.")
+        if not stop.is_set():
+            stop.set()
+            again = " Interrupt again to end it at once." * twice
+            say(f"interrupted: the run ends after this step and a checkpoint.{again}")
 
     with suppress(ValueError):  # not the main thread
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -156,7 +177,7 @@ class Run:
         inputs: RunInputs | None = None,
         begin: Callable[[], None] | None = None,
     ) -> None:
-        self.config, self.out, self.say = config, Path(config.run.out), say
+        self.config, self.out, self.say, self.ranks = config, Path(config.run.out), say, Ranks.current()
         if config.run.threads is not None:
             torch.set_num_threads(config.run.threads)
         self.step, self.begun, self.seconds = 0 if saved is None else saved.step, time.perf_counter(), 0.0
@@ -164,28 +185,43 @@ class Run:
         self.inputs = load_inputs(config) if inputs is None else inputs
         self.tokenizer = self.inputs.tokenizer
         _steps.seed_everything(config.run.seed)
-        self.policy = load_policy(config, None if saved is None else saved.folder / "model")
-        self.reference: Reference | None = load_reference(config)
-        self.parts, self.kl, self.updater = self.inputs.plan.build(self.policy, self.reference)
+        self.sharded = self.ranks.shards(config)
+        loading = on_the_cpu(config) if self.sharded else config
+        with self.ranks.together():
+            self.policy = load_policy(loading, None if saved is None else saved.folder / "model")
+            self.reference: Reference | None = load_reference(loading)
+        device = device_of_setting(config.model.device)
+        self.parts, self.kl, self.updater = replace(self.inputs.plan, config=loading).build(
+            self.policy, self.reference, shard=partial(shard, device=device) if self.sharded else None
+        )
         self.optimizer = _steps.make_optimizer(self.parts, config.optimizer)
         self.schedule = _steps.make_schedule(self.optimizer, config.optimizer, steps=config.run.steps, done=self.step)
         _steps.seed_everything(config.run.seed)  # loading the parts above may have used random numbers
         if saved is not None:
             self._load(saved)
         if begin is not None:
-            begin()
+            self.ranks.of_first(begin)
         names = ("metrics.jsonl", "evaluations.jsonl")
         before = [[] if saved is None else _report.read_figures(saved.folder / name) for name in names]
         self.rows, self.evaluations = (
-            FiguresFile(self.out / name, rows) for name, rows in zip(names, before, strict=True)
+            FiguresFile(self.out / name, rows, writes=self.ranks.first)
+            for name, rows in zip(names, before, strict=True)
         )
         self.engine, served = None, None
         if config.sampler.is_server:
-            self.engine, served = open_engine(config, self.policy, self.tokenizer, say)
+            self.engine, served = open_engine(config, self.policy, self.tokenizer, self.ranks, say)
         self.answers = self._answers(served)
         self.monitor = self._monitor()
 
     # ------------------------------------------------------------------ parts
+
+    def _env(
+        self, inputs: RunInputs, prompts: Prompts, order: PromptOrder, num_prompts: int, group_size: int
+    ) -> EnvBase:
+        """The env of this rank's share of the prompts."""
+        order, count = replace(order, rank=self.ranks.number, world_size=self.ranks.count), self.ranks.count
+        make = partial(env_of, self.config, inputs, prompts, order=order)
+        return make(num_prompts=-(-num_prompts // count), group_size=group_size)
 
     def _answers(self, weights: Weights | None) -> Answers:
         """The source of the batches of the training. ``weights`` are those of a server."""
@@ -197,9 +233,8 @@ class Run:
             policy = policy if copied is None else copied.copy
         used = prompts_used(self.step, data.num_prompts, self.changes)
         order = PromptOrder(config.run.seed if data.shuffle else None, used)
-        make = partial(env_of, config, inputs, inputs.prompts, order=order)
-        env = make(num_prompts=data.num_prompts, group_size=data.group_size)
-        sampler = self._sampler(inputs.tokenizer, policy, greedy=False)
+        env = self._env(inputs, inputs.prompts, order, data.num_prompts, data.group_size)
+        self.sampler = sampler = self._sampler(inputs.tokenizer, policy, greedy=False)
 
         def sample() -> TensorDictBase:
             return inputs.rows(whole_episodes(env, sampler))
@@ -218,11 +253,13 @@ class Run:
             given: Any = {"ends": [] if ends is None else torch.tensor([ends]).flatten().tolist(), "seed": seed}
             how = partial(EngineSampler, self.engine, tokenizer, **given)
         else:
-            how = partial(make_sampler, policy, tokenizer, seed=seed if ahead else None)
+            own = ahead or self.ranks.active  # an answer must depend neither on the rank nor on the thread
+            how = partial(make_sampler, policy, tokenizer, seed=seed if own else None)
         return how(max_new_tokens=settings.max_new_tokens, sampling=sampling, end=settings.end)
 
     def _monitor(self) -> RunMonitor:
-        every, loggers = self.config.logging.doctor_every, _report.make_loggers(self.config, self.out / "logs")
+        every, first = self.config.logging.doctor_every, self.ranks.first
+        loggers = _report.make_loggers(self.config, self.out / "logs") if first else []
         earlier = [(row["step"], row) for row in self.rows.rows]  # the rows of earlier processes
         earlier += [(row["step"], _evaluation_log(row)) for row in self.evaluations.rows]
         for logger in loggers:
@@ -232,7 +269,7 @@ class Run:
         return RunMonitor(
             loggers,
             every=every,
-            folder=self.out if every else None,
+            folder=self.out if every and first else None,
             tokenizer=self.tokenizer,
             policy=self.policy,
             kl_target=self.config.kl.target,
@@ -260,7 +297,7 @@ class Run:
                 f"warning: all answers of the first step have the same reward, {figures['reward']:.4g}, from which nothing is "
                 "learnt: look at the reward function and the prompts, or raise data.group_size."
             )
-        figures |= ages
+        figures |= ages | self._turns
         if algorithm.max_staleness:
             figures["wait_seconds"] = self.answers.waited
         self._watch_sampler(batch, figures)
@@ -268,6 +305,8 @@ class Run:
         entries = _steps.loss_entries(batch)
         if self.inputs.experts is not None:
             entries = self.inputs.experts.beside(entries, self.step)
+        if self.ranks.active:  # the user's code may have drawn different random numbers on each rank
+            _steps.seed_everything(keyed_generator(self.config.run.seed, self.step).initial_seed())
         _steps.learn(
             self.parts,
             entries,
@@ -278,10 +317,12 @@ class Run:
             max_grad_norm=self.config.optimizer.max_grad_norm,
             monitor=self.monitor,
             after_update=None if self.updater is None else self.updater.step,
+            ranks=self.ranks if self.ranks.active else None,
         )
         self.schedule.step()
         if plan.coefficient is not None and "kl" in figures:
-            plan.coefficient.update(figures["kl"], n=len(batch))  # type: ignore[operator]
+            how = {"all_ranks": False} if self.ranks.active and isinstance(plan.coefficient, _OVER_RANKS) else {}
+            plan.coefficient.update(figures["kl"], n=len(batch), **how)  # type: ignore[operator]
         row = {"step": self.step, **self.monitor.step(self.step, **figures), "seconds": self.elapsed}
         self.rows.append(row)
         self.step += 1
@@ -316,7 +357,12 @@ class Run:
 
     def sample(self) -> TensorDictBase:
         """Sample and score the answers of a step, and compute their advantages."""
-        return self.parts.prepare(self.score(self.answers.take()))
+        with nullcontext() if self.config.algorithm.max_staleness else whole(self.sampler):
+            batch = self.answers.take()
+        self._turns = _steps.mean_figures(self.ranks.gather(turn_figures(batch)))
+        batch = self.parts.prepare(self.score(batch))
+        # Scores are kept, and advantages are computed from the answers of all ranks.
+        return self.parts.prepare(self.ranks.gather_rows(batch)) if self.ranks.active else batch
 
     def score(self, batch: TensorDictBase) -> TensorDictBase:
         """Score sampled answers with the policy and the reference, and charge the KL if the algorithm does."""
@@ -346,11 +392,11 @@ class Run:
         if self.reference is not None and (isinstance(self.reference, (str, torch.nn.Module)) or not settings.greedy):
             kl = measured_kl(self.config, self.policy, self.reference, "exact" if settings.greedy else "k1")
         size, seed = min(settings.batch_size, len(held_out)), self.config.run.seed
-        env = env_of(self.config, self.inputs, held_out, order=PromptOrder(seed=None), num_prompts=size)
+        env = self._env(self.inputs, held_out, PromptOrder(seed=None), size, 1)
         sampler = self._sampler(self.tokenizer, self.policy, greedy=settings.greedy)
         row = {
             "step": self.step,
-            **_steps.evaluate(env, sampler, len(held_out), seed=seed, kl=kl, rows=self.inputs.rows),
+            **_steps.evaluate(env, sampler, len(held_out), seed=seed, kl=kl, rows=self.inputs.rows, ranks=self.ranks),
         }
         self.evaluations.append(row)
         for logger in self.monitor.loggers:
@@ -382,23 +428,39 @@ class Run:
     # ------------------------------------------------------------------ checkpoints
 
     def save(self, checkpoints: Checkpoints) -> None:
-        """Write a checkpoint of everything that the next step depends on."""
+        """Write a checkpoint of everything that the next step depends on. All ranks call it."""
         numbers: dict[str, object] = {"config": self.config.to_dict(), "files": self.inputs.files}
         numbers |= {"versions": _report.versions(), "seconds": self.elapsed, "best": self.best}
-        numbers["changes"] = self.changes
-        with checkpoints.writing(self.step, numbers, best=self.best) as folder:
-            save_policy(self.policy, self.tokenizer, folder / "model")
-            state = {"optimizer": self.optimizer.state_dict(), "random": _steps.random_state()}
-            state["parts"] = self.parts.state_dict()
+        numbers["ranks"], numbers["changes"] = self.ranks.count if self.ranks.active else None, self.changes
+        with self.ranks.writing(lambda: checkpoints.writing(self.step, numbers, best=self.best)) as folder:
+            weights = None
+            if self.sharded:
+                weights = whole_weights(self.policy)
+                save_shards(folder / "shards", self.optimizer, self._models(), self.updater)
+            if self.ranks.first:
+                self._write(folder, weights)
+
+    def _write(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
+        """Write everything that one rank can write. ``weights`` are the gathered weights of a sharded policy."""
+        save_policy(self.policy, self.tokenizer, folder / "model", weights=weights)
+        state = {"random": _steps.random_state(), "parts": self.parts.state_dict()}
+        if not self.sharded:
+            state["optimizer"] = self.optimizer.state_dict()
             if self.updater is not None:
                 state["reference"] = self.updater.state_dict()
-            torch.save(state, folder / "state.pt")
-            if self.parts.critic_loss is not None:
-                from safetensors.torch import save_model
+        torch.save(state, folder / "state.pt")
+        if self.parts.critic_loss is not None and not self.sharded:
+            from safetensors.torch import save_model
 
-                save_model(self.parts.critic_loss.critic_network, str(folder / "critic.safetensors"))
-            for file in (self.rows, self.evaluations):
-                (folder / file.path.name).write_text(file.text, encoding="utf-8")
+            save_model(self.parts.critic_loss.critic_network, str(folder / "critic.safetensors"))
+        for file in (self.rows, self.evaluations):
+            (folder / file.path.name).write_text(file.text, encoding="utf-8")
+
+    def _models(self) -> torch.nn.ModuleDict:
+        """The models that are trained, by name."""
+        critic = self.parts.critic_loss
+        models = {"policy": self.policy} | ({} if critic is None else {"critic": critic.critic_network})
+        return torch.nn.ModuleDict(models)
 
     def _load(self, saved: Checkpoint) -> None:
         """Restore everything except the policy's weights, which are already loaded."""
@@ -406,16 +468,19 @@ class Run:
         state = torch.load(saved.folder / "state.pt", map_location="cpu", weights_only=True)
         # The rate and other settings of the configuration, since run.steps or they may have changed after the checkpoint.
         settings = [{**group, "params": None} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state["optimizer"])
+        if self.sharded:
+            load_shards(saved.folder / "shards", self.optimizer, self._models(), self.updater)
+        else:
+            self.optimizer.load_state_dict(state["optimizer"])
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own | {"params": group["params"]})
         keys = at_step(self.changes, self.step)
         if keys:
             state["parts"] = changed_state(state["parts"], self.parts, self.inputs.plan.coefficient, keys)
         self.parts.load_state_dict(state["parts"])
-        if self.updater is not None:
+        if self.updater is not None and not self.sharded:
             self.updater.load_state_dict(state["reference"])
-        if self.parts.critic_loss is not None:
+        if self.parts.critic_loss is not None and not self.sharded:
             from safetensors.torch import load_model
 
             load_model(self.parts.critic_loss.critic_network, str(saved.folder / "critic.safetensors"))
@@ -472,24 +537,53 @@ def train(
     """
     tensordict.set_list_to_stack(True).set()  # required by torchrl's LLM components
     out = Path(config.run.out)
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(out / ".lock", timeout=0):  # two processes would overwrite each other's checkpoints
-            return _train(config, out, fresh=fresh, changes=list(changes), say=say, build=build)
-    except Timeout:
-        raise ConfigError(f"another process trains in {out}: end it, or pass another run.out.") from None
+    guard = FileLock(out / ".lock", timeout=0)
+
+    def lock() -> None:
+        """Two processes would overwrite each other's checkpoints."""
+        out.mkdir(parents=True, exist_ok=True)
+        try:
+            guard.acquire()
+        except Timeout:
+            raise ConfigError(f"another process trains in {out}: end it, or pass another run.out.") from None
+
+    with joined_ranks(config.model.device) as ranks:
+        ranks.check(config)
+        ranks.of_first(lock)
+        try:
+            said = say if ranks.first else _silent
+            return _train(config, out, ranks, fresh=fresh, changes=list(changes), say=said, build=build)
+        finally:
+            guard.release()
+
+
+def _silent(line: str) -> None:
+    pass
 
 
 def _train(
-    config: TrainConfig, out: Path, *, fresh: bool, changes: list[str], say: Say, build: Callable[..., Run]
+    config: TrainConfig,
+    out: Path,
+    ranks: Ranks,
+    *,
+    fresh: bool,
+    changes: list[str],
+    say: Say,
+    build: Callable[..., Run],
 ) -> TrainResult:
     if fresh and changes:
         raise ConfigError(f"--fresh begins a new run: pass {' '.join(changes)} without --change.")
     saved, news = None, list[str]()
     if not fresh:
-        config, saved, news = resume_with(config, changes, Checkpoints(out / "checkpoints"))
+        given = config
+        config, saved, news = ranks.of_first(lambda: resume_with(given, changes, Checkpoints(out / "checkpoints")))
+    if saved is not None and bool(saved.numbers.get("ranks")) != ranks.active:
+        started = ("without torchrun", "with torchrun, on any number of ranks")[not ranks.active]
+        raise ConfigError(  # the two draw answers from different random numbers
+            f"{out} has a run that was started {started}: start it in the same way, or begin anew with --fresh."
+        )
     if saved is None:
-        check_inputs_stay(config, WRITTEN)
+        ranks.of_first(lambda: check_inputs_stay(config, WRITTEN))
 
     # Run calls this between loading and the first write.
     def begin() -> None:
@@ -509,7 +603,9 @@ def _train(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torchrl|tensordict|transformers")
         warnings.filterwarnings("ignore", message="size_average and reduce")  # raised in torchrl's cross_entropy
-        run = build(config, saved=saved, say=say, inputs=load_inputs(config), begin=begin)
+        with ranks.together():
+            inputs = load_inputs(config)
+        run = build(config, saved=saved, say=say, inputs=inputs, begin=begin)
         if saved is not None:
             say(f"resuming after step {run.step} of {config.run.steps}, from {saved.folder}.")
             for line in news:
@@ -518,23 +614,34 @@ def _train(
             for name in (name for name, digest in run.inputs.files.items() if before.get(name) != digest):
                 say(f"{name} has changed since the checkpoint: the run is not bit-equal to one without a stop.")
         name, steps = config.algorithm.name, config.run.steps
-        bar = _report.progress(name, steps, done=run.step, stream=sys.stderr, clock=lambda: run.elapsed)
+        bar = _report.progress(
+            name, steps, done=run.step, shown=ranks.first, stream=sys.stderr, clock=lambda: run.elapsed
+        )
         # stderr, so that stdout holds only the table of the results.
-        with closing(run), stop_on_signals(say) as stop, LivePage(run) as page, bar as advance:
+        shown = LivePage(run) if ranks.first else nullcontext(None)
+        with closing(run), stop_on_signals(say, twice=not ranks.active) as stop, shown as page, bar as advance:
             last = None if saved is None else saved.step
-            outcome, why = _train_on(run, checkpoints, stop, page.after(advance), saved=last)
+            told = advance if page is None else page.after(advance)
+            outcome, why = _train_on(run, checkpoints, stop, told, saved=last)
     result = TrainResult(outcome, why, run.step, out, run.rows.rows, run.evaluations.rows)
     if outcome == "interrupted":
         folder = checkpoints.folder / f"step-{run.step:06d}"
         say(f"interrupted after step {run.step} of {config.run.steps}: saved {folder}. Run the same command to resume.")
-        page.write(outcome)
+        if page is not None:
+            page.write(outcome)
         return result
     if outcome == "stopped":
         say(f"stopped after step {run.step} of {config.run.steps}: {why}")
-    with page:
-        result = _write_final(run, checkpoints, result)
-    page.write(outcome, why)
-    return result
+
+    def finish() -> TrainResult:
+        """Write the final folder and the last page. Only the first rank does."""
+        assert page is not None
+        with page:
+            final = _write_final(run, checkpoints, result)
+        page.write(outcome, why)
+        return final
+
+    return ranks.of_first(finish)
 
 
 def _train_on(
@@ -547,7 +654,7 @@ def _train_on(
     settings, begun = run.config, len(run.rows.rows)
     while True:
         # The evaluation comes before the checkpoint, since it decides whether this step is the best.
-        ending = stop.is_set()
+        ending = run.ranks.any(stop.is_set())
         if not ending and run.evaluation_is_due():
             row = run.evaluate()
             run.say(f"step {run.step}: reward on held-out prompts {_report.with_interval(row)}")

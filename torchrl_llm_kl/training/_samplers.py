@@ -17,6 +17,7 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl_llm_kl.ragged import has_entry
 from torchrl_llm_kl.scoring import Sampling, truncate
 from torchrl_llm_kl.tasks import active_rows, read_rows_of, write_answers
+from torchrl_llm_kl.training._ranks import is_gathered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -79,9 +80,12 @@ class _Sampler(TransformersWrapper):
         """The token ids of an answer to each prompt, up to and including the token that ends it."""
         padded = self.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
         padded = padded.to(self.model.device)
+        settings = self.generate_kwargs
+        if is_gathered(self.model):  # transformers would wait for the other ranks after each token
+            settings = {**settings, "synced_gpus": False}
         with _equal_prompts_once(self.model):
             out: Any = self.model.generate(
-                input_ids=padded["input_ids"], attention_mask=padded["attention_mask"], **self.generate_kwargs
+                input_ids=padded["input_ids"], attention_mask=padded["attention_mask"], **settings
             )
         full, width = out if isinstance(out, Tensor) else out["sequences"], padded["input_ids"].shape[1]
         ends = self.generate_kwargs.get("eos_token_id", self.model.generation_config.eos_token_id)
@@ -171,7 +175,7 @@ def make_sampler(
         end: texts that also end an answer, which includes them. A text may be a special token, a part of a token, or several
             tokens.
         seed: draws each answer from a generator of its own, which depends on this seed, the prompt's number in the run, the
-            answer's place in its group, and its turn. The answers of ranks or threads are then those of one process. None
+            answer's place in its group, and its turn. Any number of ranks or threads then gives the same answers. None
             draws from torch's default generator.
 
     Raises:
@@ -212,7 +216,7 @@ def make_sampler(
 
 
 class AnswerNoise:
-    """Draws each answer from a generator of its own, so that it does not depend on the answers beside it.
+    """Draws each answer from a generator of its own. An answer then does not depend on the answers beside it.
 
     The most probable token after Gumbel noise is an exact sample: ``argmax(logits - log E)`` with exponential ``E`` has the
     softmax as its distribution. torch's ``multinomial`` draws a whole batch from one generator instead, so an answer would

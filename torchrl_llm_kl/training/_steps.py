@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import NormalDist
 from typing import Any, TypedDict
@@ -13,14 +13,17 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchrl.envs import EnvBase
 
 from torchrl_llm_kl.algorithms import AlgorithmParts
 from torchrl_llm_kl.diagnostics import RunMonitor
+from torchrl_llm_kl.losses import LossOutput
 from torchrl_llm_kl.ragged import has_entry
 from torchrl_llm_kl.scoring import LogProbScorer
-from torchrl_llm_kl.tasks import turn_figures, whole_episodes
+from torchrl_llm_kl.tasks import whole_episodes
 from torchrl_llm_kl.training._config import OptimizerConfig
+from torchrl_llm_kl.training._ranks import Ranks, whole
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb
 
 _Z95 = NormalDist().inv_cdf(0.975)
@@ -81,6 +84,7 @@ def learn(
     max_grad_norm: float = 1.0,
     monitor: RunMonitor | None = None,
     after_update: Callable[[], object] | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
     """Update the models of an algorithm on a prepared batch.
 
@@ -96,6 +100,7 @@ def learn(
         max_grad_norm: the gradient of each model is scaled down to this norm. 0 sets no limit.
         monitor: gets the numbers of the losses.
         after_update: called after each update, such as ``ReferenceUpdater.step``.
+        ranks: the ranks that share each minibatch. All pass the same batch, with torch's generator in the same state.
 
     Raises:
         FloatingPointError: if a gradient is not finite. The weights are not changed then.
@@ -107,15 +112,15 @@ def learn(
         for _ in range(epochs):
             for minibatch in parts.minibatches(batch, minibatches):
                 optimizer.zero_grad()
-                pieces = [minibatch] if micro_batch is None else parts.micro_batches(minibatch, size=micro_batch)
-                for piece in pieces:
-                    for loss in parts.losses:
-                        output = loss(piece)
-                        output.total_loss.backward()
-                        if monitor is not None:
-                            monitor.add(output)
+                outputs = [_backward(parts, piece) for piece in _pieces(parts, minibatch, micro_batch, ranks)]
+                if ranks is not None:
+                    ranks.average_gradients([p for loss in parts.losses for p in _trained(loss)])
+                    outputs = [[ranks.means(outputs)]]
+                for output in (output for each in outputs for output in each):
+                    if monitor is not None:
+                        monitor.add(output)
                 limit = max_grad_norm or float("inf")
-                norms = [torch.nn.utils.clip_grad_norm_(_trained(loss), limit) for loss in parts.losses]
+                norms = [clip_gradients(_trained(loss), limit) for loss in parts.losses]
                 if monitor is not None:
                     monitor.add({"grad_norm": norms[0]})
                 # Before the step: a gradient that is not finite would destroy all weights.
@@ -125,6 +130,40 @@ def learn(
                 optimizer.step()
                 if after_update is not None:
                     after_update()
+
+
+def _pieces(
+    parts: AlgorithmParts, minibatch: TensorDictBase, size: int | None, ranks: Ranks | None
+) -> list[TensorDictBase]:
+    """The rows of each forward on this rank. All ranks get equally many pieces, since their forwards wait for one another."""
+    if ranks is None:
+        return [minibatch] if size is None else list(parts.micro_batches(minibatch, size=size))
+    own = parts.shares(minibatch, ranks.count)[ranks.number]
+    pieces = [parts.count(own)] if size is None or not len(own) else list(parts.micro_batches(own, size=size))
+    return pieces + [pieces[0][:0]] * (ranks.most(len(pieces)) - len(pieces))
+
+
+def _backward(parts: AlgorithmParts, piece: TensorDictBase) -> list[Mapping[str, Any]]:
+    """Add up the gradients of the losses of a piece. Returns their numbers."""
+    outputs: list[Mapping[str, Any]] = []
+    for loss in parts.losses:
+        output: LossOutput = loss(piece)
+        output.total_loss.backward()
+        outputs.append(dict(output.detach().items()))
+    return outputs
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+    """Scale gradients down to a norm. Returns their norm before. It is the norm over all ranks of sharded parameters.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> clip_gradients([weight], 1.0)
+        tensor(5.)
+    """
+    norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _trained(loss: nn.Module) -> list[nn.Parameter]:
@@ -263,7 +302,6 @@ def step_figures(
         - ``equal_rewards``, the share of groups whose answers all have the same reward before a KL is charged, if the batch
           has an entry ``"group"``
         - ``kl`` in nats per answer, ``coefficient``, and ``penalised_reward`` if the KL is charged to the reward
-        - with several turns those of :func:`~torchrl_llm_kl.tasks.turn_figures`
         - the sums over all answers ``answer_tokens`` and ``tokens``
 
     Example:
@@ -295,11 +333,21 @@ def step_figures(
     figures |= {name: values.mean().item() for name, values in columns.items() if name.startswith("reward/")}
     if "reward_failures" in after.keys() and after["reward_failures"].any():  # noqa: SIM118
         figures["reward_failures"] = float(after["reward_failures"].sum())
-    figures |= turn_figures(batch)
     if "answer_tokens" in columns:
         figures["answer_tokens"] = int(columns["answer_tokens"].sum())
         figures["tokens"] = batch["masks", "all_attention_mask"].sum().item()
     return figures
+
+
+def mean_figures(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each figure over the ranks, where a missing one is 0.
+
+    Example:
+        >>> mean_figures([{"turns": 1.0}, {"turns": 2.0, "tools/add": 0.5}])
+        {'turns': 1.5, 'tools/add': 0.25}
+    """
+    names = dict.fromkeys(name for figures in each for name in figures)
+    return {name: sum(figures.get(name, 0.0) for figures in each) / len(each) for name in names}
 
 
 def answer_columns(batch: TensorDictBase) -> dict[str, Tensor]:
@@ -360,6 +408,7 @@ def evaluate(
     seed: int = 0,
     kl: RetrieveKL | None = None,
     rows: Callable[[TensorDictBase], TensorDictBase] | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, float]:
     """Evaluate a policy's answers to the first prompts of an env.
 
@@ -374,6 +423,7 @@ def evaluate(
         seed: the seed of the answers.
         kl: a transform that scores the answers, if the env has none.
         rows: applied to the answers before they are scored, such as :func:`~torchrl_llm_kl.tasks.join_turns`.
+        ranks: the ranks that share the prompts by the ``rank`` and ``world_size`` of their envs' orders.
 
     Returns:
         - the means over the answers ``reward``, ``reward/<name>`` of each named part, and ``answer_tokens``
@@ -388,14 +438,18 @@ def evaluate(
         >>> evaluate(env, sampler, 200)  # doctest: +SKIP
     """
     columns: dict[str, list[float]] = {}
-    done = 0
+    done, ranks = 0, ranks or Ranks()
     with apart(seed):
         while done < num_prompts:
-            batch = whole_episodes(env, sampler)
+            with whole(sampler):
+                batch = whole_episodes(env, sampler)
             batch = batch if rows is None else rows(batch)
-            for name, values in answer_columns(batch if kl is None else kl(batch)).items():
-                columns.setdefault(name, []).extend(values.flatten().tolist()[: num_prompts - done])
-            done += env.batch_size.numel()
+            own = answer_columns(batch if kl is None else kl(batch))
+            shares = ranks.gather({name: values.flatten().tolist() for name, values in own.items()})
+            for name in own:
+                values = [value for share in shares for value in share[name]]
+                columns.setdefault(name, []).extend(values[: num_prompts - done])
+            done += env.batch_size.numel() * ranks.count
     figures = {name: mean_and_error(values)[0] for name, values in columns.items()}
     if num_prompts > 1:
         figures["reward_error"] = mean_and_error(columns["reward"])[1]

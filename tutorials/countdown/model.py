@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torchrl.modules.llm import TransformersWrapper
 from transformers import (
-    LogitsProcessor,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -97,42 +96,22 @@ def make_policy(problems: Sequence[Problem]) -> tuple[PreTrainedModel, PreTraine
     return build_model(tokenizer), tokenizer
 
 
-def to_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Convert a model in place; to float64 throughout, since transformers' norms always compute in float32."""
-    model.to(dtype)
-    if dtype == torch.float64:
-        for module in model.modules():
-            for name, norm in module.named_children():
-                if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):
-                    own = nn.RMSNorm(
-                        norm.weight.shape, eps=norm.variance_epsilon, dtype=dtype, device=norm.weight.device
-                    )
-                    own.weight = norm.weight
-                    setattr(module, name, own)
-    return model
-
-
 def as_policy(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_new_tokens: int = MAX_NEW_TOKENS,
-    noise: LogitsProcessor | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
 ) -> TransformersWrapper:
     """Wrap a model as a torchrl policy that generates answers.
 
-    They are drawn with torch's own generator, or with ``noise``, which adds Gumbel noise to the logits. With another
-    ``temperature`` the algorithm must score at the same; with ``top_k`` the scores differ from the sampler's.
+    With another ``temperature`` the algorithm must score at the same one. With ``top_k`` the scores differ from the sampler's.
     """
     generate_kwargs: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id}
-    if noise is not None:
-        generate_kwargs["do_sample"] = False
-    else:
-        # Sample from the distribution that is scored; by default, transformers keeps only the 50 likeliest tokens.
-        generate_kwargs |= Sampling(temperature, top_k=top_k or 0).generate_kwargs()
-    policy = TransformersWrapper(
+    # Sample from the distribution that is scored. By default transformers keeps only the 50 most probable tokens.
+    generate_kwargs |= Sampling(temperature, top_k=top_k or 0).generate_kwargs()
+    return TransformersWrapper(
         model,
         tokenizer=tokenizer,
         input_mode="text",
@@ -141,9 +120,6 @@ def as_policy(
         pad_output=True,  # plain tensors: prompts padded on the left, answers on the right
         device=model.device if model.device.type == "cuda" else None,
     )
-    if noise is not None:
-        policy.generate_kwargs["logits_processor"] = [noise]  # torchrl drops it from the argument
-    return policy
 
 
 def render_prompt(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -60,6 +60,23 @@ def algorithm(name: str) -> AlgorithmParts:
     return make_algorithm(name, TASK.policy(), reference=None if name == "sft" else TASK.policy(), **given)
 
 
+def test_shares_of_ranks_have_about_equally_many_tokens() -> None:
+    """Sixteen rows with 42 tokens in all. Rows keep their order, and a share may be empty."""
+    parts = algorithm("sft")
+    batch = parts.prepare(uneven())
+    for number in (1, 2, 3, 20):
+        shares = parts.shares(batch, number)
+        rows = [share["number"].tolist() for share in shares]
+        assert sorted(row for each in rows for row in each) == list(range(16))
+        assert all(each == sorted(each) for each in rows)
+        tokens = [int(share["masks", "all_attention_mask"].sum()) for share in shares]
+        assert number == 20 or max(tokens) - min(tokens) <= 3, "the tokens of one row"
+    assert [len(share) for share in parts.shares(batch[:1], 2)] == [1, 0]
+    pairs = make_algorithm("dpo", TASK.policy(), reference=TASK.policy())
+    for share in pairs.shares(uneven(), 3):
+        assert (share["number"][::2] + 1 == share["number"][1::2]).all()
+
+
 def test_a_minibatch_has_the_gradient_of_its_own_mean() -> None:
     parts = algorithm("sft")
     batch = parts.prepare(uneven())

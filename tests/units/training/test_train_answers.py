@@ -55,9 +55,11 @@ class Counted:
     def take(self, version: int) -> int:
         return version
 
-    def install(self, taken: object) -> None:
-        assert isinstance(taken, int)
-        self.installed = taken
+    def install(self, taken: object | None, version: int) -> int:
+        if taken is not None:
+            assert taken == version
+            self.installed = version
+        return version
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])

@@ -1,5 +1,6 @@
 """Tests of the sampler of a run: the arguments of ``generate``, equal prompts, and the ends of answers."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torchrl_llm_kl import Sampling
 from torchrl_llm_kl.diagnostics import diagnose
 from torchrl_llm_kl.tasks import PromptOrder, make_env
 from torchrl_llm_kl.training import ModelError, chat_tokenizer, make_sampler
+from torchrl_llm_kl.training._samplers import AnswerNoise
 from toy_models import stateful_model, tiny_model, with_lora
 from toy_rollouts import make_model, make_tokenizer
 from toy_tokenizer import build_tokenizer
@@ -171,3 +173,31 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
         chat_tokenizer(str(tmp_path))
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert chat_tokenizer(str(tmp_path)).chat_template == "{{ messages[0].content }}"
+
+
+# ------------------------------------------------------------------ random numbers of each answer
+
+
+def test_noise_samples_from_the_softmax() -> None:
+    """Each frequency of 20,000 draws is within 4.5 standard deviations. The fourth token is cut off by top-k."""
+    probabilities, draws = torch.tensor([0.5, 0.3, 0.2, 0.001]), 20_000
+    noise = AnswerNoise(Sampling(top_k=3), 0)
+    noise.start([(row,) for row in range(draws)])
+    drawn = noise(torch.zeros(draws, 1), probabilities.log().expand(draws, -1)).argmax(-1)
+    for token, p in enumerate([0.5, 0.3, 0.2, 0.0]):
+        deviation = math.sqrt(draws * p * (1 - p))
+        assert abs((drawn == token).sum().item() - draws * p) <= 4.5 * deviation
+
+
+def test_noise_does_not_depend_on_the_answers_beside_it() -> None:
+    noise, scores = AnswerNoise(Sampling(), 3), torch.zeros(3, 5)
+
+    def drawn(*keys: tuple[int, ...]) -> list[torch.Tensor]:
+        noise.start(keys)
+        return [noise(torch.zeros(len(keys), 1), scores[: len(keys)]) for _ in range(3)]
+
+    both, single = drawn((7, 0), (9, 1), (9, 0)), drawn((9, 1))
+    for together, own in zip(both, single, strict=True):
+        assert torch.equal(together[1:2], own)
+    assert not torch.equal(both[0], both[1]), "each token has its own"
+    assert len({float(value) for value in both[0].flatten()}) == both[0].numel(), "each answer too"
