@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo demo-ray demo-fsdp demo-text demo-image demo-real study study-target test test-all test-rest test-device test-numeric test-slow test-peers engines real durations mutants matrix nightly bench bench-gpu bench-ray lint types stubs docs site clean
+.PHONY: help setup demo demo-ray demo-fsdp demo-text demo-image demo-tools demo-real study study-target test test-all test-rest test-device test-numeric test-slow test-peers engines real durations mutants matrix nightly bench bench-gpu bench-ray lint types stubs docs site clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,9 @@ demo-text: $(READY)  ## Train a small model on GSM8K's text, SFT then DPO, for t
 
 demo-image: $(READY)  ## Train a small image-text model to count coloured squares, with the KL held at a target; writes runs/image
 	OMP_NUM_THREADS=1 $(BIN)/python tutorials/image_demo.py $(ARGS)
+
+demo-tools: $(READY)  ## Train a small model to call a calculator, with the KL held at a target; writes runs/tools
+	$(BIN)/python tutorials/calculator_demo.py $(ARGS)
 
 REAL := .real
 demo-real: $(READY)  ## Train Gemma 3 270M, a real pre-trained model, on sums for three seeds (25 minutes); writes runs/real

@@ -19,7 +19,7 @@ from torchrl.modules.llm.policies import Masks, Text, Tokens
 from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import has_entry
 from torchrl_llm_kl.tasks._rewards import read_rows_of
-from torchrl_llm_kl.tasks._tools import TOOL_ERROR
+from torchrl_llm_kl.tasks._tools import TOOL_ERROR, called_tool
 
 #: The entries of an answer's tokens that a policy writes, over prompt and answer.
 _PER_TOKEN = (("tokens", "full"), ("masks", "all_attention_mask"), ("log_probs", "full"))
@@ -131,8 +131,9 @@ def turn_figures(batch: TensorDictBase) -> dict[str, float]:
         batch: the result of :func:`whole_episodes` or :func:`join_turns`.
 
     Returns:
-        ``turns``, the mean number of answers. ``tools/<name>``, the share of answers that call the tool, and ``tool_errors``,
-        the share of calls whose result is an error.
+        ``turns``, the mean number of answers. ``tools/<name>``, the share of answers that call the tool, and
+        ``tools/unknown`` for calls of a tool that does not exist or whose name cannot be read. ``tool_errors``, the share of
+        calls whose result is an error.
 
     Example:
         >>> turn_figures(batch)  # doctest: +SKIP
@@ -151,7 +152,7 @@ def turn_figures(batch: TensorDictBase) -> dict[str, float]:
         answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         for start, end in pairwise([*answers[-count:], len(messages)]):  # a prompt may hold earlier answers
             results = [message for message in messages[start:end] if message["role"] == "tool"]
-            callers.update({str(message["name"]) for message in results})
+            callers.update({called_tool(message) for message in results})
             errors += sum(str(message["content"]).startswith(TOOL_ERROR) for message in results)
             calls += len(results)
     figures = {"turns": sum(turns) / len(turns)}

@@ -287,9 +287,24 @@ class Tools:
 
     def _refusal(self, call: ToolCall) -> str:
         """The error of a call that cannot run. Empty if it can."""
-        unknown = f"the tool {call.name!r} does not exist. Tools: {', '.join(self.functions)}"
-        error = call.error or ("" if call.name in self.functions else unknown)
-        return f"{TOOL_ERROR}{error}" if error else ""
+        if not call.error and call.name not in self.functions:
+            return f"{_no_tool(call.name)}. Tools: {', '.join(self.functions)}"
+        return f"{TOOL_ERROR}{call.error}" if call.error else ""
+
+
+def _no_tool(name: str) -> str:
+    return f"{TOOL_ERROR}the tool {name!r} does not exist"
+
+
+def called_tool(message: Message) -> str:
+    """The name of the tool whose result a message holds. ``"unknown"`` if the policy made the name up.
+
+    Example:
+        >>> called_tool({"role": "tool", "name": "add", "content": "3"})
+        'add'
+    """
+    name = str(message["name"])
+    return "unknown" if str(message["content"]).startswith(_no_tool(name)) else name
 
 
 def _result(value: object) -> str:

@@ -259,8 +259,9 @@ def plan_algorithm(config: TrainConfig) -> AlgorithmPlan:
         changes["advantage_args"] = {"keys": {"run": "run", "step": "step"}, **more}
     try:
         if apply_overrides(preset, changes).summed == "seq-mean-token-sum-norm":
-            # This aggregation divides by the longest possible answer.
-            changes["max_len"] = config.sampler.max_new_tokens
+            # This aggregation divides by the largest number of sampled tokens in a row.
+            answers = 1 if turns is None or by_turn else turns.max
+            changes["max_len"] = answers * config.sampler.max_new_tokens
         algorithm = apply_overrides(preset, changes)
         algorithm.check_group_size(config.data.group_size, name="data.group_size")
     except (TypeError, ValueError) as error:

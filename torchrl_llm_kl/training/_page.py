@@ -190,6 +190,8 @@ def charts_of(runs: Sequence[RunFiles]) -> tuple[list[dict[str, object]], list[d
     first = [name for name in _FIRST if name in names]
     if "entropy" in first and "doctor/surprisal/entropy" in first:
         first.remove("doctor/surprisal/entropy")
+    # Runs of several turns.
+    first += [name for name in names if name in ("turns", "tool_errors") or name.startswith("tools/")]
     others = sorted(name for name in names if name not in (*first, "step", "seconds"))
     pairs = ([_chart(name, runs) for name in each] for each in (first, others))
     main, rest = ([chart.placed() for chart in each if chart.lines] for each in pairs)

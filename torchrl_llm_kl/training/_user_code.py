@@ -79,6 +79,9 @@ def user_files(config: TrainConfig) -> list[tuple[str, str]]:
     places = [("reward.function", part.function) for part in config.reward.parts.values()]
     places += [(f"algorithm.args.{name}", str(config.algorithm.args.get(name))) for name in FUNCTIONS_OF_ALGORITHM]
     places += [("kl.estimator", str(config.kl.estimator)), *(("imports", f"{path}:") for path in config.imports)]
+    if config.turns is not None:
+        places += [("turns.tools", place) for place in config.turns.tools]
+        places += [("turns.reply", str(config.turns.reply)), ("turns.stop", str(config.turns.stop))]
     files = [(key, place.rpartition(":")[0]) for key, place in places]
     return [(key, path) for key, path in files if path.endswith(".py")]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from torchrl_llm_kl import Sampling
 MAX_NEW_TOKENS = 14  # the longest right answer has 8
 WARMUP_STEPS = 300  # few enough to leave room for RL
 
+#: The token ids of each demonstration, and whether the model learns each token.
+Rows = Sequence[tuple[list[int], list[bool]]]
+
 # ChatML. `{% generation %}` marks the assistant's text, for tools that request that mask from the template.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -39,6 +43,12 @@ CHAT_TEMPLATE = (
 
 def build_tokenizer(problems: Sequence[Problem]) -> PreTrainedTokenizerFast:
     """Byte-level BPE: it encodes any text; each fixed phrase of the task and each digit is one token."""
+    texts = [text for p in problems for text in (f"user\n{p.query}", "assistant\n", p.answer(p.operation))]
+    return train_tokenizer([*texts, *[f"system\n{ShortCountdownEnv.SYSTEM_PROMPT}"] * 2], CHAT_TEMPLATE)
+
+
+def train_tokenizer(texts: Sequence[str], template: str, *, tags: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Byte-level BPE in which each phrase between the digits of ``texts`` is one token, and so is each tag."""
     bpe = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -49,8 +59,8 @@ def build_tokenizer(problems: Sequence[Problem]) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = [text for p in problems for text in (f"user\n{p.query}", "assistant\n", p.answer(p.operation))]
-    bpe.train_from_iterator([*texts, *[f"system\n{ShortCountdownEnv.SYSTEM_PROMPT}"] * 2], trainer)
+    bpe.train_from_iterator(texts, trainer)
+    bpe.add_tokens(list(tags))
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token="<|im_end|>",
@@ -58,7 +68,7 @@ def build_tokenizer(problems: Sequence[Problem]) -> PreTrainedTokenizerFast:
         additional_special_tokens=["<|im_start|>"],
         padding_side="left",
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = template
     return tokenizer
 
 
@@ -138,15 +148,30 @@ def warm_up(
     reaches the target, which is left to RL. Each step yields its loss.
     """
     rng = random.Random(seed)
+
+    def demonstrations() -> Iterator[Rows]:
+        while True:
+            batch = []
+            for problem in rng.choices(problems, k=batch_size):
+                operation = rng.choice(OPERATIONS) if rng.random() < random_share else problem.operation
+                prompt, answer = render_prompt(problem, tokenizer), problem.answer(operation) + tokenizer.eos_token
+                # Apart, since the sampled tokens of an answer never merge with those of its prompt.
+                before, own = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer))
+                batch.append((before + own, [False] * len(before) + [True] * len(own)))
+            yield batch
+
+    yield from imitate(model, tokenizer, demonstrations(), steps=steps, lr=lr)
+
+
+def imitate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batches: Iterable[Rows], *, steps: int, lr: float
+) -> Iterator[float]:
+    """Supervised training on the first ``steps`` batches. Each step yields its loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     # Its rise takes a tenth of the steps, and at least two.
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=max(steps, 20), pct_start=0.1)
     model.train()
-    for _ in range(steps):
-        batch = []
-        for problem in rng.choices(problems, k=batch_size):
-            operation = rng.choice(OPERATIONS) if rng.random() < random_share else problem.operation
-            batch.append((render_prompt(problem, tokenizer), problem.answer(operation) + tokenizer.eos_token))
+    for batch in islice(batches, steps):
         loss = _answer_loss(model, tokenizer, batch)
         optimizer.zero_grad()
         loss.backward()
@@ -157,14 +182,10 @@ def warm_up(
     model.eval()  # and it stays in evaluation mode: with dropout, sampling and scoring would disagree in RL
 
 
-def _answer_loss(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[tuple[str, str]]
-) -> Tensor:
+def _answer_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Rows) -> Tensor:
     """Mean cross-entropy of the answer tokens."""
-    answers = [tokenizer(answer, add_special_tokens=False)["input_ids"] for _, answer in batch]
-    prompts = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt, _ in batch]
-    rows = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    targets = [torch.tensor([-100] * len(p) + a) for p, a in zip(prompts, answers, strict=True)]
+    rows = [torch.tensor(tokens) for tokens, _ in batch]
+    targets = [torch.where(torch.tensor(mask), row, -100) for row, (_, mask) in zip(rows, batch, strict=True)]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
     target = torch.nn.utils.rnn.pad_sequence(targets, batch_first=True, padding_value=-100)
     # Padding is on the right, out of reach of causal attention: no attention mask is needed.

@@ -110,6 +110,15 @@ def test_changes_are_marked_and_the_target_begins_with_its_change() -> None:
     ]
 
 
+def test_figures_of_turns_and_tools_are_main_charts() -> None:
+    rows = [
+        {"step": n, "reward": 0.5, "ESS": 1.0, "turns": 1.5, "tools/add": 0.4, "tool_errors": 0.1} for n in range(2)
+    ]
+    main, rest = charts_of([RunFiles("one", {}, rows, [])])
+    assert [chart["figure"] for chart in main] == ["reward", "turns", "tools/add", "tool_errors"]
+    assert [chart["figure"] for chart in rest] == ["ESS"]
+
+
 def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     folder = run_in(tmp_path / "one", [0.5, float("nan"), float("inf"), 1.0], "0.1")
     assert "NaN" in (folder / "metrics.jsonl").read_text()

@@ -1,6 +1,7 @@
 """Runs of several turns: tokens stay as they were sampled, and each is charged, rewarded and trained once."""
 
 import math
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from cli_files import write_jsonl
 from task_lab import call, make_tokenizer
 from torchrl_llm_kl import Sampling
 from torchrl_llm_kl.tasks import PromptOrder, Turns, join_turns, make_env, turn_figures, whole_episodes
-from torchrl_llm_kl.training import ConfigError, Run, make_sampler, read_config, train
+from torchrl_llm_kl.training import ConfigError, Run, load_inputs, make_sampler, read_config, train
+from torchrl_llm_kl.training._build import plan_algorithm
+from torchrl_llm_kl.training._inputs import check_inputs_stay
 from toy_rollouts import make_model
 from train_lab import assert_same_run, ended_after
 
@@ -209,6 +212,26 @@ def test_a_row_that_has_ended_calls_no_function_again() -> None:
     assert again["group"].flatten().tolist() == [2, 3]
 
 
+def test_names_that_the_policy_makes_up_are_one_figure() -> None:
+    """A model may make up any number of names, which would each become a metric."""
+    tokenizer = make_tokenizer()
+
+    def count(number: int) -> int:
+        """Count.
+
+        Args:
+            number: a number.
+        """
+        return number
+
+    calls = [call("count", number=1), call("no/such", number=1), call("other", number=1), "<tool_call>{"]
+    answers = [calls, ["bye"] * 4]
+    ids = [[[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in row] for row in answers]
+    env = make_env(list("abcd"), lambda q, a, m: 0.0, tokenizer, num_prompts=4, group_size=1, turns=Turns(2, [count]))
+    batch = whole_episodes(env, scripted(tokenizer, ids))
+    assert turn_figures(batch) == {"turns": 2.0, "tools/count": 1 / 8, "tools/unknown": 3 / 8, "tool_errors": 0.75}
+
+
 def test_the_users_function_ends_a_conversation() -> None:
     batch, _, _ = two_turns(stop=lambda messages, metadata: messages[0]["content"] == "x")
     assert (batch["step"].flatten().tolist(), batch["next", "reward"].flatten().tolist()) == ([0, 0], [3.0, 1.0])
@@ -277,6 +300,24 @@ def test_the_reward_of_each_turn(lab: Path, tmp_path: Path) -> None:
         answer = batch["text", "response"][row].replace("<|im_end|>", "")
         assert batch["next", "reward"][row].item() == pytest.approx(sum(x in "aeiou" for x in answer) / 6)
     assert len(batch) > 8
+
+
+def test_the_file_of_the_tools_is_an_input_of_the_run(lab: Path, tmp_path: Path) -> None:
+    """A resumed run reports its changes, and the run may not move it."""
+    for name in ("reply", "tools"):
+        shutil.copy(lab / "mine.py", tmp_path / f"{name}.py")
+    changes = [f"turns.tools=[{tmp_path}/tools.py:add]", f"turns.reply={tmp_path}/reply.py:again"]
+    config = settings(lab, tmp_path, *changes)
+    assert {str(tmp_path / f"{name}.py") for name in ("reply", "tools")} < load_inputs(config).files.keys()
+    with pytest.raises(ConfigError, match=r"turns\.tools is .*tools\.py, which this run would move or replace"):
+        check_inputs_stay(config, ("tools.py",))
+
+
+def test_the_longest_row_has_the_answers_of_all_turns(lab: Path, tmp_path: Path) -> None:
+    """Dr. GRPO divides by it. An answer has up to 5 tokens, and a conversation up to 3 answers."""
+    for more, most in (([], 15), (["turns=null"], 5)):
+        config = settings(lab, tmp_path, "kl.target=null", *more, algorithm="dr_grpo")
+        assert plan_algorithm(config).algorithm.max_len == most
 
 
 REFUSED = {
