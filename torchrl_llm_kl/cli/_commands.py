@@ -239,7 +239,7 @@ def run_training(
     if config is None and not example:
         raise CommandError(f"name the file with the settings. {PROGRAM} train --example > config.yaml writes one.")
     from torchrl_llm_kl.tasks import RewardError
-    from torchrl_llm_kl.training import example_config, load_inputs, read_config, train
+    from torchrl_llm_kl.training import EngineError, example_config, load_inputs, read_config, train
 
     if example or config is None:
         print(example_config(), end="")
@@ -260,8 +260,8 @@ def run_training(
         return
     try:
         result = train(settings, fresh=fresh, changes=change or (), say=say)
-    # The error of a user's reward function is an input error, without a traceback of this package.
-    except RewardError as error:
+    # Errors of a user's reward function or server, without a traceback of this package.
+    except (EngineError, RewardError) as error:
         raise CommandError(str(error)) from error
     if result.final is not None and os.environ.get("RANK", "0") == "0":  # of several ranks one reports
         print_table(["", ""], [[label, figure] for label, figure in result.figures.items()])

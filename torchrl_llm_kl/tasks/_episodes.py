@@ -45,13 +45,13 @@ def whole_episodes(env: EnvBase, policy: TensorDictModuleBase) -> TensorDictBase
         tensor([0, 0, 1, 2, 2, 2])
     """
     step = env.reset()
-    active = torch.ones(env.batch_size, dtype=torch.bool)
+    active = torch.ones(env.batch_size, dtype=torch.bool)  # rows whose episode goes on
     episodes: list[list[TensorDictBase]] = [[] for _ in active]
     while True:
         if not active.all():
             step.set("_step", active.to(env.device or "cpu"))
         step = env.step(policy(step))
-        step.pop("_step", None)
+        step.pop("_step", None)  # it belongs to this turn only
         done = step["next", "done"].flatten().cpu()
         if not any(episodes) and done.all():
             return step  # all episodes have one turn
@@ -82,7 +82,7 @@ def join_turns(batch: TensorDictBase, tokenizer: Tokenizer) -> TensorDictBase:
     """Join the turns of each conversation into one row. Its tokens are forwarded once, and any algorithm can train on it.
 
     Args:
-        batch: the result of :func:`whole_episodes`, ``[R]``. The tokens of a turn begin with those of the turn before.
+        batch: the result of :func:`whole_episodes`, ``[R]``. Each turn begins with the tokens of the turn before.
         tokenizer: the tokenizer of the policy.
 
     Returns:
@@ -92,7 +92,7 @@ def join_turns(batch: TensorDictBase, tokenizer: Tokenizer) -> TensorDictBase:
         ``[E, 1]``. The other entries are the last turn's.
 
     Raises:
-        ValueError: if the tokens of a turn do not begin with those of the turn before.
+        ValueError: if a turn does not begin with the tokens of the turn before.
 
     Example:
         >>> batch = join_turns(whole_episodes(env, policy), tokenizer)  # doctest: +SKIP
@@ -102,6 +102,7 @@ def join_turns(batch: TensorDictBase, tokenizer: Tokenizer) -> TensorDictBase:
     parts = [_Conversation.of(number, rows) for number, rows in enumerate(episodes)]
     last = lazy_stack([rows[-1] for rows in episodes])
     out = last.exclude("tokens", "masks", "text", "log_probs", "run", "step", "sampled")
+    # A sampler writes them for all turns or for none.
     log_probs = [part.log_probs for part in parts if part.log_probs is not None]
     write_answers(
         out,
@@ -113,7 +114,7 @@ def join_turns(batch: TensorDictBase, tokenizer: Tokenizer) -> TensorDictBase:
         assistant=[part.sampled for part in parts],
     )
     after = out["masks", "all_attention_mask"].clone()
-    after[:, : out["tokens", "prompt"].shape[-1]] = False
+    after[:, : out["tokens", "prompt"].shape[-1]] = False  # the first prompt was not sampled
     out.set("expert_mask", after & ~out["masks", "all_assistant_mask"])
     out.set("turns", counts.unsqueeze(-1))
     index = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
@@ -186,7 +187,7 @@ class _Conversation:
     @classmethod
     def of(cls, number: int, turns: Sequence[TensorDictBase]) -> _Conversation:
         """Join the turns of a conversation."""
-        ids = _real(turns[-1], ("tokens", "full"))
+        ids = _real(turns[-1], ("tokens", "full"))  # the last turn holds all tokens before it
         sampled = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         written = [row for row in turns if has_entry(row, ("log_probs", "full"))]
         log_probs = torch.zeros(len(ids), device=ids.device) if written else None

@@ -11,6 +11,9 @@ from torchrl_llm_kl.training._config import (
     example_config as example_config,
     read_config as read_config,
 )
+from torchrl_llm_kl.training._engine import (
+    EngineError as EngineError,
+)
 from torchrl_llm_kl.training._models import (
     ModelError as ModelError,
     chat_tokenizer as chat_tokenizer,

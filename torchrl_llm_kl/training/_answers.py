@@ -53,6 +53,7 @@ class CopiedWeights:
 
     def __init__(self, policy: nn.Module) -> None:
         self.policy = policy
+        # In the memo of a deep copy they count as copied, so the base model of adapters is not held twice.
         fixed = {id(p): p for p in policy.parameters() if not p.requires_grad}
         self.copy = copy.deepcopy(policy, fixed).requires_grad_(False)
 
@@ -111,6 +112,7 @@ class Answers:
         if self._thread is None:
             batch = self._sample(self.version)
         else:
+            # The thread waits by itself for weights, so the queue may hold batches that cannot begin yet.
             while len(self._batches) <= self.ahead:
                 self._batches.append(self._thread.submit(self._sample, self._next_step))
                 self._next_step += 1
@@ -120,6 +122,7 @@ class Answers:
 
     def updated(self) -> None:
         """Say that the trained weights have changed. Call it once after each step."""
+        # Outside of the lock: writing the weights of a server takes seconds, and the thread may go on.
         taken = None if self.weights is None else self.weights.take(self.version + 1)
         if self._thread is None and self.weights is not None:
             # Now, since an evaluation may use the sampler before the next batch.
@@ -145,6 +148,7 @@ class Answers:
                 if self._closed or not main_thread().is_alive():  # a program may end without `close`
                     raise RuntimeError("the run has ended")
                 self._changed.wait(1.0)
+            # Both at once, so that the version belongs to these weights.
             version, taken, self._newest = self.version, self._newest, None
         if self.weights is not None and self._thread is not None:
             version = self.weights.install(taken, version)
@@ -216,6 +220,7 @@ def sampler_gap(batch: TensorDictBase, step: int) -> float | None:
     keys = [("next", name, "full") for name in ("log_probs", "sampler_log_probs")]
     if not all(has_entry(batch, key) for key in keys):
         return None
+    # Older weights differ from the trainer's by design.
     newest = (batch["policy_version"] == step).flatten()
     own, theirs = (batch[key][newest] for key in keys)
     off = (own - theirs).abs()[(theirs != 0) & theirs.isfinite()]

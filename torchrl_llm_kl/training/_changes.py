@@ -82,6 +82,7 @@ def resume_with(
         return config, None, []
     recorded, old, said = changes_of(saved), cast(Mapping[str, object], saved.numbers.get("config", {})), []
     settings = config.to_dict()
+    # The first command still has the old values of settings that were changed since.
     for key, (given, now) in differences(settings, old).items():
         change = next((each for each in reversed(recorded) if each["key"] == key), None)
         if change is not None and given in [each["before"] for each in recorded if each["key"] == key]:
@@ -106,6 +107,7 @@ def resume_with(
         raise ConfigError(
             f"{out} has a run with other settings ({listed}): use those, {advice}or begin anew with --fresh."
         )
+    # They count from the checkpoint on, where the run continues.
     new = [Change(step=saved.step, key=key, before=x, now=y) for key, (x, y) in different.items()]
     said += [f"from step {saved.step} on, {each['key']} is {each['now']} instead of {each['before']}." for each in new]
     numbers = {**saved.numbers, "config": config.to_dict(), "changes": [*recorded, *new]}
@@ -137,6 +139,7 @@ def prompts_used(step: int, num_prompts: int, changes: Sequence[Change]) -> int:
         14
     """
     used = 0
+    # Backwards, since each change knows the number before it.
     for change in reversed([each for each in changes if each["key"] == "data.num_prompts"]):
         used += (step - change["step"]) * num_prompts
         step, num_prompts = change["step"], cast(int, change["before"])

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from http.client import HTTPException
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,19 +92,20 @@ class Engine:
             EngineError: if the server does not answer, or answers with an error.
         """
         headers = {"Content-Type": "application/json"}
+        # From the environment, since settings are written into the folder of the run.
         if key := os.environ.get("VLLM_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=_LONG) as reply:
-                return json.loads(reply.read() or "null")
+                return json.loads(reply.read() or "null")  # vLLM answers some calls with an empty body
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")[:300]
             advice = ""
-            if error.code == 404:
+            if error.code == 404:  # the routes exist only with these two switches
                 advice = " Start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out."
             raise EngineError(f"{url}{path} answered {error.code}: {text}.{advice}") from error
-        except OSError as error:
+        except (OSError, HTTPException, ValueError) as error:  # a server that ends may send half of an answer
             raise EngineError(f"{url}{path} did not answer: {error}. Is the server running?") from error
 
     def generate(self, prompt: Sequence[int], settings: Json, group: int = 0) -> Generated:
@@ -117,6 +119,7 @@ class Engine:
         Raises:
             EngineError: if the server does not answer in the form of vLLM's token interface.
         """
+        # One server for all answers to a prompt, whose prefix cache then holds the prompt.
         url = self.urls[group % len(self.urls)]
         answer = self.post(url, "/inference/v1/generate", token_ids=list(prompt), sampling_params=settings)
         try:
@@ -125,7 +128,7 @@ class Engine:
             log_probs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
             kept, experts = choice.get("sampling_mask"), choice.get("routed_experts")
             if experts is not None:
-                import numpy as np
+                import numpy as np  # only mixtures of experts need it
 
                 experts = torch.from_numpy(np.load(BytesIO(b64decode(experts))))
         except (KeyError, TypeError, ValueError) as error:
@@ -178,7 +181,7 @@ class EngineSampler(TensorDictModuleBase):
         self.engine, self.tokenizer, self.seed = engine, tokenizer, seed
         self.in_keys = [("text", "prompt")]
         self.out_keys = ["text", "tokens", "masks", ("log_probs", "full")]
-        drawn = Sampling() if sampling is None else sampling
+        drawn = Sampling() if sampling is None else sampling  # a temperature of 0 makes it greedy
         # Missing settings would be taken from the checkpoint's generation_config.json.
         self.settings: Json = {
             "temperature": 0.0 if sampling is None else drawn.temperature,
@@ -194,6 +197,7 @@ class EngineSampler(TensorDictModuleBase):
         rows = [row for row, active in enumerate(active_rows(tensordict)) if active]
         keys = answer_keys(tensordict)
 
+        # A seed for each answer: a resumed run asks for the same one, whatever the order of the requests.
         def ask(row: int) -> Generated:
             seed = int(torch.randint(2**31, (1,), generator=keyed_generator(self.seed, *keys[row])))
             return self.engine.generate(prompts[row], {**self.settings, "seed": seed}, group=keys[row][0])
@@ -212,6 +216,7 @@ class EngineSampler(TensorDictModuleBase):
 def _write_records(out: TensorDictBase, answers: Sequence[Generated]) -> None:
     """Write the kept ids and the experts that the server recorded, which transforms and losses replay."""
     mask, width = out["masks", "all_attention_mask"], out["tokens", "prompt"].shape[-1]
+    # A record of some answers would be read as "nothing was kept" for the others.
     if all(each.kept is not None for each in answers):
         kept = [each.kept or [] for each in answers]
         counts = torch.zeros(mask.shape, dtype=torch.int32)
@@ -264,16 +269,18 @@ class ServedWeights:
     ) -> None:
         self.engine, self.policy, self.tokenizer, self.folder = engine, policy, tokenizer, folder.resolve()
         self.ranks, self.kept = Ranks() if ranks is None else ranks, kept
-        # A group of its own, since the thread that samples must not mix its messages with those of the training.
+        # A separate group: the thread that samples must not mix its messages with the messages of the training.
         self._group = dist.new_group(backend="gloo") if self.ranks.count > 1 else None
 
     def take(self, version: int) -> Path:
         """Write the weights, and return their folder. All ranks call it."""
         path = self.folder / f"weights-{version}"
+        # Adapters are merged from the gathered weights in place, so only whole models need a copy of all weights.
         sharded = any(isinstance(each, FSDPModule) for each in self.policy.modules())
         weights = whole_weights(self.policy) if sharded and not hasattr(self.policy, "peft_config") else None
         with whole(self.policy):
             if self.ranks.first:
+                # A thread that samples ahead may still load one of the last versions.
                 for old in self.folder.glob("weights-*"):
                     if not version - self.kept < int(old.name.partition("-")[2]) < version:
                         shutil.rmtree(old)
@@ -285,7 +292,7 @@ class ServedWeights:
         version = self._smallest(version)
         if isinstance(taken, Path) and self.ranks.first:
             self.engine.load(taken)
-        return self._smallest(version)
+        return self._smallest(version)  # the others wait for the load
 
     def _smallest(self, number: int) -> int:
         """The smallest number of all ranks. Waits for them."""
@@ -319,6 +326,7 @@ def save_merged(
     modules: dict[str, Any] = dict(base.named_modules())
     for name, module in modules.items():
         if hasattr(module, "get_delta_weight"):
+            # PEFT's own merge changes the base weights, which come back with another rounding.
             delta = sum(module.get_delta_weight(adapter) for adapter in module.active_adapters)
             merged[f"{name}.weight"] = (module.get_base_layer().weight + delta).detach()
     # A sharded model's state_dict would split its weights again.
@@ -345,16 +353,18 @@ class StartedEngine(Engine):
     """
 
     def __init__(self, command: str, model: Path, log: Path, arguments: Sequence[str] = ()) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
+        with socket.create_server(("127.0.0.1", 0)) as free:  # the system chooses a free port
             port = free.getsockname()[1]
         super().__init__(f"http://127.0.0.1:{port}")
         words = [word.replace("{model}", str(model)) for word in shlex.split(command)]
         words += ["--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"]
+        # By default vLLM returns log-probs before temperature and truncation.
         words += ["--logprobs-mode", "processed_logprobs", *arguments]
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
             with log.open("wb") as out:
                 environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}  # lets clients replace the weights
+                # A session of its own: Ctrl-C ends the step of the run first, and `close` ends all its processes.
                 how: Any = {"stdout": out, "stderr": out, "env": environment, "start_new_session": True}
                 self._process = subprocess.Popen(words, **how)
         except OSError as error:

@@ -80,7 +80,7 @@ class ExpertRows:
             step: the number of finished steps.
 
         Returns:
-            ``[B + count]`` rows. ``"expert_mask"`` is True for those of experts, whose other entries are 0.
+            ``[B + count]`` rows. ``"expert_mask"`` is True for the experts, whose other entries are 0.
         """
         rows = self.of_step(step)
         device = own["tokens", "full"].device
@@ -98,6 +98,7 @@ class ExpertRows:
             key: torch.stack([placed(row, row[key]) for row in rows]).to(device)
             for key in (("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask"))
         }
+        # All prompts of a batch end in one column.
         written["tokens", "prompt"] = written["tokens", "full"][:, : left + width]
         own = own.set(("masks", "all_assistant_mask"), _trained(own))
         out = TensorDict(batch_size=[len(own) + len(rows)])
@@ -111,7 +112,7 @@ class ExpertRows:
             out.set(key, torch.cat([values, theirs.to(values.dtype)]))
         number = torch.arange(len(out), device=device)
         out.set("expert_mask", number >= len(own))
-        if has_entry(own, "loss_mask"):
+        if has_entry(own, "loss_mask"):  # its zeros would leave the experts out
             out["loss_mask"][len(own) :] = True
         return out
 

@@ -184,6 +184,7 @@ class Ranks:
         Returns:
             All rows, dense, padded to one width.
         """
+        # Texts stay where they are: no loss reads them.
         keys = [key for key, value in batch.items(True, True) if isinstance(value, Tensor)]
         own = batch.select(*keys).contiguous()
         shares = self.gather(own.cpu())
@@ -198,7 +199,7 @@ class Ranks:
 
         wholes = [each for each in parameters if not isinstance(each, DTensor)]
         for each in wholes:
-            if each.grad is None:
+            if each.grad is None:  # this rank had no rows, but the others wait for its share
                 each.grad = torch.zeros_like(each.data)
         for dtype in dict.fromkeys(each.dtype for each in wholes) if self.count > 1 else ():
             gradients = [each.grad for each in wholes if each.grad is not None and each.dtype == dtype]
@@ -316,6 +317,7 @@ def shard(model: nn.Module, device: torch.device | str) -> None:
 
     if not dist.is_initialized():
         raise RuntimeError("no process group shares the weights: start the script with torchrun, and use joined_ranks.")
+    # One mesh for all layers, since each mesh has a process group of its own.
     mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
     for layer in layers_of(model):
         fully_shard(layer, mesh=mesh)

@@ -224,7 +224,7 @@ class Run:
         return make(num_prompts=-(-num_prompts // count), group_size=group_size)
 
     def _answers(self, weights: Weights | None) -> Answers:
-        """The source of the batches of the training. ``weights`` are those of a server."""
+        """The source of the batches of the training. ``weights`` belong to a server."""
         config, inputs, policy = self.config, self.inputs, self.policy
         data, ahead = config.data, config.algorithm.max_staleness
         copied = CopiedWeights(policy) if ahead and weights is None else None

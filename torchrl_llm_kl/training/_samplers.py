@@ -37,6 +37,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, tensordict: TensorDictBase) -
     sampled = read_rows_of(tensordict, "sampled") if has_entry(tensordict, "sampled") else None
     out = []
     for text, (length, ids) in zip(texts, sampled or [(0, [])] * len(texts), strict=True):
+        # Special tokens such as BOS belong to the start of a conversation only.
         out.append([*ids, *tokenizer(text[length:], add_special_tokens=not ids).input_ids])
     return texts, out
 
