@@ -72,7 +72,7 @@ def test_the_three_lines_of_yaml_train(page: str, tmp_path: Path, monkeypatch: p
     if page == "README.md":
         function = re.search(r"# (def .*)", config).group(1)
     else:
-        (function,) = (block.code for block in all_blocks("python") if block.page == page)
+        function = next(block.code for block in all_blocks("python") if block.page == page)
     Path("config.yaml").write_text(config.replace("Qwen/Qwen2.5-0.5B-Instruct", str(tmp_path / "model")))
     Path("prompts.jsonl").write_text(f"{prompt}\n" * 12)
     Path("rewards.py").write_text(function)

@@ -335,8 +335,9 @@ class Run:
         if gap is None:
             return
         figures["sampler_gap"] = gap
-        first = next((row["sampler_gap"] for row in self.rows.rows if "sampler_gap" in row), gap)
-        if gap > max(_LARGEST_GAP, 4 * first):
+        gaps = [row["sampler_gap"] for row in self.rows.rows if "sampler_gap" in row]
+        first, limit = gaps[0] if gaps else gap, max(_LARGEST_GAP, 4 * gaps[0] if gaps else 0.0)
+        if gap > limit and (not gaps or gaps[-1] <= limit):  # once, not at each step
             self.say(
                 f"warning: the sampler's log-probs are {gap:.3g} nats per token from the trainer's, at the first step "
                 f"{first:.3g}: it may have older weights, or another temperature or truncation."
