@@ -48,7 +48,7 @@ study-target: $(READY)  ## Run the demo with two controllers on ten seeds (an ho
 	OMP_NUM_THREADS=1 $(BIN)/python tutorials/countdown_study.py target $(ARGS)
 
 # A test that hangs ends its worker after five minutes, with the stacks of all threads, and the others go on.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --timeout 300
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --timeout 300 --timeout-method thread
 # Tests on an accelerator have a process of their own: the simulated one is there for all that runs beside it.
 DEVICE ?= sim
 ON_DEVICE := TORCHRL_LLM_KL_DEVICE=$(DEVICE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --timeout 300 tests/device

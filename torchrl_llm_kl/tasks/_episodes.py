@@ -92,11 +92,13 @@ def join_turns(batch: TensorDictBase, tokenizer: Tokenizer) -> TensorDictBase:
         ``[E, 1]``. The other entries are the last turn's.
 
     Raises:
-        ValueError: if a turn does not begin with the tokens of the turn before.
+        ValueError: if a turn does not begin with the tokens of the turn before, or the turns are scored already.
 
     Example:
         >>> batch = join_turns(whole_episodes(env, policy), tokenizer)  # doctest: +SKIP
     """
+    if has_entry(batch, ("next", "log_probs", "full")):
+        raise ValueError("the turns are scored already: join them first, then score the conversations.")
     _, counts = batch["run"].flatten().unique_consecutive(return_counts=True)
     episodes = [rows.unbind(0) for rows in batch.split(counts.tolist())]
     parts = [_Conversation.of(number, rows) for number, rows in enumerate(episodes)]

@@ -172,6 +172,13 @@ def test_a_policy_that_tokenises_earlier_turns_again_is_refused() -> None:
         join_turns(batch, tokenizer)
 
 
+def test_turns_are_joined_before_they_are_scored() -> None:
+    batch, _, tokenizer = two_turns()
+    batch["next", "log_probs", "full"] = torch.zeros(batch["tokens", "full"].shape)
+    with pytest.raises(ValueError, match="join them first, then score"):
+        join_turns(batch, tokenizer)
+
+
 # ------------------------------------------------------------------ rows that have ended
 
 
