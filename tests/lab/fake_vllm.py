@@ -27,7 +27,9 @@ class FakeVllm:
         self._lock = threading.Lock()
         self._load(folder)
 
-    def __call__(self, request: urllib.request.Request, timeout: float) -> io.BytesIO:
+    def __call__(self, request: urllib.request.Request | str, timeout: float) -> io.BytesIO:
+        if isinstance(request, str):  # /health
+            return io.BytesIO()
         assert isinstance(request.data, bytes)
         path = request.full_url.removeprefix("http://127.0.0.1:8000")
         return io.BytesIO(self.answer(path, request.data))
@@ -87,6 +89,10 @@ def served(folder: Any) -> Iterator[tuple[str, FakeVllm]]:
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
 
         def log_message(self, *_: Any) -> None:
             """Print nothing."""

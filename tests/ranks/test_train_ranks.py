@@ -117,24 +117,41 @@ def test_conversations_of_different_lengths(pool, lab, tmp_path, algorithm):
     check(tmp_path / "2", tmp_path / "1")
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+SLOW = """
+import time
+import torch.distributed as dist
+
+
+def slow(question, answer, metadata):
+    time.sleep(0.1 * dist.get_rank())
+    return len(answer) % 3
+"""
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
 def test_ranks_share_a_server(pool, lab, tmp_path, ahead):
-    """The first rank gives it the weights, while no rank samples. Sharded weights are gathered for it."""
+    """The first rank gives it the weights, while no rank samples. Sharded weights are gathered for it.
+
+    The second rank is slower. At the end it has not begun the batch that the first one waits for.
+    """
+    (tmp_path / "slow.py").write_text(SLOW)
     with served(lab / "model") as (url, fake):
         changes = (f"sampler.engine={url}", f"algorithm.max_staleness={ahead}", "optimizer.warmup_steps=0")
+        changes += (f"reward.function={tmp_path / 'slow.py'}:slow",)
         outcome, said = start(pool, lab, tmp_path, *SHORT, *changes)
         state = fake._model.state_dict()
     rows = figures(tmp_path / "metrics.jsonl")
     assert (outcome, [line for line in said if "warning" in line]) == ("finished", [])
     assert fake.paths.count("/inference/v1/generate") >= 3 * 8
     assert [row["age_max"] <= ahead for row in rows] == [True] * 3
-    assert max(row.get("sampler_gap", 0.0) for row in rows) < 1e-6
     assert rows[0]["sampler_gap"] < 1e-6
     assert rows[-1]["age_max"] == ahead
+    assert not list((tmp_path / "engine").glob("weights-*")), "they go with the run"
     if ahead == 0:
         final = weights(tmp_path / "final")
         assert max(float((values - state[name]).abs().max()) for name, values in final.items() if name in state) < 1e-6
         assert fake.paths.count("/collective_rpc") == 4
+        assert max(row["sampler_gap"] for row in rows) < 1e-6
 
 
 @pytest.fixture(scope="module")

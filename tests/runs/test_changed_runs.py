@@ -31,6 +31,19 @@ def changed(lab: Path, whole: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return out, go(lab, out, changes=CHANGES)[1]
 
 
+def test_turns_that_begin_and_end_in_a_run(lab: Path, tmp_path: Path) -> None:
+    """The first command resumes the run after each change."""
+    (tmp_path / "mine.py").write_text("def again(messages, metadata):\n    return 'Sure?'\n")
+    out, short = tmp_path / "out", ["evaluation.every=0", "optimizer.schedule=constant"]
+    go(lab, out, *short, "run.steps=2")
+    turns = ["turns.max=2", f"turns.reply={tmp_path / 'mine.py'}:again"]
+    go(lab, out, *short, "run.steps=3", changes=turns)
+    go(lab, out, *short, "run.steps=4")
+    go(lab, out, *short, "run.steps=5", changes=["turns=null"])
+    result, _ = go(lab, out, *short, "run.steps=6")
+    assert [row.get("turns") for row in result.rows] == [None, None, 2, 2, None, None]
+
+
 def test_a_change_equals_a_run_that_is_continued_by_hand(lab: Path, whole: Path, changed: Any, tmp_path: Path) -> None:
     """By hand: settings of the objects that the settings make, before each step. The rate falls linearly: 2/3, 1/3."""
     saved = Checkpoints(whole / "checkpoints").at(2)

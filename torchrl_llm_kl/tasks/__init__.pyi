@@ -8,6 +8,7 @@ from torchrl_llm_kl.tasks._env import (
 )
 from torchrl_llm_kl.tasks._episodes import (
     join_turns as join_turns,
+    turn_counts as turn_counts,
     turn_figures as turn_figures,
     whole_episodes as whole_episodes,
 )

@@ -54,6 +54,7 @@ class Turns:
             are parsed in the chat template's own format, which may be Hermes' and Qwen's, Qwen 3.5's and GLM's, Mistral's or
             Llama 3's.
         workers: the number of concurrent sync calls of tools and replies (default one), and of async calls (default all).
+        max_tokens: the longest prompt of a turn, in tokens. A conversation whose next prompt is longer ends as truncated.
 
     Raises:
         ValueError: if ``max_turns`` is less than 2, if nothing follows an answer, or if a parser has no tools.
@@ -70,10 +71,11 @@ class Turns:
     stop: Stop | None = None
     tool_parser: ToolParser | None = None
     workers: int | None = None
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         check_range(2, max_turns=self.max_turns)
-        check_range(1, workers=self.workers)
+        check_range(1, workers=self.workers, max_tokens=self.max_tokens)
         if not self.tools and (self.reply is None or self.tool_parser is not None):
             raise ValueError("several turns need tools= or reply=, and tool_parser= needs tools=.")
         if self.reply is not None:
@@ -394,15 +396,22 @@ class TaskEnv(ChatEnv):
             if not after:
                 continue
             try:
-                texts[row] = dialog.next_prompt(texts[row], rows[row].messages, after)
+                text = dialog.next_prompt(texts[row], rows[row].messages, after)
+                if turns.max_tokens is not None:
+                    length, ids = sampled[row]
+                    own = (length, ids) if ids else (0, [])  # a policy without tokens
+                    if len(own[1]) + len(dialog.tokenizer(text[own[0] :]).input_ids) > turns.max_tokens:
+                        replies[row] = None
+                        continue
+                texts[row] = text
                 rows[row].messages.extend(after)
             except Exception as error:  # a template may raise anything
                 replies[row] = None
                 reason = f"{type(error).__name__}: {error}"
                 self._log.add(f"the template cannot continue row {row}, whose episode ends: {reason}")
-        text = Text.from_tensordict(next_td.empty())
-        text.prompt = texts
-        next_td.set("text", text)
+        prompts_of_turn = Text.from_tensordict(next_td.empty())
+        prompts_of_turn.prompt = texts
+        next_td.set("text", prompts_of_turn)
         next_td.set("state", self._states(texts))
         next_td.set("messages", stack_rows(row.messages for row in rows))
         next_td.set("sampled", stack_rows(sampled))

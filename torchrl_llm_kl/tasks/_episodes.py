@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -127,11 +127,11 @@ def join_turns(batch: TensorDictBase, tokenizer: Tokenizer) -> TensorDictBase:
     return out
 
 
-def turn_figures(batch: TensorDictBase) -> dict[str, float]:
-    """Means over the conversations of a batch. Empty if the env has no turns.
+def turn_figures(counts: Mapping[str, int]) -> dict[str, float]:
+    """Means over conversations. Empty if the env has no turns.
 
     Args:
-        batch: the result of :func:`whole_episodes` or :func:`join_turns`.
+        counts: the result of :func:`turn_counts`, or the sum of several.
 
     Returns:
         ``turns``, the mean number of answers. ``tools/<name>``, the share of answers that call the tool, and
@@ -139,28 +139,49 @@ def turn_figures(batch: TensorDictBase) -> dict[str, float]:
         calls whose result is an error.
 
     Example:
-        >>> turn_figures(batch)  # doctest: +SKIP
+        >>> turn_figures({"conversations": 4, "answers": 6, "tools/add": 3, "calls": 5, "errors": 1})
+        {'turns': 1.5, 'tools/add': 0.5, 'tool_errors': 0.2}
+    """
+    if not counts:
+        return {}
+    figures = {"turns": counts["answers"] / counts["conversations"]}
+    tools = sorted(name for name in counts if name.startswith("tools/"))
+    figures |= {name: counts[name] / counts["answers"] for name in tools}
+    return figures | ({"tool_errors": counts.get("errors", 0) / counts["calls"]} if counts.get("calls") else {})
+
+
+def turn_counts(batch: TensorDictBase) -> Counter[str]:
+    """The numbers of conversations, answers, and calls of tools in a batch. Empty if the env has no turns.
+
+    Args:
+        batch: the result of :func:`whole_episodes` or :func:`join_turns`.
+
+    Returns:
+        ``conversations``, ``answers``, ``calls``, ``errors`` (calls whose result is an error), and ``tools/<name>``, the
+        answers that call the tool.
+
+    Example:
+        >>> turn_figures(turn_counts(batch))  # doctest: +SKIP
         {'turns': 1.75, 'tools/add': 0.43, 'tool_errors': 0.0}
     """
     conversations = read_rows_of(batch["next"], "messages") if has_entry(batch, ("next", "messages")) else None
+    counts = Counter[str]()
     if conversations is None:
-        return {}
+        return counts
     if has_entry(batch, "turns"):
         turns = batch["turns"].flatten().tolist()
     else:
         turns = batch["run"].flatten().unique_consecutive(return_counts=True)[1].tolist()
         conversations = [conversations[last - 1] for last in accumulate(turns)]
-    callers, errors, calls = Counter[str](), 0, 0
+    counts.update(conversations=len(turns), answers=sum(turns))
     for messages, count in zip(conversations, turns, strict=True):
         answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         for start, end in pairwise([*answers[-count:], len(messages)]):  # a prompt may hold earlier answers
             results = [message for message in messages[start:end] if message["role"] == "tool"]
-            callers.update({called_tool(message) for message in results})
-            errors += sum(str(message["content"]).startswith(TOOL_ERROR) for message in results)
-            calls += len(results)
-    figures = {"turns": sum(turns) / len(turns)}
-    figures |= {f"tools/{name}": number / sum(turns) for name, number in sorted(callers.items())}
-    return figures | ({"tool_errors": errors / calls} if calls else {})
+            counts.update({f"tools/{called_tool(message)}" for message in results})
+            errors = sum(str(message["content"]).startswith(TOOL_ERROR) for message in results)
+            counts.update(calls=len(results), errors=errors)
+    return counts
 
 
 def _keys_of_rewards(after: TensorDictBase) -> list[NestedKey]:

@@ -33,6 +33,9 @@ class Weights(Protocol):
         This is called before each batch. ``taken`` is None if the sampler has the newest weights.
         """
 
+    def close(self) -> None:
+        """End a call of :meth:`install` that waits for other ranks."""
+
 
 class CopiedWeights:
     """The weights of a copy of the policy. Weights that are not trained are shared with it.
@@ -68,6 +71,9 @@ class CopiedWeights:
             for name, values in taken.items() if isinstance(taken, Mapping) else ():
                 own[name].copy_(values)
         return version
+
+    def close(self) -> None:
+        """See :class:`Weights`."""
 
 
 class Answers:
@@ -137,6 +143,8 @@ class Answers:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        if self.weights is not None:
+            self.weights.close()
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
@@ -203,25 +211,25 @@ def leave_out_old(batch: TensorDictBase, step: int, limit: int) -> dict[str, flo
     return {"age": ages.float().mean().item(), "age_max": int(ages.max()), "too_old": int(old.sum())}
 
 
-def sampler_gap(batch: TensorDictBase, step: int) -> float | None:
-    """The mean distance of the sampler's log-probs to the trainer's, in nats per token, for rows of the newest weights.
+def sampler_gap(batch: TensorDictBase) -> float | None:
+    """The mean distance of the sampler's log-probs to the trainer's, in nats per token.
+
+    For rows of older weights it includes the steps between both.
 
     Returns:
-        None if the batch has no such rows, or no log-probs of both.
+        None if the batch has not the log-probs of both.
 
     Example:
         >>> from tensordict import TensorDict
-        >>> batch = TensorDict(policy_version=torch.tensor([[4]]), batch_size=[1])
+        >>> batch = TensorDict(batch_size=[1])
         >>> batch["next", "log_probs", "full"] = torch.tensor([[0.0, -1.0]])
         >>> batch["next", "sampler_log_probs", "full"] = torch.tensor([[0.0, -1.5]])
-        >>> sampler_gap(batch, step=4)
+        >>> sampler_gap(batch)
         0.5
     """
     keys = [("next", name, "full") for name in ("log_probs", "sampler_log_probs")]
     if not all(has_entry(batch, key) for key in keys):
         return None
-    # Older weights differ from the trainer's by design.
-    newest = (batch["policy_version"] == step).flatten()
-    own, theirs = (batch[key][newest] for key in keys)
+    own, theirs = (batch[key] for key in keys)
     off = (own - theirs).abs()[(theirs != 0) & theirs.isfinite()]
     return off.mean().item() if len(off) else None

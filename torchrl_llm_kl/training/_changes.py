@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypedDict, cast
@@ -93,7 +94,7 @@ def resume_with(
     if free := [key for key in wanted if not MAY_CHANGE.isdisjoint({key, key.split(".")[0]})]:
         raise ConfigError(f"{', '.join(free)} may differ in a resumed run: pass it as KEY=VALUE, without --change.")
     different = differences(old, config.to_dict())
-    others = [key for key in different if not any(f"{key}.".startswith(f"{each}.") for each in wanted)]
+    others = [key for key in different if not any(_covers(each, key) for each in wanted)]
     for key in [key for key in different if key not in others]:
         if reason := _reason(key):
             raise ConfigError(
@@ -102,7 +103,8 @@ def resume_with(
             )
     if others:
         listed = "; ".join(f"{key}: {different[key][0]}, now {different[key][1]}" for key in others)
-        advice = " ".join(f"--change {key}={as_yaml(different[key][1])}" for key in others if not _reason(key))
+        free = [key for key in others if not _reason(key)]
+        advice = " ".join(f"--change {shlex.quote(f'{key}={as_yaml(different[key][1])}')}" for key in free)
         advice = f"change the run from step {saved.step} on with {advice}, " if advice else ""
         raise ConfigError(
             f"{out} has a run with other settings ({listed}): use those, {advice}or begin anew with --fresh."
@@ -112,6 +114,11 @@ def resume_with(
     said += [f"from step {saved.step} on, {each['key']} is {each['now']} instead of {each['before']}." for each in new]
     numbers = {**saved.numbers, "config": config.to_dict(), "changes": [*recorded, *new]}
     return config, replace(saved, numbers=numbers) if new else saved, said
+
+
+def _covers(change: str, key: str) -> bool:
+    """Whether a change is of a setting, of the values in it, or of the section around it."""
+    return f"{key}.".startswith(f"{change}.") or f"{change}.".startswith(f"{key}.")
 
 
 def _reason(key: str) -> str:

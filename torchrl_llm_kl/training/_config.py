@@ -142,6 +142,7 @@ class TurnsConfig:
     stop: str | None = None
     reward: Annotated[str, OneOf(("last", "each"))] = "last"
     workers: PositiveWhole | None = None
+    max_tokens: PositiveWhole | None = None
 
 
 @dataclass
@@ -478,9 +479,24 @@ def _missing_setting(key: str) -> str:
     return f"{key} is missing: set it in the file, or pass {key}=...{meaning}."
 
 
+def _settings_of(saved: Mapping[str, object]) -> dict[str, object]:
+    """All settings of saved sections. A setting that did not exist when they were saved has its default."""
+    values = flatten(saved)
+    for key, about in SETTINGS.items():
+        section = key.rpartition(".")[0]
+        if key not in values and (not section or isinstance(saved.get(section), Mapping)):
+            values |= flatten({key: about.default})
+    return values
+
+
 def differences(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """The settings that differ, key -> both values. Settings that a resumed run may change are left out."""
-    before, now = flatten(old), flatten(new)
+    before, now = _settings_of(old), _settings_of(new)
+    for section in _OPTIONAL:  # a section that appears or goes is one difference
+        sides = [{key for key in side if key.startswith(f"{section}.")} for side in (before, now)]
+        if bool(sides[0]) != bool(sides[1]):
+            for side, own, values in ((before, sides[0], old), (now, sides[1], new)):
+                side |= {key: None for key in own} | {section: values.get(section)}
     keys = [key for key in {**now, **before} if MAY_CHANGE.isdisjoint({key, key.split(".")[0]})]
     pairs = {key: (before.get(key), now.get(key)) for key in keys}
     # Empty values equal missing ones, so that checkpoints of versions with fewer settings still resume.

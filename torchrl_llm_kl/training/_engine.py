@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from io import BytesIO
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -271,6 +272,7 @@ class ServedWeights:
         self.ranks, self.kept = Ranks() if ranks is None else ranks, kept
         # A separate group: the thread that samples must not mix its messages with the messages of the training.
         self._group = dist.new_group(backend="gloo") if self.ranks.count > 1 else None
+        self._closed = Event()
 
     def take(self, version: int) -> Path:
         """Write the weights, and return their folder. All ranks call it."""
@@ -299,8 +301,20 @@ class ServedWeights:
         if self._group is None:
             return number
         value = torch.tensor(number)
-        dist.all_reduce(value, dist.ReduceOp.MIN, group=self._group)
+        work: Any = dist.all_reduce(value, dist.ReduceOp.MIN, group=self._group, async_op=True)
+        while not work.is_completed():
+            # At the end of a run another rank may not begin this batch, and would never answer.
+            if self._closed.wait(0.01):
+                raise RuntimeError("the run has ended")
+        work.wait()
         return int(value)
+
+    def close(self) -> None:
+        """End a wait for other ranks, and remove the weights on disk."""
+        self._closed.set()
+        if self.ranks.first:
+            for folder in self.folder.glob("weights-*"):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def save_merged(
@@ -396,6 +410,26 @@ class StartedEngine(Engine):
             self._process.wait()
 
 
+def check_engine(config: TrainConfig) -> None:
+    """Check that the servers of a run answer, or that the program that starts one exists, before a run moves files.
+
+    Raises:
+        EngineError, ConfigError: if not.
+
+    Example:
+        >>> check_engine(config)  # doctest: +SKIP
+    """
+    if config.sampler.engine != "vllm":
+        urls = Engine(config.sampler.engine).urls if config.sampler.is_server else ()
+        try:
+            for url in urls:
+                urllib.request.urlopen(f"{url}/health", timeout=60).read()
+        except OSError as error:
+            raise EngineError(f"{' or '.join(urls)} does not answer: {error}. Is the server running?") from error
+    elif shutil.which(program := shlex.split(config.sampler.command)[0]) is None:
+        raise ConfigError(f"sampler.command names {program}, which does not exist: install vLLM, or name its program.")
+
+
 def open_engine(
     config: TrainConfig,
     policy: PreTrainedModel,
@@ -421,7 +455,7 @@ def open_engine(
         if engine.urls:
             engine.load(start)
         else:
-            say(f"starting {settings.command}, whose output is in {folder / 'log'}.")
+            say(f"starting {settings.command.replace('{model}', str(start))}, whose output is in {folder / 'log'}.")
             own.append(StartedEngine(settings.command, start, folder / "log", settings.engine_args))
         return " ".join(own[0].urls if own else engine.urls)
 

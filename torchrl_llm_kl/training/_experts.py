@@ -106,7 +106,7 @@ class ExpertRows:
             values = own[key]
             if key == ("tokens", "prompt"):
                 values = pad(values, (left, 0))
-            elif values.ndim > 1 and values.shape[1] == width + length:
+            elif key != ("kept", "ids") and values.ndim > 1 and values.shape[1] == width + length:
                 values = pad(values, (*(0, 0) * (values.ndim - 2), left, right))
             theirs = written.get(key, values.new_zeros(len(rows), *values.shape[1:]))
             out.set(key, torch.cat([values, theirs.to(values.dtype)]))

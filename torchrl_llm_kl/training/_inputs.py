@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
+from torchrl_llm_kl.scoring import position_limit
 from torchrl_llm_kl.tasks import FunctionReward, PromptOrder, Prompts, RewardFunction, Turns, join_turns, make_env
 from torchrl_llm_kl.training._build import AlgorithmPlan, plan_algorithm
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig
@@ -71,6 +72,9 @@ class RunInputs:
         """
         if self.turns is not None and self.plan.algorithm.schema != "trajectory":
             episodes = join_turns(episodes, self.tokenizer)
+            if self.plan.algorithm.objective == "echo":  # its term of observations needs their tokens
+                mask = episodes["masks", "all_assistant_mask"] | episodes["expert_mask"]
+                episodes.set(("masks", "all_assistant_mask"), mask)
         if self.experts is not None:
             episodes.set("expert_mask", torch.zeros(episodes.batch_size, dtype=torch.bool))
         return episodes
@@ -111,7 +115,7 @@ def load_inputs(config: TrainConfig) -> RunInputs:
     memory, disk = _memory_and_disk(plan, policy, reference)
     tokenizer = chat_tokenizer(config.model.tokenizer or config.model.name, config.model.template)
     seed_everything(config.run.seed)  # a file of rewards may draw random numbers when it is imported
-    reward, turns, files = load_reward(config), load_turns(config), file_digests(config)
+    reward, turns, files = load_reward(config), load_turns(config, policy), file_digests(config)
     experts = None
     if config.data.experts is not None:
         count, system, seed = config.data.num_experts, config.data.system_prompt, config.run.seed
@@ -165,22 +169,29 @@ def load_reward(config: TrainConfig) -> LoadedReward | None:
     return parts or None
 
 
-def load_turns(config: TrainConfig) -> Turns | None:
+def load_turns(config: TrainConfig, policy: PreTrainedModel) -> Turns | None:
     """The ``turns`` of :func:`~torchrl_llm_kl.tasks.make_env`, with the user's functions. None for one answer.
+
+    Args:
+        config: the settings of the run.
+        policy: a model whose configuration limits the length of a conversation. It needs no weights.
 
     Raises:
         ConfigError: if a function does not exist, or does not fit.
 
     Example:
-        >>> turns = load_turns(config)  # doctest: +SKIP
+        >>> turns = load_turns(config, policy)  # doctest: +SKIP
     """
     settings = config.turns
     if settings is None:
         return None
     reply, stop = (None if place is None else imported_function(place) for place in (settings.reply, settings.stop))
     tools = [imported_function(place) for place in settings.tools]
+    longest, limit = settings.max_tokens, position_limit(policy)
+    if longest is None and limit is not None:
+        longest = max(1, limit - config.sampler.max_new_tokens)
     try:
-        return Turns(settings.max, tools, reply, stop, workers=settings.workers)
+        return Turns(settings.max, tools, reply, stop, workers=settings.workers, max_tokens=longest)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the section turns: {error}") from error
 

@@ -20,7 +20,7 @@ from torchrl_llm_kl.scoring import ReferenceUpdater, collective_device
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig, refuse
 
 V = TypeVar("V")
-PROMPT, FULL = ("tokens", "prompt"), ("tokens", "full")
+PROMPT, FULL, KEPT_IDS = ("tokens", "prompt"), ("tokens", "full"), ("kept", "ids")
 #: The environment that torchrun sets for each process.
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -190,7 +190,12 @@ class Ranks:
         shares = self.gather(own.cpu())
         prompt = max(share[PROMPT].shape[1] for share in shares)
         answer = max(share[FULL].shape[1] - share[PROMPT].shape[1] for share in shares)
-        joined = torch.cat([_padded(share, prompt, answer) for share in shares])
+        # The ids of kept tokens are a list of their own length, whatever the tokens are.
+        lists = [share.pop(KEPT_IDS, None) for share in shares]
+        joined: TensorDictBase = torch.cat([_padded(share, prompt, answer) for share in shares])
+        if all(ids is not None for ids in lists):
+            most = max(ids.shape[1] for ids in lists)
+            joined.set(KEPT_IDS, torch.cat([pad(ids, (0, most - ids.shape[1])) for ids in lists]))
         return joined.to(own[FULL].device)
 
     def average_gradients(self, parameters: Sequence[nn.Parameter]) -> None:

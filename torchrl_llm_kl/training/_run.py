@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from torchrl_llm_kl._typing import asked
 from torchrl_llm_kl.diagnostics import RunMonitor, log_metrics, status_line
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, DualKLCoefficient, PIKLCoefficient
 from torchrl_llm_kl.scoring import ScoreOptions
-from torchrl_llm_kl.tasks import PromptOrder, Prompts, turn_figures, whole_episodes
+from torchrl_llm_kl.tasks import PromptOrder, Prompts, turn_counts, turn_figures, whole_episodes
 from torchrl_llm_kl.training import _report, _steps
 from torchrl_llm_kl.training._alarms import alarms_of, since_change, unlogged
 from torchrl_llm_kl.training._answers import (
@@ -44,7 +45,7 @@ from torchrl_llm_kl.training._build import Reference, load_reference, measured_k
 from torchrl_llm_kl.training._changes import at_step, changed_state, changes_of, prompts_used, resume_with
 from torchrl_llm_kl.training._checkpoints import Checkpoint, Checkpoints
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig
-from torchrl_llm_kl.training._engine import EngineSampler, StartedEngine, open_engine
+from torchrl_llm_kl.training._engine import EngineSampler, StartedEngine, check_engine, open_engine
 from torchrl_llm_kl.training._inputs import RunInputs, check_inputs_stay, env_of, load_inputs
 from torchrl_llm_kl.training._models import device_of_setting, export_policy, load_policy, save_policy
 from torchrl_llm_kl.training._page import LivePage
@@ -79,6 +80,8 @@ _TO_RESUME = ("state.pt", "critic.safetensors", "shards")
 #: The first line of a config.yaml that a run wrote. Changing it would make earlier files look like the user's own.
 _ALL_SETTINGS = "# All settings of the run in this folder; each start of it writes them anew.\n"
 
+#: The entries of a sampler's own log-probs.
+_OF_SAMPLER = (("log_probs", "full"), ("next", "sampler_log_probs"))
 #: Nats per token up to which a difference of the sampler's log-probs is rounding.
 _LARGEST_GAP = 0.05
 
@@ -199,6 +202,7 @@ class Run:
         _steps.seed_everything(config.run.seed)  # loading the parts above may have used random numbers
         if saved is not None:
             self._load(saved)
+        self.ranks.of_first(partial(check_engine, config))
         if begin is not None:
             self.ranks.of_first(begin)
         names = ("metrics.jsonl", "evaluations.jsonl")
@@ -210,8 +214,13 @@ class Run:
         self.engine, served = None, None
         if config.sampler.is_server:
             self.engine, served = open_engine(config, self.policy, self.tokenizer, self.ranks, say)
-        self.answers = self._answers(served)
-        self.monitor = self._monitor()
+        try:
+            self.answers = self._answers(served)
+            self.monitor = self._monitor()
+        except BaseException:
+            if isinstance(self.engine, StartedEngine):  # nobody else would end it
+                self.engine.close()
+            raise
 
     # ------------------------------------------------------------------ parts
 
@@ -244,11 +253,11 @@ class Run:
         return Answers(sample, weights=weights or copied, version=self.step, ahead=ahead)
 
     def _sampler(
-        self, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel, *, greedy: bool
+        self, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel, *, greedy: bool, evaluates: bool = False
     ) -> TensorDictModuleBase:
         settings, seed, ahead = self.config.sampler, self.config.run.seed, self.config.algorithm.max_staleness
         sampling = None if greedy else sampling_of(self.config)
-        if self.engine is not None and not (greedy and ahead):  # a server that samples ahead has older weights
+        if self.engine is not None and not (evaluates and ahead):  # a server that samples ahead has older weights
             ends = policy.generation_config.eos_token_id
             given: Any = {"ends": [] if ends is None else torch.tensor([ends]).flatten().tolist(), "seed": seed}
             how = partial(EngineSampler, self.engine, tokenizer, **given)
@@ -285,7 +294,9 @@ class Run:
         batch = self.sample()
         ages = leave_out_old(batch, self.step, algorithm.max_staleness)
         with _steps.apart(self.step):  # so that the frequency of the doctor does not affect the training
-            self.monitor.look(self.step, batch)
+            # Older weights differ by design, and the doctor would name a cause for it.
+            old = bool(ages) and ages["age_max"] > 0
+            self.monitor.look(self.step, batch.exclude(*_OF_SAMPLER) if old else batch)
         charged, compares = plan.algorithm.kl_reward != "none", plan.algorithm.compares_answers
         if not charged:
             self._start_coefficient(batch, charged=False, compares=compares)
@@ -322,7 +333,7 @@ class Run:
         self.schedule.step()
         if plan.coefficient is not None and "kl" in figures:
             how = {"all_ranks": False} if self.ranks.active and isinstance(plan.coefficient, _OVER_RANKS) else {}
-            plan.coefficient.update(figures["kl"], n=len(batch), **how)  # type: ignore[operator]
+            plan.coefficient.update(figures["kl"], n=_steps.count_episodes(batch), **how)  # type: ignore[operator]
         row = {"step": self.step, **self.monitor.step(self.step, **figures), "seconds": self.elapsed}
         self.rows.append(row)
         self.step += 1
@@ -331,12 +342,15 @@ class Run:
 
     def _watch_sampler(self, batch: TensorDictBase, figures: Figures) -> None:
         """Compare the log-probs of a separate sampler with the trainer's, and warn if its weights are not the newest."""
-        gap = sampler_gap(batch, self.step) if "policy_version" in batch.keys() else None  # noqa: SIM118
+        gap = sampler_gap(batch) if "policy_version" in batch.keys() else None  # noqa: SIM118
         if gap is None:
             return
         figures["sampler_gap"] = gap
         gaps = [row["sampler_gap"] for row in self.rows.rows if "sampler_gap" in row]
-        first, limit = gaps[0] if gaps else gap, max(_LARGEST_GAP, 4 * gaps[0] if gaps else 0.0)
+        first = gaps[0] if gaps else gap
+        limit = max(_LARGEST_GAP, 4 * min(first, _LARGEST_GAP))  # a first value may be wrong, too
+        if self.config.algorithm.max_staleness:  # the gap includes the steps between both weights
+            limit = 1.0
         if gap > limit and (not gaps or gaps[-1] <= limit):  # once, not at each step
             self.say(
                 f"warning: the sampler's log-probs are {gap:.3g} nats per token from the trainer's, at the first step "
@@ -360,7 +374,7 @@ class Run:
         """Sample and score the answers of a step, and compute their advantages."""
         with nullcontext() if self.config.algorithm.max_staleness else whole(self.sampler):
             batch = self.answers.take()
-        self._turns = _steps.mean_figures(self.ranks.gather(turn_figures(batch)))
+        self._turns = turn_figures(sum(self.ranks.gather(turn_counts(batch)), Counter[str]()))
         batch = self.parts.prepare(self.score(batch))
         # Scores are kept, and advantages are computed from the answers of all ranks.
         return self.parts.prepare(self.ranks.gather_rows(batch)) if self.ranks.active else batch
@@ -394,7 +408,7 @@ class Run:
             kl = measured_kl(self.config, self.policy, self.reference, "exact" if settings.greedy else "k1")
         size, seed = min(settings.batch_size, len(held_out)), self.config.run.seed
         env = self._env(self.inputs, held_out, PromptOrder(seed=None), size, 1)
-        sampler = self._sampler(self.tokenizer, self.policy, greedy=settings.greedy)
+        sampler = self._sampler(self.tokenizer, self.policy, greedy=settings.greedy, evaluates=True)
         row = {
             "step": self.step,
             **_steps.evaluate(env, sampler, len(held_out), seed=seed, kl=kl, rows=self.inputs.rows, ranks=self.ranks),
@@ -612,7 +626,8 @@ def _train(
             for line in news:
                 say(line)
             before = saved.numbers.get("files", run.inputs.files)
-            for name in (name for name, digest in run.inputs.files.items() if before.get(name) != digest):
+            files = run.inputs.files.items()
+            for name in (name for name, digest in files if before.get(name, digest) != digest):
                 say(f"{name} has changed since the checkpoint: the run is not bit-equal to one without a stop.")
         name, steps = config.algorithm.name, config.run.steps
         bar = _report.progress(

@@ -327,7 +327,8 @@ def step_figures(
             group = episode_groups(batch)
             figures["equal_rewards"] = _equal_share(rewards, rounding, group if compares else torch.zeros_like(group))
     if kl is not None:
-        figures["kl"] = kl.mean().item()
+        of_sampler = sampled_kl(batch) if has_entry(batch, "policy_version") else None
+        figures["kl"] = (kl if of_sampler is None else of_sampler).mean().item()
         if coefficient is not None:
             figures["coefficient"] = value
     figures |= {name: values.mean().item() for name, values in columns.items() if name.startswith("reward/")}
@@ -339,15 +340,23 @@ def step_figures(
     return figures
 
 
-def mean_figures(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each figure over the ranks, where a missing one is 0.
+def sampled_kl(batch: TensorDictBase) -> Tensor | None:
+    """The ``k1`` of a sampler with weights of its own, sampler minus reference, for each episode, ``[episodes]``.
 
-    Example:
-        >>> mean_figures([{"turns": 1.0}, {"turns": 2.0, "tools/add": 0.5}])
-        {'turns': 1.5, 'tools/add': 0.25}
+    The trainer's log-probs of older tokens would estimate another number: the sampler's KL to the reference less its KL to the
+    trainer.
+
+    Returns:
+        None if the batch has not the log-probs of both.
     """
-    names = dict.fromkeys(name for figures in each for name in figures)
-    return {name: sum(figures.get(name, 0.0) for figures in each) / len(each) for name in names}
+    names = (("next", "sampler_log_probs", "full"), ("log_probs", "full"))
+    key = next((name for name in names if has_entry(batch, name)), None)
+    if key is None or not has_entry(batch, ("next", "ref_log_probs", "full")):
+        return None
+    sampler = batch[key]
+    off = sampler - batch["next", "ref_log_probs", "full"]
+    # 0 and NaN stand at tokens that the sampler did not draw.
+    return _episode_sums(batch, torch.where((sampler != 0) & sampler.isfinite(), off, 0).flatten(1).sum(-1))
 
 
 def answer_columns(batch: TensorDictBase) -> dict[str, Tensor]:
@@ -367,6 +376,8 @@ def answer_columns(batch: TensorDictBase) -> dict[str, Tensor]:
     names = ("all_assistant_mask", "all_attention_mask")  # a conversation's row also has tokens of tools and users
     real = next((batch["masks", name] for name in names if has_entry(batch, ("masks", name))), None)
     if real is not None:
+        if has_entry(batch, "expert_mask") and batch["expert_mask"].shape == real.shape:
+            real = real & ~batch["expert_mask"]  # echo also trains tokens of tools
         columns["answer_tokens"] = real[:, batch["tokens", "prompt"].shape[-1] :].sum(-1).float()
     return {name: _episode_sums(batch, values) for name, values in columns.items()}
 
@@ -377,6 +388,17 @@ def _episode_sums(batch: TensorDictBase, values: Tensor) -> Tensor:
         return values
     _, index = batch["run"].flatten().to(values.device).unique_consecutive(return_inverse=True)
     return values.new_zeros(int(index[-1]) + 1).index_add_(0, index, values)
+
+
+def count_episodes(batch: TensorDictBase) -> int:
+    """The number of episodes of a batch.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> count_episodes(TensorDict(run=torch.tensor([[4], [4], [5]]), batch_size=[3]))
+        2
+    """
+    return len(batch["run"].flatten().unique_consecutive()) if has_entry(batch, "run") else len(batch)
 
 
 def episode_groups(batch: TensorDictBase) -> Tensor:

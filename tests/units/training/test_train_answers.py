@@ -27,6 +27,7 @@ from torchrl_llm_kl.training._engine import (
     save_merged,
 )
 from torchrl_llm_kl.training._models import load_policy
+from torchrl_llm_kl.training._ranks import Ranks
 from train_lab import build_lab, figures, go, settings, weights
 
 SERVER = "sampler.engine=http://127.0.0.1:8000"
@@ -60,6 +61,9 @@ class Counted:
             assert taken == version
             self.installed = version
         return version
+
+    def close(self) -> None:
+        """Nothing waits."""
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
@@ -175,6 +179,8 @@ def test_rows_have_the_log_probs_and_the_version_of_the_weights_that_sampled(
         assert_close(theirs, log_probs(versions[version], batch), atol=2e-5, rtol=0)
         own = batch["next", "log_probs", "full"][answered(batch)]
         assert_close(own, log_probs(versions[step], batch), atol=2e-5, rtol=0)
+        kl = (theirs - log_probs(versions[0], batch)).sum().item() / len(batch)
+        assert row["kl"] == pytest.approx(kl, abs=1e-4), "of the weights that sampled"
         if version != step:
             assert (own - theirs).abs().max() > 1e-3
     run.close()
@@ -248,6 +254,47 @@ def test_a_server_and_turns_and_a_sampler_ahead(lab: Path, tmp_path: Path, serve
     assert result.outcome == "finished"
     assert all(row["turns"] == 2 for row in result.rows)
     assert result.rows[0]["sampler_gap"] < 1e-5
+
+
+def test_log_probs_of_another_distribution_are_named_at_the_first_step(
+    lab: Path, tmp_path: Path, server: FakeVllm
+) -> None:
+    """The stand-in returns log-probs of temperature 1, as vLLM does by default."""
+    result, said = go(lab, tmp_path, SERVER, "sampler.temperature=0.5", "evaluation.every=0")
+    assert len([line for line in said if "warning: the sampler's log-probs are" in line]) == 1
+    assert result.rows[0]["sampler_gap"] > 0.2
+
+
+def test_evaluations_of_a_run_ahead_do_not_ask_the_server(lab: Path, tmp_path: Path, server: FakeVllm) -> None:
+    """It may have older weights, or get new ones in the middle."""
+    run = Run(settings(lab, tmp_path, SERVER, "algorithm.max_staleness=1", "evaluation.greedy=false"), say=print)
+    before = len(server.paths)
+    run.evaluate()
+    assert len(server.paths) == before
+    run.close()
+
+
+def test_a_server_that_does_not_answer_moves_no_files(lab: Path, tmp_path: Path) -> None:
+    go(lab, tmp_path, "run.steps=1", "optimizer.warmup_steps=0", "evaluation.every=0")
+    with pytest.raises(EngineError, match="does not answer"):
+        go(lab, tmp_path, "sampler.engine=http://127.0.0.1:9", fresh=True)
+    with pytest.raises(ConfigError, match=r"sampler\.command names no-such-program"):
+        go(lab, tmp_path, "sampler.engine=vllm", "sampler.command='no-such-program {model}'", fresh=True)
+    assert not (tmp_path / "earlier-1").exists()
+
+
+def test_kept_ids_of_ranks_are_a_list_of_their_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number may equal the number of tokens."""
+    shares = []
+    for width, kept in ((3, [4, 5, 6]), (5, [7, 8, 9, 1])):
+        full = torch.arange(width).unsqueeze(0)
+        share = TensorDict({("tokens", "full"): full, ("tokens", "prompt"): full[:, : width - 2]}, batch_size=[1])
+        share["kept", "ids"] = torch.tensor([kept])
+        shares.append(share)
+    monkeypatch.setattr(Ranks, "gather", lambda self, own: [share.clone() for share in shares])
+    rows = Ranks().gather_rows(shares[0])
+    assert rows["kept", "ids"].tolist() == [[4, 5, 6, 0], [7, 8, 9, 1]]
+    assert rows["tokens", "full"].tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
 
 
 def test_seeds_of_the_server_are_those_of_the_answers(lab: Path, tmp_path: Path, server: FakeVllm) -> None:

@@ -66,6 +66,20 @@ def test_defaults_overrides_and_yaml(tmp_path, monkeypatch):
     assert max(map(len, example.splitlines())) <= 120
 
 
+def test_a_checkpoint_of_an_earlier_version_has_the_defaults_of_later_settings() -> None:
+    now = read_config(LEAST, ["sampler.max_weight=2.0"]).to_dict()
+    old: Any = {name: dict(section) if isinstance(section, dict) else section for name, section in now.items()}
+    for key in ("engine", "command", "max_weight"):
+        del old["sampler"][key]
+    del old["turns"]
+    assert differences(old, now) == {}
+    other = read_config(LEAST, ["sampler.max_weight=3.0", "turns.max=3", "turns.reply=r.py:f"]).to_dict()
+    found = differences(old, other)
+    assert found["sampler.max_weight"] == (2.0, 3.0)
+    assert found["turns"] == (None, other["turns"])
+    assert set(found) == {"sampler.max_weight", "turns"}
+
+
 def test_empty_braces_replace_a_dict_and_other_braces_are_merged() -> None:
     held = {"place": "reward", "target": 0.5, "controller_args": {"proportional": 2.0}}
     source = {**LEAST, "kl": held, "algorithm": {"args": {"clip_low": 0.1, "advantage_args": {"std": "batch"}}}}
@@ -163,7 +177,7 @@ def test_unknown_missing_and_changed_settings(tmp_path: Path) -> None:
     assert differences(old, read_config(LEAST, allowed).to_dict()) == {}
     del old["sampler"]["end"]  # as in checkpoints of before it was a setting
     assert differences(old, read_config(LEAST).to_dict()) == {}
-    assert differences(old, read_config(LEAST, ["sampler.end=[x]"]).to_dict()) == {"sampler.end": (None, ["x"])}
+    assert differences(old, read_config(LEAST, ["sampler.end=[x]"]).to_dict()) == {"sampler.end": ([], ["x"])}
     changed = read_config(LEAST, ["optimizer.lr=1e-5", "algorithm.args.clip_high=0.3", "lora.r=4", "run.steps=7"])
     different = differences(old, changed.to_dict())
     lora = {key: pair for key, pair in different.items() if "lora" in key}

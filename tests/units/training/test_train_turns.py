@@ -16,7 +16,7 @@ pytest.importorskip("omegaconf")
 from cli_files import write_jsonl
 from task_lab import call, make_tokenizer
 from torchrl_llm_kl import Sampling
-from torchrl_llm_kl.tasks import PromptOrder, Turns, join_turns, make_env, turn_figures, whole_episodes
+from torchrl_llm_kl.tasks import PromptOrder, Turns, join_turns, make_env, turn_counts, turn_figures, whole_episodes
 from torchrl_llm_kl.training import ConfigError, Run, load_inputs, make_sampler, read_config, train
 from torchrl_llm_kl.training._build import plan_algorithm
 from torchrl_llm_kl.training._inputs import check_inputs_stay
@@ -162,7 +162,7 @@ def test_a_conversation_as_one_row() -> None:
     assert joined["next", "reward"].flatten().tolist() == [3.0, 1.0]
     assert joined["text", "full"][0] == tokenizer.decode(ids[real])
     assert joined["text", "full"][0] == joined["text", "prompt"][0] + joined["text", "response"][0]
-    assert turn_figures(joined) == turn_figures(batch) == {"turns": 1.5}
+    assert turn_figures(turn_counts(joined)) == turn_figures(turn_counts(batch)) == {"turns": 1.5}
 
 
 def test_a_policy_that_tokenises_earlier_turns_again_is_refused() -> None:
@@ -212,8 +212,8 @@ def test_a_row_that_has_ended_calls_no_function_again() -> None:
     assert (asked, said) == ([1, 2], ["bye", call("count", number=3)])
     assert batch["next", "truncated"].flatten().tolist() == [False, False, True, False]
     assert batch["text", "response"][-1] == "bye<|im_end|>"
-    assert turn_figures(batch) == {"turns": 2.0, "tools/count": 0.5, "tool_errors": 0.5}
-    assert turn_figures(join_turns(batch, tokenizer)) == turn_figures(batch)
+    assert turn_figures(turn_counts(batch)) == {"turns": 2.0, "tools/count": 0.5, "tool_errors": 0.5}
+    assert turn_counts(join_turns(batch, tokenizer)) == turn_counts(batch)
     # The next episodes are those of the next prompts, also in the row that waited.
     again = whole_episodes(env, scripted(tokenizer, [[ids[0][1], ids[0][1]]]))
     assert again["group"].flatten().tolist() == [2, 3]
@@ -236,7 +236,12 @@ def test_names_that_the_policy_makes_up_are_one_figure() -> None:
     ids = [[[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in row] for row in answers]
     env = make_env(list("abcd"), lambda q, a, m: 0.0, tokenizer, num_prompts=4, group_size=1, turns=Turns(2, [count]))
     batch = whole_episodes(env, scripted(tokenizer, ids))
-    assert turn_figures(batch) == {"turns": 2.0, "tools/count": 1 / 8, "tools/unknown": 3 / 8, "tool_errors": 0.75}
+    assert turn_figures(turn_counts(batch)) == {
+        "turns": 2.0,
+        "tools/count": 1 / 8,
+        "tools/unknown": 3 / 8,
+        "tool_errors": 0.75,
+    }
 
 
 def test_the_users_function_ends_a_conversation() -> None:
@@ -298,6 +303,30 @@ def test_a_resumed_run_of_several_turns_equals_one_without_a_stop(lab: Path, tmp
     out = ended_after(2, tmp_path / "whole", tmp_path / "cut")
     train(settings(lab, out, algorithm=algorithm), say=lambda line: None)
     assert_same_run(out, tmp_path / "whole")
+
+
+def test_echo_trains_the_replies(lab: Path, tmp_path: Path) -> None:
+    """The likelihood of the replies' tokens, which have neither KL nor advantage."""
+    run = Run(settings(lab, tmp_path, "kl.target=null", "kl.place=none", algorithm="echo"), say=lambda line: None)
+    batch = run.sample()
+    replies = int(batch["expert_mask"].sum())
+    assert replies > 0
+    figures = Run(settings(lab, tmp_path, "kl.target=null", "kl.place=none", algorithm="echo"), say=print).take_step()
+    assert figures["loss_observation"] > 0.1
+    assert figures["answer_tokens"] == int((batch["masks", "all_assistant_mask"] & ~batch["expert_mask"]).sum())
+
+
+def test_a_conversation_that_gets_too_long_ends(lab: Path, tmp_path: Path) -> None:
+    """The second prompt of the first conversation has more tokens than the limit."""
+    limit = len(two_turns()[1].seen[1][0])
+    assert [int(step) for step in two_turns(max_tokens=limit)[0]["step"]] == [0, 1, 0]
+    batch, sampler, _ = two_turns(max_tokens=limit - 1)
+    assert [int(step) for step in batch["step"]] == [0, 0]
+    assert batch["next", "truncated"].flatten().tolist() == [True, False]
+    assert len(sampler.seen) == 1
+    run = Run(settings(lab, tmp_path, "sampler.max_new_tokens=12"), say=lambda line: None)
+    assert run.inputs.turns is not None
+    assert run.inputs.turns.max_tokens == run.policy.config.max_position_embeddings - 12
 
 
 def test_the_reward_of_each_turn(lab: Path, tmp_path: Path) -> None:
