@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Condition, main_thread
+from threading import Lock
 from typing import Protocol
 
 import torch
@@ -104,10 +104,9 @@ class Answers:
         self.sample, self.weights, self.version, self.ahead = sample, weights, version, ahead
         self.waited = 0.0  # seconds in the last `take`
         self._newest: object = None  # weights that the sampler has not got yet
-        self._changed, self._closed = Condition(), False
+        self._lock = Lock()
         self._batches: deque[Future[TensorDictBase]] = deque()
         self._thread = ThreadPoolExecutor(1, "answers") if ahead else None
-        self._next_step = version
 
     def take(self) -> TensorDictBase:
         """The next batch.
@@ -116,12 +115,11 @@ class Answers:
         """
         begin = time.perf_counter()
         if self._thread is None:
-            batch = self._sample(self.version)
+            batch = self._sample()
         else:
-            # The thread waits by itself for weights, so the queue may hold batches that cannot begin yet.
+            # Of the batches in the queue the last one is for the step `version + ahead`, so none begins too early.
             while len(self._batches) <= self.ahead:
-                self._batches.append(self._thread.submit(self._sample, self._next_step))
-                self._next_step += 1
+                self._batches.append(self._thread.submit(self._sample))
             batch = self._batches.popleft().result()
         self.waited = time.perf_counter() - begin
         return batch
@@ -134,29 +132,20 @@ class Answers:
             # Now, since an evaluation may use the sampler before the next batch.
             self.weights.install(taken, self.version + 1)
             taken = None
-        with self._changed:
+        with self._lock:
             self.version, self._newest = self.version + 1, taken
-            self._changed.notify_all()
 
     def close(self) -> None:
         """End the thread. Batches that were sampled ahead are lost."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
         if self.weights is not None:
             self.weights.close()
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
     @torch.no_grad()
-    def _sample(self, step: int) -> TensorDictBase:
-        """Sample the batch of a step as soon as weights exist that are new enough."""
-        with self._changed:
-            while self.version < step - self.ahead:
-                if self._closed or not main_thread().is_alive():  # a program may end without `close`
-                    raise RuntimeError("the run has ended")
-                self._changed.wait(1.0)
-            # Both at once, so that the version belongs to these weights.
+    def _sample(self) -> TensorDictBase:
+        """Sample a batch with the newest weights."""
+        with self._lock:  # both at once, so that the version belongs to these weights
             version, taken, self._newest = self.version, self._newest, None
         if self.weights is not None and self._thread is not None:
             version = self.weights.install(taken, version)

@@ -298,17 +298,20 @@ def test_kept_ids_of_ranks_are_a_list_of_their_own_length(monkeypatch: pytest.Mo
 
 
 def test_seeds_of_the_server_are_those_of_the_answers(lab: Path, tmp_path: Path, server: FakeVllm) -> None:
-    """Each answer has a seed of its own, which a repeated run has again."""
+    """Each answer has a seed of its own, which a repeated run has again. The other settings are those of the run."""
     asked: list[int] = []
+    drawn = {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "max_tokens": 6, "n": 1}
     plain = server._generate
 
     def generate(token_ids: list[int], sampling_params: dict[str, Any]) -> dict[str, Any]:
         asked.append(sampling_params["seed"])
+        assert drawn.items() <= sampling_params.items()
         return plain(token_ids, sampling_params)
 
     server._generate = generate  # type: ignore[method-assign]
     for name in ("a", "b"):
-        go(lab, tmp_path / name, SERVER, "run.steps=2", "optimizer.warmup_steps=0", "evaluation.every=0")
+        changes = [f"sampler.{key}={drawn[key]}" for key in ("temperature", "top_k", "top_p", "min_p")]
+        go(lab, tmp_path / name, SERVER, *changes, "run.steps=2", "optimizer.warmup_steps=0", "evaluation.every=0")
     assert len(asked) == 32
     assert sorted(asked[:16]) == sorted(asked[16:])
     assert len(set(asked)) == 16

@@ -20,7 +20,9 @@ from torchrl_llm_kl.tasks import PromptOrder, Turns, join_turns, make_env, turn_
 from torchrl_llm_kl.training import ConfigError, Run, load_inputs, make_sampler, read_config, train
 from torchrl_llm_kl.training._build import plan_algorithm
 from torchrl_llm_kl.training._inputs import check_inputs_stay
+from torchrl_llm_kl.training._samplers import AnswerNoise
 from toy_rollouts import make_model
+from toy_tokenizer import build_bos_tokenizer
 from train_lab import assert_same_run, ended_after
 
 CODE = '''
@@ -109,6 +111,10 @@ def scripted(tokenizer: Any, ids: list[list[list[int]]]) -> Any:
 # ------------------------------------------------------------------ the tokens of a conversation
 
 
+#: The answers that were replied to.
+SAID: list[str] = []
+
+
 def two_turns(reward: Any = lambda q, a, m: float(len(a)), **more: Any) -> tuple[TensorDictBase, Any, Any]:
     """Two conversations, of two turns and of one, with a tokenizer that merges "ab" and "b<newline>"."""
     tokenizer = make_tokenizer(merges=[("a", "b"), ("Ġ", "a")])
@@ -116,6 +122,7 @@ def two_turns(reward: Any = lambda q, a, m: float(len(a)), **more: Any) -> tuple
     sampler = scripted(tokenizer, [[[a, b, a], [b, end]], [[b, a, b, end]]])
 
     def reply(messages: list[Any], metadata: Any) -> str | None:
+        SAID.append(messages[-1]["content"])
         return " a?" if messages[-1]["content"] == "aba" else None
 
     env = make_env(["x", "y"], reward, tokenizer, num_prompts=2, group_size=1, order=PromptOrder(seed=None),
@@ -125,7 +132,9 @@ def two_turns(reward: Any = lambda q, a, m: float(len(a)), **more: Any) -> tuple
 
 def test_tokens_of_earlier_turns_stay_as_they_were_sampled() -> None:
     """The text "aba" would be tokenised as "ab", "a", which was not sampled."""
+    SAID.clear()
     batch, sampler, tokenizer = two_turns()
+    assert SAID == ["aba", "b", "bab"], "a conversation that has ended gets no reply"
     a, b, ab, end = (tokenizer.get_vocab()[token] for token in ("a", "b", "ab", "<|im_end|>"))
     assert tokenizer("aba").input_ids == [ab, a]
     (first, _), (second,) = sampler.seen
@@ -140,6 +149,35 @@ def test_tokens_of_earlier_turns_stay_as_they_were_sampled() -> None:
     ]
     assert real[1] == [*second, b, a, b, end]
     assert batch["text", "full"][1] == tokenizer.decode(real[1])
+
+
+def test_a_conversation_has_one_bos() -> None:
+    """The tokenizer adds BOS to each text, also to the text after an answer."""
+    tokenizer = build_bos_tokenizer()
+    a, eos = tokenizer.get_vocab()["a"], tokenizer.eos_token_id
+    sampler = scripted(tokenizer, [[[a, eos]], [[a, eos]]])
+    turns = Turns(2, reply=lambda messages, metadata: "more")
+    env = make_env(["x"], lambda q, a, m: 1.0, tokenizer, num_prompts=1, group_size=1, turns=turns)
+    whole_episodes(env, sampler)
+    for (prompt,) in sampler.seen:
+        assert [prompt[0], *prompt].count(tokenizer.bos_token_id) == 2
+
+
+def test_each_answer_of_a_conversation_has_random_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer()
+    started: list[tuple[int, ...]] = []
+    start = AnswerNoise.start
+
+    def record(self: AnswerNoise, keys: Any) -> None:
+        started.extend(keys)
+        start(self, keys)
+
+    monkeypatch.setattr(AnswerNoise, "start", record)
+    sampler = make_sampler(make_model(tokenizer, 0), tokenizer, max_new_tokens=2, sampling=Sampling(), seed=0)
+    turns = Turns(3, reply=lambda messages, metadata: "more")
+    env = make_env(["x", "y"], lambda q, a, m: 1.0, tokenizer, num_prompts=2, group_size=2, turns=turns)
+    whole_episodes(env, sampler)
+    assert len(set(started)) == len(started) == 2 * 2 * 3
 
 
 def test_a_conversation_as_one_row() -> None:
