@@ -198,6 +198,16 @@ def test_a_run_ahead_ends_resumes_and_uses_each_prompt_once(lab: Path, tmp_path:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("answers")]
 
 
+@pytest.mark.parametrize(
+    ("changes", "high"), [([], 2.0), (["sampler.max_weight=1.5"], 1.5), (["sampler.max_weight=null"], None)]
+)
+def test_the_weight_of_a_token_is_bounded(lab: Path, tmp_path: Path, changes: list[str], high: float | None) -> None:
+    run = Run(settings(lab, tmp_path, "algorithm.max_staleness=1", *changes), say=lambda line: None)
+    corrections = run.parts.loss.get_submodule("corrections")
+    assert [float(each.hyper["high"]) for each in corrections] == ([] if high is None else [high])
+    run.close()
+
+
 def test_without_staleness_nothing_changes(lab: Path, tmp_path: Path) -> None:
     short = ["run.steps=2", "evaluation.every=0", "optimizer.warmup_steps=0"]
     one, two = (
