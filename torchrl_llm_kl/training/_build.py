@@ -315,7 +315,8 @@ def _coefficient(config: TrainConfig, usual: float) -> nn.Module:
     if kl.controller == "ziegler":  # it then changes by at most 10 % per step: 0.2 * n / horizon
         settings["horizon"] = 2 * config.data.num_prompts * config.data.group_size
     try:
-        return get_controller(kl.controller)(**{**settings, **kl.controller_args})
+        own = imported_function(kl.controller) if is_place(kl.controller) else get_controller(kl.controller)
+        return own(**{**settings, **kl.controller_args})
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"kl.controller is {kl.controller}, kl.controller_args {kl.controller_args}: {error}"

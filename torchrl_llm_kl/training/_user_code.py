@@ -78,7 +78,8 @@ def user_files(config: TrainConfig) -> list[tuple[str, str]]:
     """Key and path of the user's files in the configuration. Modules are left out."""
     places = [("reward.function", part.function) for part in config.reward.parts.values()]
     places += [(f"algorithm.args.{name}", str(config.algorithm.args.get(name))) for name in FUNCTIONS_OF_ALGORITHM]
-    places += [("kl.estimator", str(config.kl.estimator)), *(("imports", f"{path}:") for path in config.imports)]
+    places += [("kl.estimator", str(config.kl.estimator)), ("kl.controller", config.kl.controller)]
+    places += [("imports", f"{path}:") for path in config.imports]
     if config.turns is not None:
         places += [("turns.tools", place) for place in config.turns.tools]
         places += [("turns.reply", str(config.turns.reply)), ("turns.stop", str(config.turns.stop))]

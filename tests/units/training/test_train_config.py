@@ -66,6 +66,40 @@ def test_defaults_overrides_and_yaml(tmp_path, monkeypatch):
     assert max(map(len, example.splitlines())) <= 120
 
 
+CONTROLLER = """
+import torch
+
+
+class Halving(torch.nn.Module):
+    def __init__(self, init, target, factor=0.5):
+        super().__init__()
+        self.register_buffer("value", torch.tensor(float(init)))
+        self.target, self.factor = target, factor
+
+    def forward(self):
+        return self.value
+
+    def update(self, kl, n=1):
+        self.value.mul_(self.factor)
+"""
+
+
+def test_a_controller_of_a_file(lab: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(CONTROLLER)
+    place = f"{tmp_path / 'mine.py'}:Halving"
+    given = {
+        "place": "reward",
+        "target": 0.5,
+        "coefficient": 0.8,
+        "controller": place,
+        "controller_args": {"factor": 0.25},
+    }
+    result, _ = go(lab, tmp_path / "out", "run.steps=3", "evaluation.every=0", kl=given)
+    assert [row["coefficient"] for row in result.rows] == pytest.approx([0.8, 0.2, 0.05])
+    with pytest.raises(ConfigError, match=r"kl\.controller is .*:Halving.*unexpected keyword argument 'speed'"):
+        load_inputs(settings(lab, tmp_path / "other", kl={**given, "controller_args": {"speed": 1}}))
+
+
 def test_a_checkpoint_of_an_earlier_version_has_the_defaults_of_later_settings() -> None:
     now = read_config(LEAST, ["sampler.max_weight=2.0"]).to_dict()
     old: Any = {name: dict(section) if isinstance(section, dict) else section for name, section in now.items()}
