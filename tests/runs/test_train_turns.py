@@ -130,6 +130,7 @@ def two_turns(reward: Any = lambda q, a, m: float(len(a)), **more: Any) -> tuple
     return whole_episodes(env, sampler), sampler, tokenizer
 
 
+@pytest.mark.smoke
 def test_tokens_of_earlier_turns_stay_as_they_were_sampled() -> None:
     """The text "aba" would be tokenised as "ab", "a", which was not sampled."""
     SAID.clear()
@@ -151,6 +152,7 @@ def test_tokens_of_earlier_turns_stay_as_they_were_sampled() -> None:
     assert batch["text", "full"][1] == tokenizer.decode(real[1])
 
 
+@pytest.mark.smoke
 def test_a_conversation_has_one_bos() -> None:
     """The tokenizer adds BOS to each text, also to the text after an answer."""
     tokenizer = build_bos_tokenizer()
@@ -163,6 +165,7 @@ def test_a_conversation_has_one_bos() -> None:
         assert [prompt[0], *prompt].count(tokenizer.bos_token_id) == 2
 
 
+@pytest.mark.smoke
 def test_each_answer_of_a_conversation_has_random_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make_tokenizer()
     started: list[tuple[int, ...]] = []
@@ -180,6 +183,7 @@ def test_each_answer_of_a_conversation_has_random_numbers_of_its_own(monkeypatch
     assert len(set(started)) == len(started) == 2 * 2 * 3
 
 
+@pytest.mark.smoke
 def test_a_conversation_as_one_row() -> None:
     batch, sampler, tokenizer = two_turns()
     a, b, end = (tokenizer.get_vocab()[token] for token in ("a", "b", "<|im_end|>"))
@@ -203,6 +207,7 @@ def test_a_conversation_as_one_row() -> None:
     assert turn_figures(turn_counts(joined)) == turn_figures(turn_counts(batch)) == {"turns": 1.5}
 
 
+@pytest.mark.smoke
 def test_a_policy_that_tokenises_earlier_turns_again_is_refused() -> None:
     batch, _, tokenizer = two_turns()
     batch[0]["tokens", "full"].add_(1)
@@ -210,6 +215,7 @@ def test_a_policy_that_tokenises_earlier_turns_again_is_refused() -> None:
         join_turns(batch, tokenizer)
 
 
+@pytest.mark.smoke
 def test_turns_are_joined_before_they_are_scored() -> None:
     batch, _, tokenizer = two_turns()
     batch["next", "log_probs", "full"] = torch.zeros(batch["tokens", "full"].shape)
@@ -220,6 +226,7 @@ def test_turns_are_joined_before_they_are_scored() -> None:
 # ------------------------------------------------------------------ rows that have ended
 
 
+@pytest.mark.smoke
 def test_a_row_that_has_ended_calls_no_function_again() -> None:
     """The second conversation ends at once, the first at its limit of turns, whose calls are not run."""
     tokenizer = make_tokenizer()
@@ -257,6 +264,7 @@ def test_a_row_that_has_ended_calls_no_function_again() -> None:
     assert again["group"].flatten().tolist() == [2, 3]
 
 
+@pytest.mark.smoke
 def test_names_that_the_policy_makes_up_are_one_figure() -> None:
     """A model may make up any number of names, which would each become a metric."""
     tokenizer = make_tokenizer()
@@ -282,6 +290,7 @@ def test_names_that_the_policy_makes_up_are_one_figure() -> None:
     }
 
 
+@pytest.mark.smoke
 def test_the_users_function_ends_a_conversation() -> None:
     batch, _, _ = two_turns(stop=lambda messages, metadata: messages[0]["content"] == "x")
     assert (batch["step"].flatten().tolist(), batch["next", "reward"].flatten().tolist()) == ([0, 0], [3.0, 1.0])
@@ -376,6 +385,7 @@ def test_the_reward_of_each_turn(lab: Path, tmp_path: Path) -> None:
     assert len(batch) > 8
 
 
+@pytest.mark.smoke
 def test_the_file_of_the_tools_is_an_input_of_the_run(lab: Path, tmp_path: Path) -> None:
     """A resumed run reports its changes, and the run may not move it."""
     for name in ("reply", "tools"):
@@ -387,6 +397,7 @@ def test_the_file_of_the_tools_is_an_input_of_the_run(lab: Path, tmp_path: Path)
         check_inputs_stay(config, ("tools.py",))
 
 
+@pytest.mark.smoke
 def test_the_longest_row_has_the_answers_of_all_turns(lab: Path, tmp_path: Path) -> None:
     """Dr. GRPO divides by it. An answer has up to 5 tokens, and a conversation up to 3 answers."""
     for more, most in (([], 15), (["turns=null"], 5)):
@@ -419,6 +430,7 @@ def test_turns_that_cannot_work_are_refused(lab: Path, tmp_path: Path, case: str
 # ------------------------------------------------------------------ random numbers of each answer
 
 
+@pytest.mark.smoke
 def test_answers_of_their_own_generators_have_the_distribution_of_the_model() -> None:
     """2,000 first tokens with top-k 4: each frequency is within 4.5 standard errors of its probability."""
     tokenizer = make_tokenizer()
@@ -437,6 +449,7 @@ def test_answers_of_their_own_generators_have_the_distribution_of_the_model() ->
     assert len(set(tokens[:400].tolist())) > 1
 
 
+@pytest.mark.smoke
 def test_an_answer_depends_on_its_own_number_only() -> None:
     """The prompts 2 and 3 of a run get the same answers in a batch of two prompts as in a batch of four."""
     tokenizer = make_tokenizer()

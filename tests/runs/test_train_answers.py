@@ -66,6 +66,7 @@ class Counted:
         """Nothing waits."""
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 def test_no_batch_is_older_than_the_limit(ahead: int) -> None:
     """A sampler that is always faster than the training: each batch has exactly the largest age, after the first ones."""
@@ -96,6 +97,7 @@ def test_no_batch_is_older_than_the_limit(ahead: int) -> None:
     assert versions == [max(0, step - ahead) for step in range(8)]
 
 
+@pytest.mark.smoke
 def test_a_slow_sampler_gets_the_newest_weights() -> None:
     """The third batch begins after two updates, so its age is 0 although 2 is allowed."""
     own, gate, begun = Counted(), threading.Semaphore(0), threading.Semaphore(0)
@@ -120,6 +122,7 @@ def test_a_slow_sampler_gets_the_newest_weights() -> None:
     answers.close()
 
 
+@pytest.mark.smoke
 def test_an_error_of_the_sampler_reaches_the_training() -> None:
     answers = Answers(lambda: 1 / 0, weights=Counted(), ahead=1)  # type: ignore[arg-type, return-value]
     with pytest.raises(ZeroDivisionError):
@@ -127,6 +130,7 @@ def test_an_error_of_the_sampler_reaches_the_training() -> None:
     answers.close()
 
 
+@pytest.mark.smoke
 def test_old_rows_are_left_out() -> None:
     batch = TensorDict(policy_version=torch.tensor([[7], [4], [5]]), batch_size=[3])
     assert leave_out_old(batch, step=7, limit=2) == {"age": pytest.approx(5 / 3), "age_max": 3, "too_old": 1}
@@ -293,6 +297,7 @@ def test_a_server_that_does_not_answer_moves_no_files(lab: Path, tmp_path: Path)
     assert not (tmp_path / "earlier-1").exists()
 
 
+@pytest.mark.smoke
 def test_kept_ids_of_ranks_are_a_list_of_their_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their number may equal the number of tokens."""
     shares = []
@@ -350,6 +355,7 @@ def test_several_servers_share_the_prompts_and_get_the_weights(
     assert all(len(urls) == 1 for urls in homes.values())
 
 
+@pytest.mark.smoke
 def test_records_of_a_server_are_placed_at_their_tokens(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two prompts of different lengths and answers of one and two tokens: kept ids and experts by hand."""
     tokenizer = chat_tokenizer(str(lab / "model"))
@@ -371,6 +377,7 @@ def test_records_of_a_server_are_placed_at_their_tokens(lab: Path, monkeypatch: 
     assert second == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [8, 9]]
 
 
+@pytest.mark.smoke
 def test_errors_of_a_server(lab: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"did not answer: .*Is the server running"):
         Engine("http://127.0.0.1:9").post("http://127.0.0.1:9", "/health")
@@ -382,6 +389,7 @@ def test_errors_of_a_server(lab: Path, tmp_path: Path) -> None:
         StartedEngine("""python -c "raise SystemExit('bad option')" """, tmp_path, tmp_path / "log")
 
 
+@pytest.mark.smoke
 def test_merged_adapters_give_the_same_log_probs(lab: Path, tmp_path: Path) -> None:
     """The trained model keeps its weights to the last bit."""
     policy = load_policy(settings(lab, tmp_path, "lora.r=4"))
