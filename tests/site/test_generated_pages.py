@@ -24,7 +24,7 @@ from torchrl_llm_kl.losses._parts import TermPart
 from torchrl_llm_kl.losses.corrections import Divergence, correction_metrics
 from torchrl_llm_kl.tasks import reward_metrics
 from torchrl_llm_kl.training import example_config, read_config
-from torchrl_llm_kl.training._run import WRITTEN
+from torchrl_llm_kl.training._train import WRITTEN
 
 build = script("docs/build_pages.py")
 

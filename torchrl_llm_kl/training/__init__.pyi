@@ -38,8 +38,6 @@ from torchrl_llm_kl.training._report import (
 )
 from torchrl_llm_kl.training._run import (
     Run as Run,
-    TrainResult as TrainResult,
-    train as train,
 )
 from torchrl_llm_kl.training._samplers import (
     make_sampler as make_sampler,
@@ -54,6 +52,10 @@ from torchrl_llm_kl.training._steps import (
     seed_everything as seed_everything,
     set_random_state as set_random_state,
     step_figures as step_figures,
+)
+from torchrl_llm_kl.training._train import (
+    TrainResult as TrainResult,
+    train as train,
 )
 
 # isort: split
