@@ -285,18 +285,18 @@ def test_a_first_batch_in_which_all_answers_fail_raises(timeout: float | None, c
 def test_a_call_that_exceeds_its_time_out_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """This includes an async call that blocks the loop."""
     release = threading.Event()
-    td = FunctionReward(lambda q, a, m: m["row"] != 1 or release.wait(LONG), timeout=0.3)(batch())
+    td = FunctionReward(lambda q, a, m: m["row"] != 1 or release.wait(LONG), timeout=0.6)(batch())
     assert not release.is_set()
     assert values(td) == [1, 0, 1, 1]
     assert values(td, "reward_failures") == [0, 1, 0, 0]
-    monkeypatch.setattr(_calls, "_GRACE", 0.2)
+    monkeypatch.setattr(_calls, "_GRACE", 0.6)
 
     async def blocks(x: int) -> int:
         if x == 1:
             release.wait(LONG)
         return x
 
-    caller = Caller(timeout=0.2)
+    caller = Caller(timeout=0.6)
     results = caller([Call(blocks, (x,)) for x in range(3)])
     assert results[0] == 0
     assert isinstance(results[1], Failure)
