@@ -243,7 +243,7 @@ LOW = r"'low': 0.2}: .* low <= init <= .*, got low=0.2, init=0.1"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["algorithm.name=mix"], "needs answers of experts"),
+        (["algorithm.name=mix"], "trains on answers of experts"),
         (["algorithm.name=grpoo"], "Did you mean 'grpo'"),
         (["algorithm.name=gkd"], "set algorithm.teacher"),
         (["algorithm.teacher=t"], "grpo has no teacher"),
