@@ -264,7 +264,7 @@ def first_coefficient(
         columns = answer_columns(batch)
         rewards = (columns["reward"] + coefficient * columns.get("kl", 0.0)).double()
         alike = torch.zeros(len(rewards), dtype=torch.long, device=rewards.device)
-        groups = episode_groups(batch) if compares and has_entry(batch, "group") else alike
+        groups = episode_groups(batch).to(alike.device) if compares and has_entry(batch, "group") else alike
         _, index, counts = groups.unique(return_inverse=True, return_counts=True)
         means = torch.zeros_like(counts, dtype=torch.double).index_add_(0, index, rewards) / counts
         # Unbiased, since each group has a mean of its own.
