@@ -31,6 +31,23 @@ def test_a_run_and_its_continuation(device, tmp_path, monkeypatch):
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "gigpo", "mix"])
+def test_conversations_experts_and_batches_ahead(device, tmp_path, monkeypatch, algorithm):
+    """The rows of a run are on the device of the model, whatever the env keeps on the CPU."""
+    monkeypatch.setattr("torchrl_llm_kl.training._report.plot_curves", lambda *_, **__: None, raising=False)
+    lab = build_lab(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "def again(messages, metadata):\n    return 'Sure?' if len(messages) < 4 else None\n"
+    )
+    (tmp_path / "experts.jsonl").write_text('{"question": "say 1", "answer": "b"}\n')
+    changes = ["run.steps=3", "evaluation.every=2", "optimizer.warmup_steps=0", f"algorithm.name={algorithm}"]
+    changes += ["turns.max=3", f"turns.reply={tmp_path / 'mine.py'}:again", "algorithm.max_staleness=1"]
+    changes += [f"data.experts={tmp_path / 'experts.jsonl'}"] if algorithm == "mix" else []
+    result, _ = go(lab, tmp_path / "run", *changes)
+    assert [row["turns"] for row in result.rows] == [2.0] * 3
+    assert result.rows[-1]["age"] == 1
+
+
 def test_random_numbers_of_each_device_are_saved_and_restored(device):
     devices = [torch.device(device.type, i) for i in range(torch.accelerator.device_count())]
     torch.rand(1, device=device)  # the process uses the device
