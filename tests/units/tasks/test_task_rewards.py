@@ -293,6 +293,7 @@ def test_a_call_that_exceeds_its_time_out_is_abandoned(monkeypatch: pytest.Monke
 
     async def blocks(x: int) -> int:
         if x == 1:
+            await asyncio.sleep(0.1)  # the others end first
             release.wait(LONG)
         return x
 
