@@ -17,7 +17,7 @@ from cli_files import write_jsonl
 from task_lab import call, make_tokenizer
 from torchrl_llm_kl import Sampling
 from torchrl_llm_kl.tasks import PromptOrder, Turns, join_turns, make_env, turn_counts, turn_figures, whole_episodes
-from torchrl_llm_kl.training import ConfigError, Run, load_inputs, make_sampler, read_config, train
+from torchrl_llm_kl.training import ConfigError, Run, load_inputs, make_sampler, read_config, step_figures, train
 from torchrl_llm_kl.training._build import plan_algorithm
 from torchrl_llm_kl.training._inputs import check_inputs_stay
 from torchrl_llm_kl.training._samplers import AnswerNoise
@@ -294,6 +294,19 @@ def test_names_that_the_policy_makes_up_are_one_figure() -> None:
 def test_the_users_function_ends_a_conversation() -> None:
     batch, _, _ = two_turns(stop=lambda messages, metadata: messages[0]["content"] == "x")
     assert (batch["step"].flatten().tolist(), batch["next", "reward"].flatten().tolist()) == ([0, 0], [3.0, 1.0])
+
+
+@pytest.mark.smoke
+def test_figures_are_sums_over_the_turns_of_a_conversation() -> None:
+    after = TensorDict(
+        reward=torch.tensor([[0.0], [1.0], [3.0]]), kl_penalty=torch.tensor([[0.5, 0.5], [0.25, 0.0], [1.0, 1.0]])
+    )
+    batch = TensorDict(
+        run=torch.tensor([[4], [4], [5]]), group=torch.tensor([[2], [2], [2]]), next=after, batch_size=[3]
+    )
+    batch["next"].batch_size = [3]
+    figures = step_figures(batch)
+    assert (figures["reward"], figures["kl"], figures["equal_rewards"]) == (2.0, 1.625, 0.0)
 
 
 # ------------------------------------------------------------------ runs
