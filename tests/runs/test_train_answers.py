@@ -302,14 +302,15 @@ def test_kept_ids_of_ranks_are_a_list_of_their_own_length(monkeypatch: pytest.Mo
     """Their number may equal the number of tokens."""
     shares = []
     for width, kept in ((3, [4, 5, 6]), (5, [7, 8, 9, 1])):
-        full = torch.arange(width).unsqueeze(0)
+        full = torch.arange(1, width + 1).unsqueeze(0)
         share = TensorDict({("tokens", "full"): full, ("tokens", "prompt"): full[:, : width - 2]}, batch_size=[1])
         share["kept", "ids"] = torch.tensor([kept])
         shares.append(share)
     monkeypatch.setattr(Ranks, "gather", lambda self, own: [share.clone() for share in shares])
     rows = Ranks().gather_rows(shares[0])
     assert rows["kept", "ids"].tolist() == [[4, 5, 6, 0], [7, 8, 9, 1]]
-    assert rows["tokens", "full"].tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
+    assert rows["tokens", "full"].tolist() == [[0, 0, 1, 2, 3], [1, 2, 3, 4, 5]]
+    assert rows["tokens", "prompt"].tolist() == [[0, 0, 1], [1, 2, 3]]
 
 
 def test_seeds_of_the_server_are_those_of_the_answers(lab: Path, tmp_path: Path, server: FakeVllm) -> None:

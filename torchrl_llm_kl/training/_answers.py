@@ -206,7 +206,7 @@ def sampler_gap(batch: TensorDictBase) -> float | None:
     For rows of older weights it includes the steps between both.
 
     Returns:
-        None if the batch has not the log-probs of both.
+        None if the batch lacks the log-probs of one of them.
 
     Example:
         >>> from tensordict import TensorDict

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from torchrl_llm_kl.datasets import from_completions, from_conversations, read_rows
 from torchrl_llm_kl.ragged import has_entry
+from torchrl_llm_kl.training._ranks import padded_rows
 from torchrl_llm_kl.training._samplers import keyed_generator
 
 if TYPE_CHECKING:
@@ -85,31 +86,24 @@ class ExpertRows:
         rows = self.of_step(step)
         device = own["tokens", "full"].device
         width = own["tokens", "prompt"].shape[-1]
-        length = own["tokens", "full"].shape[-1] - width
-        left = max(0, *(len(row["tokens", "prompt"]) - width for row in rows))
-        right = max(0, *(len(row["tokens", "full"]) - len(row["tokens", "prompt"]) - length for row in rows))
+        firsts, lengths = ([len(row["tokens", part]) for row in rows] for part in ("prompt", "full"))
+        prompt = max(width, *firsts)
+        answer = max(own["tokens", "full"].shape[-1] - width, *(n - p for n, p in zip(lengths, firsts, strict=True)))
 
-        def placed(row: TensorDictBase, values: Tensor) -> Tensor:
-            """Values of a row's tokens in the padded width of all rows."""
-            before = left + width - len(row["tokens", "prompt"])
-            return pad(values, (before, left + width + length + right - before - len(values)))
+        def placed(key: NestedKey) -> Tensor:
+            """An entry of the experts' rows in the padded width of all rows."""
+            sides = [(prompt - p, prompt + answer - (prompt - p) - n) for n, p in zip(lengths, firsts, strict=True)]
+            return torch.stack([pad(row[key], side) for row, side in zip(rows, sides, strict=True)]).to(device)
 
-        written = {
-            key: torch.stack([placed(row, row[key]) for row in rows]).to(device)
-            for key in (("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask"))
-        }
+        keys = (("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask"))
+        written = {key: placed(key) for key in keys}
         # All prompts of a batch end in one column.
-        written["tokens", "prompt"] = written["tokens", "full"][:, : left + width]
-        own = own.set(("masks", "all_assistant_mask"), _trained(own))
+        written["tokens", "prompt"] = written["tokens", "full"][:, :prompt]
+        own = padded_rows(own.set(("masks", "all_assistant_mask"), _trained(own)), prompt, answer)
         out = TensorDict(batch_size=[len(own) + len(rows)])
         for key in own.keys(True, True):
-            values = own[key]
-            if key == ("tokens", "prompt"):
-                values = pad(values, (left, 0))
-            elif key != ("kept", "ids") and values.ndim > 1 and values.shape[1] == width + length:
-                values = pad(values, (*(0, 0) * (values.ndim - 2), left, right))
-            theirs = written.get(key, values.new_zeros(len(rows), *values.shape[1:]))
-            out.set(key, torch.cat([values, theirs.to(values.dtype)]))
+            theirs = written.get(key, own[key].new_zeros(len(rows), *own[key].shape[1:]))
+            out.set(key, torch.cat([own[key], theirs.to(own[key].dtype)]))
         number = torch.arange(len(out), device=device)
         out.set("expert_mask", number >= len(own))
         if has_entry(own, "loss_mask"):  # its zeros would leave the experts out

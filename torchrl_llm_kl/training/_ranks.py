@@ -192,7 +192,7 @@ class Ranks:
         answer = max(share[FULL].shape[1] - share[PROMPT].shape[1] for share in shares)
         # The ids of kept tokens are a list of their own length, whatever the tokens are.
         lists = [share.pop(KEPT_IDS, None) for share in shares]
-        joined: TensorDictBase = torch.cat([_padded(share, prompt, answer) for share in shares])
+        joined: TensorDictBase = torch.cat([padded_rows(share, prompt, answer) for share in shares])
         if all(ids is not None for ids in lists):
             most = max(ids.shape[1] for ids in lists)
             joined.set(KEPT_IDS, torch.cat([pad(ids, (0, most - ids.shape[1])) for ids in lists]))
@@ -251,8 +251,20 @@ def _portable(error: Exception | None) -> Exception | None:
     return error
 
 
-def _padded(rows: TensorDictBase, prompt: int, answer: int) -> TensorDictBase:
-    """Pad the prompts of rows on the left and their answers on the right. Entries per token are padded alike."""
+def padded_rows(rows: TensorDictBase, prompt: int, answer: int) -> TensorDictBase:
+    """Pad the prompts of rows on the left and their answers on the right. Entries per token are padded alike.
+
+    Args:
+        rows: dense rows ``[B]``.
+        prompt: the width of the prompts afterwards.
+        answer: the width of the answers afterwards.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> tokens = TensorDict(prompt=torch.tensor([[5]]), full=torch.tensor([[5, 6]]), batch_size=[1])
+        >>> padded_rows(TensorDict(tokens=tokens, batch_size=[1]), 2, 3)["tokens", "full"]
+        tensor([[0, 5, 6, 0, 0]])
+    """
     width, own = rows[FULL].shape[1], rows[PROMPT].shape[1]
     sides = {
         own: (prompt - own, 0),
@@ -262,7 +274,7 @@ def _padded(rows: TensorDictBase, prompt: int, answer: int) -> TensorDictBase:
     rows = rows.copy()
     for key, value in list(rows.items(True, True)):
         of = {PROMPT: own, ("tokens", "response"): width - own}.get(key, width)
-        if value.ndim > 1 and value.shape[1] == of:
+        if key != KEPT_IDS and value.ndim > 1 and value.shape[1] == of:
             rows[key] = pad(value, ((0, 0) * (value.ndim - 2)) + sides[of])
     return rows
 

@@ -347,7 +347,7 @@ def sampled_kl(batch: TensorDictBase) -> Tensor | None:
     trainer.
 
     Returns:
-        None if the batch has not the log-probs of both.
+        None if the batch lacks the log-probs of one of them.
     """
     names = (("next", "sampler_log_probs", "full"), ("log_probs", "full"))
     key = next((name for name in names if has_entry(batch, name)), None)
