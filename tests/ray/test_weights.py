@@ -11,9 +11,11 @@ import pytest
 import ray
 import torch
 
+from closeness import assert_near
 from load import all_up, assert_scores, callers, clone, keeper_pid, pids, sequences
 from remote_models import SHARED, delayed, model
 from torchrl_llm_kl import LogProbScorer
+from torchrl_llm_kl.scoring import ScoreRequest, VersionLostError
 from torchrl_llm_kl.service import ScoringService, ServiceWeightSyncScheme, ServiceWeightUpdater, WeightVersionError
 from waits import LONG, until
 
@@ -46,6 +48,21 @@ def test_weights_reach_every_replica_under_their_version(pushed):
         pushed.update_weights({"lm_head.weight": model().lm_head.weight})
     assert type(pushed.model.connection.newest) is int, "the keeper would import torch for a PushedVersion"
     assert_holds(pushed, model(seed=3), start + 6)
+
+
+def test_a_version_for_each_token_on_every_replica(serve):
+    """A replica that starts after the pushes loads those that are kept."""
+    service = serve(factory=model, keep_versions=2)
+    for seed in (1, 2, 3):
+        service.update_weights(model(seed=seed))
+    os.kill(pids(service)[0], signal.SIGKILL)
+    rows, versions = [[3, 4, 5, 6], [7, 8, 9]], torch.tensor([2, 2, 3, 2, 3, 3, 3])
+    scorer = service.model.make_scorer()
+    got = scorer.score(ScoreRequest.of(rows, versions=versions)).values
+    old, new = (LogProbScorer(model(seed=seed)).score(rows).values for seed in (2, 3))
+    assert_near(got, torch.where(versions == 2, old, new))
+    with pytest.raises(VersionLostError, match=r"version 1 of the weights is not held, only \[2, 3\]"):
+        scorer.score(ScoreRequest.of(rows, versions=torch.tensor([1, 3])))
 
 
 def test_a_past_version_and_one_that_is_never_pushed(pushed):

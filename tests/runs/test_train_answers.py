@@ -16,8 +16,9 @@ from torch.testing import assert_close
 pytest.importorskip("omegaconf")
 from fake_vllm import FakeVllm
 from torchrl_llm_kl import LogProbScorer, Ragged, Sampling
+from torchrl_llm_kl.rollouts import drop_stale
 from torchrl_llm_kl.training import ConfigError, Run, chat_tokenizer, load_model, train
-from torchrl_llm_kl.training._answers import Answers, leave_out_old
+from torchrl_llm_kl.training._answers import Answers, age_figures
 from torchrl_llm_kl.training._engine import (
     Engine,
     EngineError,
@@ -133,11 +134,15 @@ def test_an_error_of_the_sampler_reaches_the_training() -> None:
 @pytest.mark.smoke
 def test_old_rows_are_left_out() -> None:
     batch = TensorDict(policy_version=torch.tensor([[7], [4], [5]]), batch_size=[3])
-    assert leave_out_old(batch, step=7, limit=2) == {"age": pytest.approx(5 / 3), "age_max": 3, "too_old": 1}
-    assert batch["loss_mask"].tolist() == [True, False, True]
-    fresh = TensorDict(policy_version=torch.tensor([[7]]), batch_size=[1])
-    assert leave_out_old(fresh, step=7, limit=0) == {"age": 0.0, "age_max": 0, "too_old": 0}
+    dropped = drop_stale(batch, 7, max_age=2)
+    assert age_figures(dropped, 2) == {"age": pytest.approx(5 / 3), "age_max": 3, "too_old": 1}
+    assert dropped["loss_mask"].flatten().tolist() == [True, False, True]
+    assert dropped["left_out"].tolist() == [False, True, False]
+    assert list(batch.keys()) == ["policy_version"]
+    fresh = drop_stale(TensorDict(policy_version=torch.tensor([[7]]), batch_size=[1]), 7, max_age=0)
+    assert age_figures(fresh, 0) == {"age": 0.0, "age_max": 0, "too_old": 0}
     assert "loss_mask" not in list(fresh.keys())
+    assert age_figures(TensorDict(batch_size=[1]), 0) == {}
 
 
 # ------------------------------------------------------------------ runs ahead
@@ -189,6 +194,42 @@ def test_rows_have_the_log_probs_and_the_version_of_the_weights_that_sampled(
             assert (own - theirs).abs().max() > 1e-3
     run.close()
     assert seen & {1, 2}
+
+
+def test_old_log_probs_of_the_weights_that_sampled(lab: Path, tmp_path: Path) -> None:
+    """Beside the same numbers as the sampler's, since both compute them in this process."""
+    once = ["algorithm.epochs=1", "algorithm.minibatches=1"]  # later updates on a batch also move the policy
+    changes = ["algorithm.max_staleness=2", "algorithm.exact_old=true", *once]
+    run = Run(settings(lab, tmp_path, *changes), say=lambda line: None)
+    ages = []
+    for _ in range(4):
+        kept: list[TensorDictBase] = []
+        prepare = run.parts.prepare
+        object.__setattr__(
+            run.parts, "prepare", lambda batch, kept=kept, prepare=prepare: kept.append(prepare(batch)) or kept[0]
+        )
+        row = run.take_step()
+        object.__setattr__(run.parts, "prepare", prepare)
+        ages.append(row["age_max"])
+        own, theirs = (
+            kept[0]["next", f"{name}_log_probs", "full"][answered(kept[0])] for name in ("behavior", "sampler")
+        )
+        assert_close(own, theirs, atol=2e-5, rtol=0)
+        assert abs(row["mismatch_k3"]) < 1e-6
+        assert (row["staleness_k3"] > 1e-6) == (ages[-1] > 0)
+        assert row["weight_max"] == pytest.approx(1, abs=1e-3), "no numerical mismatch to correct"
+    run.close()
+    assert max(ages) > 0
+    assert run.parts.loss.tensor_keys.old_log_prob == ("next", "behavior_log_probs", "full")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [["algorithm.exact_old=true"], ["algorithm.exact_old=true", "algorithm.max_staleness=1", "algorithm.name=opmd"]],
+)
+def test_exact_old_log_probs_without_an_effect_are_refused(lab: Path, tmp_path: Path, changes: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.exact_old needs algorithm\.max_staleness above 0"):
+        Run(settings(lab, tmp_path, *changes), say=lambda line: None)
 
 
 def test_a_run_ahead_ends_resumes_and_uses_each_prompt_once(lab: Path, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ from torchrl_llm_kl.losses._parts import (
     KLToSampler as KLToSampler,
     OffPolicySequenceMask as OffPolicySequenceMask,
     RejectionMask as RejectionMask,
+    StalenessMask as StalenessMask,
     TermPart as TermPart,
     TopEntropyMask as TopEntropyMask,
     rollout_corrections as rollout_corrections,
@@ -69,6 +70,8 @@ from torchrl_llm_kl.losses.corrections import (
     mismatch_metrics as mismatch_metrics,
     off_policy_sequence_mask as off_policy_sequence_mask,
     rejection_mask as rejection_mask,
+    staleness_mask as staleness_mask,
+    staleness_metrics as staleness_metrics,
     top_entropy_mask as top_entropy_mask,
 )
 from torchrl_llm_kl.losses.objectives._clipped import (

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrl_llm_kl._numerics import masked_mean, send
 from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO
 from torchrl_llm_kl.losses._objective import LossInputs, LossTerm
-from torchrl_llm_kl.losses.corrections import mismatch_metrics
+from torchrl_llm_kl.losses.corrections import mismatch_metrics, staleness_metrics
 
 _RATIO_QUANTILES = {"ratio_min": 0.0, "ratio_q05": 0.05, "ratio_median": 0.5, "ratio_q95": 0.95, "ratio_max": 1.0}
 
@@ -30,12 +30,14 @@ def common_metrics(inputs: LossInputs, counts: tuple[Tensor, Tensor] | None = No
 
     ``num_tokens``, ``num_sequences`` (with a masked-in token) and, with entropies, ``entropy`` are over all masked-in tokens.
     All others leave out experts' tokens: with old log-probs ``ESS``, quantiles of the ratio to them and ``kl_to_sampler``,
-    with the sampler's own log-probs the :func:`mismatch_metrics`, with reference log-probs ``kl_to_ref``.
+    with the sampler's own log-probs the :func:`mismatch_metrics`, with log-probs of the weights that sampled the
+    :func:`staleness_metrics`, with reference log-probs ``kl_to_ref``.
     """
     mask, experts = inputs.mask, inputs.get("expert_mask")
     sampled = mask if experts is None else mask & ~experts
     log_prob = inputs.log_prob
     old, own, ref = (inputs.get(name) for name in ("old_log_prob", "sampler_log_prob", "ref_log_prob"))
+    behavior = inputs.get("behavior_log_prob")
     num_tokens, num_sequences = (mask.sum(), mask.any(-1).sum()) if counts is None else counts
     metrics = {"num_tokens": num_tokens, "num_sequences": num_sequences}
     # The tokens come from the sampler, so k3 estimates KL(sampler || policy). It is never negative.
@@ -52,7 +54,10 @@ def common_metrics(inputs: LossInputs, counts: tuple[Tensor, Tensor] | None = No
         if "old" in pairs:
             metrics |= _ratio_metrics(log_ratio[0].masked_fill_(unused[0], -torch.inf), used_tokens[0])
     if own is not None:
-        metrics |= mismatch_metrics(log_prob if old is None else old, own, sampled)
+        # With other weights than the sampler's, the difference would include the steps between both.
+        metrics |= mismatch_metrics(next(x for x in (behavior, old, log_prob) if x is not None), own, sampled)
+    if behavior is not None:
+        metrics |= staleness_metrics(log_prob, behavior, sampled, inputs.get("age"))
     entropy = inputs.get("entropy")
     if entropy is not None:
         metrics["entropy"] = masked_mean(entropy, mask)

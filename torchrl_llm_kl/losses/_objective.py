@@ -74,6 +74,9 @@ class LossInputs:
         expert_mask: bool ``[*B, T]``, True for tokens that an expert wrote and the policy did not sample.
         message_role: integers ``[*B, T]``, the role that wrote each token: its index in system, user, assistant, tool.
         sampler_log_prob: ``old_log_prob`` as computed by the sampling program itself, ``[*B, T]``.
+        behavior_log_prob: nats, as computed by the trainer under the weights that sampled each token, where ``old_log_prob`` is
+            of later weights, ``[*B, T]``.
+        age: optimizer steps between the weights that sampled the token and those of the update, ``[*B, T]``.
         entropy: nats, entropy of the policy's distribution over the vocabulary, with graph, ``[*B, T]``.
         selected: bool ``[*B, T]``, True for tokens selected over a whole batch.
         kl: nats, the KL over the whole vocabulary at each position, with graph, ``[*B, T]``.
@@ -105,6 +108,8 @@ class LossInputs:
     expert_mask: Tensor = _optional(boolean=True)
     message_role: Tensor = _optional()
     sampler_log_prob: Tensor = _optional()
+    behavior_log_prob: Tensor = _optional()
+    age: Tensor = _optional()
     entropy: Tensor = _optional(graph=True)
     selected: Tensor = _optional(boolean=True)
     kl: Tensor = _optional(graph=True)
@@ -187,6 +192,8 @@ class InputKeys:
     expert_mask: NestedKey = "expert_mask"
     message_role: NestedKey = "message_role"
     sampler_log_prob: NestedKey = ("next", "sampler_log_probs", "full")
+    behavior_log_prob: NestedKey = ("next", "behavior_log_probs", "full")
+    age: NestedKey = "age"
     selected: NestedKey = "selected"
     pair_id: NestedKey = "pair_id"
     chosen: NestedKey = "chosen"

@@ -27,9 +27,11 @@ from torchrl_llm_kl.losses._objective import (
 from torchrl_llm_kl.losses.corrections import (
     Divergence,
     Level,
+    Ratio,
     importance_weights,
     off_policy_sequence_mask,
     rejection_mask,
+    staleness_mask,
     top_entropy_mask,
 )
 from torchrl_llm_kl.losses.objectives._supervised import Distribution
@@ -350,8 +352,8 @@ class Correction(Part[Weights]):
 class ImportanceWeights(Correction):
     """Truncated or masked importance weights, for a sampler whose log-probs differ from the trainer's.
 
-    It needs ``sampler_log_prob`` and ``old_log_prob``. The arguments are as in
-    :func:`~torchrl_llm_kl.losses.importance_weights`.
+    It needs ``sampler_log_prob`` and ``old_log_prob``, and for one cause of their ratio ``behavior_log_prob`` instead of one of
+    them. The arguments are as in :func:`~torchrl_llm_kl.losses.importance_weights`.
 
     Example:
         >>> sorted(ImportanceWeights(high=3.0).needs)
@@ -365,8 +367,9 @@ class ImportanceWeights(Correction):
         mode: Literal["truncate", "mask"] = "truncate",
         low: float | None = None,
         high: float | None = 2.0,
+        ratio: Ratio = "both",
     ) -> None:
-        super().__init__(importance_weights, level=level, mode=mode, low=low, high=high)
+        super().__init__(importance_weights, level=level, mode=mode, low=low, high=high, ratio=ratio)
 
 
 class RejectionMask(Correction):
@@ -380,8 +383,31 @@ class RejectionMask(Correction):
         ['old_log_prob', 'sampler_log_prob']
     """
 
-    def __init__(self, divergence: Divergence, *, low: float | None = None, high: float | None = None) -> None:
-        super().__init__(rejection_mask, divergence=divergence, low=low, high=high)
+    def __init__(
+        self,
+        divergence: Divergence,
+        *,
+        low: float | None = None,
+        high: float | None = None,
+        ratio: Ratio = "both",
+    ) -> None:
+        super().__init__(rejection_mask, divergence=divergence, low=low, high=high, ratio=ratio)
+
+
+class StalenessMask(Correction):
+    """Leave out tokens that older weights sampled, or let their weight fall with their age.
+
+    It needs the entry ``age``, which :func:`~torchrl_llm_kl.drop_stale` writes. The arguments are as in
+    :func:`~torchrl_llm_kl.losses.staleness_mask`.
+
+    Example:
+        >>> age = torch.tensor([[0.0, 3.0]])
+        >>> StalenessMask(2)(LossInputs(-age, age >= 0, age=age))[0]
+        tensor([[1., 0.]])
+    """
+
+    def __init__(self, max_age: float | None = None, *, decay: float = 1.0) -> None:
+        super().__init__(staleness_mask, max_age=max_age, decay=decay)
 
 
 class OffPolicySequenceMask(Correction):

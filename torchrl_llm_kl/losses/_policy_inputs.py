@@ -44,7 +44,7 @@ from torchrl_llm_kl.scoring import (
     log_probs_only,
 )
 
-_LOG_PROBS = (*OF_SAMPLER, "ref_log_prob")
+_LOG_PROBS = (*OF_SAMPLER, "behavior_log_prob", "ref_log_prob")
 #: Inputs that the scorer computes without checking that they are finite. It checks log-probs itself.
 COMPUTED = ("entropy", "kl", "teacher_divergence")
 # A teacher's probabilities must add up to 1 within this tolerance. Rounding of float16 log-probs with k = 1024 stays below
@@ -162,8 +162,8 @@ class EntryReader:
 
     def _places(self, td: TensorDictBase, without: str | None) -> tuple[dict[str, NestedKey], set[str]]:
         """Input -> the entry that holds it, and the required inputs. Raises a KeyError if a required entry is missing."""
-        # Corrections and metrics leave out experts, so this mask is read even if no part needs it.
-        possible = self.asked.union(_LOG_PROBS, ["expert_mask"]) - {without}
+        # Corrections and metrics leave out experts and group by age, so these are read even if no part needs them.
+        possible = self.asked.union(_LOG_PROBS, ["expert_mask", "age"]) - {without}
         ordered = [name for name in KEYS if name in possible]
         places: dict[str, NestedKey] = {}
         for name in ordered:

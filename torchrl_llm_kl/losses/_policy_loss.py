@@ -89,7 +89,8 @@ class PolicyLoss(TokenLoss):
             the protocol of objectives.
         corrections: factors of the objective: :class:`~torchrl_llm_kl.losses.ImportanceWeights`,
             :class:`~torchrl_llm_kl.losses.RejectionMask`, :class:`~torchrl_llm_kl.losses.OffPolicySequenceMask`,
-            :class:`~torchrl_llm_kl.losses.TopEntropyMask`, or functions that return weights and metrics.
+            :class:`~torchrl_llm_kl.losses.StalenessMask`, :class:`~torchrl_llm_kl.losses.TopEntropyMask`, or functions that
+            return weights and metrics.
             :func:`~torchrl_llm_kl.losses.rollout_corrections` translates verl's settings.
         aggregation: see :func:`~torchrl_llm_kl.losses.aggregate`. By default the objective's own.
         max_len: the longest possible response in tokens. Required by ``seq-mean-token-sum-norm``, refused by the others.
@@ -113,21 +114,23 @@ class PolicyLoss(TokenLoss):
             follow such changes.
 
     Keys (``set_keys``): ``tokens`` (or ``action``), ``old_log_prob`` (``sample_log_prob``), ``ref_log_prob``
-    (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``message_role``, ``loss_mask``, ``selected``,
-    ``pair_id``, ``chosen``, ``reference_point``, ``match_id``, ``denominators``, ``kept`` (the parent of ``"counts"`` and
-    ``"ids"``), ``top_k`` (the key of a teacher's :class:`~torchrl_llm_kl.TopK`, or a list of keys for several teachers),
-    ``routed_experts``, ``images``. An entry is also found on the other side of ``"next"``. ``top_k``, ``kept`` and
-    ``routed_experts`` are first looked up under ``"next"``, where an env writes them. Log-probs are also found under
-    ``"response"`` without a ``"full"``, as TorchRL's wrappers store them. If the data holds ``routed_experts``
-    ``[*B, T, L, k]``, the actor, a mixture of experts, uses these experts. See ``docs/routing.md``.
+    (``ref_log_probs``), ``sampler_log_prob``, ``behavior_log_prob``, ``age``, ``advantage``, ``expert_mask``,
+    ``message_role``, ``loss_mask``, ``selected``, ``pair_id``, ``chosen``, ``reference_point``, ``match_id``,
+    ``denominators``, ``kept`` (the parent of ``"counts"`` and ``"ids"``), ``top_k`` (the key of a teacher's
+    :class:`~torchrl_llm_kl.TopK`, or a list of keys for several teachers), ``routed_experts``, ``images``. An entry is also
+    found on the other side of ``"next"``. ``top_k``, ``kept`` and ``routed_experts`` are first looked up under ``"next"``,
+    where an env writes them. Log-probs are also found under ``"response"`` without a ``"full"``, as TorchRL's wrappers store
+    them. If the data holds ``routed_experts`` ``[*B, T, L, k]``, the actor, a mixture of experts, uses these experts. See
+    ``docs/routing.md``.
 
     Outputs:
         A :class:`~torchrl_llm_kl.losses.LossOutput`. It holds ``loss_<name>`` for each term, 0-dim, or per token with
         aggregation ``"none"``. Their sum is ``out.total_loss``. Metrics are over the masked-in tokens and have no graph: those
         of the objective, ``ESS``, ``ratio_*`` quantiles, ``kl_to_sampler``, ``kl_to_ref``, ``entropy``, ``num_tokens`` and
         ``num_sequences``. With corrections there are also :func:`~torchrl_llm_kl.losses.correction_metrics`. For data with
-        ``sampler_log_prob`` there are also :func:`~torchrl_llm_kl.losses.mismatch_metrics`, compared with ``old_log_prob`` or
-        else with the current policy.
+        ``sampler_log_prob`` there are also :func:`~torchrl_llm_kl.losses.mismatch_metrics`, compared with
+        ``behavior_log_prob``, else ``old_log_prob``, else the current policy, and for data with ``behavior_log_prob`` the
+        :func:`~torchrl_llm_kl.losses.staleness_metrics`.
 
     Raises:
         TypeError: for an unknown hyper-parameter.

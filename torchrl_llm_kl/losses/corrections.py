@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -20,6 +21,7 @@ from torchrl_llm_kl._numerics import (
     Number,
     Positive,
     Scalar,
+    Share,
     check_is_mask,
     check_is_scalar,
     check_range,
@@ -109,6 +111,9 @@ def correction_metrics(weights: Tensor, mask: Tensor) -> dict[str, Tensor]:
     }
 
 
+#: The ratio that a correction bounds. ``"mismatch"`` compares trainer and sampler with the weights that sampled each token, and
+#: ``"staleness"`` compares later weights with those, both in the trainer. Their product is ``"both"``.
+Ratio = Literal["both", "mismatch", "staleness"]
 #: The scope of an importance weight: one token, the product over a sequence, or the geometric mean over a sequence.
 Level = Literal["token", "sequence", "geometric"]
 
@@ -122,8 +127,9 @@ def importance_weights(
     mode: Literal["truncate", "mask"] = "truncate",
     low: Scalar | None = None,
     high: Positive | None = 2.0,
+    ratio: Ratio = "both",
 ) -> Weights:
-    r"""Bounded :math:`\pi_{old} / \pi_{sampler}`, for the same model weights in trainer and sampler.
+    r"""Bounded :math:`\pi_{old} / \pi_{sampler}`, or one of its two causes.
 
     Without bounds, the mean of a token's loss times its weight equals the mean loss over tokens sampled from the trainer's
     distribution.
@@ -149,6 +155,7 @@ def importance_weights(
         mode: ``"truncate"`` moves weights outside the bounds to the nearest bound. ``"mask"`` sets them to 0.
         low: smallest weight. None for no bound. TRL: ``vllm_importance_sampling_clip_min``.
         high: largest weight. None for no bound. verl: ``rollout_is_threshold``. TRL: ``vllm_importance_sampling_clip_max``.
+        ratio: see :data:`Ratio`. A cause needs ``behavior_log_prob``. ``"staleness"`` with :func:`ppo` is decoupled PPO.
 
     Returns:
         The weights and metrics. Weights are finite: log-ratios of tokens are clamped to +-80 nats, and their sums to 80.
@@ -165,24 +172,25 @@ def importance_weights(
         tensor([[1., 0., 0.]])
 
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS). Ling team 2025
-    (arXiv 2510.18855), IcePop. Li et al. 2025, "When Speed Kills Stability" (sequence and geometric).
+    (arXiv 2510.18855), IcePop. Li et al. 2025, "When Speed Kills Stability" (sequence and geometric). Causes: Guan et al.
+    2026 (arXiv 2605.12070), section 3. Decoupled PPO: Hilton et al. 2022 (arXiv 2110.00641), eq. 2.
     """
     Range(0.0, high if isinstance(high, (int, float)) else math.inf).check("low", low)
-    log_ratio, mask = _mismatch(inputs), inputs.mask
+    log_ratio, mask = _log_ratio(inputs, ratio), inputs.mask
     counts = mask
     if level != "token":
         log_ratio = (sequence_sum if level == "sequence" else sequence_mean)(log_ratio, mask)
         counts = mask.any(-1, keepdim=True)
-    ratio = bounded_exp(log_ratio)
-    weight = clamp(ratio, low, high)
-    outside = weight != ratio  # unlike comparisons with the bounds, this works for bounds of None and for tensors
+    free = bounded_exp(log_ratio)
+    weight = clamp(free, low, high)
+    outside = weight != free  # unlike comparisons with the bounds, this works for bounds of None and for tensors
     if mode == "mask":
-        weight = torch.where(outside, 0, ratio)
+        weight = torch.where(outside, 0, free)
     fraction = "truncated_fraction" if mode == "truncate" else "masked_fraction"
     metrics = {
-        "weight_mean": masked_mean(ratio, counts),
-        "weight_max": torch.where(counts, ratio, 0).max() if ratio.numel() else ratio.new_zeros(()),
-        fraction: masked_mean(outside.to(ratio.dtype), counts),
+        "weight_mean": masked_mean(free, counts),
+        "weight_max": torch.where(counts, free, 0).max() if free.numel() else free.new_zeros(()),
+        fraction: masked_mean(outside.to(free.dtype), counts),
         "effective_sample_size": _effective_size(weight, counts),
     }
     return torch.where(mask, weight, 0), metrics
@@ -206,7 +214,12 @@ Divergence = Literal[
 @loss_part("rejection_mask")
 @torch.no_grad()
 def rejection_mask(
-    inputs: LossInputs, *, divergence: Divergence, low: Scalar | None = None, high: Scalar | None = None
+    inputs: LossInputs,
+    *,
+    divergence: Divergence,
+    low: Scalar | None = None,
+    high: Scalar | None = None,
+    ratio: Ratio = "both",
 ) -> Weights:
     r"""0 for tokens or sequences on which sampler and trainer disagree too much, 1 for all others.
 
@@ -232,6 +245,7 @@ def rejection_mask(
             states bounds of ``k1`` as ratios of sampler to trainer: ``low = log(lower)``, ``high = log(upper)``.
         high: largest value that is kept, in nats, at least 0 for ``k1`` and above 0 for the others. At least one bound is
             required.
+        ratio: see :data:`Ratio`.
 
     Returns:
         The weights, and the metrics ``<divergence>_masked_fraction`` of tokens and ``<divergence>_seq_masked_fraction`` of
@@ -254,7 +268,7 @@ def rejection_mask(
         raise ValueError(f"{divergence} needs a bound: pass high=, or low= for k1. The others are never negative.")
     Range(high=0.0).check("low", low)  # sampler and trainer agree at 0
     (Range(0.0) if estimator == "k1" else Range(above=0.0)).check("high", high)
-    log_ratio, mask = _mismatch(inputs), inputs.mask
+    log_ratio, mask = _log_ratio(inputs, ratio), inputs.mask
     # The estimators take two log-probs. Only their difference matters, which is minus the log-ratio here.
     value = get_estimator(estimator)(torch.zeros_like(log_ratio), log_ratio)  # type: ignore[arg-type]
     if level in ("seq_sum", "seq_mean"):
@@ -270,10 +284,41 @@ def rejection_mask(
     return (mask & ~rejected).to(dtype), metrics
 
 
-def _mismatch(inputs: LossInputs) -> Tensor:
-    """The log-ratio of trainer to sampler, within +-80 nats, and 0 where one of them is NaN."""
-    log_ratio = inputs.old_log_prob - inputs.sampler_log_prob
-    return log_ratio.nan_to_num(nan=0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+def _log_ratio(inputs: LossInputs, ratio: Ratio) -> Tensor:
+    """A log-ratio of trainer to sampler, within +-80 nats, and 0 where one of its log-probs is NaN."""
+    later = inputs.behavior_log_prob if ratio == "mismatch" else inputs.old_log_prob
+    earlier = inputs.behavior_log_prob if ratio == "staleness" else inputs.sampler_log_prob
+    return (later - earlier).nan_to_num(nan=0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
+
+@loss_part("staleness_mask")
+@torch.no_grad()
+def staleness_mask(inputs: LossInputs, *, max_age: NonNegative | None = None, decay: Share = 1.0) -> Weights:
+    """``decay ** age`` for each token, and 0 for tokens that are too old.
+
+    Hyper-parameters:
+        max_age: the largest age that is trained, in steps. None for no limit.
+        decay: the weight of a token of age 1, in (0, 1]. 1 leaves all weights at 1.
+
+    Returns:
+        The weights, and the metrics ``age_mean``, ``age_max`` and ``too_old_fraction`` of tokens.
+
+    Example:
+        >>> age = torch.tensor([[0.0, 1.0, 5.0]])
+        >>> staleness_mask(LossInputs(-age, age >= 0, age=age), max_age=4, decay=0.5)[0]
+        tensor([[1.0000, 0.5000, 0.0000]])
+
+    Source: the limit is AReaL's (arXiv 2505.24298), section 4.1. The decay is our own.
+    """
+    check_range(above=0.0, high=1.0, decay=decay)
+    age, mask = inputs.age, inputs.mask
+    old = torch.zeros_like(mask) if max_age is None else age > max_age
+    metrics = {
+        "age_mean": masked_mean(age, mask),
+        "age_max": torch.where(mask, age, 0).max() if age.numel() else age.new_zeros(()),
+        "too_old_fraction": masked_mean(old.to(age.dtype), mask),
+    }
+    return torch.where(mask & ~old, decay**age, 0), metrics
 
 
 @torch.no_grad()
@@ -347,6 +392,47 @@ _OF_SEQUENCES = (
 def _square_less_1(log_ratio: Tensor) -> Tensor:
     """``ratio**2 - 1``, with the exponent capped at 80."""
     return torch.expm1((2 * log_ratio).clamp(max=LARGEST_LOG_RATIO))
+
+
+#: The smallest age of each group of :func:`staleness_metrics`.
+_AGES = (0, 1, 2, 4, 8)
+
+
+@torch.no_grad()
+def staleness_metrics(
+    log_prob: Tensor, behavior_log_prob: Tensor, mask: Tensor, age: Tensor | None = None
+) -> dict[str, Tensor]:
+    r"""Metrics of the difference between the current policy and the weights that sampled the tokens, both in the trainer.
+
+    :class:`~torchrl_llm_kl.PolicyLoss` logs them. With ``d = log_prob - behavior_log_prob``, ``staleness_k1`` is the mean
+    of ``-d`` and ``staleness_k3`` the mean of ``exp(d) - 1 - d``. Both estimate :math:`KL(\pi_{behavior} \| \pi)`. With
+    ages there are also ``staleness_k3_age_<n>`` and ``age_<n>_fraction`` for tokens of age 0, 1, 2 to 3, 4 to 7, and 8 or more.
+
+    Args:
+        log_prob: nats, under the current policy, ``[*B, T]``.
+        behavior_log_prob: nats, under the weights that sampled each token, same shape.
+        mask: bool ``[*B, T]``.
+        age: in steps, ``[*B, T]``.
+
+    Returns:
+        0-dim tensors without graph, 0 for groups without tokens. Exponents are capped at 80.
+
+    Example:
+        >>> log_prob, behavior = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.5]])
+        >>> metrics = staleness_metrics(log_prob, behavior, log_prob < 0, torch.tensor([[0.0, 3.0]]))
+        >>> metrics["staleness_k1"], metrics["staleness_k3_age_2"], metrics["age_2_fraction"]
+        (tensor(0.2500), tensor(0.1065), tensor(0.5000))
+    """
+    log_ratio = (log_prob - behavior_log_prob).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    k3 = torch.expm1(log_ratio) - log_ratio
+    metrics = {"staleness_k1": masked_mean(-log_ratio, mask), "staleness_k3": masked_mean(k3, mask)}
+    if age is not None:
+        groups = torch.stack([mask & (age >= low) & (age < high) for low, high in pairwise([*_AGES, math.inf])])
+        counts, sums = (x.flatten(1).sum(1) for x in (groups, torch.where(groups, k3, 0)))
+        means, shares = sums / counts.clamp(min=1), counts / mask.sum().clamp(min=1)
+        metrics |= {f"staleness_k3_age_{low}": mean for low, mean in zip(_AGES, means.unbind(), strict=True)}
+        metrics |= {f"age_{low}_fraction": share for low, share in zip(_AGES, shares.unbind(), strict=True)}
+    return metrics
 
 
 @loss_part("off_policy_sequence_mask")

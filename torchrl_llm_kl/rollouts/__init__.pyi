@@ -51,6 +51,7 @@ from torchrl_llm_kl.rollouts._entries import (
     with_a_row as with_a_row,
 )
 from torchrl_llm_kl.rollouts._records import (
+    drop_stale as drop_stale,
     read_images as read_images,
     read_kept as read_kept,
     read_routing as read_routing,

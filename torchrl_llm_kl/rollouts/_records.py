@@ -9,6 +9,7 @@
   ``[T - 1, L, k]``.
 - **Images** are entries below one key with the processor's names. Each row holds the processor's output for that row, of any
   size. A row without images lacks the entries.
+- **The version of the policy** is an integer of each row, or of each token. :func:`drop_stale` turns it into an age.
 - **A teacher's top k**, written by transforms: ids, their log-probs, and the log of the total probability of all other tokens.
 """
 
@@ -35,7 +36,70 @@ from torchrl_llm_kl.ragged import (
     unbind_rows,
     write_ragged,
 )
-from torchrl_llm_kl.rollouts._entries import both_sides, find_result, leaves, per_token, read_of, require_key, sub_key
+from torchrl_llm_kl.rollouts._entries import (
+    both_sides,
+    find_key,
+    find_result,
+    leaves,
+    per_token,
+    read_of,
+    require_key,
+    sub_key,
+)
+
+# ------------------------------------------------------------------ the version of the policy
+
+
+def drop_stale(
+    batch: TensorDictBase, version: int, *, max_age: int | None = None, key: NestedKey = "policy_version"
+) -> TensorDictBase:
+    """Write the age of each row, or of each token, and leave those out of the loss that are too old.
+
+    Args:
+        batch: rows with the version of the policy that sampled them, integers ``[*B]`` or ``[*B, 1]`` for rows, or ``[*B, T]``
+            for tokens, dense.
+        version: the present version, in optimizer steps like the others.
+
+    Keyword Args:
+        max_age: the largest age that is trained. None leaves nothing out.
+        key: the entry of the versions.
+
+    Returns:
+        A shallow copy with the entry ``"age"``, which :class:`~torchrl_llm_kl.losses.StalenessMask` and the metrics of the loss
+        read. If something is too old, it also has ``"loss_mask"``, combined with an earlier one, and ``"left_out"``, which is
+        True for rows without a token that is trained. :func:`~torchrl_llm_kl.diagnose` compares these rows with the others.
+
+    Raises:
+        KeyError: if the versions are missing.
+        ValueError: if a version is later than the present one.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> batch = TensorDict(policy_version=torch.tensor([[5], [3]]), batch_size=[2])
+        >>> dropped = drop_stale(batch, 6, max_age=2)
+        >>> dropped["age"].flatten().tolist(), dropped["loss_mask"].flatten().tolist()
+        ([1, 3], [True, False])
+    """
+    place = find_key(batch, key)
+    if place is None:
+        require_key(batch, key, "drop_stale", "Collect with track_policy_version=True, or pass key=.")
+    age = version - batch.get(place).long()
+    if bool((age < 0).any()):
+        raise ValueError(f"{key!r} has version {version - int(age.min())}, later than the present one, {version}.")
+    out = batch.copy().set("age", age)
+    if max_age is None or not bool((age > max_age).any()):
+        return out
+    rows = batch.batch_size.numel()
+    fresh, earlier = age <= max_age, batch.get("loss_mask", None)
+    if earlier is not None:
+        # A mask of rows and one of tokens are combined over the tokens.
+        wider = max(fresh, earlier, key=torch.Tensor.numel)
+        fresh = (fresh.reshape(rows, -1) & earlier.reshape(rows, -1)).reshape(wider.shape)
+    left_out = ~fresh.reshape(rows, -1).any(-1).reshape(batch.batch_size)
+    if "left_out" in batch.keys():  # noqa: SIM118
+        left_out |= batch["left_out"].reshape(left_out.shape)
+    return out.set("loss_mask", fresh).set("left_out", left_out)
+
 
 # ------------------------------------------------------------------ kept tokens
 

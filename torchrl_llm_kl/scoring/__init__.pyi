@@ -39,6 +39,11 @@ from torchrl_llm_kl.scoring._store import (
 from torchrl_llm_kl.scoring._updater import (
     ReferenceUpdater as ReferenceUpdater,
 )
+from torchrl_llm_kl.scoring._versions import (
+    VersionedScorer as VersionedScorer,
+    VersionLostError as VersionLostError,
+    WeightHistory as WeightHistory,
+)
 from torchrl_llm_kl.scoring._wrapper import (
     SamplerMismatchWarning as SamplerMismatchWarning,
 )
@@ -56,6 +61,7 @@ from torchrl_llm_kl.scoring._extras import (
     KeptTokens as KeptTokens,
     Moments as Moments,
     Of as Of,
+    PolicyVersions as PolicyVersions,
     RoutedExperts as RoutedExperts,
     SamplerLogProbs as SamplerLogProbs,
     ScoredStep as ScoredStep,
@@ -102,6 +108,9 @@ from torchrl_llm_kl.scoring._routing import (
 from torchrl_llm_kl.scoring._scorer import (
     ModelOrScorer as ModelOrScorer,
     ScorerSlot as ScorerSlot,
+)
+from torchrl_llm_kl.scoring._versions import (
+    score_versions as score_versions,
 )
 from torchrl_llm_kl.scoring._wrapper import (
     check_distributions as check_distributions,

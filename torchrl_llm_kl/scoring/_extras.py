@@ -439,6 +439,31 @@ def _stored_by_sampler(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
     return next(iter([*here, *(place for place in places.values() if place is not None)]), None)
 
 
+@dataclass(frozen=True)
+class PolicyVersions(Extra):
+    """Score each token under the weights that sampled it, by a :class:`~torchrl_llm_kl.scoring.VersionedScorer` as the model.
+
+    Args:
+        key: the entry of the versions, integers ``[*B]`` or ``[*B, 1]`` for rows (as torchrl's collectors store them with
+            ``track_policy_version=True``), or ``[*B, T]`` for tokens. -1 for the present weights.
+    """
+
+    key: NestedKey = "policy_version"
+
+    def fields(self, step: ScoredStep) -> RequestFields:
+        """See :class:`Extra`."""
+        tokens = step.located.tokens
+        versions = step.first(
+            lambda td: None if find_key(td, self.key) is None else per_token(td, self.key, tokens, None)
+        )
+        if versions is None:
+            raise MissingEntryError(
+                f"PolicyVersions({self.key!r}) reads the version of each row: expected it, found: {describe_entries(step.td)}. "
+                "Collect with track_policy_version=True, or leave PolicyVersions out."
+            )
+        return {"versions": versions.long()}
+
+
 # ------------------------------------------------------------------ another prompt, another adapter, other keys
 
 

@@ -133,6 +133,26 @@ class ExpertIds(TokenIntegers):
         return out
 
 
+class WeightVersions(TokenIntegers):
+    """The version of the weights for each token, ``[N]``, or one for each sequence, ``[S]``. -1 for the present weights."""
+
+    def read(self, name: str, given: object, tokens: Ragged, mask: Tensor) -> Tensor:
+        """See :class:`FieldKind`."""
+        values = torch.as_tensor(given).detach().cpu()
+        if values.shape == tokens.lengths.shape != tokens.values.shape:
+            values = values[tokens.sequence_ids]
+        if values.shape != tokens.values.shape or not _holds_integers(values):
+            both = f"({len(tokens.values)},) or ({tokens.num_sequences},)"
+            raise ValueError(f"{name} must be integers {both}, got {tuple(values.shape)} of {values.dtype}.")
+        return values.long()
+
+    def moved(self, name: str, value: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        """See :class:`FieldKind`."""
+        out = value.new_full(target.shape, -1)
+        out[target.cpu()] = value.cpu()[source.cpu()]
+        return out
+
+
 def _holds_integers(values: Tensor) -> bool:
     return not values.is_floating_point() and values.dtype != torch.bool
 

@@ -57,7 +57,7 @@ class Scorer(ABC):
 
     model: Any
     path: str | None
-    offers: frozenset[str] = FEATURES
+    offers: frozenset[str] = FEATURES - {"versions"}
     place: str = "this scorer"
     instead: str = "score the transformers model in this process, with a LogProbScorer"
 

@@ -16,7 +16,16 @@ from torchrl_llm_kl._numerics import check_finite, check_is_mask, to_host
 from torchrl_llm_kl._typing import ImageRows
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Dense, Ragged, Rows
-from torchrl_llm_kl.scoring._fields import ExpertIds, FieldKind, KeptIds, RoutedExperts, TokenIntegers, narrow, place_of
+from torchrl_llm_kl.scoring._fields import (
+    ExpertIds,
+    FieldKind,
+    KeptIds,
+    RoutedExperts,
+    TokenIntegers,
+    WeightVersions,
+    narrow,
+    place_of,
+)
 from torchrl_llm_kl.scoring._images import ImageField, RowImages
 
 #: Token ids: sequences without padding, or a padded tensor ``[*B, T]`` with an attention mask.
@@ -37,6 +46,7 @@ class RequestFields(TypedDict, total=False):
     routing: RoutedExperts | None
     ref_routing: RoutedExperts | None
     images: ImageRows | RowImages | None
+    versions: Tensor | None
 
 
 class NotTextError(ValueError):
@@ -145,6 +155,7 @@ class ScoreRequest:
         routing: the experts that a mixture of experts used for each token, ``[N, L, k]``. -1 lets the router choose.
         ref_routing: the same for the reference model.
         images: the images of each sequence.
+        versions: the version of the weights to score each token with, ``[N]``. -1 for the present weights.
 
     Example:
         >>> request = ScoreRequest.of([[3, 4, 5], [6, 7]])
@@ -160,6 +171,7 @@ class ScoreRequest:
     routing: Tensor | None = field(default=None, metadata={"kind": ExpertIds()})
     ref_routing: Tensor | None = field(default=None, metadata={"kind": ExpertIds()})
     images: RowImages | None = field(default=None, metadata={"kind": ImageField()})
+    versions: Tensor | None = field(default=None, metadata={"kind": WeightVersions()})
     whole: bool = False  # forward whole sequences, for models whose positions depend on the length
 
     @classmethod
@@ -174,6 +186,7 @@ class ScoreRequest:
         routing: RoutedExperts | None = None,
         ref_routing: RoutedExperts | None = None,
         images: ImageRows | RowImages | None = None,
+        versions: Tensor | None = None,
     ) -> ScoreRequest:
         """Build a request from any form of token ids, and check it.
 
@@ -197,6 +210,8 @@ class ScoreRequest:
             ref_routing: the same for the reference model.
             images: for each sequence, None or the processor's output for its images (``pixel_values``, ``image_grid_thw``,
                 ...). The whole output is accepted. Image tokens are never scored. See ``docs/images.md``.
+            versions: the version of the weights to score each token with, ``[N]``, or each sequence, ``[S]``. -1 for the
+                present weights. Only for a :class:`~torchrl_llm_kl.scoring.VersionedScorer`, and services that keep versions.
 
         Raises:
             TypeError: if ``sequences`` has another type.
@@ -212,6 +227,7 @@ class ScoreRequest:
         tokens = Ragged(host.values.detach().long(), host.lengths, layout.container, host.keep)
         scored = _checked_mask(tokens, masks[0]) if masks else tokens.positions > 0
         every = {"kept": kept, "top_ids": top_ids, "routing": routing, "ref_routing": ref_routing, "images": images}
+        every["versions"] = versions
         given = {name: value for name, value in every.items() if value is not None}
         checked: FieldValues = {name: FIELDS[name].read(name, x, tokens, scored) for name, x in given.items()}
         return cls(tokens, scored, layout, **checked)

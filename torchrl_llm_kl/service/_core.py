@@ -94,6 +94,7 @@ class ScoringCore:
         """Passes ``weights``, a result of the engine's ``own_weights``, to the engine under a new version."""
         self._fingerprint = ""
         self.call(lambda: self.engine.update_weights(weights, checked=True))
+        self.engine.record(version)
         self.version = version
 
     def call(self, work: Callable[[], T]) -> T:

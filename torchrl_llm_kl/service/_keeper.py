@@ -37,6 +37,7 @@ class Held(NamedTuple):
     version: int
     chunks: list[object]  # references to the weights
     seen: int  # the latest version that any replica held, greater than `version` if that push is lost
+    earlier: Sequence[tuple[int, list[object]]] = ()  # pushes before it that the replica lacks, if replicas keep some
 
 
 class State(NamedTuple):
@@ -68,6 +69,8 @@ class Keeper:
         self._failure: Exception | None = None
         self._fingerprints: dict[str, str | None] = {}  # of the model of each source
         self._version, self._chunks = 0, list[object]()
+        self._earlier = list[tuple[int, list[object]]]()  # versions and chunks of the pushes before the last one
+        self._keep = 0  # how many pushes replicas keep
         self._tensors: frozenset[str] = frozenset()  # of the last push
         self._whole = False  # whether it held all tensors of the model
         self._staged: dict[str, tuple[float, list[object]]] = {}  # begin and chunks of pushes that are not committed
@@ -171,17 +174,20 @@ class Keeper:
         """Returns the reference to the pickled factory, in a list, if the factory is not part of the spec."""
         return [] if self._model is None else [self._model]
 
-    async def started(self, fingerprint: str | None, source: str) -> Held | Exception:
-        """Returns the last push to a replica that has loaded ``source``, or an error if its checkpoint has changed."""
+    async def started(self, fingerprint: str | None, source: str, keep: int = 0) -> Held | Exception:
+        """Returns the last push to a replica that has loaded ``source``, or an error if its checkpoint has changed.
+
+        ``keep`` is the number of versions that the replica keeps.
+        """
         self._watch()
-        self._failure = None
+        self._failure, self._keep = None, keep
         first = self._fingerprints.setdefault(source, fingerprint)
         if fingerprint != first and not self._whole:
             return ServiceError(
                 f"a replica of {self._name!r} loaded weights with the fingerprint {fingerprint}, the first one had {first}: "
                 "the checkpoint changed. Restore it, or make the service again."
             )
-        return self._held()
+        return self._held(0)
 
     async def failed(self, error: Exception) -> None:
         """Notes why a replica could not start."""
@@ -202,10 +208,11 @@ class Keeper:
     async def newest(self, version: int) -> Held:
         """Returns the last push to a replica that holds ``version``."""
         self._seen = max(self._seen, version)
-        return self._held()
+        return self._held(version)
 
-    def _held(self) -> Held:
-        return Held(self._version, self._chunks, max(self._seen, self._version))
+    def _held(self, version: int) -> Held:
+        earlier = [push for push in self._earlier if push[0] > version]
+        return Held(self._version, self._chunks, max(self._seen, self._version), earlier)
 
     async def staged(self, token: str) -> list[object]:
         """Returns references to the chunks of a push that is not committed."""
@@ -252,6 +259,8 @@ class Keeper:
             refused = "the actor that keeps the weights restarted during this push. Push them again."
         if refused:
             return WeightVersionError(refused)
+        if self._version and self._keep > 1:
+            self._earlier = [*self._earlier, (self._version, self._chunks)][1 - self._keep :]
         self._version, self._chunks, self._tensors, self._whole = version, chunks, frozenset(tensors), whole
         return version
 

@@ -76,14 +76,21 @@ class Replica:
         try:
             engine = self._load()
             if not isinstance(engine, Engine):
-                engine = TransformersEngine(engine, tokens_per_batch=settings.tokens_per_batch, memory=settings.memory)
+                engine = TransformersEngine(
+                    engine,
+                    tokens_per_batch=settings.tokens_per_batch,
+                    memory=settings.memory,
+                    keep_versions=settings.keep_versions,
+                )
             self._core = ScoringCore(engine, self._exit)
-            held = ray.get(self._keeper.started.remote(self._fingerprint(), spec.source), timeout=_KEEPER)
+            started = self._keeper.started.remote(self._fingerprint(), spec.source, settings.keep_versions)
+            held = ray.get(started, timeout=_KEEPER)
             if isinstance(held, Exception):
                 raise held
             self._newest = held.seen
             if held.chunks:
-                self._core.update_weights(self._fetch(held.chunks), held.version)
+                for version, chunks in [*held.earlier, (held.version, held.chunks)]:
+                    self._core.update_weights(self._fetch(chunks), version)
             self._batcher = Batcher(self._core.score, max_tokens=settings.max_tokens, max_wait=settings.max_wait)
         except Exception as error:
             _LOG.exception("a replica of %s does not start", spec.name)
@@ -217,8 +224,9 @@ class Replica:
         async with self._catching_up:
             held: Held = await self._keeper.newest.remote(self._core.version)
             if held.version > self._core.version:
-                weights = await asyncio.to_thread(self._fetch, held.chunks)
-                await self._batcher.in_thread(lambda: self._core.update_weights(weights, held.version))
+                for number, chunks in [*held.earlier, (held.version, held.chunks)]:
+                    weights = await asyncio.to_thread(self._fetch, chunks)
+                    await self._batcher.in_thread(partial(self._core.update_weights, weights, number))
                 _LOG.info("replica %s holds version %d of the weights", self._name, held.version)
             self._newest = held.seen
         if self._core.version < version:

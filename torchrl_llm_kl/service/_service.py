@@ -54,6 +54,8 @@ class ScoringService(contextlib.AbstractContextManager["ScoringService", None]):
         memory: the most bytes of keys and values that each replica caches for continued conversations.
         max_tokens: the most tokens in a batch of requests.
         max_wait: the longest time that a request waits for others to share its batch, in seconds.
+        keep_versions: the number of pushed versions of the weights that each replica keeps, the newest included. A request may
+            then name the version for each token (:class:`~torchrl_llm_kl.PolicyVersions`).
         timeout: seconds per call of a client, retries included.
         options: ``num_cpus`` (1), ``num_gpus`` (0), ``resources`` and ``runtime_env`` are options of each replica's actor.
             ``max_ongoing_requests`` (256), ``max_queued_requests``, ``autoscaling_config``, ``health_check_period_s`` (2) and
@@ -83,6 +85,7 @@ class ScoringService(contextlib.AbstractContextManager["ScoringService", None]):
         memory: int = DEFAULT_MEMORY,
         max_tokens: int = 65536,
         max_wait: float = 0.003,
+        keep_versions: int = 0,
         timeout: float = 120.0,
         **options: Unpack[ServeOptions],
     ) -> None:
@@ -94,7 +97,7 @@ class ScoringService(contextlib.AbstractContextManager["ScoringService", None]):
         # Checked here, before another process can see the name.
         check_choice((None, "detached"), lifetime=options.get("lifetime"))
         check_range(1, num_replicas=num_replicas, tokens_per_batch=tokens_per_batch, max_tokens=max_tokens)
-        check_range(0, memory=memory, max_wait=max_wait)
+        check_range(0, memory=memory, max_wait=max_wait, keep_versions=keep_versions)
         if model is None and factory is None:
             self.model = RemoteModel(str(name), timeout=timeout)
             self.model.connection.connect()
@@ -108,7 +111,7 @@ class ScoringService(contextlib.AbstractContextManager["ScoringService", None]):
         spec = ServiceSpec(
             f"scorer-{uuid.uuid4().hex[:8]}" if name is None else name,
             describe_source(model, factory),
-            Settings(tokens_per_batch, memory, max_tokens, max_wait),
+            Settings(tokens_per_batch, memory, max_tokens, max_wait, keep_versions),
             given,
             None if "autoscaling_config" in given and num_replicas == 1 else num_replicas,  # Serve refuses both
             detached=lifetime == "detached",

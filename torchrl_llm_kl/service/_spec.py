@@ -55,6 +55,7 @@ class Settings:
     memory: int = 256 * 2**20
     max_tokens: int = 65536
     max_wait: float = 0.003
+    keep_versions: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -171,33 +171,18 @@ def record_log_probs(sample: Sample, policy: nn.Module, options: ScoreOptions) -
     return scored
 
 
-def leave_out_old(batch: TensorDictBase, step: int, limit: int) -> dict[str, float]:
-    """Leave rows out of the loss whose weights are older than ``limit`` steps.
-
-    Args:
-        batch: rows with ``"policy_version"``. Old rows get the entry ``"loss_mask"``, which is False.
-        step: the number of finished steps.
-        limit: the largest age that is kept.
-
-    Returns:
-        ``age``, the mean age in steps, ``age_max``, and ``too_old``, the number of rows that are left out. Empty if the rows
-        have no version.
+def age_figures(batch: TensorDictBase, limit: int) -> dict[str, float]:
+    """``age``, the mean age in steps, ``age_max``, and ``too_old``, the number of rows above ``limit``. Empty without ages.
 
     Example:
         >>> from tensordict import TensorDict
-        >>> batch = TensorDict(policy_version=torch.tensor([[5], [3]]), batch_size=[2])
-        >>> leave_out_old(batch, step=6, limit=2)
+        >>> age_figures(TensorDict(age=torch.tensor([[1], [3]]), batch_size=[2]), 2)
         {'age': 2.0, 'age_max': 3, 'too_old': 1}
-        >>> batch["loss_mask"].tolist()
-        [True, False]
     """
-    if not has_entry(batch, "policy_version"):
+    if not has_entry(batch, "age"):
         return {}
-    ages = step - batch["policy_version"].flatten()
-    old = ages > limit
-    if old.any():
-        batch.set("loss_mask", ~old)
-    return {"age": ages.float().mean().item(), "age_max": int(ages.max()), "too_old": int(old.sum())}
+    ages = batch["age"].flatten()
+    return {"age": ages.float().mean().item(), "age_max": int(ages.max()), "too_old": int((ages > limit).sum())}
 
 
 def sampler_gap(batch: TensorDictBase) -> float | None:

@@ -29,6 +29,8 @@ from torchrl_llm_kl.training._user_code import FUNCTIONS_OF_ALGORITHM, imported_
 from torchrl_llm_kl.transforms import RetrieveKL
 
 Reference = Model | Literal["base"]
+#: The log-probs of the weights that sampled, in data after a step of the env.
+BEHAVIOR = ("next", "behavior_log_probs", "full")
 
 #: Fields of a preset -> the settings that a configuration has for them.
 _OWN_SETTINGS = {
@@ -181,7 +183,7 @@ class AlgorithmPlan:
     def _bind(self, policy: nn.Module, reference: Reference | None, critic: TokenCritic | None) -> AlgorithmParts:
         charged, limit = self.coefficient is not None, self.config.sampler.max_weight
         corrections = [ImportanceWeights(high=limit)] if self.corrects and limit is not None else []
-        return make_algorithm(
+        parts = make_algorithm(
             self.algorithm,
             policy,
             reference=reference if charged or self.distils else None,
@@ -190,6 +192,9 @@ class AlgorithmPlan:
             options=ScoreOptions(sampling_of(self.config)),
             loss_args={"corrections": corrections} if corrections else None,
         )
+        if self.config.algorithm.exact_old:
+            parts.loss.set_keys(old_log_prob=BEHAVIOR)
+        return parts
 
 
 def measured_kl(
@@ -229,7 +234,8 @@ def plan_algorithm(config: TrainConfig) -> AlgorithmPlan:
     estimators = _estimators(config, preset)
     penalised = bool(kl.target or kl.coefficient or kl.estimator)
     turns, by_turn, mixes = config.turns, preset.schema == "trajectory", preset.schema == "mix"
-    experts = config.data.experts
+    experts, exact = config.data.experts, config.algorithm.exact_old
+    on_policy = not config.algorithm.max_staleness or "old_log_prob" not in spec_of(preset.objective).needs
     each = turns is not None and turns.reward == "each" and preset.advantage == "step_wise_grpo"
     refuse(
         (by_turn and turns is None, f"algorithm.name is {name}, which {lacks}: set turns, or choose another."),
@@ -239,6 +245,10 @@ def plan_algorithm(config: TrainConfig) -> AlgorithmPlan:
         (
             lacks and not (by_turn or mixes),
             f"algorithm.name is {name}, which {lacks}: choose another, or write the loop with make_algorithm.",
+        ),
+        (
+            exact and on_policy,
+            "algorithm.exact_old needs algorithm.max_staleness above 0 and an objective with old log-probs, such as ppo.",
         ),
         *((True, f"algorithm.args has {key}: set {_OWN_SETTINGS[key]} instead.") for key in own),
         (distils and not teacher, f"algorithm.name is {name}: set algorithm.teacher to the folder or name of a model."),

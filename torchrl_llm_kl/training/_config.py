@@ -153,6 +153,7 @@ class AlgorithmConfig:
     args: Json = field(default_factory=dict)
     teacher: PathText | None = None
     max_staleness: Whole = 0
+    exact_old: bool = False
     epochs: PositiveWhole = 1
     minibatches: PositiveWhole = 1
     micro_batch: PositiveWhole | None = None

@@ -73,7 +73,8 @@ class Ranks:
         prompts, device = config.data.num_prompts, config.model.device
         placed = self.count > 1 and ":" in (device or "")
         shards = config.model.shard and not self.active
-        copies = config.algorithm.max_staleness and self.shards(config) and not config.sampler.is_server
+        sharded, algorithm = self.shards(config), config.algorithm
+        copies = algorithm.max_staleness and sharded and not config.sampler.is_server
         advice = "choose a multiple, or start another number of ranks"
         refuse(
             (prompts % self.count, f"data.num_prompts is {prompts} for {self.count} ranks: {advice}."),
@@ -81,6 +82,10 @@ class Ranks:
             (
                 copies,
                 "algorithm.max_staleness needs a server if weights are sharded: set sampler.engine, or model.shard=false.",
+            ),
+            (
+                algorithm.exact_old and sharded,
+                "algorithm.exact_old needs whole weights on each rank: set model.shard=false.",
             ),
             (shards, "model.shard=true needs ranks: start the command with torchrun, or leave it out."),
         )

@@ -21,7 +21,9 @@ from torchrl.envs import EnvBase
 from torchrl_llm_kl._typing import asked
 from torchrl_llm_kl.diagnostics import RunMonitor, log_metrics
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, DualKLCoefficient, PIKLCoefficient
-from torchrl_llm_kl.scoring import ScoreOptions
+from torchrl_llm_kl.ragged import has_entry
+from torchrl_llm_kl.rollouts import drop_stale
+from torchrl_llm_kl.scoring import PolicyVersions, ScoreOptions, VersionedScorer
 from torchrl_llm_kl.tasks import PromptOrder, Prompts, turn_counts, turn_figures, whole_episodes
 from torchrl_llm_kl.training import _report, _steps
 from torchrl_llm_kl.training._alarms import alarms_of, since_change
@@ -29,11 +31,11 @@ from torchrl_llm_kl.training._answers import (
     Answers,
     CopiedWeights,
     Weights,
-    leave_out_old,
+    age_figures,
     record_log_probs,
     sampler_gap,
 )
-from torchrl_llm_kl.training._build import Reference, load_reference, measured_kl, sampling_of
+from torchrl_llm_kl.training._build import BEHAVIOR, Reference, load_reference, measured_kl, sampling_of
 from torchrl_llm_kl.training._changes import at_step, changed_state, changes_of, prompts_used
 from torchrl_llm_kl.training._checkpoints import Checkpoint, Checkpoints
 from torchrl_llm_kl.training._config import TrainConfig
@@ -51,6 +53,7 @@ from torchrl_llm_kl.training._ranks import (
 )
 from torchrl_llm_kl.training._report import Figures, FiguresFile
 from torchrl_llm_kl.training._samplers import keyed_generator, make_sampler
+from torchrl_llm_kl.transforms import RetrieveLogProb
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -112,11 +115,19 @@ class Run:
         self.parts, self.kl, self.updater = replace(self.inputs.plan, config=loading).build(
             self.policy, self.reference, shard=partial(shard, device=device) if self.sharded else None
         )
+        self.behavior: RetrieveLogProb | None = None
+        if config.algorithm.exact_old:
+            options = ScoreOptions(sampling_of(config))
+            self.versions = VersionedScorer(self.policy, options, keep=config.algorithm.max_staleness + 1)
+            self.behavior = RetrieveLogProb(
+                self.versions, log_probs_full_key=BEHAVIOR[1:], options=options, extras=[PolicyVersions()]
+            )
         self.optimizer = _steps.make_optimizer(self.parts, config.optimizer)
         self.schedule = _steps.make_schedule(self.optimizer, config.optimizer, steps=config.run.steps, done=self.step)
         _steps.seed_everything(config.run.seed)  # loading the parts above may have used random numbers
         if saved is not None:
             self._load(saved)
+        self._record()
         self.ranks.of_first(partial(check_engine, config))
         if begin is not None:
             self.ranks.of_first(begin)
@@ -207,7 +218,9 @@ class Run:
         """Sample answers, learn from them, and adapt the coefficient. Returns the figures of the step."""
         algorithm, plan = self.config.algorithm, self.inputs.plan
         batch = self.sample()
-        ages = leave_out_old(batch, self.step, algorithm.max_staleness)
+        if has_entry(batch, "policy_version"):
+            batch = drop_stale(batch, self.step, max_age=algorithm.max_staleness)
+        ages = age_figures(batch, algorithm.max_staleness)
         with _steps.apart(self.step):  # so that the frequency of the doctor does not affect the training
             # Older weights differ by design, and the doctor would name a cause for it.
             old = bool(ages) and ages["age_max"] > 0
@@ -252,8 +265,14 @@ class Run:
         row = {"step": self.step, **self.monitor.step(self.step, **figures), "seconds": self.elapsed}
         self.rows.append(row)
         self.step += 1
+        self._record()
         self.answers.updated()
         return row
+
+    def _record(self) -> None:
+        """Keep the present weights, before answers are sampled with them."""
+        if self.behavior is not None:
+            self.versions.record(self.step)
 
     def _watch_sampler(self, batch: TensorDictBase, figures: Figures) -> None:
         """Compare the log-probs of a separate sampler with the trainer's, and warn if its weights are not the newest."""
@@ -295,11 +314,12 @@ class Run:
         return self.parts.prepare(self.ranks.gather_rows(batch)) if self.ranks.active else batch
 
     def score(self, batch: TensorDictBase) -> TensorDictBase:
-        """Score sampled answers with the policy and the reference, and charge the KL if the algorithm does."""
-        if self.kl is None:
-            return batch
-        _steps.forget_scores(self.kl)
-        return self.kl(batch)
+        """Score sampled answers with the policy, the reference and the weights that sampled. Charge the KL if asked to."""
+        for scores in (self.kl, self.behavior):
+            if scores is not None:
+                _steps.forget_scores(scores)
+                batch = scores(batch)
+        return batch
 
     @property
     def elapsed(self) -> float:

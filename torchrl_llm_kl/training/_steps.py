@@ -33,10 +33,10 @@ _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 LOSS_KEYS = (
     *(("tokens", name) for name in ("full", "prompt")),
     *(("masks", name) for name in ("all_attention_mask", "all_assistant_mask")),
-    *(("next", name, "full") for name in ("log_probs", "ref_log_probs", "sampler_log_probs")),
+    *(("next", name, "full") for name in ("log_probs", "ref_log_probs", "sampler_log_probs", "behavior_log_probs")),
     *(("next", name) for name in ("entropy", "moments", "state_value", "top_k")),
     *(("kept", name) for name in ("counts", "ids")),
-    *("top_k", "routed_experts", "images", "advantage", "value_target", "loss_mask", "expert_mask"),
+    *("top_k", "routed_experts", "images", "advantage", "value_target", "loss_mask", "expert_mask", "age"),
 )
 
 # ------------------------------------------------------------------ answers

@@ -76,6 +76,83 @@ def test_importance_weights_by_hand(weights: Any, hyper: dict[str, Any], metrics
         assert {name: named[name].item() for name in metrics} == pytest.approx(metrics, rel=1e-6)
 
 
+# The trainer's log-probs under the weights that sampled. Ratios of the mismatch: 2, 1/2, 1 and 4, 3. The rest is staleness.
+BEHAVIOR = SAMPLER + f64([[2.0, 0.5, 1.0], [4.0, 3.0, 1.0]]).log()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "weights"),
+    [
+        ("both", [[4.0, 0.125, 1.0], [2.0, 1.5, 0.0]]),
+        ("mismatch", [[2.0, 0.5, 1.0], [4.0, 3.0, 0.0]]),
+        ("staleness", [[2.0, 0.25, 1.0], [0.5, 0.5, 0.0]]),
+    ],
+)
+def test_the_two_causes_of_a_ratio(ratio: Any, weights: list[list[float]]) -> None:
+    inputs = losses.LossInputs(OLD, MASK, old_log_prob=OLD, sampler_log_prob=SAMPLER, behavior_log_prob=BEHAVIOR)
+    assert_close(importance_weights(inputs, high=None, ratio=ratio)[0], f64(weights))
+    # k1 is minus the log-ratio, and at least -log 2.9 keeps ratios up to 2.9.
+    kept = losses.rejection_mask(inputs, divergence="token_k1", low=-math.log(2.9), ratio=ratio)[0]
+    assert_close(kept, f64([[float(0 < w <= 2.9) for w in row] for row in weights]))
+    missing = losses.LossInputs(OLD, MASK, old_log_prob=OLD, sampler_log_prob=SAMPLER)
+    if ratio != "both":
+        with pytest.raises(ValueError, match="importance_weights needs behavior_log_prob"):
+            importance_weights(missing, ratio=ratio)
+
+
+def test_both_causes_multiply_and_each_is_unbiased() -> None:
+    """Sums over a vocabulary of three: the mean under the sampler of both weights times f is the mean of f under old."""
+    sampler, behavior, old = f64([[0.5, 0.3, 0.2], [0.4, 0.35, 0.25], [0.2, 0.2, 0.6]]).log().unsqueeze(1)
+    given = {"old_log_prob": old, "sampler_log_prob": sampler, "behavior_log_prob": behavior}
+    inputs = losses.LossInputs(old, everywhere(1, 3), **given)
+    both, mismatch, staleness = (
+        importance_weights(inputs, high=None, ratio=ratio)[0] for ratio in ("both", "mismatch", "staleness")
+    )
+    assert_close(mismatch * staleness, both)
+    value = f64([[3.0, -1.0, 2.0]])
+    for weights, target in ((both, old), (mismatch, behavior)):
+        assert_close((sampler.exp() * weights * value).sum(), (target.exp() * value).sum())
+    assert_close((behavior.exp() * staleness * value).sum(), (old.exp() * value).sum())
+
+
+AGES = f64([[0.0, 1.0, 3.0], [9.0, 2.0, 50.0]])
+
+
+@pytest.mark.parametrize(
+    ("hyper", "weights", "too_old"),
+    [
+        ({}, [[1, 1, 1], [1, 1, 0]], 0.0),
+        ({"max_age": 2}, [[1, 1, 0], [0, 1, 0]], 0.4),
+        ({"decay": 0.5}, [[1, 0.5, 0.125], [1 / 512, 0.25, 0]], 0.0),
+        ({"max_age": 3, "decay": 0.5}, [[1, 0.5, 0.125], [0, 0.25, 0]], 0.2),
+    ],
+)
+def test_weights_by_age(hyper: dict[str, Any], weights: list[list[float]], too_old: float) -> None:
+    got, metrics = losses.staleness_mask(losses.LossInputs(-AGES, MASK, age=AGES), **hyper)
+    assert_close(got, f64(weights))
+    want = {"age_mean": 3.0, "age_max": 9.0, "too_old_fraction": too_old}  # (0 + 1 + 3 + 9 + 2) / 5
+    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(want)
+
+
+@pytest.mark.parametrize("hyper", [{"max_age": -1}, {"decay": 0.0}, {"decay": 1.5}], ids=str)
+def test_ages_and_decays_out_of_range(hyper: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(hyper))):
+        losses.StalenessMask(**hyper)  # type: ignore[arg-type]
+
+
+def test_staleness_metrics_by_hand() -> None:
+    d = f64([[0.0, LN2, -LN2], [LN2, 1.0, 700.0]])
+    k3 = {0: 0.0, 1: 1 - LN2, 2: ((LN2 - 0.5) + (math.e - 2)) / 2, 4: 0.0, 8: 1 - LN2}
+    metrics = losses.staleness_metrics(SAMPLER + d, SAMPLER, MASK, AGES)
+    assert float(metrics["staleness_k1"]) == pytest.approx(-(LN2 + 1) / 5)
+    assert float(metrics["staleness_k3"]) == pytest.approx((2 * (1 - LN2) + (LN2 - 0.5) + (math.e - 2)) / 5)
+    for low, value in k3.items():
+        assert float(metrics[f"staleness_k3_age_{low}"]) == pytest.approx(value, abs=1e-12)
+    shares = [float(metrics[f"age_{low}_fraction"]) for low in k3]
+    assert shares == pytest.approx([0.2, 0.2, 0.4, 0.0, 0.2])
+    assert len(losses.staleness_metrics(SAMPLER, SAMPLER, MASK)) == 2
+
+
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize(("mode", "high"), [("truncate", None), ("mask", 2.0)])
 def test_weights_are_finite_whatever_the_log_probs(level: str, mode: str, high: float | None) -> None:

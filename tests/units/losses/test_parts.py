@@ -141,7 +141,7 @@ def test_every_kind_of_number_is_a_checked_buffer() -> None:
     assert part.state_dict()["clip_ratio_c"].item() == 4.0
     for part in (losses.ImportanceWeights(low=1, high=2), losses.RejectionMask("token_k1", low=-1, high=2)):
         assert set(part.state_dict()) == {"low", "high"}
-    assert repr(part) == "RejectionMask(rejection_mask, divergence='token_k1', low=-1, high=2)"
+    assert repr(part) == "RejectionMask(rejection_mask, ratio='both', divergence='token_k1', low=-1, high=2)"
 
 
 def test_a_number_is_checked_when_it_is_given_and_when_it_changes() -> None:

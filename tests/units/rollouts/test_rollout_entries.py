@@ -17,6 +17,7 @@ from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import (
     batch_mean,
     describe_entries,
+    drop_stale,
     find_key,
     per_sequence,
     per_token,
@@ -225,3 +226,32 @@ def test_a_mean_of_a_missing_entry_is_refused() -> None:
         batch_mean(layouts.tokens("lazy"), "kl")
     with pytest.raises(ValueError, match="per must be one of 'sequence', 'token', got 'row'"):
         batch_mean(layouts.tokens("lazy"), "kl", per="row")  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------ ages
+
+
+def test_old_tokens_and_an_earlier_mask_are_combined() -> None:
+    versions, earlier = torch.tensor([[5, 5, 1], [1, 1, 1], [5, 4, 3]]), torch.tensor([True, True, False])
+    batch = TensorDict(policy_version=versions, loss_mask=earlier, batch_size=[3])
+    dropped = drop_stale(batch, 6, max_age=2)
+    assert dropped["age"].tolist() == [[1, 1, 5], [5, 5, 5], [1, 2, 3]]
+    assert dropped["loss_mask"].tolist() == [[True, True, False], [False] * 3, [False] * 3]
+    assert dropped["left_out"].tolist() == [False, True, True]
+    assert batch["loss_mask"] is earlier
+    again = drop_stale(dropped, 9, max_age=5)
+    assert again["left_out"].tolist() == [False, True, True], "rows that were left out before stay so"
+    assert again["age"][0].tolist() == [4, 4, 8]
+
+
+def test_ages_of_fresh_rows_change_no_mask() -> None:
+    batch = drop_stale(TensorDict(policy_version=torch.tensor([4, 6]), batch_size=[2]), 6)
+    assert batch["age"].tolist() == [2, 0]
+    assert "loss_mask" not in list(batch.keys())
+
+
+def test_versions_that_are_missing_or_in_the_future() -> None:
+    with pytest.raises(ValueError, match="'policy_version' has version 7, later than the present one, 6"):
+        drop_stale(TensorDict(policy_version=torch.tensor([4, 7]), batch_size=[2]), 6)
+    with pytest.raises(KeyError, match="Collect with track_policy_version=True"):
+        drop_stale(TensorDict(batch_size=[2]), 6)

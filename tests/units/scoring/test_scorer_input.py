@@ -21,7 +21,7 @@ from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.ragged._ragged import Rows
 from torchrl_llm_kl.scoring import RememberedModel, Sampling, ScoreOptions, ScoreRequest, placeholders
-from torchrl_llm_kl.scoring._fields import ExpertIds, KeptIds, TokenIntegers
+from torchrl_llm_kl.scoring._fields import ExpertIds, KeptIds, TokenIntegers, WeightVersions
 from torchrl_llm_kl.scoring._images import ImageField, RowImages
 from torchrl_llm_kl.scoring._options import SHARED
 from torchrl_llm_kl.scoring._request import FIELDS
@@ -455,6 +455,7 @@ _INTEGERS = torch.randint(5, (9, 2, 3), generator=torch.Generator().manual_seed(
 VALUES = {
     TokenIntegers: _INTEGERS,
     ExpertIds: _INTEGERS,
+    WeightVersions: torch.tensor([4, 4, 5, -1, -1, 0, 0, 7, 7]),
     KeptIds: Kept.of(torch.tensor([4, 20, 7, 21, 10, 22, 11]), COUNTS),
     ImageField: RowImages.of([{"pixel_values": x} for x in _PIXELS] + [None, {"pixel_values": _PIXELS[0]}], 4),
 }

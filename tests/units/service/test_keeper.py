@@ -122,8 +122,20 @@ async def test_versions_increase_and_are_never_given_twice(context):
         error = await push(keeper, "c", version)
         assert isinstance(error, WeightVersionError)
         assert f"version {version} of the weights came after version 5, but versions must increase" in str(error)
-    assert await keeper.newest(0) == (5, ["chunk of b"], 5)
+    assert await keeper.newest(0) == (5, ["chunk of b"], 5, [])
     assert await push(keeper, "d") == 6
+
+
+async def test_pushes_that_replicas_keep(context):
+    """A replica gets the pushes that it lacks, and a new one all that are kept."""
+    keeper = Keeper("name", spec())
+    assert (await keeper.started("x", "source", 3)).earlier == []
+    for name in "abcd":
+        await push(keeper, name)
+    earlier = [(2, ["chunk of b"]), (3, ["chunk of c"])]
+    assert await keeper.newest(0) == (4, ["chunk of d"], 4, earlier)
+    assert (await keeper.newest(2)).earlier == earlier[1:]
+    assert (await keeper.started("x", "source", 3)).earlier == earlier
 
 
 async def test_a_push_that_was_dropped_or_is_not_complete_changes_nothing(context):
@@ -137,7 +149,7 @@ async def test_a_push_that_was_dropped_or_is_not_complete_changes_nothing(contex
         error = await keeper.commit("a", None, 0, ALL, whole=True, parts=parts)
         assert isinstance(error, WeightVersionError)
         assert "Push them again" in str(error)
-        assert await keeper.newest(0) == (0, [], 0)
+        assert await keeper.newest(0) == (0, [], 0, [])
         await keeper.stage("a", "the second of two chunks")
 
 
@@ -165,20 +177,20 @@ async def test_a_keeper_that_lost_the_weights_takes_only_all_of_them(context):
     """The replicas report which version they hold."""
     keeper = Keeper("name", spec())
     assert (await keeper.started("x", "source")).seen == 0, "nothing was pushed"
-    assert await keeper.newest(5) == (0, [], 5)
+    assert await keeper.newest(5) == (0, [], 5, [])
     assert (await keeper.started("x", "source")).seen == 5, "a replica that starts now must not answer"
     error = await push(keeper, "a", tensors=["head"])
     assert isinstance(error, WeightVersionError)
     assert "were lost with the actor that kept them. Push all tensors" in str(error)
     assert await push(keeper, "b", seen=7, whole=True) == 8, "after the version that the pusher knows"
-    assert await keeper.started("x", "source") == (8, ["chunk of b"], 8)
+    assert await keeper.started("x", "source") == (8, ["chunk of b"], 8, [])
 
 
 async def test_a_replica_with_another_checkpoint_is_refused_unless_pushed_weights_replace_it(context):
     keeper = Keeper("name", spec())
-    assert await keeper.started("x", "source") == (0, [], 0)
+    assert await keeper.started("x", "source") == (0, [], 0, [])
     assert isinstance(await keeper.started("y", "source"), ServiceError)
-    assert await keeper.started("y", "another that serve deploys") == (0, [], 0)
+    assert await keeper.started("y", "another that serve deploys") == (0, [], 0, [])
     await push(keeper, "a", tensors=["head"])
     assert isinstance(await keeper.started("y", "source"), ServiceError), "the body is another"
     await push(keeper, "b", whole=True)

@@ -20,7 +20,7 @@ from torchrl_llm_kl import LogProbScorer, Ragged, Sampling
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, fingerprint_of
 from torchrl_llm_kl.service import EngineLost, GangEngine
 from torchrl_llm_kl.service._core import ScoringCore
-from torchrl_llm_kl.service._messages import state_dict_of
+from torchrl_llm_kl.service._messages import Job, state_dict_of
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.engines._gang import split
 from toy_models import tiny_model
@@ -40,6 +40,30 @@ def test_weights_in_every_form():
         assert all(torch.equal(found[name], value) for name, value in expected.items())
     with pytest.raises(TypeError, match="weights must be a module, a TensorDict or a mapping"):
         state_dict_of([1])
+
+
+def test_requests_that_name_a_version_for_each_token():
+    """Pushes of some weights, and a request that joins others in one batch."""
+    core, rows = ScoringCore(TransformersEngine(model(), keep_versions=2)), [[3, 4, 5, 6], [7, 8]]
+    head = model(seed=1).lm_head.weight
+    core.update_weights({NAME: head}, 3)
+    core.update_weights(core.engine.own_weights(state_dict_of(model(seed=2))), 4)
+    versions = torch.tensor([4, 3, 4, -1, 3, 3])
+    third = model()
+    with torch.no_grad():
+        third.lm_head.weight.copy_(head)
+    scores = {v: LogProbScorer(m).score(rows).values for v, m in ((3, third), (4, model(seed=2)), (-1, model(seed=2)))}
+    want = torch.stack([scores[v][i] for i, v in enumerate(versions.tolist())])
+    request = ScoreRequest.of(rows, versions=versions)
+    jobs = [Job(each, ScoreOptions(), None, "c") for each in (request, ScoreRequest.of(rows), request)]
+    replies = core.score(jobs)
+    for reply, expected in zip(replies, (want, scores[4], want), strict=True):
+        assert_near(torch.tensor(reply["columns"]["log_prob"]), expected[[1, 2, 3, 5]])
+    of_first = ScoreRequest.of(rows, versions=torch.tensor([0, 4]))
+    lost = core.score([Job(of_first, ScoreOptions(), None, "c")])[0]
+    assert "version 0 of the weights is not held, only [3, 4]" in str(lost)
+    (refused,) = ScoringCore(TransformersEngine(model())).score(jobs[:1])
+    assert "versions=... is not supported by this scorer" in str(refused)
 
 
 def test_weights_that_do_not_fit_change_nothing():

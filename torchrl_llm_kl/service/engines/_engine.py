@@ -18,7 +18,9 @@ from torchrl_llm_kl.scoring import (
     ScoreOptions,
     ScoreRequest,
     Scores,
+    WeightHistory,
     fingerprint_of,
+    score_versions,
 )
 from torchrl_llm_kl.service._errors import EngineLost
 from torchrl_llm_kl.service._messages import ANSWERED, state_dict_of
@@ -60,6 +62,9 @@ class Engine(ABC):
         """Takes the weights. An error leaves the old ones. ``checked`` weights are a result of :meth:`own_weights`."""
         self.own_weights(weights)
 
+    def record(self, version: int) -> None:  # noqa: B027
+        """Keeps the present weights as ``version``, if the engine keeps versions."""
+
     def tensors(self) -> list[list[str]]:
         """Returns a list of names for each tensor of the model. A tied tensor has several names.
 
@@ -84,14 +89,27 @@ class TransformersEngine(Engine):
     Keyword Args:
         tokens_per_batch: tokens of one forward, see :class:`~torchrl_llm_kl.LogProbScorer`.
         memory: the most bytes of keys and values in all caches together.
+        keep_versions: the number of versions of the weights to keep, see :class:`~torchrl_llm_kl.scoring.WeightHistory`.
     """
 
-    def __init__(self, model: nn.Module, *, tokens_per_batch: int | None = None, memory: int = DEFAULT_MEMORY) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        tokens_per_batch: int | None = None,
+        memory: int = DEFAULT_MEMORY,
+        keep_versions: int = 0,
+    ) -> None:
         self.model = model
         self._tokens_per_batch, self._memory = tokens_per_batch, memory
         self._scorers: OrderedDict[tuple[object, ...], LogProbScorer] = OrderedDict()
         scorer = self._scorer(ScoreOptions())  # refuses a model that cannot be scored
         self.offers, self.place, self.instead = scorer.offers & ANSWERED, scorer.place, scorer.instead
+        self._history: WeightHistory | None = None
+        if keep_versions:
+            self._history = WeightHistory(self._module(), keep=keep_versions, frozen=True)
+            self.offers |= {"versions"}
+            self.record(0)
 
     def _scorer(self, options: ScoreOptions) -> LogProbScorer:
         """Returns the scorer whose cache serves these options. Temperature and requested scores do not matter for a cache."""
@@ -118,13 +136,21 @@ class TransformersEngine(Engine):
 
     def run(self, request: ScoreRequest, options: ScoreOptions) -> Scores:
         """See :meth:`Engine.run`."""
-        return self._scorer(options).run(request, options)
+        scorer = self._scorer(options)
+        if request.versions is None or self._history is None:
+            return scorer.run(request, options)
+        return score_versions(self._history, request, lambda part: scorer.run(part, options.but(remember=False)))
 
     def interface(self) -> tuple[ModelInterface, bool]:
         """See :meth:`Engine.interface`."""
         return ModelInterface.of(self.model), hasattr(self.model, "input_mode")
 
     # ------------------------------------------------------------------ weights
+
+    def record(self, version: int) -> None:
+        """See :meth:`Engine.record`."""
+        if self._history is not None:
+            self._history.record(version)
 
     def own_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the weights under the model's own names. Raises an error if one does not fit or is not finite.

@@ -81,7 +81,7 @@ class GangEngine(Engine):
         >>> service = ScoringService(factory=gang, name="reference", num_cpus=0.1)  # doctest: +SKIP
     """
 
-    offers = ANSWERED - {"images"}
+    offers = ANSWERED - {"images", "versions"}
     place = "a gang of ranks"
     instead = Scorer.instead
 
