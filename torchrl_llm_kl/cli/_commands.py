@@ -142,6 +142,9 @@ def check(
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     min_p: MinP = 0.0,
+    attribute: Annotated[
+        bool, typer.Option(help="Split the KL of sampler and policy into shares of its causes.")
+    ] = False,
     column: ColumnNames = None,
     trust: Trust = False,
     as_json: AsJson = False,
@@ -156,7 +159,7 @@ def check(
     words = None if tokenizer is None else load_tokenizer(tokenizer)
     td = load_batch(batch, words, columns=column_names(column), trust=trust)
     own, other = (None if name is None else load_model(name) for name in (policy, reference))
-    diagnosis = diagnose(td, policy=own, reference=other, tokenizer=words, sampling=sampling)
+    diagnosis = diagnose(td, policy=own, reference=other, tokenizer=words, sampling=sampling, attribute=attribute)
     out = console()
     if as_json:
         print_json(diagnosis.to_dict())

@@ -1,5 +1,11 @@
 """Names of the package: it loads them on first use, type checkers read them here."""
 
+from torchrl_llm_kl.diagnostics._attribution import (
+    Attribution as Attribution,
+    PredictedMismatch as PredictedMismatch,
+    attribute_mismatch as attribute_mismatch,
+    predict_mismatch as predict_mismatch,
+)
 from torchrl_llm_kl.diagnostics._catalog import (
     CAUSES as CAUSES,
     METRICS as METRICS,

@@ -7,7 +7,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -18,6 +18,7 @@ from torchrl.envs import Transform
 from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_choice, check_range
+from torchrl_llm_kl.diagnostics._attribution import Attribution, attribute_mismatch
 from torchrl_llm_kl.diagnostics._case import Case, left_out
 from torchrl_llm_kl.diagnostics._catalog import SURE, Finding
 from torchrl_llm_kl.diagnostics._columns import Reading, TokenColumns, check_reading, read_columns
@@ -26,7 +27,7 @@ from torchrl_llm_kl.diagnostics._measures import Table, measure, retokenised, wo
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
 from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.rollouts import ModelInterface, TokenisingOptions, read_conversations, sub_key
-from torchrl_llm_kl.scoring import LogProbScorer, as_sampling, inner_module, not_text, placeholders
+from torchrl_llm_kl.scoring import LogProbScorer, WeightHistory, as_sampling, inner_module, not_text, placeholders
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -50,6 +51,7 @@ class Diagnosis:
         forwards: how often sequences were scored again to find a cause.
         left_out: the checks that the batch or the arguments did not allow, each with its reason.
         compared: whether log-probs of sampler and policy were compared.
+        attribution: the causes of their difference in shares, if asked for.
     """
 
     measures: dict[str, float] = field(default_factory=dict)
@@ -58,6 +60,7 @@ class Diagnosis:
     forwards: int = 0
     left_out: tuple[str, ...] = ()
     compared: bool = True
+    attribution: Attribution | None = None
 
     @property
     def faults(self) -> tuple[Finding, ...]:
@@ -82,6 +85,7 @@ class Diagnosis:
     def to_dict(self) -> dict[str, object]:
         """Convert the diagnosis to JSON values. Infinities and NaN become strings."""
         fields = {**vars(self), "findings": [each.to_dict() for each in self.findings]}
+        fields["attribution"] = None if self.attribution is None else asdict(self.attribution)
         return cast("dict[str, object]", json.loads(json.dumps(fields), parse_constant=str))
 
     def __str__(self) -> str:
@@ -94,6 +98,7 @@ class Diagnosis:
             kind = "" if each.severity == "fault" else " (note)"
             lines.append(f"{number}. {each.title}{kind}, confidence {each.confidence:.2f} [{each.cause}]")
             lines += [f"   evidence: {_evidence(each)}", f"   remedy: {each.remedy}"]
+        lines += [] if self.attribution is None else [str(self.attribution)]
         lines += [f"not checked: {each}" for each in self.left_out]
         families: dict[str, list[str]] = {}  # only measures over all tokens
         for name, value in self.measures.items():
@@ -128,6 +133,7 @@ def diagnose(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     end: Sequence[str] = (),
+    attribute: bool | WeightHistory = False,
     **reading: Unpack[Reading],
 ) -> Diagnosis:
     """Measure a batch of rollouts and name its faults.
@@ -152,6 +158,8 @@ def diagnose(
         clip_low: the objective clips the ratio below ``1 - clip_low``. Used for the share of clipped tokens.
         clip_high: the objective clips the ratio above ``1 + clip_high``.
         end: texts that end an answer, in addition to the tokenizer's end tokens, as in :func:`make_sampler`.
+        attribute: split the KL between sampler and policy into the shares of its causes (:func:`attribute_mismatch`). A
+            :class:`~torchrl_llm_kl.scoring.WeightHistory` of the policy also considers older weights.
         **reading: arguments of :func:`read_columns`. ``policy`` is the trainer's policy. Its log-probs are compared with
             the sampler's. Without it, fewer causes can be distinguished. ``options`` defaults to the tokenizer.
 
@@ -213,7 +221,12 @@ def diagnose(
     findings, tokens = tuple(find_causes(case)), tuple(worst_tokens(columns))
     forwards = 0 if rescorer is None else rescorer.forwards
     compared = table.recorded is not None and table.trainer is not None
-    return Diagnosis(measures, findings, tokens, forwards, tuple(left_out(case)), compared)
+    shares = None
+    if attribute and compared and rescorer is not None and not isinstance(batch, TokenColumns):
+        history = None if isinstance(attribute, bool) else attribute
+        assert policy is not None
+        shares = attribute_mismatch(batch, policy, history=history, tokenizer=tokenizer, **reading)
+    return Diagnosis(measures, findings, tokens, forwards, tuple(left_out(case)), compared, shares)
 
 
 def _columns_of(batch: TensorDictBase, reading: Reading) -> TokenColumns:
