@@ -94,6 +94,7 @@ from torchrl_llm_kl.transforms import (
     KLComputation as KLComputation,
     KLRewardTransform as KLRewardTransform,
     Moments as Moments,
+    PolicyVersions as PolicyVersions,
     RecordKept as RecordKept,
     RetrieveKL as RetrieveKL,
     RetrieveLogProb as RetrieveLogProb,

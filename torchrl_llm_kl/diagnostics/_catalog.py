@@ -67,7 +67,7 @@ def describe_metric(name: str) -> Metric | None:
     if base in METRICS:
         return METRICS[base]
     for known, metric in METRICS.items():
-        pattern = re.sub(r"<\w+>", r"(?:token|seq_sum|seq_mean|seq_max)_k[1-3]", known)
+        pattern = re.sub(r"<\w\w+>", r"(?:token|seq_sum|seq_mean|seq_max)_k[1-3]", known.replace("<n>", r"\d"))
         if pattern != known and re.fullmatch(pattern, base):
             return metric
     return None

@@ -406,7 +406,7 @@ def staleness_metrics(
 
     :class:`~torchrl_llm_kl.PolicyLoss` logs them. With ``d = log_prob - behavior_log_prob``, ``staleness_k1`` is the mean
     of ``-d`` and ``staleness_k3`` the mean of ``exp(d) - 1 - d``. Both estimate :math:`KL(\pi_{behavior} \| \pi)`. With
-    ages there are also ``staleness_k3_age_<n>`` and ``age_<n>_fraction`` for tokens of age 0, 1, 2 to 3, 4 to 7, and 8 or more.
+    ages there are also ``staleness_k3_age<n>`` and ``age<n>_fraction`` for tokens of age 0, 1, 2 to 3, 4 to 7, and 8 or more.
 
     Args:
         log_prob: nats, under the current policy, ``[*B, T]``.
@@ -420,7 +420,7 @@ def staleness_metrics(
     Example:
         >>> log_prob, behavior = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.5]])
         >>> metrics = staleness_metrics(log_prob, behavior, log_prob < 0, torch.tensor([[0.0, 3.0]]))
-        >>> metrics["staleness_k1"], metrics["staleness_k3_age_2"], metrics["age_2_fraction"]
+        >>> metrics["staleness_k1"], metrics["staleness_k3_age2"], metrics["age2_fraction"]
         (tensor(0.2500), tensor(0.1065), tensor(0.5000))
     """
     log_ratio = (log_prob - behavior_log_prob).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
@@ -430,8 +430,8 @@ def staleness_metrics(
         groups = torch.stack([mask & (age >= low) & (age < high) for low, high in pairwise([*_AGES, math.inf])])
         counts, sums = (x.flatten(1).sum(1) for x in (groups, torch.where(groups, k3, 0)))
         means, shares = sums / counts.clamp(min=1), counts / mask.sum().clamp(min=1)
-        metrics |= {f"staleness_k3_age_{low}": mean for low, mean in zip(_AGES, means.unbind(), strict=True)}
-        metrics |= {f"age_{low}_fraction": share for low, share in zip(_AGES, shares.unbind(), strict=True)}
+        metrics |= {f"staleness_k3_age{low}": mean for low, mean in zip(_AGES, means.unbind(), strict=True)}
+        metrics |= {f"age{low}_fraction": share for low, share in zip(_AGES, shares.unbind(), strict=True)}
     return metrics
 
 

@@ -10,6 +10,7 @@ from torchrl_llm_kl.scoring import (
     Images as Images,
     KeptTokens as KeptTokens,
     Moments as Moments,
+    PolicyVersions as PolicyVersions,
     RoutedExperts as RoutedExperts,
     SamplerLogProbs as SamplerLogProbs,
     ScoredStep as ScoredStep,

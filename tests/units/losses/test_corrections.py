@@ -147,8 +147,8 @@ def test_staleness_metrics_by_hand() -> None:
     assert float(metrics["staleness_k1"]) == pytest.approx(-(LN2 + 1) / 5)
     assert float(metrics["staleness_k3"]) == pytest.approx((2 * (1 - LN2) + (LN2 - 0.5) + (math.e - 2)) / 5)
     for low, value in k3.items():
-        assert float(metrics[f"staleness_k3_age_{low}"]) == pytest.approx(value, abs=1e-12)
-    shares = [float(metrics[f"age_{low}_fraction"]) for low in k3]
+        assert float(metrics[f"staleness_k3_age{low}"]) == pytest.approx(value, abs=1e-12)
+    shares = [float(metrics[f"age{low}_fraction"]) for low in k3]
     assert shares == pytest.approx([0.2, 0.2, 0.4, 0.0, 0.2])
     assert len(losses.staleness_metrics(SAMPLER, SAMPLER, MASK)) == 2
 
