@@ -284,3 +284,63 @@ def test_masks_and_experts_do_not_move_the_first_token(model: nn.Module) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert PolicyLoss(model)(data)["num_tokens"] == TOKENS - 6
+
+
+# ------------------------------------------------------------------ older weights
+
+BEHAVIOR = ("next", "behavior_log_probs", "full")
+
+
+def stale() -> TensorDictBase:
+    """Rows of ages 0 to 5, whose sampling weights are the further from the trainer's the older they are."""
+    data = near()
+    data["age"] = torch.arange(6).reshape(6, 1)
+    data[BEHAVIOR] = data[OLD] - 0.1 * data["age"]
+    return data
+
+
+def test_mismatch_and_staleness_are_logged_apart(model: nn.Module) -> None:
+    out = PolicyLoss(model)(stale())
+    same = PolicyLoss(model)(stale().set(SAMPLER, stale()[BEHAVIOR]))
+    assert float(same["mismatch_k3"]) == pytest.approx(0, abs=1e-9)
+    where = torch.stack([(torch.arange(9) >= PROMPT) & (torch.arange(9) < length) for length in LENGTHS])
+    own, theirs = stale()[BEHAVIOR][where], near()[SAMPLER][where]
+    assert float(out["mismatch_k1"]) == pytest.approx(float((theirs - own).mean()), rel=1e-4)
+    log_prob = torch.cat([row["log_prob"].detach() for row in responses(model, stale())])
+    assert float(out["staleness_k1"]) == pytest.approx(float((own - log_prob).mean()), rel=1e-4)
+    ages = stale()["age"].expand(6, 9)[where]
+    for low, high in ((0, 1), (1, 2), (2, 4), (4, 8)):
+        group = (ages >= low) & (ages < high)
+        d = (log_prob - own)[group]
+        assert float(out[f"staleness_k3_age{low}"]) == pytest.approx(float((d.exp() - 1 - d).mean()), rel=1e-3)
+        assert float(out[f"age{low}_fraction"]) == pytest.approx(float(group.double().mean()))
+    assert not {"staleness_k1", "age0_fraction"} & set(PolicyLoss(model)(near()).keys())
+
+
+def test_old_rows_have_no_gradient_and_stay_in_the_denominator(model: nn.Module) -> None:
+    data = stale()
+    masked = PolicyLoss(model, corrections=[losses.StalenessMask(2)])(data)
+    zero = data.clone()
+    zero["advantage"] = torch.where(data["age"] > 2, 0, data["advantage"])
+    assert_loss(masked.total_loss, PolicyLoss(model)(zero).total_loss, model)
+    assert float(masked["too_old_fraction"]) == pytest.approx(sum(n - PROMPT for n in LENGTHS[3:]) / TOKENS)
+
+
+def test_an_age_for_each_token(model: nn.Module) -> None:
+    data = stale()
+    data["age"] = torch.arange(9).expand(6, 9).clone()
+    corrections = [losses.StalenessMask(decay=0.5)]
+    out = PolicyLoss(model, corrections=corrections)(data)
+    by_hand = data.clone()
+    by_hand["advantage"] = data["advantage"].expand(6, 9) * 0.5 ** data["age"]
+    assert_loss(out.total_loss, PolicyLoss(model)(by_hand).total_loss, model)
+
+
+def test_decoupled_ppo_clips_to_the_newest_weights_and_weighs_by_both(model: nn.Module) -> None:
+    data = stale()
+    correction = ImportanceWeights(ratio="staleness", high=None)
+    out = PolicyLoss(model, corrections=[correction])(data)
+    weighted = data.clone()
+    weighted["advantage"] = data["advantage"].expand(6, 9) * (data[OLD] - data[BEHAVIOR]).exp()
+    # The dual clip depends on the sign of the advantage only, so positive weights pass through the surrogate.
+    assert_loss(out.total_loss, PolicyLoss(model)(weighted).total_loss, model)
