@@ -72,10 +72,13 @@ from torchrl_llm_kl.losses.corrections import (
     top_entropy_mask as top_entropy_mask,
 )
 from torchrl_llm_kl.losses.objectives._clipped import (
+    a3po as a3po,
     cispo as cispo,
     clip_cov as clip_cov,
+    ctpo as ctpo,
     dapo as dapo,
     dr_grpo as dr_grpo,
+    fipo as fipo,
     gmpo as gmpo,
     gspo as gspo,
     kl_cov as kl_cov,
@@ -123,6 +126,7 @@ from torchrl_llm_kl.losses.objectives._relative import (
     bco_reference_point as bco_reference_point,
     kto as kto,
     kto_reference_point as kto_reference_point,
+    real as real,
 )
 from torchrl_llm_kl.losses.objectives._supervised import (
     ROLES as ROLES,
@@ -130,6 +134,7 @@ from torchrl_llm_kl.losses.objectives._supervised import (
     echo as echo,
     mix as mix,
     mix_chord as mix_chord,
+    sdar as sdar,
     sft as sft,
     sft_is as sft_is,
     sft_phi as sft_phi,
@@ -162,6 +167,7 @@ from torchrl_llm_kl.losses._policy_inputs import (
 #: The names of :func:`get_objective`.
 ObjectiveName = Literal[
     "a2po",
+    "a3po",
     "aot",
     "aot_unpaired",
     "apo_down",
@@ -171,6 +177,7 @@ ObjectiveName = Literal[
     "cispo",
     "clip_cov",
     "cpo",
+    "ctpo",
     "dapo",
     "discopop",
     "distill",
@@ -180,6 +187,7 @@ ObjectiveName = Literal[
     "dro",
     "echo",
     "exo_pair",
+    "fipo",
     "gmpo",
     "gpg",
     "gspo",
@@ -198,10 +206,12 @@ ObjectiveName = Literal[
     "ppo",
     "ppo_on_policy",
     "preference_sum",
+    "real",
     "rec",
     "ref_kl",
     "robust",
     "sapo",
+    "sdar",
     "sft",
     "sft_is",
     "sft_phi",
@@ -220,6 +230,7 @@ class ObjectiveArgs(TypedDict, total=False):
     advantage_threshold: Tensor | float | nn.Module
     alpha: Tensor | float | nn.Module | None
     beta: Tensor | float | nn.Module
+    clip_c: Tensor | float | nn.Module | None
     clip_high: Tensor | float | nn.Module | None
     clip_low: Tensor | float | nn.Module | None
     clip_mode: Literal["none", "one-side", "two-side", "ring", "gspo-one-side"]
@@ -244,6 +255,7 @@ class ObjectiveArgs(TypedDict, total=False):
     f_alpha: Tensor | float | nn.Module
     f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
     fraction: float
+    half_life: Tensor | float | nn.Module
     k_neg: Tensor | float | nn.Module
     k_pos: Tensor | float | nn.Module
     kl_tau: Tensor | float | nn.Module
@@ -263,10 +275,12 @@ class ObjectiveArgs(TypedDict, total=False):
     nll_aggregation: Aggregation | None
     nll_coeff: Tensor | float | nn.Module
     one_sided: bool
+    power: Tensor | float | nn.Module
     ratio_max: Tensor | float | nn.Module | None
     regularizer: Literal["none", "k2", "forward-kl"]
     regularizer_coef: Tensor | float | nn.Module
     roles: dict | None
+    safe_ratio: Tensor | float | nn.Module | None
     tau: Tensor | float | nn.Module
     tau_neg: Tensor | float | nn.Module
     tau_pos: Tensor | float | nn.Module
@@ -276,5 +290,8 @@ class ObjectiveArgs(TypedDict, total=False):
     usual_aggregation: Aggregation | None
     value_max: Tensor | float | nn.Module | None
     weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"]
+    weight_high: Tensor | float | nn.Module
+    weight_low: Tensor | float | nn.Module
+    weight_max: Tensor | float | nn.Module | None
     weighting: Literal["none", "probability", "aligned"]
     weights: Sequence[float] | None

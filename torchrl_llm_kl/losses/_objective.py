@@ -74,6 +74,7 @@ class LossInputs:
         expert_mask: bool ``[*B, T]``, True for tokens that an expert wrote and the policy did not sample.
         message_role: integers ``[*B, T]``, the role that wrote each token: its index in system, user, assistant, tool.
         sampler_log_prob: ``old_log_prob`` as computed by the sampling program itself, ``[*B, T]``.
+        age: optimizer steps between the weights that sampled the token and those of the update, ``[*B, T]``.
         entropy: nats, entropy of the policy's distribution over the vocabulary, with graph, ``[*B, T]``.
         selected: bool ``[*B, T]``, True for tokens selected over a whole batch.
         kl: nats, the KL over the whole vocabulary at each position, with graph, ``[*B, T]``.
@@ -84,7 +85,7 @@ class LossInputs:
         pair_id: integers ``[*B]``, equal for the two sequences of a pair.
         chosen: bool ``[*B]``, True for a sequence that is preferred in its pair, or good by itself.
         reference_point: nats, ``[*B]``, computed from a whole batch and subtracted from log-ratios.
-        match_id: integers ``[*B]``, equal for two sequences that are matched over a whole batch.
+        match_id: integers ``[*B]``, equal for two sequences that are matched over a whole batch, or for those of a group.
 
     Raises:
         ValueError: for unequal shapes.
@@ -105,6 +106,7 @@ class LossInputs:
     expert_mask: Tensor = _optional(boolean=True)
     message_role: Tensor = _optional()
     sampler_log_prob: Tensor = _optional()
+    age: Tensor = _optional()
     entropy: Tensor = _optional(graph=True)
     selected: Tensor = _optional(boolean=True)
     kl: Tensor = _optional(graph=True)
@@ -187,6 +189,7 @@ class InputKeys:
     expert_mask: NestedKey = "expert_mask"
     message_role: NestedKey = "message_role"
     sampler_log_prob: NestedKey = ("next", "sampler_log_probs", "full")
+    age: NestedKey = "age"
     selected: NestedKey = "selected"
     pair_id: NestedKey = "pair_id"
     chosen: NestedKey = "chosen"
