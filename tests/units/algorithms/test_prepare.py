@@ -376,7 +376,7 @@ def test_a_reference_in_the_data_cannot_score_mismatched_answers() -> None:
 LINES = """
 ppo grpo rloo reinforce_plus_plus topr cispo gspo sapo mix mix_chord on_policy_distill jsd multi_step_grpo gigpo gdpo \
     reinforce_plus_plus_baseline pass_at_k iw_opd
-dr_grpo dapo sppo luspo dro optimal_token_baseline clip_b clip_v vapo maxrl rae echo
+dr_grpo dapo fipo ctpo sppo luspo dro optimal_token_baseline clip_b clip_v vapo maxrl rae echo
 opmd rec dpo kto bco a2po
 asymre sft raft gkd opo simpo cpo orpo tpo
 """
