@@ -200,7 +200,7 @@ def estimate(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lam: flo
     steps, states = (x.to(dtype).gather(-1, order) for x in (reward, value))
     after = torch.cat([states[..., 1:], torch.zeros_like(states[..., :1])], -1)
     columns = (x.unsqueeze(-1) for x in (states, after, steps, last))
-    results = generalized_advantage_estimate(gamma, lam, *columns)  # type: ignore[arg-type]
+    results = generalized_advantage_estimate(gamma, lam, *columns)
     result, target = (torch.empty_like(states).scatter(-1, order, x.squeeze(-1)) for x in results)
     return result, target
 

@@ -489,6 +489,8 @@ def test_no_metric_is_constant_by_construction(name: str) -> None:
         "cispo": {"clip_fraction_low"},
         # Its advantages are not negative, other advantages of this objective are.
         "pass_at_k": {"clip_fraction_low", "clip_fraction_dual"},
+        # No ratio of these answers is above 10.
+        "fipo": {"clip_fraction_dual"},
         # A KL below 0 counts as 0, which it is for these answers.
         "kto": {"reference_point"},
     }.get(name, set())
