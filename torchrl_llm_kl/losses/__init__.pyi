@@ -49,7 +49,7 @@ from torchrl_llm_kl.losses._parts import (
     RejectionMask as RejectionMask,
     TermPart as TermPart,
     TopEntropyMask as TopEntropyMask,
-    TVMask as TVMask,
+    TotalVariationMask as TotalVariationMask,
     rollout_corrections as rollout_corrections,
 )
 from torchrl_llm_kl.losses._policy_loss import (
@@ -71,7 +71,7 @@ from torchrl_llm_kl.losses.corrections import (
     off_policy_sequence_mask as off_policy_sequence_mask,
     rejection_mask as rejection_mask,
     top_entropy_mask as top_entropy_mask,
-    tv_mask as tv_mask,
+    total_variation_mask as total_variation_mask,
 )
 from torchrl_llm_kl.losses.objectives._clipped import (
     a3po as a3po,

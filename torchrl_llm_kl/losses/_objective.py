@@ -541,7 +541,7 @@ def available_objectives() -> tuple[str, ...]:
     Example:
         >>> import torchrl_llm_kl.losses
         >>> available_objectives()[:3]
-        ('a2po', 'aot', 'aot_unpaired')
+        ('a2po', 'a3po', 'aot')
     """
     return tuple(sorted(_REGISTRY))
 

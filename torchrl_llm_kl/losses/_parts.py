@@ -31,7 +31,7 @@ from torchrl_llm_kl.losses.corrections import (
     off_policy_sequence_mask,
     rejection_mask,
     top_entropy_mask,
-    tv_mask,
+    total_variation_mask,
 )
 from torchrl_llm_kl.losses.objectives._supervised import Distribution
 from torchrl_llm_kl.losses.terms import Estimator, divergence_to_teacher, entropy_bonus, kl_to_ref, kl_to_sampler
@@ -400,19 +400,19 @@ class OffPolicySequenceMask(Correction):
         super().__init__(off_policy_sequence_mask, delta=delta)
 
 
-class TVMask(Correction):
+class TotalVariationMask(Correction):
     """Leave out tokens whose gradient leads further away from the sampler, in sequences that are far from it.
 
     Args:
-        delta: a total variation, see :func:`~torchrl_llm_kl.losses.tv_mask`.
+        delta: a total variation, see :func:`~torchrl_llm_kl.losses.total_variation_mask`.
 
     Example:
-        >>> sorted(TVMask(0.1).needs)
+        >>> sorted(TotalVariationMask(0.1).needs)
         ['advantage', 'old_log_prob']
     """
 
     def __init__(self, delta: float) -> None:
-        super().__init__(tv_mask, delta=delta)
+        super().__init__(total_variation_mask, delta=delta)
 
 
 class TopEntropyMask(Correction):

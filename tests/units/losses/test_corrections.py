@@ -277,13 +277,18 @@ def test_tokens_that_leave_a_far_sampler_by_hand() -> None:
     mask = bools([1, 1, 1, 0], [1, 0, 0, 0])
     for advantage, kept in ((1.0, [[0, 1, 1, 0], [1, 0, 0, 0]]), (-1.0, [[1, 0, 1, 0], [1, 0, 0, 0]])):
         given = log_prob, torch.full_like(log_prob, -5.0), torch.full_like(log_prob, advantage), mask
-        weights, metrics = called(losses.tv_mask, *given, delta=0.2)
+        weights, metrics = called(losses.total_variation_mask, *given, delta=0.2)
         assert weights.tolist() == kept
-        assert_close([metrics[name].item() for name in ("tv", "tv_masked_fraction")], [(0.25 + 0.1) / 2, 1 / 4])
-        assert called(losses.tv_mask, *given, delta=0.26)[0].sum() == 4
-        assert called(losses.tv_mask, *given, delta=torch.tensor(0.05))[0].sum() == (2 if advantage > 0 else 3)
+        assert_close(
+            [metrics[name].item() for name in ("total_variation", "total_variation_masked_fraction")],
+            [(0.25 + 0.1) / 2, 1 / 4],
+        )
+        assert called(losses.total_variation_mask, *given, delta=0.26)[0].sum() == 4
+        assert called(losses.total_variation_mask, *given, delta=torch.tensor(0.05))[0].sum() == (
+            2 if advantage > 0 else 3
+        )
         at_the_bound = [x[:1, :2] for x in given]  # a mean of 0.375, which no rounding reaches from above
-        assert called(losses.tv_mask, *at_the_bound, delta=0.3751)[0].sum() == 2
+        assert called(losses.total_variation_mask, *at_the_bound, delta=0.3751)[0].sum() == 2
     assert not weights.requires_grad
 
 
@@ -292,7 +297,8 @@ def test_the_distance_to_the_sampler_is_the_total_variation() -> None:
     old, now = torch.randn(2, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(-1)
     given = (x.unsqueeze(-1) for x in (now.log(), old.log(), torch.zeros_like(old)))
     distances = [
-        called(losses.tv_mask, *row, delta=0.5)[1]["tv"] for row in zip(*given, [everywhere(1)] * 7, strict=True)
+        called(losses.total_variation_mask, *row, delta=0.5)[1]["total_variation"]
+        for row in zip(*given, [everywhere(1)] * 7, strict=True)
     ]
     assert_close((old * torch.stack(distances)).sum(), (now - old).abs().sum() / 2)
 

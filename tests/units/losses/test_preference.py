@@ -350,7 +350,7 @@ def test_real_classifies_the_answers_of_a_group() -> None:
     assert term.mask.flatten().tolist() == [True] * 4 + [False]
     both = math.log(1 + 1 / 2) + math.log(1 + 3 + 1 / 2)
     assert_close(term.value[:4], column([both, both, both, math.log(1 + 3)]))
-    assert term.metrics["accuracy"] == 0.5
+    assert term.metrics["reward_accuracy"] == 0.5
     (gradient,) = torch.autograd.grad(term.value[term.mask].sum(), data["log_prob"])
     # 1 / tau times the softmax with the anchor, times the three rows that hold the group's loss; halved for two tokens.
     want = [[-2 * 3 * (1 / 3) / 2] * 2 + [0], [2 * 3 * (2 / 3), 0, 0], [2 * 3 / 9, 0, 0], [-2 * 3 / 4, 0, 0], [0] * 3]

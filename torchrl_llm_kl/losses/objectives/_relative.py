@@ -159,7 +159,7 @@ def real(inputs: LossInputs, *, tau: Positive = 0.5) -> Terms:
 
     Returns:
         One term with one value per sequence, ``[*B, 1]``: the loss of its group. Their mean is a mean over groups of equal
-        size. Metrics: ``accuracy``, the share of answers whose ``s`` has the sign of its label (an ``s`` of 0 is half right).
+        size. Metrics: ``reward_accuracy``, the share of answers whose ``s`` has the sign of its label (an ``s`` of 0 is half right).
 
     Example:
         >>> log_prob, old = torch.tensor([[-1.0], [-4.0], [-2.0]]), torch.full((3, 1), -2.0)
@@ -181,7 +181,7 @@ def real(inputs: LossInputs, *, tau: Positive = 0.5) -> Terms:
         others = (sign * logits).masked_fill(~(same & kind), -torch.inf)
         value = value + torch.cat([others, torch.zeros_like(others[:, :1])], -1).logsumexp(-1)
     right = _signed(score.detach(), inputs.chosen).sign()
-    metrics = {"accuracy": masked_mean((right + 1) / 2, present)}
+    metrics = {"reward_accuracy": masked_mean((right + 1) / 2, present)}
     return (LossTerm("objective", value.view_as(score), present, metrics=metrics),)
 
 

@@ -208,8 +208,8 @@ def sdar(
         clip_low, clip_high, clip_ratio_c: see :func:`ppo`.
 
     Returns:
-        Two terms: ``objective`` with the metrics of :func:`ppo`, and ``distillation`` with ``gate_mean`` and ``teacher_lead``,
-        the mean of ``ref_log_prob - log_prob``.
+        Two terms: ``objective`` with the metrics of :func:`ppo`, and ``distillation`` with ``gate_mean`` and ``reverse_kl``,
+        the mean of ``log_prob - ref_log_prob``.
 
     Example:
         >>> log_prob, one = torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2)
@@ -223,7 +223,7 @@ def sdar(
     policy = ppo(inputs, clip_low=clip_low, clip_high=clip_high, clip_ratio_c=clip_ratio_c)
     lead = inputs.ref_log_prob - inputs.log_prob
     gate = (beta * lead.detach()).sigmoid()
-    metrics = {"gate_mean": masked_mean(gate, inputs.mask), "teacher_lead": masked_mean(lead.detach(), inputs.mask)}
+    metrics = {"gate_mean": masked_mean(gate, inputs.mask), "reverse_kl": masked_mean(-lead.detach(), inputs.mask)}
     return *policy, LossTerm("distillation", gate * lead, inputs.mask, weight=mu, metrics=metrics)
 
 
