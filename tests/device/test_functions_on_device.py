@@ -74,6 +74,7 @@ CORRECTIONS: dict[str, Any] = {
     },
     "rejection": losses.RejectionMask("seq_mean_k3", high=0.1),
     "sequence-mask": losses.OffPolicySequenceMask(),
+    "total-variation": losses.TotalVariationMask(0.1),
     "top-entropy": losses.TopEntropyMask(0.4),
 }
 

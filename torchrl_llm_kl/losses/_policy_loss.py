@@ -89,8 +89,8 @@ class PolicyLoss(TokenLoss):
             the protocol of objectives.
         corrections: factors of the objective: :class:`~torchrl_llm_kl.losses.ImportanceWeights`,
             :class:`~torchrl_llm_kl.losses.RejectionMask`, :class:`~torchrl_llm_kl.losses.OffPolicySequenceMask`,
-            :class:`~torchrl_llm_kl.losses.TotalVariationMask`, :class:`~torchrl_llm_kl.losses.TopEntropyMask`, or functions that return
-            weights and metrics. :func:`~torchrl_llm_kl.losses.rollout_corrections` translates verl's settings.
+            :class:`~torchrl_llm_kl.losses.TotalVariationMask`, :class:`~torchrl_llm_kl.losses.TopEntropyMask`, or functions
+            that return weights and metrics. :func:`~torchrl_llm_kl.losses.rollout_corrections` translates verl's settings.
         aggregation: see :func:`~torchrl_llm_kl.losses.aggregate`. By default the objective's own.
         max_len: the longest possible response in tokens. Required by ``seq-mean-token-sum-norm``, refused by the others.
         masking_strategy: the tokens to train. ``"sft"``: the response of each step. ``"rlhf"``: all assistant turns, also
@@ -114,9 +114,9 @@ class PolicyLoss(TokenLoss):
 
     Keys (``set_keys``): ``tokens`` (or ``action``), ``old_log_prob`` (``sample_log_prob``), ``ref_log_prob``
     (``ref_log_probs``), ``sampler_log_prob``, ``age``, ``advantage``, ``expert_mask``, ``message_role``, ``loss_mask``,
-    ``selected``, ``pair_id``, ``chosen``, ``reference_point``, ``match_id``, ``denominators``, ``kept`` (the parent of ``"counts"`` and
-    ``"ids"``), ``top_k`` (the key of a teacher's :class:`~torchrl_llm_kl.TopK`, or a list of keys for several teachers),
-    ``routed_experts``, ``images``. An entry is also found on the other side of ``"next"``. ``top_k``, ``kept`` and
+    ``selected``, ``pair_id``, ``chosen``, ``reference_point``, ``match_id``, ``denominators``, ``kept`` (the parent of
+    ``"counts"`` and ``"ids"``), ``top_k`` (the key of a teacher's :class:`~torchrl_llm_kl.TopK`, or a list of keys for several
+    teachers), ``routed_experts``, ``images``. An entry is also found on the other side of ``"next"``. ``top_k``, ``kept`` and
     ``routed_experts`` are first looked up under ``"next"``, where an env writes them. Log-probs are also found under
     ``"response"`` without a ``"full"``, as TorchRL's wrappers store them. If the data holds ``routed_experts``
     ``[*B, T, L, k]``, the actor, a mixture of experts, uses these experts. See ``docs/routing.md``.

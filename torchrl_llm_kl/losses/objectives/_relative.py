@@ -159,7 +159,8 @@ def real(inputs: LossInputs, *, tau: Positive = 0.5) -> Terms:
 
     Returns:
         One term with one value per sequence, ``[*B, 1]``: the loss of its group. Their mean is a mean over groups of equal
-        size. Metrics: ``reward_accuracy``, the share of answers whose ``s`` has the sign of its label (an ``s`` of 0 is half right).
+        size. Metrics: ``reward_accuracy``, the share of answers whose ``s`` has the sign of its label. An ``s`` of 0 is half
+        right.
 
     Example:
         >>> log_prob, old = torch.tensor([[-1.0], [-4.0], [-2.0]]), torch.full((3, 1), -2.0)
