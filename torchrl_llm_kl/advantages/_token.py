@@ -383,7 +383,7 @@ def ex_opd(
         >>> ex_opd(student, teacher, base, torch.tensor([[True]]), reward_scale=2.0)  # 2 * 1.5 - 1
         tensor([[2.]])
 
-    Source: Yang et al. 2026 (G-OPD and ExOPD, arXiv 2602.12125); 1.25: its authors' code, RUCBM/G-OPD.
+    Source: Yang et al. 2026 (G-OPD and ExOPD, arXiv 2602.12125). 1.25: its authors' code, RUCBM/G-OPD.
     """
     return kl_coef * (reward_scale * (teacher_log_prob - base_log_prob) - (old_log_prob - base_log_prob))
 
@@ -422,7 +422,7 @@ def rlsd(
         tensor([[ 0.7815],
                 [-0.6398]])
 
-    Source: Yang et al. 2026 (RLSD, arXiv 2604.03128), eqs. 13 to 15; 0.5 and 0.2: ms-swift.
+    Source: Yang et al. 2026 (RLSD, arXiv 2604.03128), eqs. 13 to 15. 0.5 and 0.2: ms-swift.
     """
     result, lead = _grpo_per_token(reward, group, mask, epsilon), teacher_log_prob - old_log_prob
     weight = torch.where(result > 0, lead, -lead).exp().clamp(1 - clip, 1 + clip)

@@ -44,7 +44,7 @@ class ReferenceUpdater:
     in float32 (4 bytes per weight) and added to the next one. Even a bfloat16 reference therefore follows.
 
     With ``bias_power`` the reference is the average plus :math:`\alpha\,(\theta - \theta_0)`, which corrects the lag of the
-    average (BEMA). :math:`\theta_0` are the reference's weights at construction or at the last reset, of which a copy is kept.
+    average (BEMA). :math:`\theta_0` are the reference's weights at construction or at the last reset. The updater keeps a copy.
     At step :math:`t`, :math:`\alpha = (lag + t)^{-bias\_power}`.
 
     The weights change in place. Scorers notice the change and clear their cache.

@@ -167,7 +167,8 @@ def a3po(
         tensor([[-2.7183, -1.0000]])
 
     Source: Li et al. 2025 (A-3PO, arXiv 2512.06547). AReaL: ``prox_logp_method: loglinear``, also for an age of 0, and
-    ``eps_clip`` 0.4 in its example. Decoupled loss: Hilton et al. 2022 (arXiv 2110.00641). ``weight_max``: AReaL before 1.0.
+    ``eps_clip`` 0.4 in its example. Decoupled loss: Hilton et al. 2022 (arXiv 2110.00641). ``weight_max``: the former
+    ``behave_imp_weight_cap``, above which AReaL dropped tokens.
     """
     now, old = inputs.log_prob.detach(), inputs.old_log_prob
     proximal = now + (old - now) / inputs.age.clamp(min=1)
