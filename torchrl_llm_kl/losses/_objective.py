@@ -85,7 +85,7 @@ class LossInputs:
         pair_id: integers ``[*B]``, equal for the two sequences of a pair.
         chosen: bool ``[*B]``, True for a sequence that is preferred in its pair, or good by itself.
         reference_point: nats, ``[*B]``, computed from a whole batch and subtracted from log-ratios.
-        match_id: integers ``[*B]``, equal for two sequences that are matched over a whole batch, and for all sequences of a group.
+        match_id: integers ``[*B]``, equal for two sequences that are matched over a whole batch, or for all of a group.
 
     Raises:
         ValueError: for unequal shapes.

@@ -199,8 +199,8 @@ def sdar(
     r""":func:`ppo` plus ``mu`` times ``sg(g) (ref_log_prob - log_prob)`` with ``g = sigmoid(beta (ref_log_prob - log_prob))``.
 
     The reference is the teacher: often the policy itself with more context, such as a retrieved skill. The second part has the
-    gradient ``-g``. It raises every sampled token, and most of all the tokens that the teacher finds likelier. Over the policy's
-    own tokens this is a policy gradient with the advantage ``mu g``. A constant gate has no effect in the mean.
+    gradient ``-g``. It raises every sampled token, and most of all the tokens that the teacher finds likelier. Over the
+    policy's own tokens this is a policy gradient with the advantage ``mu g``. A constant gate has no effect in the mean.
 
     Hyper-parameters:
         mu: weight of the second part, at least 0. ms-swift: ``sdar_loss_coef``.
