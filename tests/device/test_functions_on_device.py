@@ -74,6 +74,7 @@ CORRECTIONS: dict[str, Any] = {
     },
     "rejection": losses.RejectionMask("seq_mean_k3", high=0.1),
     "sequence-mask": losses.OffPolicySequenceMask(),
+    "total-variation": losses.TotalVariationMask(0.1),
     "top-entropy": losses.TopEntropyMask(0.4),
 }
 
@@ -121,6 +122,7 @@ INPUTS: dict[str, Any] = {
     "value": BATCH["advantage"],
     "old_log_prob": BATCH["old_log_prob"],
     "teacher_log_prob": BATCH["ref_log_prob"],
+    "base_log_prob": BATCH["log_prob"] / 2,
     "entropy": -BATCH["log_prob"],
     "collision": BATCH["log_prob"].exp(),
     "discriminator": BATCH["log_prob"].exp() / 2,

@@ -21,7 +21,9 @@ def tensor(rows: Rows) -> Tensor:
 
 #: The inputs of corrections, in the order of positional arguments of :func:`called`.
 _POSITIONAL = {name: ("old_log_prob", "sampler_log_prob", "mask") for name in ("importance_weights", "rejection_mask")}
-_POSITIONAL |= {"off_policy_sequence_mask": ("log_prob", "old_log_prob", "advantage", "mask")}
+_POSITIONAL |= dict.fromkeys(
+    ("off_policy_sequence_mask", "total_variation_mask"), ("log_prob", "old_log_prob", "advantage", "mask")
+)
 _POSITIONAL |= {"top_entropy_mask": ("entropy", "mask")}
 
 

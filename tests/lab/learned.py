@@ -7,7 +7,7 @@ _REWARDS = "best answer > 0.9; pi* within TV 0.03 (KL in the reward), 0.035 (KL 
 
 _LINEAR = """
     grpo dr_grpo dapo rloo reinforce_plus_plus topr cispo gspo luspo sapo dro opmd asymre sppo rec opo
-    reinforce_plus_plus_baseline
+    fipo ctpo reinforce_plus_plus_baseline
 """
 
 LEARNED: dict[str, str] = {

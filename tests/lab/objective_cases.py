@@ -52,6 +52,7 @@ def inputs_of(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         "chosen": rows % 2 == 0,
         "reference_point": torch.where(batch["expert_mask"][:, 0], 0.5, -0.25).to(batch["log_prob"].dtype),
         "match_id": rows // 2,
+        "age": (torch.arange(batch["mask"].shape[-1]) % 4).expand(batch["mask"].shape),
         "sharp_log_prob": 0.5 * batch["log_prob"].detach(),
         # Multiples by powers of two are exact in half precision.
         "teacher_divergence": -batch["log_prob"],

@@ -18,7 +18,9 @@ OTHERS = ["optimal_token_baseline", "clip_b", "clip_v"]
 #: algorithm -> advantage that is linear in the reward, and by how much the mean policy gradient then multiplies it: a mean
 #: of four that has the answer itself in it leaves 3/4, and the objective of opmd is divided by 1 + tau = 2.
 LINEAR: dict[str, tuple[str | None, float]] = {
-    **dict.fromkeys(("grpo", "dapo", "cispo", "sapo", "reinforce_plus_plus_baseline"), ("dr_grpo", 3 / 4)),
+    **dict.fromkeys(
+        ("grpo", "dapo", "fipo", "ctpo", "cispo", "sapo", "reinforce_plus_plus_baseline"), ("dr_grpo", 3 / 4)
+    ),
     **dict.fromkeys(("dr_grpo", "dro", "sppo", "rec", "opo"), (None, 3 / 4)),  # opo's answers have one length there
     **dict.fromkeys(("rloo", "topr"), (None, 1.0)),
     **dict.fromkeys(("gspo", "luspo"), ("rloo", 1.0)),

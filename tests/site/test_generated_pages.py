@@ -143,6 +143,7 @@ CORRECTIONS = [
     losses.ImportanceWeights(mode="mask", low=0.5, high=5.0),
     *(losses.RejectionMask(name, high=0.5) for name in get_args(Divergence)),
     losses.OffPolicySequenceMask(delta=0.1),
+    losses.TotalVariationMask(delta=0.1),
     losses.TopEntropyMask(),
 ]
 

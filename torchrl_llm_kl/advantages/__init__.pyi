@@ -38,6 +38,7 @@ from torchrl_llm_kl.advantages._registry import (
 from torchrl_llm_kl.advantages._token import (
     clip_b as clip_b,
     clip_v as clip_v,
+    ex_opd as ex_opd,
     gae as gae,
     iw_opd as iw_opd,
     jsd as jsd,
@@ -45,6 +46,7 @@ from torchrl_llm_kl.advantages._token import (
     optimal_token_baseline as optimal_token_baseline,
     reinforce_plus_plus as reinforce_plus_plus,
     reinforce_plus_plus_baseline as reinforce_plus_plus_baseline,
+    rlsd as rlsd,
 )
 from torchrl_llm_kl.advantages._trajectory import (
     gigpo as gigpo,
@@ -63,6 +65,7 @@ AdvantageName = Literal[
     "clip_b",
     "clip_v",
     "dr_grpo",
+    "ex_opd",
     "gae",
     "gdpo",
     "gigpo",
@@ -83,6 +86,7 @@ AdvantageName = Literal[
     "reinforce_plus_plus_baseline",
     "remax",
     "rloo",
+    "rlsd",
     "step_wise_grpo",
 ]
 
@@ -92,6 +96,7 @@ class AdvantageArgs(TypedDict, total=False):
     amplification: float
     baseline_shift: float
     beta: float
+    clip: float
     decay: float
     drop: Literal["balance"] | None
     enable_step_norm: bool
@@ -102,11 +107,15 @@ class AdvantageArgs(TypedDict, total=False):
     handle_zero_tail: bool
     kl_coef: float
     lam: float
+    lam_alpha: float | None
+    lam_target: float | None
     max_frac: float
+    mixture: float
     mu: Tensor | float
     omega: float
     opmd_baseline: Literal["mean", "logavgexp"]
     rank_penalty: float | None
+    reward_scale: float
     reward_weights: Sequence[float] | None
     std: Literal["group", "batch"]
     std_normalize: bool

@@ -29,7 +29,7 @@ _IDENTITIES = ("group", "run", "step", "state", "role")
 #: Parameters that hold data. All other parameters are hyper-parameters.
 INPUTS = (
     *_IDENTITIES, "reward", "rewards", "length", "baseline", "mean_log_prob", "value", "old_log_prob", "teacher_log_prob",
-    "entropy", "collision", "discriminator", "mask",
+    "base_log_prob", "entropy", "collision", "discriminator", "mask",
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ Args:
     old_log_prob: nats, under the policy that sampled the tokens, ``[*B, T]``. In a distillation this is the student.
     group: integers ``[*B]``, equal for answers to the same prompt.
     teacher_log_prob: nats, of the same tokens under the teacher, ``[*B, T]``. Trinity: ``teacher_logprobs``.
+    base_log_prob: nats, of the same tokens under the model that the teacher was trained from, ``[*B, T]``.
     entropy: nats, of the distribution that each token was drawn from, ``[*B, T]``. verl, Trinity: ``entropys``.
     collision: ``sum p ** 2`` of that distribution, ``[*B, T]``. verl: ``sum_pi_squared``.
     discriminator: ``sum p ** 2 (H + log p)`` of that distribution, ``[*B, T]``. Trinity: ``necs``.
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
-from torchrl_llm_kl._numerics import Amount, Fraction, InnerShare, NonNegative, masked_mean
+from torchrl_llm_kl._numerics import Amount, Fraction, InnerShare, NonNegative, PositiveAmount, masked_mean
 from torchrl_llm_kl.advantages._group import Groups, grpo
 from torchrl_llm_kl.advantages._registry import advantage
 
@@ -41,7 +42,15 @@ from torchrl_llm_kl.advantages._registry import advantage
 
 @advantage("gae", "token", outputs=("advantage", "value_target"))
 def gae(
-    reward: Tensor, value: Tensor, mask: Tensor, *, gamma: Fraction = 1.0, lam: Fraction = 1.0, whiten: bool = False
+    reward: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    gamma: Fraction = 1.0,
+    lam: Fraction = 1.0,
+    lam_target: Fraction | None = None,
+    lam_alpha: PositiveAmount | None = None,
+    whiten: bool = False,
 ) -> tuple[Tensor, Tensor]:
     r"""``A_t = delta_t + gamma * lam * A_{t+1}`` with ``delta_t = r_t + gamma * V_{t+1} - V_t``, computed by torchrl.
 
@@ -51,20 +60,30 @@ def gae(
     Hyper-parameters:
         gamma: discount per response token.
         lam: weight of later temporal differences. 1 gives the whole return, 0 one step. torchrl: ``lmbda``.
+        lam_target: the ``lam`` of the critic's targets (decoupled GAE). None: ``lam``. VC-PPO has 1 here and 0.95 in ``lam``.
+        lam_alpha: the advantages have ``1 - 1 / (lam_alpha n)`` in place of ``lam`` for a sequence of ``n`` response tokens,
+            and at least 0. Long sequences thus have less bias. None for the same ``lam`` everywhere. VAPO: 0.05.
         whiten: normalise the advantages of the whole batch, but not the targets, to mean 0 and variance 1. Trinity-RFT and
             verl always do so.
 
     Returns:
-        ``advantage``, and the critic's ``value_target``: the advantage before whitening plus ``value``.
+        ``advantage``, and the critic's ``value_target``: the advantage with the target's ``lam``, before whitening, plus
+        ``value``.
 
     Example:
         >>> reward, value = torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[0.5, 9.0, 0.25]])
         >>> gae(reward, value, torch.tensor([[True, False, True]]), gamma=0.5, lam=0.5)
         (tensor([[-0.1875,  0.0000,  0.7500]]), tensor([[0.3125, 0.0000, 1.0000]]))
 
-    Source: Schulman et al. 2015 (arXiv 1506.02438), eq. 16.
+    Source: Schulman et al. 2015 (arXiv 1506.02438), eq. 16. lam_target: Yuan et al. 2025 (VC-PPO, arXiv 2503.01491).
+    lam_alpha: Yue et al. 2025 (VAPO, arXiv 2504.05118).
     """
     result, target = estimate(reward, value, mask, gamma, lam)
+    if lam_target is not None:
+        _, target = estimate(reward, value, mask, gamma, lam_target)
+    if lam_alpha is not None:
+        adaptive = (1 - 1 / (lam_alpha * mask.sum(-1).clamp(min=1))).clamp(min=0)
+        result, _ = estimate(reward, value, mask, gamma, adaptive.to(result.dtype)[..., None, None])
     return whitened(result, mask) if whiten else result, target
 
 
@@ -168,8 +187,11 @@ def optimal_token_baseline(
     return torch.zeros_like(result).scatter(-1, order, result)
 
 
-def estimate(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """GAE and value targets of clean inputs. With ``value = 0`` and ``lam = 1`` this is the discounted return."""
+def estimate(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
+    """GAE and value targets of clean inputs. With ``value = 0`` and ``lam = 1`` this is the discounted return.
+
+    ``lam`` is a number, or one for each sequence, ``[*B, 1, 1]``.
+    """
     # Move response tokens to the front, in order, so that successors are adjacent.
     order = (~mask).byte().argsort(dim=-1, stable=True)
     # Positions after the last response token count as done, so that nothing flows back from them.
@@ -330,6 +352,81 @@ def on_policy_distill(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tens
     distillation' (2025).
     """
     return kl_coef * (teacher_log_prob - old_log_prob)
+
+
+@advantage("ex_opd", "token")
+def ex_opd(
+    old_log_prob: Tensor,
+    teacher_log_prob: Tensor,
+    base_log_prob: Tensor,
+    mask: Tensor,
+    *,
+    reward_scale: Amount = 1.25,
+    kl_coef: float = 1.0,
+) -> Tensor:
+    r"""``kl_coef * (reward_scale * (teacher - base) - (old - base))`` of log-probs: distillation beyond the teacher.
+
+    ``teacher - base`` is the reward that the teacher implies relative to the model that it was trained from, and ``old - base``
+    penalises the student's KL to that model. Given the prefix, the optimum is ``base ** (1 - reward_scale) * teacher **
+    reward_scale``, normalised. With 1 this is :func:`on_policy_distill`. Above 1 the student goes further than the teacher in
+    the direction from base to teacher (ExOPD), and below 1 it stays between the two.
+
+    Hyper-parameters:
+        reward_scale: weight of the implied reward, at least 0. G-OPD: ``lambda_vals``.
+        kl_coef: factor.
+
+    Returns:
+        ``[*B, T]``.
+
+    Example:
+        >>> student, teacher, base = torch.tensor([[-1.0]]), torch.tensor([[-0.5]]), torch.tensor([[-2.0]])
+        >>> ex_opd(student, teacher, base, torch.tensor([[True]]), reward_scale=2.0)  # 2 * 1.5 - 1
+        tensor([[2.]])
+
+    Source: Yang et al. 2026 (G-OPD and ExOPD, arXiv 2602.12125). 1.25: its authors' code, RUCBM/G-OPD.
+    """
+    return kl_coef * (reward_scale * (teacher_log_prob - base_log_prob) - (old_log_prob - base_log_prob))
+
+
+@advantage("rlsd", "token", per_sequence=("reward", "group"))
+def rlsd(
+    reward: Tensor,
+    group: Tensor,
+    old_log_prob: Tensor,
+    teacher_log_prob: Tensor,
+    mask: Tensor,
+    *,
+    mixture: Fraction = 0.5,
+    clip: Fraction = 0.2,
+    epsilon: Amount = 1e-6,
+) -> Tensor:
+    r"""GRPO's ``A`` times ``1 - mixture + mixture * w`` with ``w = clip((teacher / old) ** sign(A), 1 - clip, 1 + clip)``.
+
+    The reward decides the direction of each token, and the teacher only its size: good answers gain more at tokens that the
+    teacher finds likelier than the student, and bad answers lose less there. The teacher is usually the policy itself with more
+    context, such as a reference answer (RLVR with self-distillation).
+
+    Hyper-parameters:
+        mixture: share of the teacher's weights, 0 to 1. 0 gives GRPO. The paper changes it during the training. ms-swift:
+            ``rlsd_lambda``.
+        clip: largest deviation of ``w`` from 1. ms-swift: ``rlsd_reweight_clip_range``.
+        epsilon: see :func:`~torchrl_llm_kl.advantages.grpo`.
+
+    Returns:
+        ``[*B, T]``.
+
+    Example:
+        >>> student, teacher = torch.tensor([[-1.0], [-1.0]]), torch.tensor([[-0.9], [-0.9]])
+        >>> reward, group, mask = torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([[True], [True]])
+        >>> rlsd(reward, group, student, teacher, mask, mixture=1.0)  # 0.7071 times exp(0.1) and exp(-0.1)
+        tensor([[ 0.7815],
+                [-0.6398]])
+
+    Source: Yang et al. 2026 (RLSD, arXiv 2604.03128), eqs. 13 to 15. 0.5 and 0.2: ms-swift.
+    """
+    result, lead = _grpo_per_token(reward, group, mask, epsilon), teacher_log_prob - old_log_prob
+    weight = torch.where(result > 0, lead, -lead).exp().clamp(1 - clip, 1 + clip)
+    return result * (1 - mixture + mixture * weight)
 
 
 @advantage("iw_opd", "token")

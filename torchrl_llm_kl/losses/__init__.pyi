@@ -50,6 +50,7 @@ from torchrl_llm_kl.losses._parts import (
     StalenessMask as StalenessMask,
     TermPart as TermPart,
     TopEntropyMask as TopEntropyMask,
+    TotalVariationMask as TotalVariationMask,
     rollout_corrections as rollout_corrections,
 )
 from torchrl_llm_kl.losses._policy_loss import (
@@ -73,12 +74,16 @@ from torchrl_llm_kl.losses.corrections import (
     staleness_mask as staleness_mask,
     staleness_metrics as staleness_metrics,
     top_entropy_mask as top_entropy_mask,
+    total_variation_mask as total_variation_mask,
 )
 from torchrl_llm_kl.losses.objectives._clipped import (
+    a3po as a3po,
     cispo as cispo,
     clip_cov as clip_cov,
+    ctpo as ctpo,
     dapo as dapo,
     dr_grpo as dr_grpo,
+    fipo as fipo,
     gmpo as gmpo,
     gspo as gspo,
     kl_cov as kl_cov,
@@ -126,6 +131,7 @@ from torchrl_llm_kl.losses.objectives._relative import (
     bco_reference_point as bco_reference_point,
     kto as kto,
     kto_reference_point as kto_reference_point,
+    real as real,
 )
 from torchrl_llm_kl.losses.objectives._supervised import (
     ROLES as ROLES,
@@ -133,6 +139,7 @@ from torchrl_llm_kl.losses.objectives._supervised import (
     echo as echo,
     mix as mix,
     mix_chord as mix_chord,
+    sdar as sdar,
     sft as sft,
     sft_is as sft_is,
     sft_phi as sft_phi,
@@ -165,6 +172,7 @@ from torchrl_llm_kl.losses._policy_inputs import (
 #: The names of :func:`get_objective`.
 ObjectiveName = Literal[
     "a2po",
+    "a3po",
     "aot",
     "aot_unpaired",
     "apo_down",
@@ -174,6 +182,7 @@ ObjectiveName = Literal[
     "cispo",
     "clip_cov",
     "cpo",
+    "ctpo",
     "dapo",
     "discopop",
     "distill",
@@ -183,6 +192,7 @@ ObjectiveName = Literal[
     "dro",
     "echo",
     "exo_pair",
+    "fipo",
     "gmpo",
     "gpg",
     "gspo",
@@ -201,10 +211,12 @@ ObjectiveName = Literal[
     "ppo",
     "ppo_on_policy",
     "preference_sum",
+    "real",
     "rec",
     "ref_kl",
     "robust",
     "sapo",
+    "sdar",
     "sft",
     "sft_is",
     "sft_phi",
@@ -223,6 +235,7 @@ class ObjectiveArgs(TypedDict, total=False):
     advantage_threshold: Tensor | float | nn.Module
     alpha: Tensor | float | nn.Module | None
     beta: Tensor | float | nn.Module
+    clip_c: Tensor | float | nn.Module | None
     clip_high: Tensor | float | nn.Module | None
     clip_low: Tensor | float | nn.Module | None
     clip_mode: Literal["none", "one-side", "two-side", "ring", "gspo-one-side"]
@@ -247,6 +260,7 @@ class ObjectiveArgs(TypedDict, total=False):
     f_alpha: Tensor | float | nn.Module
     f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
     fraction: float
+    half_life: Tensor | float | nn.Module
     k_neg: Tensor | float | nn.Module
     k_pos: Tensor | float | nn.Module
     kl_tau: Tensor | float | nn.Module
@@ -266,10 +280,12 @@ class ObjectiveArgs(TypedDict, total=False):
     nll_aggregation: Aggregation | None
     nll_coeff: Tensor | float | nn.Module
     one_sided: bool
+    power: Tensor | float | nn.Module
     ratio_max: Tensor | float | nn.Module | None
     regularizer: Literal["none", "k2", "forward-kl"]
     regularizer_coef: Tensor | float | nn.Module
     roles: dict | None
+    safe_ratio: Tensor | float | nn.Module | None
     tau: Tensor | float | nn.Module
     tau_neg: Tensor | float | nn.Module
     tau_pos: Tensor | float | nn.Module
@@ -279,5 +295,8 @@ class ObjectiveArgs(TypedDict, total=False):
     usual_aggregation: Aggregation | None
     value_max: Tensor | float | nn.Module | None
     weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"]
+    weight_high: Tensor | float | nn.Module
+    weight_low: Tensor | float | nn.Module
+    weight_max: Tensor | float | nn.Module | None
     weighting: Literal["none", "probability", "aligned"]
     weights: Sequence[float] | None

@@ -87,7 +87,7 @@ class LossInputs:
         pair_id: integers ``[*B]``, equal for the two sequences of a pair.
         chosen: bool ``[*B]``, True for a sequence that is preferred in its pair, or good by itself.
         reference_point: nats, ``[*B]``, computed from a whole batch and subtracted from log-ratios.
-        match_id: integers ``[*B]``, equal for two sequences that are matched over a whole batch.
+        match_id: integers ``[*B]``, equal for two sequences that are matched over a whole batch, or for all of a group.
 
     Raises:
         ValueError: for unequal shapes.
@@ -545,7 +545,7 @@ def available_objectives() -> tuple[str, ...]:
     Example:
         >>> import torchrl_llm_kl.losses
         >>> available_objectives()[:3]
-        ('a2po', 'aot', 'aot_unpaired')
+        ('a2po', 'a3po', 'aot')
     """
     return tuple(sorted(_REGISTRY))
 

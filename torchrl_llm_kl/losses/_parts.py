@@ -33,6 +33,7 @@ from torchrl_llm_kl.losses.corrections import (
     rejection_mask,
     staleness_mask,
     top_entropy_mask,
+    total_variation_mask,
 )
 from torchrl_llm_kl.losses.objectives._supervised import Distribution
 from torchrl_llm_kl.losses.terms import Estimator, divergence_to_teacher, entropy_bonus, kl_to_ref, kl_to_sampler
@@ -423,6 +424,21 @@ class OffPolicySequenceMask(Correction):
 
     def __init__(self, delta: float = 0.1) -> None:
         super().__init__(off_policy_sequence_mask, delta=delta)
+
+
+class TotalVariationMask(Correction):
+    """Leave out tokens whose gradient leads further away from the sampler, in sequences that are far from it.
+
+    Args:
+        delta: a total variation, see :func:`~torchrl_llm_kl.losses.total_variation_mask`.
+
+    Example:
+        >>> sorted(TotalVariationMask(0.1).needs)
+        ['advantage', 'old_log_prob']
+    """
+
+    def __init__(self, delta: float) -> None:
+        super().__init__(total_variation_mask, delta=delta)
 
 
 class TopEntropyMask(Correction):

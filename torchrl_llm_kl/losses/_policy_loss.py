@@ -89,8 +89,8 @@ class PolicyLoss(TokenLoss):
             the protocol of objectives.
         corrections: factors of the objective: :class:`~torchrl_llm_kl.losses.ImportanceWeights`,
             :class:`~torchrl_llm_kl.losses.RejectionMask`, :class:`~torchrl_llm_kl.losses.OffPolicySequenceMask`,
-            :class:`~torchrl_llm_kl.losses.StalenessMask`, :class:`~torchrl_llm_kl.losses.TopEntropyMask`, or functions that
-            return weights and metrics.
+            :class:`~torchrl_llm_kl.losses.StalenessMask`, :class:`~torchrl_llm_kl.losses.TotalVariationMask`,
+            :class:`~torchrl_llm_kl.losses.TopEntropyMask`, or functions that return weights and metrics.
             :func:`~torchrl_llm_kl.losses.rollout_corrections` translates verl's settings.
         aggregation: see :func:`~torchrl_llm_kl.losses.aggregate`. By default the objective's own.
         max_len: the longest possible response in tokens. Required by ``seq-mean-token-sum-norm``, refused by the others.

@@ -462,6 +462,42 @@ def off_policy_sequence_mask(inputs: LossInputs, *, delta: NonNegative) -> Weigh
     return (mask & ~dropped).to(drift.dtype), {"sequence_masked_fraction": masked_mean(dropped.to(drift.dtype), mask)}
 
 
+@loss_part("total_variation_mask")
+@torch.no_grad()
+def total_variation_mask(inputs: LossInputs, *, delta: NonNegative) -> Weights:
+    r"""0 for tokens whose gradient leads further away from the sampler, in sequences that are far from it. 1 for all others.
+
+    A sequence is far if the mean of ``|r - 1| / 2`` over its tokens is above ``delta``. This estimates the total variation of
+    the current policy and the policy that sampled the tokens, averaged over positions. A gradient leads further away if
+    ``A (log_prob - old_log_prob) > 0``. (:func:`~torchrl_llm_kl.losses.dppo` decides for each token by the change of its own
+    probability.)
+
+    Hyper-parameters:
+        delta: a total variation, at least 0. open-instruct: half of ``rho_mask_upper_bound`` with
+            ``rho_mask_tv_divergence``, which compares the trainer with the sampling program instead.
+
+    Returns:
+        The weights, and the metrics ``total_variation``, the mean over sequences, and ``total_variation_masked_fraction``,
+        the share of dropped tokens.
+
+    Example:
+        >>> old, log_prob = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-2.0, -1.0]])
+        >>> inputs = LossInputs(log_prob, old < 0, old_log_prob=old, advantage=torch.tensor([[-1.0, -1.0]]))
+        >>> total_variation_mask(inputs, delta=0.1)[0]  # the mean of 0.316 and 0
+        tensor([[0., 1.]])
+
+    Source: Honari et al. 2026 (VACO, arXiv 2603.01365), the filter. Per sequence: allenai/open-instruct, pull request 1681.
+    """
+    mask, log_ratio = inputs.mask, inputs.log_ratio
+    distance = sequence_mean((bounded_exp(log_ratio) - 1).abs() / 2, mask)
+    dropped = (distance > delta) & (inputs.advantage * log_ratio > 0)
+    metrics = {
+        "total_variation": masked_mean(distance, mask.any(-1, keepdim=True)),
+        "total_variation_masked_fraction": masked_mean(dropped.to(distance.dtype), mask),
+    }
+    return (mask & ~dropped).to(distance.dtype), metrics
+
+
 @loss_part("top_entropy_mask")
 @torch.no_grad()
 def top_entropy_mask(inputs: LossInputs, *, fraction: Scalar = 0.2, threshold: Number | None = None) -> Weights:

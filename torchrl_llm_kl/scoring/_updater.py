@@ -32,6 +32,7 @@ class UpdaterState(TypedDict):
     steps: int
     weights: dict[str, Tensor]
     rest: dict[str, Tensor]
+    start: dict[str, Tensor]
 
 
 class ReferenceUpdater:
@@ -41,6 +42,10 @@ class ReferenceUpdater:
     :math:`\theta_{ref} \leftarrow d\,\theta_{ref} + (1 - d)\,\theta` with ``d = decay``. Every ``reset_every`` steps, and in
     :meth:`reset`, it becomes a bit-exact copy of the policy, so their KL is 0. The rounding error of each average is kept
     in float32 (4 bytes per weight) and added to the next one. Even a bfloat16 reference therefore follows.
+
+    With ``bias_power`` the reference is the average plus :math:`\alpha\,(\theta - \theta_0)`, which corrects the lag of the
+    average (BEMA). :math:`\theta_0` are the reference's weights at construction or at the last reset. The updater keeps a copy.
+    At step :math:`t`, :math:`\alpha = (lag + t)^{-bias\_power}`.
 
     The weights change in place. Scorers notice the change and clear their cache.
 
@@ -54,6 +59,9 @@ class ReferenceUpdater:
 
     Keyword Args:
         decay: weight of the old reference in an average, in [0, 1). TRL's ``1 - ref_model_mixup_alpha``. Default: no average.
+        ema_power: in place of ``decay``. The policy has the weight ``(lag + t) ** -ema_power`` in an average. TRL: 0.5.
+        bias_power: rate at which the correction of the lag falls, at least 0. TRL: 0.2. Default: no correction.
+        lag: added to the number of steps in both powers, at least 1.
         every: steps between averages. Default 1.
         reset_every: steps between resets, if any.
 
@@ -66,7 +74,8 @@ class ReferenceUpdater:
             share their weights.
 
     Sources: averages after Polyak and Juditsky (1992), as used in TR-DPO (arXiv 2404.09656, eqs. 3 and 4: soft and hard
-    update) and TRL's ``SyncRefModelCallback``.
+    update) and TRL's ``SyncRefModelCallback``. BEMA: Block and Zhang 2025 (arXiv 2508.00180), algorithm 1, and TRL's
+    ``BEMACallback``, with ``multiplier=1``.
 
     Example:
         >>> policy, reference = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
@@ -86,26 +95,35 @@ class ReferenceUpdater:
         policy: ModelOrScorer,
         *,
         decay: float | None = None,
+        ema_power: float | None = None,
+        bias_power: float | None = None,
+        lag: int = 10,
         every: int = 1,
         reset_every: int | None = None,
     ) -> None:
-        check_range(1, every=every, reset_every=reset_every)
-        if decay is None and (reset_every is None or every != 1):
+        check_range(1, every=every, reset_every=reset_every, lag=lag)
+        check_range(0.0, ema_power=ema_power, bias_power=bias_power)
+        self._averages = decay is not None or ema_power is not None
+        if not self._averages and (reset_every is None or every != 1 or bias_power is not None):
             raise ValueError("pass decay= for an average each `every` steps, or only reset_every= for resets.")
+        if decay is not None and ema_power is not None:
+            raise ValueError("decay and ema_power both set the weights of the average: pass one of them.")
         if decay is not None and not 0 <= decay < 1:
             raise ValueError(f"decay, the weight of the old reference, must be in [0, 1), got {decay}.")
-        self.decay, self.every, self.reset_every, self.steps = decay, every, reset_every, 0
+        self.decay, self.ema_power, self.bias_power, self.lag = decay, ema_power, bias_power, lag
+        self.every, self.reset_every, self.steps = every, reset_every, 0
         adapter = reference.options.adapters if isinstance(reference, LogProbScorer) else True
         self._policy = _module(policy, "policy")
         self._service = reference if isinstance(reference, Service) else None
         self._reference = self._policy if self._service is not None else _module(reference, "reference")
         self._check(adapter)
         self._adapter = adapter if isinstance(adapter, str) else None
-        self._rest: dict[str, Tensor] = {}  # the rounding errors of the average, float32
+        self._rest: dict[str, Tensor] = {}  # the exact average minus the reference, float32
+        self._start: dict[str, Tensor] = {}  # theta_0
         self._own: dict[str, Tensor] = {}  # the averaged weights of a service
         if self._service is not None:
             self._own = {name: value.detach().clone() for name, value in self._sources()}
-        self._pairs()
+        self._restart()
 
     # ------------------------------------------------------------------ steps
 
@@ -114,8 +132,10 @@ class ReferenceUpdater:
         self.steps += 1
         if self.reset_every is not None and self.steps % self.reset_every == 0:
             self.reset()
-        elif self.decay is not None and self.steps % self.every == 0:
-            self._average(1 - self.decay)
+        elif self._averages and self.steps % self.every == 0:
+            age = self.lag + self.steps
+            weight = age**-self.ema_power if self.decay is None else 1 - self.decay  # type: ignore[operator]
+            self._average(weight, 0.0 if self.bias_power is None else age**-self.bias_power)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -126,39 +146,46 @@ class ReferenceUpdater:
                 own.copy_(new)
             for own, new in self._buffers():
                 own.copy_(new)
-        self._rest.clear()
+        self._restart()
         self._push()
 
+    def _restart(self) -> None:
+        """Begin the average at the reference's weights."""
+        self._rest.clear()
+        pairs = self._pairs()
+        self._start = {} if self.bias_power is None else {name: own.clone() for name, own, _ in pairs}
+
     @torch.no_grad()
-    def _average(self, weight: float) -> None:
+    def _average(self, weight: float, bias: float) -> None:
         with locked(self._reference, self._policy):
             for name, own, new in self._pairs():
                 rest = self._rest.get(name)
                 if rest is None:
                     rest = self._rest[name] = torch.zeros_like(own, dtype=_precise(own))
-                # own + rest is the exact average. Move it towards the policy, then keep the part that rounding drops.
-                old = own.to(rest.dtype, copy=True)
-                rest += (new.to(own.device, rest.dtype) - old - rest) * weight
-                own.copy_(old + rest)
+                # own + rest is the exact average. Move it towards the policy, then keep the part that the reference lacks.
+                old, theta = own.to(rest.dtype, copy=True), new.to(own.device, rest.dtype)
+                rest += (theta - old - rest) * weight
+                own.copy_(old + rest + bias * (theta - self._start[name]) if bias else old + rest)
                 rest -= own.to(rest.dtype) - old
         self._push()
 
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> UpdaterState:
-        """The state of a run: the count of steps, the reference's weights and their rounding errors.
+        """The state of a run: the count of steps, the reference's weights, their distance from the average, and the start.
 
         The tensors are not copied, and sharded ones stay sharded. The keys are the same at each step, because
         ``torch.distributed.checkpoint`` loads only keys that the state of a new updater has.
         """
         weights = {name: own.detach() for name, own in self._targets()}
         rest: dict[str, Tensor] = {}
-        for name, own in weights.items() if self.decay is not None else ():
-            # Before the first average all errors are 0.
+        for name, own in weights.items() if self._averages else ():
+            # Before the first average all distances are 0.
             local = _local_part(own)
             lost = self._rest.get(name, torch.zeros((), dtype=_precise(local), device=local.device).expand(local.shape))
             rest[name] = _sharded_like(lost.contiguous(), own)
-        return {"steps": self.steps, "weights": weights, "rest": rest}
+        start = {name: _sharded_like(part, weights[name]) for name, part in self._start.items()}
+        return {"steps": self.steps, "weights": weights, "rest": rest, "start": start}
 
     @torch.no_grad()
     def load_state_dict(self, state: UpdaterState) -> None:
@@ -168,14 +195,18 @@ class ReferenceUpdater:
             ValueError: if the state belongs to another reference. Nothing is changed then.
         """
         own = dict(self._targets())
-        weights, rest = state["weights"], state["rest"]
+        weights, rest, start = state["weights"], state["rest"], state.get("start", {})
         shapes, saved, lost = ({(name, x.shape) for name, x in some.items()} for some in (own, weights, rest))
-        if different := sorted(name for name, _ in (shapes ^ saved) | (lost - shapes)):
+        if different := sorted(
+            {name for name, _ in (shapes ^ saved) | (lost - shapes)} | (start.keys() ^ self._start.keys())
+        ):
             raise ValueError(f"the state is of another reference: {', '.join(different[:3])} differ.")
         with locked(self._reference):
             for name, value in own.items():
                 value.copy_(weights[name])
-        self._rest = {name: _local_part(value).detach().clone() for name, value in rest.items()}
+        self._rest, self._start = (
+            {name: _local_part(value).detach().clone() for name, value in some.items()} for some in (rest, start)
+        )
         self.steps = int(state["steps"])
         self._push()
 

@@ -19,6 +19,8 @@ TABLE = {
         ("token", "reward value mask", "gae"),
         ("token", "reward mask", "reinforce_plus_plus"),
         ("token", "old_log_prob teacher_log_prob mask", "on_policy_distill iw_opd jsd"),
+        ("token", "old_log_prob teacher_log_prob base_log_prob mask", "ex_opd"),
+        ("token", "reward group old_log_prob teacher_log_prob mask", "rlsd"),
         ("token", "reward group mask", "reinforce_plus_plus_baseline"),
         ("token", "reward group old_log_prob collision mask", "optimal_token_baseline"),
         ("token", "reward group old_log_prob entropy mask", "clip_b"),

@@ -75,6 +75,28 @@ def test_gae_by_hand_skips_tokens_outside_the_response() -> None:
     assert_close(target, f64([[3.0, 0, 2], [2, 1, 0]]))
 
 
+def test_other_lambdas_of_the_targets_and_of_long_sequences() -> None:
+    """Differences of 0.5, -0.5 and 2 in a sequence of 3, 0.25 and 1 in one of 2, and 3 in one of 1 token."""
+    reward, value = (
+        f64([[0.0, 0.0, 9.0, 2.5], [0.0, 1.5, 9.0, 9.0], [4.0, 9.0, 9.0, 9.0]]),
+        f64([[0.5, 1.0, 9.0, 0.5]] * 3),
+    )
+    value[1], value[2, 0] = f64([0.25, 0.5, 9.0, 9.0]), 1.0
+    mask = bools([[1, 1, 0, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
+    whole = f64([[2.5, 2.5, 0, 2.5], [1.5, 1.5, 0, 0], [4.0, 0, 0, 0]])
+    half = f64([[0.75, 0.5, 0, 2.0], [0.75, 1.0, 0, 0], [3.0, 0, 0, 0]])
+    advantage, target = gae(reward, value, mask, lam=0.5, lam_target=1.0)
+    assert_close((advantage, target), (half, whole))
+    # With alpha 1/2 the lambdas are 1 - 2 / 3, 0 and 0, as the last would be -1.
+    adaptive = f64([[0.5 + (-0.5 + 2 / 3) / 3, -0.5 + 2 / 3, 0, 2.0], [0.25, 1.0, 0, 0], [3.0, 0, 0, 0]])
+    advantage, target = gae(reward, value, mask, lam_alpha=0.5)
+    assert_close((advantage, target), (adaptive, whole))
+    advantage, target = gae(reward, value, mask, lam=0.25, lam_target=0.5, lam_alpha=0.5)
+    assert_close((advantage, target), (adaptive, torch.where(mask, half + value, 0)))
+    in_two = gae(*(torch.stack([x, x]) for x in (reward, value, mask)), lam_alpha=0.5)
+    assert_close(in_two[0], torch.stack([adaptive, adaptive]))
+
+
 def test_reinforce_plus_plus_by_hand() -> None:
     """gamma 0.5: returns 1, 2 and 3; without a discount 2, 2, 3."""
     reward, mask = f64([[0.0, 9.0, 2.0], [3.0, 9.0, 9.0]]), bools([[1, 0, 1], [1, 0, 0]])
@@ -119,6 +141,9 @@ TOKEN: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "gae-whiten": lambda x, y, mask: gae(x, y, mask, gamma=0.9, lam=0.8, whiten=True),
     "reinforce_plus_plus": lambda x, y, mask: reinforce_plus_plus(x, mask, gamma=0.9),
     "on_policy_distill": lambda x, y, mask: advantages.on_policy_distill(x, y, mask),
+    "gae-lambdas": lambda x, y, mask: gae(x, y, mask, gamma=0.9, lam_target=0.8, lam_alpha=0.7),
+    "ex_opd": lambda x, y, mask: advantages.ex_opd(x, y, 0.5 * y, mask, reward_scale=1.7),
+    "rlsd": lambda x, y, mask: advantages.rlsd(*outcomes(x, y, mask), x, y, mask, clip=0.4),
     "jsd": lambda x, y, mask: jsd(x, y, mask, beta=0.3),
     "iw_opd": lambda x, y, mask: iw_opd(x, y, mask, amplification=0.7),
     "reinforce_plus_plus_baseline": lambda x, y, mask: REPEATED(*outcomes(x, y, mask), mask),
@@ -227,9 +252,45 @@ def test_distillation_by_hand() -> None:
     # A token that the teacher gives probability 0 has a finite advantage; a student that is its own teacher has 0.
     x = torch.tensor([[-1.0]])
     assert_close(jsd(x, -torch.inf * torch.ones(1, 1), x < 0, beta=0.25), 0.75 * torch.tensor([[0.75]]).log())
+    # 2 * (3 - 1) - (0 - 1) and 2 * (1 - 2) - (1.5 - 2), halved.
+    nats = f64([[-4.0, -2.5, 0]]), f64([[-1.0, -3.0, 0]]), f64([[-3.0, -2.0, 0]])
+    assert_close(advantages.ex_opd(*nats, mask, reward_scale=2.0, kl_coef=0.5), f64([[2.5, -0.75, 0.0]]))
+    assert_close(advantages.ex_opd(*nats, mask), f64([[1.25 * 2 + 1, 1.25 * -1 + 0.5, 0.0]]))
     x = -torch.rand(2, 3, generator=torch.Generator().manual_seed(0))
     assert (advantages.on_policy_distill(x, x, x < 0) == 0).all()
     assert_near(jsd(x, x, x < 0, beta=0.3), torch.zeros(2, 3), size=1)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**20), scale=st.sampled_from([0.0, 0.5, 1.0, 1.7]))
+def test_ex_opd_descends_the_kl_to_the_extrapolated_teacher(seed: int, scale: float) -> None:
+    """The KL is to ``base ** (1 - scale) * teacher ** scale``, normalised, enumerated over the vocabulary."""
+    logits, teacher, base = torch.randn(3, 6, generator=torch.Generator().manual_seed(seed), **F64).unbind()
+    teacher, base = teacher.log_softmax(-1), base.log_softmax(-1)
+    log_pi = logits.requires_grad_().log_softmax(-1)
+    target = ((1 - scale) * base + scale * teacher).log_softmax(-1)
+    (want,) = torch.autograd.grad((log_pi.exp() * (log_pi - target)).sum(), logits, retain_graph=True)
+    mask = torch.ones(1, 6, dtype=torch.bool)
+    weight = advantages.ex_opd(log_pi.detach()[None], teacher[None], base[None], mask, reward_scale=scale)[0]
+    (got,) = torch.autograd.grad((log_pi.exp().detach() * weight * log_pi).sum(), logits)
+    assert_close(got, -want)
+
+
+def test_rlsd_scales_the_advantage_of_grpo_by_the_teacher() -> None:
+    """Outcomes 1 and 0 have the advantages +-1 / sqrt(2), divided by 1 + epsilon / deviation. Leads log 1.1, log 3, log 0.9."""
+    student, mask = f64([[-1.0, -1.0, -1.0, 9.0]] * 2), bools([[1, 1, 1, 0]] * 2)
+    teacher = student + f64([[1.1, 3.0, 0.9, NAN]] * 2).log()
+    plain = advantages.grpo(OUTCOME, TWO).unsqueeze(-1)
+    good, bad = f64([1.1, 1.2, 0.9, 0]), f64([1 / 1.1, 0.8, 1 / 0.9, 0])
+    got = advantages.rlsd(OUTCOME, TWO, student, teacher, mask, mixture=1.0)
+    assert_close(got, plain * torch.stack([good, bad]))
+    got = advantages.rlsd(OUTCOME, TWO, student, teacher, mask, clip=0.05)
+    half = f64([[1.025, 1.025, 0.975, 0], [0.975, 0.975, 1.025, 0]])
+    half[1, 0] = (1 + max(1 / 1.1, 0.95)) / 2
+    assert_close(got, plain * half)
+    # Equal outcomes have an advantage of 0, even if the teacher rules a token out.
+    teacher[0, 0] = -torch.inf
+    assert (advantages.rlsd(torch.ones(2), TWO, student, teacher, mask) == 0).all()
 
 
 # ------------------------------------------------------------------ optimal token baseline

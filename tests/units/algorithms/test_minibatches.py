@@ -247,6 +247,18 @@ def test_answers_of_equal_rank_stay_together() -> None:
     assert_same(gradient(parts, *pieces), gradient(parts, batch))
 
 
+def test_answers_of_one_group_stay_together() -> None:
+    parts = make_algorithm("grpo", TASK.policy(), kl_loss="none", objective="real", advantage=None)
+    batch, rng = TASK.sample(TASK.policy(), 12, torch.Generator().manual_seed(0), 3), torch.Generator().manual_seed(1)
+    batch["chosen"], batch["match_id"] = torch.arange(12) % 3 == 1, 50 - torch.arange(12) % 4
+    batch = parts.prepare(batch)
+    with torch.no_grad():
+        parts.loss.actor_network.table.add_(torch.randn(TASK.policy().table.shape, generator=rng))
+    pieces = list(parts.micro_batches(batch, 3))
+    assert all((piece["match_id"].unique(return_counts=True)[1] == 3).all() for piece in pieces)
+    assert_same(gradient(parts, *pieces), gradient(parts, batch))
+
+
 def prepared(rows: int = 32) -> TensorDict:
     data = TASK.sample(TASK.policy(), rows, torch.Generator().manual_seed(0), 4)
     data["expert_mask"] = torch.zeros(rows, dtype=torch.bool)

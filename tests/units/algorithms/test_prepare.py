@@ -376,7 +376,7 @@ def test_a_reference_in_the_data_cannot_score_mismatched_answers() -> None:
 LINES = """
 ppo grpo rloo reinforce_plus_plus topr cispo gspo sapo mix mix_chord on_policy_distill jsd multi_step_grpo gigpo gdpo \
     reinforce_plus_plus_baseline pass_at_k iw_opd
-dr_grpo dapo sppo luspo dro optimal_token_baseline clip_b clip_v vapo maxrl rae echo
+dr_grpo dapo fipo ctpo sppo luspo dro optimal_token_baseline clip_b clip_v vapo maxrl rae echo
 opmd rec dpo kto bco a2po
 asymre sft raft gkd opo simpo cpo orpo tpo
 """
@@ -489,6 +489,8 @@ def test_no_metric_is_constant_by_construction(name: str) -> None:
         "cispo": {"clip_fraction_low"},
         # Its advantages are not negative, other advantages of this objective are.
         "pass_at_k": {"clip_fraction_low", "clip_fraction_dual"},
+        # No ratio of these answers is above 10.
+        "fipo": {"clip_fraction_dual"},
         # A KL below 0 counts as 0, which it is for these answers.
         "kto": {"reference_point"},
     }.get(name, set())

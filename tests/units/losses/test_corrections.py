@@ -348,6 +348,38 @@ def test_off_policy_sequences_by_hand() -> None:
     assert_close(metrics["sequence_masked_fraction"].item(), 1 / 6)
 
 
+def test_tokens_that_leave_a_far_sampler_by_hand() -> None:
+    """Ratios 2, 1/2 and 1 of one sequence, with distances 1/2, 1/4 and 0, and 1.2 of another, with distance 0.1."""
+    log_prob = f64([[2.0, 0.5, 1.0, 9.0], [1.2, 9.0, 9.0, 9.0]]).log() - 5
+    mask = bools([1, 1, 1, 0], [1, 0, 0, 0])
+    for advantage, kept in ((1.0, [[0, 1, 1, 0], [1, 0, 0, 0]]), (-1.0, [[1, 0, 1, 0], [1, 0, 0, 0]])):
+        given = log_prob, torch.full_like(log_prob, -5.0), torch.full_like(log_prob, advantage), mask
+        weights, metrics = called(losses.total_variation_mask, *given, delta=0.2)
+        assert weights.tolist() == kept
+        assert_close(
+            [metrics[name].item() for name in ("total_variation", "total_variation_masked_fraction")],
+            [(0.25 + 0.1) / 2, 1 / 4],
+        )
+        assert called(losses.total_variation_mask, *given, delta=0.26)[0].sum() == 4
+        assert called(losses.total_variation_mask, *given, delta=torch.tensor(0.05))[0].sum() == (
+            2 if advantage > 0 else 3
+        )
+        at_the_bound = [x[:1, :2] for x in given]  # a mean of 0.375, which no rounding reaches from above
+        assert called(losses.total_variation_mask, *at_the_bound, delta=0.3751)[0].sum() == 2
+    assert not weights.requires_grad
+
+
+def test_the_distance_to_the_sampler_is_the_total_variation() -> None:
+    """Its mean over the sampler's tokens, enumerated: half the sum of the differences of all probabilities."""
+    old, now = torch.randn(2, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(-1)
+    given = (x.unsqueeze(-1) for x in (now.log(), old.log(), torch.zeros_like(old)))
+    distances = [
+        called(losses.total_variation_mask, *row, delta=0.5)[1]["total_variation"]
+        for row in zip(*given, [everywhere(1)] * 7, strict=True)
+    ]
+    assert_close((old * torch.stack(distances)).sum(), (now - old).abs().sum() / 2)
+
+
 ENTROPY = f64([[0.1, 2.0, 0.3, 9.0], [0.7, 0.5, NAN, 1.5]])
 COUNTED = bools([1, 1, 1, 0], [1, 1, 0, 1])
 

@@ -20,7 +20,19 @@ REDUCING = [mode for mode in losses.AGGREGATIONS if mode != "none"]
 #: Their values are multiplied by weights that pass no gradient: the derivative of the value is another one.
 WEIGHTED = {"ppo_on_policy", "gspo-token", "luspo", "cispo", "cispo-masked", "topr-token", "topr-sequence", "vespo"}
 WEIGHTED |= {"dppo-tv", "dppo-kl", "rec-one-side", "rec-ring", "rec-gspo", "sft_is", "sft_phi", "sft_phi-cutoff"}
-WEIGHTED |= {"mix_chord", "dpo-wpo", "dpo-aligned", "ref_kl", "distill-bounds"}
+WEIGHTED |= {
+    "a3po",
+    "fipo",
+    "fipo-free",
+    "ctpo",
+    "ctpo-free",
+    "sdar",
+    "mix_chord",
+    "dpo-wpo",
+    "dpo-aligned",
+    "ref_kl",
+    "distill-bounds",
+}
 
 
 def terms_of(case: str, batch: dict[str, Tensor], **changes: Any) -> tuple[losses.LossTerm, ...]:

@@ -52,7 +52,7 @@ def test_terms_need_what_they_state(leave_out_experts: bool) -> None:
 
 def test_corrections_and_functions_need_the_inputs_that_they_read() -> None:
     weights = losses.ImportanceWeights(level="sequence")
-    for part in (weights, losses.OffPolicySequenceMask(), losses.TopEntropyMask(0.3)):
+    for part in (weights, losses.OffPolicySequenceMask(), losses.TotalVariationMask(0.1), losses.TopEntropyMask(0.3)):
         assert set(part.needs) == needed(part)
 
     def mine(inputs: losses.LossInputs, *, scale: float) -> Any:
@@ -234,7 +234,23 @@ class Accelerator(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-PLAIN = ("dapo", "dr_grpo", "gspo", "luspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo", "vespo")
+PLAIN = (
+    "a3po",
+    "fipo",
+    "ctpo",
+    "sdar",
+    "dapo",
+    "dr_grpo",
+    "gspo",
+    "luspo",
+    "gmpo",
+    "cispo",
+    "sapo",
+    "clip_cov",
+    "kl_cov",
+    "dppo",
+    "vespo",
+)
 RING = {"clip_mode": "ring", "weight": "importance_sampling", "regularizer": "k2", "regularizer_coef": 0.1}
 OBJECTIVES = {"rec": RING, "ppo": {"clip_ratio_c": 3.0, "enable_sequence_masking": True}}
 OBJECTIVES |= {name: {} for name in (*PLAIN, "topr", "sppo", "dro", "mix", "distill")}
@@ -247,6 +263,7 @@ MAKE: dict[str, Callable[[], Any]] = {
     "geometric": lambda: losses.ImportanceWeights(level="geometric", high=2.0),
     "rejection": lambda: losses.RejectionMask("seq_max_k1", low=-0.1, high=0.1),
     "sequences": lambda: losses.OffPolicySequenceMask(0.1),
+    "distance": lambda: losses.TotalVariationMask(0.1),
     "top_entropy": lambda: losses.TopEntropyMask(0.5),
     "threshold": lambda: losses.TopEntropyMask(threshold=0.5),
 }

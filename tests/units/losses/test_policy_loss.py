@@ -366,6 +366,20 @@ def test_roles_of_observed_tokens_are_read_from_the_data(model: nn.Module) -> No
         PolicyLoss(model, "echo", roles={"tool": 1.0})(data.exclude("message_role"))
 
 
+def test_ages_of_tokens_are_read_from_the_data(model: nn.Module) -> None:
+    """One integer for each sequence. Rows of age 5 are clipped around a policy near the current one."""
+    age, bounds = torch.tensor([1, 5, 0, 5, 1, 5]), {"clip_low": 0.3, "clip_high": 0.2}
+    out = PolicyLoss(model, "a3po", weight_max=None, **bounds)(batch().set("age", age.unsqueeze(-1)))
+    values = []
+    for row, steps in zip(responses(model, batch()), age.clamp(min=1).tolist(), strict=True):
+        way = row["log_prob"] - row["log_probs"]
+        ratio, weight = (way / steps).exp(), (way * (1 - 1 / steps)).exp()
+        values.append(weight * torch.maximum(-row["advantage"] * ratio, -row["advantage"] * ratio.clamp(0.7, 1.2)))
+    assert_close(out["loss_objective"], torch.cat(values).mean())
+    with pytest.raises(KeyError, match="a3po needs age"):
+        PolicyLoss(model, "a3po")(batch())
+
+
 def test_inputs_that_a_part_reads_at_experts_must_be_finite(model: nn.Module) -> None:
     """PPO does not separate experts from the policy. A KL term next to "mix" does not either."""
     ppo = PolicyLoss(model, "ppo", terms=[EntropyBonus(0.1, leave_out_experts=True)])

@@ -18,7 +18,7 @@ LN2, LN3, LN4 = LOG(2), LOG(3), LOG(4)
 SEEN = {"clipped": "clip_fraction", **{name: f"clip_fraction_{name}" for name in ("low", "high", "dual")}}
 SEEN |= {"dropped": "sequence_masked_fraction", "masked": "token_masked_fraction", "tapered": "tapered_fraction"}
 SEEN |= {"cut": "truncated_fraction", "ratios": "ratio_mean", "mean": "weight_mean", "gate": "gate_mean"}
-SEEN |= {"reverse": "reverse_kl"}
+SEEN |= {"reverse": "reverse_kl", "future": "future_kl"}
 
 
 Row = Callable[[str], Case]
@@ -135,7 +135,69 @@ def pulled(ratio: list[float], free: list[float], tau: float) -> tuple[list[floa
     return value, [x + 2 * tau * log for x, log in zip(first, logs, strict=True)]
 
 
+# Up to the last policy, these moved by the factors 8, 8, 1.1, 1, 1 and 1/8, and since then by 2, 2, 1.1, 1.5, 1/2 and 1/2.
+AGED, AGES = [16, 16, 1.21, 1.5, 0.5, 1 / 16], tensor([[4, 4, 2, 1, 0, 4]])
+OF_AGES = [1, -1, 3, 2, -1, 4]
+HOLE = torch.tensor([[True, False, True, True]])
+FAR_AHEAD = [1] * 32 + [E(0.2)], [1] + [0] * 32
+
 ROWS_OF_CASES: dict[str, Row] = {
+    "a3po: clips the step since the last policy, and weighs by the way there, at most 5": show(
+        *(AGED, OF_AGES, [-7, 10, -3.63, -2.8, 0.6, -0.25], [0, 10, -3.63, 0, 0, -0.25]),
+        **{"age": AGES, "low": 1 / 6, "high": 2 / 6, "mean": 13.225 / 6},
+    ),
+    "a3po: other bounds": show(
+        *(AGED, OF_AGES, [-10.4, 16, -3.63, -2.6, 0.8, -0.25], [0, 16, -3.63, 0, 0, -0.25]),
+        **{"age": AGES, "clip_low": 0.2, "clip_high": 0.3, "weight_max": None, "low": 1 / 6, "high": 2 / 6},
+    ),
+    # The sums are 0.1 + 0.2 / 4 - 0.4 / 8 = 0.1, 0.2 - 0.4 / 2 = 0 and -0.4.
+    "fipo: weighs by what follows; masked-out tokens count in the distance": show(
+        [E(0.1), E(9), E(0.2), E(-0.4)],
+        [2, 7, 3, -1],
+        [-2 * E(0.2), 0, -3 * E(0.2), 0.64],
+        [-2 * E(0.2), 0, -3 * E(0.2), 0],
+        **{"mask": HOLE, "half_life": 1.0, "weight_low": 0.2, "low": 1 / 3, "high": 0.0},
+        **{"future": -0.1, "mean": (E(0.1) + 1 + 0.8) / 3},
+    ),
+    "fipo: the weight is 1 to 1.2 by default": show(
+        *([[E(-0.1)], [E(0.22)]], [[1], [1]], *[[[-E(-0.1)], [-1.2 * E(0.22)]]] * 2)
+    ),
+    "fipo: a lower bound": show([E(-0.4)], [2], [-1.4 * E(-0.4)], [-1.4 * E(-0.4)], weight_low=0.3, weight_high=0.1),
+    "fipo: a ratio above 10 is not in the sums": show(
+        [E(0.1), 20], [1, -1], [-E(0.2), 10], [-E(0.2), 0], half_life=1.0, future=0.05, dual=0.5
+    ),
+    "fipo: it is without the dual clip, but does not raise the weight of a bad token": show(
+        *([E(0.1), 20], [1, -1], [-1.2 * E(0.1), 20], [-1.2 * E(0.1), 20]), half_life=1.0, clip_ratio_c=None
+    ),
+    "fipo: unless that is allowed": show(
+        *([E(0.1), 20], [1, -1], [-1.2 * E(0.1), 24], [-1.2 * E(0.1), 24]),
+        **{"half_life": 1.0, "clip_ratio_c": None, "safe_ratio": None},
+    ),
+    "fipo: a safe ratio": show([2], [-1], [2], [2], safe_ratio=1.9, mean=1.0),
+    "fipo: a ratio below the safe one": show([2], [-1], [2.4], [2.4], safe_ratio=2.1, mean=1.2),
+    "fipo: a log-ratio 32 tokens ahead counts half": show(*FAR_AHEAD, *[[-E(0.1)] + [0] * 32] * 2),
+    "ctpo: prefixes of 0.02 and 0.05 nats": show(
+        [E(0.02), E(9), E(0.03), 1], [1, 1, 1, 0], *[[-E(0.02), 0, -E(0.05), 0]] * 2, mask=HOLE, clipped=0.0
+    ),
+    # Prefixes of 0.06, 0.06 and 0.16 nats.
+    "ctpo: bounds of 0.05 times the root of the position": show(
+        [E(0.06), 1, E(0.1)],
+        [1, 1, 1],
+        [-E(0.05), -E(0.06), -E(0.05 * math.sqrt(3))],
+        [0, -E(0.06), 0],
+        **{"low": 0.0, "high": 2 / 3},
+    ),
+    "ctpo: and of -0.025": show([E(-0.03), 1], [-1, -1], [E(-0.025), E(-0.03)], [0, E(-0.03)], low=0.5, high=0.0),
+    "ctpo: the dual clip widens too": show([E(0.06), 1], [-1, -1], [E(0.05), E(0.06)], [0, E(0.06)], dual=0.5),
+    "ctpo: positions are those of masked-in tokens; other bounds": show(
+        [[E(0.3), E(9), E(0.15), E(-0.7)], [E(0.3), E(9), E(0.15), E(-0.7)]],
+        [[1] * 4, [-1] * 4],
+        [[-E(0.2), 0, -E(0.4), -E(-0.25)], [E(0.25), 0, E(0.45), E(-0.25)]],
+        [[0, 0, 0, -E(-0.25)], [0, 0, E(0.45), E(-0.25)]],
+        **{"mask": HOLE.expand(2, 4), "clip_low": 0.1, "clip_high": 0.2, "clip_c": 0.25, "power": 1.0},
+        **{"low": 0.0, "high": 2 / 6, "dual": 1 / 6},
+    ),
+    "ctpo: no dual clip": show([E(0.06)], [-1], [E(0.06)], [E(0.06)], clip_c=None),
     "mask_ipo: leaves out 0.25 > 0.2 and -0.2 < -0.1, whatever the advantage": show(
         *(MOVES, [1, -2, 3, -1, 4], *pulled(MOVES, [0, 2, 0, 1, -4], 0.3)),
         **{**MOVED, "clip_low": 0.1, "clip_high": 0.2, "kl_tau": 0.3, "low": 0.2, "high": 0.2},
@@ -308,6 +370,6 @@ def test_clip_modes_of_rec(clip_mode: str, kept: list[float]) -> None:
 
 
 def test_sequence_sums_ignore_masked_out_tokens():
-    value = torch.tensor([[1.0, 2.0, math.inf], [math.nan, 4.0, 8.0]])
-    found = _arithmetic.sequence_sum(value, torch.tensor([[True, True, False], [False, True, True]]))
-    assert found.tolist() == [[3.0], [12.0]]
+    value, mask = torch.tensor([[1.0, 2.0, math.inf], [math.nan, 4.0, 8.0]]), torch.tensor([[1, 1, 0], [0, 1, 1]]) == 1
+    assert _arithmetic.sequence_sum(value, mask).tolist() == [[3.0], [12.0]]
+    assert _arithmetic.prefix_sum(value, mask).tolist() == [[1.0, 3.0, 3.0], [0.0, 4.0, 12.0]]

@@ -336,6 +336,32 @@ def test_bco_by_hand() -> None:
     assert_close(called(losses.bco_pair, **pair(), beta=0.5)[0].value.sum(), own.value.sum())
 
 
+def test_real_classifies_the_answers_of_a_group() -> None:
+    """With tau 1/2 the logits are log 2, log 3, -log 2 of one group and -log 3 of another. The last row has no tokens."""
+    old = torch.full((5, 3), -9.0, dtype=torch.float64)
+    scores = f64([[2.0, 4.0, 0.0], [3.0, 0.0, 9.0], [0.5, 9.0, 9.0], [1 / 3, 9.0, 9.0], [7.0, 9.0, 9.0]])
+    scores[0, :2] = f64([1.0, 4.0])  # a mean of log 2 over two tokens
+    scores[1, 0] = 3.0
+    data = {"log_prob": (old + scores.clamp(min=0.1).log() / 2).requires_grad_(), "old_log_prob": old}
+    data["mask"] = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 0], [1, 0, 0], [0, 0, 0]]) == 1
+    data["chosen"] = torch.tensor([True, False, False, True, True])
+    group = torch.tensor([4, 4, 4, -7, 4])
+    (term,) = called(losses.real, **data, match_id=group)
+    assert term.mask.flatten().tolist() == [True] * 4 + [False]
+    both = math.log(1 + 1 / 2) + math.log(1 + 3 + 1 / 2)
+    assert_close(term.value[:4], column([both, both, both, math.log(1 + 3)]))
+    assert term.metrics["reward_accuracy"] == 0.5
+    (gradient,) = torch.autograd.grad(term.value[term.mask].sum(), data["log_prob"])
+    # 1 / tau times the softmax with the anchor, times the three rows that hold the group's loss; halved for two tokens.
+    want = [[-2 * 3 * (1 / 3) / 2] * 2 + [0], [2 * 3 * (2 / 3), 0, 0], [2 * 3 / 9, 0, 0], [-2 * 3 / 4, 0, 0], [0] * 3]
+    assert_close(gradient, f64(want))
+    assert_close(called(losses.real, **data, match_id=group, tau=0.5)[0].value, term.value)
+    # Each answer is its own group: binary cross-entropy.
+    (term,) = called(losses.real, **data)
+    assert_close(term.value[:4], column([1 + 1 / 2, 1 + 3, 1 + 1 / 2, 1 + 3]).log())
+    assert_close(called(losses.real, **data, tau=1.0)[0].value[1, 0].item(), math.log(1 + math.sqrt(3)))
+
+
 @pytest.mark.parametrize("name", ["kto", "bco"])
 def test_answers_are_in_any_order_and_empty_ones_are_left_out(name: str) -> None:
     objective = losses.get_objective(name)

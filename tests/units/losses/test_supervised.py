@@ -144,6 +144,19 @@ def test_echo_weighs_each_role_over_its_own_tokens() -> None:
     assert "message_role" in TermPart(echo, roles={"tool": 1.0}).needs
 
 
+def test_sdar_gates_the_teachers_lead_beside_ppo() -> None:
+    """With beta 2 the leads log 2, -log 2 and log 3 have the gates 4/5, 1/5 and 9/10."""
+    log_prob, ratio = f64([[-1.0, -2.0, -3.0, -4.0]]), f64([[1.1, 1.1, 4.0, 9.0]])
+    data = {"log_prob": log_prob.requires_grad_(), "mask": torch.tensor([[True, True, True, False]])}
+    data |= {"old_log_prob": log_prob.detach() - ratio.log(), "advantage": f64([[1.0, -1.0, 1.0, 9.0]])}
+    data["ref_log_prob"] = log_prob.detach() + f64([[2.0, 0.5, 3.0, 9.0]]).log()
+    terms = called(get_objective("sdar"), **data, mu=0.25, beta=2.0, **HYPER)
+    values = [0.8 * math.log(2), -0.2 * math.log(2), 0.9 * math.log(3)]
+    slopes = [[(-1.1 - 0.2) / 3, (1.1 - 0.05) / 3, -0.225 / 3, 0.0]]
+    assert_terms(terms, data, slopes, objective=(1.0, [-1.1, 1.1, -1.2]), distillation=(0.25, values))
+    close([terms[1].metrics[name] for name in ("gate_mean", "reverse_kl")], [1.9 / 3, -math.log(3) / 3])
+
+
 def test_mix_chord_by_hand() -> None:
     data = mixture()
     usual, expert = called(mix_chord, **data, mu=scheduled(8, **SCHEDULE), **HYPER)

@@ -179,6 +179,29 @@ def test_steps_between_averages_and_resets() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_average_without_lag_by_hand(dtype: torch.dtype) -> None:
+    """Weights of the policy 1/2, 1/3 and 1/5; corrections 1/4, 1/9 and 1/25. The third step resets, also the start."""
+    policy, reference = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False, dtype=dtype)
+    policy.weight.data.fill_(1.0), reference.weight.data.fill_(1.0)
+    updater, found = ReferenceUpdater(reference, policy, ema_power=1.0, bias_power=2.0, lag=1, reset_every=3), []
+    for value in (5.0, 10.0, 13.0, 18.0):
+        policy.weight.data.fill_(value)
+        updater.step()
+        found.append(reference.weight.item())
+    # Averages 3, 3 + 7 / 3 and 13 + 5 / 5.
+    expected = [3 + 4 / 4, 16 / 3 + 9 / 9, 13, 14 + 5 / 25]
+    assert found == pytest.approx(expected, rel=1e-6 if dtype == torch.float32 else 2**-8)
+    updater = ReferenceUpdater(reference, policy, ema_power=0.5, lag=14, every=2)  # a weight of 1/4, no correction
+    policy.weight.data.fill_(2.0), reference.weight.data.fill_(1.0)
+    updater.step(), updater.step()
+    assert reference.weight.item() == 1.25
+    updater = ReferenceUpdater(reference, policy, decay=0.75, bias_power=0.0, every=2)  # a full correction
+    policy.weight.data.fill_(5.25)
+    updater.step(), updater.step()
+    assert reference.weight.item() == 2.25 + 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kl_is_0_after_a_reset_and_the_cache_knows(dtype: torch.dtype) -> None:
     policy = tiny_model("qwen2").to(dtype)
     reference = LogProbScorer(moved(policy))
@@ -254,12 +277,13 @@ def test_a_served_reference() -> None:
     assert service.version == 7
 
 
-def test_state_is_saved_and_resumed_to_the_last_bit() -> None:
+@pytest.mark.parametrize("average", [{"decay": 0.9}, {"ema_power": 0.5, "bias_power": 0.2, "lag": 3}])
+def test_state_is_saved_and_resumed_to_the_last_bit(average: dict[str, Any]) -> None:
     first, file = tiny_model("llama", num_hidden_layers=1), io.BytesIO()
     policies = [moved(first, seed=seed) for seed in range(6)]
     policy, reference, resumed = copy.deepcopy(first), copy.deepcopy(first), moved(first, seed=9)
     whole, updater = (
-        ReferenceUpdater(each, policy, decay=0.9, every=2, reset_every=5) for each in (reference, resumed)
+        ReferenceUpdater(each, policy, **average, every=2, reset_every=5) for each in (reference, resumed)
     )
 
     def run(updater: ReferenceUpdater, steps: range) -> None:
@@ -280,6 +304,9 @@ def test_state_is_saved_and_resumed_to_the_last_bit() -> None:
     for wrong in (rest, {**rest, norm: torch.zeros(1, 2)}):
         with pytest.raises(ValueError, match=r"another reference: model.norm.weight"):
             updater.load_state_dict({**state, "weights": wrong})
+    start = {} if state["start"] else {norm: rest}
+    with pytest.raises(ValueError, match=r"another reference: (lm_head|model)"):
+        updater.load_state_dict({**state, "start": start})
 
 
 def test_what_cannot_follow_is_refused() -> None:
@@ -287,6 +314,11 @@ def test_what_cannot_follow_is_refused() -> None:
     for reference, options, message in [
         (None, {}, "pass decay= for an average"),
         (None, {"decay": 1.0}, "must be in .0, 1., got 1.0"),
+        (None, {"decay": 0.5, "ema_power": 0.5}, "decay and ema_power both set"),
+        (None, {"ema_power": -0.5}, "ema_power must be at least 0"),
+        (None, {"decay": 0.5, "bias_power": -0.5}, "bias_power must be at least 0"),
+        (None, {"reset_every": 4, "bias_power": 0.5}, "pass decay= for an average"),
+        (None, {"decay": 0.5, "lag": 0}, "lag must be at least 1"),
         (None, {"reset_every": 0}, "reset_every must be at least 1, got 0"),
         (None, {"reset_every": 4, "every": 2}, "pass decay= for an average"),
         (model, {"decay": 0.5}, "share weights: pass a copy"),

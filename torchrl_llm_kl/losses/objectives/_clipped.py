@@ -6,9 +6,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from torchrl_llm_kl._numerics import AboveOne, NonNegative, Positive, Scalar, Share, check_range, masked_mean
-from torchrl_llm_kl.losses._arithmetic import bounded_exp, clamp, clip_fractions, sequence_mean
+from torchrl_llm_kl._numerics import AboveOne, NonNegative, Number, Positive, Scalar, Share, check_range, masked_mean
+from torchrl_llm_kl.losses._arithmetic import bounded_exp, clamp, clip_fractions, prefix_sum, sequence_mean
 from torchrl_llm_kl.losses._objective import LossInputs, LossTerm, Terms, objective
 from torchrl_llm_kl.losses.corrections import off_policy_sequence_mask
 
@@ -135,6 +136,143 @@ def dr_grpo(
     Source: Liu et al. 2025 (arXiv 2503.20783), section 3.2.
     """
     return ppo(inputs, clip_low=clip_low, clip_high=clip_high, clip_ratio_c=clip_ratio_c)
+
+
+@objective("a3po")
+def a3po(
+    inputs: LossInputs,
+    *,
+    clip_low: Share = 0.4,
+    clip_high: NonNegative = 0.4,
+    clip_ratio_c: AboveOne | None = None,
+    weight_max: Positive | None = 5.0,
+) -> Terms:
+    r"""Decoupled PPO for old samples: :func:`ppo` around an estimate of the last policy, times a bounded importance weight.
+
+    The policy before this update, ``p``, is not scored. Its log-prob is interpolated: ``log p = log_prob + (old_log_prob -
+    log_prob) / max(age, 1)``. With ``w = min(p / old, weight_max)`` and ``r = exp(log_prob) / p`` the value is
+    ``w max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))``. The clipping thus restricts one step of the policy, however old
+    the token is. ``p`` and ``w`` pass no gradient. Where ``age`` is 0 or 1, this is :func:`ppo`.
+
+    Hyper-parameters:
+        clip_low, clip_high, clip_ratio_c: see :func:`ppo`. AReaL: ``eps_clip`` for the first two.
+        weight_max: upper bound of ``w``, above 0. None for no bound.
+
+    Metrics: ``clip_fraction`` as in :func:`ppo`, and ``weight_mean``.
+
+    Example:
+        >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-2.0, -2.0]])
+        >>> mask, advantage, age = torch.ones(1, 2, dtype=torch.bool), torch.ones(1, 2), torch.tensor([[4, 1]])
+        >>> a3po(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage, age=age))[0].value  # -exp(3/4 + 1/4)
+        tensor([[-2.7183, -1.0000]])
+
+    Source: Li et al. 2025 (A-3PO, arXiv 2512.06547). AReaL: ``prox_logp_method: loglinear``, also for an age of 0, and
+    ``eps_clip`` 0.4 in its example. Decoupled loss: Hilton et al. 2022 (arXiv 2110.00641). ``weight_max``: the former
+    ``behave_imp_weight_cap``, above which AReaL dropped tokens.
+    """
+    now, old = inputs.log_prob.detach(), inputs.old_log_prob
+    proximal = now + (old - now) / inputs.age.clamp(min=1)
+    weight = clamp(bounded_exp(proximal - old), high=weight_max)
+    ratio = bounded_exp(inputs.log_prob - proximal)
+    value, metrics = clipped_surrogate(ratio, inputs.advantage, inputs.mask, clip_low, clip_high, clip_ratio_c)
+    metrics["weight_mean"] = masked_mean(weight, inputs.mask)
+    return (LossTerm("objective", weight * value, inputs.mask, metrics=metrics),)
+
+
+@objective("fipo")
+def fipo(
+    inputs: LossInputs,
+    *,
+    clip_low: Share = 0.2,
+    clip_high: NonNegative = 0.28,
+    clip_ratio_c: AboveOne | None = 10.0,
+    half_life: Positive = 32.0,
+    weight_low: Share = 0.0,
+    weight_high: NonNegative = 0.2,
+    safe_ratio: Positive | None = 4.0,
+) -> Terms:
+    r""":func:`ppo` times a weight that grows with the log-ratios of the later tokens: ``exp(F)``, bounded, without gradient.
+
+    ``F`` is the sum of ``0.5 ** ((k - t) / half_life) * log r`` over this token ``t`` and all later tokens ``k`` of the
+    sequence, the "future KL". Tokens after which the policy has become likelier weigh more. ``k - t`` counts all tokens, also
+    masked-out ones, but only masked-in tokens are summed.
+
+    Hyper-parameters:
+        clip_low, clip_high: see :func:`ppo`.
+        clip_ratio_c: see :func:`ppo`. Tokens with a ratio above it are also left out of ``F``. ms-swift: ``delta``.
+        half_life: number of tokens after which the weight of a log-ratio is halved. ms-swift: ``fipo_decay_rate``.
+        weight_low, weight_high: the bounds of the weight are ``1 - weight_low`` and ``1 + weight_high``. ms-swift:
+            ``fipo_clip_range`` for both, and ``fipo_clip_high_only`` for ``weight_low=0``.
+        safe_ratio: the weight is at most 1 where ``A < 0`` and the ratio is above this. None for no such bound. ms-swift:
+            ``fipo_safety_threshold``.
+
+    Metrics: ``clip_fraction`` as in :func:`ppo`, ``weight_mean``, and ``future_kl``, the mean of ``F``.
+
+    Example:
+        >>> log_prob, old = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.0, -1.1]])
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.ones(1, 2)
+        >>> fipo(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage), half_life=1.0)[0].value
+        tensor([[-1.0513, -1.2214]])
+
+    Source: Ma et al. 2026 (FIPO, arXiv 2603.19835). ``half_life``, the bounds and ``safe_ratio``: ms-swift 4.4, ``loss_type``
+    ``fipo``. Ratio clipping: DAPO (arXiv 2503.14476).
+    """
+    advantage, mask, log_ratio = inputs.advantage, inputs.mask, inputs.log_ratio
+    ratio = bounded_exp(log_ratio)
+    value, metrics = clipped_surrogate(ratio, advantage, mask, clip_low, clip_high, clip_ratio_c)
+    future = log_ratio.detach()  # it is 0 outside the mask
+    if clip_ratio_c is not None:
+        future = torch.where(ratio > clip_ratio_c, 0, future)
+    reach = 1
+    while reach < mask.shape[-1]:  # each round doubles the number of tokens in a sum
+        future = future + 0.5 ** (reach / half_life) * pad(future[..., reach:], (0, reach))
+        reach *= 2
+    weight = clamp(bounded_exp(future), 1 - weight_low, 1 + weight_high)
+    if safe_ratio is not None:
+        weight = torch.where((advantage < 0) & (ratio > safe_ratio), weight.clamp(max=1), weight)
+    metrics |= {"weight_mean": masked_mean(weight, mask), "future_kl": masked_mean(future, mask)}
+    return (LossTerm("objective", weight * value, mask, metrics=metrics),)
+
+
+@objective("ctpo")
+def ctpo(
+    inputs: LossInputs,
+    *,
+    clip_low: NonNegative = 0.025,
+    clip_high: NonNegative = 0.05,
+    clip_c: NonNegative | None = 0.05,
+    power: Number = 0.5,
+) -> Terms:
+    r"""PPO's surrogate with the ratio of each prefix, the product of the ratios up to a token, and bounds that widen with it.
+
+    Token ``t`` of the masked-in tokens has the ratio ``r = exp(log_prob - sg(log_prob) + sg(sum of log-ratios up to t))``: the
+    value of the prefix's ratio with the gradient of the token's own log-prob. Its bounds are ``exp(-clip_low t**power)`` and
+    ``exp(clip_high t**power)``, because a sum of ``t`` log-ratios varies like ``sqrt(t)``. Without bounds, summed over the
+    tokens, it has the mean gradient of the policy gradient, whichever policy sampled the tokens, if ``A`` is the current
+    policy's advantage of the prefix. (:func:`importance_sampling` corrects each token but not the tokens before it.)
+
+    Hyper-parameters:
+        clip_low, clip_high: bounds of the first token's log-ratio, in nats. CTPO's code: ``la_clip_low``, ``la_clip_high``.
+        clip_c: dual clip. Where ``A < 0`` the value is at most ``-A exp(clip_c t**power)``. None for no such bound.
+        power: exponent of the position.
+
+    Metrics: ``clip_fraction`` (``_low``: A < 0, ``_high``: A > 0, ``_dual``).
+
+    Example:
+        >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.7]])
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, 1.0]])
+        >>> ctpo(LossInputs(log_prob, mask, old_log_prob=old, advantage=advantage), clip_high=1.0)[0].value  # exp(0.5 - 0.3)
+        tensor([[-1.6487, -1.2214]])
+
+    Source: Zhang et al. 2026 (CTPO, arXiv 2605.07331). The numbers and the dual clip: its authors' code, horizon-llm/CTPO.
+    """
+    mask, log_ratio = inputs.mask, inputs.log_prob - inputs.log_prob.detach()
+    scale = mask.to(log_ratio.dtype).cumsum(-1).clamp(min=1) ** power
+    ratio = bounded_exp(log_ratio + prefix_sum(inputs.log_ratio.detach(), mask))
+    low, high = 1 - (-clip_low * scale).exp(), bounded_exp(clip_high * scale) - 1
+    dual = None if clip_c is None else bounded_exp(clip_c * scale)
+    value, metrics = clipped_surrogate(ratio, inputs.advantage, mask, low, high, dual)
+    return (LossTerm("objective", value, mask, metrics=metrics),)
 
 
 @objective("gspo", aggregation="seq-mean-token-mean")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from torchrl_llm_kl._numerics import NonNegative, Positive, Scalar, masked_mean
-from torchrl_llm_kl.losses._arithmetic import sequence_sum
+from torchrl_llm_kl.losses._arithmetic import sequence_mean, sequence_sum
 from torchrl_llm_kl.losses._objective import LossInputs, LossTerm, Once, Smoothing, Terms, Weighting, objective
 from torchrl_llm_kl.losses.objectives._preference import SUM, Pairing, Pairs, interleaving, logistic, pair_up
 
@@ -140,6 +140,50 @@ def bco(inputs: LossInputs, *, beta: Positive = 0.1) -> Terms:
     ratio, chosen, point = _log_ratio(inputs), inputs.chosen, inputs.get("reference_point")
     z = (bco_reference_point(inputs) if point is None else point).unsqueeze(-1)
     return _of_answers(inputs, -logsigmoid(_signed(beta * (ratio - z), chosen)), ratio, z, beta)
+
+
+@objective("real", aggregation=SUM)
+def real(inputs: LossInputs, *, tau: Positive = 0.5) -> Terms:
+    r"""Rewards as labels: each answer of a group is classified by its mean log-ratio ``s`` to the sampler.
+
+    ``log(1 + sum exp(-s / tau))`` over the right answers of the group (``chosen`` is True) plus
+    ``log(1 + sum exp(s / tau))`` over the wrong ones. ``s`` is the mean of ``log_prob - old_log_prob`` over the answer's
+    tokens. The gradient of an answer's ``s`` is at most ``1 / tau``. It is largest for the right answer that has become the
+    least likely and for the wrong answer that has become the most likely, unlike in GRPO. It uses no advantage.
+
+    ``match_id`` is equal for the answers to one prompt, and a split must keep them together. Without it each answer is its own
+    group: binary cross-entropy of the logits ``s / tau``.
+
+    Hyper-parameters:
+        tau: temperature of the logits, in nats per token. ms-swift: ``real_tau``.
+
+    Returns:
+        One term with one value per sequence, ``[*B, 1]``: the loss of its group. Their mean is a mean over groups of equal
+        size. Metrics: ``reward_accuracy``, the share of answers whose ``s`` has the sign of its label. An ``s`` of 0 is half
+        right.
+
+    Example:
+        >>> log_prob, old = torch.tensor([[-1.0], [-4.0], [-2.0]]), torch.full((3, 1), -2.0)
+        >>> chosen, group = torch.tensor([True, False, False]), torch.tensor([7, 7, 7])
+        >>> real(LossInputs(log_prob, old < 0, old_log_prob=old, chosen=chosen, match_id=group), tau=1.0)[0].value
+        tensor([[1.0719],
+                [1.0719],
+                [1.0719]])
+
+    Source: Zhai et al. 2026 (REAL, arXiv 2602.05630), the loss with anchor logits. tau 0.5: ms-swift, ``loss_type`` ``real``.
+    """
+    present, chosen, group = inputs.mask.any(-1, keepdim=True), inputs.chosen.reshape(-1), inputs.get("match_id")
+    score = sequence_mean(inputs.log_ratio, inputs.mask)
+    group = torch.arange(len(chosen), device=chosen.device) if group is None else group.reshape(-1)
+    same = (group == group.unsqueeze(-1)) & present.reshape(-1)
+    logits = (score / tau).reshape(-1).expand(len(chosen), -1)
+    value = torch.zeros_like(score).reshape(-1)
+    for kind, sign in ((chosen, -1), (~chosen, 1)):
+        others = (sign * logits).masked_fill(~(same & kind), -torch.inf)
+        value = value + torch.cat([others, torch.zeros_like(others[:, :1])], -1).logsumexp(-1)
+    right = _signed(score.detach(), inputs.chosen).sign()
+    metrics = {"reward_accuracy": masked_mean((right + 1) / 2, present)}
+    return (LossTerm("objective", value.view_as(score), present, metrics=metrics),)
 
 
 def _signed(value: Tensor, chosen: Tensor) -> Tensor:

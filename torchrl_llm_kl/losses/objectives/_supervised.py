@@ -186,6 +186,47 @@ def echo(
     )
 
 
+@objective("sdar")
+def sdar(
+    inputs: LossInputs,
+    *,
+    mu: NonNegative = 0.1,
+    beta: NonNegative = 5.0,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.2,
+    clip_ratio_c: Scalar | None = None,
+) -> Terms:
+    r""":func:`ppo` plus ``mu`` times ``sg(g) (ref_log_prob - log_prob)`` with ``g = sigmoid(beta (ref_log_prob - log_prob))``.
+
+    The reference is the teacher: often the policy itself with more context, such as a retrieved skill. The second part has the
+    gradient ``-g``. It raises every sampled token, and most of all the tokens that the teacher finds likelier. Over the
+    policy's own tokens this is a policy gradient with the advantage ``mu g``. A constant gate has no effect in the mean.
+
+    Hyper-parameters:
+        mu: weight of the second part, at least 0. ms-swift: ``sdar_loss_coef``.
+        beta: sharpness of the gate per nat. 0 for a gate of 1/2 everywhere. ms-swift: ``sdar_gate_beta``.
+        clip_low, clip_high, clip_ratio_c: see :func:`ppo`.
+
+    Returns:
+        Two terms: ``objective`` with the metrics of :func:`ppo`, and ``distillation`` with ``gate_mean`` and ``reverse_kl``,
+        the mean of ``log_prob - ref_log_prob``.
+
+    Example:
+        >>> log_prob, one = torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2)
+        >>> inputs = LossInputs(log_prob, one > 0, old_log_prob=log_prob, advantage=one, ref_log_prob=-2 * one)
+        >>> policy, teacher = sdar(inputs, beta=1.0)
+        >>> teacher.value, teacher.weight  # gates 0.2689 and 0.7311
+        (tensor([[-0.2689,  0.7311]]), 0.1)
+
+    Source: Lu et al. 2026 (SDAR, arXiv 2605.15155). beta 5 and the loss: its authors' code. mu 0.1: ms-swift.
+    """
+    policy = ppo(inputs, clip_low=clip_low, clip_high=clip_high, clip_ratio_c=clip_ratio_c)
+    lead = inputs.ref_log_prob - inputs.log_prob
+    gate = (beta * lead.detach()).sigmoid()
+    metrics = {"gate_mean": masked_mean(gate, inputs.mask), "reverse_kl": masked_mean(-lead.detach(), inputs.mask)}
+    return *policy, LossTerm("distillation", gate * lead, inputs.mask, weight=mu, metrics=metrics)
+
+
 # ------------------------------------------------------------------ mixed with PPO
 
 
