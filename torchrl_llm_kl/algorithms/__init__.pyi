@@ -120,6 +120,7 @@ class AlgorithmOverrides(TypedDict, total=False):
     aggregation: Aggregation | None
     entropy_coeff: Coefficient
     keep_best: bool
+    kl_level: KLLevel
     kl_loss: EstimatorName | Callable[..., Tensor]
     kl_loss_coeff: Coefficient
     kl_reward: EstimatorName

@@ -129,6 +129,7 @@ test_contradictory_presets = refused(
     lambda settings: Algorithm("mine", "ppo", **settings),
     ({"top_k": -1}, "top_k must be at least 0, got -1"),
     ({"kl_loss": "k2", "use_reference": False}, "use_reference=False contradicts its KL"),
+    ({"kl_level": "sequence"}, "kl_level='sequence' has no effect without kl_loss"),
 )
 
 
