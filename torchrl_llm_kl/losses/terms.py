@@ -57,13 +57,13 @@ def kl_to_ref(
     0 on average. See :mod:`torchrl_llm_kl.estimators`. ``"exact"`` reads ``kl`` (see
     :func:`~torchrl_llm_kl.estimators.exact_kl`) instead of ``ref_log_prob``. ``"corrected_k3"`` also reads ``old_log_prob``.
 
-    With ``level="token"`` each position's KL is minimised for the prefixes that the sampler reached. The policy gets no gradient
-    for reaching other prefixes. With ``level="sequence"`` each value is multiplied by the probability ratio of the policy to
-    ``old_log_prob``, over the tokens before it (``"exact"``) or up to it (``"k1"``, ``"k3"``). The ratio has a gradient, also
-    where it is 1. The sum over a sequence is then unbiased for the KL of whole sequences, in value and gradient, on-policy and
-    off-policy. Use the aggregation ``seq-mean-token-sum`` for that sum. The ratio leaves masked-out tokens out, such as the
-    text of tools. ``"exact"`` has the least variance: a standard deviation of 0.3 to 0.4 of ``"k1"``'s over three tokens, where
-    ``"k3"`` has 0.9. Every variance grows with the length and with the distance to the sampler.
+    With ``level="token"`` each position's KL is minimised at the prefixes that the sampler reached. The policy gets no
+    gradient for reaching other prefixes. With ``level="sequence"`` each value is multiplied by the probability ratio of the
+    policy to ``old_log_prob``, over the tokens before it (``"exact"``) or up to it (``"k1"``, ``"k3"``). The ratio has a
+    gradient, also where it is 1. The sum over a sequence is then unbiased for the KL of whole sequences, in value and gradient,
+    on-policy and off-policy. Use the aggregation ``seq-mean-token-sum`` for that sum. Only masked-in tokens are part of the
+    ratio, so texts of tools are not. ``"exact"`` has the least variance: a standard deviation of 0.3 to 0.4 of ``"k1"``'s over
+    three tokens, where ``"k3"`` has 0.9. Every variance grows with the length and with the distance to the sampler.
 
     Hyper-parameters:
         estimator: one of :func:`~torchrl_llm_kl.estimators.available_estimators`, or a function
