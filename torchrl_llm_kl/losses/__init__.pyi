@@ -26,6 +26,9 @@ from torchrl_llm_kl.losses._arithmetic import (
     aggregate as aggregate,
     count as count,
 )
+from torchrl_llm_kl.losses._metrics import (
+    improvement_bound as improvement_bound,
+)
 from torchrl_llm_kl.losses._objective import (
     LossInputs as LossInputs,
     LossTerm as LossTerm,

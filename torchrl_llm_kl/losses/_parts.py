@@ -274,7 +274,15 @@ class KLToReference(TermPart):
 class KLToSampler(TermPart):
     """The KL to the sampling policy, a soft trust region: :func:`~torchrl_llm_kl.losses.kl_to_sampler`.
 
-    The arguments are as in :class:`KLToReference`, without the estimator ``"exact"``.
+    Args:
+        coeff: weight of the term, as in :class:`KLToReference`. 0 only logs.
+        estimator: as in :class:`KLToReference`. With ``"exact"`` the ``reference`` of the loss must be a copy of the sampler.
+
+    Keyword Args:
+        leave_out_experts: leave out the experts' tokens.
+
+    Warns:
+        KLPlacementWarning: if the estimator's gradient in a loss is not the reverse KL's.
 
     Example:
         >>> one = torch.ones(1, 1)

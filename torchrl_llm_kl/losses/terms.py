@@ -14,6 +14,7 @@ from torch import Tensor
 from torchrl_llm_kl._numerics import Number, Positive, Scalar
 from torchrl_llm_kl.estimators import EstimatorName, StraightThrough, check_penalty, corrected_k3, get_estimator
 from torchrl_llm_kl.losses._arithmetic import bounded_exp, clamp, clean, prefix_sum
+from torchrl_llm_kl.losses._metrics import step_metrics
 from torchrl_llm_kl.losses._objective import LossInputs, LossTerm, Terms, loss_part
 from torchrl_llm_kl.losses.objectives._supervised import Distribution, distill
 
@@ -121,8 +122,14 @@ def kl_to_sampler(
     clamped. The gradient of ``"k2"`` is the log-ratio times the gradient of ``log_prob``, which always pulls back to the
     sampler.
 
+    ``"exact"`` reads ``kl``, so the ``reference`` of the loss must be a copy of the sampler from before the step. Value and
+    gradient are those of the KL from the policy to the sampler over the vocabulary, at the sampler's prefixes.
+
+    Metrics, with ``"exact"``: ``kl_to_sampler_max``, the largest of these KLs, and ``improvement_bound_sampled``, an estimate of
+    the :func:`~torchrl_llm_kl.losses.improvement_bound` from the prefixes of this (micro-)batch.
+
     Hyper-parameters:
-        estimator: as for :func:`kl_to_ref`, except ``"exact"``.
+        estimator: as for :func:`kl_to_ref`.
         coeff: weight of the term, at least 0.
         leave_out_experts: penalise only tokens outside ``expert_mask``, because no policy sampled the experts' tokens.
 
@@ -134,14 +141,15 @@ def kl_to_sampler(
     Source: prime-rl adds twice ``k2``, the squared log-ratio, to its loss.
     """
     check_penalty(coeff=coeff)
-    if estimator == "exact":
-        raise ValueError("kl_to_sampler has no 'exact': the sampler's whole distributions are not stored. Use 'k2'.")
     own = inputs.get("sampler_log_prob")
     sampler = inputs.old_log_prob if own is None else own
     # The mask is counted before any model runs. NaN is in the data, so this mask is the same then.
     left_out = sampler.isnan() | inputs.expert_mask if leave_out_experts else sampler.isnan()
     mask = inputs.mask & ~left_out
     log_prob, sampler = (clean(x, mask) for x in (inputs.log_prob, sampler))
+    if estimator == "exact":
+        metrics = step_metrics(inputs.kl, log_prob - sampler, mask)
+        return (LossTerm("kl_to_sampler", inputs.kl, mask, weight=coeff, metrics=metrics),)
     return (LossTerm("kl_to_sampler", _estimator(estimator)(log_prob, sampler, sampler), mask, weight=coeff),)
 
 
