@@ -53,7 +53,6 @@ from torchrl_llm_kl.estimators import (
 )
 from torchrl_llm_kl.losses import (
     Aggregation,
-    KLLevel,
     ObjectiveArgs,
 )
 

@@ -27,15 +27,15 @@ def merge_metrics(terms: Sequence[LossTerm], metrics: Mapping[str, Tensor]) -> d
 def improvement_bound(max_token_kl: Tensor, sequence_kl: Tensor, max_len: float | Tensor) -> Tensor:
     r"""Bound on the error of predicting a policy's reward from another policy's answers: a certificate of a policy step.
 
-    ``old`` samples answers ``y`` of at most ``max_len`` tokens with rewards ``R(y)`` from 0 to 1, and ``r_t`` is the ratio of the
-    new policy to ``old`` at token ``t``. The surrogate :math:`E_{old}[\sum_t (r_t - 1) R]` predicts the change of the expected
-    reward. Prediction and change differ by at most this bound. The expected reward therefore increases if the surrogate exceeds
-    the bound. The bound is in units of the reward, and a value of 1 or more certifies nothing. Multiply it by the range of
-    other rewards.
+    ``old`` samples answers ``y`` of at most ``max_len`` tokens with rewards ``R(y)`` from 0 to 1, and ``r_t`` is the ratio of
+    the new policy to ``old`` at token ``t``. The surrogate :math:`E_{old}[\sum_t (r_t - 1) R]` predicts the change of the
+    expected reward. Prediction and change differ by at most this bound, so the expected reward increases if the surrogate
+    exceeds the bound. The bound is in units of the reward, and a value of 1 or more certifies nothing. For rewards of another
+    range, multiply it by the range.
 
     Both KLs have the same direction, which may be either one. The result is a certificate only if ``max_token_kl`` is the
-    maximum over all prefixes that one of the policies can reach. The maximum over sampled prefixes is at most that, so the bound
-    of a batch is an estimate.
+    maximum over all prefixes that the policies can reach. The maximum over sampled prefixes is smaller or equal, so the bound
+    of a batch is only an estimate.
 
     Args:
         max_token_kl: nats, the largest KL over the vocabulary of any next token, 0-dim.

@@ -16,6 +16,7 @@ from torchrl_llm_kl.estimators import WideBuffers, check_placement
 from torchrl_llm_kl.losses._objective import (
     INPUTS,
     OF_SAMPLER,
+    KLLevel,
     LossInputs,
     Reads,
     Terms,
@@ -33,14 +34,7 @@ from torchrl_llm_kl.losses.corrections import (
     top_entropy_mask,
 )
 from torchrl_llm_kl.losses.objectives._supervised import Distribution
-from torchrl_llm_kl.losses.terms import (
-    Estimator,
-    KLLevel,
-    divergence_to_teacher,
-    entropy_bonus,
-    kl_to_ref,
-    kl_to_sampler,
-)
+from torchrl_llm_kl.losses.terms import Estimator, divergence_to_teacher, entropy_bonus, kl_to_ref, kl_to_sampler
 
 #: A weight: a number, or a module that returns one.
 Coefficient = Scalar | nn.Module

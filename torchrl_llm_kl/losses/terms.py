@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
 
 from torch import Tensor
 
@@ -15,13 +14,11 @@ from torchrl_llm_kl._numerics import Number, Positive, Scalar
 from torchrl_llm_kl.estimators import EstimatorName, StraightThrough, check_penalty, corrected_k3, get_estimator
 from torchrl_llm_kl.losses._arithmetic import bounded_exp, clamp, clean, prefix_sum
 from torchrl_llm_kl.losses._metrics import step_metrics
-from torchrl_llm_kl.losses._objective import LossInputs, LossTerm, Terms, loss_part
+from torchrl_llm_kl.losses._objective import KLLevel, LossInputs, LossTerm, Terms, loss_part
 from torchrl_llm_kl.losses.objectives._supervised import Distribution, distill
 
 #: The name of a registered estimator, or a function of the same signature.
 Estimator = EstimatorName | Callable[..., Tensor]
-#: The KL of each position given its prefix, or the KL of whole sequences.
-KLLevel = Literal["token", "sequence"]
 #: Estimators that may be weighted for whole sequences: value and gradient follow the reverse KL of each position.
 _OF_SEQUENCES = ("exact", "k1", "k3")
 
@@ -125,8 +122,8 @@ def kl_to_sampler(
     ``"exact"`` reads ``kl``, so the ``reference`` of the loss must be a copy of the sampler from before the step. Value and
     gradient are those of the KL from the policy to the sampler over the vocabulary, at the sampler's prefixes.
 
-    Metrics, with ``"exact"``: ``kl_to_sampler_max``, the largest of these KLs, and ``improvement_bound_sampled``, an estimate of
-    the :func:`~torchrl_llm_kl.losses.improvement_bound` from the prefixes of this (micro-)batch.
+    Metrics, with ``"exact"``: ``kl_to_sampler_max``, the largest of these KLs, and ``improvement_bound_sampled``, an estimate
+    of the :func:`~torchrl_llm_kl.losses.improvement_bound` from the prefixes of this (micro-)batch.
 
     Hyper-parameters:
         estimator: as for :func:`kl_to_ref`.
