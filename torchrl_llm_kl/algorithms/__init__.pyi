@@ -53,6 +53,7 @@ from torchrl_llm_kl.estimators import (
 )
 from torchrl_llm_kl.losses import (
     Aggregation,
+    KLLevel,
     ObjectiveArgs,
 )
 

@@ -119,8 +119,8 @@ def kl_to_sampler(
     clamped. The gradient of ``"k2"`` is the log-ratio times the gradient of ``log_prob``, which always pulls back to the
     sampler.
 
-    ``"exact"`` reads ``kl``, so the ``reference`` of the loss must be a copy of the sampler from before the step. Value and
-    gradient are those of the KL from the policy to the sampler over the vocabulary, at the sampler's prefixes.
+    ``"exact"`` reads ``kl``, so the ``reference`` of the loss must be a copy of the sampler from before the step, and the loss
+    has no other exact KL. The value is the KL from the policy to the sampler over the vocabulary, at the sampler's prefixes.
 
     Metrics, with ``"exact"``: ``kl_to_sampler_max``, the largest of these KLs, and ``improvement_bound_sampled``, an estimate
     of the :func:`~torchrl_llm_kl.losses.improvement_bound` from the prefixes of this (micro-)batch.

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from torchrl_llm_kl.losses import KLToReference, LossInputs
+from closeness import assert_near
+from torchrl_llm_kl.losses import KLToReference, LossInputs, PolicyLoss
 from torchrl_llm_kl.losses._arithmetic import prefix_sum
 from torchrl_llm_kl.losses.terms import kl_to_ref
+from torchrl_llm_kl.transforms import RetrieveLogProb
+from toy_tasks import TabularPolicy, Task, chain
 
 V, LENGTH = 3, 3
 #: Every sequence of tokens, and the index of the prefix before each token: one, three and nine prefixes.
@@ -165,3 +168,32 @@ def test_the_part_reads_the_log_probs_of_the_sampler_and_does_not_warn() -> None
     tree = Tree(1, 1.0)
     expected = kl_to_ref(tree.inputs(), estimator="k3", level="sequence", ratio_max=1.0)[0]
     assert_close(part(tree.inputs())[0].value, expected.value)
+
+
+def test_a_policy_loss_has_the_gradient_of_the_kl_of_whole_answers() -> None:
+    """From a model to its gradient, off-policy, over every answer of one or two tokens to two prompts."""
+    task, rng = chain(), torch.Generator().manual_seed(0)
+    actor, sampler = (task.policy(0.7 * torch.randn(task.reference.shape, generator=rng).log_softmax(-1)) for _ in "ab")
+    reference = task.policy()
+    prompts, answers = (x.flatten() for x in torch.meshgrid(torch.arange(2), torch.arange(12 + 1), indexing="ij"))
+    td = RetrieveLogProb(sampler, log_probs_full_key=("log_probs", "full"))(task.batch(prompts, answers))
+    td["advantage"] = torch.zeros(td["tokens", "full"].shape)
+    term = KLToReference(1.0, "exact", level="sequence")
+    out = PolicyLoss(actor, "gpg", terms=[term], reference=reference, aggregation="none")(td)
+    weight = task.log_probs(sampler).exp().flatten()
+    mean = (weight * out["loss_kl_to_ref"].sum(-1)).sum()
+    (actual,) = torch.autograd.grad(mean, actor.table)
+
+    log_prob = answer_log_probs(task, actor)
+    expected = (log_prob.exp() * (log_prob - task.log_probs(reference))).sum()
+    (gradient,) = torch.autograd.grad(expected, actor.table)
+    assert_near(mean, expected, terms=64, size=4.0, dtype=torch.float32)
+    assert_near(actual, gradient, terms=64, size=4.0, dtype=torch.float32)
+
+
+def answer_log_probs(task: Task, model: TabularPolicy) -> Tensor:
+    """Log-probs of all answers by the chain rule, with gradient."""
+    full, real = task._padded
+    logits = model(input_ids=full.flatten(0, 1))[0].double().log_softmax(-1)
+    each = logits[:, :-1].gather(-1, full.flatten(0, 1)[:, 1:].unsqueeze(-1)).squeeze(-1)
+    return torch.where(real.flatten(0, 1)[:, 1:], each, 0).sum(-1).reshape(full.shape[:2])
