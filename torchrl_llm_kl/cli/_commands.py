@@ -114,10 +114,7 @@ def check_a_loss(
     from torchrl_llm_kl.training import load_function
 
     report = check_loss(load_function(place) if ":" in place else place)
-    if as_json:
-        print_json(vars(report))
-    else:
-        print(report)
+    print_json(vars(report)) if as_json else print(report)
     if report.findings:
         raise typer.Exit(FOUND)
 

@@ -28,7 +28,6 @@ _PREFIX = torch.stack([torch.zeros(9, dtype=torch.long), 1 + _TOKENS[:, 0]], -1)
 #: Distances of the reference and of the sampler. Close to the policy no clamp is active: log-ratios to the reference are
 #: within 2.4, and ratios to the sampler within 0.85 and 1.17.
 _DISTANCES = {"on-policy": (0.6, 0.0), "off-policy": (0.6, 0.08), "far": (8.0, 0.0)}.values()
-_DRAWS = 6
 #: Divergences whose value needs their gradient, in both directions of the KL. The value of ``k2`` is not among them, since its
 #: gradient is meant to be another one. On-policy the KL of whole sequences has the value of the reverse KL.
 _DIVERGENCES = {name: name for name in ("reverse KL", "forward KL", "Jensen-Shannon", "chi2")} | {
@@ -206,7 +205,7 @@ def _drawn(seed: int, of_reference: float, of_sampler: float) -> tuple[Tensor, d
 def _fits(loss: _Loss, of_reference: float, of_sampler: float) -> list[Fit]:
     """The fits of the mean value and of the mean gradient."""
     terms, known, digits = [], [], 0.0
-    for seed in range(_DRAWS):
+    for seed in range(6):
         logits, rows, quantities = _drawn(seed, of_reference, of_sampler)
         out = [loss({name: x[i : i + 1] for name, x in rows.items()}).sum() for i in range(len(_TOKENS))]
         weight, digits = rows["old_log_prob"].sum(-1, keepdim=True).exp(), _tolerance(out[0])
@@ -252,8 +251,7 @@ _LENGTHS = torch.tensor([1, 2, 4, 3])
 def _batch(filler: float = 0.0, padding: int = 0) -> dict[str, Tensor]:
     """Four sequences of one to four tokens, with ``filler`` at masked-out tokens."""
     mask = torch.arange(4 + padding) < _LENGTHS[:, None]
-    rng = torch.Generator().manual_seed(0)
-    one, *others = torch.rand(6, 4, 4, generator=rng, dtype=torch.float64)
+    one, *others = torch.rand(6, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values = (-one - 0.1, -one - others[0], -one - 0.1 * others[1], others[2][:, :1].expand(-1, 4) - 0.5, *others[3:])
     # Slightly different for each input, or log-ratios of masked-out tokens would be 0.
     fillers = filler * torch.linspace(1, 1.001, len(values), dtype=torch.float64)

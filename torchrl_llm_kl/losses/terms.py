@@ -87,10 +87,9 @@ def kl_to_ref(
     checked by enumerating all sequences.
     """
     check_penalty(coeff=coeff)
-    whole = level == "sequence"
-    if whole and estimator not in _OF_SEQUENCES:
+    if level == "sequence" and estimator not in _OF_SEQUENCES:
         raise ValueError(f"level='sequence' takes estimator='exact', 'k1' or 'k3', got {estimator!r}: use 'exact'.")
-    if ratio_max is not None and not whole:
+    if ratio_max is not None and level == "token":
         raise ValueError(f"ratio_max={ratio_max} has no effect with level='token'. Leave it out.")
     if leave_out_experts:
         inputs = inputs.within(~inputs.expert_mask)
@@ -99,7 +98,7 @@ def kl_to_ref(
     else:
         function = _estimator(estimator)
         value = function(inputs.log_prob, inputs.ref_log_prob, _sampler_of(inputs, function))
-    if whole:
+    if level == "sequence":
         log_ratio = prefix_sum(inputs.log_ratio, inputs.mask)
         if estimator == "exact":  # it is a mean over the next token, so only the tokens before it are weighted
             log_ratio = log_ratio - inputs.log_ratio
