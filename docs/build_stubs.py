@@ -143,7 +143,7 @@ PRIVATE = {
         "torchrl_llm_kl.algorithms._algorithm": {"Coefficient", "Objective"},
         "torchrl_llm_kl.algorithms._schema": {"SchemaName"},
         "torchrl_llm_kl.estimators": {"EstimatorName"},
-        "torchrl_llm_kl.losses": {"Aggregation", "ObjectiveArgs"},
+        "torchrl_llm_kl.losses": {"Aggregation", "KLLevel", "ObjectiveArgs"},
     }
 }
 

@@ -153,6 +153,7 @@ def test_reported_and_described_metrics_are_the_same() -> None:
     mask = zeros == 0
     parts = [TermPart(losses.get_objective(name), **hyper) for name in names for hyper in ({}, SETTINGS.get(name, {}))]
     terms = [term for part in parts for term in part(dummy_inputs())]
+    terms += losses.KLToSampler(0.1, "exact")(dummy_inputs())
     terms += losses.value_error(losses.ValueInputs(zeros, mask, zeros, zeros))
     found = {name for term in terms for name in term.metrics}
     found |= {name for correction in CORRECTIONS for name in correction(dummy_inputs())[1]}

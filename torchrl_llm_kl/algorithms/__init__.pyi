@@ -53,6 +53,7 @@ from torchrl_llm_kl.estimators import (
 )
 from torchrl_llm_kl.losses import (
     Aggregation,
+    KLLevel,
     ObjectiveArgs,
 )
 
@@ -122,6 +123,7 @@ class AlgorithmOverrides(TypedDict, total=False):
     aggregation: Aggregation | None
     entropy_coeff: Coefficient
     keep_best: bool
+    kl_level: KLLevel
     kl_loss: EstimatorName | Callable[..., Tensor]
     kl_loss_coeff: Coefficient
     kl_reward: EstimatorName

@@ -14,7 +14,7 @@ from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, advantage_spec
 from torchrl_llm_kl.algorithms._schema import SCHEMAS, SchemaName
 from torchrl_llm_kl.estimators import EstimatorName, check_penalty
-from torchrl_llm_kl.losses import Aggregation, ObjectiveArgs, ObjectiveSpec, Terms, spec_of
+from torchrl_llm_kl.losses import Aggregation, KLLevel, ObjectiveArgs, ObjectiveSpec, Terms, spec_of
 
 #: A name of :func:`~torchrl_llm_kl.losses.get_objective`, or a function of the same protocol.
 Objective = str | Callable[..., Terms]
@@ -39,6 +39,8 @@ class Algorithm:
         kl_loss: estimator of the KL to the reference in the loss, or a function of the same signature. ``"none"`` for no KL.
         kl_loss_coeff: weight of that KL: a number, a tensor or a coefficient module. :func:`make_algorithm` adds a KL with
             the estimator ``"k2"`` if the preset has none in the loss.
+        kl_level: ``"token"``, or ``"sequence"`` for the KL of whole sequences in the loss. That is unbiased off-policy too, and
+            needs ``kl_loss`` ``"exact"``, ``"k1"`` or ``"k3"``. See :func:`~torchrl_llm_kl.losses.terms.kl_to_ref`.
         kl_reward: estimator of the KL to the reference in the reward. ``"none"`` for no KL. The advantage or ``keep_best`` must
             read the reward.
         kl_reward_coeff: weight of that KL. :func:`make_algorithm` adds a KL with the estimator ``"k1"`` if the preset has none
@@ -78,6 +80,7 @@ class Algorithm:
     max_len: int | None = None
     kl_loss: EstimatorName | Callable[..., Tensor] = "none"
     kl_loss_coeff: Coefficient = 1e-3
+    kl_level: KLLevel = "token"
     kl_reward: EstimatorName = "none"
     kl_reward_coeff: Coefficient = 1e-3
     entropy_coeff: Coefficient = 0.0
@@ -203,6 +206,7 @@ def _check_preset(a: Algorithm) -> None:
         (bool(a.top_k) and not a.distils, f"top_k={a.top_k} has no effect on objective={a.spec.name!r}: use 'distill'"),
         (charges and not a.reads_reward, f"kl_reward={a.kl_reward!r} has no effect: nothing reads the reward"),
         (charges and several, f"kl_reward={a.kl_reward!r} needs one reward, {a.advantage} reads several"),
+        (a.kl_level != "token" and a.kl_loss == "none", f"kl_level={a.kl_level!r} has no effect without kl_loss"),
         (a.advantage is None and bool(a.advantage_args), "advantage_args has no effect without an advantage"),
         (a.derived["use_reference"] and not a.use_reference, "use_reference=False contradicts its KL or objective"),
     ]

@@ -170,7 +170,8 @@ def make_algorithm(
     policy = _to_score(sampler, options, name)
     # These warnings name the caller's line.
     check_placement(preset.kl_reward, "reward", stacklevel=2)
-    check_placement(preset.kl_loss, "loss", stacklevel=2)
+    if preset.kl_level == "token":
+        check_placement(preset.kl_loss, "loss", stacklevel=2)
     # A divergence to a teacher at each prefix does not depend on the distribution that the prefix was sampled from.
     if preset.on_policy and not (preset.distils and preset.kl_reward == "none"):
         warn_of_mismatch(actor if isinstance(sampler, str) else sampler, options.sampling, trains=True, stacklevel=2)
@@ -343,7 +344,8 @@ def _kl_transform(
 def _terms(preset: Algorithm) -> list[TermPart]:
     terms: list[TermPart] = []
     if preset.kl_loss != "none":
-        terms.append(KLToReference(preset.kl_loss_coeff, preset.kl_loss, leave_out_experts=preset.leave_out_experts))
+        level, sampled_only = preset.kl_level, preset.leave_out_experts
+        terms.append(KLToReference(preset.kl_loss_coeff, preset.kl_loss, leave_out_experts=sampled_only, level=level))
     if preset.entropy_coeff != 0:
         terms.append(EntropyBonus(preset.entropy_coeff, leave_out_experts=preset.leave_out_experts))
     return terms

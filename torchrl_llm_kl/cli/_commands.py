@@ -104,6 +104,21 @@ def estimators(as_json: AsJson = False) -> None:
     show_estimators(as_json)
 
 
+@app.command("check-loss")
+def check_a_loss(
+    place: Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="A loss, or the name of an objective.")],
+    as_json: AsJson = False,
+) -> None:
+    """Find out which divergence a loss estimates and whose gradient it has. Exits with 1 if it has a fault."""
+    from torchrl_llm_kl.diagnostics import check_loss
+    from torchrl_llm_kl.training import load_function
+
+    report = check_loss(load_function(place) if ":" in place else place)
+    print_json(vars(report)) if as_json else print(report)
+    if report.findings:
+        raise typer.Exit(FOUND)
+
+
 @app.command()
 def version(
     everything: Annotated[

@@ -15,6 +15,10 @@ from torchrl_llm_kl.diagnostics._catalog import (
     Origin as Origin,
     describe_metric as describe_metric,
 )
+from torchrl_llm_kl.diagnostics._check_loss import (
+    LossReport as LossReport,
+    check_loss as check_loss,
+)
 from torchrl_llm_kl.diagnostics._columns import (
     Reading as Reading,
     TokenColumns as TokenColumns,

@@ -26,6 +26,9 @@ from torchrl_llm_kl.losses._arithmetic import (
     aggregate as aggregate,
     count as count,
 )
+from torchrl_llm_kl.losses._metrics import (
+    improvement_bound as improvement_bound,
+)
 from torchrl_llm_kl.losses._objective import (
     LossInputs as LossInputs,
     LossTerm as LossTerm,
@@ -161,8 +164,10 @@ from torchrl_llm_kl.losses.terms import (
 # isort: split
 # For the layers above, not public:
 from torchrl_llm_kl.losses._objective import (
+    KLLevel as KLLevel,
     Terms as Terms,
     Weights as Weights,
+    name_of as name_of,
 )
 from torchrl_llm_kl.losses._policy_inputs import (
     check_actor_options as check_actor_options,

@@ -181,6 +181,11 @@ def sequence_sum(value: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, value, 0).sum(-1, keepdim=True)
 
 
+def prefix_sum(value: Tensor, mask: Tensor) -> Tensor:
+    """Sum of each token's value and the values before it in its sequence, ``[*B, T]``. Masked-out tokens count as 0."""
+    return torch.where(mask, value, 0).cumsum(-1)
+
+
 def sequence_mean(value: Tensor, mask: Tensor) -> Tensor:
     """Mean of each sequence, ``[*B, 1]``. 0 for a sequence without masked-in tokens."""
     return sequence_sum(value, mask) / mask.sum(-1, keepdim=True).clamp(min=1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import masked_mean, send
-from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO
+from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, bounded_exp, prefix_sum
 from torchrl_llm_kl.losses._objective import LossInputs, LossTerm
 from torchrl_llm_kl.losses.corrections import mismatch_metrics, staleness_metrics
 
@@ -22,6 +22,47 @@ def merge_metrics(terms: Sequence[LossTerm], metrics: Mapping[str, Tensor]) -> d
         for name, value in term.metrics.items():
             out[name if name not in out else f"{term.name}_{name}"] = value
     return out
+
+
+def improvement_bound(max_token_kl: Tensor, sequence_kl: Tensor, max_len: float | Tensor) -> Tensor:
+    r"""Bound on the error of predicting a policy's reward from another policy's answers: a certificate of a policy step.
+
+    ``old`` samples answers ``y`` of at most ``max_len`` tokens with rewards ``R(y)`` from 0 to 1, and ``r_t`` is the ratio of
+    the new policy to ``old`` at token ``t``. The surrogate :math:`E_{old}[\sum_t (r_t - 1) R]` predicts the change of the
+    expected reward. Prediction and change differ by at most this bound, so the expected reward increases if the surrogate
+    exceeds the bound. The bound is in units of the reward, and a value of 1 or more certifies nothing. For rewards of another
+    range, multiply it by the range.
+
+    Both KLs have the same direction, which may be either one. The result is a certificate only if ``max_token_kl`` is the
+    maximum over all prefixes that the policies can reach. The maximum over sampled prefixes is smaller or equal, so the bound
+    of a batch is only an estimate.
+
+    Args:
+        max_token_kl: nats, the largest KL over the vocabulary of any next token, 0-dim.
+        sequence_kl: nats, the KL of whole answers, 0-dim.
+        max_len: tokens, the length of the longest possible answer.
+
+    Returns:
+        The smaller of :math:`\frac{4}{3} T^{3/2} D_{token}` and :math:`2 T \sqrt{D_{token} D_{sequence}}`, 0-dim.
+
+    Example:
+        >>> improvement_bound(torch.tensor(1e-4), torch.tensor(0.01), 4096)
+        tensor(8.1920)
+
+    Source: Li et al. 2025 (arXiv 2512.23075), theorems 3.1 and 3.2. With Pinsker's inequality both hold for either direction.
+    """
+    marginal = 4 / 3 * max_len**1.5 * max_token_kl
+    return torch.minimum(marginal, 2 * max_len * (max_token_kl * sequence_kl).sqrt())
+
+
+@torch.no_grad()
+def step_metrics(kl: Tensor, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """The largest KL to the sampler of the next token, and the :func:`improvement_bound` that sampled prefixes estimate."""
+    largest, rows = torch.where(mask, kl, 0).max(), mask.any(-1).sum().clamp(min=1)
+    # The sampler reached the prefixes. The chain rule of the KL from policy to sampler has prefixes of the policy.
+    weight = bounded_exp(prefix_sum(log_ratio, mask) - torch.where(mask, log_ratio, 0))
+    bound = improvement_bound(largest, torch.where(mask, weight * kl, 0).sum() / rows, mask.sum(-1).max())
+    return {"kl_to_sampler_max": largest, "improvement_bound_sampled": bound}
 
 
 @torch.no_grad()

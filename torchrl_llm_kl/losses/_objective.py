@@ -567,6 +567,8 @@ def get_objective(name: str) -> Callable[..., Terms]:
     return _REGISTRY[name]
 
 
+#: The KL of each position given its prefix, or the KL of whole sequences.
+KLLevel = Literal["token", "sequence"]
 #: The divergence that penalises a policy's distance to the reference.
 FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 #: The weight of a pair of answers: none, the policy's probability of the pair, or that probability relative to its own answers.

@@ -16,6 +16,7 @@ from torchrl_llm_kl.estimators import WideBuffers, check_placement
 from torchrl_llm_kl.losses._objective import (
     INPUTS,
     OF_SAMPLER,
+    KLLevel,
     LossInputs,
     Reads,
     Terms,
@@ -229,20 +230,7 @@ class TermPart(Part[Terms]):
         return terms
 
 
-class _KLTerm(TermPart):
-    """Base of the KL penalties. It warns of an estimator with another gradient than the reverse KL's."""
-
-    # staticmethod in the subclasses: a plain function would become a bound method.
-    _function: Callable[..., Terms]
-
-    def __init__(
-        self, coeff: Coefficient = 1e-3, estimator: Estimator = "k2", *, leave_out_experts: bool = False
-    ) -> None:
-        check_placement(estimator, "loss", stacklevel=2)
-        super().__init__(self._function, coeff=coeff, estimator=estimator, leave_out_experts=leave_out_experts)
-
-
-class KLToReference(_KLTerm):
+class KLToReference(TermPart):
     """The KL to the reference as a term of the loss: :func:`~torchrl_llm_kl.losses.kl_to_ref`.
 
     Args:
@@ -253,6 +241,9 @@ class KLToReference(_KLTerm):
 
     Keyword Args:
         leave_out_experts: leave out the experts' tokens.
+        level: ``"sequence"`` for the KL of whole sequences, which is unbiased off-policy. The estimator is then ``"exact"``,
+            ``"k1"`` or ``"k3"``.
+        ratio_max: upper bound of the ratio of ``level="sequence"``.
 
     Warns:
         KLPlacementWarning: if the estimator's gradient in a loss is not the reverse KL's.
@@ -262,13 +253,33 @@ class KLToReference(_KLTerm):
         ['kl']
     """
 
-    _function = staticmethod(kl_to_ref)
+    def __init__(
+        self,
+        coeff: Coefficient = 1e-3,
+        estimator: Estimator = "k2",
+        *,
+        leave_out_experts: bool = False,
+        level: KLLevel = "token",
+        ratio_max: float | Tensor | None = None,
+    ) -> None:
+        if level == "token":  # the ratio of whole sequences gives its estimators the gradient of the reverse KL
+            check_placement(estimator, "loss", stacklevel=2)
+        own = {"leave_out_experts": leave_out_experts, "level": level, "ratio_max": ratio_max}
+        super().__init__(kl_to_ref, coeff=coeff, estimator=estimator, **own)
 
 
-class KLToSampler(_KLTerm):
+class KLToSampler(TermPart):
     """The KL to the sampling policy, a soft trust region: :func:`~torchrl_llm_kl.losses.kl_to_sampler`.
 
-    The arguments are as in :class:`KLToReference`, without the estimator ``"exact"``.
+    Args:
+        coeff: weight of the term, as in :class:`KLToReference`. 0 only logs.
+        estimator: as in :class:`KLToReference`. With ``"exact"`` the ``reference`` of the loss must be a copy of the sampler.
+
+    Keyword Args:
+        leave_out_experts: leave out the experts' tokens.
+
+    Warns:
+        KLPlacementWarning: if the estimator's gradient in a loss is not the reverse KL's.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -276,7 +287,11 @@ class KLToSampler(_KLTerm):
         tensor([[0.5000]])
     """
 
-    _function = staticmethod(kl_to_sampler)
+    def __init__(
+        self, coeff: Coefficient = 1e-3, estimator: Estimator = "k2", *, leave_out_experts: bool = False
+    ) -> None:
+        check_placement(estimator, "loss", stacklevel=2)
+        super().__init__(kl_to_sampler, coeff=coeff, estimator=estimator, leave_out_experts=leave_out_experts)
 
 
 class DivergenceToTeacher(TermPart):

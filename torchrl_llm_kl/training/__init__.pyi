@@ -76,3 +76,6 @@ from torchrl_llm_kl.training._page import (
 from torchrl_llm_kl.training._report import (
     versions as versions,
 )
+from torchrl_llm_kl.training._user_code import (
+    load_function as load_function,
+)

@@ -251,7 +251,8 @@ def plan_algorithm(config: TrainConfig) -> AlgorithmPlan:
             "algorithm.exact_old needs algorithm.max_staleness above 0 and an objective with old log-probs, such as ppo.",
         ),
         (
-            "age" in spec_of(preset.objective).needs and not (config.algorithm.max_staleness or config.sampler.is_server),
+            "age" in spec_of(preset.objective).needs
+            and not (config.algorithm.max_staleness or config.sampler.is_server),
             f"{name} reads the age of answers, and here all are new: set algorithm.max_staleness, or choose another.",
         ),
         *((True, f"algorithm.args has {key}: set {_OWN_SETTINGS[key]} instead.") for key in own),

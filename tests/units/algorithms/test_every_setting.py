@@ -29,6 +29,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "aggregation": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "none"),
     "max_len": (8,),
     "kl_loss": ("none", "k2", "k3+", "exact"),
+    "kl_level": ("token", "sequence"),
     "kl_reward": ("none", "k1", "exact"),
     "schema": tuple(SCHEMAS),
     "top_k": (2,),

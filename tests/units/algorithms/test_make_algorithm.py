@@ -138,6 +138,19 @@ def test_arguments_for_the_loss_and_the_masks() -> None:
     assert made(kl_loss="k2").loss.reference is None
 
 
+def test_the_kl_of_whole_sequences_reaches_the_loss_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KLPlacementWarning)
+        parts = {name: made(kl_loss=name, kl_level="sequence", kl_loss_coeff=0.3) for name in ("exact", "k1", "k3")}
+    for name, each in parts.items():
+        (term,) = each.loss.terms
+        assert (term.settings["level"], term.settings["estimator"]) == ("sequence", name)
+        assert round(float(term.coeff), 6) == 0.3
+        assert ("next", "log_probs", "full") in each.loss.in_keys
+    with pytest.raises(ValueError, match="level='sequence' takes estimator='exact', 'k1' or 'k3', got 'k2'"):
+        made(kl_loss="k2", kl_level="sequence")
+
+
 def test_old_log_probs_have_the_temperature_of_an_actor_that_is_a_scorer() -> None:
     actor = LogProbScorer(TASK.policy(), temperature=0.5)
     parts = make_algorithm("rloo", actor, reference=TASK.policy(), group_key="query")

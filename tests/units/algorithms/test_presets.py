@@ -82,7 +82,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 DEFAULTS = {"objective_args": {}, "advantage_args": {}, "aggregation": None, "max_len": None, "top_k": 0}
 DEFAULTS |= {"expert_data_ratio": 0.5, "kl_loss_coeff": 1e-3, "kl_reward": "none", "kl_reward_coeff": 1e-3}
-DEFAULTS |= {"entropy_coeff": 0.0, "leave_out_experts": False, "keep_best": False}
+DEFAULTS |= {"kl_level": "token", "entropy_coeff": 0.0, "leave_out_experts": False, "keep_best": False}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -131,6 +131,7 @@ test_contradictory_presets = refused(
     lambda settings: Algorithm("mine", "ppo", **settings),
     ({"top_k": -1}, "top_k must be at least 0, got -1"),
     ({"kl_loss": "k2", "use_reference": False}, "use_reference=False contradicts its KL"),
+    ({"kl_level": "sequence"}, "kl_level='sequence' has no effect without kl_loss"),
 )
 
 

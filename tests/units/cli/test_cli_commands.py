@@ -32,7 +32,19 @@ from torchrl_llm_kl.scoring import Sampling
 from torchrl_llm_kl.training import progress
 from toy_tokenizer import build_tokenizer
 
-COMMANDS = ("algorithms", "estimators", "version", "score", "check", "inspect", "train", "serve", "templates", "demo")
+COMMANDS = (
+    "algorithms",
+    "estimators",
+    "version",
+    "score",
+    "check",
+    "check-loss",
+    "inspect",
+    "train",
+    "serve",
+    "templates",
+    "demo",
+)
 
 
 def raising(error: BaseException) -> Any:
@@ -191,6 +203,18 @@ def test_all_algorithms_are_listed_with_their_settings(cli: Cli) -> None:
         assert ("critic" in found["needs"]["models besides the policy"]) == preset.use_critic, name
     settings = json.loads(cli("algorithms", "dapo", "--json").stdout)["settings"]
     assert (settings["objective.clip_low"]["value"], settings["objective.clip_high"]["value"]) == (0.2, 0.28)
+
+
+def test_a_loss_is_checked(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def half(log_prob, ref_log_prob):\n    return (log_prob - ref_log_prob) / 2\n", encoding="utf-8")
+    out = cli("check-loss", f"{file}:half", code=1).stdout
+    assert "value: 0.5 * reverse KL\ngradient: 0\n" in out
+    assert "no_gradient: the value estimates the reverse KL" in out
+    found = json.loads(cli("check-loss", "ppo", "--json").stdout)
+    assert (found["fits"]["gradient"], found["findings"]) == ({"-advantage": 1.0}, {})
+    assert "has no function 'whole'" in error_of(cli("check-loss", f"{file}:whole", code=2))
+    assert "unknown objective 'pppo'" in error_of(cli("check-loss", "pppo", code=2))
 
 
 def test_estimators_versions_and_cells_of_a_markdown_table(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

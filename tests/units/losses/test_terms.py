@@ -129,7 +129,7 @@ test_missing_inputs_are_named = refused(
     (kl_to_ref, {"ref_log_prob": REF, "estimator": "corrected_k3"}, "kl_to_ref needs old_log_prob"),
     (kl_to_ref, {"ref_log_prob": REF, "estimator": "exact"}, "kl_to_ref needs kl: pass kl="),
     (kl_to_sampler, {}, "kl_to_sampler needs old_log_prob"),
-    (kl_to_sampler, {"old_log_prob": OLD, "estimator": "exact"}, "kl_to_sampler has no 'exact'"),
+    (kl_to_sampler, {"old_log_prob": OLD, "estimator": "exact"}, "kl_to_sampler needs kl"),
     (entropy_bonus, {"coeff": 0.01}, "entropy_bonus needs entropy: pass entropy="),
 )
 
