@@ -191,11 +191,6 @@ def sequence_mean(value: Tensor, mask: Tensor) -> Tensor:
     return sequence_sum(value, mask) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
-def prefix_sum(value: Tensor, mask: Tensor) -> Tensor:
-    """Sum of the masked-in tokens up to and including each token, ``[*B, T]``."""
-    return torch.where(mask, value, 0).cumsum(-1)
-
-
 def clamp(value: Tensor, low: Scalar | None = None, high: Scalar | None = None) -> Tensor:
     """``value.clamp(low, high)``, where each bound may be a number or a 0-dim tensor, also on the CPU.
 
