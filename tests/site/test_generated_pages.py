@@ -143,6 +143,7 @@ CORRECTIONS = [
     losses.ImportanceWeights(mode="mask", low=0.5, high=5.0),
     *(losses.RejectionMask(name, high=0.5) for name in get_args(Divergence)),
     losses.OffPolicySequenceMask(delta=0.1),
+    losses.StalenessMask(2),
     losses.TotalVariationMask(delta=0.1),
     losses.TopEntropyMask(),
 ]
@@ -157,7 +158,8 @@ def test_reported_and_described_metrics_are_the_same() -> None:
     terms += losses.value_error(losses.ValueInputs(zeros, mask, zeros, zeros))
     found = {name for term in terms for name in term.metrics}
     found |= {name for correction in CORRECTIONS for name in correction(dummy_inputs())[1]}
-    data = dict.fromkeys(("old_log_prob", "sampler_log_prob", "ref_log_prob", "entropy"), zeros)
+    names_of_data = ("old_log_prob", "sampler_log_prob", "behavior_log_prob", "age", "ref_log_prob", "entropy")
+    data = dict.fromkeys(names_of_data, zeros)
     found |= {*correction_metrics(zeros, mask), *losses.mismatch_metrics(zeros, zeros, mask)}
     found |= set(common_metrics(losses.LossInputs(zeros, mask, **data)))
     found |= set(reward_metrics(TensorDict(next={"reward_failures": torch.zeros(1, 1)}, batch_size=[1])))

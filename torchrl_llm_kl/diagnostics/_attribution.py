@@ -214,6 +214,7 @@ class _Search:
         if "prompt" in setup:
             rows, masks = self.prompts[setup["prompt"]]
         routing = self.routing if "routing" in setup else None
+        # Every version scores all rows, so that tokens of one row may have several versions.
         request = ScoreRequest.of(rows, masks, routing=routing)
         known = [None] if "version" not in setup else self.versions.unique().tolist()  # type: ignore[union-attr]
         out: dict[str, Tensor] = {}
@@ -234,6 +235,7 @@ class _Search:
 
     def _scorer(self, precision: Precision | None, version: int | None) -> LogProbScorer:
         """The scorer of a precision. A copy holds the weights of one version, the model itself any."""
+        # A copy takes seconds for a large model, and each is scored many times.
         key = (precision, version if precision else None)
         if key not in self._models:
             model, changes = self.rescorer.policy, {"adapters": self.rescorer.adapters}
@@ -327,14 +329,16 @@ class _Search:
 
     def best(self) -> Setup:
         """The setup with the smallest KL. A cause is part of it only if the KL is clearly larger without it."""
-        floor = (NOISES * self.rescorer.noise) ** 2 / 2
+        floor = (NOISES * self.rescorer.noise) ** 2 / 2  # for small log-ratios, k3 is half of their square
         setup: dict[str, Any] = {}
+        # Forward selection: a search over all subsets would fit each value far more often.
         while len(setup) < MOST_CAUSES and self.kl(setup) > floor:
             found = [self._refined({**setup, cause: value}) for cause, value in self._candidates(setup)]
             better = min(found, key=self.kl, default=setup)
             if self.kl(better) > (1 - LOWERS) * self.kl(setup):
                 break
             setup = dict(better)
+        # A cause that was found first may have stood for others that were found later.
         for cause in list(setup):
             without = self._refined({name: x for name, x in setup.items() if name != cause})
             if self.kl(without) <= max(floor, self.kl(setup) / (1 - LOWERS)):

@@ -95,6 +95,7 @@ def drop_stale(
         # A mask of rows and one of tokens are combined over the tokens.
         wider = max(fresh, earlier, key=torch.Tensor.numel)
         fresh = (fresh.reshape(rows, -1) & earlier.reshape(rows, -1)).reshape(wider.shape)
+    # For the doctor, which compares whole rows.
     left_out = ~fresh.reshape(rows, -1).any(-1).reshape(batch.batch_size)
     if "left_out" in batch.keys():  # noqa: SIM118
         left_out |= batch["left_out"].reshape(left_out.shape)

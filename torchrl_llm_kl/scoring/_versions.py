@@ -37,7 +37,7 @@ class _Change(NamedTuple):
         if not len(places):
             return None
         if old.numel() < 2**31:
-            places = places.int()
+            places = places.int()  # half the memory
         if len(places) * (places.itemsize + old.itemsize) >= old.numel() * old.itemsize:
             return cls(old)
         return cls(old.flatten()[places.long()], places)
@@ -123,6 +123,7 @@ class WeightHistory:
             else:
                 self._newest = {name: x.detach().clone() for name, x in tensors.items()}
         self._last = version
+        # The oldest versions go first, so the differences that lead to the kept ones stay.
         for old_version in self.versions[: -self.keep]:
             del self._before[old_version]
 
@@ -137,6 +138,7 @@ class WeightHistory:
                 f"version {version} of the weights is not held, only {self.versions}. Record each version that samples, raise "
                 "keep=, or leave out older rows (drop_stale)."
             )
+        # From the newest version back, one update at a time.
         weights = dict(self._newest)
         for each in sorted(self._before, reverse=True):
             if each >= version:
@@ -163,6 +165,7 @@ def score_versions(history: WeightHistory, request: ScoreRequest, run: Callable[
     assert request.versions is not None
     scores: Scores | None = None
     for version in request.versions[request.mask].unique().tolist():
+        # Rows without a token of this version have nothing to score, and are not forwarded.
         part = replace(request, mask=request.mask & (request.versions == version), versions=None)
         with nullcontext() if version < 0 else history.installed(version):
             own = run(part)

@@ -259,6 +259,7 @@ class Keeper:
             refused = "the actor that keeps the weights restarted during this push. Push them again."
         if refused:
             return WeightVersionError(refused)
+        # A replica that starts later loads these first, in their order.
         if self._version and self._keep > 1:
             self._earlier = [*self._earlier, (self._version, self._chunks)][1 - self._keep :]
         self._version, self._chunks, self._tensors, self._whole = version, chunks, frozenset(tensors), whole

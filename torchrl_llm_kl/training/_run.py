@@ -265,6 +265,7 @@ class Run:
         row = {"step": self.step, **self.monitor.step(self.step, **figures), "seconds": self.elapsed}
         self.rows.append(row)
         self.step += 1
+        # Before the sampler gets these weights, since its answers are scored under their version.
         self._record()
         self.answers.updated()
         return row

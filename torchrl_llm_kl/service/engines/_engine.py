@@ -107,6 +107,7 @@ class TransformersEngine(Engine):
         self.offers, self.place, self.instead = scorer.offers & ANSWERED, scorer.place, scorer.instead
         self._history: WeightHistory | None = None
         if keep_versions:
+            # A push may hold any weight, so those that need no gradient are recorded too.
             self._history = WeightHistory(self._module(), keep=keep_versions, frozen=True)
             self.offers |= {"versions"}
             self.record(0)
