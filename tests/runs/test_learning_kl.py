@@ -24,6 +24,16 @@ def test_a_kl_per_token_in_the_loss_ignores_later_kl(estimator: str) -> None:
     assert total_variation(found, pi_star(task, beta)) > 0.15
 
 
+@pytest.mark.parametrize(("name", "steps"), [("rloo", 35), ("ctpo_kl", 60)])
+def test_the_kl_of_whole_answers_in_the_loss_counts_later_kl(name: str, steps: int) -> None:
+    task, beta = chain(), 0.5
+    how: dict[str, Any] = {"lr": 25.0, "steps": steps}
+    parts = {"kl_loss": "exact", "kl_level": "sequence", "kl_loss_coeff": beta}
+    found = learned(task, name, group=8, rows=256, how=how, **parts)
+    assert total_variation(found, pi_star(task, beta)) < 0.04
+    assert total_variation(found, token_kl_optimum(task, beta)) > 0.15
+
+
 REVERSE = pi_star, forward_kl_optimum
 
 

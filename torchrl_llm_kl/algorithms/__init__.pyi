@@ -74,6 +74,7 @@ AlgorithmName = Literal[
     "clip_v",
     "cpo",
     "ctpo",
+    "ctpo_kl",
     "dapo",
     "dpo",
     "dr_grpo",

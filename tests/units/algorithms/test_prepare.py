@@ -376,7 +376,7 @@ def test_a_reference_in_the_data_cannot_score_mismatched_answers() -> None:
 LINES = """
 ppo grpo rloo reinforce_plus_plus topr cispo gspo sapo mix mix_chord on_policy_distill jsd multi_step_grpo gigpo gdpo \
     reinforce_plus_plus_baseline pass_at_k iw_opd
-dr_grpo dapo fipo ctpo sppo luspo dro optimal_token_baseline clip_b clip_v vapo maxrl rae echo
+dr_grpo dapo fipo ctpo ctpo_kl sppo luspo dro optimal_token_baseline clip_b clip_v vapo maxrl rae echo
 opmd rec dpo kto bco a2po
 asymre sft raft gkd opo simpo cpo orpo tpo
 """
@@ -384,7 +384,7 @@ BOTH_OR_NONE = [(True, True), (True, False), (False, True), (False, False)]
 READ = {x: read for names, read in zip(LINES.strip().split("\n"), BOTH_OR_NONE, strict=True) for x in names.split()}
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "gkd"])
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in ("gkd", "ctpo_kl")])
 def test_prepare_scores_what_is_read(name: str) -> None:
     old, ref = READ[name]
     parts, actor, reference = counted(name)
@@ -407,7 +407,7 @@ def test_prepare_scores_what_is_read(name: str) -> None:
 
 
 def test_an_exact_kl_scores_the_reference_only_in_the_loss() -> None:
-    for name, old in (("grpo", True), ("opmd", False), ("dpo", False)):
+    for name, old in (("grpo", True), ("ctpo_kl", True), ("opmd", False), ("dpo", False)):
         parts, actor, reference = counted(name, kl_loss="exact")
         batch = parts.prepare(rows_of_all())
         assert (actor.calls > 0, reference.calls) == (old, 0)

@@ -15,7 +15,7 @@ from torchrl_llm_kl.losses import available_objectives
 
 #: name, objective, advantage, KL in the loss, answers to each prompt, schema, flags: C critic, R reference, X rollouts beside
 #: experts, T advantages in the trainer, B rows may be balanced. The flags are Trinity-RFT 0.6.0's, from ``algorithm.py``,
-#: which has no dr_grpo, fipo, ctpo, luspo, dro and none of verl's.
+#: which has no dr_grpo, fipo, ctpo, ctpo_kl, luspo, dro and none of verl's.
 TABLE = """
 ppo                           ppo        gae                           k2    1   experience  CRTB
 grpo                          ppo        grpo                          k2    2   experience  RB
@@ -35,6 +35,7 @@ cispo                         cispo      grpo                          k2    2  
 gspo                          gspo       grpo                          k2    2   experience  RB
 fipo                          fipo       grpo                          none  16  experience  B
 ctpo                          ctpo       grpo                          none  8   experience  B
+ctpo_kl                       ctpo       rloo                          exact 8   experience  RB
 luspo                         luspo      grpo                          none  8   experience  B
 dro                           dro        opmd                          none  8   experience  B
 sapo                          sapo       grpo                          k2    2   experience  RB
@@ -72,6 +73,7 @@ FLAGS |= {"T": "compute_advantage_in_trainer", "B": "can_balance_batch"}
 OTHERS: dict[str, dict[str, Any]] = {
     "ppo": {"advantage_args": {"whiten": True}},
     "vapo": {"advantage_args": {"whiten": True, "lam_alpha": 0.05}},
+    "ctpo_kl": {"kl_level": "sequence"},
     "echo": {"leave_out_experts": True},
     "dro": {"objective_args": {"level": "sequence"}, "aggregation": "seq-mean-token-sum"},
     "raft": {"keep_best": True},
