@@ -141,7 +141,7 @@ def attribute_mismatch(
 
     Source: Shapley 1953, "A value for n-person games". The measured KL is Schulman's k3.
     """
-    columns, scored = _read(batch, policy, {**reading, "policy": policy})
+    columns, scored = _columns_of_batch(batch, policy, {**reading, "policy": policy})
     table = Table.of(columns)
     recorded = table.first("sampler_log_prob", "old_log_prob")
     if recorded is None:
@@ -167,7 +167,7 @@ def attribute_mismatch(
     return Attribution(kl, shares, dict(setup), left, int(search.known.sum()), search.forwards)
 
 
-def _read(batch: TensorDictBase, policy: ModelOrScorer, reading: Reading) -> tuple[TokenColumns, Sampling]:
+def _columns_of_batch(batch: TensorDictBase, policy: ModelOrScorer, reading: Reading) -> tuple[TokenColumns, Sampling]:
     """The columns of a batch, and the distribution that the trainer scores."""
     check_reading(reading)
     if not Rescorer.can_score(policy):
@@ -438,7 +438,7 @@ def predict_mismatch(
     """
     check_choice(get_args(Precision), precision=precision)
     check_range(above=0.0, tolerance=tolerance)
-    columns, scored = _read(batch, policy, {**reading, "policy": None})
+    columns, scored = _columns_of_batch(batch, policy, {**reading, "policy": None})
     search = _Search(Rescorer(policy, columns, Table.of(columns), scored), torch.zeros(0), None, None, None, None)
     search.recorded = search.log_prob({"dtype": precision})
     search.known = search.recorded.isfinite()

@@ -119,7 +119,7 @@ def check_loss(loss: Callable[..., Any] | str) -> LossReport:
     """
     call = _Loss(loss)
     (value, gradient), (value_off, gradient_off), (_, far) = (_fits(call, *each) for each in _DISTANCES)
-    aggregation, of_sums = _sums(call)
+    aggregation, of_sums = _sums_of_parts(call)
     names = [*_of_gradient(value, gradient, far), *(_of_masks(call) if "mask" in call.names else ()), *of_sums]
     shown = (" and ".join(_divergences(value)), " and ".join(_divergences(gradient)) or _shown(gradient))
     findings = {name: _FAULTS[name].format(*shown) for name in names}
@@ -142,12 +142,12 @@ class _Loss:
         given = {name: batch[name] for name in self.names}
         if not self.of_record:
             out: Tensor = self.function(**given)
-            return _mean(out, batch["mask"]) if out.ndim > 1 else out
+            return _expectation(out, batch["mask"]) if out.ndim > 1 else out
         terms = cast("Terms", self.function(LossInputs(**given, sampler_log_prob=batch["old_log_prob"])))
-        return torch.stack([term.weight * _mean(term.value, term.mask) for term in terms]).sum(0)
+        return torch.stack([term.weight * _expectation(term.value, term.mask) for term in terms]).sum(0)
 
 
-def _mean(value: Tensor, mask: Tensor) -> Tensor:
+def _expectation(value: Tensor, mask: Tensor) -> Tensor:
     """Mean of each sequence."""
     return torch.where(mask, value, 0).sum(-1) / mask.sum(-1).clamp(min=1)
 
@@ -248,7 +248,7 @@ def _of_gradient(value: Fit, gradient: Fit, far: Fit) -> Iterator[str]:
 _LENGTHS = torch.tensor([1, 2, 4, 3])
 
 
-def _batch(filler: float = 0.0, padding: int = 0) -> dict[str, Tensor]:
+def _enumerated(filler: float = 0.0, padding: int = 0) -> dict[str, Tensor]:
     """Four sequences of one to four tokens, with ``filler`` at masked-out tokens."""
     mask = torch.arange(4 + padding) < _LENGTHS[:, None]
     one, *others = torch.rand(6, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -267,7 +267,7 @@ def _of_masks(loss: _Loss) -> Iterator[str]:
     """Names of faults at masked-out tokens."""
 
     def outcome(filler: float = 0.0, padding: int = 0) -> tuple[Tensor, float]:
-        batch = _batch(filler, padding)
+        batch = _enumerated(filler, padding)
         leaf = batch["log_prob"].requires_grad_()
         out = loss(batch).sum()
         both = _with_gradient(out, leaf)
@@ -282,9 +282,9 @@ def _of_masks(loss: _Loss) -> Iterator[str]:
         yield "padding_changes"
 
 
-def _sums(loss: _Loss) -> tuple[str, Iterable[str]]:
+def _sums_of_parts(loss: _Loss) -> tuple[str, Iterable[str]]:
     """The aggregation over tokens, and names of faults of a split into micro-batches."""
-    batch = _batch()
+    batch = _enumerated()
 
     def part(start: int, stop: int) -> Tensor:
         # Each micro-batch is padded to its own longest sequence.

@@ -176,7 +176,7 @@ def importance_weights(
     2026 (arXiv 2605.12070), section 3. Decoupled PPO: Hilton et al. 2022 (arXiv 2110.00641), eq. 2.
     """
     Range(0.0, high if isinstance(high, (int, float)) else math.inf).check("low", low)
-    log_ratio, mask = _log_ratio(inputs, ratio), inputs.mask
+    log_ratio, mask = _trainer_to_sampler(inputs, ratio), inputs.mask
     counts = mask
     if level != "token":
         log_ratio = (sequence_sum if level == "sequence" else sequence_mean)(log_ratio, mask)
@@ -268,7 +268,7 @@ def rejection_mask(
         raise ValueError(f"{divergence} needs a bound: pass high=, or low= for k1. The others are never negative.")
     Range(high=0.0).check("low", low)  # sampler and trainer agree at 0
     (Range(0.0) if estimator == "k1" else Range(above=0.0)).check("high", high)
-    log_ratio, mask = _log_ratio(inputs, ratio), inputs.mask
+    log_ratio, mask = _trainer_to_sampler(inputs, ratio), inputs.mask
     # The estimators take two log-probs. Only their difference matters, which is minus the log-ratio here.
     value = get_estimator(estimator)(torch.zeros_like(log_ratio), log_ratio)  # type: ignore[arg-type]
     if level in ("seq_sum", "seq_mean"):
@@ -284,7 +284,7 @@ def rejection_mask(
     return (mask & ~rejected).to(dtype), metrics
 
 
-def _log_ratio(inputs: LossInputs, ratio: Ratio) -> Tensor:
+def _trainer_to_sampler(inputs: LossInputs, ratio: Ratio) -> Tensor:
     """A log-ratio of trainer to sampler, within +-80 nats, and 0 where one of its log-probs is NaN."""
     later = inputs.behavior_log_prob if ratio == "mismatch" else inputs.old_log_prob
     earlier = inputs.behavior_log_prob if ratio == "staleness" else inputs.sampler_log_prob
