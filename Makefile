@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo demo-ray demo-fsdp demo-text demo-image demo-tools demo-real study study-target test test-all test-rest test-device test-numeric test-slow test-peers engines real durations mutants matrix nightly bench bench-gpu bench-ray lint types stubs docs site clean
+.PHONY: help setup demo demo-ray demo-fsdp demo-text demo-image demo-tools demo-real study study-target study-staleness test test-all test-rest test-device test-numeric test-slow test-peers engines real durations mutants matrix nightly bench bench-gpu bench-ray lint types stubs docs site clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -46,6 +46,9 @@ study: $(READY)  ## Compare placements of the KL on the demo's task (an hour, re
 
 study-target: $(READY)  ## Run the demo with two controllers on ten seeds (an hour, resumable); writes benchmarks/kl_study.jsonl
 	OMP_NUM_THREADS=1 $(BIN)/python tutorials/countdown_study.py target $(ARGS)
+
+study-staleness: $(READY)  ## Compare corrections of stale answers on the demo's task (an hour, resumable); writes benchmarks/STALENESS.md's data
+	OMP_NUM_THREADS=1 $(BIN)/python tutorials/staleness_study.py $(ARGS)
 
 # A test that hangs ends its worker after five minutes, with the stacks of all threads, and the others go on.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --timeout 300 --timeout-method thread

@@ -206,25 +206,25 @@ def draw(results: dict[tuple[Cell, int], dict[str, Any]], path: Path) -> None:
             own.axhline(target, color="grey", linestyle=":")
             own.set_xlabel("age of the answers, steps")
         else:
-            own.set_title(f"KL held at {target:g}")
+            own.set_title(f"target of the KL: {target:g}")
     axes[0, -1].legend(title="correction", fontsize="small")
     figure.savefig(path, dpi=110)
 
 
-def main(jobs: int, results: Path, seeds: range = SEEDS) -> None:
+def main(jobs: int, results: Path, seeds: range = SEEDS, scale: Scale = SCALE) -> None:
     """Run what is missing in ``jobs`` processes, print the table, and draw the picture."""
-    done = read(results)
+    done = read(results, scale)
     todo = [(cell, seed) for seed in seeds for cell in CELLS if (cell, seed) not in done]
     print(f"{len(todo)} of {len(CELLS) * len(seeds)} runs are missing in {results}", flush=True)
     with ProcessPoolExecutor(max(jobs, 1), mp_context=get_context("spawn")) as pool:
-        run_all = partial(pool.map if jobs else map, run)
+        run_all = partial(pool.map if jobs else map, partial(run, scale=scale))
         for result in run_all(*zip(*todo, strict=True)) if todo else ():
             with results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(result) + "\n")
             figures = f"right {result['right']:.1%}, KL {result['true_kl']:.2f}"
             print(f"{result['cell']} seed {result['seed']}: {figures}", flush=True)
-    print(table(read(results)))
-    draw(read(results), results.with_name("staleness.png"))
+    print(table(read(results, scale)))
+    draw(read(results, scale), results.with_name("staleness.png"))
 
 
 if __name__ == "__main__":

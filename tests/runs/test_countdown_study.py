@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("rich")
 
 import countdown_study as study
+import staleness_study as stale
 from cli_files import read_jsonl
 from countdown.model import build_model, build_tokenizer, render_prompt
 from countdown.task import Problem, all_problems
@@ -104,3 +105,30 @@ def test_the_true_kl_against_an_exact_sum_and_an_independent_estimate():
     error = float(estimates.std()) / 20
     assert 3 * error < kl
     assert abs(kl - float(estimates.mean())) < 5 * error
+
+
+# ------------------------------------------------------------------ stale answers
+
+
+def test_the_study_of_stale_answers_resumes_and_draws(tmp_path, monkeypatch, capsys):
+    cells = [stale.Cell(0, "none", 0.5), stale.Cell(2, "exact old", 0.5), stale.Cell(2, "decoupled", 0.5)]
+    monkeypatch.setattr(stale, "CELLS", cells)
+    monkeypatch.setattr(stale, "SCALE", QUICK)
+    monkeypatch.setattr(stale, "gettempdir", lambda: tmp_path)
+    path = tmp_path / "results.jsonl"
+    stale.main(0, path, range(30, 31), QUICK)
+    rows = read_jsonl(path)
+    assert [stale.Cell(**row["cell"]) for row in rows] == cells
+    assert rows[0]["staleness"] == 0 < min(row["staleness"] for row in rows[1:])
+    assert (tmp_path / "staleness.png").stat().st_size > 10_000
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    stale.main(0, path, range(30, 31), QUICK)
+    assert read_jsonl(path) == rows
+    assert "1 of 3 runs are missing" in capsys.readouterr().out
+
+
+def test_the_page_of_stale_answers_has_the_figures_of_the_results():
+    page = (PROJECT / "benchmarks" / "STALENESS.md").read_text(encoding="utf-8")
+    results = stale.read(PROJECT / "benchmarks" / "staleness_study.jsonl")
+    assert {cell for cell, _ in results} == set(stale.CELLS)
+    assert stale.table(results) in page

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -24,7 +25,6 @@ from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl.diagnostics._columns import Reading, TokenColumns, check_reading, read_columns
 from torchrl_llm_kl.diagnostics._measures import Table
 from torchrl_llm_kl.diagnostics._rescored import (
-    LARGEST_COPY,
     Rescorer,
     Top,
     other_beginnings,
@@ -32,12 +32,11 @@ from torchrl_llm_kl.diagnostics._rescored import (
     renderers,
 )
 from torchrl_llm_kl.masks import Tokenizer
-from torchrl_llm_kl.ragged import has_entry
-from torchrl_llm_kl.rollouts import per_token, read_routing
+from torchrl_llm_kl.rollouts import find_key, per_token, read_routing
 from torchrl_llm_kl.scoring import LogProbScorer, ModelOrScorer, Sampling, ScoreRequest, WeightHistory, as_sampling
 
-#: The precision of an engine's weights. ``float8`` (e4m3) and ``int8`` have one scale for each output of a linear layer.
-Precision = Literal["bfloat16", "float16", "float8", "int8"]
+#: The precision of an engine. ``float8`` (e4m3) and ``int8`` are weights with one scale for each output of a matrix.
+Precision = Literal["float32", "bfloat16", "float16", "float8", "int8"]
 #: A cause and its value.
 Setup = Mapping[str, Any]
 #: The share of the KL that is left by which another cause must lower it, and the largest number of causes.
@@ -45,23 +44,28 @@ LOWERS, MOST_CAUSES = 0.2, 6
 #: The multiple of the policy's own noise (as a KL) below which nothing is attributed.
 NOISES = 4.0
 _SCALES = {"float8": 448.0, "int8": 127.0}  # the largest number of each type
+_KEPT = re.compile(r"(^|\.)(gate|router|lora_\w+)(\.|$)")
 
 
 def lowered(model: nn.Module, precision: Precision) -> nn.Module:
-    """A copy of a model whose weights have a low precision. With ``float8`` and ``int8`` it computes in the model's own dtype.
+    """A copy of a model in a precision. With ``float8`` and ``int8`` it computes in the model's own dtype.
 
-    Embeddings and the head keep their precision then, as engines keep them.
+    Embeddings, the head, routers and LoRA's matrices keep their precision then, as engines keep them.
     """
     twin = copy.deepcopy(model).requires_grad_(False)
     if precision not in _SCALES:
         return twin.to(getattr(torch, precision))
     head = getattr(twin, "get_output_embeddings", lambda: None)()
-    for layer in twin.modules():
-        if isinstance(layer, nn.Linear) and layer is not head:
-            scale = layer.weight.abs().amax(-1, keepdim=True).clamp(min=1e-12) / _SCALES[precision]
-            scaled = layer.weight / scale
-            rounded = scaled.to(torch.float8_e4m3fn).to(scaled.dtype) if precision == "float8" else scaled.round()
-            layer.weight.data = rounded * scale
+    kept = [head, *(layer for layer in twin.modules() if isinstance(layer, nn.Embedding))]
+    others = {id(layer.weight) for layer in kept if layer is not None}
+    for name, layer in twin.named_modules():
+        outputs = 0 if type(layer).__name__ == "Conv1D" else -1  # GPT-2 stores its matrices transposed
+        for weight in layer.parameters(recurse=False):
+            if weight.ndim > 1 and id(weight) not in others and not _KEPT.search(name):
+                scale = weight.abs().amax(outputs, keepdim=True).clamp(min=1e-12) / _SCALES[precision]
+                scaled = weight / scale
+                rounded = scaled.to(torch.float8_e4m3fn).to(scaled.dtype) if precision == "float8" else scaled.round()
+                weight.data = rounded * scale
     return twin
 
 
@@ -154,8 +158,9 @@ def attribute_mismatch(
     )
     tokens, mask, picked = columns.tokens, columns.mask, rescorer.picked
     versions = routing = None
-    if history is not None and has_entry(batch, "policy_version"):
-        versions = per_token(batch, "policy_version", tokens, None)[mask][picked].long()
+    place = find_key(batch, "policy_version")
+    if history is not None and place is not None:
+        versions = per_token(batch, place, tokens, None)[mask][picked].long().clamp(min=-1)
     experts = read_routing(batch, "routed_experts", tokens, mask)
     if experts is not None:
         rows = tokens.like(experts).to_list()
@@ -202,8 +207,12 @@ class _Search:
     ) -> None:
         self.rescorer, self.recorded, self.known = rescorer, recorded, recorded.isfinite()
         self.history, self.versions, self.routing, self.forwards = history, versions, routing, 0
+        if history is not None and versions is not None:
+            # Tokens of versions that are not held cannot be scored again.
+            self.known &= torch.isin(versions, torch.tensor([-1, *history.versions]))
         self.prompts = {} if routing is not None else self._prompts(tokenizer)
-        self._models: dict[tuple[object, object], LogProbScorer] = {}
+        self._plain = rescorer.scorer()
+        self._copy: tuple[object, LogProbScorer | None] = (None, None)  # the last one: several would fill the memory
         self._log_probs: dict[frozenset[tuple[str, object]], Tensor] = {}
 
     # ------------------------------------------------------------------ predictions
@@ -216,10 +225,10 @@ class _Search:
         routing = self.routing if "routing" in setup else None
         # Every version scores all rows, so that tokens of one row may have several versions.
         request = ScoreRequest.of(rows, masks, routing=routing)
-        known = [None] if "version" not in setup else self.versions.unique().tolist()  # type: ignore[union-attr]
+        known = [None] if "version" not in setup else self.versions[self.known].unique().tolist()  # type: ignore[index]
         out: dict[str, Tensor] = {}
         for version in known:
-            with nullcontext() if version is None else self.history.installed(version), warnings.catch_warnings():  # type: ignore[union-attr]
+            with nullcontext() if version in (None, -1) else self.history.installed(version), warnings.catch_warnings():  # type: ignore[union-attr]
                 warnings.simplefilter("ignore")  # tokens outside a truncation that is only tried
                 scorer = self._scorer(setup.get("dtype"), version)
                 scores = scorer.evaluate(request, sampling=self._sampling(setup), **wanted)
@@ -235,16 +244,17 @@ class _Search:
 
     def _scorer(self, precision: Precision | None, version: int | None) -> LogProbScorer:
         """The scorer of a precision. A copy holds the weights of one version, the model itself any."""
-        # A copy takes seconds for a large model, and each is scored many times.
-        key = (precision, version if precision else None)
-        if key not in self._models:
-            model, changes = self.rescorer.policy, {"adapters": self.rescorer.adapters}
-            if precision and sum(x.numel() for x in self.rescorer.model.parameters()) * 2 > LARGEST_COPY:
-                changes["dtype"] = getattr(torch, precision)
-            elif precision:
-                model = lowered(self.rescorer.model, precision)
-            self._models[key] = LogProbScorer(model, **changes)  # type: ignore[arg-type]
-        return self._models[key]
+        if precision is None:
+            return self._plain
+        if self._copy[0] != (precision, version):
+            rescorer = self.rescorer
+            if rescorer.copies:
+                made = LogProbScorer(lowered(rescorer.model, precision), adapters=rescorer.adapters)
+            else:
+                made = rescorer.scorer(dtype=getattr(torch, precision))
+            self._copy = ((precision, version), made)
+        assert self._copy[1] is not None
+        return self._copy[1]
 
     def _sampling(self, setup: Setup) -> Sampling:
         own = self.rescorer.sampling
@@ -266,6 +276,12 @@ class _Search:
         return float((d.expm1() - d).mean()) if d.numel() else 0.0
 
     # ------------------------------------------------------------------ values of the causes
+
+    @property
+    def precisions(self) -> list[Precision]:
+        """The precisions that can be scored, except the policy's own."""
+        usable: tuple[Precision, ...] = get_args(Precision) if self.rescorer.copies else ("bfloat16", "float16")
+        return [name for name in usable if getattr(torch, name, None) != self.rescorer.dtype]
 
     def _prompts(self, tokenizer: Tokenizer | None) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
         """Other rows and masks by the name of the rendering, if every row is one answer to one prompt."""
@@ -299,7 +315,7 @@ class _Search:
         elif cause == "prompt":
             yield from self.prompts
         elif cause == "dtype":
-            yield from get_args(Precision)
+            yield from self.precisions
         elif cause == "temperature":
             yield self._temperature(others)
         elif cause == "truncation" and not self.rescorer.sampling.truncates:
@@ -436,10 +452,10 @@ def predict_mismatch(
         >>> predict_mismatch(batch, policy, "float8").correction  # doctest: +SKIP
         'ImportanceWeights(high=1.4)'
     """
-    check_choice(get_args(Precision), precision=precision)
     check_range(above=0.0, tolerance=tolerance)
     columns, scored = _columns_of_batch(batch, policy, {**reading, "policy": None})
     search = _Search(Rescorer(policy, columns, Table.of(columns), scored), torch.zeros(0), None, None, None, None)
+    check_choice(search.precisions, precision=precision)  # fewer for a model that is too large for a copy
     search.recorded = search.log_prob({"dtype": precision})
     search.known = search.recorded.isfinite()
     weights = (search.log_prob({}) - search.recorded).exp()
@@ -455,4 +471,6 @@ def _smallest_limit(weights: Tensor, tolerance: float) -> float:
     # With c at the n-th largest weight, the mean is (the sum of the n largest - n c) / N, which grows with n.
     excess = (ordered.cumsum(0) - number * ordered) / len(ordered)
     n = int((excess <= tolerance).sum())
-    return float((ordered[:n].sum() - tolerance * len(ordered)) / n)
+    return max(
+        1.0, float((ordered[:n].sum() - tolerance * len(ordered)) / n)
+    )  # below 1 it would truncate equal weights

@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from torchrl_llm_kl.diagnostics._catalog import read_texts
@@ -27,7 +27,7 @@ _TOKENS = torch.cartesian_prod(torch.arange(3), torch.arange(3))
 _PREFIX = torch.stack([torch.zeros(9, dtype=torch.long), 1 + _TOKENS[:, 0]], -1)
 #: Distances of the reference and of the sampler. Close to the policy no clamp is active: log-ratios to the reference are
 #: within 2.4, and ratios to the sampler within 0.85 and 1.17.
-_DISTANCES = {"on-policy": (0.6, 0.0), "off-policy": (0.6, 0.08), "far": (8.0, 0.0)}.values()
+_DISTANCES = {"on-policy": (0.6, 0.0), "off-policy": (0.6, 0.08), "far": (40.0, 0.0)}.values()
 #: Divergences whose value needs their gradient, in both directions of the KL. The value of ``k2`` is not among them, since its
 #: gradient is meant to be another one. On-policy the KL of whole sequences has the value of the reverse KL.
 _DIVERGENCES = {name: name for name in ("reverse KL", "forward KL", "Jensen-Shannon", "chi2")} | {
@@ -132,17 +132,25 @@ class _Loss:
 
     def __init__(self, loss: Callable[..., Any] | str) -> None:
         self.function: Callable[..., Any] = get_objective(loss) if isinstance(loss, str) else loss
-        parameters = inspect.signature(self.function).parameters
+        read = self.function.forward if isinstance(self.function, nn.Module) else self.function
+        parameters = inspect.signature(read).parameters
         self.of_record = "log_prob" not in parameters
         self.names = _INPUTS if self.of_record else tuple(name for name in _INPUTS if name in parameters)
         if self.of_record and sum(x.default is x.empty for x in parameters.values()) != 1:
             raise TypeError(f"the loss takes {', '.join(parameters)}: expected some of {', '.join(_INPUTS)}.")
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:
-        given = {name: batch[name] for name in self.names}
+        given = {name: batch[name].clone() for name in self.names}  # the loss may change them in place
         if not self.of_record:
-            out: Tensor = self.function(**given)
-            return _expectation(out, batch["mask"]) if out.ndim > 1 else out
+            out: Any = self.function(**given)
+            if not isinstance(out, Tensor):
+                kind = type(out).__name__
+                raise TypeError(
+                    f"{name_of(self.function)} returned a {kind}: return a tensor, 0-dim or one value per token."
+                )
+            out = out.reshape(()) if out.shape == (1,) != batch["mask"].shape[:1] else out
+            value: Tensor = _expectation(out, batch["mask"]) if out.ndim > 1 else out
+            return value
         terms = cast("Terms", self.function(LossInputs(**given, sampler_log_prob=batch["old_log_prob"])))
         return torch.stack([term.weight * _expectation(term.value, term.mask) for term in terms]).sum(0)
 
@@ -248,9 +256,9 @@ def _of_gradient(value: Fit, gradient: Fit, far: Fit) -> Iterator[str]:
 _LENGTHS = torch.tensor([1, 2, 4, 3])
 
 
-def _enumerated(filler: float = 0.0, padding: int = 0) -> dict[str, Tensor]:
-    """Four sequences of one to four tokens, with ``filler`` at masked-out tokens."""
-    mask = torch.arange(4 + padding) < _LENGTHS[:, None]
+def _enumerated(filler: float = 0.0, padding: int = 0, lengths: Tensor = _LENGTHS) -> dict[str, Tensor]:
+    """Four sequences of up to four tokens, with ``filler`` at masked-out tokens."""
+    mask = torch.arange(4 + padding) < lengths[:, None]
     one, *others = torch.rand(6, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values = (-one - 0.1, -one - others[0], -one - 0.1 * others[1], others[2][:, :1].expand(-1, 4) - 0.5, *others[3:])
     # Slightly different for each input, or log-ratios of masked-out tokens would be 0.
@@ -284,18 +292,20 @@ def _of_masks(loss: _Loss) -> Iterator[str]:
 
 def _sums_of_parts(loss: _Loss) -> tuple[str, Iterable[str]]:
     """The aggregation over tokens, and names of faults of a split into micro-batches."""
-    batch = _enumerated()
+    # Without a mask, padding would count as tokens.
+    lengths = _LENGTHS if "mask" in loss.names else torch.full((4,), 4)
+    batch = _enumerated(lengths=lengths)
 
     def part(start: int, stop: int) -> Tensor:
         # Each micro-batch is padded to its own longest sequence.
-        longest = int(_LENGTHS[start:stop].max())
+        longest = int(lengths[start:stop].max())
         return loss({name: x[start:stop, :longest] for name, x in batch.items()}).detach()
 
     whole, rows = part(0, 4), [part(i, i + 1) for i in range(4)]
     digits = _tolerance(whole)
     if whole.ndim:
         return "none", () if _close(torch.cat(rows), whole, digits) else ("split_changes",)
-    each, lengths, halves = torch.stack(rows), _LENGTHS, torch.stack([part(0, 2), part(2, 4)])
+    each, halves = torch.cat([row.reshape(1) for row in rows]), torch.stack([part(0, 2), part(2, 4)])
     twice = loss({name: torch.cat([x[3:, :3]] * 2, -1) for name, x in batch.items()}).detach()
     known = {
         "token-mean": (each * lengths).sum() / lengths.sum(),
@@ -306,5 +316,5 @@ def _sums_of_parts(loss: _Loss) -> tuple[str, Iterable[str]]:
     aggregation = next((name for name, value in known.items() if _close(value, whole, digits)), "other")
     if not _close(halves.mean(), whole, digits):
         return aggregation, () if aggregation == "sum" else ("split_changes",)
-    of_tokens = _close((each * lengths)[:2].sum() / 3, halves[0], digits)
+    of_tokens = _close((each * lengths)[:2].sum() / lengths[:2].sum(), halves[0], digits)
     return aggregation, ("mean_of_means",) if of_tokens and aggregation == "other" else ()

@@ -221,12 +221,17 @@ def diagnose(
     findings, tokens = tuple(find_causes(case)), tuple(worst_tokens(columns))
     forwards = 0 if rescorer is None else rescorer.forwards
     compared = table.recorded is not None and table.trainer is not None
-    shares = None
-    if attribute and compared and rescorer is not None and not isinstance(batch, TokenColumns):
+    shares, unchecked = None, list(left_out(case))
+    if attribute and (not compared or rescorer is None or isinstance(batch, TokenColumns)):
+        unchecked.append(
+            "shares of the causes: pass policy=, in this process, and a batch with the sampler's log-probs."
+        )
+    elif attribute:
         history = None if isinstance(attribute, bool) else attribute
         assert policy is not None
+        assert not isinstance(batch, TokenColumns)
         shares = attribute_mismatch(batch, policy, history=history, tokenizer=tokenizer, **reading)
-    return Diagnosis(measures, findings, tokens, forwards, tuple(left_out(case)), compared, shares)
+    return Diagnosis(measures, findings, tokens, forwards, tuple(unchecked), compared, shares)
 
 
 def _columns_of(batch: TensorDictBase, reading: Reading) -> TokenColumns:

@@ -100,9 +100,15 @@ class Rescorer:
 
     @cached_property
     def _scorer(self) -> LogProbScorer:
-        return self._make()
+        return self.scorer()
 
-    def _make(self, **settings: Any) -> LogProbScorer:
+    @property
+    def copies(self) -> bool:
+        """Whether the policy is small enough for a temporary copy."""
+        return sum(weight.numel() for weight in self.model.parameters()) * 2 <= LARGEST_COPY
+
+    def scorer(self, **settings: Any) -> LogProbScorer:
+        """A scorer of the policy with these settings."""
         return LogProbScorer(self.policy, **{"adapters": self.adapters, **settings})
 
     def _run(self, scorer: LogProbScorer, **wanted: Any) -> Scores:
@@ -128,7 +134,7 @@ class Rescorer:
     @cached_property
     def noise(self) -> float:
         """The policy's own noise in nats: the largest root mean square of differences between three ways of packing."""
-        scorers = (self._scorer, self._make(tokens_per_batch=64), self._make(share_prefixes=False))
+        scorers = (self._scorer, self.scorer(tokens_per_batch=64), self.scorer(share_prefixes=False))
         scores = [self._run(scorer, temperature=self.sampling.temperature) for scorer in scorers]
         log_probs = [self._flat(each.log_prob) for each in scores]
         return max(float((a - b).square().mean().sqrt()) for a, b in combinations(log_probs, 2))
@@ -152,7 +158,7 @@ class Rescorer:
         if self.adapters is not True:
             return None
         try:
-            scorer = self._make(adapters=False, sampling=self.sampling)
+            scorer = self.scorer(adapters=False, sampling=self.sampling)
         except ValueError:  # the model has no adapters, or they are merged
             return None
         return self._flat(self._run(scorer).log_prob)
@@ -169,8 +175,8 @@ class Rescorer:
         """
         if self.narrow:
             return None
-        if sum(weight.numel() for weight in self.model.parameters()) * 2 > LARGEST_COPY:
-            scorer = self._make(dtype=torch.bfloat16, sampling=self.sampling)
+        if not self.copies:
+            scorer = self.scorer(dtype=torch.bfloat16, sampling=self.sampling)
         else:
             rounded = copy.deepcopy(self.model).to(torch.bfloat16)
             scorer = LogProbScorer(rounded, adapters=self.adapters, sampling=self.sampling)
@@ -263,7 +269,7 @@ class Rescorer:
         shifted = [(name, render, answers[:MOST_PROMPTS]) for name, render in other_beginnings(bos)]
         rendered = [(name, render, parsed) for name, render in renderers(tokenizer, bos)] if parsed else []
         seen = {tuple(tuple(prompt) for _, prompt, _, _ in rows) for rows in (answers[:MOST_PROMPTS], parsed)}
-        scorer = self._make(sampling=self.sampling)
+        scorer = self.scorer(sampling=self.sampling)
         for name, render, chosen in [*shifted, *rendered]:
             try:
                 prompts = [render(prompt, messages) for _, prompt, _, messages in chosen]

@@ -58,6 +58,9 @@ def improvement_bound(max_token_kl: Tensor, sequence_kl: Tensor, max_len: float 
 @torch.no_grad()
 def step_metrics(kl: Tensor, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """The largest KL to the sampler of the next token, and the :func:`improvement_bound` that sampled prefixes estimate."""
+    if not mask.numel():
+        return dict.fromkeys(("kl_to_sampler_max", "improvement_bound_sampled"), kl.new_zeros(()))
+    kl = kl.clamp(min=0)  # rounding can make the KL of equal policies negative
     largest, rows = torch.where(mask, kl, 0).max(), mask.any(-1).sum().clamp(min=1)
     # The sampler reached the prefixes. The chain rule of the KL from policy to sampler has prefixes of the policy.
     weight = bounded_exp(prefix_sum(log_ratio, mask) - torch.where(mask, log_ratio, 0))

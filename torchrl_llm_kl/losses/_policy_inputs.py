@@ -162,8 +162,10 @@ class EntryReader:
 
     def _places(self, td: TensorDictBase, without: str | None) -> tuple[dict[str, NestedKey], set[str]]:
         """Input -> the entry that holds it, and the required inputs. Raises a KeyError if a required entry is missing."""
-        # Corrections and metrics leave out experts and group by age, so these are read even if no part needs them.
-        possible = self.asked.union(_LOG_PROBS, ["expert_mask", "age"]) - {without}
+        # Corrections and metrics leave out experts, so this mask is read even if no part needs it.
+        possible = self.asked.union(_LOG_PROBS, ["expert_mask"]) - {without}
+        if find_log_probs(td, self.keys["behavior_log_prob"]) is not None:
+            possible |= {"age"}  # metrics of older weights are grouped by it
         ordered = [name for name in KEYS if name in possible]
         places: dict[str, NestedKey] = {}
         for name in ordered:

@@ -216,6 +216,10 @@ class PolicyLoss(TokenLoss):
             prefix = part.name.removesuffix("_bonus")
             exposed |= {f"{prefix}_{name}": (part, name) for name in part.stored}
         self._scorers.check_needs(self.actor_network, self._needs)
+        if {"kl_to_ref", "kl_to_sampler"} <= {part.name for part in parts if "kl" in part.needs}:
+            raise ValueError(
+                "two exact KLs need two other models, and reference= is one: choose another estimator for one."
+            )
         if reference is not None and self._needs.isdisjoint(("ref_log_prob", "kl", "teacher_divergence")):
             raise ValueError("reference has no effect: no part of the loss compares with it. Leave reference out.")
         # The aggregation of a term is known only from a run of the formula.

@@ -32,6 +32,7 @@ from torchrl_llm_kl.ragged import (
     Ragged,
     Rows,
     node_of,
+    read_column,
     segment_sum,
     unbind_rows,
     write_ragged,
@@ -57,7 +58,7 @@ def drop_stale(
 
     Args:
         batch: rows with the version of the policy that sampled them, integers ``[*B]`` or ``[*B, 1]`` for rows, or ``[*B, T]``
-            for tokens, dense.
+            for tokens, dense. Negative versions stand for the present one.
         version: the present version, in optimizer steps like the others.
 
     Keyword Args:
@@ -71,6 +72,7 @@ def drop_stale(
 
     Raises:
         KeyError: if the versions are missing.
+        TypeError: if they are no dense integers.
         ValueError: if a version is later than the present one.
 
     Example:
@@ -83,7 +85,11 @@ def drop_stale(
     place = find_key(batch, key)
     if place is None:
         require_key(batch, key, "drop_stale", "Collect with track_policy_version=True, or pass key=.")
-    age = version - batch.get(place).long()
+    versions = read_column(batch, place)
+    if not isinstance(versions, Tensor) or versions.is_nested or versions.is_floating_point():
+        kind = versions.dtype if isinstance(versions, Tensor) else type(versions).__name__
+        raise EntryTypeError(f"{key!r} must hold dense integers, such as the number of optimizer steps, found {kind}.")
+    age = torch.where(versions < 0, 0, version - versions.long())
     if bool((age < 0).any()):
         raise ValueError(f"{key!r} has version {version - int(age.min())}, later than the present one, {version}.")
     out = batch.copy().set("age", age)

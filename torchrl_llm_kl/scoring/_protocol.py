@@ -59,7 +59,9 @@ class Scorer(ABC):
     path: str | None
     offers: frozenset[str] = FEATURES - {"versions"}
     place: str = "this scorer"
-    instead: str = "score the transformers model in this process, with a LogProbScorer"
+    instead: str = (
+        "score the transformers model in this process, with a LogProbScorer, or a VersionedScorer for versions"
+    )
 
     @property
     def options(self) -> ScoreOptions:

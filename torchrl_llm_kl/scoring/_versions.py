@@ -96,11 +96,17 @@ class WeightHistory:
         return changes + sum(x.numel() * x.itemsize for x in self._newest.values())
 
     def _tensors(self) -> dict[str, Tensor]:
-        """The recorded tensors of the model by one name each."""
+        """The recorded tensors of the model by one name each. Those of the first version are recorded ever after."""
         named = self.model.state_dict(keep_vars=True).items()
-        every = {id(x): (name, x) for name, x in named if isinstance(x, Tensor)}  # tied weights have several names
-        trained = {} if self.frozen else {name: x for name, x in every.values() if x.requires_grad}
-        return trained or dict(every.values())
+        every = dict({id(x): (name, x) for name, x in named if isinstance(x, Tensor)}.values())  # tied: several names
+        trained = {} if self.frozen else {name: x for name, x in every.items() if x.requires_grad}
+        if not self._newest:
+            return trained or every
+        if new := trained.keys() - self._newest.keys():
+            raise ValueError(
+                f"{min(new)} is trained now, and was not at the first version: use WeightHistory(model, frozen=True)."
+            )
+        return {name: every[name] for name in self._newest}
 
     @torch.no_grad()
     def record(self, version: int) -> None:
@@ -111,8 +117,8 @@ class WeightHistory:
         """
         if self._last is not None and version <= self._last:
             raise ValueError(f"version {version} comes after version {self._last}: versions must increase.")
-        tensors = self._tensors()
         with locked(self.model):
+            tensors = self._tensors()
             if self._last is not None:
                 changes = self._before[self._last] = {}
                 for name, old in self._newest.items():
@@ -147,9 +153,12 @@ class WeightHistory:
 
     @contextmanager
     def installed(self, version: int) -> Iterator[None]:
-        """Give the model the weights of a version inside the context. No other thread may use the model meanwhile."""
-        weights, tensors = self.at(version), self._tensors()
+        """Give the model the weights of a version inside the context, which must not change them.
+
+        No other thread may use the model meanwhile.
+        """
         with locked(self.model):
+            weights, tensors = self.at(version), self._tensors()
             current = {name: tensors[name].data for name in weights}
             try:
                 for name, value in weights.items():
@@ -243,7 +252,15 @@ class VersionedScorer(LogProbScorer):
         self.history.record(version)
 
     def make_scorer(self, *, options: ScoreOptions) -> VersionedScorer:
-        """A scorer with the same versions and other options."""
+        """A scorer with the same versions, for a transform or a loss with these options.
+
+        Raises:
+            ValueError: if this scorer has other options, which would be lost.
+        """
+        if self.options not in (ScoreOptions(), options):
+            raise ValueError(
+                "this VersionedScorer has options of its own: set them on the transform instead (options=)."
+            )
         settings = {name: getattr(self, name) for name in ("tokens_per_batch", "head_chunk", "share_prefixes", "probe")}
         return VersionedScorer(self.model, options, history=self.history, **settings)
 

@@ -218,8 +218,6 @@ class Run:
         """Sample answers, learn from them, and adapt the coefficient. Returns the figures of the step."""
         algorithm, plan = self.config.algorithm, self.inputs.plan
         batch = self.sample()
-        if has_entry(batch, "policy_version"):
-            batch = drop_stale(batch, self.step, max_age=algorithm.max_staleness)
         ages = age_figures(batch, algorithm.max_staleness)
         with _steps.apart(self.step):  # so that the frequency of the doctor does not affect the training
             # Older weights differ by design, and the doctor would name a cause for it.
@@ -309,6 +307,8 @@ class Run:
         """Sample and score the answers of a step, and compute their advantages."""
         with nullcontext() if self.config.algorithm.max_staleness else whole(self.sampler):
             batch = self.answers.take()
+        if has_entry(batch, "policy_version"):
+            batch = drop_stale(batch, self.step, max_age=self.config.algorithm.max_staleness)
         self._turns = turn_figures(sum(self.ranks.gather(turn_counts(batch)), Counter[str]()))
         batch = self.parts.prepare(self.score(batch))
         # Scores are kept, and advantages are computed from the answers of all ranks.
@@ -316,6 +316,9 @@ class Run:
 
     def score(self, batch: TensorDictBase) -> TensorDictBase:
         """Score sampled answers with the policy, the reference and the weights that sampled. Charge the KL if asked to."""
+        if self.behavior is not None:  # weights that are too old are not held, and their rows are left out of the loss
+            old = batch["age"] > self.config.algorithm.max_staleness
+            batch["policy_version"] = batch["policy_version"].masked_fill(old, -1)
         for scores in (self.kl, self.behavior):
             if scores is not None:
                 _steps.forget_scores(scores)

@@ -11,7 +11,7 @@ from torch import nn
 
 from seeded_mismatch import ANSWER, PROMPT, ROWS, Seeded, check_shares, distribution
 from torchrl_llm_kl import LogProbScorer, tiny_chat_model
-from torchrl_llm_kl.diagnostics import attribute_mismatch, diagnose, predict_mismatch
+from torchrl_llm_kl.diagnostics import _rescored, attribute_mismatch, diagnose, predict_mismatch
 from torchrl_llm_kl.diagnostics._attribution import lowered
 from torchrl_llm_kl.scoring import ScoreRequest
 from toy_models import tiny_model
@@ -139,3 +139,50 @@ def test_other_precisions_are_refused() -> None:
     seeded = Seeded(())
     with pytest.raises(ValueError, match="precision"):
         predict_mismatch(seeded.batch, seeded.model, "int4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "gpt_oss"])
+def test_every_matrix_of_the_layers_is_rounded(family: str) -> None:
+    """GPT-2 has transposed matrices, and a mixture keeps all experts in one tensor. Routers and embeddings stay."""
+    model = tiny_model(family)
+    before = dict(model.named_parameters())
+    changed = {name: not torch.equal(x, before[name]) for name, x in lowered(model, "int8").named_parameters()}
+    kept = ("wte", "wpe", "embed", "lm_head", "gate.weight", "router")
+    for name, value in before.items():
+        expected = value.ndim > 1 and not any(part in name for part in kept) and "sinks" not in name
+        assert changed[name] == expected, name
+
+
+def test_a_model_that_is_too_large_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_rescored, "LARGEST_COPY", 0)
+    seeded = Seeded(("temperature", "dtype"))
+    found = attribute_mismatch(seeded.batch, seeded.model)
+    assert found.setup["temperature"] == pytest.approx(0.8, abs=2e-3)
+    with pytest.raises(ValueError, match="precision"):
+        predict_mismatch(seeded.batch, seeded.model, "float8")
+    assert predict_mismatch(seeded.batch, seeded.model, "bfloat16").k3 > 0
+
+
+def test_a_trainer_that_rounds_beside_a_precise_sampler() -> None:
+    seeded = Seeded(())
+    found = attribute_mismatch(seeded.batch, copy.deepcopy(seeded.model).bfloat16())
+    assert found.setup == {"dtype": "float32"}
+    assert found.left_over < 0.5 * found.kl  # the weights themselves stay rounded
+
+
+def test_versions_at_another_place_and_some_that_are_lost() -> None:
+    seeded = Seeded(("version",))
+    versions = seeded.batch.pop("policy_version")
+    versions[0], versions[1] = -7, 5  # of the present weights, and of weights that are not held
+    seeded.batch["next", "policy_version"] = versions
+    recorded = seeded.batch["next", "sampler_log_probs", "full"]
+    recorded[0, PROMPT:] = seeded.log_prob(())[0]
+    found = attribute_mismatch(seeded.batch, seeded.model, history=seeded.history)
+    assert found.setup == {"version": True}
+    assert found.left_over < 1e-9
+    assert found.tokens == (ROWS - 1) * ANSWER
+
+
+def test_shares_that_cannot_be_computed_are_named() -> None:
+    diagnosis = diagnose(Seeded(()).batch, attribute=True)
+    assert any(each.startswith("shares of the causes: pass policy=") for each in diagnosis.left_out)

@@ -276,3 +276,34 @@ def test_the_report_as_text_and_as_json() -> None:
     assert lines[-1].startswith("wrong_gradient: the value estimates the reverse KL")
     assert str(check_loss(k2)).endswith("sum over tokens: none\nno fault")
     assert json.loads(json.dumps(vars(report)))["fits"]["value, off-policy"] is None
+
+
+def test_a_wide_clamp_is_found_far_from_the_reference() -> None:
+    def clamped(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> Tensor:
+        return torch.where(mask, (log_prob - ref_log_prob).clamp(-20, 20).square() / 2, 0)
+
+    assert set(check_loss(clamped).findings) == {"clamped"}
+
+
+def test_a_loss_may_change_its_inputs_and_take_no_mask() -> None:
+    def in_place(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+        old_log_prob.sub_(log_prob.detach())
+        log_prob[~mask] = 0
+        advantage.mul_(1.0)
+        return -torch.where(mask, (log_prob - log_prob.detach() - old_log_prob).exp() * advantage, 0)
+
+    assert check_loss(in_place).findings == {}
+    plain = check_loss(lambda log_prob, advantage: -(log_prob * advantage).mean())
+    assert (plain.aggregation, plain.findings) == ("token-mean", {})
+    one = check_loss(lambda log_prob, advantage: -(log_prob * advantage).mean().reshape(1))
+    assert (one.aggregation, one.findings) == ("token-mean", {})
+
+
+def test_modules_and_other_results() -> None:
+    class Loss(torch.nn.Module):
+        def forward(self, log_prob: Tensor, advantage: Tensor) -> Tensor:
+            return -log_prob * advantage
+
+    assert check_loss(Loss()).fits["gradient"] == {"-advantage": 1.0}
+    with pytest.raises(TypeError, match="returned a tuple: return a tensor"):
+        check_loss(lambda log_prob: (log_prob, {}))

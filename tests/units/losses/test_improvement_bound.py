@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from torchrl_llm_kl.losses import KLToSampler, LossInputs, improvement_bound
+from torchrl_llm_kl.losses._metrics import step_metrics
 
 
 def outcomes(distance: float, seeds: int) -> Iterator[tuple[float, float, float, float]]:
@@ -91,3 +92,13 @@ def test_metrics_of_the_exact_kl_to_the_sampler_by_hand() -> None:
     assert float(term.metrics["improvement_bound_sampled"]) == pytest.approx(expected)
     (term,) = part(LossInputs(log_prob, mask, old_log_prob=old.nan_to_num(0.0), kl=kl / 1e4, sampler_log_prob=old))
     assert float(term.metrics["kl_to_sampler_max"]) == pytest.approx(3e-6)
+
+
+def test_rounding_and_empty_batches_give_numbers() -> None:
+    """The KL of nearly equal policies may be negative by rounding."""
+    kl = torch.tensor([[1e-6, -3e-6]])
+    metrics = step_metrics(kl, torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
+    assert all(value.isfinite() for value in metrics.values())
+    assert float(metrics["improvement_bound_sampled"]) <= 4 / 3 * 2**1.5 * 1e-6
+    none = step_metrics(kl[:0], kl[:0], kl[:0] > 0)
+    assert [float(value) for value in none.values()] == [0.0, 0.0]

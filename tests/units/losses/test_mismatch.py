@@ -1,5 +1,6 @@
 """A loss whose sampler differs from the trainer or did not score all tokens: corrections, metrics, verl's settings."""
 
+import copy
 import math
 import warnings
 from typing import Any
@@ -344,3 +345,15 @@ def test_decoupled_ppo_clips_to_the_newest_weights_and_weighs_by_both(model: nn.
     weighted["advantage"] = data["advantage"].expand(6, 9) * (data[OLD] - data[BEHAVIOR]).exp()
     # The dual clip depends on the sign of the advantage only, so positive weights pass through the surrogate.
     assert_loss(out.total_loss, PolicyLoss(model)(weighted).total_loss, model)
+
+
+def test_an_unrelated_entry_with_the_name_of_the_age_is_not_read(model: nn.Module) -> None:
+    data = batch()
+    data["age"] = torch.ones(6, 5)
+    assert_loss(PolicyLoss(model)(data).total_loss, PolicyLoss(model)(batch()).total_loss, model)
+
+
+def test_two_exact_kls_would_need_two_references(model: nn.Module) -> None:
+    terms = [losses.KLToReference(0.1, "exact"), KLToSampler(0.1, "exact")]
+    with pytest.raises(ValueError, match="two exact KLs need two other models"):
+        PolicyLoss(model, terms=terms, reference=copy.deepcopy(model))

@@ -255,3 +255,14 @@ def test_versions_that_are_missing_or_in_the_future() -> None:
         drop_stale(TensorDict(policy_version=torch.tensor([4, 7]), batch_size=[2]), 6)
     with pytest.raises(KeyError, match="Collect with track_policy_version=True"):
         drop_stale(TensorDict(batch_size=[2]), 6)
+
+
+def test_negative_versions_are_the_present_one_and_other_types_are_refused() -> None:
+    batch = drop_stale(TensorDict(policy_version=torch.tensor([-1, 4]), batch_size=[2]), 6, max_age=1)
+    assert batch["age"].tolist() == [0, 2]
+    assert batch["loss_mask"].tolist() == [True, False]
+    for versions in (torch.tensor([1.0, torch.nan]), ["a", "b"]):
+        data = TensorDict(batch_size=[2])
+        data["policy_version"] = versions
+        with pytest.raises(TypeError, match="must hold dense integers"):
+            drop_stale(data, 6)

@@ -11,7 +11,14 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveLogProb
-from torchrl_llm_kl.scoring import PolicyVersions, ScoreRequest, VersionedScorer, VersionLostError, WeightHistory
+from torchrl_llm_kl.scoring import (
+    PolicyVersions,
+    ScoreOptions,
+    ScoreRequest,
+    VersionedScorer,
+    VersionLostError,
+    WeightHistory,
+)
 from torchrl_llm_kl.scoring._versions import _Change
 from toy_models import tiny_model
 
@@ -175,7 +182,7 @@ def test_tied_weights_are_stored_once() -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_transform_reads_the_versions_of_rows(nested: bool) -> None:
-    scorer, copies = recorded(keep=4, deterministic=True)
+    scorer, copies = recorded(keep=4)
     rows = [torch.tensor([3, 5, 7, 9]), torch.tensor([3, 5, 8, 4])]
     full = torch.nested.nested_tensor(rows, layout=torch.jagged) if nested else torch.stack(rows)
     prompt = (
@@ -204,3 +211,25 @@ def test_a_transform_reads_the_versions_of_tokens() -> None:
         for at, version in ((2, 1), (3, 3))
     ]
     torch.testing.assert_close(got, torch.stack(want))
+
+
+def test_options_of_a_scorer_are_not_lost_in_a_transform() -> None:
+    scorer = VersionedScorer(tiny_model("llama"), keep=1, temperature=0.5)
+    with pytest.raises(ValueError, match="set them on the transform instead"):
+        scorer.make_scorer(options=ScoreOptions())
+    assert scorer.make_scorer(options=scorer.options).options.temperature == 0.5
+
+
+def test_weights_that_are_frozen_or_trained_later() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    model[0].requires_grad_(False)
+    history = WeightHistory(model, keep=2)
+    history.record(0)
+    first = model[1].weight.detach().clone()
+    model[1].requires_grad_(False)
+    moved(model[1], 0)
+    history.record(1)
+    assert torch.equal(history.at(0)["1.weight"], first)
+    model[0].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"0\.weight is trained now, and was not at the first version"):
+        history.record(2)
