@@ -86,6 +86,9 @@ def drop_stale(
     if place is None:
         require_key(batch, key, "drop_stale", "Collect with track_policy_version=True, or pass key=.")
     versions = read_column(batch, place)
+    # The rows of a lazy stack have one shape here, unless each token has a version.
+    if isinstance(versions, list) and len({getattr(row, "shape", None) for row in versions}) == 1:
+        versions = torch.stack(versions) if isinstance(versions[0], Tensor) else versions
     if not isinstance(versions, Tensor) or versions.is_nested or versions.is_floating_point():
         kind = versions.dtype if isinstance(versions, Tensor) else type(versions).__name__
         raise EntryTypeError(f"{key!r} must hold dense integers, such as the number of optimizer steps, found {kind}.")

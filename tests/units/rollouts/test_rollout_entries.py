@@ -266,3 +266,13 @@ def test_negative_versions_are_the_present_one_and_other_types_are_refused() -> 
         data["policy_version"] = versions
         with pytest.raises(TypeError, match="must hold dense integers"):
             drop_stale(data, 6)
+
+
+def test_ages_of_lazily_stacked_rows() -> None:
+    rows = [TensorDict(policy_version=torch.tensor([v]), x=torch.ones(v), batch_size=[]) for v in (2, 5)]
+    dropped = drop_stale(lazy_stack(rows), 5, max_age=2)
+    assert dropped["age"].tolist() == [[3], [0]]
+    assert dropped["loss_mask"].tolist() == [[False], [True]]
+    ragged = [TensorDict(policy_version=torch.ones(n, dtype=torch.long), batch_size=[]) for n in (2, 3)]
+    with pytest.raises(TypeError, match="must hold dense integers"):
+        drop_stale(lazy_stack(ragged), 5)
