@@ -98,15 +98,16 @@ class ByteTeacher:
 
     Example:
         >>> from tokenizers import Tokenizer, decoders, models
-        >>> from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+        >>> from transformers import PreTrainedTokenizerFast
         >>> def tokenizer(*merges):
         ...     vocabulary = dict(a=0, b=1) | {x + y: 2 + i for i, (x, y) in enumerate(merges)}
         ...     backend = Tokenizer(models.BPE(vocabulary, list(merges)))
         ...     backend.decoder = decoders.ByteLevel()
         ...     return PreTrainedTokenizerFast(tokenizer_object=backend)
-        >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=3, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
-        ...     num_key_value_heads=1, initializer_range=0.0))
-        >>> teacher = ByteTeacher(model, tokenizer(("a", "b")), tokenizer())  # the teacher has a, b and ab, with 1/3 each
+        >>> class Uniform(torch.nn.Module):
+        ...     def forward(self, input_ids):
+        ...         return (torch.zeros(*input_ids.shape, 3),)
+        >>> teacher = ByteTeacher(Uniform(), tokenizer(("a", "b")), tokenizer())  # the teacher has a, b and ab
         >>> teacher.make_scorer().score([[1, 0, 1]]).values.exp()  # a: a or ab. b: ab of both
         tensor([1.0000, 0.6667, 0.5000])
 
@@ -184,9 +185,10 @@ class SumsScorer(LogProbScorer):
         self._run = sets, dict[int, list[float]]()
         return self.run(request, options).log_prob.values, self._run[1]
 
-    def _new_run(self, *args: Any) -> SumsRun:
-        sets, sums = self._run
-        return SumsRun(*args, sets=sets, sums=sums)
+    def _new_run(self, *args: Any) -> ScoringRun:
+        run = SumsRun(*args)
+        run.sets, run.sums = self._run
+        return run
 
 
 # ------------------------------------------------------------------ chunks
