@@ -155,7 +155,7 @@ class TokenBytes:
                 broken = "\udc80" <= piece <= "\udcff"
                 ids += self.ids_of.get(data, [])[:1] if broken else self._tokens(piece, data, exact)
         if exact and (got := self.text(ids)) != text:
-            raise _mismatch(type(self.tokenizer).__name__, text, got)
+            raise _mismatch(text, got)
         return ids
 
     def _tokens(self, piece: str, data: str, exact: bool) -> list[int]:
@@ -186,11 +186,11 @@ def _decoded(text: str) -> str:
     return text.encode("latin-1").decode("utf-8", "surrogateescape")
 
 
-def _mismatch(name: str, text: str, got: str) -> TextMismatchError:
+def _mismatch(text: str, got: str) -> TextMismatchError:
     at = next((i for i, (a, b) in enumerate(zip(text, got, strict=False)) if a != b), min(len(text), len(got)))
     here, there = (ascii(each[max(0, at - 10) : at + 10]) for each in (text, got))
     return TextMismatchError(
-        f"{name} does not keep the text: byte {at} differs, {here} becomes {there}. A tokenizer that normalizes (NFC, lower "
+        f"the tokenizer does not keep the text: byte {at} differs, {here} becomes {there}. A tokenizer that normalizes (NFC, lower "
         "case, white space) or has no token for a character cannot score this text byte by byte: use one that keeps every "
         "byte, or leave this answer out."
     )
