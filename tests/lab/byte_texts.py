@@ -10,16 +10,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 
+def merges_of(pieces: Sequence[str]) -> list[tuple[str, str]]:
+    """Merges of a BPE with these pieces: each piece is merged from its longest known beginning and a known end."""
+    return [
+        next((piece[:n], piece[n:]) for n in range(len(piece) - 1, 0, -1) if {piece[:n], piece[n:]} <= {*pieces})
+        for piece in pieces
+        if len(piece) > 1
+    ]
+
+
 def small_tokenizer(*pieces: str, eos: str | None = "<eos>") -> Any:
-    """A byte-level BPE of the pieces, which get the ids 0, 1, ... Each longer piece is merged from the two known pieces
-    of its first split. The end token comes last.
-    """
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    merges = []
-    for piece in pieces:
-        splits = ((piece[:n], piece[n:]) for n in range(len(piece) - 1, 0, -1))
-        merges += [next(pair for pair in splits if all(each in vocab for each in pair))] if len(piece) > 1 else []
-    backend = Tokenizer(models.BPE(vocab, merges))
+    """A byte-level BPE of the pieces, which get the ids 0, 1, ... The end token comes last."""
+    backend = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges_of(pieces)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)

@@ -190,9 +190,9 @@ def _mismatch(text: str, got: str) -> TextMismatchError:
     at = next((i for i, (a, b) in enumerate(zip(text, got, strict=False)) if a != b), min(len(text), len(got)))
     here, there = (ascii(each[max(0, at - 10) : at + 10]) for each in (text, got))
     return TextMismatchError(
-        f"the tokenizer does not keep the text: byte {at} differs, {here} becomes {there}. A tokenizer that normalizes (NFC, lower "
-        "case, white space) or has no token for a character cannot score this text byte by byte: use one that keeps every "
-        "byte, or leave this answer out."
+        f"the tokenizer does not keep the text: byte {at} differs, {here} becomes {there}. A tokenizer that normalizes (NFC, "
+        "lower case, white space) or has no token for a character cannot score this text byte by byte: use one that keeps "
+        "every byte, or leave this answer out."
     )
 
 
