@@ -98,8 +98,10 @@ class TokenBytes:
         kind = b"" if decoder is None else decoder.__getstate__()
         self.texts = [""] * (max(vocabulary.values(), default=-1) + 1)
         for piece, index in vocabulary.items():
+            # Added tokens are matched as plain text, before the pieces are converted to bytes.
             data = piece.encode() if index in added else _bytes_of(piece, kind)
             self.texts[index] = chr(_ROLES + roles[index]) if index in roles else data.decode("latin-1")
+        # A tokenizer without BOS begins its text without one: the letters of its name would be wrong.
         bos = tokenizer.bos_token_id
         if bos is not None and bos not in roles:
             self.texts[bos] = ""
@@ -160,6 +162,7 @@ class TokenBytes:
 
     def _tokens(self, piece: str, data: str, exact: bool) -> list[int]:
         ids: list[int] = self.tokenizer(piece, add_special_tokens=False, split_special_tokens=True).input_ids
+        # An answer does not begin a text: drop the tokens of a character before it.
         for anchor in _ANCHORS if exact and self.text(ids) == " " + data else ():
             both = self.tokenizer(anchor + piece, add_special_tokens=False, split_special_tokens=True).input_ids
             spans = self.spans(both)
@@ -187,6 +190,7 @@ def _decoded(text: str) -> str:
 
 
 def _mismatch(text: str, got: str) -> TextMismatchError:
+    # Without a different byte, one text is the beginning of the other.
     at = next((i for i, (a, b) in enumerate(zip(text, got, strict=False)) if a != b), min(len(text), len(got)))
     here, there = (ascii(each[max(0, at - 10) : at + 10]) for each in (text, got))
     return TextMismatchError(

@@ -62,19 +62,19 @@ class ByteTeacher:
     r"""A teacher, or another reference, whose tokenizer differs from the student's. Pass it wherever a reference is accepted.
 
     The student's token with the bytes ``b`` after the text ``s`` gets ``log P(s + b) - log P(s)``. ``P(s)`` is the teacher's
-    probability that its answer begins with ``s``, given its own tokenisation of ``s`` up to the last boundary that both
-    tokenisations share. From there on, it is the sum over all sequences of the teacher's tokens that agree with ``s``. At a
-    shared boundary it is the probability of the teacher's own tokens. So log-probs add up to the teacher's log-prob of its
-    own tokens over each chunk between shared boundaries, none is positive, and a teacher with the same tokenizer gets its usual
-    log-probs.
+    probability that its answer begins with ``s``. It is conditional on the teacher's own tokens of ``s`` up to the last
+    boundary that both tokenisations share. From there on it is the sum over all sequences of the teacher's tokens that agree
+    with ``s``. At a shared boundary it is the probability of the teacher's own tokens. Three facts follow. The log-probs add
+    up to the teacher's log-prob of its own tokens over each chunk between shared boundaries. None of them is positive. A
+    teacher with the student's tokenizer gives its usual log-probs.
 
-    The condition on the teacher's own tokens before a chunk is a choice. The sum is the log-prob of the whole string if the
-    teacher never produces another tokenisation of a text and the answer ends with an end token. ``log P(s)`` is the log-prob of
-    every prefix if no token of the teacher begins with another one. Otherwise the sum is a lower bound of the string's
-    log-prob.
+    The condition on the teacher's own tokens before a chunk is a choice. If no token of the teacher begins with another one,
+    ``P(s)`` is the probability of the string ``s`` at every boundary. If the teacher never produces another tokenisation of a
+    text, the sum over an answer with its end token is the log-prob of the string. In general it is a lower bound, since the
+    string has other tokenisations.
 
-    Few covers of a chunk are likely. A cover that begins with improbable tokens is omitted, and its probability, which
-    bounds that of all its continuations, is added to the upper bound. See :meth:`ByteScorer.bounds`.
+    Improbable beginnings of a sequence of tokens inside a chunk are not continued. The probability of such a beginning bounds
+    that of all its continuations, so the omitted rest is known. :meth:`ByteScorer.bounds` returns both bounds.
 
     The answer must have the same bytes under both tokenizers. A prompt may have other tokens and another template.
 
@@ -85,12 +85,13 @@ class ByteTeacher:
 
     Keyword Args:
         prompt: a function from the student's token ids of a prompt, or of the turns between two answers, to the
-            teacher's. By default they are decoded and tokenised as plain text after the teacher's BOS, with special tokens
-            by role.
+            teacher's. By default the teacher's tokenizer tokenises their text, after its BOS if it adds one. Special tokens
+            are replaced by their counterparts.
         specials: the teacher's id for some of the student's special tokens. By default tokens of one name, and EOS and BOS,
             correspond. The teacher scores the letters of a sampled special token without counterpart.
-        tolerance: covers with less than this share of a boundary's probability are omitted.
-        covers: the most beginnings of covers to forward for a chunk, beyond the teacher's own tokens.
+        tolerance: beginnings with less than this share of the probability of the chunk's last inner boundary are not
+            continued. 0 continues all.
+        covers: the most beginnings that are continued in a chunk, besides the teacher's own tokens.
 
     Raises:
         TypeError: if a tokenizer is not a fast one.
@@ -111,8 +112,8 @@ class ByteTeacher:
         >>> teacher.make_scorer().score([[1, 0, 1]]).values.exp()  # a: a or ab. b: ab of both
         tensor([1.0000, 0.6667, 0.5000])
 
-    Source: the sum over covers is known from T. Vieira et al., "From Language Models over Tokens to Language Models over
-    Characters" (arXiv 2412.03719), and B. Phan et al. (arXiv 2410.09303), for whole strings.
+    Source: T. Vieira et al., "From Language Models over Tokens to Language Models over Characters" (arXiv 2412.03719), and
+    B. Phan et al. (arXiv 2410.09303), for the sum over the shortest sequences of tokens that cover a string.
     """
 
     log_probs_only = True  # no distributions: see check_distributions
@@ -131,13 +132,16 @@ class ByteTeacher:
         check_range(0, 1, tolerance=tolerance)
         check_range(0, covers=covers)
         pairs = pair_specials(student_tokenizer, tokenizer, specials)
-        self.teacher, self.tokenizer = teacher, student_tokenizer  # the tokenizer of the ids that are scored
+        # Not `model`: its vocabulary must not be compared with the policy's. The tokenizer is that of the scored ids.
+        self.teacher, self.tokenizer = teacher, student_tokenizer
         self.student = TokenBytes(student_tokenizer, pairs)
+        # A counterpart may be a token that the teacher's tokenizer does not call special.
         own = TokenBytes(tokenizer).specials.keys() | set(pairs.values())
         self.bytes = TokenBytes(tokenizer, {index: index for index in own})
         self.spelled = self.student.specials.keys() - pairs.keys()
         self.prompt = self._as_text if prompt is None else prompt
         self.tolerance, self.covers = tolerance, covers
+        # A prompt= function decides itself whether its ids begin with BOS.
         bos = tokenizer.bos_token_id
         adds_bos = prompt is None and bos is not None and bos in tokenizer("").input_ids[:1]
         self.start = [bos] if adds_bos else []
@@ -165,8 +169,10 @@ class SumsRun(ScoringRun):
     sums: dict[int, list[float]] = field(default_factory=dict)
 
     def _read(self, guard: ErrorGuard, some: Tensor, targets: Tensor, states: list[States]) -> list[Columns]:
+        # `some` has the elements of one pack. Another attempt after running out of memory overwrites its sums.
         asked = torch.tensor([i for i, element in enumerate(some.tolist()) if element in self.sets], dtype=torch.long)
         for rows in asked.split(_TILE):
+            # On the host, since each set has another size: an accelerator would start many small kernels.
             log_probs = log_softmax(states[0].tempered(rows)).double().cpu()
             for element, row in zip(some[rows].tolist(), log_probs, strict=True):
                 self.sums[element] = [float(row[ids].logsumexp(0)) for ids in self.sets[element]]
@@ -222,9 +228,11 @@ class _Chunk:
     def scores(self, log_probs: Tensor) -> list[tuple[float, float, float]]:
         """The log-prob of each student's token with its bounds, given the teacher's log-probs of its own tokens."""
         own = math.fsum(log_probs[self.element : self.element + len(self.own)].tolist())
-        rest = [own] * (len(self.elements) - len(self.ends))  # tokens without bytes share the last boundary
+        # Usually one token ends at the end of the chunk. Tokens without bytes after it end there too.
+        rest = [own] * (len(self.elements) - len(self.ends))
         lower = [0.0, *self.lower.tolist(), *rest]
         upper = [0.0, *np.logaddexp(self.lower, self.omitted).tolist(), *rest]
+        # A difference is smallest from the upper bound before to the lower bound after.
         pairs = zip(pairwise(lower), pairwise(upper), strict=True)
         return [(after - before, after - most, top - before) for (before, after), (most, top) in pairs]
 
@@ -266,6 +274,12 @@ class ByteScorer(Scorer):
         ValueError: if the teacher runs in another backend, or is sharded over ranks. When it scores, also if the tokenizers
             do not represent an answer by the same bytes (:class:`~torchrl_llm_kl.masks.TextMismatchError`), or the teacher's
             prompt is empty.
+
+    Example:
+        >>> scorer = ByteTeacher(teacher, teacher_tokenizer, tokenizer).make_scorer()  # doctest: +SKIP
+        >>> scores = scorer.bounds(ids, mask)  # doctest: +SKIP
+        >>> (scores.upper.values - scores.lower.values).max()  # doctest: +SKIP
+        tensor(0.0012)
     """
 
     model: ByteTeacher
@@ -276,6 +290,7 @@ class ByteScorer(Scorer):
     def __init__(self, model: ByteTeacher, options: ScoreOptions | None = None, **settings: Any) -> None:
         self.model = model
         self._inner = SumsScorer(model.teacher, options, **settings)
+        # Another backend returns no distributions. Ranks would need equally many forwards.
         if self._inner.path == "wrapper" or self._inner._ranks(None).groups:
             kind = type(model.teacher).__name__
             raise ValueError(f"{kind} is in another backend or sharded over ranks: pass the plain transformers model.")
@@ -320,6 +335,7 @@ class ByteScorer(Scorer):
         rows, mask, found = self._aligned(request)
         if not found:
             return torch.zeros(0, dtype=torch.long), torch.zeros(0, 3), found
+        # Cached log-probs would skip positions whose whole distribution is needed.
         log_probs = self._log_probs(ScoreRequest.of(rows, torch.tensor(mask)), found, options.but(remember=False))
         scores = [score for chunk in found for score in chunk.scores(log_probs)]
         elements = torch.tensor([element for chunk in found for element in chunk.elements])
@@ -345,11 +361,13 @@ class ByteScorer(Scorer):
                     )
                 if answers:
                     theirs = teacher.bytes.encode(teacher.student.text(ids))
+                    # Before `row` grows: chunks count their positions from its present end.
                     for each in self._chunks(elements, ids, theirs, row, len(mask)):
                         each.number = len(found) - number
                         found.append(each)
                 else:
                     theirs = list(teacher.prompt(ids))
+                    # The student's BOS may already have become the teacher's.
                     theirs = theirs[1:] if row == teacher.start and theirs[:1] == row else theirs
                 row += theirs
                 mask += [answers] * len(theirs)
@@ -381,6 +399,7 @@ class ByteScorer(Scorer):
         for element, node in nodes.items():
             before = math.fsum(log_probs[element - len(node.path) : element].tolist())
             after = node.chunk.add(node._replace(log_p=before), sums[element], covers[element][1])
+            # The node after the teacher's own token is among `nodes` already.
             longer += [each for each in after if each.path != node.chunk.ids[: len(each.path)]]
         while chosen := self._chosen(longer):
             longer = self._forward(chosen, options)
@@ -393,6 +412,7 @@ class ByteScorer(Scorer):
     def _covers(self, node: _Node) -> tuple[list[list[int]], list[tuple[int, int]]]:
         """The tokens that reach each later boundary, and each shorter token by itself. Then the shorter tokens' lengths."""
         chunk, at = node.chunk, node.at
+        # A token that ends exactly at the last boundary reaches it, so `inside` needs no longer ones.
         shorter = self.model.bytes.inside(chunk.text[at:])
         reach = [self.model.bytes.starting_with(chunk.text[at:end]) for end in chunk.ends[chunk.after(at)]]
         return [*reach, *([index] for index, _ in shorter)], shorter
@@ -403,6 +423,7 @@ class ByteScorer(Scorer):
         least = math.log(self.model.tolerance) if self.model.tolerance else -math.inf
         for node in sorted(nodes, key=lambda node: -node.log_p):
             chunk, later = node.chunk, node.chunk.after(node.at)
+            # The teacher's own tokens reach every boundary, so `lower` is finite here.
             if chunk.room > 0 and node.log_p > least + chunk.lower[-1]:
                 chunk.room -= 1
                 chosen.append(node)
