@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 
 from byte_texts import RandomTeacher, probability, small_tokenizer, starts_with, tokenisations
 from closeness import assert_near
+from torchrl_llm_kl import RetrieveKL, make_algorithm
 from torchrl_llm_kl.masks import TextMismatchError
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import ByteScorer, ByteTeacher, LogProbScorer
@@ -319,3 +321,47 @@ def test_what_it_does_not_offer() -> None:
         ).make_scorer().score([[0, 1]])
     with pytest.raises(ValueError, match="tolerance"):
         ByteTeacher(RandomTeacher(10), small_tokenizer(*TEACHER), small_tokenizer(*STUDENT), tolerance=2)
+
+
+# ------------------------------------------------------------------ wherever a reference is accepted
+
+
+def batch_of(rows: list[list[int]], prompt: int, layout: str) -> TensorDict:
+    if layout == "padded":
+        width = max(map(len, rows))
+        full = torch.tensor([row + [6] * (width - len(row)) for row in rows])
+        real = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in rows])
+        answer = real & (torch.arange(width) >= prompt)
+        masks = TensorDict(all_attention_mask=real, all_assistant_mask=answer, batch_size=[len(rows)])
+        tokens = TensorDict(full=full, batch_size=[len(rows)])
+        return TensorDict(tokens=tokens, masks=masks, batch_size=[len(rows)])
+    parts = []
+    for row in rows:
+        ids = torch.tensor(row)
+        masks = TensorDict(all_assistant_mask=torch.arange(len(row)) >= prompt)
+        parts.append(TensorDict(tokens=TensorDict(full=ids), masks=masks))
+    return lazy_stack(parts)
+
+
+@pytest.mark.parametrize("layout", ["padded", "lazy"])
+def test_a_transform_and_an_algorithm_take_it_as_a_reference(layout: str) -> None:
+    """The entries are the scorer's log-probs, and the KL is that of the student's log-probs to them."""
+    model, student = RandomTeacher(10), tiny_model(vocab_size=7)
+    teacher = ByteTeacher(model, small_tokenizer(*TEACHER), small_tokenizer(*STUDENT))
+    rows = [[1, 0, *answer] for answer in ([0, 0, 2], [3, 1], [5, 4, 1, 1])]
+    mask = [[False] * 2 + [True] * (len(row) - 2) for row in rows]
+    want = [row.tolist() for row in teacher.make_scorer().score(rows, mask).to_list()]
+    data = batch_of(rows, 2, layout)
+    written = RetrieveKL(student, teacher, add_to_reward=False)(data)
+    own = LogProbScorer(student).score(rows, mask).to_list()
+    for i, row in enumerate(rows):
+        got = [written[i][key, "full"][: len(row)] for key in ("ref_log_probs", "log_probs")]
+        assert_near(got[0].tolist(), want[i], **FORWARD, dtype=torch.float32)
+        kl = written[i]["kl_penalty"][: len(row)].flatten()
+        assert_near(kl.tolist(), (own[i] - torch.tensor(want[i])).tolist(), **FORWARD, dtype=torch.float32)
+    distil = make_algorithm("on_policy_distill", student, reference=teacher)
+    loss = distil.loss(distil.prepare(batch_of(rows, 2, layout))).total_loss
+    loss.backward()
+    assert any(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in student.parameters())
+    with pytest.raises(ValueError, match="ByteTeacher returns log-probs only"):
+        RetrieveKL(student, teacher, estimator="exact")
