@@ -112,11 +112,21 @@ def test_pieces_by_hand() -> None:
     assert TokenBytes(units).text(units("duck eggs a day.", add_special_tokens=False).input_ids) == " duck eggs a day."
 
 
+def test_a_tokenizer_without_a_decoder_has_plain_pieces() -> None:
+    backend = Tokenizer(models.WordLevel({"<0x41>": 0, "Ġa": 1, "▁b": 2, "##c": 3}))
+    assert TokenBytes(PreTrainedTokenizerFast(tokenizer_object=backend)).texts == [
+        "<0x41>",
+        *map(latin, ("Ġa", "▁b", "##c")),
+    ]
+
+
 def test_added_tokens_that_are_not_special_are_text() -> None:
     tokenizer = build_tokenizer(None, [])
-    tokenizer.add_tokens(["<think>"])
+    tokenizer.add_tokens(["<é>"])
     tokens = TokenBytes(tokenizer)
-    assert tokens.text(tokenizer("é<think>\n").input_ids) == "\xc3\xa9<think>\n"
+    ids = tokenizer("é<é>\n").input_ids
+    assert len(ids) == 4
+    assert tokens.text(ids) == "\xc3\xa9<\xc3\xa9>\n"
     assert tokens.text([10_000]) == ""  # a row of the head without a token
 
 
@@ -154,6 +164,8 @@ def test_special_tokens_correspond_by_name_then_by_role() -> None:
     assert (given[ids["<tool>"]], given[ids["<|end|>"]]) == (3, 0)
     tokens = TokenBytes(chat, pairs)
     assert tokens.text([ids["<|end|>"], ids["<tool>"]]) == chr(0x100 + plain.eos_token_id) + "<tool>"
+    named = pair_specials(build_tokenizer(None, [], eos_token="<|im_end|>"), plain)
+    assert [*named.values()] == [plain.convert_tokens_to_ids("<|im_end|>")]  # and not the plain tokenizer's EOS
     # A BOS without counterpart has no bytes.
     assert TokenBytes(plain, pair_specials(plain, chat)).text([plain.bos_token_id]) == ""
 

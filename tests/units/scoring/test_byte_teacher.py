@@ -299,6 +299,72 @@ def test_characters_cut_by_bytes() -> None:
     assert_near(float(cut.log_prob.values.sum()), math.log(probability(model, start, own)), **EXACT)
 
 
+def test_tokens_without_bytes_have_a_log_prob_of_zero() -> None:
+    """Rows of the student's head that its tokenizer has no token for, at the start, inside and at the end of a chunk."""
+    model, prompt = RandomTeacher(10), [1, 0]
+    scorer = scorer_of(model, small_tokenizer(*TEACHER), small_tokenizer(*STUDENT))
+    plain = of_answers(score(scorer, prompt, [[2, 3, 1]]).log_prob, prompt)[0]  # c | ab | b = cab | b
+    scores = score(scorer, prompt, [[9, 9, 2, 9, 3, 9, 1, 9]])
+    assert_near(of_answers(scores.log_prob, prompt), [[0, 0, plain[0], 0, plain[1], 0, plain[2], 0]], **EXACT)
+    assert of_answers(scores.chunk, prompt) == [[0, 0, 0, 0, 0, 0, 1, 1]]
+    assert of_answers(score(scorer, prompt, [[9, 9]]).log_prob, prompt) == [[0, 0]]
+
+
+@pytest.mark.parametrize(("covers", "small", "continued"), [(0, False, 0), (1, False, 1), (1, True, 0), (9, True, 0)])
+def test_the_beginnings_that_are_continued_by_hand(covers: int, small: bool, continued: int) -> None:
+    """The student writes ``c a b`` and the teacher ``cab``. Before ``b`` stand ``ca`` and ``cab``, or ``c`` and then ``a``.
+
+    If ``c`` is not continued, its probability is the bound. It is 47 % of the probability of ``ca`` and ``cab``, and 32 % of
+    that of all three. Only the first share decides.
+    """
+    model, prompt = RandomTeacher(10, seed=1), [1]
+    p = model.next_probs(prompt)
+    first, second = p[2] + p[7] + p[8], p[7] + p[8]  # c, ca, cab
+    tolerance = p[2] / second * (1.01 if small else 0.99)
+    assert p[2] / first < tolerance < 1
+    scorer = scorer_of(model, small_tokenizer(*TEACHER), small_tokenizer(*STUDENT), tolerance=tolerance, covers=covers)
+    after_c = model.next_probs([*prompt, 2])
+    more = p[2] * sum(after_c[i] for i, text in enumerate(TEACHER) if text.startswith("a"))
+    lower, upper = second + more * continued, second + (more if continued else p[2])
+    got = of_answers(score(scorer, prompt, [[2, 0, 1]]).log_prob, prompt)[0]
+    assert_near(got, [math.log(x) for x in (first, lower / first, p[8] / lower)], **EXACT)
+    bounds = score(scorer, prompt, [[2, 0, 1]])
+    assert_near(of_answers(bounds.upper, prompt)[0][1:], [math.log(upper / first), math.log(p[8] / lower)], **EXACT)
+    assert_near(of_answers(bounds.lower, prompt)[0][1:], [math.log(lower / first), math.log(p[8] / upper)], **EXACT)
+
+
+def test_a_counterpart_may_be_any_token() -> None:
+    """The teacher ends its turns with a token that its tokenizer does not call special."""
+    model = RandomTeacher(10)
+    scorer = scorer_of(model, small_tokenizer(*TEACHER), small_tokenizer(*STUDENT), specials={6: 3})
+    want = [math.log(probability(model, [1], [0])), math.log(probability(model, [1, 0], [3]))]
+    assert_near(of_answers(score(scorer, [1], [[0, 6]]).log_prob, [1]), [want], **EXACT)
+
+
+def test_one_bos_before_the_teachers_prompt() -> None:
+    """The student's BOS becomes the teacher's. A function for the prompt decides itself."""
+    tokenizer = build_bos_tokenizer()
+    model = RandomTeacher(len(tokenizer))
+    ids = tokenizer("ab").input_ids
+    assert ids[0] == tokenizer.bos_token_id
+    mask = [[False] * (len(ids) - 1) + [True]]
+    want = LogProbScorer(model).score([ids], mask).values
+    for row, scored in ((ids, mask), (ids[1:], [mask[0][1:]])):
+        got = scorer_of(model, tokenizer, tokenizer).score([row], scored).values
+        assert_near(got[-1:], want[-1:], **EXACT)
+    bare = scorer_of(model, tokenizer, tokenizer, prompt=lambda ids: ids[1:]).score([ids], mask).values
+    assert_near(bare[-1:], LogProbScorer(model).score([ids[1:]], [mask[0][1:]]).values[-1:], **EXACT)
+
+
+def test_a_cache_changes_nothing() -> None:
+    """In an env the transforms ask for a cache. Its log-probs would hide positions inside a chunk."""
+    scorer = scorer_of(tiny_model(vocab_size=10).double(), small_tokenizer(*TEACHER), small_tokenizer(*STUDENT))
+    rows = [[2, 2, *answer] for answer in answers(4, 6)]
+    want = scorer.score(rows)
+    for _ in range(2):
+        assert_near(scorer.score(rows, remember=True).values, want.values, **EXACT)
+
+
 # ------------------------------------------------------------------ errors
 
 
