@@ -73,6 +73,11 @@ class ByteTeacher:
     text, the sum over an answer with its end token is the log-prob of the string. In general it is a lower bound, since the
     string has other tokenisations.
 
+    A text that begins with ``ab`` begins with ``a`` too, so the probabilities of the student's tokens ``a`` and ``ab`` overlap,
+    and over its vocabulary they can add up to more than 1. The mean log-ratio of the student to an exact teacher over whole
+    answers is the KL between the two distributions of texts, less the entropy of the student's tokenisations of a text. Use
+    the estimator k1 in rewards and k2 in losses: k3 assumes probabilities that add up to 1.
+
     Improbable beginnings of a sequence of tokens inside a chunk are not continued. The probability of such a beginning bounds
     that of all its continuations, so the omitted rest is known. :meth:`ByteScorer.bounds` returns both bounds.
 

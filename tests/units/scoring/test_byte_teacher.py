@@ -142,6 +142,36 @@ def test_a_teacher_of_characters_gives_a_token_the_product_of_its_characters() -
     assert_near(total, 1.0, **EXACT)
 
 
+def test_the_mean_log_ratio_is_the_kl_of_texts_less_the_entropy_of_tokenisations() -> None:
+    """All answers of a student that ends after three letters, against a teacher of letters, which has one tokenisation.
+
+    One letter is also the beginning of longer tokens, so over the student's vocabulary the probabilities exceed 1.
+    """
+    vocabulary, prompt = [*STUDENT, ""], [2]
+
+    def allowed(prefix: tuple[int, ...]) -> set[int]:
+        room = 3 - sum(len(vocabulary[i]) for i in prefix[1:])
+        return {i for i in range(6) if len(vocabulary[i]) <= room} or {6}
+
+    student, letters = RandomTeacher(7, seed=4, allowed=allowed), RandomTeacher(4)
+    scorer = scorer_of(letters, small_tokenizer("a", "b", "c"), small_tokenizer(*STUDENT))
+    texts = ["".join(letter) for letter in product("abc", repeat=3)]
+    mean = kl = entropy = 0.0
+    for text in texts:
+        rows = [[*tokens, 6] for tokens in tokenisations(STUDENT, text)]
+        own = [probability(student, prompt, row) for row in rows]
+        teacher = probability(letters, prompt, [*("abc".index(letter) for letter in text), 3])
+        for row, p in zip(rows, own, strict=True):
+            mean += p * (math.log(p) - float(score(scorer, prompt, [row]).log_prob.values.sum()))
+            entropy -= p * math.log(p / sum(own))
+        kl += sum(own) * math.log(sum(own) / teacher)
+    assert_near(mean, kl - entropy, **EXACT)
+    assert entropy > 0.1
+    first = [float(score(scorer, prompt, [[token]]).log_prob.values[-1].exp()) for token in range(7)]
+    longer = sum(probability(letters, prompt, ["abc".index(x) for x in text]) for text in ("ab", "ca", "abc"))
+    assert_near(sum(first), 1 + longer, **EXACT)
+
+
 @pytest.mark.parametrize("canonical", [True, False])
 def test_a_finished_text_has_its_exact_probability_if_the_teacher_has_one_tokenisation_of_it(canonical: bool) -> None:
     """The sum over an answer with its end is the probability of the string, over all of its tokenisations.
