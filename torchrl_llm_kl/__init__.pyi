@@ -63,6 +63,7 @@ from torchrl_llm_kl.ragged import (
     Ragged as Ragged,
 )
 from torchrl_llm_kl.scoring import (
+    ByteTeacher as ByteTeacher,
     LogProbScorer as LogProbScorer,
     ReferenceUpdater as ReferenceUpdater,
     RememberedModel as RememberedModel,

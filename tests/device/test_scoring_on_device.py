@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from byte_texts import small_tokenizer
 from checkpointed import enable
 from image_models import IMAGE, image_model, num_placeholders, picture
 from layouts import tokens
 from parity import CPU, gradients, same_on_both, to
 from scoring_reference import FakeBackend, FullLogits, conversation, engine, random_mask
-from torchrl_llm_kl import LogProbScorer, Ragged, RememberedModel, Sampling, prepare_reference
+from torchrl_llm_kl import ByteTeacher, LogProbScorer, Ragged, RememberedModel, Sampling, prepare_reference
 from torchrl_llm_kl.scoring import ReferenceUpdater, ScoreRequest, TokenCritic
 from toy_models import EXPERT_FAMILIES, FAMILIES, VOCAB_SIZE, tiny_model, with_lora
 
@@ -134,6 +135,18 @@ def test_references(model_at, at, how):
     model = prepare_reference(tiny_model("llama"), dtype=dtype, **offload)
     scorer = LogProbScorer(model if offload else model.to(model_at))
     return [everything(scorer, at, **EVERYTHING) for _ in range(2)][-1].log_prob
+
+
+@pytest.mark.parametrize("kind", ["head", "full"])
+@same_on_both()
+def test_a_teacher_with_another_tokenizer(model_at, at, kind):
+    model = tiny_model(vocab_size=8).double()
+    teacher = small_tokenizer("a", "b", "c", "bc", "aa", "ba", "bca")
+    scored = ByteTeacher(
+        (model if kind == "head" else FullLogits(model)).to(model_at), teacher, small_tokenizer("a", "b", "c", "ab")
+    )
+    rows = Ragged.from_list([torch.tensor([2, 0, 1, 2, 0, 4]), torch.tensor([0, 1, 2, 3, 0, 0])])
+    return scored.make_scorer().bounds(*to((rows, rows.positions > 1), at))
 
 
 @same_on_both()

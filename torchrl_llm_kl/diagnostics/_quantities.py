@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, cast
 
@@ -20,14 +20,13 @@ from torch import Tensor
 from torchrl_llm_kl.diagnostics._catalog import read_texts
 from torchrl_llm_kl.diagnostics._columns import COLUMNS, TokenColumns
 from torchrl_llm_kl.estimators import k3
-from torchrl_llm_kl.masks import Tokenizer
+from torchrl_llm_kl.masks import BYTE_TOKEN, Tokenizer, byte_alphabet
 
 #: Control and format characters, other line separators, tags and lone surrogates. They change how neighbouring text looks.
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e"
     "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
 )
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def _token_text(tokenizer: Any, token: int, special: bool) -> TokenText:
         return TokenText(f"⟨id {token}⟩", special=special)
     if special:
         return TokenText(piece, special=True)
-    fallback, alphabet = _BYTE_TOKEN.fullmatch(piece), _byte_alphabet()
+    fallback, alphabet = BYTE_TOKEN.fullmatch(piece), byte_alphabet()
     data = None
     if fallback:  # SentencePiece's
         data = bytes([int(fallback[1], 16)])
@@ -88,14 +87,6 @@ def _token_text(tokenizer: Any, token: int, special: bool) -> TokenText:
         except UnicodeDecodeError:
             return TokenText(data.decode(errors="backslashreplace"), data)
     return TokenText(" " + text if piece.startswith("▁") and not text.startswith(" ") else text or piece)
-
-
-@cache
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet of bytes. Printable Latin-1 characters stand for themselves, U+0100 and up for the other bytes."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 #: The number of colour steps on each side of zero.

@@ -1,5 +1,9 @@
 """Names of the package: it loads them on first use, type checkers read them here."""
 
+from torchrl_llm_kl.masks._bytes import (
+    TextMismatchError as TextMismatchError,
+    TokenBytes as TokenBytes,
+)
 from torchrl_llm_kl.masks._conversation import (
     RenderedConversation as RenderedConversation,
     render_conversation as render_conversation,
@@ -21,6 +25,13 @@ from torchrl_llm_kl.masks._tokens import (
 
 # isort: split
 # For the layers above, not public:
+from torchrl_llm_kl.masks._bytes import (
+    BYTE_TOKEN as BYTE_TOKEN,
+    Chunk as Chunk,
+    byte_alphabet as byte_alphabet,
+    chunks as chunks,
+    pair_specials as pair_specials,
+)
 from torchrl_llm_kl.masks._lost import (
     LostText as LostText,
 )

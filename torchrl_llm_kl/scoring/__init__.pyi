@@ -1,5 +1,10 @@
 """Names of the package: it loads them on first use, type checkers read them here."""
 
+from torchrl_llm_kl.scoring._bytes import (
+    ByteScorer as ByteScorer,
+    ByteScores as ByteScores,
+    ByteTeacher as ByteTeacher,
+)
 from torchrl_llm_kl.scoring._critic import (
     TokenCritic as TokenCritic,
 )

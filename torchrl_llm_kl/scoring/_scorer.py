@@ -220,7 +220,7 @@ class LogProbScorer(Scorer):
         finds_kept = options.return_kept and kept is None
         with locked(*(scorer.model for scorer in scorers)), nullcontext() if options.grad else torch.no_grad():
             if self._wrapper is None:
-                run = ScoringRun(scorers, ranks, request, routings, replace(options, return_kept=finds_kept))
+                run = self._new_run(scorers, ranks, request, routings, replace(options, return_kept=finds_kept))
                 elements, columns = run()
             else:
                 device, budget = tokens.values.device, self.tokens_per_batch or 8192
@@ -295,6 +295,10 @@ class LogProbScorer(Scorer):
     def forget(self) -> None:
         """See :meth:`Scorer.forget`."""
         self.memory.clear()
+
+    def _new_run(self, *args: Any) -> ScoringRun:
+        """A call with these arguments of :class:`ScoringRun`."""
+        return ScoringRun(*args)
 
     def _ranks(self, reference: Scorer | None) -> Ranks:
         return Ranks([self.model] if reference is None else [self.model, reference.model])
