@@ -38,7 +38,7 @@ from torchrl_llm_kl.training import learn, loss_entries
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SCALE = Scale(steps=48, num_prompts=8, lr=5e-4, held_out=100)  # chosen on seed 100
-AGES, TARGETS, SEEDS = (0, 1, 2, 4, 8), (0.5, 1.5), range(30, 33)
+AGES, TARGETS, SEEDS = (0, 1, 2, 4, 8), (0.5, 1.5), range(30, 35)
 BEHAVIOR = ("next", "behavior_log_probs", "full")
 #: The corrections with their published settings. The others compare with the newest weights before the updates on a batch.
 CORRECTIONS: dict[str, list[nn.Module]] = {
