@@ -18,6 +18,8 @@ from torchrl_llm_kl.training._build import plan_algorithm
 from torchrl_llm_kl.training._inputs import load_inputs, load_reward
 from torchrl_llm_kl.training._models import load_policy
 from torchrl_llm_kl.training._user_code import load_function
+from toy_rollouts import make_model
+from toy_tokenizer import build_tokenizer
 from train_lab import ended_after, figures, go, same, settings, steps_in, weights
 
 pytest.importorskip("omegaconf")
@@ -161,6 +163,25 @@ def test_a_teacher_with_a_reward(lab: Path, tmp_path: Path) -> None:
     changes = ("algorithm.name=on_policy_distill", f"algorithm.teacher={lab / 'model'}", "algorithm.minibatches=1")
     result, _ = go(lab, tmp_path, *changes, "run.steps=1", "optimizer.warmup_steps=0", kl={})
     assert abs(result.rows[0]["kl"]) < 1e-4
+
+
+def another_tokenizer(folder: Path) -> Path:
+    """A teacher with the weights of another seed, and tokens of several letters."""
+    letters = [chr(i) for i in range(97, 123)]
+    other = build_tokenizer(merges=[(a, b) for a in letters[:12] for b in letters[:12]])
+    for part in (make_model(other, 3), other):
+        part.save_pretrained(folder)
+    return folder
+
+
+def test_a_teacher_with_another_tokenizer(lab: Path, tmp_path: Path) -> None:
+    teacher = another_tokenizer(tmp_path / "teacher")
+    changes = ("algorithm.name=on_policy_distill", f"algorithm.teacher={teacher}", "algorithm.minibatches=1")
+    result, _ = go(lab, tmp_path / "run", *changes, "run.steps=2", "optimizer.warmup_steps=0", kl={})
+    assert result.outcome == "finished"
+    assert all(row["kl"] > 0 for row in result.rows)
+    with pytest.raises(ConfigError, match=r"algorithm\.args is"):
+        go(lab, tmp_path / "other", *TEACHER[:1], f"algorithm.teacher={teacher}", "algorithm.args={top_k: 16}", kl={})
 
 
 def test_a_teacher_of_top_tokens_without_a_reward(lab: Path, tmp_path: Path) -> None:

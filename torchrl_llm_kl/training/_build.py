@@ -22,9 +22,9 @@ from torchrl_llm_kl.estimators import (
     get_estimator,
 )
 from torchrl_llm_kl.losses import ImportanceWeights, available_objectives, get_objective, objective, spec_of
-from torchrl_llm_kl.scoring import Model, ReferenceUpdater, Sampling, ScoreOptions, TokenCritic
+from torchrl_llm_kl.scoring import ByteTeacher, Model, ReferenceUpdater, Sampling, ScoreOptions, TokenCritic
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig, refuse
-from torchrl_llm_kl.training._models import load_model
+from torchrl_llm_kl.training._models import ModelError, load_model, load_tokenizer
 from torchrl_llm_kl.training._user_code import FUNCTIONS_OF_ALGORITHM, imported_function, is_place
 from torchrl_llm_kl.transforms import RetrieveKL
 
@@ -136,7 +136,8 @@ class AlgorithmPlan:
         """
         config, critic, moved = self.config, None, reference
         if self.distils:
-            reference = load_model(str(config.algorithm.teacher), dtype="auto", device=config.model.device)
+            teacher = load_model(str(config.algorithm.teacher), dtype="auto", device=config.model.device)
+            reference = _over_own_tokens(config, teacher)
         if self.algorithm.use_critic:  # its body starts from the policy's weights before training
             body = load_model(config.model.name, dtype=config.model.dtype, device=config.model.device)
             critic = TokenCritic(body.requires_grad_(True))
@@ -167,7 +168,7 @@ class AlgorithmPlan:
         """
         critic = TokenCritic(copy.deepcopy(policy)) if self.algorithm.use_critic else None
         try:
-            self._bind(policy, reference, critic)
+            self._bind(policy, _over_own_tokens(self.config, reference) if self.distils else reference, critic)
         except (TypeError, ValueError, KeyError) as error:
             args = self.config.algorithm.args
             given = f"algorithm.args is {args}" if args else f"algorithm.name is {self.algorithm.name}"
@@ -195,6 +196,16 @@ class AlgorithmPlan:
         if self.config.algorithm.exact_old:
             parts.loss.set_keys(old_log_prob=BEHAVIOR)
         return parts
+
+
+def _over_own_tokens(config: TrainConfig, teacher: nn.Module) -> Model:
+    """The teacher as a distribution over the student's tokens, if it has another tokenizer."""
+    own = load_tokenizer(config.model.tokenizer or config.model.name)
+    try:
+        theirs = load_tokenizer(str(config.algorithm.teacher))
+    except ModelError:  # a folder with only weights has the student's tokenizer
+        return teacher
+    return teacher if own.get_vocab() == theirs.get_vocab() else ByteTeacher(teacher, theirs, own)
 
 
 def measured_kl(
