@@ -117,7 +117,8 @@ def test_corrections_of_vllms_log_probs(trl: Any, model: nn.Module, batch: Any, 
     agree(ours(model, batch, from_trl({**settings, "use_vllm": True})), expected)
     (correction,) = from_trl({"use_vllm": True}).overrides["loss_args"]["corrections"]
     assert isinstance(correction, ImportanceWeights)
-    assert correction.hyper == {"level": "sequence", "mode": "mask", "low": None, "high": 3.0}
+    usual = {"level": "sequence", "mode": "mask", "low": None, "high": 3.0, "ratio": "both"}
+    assert correction.hyper == usual
     assert "loss_args" not in from_trl({"use_vllm": True, "vllm_importance_sampling_correction": False}).overrides
 
 
