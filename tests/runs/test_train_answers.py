@@ -223,6 +223,24 @@ def test_old_log_probs_of_the_weights_that_sampled(lab: Path, tmp_path: Path) ->
     assert run.parts.loss.tensor_keys.old_log_prob == ("next", "behavior_log_probs", "full")
 
 
+def test_rows_that_are_too_old_need_no_held_weights(lab: Path, tmp_path: Path) -> None:
+    """They are left out of the loss, so their log-probs do not matter."""
+    changes = ["algorithm.max_staleness=1", "algorithm.exact_old=true"]
+    run = Run(settings(lab, tmp_path, *changes), say=lambda line: None)
+    for _ in range(3):
+        run.take_step()
+    take = run.answers.take
+
+    def late() -> TensorDictBase:
+        batch = take()
+        batch["policy_version"] = torch.where(torch.arange(len(batch)).reshape(-1, 1) < 4, 0, batch["policy_version"])
+        return batch
+
+    run.answers.take = late  # type: ignore[method-assign]
+    assert run.take_step()["too_old"] == 4
+    run.close()
+
+
 @pytest.mark.parametrize(
     "changes",
     [["algorithm.exact_old=true"], ["algorithm.exact_old=true", "algorithm.max_staleness=1", "algorithm.name=opmd"]],

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveLogProb
 from torchrl_llm_kl.scoring import (
+    AfterPrompt,
     PolicyVersions,
     ScoreOptions,
     ScoreRequest,
@@ -233,3 +234,18 @@ def test_weights_that_are_frozen_or_trained_later() -> None:
     model[0].requires_grad_(True)
     with pytest.raises(ValueError, match=r"0\.weight is trained now, and was not at the first version"):
         history.record(2)
+
+
+def test_versions_move_with_the_response_after_another_prompt() -> None:
+    scorer, copies = recorded(keep=4)
+    ids = torch.tensor([[3, 5, 7, 9], [3, 5, 8, 4]])
+    td = TensorDict(tokens=TensorDict(full=ids, prompt=ids[:, :2], batch_size=[2]), batch_size=[2])
+    td["policy_version"] = torch.tensor([[0, 0, 2, 3], [1, 1, 1, 1]])
+    td["other"] = torch.tensor([[6, 6, 6], [7, 6, 5]])
+    score = RetrieveLogProb(scorer, extras=[PolicyVersions(), AfterPrompt("other")])
+    got = score(td)["log_probs", "full"][:, 2:]
+    rows = [torch.cat([td["other"][i], ids[i, 2:]]) for i in range(2)]
+    for i, versions in enumerate(((2, 3), (1, 1))):
+        for place, version in enumerate(versions):
+            want = LogProbScorer(copies[version]).score([rows[i]]).values[3 + place]
+            torch.testing.assert_close(got[i, place], want)

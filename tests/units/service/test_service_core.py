@@ -46,6 +46,9 @@ def test_requests_that_name_a_version_for_each_token():
     """Pushes of some weights, and a request that joins others in one batch."""
     core, rows = ScoringCore(TransformersEngine(model(), keep_versions=2)), [[3, 4, 5, 6], [7, 8]]
     head = model(seed=1).lm_head.weight
+    start = ScoreRequest.of(rows, versions=torch.zeros(6, dtype=torch.long))
+    (first,) = core.score([Job(start, ScoreOptions(), None, "c")])
+    assert_near(torch.tensor(first["columns"]["log_prob"]), LogProbScorer(model()).score(rows).values[[1, 2, 3, 5]])
     core.update_weights({NAME: head}, 3)
     core.update_weights(core.engine.own_weights(state_dict_of(model(seed=2))), 4)
     versions = torch.tensor([4, 3, 4, -1, 3, 3])
