@@ -161,6 +161,16 @@ def answered(batch: TensorDictBase) -> torch.Tensor:
     return mask
 
 
+def prepared(run: Run) -> tuple[dict[str, float], TensorDictBase]:
+    """The figures of a step, and its prepared batch."""
+    kept: list[TensorDictBase] = []
+    prepare = run.parts.prepare
+    object.__setattr__(run.parts, "prepare", lambda batch: kept.append(prepare(batch)) or kept[0])
+    row = run.take_step()
+    object.__setattr__(run.parts, "prepare", prepare)
+    return row, kept[0]
+
+
 @pytest.mark.parametrize("adapters", [False, True])
 def test_rows_have_the_log_probs_and_the_version_of_the_weights_that_sampled(
     lab: Path, tmp_path: Path, adapters: bool
@@ -171,16 +181,9 @@ def test_rows_have_the_log_probs_and_the_version_of_the_weights_that_sampled(
     versions[0].load_state_dict(run.policy.state_dict())
     seen = set()
     for step in range(4):
-        kept: list[TensorDictBase] = []
-        prepare = run.parts.prepare
-        object.__setattr__(
-            run.parts, "prepare", lambda batch, kept=kept, prepare=prepare: kept.append(prepare(batch)) or kept[0]
-        )
-        row = run.take_step()
-        object.__setattr__(run.parts, "prepare", prepare)
+        row, batch = prepared(run)
         versions[step + 1] = load_policy(run.config)
         versions[step + 1].load_state_dict(run.policy.state_dict())
-        (batch,) = kept
         version = int(batch["policy_version"][0])
         seen.add(step - version)
         assert row["age_max"] == step - version <= 2
@@ -203,17 +206,9 @@ def test_old_log_probs_of_the_weights_that_sampled(lab: Path, tmp_path: Path) ->
     run = Run(settings(lab, tmp_path, *changes), say=lambda line: None)
     ages = []
     for _ in range(4):
-        kept: list[TensorDictBase] = []
-        prepare = run.parts.prepare
-        object.__setattr__(
-            run.parts, "prepare", lambda batch, kept=kept, prepare=prepare: kept.append(prepare(batch)) or kept[0]
-        )
-        row = run.take_step()
-        object.__setattr__(run.parts, "prepare", prepare)
+        row, batch = prepared(run)
         ages.append(row["age_max"])
-        own, theirs = (
-            kept[0]["next", f"{name}_log_probs", "full"][answered(kept[0])] for name in ("behavior", "sampler")
-        )
+        own, theirs = (batch["next", f"{name}_log_probs", "full"][answered(batch)] for name in ("behavior", "sampler"))
         assert_close(own, theirs, atol=2e-5, rtol=0)
         assert abs(row["mismatch_k3"]) < 1e-6
         assert (row["staleness_k3"] > 1e-6) == (ages[-1] > 0)

@@ -24,13 +24,7 @@ from typing_extensions import Unpack
 from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl.diagnostics._columns import Reading, TokenColumns, check_reading, read_columns
 from torchrl_llm_kl.diagnostics._measures import Table
-from torchrl_llm_kl.diagnostics._rescored import (
-    Rescorer,
-    Top,
-    other_beginnings,
-    prompt_messages,
-    renderers,
-)
+from torchrl_llm_kl.diagnostics._rescored import Rescorer, Top
 from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.rollouts import find_key, per_token, read_routing
 from torchrl_llm_kl.scoring import LogProbScorer, ModelOrScorer, Sampling, ScoreRequest, WeightHistory, as_sampling
@@ -284,28 +278,10 @@ class _Search:
         return [name for name in usable if getattr(torch, name, None) != self.rescorer.dtype]
 
     def _prompts(self, tokenizer: Tokenizer | None) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
-        """Other rows and masks by the name of the rendering, if every row is one answer to one prompt."""
-        bos = getattr(tokenizer, "bos_token_id", None)
-        firsts = [int(mask.long().argmax()) for mask in self.rescorer.masks]
-        rows = [ids.tolist() for ids in self.rescorer.ids]
-        if not all(bool(mask[first:].all()) and first for mask, first in zip(self.rescorer.masks, firsts, strict=True)):
-            return {}
-        prompts = [row[:first] for row, first in zip(rows, firsts, strict=True)]
-        messages = [prompt_messages(tokenizer, prompt, bos) for prompt in prompts] if tokenizer is not None else [None]
-        named = [*other_beginnings(bos), *(renderers(tokenizer, bos) if all(messages) else ())]
-        out: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
-        seen = [prompts]
-        for name, render in named:
-            try:
-                others = [render(*each) for each in zip(prompts, messages, strict=True)]
-            except Exception:  # a template can raise any error
-                continue
-            if others in seen or not all(others):
-                continue
-            seen.append(others)
-            ids = [torch.tensor([*new, *row[first:]]) for new, row, first in zip(others, rows, firsts, strict=True)]
-            out[name] = ids, [torch.arange(len(x)) >= len(new) for x, new in zip(ids, others, strict=True)]
-        return out
+        """Other rows and masks by the name of the rendering, if each row can have another prompt."""
+        count, bos = len(self.rescorer.ids), getattr(tokenizer, "bos_token_id", None)
+        every = self.rescorer.other_prompts(tokenizer, None, bos, most=count)
+        return {name: self.rescorer.after(prompts) for name, prompts in every if len(prompts) == count}
 
     def _values(self, cause: str, others: Setup) -> Iterator[object]:
         """Possible values of a cause beside the others."""
@@ -349,8 +325,8 @@ class _Search:
         setup: dict[str, Any] = {}
         # Forward selection: a search over all subsets would fit each value far more often.
         while len(setup) < MOST_CAUSES and self.kl(setup) > floor:
-            found = [self._refined({**setup, cause: value}) for cause, value in self._candidates(setup)]
-            better = min(found, key=self.kl, default=setup)
+            larger = [self._refined({**setup, cause: value}) for cause, value in self._candidates(setup)]
+            better = min(larger, key=self.kl, default=setup)
             if self.kl(better) > (1 - LOWERS) * self.kl(setup):
                 break
             setup = dict(better)
@@ -471,6 +447,5 @@ def _smallest_limit(weights: Tensor, tolerance: float) -> float:
     # With c at the n-th largest weight, the mean is (the sum of the n largest - n c) / N, which grows with n.
     excess = (ordered.cumsum(0) - number * ordered) / len(ordered)
     n = int((excess <= tolerance).sum())
-    return max(
-        1.0, float((ordered[:n].sum() - tolerance * len(ordered)) / n)
-    )  # below 1 it would truncate equal weights
+    limit = float((ordered[:n].sum() - tolerance * len(ordered)) / n)
+    return max(1.0, limit)  # a lower one would truncate equal weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.resources import files
@@ -242,17 +242,18 @@ class Rescorer:
 
     # ------------------------------------------------------------------ prompts
 
-    def renderings(
-        self, tokenizer: Tokenizer | None, conversations: list[list[Message]] | None, bos: int | None
-    ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Score the first answers of a single turn after other renderings of their prompts.
+    def other_prompts(
+        self, tokenizer: Tokenizer | None, conversations: list[list[Message]] | None, bos: int | None, *, most: int
+    ) -> Iterator[tuple[str, dict[int, list[int]]]]:
+        """Other renderings of the prompts of up to ``most`` rows that end with their only answer.
 
         Without a tokenizer, only the number of beginning-of-text tokens changes.
 
         Yields:
-            The name of the rendering, log-probs ``[m]``, and True where they are known, bool ``[m]``.
+            The name of a rendering, and row -> the token ids of its prompt.
         """
-        answers, parsed = [], []
+        prompts: dict[int, list[int]] = {}
+        parsed: dict[int, list[Message]] = {}
         for i, (ids, mask) in enumerate(zip(self.ids, self.masks, strict=True)):
             first = int(mask.long().argmax())
             prompt = ids[:first].tolist()
@@ -260,34 +261,48 @@ class Rescorer:
             if tokenizer is not None:
                 stored = None if conversations is None else conversations[self.rows[i]]
                 messages = stored or prompt_messages(tokenizer, prompt, bos)
-            row = (i, prompt, ids[first:], messages or [])
             if bool(mask[first:].all()) and prompt:
-                answers.append(row)
-                parsed += [row] if messages else []
-            if len(parsed) == MOST_PROMPTS:
+                prompts[i] = prompt
+                parsed |= {i: messages} if messages else {}
+            if len(parsed) == most:
                 break
-        shifted = [(name, render, answers[:MOST_PROMPTS]) for name, render in other_beginnings(bos)]
-        rendered = [(name, render, parsed) for name, render in renderers(tokenizer, bos)] if parsed else []
-        seen = {tuple(tuple(prompt) for _, prompt, _, _ in rows) for rows in (answers[:MOST_PROMPTS], parsed)}
-        scorer = self.scorer(sampling=self.sampling)
-        for name, render, chosen in [*shifted, *rendered]:
+        chosen = list(prompts)[:most]
+        shifted = [(name, render, chosen) for name, render in other_beginnings(bos)]
+        rendered = [(name, render, list(parsed)) for name, render in renderers(tokenizer, bos)] if parsed else []
+        seen = [{i: prompts[i] for i in each} for each in (chosen, parsed)]
+        for name, render, rows in [*shifted, *rendered]:
             try:
-                prompts = [render(prompt, messages) for _, prompt, _, messages in chosen]
+                others = {i: render(prompts[i], parsed.get(i, [])) for i in rows}
             except Exception:  # a template can raise any error
                 continue
-            key = tuple(map(tuple, prompts))
-            if key in seen or not all(prompts):
-                continue
-            seen.add(key)
-            rows = [torch.cat([own[2].new_tensor(p), own[2]]) for p, own in zip(prompts, chosen, strict=True)]
-            masks = [torch.arange(len(row), device=row.device) >= len(p) for row, p in zip(rows, prompts, strict=True)]
+            if others not in seen and all(others.values()):
+                seen.append(others)
+                yield name, others
+
+    def after(self, prompts: Mapping[int, list[int]]) -> tuple[list[Tensor], list[Tensor]]:
+        """The rows of some answers after other prompts, and their masks."""
+        answers = [self.ids[i][int(self.masks[i].long().argmax()) :] for i in prompts]
+        rows = [torch.cat([own.new_tensor(p), own]) for p, own in zip(prompts.values(), answers, strict=True)]
+        starts = [len(p) for p in prompts.values()]
+        return rows, [torch.arange(len(row), device=row.device) >= n for row, n in zip(rows, starts, strict=True)]
+
+    def renderings(
+        self, tokenizer: Tokenizer | None, conversations: list[list[Message]] | None, bos: int | None
+    ) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Score the first answers of a single turn after other renderings of their prompts.
+
+        Yields:
+            The name of the rendering, log-probs ``[m]``, and True where they are known, bool ``[m]``.
+        """
+        scorer = self.scorer(sampling=self.sampling)
+        for name, prompts in self.other_prompts(tokenizer, conversations, bos, most=MOST_PROMPTS):
+            rows, masks = self.after(prompts)
             try:
                 scores = scorer.score(rows, masks)
             except ValueError:  # the new prompt is too long for the model
                 continue
             self.forwards += 1
-            at = {i for i, *_ in chosen}
-            known = torch.cat([torch.full((int(mask.sum()),), i in at) for i, mask in enumerate(self.masks)])
+            known = torch.cat([torch.full((int(mask.sum()),), i in prompts) for i, mask in enumerate(self.masks)])
             out = torch.full(known.shape, math.nan, dtype=torch.float64)
             out[known] = scores.values[torch.cat(masks)].double()
             yield name, out, known

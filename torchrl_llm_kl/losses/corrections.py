@@ -173,7 +173,7 @@ def importance_weights(
 
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS). Ling team 2025
     (arXiv 2510.18855), IcePop. Li et al. 2025, "When Speed Kills Stability" (sequence and geometric). Causes: Guan et al.
-    2026 (arXiv 2605.12070), section 3. Decoupled PPO: Hilton et al. 2022 (arXiv 2110.00641), eq. 2.
+    2026 (arXiv 2605.12070). Decoupled PPO: Hilton et al. 2022 (arXiv 2110.00641).
     """
     Range(0.0, high if isinstance(high, (int, float)) else math.inf).check("low", low)
     log_ratio, mask = _trainer_to_sampler(inputs, ratio), inputs.mask
@@ -308,7 +308,7 @@ def staleness_mask(inputs: LossInputs, *, max_age: NonNegative | None = None, de
         >>> staleness_mask(LossInputs(-age, age >= 0, age=age), max_age=4, decay=0.5)[0]
         tensor([[1.0000, 0.5000, 0.0000]])
 
-    Source: the limit is AReaL's (arXiv 2505.24298), section 4.1. The decay is our own.
+    Source: the limit is AReaL's (arXiv 2505.24298). The decay is our own.
     """
     check_range(above=0.0, high=1.0, decay=decay)
     age, mask = inputs.age, inputs.mask
@@ -423,6 +423,8 @@ def staleness_metrics(
         >>> metrics["staleness_k1"], metrics["staleness_k3_age2"], metrics["age2_fraction"]
         (tensor(0.2500), tensor(0.1065), tensor(0.5000))
     """
+    check_inputs(mask, log_prob=log_prob, behavior_log_prob=behavior_log_prob)
+    log_prob, behavior_log_prob = widen(log_prob, behavior_log_prob)
     log_ratio = (log_prob - behavior_log_prob).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     k3 = torch.expm1(log_ratio) - log_ratio
     metrics = {"staleness_k1": masked_mean(-log_ratio, mask), "staleness_k3": masked_mean(k3, mask)}

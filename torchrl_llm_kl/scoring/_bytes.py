@@ -324,9 +324,9 @@ class ByteScorer(Scorer):
         """
         options, request = self.options.but(**changes), read_request(sequences, mask, None)
         self.check(options, request)
-        elements, values, found = self._score(request, options)
+        elements, values, pieces = self._score(request, options)
         number = torch.full_like(request.layout.values, -1)
-        for chunk in found:
+        for chunk in pieces:
             number[chunk.elements] = chunk.number
         log_prob, lower, upper = (Scores.spread(request.layout, elements, each).log_prob for each in values.unbind(1))
         special = torch.tensor(sorted(self.model.spelled), dtype=torch.long)
@@ -337,24 +337,24 @@ class ByteScorer(Scorer):
 
     def _score(self, request: ScoreRequest, options: ScoreOptions) -> tuple[Tensor, Tensor, list[_Chunk]]:
         """Flat elements ``[K]``, their log-prob with its bounds ``[K, 3]``, and the chunks."""
-        rows, mask, found = self._aligned(request)
-        if not found:
-            return torch.zeros(0, dtype=torch.long), torch.zeros(0, 3), found
+        rows, mask, pieces = self._aligned(request)
+        if not pieces:
+            return torch.zeros(0, dtype=torch.long), torch.zeros(0, 3), pieces
         # Cached log-probs would skip positions whose whole distribution is needed.
-        log_probs = self._log_probs(ScoreRequest.of(rows, torch.tensor(mask)), found, options.but(remember=False))
-        scores = [score for chunk in found for score in chunk.scores(log_probs)]
-        elements = torch.tensor([element for chunk in found for element in chunk.elements])
-        return elements, torch.tensor(scores, dtype=log_probs.dtype), found
+        log_probs = self._log_probs(ScoreRequest.of(rows, torch.tensor(mask)), pieces, options.but(remember=False))
+        scores = [score for chunk in pieces for score in chunk.scores(log_probs)]
+        elements = torch.tensor([element for chunk in pieces for element in chunk.elements])
+        return elements, torch.tensor(scores, dtype=log_probs.dtype), pieces
 
     def _aligned(self, request: ScoreRequest) -> tuple[list[list[int]], list[bool], list[_Chunk]]:
         """The teacher's tokens of each sequence with an answer, their mask, and all chunks."""
         teacher, tokens = self.model, request.tokens
-        rows, mask, found = list[list[int]](), list[bool](), list[_Chunk]()
+        rows, mask, pieces = list[list[int]](), list[bool](), list[_Chunk]()
         scored = request.mask.tolist()
         for start, stop in pairwise(tokens.offsets.tolist()):
             if not any(scored[start:stop]):
                 continue
-            row, number = list(teacher.start), len(found)
+            row, number = list(teacher.start), len(pieces)
             mask += [False] * len(row)
             for answers, group in groupby(range(start, stop), key=scored.__getitem__):
                 elements = list(group)
@@ -368,8 +368,8 @@ class ByteScorer(Scorer):
                     theirs = teacher.bytes.encode(teacher.student.text(ids))
                     # Before `row` grows: chunks count their positions from its present end.
                     for each in self._chunks(elements, ids, theirs, row, len(mask)):
-                        each.number = len(found) - number
-                        found.append(each)
+                        each.number = len(pieces) - number
+                        pieces.append(each)
                 else:
                     theirs = list(teacher.prompt(ids))
                     # The student's BOS may already have become the teacher's.
@@ -377,7 +377,7 @@ class ByteScorer(Scorer):
                 row += theirs
                 mask += [answers] * len(theirs)
             rows.append(row)
-        return rows, mask, found
+        return rows, mask, pieces
 
     def _chunks(
         self, elements: list[int], ids: list[int], own: list[int], row: list[int], element: int
@@ -393,10 +393,10 @@ class ByteScorer(Scorer):
 
     # ------------------------------------------------------------------ the teacher's probabilities
 
-    def _log_probs(self, request: ScoreRequest, found: list[_Chunk], options: ScoreOptions) -> Tensor:
+    def _log_probs(self, request: ScoreRequest, pieces: list[_Chunk], options: ScoreOptions) -> Tensor:
         """Log-probs of the teacher's own tokens ``[N]``. Fills the chunks' probabilities."""
         # The teacher's own tokens are forwarded anyway, so each of them that begins before a boundary is a node.
-        starts = [(chunk, i, start) for chunk in found for i, (start, _) in enumerate(self._spans(chunk))]
+        starts = [(chunk, i, start) for chunk in pieces for i, (start, _) in enumerate(self._spans(chunk))]
         nodes = {chunk.element + i: _Node(chunk, chunk.ids[:i], 0.0, start) for chunk, i, start in starts}
         covers = {element: self._covers(node) for element, node in nodes.items()}
         log_probs, sums = self._inner.score_sums(request, {e: sets for e, (sets, _) in covers.items()}, options)

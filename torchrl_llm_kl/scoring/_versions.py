@@ -202,7 +202,6 @@ class VersionedScorer(LogProbScorer):
 
     Keyword Args:
         keep: the number of versions to keep.
-        history: the versions of another scorer of the model. Instead of ``keep``.
         settings: as in :class:`LogProbScorer`.
 
     Attributes:
@@ -223,7 +222,7 @@ class VersionedScorer(LogProbScorer):
         >>> scorer.score(ScoreRequest.of([[0, 1, 1]], versions=torch.tensor([0, 0, 1]))).values
         tensor([ 0.0000, -0.6931, -0.3133])
 
-    Source: the snapshots of Guan et al. 2026 (arXiv 2605.12070), section 4, here for each token.
+    Source: the snapshots of Guan et al. 2026 (arXiv 2605.12070), here for each token.
     """
 
     __slots__ = ("history",)
@@ -234,7 +233,6 @@ class VersionedScorer(LogProbScorer):
         options: ScoreOptions | None = None,
         *,
         keep: int = 8,
-        history: WeightHistory | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(model, options, **settings)
@@ -244,7 +242,7 @@ class VersionedScorer(LogProbScorer):
             )
         if self._ranks(None).groups:
             raise ValueError(f"{type(self.model).__name__} is sharded over ranks: its versions cannot be recorded.")
-        self.history = WeightHistory(self.model, keep=keep) if history is None else history
+        self.history = WeightHistory(self.model, keep=keep)
         self.offers |= {"versions"}
 
     def record(self, version: int) -> None:
@@ -262,7 +260,9 @@ class VersionedScorer(LogProbScorer):
                 "this VersionedScorer has options of its own: set them on the transform instead (options=)."
             )
         settings = {name: getattr(self, name) for name in ("tokens_per_batch", "head_chunk", "share_prefixes", "probe")}
-        return VersionedScorer(self.model, options, history=self.history, **settings)
+        made = VersionedScorer(self.model, options, **settings)
+        made.history = self.history
+        return made
 
     def run(
         self, request: ScoreRequest, options: ScoreOptions | None = None, *, reference: Scorer | None = None

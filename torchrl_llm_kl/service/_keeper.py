@@ -70,7 +70,7 @@ class Keeper:
         self._fingerprints: dict[str, str | None] = {}  # of the model of each source
         self._version, self._chunks = 0, list[object]()
         self._earlier = list[tuple[int, list[object]]]()  # versions and chunks of the pushes before the last one
-        self._keep = 0  # how many pushes replicas keep
+        self._keep = 0 if spec is None else spec.settings.keep_versions  # how many pushes replicas keep
         self._tensors: frozenset[str] = frozenset()  # of the last push
         self._whole = False  # whether it held all tensors of the model
         self._staged: dict[str, tuple[float, list[object]]] = {}  # begin and chunks of pushes that are not committed

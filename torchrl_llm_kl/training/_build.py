@@ -200,11 +200,13 @@ class AlgorithmPlan:
 
 def _over_own_tokens(config: TrainConfig, teacher: nn.Module) -> Model:
     """The teacher as a distribution over the student's tokens, if it has another tokenizer."""
-    own = load_tokenizer(config.model.tokenizer or config.model.name)
+    own, name = load_tokenizer(config.model.tokenizer or config.model.name), str(config.algorithm.teacher)
     try:
-        theirs = load_tokenizer(str(config.algorithm.teacher))
-    except ModelError:  # a folder with only weights has the student's tokenizer
-        return teacher
+        theirs = load_tokenizer(name)
+    except ModelError:
+        if Path(name).is_dir():  # a folder with only weights has the student's tokenizer
+            return teacher
+        raise
     return teacher if own.get_vocab() == theirs.get_vocab() else ByteTeacher(teacher, theirs, own)
 
 

@@ -18,6 +18,7 @@ from seeded import LENGTH, Rollout, clean, make_model, make_tokenizer, sample, s
 from template_pairs import user
 from torchrl_llm_kl import Doctor, Entropy, LogProbScorer, RetrieveLogProb, SamplerLogProbs, diagnose
 from torchrl_llm_kl.diagnostics import DiagnosisWarning, read_columns
+from torchrl_llm_kl.rollouts import drop_stale
 from toy_models import with_lora
 
 FULL = torch.arange(3, 63).reshape(6, 10)
@@ -237,6 +238,22 @@ def test_answers_that_are_left_out_shift_lengths_and_rewards() -> None:
         rows.append(row.set("next", TensorDict(reward=torch.tensor([float(i % 2)]))))
     (note,) = [each for each in diagnose(lazy_stack(rows)).notes if each.cause == "survivors"]
     assert note.evidence == {"left_out": 0.5, "length_left_out": approx(20.9), "length_that_stays": approx(6.9)}
+
+
+def test_answers_that_are_left_out_by_age_are_compared_with_the_others() -> None:
+    """Long answers take longest, so they are the oldest."""
+    rows = []
+    for i in range(20):
+        full = torch.arange(1, 7 + i % 3 + 14 * (i >= 10))
+        row = TensorDict(
+            tokens=TensorDict(full=full, prompt=full[:2]), policy_version=torch.tensor([9 - 5 * (i >= 10)])
+        )
+        rows.append(row.set("next", TensorDict(reward=torch.tensor([float(i % 2)]))))
+    dropped = drop_stale(lazy_stack(rows), 9, max_age=4)
+    (note,) = [each for each in diagnose(dropped).notes if each.cause == "survivors"]
+    assert note.evidence == {"left_out": 0.5, "length_left_out": approx(21.0), "length_that_stays": approx(6.9)}
+    fresh = drop_stale(lazy_stack(rows), 9, max_age=5)
+    assert not [each for each in diagnose(fresh).notes if each.cause == "survivors"]
 
 
 def test_end_tokens_of_the_policy_count() -> None:

@@ -138,6 +138,15 @@ async def test_pushes_that_replicas_keep(context):
     assert (await keeper.started("x", "source", 3)).earlier == earlier
 
 
+async def test_a_keeper_that_restarts_still_keeps_later_pushes(context):
+    """Ray starts it with its first arguments. The replicas do not start again."""
+    own = ServiceSpec("name", "source", Settings(keep_versions=2), id="first")
+    keeper = Keeper("name", own)
+    for name in "ab":
+        await push(keeper, name)
+    assert (await keeper.newest(0)).earlier == [(1, ["chunk of a"])]
+
+
 async def test_a_push_that_was_dropped_or_is_not_complete_changes_nothing(context):
     """It is not complete if the keeper started again between two chunks."""
     keeper = Keeper("name", spec())
