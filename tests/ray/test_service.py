@@ -9,13 +9,15 @@ import pytest
 import ray
 import torch
 from ray import serve as ray_serve
+from tensordict import TensorDict
 
+from byte_texts import small_tokenizer
 from closeness import assert_near
 from image_models import IMAGE, image_model, num_placeholders, picture
 from load import Client, assert_same, callers, clone, names, record_of, sequences
 from prompt_server import MODEL, PromptServer
 from remote_models import delayed, model
-from torchrl_llm_kl import LogProbScorer, RememberedModel
+from torchrl_llm_kl import ByteTeacher, LogProbScorer, RememberedModel, make_algorithm
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, fingerprint_of
 from torchrl_llm_kl.service import (
     HTTPEngine,
@@ -57,6 +59,19 @@ def test_experts_and_images(serve):
     request = ScoreRequest.of([[1, 7, *[IMAGE] * count, 8, 20, 21, 22]], images=[image])
     found = serve(with_images).model.make_scorer().score(request).values
     assert_near(found, LogProbScorer(with_images).score(request).values, dtype=torch.float32)
+
+
+def test_a_teacher_with_another_tokenizer(serve):
+    """The tokenizers and the teacher are in the service. The student's ids and its own top k travel."""
+    tokenizers = small_tokenizer("a", "b", "ab", "ba"), small_tokenizer("a", "b", "aa")
+    teacher = ByteTeacher(tiny_model(vocab_size=5), *tokenizers)
+    served, student, full = serve(teacher).model, tiny_model(vocab_size=4), torch.tensor([[0, 1, 0, 2], [1, 0, 0, 1]])
+    losses = []
+    for reference in (teacher, served):
+        gkd = make_algorithm("gkd", student, reference=reference, top_k=2)
+        tokens = TensorDict(full=full, prompt=full[:, :2], batch_size=[2])
+        losses.append(gkd.loss(gkd.prepare(TensorDict(tokens=tokens, batch_size=[2]))).total_loss)
+    assert_near(losses[1], losses[0], terms=64, size=10.0)
 
 
 def test_other_processes_find_it_by_name_and_one_is_killed_mid_call(shared, local):

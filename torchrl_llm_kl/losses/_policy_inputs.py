@@ -29,6 +29,8 @@ from torchrl_llm_kl.rollouts import (
     require_key,
 )
 from torchrl_llm_kl.scoring import (
+    ByteScorer,
+    ByteTeacher,
     Changes,
     LogProbScorer,
     Model,
@@ -357,7 +359,7 @@ class PolicyScorers:
             raise ValueError(f"an exact KL is computed from both models: pass the {model} as reference=.")
         if exact:
             inner = self.reference.model if isinstance(self.reference, LogProbScorer) else None
-            check_distributions(actor, inner, self.reference)
+            check_distributions(actor, inner, None if isinstance(self.reference, ByteTeacher) else self.reference)
 
     def _exact(self, needs: Collection[str], parts: Sequence[Part[object]]) -> Changes | None:
         """Direction and mixture of the exact divergence that a part needs. None if no part needs one."""
@@ -399,11 +401,11 @@ class PolicyScorers:
             advice = "replay the tokens that the sampler kept (RecordKept)"
             raise ValueError(f"at half the temperature {sampling} leaves other tokens: {advice}.")
         fields: RequestFields = {**replayed, "top_ids": batch.top_ids}
-        scores = self.of_actor(actor).evaluate(
-            ScoreRequest.of(response.tokens, response.host_mask, **fields),
-            reference=reference if together else None,
-            **changes,
-        )
+        request, scorer = ScoreRequest.of(response.tokens, response.host_mask, **fields), self.of_actor(actor)
+        if exact is not None and isinstance(reference, ByteScorer):
+            scores = reference.compare(cast(LogProbScorer, scorer), request, scorer.options.but(**changes))
+        else:
+            scores = scorer.evaluate(request, reference=reference if together else None, **changes)
         # An exact KL computes the reference's log-probs along with it.
         ref = scores.ref_log_prob
         if ref is None and reference is not None and ref_here:

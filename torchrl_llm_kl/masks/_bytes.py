@@ -116,9 +116,14 @@ class TokenBytes:
         return dict(ids)
 
     @cached_property
-    def _sorted(self) -> tuple[list[str], list[int]]:
-        order = sorted((index for index, text in enumerate(self.texts) if text), key=self.texts.__getitem__)
-        return [self.texts[index] for index in order], order
+    def order(self) -> list[int]:
+        """The tokens that have a text, sorted by it."""
+        return sorted((index for index, text in enumerate(self.texts) if text), key=self.texts.__getitem__)
+
+    @cached_property
+    def sorted_texts(self) -> list[str]:
+        """The texts of :attr:`order`."""
+        return [self.texts[index] for index in self.order]
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of some tokens. An id without a token, such as padding of the model's head, has no text."""
@@ -129,10 +134,14 @@ class TokenBytes:
         ends = list(accumulate(len(self.text([index])) for index in ids))
         return list(zip([0, *ends], ends, strict=False))
 
+    def columns(self, text: str) -> slice:
+        """The range of :attr:`order` whose tokens start with ``text``."""
+        texts = self.sorted_texts
+        return slice(bisect_left(texts, text), bisect_left(texts, text + _LAST))
+
     def starting_with(self, text: str) -> list[int]:
-        """The tokens whose text starts with ``text``: a range of the sorted vocabulary."""
-        keys, order = self._sorted
-        return order[bisect_left(keys, text) : bisect_left(keys, text + _LAST)]
+        """The tokens whose text starts with ``text``."""
+        return self.order[self.columns(text)]
 
     def inside(self, text: str) -> list[tuple[int, int]]:
         """The tokens with which ``text`` starts and that end before it does, and their lengths."""

@@ -7,35 +7,29 @@ with the bytes up to there: a sum over all of its tokens that agree with these b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, groupby, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_range
-from torchrl_llm_kl.head import log_softmax
 from torchrl_llm_kl.masks import TokenBytes, Tokenizer, chunks, pair_specials
 from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring._byte_sums import TILE, Chunk, Covers, Distributions, Place
+from torchrl_llm_kl.scoring._byte_tokens import Divergence, Method, NextTokenProbs, NextTokens, tokens_of
+from torchrl_llm_kl.scoring._model import locked
 from torchrl_llm_kl.scoring._options import ScoreOptions
-from torchrl_llm_kl.scoring._passes import ScoringRun
 from torchrl_llm_kl.scoring._protocol import Scorer
 from torchrl_llm_kl.scoring._request import ScoreRequest, Sequences, TokenMask, read_request
 from torchrl_llm_kl.scoring._scorer import LogProbScorer
-from torchrl_llm_kl.scoring._scores import Columns, Scores, States
-from torchrl_llm_kl.scoring._wrapping import ErrorGuard
+from torchrl_llm_kl.scoring._scores import Columns, Scores, join_columns
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from torchrl_llm_kl.scoring._options import Changes
-
-# The most positions whose whole distributions are held at once.
-_TILE = 64
 
 Prompt = Callable[[list[int]], Sequence[int]]
 
@@ -97,6 +91,11 @@ class ByteTeacher:
         tolerance: beginnings with less than this share of the probability of the chunk's last inner boundary are not
             continued. 0 continues all.
         covers: the most beginnings that are continued in a chunk, besides the teacher's own tokens.
+        lookahead: for distributions over the student's vocabulary, continue the teacher's tokens with a larger probability
+            until the student's next token is decided, see :meth:`ByteScorer.next_tokens`. Each of them needs a forward of one
+            more token, except the teacher's own tokens. 1 continues only those, 0 all.
+        method: how a loss compares whole distributions, see :meth:`ByteScorer.compare`: ``"bytes"``, or GOLD's and P-KL's
+            heuristics ``"gold"`` and ``"projected"``.
 
     Raises:
         TypeError: if a tokenizer is not a fast one.
@@ -133,8 +132,12 @@ class ByteTeacher:
         specials: Mapping[int, int] | None = None,
         tolerance: float = 1e-3,
         covers: int = 64,
+        lookahead: float = 1.0,
+        method: Method = "bytes",
     ) -> None:
-        check_range(0, 1, tolerance=tolerance)
+        check_range(0, 1, tolerance=tolerance, lookahead=lookahead)
+        if method not in get_args(Method):
+            raise ValueError(f"method is {method!r}: expected one of {', '.join(map(repr, get_args(Method)))}.")
         check_range(0, covers=covers)
         pairs = pair_specials(student_tokenizer, tokenizer, specials)
         # Not `model`: its vocabulary must not be compared with the policy's. The tokenizer is that of the scored ids.
@@ -145,7 +148,8 @@ class ByteTeacher:
         self.bytes = TokenBytes(tokenizer, {index: index for index in own})
         self.spelled = self.student.specials.keys() - pairs.keys()
         self.prompt = self._as_text if prompt is None else prompt
-        self.tolerance, self.covers = tolerance, covers
+        self.tolerance, self.covers, self.lookahead, self.method = tolerance, covers, lookahead, method
+        self.tables = NextTokens(self.student, self.bytes, self.spelled)
         # A prompt= function decides itself whether its ids begin with BOS.
         bos = tokenizer.bos_token_id
         adds_bos = prompt is None and bos is not None and bos in tokenizer("").input_ids[:1]
@@ -157,112 +161,6 @@ class ByteTeacher:
 
     def _as_text(self, ids: list[int]) -> list[int]:
         return self.bytes.encode(self.student.text(ids), exact=False)
-
-
-# ------------------------------------------------------------------ sums over tokens
-
-
-@dataclass(eq=False)
-class SumsRun(ScoringRun):
-    """A call that also computes the log of the total probability of sets of tokens.
-
-    ``sets`` has lists of token ids by flat element, and ``sums`` gets their log-probs. Whole distributions are held only at
-    these positions.
-    """
-
-    sets: Mapping[int, list[list[int]]] = field(default_factory=dict)
-    sums: dict[int, list[float]] = field(default_factory=dict)
-
-    def _read(self, guard: ErrorGuard, some: Tensor, targets: Tensor, states: list[States]) -> list[Columns]:
-        # `some` has the elements of one pack. Another attempt after running out of memory overwrites its sums.
-        asked = torch.tensor([i for i, element in enumerate(some.tolist()) if element in self.sets], dtype=torch.long)
-        for rows in asked.split(_TILE):
-            # On the host, since each set has another size: an accelerator would start many small kernels.
-            log_probs = log_softmax(states[0].tempered(rows)).double().cpu()
-            for element, row in zip(some[rows].tolist(), log_probs, strict=True):
-                self.sums[element] = [float(row[ids].logsumexp(0)) for ids in self.sets[element]]
-        return super()._read(guard, some, targets, states)
-
-
-class SumsScorer(LogProbScorer):
-    """The scorer of a teacher's own tokens, and of sets of them."""
-
-    __slots__ = ("_run",)
-
-    def score_sums(
-        self, request: ScoreRequest, sets: Mapping[int, list[list[int]]], options: ScoreOptions
-    ) -> tuple[Tensor, dict[int, list[float]]]:
-        """The log-prob of each token ``[N]``, and the log of the total probability of each set at its flat element."""
-        self._run = sets, dict[int, list[float]]()
-        return self.run(request, options).log_prob.values, self._run[1]
-
-    def _new_run(self, *args: Any) -> ScoringRun:
-        run = SumsRun(*args)
-        run.sets, run.sums = self._run
-        return run
-
-
-# ------------------------------------------------------------------ chunks
-
-
-@dataclass(eq=False)
-class _Chunk:
-    """Tokens with the same bytes, and the probabilities of the student's boundaries among them, in nats."""
-
-    number: int  # in its sequence
-    elements: list[int]  # of the student's tokens, in the student's request
-    row: list[int]  # the teacher's tokens of the sequence
-    own: range  # the positions of the chunk in that row
-    element: int  # of the first of them, in the teacher's request
-    ends: list[int]  # the student's boundaries inside the chunk, in bytes
-    text: str  # up to the last of them
-    room: int  # how many more nodes may be forwarded
-    lower: np.ndarray = field(init=False)
-    omitted: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.omitted = np.full(len(self.ends), -np.inf)
-        # Tokens without bytes at the start of an answer are certain.
-        self.lower = np.where(np.array(self.ends) > 0, -np.inf, 0.0)
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """The teacher's own tokens."""
-        return tuple(self.row[self.own.start : self.own.stop])
-
-    def scores(self, log_probs: Tensor) -> list[tuple[float, float, float]]:
-        """The log-prob of each student's token with its bounds, given the teacher's log-probs of its own tokens."""
-        own = math.fsum(log_probs[self.element : self.element + len(self.own)].tolist())
-        # Usually one token ends at the end of the chunk. Tokens without bytes after it end there too.
-        rest = [own] * (len(self.elements) - len(self.ends))
-        lower = [0.0, *self.lower.tolist(), *rest]
-        upper = [0.0, *np.logaddexp(self.lower, self.omitted).tolist(), *rest]
-        # A difference is smallest from the upper bound before to the lower bound after.
-        pairs = zip(pairwise(lower), pairwise(upper), strict=True)
-        return [(after - before, after - most, top - before) for (before, after), (most, top) in pairs]
-
-    def add(self, node: _Node, sums: Sequence[float], covers: list[tuple[int, int]]) -> list[_Node]:
-        """Add the tokens that reach a boundary from a node, and return the nodes after shorter tokens."""
-        later = self.after(node.at)
-        count = len(self.ends[later])
-        self.lower[later] = np.logaddexp(self.lower[later], node.log_p + np.array(sums[:count]))
-        return [
-            _Node(self, (*node.path, index), node.log_p + log_p, node.at + length)
-            for (index, length), log_p in zip(covers, sums[count:], strict=True)
-        ]
-
-    def after(self, at: int) -> slice:
-        """The boundaries after a byte."""
-        return slice(int(np.searchsorted(self.ends, at, side="right")), None)
-
-
-class _Node(NamedTuple):
-    """The beginning of a cover: tokens that end before the last boundary of a chunk."""
-
-    chunk: _Chunk
-    path: tuple[int, ...]
-    log_p: float
-    at: int  # the byte where the last token ends
 
 
 class ByteScorer(Scorer):
@@ -288,13 +186,13 @@ class ByteScorer(Scorer):
     """
 
     model: ByteTeacher
-    offers = frozenset({"temperature", "adapters", "dtype", "remember"})
+    offers = frozenset({"temperature", "adapters", "dtype", "remember", "top_k"})
     place = "a teacher with another tokenizer"
-    instead = "it has only log-probs of the sampled tokens"
+    instead = "it has log-probs of the sampled tokens and a top k"
 
     def __init__(self, model: ByteTeacher, options: ScoreOptions | None = None, **settings: Any) -> None:
         self.model = model
-        self._inner = SumsScorer(model.teacher, options, **settings)
+        self._inner = LogProbScorer(model.teacher, options, **settings)
         # Another backend returns no distributions. Ranks would need equally many forwards.
         if self._inner.path == "wrapper" or self._inner._ranks(None).groups:
             kind = type(model.teacher).__name__
@@ -307,8 +205,13 @@ class ByteScorer(Scorer):
         """See :meth:`Scorer.run`."""
         options = self.options if options is None else options
         self.check(options, request, reference=reference)
-        elements, values, _ = self._score(request, options)
-        return Scores.spread(request.layout, elements, values[:, 0])
+        if options.top_k and self.model.method != "bytes":
+            raise ValueError(f"method={self.model.method!r} compares whole distributions: leave out top_k=.")
+        with locked(self.model.teacher), torch.no_grad():
+            pieces, distributions = self._score(request, options)
+            columns = self._top(pieces, distributions, options.top_k) if options.top_k else {}
+        elements, values = _log_probs(pieces, distributions)
+        return Scores.spread(request.layout, elements, values[:, 0], **columns)
 
     def bounds(
         self, sequences: Sequences | ScoreRequest, mask: TokenMask | None = None, **changes: Unpack[Changes]
@@ -324,7 +227,8 @@ class ByteScorer(Scorer):
         """
         options, request = self.options.but(**changes), read_request(sequences, mask, None)
         self.check(options, request)
-        elements, values, pieces = self._score(request, options)
+        pieces, distributions = self._score(request, options)
+        elements, values = _log_probs(pieces, distributions)
         number = torch.full_like(request.layout.values, -1)
         for chunk in pieces:
             number[chunk.elements] = chunk.number
@@ -333,23 +237,82 @@ class ByteScorer(Scorer):
         spelled = int(torch.isin(request.tokens.values[request.mask], special).sum())
         return ByteScores(log_prob, lower, upper, request.layout.like(number), spelled)
 
+    def next_tokens(
+        self, sequences: Sequences | ScoreRequest, mask: TokenMask | None = None, **changes: Unpack[Changes]
+    ) -> tuple[Tensor, Tensor]:
+        """The teacher's distribution over the student's vocabulary at each scored token.
+
+        The student's next token is the longest one with which the teacher's text goes on. These events exclude each other, so
+        the probabilities add up to 1, less the share of texts that begin with no token of the student.
+
+        Args:
+            sequences: token ids or a request, as for :meth:`Scorer.score`.
+            mask: as for :meth:`Scorer.score`.
+
+        Keyword Args:
+            changes: fields of :class:`ScoreOptions` for this call, and ``temperature``.
+
+        Returns:
+            The probabilities ``[n, V]`` at the ``n`` scored tokens, and a bound ``[n]`` of their error: the share of the
+            teacher's texts for which the student's token is not decided. It is 0 with ``lookahead=0`` and ``tolerance=0``.
+        """
+        options, request = self.options.but(**changes), read_request(sequences, mask, None)
+        self.check(options, request)
+        with locked(self.model.teacher), torch.no_grad():
+            pieces, distributions = self._score(request, options)
+            return NextTokenProbs(self.model.tables, distributions, self.model.lookahead)(tokens_of(pieces))
+
+    def compare(self, student: LogProbScorer, request: ScoreRequest, options: ScoreOptions) -> Scores:
+        """The scores of a student, with its divergence to this teacher in ``kl``. The gradient is the student's.
+
+        Args:
+            student: the scorer of the student.
+            request: the tokens to score.
+            options: how to score the student. ``direction`` and ``beta`` choose the divergence.
+
+        With ``method="bytes"`` each token has the divergence over the student's vocabulary, from :meth:`next_tokens`. With
+        ``"gold"`` and ``"projected"`` the first token of a chunk has the divergence of the chunk, and the others 0.
+        """
+        self.check(self.options, request)
+        scores, states = student.run_with_states(request, options)
+        with locked(self.model.teacher):
+            with torch.no_grad():
+                pieces, distributions = self._score(request, self.options)
+            beta = {"forward": 0.0, "reverse": 1.0}.get(options.direction, options.beta)
+            divergence = Divergence(
+                self.model.tables, distributions, scores.log_prob.values, states, beta, self.model.lookahead
+            )
+            elements, values = divergence(self.model.method, pieces)
+        return scores._replace(kl=Scores.spread(request.layout, elements, values).log_prob)
+
+    def _top(self, pieces: Sequence[Chunk], distributions: Distributions, k: int) -> Columns:
+        """The columns of the most probable tokens."""
+        tokens = tokens_of(pieces)
+        probs_of = NextTokenProbs(self.model.tables, distributions, self.model.lookahead)
+        parts = []
+        for some in range(0, len(tokens), TILE):
+            probs = probs_of(tokens[some : some + TILE])[0]
+            top, ids = probs.topk(k, -1)
+            rest = 1 - top.sum(-1)
+            parts.append({"top_indices": ids, "top_log_probs": top.log(), "tail_log_prob": rest.clamp(min=0).log()})
+        columns = join_columns(parts) if parts else {}
+        return {name: x if name == "top_indices" else x.to(distributions.log_prob.dtype) for name, x in columns.items()}
+
     # ------------------------------------------------------------------ the teacher's request
 
-    def _score(self, request: ScoreRequest, options: ScoreOptions) -> tuple[Tensor, Tensor, list[_Chunk]]:
-        """Flat elements ``[K]``, their log-prob with its bounds ``[K, 3]``, and the chunks."""
+    def _score(self, request: ScoreRequest, options: ScoreOptions) -> tuple[list[Chunk], Distributions]:
+        """The chunks with their probabilities, and the teacher's distributions. Empty without scored tokens."""
         rows, mask, pieces = self._aligned(request)
-        if not pieces:
-            return torch.zeros(0, dtype=torch.long), torch.zeros(0, 3), pieces
         # Cached log-probs would skip positions whose whole distribution is needed.
-        log_probs = self._log_probs(ScoreRequest.of(rows, torch.tensor(mask)), pieces, options.but(remember=False))
-        scores = [score for chunk in pieces for score in chunk.scores(log_probs)]
-        elements = torch.tensor([element for chunk in pieces for element in chunk.elements])
-        return elements, torch.tensor(scores, dtype=log_probs.dtype), pieces
+        neutral = options.but(remember=False, top_k=0, grad=False)
+        distributions = Distributions(self._inner, rows, mask, neutral)
+        Covers(distributions, self.model.bytes, self.model.tolerance).fill(pieces)
+        return pieces, distributions
 
-    def _aligned(self, request: ScoreRequest) -> tuple[list[list[int]], list[bool], list[_Chunk]]:
+    def _aligned(self, request: ScoreRequest) -> tuple[list[list[int]], list[bool], list[Chunk]]:
         """The teacher's tokens of each sequence with an answer, their mask, and all chunks."""
         teacher, tokens = self.model, request.tokens
-        rows, mask, pieces = list[list[int]](), list[bool](), list[_Chunk]()
+        rows, mask, pieces = list[list[int]](), list[bool](), list[Chunk]()
         scored = request.mask.tolist()
         for start, stop in pairwise(tokens.offsets.tolist()):
             if not any(scored[start:stop]):
@@ -366,8 +329,7 @@ class ByteScorer(Scorer):
                     )
                 if answers:
                     theirs = teacher.bytes.encode(teacher.student.text(ids))
-                    # Before `row` grows: chunks count their positions from its present end.
-                    for each in self._chunks(elements, ids, theirs, row, len(mask)):
+                    for each in self._chunks(elements, ids, theirs, Place(len(rows), len(row)), len(mask)):
                         each.number = len(pieces) - number
                         pieces.append(each)
                 else:
@@ -380,71 +342,21 @@ class ByteScorer(Scorer):
         return rows, mask, pieces
 
     def _chunks(
-        self, elements: list[int], ids: list[int], own: list[int], row: list[int], element: int
-    ) -> Iterator[_Chunk]:
-        """The chunks of one answer, whose tokens the teacher's row will end with."""
-        teacher, first = self.model, len(row)
+        self, elements: list[int], ids: list[int], own: list[int], place: Place, element: int
+    ) -> Iterator[Chunk]:
+        """The chunks of one answer, whose teacher's tokens begin at a place, and at an element of the request."""
+        teacher = self.model
         spans, theirs, text = teacher.student.spans(ids), teacher.bytes.spans(own), teacher.student.text(ids)
         for (a, b), (c, d) in chunks(spans, theirs):
             begin, end = theirs[c][0], theirs[d - 1][1]
             ends = [stop - begin for _, stop in spans[a:b] if stop < end]
             inner = text[begin : begin + max(ends, default=0)]
-            yield _Chunk(0, elements[a:b], row, range(first + c, first + d), element + c, ends, inner, teacher.covers)
+            start = place._replace(own=place.own + c)
+            yield Chunk(0, elements[a:b], start, own[c:d], element + c, ends, inner, teacher.covers)
 
-    # ------------------------------------------------------------------ the teacher's probabilities
 
-    def _log_probs(self, request: ScoreRequest, pieces: list[_Chunk], options: ScoreOptions) -> Tensor:
-        """Log-probs of the teacher's own tokens ``[N]``. Fills the chunks' probabilities."""
-        # The teacher's own tokens are forwarded anyway, so each of them that begins before a boundary is a node.
-        starts = [(chunk, i, start) for chunk in pieces for i, (start, _) in enumerate(self._spans(chunk))]
-        nodes = {chunk.element + i: _Node(chunk, chunk.ids[:i], 0.0, start) for chunk, i, start in starts}
-        covers = {element: self._covers(node) for element, node in nodes.items()}
-        log_probs, sums = self._inner.score_sums(request, {e: sets for e, (sets, _) in covers.items()}, options)
-        longer = list[_Node]()
-        for element, node in nodes.items():
-            before = math.fsum(log_probs[element - len(node.path) : element].tolist())
-            after = node.chunk.add(node._replace(log_p=before), sums[element], covers[element][1])
-            # The node after the teacher's own token is among `nodes` already.
-            longer += [each for each in after if each.path != node.chunk.ids[: len(each.path)]]
-        while chosen := self._chosen(longer):
-            longer = self._forward(chosen, options)
-        return log_probs
-
-    def _spans(self, chunk: _Chunk) -> list[tuple[int, int]]:
-        """The spans of the teacher's own tokens that begin before the last boundary."""
-        return [span for span in self.model.bytes.spans(chunk.ids) if span[0] < len(chunk.text)]
-
-    def _covers(self, node: _Node) -> tuple[list[list[int]], list[tuple[int, int]]]:
-        """The tokens that reach each later boundary, and each shorter token by itself. Then the shorter tokens' lengths."""
-        chunk, at = node.chunk, node.at
-        # A token that ends exactly at the last boundary reaches it, so `inside` needs no longer ones.
-        shorter = self.model.bytes.inside(chunk.text[at:])
-        reach = [self.model.bytes.starting_with(chunk.text[at:end]) for end in chunk.ends[chunk.after(at)]]
-        return [*reach, *([index] for index, _ in shorter)], shorter
-
-    def _chosen(self, nodes: list[_Node]) -> list[_Node]:
-        """The nodes to forward. The probability of each other node bounds the sum over its covers."""
-        chosen = []
-        least = math.log(self.model.tolerance) if self.model.tolerance else -math.inf
-        for node in sorted(nodes, key=lambda node: -node.log_p):
-            chunk, later = node.chunk, node.chunk.after(node.at)
-            # The teacher's own tokens reach every boundary, so `lower` is finite here.
-            if chunk.room > 0 and node.log_p > least + chunk.lower[-1]:
-                chunk.room -= 1
-                chosen.append(node)
-            else:
-                chunk.omitted[later] = np.logaddexp(chunk.omitted[later], node.log_p)
-        return chosen
-
-    def _forward(self, nodes: list[_Node], options: ScoreOptions) -> list[_Node]:
-        """Forward the beginnings of covers, and return the longer ones."""
-        # The last token is repeated: the distribution that predicts it is read.
-        rows = [[*node.chunk.row[: node.chunk.own.start], *node.path, node.path[-1]] for node in nodes]
-        last = [end - 1 for end in accumulate(map(len, rows))]
-        mask = torch.zeros(last[-1] + 1, dtype=torch.bool)
-        mask[last] = True
-        covers = [self._covers(node) for node in nodes]
-        sets = {element: each for element, (each, _) in zip(last, covers, strict=True)}
-        _, sums = self._inner.score_sums(ScoreRequest.of(rows, mask), sets, options)
-        parts = zip(nodes, last, covers, strict=True)
-        return [longer for node, i, (_, shorter) in parts for longer in node.chunk.add(node, sums[i], shorter)]
+def _log_probs(pieces: Sequence[Chunk], distributions: Distributions) -> tuple[Tensor, Tensor]:
+    """The flat elements ``[K]`` of the student's tokens, and their log-probs with the bounds ``[K, 3]``."""
+    elements = torch.tensor([element for chunk in pieces for element in chunk.elements], dtype=torch.long)
+    values = [each for chunk in pieces for each in chunk.scores(distributions.log_prob)]
+    return elements, torch.tensor(values, dtype=distributions.log_prob.dtype).reshape(-1, 3)

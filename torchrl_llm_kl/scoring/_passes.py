@@ -41,6 +41,7 @@ from torchrl_llm_kl.scoring._scores import (
     Columns,
     HeadReading,
     States,
+    TokenStates,
     columns_of_nothing,
     head_states,
     join_columns,
@@ -396,6 +397,7 @@ class ScoringRun:
     request: ScoreRequest
     routings: Sequence[Routing | None]  # one for each scorer
     options: ScoreOptions
+    states: TokenStates | None = None  # keeps the states of the first model
 
     def __post_init__(self) -> None:
         device, of_reference = self.request.layout.values.device, self.options.sampling.of_reference
@@ -578,6 +580,8 @@ class ScoringRun:
         """The scores of some tokens. Empty after an error."""
         request, grad, tile = self.request, self.options.grad, BLOCK if self.options.deterministic else None
         own, ref = states[0], states[1] if len(states) > 1 else None
+        if self.states is not None:
+            self.states.add(some, own)
         if request.kept is not None:
             own = replace(own, kept=Kept(*(send(x, own.source.device) for x in request.kept.take(some)[:2])))
         ids = None if request.top_ids is None else send(request.top_ids[some], self.setups[0].device)

@@ -41,7 +41,7 @@ from torchrl_llm_kl.scoring._probe import choose_route, find_variance
 from torchrl_llm_kl.scoring._protocol import MakesScorer, Model, Scorer
 from torchrl_llm_kl.scoring._request import ScoreRequest, Sequences, TokenMask, not_text, read_request
 from torchrl_llm_kl.scoring._routing import Routers, Routing
-from torchrl_llm_kl.scoring._scores import Scores, kept_of
+from torchrl_llm_kl.scoring._scores import Scores, TokenStates, kept_of
 from torchrl_llm_kl.scoring._wrapper import (
     SamplerMismatchWarning,
     is_wrapper,
@@ -199,7 +199,16 @@ class LogProbScorer(Scorer):
         self, request: ScoreRequest, options: ScoreOptions | None = None, *, reference: Scorer | None = None
     ) -> Scores:
         """See :meth:`Scorer.run`."""
-        options = self.options if options is None else options
+        return self._run(request, self.options if options is None else options, reference)
+
+    def run_with_states(self, request: ScoreRequest, options: ScoreOptions) -> tuple[Scores, TokenStates]:
+        """As :meth:`run`, and keep the states from which whole distributions of the scored tokens can be computed."""
+        states = TokenStates()
+        return self._run(request, options, None, states), states
+
+    def _run(
+        self, request: ScoreRequest, options: ScoreOptions, reference: Scorer | None, states: TokenStates | None = None
+    ) -> Scores:
         scorers = [self] if reference is None else [self, cast(LogProbScorer, reference)]
         ranks, tokens, kept = self._ranks(reference), request.layout, request.kept
         # Any rank may refuse its data. All ranks must learn that before the first collective operation.
@@ -220,8 +229,8 @@ class LogProbScorer(Scorer):
         finds_kept = options.return_kept and kept is None
         with locked(*(scorer.model for scorer in scorers)), nullcontext() if options.grad else torch.no_grad():
             if self._wrapper is None:
-                run = self._new_run(scorers, ranks, request, routings, replace(options, return_kept=finds_kept))
-                elements, columns = run()
+                changed = replace(options, return_kept=finds_kept)
+                elements, columns = ScoringRun(scorers, ranks, request, routings, changed, states)()
             else:
                 device, budget = tokens.values.device, self.tokens_per_batch or 8192
                 elements, log_probs = score_wrapper(self._wrapper, request, device, budget, options.grad)
@@ -295,10 +304,6 @@ class LogProbScorer(Scorer):
     def forget(self) -> None:
         """See :meth:`Scorer.forget`."""
         self.memory.clear()
-
-    def _new_run(self, *args: Any) -> ScoringRun:
-        """A call with these arguments of :class:`ScoringRun`."""
-        return ScoringRun(*args)
 
     def _ranks(self, reference: Scorer | None) -> Ranks:
         return Ranks([self.model] if reference is None else [self.model, reference.model])

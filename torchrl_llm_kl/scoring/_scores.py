@@ -120,6 +120,28 @@ class States:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
 
+class TokenStates:
+    """The states that predict the scored tokens of a call, so that whole distributions can be computed after it."""
+
+    def __init__(self) -> None:
+        self._parts: list[States] = []
+        self._places: dict[int, tuple[int, int]] = {}
+
+    def add(self, elements: Tensor, states: States) -> None:
+        """Add the states that predict some flat elements ``[n]``."""
+        self._places.update((element, (len(self._parts), row)) for row, element in enumerate(elements.tolist()))
+        self._parts.append(states)
+
+    def log_probs(self, elements: Sequence[int]) -> Tensor:
+        """The log-probs of all tokens at some flat elements, ``[n, V]``, in float32 or wider. With gradient if the call had."""
+        places = [self._places[element] for element in elements]
+        order = sorted(range(len(places)), key=places.__getitem__)
+        # Consecutive places of one part take one product with the head.
+        rows = {part: [places[i][1] for i in order if places[i][0] == part] for part in sorted({p for p, _ in places})}
+        computed = [log_softmax(self._parts[part].tempered(torch.tensor(some))) for part, some in rows.items()]
+        return join_tensors(computed)[torch.tensor(order).argsort().to(computed[0].device)]
+
+
 def head_states(setup: Setup, hidden: Tensor) -> States:
     """The distributions that follow from hidden states ``[n, H]``.
 

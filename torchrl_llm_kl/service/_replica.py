@@ -66,7 +66,7 @@ class Replica:
 
     def __init__(self, spec: ServiceSpec) -> None:
         from torchrl_llm_kl.service._core import Batcher, ScoringCore
-        from torchrl_llm_kl.service.engines._engine import Engine, TransformersEngine
+        from torchrl_llm_kl.service.engines._engine import engine_of
 
         os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")  # only the start blocks
         self._spec, self._name = spec, serve.get_replica_context().replica_id.unique_id
@@ -74,14 +74,12 @@ class Replica:
         self._newest = 0  # the latest version that any replica held: this one must not answer with older weights
         self._keeper = keeper_of(spec.name, create=True)  # Serve's own commands deploy without one
         try:
-            engine = self._load()
-            if not isinstance(engine, Engine):
-                engine = TransformersEngine(
-                    engine,
-                    tokens_per_batch=settings.tokens_per_batch,
-                    memory=settings.memory,
-                    keep_versions=settings.keep_versions,
-                )
+            engine = engine_of(
+                self._load(),
+                tokens_per_batch=settings.tokens_per_batch,
+                memory=settings.memory,
+                keep_versions=settings.keep_versions,
+            )
             self._core = ScoringCore(engine, self._exit)
             started = self._keeper.started.remote(self._fingerprint(), spec.source, settings.keep_versions)
             held = ray.get(started, timeout=_KEEPER)

@@ -13,15 +13,16 @@ from tensordict import TensorDict
 from torch import nn
 from torch.testing import assert_close
 
+from byte_texts import small_tokenizer
 from closeness import assert_near, needs_equal_rows
 from load import job_of
 from remote_models import model
 from torchrl_llm_kl import LogProbScorer, Ragged, Sampling
-from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, fingerprint_of
+from torchrl_llm_kl.scoring import ByteTeacher, ScoreOptions, ScoreRequest, fingerprint_of
 from torchrl_llm_kl.service import EngineLost, GangEngine
 from torchrl_llm_kl.service._core import ScoringCore
 from torchrl_llm_kl.service._messages import Job, state_dict_of
-from torchrl_llm_kl.service.engines._engine import TransformersEngine
+from torchrl_llm_kl.service.engines._engine import TransformersEngine, engine_of
 from torchrl_llm_kl.service.engines._gang import split
 from toy_models import tiny_model
 
@@ -40,6 +41,28 @@ def test_weights_in_every_form():
         assert all(torch.equal(found[name], value) for name, value in expected.items())
     with pytest.raises(TypeError, match="weights must be a module, a TensorDict or a mapping"):
         state_dict_of([1])
+
+
+def test_a_teacher_with_another_tokenizer():
+    """Requests hold the student's tokens. Two requests share a call, and pushed weights are the teacher's."""
+    inner, tokenizers = (
+        tiny_model(vocab_size=10),
+        (small_tokenizer("a", "b", "ab", "ba"), small_tokenizer("a", "b", "aa")),
+    )
+    teacher = ByteTeacher(inner, *tokenizers)
+    core, rows = ScoringCore(engine_of(teacher, tokens_per_batch=64)), [[0, 1, 0, 2], [1, 0, 0]]
+    for _ in range(2):
+        want = teacher.make_scorer().evaluate(rows, top_k=2)
+        jobs = [Job(ScoreRequest.of([row]), ScoreOptions(top_k=2), None, "c") for row in rows]
+        columns = [each["columns"] for each in core.score(jobs)]
+        for name in ("log_prob", "top_log_probs", "tail_log_prob"):
+            got = torch.cat([torch.tensor(each[name]) for each in columns])
+            assert_near(got, want.per_token[name].values[[1, 2, 3, 5, 6]], terms=64, size=10.0)
+        core.update_weights(core.engine.own_weights(tiny_model(vocab_size=10, seed=5).state_dict()), 1)
+    (refused,) = core.score([Job(ScoreRequest.of(rows), ScoreOptions(entropy=True), None, "c")])
+    assert "is not supported by a teacher with another tokenizer" in str(refused)
+    with pytest.raises(ValueError, match="keep_versions= is for models"):
+        engine_of(teacher, keep_versions=2)
 
 
 def test_requests_that_name_a_version_for_each_token():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import (
     DEFAULT_MEMORY,
+    ByteTeacher,
     LogProbScorer,
     Sampling,
     ScoreOptions,
@@ -228,6 +229,45 @@ class TransformersEngine(Engine):
         if not isinstance(inner, nn.Module):
             raise TypeError(f"{type(inner).__name__} holds no weights in this process. Update them in its backend.")
         return inner
+
+
+class ByteTeacherEngine(TransformersEngine):
+    """An engine for a teacher with another tokenizer. Requests hold the student's tokens.
+
+    Args:
+        model: the teacher.
+
+    Keyword Args:
+        tokens_per_batch, memory: see :class:`TransformersEngine`.
+        keep_versions: must be 0.
+    """
+
+    def __init__(self, model: ByteTeacher, **settings: Any) -> None:
+        if settings.get("keep_versions"):
+            raise ValueError("keep_versions= is for models with the tokenizer of the requests: leave it out.")
+        super().__init__(model.teacher, **settings)
+        self._over_bytes = model.make_scorer(tokens_per_batch=settings.get("tokens_per_batch"))
+        scorer = self._over_bytes
+        self.offers, self.place, self.instead = scorer.offers & ANSWERED, scorer.place, scorer.instead
+
+    def run(self, request: ScoreRequest, options: ScoreOptions) -> Scores:
+        """See :meth:`Engine.run`."""
+        return self._over_bytes.run(request, options)
+
+    def interface(self) -> tuple[ModelInterface, bool]:
+        """See :meth:`Engine.interface`."""
+        return ModelInterface.of(self._over_bytes.model), False
+
+
+def engine_of(model: Engine | nn.Module | ByteTeacher, **settings: Any) -> Engine:
+    """Returns the engine for a model. ``settings`` as for :class:`TransformersEngine`."""
+    if isinstance(model, Engine):
+        return model
+    return (
+        ByteTeacherEngine(model, **settings)
+        if isinstance(model, ByteTeacher)
+        else TransformersEngine(model, **settings)
+    )
 
 
 def _short_names(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, str]:
