@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -13,10 +14,11 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
+from torchrl_llm_kl.masks import PromptTranslator
 from torchrl_llm_kl.training import ConfigError, ModelError, Run
 from torchrl_llm_kl.training._build import plan_algorithm
 from torchrl_llm_kl.training._inputs import load_inputs, load_reward
-from torchrl_llm_kl.training._models import load_policy
+from torchrl_llm_kl.training._models import load_policy, load_tokenizer
 from torchrl_llm_kl.training._user_code import load_function
 from toy_rollouts import make_model
 from toy_tokenizer import build_tokenizer
@@ -180,8 +182,30 @@ def test_a_teacher_with_another_tokenizer(lab: Path, tmp_path: Path) -> None:
     result, _ = go(lab, tmp_path / "run", *changes, "run.steps=2", "optimizer.warmup_steps=0", kl={})
     assert result.outcome == "finished"
     assert all(row["kl"] > 0 for row in result.rows)
-    with pytest.raises(ConfigError, match=r"algorithm\.args is"):
-        go(lab, tmp_path / "other", *TEACHER[:1], f"algorithm.teacher={teacher}", "algorithm.args={top_k: 16}", kl={})
+
+
+@pytest.mark.parametrize("top_k", [0, 16])
+def test_gkd_from_a_teacher_with_another_tokenizer_and_template(lab: Path, tmp_path: Path, top_k: int) -> None:
+    """The teacher's prompts have its own template: the first tokens of its first request are its rendering."""
+    teacher = another_tokenizer(tmp_path / "teacher")
+    template = teacher / "chat_template.jinja"
+    template.write_text("{% for m in messages %}({{ m.role }}) {{ m.content }}\n{% endfor %}(assistant) ")
+    prompts: list[str] = []
+    translate = PromptTranslator.__call__
+
+    def record(self: PromptTranslator, ids: list[int]) -> list[int]:
+        out = translate(self, ids)
+        prompts.append(load_tokenizer(str(teacher)).decode(out))
+        return out
+
+    changes = ("algorithm.name=gkd", f"algorithm.teacher={teacher}", f"algorithm.args={{top_k: {top_k}}}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PromptTranslator, "__call__", record)
+        result, _ = go(lab, tmp_path / "run", *changes, "algorithm.minibatches=1", "run.steps=2", "reward=null", kl={})
+    assert result.outcome == "finished"
+    assert all(row["loss_objective"] > 0 for row in result.rows)
+    assert prompts
+    assert all(re.fullmatch(r"\(user\) [^\n]+\n\(assistant\) ", prompt) for prompt in prompts)
 
 
 def test_a_teacher_of_top_tokens_without_a_reward(lab: Path, tmp_path: Path) -> None:

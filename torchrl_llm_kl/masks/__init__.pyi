@@ -22,6 +22,9 @@ from torchrl_llm_kl.masks._template import (
 from torchrl_llm_kl.masks._tokens import (
     mask_from_prompt_lengths as mask_from_prompt_lengths,
 )
+from torchrl_llm_kl.masks._translate import (
+    PromptTranslator as PromptTranslator,
+)
 
 # isort: split
 # For the layers above, not public:

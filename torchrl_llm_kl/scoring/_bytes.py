@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_range
-from torchrl_llm_kl.masks import TokenBytes, Tokenizer, chunks, pair_specials
+from torchrl_llm_kl.masks import PromptTranslator, TokenBytes, Tokenizer, chunks, pair_specials
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._byte_sums import TILE, Chunk, Covers, Distributions, Place
 from torchrl_llm_kl.scoring._byte_tokens import Divergence, Method, NextTokenProbs, NextTokens, tokens_of
@@ -85,7 +85,8 @@ class ByteTeacher:
     Keyword Args:
         prompt: a function from the student's token ids of a prompt, or of the turns between two answers, to the
             teacher's. By default the teacher's tokenizer tokenises their text, after its BOS if it adds one. Special tokens
-            are replaced by their counterparts.
+            are replaced by their counterparts. ``"template"`` renders the messages of the prompt with the teacher's chat
+            template, see :class:`~torchrl_llm_kl.masks.PromptTranslator`.
         specials: the teacher's id for some of the student's special tokens. By default tokens of one name, and EOS and BOS,
             correspond. The teacher scores the letters of a sampled special token without counterpart.
         tolerance: beginnings with less than this share of the probability of the chunk's last inner boundary are not
@@ -128,7 +129,7 @@ class ByteTeacher:
         tokenizer: Tokenizer,
         student_tokenizer: Tokenizer,
         *,
-        prompt: Prompt | None = None,
+        prompt: Prompt | Literal["template"] | None = None,
         specials: Mapping[int, int] | None = None,
         tolerance: float = 1e-3,
         covers: int = 64,
@@ -147,7 +148,8 @@ class ByteTeacher:
         own = TokenBytes(tokenizer).specials.keys() | set(pairs.values())
         self.bytes = TokenBytes(tokenizer, {index: index for index in own})
         self.spelled = self.student.specials.keys() - pairs.keys()
-        self.prompt = self._as_text if prompt is None else prompt
+        translated = PromptTranslator(student_tokenizer, tokenizer) if prompt == "template" else prompt
+        self.prompt = translated or self._as_text
         self.tolerance, self.covers, self.lookahead, self.method = tolerance, covers, lookahead, method
         self.tables = NextTokens(self.student, self.bytes, self.spelled)
         # A prompt= function decides itself whether its ids begin with BOS.

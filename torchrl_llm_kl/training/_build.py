@@ -207,7 +207,12 @@ def _over_own_tokens(config: TrainConfig, teacher: nn.Module) -> Model:
         if Path(name).is_dir():  # a folder with only weights has the student's tokenizer
             return teacher
         raise
-    return teacher if own.get_vocab() == theirs.get_vocab() else ByteTeacher(teacher, theirs, own)
+    if own.get_vocab() == theirs.get_vocab():
+        return teacher
+    # The signatures of tools have no counterpart in another template.
+    plain = config.turns is None or not config.turns.tools
+    translated = plain and own.chat_template and theirs.chat_template not in (None, own.chat_template)
+    return ByteTeacher(teacher, theirs, own, prompt="template" if translated else None)
 
 
 def measured_kl(
