@@ -167,6 +167,8 @@ class NextTokenProbs:
 
     def __init__(self, tables: NextTokens, distributions: Distributions, lookahead: float) -> None:
         self._tables, self._distributions, self._lookahead = tables, distributions, lookahead
+        # Neighbouring tokens continue each other's places, so each distribution is computed once for all of them.
+        self._rows: dict[Place, Tensor] = {}
 
     def __call__(self, tokens: Sequence[tuple[Chunk, int]]) -> tuple[Tensor, Tensor]:
         """The probabilities ``[n, V]`` at some tokens, given as a chunk and the number of the token in it.
@@ -175,8 +177,8 @@ class NextTokenProbs:
         token is not decided.
         """
         parts = [part for i, (chunk, number) in enumerate(tokens) for part in _first_parts(i, chunk, number)]
-        device = self._distributions.log_prob.device
-        self._probs = torch.zeros(len(tokens), self._tables.size + 1, dtype=torch.float64, device=device)
+        self._rows.clear()
+        self._probs = self._distributions.log_prob.new_zeros(len(tokens), self._tables.size + 1)
         self._undecided = self._probs.new_zeros(len(tokens))
         while parts:
             unknown = dict.fromkeys(part.place for part in parts if part.place not in self._distributions)
@@ -191,7 +193,10 @@ class NextTokenProbs:
 
     def _add(self, parts: Sequence[_Part]) -> list[_Part]:
         """Add parts, and return the parts that continue them."""
-        log_probs = self._distributions.log_probs([part.place for part in parts]).to(self._probs)
+        new = [place for place in dict.fromkeys(part.place for part in parts) if place not in self._rows]
+        if new:
+            self._rows.update(zip(new, self._distributions.log_probs(new).to(self._probs), strict=True))
+        log_probs = torch.stack([self._rows[part.place] for part in parts])
         probs = (
             log_probs[:, self._tables.order.to(log_probs.device)]
             + log_probs.new_tensor([part.log_p for part in parts])[:, None]
@@ -321,6 +326,8 @@ class Divergence:
 
     def __call__(self, method: Method, pieces: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
         """Flat elements ``[n]`` of the student's tokens, and their values in nats, with gradient."""
+        if not pieces:
+            return torch.zeros(0, dtype=torch.long), self.log_prob[:0]
         if method == "bytes":
             elements = [element for chunk in pieces for element in chunk.elements]
             return torch.tensor(elements), self._in_tiles(self._of_bytes, tokens_of(pieces))

@@ -8,6 +8,7 @@ with the bytes up to there: a sum over all of its tokens that agree with these b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -209,8 +210,7 @@ class ByteScorer(Scorer):
         self.check(options, request, reference=reference)
         if options.top_k and self.model.method != "bytes":
             raise ValueError(f"method={self.model.method!r} compares whole distributions: leave out top_k=.")
-        with locked(self.model.teacher), torch.no_grad():
-            pieces, distributions = self._score(request, options)
+        with self._scored(request, options) as (pieces, distributions):
             columns = self._top(pieces, distributions, options.top_k) if options.top_k else {}
         elements, values = _log_probs(pieces, distributions)
         return Scores.spread(request.layout, elements, values[:, 0], **columns)
@@ -229,8 +229,8 @@ class ByteScorer(Scorer):
         """
         options, request = self.options.but(**changes), read_request(sequences, mask, None)
         self.check(options, request)
-        pieces, distributions = self._score(request, options)
-        elements, values = _log_probs(pieces, distributions)
+        with self._scored(request, options) as (pieces, distributions):
+            elements, values = _log_probs(pieces, distributions)
         number = torch.full_like(request.layout.values, -1)
         for chunk in pieces:
             number[chunk.elements] = chunk.number
@@ -260,8 +260,7 @@ class ByteScorer(Scorer):
         """
         options, request = self.options.but(**changes), read_request(sequences, mask, None)
         self.check(options, request)
-        with locked(self.model.teacher), torch.no_grad():
-            pieces, distributions = self._score(request, options)
+        with self._scored(request, options) as (pieces, distributions):
             return NextTokenProbs(self.model.tables, distributions, self.model.lookahead)(tokens_of(pieces))
 
     def compare(self, student: LogProbScorer, request: ScoreRequest, options: ScoreOptions) -> Scores:
@@ -277,14 +276,12 @@ class ByteScorer(Scorer):
         """
         self.check(self.options, request)
         scores, states = student.run_with_states(request, options)
-        with locked(self.model.teacher):
-            with torch.no_grad():
-                pieces, distributions = self._score(request, self.options)
-            beta = {"forward": 0.0, "reverse": 1.0}.get(options.direction, options.beta)
-            divergence = Divergence(
-                self.model.tables, distributions, scores.log_prob.values, states, beta, self.model.lookahead
-            )
-            elements, values = divergence(self.model.method, pieces)
+        beta = {"forward": 0.0, "reverse": 1.0}.get(options.direction, options.beta)
+        teacher = self.model
+        with self._scored(request, self.options) as (pieces, distributions), torch.set_grad_enabled(options.grad):
+            log_prob = scores.log_prob.values
+            divergence = Divergence(teacher.tables, distributions, log_prob, states, beta, teacher.lookahead)
+            elements, values = divergence(teacher.method, pieces)
         return scores._replace(kl=Scores.spread(request.layout, elements, values).log_prob)
 
     def _top(self, pieces: Sequence[Chunk], distributions: Distributions, k: int) -> Columns:
@@ -292,24 +289,27 @@ class ByteScorer(Scorer):
         tokens = tokens_of(pieces)
         probs_of = NextTokenProbs(self.model.tables, distributions, self.model.lookahead)
         parts = []
-        for some in range(0, len(tokens), TILE):
+        for some in range(0, max(1, len(tokens)), TILE):
             probs = probs_of(tokens[some : some + TILE])[0]
             top, ids = probs.topk(k, -1)
             rest = 1 - top.sum(-1)
             parts.append({"top_indices": ids, "top_log_probs": top.log(), "tail_log_prob": rest.clamp(min=0).log()})
-        columns = join_columns(parts) if parts else {}
-        return {name: x if name == "top_indices" else x.to(distributions.log_prob.dtype) for name, x in columns.items()}
+        return join_columns(parts)
 
     # ------------------------------------------------------------------ the teacher's request
 
-    def _score(self, request: ScoreRequest, options: ScoreOptions) -> tuple[list[Chunk], Distributions]:
+    @contextmanager
+    def _scored(self, request: ScoreRequest, options: ScoreOptions) -> Iterator[tuple[list[Chunk], Distributions]]:
         """The chunks with their probabilities, and the teacher's distributions. Empty without scored tokens."""
         rows, mask, pieces = self._aligned(request)
-        # Cached log-probs would skip positions whose whole distribution is needed.
-        neutral = options.but(remember=False, top_k=0, grad=False)
-        distributions = Distributions(self._inner, rows, mask, neutral)
-        Covers(distributions, self.model.bytes, self.model.tolerance).fill(pieces)
-        return pieces, distributions
+        # Later forwards continue the keys and values of the first one.
+        neutral = options.but(remember=True, top_k=0, grad=False)
+        with locked(self.model.teacher), torch.no_grad():
+            distributions = Distributions(self._inner, rows, mask, neutral)
+            Covers(distributions, self.model.bytes, self.model.tolerance).fill(pieces)
+            yield pieces, distributions
+        if not options.remember:
+            self._inner.forget()
 
     def _aligned(self, request: ScoreRequest) -> tuple[list[list[int]], list[bool], list[Chunk]]:
         """The teacher's tokens of each sequence with an answer, their mask, and all chunks."""

@@ -501,7 +501,8 @@ class ScoringRun:
         if not options.remember or options.grad or any(self.routings) or not all(cache.limit for cache in caches):
             return []
         # The cache stores only log-probs of the sampler's distribution. Other scores need the distribution itself.
-        plain = not options.beside and len(caches) == 1 and request.top_ids is None and request.kept is None
+        beside = bool(options.beside) or self.states is not None
+        plain = not beside and len(caches) == 1 and request.top_ids is None and request.kept is None
         lookups = []
         keyed = replace(request, tokens=request.tokens.like(self.images[0].keys())) if self.images else request
         for setup, cache in zip(self.setups, caches, strict=True):
