@@ -271,7 +271,7 @@ class EntryReader:
 
 _NEUTRAL = ScoreOptions()
 # The options of the actor that the user of a loss may set. The loss sets the others.
-_CHOSEN = ("sampling", "dtype", "deterministic", "memory", "entropy")
+_CHOSEN = ("sampling", "dtype", "deterministic", "memory", "entropy", "recompute")
 
 
 class PolicyScorers:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torchrl_llm_kl._numerics import send
 from torchrl_llm_kl._private import is_stateful
 from torchrl_llm_kl._typing import asked
+from torchrl_llm_kl.scoring._branches import Cut
 from torchrl_llm_kl.scoring._cache import CacheLookup
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError, saving, swapped
 from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, read_output, text_config
@@ -171,6 +172,22 @@ class ForkedPass:
         hidden, _ = self._forward(ids, ids, None, False, torch.full((1,), -1))
         with self.setup.active():
             return head_states(self.setup, hidden.flatten(0, 1)[:0])
+
+    def cut(self, index: int) -> list[Cut]:
+        """Detach the state that later steps continue."""
+        cuts: list[Cut] = []
+
+        def detached(_: str, own: Tensor) -> Tensor:
+            cuts.append((own, own.detach().requires_grad_(own.requires_grad)))
+            return cuts[-1][1]
+
+        if index in self._states:
+            self._states[index] = _state_with(self._states[index], detached)
+        return cuts
+
+    def readers(self, index: int) -> set[int]:
+        """The steps that continue a step."""
+        return {i for i, step in enumerate(self.steps) if step.past == index}
 
     def elsewhere(self, element: Tensor) -> int:
         """How many of the positions on which ``element [1]`` depends are in earlier steps."""

@@ -80,7 +80,9 @@ class Setup:
                 stack.enter_context(evaluating(self.model))
             if self.options.dtype is not None:
                 stack.enter_context(torch.autocast(self.device.type, self.options.dtype))
-            if self.options.grad and (embedding := _tied_embedding(self.model)) is not None:
+            # Branches have gradients of their own, without the head's.
+            whole = self.options.grad and not self.options.recompute
+            if whole and (embedding := _tied_embedding(self.model)) is not None:
                 stack.enter_context(_one_gradient(embedding))
             yield
 

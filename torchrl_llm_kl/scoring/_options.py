@@ -174,6 +174,7 @@ class Changes(TypedDict, total=False):
     return_kept: bool
     record_routing: bool
     grad: bool
+    recompute: bool
     remember: bool
 
 
@@ -213,6 +214,9 @@ class ScoreOptions:
         record_routing: return the experts that the routers chose, as ``routing`` of the scores.
         grad: keep the graph, so that the result is differentiable with respect to the model's parameters. Logits are
             recomputed in the backward instead of stored. By default no part of the graph is kept.
+        recompute: with ``grad``, score without a graph, and forward each branch of the prefix tree again in the backward. Only
+            the activations of one path from the start to an answer's end are then held. It costs one more forward, like
+            activation checkpointing, and the gradient is the same.
         remember: cache keys, values and log-probs for later calls. The next turn of a conversation then costs only its new
             tokens. A change of weights or settings clears the cache. It has no effect with ``grad`` or where prefixes are
             not shared.
@@ -239,6 +243,7 @@ class ScoreOptions:
     return_kept: bool = False
     record_routing: bool = False
     grad: bool = False
+    recompute: bool = False
     remember: bool = False
 
     def __post_init__(self) -> None:

@@ -10,7 +10,8 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate
 from typing import Final, Protocol, cast
 
 import torch
@@ -20,6 +21,7 @@ from torchrl_llm_kl._numerics import check_range, send
 from torchrl_llm_kl._private import compiled_call
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout, PackPiece, link, pack_attention
+from torchrl_llm_kl.scoring._branches import Cut, recomputed
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError
 from torchrl_llm_kl.scoring._forks import MIN_LENGTH, MIN_SHARED, ForkedPass, checkpoints_layers
@@ -51,6 +53,8 @@ from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import ErrorGuard, Ranks, inside, is_out_of_memory, is_sharded
 
 _SMALLEST_PACK = 16  # tokens
+# The tokens of the path and of the branches of one pack, as a multiple of the longest path's.
+_HELD = 1.2
 
 # ---------------------------------------------------------------------- packs
 
@@ -69,14 +73,20 @@ class PackedPass:
         lookup: CacheLookup | None = None,
         routing: Routing | None = None,
         images: ImageInputs | None = None,
+        branches: bool = False,
     ) -> None:
         self.setup, self.size, self.lookup, self.routing, self.images = setup, tokens_per_batch, lookup, routing, images
         self._request, self._tree = request, tree
-        self.plan = plan_packs(tree, tokens_per_batch, None if lookup is None else lookup.cached)
+        if branches:
+            self.plan = plan_branches(tree, tokens_per_batch)
+            self._bounds = self.plan.bounds()
+        else:
+            self.plan = plan_packs(tree, tokens_per_batch, None if lookup is None else lookup.cached)
+            self._bounds = [*range(0, (len(self.plan.packs) + 1) * tokens_per_batch, tokens_per_batch)]
         element, position, place = _row_of_tokens(self.plan, tree)
         scored = (request.mask if lookup is None else lookup.scored).nonzero().squeeze(-1)
         slots, order = place[tree.place(*request.before(scored))].sort(stable=True)
-        bounds = torch.arange(len(self.plan.packs) + 1) * tokens_per_batch
+        bounds = torch.tensor(self._bounds)
         counts = torch.searchsorted(slots, bounds).diff().tolist()
         self.elements = list(scored[order].split(counts))  # flat indices of the tokens that each pack predicts
         # One transfer before the first forward: a copy between forwards would make the device wait.
@@ -84,7 +94,8 @@ class PackedPass:
         if setup.options.deterministic:
             row = pad_pack(row[0], tokens_per_batch), pad_pack(row[1], tokens_per_batch)
         self._ids, self._positions = send(row[0], setup.device), send(row[1], setup.device)
-        self._slots = send(slots % tokens_per_batch, setup.device).split(counts)
+        starts = bounds[:-1].repeat_interleave(torch.tensor(counts, dtype=torch.long))
+        self._slots = send(slots - starts, setup.device).split(counts)
         self._element = element
         self._last_use = self.plan.last_use()
         # For each piece that later packs attend to: the keys and values of all pieces up to it, in order.
@@ -97,7 +108,7 @@ class PackedPass:
     def run(self, index: int) -> States:
         """Run a pack, and return the states that predict ``elements[index]``. Packs must run in order."""
         layout = self._layout(index)
-        here = slice(index * self.size, (index + 1) * self.size)
+        here = slice(self._bounds[index], self._bounds[index + 1])
         inputs = None if self.images is None else self.images.of_pack(self._element[here])
         with self.setup.active():
             with self.routing.forward(self._element[here], self.setup.device) if self.routing else nullcontext():
@@ -125,6 +136,20 @@ class PackedPass:
         ids = torch.zeros(1, dtype=torch.long, device=self.setup.device)
         with self.setup.active():
             return head_states(self.setup, self._forward(PackLayout([PackPiece(0, 1, -1, [])]), ids, ids)[0][:0])
+
+    def cut(self, index: int) -> list[Cut]:
+        """Detach the keys and values that later packs attend to."""
+        cuts: list[Cut] = []
+        for kept in (self._pasts[piece][-1] for piece in self.plan.packs[index] if piece in self._pasts):
+            for i, pair in enumerate(kept):
+                leaves = tuple(own.detach().requires_grad_(own.requires_grad) for own in pair)
+                cuts += zip(pair, leaves, strict=True)
+                kept[i] = leaves[0], leaves[1]
+        return cuts
+
+    def readers(self, index: int) -> set[int]:
+        """The later packs that attend to a pack."""
+        return self.plan.readers[index]
 
     def elsewhere(self, element: Tensor) -> int:
         """How many of the positions that ``element [1]`` attends to are in packs before its own."""
@@ -192,6 +217,23 @@ class PackPlan:
     pieces: list[Piece]
     packs: list[list[int]]  # indices of pieces, ascending through all packs
 
+    def bounds(self) -> list[int]:
+        """Where each pack begins in the row of all tokens, and the end of the row."""
+        return [0, *accumulate(sum(self.pieces[i].length for i in pack) for pack in self.packs)]
+
+    @cached_property
+    def readers(self) -> list[set[int]]:
+        """For each pack, the later packs that attend to it."""
+        pack_of = {piece: number for number, pack in enumerate(self.packs) for piece in pack}
+        out: list[set[int]] = [set() for _ in self.packs]
+        for piece, number in pack_of.items():
+            past = self.pieces[piece].past
+            while past >= 0:
+                if pack_of[past] < number:
+                    out[pack_of[past]].add(number)
+                past = self.pieces[past].past
+        return out
+
     def last_use(self) -> list[int]:
         """For each piece, the last pack that attends to it from another piece, or -1."""
         out = [-1] * len(self.pieces)
@@ -248,6 +290,63 @@ def plan_packs(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | 
     return PackPlan(pieces, packs)
 
 
+def plan_branches(tree: PrefixTree, tokens_per_batch: int) -> PackPlan:
+    """Plan packs so that the graphs of few of them are held at a time: about the tokens of the longest sequence.
+
+    Below each node its longest branch comes first, up to its end. Then come the others, from the end back to the start. A pack
+    holds consecutive tokens of one path, or whole branches. Its graph is held until no later pack attends to it.
+
+    Example:
+        >>> from torchrl_llm_kl.ragged import Ragged
+        >>> answers = [[1, 2, 3, 4, 5], [1, 2, 3, 6], [7, 8]]
+        >>> tokens = Ragged.from_list([torch.tensor(answer) for answer in answers])
+        >>> plan = plan_branches(PrefixTree.build(tokens, tokens.lengths, min_shared=3), 6)
+        >>> [[(p.node, p.first, p.length, p.past) for p in map(plan.pieces.__getitem__, pack)] for pack in plan.packs]
+        [[(0, 0, 3, -1), (1, 0, 2, 0)], [(2, 0, 1, 0)], [(3, 0, 2, -1)]]
+    """
+    check_range(1, tokens_per_batch=tokens_per_batch)
+    lengths = tree.length.tolist()
+    children: dict[int, list[int]] = {node: [] for node in range(-1, len(lengths))}
+    for node, parent in enumerate(tree.parent.tolist()):
+        children[parent].append(node)
+    depth = [0] * len(lengths)  # tokens up to the end of the longest branch
+    for node in reversed(range(len(lengths))):
+        depth[node] = lengths[node] + max((depth[child] for child in children[node]), default=0)
+    most = _HELD * max(depth, default=0)
+    plan, last_piece = PackPlan([], []), {-1: -1}
+    pending = [len(each) for each in children.values()]  # children that did not come yet, by node + 1
+    sizes = [0]  # tokens of the packs that are held, the last one included
+    held = [list[int]()]  # their pieces
+    waiting = sorted(children[-1], key=depth.__getitem__)
+    while waiting:
+        node = waiting.pop()
+        parent = int(tree.parent[node])
+        past, done = last_piece[parent], 0
+        # The first child goes on where the pack ends. Another one joins a pack of whole branches, if there is room.
+        goes_on = bool(plan.packs) and plan.packs[-1][-1] == past
+        pending[parent + 1] -= 1
+        while not goes_on and len(held) > 1 and not any(pending[plan.pieces[i].node + 1] for i in held[-2]):
+            del held[-2], sizes[-2]
+        whole = not any(pending[plan.pieces[i].node + 1] for i in held[-1])
+        room = min(tokens_per_batch - sizes[-1], most - sum(sizes))
+        joins = bool(plan.packs) and (goes_on or (whole and not children[node] and lengths[node] <= room))
+        if whole and not joins:
+            del held[-1], sizes[-1]
+        waiting += sorted(children[node], key=depth.__getitem__)
+        while done < lengths[node]:
+            if not joins or sizes[-1] == tokens_per_batch:
+                plan.packs.append([])
+                held.append(plan.packs[-1])
+                sizes.append(0)
+                joins = True
+            length = min(tokens_per_batch - sizes[-1], lengths[node] - done)
+            plan.pieces.append(Piece(node, done, length, past))
+            past, done, sizes[-1] = len(plan.pieces) - 1, done + length, sizes[-1] + length
+            plan.packs[-1].append(past)
+        last_piece[node] = past
+    return plan
+
+
 def _row_of_tokens(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, Tensor]:
     """Lay all tokens to forward in a row, pack after pack.
 
@@ -287,6 +386,14 @@ class PaddedPass:
     def elsewhere(self, element: Tensor) -> int:
         """0, since a micro-batch holds whole sequences."""
         return 0
+
+    def cut(self, index: int) -> list[Cut]:
+        """Nothing, since no micro-batch reads another one."""
+        return []
+
+    def readers(self, index: int) -> set[int]:
+        """None."""
+        return set()
 
     def run_dummy(self) -> States:
         """Forward a dummy token, since layers that ranks share must be called on all of them. Returns no positions."""
@@ -529,7 +636,8 @@ class ScoringRun:
         args = self.request, self.tree, self.budget
         if self.forks:
             return [ForkedPass(setup, *args, part, routing) for setup, routing, _, part in each]
-        return [PackedPass(setup, *args, part, routing, some) for setup, routing, some, part in each]
+        branches = self.options.grad and self.options.recompute
+        return [PackedPass(setup, *args, part, routing, some, branches) for setup, routing, some, part in each]
 
     def _forward_all(
         self, guard: ErrorGuard, passes: Sequence[Pass], lookups: list[CacheLookup]
@@ -541,21 +649,23 @@ class ScoringRun:
         elements: list[Tensor] = [torch.zeros(0, dtype=torch.long)]
         parts: list[Columns] = []
         held: list[tuple[Tensor, Tensor, list[States]]] = []
+        recomputes = grad and self.options.recompute
         for index in range(number):
             for scorer in self.scorers:
                 scorer.forwards += 1
             missing = index >= len(passes[0].elements)
             some = elements[0] if missing else passes[0].elements[index]
-            states_of_models = [
-                guard.forward(each.setup.model, each.run_dummy if missing else partial(each.run, index))
-                for each in passes
-            ]
+            with torch.no_grad() if recomputes else nullcontext():
+                states_of_models = [
+                    guard.forward(each.setup.model, each.run_dummy if missing else partial(each.run, index))
+                    for each in passes
+                ]
             if guard.error is not None or (some.numel() == 0 and not (ranks.groups and grad)):
                 continue
             states = cast(list[States], states_of_models)
             elements.append(some)
             targets = send(request.tokens.values[some], device)
-            if grad and all(each.head is not None for each in states):
+            if recomputes or (grad and all(each.head is not None for each in states)):
                 # The graph holds the hidden states anyway. A single head call computes a single gradient of its weight.
                 held.append((some, targets, states))
             else:
@@ -564,6 +674,10 @@ class ScoringRun:
             some, targets = (join_tensors(each) for each in list(zip(*held, strict=True))[:2])
             of_each_model = zip(*(states for *_, states in held), strict=True)
             states = [replace(each[0], source=join_tensors([part.source for part in each])) for each in of_each_model]
+            if recomputes:
+                setup = self.setups[0]
+                source = recomputed(lambda: self.passes()[0], states[0].source, setup.model)
+                states[0] = replace(states[0], source=source)
             parts += self._read(guard, some, targets, states)
         reference = len(self.setups) > 1
         columns = join_columns(parts) if parts else columns_of_nothing(request, self.options, reference, device)

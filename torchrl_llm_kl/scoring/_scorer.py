@@ -328,6 +328,8 @@ class LogProbScorer(Scorer):
             raise ValueError("deterministic=True excludes images, kept= and return_kept=True: leave one out.")
         if grad and exact and drops(self.model):
             raise ValueError("deterministic=True, but the model drops activations at random: call its eval().")
+        if grad and options.recompute:
+            self._check_recomputes(request, options)
         if grad and isinstance(self.model, nn.Module) and is_offloaded(self.model):
             raise ValueError("grad=True, but the model is offloaded, which has no backward: pass grad=False.")
         if grad and adapters is not True:
@@ -336,6 +338,21 @@ class LogProbScorer(Scorer):
             self._check_reference(options, reference)
         elif request.ref_routing is not None:
             raise ValueError("ref_routing= needs a reference: pass reference= too.")
+
+    def _check_recomputes(self, request: ScoreRequest, options: ScoreOptions) -> None:
+        """Raise a ValueError if a forward in the backward would not repeat the first one."""
+        reasons = {
+            "of deterministic=True": options.deterministic,
+            "of images": request.images is not None,
+            "the scorer takes the model's full forward": self.path != "head",
+            "the model drops activations at random: call its eval()": drops(self.model),
+            "the model is compiled": any(map(compiled_call, self.model.modules())),
+            "the model is sharded or wrapped for ranks": bool(self._ranks(None).groups),
+        }
+        for reason in (reason for reason, holds in reasons.items() if holds):
+            raise ValueError(
+                f"recompute=True is not possible, because {reason}. Leave it out.".replace("because of", "with")
+            )
 
     def _check_reference(self, options: ScoreOptions, reference: Scorer) -> None:
         """Raise a ValueError if the KL would measure more than the difference of the two models."""
