@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo demo-ray demo-fsdp demo-text demo-image demo-tools demo-real study study-target study-staleness test test-all test-rest test-device test-numeric test-slow test-peers engines real durations mutants matrix nightly bench bench-gpu bench-ray lint types stubs docs site clean
+.PHONY: help setup demo demo-ray demo-fsdp demo-text demo-image demo-tools demo-real study study-target study-staleness study-tokenizers test test-all test-rest test-device test-numeric test-slow test-peers engines real durations mutants matrix nightly bench bench-gpu bench-ray lint types stubs docs site clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -50,6 +50,9 @@ study-target: $(READY)  ## Run the demo with two controllers on ten seeds (an ho
 study-staleness: $(READY)  ## Compare corrections of stale answers on the demo's task (an hour, resumable); writes benchmarks/STALENESS.md's data
 	OMP_NUM_THREADS=1 $(BIN)/python tutorials/staleness_study.py $(ARGS)
 
+study-tokenizers: $(READY)  ## Compare teachers with two tokenizers on GSM8K's text (20 minutes, resumable); writes benchmarks/TOKENIZERS.md's tables
+	OMP_NUM_THREADS=1 $(BIN)/python tutorials/tokenizers_study.py $(ARGS)
+
 # A test that hangs ends its worker after five minutes, with the stacks of all threads, and the others go on.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --timeout 300 --timeout-method thread
 # Tests on an accelerator have a process of their own: the simulated one is there for all that runs beside it.
@@ -80,7 +83,7 @@ test-slow: $(READY)  ## Run the slow tests (minutes)
 	$(BIN)/python -m pytest -q -m "slow and not device" $(ARGS)
 
 PEERS := .peers
-test-peers: $(READY)  ## Fetch Trinity-RFT, verl, TRL and torchrl's own tests into .peers, and compare with them
+test-peers: $(READY)  ## Fetch Trinity-RFT, verl, TRL, genlm-bytes and torchrl's own tests into .peers, and compare with them
 	PYTHONPATH=tests/lab $(BIN)/python tests/lab/fetch_peers.py $(PEERS)
 	TORCHRL_LLM_KL_PEERS=$(CURDIR)/$(PEERS) TORCHRL_LLM_KL_TORCHRL=$(CURDIR)/$(PEERS)/torchrl $(PYTEST) -m "not slow" tests/peers $(ARGS)
 
@@ -89,7 +92,7 @@ engines: $(READY)  ## Install vLLM for processors into .engines (3.5 GB) and run
 	$(BIN)/python tests/engines/environment.py $(ENGINES)
 	TORCHRL_LLM_KL_ENGINES=$(CURDIR)/$(ENGINES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -p no:cacheprovider tests/engines $(ARGS)
 
-real: $(READY)  ## Fetch Gemma 3 270M into .real (1.5 GB) and run tests/real against it (12 minutes)
+real: $(READY)  ## Fetch Gemma 3 270M and five tokenizers into .real (1.5 GB) and run tests/real against them (15 minutes)
 	$(BIN)/python tests/real/environment.py $(REAL)
 	TORCHRL_LLM_KL_REAL=$(CURDIR)/$(REAL)/model $(BIN)/python -m pytest -q -s -p no:cacheprovider tests/real $(ARGS)
 

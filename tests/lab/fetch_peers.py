@@ -1,6 +1,6 @@
 """Fetch the libraries that tests/peers compares with: ``python tests/lab/fetch_peers.py FOLDER``.
 
-The wheels of Trinity-RFT, verl and TRL are unpacked, not installed, since only single modules of them are loaded
+The wheels of Trinity-RFT, verl, TRL and genlm-bytes are unpacked, not installed, since only single modules of them are loaded
 (``peers.py``). torchrl's own tests come from its repository, since no wheel holds them. Existing folders are kept.
 """
 
@@ -17,7 +17,8 @@ REPOSITORY = "https://github.com/pytorch/rl"
 
 def fetch_wheel(requirement: str, folder: Path) -> None:
     """Download a wheel without its dependencies, and unpack it."""
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    # Single modules are loaded, so an older Python than the package's is fine.
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--ignore-requires-python"]
     subprocess.run([*pip, "--dest", str(folder.parent), requirement], check=True)
     name, _, release = requirement.replace("-", "_").partition("==")
     (wheel,) = folder.parent.glob(f"{name}-{release}-*.whl")
@@ -28,9 +29,10 @@ def fetch_wheel(requirement: str, folder: Path) -> None:
 def main(top: Path) -> None:
     """Fetch everything that is missing. Print a message if torchrl's repository cannot be reached."""
     top.mkdir(parents=True, exist_ok=True)
-    for name, requirement in FOLDERS.values():
+    for name, requirements in FOLDERS.values():
         if not (top / name).is_dir():
-            fetch_wheel(requirement, top / name)
+            for requirement in requirements.split():
+                fetch_wheel(requirement, top / name)
     folder = top / "torchrl"
     clone = ["git", "clone", "--quiet", "--depth", "1", "--branch", f"v{version('torchrl')}", REPOSITORY, str(folder)]
     if not folder.is_dir() and subprocess.run(clone, check=False).returncode:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 VARIABLE = "TORCHRL_LLM_KL_PEERS"
-#: package -> (the folder that holds it, what to download)
+#: package -> (the folder that holds it, what to download). Several wheels are unpacked into one folder.
 FOLDERS = {"trinity": ("trinity_rft", "trinity-rft==0.6.0"), "verl": ("verl", "verl==0.9.1")}
-FOLDERS |= {"trl": ("trl", "trl==1.16.0")}
+FOLDERS |= {"trl": ("trl", "trl==1.16.0"), "genlm": ("genlm", "genlm-bytes==0.2.0 genlm-backend==0.3.1")}
 
 
 class _Bare(ModuleType):
@@ -52,6 +52,7 @@ def load(monkeypatch: pytest.MonkeyPatch, package: str, module: str, stubs: Sequ
     """
     top = folder(package)
     before = set(sys.modules)
+    sys.modules.setdefault(package, _Bare(package, top))  # a namespace has no __init__
     for init in top.rglob("__init__.py"):
         name = ".".join(init.parent.relative_to(top.parent).parts)
         sys.modules.setdefault(name, _Bare(name, init.parent))

@@ -199,6 +199,9 @@ def _decoded(text: str) -> str:
 
 
 def _mismatch(text: str, got: str) -> TextMismatchError:
+    # The space that some tokenizers put before a text would hide the byte that differs.
+    if got.startswith(" ") and not text.startswith(" ") and got[1:] != text:
+        got = got[1:]
     # Without a different byte, one text is the beginning of the other.
     at = next((i for i, (a, b) in enumerate(zip(text, got, strict=False)) if a != b), min(len(text), len(got)))
     here, there = (ascii(each[max(0, at - 10) : at + 10]) for each in (text, got))

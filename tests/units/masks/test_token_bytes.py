@@ -183,6 +183,15 @@ def test_a_normalizer_is_named_with_the_first_byte_that_differs() -> None:
         TokenBytes(tokenizer).encode("a B")
 
 
+def test_the_space_before_a_text_is_not_the_difference() -> None:
+    """This tokenizer puts a space before each text and replaces no-break spaces, as SentencePiece with NMT's rules."""
+    tokenizer = sentencepiece()
+    backend = tokenizer.backend_tokenizer
+    backend.normalizer = normalizers.Sequence([normalizers.Replace("\u00a0", " "), backend.normalizer])
+    with pytest.raises(TextMismatchError, match=r"byte 4 differs, 'eggs\\xc2\\xa0a' becomes 'eggs a'"):
+        TokenBytes(tokenizer).encode(latin("eggs\u00a0a"))
+
+
 def test_unknown_characters_and_lost_spaces_are_errors() -> None:
     with pytest.raises(TextMismatchError, match="byte 5 differs"):
         TokenBytes(unigram()).encode(latin(" eggs☃"))
