@@ -74,10 +74,9 @@ class Models:
     other: Any
     other_tokenizer: Any
 
-    @property
-    def by_bytes(self) -> ByteTeacher:
+    def by_bytes(self, **settings: Any) -> ByteTeacher:
         """The teacher with the other tokenizer, for the student's tokens."""
-        return ByteTeacher(self.other, self.other_tokenizer, self.tokenizer)
+        return ByteTeacher(self.other, self.other_tokenizer, self.tokenizer, **settings)
 
 
 # ------------------------------------------------------------------ the methods
@@ -99,9 +98,20 @@ def ratio_of_tokens(student: Any, teacher: Any) -> AlgorithmParts:
     return parts
 
 
+def whole(student: Any, teacher: Any, *, top_k: int = 0) -> AlgorithmParts:
+    """The forward KL from the teacher's distribution at each token, or GOLD's or P-KL's at each chunk."""
+    return make_algorithm("gkd", student, reference=teacher, top_k=top_k, objective_args={"beta": 0.0})
+
+
 ARMS: dict[str, Arm] = {
     "same tokenizer, token": Arm(lambda models: ratio_of_tokens(models.student, models.same), 8e-3),
-    "other tokenizer, token": Arm(lambda models: ratio_of_tokens(models.student, models.by_bytes), 8e-3),
+    "other tokenizer, token": Arm(lambda models: ratio_of_tokens(models.student, models.by_bytes()), 8e-3),
+    "same tokenizer, distribution": Arm(lambda models: whole(models.student, models.same), 8e-3),
+    "other tokenizer, distribution": Arm(lambda models: whole(models.student, models.by_bytes()), 8e-3),
+    "same tokenizer, top 64": Arm(lambda models: whole(models.student, models.same, top_k=64), 8e-3),
+    "other tokenizer, top 64": Arm(lambda models: whole(models.student, models.by_bytes(), top_k=64), 8e-3),
+    "other tokenizer, GOLD": Arm(lambda models: whole(models.student, models.by_bytes(method="gold")), 8e-3),
+    "other tokenizer, P-KL": Arm(lambda models: whole(models.student, models.by_bytes(method="projected")), 8e-3),
     "no teacher (SFT)": Arm(lambda models: make_algorithm("sft", models.student), 8e-3),
 }
 FIRST = next(iter(ARMS))  # costs are relative to this arm
