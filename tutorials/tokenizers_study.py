@@ -312,7 +312,9 @@ def write_page(page: Path, name: str, text: str) -> None:
     if page.exists():
         old = page.read_text(encoding="utf-8")
         pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-        page.write_text(re.sub(pattern, lambda found: f"{found[1]}{text}\n{found[2]}", old, flags=re.S), encoding="utf-8")
+        page.write_text(
+            re.sub(pattern, lambda found: f"{found[1]}{text}\n{found[2]}", old, flags=re.S), encoding="utf-8"
+        )
 
 
 def main(

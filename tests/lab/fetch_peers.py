@@ -18,7 +18,16 @@ REPOSITORY = "https://github.com/pytorch/rl"
 def fetch_wheel(requirement: str, folder: Path) -> None:
     """Download a wheel without its dependencies, and unpack it."""
     # Single modules are loaded, so an older Python than the package's is fine.
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--ignore-requires-python"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--ignore-requires-python",
+    ]
     subprocess.run([*pip, "--dest", str(folder.parent), requirement], check=True)
     name, _, release = requirement.replace("-", "_").partition("==")
     (wheel,) = folder.parent.glob(f"{name}-{release}-*.whl")

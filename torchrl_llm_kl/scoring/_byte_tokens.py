@@ -84,6 +84,28 @@ class NextTokens:
         """The column of each of the teacher's tokens in this order."""
         return {token: column for column, token in enumerate(self.teacher.order)}
 
+    @cached_property
+    def common(self) -> Tensor:
+        """The ids of tokens with the same text, the student's and the teacher's, ``[2, M]``."""
+        theirs = self.teacher.ids_of
+        pairs = [(own, theirs[text][0]) for text, own in self.ids.items() if text in theirs]
+        return torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).T
+
+    @cached_property
+    def projection(self) -> Tensor:
+        """The weights of the teacher's tokens for each token of the student, sparse ``[V, W]`` with rows that add up to 1.
+
+        A token with the same text has the weight 1. Otherwise the teacher's tokens that spell the text have geometric weights.
+        """
+        entries = list[tuple[int, int, float]]()
+        for text, own in self.ids.items():
+            spelled = self.teacher.ids_of.get(text, [])[:1] or self.teacher.encode(text, exact=False)[:_SPELLED]
+            total = sum(_DECAY**i for i in range(len(spelled)))
+            entries += [(own, token, _DECAY**i / total) for i, token in enumerate(spelled)]
+        rows, columns, weights = zip(*entries, strict=True)
+        size, values = (self.size, len(self.teacher.texts)), torch.tensor(weights)
+        return torch.sparse_coo_tensor(torch.tensor([rows, columns]), values, size, check_invariants=True).coalesce()
+
     @property
     def size(self) -> int:
         """The size of the student's vocabulary."""
@@ -120,29 +142,6 @@ class NextTokens:
             last = bisect_right(texts, given + more, here.start, here.stop) if letters and given + more else here.start
             live[here.start - first : last - first] = True
         return Table(columns, ids, live)
-
-
-def common_tokens(tables: NextTokens) -> Tensor:
-    """The ids of tokens with the same text, the student's and the teacher's, ``[2, M]``."""
-    theirs = tables.teacher.ids_of
-    pairs = [(own, theirs[text][0]) for text, own in tables.ids.items() if text in theirs]
-    return torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).T
-
-
-def projection(tables: NextTokens) -> Tensor:
-    """The weights of the teacher's tokens for each token of the student, sparse ``[V, W]`` with rows that add up to 1.
-
-    A token with the same text has the weight 1. Otherwise the teacher's tokens that spell the text have geometric weights.
-    """
-    teacher, entries = tables.teacher, list[tuple[int, int, float]]()
-    for text, own in tables.ids.items():
-        spelled = teacher.ids_of.get(text, [])[:1] or teacher.encode(text, exact=False)[:_SPELLED]
-        total = sum(_DECAY**i for i in range(len(spelled)))
-        entries += [(own, token, _DECAY**i / total) for i, token in enumerate(spelled)]
-    rows, columns, weights = zip(*entries, strict=True)
-    size = tables.size, len(teacher.texts)
-    values = torch.tensor(weights)
-    return torch.sparse_coo_tensor(torch.tensor([rows, columns]), values, size, check_invariants=True).coalesce()
 
 
 class _Part(NamedTuple):
@@ -333,9 +332,9 @@ class Divergence:
             return torch.tensor(elements), self._in_tiles(self._of_bytes, tokens_of(pieces))
         make: Callable[[Sequence[Chunk]], Tensor]
         if method == "gold":
-            make = partial(self._of_gold, common_tokens(self.tables))
+            make = partial(self._of_gold, self.tables.common)
         else:
-            make = partial(self._of_projection, projection(self.tables))
+            make = partial(self._of_projection, self.tables.projection)
         return torch.tensor([chunk.elements[0] for chunk in pieces]), self._in_tiles(make, pieces)
 
     def _in_tiles(self, make: Callable[[Any], Tensor], items: Sequence[Any]) -> Tensor:
