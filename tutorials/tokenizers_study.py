@@ -254,10 +254,15 @@ def of_arm(results: list[dict[str, Any]], name: str) -> dict[int, dict[str, Any]
     return {row["seed"]: row for row in own if row["seed"] < TUNING_SEEDS}
 
 
+def timings(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The timings in which all methods took turns."""
+    return [row for row in results if list(row.get("seconds", ())) == list(ARMS)]
+
+
 def table(results: list[dict[str, Any]]) -> str:
     """A row for each method, with 95 % intervals over seeds. Differences are of the same seed."""
-    first, times = of_arm(results, FIRST), [row["seconds"] for row in results if "seconds" in row]
-    lines = [f"| method | nats per byte | less than {FIRST!r} | learning rate | cost of a step |", "|---" * 5 + "|"]
+    first, times = of_arm(results, FIRST), [row["seconds"] for row in timings(results)]
+    lines = [f"| method | nats per byte | difference to the first | learning rate | cost of a step |", "|---" * 5 + "|"]
     for title, key in (
         ("student at the start", "start"),
         ("teacher, same tokenizer", "same"),
@@ -268,10 +273,12 @@ def table(results: list[dict[str, Any]]) -> str:
     for name, arm in ARMS.items():
         runs = of_arm(results, name)
         values = [row["nats"] for row in runs.values()]
-        less = shown([first[seed]["nats"] - row["nats"] for seed, row in runs.items() if seed in first], "{:.3f}")
-        costs = [row[name] / row[FIRST] for row in times if name in row]
+        more = [row["nats"] - first[seed]["nats"] for seed, row in runs.items() if seed in first and name != FIRST]
+        costs = [row[name] / row[FIRST] for row in times]
         cost = f"{fmean(costs):.2f}" if costs else "not run"
-        lines.append(f"| {name} | {shown(values, '{:.3f}')} | {less} | {arm.lr:g} | {cost} |")
+        lines.append(
+            f"| {name} | {shown(values, '{:.3f}')} | {shown(more, '{:.3f}') if name != FIRST else ''} | {arm.lr:g} | {cost} |"
+        )
     return "\n".join(lines)
 
 
@@ -321,10 +328,10 @@ def main(
     jobs: int, results: Path, seeds: Sequence[int] = SEEDS, lrs: Sequence[float] = (), scale: Scale = SCALE
 ) -> None:
     """Run what is missing in ``jobs`` processes, and write the tables and the picture."""
-    done = {(row.get("arm"), row["seed"], row.get("lr")) for row in read(results, scale)}
+    done = {(row["arm"], row["seed"], row["lr"]) for row in read(results, scale) if "arm" in row}
     asked = [(name, seed, lr) for seed in seeds for name, arm in ARMS.items() for lr in lrs or [arm.lr]]
     todo = [each for each in asked if each not in done]
-    timed = [seed for seed in seeds if not lrs and (None, seed, None) not in done]
+    timed = [seed for seed in seeds if not lrs and seed not in {row["seed"] for row in timings(read(results, scale))}]
 
     def append(result: dict[str, Any]) -> None:
         with results.open("a", encoding="utf-8") as file:
