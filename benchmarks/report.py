@@ -16,7 +16,8 @@ Written by `{command}`; do not edit.
 torchrl {torchrl} and this library do the same work on the same data, in turn in one process. Each figure is a median. The
 range of a speed-up is its quartiles over the runs. Before timing, each comparison checks that both compute the same numbers.
 "Differ by" is the largest difference. Memory is the peak minus the memory that the process held before. torchrl scores under
-`no_grad` unless there is a loss, since it would keep the graphs of both models.
+`no_grad` unless there is a loss, since it would keep the graphs of both models. "Products" is the share of the time here that
+the matrix products and the attention of the distinct tokens take if nothing else is done, measured in the same run.
 """
 
 
@@ -31,7 +32,7 @@ columns on the right compare with that column. In its loss TRL also computes the
 def terminal_table(run: Run) -> Table:
     """The figures and targets as a table for the terminal."""
     table = Table(title=f"torchrl {run.versions['torchrl']} beside torchrl_llm_kl {run.versions['torchrl_llm_kl']}")
-    for header in ("", "peer", "here", "faster", "less memory", "differ by"):
+    for header in ("", "peer", "here", "faster", "less memory", "differ by", "products"):
         table.add_column(header, justify="right" if header else "left", no_wrap=True, min_width=0 if header else 5)
     table.add_column("targets", no_wrap=True)
     for result in run.results:
@@ -46,7 +47,7 @@ def markdown(run: Run) -> str:
     if run.settings.get("quick") == "yes":
         parts.append("**A quick run of the smallest sizes: these figures mean nothing.**\n")
     parts.append("![Time and memory beside torchrl, and the cost of each turn of a conversation](results.png)\n")
-    header = ["here", "faster", "less memory", "differ by"]
+    header = ["here", "faster", "less memory", "differ by", "products"]
     rows = [[f"**{r.name}**", r.title, *_figures(r)] for r in run.results if r.peer == "torchrl"]
     parts.append(markdown_table(["", "work", "torchrl", *header], rows))
     if beside_trl := [r for r in run.results if r.peer == "TRL"]:
@@ -111,6 +112,7 @@ def _figures(result: Result) -> list[str]:
         f"{result.faster:.1f}x" + ("" if result.quartiles is None else " ({:.1f} to {:.1f})".format(*result.quartiles)),
         "" if result.smaller is None else f"{result.smaller:.1f}x",
         "" if outcome.difference is None else f"{outcome.difference:.0e}",
+        "" if result.share is None else f"{result.share:.2f}",
     ]
 
 

@@ -21,11 +21,13 @@ class Targets:
         faster: minimum speed-up.
         smaller: minimum factor of peak memory saved.
         growth: maximum time of a new token in the last turn, relative to the first turn.
+        share: minimum share of the time that the matrix products and the attention of the distinct tokens take.
     """
 
     faster: float | None = None
     smaller: float | None = None
     growth: float | None = None
+    share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Outcome:
         turns: of a conversation.
         notes: remarks for the reader.
         others: measured for further contenders that do the same work.
+        products: measured for the matrix products and the attention of the distinct tokens. None if they were not measured.
         further: more figures of this library, with their targets on a CPU.
     """
 
@@ -79,6 +82,7 @@ class Outcome:
     turns: Turns | None = None
     notes: tuple[str, ...] = ()
     others: dict[str, Measured] = field(default_factory=dict)
+    products: Measured | None = None
     further: tuple[Goal, ...] = ()
 
 
@@ -114,6 +118,12 @@ class Result:
         return None if theirs is None or ours is None or theirs < 1 else theirs / max(ours, 1.0)
 
     @property
+    def share(self) -> float | None:
+        """The share of the time that the products of the distinct tokens take. It may exceed 1 by noise."""
+        products = self.outcome.products
+        return None if products is None else products.seconds / self.outcome.ours.seconds
+
+    @property
     def goals(self) -> list[Goal]:
         """The figures that have a target."""
         targets, turns = self.targets, self.outcome.turns
@@ -122,6 +132,8 @@ class Result:
             goals.append(Goal("times faster", "faster", self.faster, targets.faster))
         if targets.smaller is not None and self.smaller is not None:
             goals.append(Goal("times less memory", "memory", self.smaller, targets.smaller))
+        if targets.share is not None and self.share is not None:
+            goals.append(Goal("share of the products", "share", self.share, targets.share))
         if targets.growth is not None and turns is not None:
             found = turns.growth(turns.ours)
             goals.append(
@@ -175,6 +187,7 @@ def _result(data: dict[str, Any]) -> Result:
             turns=outcome["turns"] and Turns(**outcome["turns"]),
             notes=tuple(outcome["notes"]),
             others={name: Measured(**other) for name, other in outcome.get("others", {}).items()},
+            products=Measured(**outcome["products"]) if outcome.get("products") else None,
             further=tuple(Goal(**goal) for goal in outcome.get("further", ())),
         ),
         data.get("peer", "torchrl"),

@@ -12,7 +12,7 @@ from benchmarks.measure import Contender, Measured, alternate, meter_of
 from benchmarks.models import QUICK, ModelSize
 from benchmarks.results import Outcome, Targets
 
-THEIRS, OURS = "torchrl", "here"
+THEIRS, OURS, PRODUCTS = "torchrl", "here", "products"
 CPU = torch.device("cpu")
 
 

@@ -26,7 +26,7 @@ def measure(prompt: int, settings: Settings) -> Outcome:
     model = qwen2(size, device=settings.device, dtype=settings.dtype).train()
     without = copy.deepcopy(model)
     checkpoint_layers(model)
-    outcome = compare(size, settings, batch, model, steps_of(model, batch, settings))
+    outcome = compare(size, settings, batch, model, steps_of(model, batch, settings), forwards=2)
     found = settings.alternate({"with": _ours(model, batch, settings), "without": _ours(without, batch, settings)})
     checkpointed, plain = found["with"], found["without"]
     slower = Goal(

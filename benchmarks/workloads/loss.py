@@ -13,8 +13,9 @@ from benchmarks.agreement import largest_difference, tolerance_of
 from benchmarks.data import Batch, grouped
 from benchmarks.measure import Contender
 from benchmarks.models import ModelSize, qwen2, wrapper
+from benchmarks.products import products_of
 from benchmarks.results import Outcome, Targets
-from benchmarks.workloads.base import OURS, THEIRS, Settings, Workload
+from benchmarks.workloads.base import OURS, PRODUCTS, THEIRS, Settings, Workload
 from torchrl_llm_kl import LogProbScorer
 
 Step = Callable[[], Tensor]
@@ -41,15 +42,20 @@ def steps_of(model: Any, batch: Batch, settings: Settings) -> dict[str, Step]:
     }
 
 
-def compare(size: ModelSize, settings: Settings, batch: Batch, model: Any, steps: dict[str, Step]) -> Outcome:
-    """Check that both compute the same numbers and gradients, then measure them, interleaved."""
+def compare(
+    size: ModelSize, settings: Settings, batch: Batch, model: Any, steps: dict[str, Step], *, forwards: int = 1
+) -> Outcome:
+    """Check that both compute the same numbers and gradients, then measure them, interleaved.
+
+    ``forwards`` is the number of forwards of each layer: 2 with checkpoints.
+    """
     difference, of_gradients = _check_agreement(model, steps, settings.dtype)
-    found = settings.alternate(
-        {
-            name: Contender(lambda _, step=step: step(), prepare=partial(model.zero_grad, set_to_none=True))
-            for name, step in steps.items()
-        }
-    )
+    contenders = {
+        name: Contender(lambda _, step=step: step(), prepare=partial(model.zero_grad, set_to_none=True))
+        for name, step in steps.items()
+    }
+    products = products_of(model, batch, train=True, forwards=forwards)
+    found = settings.alternate({**contenders, PRODUCTS: Contender(lambda _: products())})
     return Outcome(
         f"{len(batch.prompts)} sequences, {batch.tokens:,} tokens ({batch.source}); {size}",
         found[THEIRS],
@@ -59,6 +65,7 @@ def compare(size: ModelSize, settings: Settings, batch: Batch, model: Any, steps
             f"gradients differ by {of_gradients:.1e} of the largest",
             f"{mib_of(model):.0f} MiB of each peak are gradients",
         ),
+        products=found[PRODUCTS],
     )
 
 
@@ -119,7 +126,7 @@ def mib_of(model: Any) -> float:
 
 def _workload(name: str, size: ModelSize) -> Workload:
     title = f"Loss forward and backward, 4 prompts x 4 answers, vocabulary {size.vocab:,}"
-    return Workload(name, title, partial(measure, size), Targets(faster=2, smaller=8), cuda=True)
+    return Workload(name, title, partial(measure, size), Targets(faster=2, smaller=8, share=0.85), cuda=True)
 
 
 # Small bodies: torchrl's peak comes from its logits, more than three times [16, 310, V]: 10 GiB for the second size.

@@ -14,8 +14,9 @@ from benchmarks.agreement import largest_difference, tolerance_of
 from benchmarks.data import Batch, grouped, independent
 from benchmarks.measure import Contender
 from benchmarks.models import ModelSize, qwen2, qwen3_5, wrapper
+from benchmarks.products import products_of
 from benchmarks.results import Goal, Outcome, Targets
-from benchmarks.workloads.base import OURS, THEIRS, Settings, Workload
+from benchmarks.workloads.base import OURS, PRODUCTS, THEIRS, Settings, Workload
 from torchrl_llm_kl import RetrieveKL, ScoreOptions
 
 NORMAL = "here, normal mode"
@@ -50,8 +51,12 @@ def measure(
     }
     if deterministic:
         contenders[NORMAL] = Contender(lambda _: normal(data.copy()))
+    elif not recurrent:
+        both = [products_of(model, batch) for model in (policy, reference)]
+        contenders[PRODUCTS] = Contender(lambda _: [products() for products in both])
     found = settings.alternate(contenders)
-    outcome = Outcome(f"{batch.tokens:,} tokens ({batch.source}); {size}", found[THEIRS], found[OURS], difference)
+    work = f"{batch.tokens:,} tokens ({batch.source}); {size}"
+    outcome = Outcome(work, found[THEIRS], found[OURS], difference, products=found.get(PRODUCTS))
     if not deterministic:
         return outcome
     ratio = found[OURS].seconds / found[NORMAL].seconds
@@ -77,21 +82,21 @@ WORKLOADS = (
         "4 prompts x 4 answers",
         partial(grouped, 4, 4),
         partial(grouped, 2, 2),
-        Targets(faster=5),
+        Targets(faster=5, share=0.9),
     ),
     _workload(
         "a16",
         "4 prompts x 16 answers",
         partial(grouped, 4, 16),
         partial(grouped, 2, 6),
-        Targets(faster=8, smaller=30),
+        Targets(faster=8, smaller=30, share=0.9),
     ),
     _workload(
         "b",
         "16 lengths of 100..800, nothing shared",
         partial(independent, 16),
         partial(independent, 4, shortest=8, longest=40),
-        Targets(faster=2.5, smaller=30),
+        Targets(faster=2.5, smaller=30, share=0.9),
     ),
     Workload(
         "a4-recurrent",

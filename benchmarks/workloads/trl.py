@@ -18,8 +18,9 @@ from benchmarks.agreement import largest_difference, tolerance_of
 from benchmarks.data import Batch, grouped, independent, one_prompt
 from benchmarks.measure import Contender, Measured
 from benchmarks.models import ModelSize, checkpoint_layers, qwen2, tokenizer
+from benchmarks.products import products_of
 from benchmarks.results import Outcome, Targets
-from benchmarks.workloads.base import OURS, Settings, Workload
+from benchmarks.workloads.base import OURS, PRODUCTS, Settings, Workload
 from benchmarks.workloads.loss import check_gradients, mib_of
 from torchrl_llm_kl import LogProbScorer, PolicyLoss
 
@@ -53,12 +54,14 @@ def score(make: Make, full: ModelSize, settings: Settings) -> Outcome:
     }
     found = {name: step() for name, step in steps.items()}
     difference = max(_same(found[OURS], found[name], settings) for name in steps if name != OURS)
-    took = _alternate(settings, {name: Contender(lambda _, step=step: step()) for name, step in steps.items()})
+    runs = {**steps, PRODUCTS: products_of(model, batch)}
+    took = _alternate(settings, {name: Contender(lambda _, run=run: run()) for name, run in runs.items()})
     return Outcome(
         f"{len(batch.prompts)} sequences, {batch.tokens:,} tokens ({batch.source}); {size}",
         took.pop(COMPACT),
         took.pop(OURS),
         difference,
+        products=took.pop(PRODUCTS),
         others=took,
     )
 
@@ -95,10 +98,12 @@ def train(make: Make, full: ModelSize, checkpoint: bool, settings: Settings) -> 
     others = [name for name in steps if name != OURS]
     difference = max(_same(values[OURS], values[name], settings) for name in others)
     of_gradients = max(check_gradients(gradients[OURS], gradients[name], settings.dtype) for name in others)
+    products = products_of(model, batch, train=True, forwards=2 if checkpoint else 1)
     contenders = {
         name: Contender(lambda _, step=step: step(), prepare=partial(models[name].zero_grad, set_to_none=True))
         for name, step in steps.items()
     }
+    contenders[PRODUCTS] = Contender(lambda _: products())
     took = _alternate(settings, contenders)
     return Outcome(
         f"{len(batch.prompts)} sequences, {batch.tokens:,} tokens ({batch.source}); {size}",
@@ -109,6 +114,7 @@ def train(make: Make, full: ModelSize, checkpoint: bool, settings: Settings) -> 
             f"gradients differ by {of_gradients:.1e} of the largest",
             f"{mib_of(model):.0f} MiB of each peak are gradients",
         ),
+        products=took.pop(PRODUCTS),
         others=took,
     )
 
@@ -247,13 +253,17 @@ def _workloads() -> Iterator[Workload]:
     ]
     for name, what, make, (scoring, step, checkpointed) in kinds:
         yield Workload(
-            f"trl-score-{name}", f"Log-probs, {what}", partial(score, make, size), Targets(faster=scoring), peer=COMPACT
+            f"trl-score-{name}",
+            f"Log-probs, {what}",
+            partial(score, make, size),
+            Targets(faster=scoring, share=0.9),
+            peer=COMPACT,
         )
         for checkpoint, target in ((False, step), (True, checkpointed)):
             title = f"GRPO's loss, forward and backward{', checkpointed layers' if checkpoint else ''}, {what}"
             run = partial(train, make, size, checkpoint)
             name_of = f"trl-{'checkpoint' if checkpoint else 'step'}-{name}"
-            yield Workload(name_of, title, run, Targets(faster=target), peer=COMPACT)
+            yield Workload(name_of, title, run, Targets(faster=target, share=0.85), peer=COMPACT)
 
 
 WORKLOADS = tuple(_workloads())
