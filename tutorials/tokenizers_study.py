@@ -262,7 +262,7 @@ def timings(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def table(results: list[dict[str, Any]]) -> str:
     """A row for each method, with 95 % intervals over seeds. Differences are of the same seed."""
     first, times = of_arm(results, FIRST), [row["seconds"] for row in timings(results)]
-    lines = [f"| method | nats per byte | difference to the first | learning rate | cost of a step |", "|---" * 5 + "|"]
+    lines = ["| method | nats per byte | difference to the first | learning rate | cost of a step |", "|---" * 5 + "|"]
     for title, key in (
         ("student at the start", "start"),
         ("teacher, same tokenizer", "same"),
