@@ -23,7 +23,7 @@ from torchrl_llm_kl._private import is_stateful
 from torchrl_llm_kl._typing import asked
 from torchrl_llm_kl.scoring._cache import CacheLookup
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError, saving, swapped
-from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, read_output, text_config
+from torchrl_llm_kl.scoring._model import Setup, call, read_output, text_config
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._routing import Routing
 from torchrl_llm_kl.scoring._scores import States, head_states
@@ -180,7 +180,7 @@ class ForkedPass:
         self, ids: Tensor, positions: Tensor, past: DynamicCache | None, keep: bool, source: Tensor
     ) -> tuple[Tensor, DynamicCache | None]:
         """Hidden states ``[b, T, H]`` of tokens that continue ``past``, and the state after them."""
-        body = body_and_head(self.setup.model)[0]
+        body = self.setup.inspection.body_and_head[0]
         options: dict[str, object] = {"position_ids": positions, "use_cache": False}
         state = None
         routing = self.routing.forward(source, self.setup.device) if self.routing else nullcontext()

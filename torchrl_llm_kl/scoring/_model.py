@@ -8,8 +8,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from operator import attrgetter
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -17,7 +18,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchrl_llm_kl._numerics import is_dtensor
-from torchrl_llm_kl._private import activate_adapters, active_adapters, compiled_call, compiled_inside, own_adapters
+from torchrl_llm_kl._private import (
+    ATTENTION,
+    CHECKPOINTS,
+    activate_adapters,
+    active_adapters,
+    compiled_call,
+    compiled_inside,
+    own_adapters,
+)
 from torchrl_llm_kl._typing import asked, call_of, has
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._wrapping import is_zero3, unwrapped
@@ -54,15 +63,128 @@ class Route:
     sharing: Literal["packs", "forks"] | None = None
 
 
+class Inspection:
+    """Facts about a model that are valid until its modules, their compilation or its configuration change.
+
+    A scorer keeps them, since reading all of them again would cost as much as the forward of a small model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.modules = model, modules_of(model)
+        self._held = [module.__dict__ for module in self.modules]
+        self._configs = _configs_of(self.modules)
+        # Few modules have attributes that change how they run.
+        names = ("config", "forward", "_compiled_call_impl", *CHECKPOINTS)
+        self._watched = [(each, name) for each in self._held for name in names if name in each]
+        self._state = self._read()
+
+    def holds(self) -> bool:
+        """Whether the facts are still valid. Wrappers, adapters and shards change modules, classes or attributes."""
+        return self._state == self._read()
+
+    def __reduce__(self) -> tuple[type, tuple[nn.Module]]:
+        return Inspection, (self.model,)
+
+    def _read(self) -> list[object]:
+        children = [child for module in self.modules for child in module._modules.values()]
+        watched = [each.get(name) for each, name in self._watched]
+        settings = [dict(asked(config, "__dict__", dict) or {}) for config in self._configs]
+        return [children, [*map(type, self.modules)], [*map(len, self._held)], watched, settings]
+
+    @cached_property
+    def lock(self) -> threading.RLock:
+        """The lock of the model's body, see :func:`locked`."""
+        return _lock_of(self.model)
+
+    @cached_property
+    def embedding(self) -> Any:
+        """The input embedding."""
+        return _embedding(self.model)
+
+    @cached_property
+    def vocab_size(self) -> int | None:
+        """See :func:`vocab_size`."""
+        return vocab_size(self.model)
+
+    @cached_property
+    def body_and_head(self) -> tuple[nn.Module, nn.Module]:
+        """See :func:`body_and_head`."""
+        return body_and_head(self.model)
+
+    @cached_property
+    def body_modules(self) -> list[nn.Module]:
+        """All modules of the body."""
+        return modules_of(self.body_and_head[0])
+
+    @cached_property
+    def linears(self) -> list[nn.Linear]:
+        """The body's plain linear layers, from the largest."""
+        plain = [x for x in self.body_modules if type(x) is nn.Linear and "forward" not in x.__dict__]
+        return sorted(plain, key=lambda x: -x.in_features * x.out_features)
+
+    @cached_property
+    def hooked(self) -> list[nn.Module]:
+        """The body's modules that are compiled or hold a checkpoint function."""
+        return [x for x in self.body_modules if compiled_call(x) or any(name in x.__dict__ for name in CHECKPOINTS)]
+
+    @cached_property
+    def attention_configs(self) -> list[Any]:
+        """The configurations inside the body that name an attention function."""
+        return [config for config in _configs_of(self.body_modules) if has(config, ATTENTION)]
+
+    @cached_property
+    def is_compiled(self) -> bool:
+        """Whether modules of the model are compiled."""
+        return any(map(compiled_call, self.modules))
+
+    @cached_property
+    def logit_map(self) -> LogitMap:
+        """See :func:`logit_map`."""
+        return logit_map(self.model)
+
+    @cached_property
+    def frequency_switches(self) -> set[int]:
+        """See :func:`frequency_switches`."""
+        return frequency_switches(self.model)
+
+    @cached_property
+    def position_limit(self) -> int | None:
+        """See :func:`position_limit`."""
+        return position_limit(self.model)
+
+    @cached_property
+    def placeholders(self) -> dict[int, str]:
+        """See :func:`placeholders`."""
+        return placeholders(self.model)
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """All modules of a model, like ``model.modules()`` in a third of the time. Shared ones appear repeatedly."""
+    out = [model]
+    for module in out:  # the list grows
+        out += [child for child in module._modules.values() if child is not None]
+    return out
+
+
+def _configs_of(modules: list[nn.Module]) -> list[Any]:
+    """The configurations of some modules, each once."""
+    return list({id(x): x for module in modules if (x := asked(module, "config", object)) is not None}.values())
+
+
 @dataclass(frozen=True, eq=False)
 class Setup:
     """A model and the options of one call. ``options.dtype`` is the autocast dtype that applies."""
 
-    model: nn.Module
+    inspection: Inspection
     route: Route
     device: torch.device  # where the model expects token ids
     # With `grad` the model runs in its own mode, otherwise in evaluation mode.
     options: ScoreOptions = field(default_factory=ScoreOptions)
+
+    @property
+    def model(self) -> nn.Module:
+        """The scored model."""
+        return self.inspection.model
 
     @property
     def sampler(self) -> tuple[float, ...]:
@@ -77,7 +199,7 @@ class Setup:
                 stack.enter_context(_adapters_switched(self.model, self.options.adapters))
             if not self.options.grad:
                 stack.enter_context(torch.no_grad())
-                stack.enter_context(evaluating(self.model))
+                stack.enter_context(evaluating(self.model, self.inspection.modules))
             if self.options.dtype is not None:
                 stack.enter_context(torch.autocast(self.device.type, self.options.dtype))
             if self.options.grad and (embedding := _tied_embedding(self.model)) is not None:
@@ -86,9 +208,9 @@ class Setup:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context in which all submodules are in evaluation mode. Each one's mode is restored at the end."""
-    training = [module for module in model.modules() if module.training]
+def evaluating(model: nn.Module, modules: list[nn.Module] | None = None) -> Iterator[None]:
+    """Context in which all ``modules``, by default of the model, are in evaluation mode. Restores each one's mode."""
+    training = [module for module in modules or modules_of(model) if module.training]
     try:
         for module in training:  # by attribute, since a scripted module keeps its mode outside of __dict__
             module.training = False
@@ -104,30 +226,37 @@ _LOCKS_GUARD = threading.Lock()
 
 @contextmanager
 def locked(*models: object) -> Iterator[None]:
-    """Hold the lock of each model's body. Scoring may temporarily change a model's mode, adapters and attention."""
+    """Hold the lock of the body of each model, or of the model of an :class:`Inspection`. Scoring may temporarily change a model's mode, adapters and attention."""
     with ExitStack() as stack:
         # Models with the same body share its lock. All callers lock in the same order, which prevents deadlocks.
-        for model in sorted(map(_shared, models), key=id):
-            with _LOCKS_GUARD:
-                lock = _LOCKS.setdefault(model, threading.RLock())
+        for lock in sorted((x.lock if isinstance(x, Inspection) else _lock_of(x) for x in models), key=id):
             stack.enter_context(lock)
         yield
 
 
-def _shared(model: object) -> object:
-    """The object whose lock a model uses: its body without wrappers, or the model itself if it has no body."""
+def _lock_of(model: object) -> threading.RLock:
+    """The lock of a model's body without wrappers, or of the model itself if it has no body."""
     body = find_body(model) if isinstance(model, nn.Module) else None
-    return model if body is None else unwrapped(body)
+    with _LOCKS_GUARD:
+        return _LOCKS.setdefault(model if body is None else unwrapped(body), threading.RLock())
 
 
 def call(module: nn.Module, input_ids: Tensor, **options: object) -> Any:
     """Call ``module`` with the options that its ``forward`` accepts, by keyword."""
-    parameters = inspect.signature(module.forward).parameters
+    forward = module.forward
+    parameters = (
+        _parameters(forward.__func__) if isinstance(forward, MethodType) else inspect.signature(forward).parameters
+    )
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         options = {name: value for name, value in options.items() if name in parameters}
         if "input_ids" not in parameters:
             return module(input_ids, **options)
     return module(input_ids=input_ids, **options)
+
+
+@lru_cache  # of functions of classes only, which live as long as the classes
+def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
 
 
 def read_output(output: object, name: Literal["logits", "last_hidden_state"]) -> Tensor:
@@ -420,7 +549,7 @@ def logit_map(model: nn.Module) -> LogitMap:
 
 def vocab_size(model: nn.Module) -> int | None:
     """The number of token ids that the model can embed, or None if unknown."""
-    weight = _embedding_weight(model)
+    weight = _weight_of(_embedding(model))
     if weight is None:
         return None
     shape = asked(weight, "ds_shape", tuple, tuple(weight.shape))
@@ -451,18 +580,18 @@ def _embedding(model: nn.Module) -> Any:
     return call_of(unwrapped(model), "get_input_embeddings")
 
 
-def _embedding_weight(model: nn.Module) -> Tensor | None:
+def _weight_of(embedding: Any) -> Tensor | None:
     """The weight of the input embedding. With ZeRO-3 it is empty: reading the attribute itself could gather it."""
-    embedding = _embedding(model)
     return embedding._parameters.get("weight") if is_zero3(embedding) else asked(embedding, "weight", Tensor)
 
 
-def model_device(model: nn.Module, default: torch.device) -> torch.device:
-    """The device on which the model expects token ids."""
-    offloaded_from = asked(_embedding(model), OFFLOADED, torch.device)
+def model_device(model: nn.Module, default: torch.device, embedding: nn.Module | None = None) -> torch.device:
+    """The device on which the model, with a known ``embedding`` or its own, expects token ids."""
+    embedding = embedding or _embedding(model)
+    offloaded_from = asked(embedding, OFFLOADED, torch.device)
     if offloaded_from is not None:
         return offloaded_from
-    weight = _embedding_weight(model)
+    weight = _weight_of(embedding)
     if weight is not None:
         return weight.device
     return next((parameter.device for parameter in model.parameters()), default)
@@ -473,9 +602,9 @@ def is_offloaded(model: nn.Module) -> bool:
     return has(_embedding(model), OFFLOADED)
 
 
-def is_on_meta(model: nn.Module) -> bool:
-    """Whether weights are on the meta device, so not loaded yet."""
-    return any(parameter.is_meta for parameter in model.parameters())
+def is_on_meta(modules: list[nn.Module]) -> bool:
+    """Whether weights of some modules are on the meta device, so not loaded yet."""
+    return any(x is not None and x.is_meta for module in modules for x in module._parameters.values())
 
 
 def drops_layers(model: nn.Module) -> bool:
