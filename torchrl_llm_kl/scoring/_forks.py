@@ -37,6 +37,8 @@ MIN_SHARED = 32
 #: Tokens of a continuation. For a single token transformers runs the kernels of generation, which write to the state in place
 #: and have no backward.
 MIN_LENGTH = 2
+# The share of padding from which a node gets another step, and the tokens that this must save.
+_PADDING, _MIN_SAVED = 0.1, 8
 
 
 def has_state(model: nn.Module) -> bool:
@@ -65,7 +67,9 @@ def plan_steps(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | 
 
     The order is depth first, which holds the fewest states at a time. A step has at most ``tokens_per_batch`` tokens, padding
     included, or a single node. ``cached`` is the number of leading tokens of each node that need no forward, by default 0.
-    With ``cached`` a step has no padding, since the state after padding could not be cached.
+    With ``cached`` a step has no padding, since the state after padding could not be cached. Otherwise the continuations of a
+    node share a step, from the longest, until padding exceeds a tenth of the tokens so far. The shorter ones get another
+    step if that saves at least 8 tokens. Fewer would not pay for it.
 
     Example:
         >>> from torchrl_llm_kl.ragged import Ragged
@@ -92,12 +96,22 @@ def plan_steps(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | 
             past = len(steps) - 1 if lengths[node] else -1
         nodes = children.get(node, [])  # empty if there is nothing to forward
         leaves = sorted((x for x in nodes if x not in children and lengths[x]), key=lambda x: (done[x], -lengths[x]))
+        tokens, padding = lengths[node] if node >= 0 else 0, 0
         while leaves:
             longest, first = lengths[leaves[0]], done[leaves[0]]
             width = max(longest, 1 if node < 0 and not first else MIN_LENGTH)
-            rows = 1 if first else max(1, tokens_per_batch // width)
-            if cached is not None:
-                rows = min(rows, sum((done[x], lengths[x]) == (first, longest) for x in leaves))
+            alike = sum(done[x] == first for x in leaves)
+            most = 1 if first else max(1, min(alike, tokens_per_batch // width))
+            rows = 0
+            while rows < most:
+                length = lengths[leaves[rows]]
+                gap = longest - length
+                tokens, padding = tokens + length, padding + gap
+                saved = gap * (len(leaves) - rows)  # by a step of their own for this node and the shorter ones
+                if saved and (cached is not None or (padding > _PADDING * tokens and saved >= _MIN_SAVED)):
+                    tokens, padding = tokens - length, padding - gap
+                    break
+                rows += 1
             steps.append(Step(leaves[:rows], -1 if first else past, width, first))
             leaves = leaves[rows:]
         waiting += [(x, past) for x in reversed(nodes) if x in children]
