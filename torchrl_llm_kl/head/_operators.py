@@ -50,11 +50,6 @@ def sweep(
     settings = _flatten(plan, policy, ref)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return Result._make(_Sweep.apply(policy.part, settings, statistics, *tensors))
-    if policy.part is None and not torch.compiler.is_compiling():
-        result, swept_statistics = forward_sweep(plan, [policy] if ref is None else [policy, ref], tokens)
-        if statistics is not None:
-            statistics += swept_statistics
-        return result
     swept = _forward(policy.part, tensors, settings)
     if statistics is not None:
         statistics += swept[_RESULTS:]

@@ -53,7 +53,7 @@ from torchrl_llm_kl.scoring._checkpoints import (
     settings_of,
     swapped,
 )
-from torchrl_llm_kl.scoring._model import Inspection, locked
+from torchrl_llm_kl.scoring._model import Inspection, body_and_head, configs_of, locked, modules_of
 
 #: Keys and values of some tokens, ``[1, heads, tokens, size]``, one pair for each attention call of a forward.
 KeysValues = list[tuple[Tensor, Tensor]]
@@ -82,11 +82,6 @@ class PackPiece:
     past: int  # index of the piece that it continues, -1 if that is not in this pack
     outside: list[KeysValues]  # keys and values of its prefix from earlier packs, in order
     kept: KeysValues | None = None  # the forward appends to it; None if no later pack needs it
-
-    @property
-    def length(self) -> int:
-        """The number of its tokens."""
-        return self.last - self.first
 
 
 #: Gradients of keys and values from the backwards of later packs. A key is the id of the list and the attention call. A
@@ -186,7 +181,7 @@ def pack_attention(model: Inspection, layout: PackLayout) -> Iterator[None]:
     Raises:
         NotImplementedError: if the body's attention cannot be replaced, or uses more than a causal mask and a window.
     """
-    body, configs = model.body_and_head[0], model.attention_configs
+    body, configs = model.of(body_and_head)[0], model.of(_configs)
     if not configs or not asked(body, FLASH, bool):
         raise NotImplementedError(f"{type(body).__name__} has an attention function that cannot be replaced.")
     from transformers import AttentionInterface
@@ -196,9 +191,9 @@ def pack_attention(model: Inspection, layout: PackLayout) -> Iterator[None]:
     fast = not torch.is_grad_enabled() and layout.attend is None and layout.gradients is None
     if fast:  # A forward that is replaced costs more than a small product gains.
         size = FEWEST_PRODUCTS / layout.pieces[-1].last
-        large = itertools.takewhile(lambda x: x.weight.numel() >= size, model.linears)
-        swaps += [(x, "forward", ABSENT, partial(_linear, x)) for x in large if x.weight.is_cpu]
-    for module, inside in _walk(body) if model.hooked else ():
+        large = [x for x in model.of(_linears) if x.in_features * x.out_features >= size and x.weight.is_cpu]
+        swaps += [(x, "forward", ABSENT, partial(_linear, x)) for x in large]
+    for module, inside in _walk(body) if model.of(hooked) else ():
         if (call_attribute := compiled_call(module)) is not None and not inside:
             swaps.append((module, *call_attribute, partial(_call_compiled, call_attribute[1], layout)))
         for name in CHECKPOINTS:
@@ -216,6 +211,23 @@ def pack_attention(model: Inspection, layout: PackLayout) -> Iterator[None]:
             yield
         finally:
             _ACTIVE.layout = None
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The configurations inside the body that name an attention function."""
+    return [config for config in configs_of(modules_of(body_and_head(model)[0])) if hasattr(config, ATTENTION)]
+
+
+def _linears(model: nn.Module) -> list[nn.Linear]:
+    """The body's plain linear layers."""
+    modules = modules_of(body_and_head(model)[0])
+    return [x for x in modules if type(x) is nn.Linear and "forward" not in x.__dict__]
+
+
+def hooked(model: nn.Module) -> list[nn.Module]:
+    """The modules of the body that are compiled or hold a checkpoint function."""
+    modules = modules_of(body_and_head(model)[0])
+    return [x for x in modules if compiled_call(x) or not x.__dict__.keys().isdisjoint(CHECKPOINTS)]
 
 
 def _linear(module: nn.Linear, input: Tensor) -> Tensor:
@@ -322,23 +334,18 @@ def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Input
         piece, length = layout.pieces[batch.pieces[0]], q.shape[2]
         pairs = [seen[piece.past]] if piece.past >= 0 else [before[id(kept)] for kept in piece.outside]
         if pairs:
-            k, v = (
-                torch.cat([*(pair[i].expand(len(own), -1, -1, -1) for pair in pairs), own], 2)
-                for i, own in enumerate((k, v))
-            )
+            pairs = [tuple(x.expand(len(q), -1, -1, -1) for x in pair) for pair in pairs]
+            k, v = (torch.cat(parts, 2) for parts in zip(*pairs, (k, v), strict=True))
         for row, i in batch.followed:
-            last = k.shape[2] - length + layout.pieces[i].length
+            last = k.shape[2] - length + layout.pieces[i].last - layout.pieces[i].first
             seen[i] = k[row : row + 1, :, :last], v[row : row + 1, :, :last]
         if not pairs and (inputs.window is None or length <= inputs.window):
             if length % 16 and length <= _PADDED and q.is_cpu:
                 q, k, v = (F.pad(x, (0, 0, 0, -length % 16)) for x in (q, k, v))
             attended = attend_block(Inputs(q, k, v, *inputs[3:]), None)[:, :, :length]
         else:
-            blocks = (
-                attend_block(Inputs(q[:, :, rows], k[:, :, cols], v[:, :, cols], *inputs[3:]), mask)
-                for rows, cols, mask in _blocks(layout, length, k.shape[2], inputs)
-            )
-            attended = torch.cat(list(blocks), 2)
+            blocks = _blocks(layout, Inputs(q, k, v, *inputs[3:]))
+            attended = torch.cat([attend_block(block, mask) for block, mask in blocks], 2)
         out.append(attended.transpose(1, 2).flatten(0, 1))
     joined = out[0] if len(out) == 1 else torch.cat(out)
     return (joined if order is None else joined[order]).unsqueeze(0).contiguous()
@@ -348,12 +355,12 @@ class Batch(NamedTuple):
     """Pieces that continue the same prefix and attend in one call, each padded on the right to the longest."""
 
     pieces: list[int]
-    index: slice | Tensor  # the places of their tokens in the pack, row after row; padding repeats a token
+    places: slice | Tensor  # the places of their tokens in the pack, row after row; padding repeats a token
     followed: list[tuple[int, int]]  # row and index of each piece that others continue
 
     def rows(self, values: Tensor) -> Tensor:
         """The rows of the pieces, from ``[1, heads, N, size]`` to ``[b, heads, n, size]``."""
-        chosen = values[:, :, self.index] if isinstance(self.index, slice) else values.index_select(2, self.index)
+        chosen = values[:, :, self.places] if isinstance(self.places, slice) else values.index_select(2, self.places)
         return chosen.view(chosen.shape[1], len(self.pieces), -1, chosen.shape[3]).transpose(0, 1)
 
 
@@ -363,23 +370,23 @@ def _batches(layout: PackLayout, device: torch.device) -> tuple[list[Batch], Ten
     The places are None if they are in the order of the pack.
     """
     pieces, groups, past = layout.pieces, dict[object, list[int]](), list[int]()  # past: keys before each piece
+    lengths = [piece.last - piece.first for piece in pieces]
     for i, piece in enumerate(pieces):
         outside = sum(kept[0][0].shape[2] for kept in piece.outside)
-        past.append(past[piece.past] + pieces[piece.past].length if piece.past >= 0 else outside)
+        past.append(past[piece.past] + lengths[piece.past] if piece.past >= 0 else outside)
         groups.setdefault((piece.past, *map(id, piece.outside)), []).append(i)
     followed = {piece.past for piece in pieces}
     batches, order = list[Batch](), list[np.ndarray]()
     for group in groups.values():
-        group.sort(key=lambda i: -pieces[i].length)
+        group.sort(key=lambda i: -lengths[i])
         while group:
-            before, longest = past[group[0]], pieces[group[0]].length
-            fits = [
-                x * (before + x) + _PADDING >= longest * (before + longest) for x in (pieces[i].length for i in group)
-            ]
-            count = max(1, min(sum(fits), _TOGETHER // (before + longest)))
+            before, longest = past[group[0]], lengths[group[0]]
+            pairs = [lengths[i] * (before + lengths[i]) for i in group]
+            count = sum(x + _PADDING >= pairs[0] for x in pairs)
+            count = max(1, min(count, _TOGETHER // (before + longest)))
             shortest, chosen, group = group[count - 1], sorted(group[:count]), group[count:]
             first, last = pieces[chosen[0]].first, pieces[chosen[-1]].last
-            if pieces[shortest].length == longest and last - first == count * longest:  # neighbours
+            if lengths[shortest] == longest and last - first == count * longest:  # neighbours
                 index: slice | Tensor = slice(first, last)
                 order.append(np.arange(first, last))
             else:
@@ -388,10 +395,9 @@ def _batches(layout: PackLayout, device: torch.device) -> tuple[list[Batch], Ten
                 index = send(torch.from_numpy(np.minimum(rows, ends - 1).ravel()), device)
                 order.append(np.where(rows < ends, rows, -1).ravel())
             batches.append(Batch(chosen, index, [(row, i) for row, i in enumerate(chosen) if i in followed]))
-    if len(order) == 1 and isinstance(batches[0].index, slice):
+    joined, places = np.concatenate(order), np.arange(pieces[-1].last)
+    if np.array_equal(joined, places):
         return batches, None
-    joined = np.concatenate(order)
-    places = np.empty(pieces[-1].last, "i8")
     places[joined[joined >= 0]] = np.flatnonzero(joined >= 0)
     return batches, send(torch.from_numpy(places), device)
 
@@ -414,14 +420,16 @@ def _attend_at_once(layout: PackLayout, past: list[tuple[Tensor, Tensor]], input
     return attend_block(inputs._replace(key=key, value=value), layout.shared[at]).transpose(1, 2).contiguous()
 
 
-def _blocks(layout: PackLayout, length: int, width: int, inputs: Inputs) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield blocks of the last ``length`` of ``width`` tokens with the range of their keys and the mask."""
-    past, window = width - length, inputs.window
+def _blocks(layout: PackLayout, inputs: Inputs) -> Iterator[tuple[Inputs, Tensor]]:
+    """Yield blocks of the queries with their keys, values and mask. The queries are the last tokens."""
+    (query, key, value), window = inputs[:3], inputs.window
+    length, past = query.shape[2], key.shape[2] - query.shape[2]
     for first in range(0, length, _ROWS):
         last = min(first + _ROWS, length)
         start = 0 if window is None else max(0, past + first - window + 1)
         mask = layout.mask(last - first, past + first - start, past + last - start, window, inputs.query)
-        yield slice(first, last), slice(start, past + last), mask
+        cols = slice(start, past + last)
+        yield Inputs(query[:, :, first:last], key[:, :, cols], value[:, :, cols], *inputs[3:]), mask
 
 
 def attend_block(inputs: Inputs, mask: Tensor | None) -> Tensor:

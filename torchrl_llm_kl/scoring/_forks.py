@@ -23,7 +23,7 @@ from torchrl_llm_kl._private import is_stateful
 from torchrl_llm_kl._typing import asked
 from torchrl_llm_kl.scoring._cache import CacheLookup
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError, saving, swapped
-from torchrl_llm_kl.scoring._model import Setup, call, read_output, text_config
+from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, read_output, text_config
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._routing import Routing
 from torchrl_llm_kl.scoring._scores import States, head_states
@@ -103,15 +103,13 @@ def plan_steps(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | 
             alike = sum(done[x] == first for x in leaves)
             most = 1 if first else max(1, min(alike, tokens_per_batch // width))
             rows = 0
-            while rows < most:
-                length = lengths[leaves[rows]]
+            for length in (lengths[x] for x in leaves[:most]):
                 gap = longest - length
-                tokens, padding = tokens + length, padding + gap
                 saved = gap * (len(leaves) - rows)  # by a step of their own for this node and the shorter ones
-                if saved and (cached is not None or (padding > _PADDING * tokens and saved >= _MIN_SAVED)):
-                    tokens, padding = tokens - length, padding - gap
+                too_much = padding + gap > _PADDING * (tokens + length) and saved >= _MIN_SAVED
+                if too_much or (saved and cached is not None):
                     break
-                rows += 1
+                tokens, padding, rows = tokens + length, padding + gap, rows + 1
             steps.append(Step(leaves[:rows], -1 if first else past, width, first))
             leaves = leaves[rows:]
         waiting += [(x, past) for x in reversed(nodes) if x in children]
@@ -194,7 +192,7 @@ class ForkedPass:
         self, ids: Tensor, positions: Tensor, past: DynamicCache | None, keep: bool, source: Tensor
     ) -> tuple[Tensor, DynamicCache | None]:
         """Hidden states ``[b, T, H]`` of tokens that continue ``past``, and the state after them."""
-        body = self.setup.inspection.body_and_head[0]
+        body = self.setup.inspection.of(body_and_head)[0]
         options: dict[str, object] = {"position_ids": positions, "use_cache": False}
         state = None
         routing = self.routing.forward(source, self.setup.device) if self.routing else nullcontext()

@@ -8,10 +8,10 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from operator import attrgetter
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from torchrl_llm_kl._numerics import is_dtensor
 from torchrl_llm_kl._private import (
-    ATTENTION,
-    CHECKPOINTS,
     activate_adapters,
     active_adapters,
     compiled_call,
@@ -33,6 +31,8 @@ from torchrl_llm_kl.scoring._wrapping import is_zero3, unwrapped
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+Fact = TypeVar("Fact")
 
 # Configuration entries that scale the logits, with the power: 1 for a factor, -1 for a divisor.
 _FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
@@ -64,98 +64,34 @@ class Route:
 
 
 class Inspection:
-    """Facts about a model that are valid until its modules, their compilation or its configuration change.
+    """Remembers facts about a model that change only with its modules, their own forwards or its configuration.
 
     A scorer keeps them, since reading all of them again would cost as much as the forward of a small model.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.modules = model, modules_of(model)
+        self._facts: dict[Callable[[nn.Module], object], object] = {}
         self._held = [module.__dict__ for module in self.modules]
-        self._configs = _configs_of(self.modules)
-        # Few modules have attributes that change how they run.
-        names = ("config", "forward", "_compiled_call_impl", *CHECKPOINTS)
-        self._watched = [(each, name) for each in self._held for name in names if name in each]
+        self._configs = configs_of(self.modules)
         self._state = self._read()
 
     def holds(self) -> bool:
         """Whether the facts are still valid. Wrappers, adapters and shards change modules, classes or attributes."""
         return self._state == self._read()
 
-    def __reduce__(self) -> tuple[type, tuple[nn.Module]]:
-        return Inspection, (self.model,)
-
     def _read(self) -> list[object]:
         children = [child for module in self.modules for child in module._modules.values()]
-        watched = [each.get(name) for each, name in self._watched]
+        own = [each.get(name) for name in ("config", "forward") for each in self._held]
         settings = [dict(asked(config, "__dict__", dict) or {}) for config in self._configs]
-        return [children, [*map(type, self.modules)], [*map(len, self._held)], watched, settings]
+        # A module that is compiled, or begins to checkpoint, has one more attribute.
+        return [children, [*map(type, self.modules)], [*map(len, self._held)], own, settings]
 
-    @cached_property
-    def lock(self) -> threading.RLock:
-        """The lock of the model's body, see :func:`locked`."""
-        return _lock_of(self.model)
-
-    @cached_property
-    def embedding(self) -> Any:
-        """The input embedding."""
-        return _embedding(self.model)
-
-    @cached_property
-    def vocab_size(self) -> int | None:
-        """See :func:`vocab_size`."""
-        return vocab_size(self.model)
-
-    @cached_property
-    def body_and_head(self) -> tuple[nn.Module, nn.Module]:
-        """See :func:`body_and_head`."""
-        return body_and_head(self.model)
-
-    @cached_property
-    def body_modules(self) -> list[nn.Module]:
-        """All modules of the body."""
-        return modules_of(self.body_and_head[0])
-
-    @cached_property
-    def linears(self) -> list[nn.Linear]:
-        """The body's plain linear layers, from the largest."""
-        plain = [x for x in self.body_modules if type(x) is nn.Linear and "forward" not in x.__dict__]
-        return sorted(plain, key=lambda x: -x.in_features * x.out_features)
-
-    @cached_property
-    def hooked(self) -> list[nn.Module]:
-        """The body's modules that are compiled or hold a checkpoint function."""
-        return [x for x in self.body_modules if compiled_call(x) or any(name in x.__dict__ for name in CHECKPOINTS)]
-
-    @cached_property
-    def attention_configs(self) -> list[Any]:
-        """The configurations inside the body that name an attention function."""
-        return [config for config in _configs_of(self.body_modules) if has(config, ATTENTION)]
-
-    @cached_property
-    def is_compiled(self) -> bool:
-        """Whether modules of the model are compiled."""
-        return any(map(compiled_call, self.modules))
-
-    @cached_property
-    def logit_map(self) -> LogitMap:
-        """See :func:`logit_map`."""
-        return logit_map(self.model)
-
-    @cached_property
-    def frequency_switches(self) -> set[int]:
-        """See :func:`frequency_switches`."""
-        return frequency_switches(self.model)
-
-    @cached_property
-    def position_limit(self) -> int | None:
-        """See :func:`position_limit`."""
-        return position_limit(self.model)
-
-    @cached_property
-    def placeholders(self) -> dict[int, str]:
-        """See :func:`placeholders`."""
-        return placeholders(self.model)
+    def of(self, read: Callable[[nn.Module], Fact]) -> Fact:
+        """The result of a function of the model. It is computed once."""
+        if read not in self._facts:
+            self._facts[read] = read(self.model)
+        return cast(Fact, self._facts[read])
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
@@ -166,7 +102,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return out
 
 
-def _configs_of(modules: list[nn.Module]) -> list[Any]:
+def configs_of(modules: list[nn.Module]) -> list[Any]:
     """The configurations of some modules, each once."""
     return list({id(x): x for module in modules if (x := asked(module, "config", object)) is not None}.values())
 
@@ -226,19 +162,20 @@ _LOCKS_GUARD = threading.Lock()
 
 @contextmanager
 def locked(*models: object) -> Iterator[None]:
-    """Hold the lock of the body of each model, or of the model of an :class:`Inspection`. Scoring may temporarily change a model's mode, adapters and attention."""
+    """Hold the lock of each model's body. Scoring may temporarily change a model's mode, adapters and attention."""
     with ExitStack() as stack:
         # Models with the same body share its lock. All callers lock in the same order, which prevents deadlocks.
-        for lock in sorted((x.lock if isinstance(x, Inspection) else _lock_of(x) for x in models), key=id):
+        for model in sorted(map(_shared, models), key=id):
+            with _LOCKS_GUARD:
+                lock = _LOCKS.setdefault(model, threading.RLock())
             stack.enter_context(lock)
         yield
 
 
-def _lock_of(model: object) -> threading.RLock:
-    """The lock of a model's body without wrappers, or of the model itself if it has no body."""
+def _shared(model: object) -> object:
+    """The object whose lock a model uses: its body without wrappers, or the model itself if it has no body."""
     body = find_body(model) if isinstance(model, nn.Module) else None
-    with _LOCKS_GUARD:
-        return _LOCKS.setdefault(model if body is None else unwrapped(body), threading.RLock())
+    return model if body is None else unwrapped(body)
 
 
 def call(module: nn.Module, input_ids: Tensor, **options: object) -> Any:
@@ -352,7 +289,7 @@ def _tied_embedding(model: nn.Module) -> nn.Module | None:
     usual = (
         weight.requires_grad and not is_zero3(embedding) and all(asked(x, "func", object) is _add_rows for x in hooks)
     )
-    return embedding if usual and not any(compiled_call(module) for module in model.modules()) else None
+    return embedding if usual and not is_compiled(model) else None
 
 
 @contextmanager
@@ -585,9 +522,9 @@ def _weight_of(embedding: Any) -> Tensor | None:
     return embedding._parameters.get("weight") if is_zero3(embedding) else asked(embedding, "weight", Tensor)
 
 
-def model_device(model: nn.Module, default: torch.device, embedding: nn.Module | None = None) -> torch.device:
-    """The device on which the model, with a known ``embedding`` or its own, expects token ids."""
-    embedding = embedding or _embedding(model)
+def model_device(model: nn.Module, default: torch.device) -> torch.device:
+    """The device on which the model expects token ids."""
+    embedding = _embedding(model)
     offloaded_from = asked(embedding, OFFLOADED, torch.device)
     if offloaded_from is not None:
         return offloaded_from
@@ -600,6 +537,11 @@ def model_device(model: nn.Module, default: torch.device, embedding: nn.Module |
 def is_offloaded(model: nn.Module) -> bool:
     """Whether the model's layers are in host memory and copied to the device only to run."""
     return has(_embedding(model), OFFLOADED)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether modules of the model are compiled."""
+    return any(map(compiled_call, modules_of(model)))
 
 
 def is_on_meta(modules: list[nn.Module]) -> bool:

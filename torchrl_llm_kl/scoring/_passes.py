@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchrl_llm_kl._numerics import check_range, send
 from torchrl_llm_kl._private import compiled_call
 from torchrl_llm_kl.head import Kept
-from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout, PackPiece, link, pack_attention
+from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout, PackPiece, hooked, link, pack_attention
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError
 from torchrl_llm_kl.scoring._forks import MIN_LENGTH, MIN_SHARED, ForkedPass, checkpoints_layers
@@ -28,6 +28,7 @@ from torchrl_llm_kl.scoring._images import ImageInputs
 from torchrl_llm_kl.scoring._invariant import BLOCK, PACK, attend, pad_pack
 from torchrl_llm_kl.scoring._model import (
     Setup,
+    body_and_head,
     call,
     drops_layers,
     frequency_switches,
@@ -143,9 +144,9 @@ class PackedPass:
     ) -> Tensor:
         """The hidden states of a pack, ``[1, N, H]``. ``inputs`` replace the ids and positions."""
         facts = self.setup.inspection
-        body = facts.body_and_head[0]
+        body = facts.of(body_and_head)[0]
         options: dict[str, object] = {"position_ids": positions[None], "use_cache": False, **(inputs or {})}
-        if facts.is_compiled and any(map(compiled_call, facts.body_modules)):
+        if any(map(compiled_call, facts.of(hooked))):
             layout.gradients = self._gradients
             # A compiled body takes the pack as an argument, since its graph reads no Python state.
             options["attention_mask"] = link(layout, self._last, ids.device)
@@ -324,7 +325,7 @@ class PaddedPass:
                 return States(
                     places, lambda some: logits[some], temperature, truncation=setup.options.sampling.truncation
                 )
-            text = nullcontext(setup.inspection.body_and_head[0])
+            text = nullcontext(setup.inspection.of(body_and_head)[0])
             with text if images is None or self.images is None else self.images.forward() as body:
                 output = call(body, ids, use_cache=False, **options)
             return head_states(setup, read_output(output, "last_hidden_state").flatten(0, 1)[slots])
@@ -407,7 +408,7 @@ class ScoringRun:
         for each in self.scorers[1:]:
             options = replace(each.options, sampling=self.options.sampling.of_reference)
             self.setups.append(each._setup(device, options))
-        if any(setup.inspection.frequency_switches for setup in self.setups):
+        if any(setup.inspection.of(frequency_switches) for setup in self.setups):
             self.request = replace(self.request, whole=True)
         self.budget = min(map(budget_of, self.scorers, self.setups))
         self.tree: PrefixTree | None = None
@@ -489,7 +490,7 @@ class ScoringRun:
         lookups = [] if self.tree is None else self._lookups(self.tree)
         passes = self.passes(lookups)
         heads = [setup.inspection for setup in self.setups if setup.route.path == "head"]
-        models = [(each.model, *each.body_and_head) for each in heads]
+        models = [(each.model, *each.of(body_and_head)) for each in heads]
         guard = ErrorGuard([body for _, body, _ in models], self.ranks)
         scores = inside(models, partial(self._forward_all, guard, passes, lookups))
         guard.check()

@@ -26,10 +26,15 @@ from torchrl_llm_kl.scoring._model import (
     Setup,
     check_base_is_frozen,
     check_has_adapters,
+    frequency_switches,
+    is_compiled,
     is_offloaded,
     is_on_meta,
     locked,
     model_device,
+    placeholders,
+    position_limit,
+    vocab_size,
 )
 from torchrl_llm_kl.scoring._options import Changes, ScoreOptions
 from torchrl_llm_kl.scoring._passes import ScoringRun
@@ -215,10 +220,7 @@ class LogProbScorer(Scorer):
                 scored = request.mask & (request.tokens.values != ImageModel.of(self.model).token)
                 request = replace(request, mask=scored)
         finds_kept = options.return_kept and kept is None
-        with (
-            locked(*(scorer._inspection or scorer.model for scorer in scorers)),
-            nullcontext() if options.grad else torch.no_grad(),
-        ):
+        with locked(*(scorer.model for scorer in scorers)), nullcontext() if options.grad else torch.no_grad():
             if self._wrapper is None:
                 run = self._new_run(scorers, ranks, request, routings, options.but(return_kept=finds_kept))
                 elements, columns = run()
@@ -367,13 +369,13 @@ class LogProbScorer(Scorer):
         name, facts = type(self.model).__name__, self._inspect()
         if is_on_meta(facts.modules):
             raise ValueError(f"{name} has weights on the meta device, which hold no numbers: load them.")
-        request.check_ids(facts.vocab_size)
-        forbidden = dict(facts.placeholders)
+        request.check_ids(facts.of(vocab_size))
+        forbidden = dict(facts.of(placeholders))
         if request.images is not None:
             forbidden.pop(ImageModel.of(self.model).token, None)
         if (problem := not_text(request.tokens, forbidden)) is not None:
             raise problem
-        request.check_lengths(facts.position_limit)
+        request.check_lengths(facts.of(position_limit))
 
     def _rounding(self, options: ScoreOptions) -> str:
         """The settings that change the rounding of scores, as text."""
@@ -391,10 +393,9 @@ class LogProbScorer(Scorer):
         model = self.model
         if self._route is None:
             self._route = self._choose_route()
-        facts = self._inspect()
-        device = model_device(model, default, facts.embedding)
-        shared = self.shares_prefixes and not facts.frequency_switches
-        if self._route.sharing == "forks" and facts.is_compiled:
+        device, facts = model_device(model, default), self._inspect()
+        shared = self.shares_prefixes and not facts.of(frequency_switches)
+        if self._route.sharing == "forks" and facts.of(is_compiled):
             shared = False  # torch.compile would compile again for each length of a state
         route = self._route if shared else replace(self._route, sharing=None)
         # An autocast context around the call changes the scores like ``dtype``, also those in the cache.

@@ -30,7 +30,7 @@ from torchrl_llm_kl.head import (
     logits_kl,
 )
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._model import LogitMap, Setup
+from torchrl_llm_kl.scoring._model import LogitMap, Setup, body_and_head, logit_map
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._wrapping import is_fsdp2, is_zero3
@@ -125,7 +125,7 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
 
     A head that is more than a linear layer (wrapped by an adapter, quantised or hooked) is called as a module.
     """
-    head, mapped = setup.inspection.body_and_head[1], setup.inspection.logit_map
+    head, mapped = setup.inspection.of(body_and_head)[1], setup.inspection.of(logit_map)
     weight, plain = asked(head, "weight", Tensor), _is_plain(head)
     if not plain and is_dtensor(weight):
         raise ValueError(f"the head {type(head).__name__} is sharded and more than linear: leave it out of the plan.")

@@ -72,8 +72,8 @@ class PrefixTree:
                 node = nodes[node][3]
             leaf[row.number] = node
         columns = [(parent, start, end - start, offsets[source] + start) for source, start, end, parent in nodes]
-        of_nodes = torch.tensor(columns, dtype=torch.long).reshape(-1, 4).unbind(-1)
-        return cls(*of_nodes, torch.tensor(leaf, dtype=torch.long), forward_lengths)
+        parent, start, length, element = torch.tensor(columns, dtype=torch.long).reshape(-1, 4).unbind(-1)
+        return cls(parent, start, length, element, torch.tensor(leaf, dtype=torch.long), forward_lengths)
 
     @property
     def num_nodes(self) -> int:
