@@ -504,9 +504,8 @@ def rest_of(prob: Tensor, matters: Tensor | None) -> Tensor:
     rest = best.reciprocal().sub_(1.0)
     likely = best > 0.9
     rows = (likely if matters is None else likely & matters).nonzero().squeeze(1)
-    if len(rows):
-        chosen = prob[rows]
-        rest[rows] = chosen.scatter_(1, chosen.argmax(-1, keepdim=True), 0.0).sum(-1) / best[rows]
+    chosen = prob[rows]
+    rest[rows] = chosen.scatter_(1, chosen.argmax(-1, keepdim=True), 0.0).sum(-1) / best[rows]
     return rest
 
 

@@ -334,7 +334,7 @@ def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Input
         piece, length = layout.pieces[batch.pieces[0]], q.shape[2]
         pairs = [seen[piece.past]] if piece.past >= 0 else [before[id(kept)] for kept in piece.outside]
         if pairs:
-            pairs = [tuple(x.expand(len(q), -1, -1, -1) for x in pair) for pair in pairs]
+            pairs = [(a.expand(len(q), -1, -1, -1), b.expand(len(q), -1, -1, -1)) for a, b in pairs]
             k, v = (torch.cat(parts, 2) for parts in zip(*pairs, (k, v), strict=True))
         for row, i in batch.followed:
             last = k.shape[2] - length + layout.pieces[i].last - layout.pieces[i].first
@@ -384,16 +384,13 @@ def _batches(layout: PackLayout, device: torch.device) -> tuple[list[Batch], Ten
             pairs = [lengths[i] * (before + lengths[i]) for i in group]
             count = sum(x + _PADDING >= pairs[0] for x in pairs)
             count = max(1, min(count, _TOGETHER // (before + longest)))
-            shortest, chosen, group = group[count - 1], sorted(group[:count]), group[count:]
-            first, last = pieces[chosen[0]].first, pieces[chosen[-1]].last
-            if lengths[shortest] == longest and last - first == count * longest:  # neighbours
-                index: slice | Tensor = slice(first, last)
-                order.append(np.arange(first, last))
-            else:
-                rows = np.array([pieces[i].first for i in chosen])[:, None] + np.arange(longest)
-                ends = np.array([pieces[i].last for i in chosen])[:, None]
+            chosen, group = sorted(group[:count]), group[count:]
+            rows = np.array([pieces[i].first for i in chosen])[:, None] + np.arange(longest)
+            ends = np.array([pieces[i].last for i in chosen])[:, None]
+            order.append(np.where(rows < ends, rows, -1).ravel())
+            index: slice | Tensor = slice(pieces[chosen[0]].first, pieces[chosen[0]].last)
+            if count > 1:
                 index = send(torch.from_numpy(np.minimum(rows, ends - 1).ravel()), device)
-                order.append(np.where(rows < ends, rows, -1).ravel())
             batches.append(Batch(chosen, index, [(row, i) for row, i in enumerate(chosen) if i in followed]))
     joined, places = np.concatenate(order), np.arange(pieces[-1].last)
     if np.array_equal(joined, places):

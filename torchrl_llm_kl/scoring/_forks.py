@@ -100,8 +100,7 @@ def plan_steps(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | 
         while leaves:
             longest, first = lengths[leaves[0]], done[leaves[0]]
             width = max(longest, 1 if node < 0 and not first else MIN_LENGTH)
-            alike = sum(done[x] == first for x in leaves)
-            most = 1 if first else max(1, min(alike, tokens_per_batch // width))
+            most = 1 if first else max(1, min(sum(not done[x] for x in leaves), tokens_per_batch // width))
             rows = 0
             for length in (lengths[x] for x in leaves[:most]):
                 gap = longest - length

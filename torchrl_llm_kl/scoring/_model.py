@@ -8,9 +8,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from operator import attrgetter
-from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
@@ -18,13 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchrl_llm_kl._numerics import is_dtensor
-from torchrl_llm_kl._private import (
-    activate_adapters,
-    active_adapters,
-    compiled_call,
-    compiled_inside,
-    own_adapters,
-)
+from torchrl_llm_kl._private import activate_adapters, active_adapters, compiled_call, compiled_inside, own_adapters
 from torchrl_llm_kl._typing import asked, call_of, has
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._wrapping import is_zero3, unwrapped
@@ -180,20 +173,12 @@ def _shared(model: object) -> object:
 
 def call(module: nn.Module, input_ids: Tensor, **options: object) -> Any:
     """Call ``module`` with the options that its ``forward`` accepts, by keyword."""
-    forward = module.forward
-    parameters = (
-        _parameters(forward.__func__) if isinstance(forward, MethodType) else inspect.signature(forward).parameters
-    )
+    parameters = inspect.signature(module.forward).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         options = {name: value for name, value in options.items() if name in parameters}
         if "input_ids" not in parameters:
             return module(input_ids, **options)
     return module(input_ids=input_ids, **options)
-
-
-@lru_cache  # of functions of classes only, which live as long as the classes
-def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(function).parameters
 
 
 def read_output(output: object, name: Literal["logits", "last_hidden_state"]) -> Tensor:

@@ -32,6 +32,7 @@ from torchrl_llm_kl.scoring._model import (
     call,
     drops_layers,
     frequency_switches,
+    is_compiled,
     read_output,
     shards_logits,
 )
@@ -75,12 +76,10 @@ class PackedPass:
         self.plan = plan_packs(tree, tokens_per_batch, None if lookup is None else lookup.cached)
         element, position, place = _row_of_tokens(self.plan, tree)
         scored = (request.mask if lookup is None else lookup.scored).nonzero().squeeze(-1)
-        slots, counts = place[tree.place(*request.before(scored))], [len(scored)]
-        if len(self.plan.packs) != 1:
-            slots, order = slots.sort(stable=True)
-            bounds = torch.arange(len(self.plan.packs) + 1) * tokens_per_batch
-            counts, scored = torch.searchsorted(slots, bounds).diff().tolist(), scored[order]
-        self.elements = list(scored.split(counts))  # flat indices of the tokens that each pack predicts
+        slots, order = place[tree.place(*request.before(scored))].sort(stable=True)
+        bounds = torch.arange(len(self.plan.packs) + 1) * tokens_per_batch
+        counts = torch.searchsorted(slots, bounds).diff().tolist()
+        self.elements = list(scored[order].split(counts))  # flat indices of the tokens that each pack predicts
         # One transfer before the first forward: a copy between forwards would make the device wait.
         row = request.tokens.values[element], position
         if setup.options.deterministic:
@@ -353,12 +352,12 @@ def plan_micro_batches(lengths: Tensor, tokens_per_batch: int) -> list[Tensor]:
         [[1], [4, 3], [0]]
     """
     check_range(1, tokens_per_batch=tokens_per_batch)
-    longest_first, order = lengths.cpu().sort(descending=True, stable=True)
-    batches = []
-    start, stop = 0, int((longest_first > 0).sum())
-    while start < stop:
-        rows = max(1, tokens_per_batch // int(longest_first[start]))
-        batches.append(order[start : min(start + rows, stop)])
+    sizes = lengths.tolist()
+    order = sorted((row for row, size in enumerate(sizes) if size > 0), key=lambda row: -sizes[row])
+    batches, start = list[Tensor](), 0
+    while start < len(order):
+        rows = max(1, tokens_per_batch // sizes[order[start]])
+        batches.append(torch.tensor(order[start : start + rows]))
         start += rows
     return batches
 
@@ -403,11 +402,10 @@ class ScoringRun:
     options: ScoreOptions
 
     def __post_init__(self) -> None:
-        device = self.request.layout.values.device
-        self.setups = [self.scorers[0]._setup(device, self.options)]
+        device, options = self.request.layout.values.device, self.options
+        self.setups = [self.scorers[0]._setup(device, options)]
         for each in self.scorers[1:]:
-            options = replace(each.options, sampling=self.options.sampling.of_reference)
-            self.setups.append(each._setup(device, options))
+            self.setups.append(each._setup(device, replace(each.options, sampling=options.sampling.of_reference)))
         if any(setup.inspection.of(frequency_switches) for setup in self.setups):
             self.request = replace(self.request, whole=True)
         self.budget = min(map(budget_of, self.scorers, self.setups))
@@ -427,6 +425,13 @@ class ScoringRun:
             # A step for a short prefix costs more than it saves.
             least = {"min_shared": MIN_SHARED, "min_length": MIN_LENGTH} if self.forks else {}
             self.tree = PrefixTree.build(tokens, lengths, **least)
+            # Rows of one length that share nothing need no pack, which would cost more than a small forward.
+            packs = options.grad or options.remember or options.deterministic or self.forks or bool(self.images)
+            packs = packs or any(
+                setup.inspection.of(is_compiled) or setup.device.type != "cpu" for setup in self.setups
+            )
+            if not packs and len({*lengths.tolist()}) == 1 and self.tree.num_tokens == int(lengths.sum()):
+                self.tree = None
         if self.images:
             self._place_images()
 

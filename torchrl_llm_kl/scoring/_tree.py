@@ -101,8 +101,6 @@ class PrefixTree:
         ``sequence`` and ``position``, int64 ``[K]``, identify the tokens. Positions must be below the forward length, which
         is not checked.
         """
-        if self._is_flat:
-            return sequence, position
         sequences, nodes = self._paths
         stride = int(self.forward_lengths.max())  # exceeds any position, so sequence and position give one sorted key
         step = torch.searchsorted(sequences * stride + self.start[nodes], sequence * stride + position, right=True) - 1
@@ -122,11 +120,6 @@ class PrefixTree:
         node, offset = self.locate(tokens.sequence_ids[element], tokens.positions[element])
         values[element] = values[self.element[node] + offset]
         return values
-
-    @cached_property
-    def _is_flat(self) -> bool:
-        """Whether each sequence has a node of its own, with its number."""
-        return self.num_nodes == self.leaf.numel() and self.leaf.tolist() == list(range(self.num_nodes))
 
     @cached_property
     def _paths(self) -> tuple[Tensor, Tensor]:

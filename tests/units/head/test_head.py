@@ -242,7 +242,7 @@ def test_targets_of_any_integer_dtype_and_hidden_states_that_are_not_contiguous(
 
 def test_products_in_onednn(monkeypatch):
     """Values and gradients with bias, scale, temperature and soft cap. In float64 oneDNN is not used."""
-    monkeypatch.setattr(_private, "_FEWEST_PRODUCTS", 0)
+    monkeypatch.setattr(_private, "FEWEST_PRODUCTS", 0)
     products = []
     counted = lambda *args: products.append(found := _private.onednn_linear(*args)) or found  # noqa: E731
     for module in (layer._tiles, layer._sweep):
