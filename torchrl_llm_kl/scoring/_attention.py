@@ -67,8 +67,6 @@ _AT_ONCE = 2**22
 
 # Pieces attend in one call of at most this many keys, if none is padded by more than this many pairs of a query and a key.
 _TOGETHER, _PADDING = 2048, 1024
-# Up to this many tokens torch attends in half the time if their number is a multiple of 16.
-_PADDED = 512
 
 _ACTIVE = threading.local()
 
@@ -340,7 +338,8 @@ def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Input
             last = k.shape[2] - length + layout.pieces[i].last - layout.pieces[i].first
             seen[i] = k[row : row + 1, :, :last], v[row : row + 1, :, :last]
         if not pairs and (inputs.window is None or length <= inputs.window):
-            if length % 16 and length <= _PADDED and q.is_cpu:
+            if length % 16 and q.is_cpu:
+                # torch attends to up to a hundred tokens in half the time if their number is a multiple of 16.
                 q, k, v = (F.pad(x, (0, 0, 0, -length % 16)) for x in (q, k, v))
             attended = attend_block(Inputs(q, k, v, *inputs[3:]), None)[:, :, :length]
         else:
@@ -384,12 +383,13 @@ def _batches(layout: PackLayout, device: torch.device) -> tuple[list[Batch], Ten
             pairs = [lengths[i] * (before + lengths[i]) for i in group]
             count = sum(x + _PADDING >= pairs[0] for x in pairs)
             count = max(1, min(count, _TOGETHER // (before + longest)))
-            chosen, group = sorted(group[:count]), group[count:]
+            shortest, chosen, group = lengths[group[count - 1]], sorted(group[:count]), group[count:]
             rows = np.array([pieces[i].first for i in chosen])[:, None] + np.arange(longest)
             ends = np.array([pieces[i].last for i in chosen])[:, None]
             order.append(np.where(rows < ends, rows, -1).ravel())
-            index: slice | Tensor = slice(pieces[chosen[0]].first, pieces[chosen[0]].last)
-            if count > 1:
+            first, last = pieces[chosen[0]].first, pieces[chosen[-1]].last
+            index: slice | Tensor = slice(first, last)
+            if shortest < longest or last - first > count * longest:  # not neighbours of one length
                 index = send(torch.from_numpy(np.minimum(rows, ends - 1).ravel()), device)
             batches.append(Batch(chosen, index, [(row, i) for row, i in enumerate(chosen) if i in followed]))
     joined, places = np.concatenate(order), np.arange(pieces[-1].last)

@@ -32,7 +32,6 @@ from torchrl_llm_kl.scoring._model import (
     call,
     drops_layers,
     frequency_switches,
-    is_compiled,
     read_output,
     shards_logits,
 )
@@ -425,13 +424,6 @@ class ScoringRun:
             # A step for a short prefix costs more than it saves.
             least = {"min_shared": MIN_SHARED, "min_length": MIN_LENGTH} if self.forks else {}
             self.tree = PrefixTree.build(tokens, lengths, **least)
-            # Rows of one length that share nothing need no pack, which would cost more than a small forward.
-            packs = options.grad or options.remember or options.deterministic or self.forks or bool(self.images)
-            packs = packs or any(
-                setup.inspection.of(is_compiled) or setup.device.type != "cpu" for setup in self.setups
-            )
-            if not packs and len({*lengths.tolist()}) == 1 and self.tree.num_tokens == int(lengths.sum()):
-                self.tree = None
         if self.images:
             self._place_images()
 

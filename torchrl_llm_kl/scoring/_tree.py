@@ -6,7 +6,6 @@ import bisect
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -55,22 +54,23 @@ class PrefixTree:
         """
         values, lengths = tokens.values.detach().cpu().numpy(), tokens.lengths.tolist()
         forward_lengths = forward_lengths.detach().cpu()
-        offsets = [last - length for last, length in zip(itertools.accumulate(lengths), lengths, strict=True)]
+        ends = forward_lengths.tolist()
         # Lists are faster than tensors for a few sequences, and not slow for many.
-        rows = _sorted_sequences(values, offsets, forward_lengths.tolist())
-        shared = [_common_prefix(values, *pair) for pair in itertools.pairwise(rows)]
+        offsets = [last - length for last, length in zip(itertools.accumulate(lengths), lengths, strict=True)]
+        parts = [values[first : first + end] for first, end in zip(offsets, ends, strict=True)]
+        order = _sorted_sequences(parts)
+        shared = [_common_prefix(parts[a], parts[b]) for a, b in itertools.pairwise(order)]
 
         # In this order a sequence that is a prefix of others is a prefix of its successor.
-        longest = [i for i, row in enumerate(rows) if i == len(shared) or shared[i] < row.end]
-        between = [shared[i] for i in longest[:-1]]
-        sources, ends = [rows[i].number for i in longest], [rows[i].end for i in longest]
-        nodes, leaf_of = _nodes(between, sources, ends, min_shared, min_length)
+        longest = [i for i, row in enumerate(order) if i == len(shared) or shared[i] < ends[row]]
+        sources, between = [order[i] for i in longest], [shared[i] for i in longest[:-1]]
+        nodes, leaf_of = _nodes(between, sources, [ends[row] for row in sources], min_shared, min_length)
         leaf = [-1] * len(lengths)
-        for i, row in enumerate(rows):
+        for i, row in enumerate(order):
             node = leaf_of[bisect.bisect_left(longest, i)]
-            while nodes[node][1] >= row.end:  # the node begins after the last token of this prefix
+            while nodes[node][1] >= ends[row]:  # the node begins after the last token of this prefix
                 node = nodes[node][3]
-            leaf[row.number] = node
+            leaf[row] = node
         columns = [(parent, start, end - start, offsets[source] + start) for source, start, end, parent in nodes]
         parent, start, length, element = torch.tensor(columns, dtype=torch.long).reshape(-1, 4).unbind(-1)
         return cls(parent, start, length, element, torch.tensor(leaf, dtype=torch.long), forward_lengths)
@@ -140,29 +140,19 @@ class PrefixTree:
 # ---------------------------------------------------------------------- the order of the sequences
 
 
-class _Row(NamedTuple):
-    """One sequence: its tokens to forward are ``values[first : first + end]``."""
-
-    number: int
-    first: int
-    end: int
-
-
-def _sorted_sequences(values: np.ndarray, offsets: list[int], lengths: list[int]) -> list[_Row]:
-    """The non-empty sequences, ordered so that those with a common prefix are neighbours.
+def _sorted_sequences(parts: list[np.ndarray]) -> list[int]:
+    """The indices of the non-empty sequences, ordered so that those with a common prefix are neighbours.
 
     A prefix comes before the sequences that continue it. Of equal sequences the first one comes last.
     """
-    raw, width = values.tobytes(), values.itemsize
-    rows = [_Row(i, first, end) for i, (first, end) in enumerate(zip(offsets, lengths, strict=True)) if end]
     # Any total order works. Comparing bytes takes one memory comparison per pair of sequences.
-    return sorted(reversed(rows), key=lambda row: raw[row.first * width : (row.first + row.end) * width])
+    return sorted((i for i in reversed(range(len(parts))) if len(parts[i])), key=lambda i: parts[i].tobytes())
 
 
-def _common_prefix(values: np.ndarray, a: _Row, b: _Row) -> int:
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     """The number of leading tokens that two sequences share."""
-    end = min(a.end, b.end)
-    differ = values[a.first : a.first + end] != values[b.first : b.first + end]
+    end = min(len(a), len(b))
+    differ = a[:end] != b[:end]
     first = int(differ.argmax())
     return first if differ[first] else end
 
