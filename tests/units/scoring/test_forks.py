@@ -250,5 +250,6 @@ def test_a_step_must_save_more_than_it_costs() -> None:
     assert steps(40, 33) == [[40, 40]]  # 7 tokens of padding
     assert steps(40, 32) == [[40, 40]]  # 8 tokens are less than a tenth of 132
     assert steps(20, 5) == [[20], [5]]
-    assert steps(9, 2) == [[9, 9]]
+    assert steps(9, 2, prompt=40) == [[9, 9]]
+    assert steps(10, 2, prompt=40) == [[10], [2]]
     assert steps(40, 40, 40, budget=80) == [[40, 40], [40]]

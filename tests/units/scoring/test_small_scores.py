@@ -181,13 +181,13 @@ def test_checkpoints_and_limits_after_a_change() -> None:
     model, rows = tiny_model("qwen2"), random_sequences(12, 7).to_list()
     scorer = LogProbScorer(model)
     scorer.score(rows)
-    assert not scorer._inspect().of(hooked)
-    model.gradient_checkpointing_enable()
-    assert len(scorer._inspect().of(hooked)) >= model.config.num_hidden_layers
     model.config.max_position_embeddings = 11
     with pytest.raises(ValueError, match="sequence 0 has 12 tokens, the model allows 11"):
         scorer.score(rows)
     model.config.max_position_embeddings = 64
+    assert not scorer._inspect().of(hooked)
+    model.gradient_checkpointing_enable()
+    assert len(scorer._inspect().of(hooked)) >= model.config.num_hidden_layers
     with torch.device("meta"):
         model.lm_head.weight = nn.Parameter(torch.empty(VOCAB_SIZE, model.config.hidden_size))
     with pytest.raises(ValueError, match="weights on the meta device"):
@@ -201,4 +201,8 @@ def test_a_compiled_layer_is_noticed() -> None:
     assert scorer._inspect() is before
     model.model.layers[0].compile(backend="eager")
     assert scorer._inspect() is not before
+    norm = model.model.norm
+    norm.forward = norm.forward  # an attribute that exists already
     assert len(scorer._inspect().of(hooked)) == 1
+    norm.forward = torch.compile(norm.forward, backend="eager")
+    assert len(scorer._inspect().of(hooked)) == 2
