@@ -67,9 +67,13 @@ def test_values_and_gradients_in_float64(shape: str, family: str, tokens_per_bat
 def test_rows_attend_in_one_call(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One call for each layer and prefix, if no row is much shorter than the longest."""
     model, (rows, each_layer) = tiny_model("qwen2"), SHAPES[shape]
-    scorer, calls = LogProbScorer(model), []
-    attend = _attention.attend_block
-    monkeypatch.setattr(_attention, "attend_block", lambda *args: calls.append(1) or attend(*args))
+    scorer, calls, attend = LogProbScorer(model), list[Any](), _attention.attend_block
+
+    def counted_attend(*args: Any) -> Tensor:
+        calls.append(args)
+        return attend(*args)
+
+    monkeypatch.setattr(_attention, "attend_block", counted_attend)
     scorer.score(rows)
     assert len(calls) == each_layer * model.config.num_hidden_layers
 
@@ -85,6 +89,7 @@ def test_batches_of_pieces() -> None:
     assert [batch.pieces for batch in batches] == [[0, 1], [2], [3, 4], [5]]
     assert [batch.followed for batch in batches] == [[], [], [(1, 4)], []]
     assert [batches[i].places for i in (0, 1, 3)] == [slice(0, 40), slice(40, 60), slice(69, 71)]
+    assert isinstance(batches[2].places, Tensor) and order is not None
     assert batches[2].places.tolist() == [60, 61, 62, 63, 63, 64, 65, 66, 67, 68]
     assert order.tolist() == [*range(64), *range(65, 72)]
 
