@@ -449,8 +449,10 @@ def test_outcomes_without_probability_have_no_gradient(chunk):
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "soft_cap": 3.0, "scale": 1.5}, {"bias": True}])
 def test_one_tile_without_gradient_equals_a_sweep_to_the_bit(options: dict[str, Any], monkeypatch) -> None:
     """Otherwise the ratio of the first step to its own old log-probs would not be exactly 1."""
-    hidden, weight, targets = torch.randn(9, 8), torch.randn(50, 8), torch.randint(50, (9,))
-    options = options | ({"bias": torch.randn(50)} if "bias" in options else {})
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight = 0.3 * torch.randn(9, 8, generator=rng), torch.randn(50, 8, generator=rng)
+    targets = torch.randint(50, (9,), generator=rng)
+    options = options | ({"bias": 0.3 * torch.randn(50, generator=rng)} if "bias" in options else {})
     sweeps, sweep = [], _functions.sweep
     monkeypatch.setattr(_functions, "sweep", lambda *args: sweeps.append(1) or sweep(*args))
     found = linear_log_prob(hidden, weight, targets, **options).log_prob

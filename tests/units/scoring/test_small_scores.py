@@ -89,7 +89,8 @@ def test_batches_of_pieces() -> None:
     assert [batch.pieces for batch in batches] == [[0, 1], [2], [3, 4], [5]]
     assert [batch.followed for batch in batches] == [[], [], [(1, 4)], []]
     assert [batches[i].places for i in (0, 1, 3)] == [slice(0, 40), slice(40, 60), slice(69, 71)]
-    assert isinstance(batches[2].places, Tensor) and order is not None
+    assert isinstance(batches[2].places, Tensor)
+    assert order is not None
     assert batches[2].places.tolist() == [60, 61, 62, 63, 63, 64, 65, 66, 67, 68]
     assert order.tolist() == [*range(64), *range(65, 72)]
 
