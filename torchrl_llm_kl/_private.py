@@ -63,8 +63,8 @@ def saving_hook() -> object:
     return None if hooks is None else hooks[0]
 
 
-# oneDNN prepares each new shape for half a millisecond, which products with fewer multiply-adds do not gain back.
-_FEWEST_PRODUCTS = 2**25
+#: oneDNN prepares each new shape for half a millisecond, which products with fewer multiply-adds do not gain back.
+FEWEST_PRODUCTS = 2**25
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -75,7 +75,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     if (
         x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
-        and x.numel() * weight.shape[0] >= _FEWEST_PRODUCTS
+        and x.numel() * weight.shape[0] >= FEWEST_PRODUCTS
         and type(x) is Tensor
         and type(weight) in (Tensor, nn.Parameter)
         and type(bias) in (Tensor, nn.Parameter, type(None))

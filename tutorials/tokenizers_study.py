@@ -108,7 +108,6 @@ ARMS: dict[str, Arm] = {
     "other tokenizer, token": Arm(lambda models: ratio_of_tokens(models.student, models.by_bytes()), 8e-3),
     "same tokenizer, distribution": Arm(lambda models: whole(models.student, models.same), 8e-3),
     "other tokenizer, distribution": Arm(lambda models: whole(models.student, models.by_bytes()), 8e-3),
-    "same tokenizer, top 64": Arm(lambda models: whole(models.student, models.same, top_k=64), 8e-3),
     "other tokenizer, top 64": Arm(lambda models: whole(models.student, models.by_bytes(), top_k=64), 8e-3),
     "other tokenizer, GOLD": Arm(lambda models: whole(models.student, models.by_bytes(method="gold")), 8e-3),
     "other tokenizer, P-KL": Arm(lambda models: whole(models.student, models.by_bytes(method="projected")), 8e-3),

@@ -19,7 +19,7 @@ from torchrl_llm_kl.head import linear_top_k
 from torchrl_llm_kl.masks import mask_from_prompt_lengths
 from torchrl_llm_kl.rollouts import read_denominators, write_denominators
 from torchrl_llm_kl.scoring import ScoreOptions
-from torchrl_llm_kl.scoring._model import Route, Setup
+from torchrl_llm_kl.scoring._model import Inspection, Route, Setup
 from torchrl_llm_kl.scoring._passes import PackedPass
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._scores import HeadReading
@@ -54,7 +54,7 @@ def test_the_forward_of_a_pack_does_not_wait(device, dtype):
     LogProbScorer(model).score(batch)  # builds everything that is built once
     request = ScoreRequest.of(batch, None)
     tree = PrefixTree.build(request.tokens, request.forward_lengths)
-    packed = PackedPass(Setup(model, Route("head"), device), request, tree, 40)
+    packed = PackedPass(Setup(Inspection(model), Route("head"), device), request, tree, 40)
     targets = [request.tokens.values[some].to(device) for some in packed.elements]
     with no_sync(device), torch.no_grad():
         for index, wanted in enumerate(targets):

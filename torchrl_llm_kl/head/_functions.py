@@ -124,9 +124,31 @@ def linear_log_prob(
     """
     head, tile = _prepare(hidden, weight, **options)
     plan = Plan(tile, entropy, truncation=_check_truncation(truncation, kept, head), keep_targets=keep_targets)
-    out = _sweep_or_kept(plan, head, None, Tokens(_check_targets(targets, head), kept), added)
+    targets = _check_targets(targets, head)
+    if not (entropy or plan.truncation.active or kept or options.get("chunk")):
+        log_prob = _log_prob_of_tile(head, targets)
+        if log_prob is not None:
+            return HeadOutput(log_prob, None)
+    out = _sweep_or_kept(plan, head, None, Tokens(targets, kept), added)
     assert out.log_prob is not None
     return HeadOutput(out.log_prob, out.entropy)
+
+
+def _log_prob_of_tile(head: Head, targets: Tensor) -> Tensor | None:
+    """Log-probs where one tile holds all logits, to the bit as from a sweep. None if the sweep has more to do."""
+    device = head.hidden.device.type
+    sweeps = device != "cpu" or torch.compiler.is_compiling() or torch.is_autocast_enabled(device)
+    fits = 0 < head.positions <= _CPU_CHUNK[0] and head.vocab <= _CPU_CHUNK[1] and head.part is None
+    if sweeps or not fits or (torch.is_grad_enabled() and head.requires_grad):
+        return None
+    out, every = head.hidden.new_empty(head.positions, head.vocab, dtype=head.wide), slice(None)
+    logits = head.logits(every, every, head.columns(every), out)
+    top, best, (first, last) = logits.amax(-1), logits.softmax(-1).amax(-1), targets.aminmax()
+    # The sweep sums all but the largest probability where that is near 1. It also takes ids outside the vocabulary.
+    if not (best.max() <= 0.9 and top.min() > -torch.inf and first >= 0 and last < head.vocab):
+        return None
+    chosen = logits.gather(1, targets.unsqueeze(1)).squeeze(1)
+    return chosen - top - best.reciprocal().sub_(1.0).log1p()
 
 
 def linear_outcomes(

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from torchrl_llm_kl._numerics import send, widen
 from torchrl_llm_kl._private import (
     ATTENTION,
     CHECKPOINTS,
+    FEWEST_PRODUCTS,
     FLASH,
     backward_keeps_graph,
     backward_task,
@@ -51,7 +53,7 @@ from torchrl_llm_kl.scoring._checkpoints import (
     settings_of,
     swapped,
 )
-from torchrl_llm_kl.scoring._model import body_and_head, locked
+from torchrl_llm_kl.scoring._model import Inspection, body_and_head, configs_of, locked, modules_of
 
 #: Keys and values of some tokens, ``[1, heads, tokens, size]``, one pair for each attention call of a forward.
 KeysValues = list[tuple[Tensor, Tensor]]
@@ -62,6 +64,9 @@ _ROWS = 512
 # An accelerator attends to a whole pack in one call if the pack has at most this many pairs of a query and a key: a small
 # mask costs less than several kernels per piece. The number is a guess.
 _AT_ONCE = 2**22
+
+# Pieces attend in one call of at most this many keys, if none is padded by more than this many pairs of a query and a key.
+_TOGETHER, _PADDING = 2048, 1024
 
 _ACTIVE = threading.local()
 
@@ -124,10 +129,10 @@ class PackLayout(Followed):
     saving: tuple[bool, object] = (False, None)
 
     @contextmanager
-    def again(self, model: nn.Module, call: int) -> Iterator[None]:
+    def again(self, model: Inspection, call: int) -> Iterator[None]:
         """Context for a recomputation that starts at attention call ``call`` of the forward."""
         pieces = [replace(piece, kept=None) for piece in self.pieces]
-        with locked(model), pack_attention(model, replace(self, pieces=pieces, calls=call, recomputes=True)):
+        with locked(model.model), pack_attention(model, replace(self, pieces=pieces, calls=call, recomputes=True)):
             yield
 
     def past(self, call: int) -> list[tuple[Tensor, Tensor]]:
@@ -168,15 +173,13 @@ class PackLayout(Followed):
 
 
 @contextmanager
-def pack_attention(model: nn.Module, layout: PackLayout) -> Iterator[None]:
+def pack_attention(model: Inspection, layout: PackLayout) -> Iterator[None]:
     """Context in which the model attends within a pack, in this thread. The model's attributes are restored at the end.
 
     Raises:
         NotImplementedError: if the body's attention cannot be replaced, or uses more than a causal mask and a window.
     """
-    body = body_and_head(model)[0]
-    by_id = {id(config): config for m in body.modules() if (config := getattr(m, "config", None)) is not None}
-    configs = [config for config in by_id.values() if hasattr(config, ATTENTION)]
+    body, configs = model.of(body_and_head)[0], model.of(_configs)
     if not configs or not asked(body, FLASH, bool):
         raise NotImplementedError(f"{type(body).__name__} has an attention function that cannot be replaced.")
     from transformers import AttentionInterface
@@ -184,9 +187,11 @@ def pack_attention(model: nn.Module, layout: PackLayout) -> Iterator[None]:
     AttentionInterface.register(NAME, _attention)
     swaps: list[Swap] = [(config, ATTENTION, getattr(config, ATTENTION), NAME) for config in configs]
     fast = not torch.is_grad_enabled() and layout.attend is None and layout.gradients is None
-    for module, inside in _walk(body):
-        if fast and type(module) is nn.Linear and module.weight.is_cpu and "forward" not in module.__dict__:
-            swaps.append((module, "forward", ABSENT, partial(_linear, module)))
+    if fast:  # A forward that is replaced costs more than a small product gains.
+        size = FEWEST_PRODUCTS / layout.pieces[-1].last
+        large = [x for x in model.of(_linears) if x.in_features * x.out_features >= size and x.weight.is_cpu]
+        swaps += [(x, "forward", ABSENT, partial(_linear, x)) for x in large]
+    for module, inside in _walk(body) if model.of(hooked) else ():
         if (call_attribute := compiled_call(module)) is not None and not inside:
             swaps.append((module, *call_attribute, partial(_call_compiled, call_attribute[1], layout)))
         for name in CHECKPOINTS:
@@ -204,6 +209,23 @@ def pack_attention(model: nn.Module, layout: PackLayout) -> Iterator[None]:
             yield
         finally:
             _ACTIVE.layout = None
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The configurations inside the body that name an attention function."""
+    return [config for config in configs_of(modules_of(body_and_head(model)[0])) if hasattr(config, ATTENTION)]
+
+
+def _linears(model: nn.Module) -> list[nn.Linear]:
+    """The body's plain linear layers."""
+    modules = modules_of(body_and_head(model)[0])
+    return [x for x in modules if type(x) is nn.Linear and "forward" not in x.__dict__]
+
+
+def hooked(model: nn.Module) -> list[nn.Module]:
+    """The modules of the body that are compiled or hold a checkpoint function."""
+    modules = modules_of(body_and_head(model)[0])
+    return [x for x in modules if compiled_call(x) or not x.__dict__.keys().isdisjoint(CHECKPOINTS)]
 
 
 def _linear(module: nn.Linear, input: Tensor) -> Tensor:
@@ -265,14 +287,14 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls, from ``[1, heads, N, size]`` to ``[1, N, heads, size]``."""
     inputs = Inputs(query, key, value, s_aux, scaling, dropout, sliding_window, softcap)
-    by_operator = torch.compiler.is_compiling() or _active(type(module).__name__).gradients is not None
+    layout = None if torch.compiler.is_compiling() else _active(type(module).__name__)
+    by_operator = layout is None or layout.gradients is not None
     own_mask = (None if attention_mask is None else attention_mask.shape) != ((1, 1, 1, 1) if by_operator else None)
     if own_mask or not asked(module, "is_causal", bool, True):
         raise NotImplementedError(f"{type(module).__name__} passes its own attention mask, which packs cannot apply.")
-    if by_operator:
+    if layout is None or layout.gradients is not None:
         assert attention_mask is not None
         return _attend_by_operator(inputs, attention_mask), None
-    layout = _active(type(module).__name__)
     layout.check_saving()
     call = layout.begin(key, value, sliding_window)
     return _attend(layout, layout.past(call), inputs), None
@@ -289,7 +311,7 @@ def _active(who: str) -> PackLayout:
 
 
 def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs) -> Tensor:
-    """Attend piece by piece, from ``[1, heads, N, size]`` to ``[1, N, heads, size]``.
+    """Attend piece by piece, small ones together, from ``[1, heads, N, size]`` to ``[1, N, heads, size]``.
 
     ``past`` holds the keys and values of ``layout.outside()`` in this attention call.
     """
@@ -299,21 +321,82 @@ def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Input
         return _attend_varlen(layout, past, inputs)
     if inputs.query.device.type != "cpu" and layout.fits_one_call:
         return _attend_at_once(layout, past, inputs)
-    before = {id(kept): pair for kept, pair in zip(layout.outside(), past, strict=True)}
-    followed = {piece.past for piece in layout.pieces}
+    if "batches" not in layout.shared:
+        layout.shared["batches"] = _batches(layout, inputs.query.device)
+    batches, order = layout.shared["batches"]
+    before = {id(kept): pair for kept, pair in zip(layout.outside(), past, strict=True)} if past else {}
     seen: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values up to the end of each piece that others continue
     out = []
-    for i, piece in enumerate(layout.pieces):
-        q, k, v = (tensor[:, :, piece.first : piece.last] for tensor in inputs[:3])
+    for batch in batches:
+        q, k, v = (batch.rows(x) for x in inputs[:3])
+        piece, length = layout.pieces[batch.pieces[0]], q.shape[2]
         pairs = [seen[piece.past]] if piece.past >= 0 else [before[id(kept)] for kept in piece.outside]
         if pairs:
-            k, v = torch.cat([*(p[0] for p in pairs), k], 2), torch.cat([*(p[1] for p in pairs), v], 2)
-        if i in followed:
-            seen[i] = k, v
-        for rows, cols, mask in _blocks(layout, q, k, inputs.window):
-            block = inputs._replace(query=q[:, :, rows], key=k[:, :, cols], value=v[:, :, cols])
-            out.append(attend_block(block, mask))
-    return torch.cat(out, 2).transpose(1, 2).contiguous()
+            pairs = [(a.expand(len(q), -1, -1, -1), b.expand(len(q), -1, -1, -1)) for a, b in pairs]
+            k, v = (torch.cat(parts, 2) for parts in zip(*pairs, (k, v), strict=True))
+        for row, i in batch.followed:
+            last = k.shape[2] - length + layout.pieces[i].last - layout.pieces[i].first
+            seen[i] = k[row : row + 1, :, :last], v[row : row + 1, :, :last]
+        if not pairs and (inputs.window is None or length <= inputs.window):
+            if length % 16 and q.is_cpu:
+                # torch attends to up to a hundred tokens in half the time if their number is a multiple of 16.
+                q, k, v = (F.pad(x, (0, 0, 0, -length % 16)) for x in (q, k, v))
+            attended = attend_block(Inputs(q, k, v, *inputs[3:]), None)[:, :, :length]
+        else:
+            blocks = _blocks(layout, Inputs(q, k, v, *inputs[3:]))
+            attended = torch.cat([attend_block(block, mask) for block, mask in blocks], 2)
+        out.append(attended.transpose(1, 2).flatten(0, 1))
+    joined = out[0] if len(out) == 1 else torch.cat(out)
+    return (joined if order is None else joined[order]).unsqueeze(0).contiguous()
+
+
+class Batch(NamedTuple):
+    """Pieces that continue the same prefix and attend in one call, each padded on the right to the longest."""
+
+    pieces: list[int]
+    places: slice | Tensor  # the places of their tokens in the pack, row after row; padding repeats a token
+    followed: list[tuple[int, int]]  # row and index of each piece that others continue
+
+    def rows(self, values: Tensor) -> Tensor:
+        """The rows of the pieces, from ``[1, heads, N, size]`` to ``[b, heads, n, size]``."""
+        chosen = values[:, :, self.places] if isinstance(self.places, slice) else values.index_select(2, self.places)
+        return chosen.view(chosen.shape[1], len(self.pieces), -1, chosen.shape[3]).transpose(0, 1)
+
+
+def _batches(layout: PackLayout, device: torch.device) -> tuple[list[Batch], Tensor | None]:
+    """The batches of a pack, parents before children, and the place of each token among all their rows.
+
+    The places are None if they are in the order of the pack.
+    """
+    pieces, groups, past = layout.pieces, dict[object, list[int]](), list[int]()  # past: keys before each piece
+    lengths = [piece.last - piece.first for piece in pieces]
+    for i, piece in enumerate(pieces):
+        outside = sum(kept[0][0].shape[2] for kept in piece.outside)
+        past.append(past[piece.past] + lengths[piece.past] if piece.past >= 0 else outside)
+        groups.setdefault((piece.past, *map(id, piece.outside)), []).append(i)
+    followed = {piece.past for piece in pieces}
+    batches, order = list[Batch](), list[np.ndarray]()
+    for group in groups.values():
+        group.sort(key=lambda i: -lengths[i])
+        while group:
+            before, longest = past[group[0]], lengths[group[0]]
+            pairs = [lengths[i] * (before + lengths[i]) for i in group]
+            count = sum(x + _PADDING >= pairs[0] for x in pairs)
+            count = max(1, min(count, _TOGETHER // (before + longest)))
+            shortest, chosen, group = lengths[group[count - 1]], sorted(group[:count]), group[count:]
+            rows = np.array([pieces[i].first for i in chosen])[:, None] + np.arange(longest)
+            ends = np.array([pieces[i].last for i in chosen])[:, None]
+            order.append(np.where(rows < ends, rows, -1).ravel())
+            first, last = pieces[chosen[0]].first, pieces[chosen[-1]].last
+            index: slice | Tensor = slice(first, last)
+            if shortest < longest or last - first > count * longest:  # not neighbours of one length
+                index = send(torch.from_numpy(np.minimum(rows, ends - 1).ravel()), device)
+            batches.append(Batch(chosen, index, [(row, i) for row, i in enumerate(chosen) if i in followed]))
+    joined, places = np.concatenate(order), np.arange(pieces[-1].last)
+    if np.array_equal(joined, places):
+        return batches, None
+    places[joined[joined >= 0]] = np.flatnonzero(joined >= 0)
+    return batches, send(torch.from_numpy(places), device)
 
 
 def _attend_at_once(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs) -> Tensor:
@@ -334,20 +417,16 @@ def _attend_at_once(layout: PackLayout, past: list[tuple[Tensor, Tensor]], input
     return attend_block(inputs._replace(key=key, value=value), layout.shared[at]).transpose(1, 2).contiguous()
 
 
-def _blocks(
-    layout: PackLayout, query: Tensor, key: Tensor, window: int | None
-) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Yield blocks of queries with the range of their keys and the mask. None stands for torch's own causal mask."""
-    length, width = query.shape[2], key.shape[2]
-    past = width - length
-    if past == 0 and (window is None or length <= window):
-        yield slice(0, length), slice(0, width), None
-        return
+def _blocks(layout: PackLayout, inputs: Inputs) -> Iterator[tuple[Inputs, Tensor]]:
+    """Yield blocks of the queries with their keys, values and mask. The queries are the last tokens."""
+    (query, key, value), window = inputs[:3], inputs.window
+    length, past = query.shape[2], key.shape[2] - query.shape[2]
     for first in range(0, length, _ROWS):
         last = min(first + _ROWS, length)
         start = 0 if window is None else max(0, past + first - window + 1)
-        mask = layout.mask(last - first, past + first - start, past + last - start, window, query)
-        yield slice(first, last), slice(start, past + last), mask
+        mask = layout.mask(last - first, past + first - start, past + last - start, window, inputs.query)
+        cols = slice(start, past + last)
+        yield Inputs(query[:, :, first:last], key[:, :, cols], value[:, :, cols], *inputs[3:]), mask
 
 
 def attend_block(inputs: Inputs, mask: Tensor | None) -> Tensor:

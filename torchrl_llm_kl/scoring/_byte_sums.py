@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,8 +19,11 @@ from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._scorer import LogProbScorer
 from torchrl_llm_kl.scoring._scores import TokenStates
 
-#: The most places whose whole distributions are held at once.
-TILE = 64
+# The most probabilities of whole distributions that are held at once, in at least 16 places.
+_HELD = 2**23
+
+
+Item = TypeVar("Item")
 
 
 class Place(NamedTuple):
@@ -36,6 +39,7 @@ class Distributions:
 
     Args:
         scorer: the teacher's scorer.
+        vocab: the size of the teacher's vocabulary.
         rows: the teacher's tokens of each sequence.
         mask: True at scored tokens, for all rows in a line.
         options: how to score.
@@ -45,9 +49,9 @@ class Distributions:
     """
 
     def __init__(
-        self, scorer: LogProbScorer, rows: Sequence[list[int]], mask: Sequence[bool], options: ScoreOptions
+        self, scorer: LogProbScorer, vocab: int, rows: Sequence[list[int]], mask: Sequence[bool], options: ScoreOptions
     ) -> None:
-        self._scorer, self._rows, self._options = scorer, rows, options
+        self._scorer, self._vocab, self._rows, self._options = scorer, vocab, rows, options
         self._kept: dict[Place, tuple[TokenStates, int]] = {}
         self._known: dict[Place, list[int]] = defaultdict(list)
         places = [Place(row, own) for row, ids in enumerate(rows) for own in range(len(ids))]
@@ -62,6 +66,11 @@ class Distributions:
         if not place.path and ids[place.own : place.own + 1] == [token]:
             return Place(place.row, place.own + 1)
         return place._replace(path=(*place.path, token))
+
+    def tiles(self, items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+        """Split places, or other items with one distribution each, so that few enough are held at once."""
+        size = max(16, _HELD // self._vocab)
+        return (items[first : first + size] for first in range(0, len(items), size))
 
     def known(self, place: Place) -> list[int]:
         """The tokens after a place whose own distributions are there."""
@@ -187,8 +196,7 @@ class Covers:
     def _add(self, nodes: Sequence[Node]) -> list[Node]:
         """Add nodes to their chunks, and return the nodes after one more token."""
         longer = []
-        for first in range(0, len(nodes), TILE):
-            some = nodes[first : first + TILE]
+        for some in self.distributions.tiles(nodes):
             # On the host, since each sum has another size: an accelerator would start many small kernels.
             log_probs = self.distributions.log_probs([node.place for node in some]).double().cpu()
             for node, row in zip(some, log_probs, strict=True):

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchrl_llm_kl.estimators import top_k_divergence
 from torchrl_llm_kl.masks import TokenBytes
-from torchrl_llm_kl.scoring._byte_sums import TILE, Chunk, Distributions, Place
+from torchrl_llm_kl.scoring._byte_sums import Chunk, Distributions, Place
 from torchrl_llm_kl.scoring._scores import TokenStates
 
 #: How whole distributions over two vocabularies are compared.
@@ -183,8 +183,7 @@ class NextTokenProbs:
             unknown = dict.fromkeys(part.place for part in parts if part.place not in self._distributions)
             if unknown:
                 self._distributions.forward([*unknown])
-            tiles = [parts[i : i + TILE] for i in range(0, len(parts), TILE)]
-            parts = [part for tile in tiles for part in self._add(tile)]
+            parts = [part for tile in self._distributions.tiles(parts) for part in self._add(tile)]
         # The others stand for the teacher's tokens that end before the student's token, and for omitted covers.
         total = self._probs.sum(1).clamp(min=_SMALLEST)
         omitted = self._probs.new_tensor([_omitted(chunk, number) for chunk, number in tokens])
@@ -339,7 +338,7 @@ class Divergence:
 
     def _in_tiles(self, make: Callable[[Any], Tensor], items: Sequence[Any]) -> Tensor:
         """Join the values of tiles. Their whole distributions are computed again in the backward."""
-        tiles = [items[i : i + TILE] for i in range(0, len(items), TILE)]
+        tiles = self.distributions.tiles(items)
         return torch.cat([checkpoint(make, tile, use_reentrant=False) for tile in tiles])
 
     def _of_bytes(self, tokens: Sequence[tuple[Chunk, int]]) -> Tensor:

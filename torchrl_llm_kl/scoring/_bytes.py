@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.masks import PromptTranslator, TokenBytes, Tokenizer, chunks, pair_specials
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._byte_sums import TILE, Chunk, Covers, Distributions, Place
+from torchrl_llm_kl.scoring._byte_sums import Chunk, Covers, Distributions, Place
 from torchrl_llm_kl.scoring._byte_tokens import Divergence, Method, NextTokenProbs, NextTokens, tokens_of
 from torchrl_llm_kl.scoring._model import locked
 from torchrl_llm_kl.scoring._options import ScoreOptions
@@ -286,11 +286,10 @@ class ByteScorer(Scorer):
 
     def _top(self, pieces: Sequence[Chunk], distributions: Distributions, k: int) -> Columns:
         """The columns of the most probable tokens."""
-        tokens = tokens_of(pieces)
         probs_of = NextTokenProbs(self.model.tables, distributions, self.model.lookahead)
         parts = []
-        for some in range(0, max(1, len(tokens)), TILE):
-            probs = probs_of(tokens[some : some + TILE])[0]
+        for some in distributions.tiles(tokens_of(pieces)) if pieces else [[]]:
+            probs = probs_of(some)[0]
             top, ids = probs.topk(k, -1)
             rest = 1 - top.sum(-1)
             parts.append({"top_indices": ids, "top_log_probs": top.log(), "tail_log_prob": rest.clamp(min=0).log()})
@@ -305,7 +304,7 @@ class ByteScorer(Scorer):
         # Later forwards continue the keys and values of the first one.
         neutral = options.but(remember=True, top_k=0, grad=False)
         with locked(self.model.teacher), torch.no_grad():
-            distributions = Distributions(self._inner, rows, mask, neutral)
+            distributions = Distributions(self._inner, len(self.model.bytes.texts), rows, mask, neutral)
             Covers(distributions, self.model.bytes, self.model.tolerance).fill(pieces)
             yield pieces, distributions
         if not options.remember:

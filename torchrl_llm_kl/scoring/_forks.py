@@ -38,6 +38,8 @@ MIN_SHARED = 32
 #: Tokens of a continuation. For a single token transformers runs the kernels of generation, which write to the state in place
 #: and have no backward.
 MIN_LENGTH = 2
+# The share of padding from which a node gets another step, and the tokens that this must save.
+_PADDING, _MIN_SAVED = 0.1, 8
 
 
 def has_state(model: nn.Module) -> bool:
@@ -66,7 +68,9 @@ def plan_steps(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | 
 
     The order is depth first, which holds the fewest states at a time. A step has at most ``tokens_per_batch`` tokens, padding
     included, or a single node. ``cached`` is the number of leading tokens of each node that need no forward, by default 0.
-    With ``cached`` a step has no padding, since the state after padding could not be cached.
+    With ``cached`` a step has no padding, since the state after padding could not be cached. Otherwise the continuations of a
+    node share a step, from the longest, until padding exceeds a tenth of the tokens so far. The shorter ones get another
+    step if that saves at least 8 tokens. Fewer would not pay for it.
 
     Example:
         >>> from torchrl_llm_kl.ragged import Ragged
@@ -93,12 +97,19 @@ def plan_steps(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | 
             past = len(steps) - 1 if lengths[node] else -1
         nodes = children.get(node, [])  # empty if there is nothing to forward
         leaves = sorted((x for x in nodes if x not in children and lengths[x]), key=lambda x: (done[x], -lengths[x]))
+        tokens, padding = lengths[node] if node >= 0 else 0, 0
         while leaves:
             longest, first = lengths[leaves[0]], done[leaves[0]]
             width = max(longest, 1 if node < 0 and not first else MIN_LENGTH)
-            rows = 1 if first else max(1, tokens_per_batch // width)
-            if cached is not None:
-                rows = min(rows, sum((done[x], lengths[x]) == (first, longest) for x in leaves))
+            most = 1 if first else max(1, min(sum(not done[x] for x in leaves), tokens_per_batch // width))
+            rows = 0
+            for length in (lengths[x] for x in leaves[:most]):
+                gap = longest - length
+                saved = gap * (len(leaves) - rows)  # by a step of their own for this node and the shorter ones
+                too_much = padding + gap > _PADDING * (tokens + length) and saved >= _MIN_SAVED
+                if too_much or (saved and cached is not None):
+                    break
+                tokens, padding, rows = tokens + length, padding + gap, rows + 1
             steps.append(Step(leaves[:rows], -1 if first else past, width, first))
             leaves = leaves[rows:]
         waiting += [(x, past) for x in reversed(nodes) if x in children]
@@ -197,7 +208,7 @@ class ForkedPass:
         self, ids: Tensor, positions: Tensor, past: DynamicCache | None, keep: bool, source: Tensor
     ) -> tuple[Tensor, DynamicCache | None]:
         """Hidden states ``[b, T, H]`` of tokens that continue ``past``, and the state after them."""
-        body = body_and_head(self.setup.model)[0]
+        body = self.setup.inspection.of(body_and_head)[0]
         options: dict[str, object] = {"position_ids": positions, "use_cache": False}
         state = None
         routing = self.routing.forward(source, self.setup.device) if self.routing else nullcontext()

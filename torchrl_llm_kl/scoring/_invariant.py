@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_range, send
-from torchrl_llm_kl._private import compiled_call
 from torchrl_llm_kl.scoring._attention import Inputs, PackLayout, attend_block, key_index
-from torchrl_llm_kl.scoring._model import Setup, frequency_switches
+from torchrl_llm_kl.scoring._model import Setup, frequency_switches, is_compiled
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
 #: Default number of tokens of each forward. With 128, answers of 64 tokens took a tenth more time. 512 means more padding.
@@ -54,7 +53,7 @@ def obstacle(setup: Setup, *, probe: bool, share_prefixes: bool) -> str | None:
         "has rotary frequencies that depend on the longest sequence": frequency_switches(model),
         "cannot attend within a pack and is scored in padded batches": setup.route.sharing != "packs",
         "is wrapped or sharded over ranks": Ranks([model]).groups,
-        "has compiled layers, whose kernels torch.compile chooses": any(map(compiled_call, model.modules())),
+        "has compiled layers, whose kernels torch.compile chooses": is_compiled(model),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from torchrl_llm_kl.scoring._wrapping import is_zero3, unwrapped
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+Fact = TypeVar("Fact")
 
 # Configuration entries that scale the logits, with the power: 1 for a factor, -1 for a divisor.
 _FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
@@ -54,15 +56,64 @@ class Route:
     sharing: Literal["packs", "forks"] | None = None
 
 
+class Inspection:
+    """Remembers facts about a model that change only with its modules, their own forwards or its configuration.
+
+    A scorer keeps them, since reading all of them again would cost as much as the forward of a small model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.modules = model, modules_of(model)
+        self._facts: dict[Callable[[nn.Module], object], object] = {}
+        self._held = [module.__dict__ for module in self.modules]
+        self._configs = configs_of(self.modules)
+        self._state = self._read()
+
+    def holds(self) -> bool:
+        """Whether the facts are still valid. Wrappers, adapters and shards change modules, classes or attributes."""
+        return self._state == self._read()
+
+    def _read(self) -> list[object]:
+        children = [child for module in self.modules for child in module._modules.values()]
+        own = [each.get(name) for name in ("config", "forward") for each in self._held]
+        settings = [dict(asked(config, "__dict__", dict) or {}) for config in self._configs]
+        # A module that is compiled, or begins to checkpoint, has one more attribute.
+        return [children, [*map(type, self.modules)], [*map(len, self._held)], own, settings]
+
+    def of(self, read: Callable[[nn.Module], Fact]) -> Fact:
+        """The result of a function of the model. It is computed once."""
+        if read not in self._facts:
+            self._facts[read] = read(self.model)
+        return cast(Fact, self._facts[read])
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """All modules of a model, like ``model.modules()`` in a third of the time. Shared ones appear repeatedly."""
+    out = [model]
+    for module in out:  # the list grows
+        out += [child for child in module._modules.values() if child is not None]
+    return out
+
+
+def configs_of(modules: list[nn.Module]) -> list[Any]:
+    """The configurations of some modules, each once."""
+    return list({id(x): x for module in modules if (x := asked(module, "config", object)) is not None}.values())
+
+
 @dataclass(frozen=True, eq=False)
 class Setup:
     """A model and the options of one call. ``options.dtype`` is the autocast dtype that applies."""
 
-    model: nn.Module
+    inspection: Inspection
     route: Route
     device: torch.device  # where the model expects token ids
     # With `grad` the model runs in its own mode, otherwise in evaluation mode.
     options: ScoreOptions = field(default_factory=ScoreOptions)
+
+    @property
+    def model(self) -> nn.Module:
+        """The scored model."""
+        return self.inspection.model
 
     @property
     def sampler(self) -> tuple[float, ...]:
@@ -77,7 +128,7 @@ class Setup:
                 stack.enter_context(_adapters_switched(self.model, self.options.adapters))
             if not self.options.grad:
                 stack.enter_context(torch.no_grad())
-                stack.enter_context(evaluating(self.model))
+                stack.enter_context(evaluating(self.model, self.inspection.modules))
             if self.options.dtype is not None:
                 stack.enter_context(torch.autocast(self.device.type, self.options.dtype))
             # Branches have gradients of their own, without the head's.
@@ -88,9 +139,9 @@ class Setup:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context in which all submodules are in evaluation mode. Each one's mode is restored at the end."""
-    training = [module for module in model.modules() if module.training]
+def evaluating(model: nn.Module, modules: list[nn.Module] | None = None) -> Iterator[None]:
+    """Context in which all ``modules``, by default of the model, are in evaluation mode. Restores each one's mode."""
+    training = [module for module in modules or modules_of(model) if module.training]
     try:
         for module in training:  # by attribute, since a scripted module keeps its mode outside of __dict__
             module.training = False
@@ -225,7 +276,7 @@ def _tied_embedding(model: nn.Module) -> nn.Module | None:
     usual = (
         weight.requires_grad and not is_zero3(embedding) and all(asked(x, "func", object) is _add_rows for x in hooks)
     )
-    return embedding if usual and not any(compiled_call(module) for module in model.modules()) else None
+    return embedding if usual and not is_compiled(model) else None
 
 
 @contextmanager
@@ -422,7 +473,7 @@ def logit_map(model: nn.Module) -> LogitMap:
 
 def vocab_size(model: nn.Module) -> int | None:
     """The number of token ids that the model can embed, or None if unknown."""
-    weight = _embedding_weight(model)
+    weight = _weight_of(_embedding(model))
     if weight is None:
         return None
     shape = asked(weight, "ds_shape", tuple, tuple(weight.shape))
@@ -453,18 +504,18 @@ def _embedding(model: nn.Module) -> Any:
     return call_of(unwrapped(model), "get_input_embeddings")
 
 
-def _embedding_weight(model: nn.Module) -> Tensor | None:
+def _weight_of(embedding: Any) -> Tensor | None:
     """The weight of the input embedding. With ZeRO-3 it is empty: reading the attribute itself could gather it."""
-    embedding = _embedding(model)
     return embedding._parameters.get("weight") if is_zero3(embedding) else asked(embedding, "weight", Tensor)
 
 
 def model_device(model: nn.Module, default: torch.device) -> torch.device:
     """The device on which the model expects token ids."""
-    offloaded_from = asked(_embedding(model), OFFLOADED, torch.device)
+    embedding = _embedding(model)
+    offloaded_from = asked(embedding, OFFLOADED, torch.device)
     if offloaded_from is not None:
         return offloaded_from
-    weight = _embedding_weight(model)
+    weight = _weight_of(embedding)
     if weight is not None:
         return weight.device
     return next((parameter.device for parameter in model.parameters()), default)
@@ -475,9 +526,14 @@ def is_offloaded(model: nn.Module) -> bool:
     return has(_embedding(model), OFFLOADED)
 
 
-def is_on_meta(model: nn.Module) -> bool:
-    """Whether weights are on the meta device, so not loaded yet."""
-    return any(parameter.is_meta for parameter in model.parameters())
+def is_compiled(model: nn.Module) -> bool:
+    """Whether modules of the model are compiled."""
+    return any(map(compiled_call, modules_of(model)))
+
+
+def is_on_meta(modules: list[nn.Module]) -> bool:
+    """Whether weights of some modules are on the meta device, so not loaded yet."""
+    return any(x is not None and x.is_meta for module in modules for x in module._parameters.values())
 
 
 def drops_layers(model: nn.Module) -> bool:

@@ -282,7 +282,9 @@ class ScoreOptions:
         elif "sampling" in given or "temperature" in changes:
             others = Sampling() if "sampling" in given else self.sampling
             given["sampling"] = replace(others, temperature=temperature)
-        return replace(self, **given) if given else self
+        # The checks of a copy take as long as a layer of a small model.
+        same = all(vars(self).get(name, self) is value for name, value in given.items())
+        return self if same else replace(self, **given)
 
     @property
     def beside(self) -> tuple[str, ...]:

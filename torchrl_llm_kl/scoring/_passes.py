@@ -14,13 +14,14 @@ from functools import cached_property, partial
 from itertools import accumulate
 from typing import Final, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_range, send
 from torchrl_llm_kl._private import compiled_call
 from torchrl_llm_kl.head import Kept
-from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout, PackPiece, link, pack_attention
+from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout, PackPiece, hooked, link, pack_attention
 from torchrl_llm_kl.scoring._branches import Cut, recomputed
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError
@@ -166,13 +167,14 @@ class PackedPass:
         self, layout: PackLayout, ids: Tensor, positions: Tensor, inputs: dict[str, object] | None = None
     ) -> Tensor:
         """The hidden states of a pack, ``[1, N, H]``. ``inputs`` replace the ids and positions."""
-        body = body_and_head(self.setup.model)[0]
+        facts = self.setup.inspection
+        body = facts.of(body_and_head)[0]
         options: dict[str, object] = {"position_ids": positions[None], "use_cache": False, **(inputs or {})}
-        if any(compiled_call(module) for module in body.modules()):
+        if any(map(compiled_call, facts.of(hooked))):
             layout.gradients = self._gradients
             # A compiled body takes the pack as an argument, since its graph reads no Python state.
             options["attention_mask"] = link(layout, self._last, ids.device)
-        with pack_attention(self.setup.model, layout):
+        with pack_attention(facts, layout):
             out = call(body, ids[None], **options) if inputs is None else body(**options)
             hidden = read_output(out, "last_hidden_state")
         if layout.gradients is not None and self.setup.options.grad:
@@ -354,13 +356,14 @@ def _row_of_tokens(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, Te
     node after node. Tokens that are not in the row have the index -1.
     """
     pieces = [plan.pieces[i] for pack in plan.packs for i in pack]
-    node, first, length = torch.tensor([(p.node, p.first, p.length) for p in pieces]).long().reshape(-1, 3).unbind(-1)
-    start = length.cumsum(0) - length
-    inside = torch.arange(int(length.sum())) - (start - first).repeat_interleave(length)
-    node = node.repeat_interleave(length)
-    place = torch.full((tree.num_tokens,), -1)
-    place[tree.first[node] + inside] = torch.arange(inside.numel())
-    return tree.element[node] + inside, tree.start[node] + inside, place
+    # numpy takes a fraction of torch's time for so few numbers.
+    node, first, length = np.array([(p.node, p.first, p.length) for p in pieces], "i8").reshape(-1, 3).T
+    order = np.arange(length.sum())
+    inside, node = order - (length.cumsum() - length - first).repeat(length), node.repeat(length)
+    place = np.full(tree.num_tokens, -1)
+    place[tree.first.numpy()[node] + inside] = order
+    element, position = tree.element.numpy()[node] + inside, tree.start.numpy()[node] + inside
+    return torch.from_numpy(element), torch.from_numpy(position), torch.from_numpy(place)
 
 
 # ---------------------------------------------------------------------- padded micro-batches
@@ -428,7 +431,7 @@ class PaddedPass:
                 return States(
                     places, lambda some: logits[some], temperature, truncation=setup.options.sampling.truncation
                 )
-            text = nullcontext(body_and_head(setup.model)[0])
+            text = nullcontext(setup.inspection.of(body_and_head)[0])
             with text if images is None or self.images is None else self.images.forward() as body:
                 output = call(body, ids, use_cache=False, **options)
             return head_states(setup, read_output(output, "last_hidden_state").flatten(0, 1)[slots])
@@ -456,12 +459,12 @@ def plan_micro_batches(lengths: Tensor, tokens_per_batch: int) -> list[Tensor]:
         [[1], [4, 3], [0]]
     """
     check_range(1, tokens_per_batch=tokens_per_batch)
-    longest_first, order = lengths.cpu().sort(descending=True, stable=True)
-    batches = []
-    start, stop = 0, int((longest_first > 0).sum())
-    while start < stop:
-        rows = max(1, tokens_per_batch // int(longest_first[start]))
-        batches.append(order[start : min(start + rows, stop)])
+    sizes = lengths.tolist()
+    order = sorted((row for row, size in enumerate(sizes) if size > 0), key=lambda row: -sizes[row])
+    batches, start = list[Tensor](), 0
+    while start < len(order):
+        rows = max(1, tokens_per_batch // sizes[order[start]])
+        batches.append(torch.tensor(order[start : start + rows]))
         start += rows
     return batches
 
@@ -507,10 +510,11 @@ class ScoringRun:
     states: TokenStates | None = None  # keeps the states of the first model
 
     def __post_init__(self) -> None:
-        device, of_reference = self.request.layout.values.device, self.options.sampling.of_reference
-        self.setups = [self.scorers[0]._setup(device, self.options)]
-        self.setups += [each._setup(device, replace(each.options, sampling=of_reference)) for each in self.scorers[1:]]
-        if any(frequency_switches(setup.model) for setup in self.setups):
+        device, options = self.request.layout.values.device, self.options
+        self.setups = [self.scorers[0]._setup(device, options)]
+        for each in self.scorers[1:]:
+            self.setups.append(each._setup(device, replace(each.options, sampling=options.sampling.of_reference)))
+        if any(setup.inspection.of(frequency_switches) for setup in self.setups):
             self.request = replace(self.request, whole=True)
         self.budget = min(map(budget_of, self.scorers, self.setups))
         self.tree: PrefixTree | None = None
@@ -591,7 +595,8 @@ class ScoringRun:
         """Forward and score the whole request, ``budget`` tokens at a time."""
         lookups = [] if self.tree is None else self._lookups(self.tree)
         passes = self.passes(lookups)
-        models = [(setup.model, *body_and_head(setup.model)) for setup in self.setups if setup.route.path == "head"]
+        heads = [setup.inspection for setup in self.setups if setup.route.path == "head"]
+        models = [(each.model, *each.of(body_and_head)) for each in heads]
         guard = ErrorGuard([body for _, body, _ in models], self.ranks)
         scores = inside(models, partial(self._forward_all, guard, passes, lookups))
         guard.check()

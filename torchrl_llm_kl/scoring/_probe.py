@@ -15,6 +15,7 @@ from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._forks import ForkedPass, has_state, is_recurrent
 from torchrl_llm_kl.scoring._invariant import BLOCK
 from torchrl_llm_kl.scoring._model import (
+    Inspection,
     Route,
     Setup,
     body_and_head,
@@ -71,7 +72,7 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
     if vocab is None or not probe:
         return (head_routes if has_parts else full_routes)[0], complaint or None
 
-    setup = Setup(model, Route("full"), model_device(model, torch.device("cpu")), ScoreOptions(dtype=dtype))
+    setup = Setup(Inspection(model), Route("full"), model_device(model, torch.device("cpu")), ScoreOptions(dtype=dtype))
     ranks = Ranks([model])
     # Compiled graphs for such short sequences would never be used again.
     with torch.compiler.set_stance("force_eager"), setup.active():

@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import is_dtensor, send
-from torchrl_llm_kl._private import CHECKPOINTS, compiled_call, deepspeed_groups
+from torchrl_llm_kl._private import CHECKPOINTS, deepspeed_groups
 from torchrl_llm_kl._typing import asked
 from torchrl_llm_kl.scoring._checkpoints import ADVICE, Followed, Swap, follow, saving, swapped
-from torchrl_llm_kl.scoring._model import locked, text_config
+from torchrl_llm_kl.scoring._model import is_compiled, locked, text_config
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._wrapping import Ranks, is_fsdp2, unwrapped
 
@@ -137,7 +137,7 @@ class Routers:
             raise ValueError(f"{name} has no router of {_KNOWN}: leave out routing= and RoutedExperts().")
         if Ranks([model]).groups and not _gathers_weights(model):
             raise ValueError(f"{name} is tensor parallel or sharded otherwise: replay its routing with DDP or FSDP.")
-        if any(compiled_call(module) for module in model.modules()):
+        if is_compiled(model):
             raise ValueError(
                 f"parts of {name} are compiled, and compiled code does not use replayed routing: set up the replay before "
                 "torch.compile."

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name, check_range, finite_total, to_host
-from torchrl_llm_kl._private import compiled_call
 from torchrl_llm_kl._typing import asked, has
 from torchrl_llm_kl.scoring._cache import PrefixKVCache
 from torchrl_llm_kl.scoring._explain import Explanation, explain
@@ -22,11 +21,13 @@ from torchrl_llm_kl.scoring._forks import has_state
 from torchrl_llm_kl.scoring._images import ImageModel
 from torchrl_llm_kl.scoring._invariant import PACK, check_pack, drops, obstacle
 from torchrl_llm_kl.scoring._model import (
+    Inspection,
     Route,
     Setup,
     check_base_is_frozen,
     check_has_adapters,
     frequency_switches,
+    is_compiled,
     is_offloaded,
     is_on_meta,
     locked,
@@ -112,7 +113,7 @@ class LogProbScorer(Scorer):
 
     # Slots refuse misspelt settings, which would have no effect.
     __slots__ = (
-        *("_complaint", "_memory", "_model", "_proof", "_route", "_warned", "_wrapper"),
+        *("_complaint", "_inspection", "_memory", "_model", "_proof", "_route", "_warned", "_wrapper"),
         *("forwards", "head_chunk", "instead", "offers", "place", "probe", "share_prefixes", "tokens_per_batch"),
     )
 
@@ -152,6 +153,7 @@ class LogProbScorer(Scorer):
         self.forwards = 0
         self._proof: tuple[object, ...] = ()  # the settings for which `deterministic` was checked
         self._route: Route | None = None
+        self._inspection: Inspection | None = None
         self._complaint: str | None = None  # why the scorer uses the model's own forward
         self._warned: set[type[Warning]] = set()
         self._wrapper: nn.Module | None = None  # the scoring version of another backend's wrapper
@@ -159,7 +161,7 @@ class LogProbScorer(Scorer):
             self._wrapper = scoring_version(self.model)
             return
         # Weights on the meta device are loaded later. The first score then chooses the route.
-        if not is_on_meta(self.model):
+        if not is_on_meta(self._inspect().modules):
             self._route = self._choose_route()
         if options.deterministic and self._route is not None:
             self._setup(torch.device("cpu"), options.but(grad=False))
@@ -229,7 +231,7 @@ class LogProbScorer(Scorer):
         finds_kept = options.return_kept and kept is None
         with locked(*(scorer.model for scorer in scorers)), nullcontext() if options.grad else torch.no_grad():
             if self._wrapper is None:
-                changed = replace(options, return_kept=finds_kept)
+                changed = options.but(return_kept=finds_kept)
                 elements, columns = ScoringRun(scorers, ranks, request, routings, changed, states)()
             else:
                 device, budget = tokens.values.device, self.tokens_per_batch or 8192
@@ -346,7 +348,7 @@ class LogProbScorer(Scorer):
             "of images": request.images is not None,
             "the scorer takes the model's full forward": self.path != "head",
             "the model drops activations at random: call its eval()": drops(self.model),
-            "the model is compiled": any(map(compiled_call, self.model.modules())),
+            "the model is compiled": self._inspect().of(is_compiled),
             "the model is sharded or wrapped for ranks": bool(self._ranks(None).groups),
         }
         for reason in (reason for reason, holds in reasons.items() if holds):
@@ -386,35 +388,41 @@ class LogProbScorer(Scorer):
         """Raise a ValueError for tokens outside the model's vocabulary, and for sequences that are too long."""
         if self._wrapper is not None:
             return request.check_ids(None)
-        name = type(self.model).__name__
-        if is_on_meta(self.model):
+        name, facts = type(self.model).__name__, self._inspect()
+        if is_on_meta(facts.modules):
             raise ValueError(f"{name} has weights on the meta device, which hold no numbers: load them.")
-        request.check_ids(vocab_size(self.model))
-        forbidden = placeholders(self.model)
+        request.check_ids(facts.of(vocab_size))
+        forbidden = dict(facts.of(placeholders))
         if request.images is not None:
             forbidden.pop(ImageModel.of(self.model).token, None)
         if (problem := not_text(request.tokens, forbidden)) is not None:
             raise problem
-        request.check_lengths(position_limit(self.model))
+        request.check_lengths(facts.of(position_limit))
 
     def _rounding(self, options: ScoreOptions) -> str:
         """The settings that change the rounding of scores, as text."""
         size = f", tokens_per_batch={self.tokens_per_batch or PACK}" if options.deterministic else ""
         return f"deterministic={options.deterministic}{size}"
 
+    def _inspect(self) -> Inspection:
+        """The facts about the model. They are read again after a change."""
+        if self._inspection is None or not self._inspection.holds():
+            self._inspection = Inspection(self.model)
+        return self._inspection
+
     def _setup(self, default: torch.device, options: ScoreOptions) -> Setup:
         """The settings of a call. A model without parameters runs on the device ``default``."""
         model = self.model
         if self._route is None:
             self._route = self._choose_route()
-        device = model_device(model, default)
-        shared = self.shares_prefixes and not frequency_switches(model)
-        if self._route.sharing == "forks" and any(map(compiled_call, model.modules())):
+        device, facts = model_device(model, default), self._inspect()
+        shared = self.shares_prefixes and not facts.of(frequency_switches)
+        if self._route.sharing == "forks" and facts.of(is_compiled):
             shared = False  # torch.compile would compile again for each length of a state
         route = self._route if shared else replace(self._route, sharing=None)
         # An autocast context around the call changes the scores like ``dtype``, also those in the cache.
         outer = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        setup = Setup(model, route, device, replace(options, dtype=options.dtype or outer))
+        setup = Setup(facts, route, device, options if outer is None else options.but(dtype=options.dtype or outer))
         if options.deterministic:
             self._prove(setup)
         return setup

@@ -147,7 +147,7 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
 
     A head that is more than a linear layer (wrapped by an adapter, quantised or hooked) is called as a module.
     """
-    head, mapped = body_and_head(setup.model)[1], logit_map(setup.model)
+    head, mapped = setup.inspection.of(body_and_head)[1], setup.inspection.of(logit_map)
     weight, plain = asked(head, "weight", Tensor), _is_plain(head)
     if not plain and is_dtensor(weight):
         raise ValueError(f"the head {type(head).__name__} is sharded and more than linear: leave it out of the plan.")

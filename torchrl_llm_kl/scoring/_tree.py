@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,24 +52,28 @@ class PrefixTree:
         continuations minus one. Other sequences are separate after their last node. Equal sequences and prefixes of others
         are shared at any ``min_shared``. No node with children has less than ``min_length`` tokens.
         """
-        values, lengths = tokens.values.detach().cpu(), tokens.lengths.cpu()
+        values, lengths = tokens.values.detach().cpu().numpy(), tokens.lengths.tolist()
         forward_lengths = forward_lengths.detach().cpu()
-        offsets = lengths.cumsum(0) - lengths
-        order, ends = _sorted_sequences(values, offsets, forward_lengths)
-        shared = _common_prefixes(values, offsets[order], ends)
+        ends = forward_lengths.tolist()
+        # Lists are faster than tensors for a few sequences, and not slow for many.
+        offsets = [last - length for last, length in zip(itertools.accumulate(lengths), lengths, strict=True)]
+        parts = [values[first : first + end] for first, end in zip(offsets, ends, strict=True)]
+        order = _sorted_sequences(parts)
+        shared = [_common_prefix(parts[a], parts[b]) for a, b in itertools.pairwise(order)]
 
-        # In this order a sequence that is a prefix of others is a prefix of its successor. `held` is the index of the sequence
-        # that contains each.
-        longest = torch.ones(len(order), dtype=torch.bool)
-        longest[:-1] = shared < ends[:-1]
-        held = longest.cumsum(0) - longest.long()
-        sources, source_ends = order[longest].tolist(), ends[longest].tolist()
-
-        nodes, leaf_of = _nodes(shared[longest[:-1]].tolist(), sources, source_ends, min_shared, min_length)
-        source, start, end, parent = torch.tensor(nodes, dtype=torch.long).reshape(-1, 4).unbind(-1)
-        deepest = torch.tensor(leaf_of, dtype=torch.long)[held]
-        leaf = torch.full_like(lengths, -1).index_put((order,), _holders(parent, start, deepest, ends - 1))
-        return cls(parent, start, end - start, offsets[source] + start, leaf, forward_lengths)
+        # In this order a sequence that is a prefix of others is a prefix of its successor.
+        longest = [i for i, row in enumerate(order) if i == len(shared) or shared[i] < ends[row]]
+        sources, between = [order[i] for i in longest], [shared[i] for i in longest[:-1]]
+        nodes, leaf_of = _nodes(between, sources, [ends[row] for row in sources], min_shared, min_length)
+        leaf = [-1] * len(lengths)
+        for i, row in enumerate(order):
+            node = leaf_of[bisect.bisect_left(longest, i)]
+            while nodes[node][1] >= ends[row]:  # the node begins after the last token of this prefix
+                node = nodes[node][3]
+            leaf[row] = node
+        columns = [(parent, start, end - start, offsets[source] + start) for source, start, end, parent in nodes]
+        parent, start, length, element = torch.tensor(columns, dtype=torch.long).reshape(-1, 4).unbind(-1)
+        return cls(parent, start, length, element, torch.tensor(leaf, dtype=torch.long), forward_lengths)
 
     @property
     def num_nodes(self) -> int:
@@ -133,37 +140,21 @@ class PrefixTree:
 # ---------------------------------------------------------------------- the order of the sequences
 
 
-def _sorted_sequences(values: Tensor, offsets: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """The non-empty sequences, ordered so that those with a common prefix are neighbours, and their lengths, ``[R]``.
+def _sorted_sequences(parts: list[np.ndarray]) -> list[int]:
+    """The indices of the non-empty sequences, ordered so that those with a common prefix are neighbours.
 
     A prefix comes before the sequences that continue it. Of equal sequences the first one comes last.
     """
-    raw, width = values.numpy().tobytes(), values.element_size()
-    firsts, stops = (offsets * width).tolist(), ((offsets + lengths) * width).tolist()
     # Any total order works. Comparing bytes takes one memory comparison per pair of sequences.
-    rows = [row for row in reversed(range(len(firsts))) if firsts[row] < stops[row]]
-    rows.sort(key=lambda row: raw[firsts[row] : stops[row]])
-    order = torch.tensor(rows, dtype=torch.long)
-    return order, lengths[order]
+    return sorted((i for i in reversed(range(len(parts))) if len(parts[i])), key=lambda i: parts[i].tobytes())
 
 
-def _common_prefixes(values: Tensor, offsets: Tensor, lengths: Tensor) -> Tensor:
-    """The number of leading tokens that each sequence shares with the next, ``[max(R - 1, 0)]``."""
-    both = torch.minimum(lengths[:-1], lengths[1:])
-    pair = torch.repeat_interleave(torch.arange(both.numel()), both)
-    position = torch.arange(pair.numel()) - (both.cumsum(0) - both)[pair]
-    differ = values[offsets[:-1][pair] + position] != values[offsets[1:][pair] + position]
-    return both.scatter_reduce(0, pair[differ], position[differ], "amin")
-
-
-def _holders(parent: Tensor, start: Tensor, node: Tensor, position: Tensor) -> Tensor:
-    """The node that contains each ``position [R]``, among ``node [R]`` and its ancestors, ``[R]``."""
-    node = node.clone()
-    early = (start[node] > position).nonzero().squeeze(-1)
-    while early.numel():
-        node[early] = parent[node[early]]
-        early = early[start[node[early]] > position[early]]
-    return node
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """The number of leading tokens that two sequences share."""
+    end = min(len(a), len(b))
+    differ = a[:end] != b[:end]
+    first = int(differ.argmax())
+    return first if differ[first] else end
 
 
 # ---------------------------------------------------------------------- where to share

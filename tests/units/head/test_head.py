@@ -1,6 +1,7 @@
 """Log-probs, entropies and top tokens of a head in tiles, compared with plain torch in float64; and errors."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from closeness import assert_near
 from head_reference import INF, OPTIONS, H, N, V, assert_same, at, from_logits, make_head, make_targets, plain
 from refused import refused
 from torchrl_llm_kl import _private
-from torchrl_llm_kl.head import Truncation, linear_log_prob, linear_outcomes, linear_pair, linear_top_k
+from torchrl_llm_kl.head import Truncation, _functions, linear_log_prob, linear_outcomes, linear_pair, linear_top_k
 
 
 def test_by_hand():
@@ -242,7 +243,7 @@ def test_targets_of_any_integer_dtype_and_hidden_states_that_are_not_contiguous(
 
 def test_products_in_onednn(monkeypatch):
     """Values and gradients with bias, scale, temperature and soft cap. In float64 oneDNN is not used."""
-    monkeypatch.setattr(_private, "_FEWEST_PRODUCTS", 0)
+    monkeypatch.setattr(_private, "FEWEST_PRODUCTS", 0)
     products = []
     counted = lambda *args: products.append(found := _private.onednn_linear(*args)) or found  # noqa: E731
     for module in (layer._tiles, layer._sweep):
@@ -443,3 +444,23 @@ def test_outcomes_without_probability_have_no_gradient(chunk):
     expected = torch.autograd.grad(sum(listed).sum(), tensors)
     got = torch.autograd.grad(out, tensors, upstream.masked_fill(impossible, INF))
     assert_close(got, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "soft_cap": 3.0, "scale": 1.5}, {"bias": True}])
+def test_one_tile_without_gradient_equals_a_sweep_to_the_bit(options: dict[str, Any], monkeypatch) -> None:
+    """Otherwise the ratio of the first step to its own old log-probs would not be exactly 1."""
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight = 0.3 * torch.randn(9, 8, generator=rng), torch.randn(50, 8, generator=rng)
+    targets = torch.randint(50, (9,), generator=rng)
+    options = options | ({"bias": 0.3 * torch.randn(50, generator=rng)} if "bias" in options else {})
+    sweeps, sweep = [], _functions.sweep
+    monkeypatch.setattr(_functions, "sweep", lambda *args: sweeps.append(1) or sweep(*args))
+    found = linear_log_prob(hidden, weight, targets, **options).log_prob
+    assert not sweeps
+    assert torch.equal(found, linear_log_prob(hidden, weight.requires_grad_(), targets, **options).log_prob)
+    # A certain token has more digits, a forbidden one is -inf, and an id outside the vocabulary is NaN.
+    certain = torch.full((50,), 0.0).index_fill(0, targets[:1], 40.0)
+    small = hidden * 1e-6
+    assert -1e-14 < linear_log_prob(small, weight.detach(), targets, bias=certain).log_prob[0] < 0
+    assert linear_log_prob(hidden, weight.detach(), targets.clone().fill_(50)).log_prob.isnan().all()
+    assert len(sweeps) == 3

@@ -210,3 +210,46 @@ def test_a_rewritten_turn_does_not_continue_from_the_old_state(first: int) -> No
         batch = Ragged.from_list(rows)
         mask = batch.positions >= first
         assert_near(scorer.score(batch, mask, remember=True).values, plain_log_probs(model, batch, mask), **FORWARD)
+
+
+LENGTHS = (3, 20, 5, 11, 16, 7)  # 174 tokens with a prompt of 60 if all were padded to 19
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm2"])
+def test_answers_of_a_fork_are_hardly_padded(family: str) -> None:
+    """Values and gradients in float64. Answers of similar lengths share a step."""
+    model = stateful_model(family, dtype=torch.float64, max_position_embeddings=128)
+    batch = Ragged.from_list(answers(*LENGTHS, prompt=60))
+    mask = batch.positions >= 60
+    scorer = LogProbScorer(model)
+    tree = PrefixTree.build(batch, ScoreRequest.of(batch, mask).forward_lengths, min_shared=32)
+    assert tree.num_tokens == 116
+    for grad in (False, True):
+        found, tokens = counted(model, partial(scorer.score, batch, mask, grad=grad))
+        assert tokens == 126
+    logits = [model(input_ids=row[None]).logits[0, :-1] for row in batch.to_list()]
+    rows = [x.log_softmax(-1).gather(-1, row[1:, None]) for x, row in zip(logits, batch.to_list(), strict=True)]
+    want = torch.cat([torch.cat([row.new_zeros(1, 1), row]) for row in rows]).squeeze(-1) * mask
+    # Some kernels of these layers compute in float32.
+    assert_near(found.values, want, dtype=torch.float32, **FORWARD)
+    assert_near(gradients(model, found.values), gradients(model, want), dtype=torch.float32, **WHOLE)
+
+
+def test_a_step_must_save_more_than_it_costs() -> None:
+    """A tenth of padding is allowed, and so is any padding whose removal saves less than 8 tokens."""
+
+    def steps(*lengths: int, prompt: int = 60, budget: int = 1024) -> list[list[int]]:
+        batch = Ragged.from_list(answers(*lengths, prompt=prompt))
+        plan = plan_steps(PrefixTree.build(batch, batch.lengths, min_shared=32), budget)
+        first, *rest = [[step.width] * len(step.nodes) for step in plan]
+        assert first == [prompt]
+        return rest
+
+    assert steps(10, 10, 10) == [[10] * 3]
+    assert steps(40, 31, 30) == [[40] * 2, [30]] == steps(30, 40, 31)
+    assert steps(40, 33) == [[40, 40]]  # 7 tokens of padding
+    assert steps(40, 32) == [[40, 40]]  # 8 tokens are less than a tenth of 132
+    assert steps(20, 5) == [[20], [5]]
+    assert steps(9, 2, prompt=40) == [[9, 9]]
+    assert steps(10, 2, prompt=40) == [[10], [2]]
+    assert steps(40, 40, 40, budget=80) == [[40, 40], [40]]

@@ -53,7 +53,8 @@ def test_defect_01_02_32_33_equals_one_sequence_at_a_time(family):
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])  # with and without biases; a layer that is not nn.Linear
 def test_linear_layers_in_onednn(monkeypatch, family):
     """They are used only without gradient and autocast. The model is restored afterwards, also after an error."""
-    monkeypatch.setattr(_private, "_FEWEST_PRODUCTS", 0)
+    for module in (_private, _attention):
+        monkeypatch.setattr(module, "FEWEST_PRODUCTS", 0)
     products = []
     counted = lambda *args: products.append(found := _private.onednn_linear(*args)) or found  # noqa: E731
     monkeypatch.setattr(_attention, "onednn_linear", counted)
