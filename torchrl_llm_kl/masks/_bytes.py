@@ -97,6 +97,7 @@ class TokenBytes:
         decoder = tokenizer.backend_tokenizer.decoder
         kind = b"" if decoder is None else decoder.__getstate__()
         self.texts = [""] * (max(vocabulary.values(), default=-1) + 1)
+        self._rare = {index for piece, index in vocabulary.items() if BYTE_TOKEN.fullmatch(piece)}
         for piece, index in vocabulary.items():
             # Added tokens are matched as plain text, before the pieces are converted to bytes.
             data = piece.encode() if index in added else _bytes_of(piece, kind)
@@ -108,12 +109,17 @@ class TokenBytes:
 
     @cached_property
     def ids_of(self) -> dict[str, list[int]]:
-        """The tokens of each text."""
-        ids = defaultdict(list)
-        for index, text in enumerate(self.texts):
-            if text:
-                ids[text].append(index)
+        """The tokens of each text. The token that the tokenizer uses comes first: EOS and BOS, and not a token of a byte."""
+        first, ids = (self.tokenizer.eos_token_id, self.tokenizer.bos_token_id), defaultdict(list)
+        for index in sorted(range(len(self.texts)), key=lambda index: (index not in first, index in self._rare, index)):
+            if self.texts[index]:
+                ids[self.texts[index]].append(index)
         return dict(ids)
+
+    @cached_property
+    def adds_space(self) -> bool:
+        """Whether the tokenizer puts a space before a text, as SentencePiece does."""
+        return self.text(self.tokenizer("x", add_special_tokens=False).input_ids) == " x"
 
     @cached_property
     def order(self) -> list[int]:
@@ -149,8 +155,10 @@ class TokenBytes:
 
     # ------------------------------------------------------------------ from texts to tokens
 
-    def encode(self, text: str, *, exact: bool = True) -> list[int]:
+    def encode(self, text: str, *, exact: bool = True, start: bool = False) -> list[int]:
         """The tokenizer's own tokens of a text. Special tokens in it are those of their roles.
+
+        With ``start`` the text begins a sequence, and gets the space that the tokenizer puts before it.
 
         Raises:
             TextMismatchError: if ``exact`` and the tokens have other bytes than the text.
@@ -164,15 +172,16 @@ class TokenBytes:
             for piece in re.findall("[\udc80-\udcff]|[^\udc80-\udcff]+", _decoded(part)):
                 data = piece.encode("utf-8", "surrogateescape").decode("latin-1")
                 broken = "\udc80" <= piece <= "\udcff"
-                ids += self.ids_of.get(data, [])[:1] if broken else self._tokens(piece, data, exact)
+                begins = start and all(index in self.specials for index in ids)
+                ids += self.ids_of.get(data, [])[:1] if broken else self._tokens(piece, data, begins=begins)
         if exact and (got := self.text(ids)) != text:
             raise _mismatch(text, got)
         return ids
 
-    def _tokens(self, piece: str, data: str, exact: bool) -> list[int]:
+    def _tokens(self, piece: str, data: str, *, begins: bool) -> list[int]:
         ids: list[int] = self.tokenizer(piece, add_special_tokens=False, split_special_tokens=True).input_ids
-        # An answer does not begin a text: drop the tokens of a character before it.
-        for anchor in _ANCHORS if exact and self.text(ids) == " " + data else ():
+        # Inside a sequence there is no such space: drop the tokens of a character before the text.
+        for anchor in _ANCHORS if not begins and self.text(ids) == " " + data else ():
             both = self.tokenizer(anchor + piece, add_special_tokens=False, split_special_tokens=True).input_ids
             spans = self.spans(both)
             start = spans[-1][1] - len(data)

@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from torchrl_llm_kl.scoring._model import locked
 from torchrl_llm_kl.scoring._scores import States
 
 #: A tensor that later forwards read, and its copy without a graph, whose gradient they add to.
@@ -39,20 +41,45 @@ def recomputed(make: Callable[[], Branches], hidden: Tensor, model: nn.Module) -
     Args:
         make: returns the forwards that computed ``hidden``, to run them again.
         hidden: their states, in order, without a graph.
-        model: the model, whose parameters get gradients.
+        model: the model, whose parameters get gradients. Other tensors get none.
     """
-    return _Hidden.apply(make, hidden, *(each for each in model.parameters() if each.requires_grad))
+    return _Hidden.apply(make, model, hidden, *(each for each in model.parameters() if each.requires_grad))
 
 
 class _Hidden(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, make: Callable[[], Branches], hidden: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.make, ctx.parameters = make, parameters
+    def forward(
+        ctx: Any, make: Callable[[], Branches], model: nn.Module, hidden: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        ctx.make, ctx.model, ctx.parameters, ctx.state = make, model, parameters, _state_of(model)
         return hidden.view_as(hidden)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, None, *branch_gradients(ctx.make(), gradient, ctx.parameters)
+        if _state_of(ctx.model) != ctx.state:
+            raise RuntimeError(
+                "recompute=True forwards again in the backward, and the model's weights, mode, trained parameters or adapters "
+                "have changed since: call backward() before you change them."
+            )
+        hooks = [(each, each._backward_hooks) for each in ctx.parameters]
+        try:
+            for each in ctx.parameters:  # a hook must see the whole gradient, and not one of each forward
+                each._backward_hooks = None
+            # The options hold the autocast of the forward.
+            with locked(ctx.model), torch.autocast(gradient.device.type, enabled=False):
+                gradients = branch_gradients(ctx.make(), gradient, ctx.parameters)
+        finally:
+            for each, own in hooks:
+                each._backward_hooks = own
+        return None, None, None, *gradients
+
+
+def _state_of(model: nn.Module) -> list[object]:
+    """Everything that must not change between a forward and its repetition."""
+    weights = [(each._version, each.requires_grad) for each in (*model.parameters(), *model.buffers())]
+    names = ("training", "_disable_adapters", "_active_adapter")
+    return [weights, [[vars(module).get(name) for name in names] for module in model.modules()]]
 
 
 def branch_gradients(forwards: Branches, gradient: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
@@ -96,9 +123,11 @@ def _backward(
     if not ends:
         return
     outputs, given = zip(*ends, strict=True)
+    read = [leaf for leaf in read if leaf.requires_grad]
     results = torch.autograd.grad(outputs, [*parameters, *read], given, allow_unused=True)
     for i, result in enumerate(results[: len(parameters)]):
         before = totals[i]
-        totals[i] = before if result is None else result if before is None else before.add_(result)
+        # Not in place: autograd may return one tensor for two parameters.
+        totals[i] = before if result is None else result if before is None else before + result
     for leaf, result in zip(read, results[len(parameters) :], strict=True):
         leaf.grad = leaf.grad if result is None else result if leaf.grad is None else leaf.grad + result

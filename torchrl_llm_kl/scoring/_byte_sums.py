@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchrl_llm_kl.masks import TokenBytes
@@ -73,32 +74,35 @@ class Distributions:
         return (items[first : first + size] for first in range(0, len(items), size))
 
     def known(self, place: Place) -> list[int]:
-        """The tokens after a place whose own distributions are there."""
+        """The tokens after a place whose own distributions were there before any lookahead."""
         return self._known.get(place, [])
 
-    def forward(self, places: Sequence[Place]) -> None:
-        """Forward the tokens before some places."""
+    def forward(self, places: Sequence[Place], *, ahead: bool = False) -> None:
+        """Forward the tokens before some places. A lookahead (``ahead``) is the same each time, so it makes none known."""
         before = [[*self._rows[place.row][: place.own], *place.path] for place in places]
         # The last token is repeated, so that the distribution after it is scored.
         rows = [[*ids, ids[-1]] for ids in before]
         mask = [i == len(row) - 1 for row in rows for i in range(len(row))]
-        self._run(rows, mask, [place for place, row in zip(places, rows, strict=True) for _ in row])
+        self._run(rows, mask, [place for place, row in zip(places, rows, strict=True) for _ in row], known=not ahead)
 
     def log_probs(self, places: Sequence[Place]) -> Tensor:
-        """The log-probs of all tokens at some places, ``[n, V]``."""
+        """The log-probs of all tokens at some places, ``[n, V]``. A token that the head lacks has ``-inf``."""
         kept = [self._kept[place] for place in places]
         calls = dict.fromkeys(states for states, _ in kept)
         order = [i for states in calls for i, (own, _) in enumerate(kept) if own is states]
         parts = [states.log_probs([element for own, element in kept if own is states]) for states in calls]
-        return torch.cat(parts)[torch.tensor(order).argsort().to(parts[0].device)]
+        log_probs = torch.cat(parts)[torch.tensor(order).argsort().to(parts[0].device)]
+        return F.pad(log_probs, (0, max(0, self._vocab - log_probs.shape[1])), value=-torch.inf)
 
-    def _run(self, rows: Sequence[list[int]], mask: Sequence[bool], places: Sequence[Place]) -> Tensor:
+    def _run(
+        self, rows: Sequence[list[int]], mask: Sequence[bool], places: Sequence[Place], *, known: bool = True
+    ) -> Tensor:
         if not rows:  # no sequence has scored tokens
             return torch.zeros(0)
         scores, states = self._scorer.run_with_states(ScoreRequest.of(rows, torch.tensor(mask)), self._options)
         scored = [(element, place) for element, place in enumerate(places) if mask[element]]
-        for element, place in scored:
-            self._kept[place] = states, element
+        self._kept.update((place, (states, element)) for element, place in scored)
+        for _, place in scored if known else ():
             before = place._replace(path=place.path[:-1]) if place.path else Place(place.row, place.own - 1)
             self._known[before].append(place.path[-1] if place.path else self._rows[place.row][before.own])
         return scores.log_prob.values

@@ -162,10 +162,13 @@ class NextTokenProbs:
         distributions: the teacher's distributions.
         lookahead: continue the teacher's tokens whose probability is larger, until the student's token is decided. Tokens
             that were forwarded before are always continued.
+        tolerance: the same for tokens after which the student's token has not begun, such as those that end exactly at the
+            student's place.
     """
 
-    def __init__(self, tables: NextTokens, distributions: Distributions, lookahead: float) -> None:
-        self._tables, self._distributions, self._lookahead = tables, distributions, lookahead
+    def __init__(self, tables: NextTokens, distributions: Distributions, lookahead: float, tolerance: float) -> None:
+        self._tables, self._distributions = tables, distributions
+        self._lookahead, self._tolerance = lookahead, min(lookahead, tolerance)
         # Neighbouring tokens continue each other's places, so each distribution is computed once for all of them.
         self._rows: dict[Place, Tensor] = {}
 
@@ -182,12 +185,12 @@ class NextTokenProbs:
         while parts:
             unknown = dict.fromkeys(part.place for part in parts if part.place not in self._distributions)
             if unknown:
-                self._distributions.forward([*unknown])
+                self._distributions.forward([*unknown], ahead=True)
             parts = [part for tile in self._distributions.tiles(parts) for part in self._add(tile)]
         # The others stand for the teacher's tokens that end before the student's token, and for omitted covers.
         total = self._probs.sum(1).clamp(min=_SMALLEST)
         omitted = self._probs.new_tensor([_omitted(chunk, number) for chunk, number in tokens])
-        return self._probs[:, :-1] / total[:, None], self._undecided / total + omitted
+        return self._probs[:, :-1] / total[:, None], (self._undecided / total + omitted).clamp(max=1.0)
 
     def _add(self, parts: Sequence[_Part]) -> list[_Part]:
         """Add parts, and return the parts that continue them."""
@@ -224,7 +227,8 @@ class NextTokenProbs:
     def _continued(self, table: Table, parts: Sequence[_Part], probs: Tensor) -> list[tuple[int, int]]:
         """The rows and columns whose next token the teacher's next tokens decide, and that are continued."""
         live = table.live.to(probs.device)
-        chosen = {(row, column) for row, column in ((probs > self._lookahead) & live).nonzero().tolist()}
+        least = torch.where(table.ids == self._tables.size, self._tolerance, self._lookahead).to(probs)
+        chosen = {(row, column) for row, column in ((probs > least) & live).nonzero().tolist()}
         for row, part in enumerate(parts):
             for token in self._distributions.known(part.place):
                 column = self._tables.columns_of[token] - table.columns.start
@@ -297,6 +301,7 @@ def projected_divergence(q: Tensor, log_p: Tensor, projection: Tensor, beta: flo
     """
     if beta not in (0.0, 1.0):
         raise ValueError(f"the method 'projected' is a KL: pass beta=0, or 1 for the reverse KL, got {beta:g}.")
+    log_p = log_p.clamp(min=math.log(_SMALLEST))  # a token that the teacher's head lacks
     projected = torch.sparse.mm(projection.t(), q.t()).t()
     log_q = (projected / (projected.sum(-1, keepdim=True) + 1e-10) + 1e-10).log()
     return ((log_p.exp() * (log_p - log_q)) if beta == 0 else (log_q.exp() * (log_q - log_p))).sum(-1)
@@ -312,7 +317,7 @@ class Divergence:
         log_prob: the student's log-probs of its tokens, in the layout of its request, ``[N]``.
         states: the states that predict these tokens.
         beta: the teacher's share of the mixture.
-        lookahead: see :class:`NextTokenProbs`.
+        next_tokens: the teacher's distribution over the student's vocabulary.
     """
 
     tables: NextTokens
@@ -320,7 +325,7 @@ class Divergence:
     log_prob: Tensor
     states: TokenStates
     beta: float
-    lookahead: float
+    next_tokens: NextTokenProbs
 
     def __call__(self, method: Method, pieces: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
         """Flat elements ``[n]`` of the student's tokens, and their values in nats, with gradient."""
@@ -341,15 +346,20 @@ class Divergence:
         tiles = self.distributions.tiles(items)
         return torch.cat([checkpoint(make, tile, use_reentrant=False) for tile in tiles])
 
+    def _student(self, elements: Sequence[int]) -> Tensor:
+        """The student's log-probs of all tokens, and ``-inf`` for tokens that its head lacks."""
+        log_q = self.states.log_probs(elements)
+        return F.pad(log_q, (0, max(0, self.tables.size - log_q.shape[1])), value=-torch.inf)
+
     def _of_bytes(self, tokens: Sequence[tuple[Chunk, int]]) -> Tensor:
         with torch.no_grad():
-            probs = NextTokenProbs(self.tables, self.distributions, self.lookahead)(tokens)[0]
-        log_q = self.states.log_probs([chunk.elements[number] for chunk, number in tokens])
+            probs = self.next_tokens(tokens)[0]
+        log_q = self._student([chunk.elements[number] for chunk, number in tokens])
         log_p = F.pad(probs, (0, log_q.shape[1] - probs.shape[1])).clamp(min=_SMALLEST).log()
         return top_k_divergence(log_q, log_p.to(log_q), beta=self.beta)
 
     def _of_gold(self, common: Tensor, pieces: Sequence[Chunk]) -> Tensor:
-        log_q = self.states.log_probs([chunk.elements[-1] for chunk in pieces])
+        log_q = self._student([chunk.elements[-1] for chunk in pieces])
         log_p = self.distributions.log_probs([_own_places(chunk)[-1] for chunk in pieces]).to(log_q)
         # The chain rule: the other tokens of a chunk are sampled ones.
         own = torch.stack([self.log_prob[chunk.elements[:-1]].sum() for chunk in pieces]).to(log_q)
@@ -358,7 +368,7 @@ class Divergence:
         return gold_divergence(*merged, common.to(log_q.device), self.beta)
 
     def _of_projection(self, weights: Tensor, pieces: Sequence[Chunk]) -> Tensor:
-        q = self.states.log_probs([element for chunk in pieces for element in chunk.elements]).exp()
+        q = self._student([element for chunk in pieces for element in chunk.elements]).exp()
         log_p = self.distributions.log_probs([place for chunk in pieces for place in _own_places(chunk)]).to(q)
         q, log_p = (
             torch.stack([rows.mean(0) for rows in each[:, :size].split(lengths)])

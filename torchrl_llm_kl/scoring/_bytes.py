@@ -7,8 +7,10 @@ with the bytes up to there: a sum over all of its tokens that agree with these b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -142,6 +144,8 @@ class ByteTeacher:
             raise ValueError(f"method is {method!r}: expected one of {', '.join(map(repr, get_args(Method)))}.")
         check_range(0, covers=covers)
         pairs = pair_specials(student_tokenizer, tokenizer, specials)
+        if unknown := sorted({*pairs.values()} - {*tokenizer.get_vocab().values()}):
+            raise ValueError(f"specials has the ids {unknown}, which the teacher's tokenizer does not have.")
         # Not `model`: its vocabulary must not be compared with the policy's. The tokenizer is that of the scored ids.
         self.teacher, self.tokenizer = teacher, student_tokenizer
         self.student = TokenBytes(student_tokenizer, pairs)
@@ -149,8 +153,16 @@ class ByteTeacher:
         own = TokenBytes(tokenizer).specials.keys() | set(pairs.values())
         self.bytes = TokenBytes(tokenizer, {index: index for index in own})
         self.spelled = self.student.specials.keys() - pairs.keys()
-        translated = PromptTranslator(student_tokenizer, tokenizer) if prompt == "template" else prompt
-        self.prompt = translated or self._as_text
+        if prompt not in (None, "template") and not callable(prompt):
+            raise ValueError(f"prompt is {prompt!r}: expected 'template' or a function of token ids.")
+        # The start of a sequence, and the turns between two answers.
+        self.prompt: Prompt = partial(self._as_text, start=True)
+        self.between: Prompt = self._as_text
+        if prompt == "template":
+            translator = PromptTranslator(student_tokenizer, tokenizer)
+            self.prompt, self.between = translator, translator.between
+        elif callable(prompt):
+            self.prompt = self.between = prompt
         self.tolerance, self.covers, self.lookahead, self.method = tolerance, covers, lookahead, method
         self.tables = NextTokens(self.student, self.bytes, self.spelled)
         # A prompt= function decides itself whether its ids begin with BOS.
@@ -162,8 +174,11 @@ class ByteTeacher:
         """A scorer with these settings of :class:`LogProbScorer`."""
         return ByteScorer(self, **settings)
 
-    def _as_text(self, ids: list[int]) -> list[int]:
-        return self.bytes.encode(self.student.text(ids), exact=False)
+    def _as_text(self, ids: list[int], *, start: bool = False) -> list[int]:
+        text = self.student.text(ids)
+        if start and self.student.adds_space:  # nobody wrote the space at the start
+            text = re.sub("^([^\x00-\xff]*) ", r"\1", text)
+        return self.bytes.encode(text, exact=False, start=start)
 
 
 class ByteScorer(Scorer):
@@ -208,6 +223,7 @@ class ByteScorer(Scorer):
         """See :meth:`Scorer.run`."""
         options = self.options if options is None else options
         self.check(options, request, reference=reference)
+        check_range(0, self.model.tables.size, top_k=options.top_k)
         if options.top_k and self.model.method != "bytes":
             raise ValueError(f"method={self.model.method!r} compares whole distributions: leave out top_k=.")
         with self._scored(request, options) as (pieces, distributions):
@@ -256,12 +272,13 @@ class ByteScorer(Scorer):
 
         Returns:
             The probabilities ``[n, V]`` at the ``n`` scored tokens, and a bound ``[n]`` of their error: the share of the
-            teacher's texts for which the student's token is not decided. It is 0 with ``lookahead=0`` and ``tolerance=0``.
+            teacher's texts for which the student's token is not decided, at most 1. It is 0 with ``lookahead=0``,
+            ``tolerance=0`` and enough ``covers``.
         """
         options, request = self.options.but(**changes), read_request(sequences, mask, None)
         self.check(options, request)
         with self._scored(request, options) as (pieces, distributions):
-            return NextTokenProbs(self.model.tables, distributions, self.model.lookahead)(tokens_of(pieces))
+            return self._next(distributions)(tokens_of(pieces))
 
     def compare(self, student: LogProbScorer, request: ScoreRequest, options: ScoreOptions) -> Scores:
         """The scores of a student, with its divergence to this teacher in ``kl``. The gradient is the student's.
@@ -275,18 +292,26 @@ class ByteScorer(Scorer):
         ``"gold"`` and ``"projected"`` the first token of a chunk has the divergence of the chunk, and the others 0.
         """
         self.check(self.options, request)
+        if options.sampling.truncates or request.kept is not None:
+            raise ValueError(
+                "a divergence to a teacher with another tokenizer needs all tokens: leave out top_k, top_p and kept."
+            )
         scores, states = student.run_with_states(request, options)
         beta = {"forward": 0.0, "reverse": 1.0}.get(options.direction, options.beta)
         teacher = self.model
         with self._scored(request, self.options) as (pieces, distributions), torch.set_grad_enabled(options.grad):
             log_prob = scores.log_prob.values
-            divergence = Divergence(teacher.tables, distributions, log_prob, states, beta, teacher.lookahead)
+            divergence = Divergence(teacher.tables, distributions, log_prob, states, beta, self._next(distributions))
             elements, values = divergence(teacher.method, pieces)
         return scores._replace(kl=Scores.spread(request.layout, elements, values).log_prob)
 
+    def _next(self, distributions: Distributions) -> NextTokenProbs:
+        teacher = self.model
+        return NextTokenProbs(teacher.tables, distributions, teacher.lookahead, teacher.tolerance)
+
     def _top(self, pieces: Sequence[Chunk], distributions: Distributions, k: int) -> Columns:
         """The columns of the most probable tokens."""
-        probs_of = NextTokenProbs(self.model.tables, distributions, self.model.lookahead)
+        probs_of = self._next(distributions)
         parts = []
         for some in distributions.tiles(tokens_of(pieces)) if pieces else [[]]:
             probs = probs_of(some)[0]
@@ -304,15 +329,18 @@ class ByteScorer(Scorer):
         # Later forwards continue the keys and values of the first one.
         neutral = options.but(remember=True, top_k=0, grad=False)
         with locked(self.model.teacher), torch.no_grad():
-            distributions = Distributions(self._inner, len(self.model.bytes.texts), rows, mask, neutral)
-            Covers(distributions, self.model.bytes, self.model.tolerance).fill(pieces)
-            yield pieces, distributions
-        if not options.remember:
-            self._inner.forget()
+            try:
+                distributions = Distributions(self._inner, len(self.model.bytes.texts), rows, mask, neutral)
+                Covers(distributions, self.model.bytes, self.model.tolerance).fill(pieces)
+                yield pieces, distributions
+            finally:
+                if not options.remember:
+                    self._inner.forget()
 
     def _aligned(self, request: ScoreRequest) -> tuple[list[list[int]], list[bool], list[Chunk]]:
         """The teacher's tokens of each sequence with an answer, their mask, and all chunks."""
         teacher, tokens = self.model, request.tokens
+        request.check_ids(None)  # the size of the student's head is unknown here
         rows, mask, pieces = list[list[int]](), list[bool](), list[Chunk]()
         scored = request.mask.tolist()
         for start, stop in pairwise(tokens.offsets.tolist()):
@@ -322,6 +350,8 @@ class ByteScorer(Scorer):
             mask += [False] * len(row)
             for answers, group in groupby(range(start, stop), key=scored.__getitem__):
                 elements = list(group)
+                if not answers and elements[-1] == stop - 1:  # nothing scored follows
+                    break
                 ids = tokens.values[elements].tolist()
                 if answers and not row:
                     raise ValueError(
@@ -334,7 +364,7 @@ class ByteScorer(Scorer):
                         each.number = len(pieces) - number
                         pieces.append(each)
                 else:
-                    theirs = list(teacher.prompt(ids))
+                    theirs = list((teacher.prompt if elements[0] == start else teacher.between)(ids))
                     # The student's BOS may already have become the teacher's.
                     theirs = theirs[1:] if row == teacher.start and theirs[:1] == row else theirs
                 row += theirs

@@ -24,7 +24,7 @@ from torchrl_llm_kl.estimators import (
 from torchrl_llm_kl.losses import ImportanceWeights, available_objectives, get_objective, objective, spec_of
 from torchrl_llm_kl.scoring import ByteTeacher, Model, ReferenceUpdater, Sampling, ScoreOptions, TokenCritic
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig, refuse
-from torchrl_llm_kl.training._models import ModelError, load_model, load_tokenizer
+from torchrl_llm_kl.training._models import ModelError, chat_tokenizer, load_model, load_tokenizer
 from torchrl_llm_kl.training._user_code import FUNCTIONS_OF_ALGORITHM, imported_function, is_place
 from torchrl_llm_kl.transforms import RetrieveKL
 
@@ -200,7 +200,8 @@ class AlgorithmPlan:
 
 def _over_own_tokens(config: TrainConfig, teacher: nn.Module) -> Model:
     """The teacher as a distribution over the student's tokens, if it has another tokenizer."""
-    own, name = load_tokenizer(config.model.tokenizer or config.model.name), str(config.algorithm.teacher)
+    own = chat_tokenizer(config.model.tokenizer or config.model.name, config.model.template)
+    name = str(config.algorithm.teacher)
     try:
         theirs = load_tokenizer(name)
     except ModelError:
@@ -209,9 +210,9 @@ def _over_own_tokens(config: TrainConfig, teacher: nn.Module) -> Model:
         raise
     if own.get_vocab() == theirs.get_vocab():
         return teacher
-    # The signatures of tools have no counterpart in another template.
-    plain = config.turns is None or not config.turns.tools
-    translated = plain and own.chat_template and theirs.chat_template not in (None, own.chat_template)
+    # The signatures of tools have no counterpart in another template, and plain text shows no roles.
+    has_roles = config.model.template != "plain" and (config.turns is None or not config.turns.tools)
+    translated = has_roles and theirs.chat_template not in (None, own.chat_template)
     return ByteTeacher(teacher, theirs, own, prompt="template" if translated else None)
 
 

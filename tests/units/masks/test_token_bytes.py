@@ -77,7 +77,10 @@ def latin(text: str) -> str:
 # ------------------------------------------------------------------ bytes
 
 
-@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.sampled_from(LINES))
+# SentencePiece has one sign for a space and for U+2581.
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=30) | st.sampled_from(LINES)
+)
 @pytest.mark.parametrize("name", BYTES)
 def test_the_bytes_of_tokens_are_those_of_the_text(name: str, text: str) -> None:
     """SentencePiece puts one space before a text. The bytes of any text come back, and no byte belongs to two tokens."""

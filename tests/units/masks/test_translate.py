@@ -59,7 +59,27 @@ def test_the_turns_after_an_answer(back):
     talk = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "2 QQ"}, more]
     given, want = (ids_of(tokenizer, talk, "QQ" + end) for tokenizer, end in zip((source, target), ends, strict=True))
     assert source.decode(given).startswith("\n<")
-    assert PromptTranslator(source, target)(given) == want
+    assert PromptTranslator(source, target).between(given) == want
+    # An answer that was cut off, or a mask without end tokens: the text has the source's end token.
+    given, want = (ids_of(tokenizer, talk, "QQ") for tokenizer in (source, target))
+    assert PromptTranslator(source, target).between(given) == want
+
+
+def test_a_message_that_the_other_template_leaves_out_or_refuses():
+    target = turns()
+    target.chat_template = TURNS.replace("messages[0].content + '\n\n'", "''")
+    with pytest.raises(ValueError, match=r"leaves out the system message 'You count\.'"):
+        PromptTranslator(chatml(), target)(ids_of(chatml(), [SYSTEM, *ASKED[:1]]))
+    with pytest.raises(ValueError, match="refuses messages of user, user: roles"):
+        PromptTranslator(chatml(), turns())(ids_of(chatml(), [ASKED[0], MORE]))
+
+
+def test_a_long_text_without_a_generation_prompt_fails_at_once():
+    """Places from which no messages follow are tried once. Without that, this would take 2 ** 40 calls."""
+    source = chatml()
+    text = source.apply_chat_template(ASKED * 20, tokenize=False) + "tail"
+    with pytest.raises(ValueError, match="does not render"):
+        PromptTranslator(source, turns())(source(text, add_special_tokens=False).input_ids)
 
 
 def test_a_text_that_the_template_does_not_render():

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
+from tokenizers import Tokenizer, decoders, models, normalizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from byte_texts import RandomTeacher, probability, small_tokenizer, starts_with, tokenisations
 from closeness import assert_near
@@ -369,6 +371,31 @@ def test_a_counterpart_may_be_any_token() -> None:
     scorer = scorer_of(model, small_tokenizer(*TEACHER), small_tokenizer(*STUDENT), specials={6: 3})
     want = [math.log(probability(model, [1], [0])), math.log(probability(model, [1, 0], [3]))]
     assert_near(of_answers(score(scorer, [1], [[0, 6]]).log_prob, [1]), [want], **EXACT)
+
+
+def test_a_prompt_has_the_space_before_a_text_once() -> None:
+    """SentencePiece puts a space before a text, at its start and after BOS, but not between two answers."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab"]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    backend = Tokenizer(models.BPE(vocabulary, [("▁", "a"), ("a", "b")], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    sentencepiece = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    ids = sentencepiece("ab b", add_special_tokens=False).input_ids
+    assert sentencepiece.convert_ids_to_tokens(ids) == ["▁a", "b", "▁", "b"]
+    made = ByteTeacher(RandomTeacher(len(pieces)), sentencepiece, sentencepiece)
+    assert made.prompt(ids) == ids
+    assert made.prompt([1, *ids]) == [1, *ids]
+    assert made.between([vocabulary["ab"], 2]) == [vocabulary["ab"], 2]
+    letters = small_tokenizer("a", "b", "Ġ", "ab", eos="</s>")
+    made = ByteTeacher(RandomTeacher(5), letters, sentencepiece)
+    assert made.prompt(ids) == [3, 2, 1]
+    model = RandomTeacher(len(pieces))
+    row = [1, *ids, vocabulary["ab"]]
+    got = scorer_of(model, sentencepiece, sentencepiece).score([row], [[False] * 5 + [True]])
+    assert_near(got.values[-1], LogProbScorer(model).score([row]).values[-1], **EXACT)
 
 
 def test_one_bos_before_the_teachers_prompt() -> None:

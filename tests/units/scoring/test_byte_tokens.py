@@ -1,16 +1,20 @@
 """A teacher with another tokenizer as a distribution over the student's vocabulary, against sums over all sequences."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import pytest
 import torch
 from tensordict import TensorDict
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
 
 from byte_texts import RandomTeacher, small_tokenizer, starts_with
 from closeness import assert_near
-from torchrl_llm_kl import make_algorithm
+from torchrl_llm_kl import PolicyLoss, Sampling, make_algorithm
+from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.scoring import ByteScorer, ByteTeacher, LogProbScorer, ScoreOptions, ScoreRequest
 from toy_models import tiny_model
 
@@ -125,6 +129,83 @@ def test_top_k_is_the_head_of_the_distribution() -> None:
     assert_near(top.exp(), want[:, :3], **EXACT)
     assert_near(rest.exp(), want[:, 3:].sum(-1), **EXACT)
     assert_near(scores.log_prob.values, scorer.score(*masked(rows)).values, **EXACT)
+
+
+def test_covers_that_end_at_a_boundary_are_continued_by_hand() -> None:
+    """The student writes ``b c``, and the teacher ``bc``. After ``b`` stand ``b``, which is likelier, and ``bc``."""
+    model = RandomTeacher(10, seed=1)
+    with torch.no_grad():
+        model.table[:, 1] += 4  # b
+    scorer = scorer_of(model)
+    probs, error = scorer.next_tokens(*masked([[1, 2]]))
+    start = list(scorer.model.prompt(PROMPT))
+    p, after = model.next_probs(start), model.next_probs([*start, 1])
+    whole = p[1] + p[3] + p[5] + p[6]  # b, bc, ba, bca
+    assert p[1] > whole / 2
+    # ba goes on with a, and after b come a or aa. They begin a, ab and abc of the student.
+    want = (p[1] * (after[0] + after[4]) + p[5]) / whole
+    assert_near(float(probs[1, 0] + probs[1, 3] + probs[1, 5]), want, terms=64, size=1.0)
+    exact = by_enumeration(scorer, model, [1, 2])[1]
+    assert bool(((probs[1] - torch.tensor(exact)).abs() <= error[1]).all())
+
+
+@pytest.mark.parametrize("ends", ["pad", "byte"])
+def test_of_tokens_with_one_text_the_tokenizers_own_is_taken(ends: str) -> None:
+    """The teacher's end is the student's pad by name and its EOS by role. ``<0x61>`` and ``a`` are both a."""
+    if ends == "pad":
+        student, teacher = small_tokenizer("a", "b", eos="<pad>"), small_tokenizer("a", "b", eos="<pad>")
+        student.add_special_tokens({"eos_token": "<end>"})
+        made = ByteTeacher(RandomTeacher(3), teacher, student)
+        assert made.student.texts[2] == made.student.texts[3]
+        assert made.tables.ids[made.student.texts[3]] == student.eos_token_id == 3
+    else:
+        backend = Tokenizer(models.BPE({"<0x61>": 0, "<0x62>": 1, "a": 2, "b": 3}, [], byte_fallback=True))
+        backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Replace("▁", " ")])
+        student = PreTrainedTokenizerFast(tokenizer_object=backend)
+        made = ByteTeacher(RandomTeacher(3), small_tokenizer("a", "b"), student)
+        assert made.tables.ids == {"a": 2, "b": 3}
+        assert made.tables.common.T.tolist() == [[2, 0], [3, 1]]
+
+
+def test_heads_that_are_smaller_than_their_tokenizers() -> None:
+    """The teacher's head lacks its end token, and the student's head its last tokens: they have no probability."""
+    rows = [[0, 1, 2, 0]]
+    for method in ("bytes", "gold", "projected"):
+        scorer = scorer_of(RandomTeacher(9), method=method)
+        options = ScoreOptions(grad=True, direction="forward")
+        request = ScoreRequest.of(masked(rows)[0], torch.tensor(masked(rows)[1][0]))
+        scores = scorer.compare(LogProbScorer(tiny_model(vocab_size=6)), request, options)
+        assert scores.kl is not None
+        assert bool(torch.isfinite(scores.kl.values).all())
+    probs = scorer_of(RandomTeacher(9)).next_tokens(*masked(rows))[0]
+    assert float(probs[:, 7].max()) == 0
+
+
+def test_scores_in_several_threads() -> None:
+    """They share the teacher's cache, which is cleared while the model is locked."""
+    scorer = ByteTeacher(tiny_model(vocab_size=10), small_tokenizer(*TEACHER), small_tokenizer(*STUDENT)).make_scorer()
+    rows = [masked(answers(2, 12, seed=seed)) for seed in range(4)]
+    want = [scorer.score(*each).values for each in rows]
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda each: [scorer.score(*each).values for _ in range(4)], rows))
+    assert all(torch.equal(values, one) for one, several in zip(want, got, strict=True) for values in several)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda scorer: scorer.score([[0, -1]]), "token id -1 at .* is outside the vocabulary"),
+        (lambda scorer: scorer.evaluate([[0, 1]], top_k=9), "top_k must be at least 0 and at most 8, got 9"),
+        (lambda scorer: scorer_of(RandomTeacher(10), prompt="tempalte"), "prompt is 'tempalte': expected 'template'"),
+        (
+            lambda scorer: scorer_of(RandomTeacher(10), specials={7: 99}),
+            r"the ids \[99\], which the teacher's tokenizer",
+        ),
+    ],
+)
+def test_bad_input_is_named(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(scorer_of(RandomTeacher(10)))
 
 
 # ------------------------------------------------------------------ divergences
@@ -263,6 +344,22 @@ def test_settings_that_a_method_lacks(method: Method, settings: Any, message: st
         gkd.loss(gkd.prepare(answers_as_data(masked(answers(2, 4))[0])))
     with pytest.raises(ValueError, match="method is 'uld': expected one of 'bytes', 'gold', 'projected'"):
         scorer_of(RandomTeacher(10), method="uld")
+
+
+def test_an_exact_kl_as_a_term() -> None:
+    """The reverse KL to the teacher's distribution. A sampler that drops tokens is refused."""
+    student, scorer, rows = tiny_model(vocab_size=8).double(), scorer_of(RandomTeacher(10)), answers(3, 4, seed=3)
+    p = scorer.next_tokens(*masked(rows))[0].clamp(min=1e-12)
+    log_q = plain_log_probs(student, rows)
+    data = answers_as_data(masked(rows)[0])
+    loss = PolicyLoss(student, "sft", terms=[KLToReference(1.0, "exact")], reference=scorer.model)
+    assert_near(
+        loss(data)["loss_kl_to_ref"].detach(), (log_q.exp() * (log_q - p.log())).sum(-1).mean(), terms=8192, size=30.0
+    )
+    options = ScoreOptions(Sampling(top_k=5))
+    loss = PolicyLoss(student, "sft", terms=[KLToReference(1.0, "exact")], reference=scorer.model, options=options)
+    with pytest.raises(ValueError, match="needs all tokens: leave out top_k, top_p"):
+        loss(data)
 
 
 @pytest.mark.parametrize("method", ["bytes", "gold", "projected"])

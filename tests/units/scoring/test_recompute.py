@@ -1,6 +1,8 @@
 """Gradients one branch after the other: they equal those of one graph, and hold the activations of one path."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -134,6 +136,80 @@ def test_in_a_loss() -> None:
         found.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
     for one, other in zip(*found, strict=True):
         assert_near(other, one, terms=4096, size=max(1.0, float(one.abs().max())))
+
+
+class TwoBiases(torch.nn.Module):
+    """A layer to which two trained biases are added, which have one gradient."""
+
+    def __init__(self, inner: torch.nn.Module, size: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.one, self.two = (torch.nn.Parameter(torch.randn(size).double()) for _ in range(2))
+
+    def forward(self, hidden: Tensor, *args: Any, **options: Any) -> Any:
+        return self.inner(hidden, *args, **options) + (self.one + self.two)
+
+
+@pytest.mark.parametrize("kind", ["two biases", "frozen lower layers", "lora", "hook"])
+def test_parameters_of_all_kinds(kind: str) -> None:
+    model = tiny_model(vocab_size=VOCAB).double()
+    if kind == "two biases":
+        model.model.layers[0].mlp = TwoBiases(model.model.layers[0].mlp, model.config.hidden_size)
+    if kind == "frozen lower layers":
+        for part in (model.get_input_embeddings(), model.model.layers[0]):
+            part.requires_grad_(False)
+    if kind == "lora":
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        )
+    if kind == "hook":  # it clips the whole gradient, once
+        calls: list[float] = []
+
+        def clipped(gradient: Tensor) -> Tensor:
+            calls.append(float(gradient.norm()))
+            return gradient.clamp(-1e-2, 1e-2)
+
+        model.model.norm.weight.register_hook(clipped)
+    check_same(model, rows_of(), size=24)
+    if kind == "hook":
+        assert len(calls) == 2
+        assert calls[0] == pytest.approx(calls[1])
+
+
+@pytest.mark.parametrize("change", ["weights", "mode", "adapters", "frozen"])
+def test_a_model_that_changes_before_the_backward_is_refused(change: str) -> None:
+    peft = pytest.importorskip("peft")
+    base = tiny_model(vocab_size=VOCAB)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    loss = LogProbScorer(model, tokens_per_batch=24).score(rows_of(), grad=True, recompute=True).values.mean()
+    weight = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+    if change == "weights":
+        with torch.no_grad():
+            weight.mul_(2)
+    if change == "mode":
+        model.train()
+    if change == "frozen":
+        weight.requires_grad_(False)
+    refused = pytest.raises(RuntimeError, match="have changed since: call backward")
+    with model.disable_adapter() if change == "adapters" else nullcontext(), refused:
+        loss.backward()
+
+
+def test_backwards_beside_scores_in_another_thread() -> None:
+    """The backward forwards the model, so it waits for the other scores."""
+    model, rows = tiny_model(vocab_size=VOCAB).double(), rows_of()
+    scorer = LogProbScorer(model, tokens_per_batch=24)
+    want = scorer.score(rows).values
+    _, expected = gradients(scorer, rows, recompute=False)
+    expected = {name: x.clone() for name, x in expected.items()}
+    with ThreadPoolExecutor(1) as pool:
+        others = [pool.submit(lambda: scorer.score(rows).values) for _ in range(12)]
+        for _ in range(4):
+            _, found = gradients(scorer, rows, recompute=True)
+            for name, x in expected.items():
+                assert_near(found[name], x, terms=4096, size=max(1.0, float(x.abs().max())), msg=name)
+    assert all(torch.equal(other.result(), want) for other in others)
 
 
 # ------------------------------------------------------------------ memory

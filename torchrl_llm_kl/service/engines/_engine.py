@@ -246,7 +246,8 @@ class ByteTeacherEngine(TransformersEngine):
         if settings.get("keep_versions"):
             raise ValueError("keep_versions= is for models with the tokenizer of the requests: leave it out.")
         super().__init__(model.teacher, **settings)
-        self._over_bytes = model.make_scorer(tokens_per_batch=settings.get("tokens_per_batch"))
+        own = {name: settings[name] for name in ("tokens_per_batch", "memory") if name in settings}
+        self._over_bytes = model.make_scorer(**own)
         scorer = self._over_bytes
         self.offers, self.place, self.instead = scorer.offers & ANSWERED, scorer.place, scorer.instead
 
