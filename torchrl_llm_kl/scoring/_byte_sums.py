@@ -21,7 +21,7 @@ from torchrl_llm_kl.scoring._scorer import LogProbScorer
 from torchrl_llm_kl.scoring._scores import TokenStates
 
 # The most probabilities of whole distributions that are held at once, in at least 16 places.
-_HELD = 2**23
+_HELD = 2**25
 
 
 Item = TypeVar("Item")

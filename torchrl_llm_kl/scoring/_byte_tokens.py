@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
@@ -33,12 +33,31 @@ _MOST_TABLES = 512
 _DECAY, _SPELLED = 0.1, 4
 
 
-class Table(NamedTuple):
-    """The student's next token for each of the teacher's tokens that agree with the bytes so far."""
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The student's next token for each of the teacher's tokens that agree with the bytes so far.
 
-    columns: slice  # of the sorted vocabulary of the teacher
-    ids: Tensor  # [n], the longest token of the student so far, or its vocabulary's size without one
-    live: Tensor  # [n], True if the teacher's next tokens decide
+    Args:
+        tokens: the teacher's tokens with a next token of their own, ``[k]``. None for all, in order of their ids.
+        ids: the student's longest token so far for each, or its vocabulary's size without one, ``[k]``.
+        live: True if the teacher's next tokens decide, ``[k]``.
+        other: the student's token for all other tokens. None if no other one agrees.
+    """
+
+    tokens: Tensor | None
+    ids: Tensor
+    live: Tensor
+    other: int | None
+
+    @cached_property
+    def columns(self) -> Mapping[int, int] | range:
+        """The column of each token."""
+        return range(len(self.ids)) if self.tokens is None else {x: i for i, x in enumerate(self.tokens.tolist())}
+
+    @cached_property
+    def live_columns(self) -> Tensor:
+        """The columns of live tokens."""
+        return self.live.nonzero().squeeze(-1)
 
 
 @dataclass(frozen=True)
@@ -78,11 +97,6 @@ class NextTokens:
     def order(self) -> Tensor:
         """The teacher's tokens, sorted by text."""
         return torch.tensor(self.teacher.order)
-
-    @cached_property
-    def columns_of(self) -> dict[int, int]:
-        """The column of each of the teacher's tokens in this order."""
-        return {token: column for column, token in enumerate(self.teacher.order)}
 
     @cached_property
     def common(self) -> Tensor:
@@ -126,8 +140,8 @@ class NextTokens:
 
     def _new_table(self, given: str, pending: str) -> Table:
         columns, texts = self.teacher.columns(given), self.teacher.sorted_texts
-        first = columns.start
-        ids = torch.full((columns.stop - first,), self.longest(pending))
+        first, other = columns.start, self.longest(pending)
+        ids = torch.full((columns.stop - first,), other)
         live = torch.zeros(len(ids), dtype=torch.bool)
         waiting = [""]
         for more in waiting:  # from short to long, so that the longest token stays
@@ -141,7 +155,13 @@ class NextTokens:
             # A token that ends here leaves the student's next token open. It stands before all tokens that go on.
             last = bisect_right(texts, given + more, here.start, here.stop) if letters and given + more else here.start
             live[here.start - first : last - first] = True
-        return Table(columns, ids, live)
+        if given:
+            return Table(self.order[columns], ids, live, None)
+        if pending:  # few tokens continue it
+            own = ((ids != other) | live).nonzero().squeeze(-1)
+            return Table(self.order[own], ids[own], live[own], other)
+        every = torch.full((len(self.teacher.texts),), other), torch.zeros(len(self.teacher.texts), dtype=torch.bool)
+        return Table(None, every[0].index_copy(0, self.order, ids), every[1].index_copy(0, self.order, live), other)
 
 
 class _Part(NamedTuple):
@@ -197,42 +217,46 @@ class NextTokenProbs:
         new = [place for place in dict.fromkeys(part.place for part in parts) if place not in self._rows]
         if new:
             self._rows.update(zip(new, self._distributions.log_probs(new).to(self._probs), strict=True))
-        log_probs = torch.stack([self._rows[part.place] for part in parts])
-        probs = (
-            log_probs[:, self._tables.order.to(log_probs.device)]
-            + log_probs.new_tensor([part.log_p for part in parts])[:, None]
-        ).exp()
+        total = torch.tensor([part.log_p for part in parts], dtype=self._probs.dtype, device=self._probs.device).exp()
         groups: dict[tuple[str, str], list[int]] = defaultdict(list)
         for i, part in enumerate(parts):
             groups[part.given, part.pending].append(i)
         longer = []
         for key, rows in groups.items():
             table, some = self._tables.table(*key), [parts[i] for i in rows]
-            own = probs[rows, table.columns]
+            log_probs = torch.stack([self._rows[part.place] for part in some])
+            if table.tokens is not None:
+                log_probs = log_probs[:, table.tokens.to(log_probs.device)]
+            own = log_probs[:, : len(table.ids)].exp() * total[rows, None]
             places = self._continued(table, some, own)
             for row, column in places:
-                part, token = some[row], self._tables.teacher.order[table.columns.start + column]
+                part, token = some[row], column if table.tokens is None else int(table.tokens[column])
                 place = self._distributions.after(part.place, token)
                 text = part.pending + self._tables.teacher.texts[token][len(part.given) :]
                 longer.append(_Part(part.token, place, "", text, math.log(float(own[row, column]))))
-            own[[row for row, _ in places], [column for _, column in places]] = 0
-            index = torch.tensor([part.token for part in some], device=own.device)
-            ids, live = table.ids.to(own.device), table.live.to(own.device)
-            self._undecided.index_add_(0, index, own[:, live].sum(1))
-            own[:, live & (ids == self._tables.size)] = 0  # no token of the student yet
+            index, ids = torch.tensor([part.token for part in some]).to(own.device), table.ids.to(own.device)
             width = self._probs.new_zeros(len(rows), self._probs.shape[1])
-            self._probs.index_add_(0, index, width.index_add_(1, ids, own))
+            if table.other is not None:
+                width[:, table.other] = (total[rows] - own.sum(1)).clamp(min=0)
+            own[[row for row, _ in places], [column for _, column in places]] = 0
+            live = table.live_columns.to(own.device)
+            self._undecided.index_add_(0, index, own[:, live].sum(1))
+            own[:, live[ids[live] == self._tables.size]] = 0  # no token of the student yet
+            self._probs.index_add_(0, index, width.scatter_add_(1, ids.expand(len(rows), -1), own))
         return longer
 
     def _continued(self, table: Table, parts: Sequence[_Part], probs: Tensor) -> list[tuple[int, int]]:
         """The rows and columns whose next token the teacher's next tokens decide, and that are continued."""
-        live = table.live.to(probs.device)
-        least = torch.where(table.ids == self._tables.size, self._tolerance, self._lookahead).to(probs)
-        chosen = {(row, column) for row, column in ((probs > least) & live).nonzero().tolist()}
+        live = table.live_columns
+        begun = table.ids[live] != self._tables.size
+        chosen = set[tuple[int, int]]()
+        for columns, least in ((live[begun], self._lookahead), (live[~begun], self._tolerance)):
+            if least < 1.0 and len(columns):
+                likely = (probs[:, columns.to(probs.device)] > least).nonzero().cpu()
+                chosen |= {(row, int(columns[column])) for row, column in likely.tolist()}
         for row, part in enumerate(parts):
             for token in self._distributions.known(part.place):
-                column = self._tables.columns_of[token] - table.columns.start
-                if 0 <= column < len(table.live) and table.live[column] and probs[row, column] > 0:
+                if token in table.columns and table.live[column := table.columns[token]] and probs[row, column] > 0:
                     chosen.add((row, column))
         return sorted(chosen)
 

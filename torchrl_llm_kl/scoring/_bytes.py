@@ -134,7 +134,7 @@ class ByteTeacher:
         *,
         prompt: Prompt | Literal["template"] | None = None,
         specials: Mapping[int, int] | None = None,
-        tolerance: float = 1e-3,
+        tolerance: float = 1e-2,
         covers: int = 64,
         lookahead: float = 1.0,
         method: Method = "bytes",
