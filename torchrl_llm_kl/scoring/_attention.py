@@ -338,8 +338,9 @@ def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Input
             last = k.shape[2] - length + layout.pieces[i].last - layout.pieces[i].first
             seen[i] = k[row : row + 1, :, :last], v[row : row + 1, :, :last]
         if not pairs and (inputs.window is None or length <= inputs.window):
-            if length % 16 and q.is_cpu:
-                # torch attends to up to a hundred tokens in half the time if their number is a multiple of 16.
+            if length % 16 and q.is_cpu and q.itemsize >= 4:
+                # torch attends to up to a hundred tokens in half the time if their number is a multiple of 16. In half
+                # precision this would round otherwise than a plain forward.
                 q, k, v = (F.pad(x, (0, 0, 0, -length % 16)) for x in (q, k, v))
             attended = attend_block(Inputs(q, k, v, *inputs[3:]), None)[:, :, :length]
         else:
