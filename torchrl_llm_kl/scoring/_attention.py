@@ -322,7 +322,8 @@ def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Input
     if inputs.query.device.type != "cpu" and layout.fits_one_call:
         return _attend_at_once(layout, past, inputs)
     if "batches" not in layout.shared:
-        layout.shared["batches"] = _batches(layout, inputs.query.device)
+        # Dropout draws its numbers piece by piece, as in compiled layers.
+        layout.shared["batches"] = _batches(layout, inputs.query.device, together=not inputs.dropout)
     batches, order = layout.shared["batches"]
     before = {id(kept): pair for kept, pair in zip(layout.outside(), past, strict=True)} if past else {}
     seen: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values up to the end of each piece that others continue
@@ -338,7 +339,7 @@ def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Input
             last = k.shape[2] - length + layout.pieces[i].last - layout.pieces[i].first
             seen[i] = k[row : row + 1, :, :last], v[row : row + 1, :, :last]
         if not pairs and (inputs.window is None or length <= inputs.window):
-            if length % 16 and q.is_cpu and q.itemsize >= 4:
+            if length % 16 and q.is_cpu and q.itemsize >= 4 and not inputs.dropout:
                 # torch attends to up to a hundred tokens in half the time if their number is a multiple of 16. In half
                 # precision this would round otherwise than a plain forward.
                 q, k, v = (F.pad(x, (0, 0, 0, -length % 16)) for x in (q, k, v))
@@ -364,17 +365,17 @@ class Batch(NamedTuple):
         return chosen.view(chosen.shape[1], len(self.pieces), -1, chosen.shape[3]).transpose(0, 1)
 
 
-def _batches(layout: PackLayout, device: torch.device) -> tuple[list[Batch], Tensor | None]:
+def _batches(layout: PackLayout, device: torch.device, *, together: bool = True) -> tuple[list[Batch], Tensor | None]:
     """The batches of a pack, parents before children, and the place of each token among all their rows.
 
-    The places are None if they are in the order of the pack.
+    The places are None if they are in the order of the pack. Without ``together`` each piece is a batch.
     """
     pieces, groups, past = layout.pieces, dict[object, list[int]](), list[int]()  # past: keys before each piece
     lengths = [piece.last - piece.first for piece in pieces]
     for i, piece in enumerate(pieces):
         outside = sum(kept[0][0].shape[2] for kept in piece.outside)
         past.append(past[piece.past] + lengths[piece.past] if piece.past >= 0 else outside)
-        groups.setdefault((piece.past, *map(id, piece.outside)), []).append(i)
+        groups.setdefault((piece.past, *map(id, piece.outside)) if together else i, []).append(i)
     followed = {piece.past for piece in pieces}
     batches, order = list[Batch](), list[np.ndarray]()
     for group in groups.values():

@@ -304,7 +304,7 @@ def plan_branches(tree: PrefixTree, tokens_per_batch: int) -> PackPlan:
         >>> tokens = Ragged.from_list([torch.tensor(answer) for answer in answers])
         >>> plan = plan_branches(PrefixTree.build(tokens, tokens.lengths, min_shared=3), 6)
         >>> [[(p.node, p.first, p.length, p.past) for p in map(plan.pieces.__getitem__, pack)] for pack in plan.packs]
-        [[(0, 0, 3, -1), (1, 0, 2, 0)], [(2, 0, 1, 0)], [(3, 0, 2, -1)]]
+        [[(0, 0, 3, -1), (1, 0, 2, 0), (2, 0, 1, 0)], [(3, 0, 2, -1)]]
     """
     check_range(1, tokens_per_batch=tokens_per_batch)
     lengths = tree.length.tolist()
