@@ -319,6 +319,8 @@ def test_each_sampled_token_is_charged_once_in_both_kinds_of_rows(lab: Path, tmp
         with torch.no_grad():  # so that the KL is not 0
             for weight in run.policy.parameters():
                 weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel()))
+        for model in (run.policy, run.reference):  # in float32 two forwards differ by the processor's rounding
+            model.double()
         batch = run.score(run.answers.take())
         ids, mask, kl = batch["tokens", "full"], batch["masks", "all_attention_mask"], batch["next", "kl_penalty"]
         for row in range(len(batch)):
@@ -330,9 +332,9 @@ def test_each_sampled_token_is_charged_once_in_both_kinds_of_rows(lab: Path, tmp
             off = (here - there).gather(-1, own[0, 1:, None]).squeeze(-1)
             counted = kl[row][mask[row]]
             assert counted[0] == 0
-            assert_close(counted[1:].double(), off * (counted[1:] != 0), atol=6e-6, rtol=0)
+            assert_close(counted[1:].double(), off * (counted[1:] != 0), atol=3e-6, rtol=0)
         runs = batch["run"].flatten() if name != "grpo" else torch.arange(len(batch))
-        kls[name] = torch.zeros(8).index_add_(0, runs - runs.min(), kl.sum(-1))
+        kls[name] = torch.zeros(8, dtype=kl.dtype).index_add_(0, runs - runs.min(), kl.sum(-1))
         charged[name] = int((kl != 0).sum())
         assert len(batch) == (8 if name == "grpo" else 8 + sum(batch["step"].flatten() > 0))
     assert_close(kls["grpo"], kls["multi_step_grpo"], atol=1e-5, rtol=0)

@@ -65,8 +65,8 @@ _ROWS = 512
 # mask costs less than several kernels per piece. The number is a guess.
 _AT_ONCE = 2**22
 
-# Pieces attend in one call of at most this many keys, if none is padded by more than this many pairs of a query and a key.
-_TOGETHER, _PADDING = 2048, 1024
+# Pieces attend in one call of at most this many keys.
+_TOGETHER = 2048
 
 _ACTIVE = threading.local()
 
@@ -311,7 +311,7 @@ def _active(who: str) -> PackLayout:
 
 
 def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs) -> Tensor:
-    """Attend piece by piece, small ones together, from ``[1, heads, N, size]`` to ``[1, N, heads, size]``.
+    """Attend piece by piece, small ones of one length together, from ``[1, heads, N, size]`` to ``[1, N, heads, size]``.
 
     ``past`` holds the keys and values of ``layout.outside()`` in this attention call.
     """
@@ -336,14 +336,9 @@ def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Input
             pairs = [(a.expand(len(q), -1, -1, -1), b.expand(len(q), -1, -1, -1)) for a, b in pairs]
             k, v = (torch.cat(parts, 2) for parts in zip(*pairs, (k, v), strict=True))
         for row, i in batch.followed:
-            last = k.shape[2] - length + layout.pieces[i].last - layout.pieces[i].first
-            seen[i] = k[row : row + 1, :, :last], v[row : row + 1, :, :last]
+            seen[i] = k[row : row + 1], v[row : row + 1]
         if not pairs and (inputs.window is None or length <= inputs.window):
-            if length % 16 and q.is_cpu and q.itemsize >= 4 and not inputs.dropout:
-                # torch attends to up to a hundred tokens in half the time if their number is a multiple of 16. In half
-                # precision this would round otherwise than a plain forward.
-                q, k, v = (F.pad(x, (0, 0, 0, -length % 16)) for x in (q, k, v))
-            attended = attend_block(Inputs(q, k, v, *inputs[3:]), None)[:, :, :length]
+            attended = attend_block(Inputs(q, k, v, *inputs[3:]), None)
         else:
             blocks = _blocks(layout, Inputs(q, k, v, *inputs[3:]))
             attended = torch.cat([attend_block(block, mask) for block, mask in blocks], 2)
@@ -353,10 +348,10 @@ def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Input
 
 
 class Batch(NamedTuple):
-    """Pieces that continue the same prefix and attend in one call, each padded on the right to the longest."""
+    """Pieces of one length that continue the same prefix and attend in one call."""
 
     pieces: list[int]
-    places: slice | Tensor  # the places of their tokens in the pack, row after row; padding repeats a token
+    places: slice | Tensor  # the places of their tokens in the pack, row after row
     followed: list[tuple[int, int]]  # row and index of each piece that others continue
 
     def rows(self, values: Tensor) -> Tensor:
@@ -368,37 +363,32 @@ class Batch(NamedTuple):
 def _batches(layout: PackLayout, device: torch.device, *, together: bool = True) -> tuple[list[Batch], Tensor | None]:
     """The batches of a pack, parents before children, and the place of each token among all their rows.
 
-    The places are None if they are in the order of the pack. Without ``together`` each piece is a batch.
+    The places are None if they are in the order of the pack. Pieces of other lengths would need padding, which rounds
+    otherwise than a plain forward. Without ``together`` each piece is a batch.
     """
     pieces, groups, past = layout.pieces, dict[object, list[int]](), list[int]()  # past: keys before each piece
     lengths = [piece.last - piece.first for piece in pieces]
     for i, piece in enumerate(pieces):
         outside = sum(kept[0][0].shape[2] for kept in piece.outside)
         past.append(past[piece.past] + lengths[piece.past] if piece.past >= 0 else outside)
-        groups.setdefault((piece.past, *map(id, piece.outside)) if together else i, []).append(i)
+        alike = (lengths[i], piece.past, *map(id, piece.outside)) if together else i
+        groups.setdefault(alike, []).append(i)
     followed = {piece.past for piece in pieces}
     batches, order = list[Batch](), list[np.ndarray]()
     for group in groups.values():
-        group.sort(key=lambda i: -lengths[i])
-        while group:
-            before, longest = past[group[0]], lengths[group[0]]
-            pairs = [lengths[i] * (before + lengths[i]) for i in group]
-            count = sum(x + _PADDING >= pairs[0] for x in pairs)
-            count = max(1, min(count, _TOGETHER // (before + longest)))
-            shortest, chosen, group = lengths[group[count - 1]], sorted(group[:count]), group[count:]
-            rows = np.array([pieces[i].first for i in chosen])[:, None] + np.arange(longest)
-            ends = np.array([pieces[i].last for i in chosen])[:, None]
-            order.append(np.where(rows < ends, rows, -1).ravel())
-            first, last = pieces[chosen[0]].first, pieces[chosen[-1]].last
-            index: slice | Tensor = slice(first, last)
-            if shortest < longest or last - first > count * longest:  # not neighbours of one length
-                index = send(torch.from_numpy(np.minimum(rows, ends - 1).ravel()), device)
+        length = lengths[group[0]]
+        count = max(1, _TOGETHER // (past[group[0]] + length))
+        for chosen in (group[i : i + count] for i in range(0, len(group), count)):
+            rows = (np.array([pieces[i].first for i in chosen])[:, None] + np.arange(length)).ravel()
+            order.append(rows)
+            index: slice | Tensor = slice(int(rows[0]), int(rows[-1]) + 1)
+            if rows[-1] - rows[0] >= len(rows):  # not neighbours
+                index = send(torch.from_numpy(rows), device)
             batches.append(Batch(chosen, index, [(row, i) for row, i in enumerate(chosen) if i in followed]))
-    joined, places = np.concatenate(order), np.arange(pieces[-1].last)
-    if np.array_equal(joined, places):
+    joined = np.concatenate(order)
+    if np.array_equal(joined, np.arange(len(joined))):
         return batches, None
-    places[joined[joined >= 0]] = np.flatnonzero(joined >= 0)
-    return batches, send(torch.from_numpy(places), device)
+    return batches, send(torch.from_numpy(joined.argsort()), device)
 
 
 def _attend_at_once(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs) -> Tensor:

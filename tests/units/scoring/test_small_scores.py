@@ -31,12 +31,12 @@ def prompted(prompt: int, *lengths: int) -> list[Tensor]:
 
 SHAPES = {
     "equal": (random_sequences(32, 32, 32, 32).to_list(), 1),
-    "unequal": (random_sequences(9, 31, 16, 24).to_list(), 1),
+    "unequal": (random_sequences(9, 31, 16, 24).to_list(), 4),
     "one": (random_sequences(17).to_list(), 1),
     "answers": (prompted(20, 7, 7, 7), 2),
-    "unequal answers": (prompted(20, 3, 12, 7, 2), 2),
-    "answers and others": ([*prompted(20, 3, 12), *random_sequences(9, 5).to_list()], 2),
-    "far from equal": (random_sequences(60, 5, 6).to_list(), 2),
+    "unequal answers": (prompted(20, 3, 12, 7, 3), 4),
+    "answers and others": ([*prompted(20, 3, 12), *random_sequences(9, 9).to_list()], 4),
+    "far from equal": (random_sequences(60, 5, 6).to_list(), 3),
 }
 
 
@@ -65,7 +65,7 @@ def test_values_and_gradients_in_float64(shape: str, family: str, tokens_per_bat
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_attend_in_one_call(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call for each layer and prefix, if no row is much shorter than the longest."""
+    """One call for each layer, prefix and length."""
     model, (rows, each_layer) = tiny_model("qwen2"), SHAPES[shape]
     scorer, calls, attend = LogProbScorer(model), list[Any](), _attention.attend_block
 
@@ -85,14 +85,18 @@ def test_batches_of_pieces() -> None:
     outside = [[kept], [kept], [kept], [], []]
     pieces = [PackPiece(a, b, -1, past) for a, b, past in zip(ends[:-1], ends[1:], outside, strict=True)]
     pieces.append(PackPiece(69, 71, 4, []))
+    pieces += [PackPiece(71, 75, -1, []), PackPiece(75, 77, 4, [])]
     batches, order = _attention._batches(PackLayout(pieces), torch.device("cpu"))
-    assert [batch.pieces for batch in batches] == [[0, 1], [2], [3, 4], [5]]
-    assert [batch.followed for batch in batches] == [[], [], [(1, 4)], []]
-    assert [batches[i].places for i in (0, 1, 3)] == [slice(0, 40), slice(40, 60), slice(69, 71)]
-    assert isinstance(batches[2].places, Tensor)
+    assert [batch.pieces for batch in batches] == [[0, 1], [2], [3, 6], [4], [5, 7]]
+    assert [batch.followed for batch in batches] == [[], [], [], [(0, 4)], []]
+    assert [batches[i].places for i in (0, 1, 3)] == [slice(0, 40), slice(40, 60), slice(64, 69)]
+    assert [batches[i].places.tolist() for i in (2, 4)] == [[60, 61, 62, 63, 71, 72, 73, 74], [69, 70, 75, 76]]
+    joined = [*range(64), *range(71, 75), *range(64, 71), 75, 76]
     assert order is not None
-    assert batches[2].places.tolist() == [60, 61, 62, 63, 63, 64, 65, 66, 67, 68]
-    assert order.tolist() == [*range(64), *range(65, 72)]
+    assert [joined[place] for place in order.tolist()] == [*range(77)]
+    apart, places = _attention._batches(PackLayout(pieces), torch.device("cpu"), together=False)
+    assert [batch.pieces for batch in apart] == [[i] for i in range(8)]
+    assert places is None
 
 
 # ---------------------------------------------------------------------- facts about the model
