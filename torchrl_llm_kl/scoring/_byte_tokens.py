@@ -199,7 +199,6 @@ class NextTokenProbs:
         token is not decided.
         """
         parts = [part for i, (chunk, number) in enumerate(tokens) for part in _first_parts(i, chunk, number)]
-        self._rows.clear()
         self._probs = self._distributions.log_prob.new_zeros(len(tokens), self._tables.size + 1)
         self._undecided = self._probs.new_zeros(len(tokens))
         while parts:
@@ -207,6 +206,7 @@ class NextTokenProbs:
             if unknown:
                 self._distributions.forward([*unknown], ahead=True)
             parts = [part for tile in self._distributions.tiles(parts) for part in self._add(tile)]
+        self._rows.clear()
         # The others stand for the teacher's tokens that end before the student's token, and for omitted covers.
         total = self._probs.sum(1).clamp(min=_SMALLEST)
         omitted = self._probs.new_tensor([_omitted(chunk, number) for chunk, number in tokens])

@@ -124,7 +124,7 @@ class ByteTeacher:
     B. Phan et al. (arXiv 2410.09303), for the sum over the shortest sequences of tokens that cover a string.
     """
 
-    log_probs_only = True  # no distributions: see check_distributions
+    log_probs_only = True  # its logits belong to another vocabulary: see check_distributions
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class ByteTeacher:
 
 
 class ByteScorer(Scorer):
-    """The scorer of a :class:`ByteTeacher`. It takes the student's token ids and returns only log-probs, without gradient.
+    """The scorer of a :class:`ByteTeacher`. It takes the student's token ids, and the teacher gets no gradient.
 
     Args:
         model: the teacher.

@@ -296,7 +296,8 @@ def plan_branches(tree: PrefixTree, tokens_per_batch: int) -> PackPlan:
     """Plan packs so that the graphs of few of them are held at a time: about the tokens of the longest sequence.
 
     Below each node its longest branch comes first, up to its end. Then come the others, from the end back to the start. A pack
-    holds consecutive tokens of one path, or whole branches. Its graph is held until no later pack attends to it.
+    holds consecutive tokens of one path, or whole branches. Its graph is held until no later pack attends to it. At most 1.2
+    times the tokens of the longest sequence are held, and two packs more.
 
     Example:
         >>> from torchrl_llm_kl.ragged import Ragged
@@ -319,13 +320,18 @@ def plan_branches(tree: PrefixTree, tokens_per_batch: int) -> PackPlan:
     pending = [len(each) for each in children.values()]  # children that did not come yet, by node + 1
     sizes = [0]  # tokens of the packs that are held, the last one included
     held = [list[int]()]  # their pieces
+    first = {-1}  # nodes of the longest branch
     waiting = sorted(children[-1], key=depth.__getitem__)
     while waiting:
         node = waiting.pop()
         parent = int(tree.parent[node])
         past, done = last_piece[parent], 0
-        # The first child goes on where the pack ends. Another one joins a pack of whole branches, if there is room.
+        # The first child goes on where the pack ends. Another one joins a pack of whole branches, if there is room. Beside the
+        # longest branch a pack ends at a fork: otherwise each fork on a path would hold the rest of a finished branch.
         goes_on = bool(plan.packs) and plan.packs[-1][-1] == past
+        if parent in first and (goes_on or parent < 0):
+            first.add(node)
+        goes_on = goes_on and (parent in first or len(children[parent]) == 1)
         pending[parent + 1] -= 1
         while not goes_on and len(held) > 1 and not any(pending[plan.pieces[i].node + 1] for i in held[-2]):
             del held[-2], sizes[-2]

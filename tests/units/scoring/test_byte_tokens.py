@@ -131,11 +131,16 @@ def test_top_k_is_the_head_of_the_distribution() -> None:
     assert_near(scores.log_prob.values, scorer.score(*masked(rows)).values, **EXACT)
 
 
-def test_covers_that_end_at_a_boundary_are_continued_by_hand() -> None:
-    """The student writes ``b c``, and the teacher ``bc``. After ``b`` stand ``b``, which is likelier, and ``bc``."""
+@pytest.mark.parametrize("rare", [0, 8])
+def test_covers_that_end_at_a_boundary_are_continued_by_hand(rare: float) -> None:
+    """The student writes ``b c``, and the teacher ``bc``. After ``b`` stand ``b``, which is likelier, and ``bc``.
+
+    The share of ``b`` among them decides, however rare all of them are.
+    """
     model = RandomTeacher(10, seed=1)
     with torch.no_grad():
         model.table[:, 1] += 4  # b
+        model.table[:, [1, 3, 5, 6]] -= rare
     scorer = scorer_of(model)
     probs, error = scorer.next_tokens(*masked([[1, 2]]))
     start = list(scorer.model.prompt(PROMPT))
