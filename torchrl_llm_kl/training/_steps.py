@@ -62,7 +62,7 @@ def forget_scores(env: nn.Module) -> None:
 
 
 def loss_entries(batch: TensorDictBase) -> TensorDictBase:
-    """Select the entries that losses read, dense and without text, so that indexing rows is faster.
+    """Select the entries that losses read, without text, and dense unless rows differ in length: rows are indexed faster.
 
     Example:
         >>> from tensordict import TensorDict
@@ -70,7 +70,9 @@ def loss_entries(batch: TensorDictBase) -> TensorDictBase:
         >>> list(loss_entries(batch).keys())
         ['advantage']
     """
-    return batch.select(*LOSS_KEYS, strict=False).contiguous()
+    chosen = batch.select(*LOSS_KEYS, strict=False)
+    ragged = any(-1 in chosen.get_item_shape(key) for key in chosen.keys(True, True))
+    return chosen if ragged else chosen.contiguous()
 
 
 def learn(
