@@ -28,7 +28,7 @@ def products_of(model: Any, batch: Batch, *, train: bool = False, forwards: int 
     config, body = model.config, model.get_decoder()
     layers = [module.weight.detach() for module in body.modules() if isinstance(module, nn.Linear)]
     head, scored = model.get_output_embeddings().weight.detach(), int(response.sum())
-    width = config.hidden_size // config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     segments = list(zip(tree.start.tolist(), tree.length.tolist(), strict=True))
     distinct = sum(length for _, length in segments)
     like = head.new_empty(0)

@@ -25,8 +25,9 @@ from benchmarks import environment
 from benchmarks.data import REAL_ANSWERS, Batch
 from benchmarks.measure import Contender, HostMeter, Measured, alternate
 from benchmarks.models import wrapper
+from benchmarks.products import products_of
 from benchmarks.report import markdown_table
-from benchmarks.workloads.base import OURS, THEIRS, Settings
+from benchmarks.workloads.base import OURS, PRODUCTS, THEIRS, Settings
 from benchmarks.workloads.trl import (
     COMPACT,
     PLAIN,
@@ -48,8 +49,9 @@ Written by `python -m benchmarks.real`; do not edit. {threads} threads of {proce
 TRL {trl}.
 
 The prompts and answers are of GSM8K. All work is float32, with the whole vocabulary of 262,144 tokens. Memory is the peak minus
-the memory held before. TRL's head runs only at scored positions, as on a GPU. The last two columns compare with the
-rightmost filled column of a peer.
+the memory held before. TRL's head runs only at scored positions, as on a GPU. The columns "faster" and "less memory" compare
+with the rightmost filled column of a peer. "Products" is the share of the time here that the matrix products and the attention
+of the distinct tokens take if nothing else is done, measured in the same run.
 """
 
 
@@ -87,7 +89,8 @@ def row(work: str, found: dict[str, Measured], columns: tuple[str, ...]) -> list
     theirs, ours = found[peer], found[columns[-1]]
     assert theirs.peak_mib is not None
     assert ours.peak_mib is not None
-    return [work, *cells, f"{theirs.seconds / ours.seconds:.1f}x", f"{theirs.peak_mib / ours.peak_mib:.1f}x"]
+    share = f"{found[PRODUCTS].seconds / ours.seconds:.2f}" if PRODUCTS in found else ""
+    return [work, *cells, f"{theirs.seconds / ours.seconds:.1f}x", f"{theirs.peak_mib / ours.peak_mib:.1f}x", share]
 
 
 # ------------------------------------------------------------------ scores and gradients
@@ -124,6 +127,7 @@ def compare(folder: Path) -> str:
         PLAIN: torch.no_grad()(lambda: plain_log_probs(policy, inputs)),
         COMPACT: lambda: compacted(trl_scores),
         OURS: lambda: scorer.score(sequences, response).values,
+        PRODUCTS: products_of(policy, batch),
     }
     what = f"4 prompts x 4 answers, {batch.tokens:,} tokens"
     rows.append(row(f"Log-probs, {what}", measured(steps, 2, clear), COLUMNS))
@@ -149,11 +153,12 @@ def compare(folder: Path) -> str:
         PLAIN: plain_loss,
         COMPACT: lambda: compacted(lambda: backward_of(trainer._compute_loss(trainer.model, inputs))),
         OURS: lambda: backward_of(loss(rollouts.copy()).total_loss),
+        PRODUCTS: products_of(policy, batch, train=True),
     }
     rows.append(row(f"GRPO's loss and all gradients, {what}", measured(steps, 1, clear_all), COLUMNS))
     expected = step_mib(policy, sum(map(len, batch.prompts[::4])) + sum(map(len, batch.responses)))
     formula = f"[The formula](../docs/scoring.md#memory-on-the-device) for this loss gives {expected:,.0f} MiB.\n"
-    return markdown_table(["work", *COLUMNS, "faster", "less memory"], rows) + "\n" + formula
+    return markdown_table(["work", *COLUMNS, "faster", "less memory", "products"], rows) + "\n" + formula
 
 
 def step_mib(model: Any, tokens: int) -> float:
