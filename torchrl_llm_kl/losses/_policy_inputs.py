@@ -340,8 +340,10 @@ class PolicyScorers:
         options = self.options.but(**own)
         if log_probs_only(model) and not isinstance(model, nn.Module):  # a remote model plans its own batches
             return slot.get(model, options=options)
-        tokens_per_batch = self.tokens_per_batch if self.given is None else self.given.tokens_per_batch
-        return slot.get(model, options=options, tokens_per_batch=tokens_per_batch)
+        if self.given is None:
+            return slot.get(model, options=options, tokens_per_batch=self.tokens_per_batch)
+        size, context = self.given.tokens_per_batch, self.given.context
+        return slot.get(model, options=options, tokens_per_batch=size, context_parallel=context)
 
     # ------------------------------------------------------------------ one step
 

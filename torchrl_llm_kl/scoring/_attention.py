@@ -53,6 +53,7 @@ from torchrl_llm_kl.scoring._checkpoints import (
     settings_of,
     swapped,
 )
+from torchrl_llm_kl.scoring._context import Exchange
 from torchrl_llm_kl.scoring._model import Inspection, body_and_head, configs_of, locked, modules_of
 
 #: Keys and values of some tokens, ``[1, heads, tokens, size]``, one pair for each attention call of a forward.
@@ -126,6 +127,7 @@ class PackLayout(Followed):
     has_window: bool = False  # whether any layer passed a sliding window
     shared: dict[object, Any] = field(default_factory=dict)  # masks and indices for all attention calls
     attend: Callable[..., Tensor] | None = None  # replaces :func:`_attend`
+    exchange: Exchange | None = None  # with the ranks that forward other packs at the same time
     saving: tuple[bool, object] = (False, None)
 
     @contextmanager
@@ -297,7 +299,10 @@ def _attention(
         return _attend_by_operator(inputs, attention_mask), None
     layout.check_saving()
     call = layout.begin(key, value, sliding_window)
-    return _attend(layout, layout.past(call), inputs), None
+    if layout.exchange is None:
+        return _attend(layout, layout.past(call), inputs), None
+    key, value, past = layout.exchange(call, key, value, layout.outside())
+    return _attend(layout, past, inputs._replace(key=key, value=value)), None
 
 
 def _active(who: str) -> PackLayout:

@@ -16,6 +16,7 @@ from typing import Final, Protocol, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_range, send
@@ -25,6 +26,7 @@ from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout,
 from torchrl_llm_kl.scoring._branches import Cut, recomputed
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError
+from torchrl_llm_kl.scoring._context import Exchange, checksum, gather_rows
 from torchrl_llm_kl.scoring._forks import MIN_LENGTH, MIN_SHARED, ForkedPass, checkpoints_layers
 from torchrl_llm_kl.scoring._images import ImageInputs
 from torchrl_llm_kl.scoring._invariant import BLOCK, PACK, attend, pad_pack
@@ -61,7 +63,10 @@ _HELD = 1.2
 
 
 class PackedPass:
-    """Runs one model over the prefix tree of a request, one pack at a time. A ``lookup`` skips the cached part."""
+    """Runs one model over the prefix tree of a request, one pack at a time. A ``lookup`` skips the cached part.
+
+    The ranks of a ``context`` run one pack each at the same time, which is a stage. Without it, a stage is one pack.
+    """
 
     kind: Final = "pack"
 
@@ -75,7 +80,13 @@ class PackedPass:
         routing: Routing | None = None,
         images: ImageInputs | None = None,
         branches: bool = False,
+        context: dist.ProcessGroup | None = None,
     ) -> None:
+        self._context, self._ranks, self._rank = context, 1, 0
+        if context is not None:
+            self._ranks, self._rank = context.size(), context.rank()
+            stages = -(-tree.num_tokens // (self._ranks * tokens_per_batch))
+            tokens_per_batch = max(1, -(-tree.num_tokens // max(1, self._ranks * stages)))  # as many on each rank
         self.setup, self.size, self.lookup, self.routing, self.images = setup, tokens_per_batch, lookup, routing, images
         self._request, self._tree = request, tree
         if branches:
@@ -89,7 +100,10 @@ class PackedPass:
         slots, order = place[tree.place(*request.before(scored))].sort(stable=True)
         bounds = torch.tensor(self._bounds)
         counts = torch.searchsorted(slots, bounds).diff().tolist()
-        self.elements = list(scored[order].split(counts))  # flat indices of the tokens that each pack predicts
+        predicted = scored[order].split(counts)  # flat indices of the tokens that each pack predicts
+        self.shares = [torch.cat([scored[:0], *predicted[rank :: self._ranks]]) for rank in range(self._ranks)]
+        self._numbers = range(self._rank, -(-len(counts) // self._ranks) * self._ranks, self._ranks)
+        self.elements = [predicted[number] if number < len(counts) else scored[:0] for number in self._numbers]
         # One transfer before the first forward: a copy between forwards would make the device wait.
         row = request.tokens.values[element], position
         if setup.options.deterministic:
@@ -98,7 +112,8 @@ class PackedPass:
         starts = bounds[:-1].repeat_interleave(torch.tensor(counts, dtype=torch.long))
         self._slots = send(slots - starts, setup.device).split(counts)
         self._element = element
-        self._last_use = self.plan.last_use()
+        self._pack_of = {piece: number for number, pack in enumerate(self.plan.packs) for piece in pack}
+        self._last_use = [use // self._ranks for use in self.plan.last_use()]  # the stage
         # For each piece that later packs attend to: the keys and values of all pieces up to it, in order.
         self._pasts: dict[int, list[KeysValues]] = {-1: []}
         # Only for compiled parts: the gradients that later packs add to those keys, and the hidden states of the last pack.
@@ -107,21 +122,23 @@ class PackedPass:
         self.has_window = False  # whether a forwarded layer had a sliding window
 
     def run(self, index: int) -> States:
-        """Run a pack, and return the states that predict ``elements[index]``. Packs must run in order."""
-        layout = self._layout(index)
-        here = slice(self._bounds[index], self._bounds[index + 1])
+        """Run a stage, and return the states that predict ``elements[index]``. Stages must run in order."""
+        layout, number = self._layout(index), self._numbers[index]
+        if number >= len(self.plan.packs):  # the last stage has fewer packs than ranks
+            return self.run_dummy(layout)
+        here = slice(self._bounds[number], self._bounds[number + 1])
         inputs = None if self.images is None else self.images.of_pack(self._element[here])
         with self.setup.active():
             with self.routing.forward(self._element[here], self.setup.device) if self.routing else nullcontext():
                 hidden = self._forward(layout, self._ids[here], self._positions[here], inputs)
             self.has_window |= layout.has_window
-            for i, forwarded in zip(self.plan.packs[index], layout.pieces, strict=True):
+            for i, forwarded in zip(self.plan.packs[number], layout.pieces, strict=True):
                 if self.lookup is not None and forwarded.kept is not None:
                     piece = self.plan.pieces[i]
                     self.lookup.insert(piece.node, piece.first, piece.length, forwarded.kept)
             # Free the keys and values that no later pack attends to.
             self._pasts = {i: past for i, past in self._pasts.items() if i < 0 or self._last_use[i] > index}
-            return head_states(self.setup, hidden[0][self._slots[index]])
+            return head_states(self.setup, hidden[0][self._slots[number]])
 
     def run_last_twice(self, others: Tensor) -> list[Tensor]:
         """The hidden states of all packs, and of the last one again with other token ids ``[N]``."""
@@ -132,11 +149,12 @@ class PackedPass:
         self._pasts, self._ids = pasts, send(others[self._element], self.setup.device)
         return [*states, self.run(last).source]
 
-    def run_dummy(self) -> States:
+    def run_dummy(self, layout: PackLayout | None = None) -> States:
         """Forward a dummy token, since layers that ranks share must be called on all of them. Returns no positions."""
         ids = torch.zeros(1, dtype=torch.long, device=self.setup.device)
+        layout = layout or PackLayout([PackPiece(0, 1, -1, [])])
         with self.setup.active():
-            return head_states(self.setup, self._forward(PackLayout([PackPiece(0, 1, -1, [])]), ids, ids)[0][:0])
+            return head_states(self.setup, self._forward(layout, ids, ids)[0][:0])
 
     def cut(self, index: int) -> list[Cut]:
         """Detach the keys and values that later packs attend to."""
@@ -181,25 +199,66 @@ class PackedPass:
             self._last = hidden
         return hidden
 
-    def _layout(self, number: int) -> PackLayout:
-        inside = {piece: i for i, piece in enumerate(self.plan.packs[number])}
+    def _layout(self, stage: int) -> PackLayout:
+        packs = self.plan.packs[stage * self._ranks : (stage + 1) * self._ranks]
+        if self._context is None:
+            return PackLayout(
+                self._pieces(packs[0], stage), attend=attend if self.setup.options.deterministic else None
+            )
+        pieces = [PackPiece(0, 1, -1, [])]  # a dummy token, if there is no pack for this rank
+        for rank, pack in enumerate(packs):
+            if rank == self._rank:
+                pieces = self._pieces(pack, stage)
+                continue
+            for i in pack:  # stands for the keys and values on the other rank
+                length, past = self.plan.pieces[i].length, self.plan.pieces[i].past
+                self._pasts[i] = [*self._pasts[past], [(torch.empty(1, 1, length, 0), torch.empty(1, 1, length, 0))]]
+        return PackLayout(pieces, exchange=self._exchange(stage, pieces))
+
+    def _exchange(self, stage: int, pieces: list[PackPiece]) -> Exchange | None:
+        """The keys and values that ranks give each other in a stage. None if no pack attends to another rank's."""
+        packs, parts = self.plan.packs, self.plan.pieces
+        numbers = range(stage * self._ranks, (stage + 1) * self._ranks)
+        needed = [self.plan.outside(number) if number < len(packs) else set[int]() for number in numbers]
+        given: list[list[int]] = [[] for _ in needed]  # by rank
+        for i in sorted(set[int]().union(*needed)):
+            owner = self._pack_of[i] % self._ranks
+            if any(i in some for rank, some in enumerate(needed) if rank != owner):
+                given[owner].append(i)
+        counts = [sum(parts[i].length for i in some) for some in given]
+        if self._context is None or not any(counts):
+            return None
+        taken: dict[int, slice] = {}
+        for rank, some in enumerate(given):
+            first = rank * max(counts)
+            for i in some:
+                if rank != self._rank and i in needed[self._rank]:
+                    taken[id(self._pasts[i][-1])] = slice(first, first + parts[i].length)
+                first += parts[i].length
+        number = numbers[self._rank]
+        here = dict(zip(packs[number], pieces, strict=True)) if number < len(packs) else {}
+        own = [slice(here[i].first, here[i].last) if i in here else self._pasts[i][-1] for i in given[self._rank]]
+        return Exchange(self._context, counts, own, taken)
+
+    def _pieces(self, pack: list[int], stage: int) -> list[PackPiece]:
+        inside = {piece: i for i, piece in enumerate(pack)}
         pieces = []
         first = 0
         for i in inside:
             piece = self.plan.pieces[i]
-            later = self._last_use[i] > number
+            later = self._last_use[i] > stage
             if piece.past not in self._pasts and piece.past not in inside:
                 lookup = cast(CacheLookup, self.lookup)  # a piece that no pack forwards is cached
                 self._pasts[piece.past] = lookup.past(self.plan.pieces[piece.past].node)
             kept: KeysValues = []
-            if later:
+            if later or self._context is not None:
                 self._pasts[i] = [*self._pasts[piece.past], kept]
             keep = later or self.lookup is not None
             outside = [] if piece.past in inside else self._pasts[piece.past]
             past = inside.get(piece.past, -1)
             pieces.append(PackPiece(first, first + piece.length, past, outside, kept if keep else None))
             first += piece.length
-        return PackLayout(pieces, attend=attend if self.setup.options.deterministic else None)
+        return pieces
 
 
 @dataclass(frozen=True)
@@ -228,23 +287,27 @@ class PackPlan:
         """For each pack, the later packs that attend to it."""
         pack_of = {piece: number for number, pack in enumerate(self.packs) for piece in pack}
         out: list[set[int]] = [set() for _ in self.packs]
-        for piece, number in pack_of.items():
-            past = self.pieces[piece].past
-            while past >= 0:
-                if pack_of[past] < number:
-                    out[pack_of[past]].add(number)
-                past = self.pieces[past].past
+        for number in range(len(self.packs)):
+            for piece in self.outside(number):
+                out[pack_of[piece]].add(number)
+        return out
+
+    def outside(self, number: int) -> set[int]:
+        """The pieces outside a pack that it attends to."""
+        inside, out = {*self.packs[number]}, set[int]()
+        for index in inside:
+            piece = self.pieces[index].past
+            while piece >= 0 and piece not in inside and piece not in out:
+                out.add(piece)
+                piece = self.pieces[piece].past
         return out
 
     def last_use(self) -> list[int]:
-        """For each piece, the last pack that attends to it from another piece, or -1."""
+        """For each piece, the last other pack that attends to it, or -1."""
         out = [-1] * len(self.pieces)
-        for pack, indices in enumerate(self.packs):
-            for index in indices:
-                piece = self.pieces[index].past
-                while piece >= 0 and out[piece] < pack:
-                    out[piece] = pack
-                    piece = self.pieces[piece].past
+        for number in range(len(self.packs)):
+            for piece in self.outside(number):
+                out[piece] = number
         return out
 
 
@@ -527,6 +590,10 @@ class ScoringRun:
         self.forks = False
         images, tokens = self.request.images, self.request.tokens
         self.images = [ImageInputs(setup, images, tokens) for setup in self.setups if images is not None]
+        if not self.ranks.same_context(checksum(self.request) if self.ranks.context is not None else 0):
+            raise ValueError(
+                "context_parallel, but the ranks hold different sequences or masks: give all ranks the same."
+            )
         # Both models forward the same packs, so they must share prefixes in the same way.
         sharing = {setup.route.sharing for setup in self.setups}
         if len(sharing) == 1 and None not in sharing:
@@ -541,6 +608,14 @@ class ScoringRun:
             self.tree = PrefixTree.build(tokens, lengths, **least)
         if self.images:
             self._place_images()
+        if self.tree is None or self.forks:
+            self._check_packs("its layers have a state, its rotary frequencies depend on the length, or packs are off")
+
+    def _check_packs(self, reason: str) -> None:
+        """Raise a ValueError if this call needs packs."""
+        if self.ranks.context is not None:
+            model = type(self.setups[0].model).__name__
+            raise ValueError(f"context_parallel needs packs, which {model} cannot run: {reason}. Leave it out.")
 
     def _place_images(self) -> None:
         """Compute the packs' inputs with the models' own code. If that fails, do not share prefixes."""
@@ -572,8 +647,8 @@ class ScoringRun:
                 self._part(str(error))
                 continue
             except (RuntimeError, MemoryError) as error:
-                # Another budget rounds differently, which deterministic=True forbids.
-                if not is_out_of_memory(error) or self.options.deterministic:
+                # Another budget rounds differently, which deterministic=True forbids. The ranks of a context need one budget.
+                if not is_out_of_memory(error) or self.options.deterministic or self.ranks.context is not None:
                     raise
                 longest = max(self.request.forward_lengths.tolist(), default=0)
                 if self.budget <= (self.ranks.most(longest) if self.tree is None else _SMALLEST_PACK):
@@ -592,6 +667,7 @@ class ScoringRun:
 
     def _part(self, reason: str, *where: str) -> None:
         """Stop sharing prefixes in this call."""
+        self._check_packs(reason.rstrip("."))
         self.tree, self.forks = None, False
         if self.images:  # an image must not be cut
             self.request = replace(self.request, whole=True)
@@ -606,6 +682,11 @@ class ScoringRun:
         guard = ErrorGuard([body for _, body, _ in models], self.ranks)
         scores = inside(models, partial(self._forward_all, guard, passes, lookups))
         guard.check()
+        if self.ranks.context is not None:
+            shares = cast(PackedPass, passes[0]).shares
+            counts = [len(share) for share in shares]
+            gathered = {name: gather_rows(self.ranks.context, counts, own) for name, own in scores[1].items()}
+            scores = torch.cat(shares), gathered
         if self.routings[0] is not None and self.routings[0].records:
             tokens = self.request.tokens
             chosen = self.routings[0].result(len(tokens.values))
@@ -616,7 +697,8 @@ class ScoringRun:
         """The cached part of the request for each model. Empty if the call does not use the caches."""
         caches = [scorer.memory for scorer in self.scorers]
         options, request = self.options, self.request
-        if not options.remember or options.grad or any(self.routings) or not all(cache.limit for cache in caches):
+        unused = options.grad or any(self.routings) or self.ranks.context is not None
+        if not options.remember or unused or not all(cache.limit for cache in caches):
             return []
         # The cache stores only log-probs of the sampler's distribution. Other scores need the distribution itself.
         beside = bool(options.beside) or self.states is not None
@@ -648,7 +730,8 @@ class ScoringRun:
         if self.forks:
             return [ForkedPass(setup, *args, part, routing) for setup, routing, _, part in each]
         branches = self.options.grad and self.options.recompute
-        return [PackedPass(setup, *args, part, routing, some, branches) for setup, routing, some, part in each]
+        last = branches, self.ranks.context
+        return [PackedPass(setup, *args, part, routing, some, *last) for setup, routing, some, part in each]
 
     def _forward_all(
         self, guard: ErrorGuard, passes: Sequence[Pass], lookups: list[CacheLookup]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchrl_llm_kl._numerics import check_not_a_name, check_range, finite_total, to_host
 from torchrl_llm_kl._typing import asked, has
 from torchrl_llm_kl.scoring._cache import PrefixKVCache
+from torchrl_llm_kl.scoring._context import group_of
 from torchrl_llm_kl.scoring._explain import Explanation, explain
 from torchrl_llm_kl.scoring._forks import has_state
 from torchrl_llm_kl.scoring._images import ImageModel
@@ -54,6 +55,8 @@ from torchrl_llm_kl.scoring._wrapper import (
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack
 
 
@@ -84,6 +87,9 @@ class LogProbScorer(Scorer):
         share_prefixes: False scores every sequence separately, in padded micro-batches of similar length. Models that
             cannot attend within a pack always run this way. Models that drop layers at random, or checkpoint them in their
             own code, do so for gradients, with a warning.
+        context_parallel: the ranks that score each batch together. All of them are given the same batch. Each one forwards its
+            share of every sequence, and stores only the activations, keys and values of that share. All ranks return all
+            scores. The gradient of a loss of the scores is the mean of the ranks' gradients, as DDP and FSDP compute it.
         changes: fields of ``options``, and ``temperature``.
 
     Attributes:
@@ -114,7 +120,17 @@ class LogProbScorer(Scorer):
     # Slots refuse misspelt settings, which would have no effect.
     __slots__ = (
         *("_complaint", "_inspection", "_memory", "_model", "_proof", "_route", "_warned", "_wrapper"),
-        *("forwards", "head_chunk", "instead", "offers", "place", "probe", "share_prefixes", "tokens_per_batch"),
+        *(
+            "context",
+            "forwards",
+            "head_chunk",
+            "instead",
+            "offers",
+            "place",
+            "probe",
+            "share_prefixes",
+            "tokens_per_batch",
+        ),
     )
 
     offers: frozenset[str]
@@ -130,6 +146,7 @@ class LogProbScorer(Scorer):
         head_chunk: int = 1024,
         probe: bool = True,
         share_prefixes: bool = True,
+        context_parallel: ProcessGroup | DeviceMesh | None = None,
         **changes: Unpack[Changes],
     ) -> None:
         check_not_a_name(model=model)
@@ -150,6 +167,7 @@ class LogProbScorer(Scorer):
         self.options = options
         self.tokens_per_batch, self.head_chunk = tokens_per_batch, head_chunk
         self.probe, self.share_prefixes = probe, share_prefixes
+        self.context = group_of(context_parallel)
         self.forwards = 0
         self._proof: tuple[object, ...] = ()  # the settings for which `deterministic` was checked
         self._route: Route | None = None
@@ -215,6 +233,8 @@ class LogProbScorer(Scorer):
         ranks, tokens, kept = self._ranks(reference), request.layout, request.kept
         # Any rank may refuse its data. All ranks must learn that before the first collective operation.
         with ranks.together():
+            if states is not None and self.context is not None:
+                raise ValueError("distributions of a scorer with context_parallel are spread over ranks: leave it out.")
             if tokens.num_sequences == 0 and not ranks.groups:
                 raise ValueError("expected at least one sequence, got a batch of 0, which has nothing to score.")
             self._check_together(request, options, reference)
@@ -308,7 +328,9 @@ class LogProbScorer(Scorer):
         self.memory.clear()
 
     def _ranks(self, reference: Scorer | None) -> Ranks:
-        return Ranks([self.model] if reference is None else [self.model, reference.model])
+        if reference is not None and asked(reference, "context", object) is not self.context:
+            raise ValueError("the scorer and its reference have different context_parallel=: pass one group to both.")
+        return Ranks([self.model] if reference is None else [self.model, reference.model], self.context)
 
     def together(self, reference: Scorer | None = None) -> AbstractContextManager[None]:
         """See :meth:`Scorer.together`."""
@@ -332,6 +354,8 @@ class LogProbScorer(Scorer):
             raise ValueError("deterministic=True, but the model drops activations at random: call its eval().")
         if grad and options.recompute:
             self._check_recomputes(request, options)
+        if self.context is not None:
+            self._check_context(options)
         if grad and isinstance(self.model, nn.Module) and is_offloaded(self.model):
             raise ValueError("grad=True, but the model is offloaded, which has no backward: pass grad=False.")
         if grad and adapters is not True:
@@ -355,6 +379,17 @@ class LogProbScorer(Scorer):
             raise ValueError(
                 f"recompute=True is not possible, because {reason}. Leave it out.".replace("because of", "with")
             )
+
+    def _check_context(self, options: ScoreOptions) -> None:
+        """Raise a ValueError if ranks cannot share the forward of a sequence."""
+        whole = ("deterministic", "return_kept", "record_routing")
+        reasons = [f"{name}=True needs whole sequences on a rank" for name in whole if vars(options)[name]]
+        if self.path != "head":
+            reasons.append(f"{type(self.model).__name__} is scored by its own forward")
+        elif self._inspect().of(is_compiled):
+            reasons.append(f"{type(self.model).__name__} is compiled")
+        if reasons:
+            raise ValueError(f"context_parallel, but {reasons[0]}: leave one out.")
 
     def _check_reference(self, options: ScoreOptions, reference: Scorer) -> None:
         """Raise a ValueError if the KL would measure more than the difference of the two models."""

@@ -97,10 +97,12 @@ class Ranks:
     Attributes:
         groups: the process groups of ranks whose forwards are in step.
         witnesses: the groups of ranks to which an error is sent. Inside a forward of DDP they are more than ``groups``.
+        context: the group whose ranks forward the same sequences together.
     """
 
-    def __init__(self, models: Sequence[object]) -> None:
-        groups: dict[int, dist.ProcessGroup] = {}
+    def __init__(self, models: Sequence[object], context: dist.ProcessGroup | None = None) -> None:
+        self.context = context
+        groups: dict[int, dist.ProcessGroup] = {} if context is None else {id(context): context}
         self.witnesses: list[dist.ProcessGroup] = []
         if dist.is_available() and dist.is_initialized():
             for model in models:
@@ -120,6 +122,10 @@ class Ranks:
     def all(self, fact: bool) -> bool:
         """Whether ``fact`` holds on all ranks."""
         return self.most(int(not fact)) == 0
+
+    def same_context(self, number: int) -> bool:
+        """Whether all ranks of the context have the same ``number``."""
+        return self.context is None or _most(number, [self.context]) == -_most(-number, [self.context])
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -195,8 +201,9 @@ class ErrorGuard:
         self._ranks = ranks
         inner = [m for body in bodies if ranks.groups for m in body.modules() if m is not body]
         self._layers = dict.fromkeys(m for m in inner if _has_hooks(m) and not is_zero3(m))
-        # ZeRO-3 prefetches weights in the order of earlier forwards, which a failed rank cannot reproduce.
-        self._at_once = any(is_zero3(body) for body in bodies)
+        # ZeRO-3 prefetches weights in the order of earlier forwards, which a failed rank cannot reproduce. Nor can it take part
+        # in the exchanges of a context.
+        self._at_once = ranks.context is not None or any(is_zero3(body) for body in bodies)
         self._called: list[nn.Module] = []
         self.error: Exception | None = None
 
