@@ -20,7 +20,7 @@ from torchrl_llm_kl.masks import mask_from_prompt_lengths
 from torchrl_llm_kl.rollouts import read_denominators, write_denominators
 from torchrl_llm_kl.scoring import ScoreOptions
 from torchrl_llm_kl.scoring._model import Inspection, Route, Setup
-from torchrl_llm_kl.scoring._passes import PackedPass
+from torchrl_llm_kl.scoring._packs import PackedPass
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._scores import HeadReading
 from torchrl_llm_kl.scoring._tree import PrefixTree

@@ -91,7 +91,7 @@ def compare(family, *, grad=False, exact=False, pack=PACK, rows=None, **config):
 
 def stored():
     """The keys and values that this rank stores for later stages, in tokens, beside those of one process."""
-    from torchrl_llm_kl.scoring._passes import PackedPass
+    from torchrl_llm_kl.scoring._packs import PackedPass
 
     rows, most = [torch.arange(3, 67)], []
     make = partial(LogProbScorer, model_of("qwen2"), tokens_per_batch=4)

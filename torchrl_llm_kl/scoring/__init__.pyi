@@ -16,7 +16,7 @@ from torchrl_llm_kl.scoring._options import (
     Sampling as Sampling,
     ScoreOptions as ScoreOptions,
 )
-from torchrl_llm_kl.scoring._passes import (
+from torchrl_llm_kl.scoring._plans import (
     plan_micro_batches as plan_micro_batches,
 )
 from torchrl_llm_kl.scoring._protocol import (

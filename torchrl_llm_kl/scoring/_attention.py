@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -53,8 +53,10 @@ from torchrl_llm_kl.scoring._checkpoints import (
     settings_of,
     swapped,
 )
-from torchrl_llm_kl.scoring._context import Exchange
 from torchrl_llm_kl.scoring._model import Inspection, body_and_head, configs_of, locked, modules_of
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.scoring._context import Exchange
 
 #: Keys and values of some tokens, ``[1, heads, tokens, size]``, one pair for each attention call of a forward.
 KeysValues = list[tuple[Tensor, Tensor]]

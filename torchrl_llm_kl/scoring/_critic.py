@@ -15,7 +15,7 @@ from torchrl_llm_kl.scoring._model import (
     text_config,
     vocab_size,
 )
-from torchrl_llm_kl.scoring._passes import plan_micro_batches
+from torchrl_llm_kl.scoring._plans import plan_micro_batches
 from torchrl_llm_kl.scoring._request import ScoreRequest, not_text
 from torchrl_llm_kl.scoring._wrapping import is_sharded, most_of_ranks
 

@@ -10,26 +10,21 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import accumulate
+from functools import partial
 from typing import Final, Protocol, cast
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_range, send
-from torchrl_llm_kl._private import compiled_call
+from torchrl_llm_kl._numerics import send
 from torchrl_llm_kl.head import Kept
-from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout, PackPiece, hooked, link, pack_attention
 from torchrl_llm_kl.scoring._branches import Cut, recomputed
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError
-from torchrl_llm_kl.scoring._context import Exchange, checksum, gather_rows
+from torchrl_llm_kl.scoring._context import SharedPass, checksum
 from torchrl_llm_kl.scoring._forks import MIN_LENGTH, MIN_SHARED, ForkedPass, checkpoints_layers
 from torchrl_llm_kl.scoring._images import ImageInputs
-from torchrl_llm_kl.scoring._invariant import BLOCK, PACK, attend, pad_pack
+from torchrl_llm_kl.scoring._invariant import BLOCK, PACK
 from torchrl_llm_kl.scoring._model import (
     Setup,
     body_and_head,
@@ -40,6 +35,8 @@ from torchrl_llm_kl.scoring._model import (
     shards_logits,
 )
 from torchrl_llm_kl.scoring._options import ScoreOptions
+from torchrl_llm_kl.scoring._packs import PackedPass
+from torchrl_llm_kl.scoring._plans import padded_batches
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._routing import Routing, tell_apart
 from torchrl_llm_kl.scoring._scores import (
@@ -56,384 +53,6 @@ from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import ErrorGuard, Ranks, inside, is_out_of_memory, is_sharded
 
 _SMALLEST_PACK = 16  # tokens
-# The tokens of the path and of the branches of one pack, as a multiple of the longest path's.
-_HELD = 1.2
-
-# ---------------------------------------------------------------------- packs
-
-
-class PackedPass:
-    """Runs one model over the prefix tree of a request, one pack at a time. A ``lookup`` skips the cached part.
-
-    The ranks of a ``context`` run one pack each at the same time, which is a stage. Without it, a stage is one pack.
-    """
-
-    kind: Final = "pack"
-
-    def __init__(
-        self,
-        setup: Setup,
-        request: ScoreRequest,
-        tree: PrefixTree,
-        tokens_per_batch: int,
-        lookup: CacheLookup | None = None,
-        routing: Routing | None = None,
-        images: ImageInputs | None = None,
-        branches: bool = False,
-        context: dist.ProcessGroup | None = None,
-    ) -> None:
-        self._context, self._ranks, self._rank = context, 1, 0
-        if context is not None:
-            self._ranks, self._rank = context.size(), context.rank()
-            stages = -(-tree.num_tokens // (self._ranks * tokens_per_batch))
-            tokens_per_batch = max(1, -(-tree.num_tokens // max(1, self._ranks * stages)))  # as many on each rank
-        self.setup, self.size, self.lookup, self.routing, self.images = setup, tokens_per_batch, lookup, routing, images
-        self._request, self._tree = request, tree
-        if branches:
-            self.plan = plan_branches(tree, tokens_per_batch)
-            self._bounds = self.plan.bounds()
-        else:
-            self.plan = plan_packs(tree, tokens_per_batch, None if lookup is None else lookup.cached)
-            self._bounds = [*range(0, (len(self.plan.packs) + 1) * tokens_per_batch, tokens_per_batch)]
-        element, position, place = _row_of_tokens(self.plan, tree)
-        scored = (request.mask if lookup is None else lookup.scored).nonzero().squeeze(-1)
-        slots, order = place[tree.place(*request.before(scored))].sort(stable=True)
-        bounds = torch.tensor(self._bounds)
-        counts = torch.searchsorted(slots, bounds).diff().tolist()
-        predicted = scored[order].split(counts)  # flat indices of the tokens that each pack predicts
-        self.shares = [torch.cat([scored[:0], *predicted[rank :: self._ranks]]) for rank in range(self._ranks)]
-        self._numbers = range(self._rank, -(-len(counts) // self._ranks) * self._ranks, self._ranks)
-        self.elements = [predicted[number] if number < len(counts) else scored[:0] for number in self._numbers]
-        # One transfer before the first forward: a copy between forwards would make the device wait.
-        row = request.tokens.values[element], position
-        if setup.options.deterministic:
-            row = pad_pack(row[0], tokens_per_batch), pad_pack(row[1], tokens_per_batch)
-        self._ids, self._positions = send(row[0], setup.device), send(row[1], setup.device)
-        starts = bounds[:-1].repeat_interleave(torch.tensor(counts, dtype=torch.long))
-        self._slots = send(slots - starts, setup.device).split(counts)
-        self._element = element
-        self._pack_of = {piece: number for number, pack in enumerate(self.plan.packs) for piece in pack}
-        self._last_use = [use // self._ranks for use in self.plan.last_use()]  # the stage
-        # For each piece that later packs attend to: the keys and values of all pieces up to it, in order.
-        self._pasts: dict[int, list[KeysValues]] = {-1: []}
-        # Only for compiled parts: the gradients that later packs add to those keys, and the hidden states of the last pack.
-        self._gradients: Gradients = {}
-        self._last: Tensor | None = None
-        self.has_window = False  # whether a forwarded layer had a sliding window
-
-    def run(self, index: int) -> States:
-        """Run a stage, and return the states that predict ``elements[index]``. Stages must run in order."""
-        layout, number = self._layout(index), self._numbers[index]
-        if number >= len(self.plan.packs):  # the last stage has fewer packs than ranks
-            return self.run_dummy(layout)
-        here = slice(self._bounds[number], self._bounds[number + 1])
-        inputs = None if self.images is None else self.images.of_pack(self._element[here])
-        with self.setup.active():
-            with self.routing.forward(self._element[here], self.setup.device) if self.routing else nullcontext():
-                hidden = self._forward(layout, self._ids[here], self._positions[here], inputs)
-            self.has_window |= layout.has_window
-            for i, forwarded in zip(self.plan.packs[number], layout.pieces, strict=True):
-                if self.lookup is not None and forwarded.kept is not None:
-                    piece = self.plan.pieces[i]
-                    self.lookup.insert(piece.node, piece.first, piece.length, forwarded.kept)
-            # Free the keys and values that no later pack attends to.
-            self._pasts = {i: past for i, past in self._pasts.items() if i < 0 or self._last_use[i] > index}
-            return head_states(self.setup, hidden[0][self._slots[number]])
-
-    def run_last_twice(self, others: Tensor) -> list[Tensor]:
-        """The hidden states of all packs, and of the last one again with other token ids ``[N]``."""
-        last = len(self.elements) - 1
-        states = [self.run(i).source for i in range(last)]
-        pasts = dict(self._pasts)
-        states.append(self.run(last).source)
-        self._pasts, self._ids = pasts, send(others[self._element], self.setup.device)
-        return [*states, self.run(last).source]
-
-    def run_dummy(self, layout: PackLayout | None = None) -> States:
-        """Forward a dummy token, since layers that ranks share must be called on all of them. Returns no positions."""
-        ids = torch.zeros(1, dtype=torch.long, device=self.setup.device)
-        layout = layout or PackLayout([PackPiece(0, 1, -1, [])])
-        with self.setup.active():
-            return head_states(self.setup, self._forward(layout, ids, ids)[0][:0])
-
-    def cut(self, index: int) -> list[Cut]:
-        """Detach the keys and values that later packs attend to."""
-        cuts: list[Cut] = []
-        for kept in (self._pasts[piece][-1] for piece in self.plan.packs[index] if piece in self._pasts):
-            for i, pair in enumerate(kept):
-                leaves = tuple(own.detach().requires_grad_(own.requires_grad) for own in pair)
-                cuts += zip(pair, leaves, strict=True)
-                kept[i] = leaves[0], leaves[1]
-        return cuts
-
-    def readers(self, index: int) -> set[int]:
-        """The later packs that attend to a pack."""
-        return self.plan.readers[index]
-
-    def elsewhere(self, element: Tensor) -> int:
-        """How many of the positions that ``element [1]`` attends to are in packs before its own."""
-        pieces, packs = self.plan.pieces, {i: n for n, pack in enumerate(self.plan.packs) for i in pack}
-        node, place = self._tree.locate(*self._request.at(element))
-        at = next(i for i in packs if pieces[i].node == node and 0 <= place - pieces[i].first < pieces[i].length)
-        pack, earlier = packs[at], 0
-        while at >= 0:
-            earlier += pieces[at].length if packs[at] < pack else 0
-            at = pieces[at].past
-        return earlier
-
-    def _forward(
-        self, layout: PackLayout, ids: Tensor, positions: Tensor, inputs: dict[str, object] | None = None
-    ) -> Tensor:
-        """The hidden states of a pack, ``[1, N, H]``. ``inputs`` replace the ids and positions."""
-        facts = self.setup.inspection
-        body = facts.of(body_and_head)[0]
-        options: dict[str, object] = {"position_ids": positions[None], "use_cache": False, **(inputs or {})}
-        if any(map(compiled_call, facts.of(hooked))):
-            layout.gradients = self._gradients
-            # A compiled body takes the pack as an argument, since its graph reads no Python state.
-            options["attention_mask"] = link(layout, self._last, ids.device)
-        with pack_attention(facts, layout):
-            out = call(body, ids[None], **options) if inputs is None else body(**options)
-            hidden = read_output(out, "last_hidden_state")
-        if layout.gradients is not None and self.setup.options.grad:
-            self._last = hidden
-        return hidden
-
-    def _layout(self, stage: int) -> PackLayout:
-        packs = self.plan.packs[stage * self._ranks : (stage + 1) * self._ranks]
-        if self._context is None:
-            return PackLayout(
-                self._pieces(packs[0], stage), attend=attend if self.setup.options.deterministic else None
-            )
-        pieces = [PackPiece(0, 1, -1, [])]  # a dummy token, if there is no pack for this rank
-        for rank, pack in enumerate(packs):
-            if rank == self._rank:
-                pieces = self._pieces(pack, stage)
-                continue
-            for i in pack:  # stands for the keys and values on the other rank
-                length, past = self.plan.pieces[i].length, self.plan.pieces[i].past
-                self._pasts[i] = [*self._pasts[past], [(torch.empty(1, 1, length, 0), torch.empty(1, 1, length, 0))]]
-        return PackLayout(pieces, exchange=self._exchange(stage, pieces))
-
-    def _exchange(self, stage: int, pieces: list[PackPiece]) -> Exchange | None:
-        """The keys and values that ranks give each other in a stage. None if no pack attends to another rank's."""
-        packs, parts = self.plan.packs, self.plan.pieces
-        numbers = range(stage * self._ranks, (stage + 1) * self._ranks)
-        needed = [self.plan.outside(number) if number < len(packs) else set[int]() for number in numbers]
-        given: list[list[int]] = [[] for _ in needed]  # by rank
-        for i in sorted(set[int]().union(*needed)):
-            owner = self._pack_of[i] % self._ranks
-            if any(i in some for rank, some in enumerate(needed) if rank != owner):
-                given[owner].append(i)
-        counts = [sum(parts[i].length for i in some) for some in given]
-        if self._context is None or not any(counts):
-            return None
-        taken: dict[int, slice] = {}
-        for rank, some in enumerate(given):
-            first = rank * max(counts)
-            for i in some:
-                if rank != self._rank and i in needed[self._rank]:
-                    taken[id(self._pasts[i][-1])] = slice(first, first + parts[i].length)
-                first += parts[i].length
-        number = numbers[self._rank]
-        here = dict(zip(packs[number], pieces, strict=True)) if number < len(packs) else {}
-        own = [slice(here[i].first, here[i].last) if i in here else self._pasts[i][-1] for i in given[self._rank]]
-        return Exchange(self._context, counts, own, taken)
-
-    def _pieces(self, pack: list[int], stage: int) -> list[PackPiece]:
-        inside = {piece: i for i, piece in enumerate(pack)}
-        pieces = []
-        first = 0
-        for i in inside:
-            piece = self.plan.pieces[i]
-            later = self._last_use[i] > stage
-            if piece.past not in self._pasts and piece.past not in inside:
-                lookup = cast(CacheLookup, self.lookup)  # a piece that no pack forwards is cached
-                self._pasts[piece.past] = lookup.past(self.plan.pieces[piece.past].node)
-            kept: KeysValues = []
-            if later or self._context is not None:
-                self._pasts[i] = [*self._pasts[piece.past], kept]
-            keep = later or self.lookup is not None
-            outside = [] if piece.past in inside else self._pasts[piece.past]
-            past = inside.get(piece.past, -1)
-            pieces.append(PackPiece(first, first + piece.length, past, outside, kept if keep else None))
-            first += piece.length
-        return pieces
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive tokens of one node of a prefix tree."""
-
-    node: int
-    first: int  # index of its first token in the node
-    length: int  # at least 1
-    past: int  # the piece before it; -1 at the start of a sequence, and for a cached piece, which is in no pack
-
-
-@dataclass(frozen=True)
-class PackPlan:
-    """Pieces, each after its ``past``, and the packs that they form."""
-
-    pieces: list[Piece]
-    packs: list[list[int]]  # indices of pieces, ascending through all packs
-
-    def bounds(self) -> list[int]:
-        """Where each pack begins in the row of all tokens, and the end of the row."""
-        return [0, *accumulate(sum(self.pieces[i].length for i in pack) for pack in self.packs)]
-
-    @cached_property
-    def readers(self) -> list[set[int]]:
-        """For each pack, the later packs that attend to it."""
-        pack_of = {piece: number for number, pack in enumerate(self.packs) for piece in pack}
-        out: list[set[int]] = [set() for _ in self.packs]
-        for number in range(len(self.packs)):
-            for piece in self.outside(number):
-                out[pack_of[piece]].add(number)
-        return out
-
-    def outside(self, number: int) -> set[int]:
-        """The pieces outside a pack that it attends to."""
-        inside, out = {*self.packs[number]}, set[int]()
-        for index in inside:
-            piece = self.pieces[index].past
-            while piece >= 0 and piece not in inside and piece not in out:
-                out.add(piece)
-                piece = self.pieces[piece].past
-        return out
-
-    def last_use(self) -> list[int]:
-        """For each piece, the last other pack that attends to it, or -1."""
-        out = [-1] * len(self.pieces)
-        for number in range(len(self.packs)):
-            for piece in self.outside(number):
-                out[piece] = number
-        return out
-
-
-def plan_packs(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | None = None) -> PackPlan:
-    """Lay the nodes of a prefix tree end to end, depth first, and cut the row every ``tokens_per_batch`` tokens.
-
-    In depth-first order the fewest keys and values are held for later packs. ``cached`` is the number of leading tokens of
-    each node that need no forward, by default 0.
-
-    Example:
-        >>> from torchrl_llm_kl.ragged import Ragged
-        >>> answers = [[1, 2, 3, 4, 5], [1, 2, 3, 6], [7, 8]]
-        >>> tokens = Ragged.from_list([torch.tensor(answer) for answer in answers])
-        >>> plan = plan_packs(PrefixTree.build(tokens, tokens.lengths, min_shared=3), 6)
-        >>> [[(p.node, p.first, p.length, p.past) for p in map(plan.pieces.__getitem__, pack)] for pack in plan.packs]
-        [[(0, 0, 3, -1), (1, 0, 2, 0), (2, 0, 1, 0)], [(3, 0, 2, -1)]]
-    """
-    check_range(1, tokens_per_batch=tokens_per_batch)
-    parents, lengths = tree.parent.tolist(), tree.length.tolist()
-    children: dict[int, list[int]] = {node: [] for node in range(-1, len(lengths))}
-    for node, parent in enumerate(parents):
-        children[parent].append(node)
-
-    pieces: list[Piece] = []
-    packs: list[list[int]] = []
-    room = 0
-    last_piece: dict[int, int] = {-1: -1}
-    waiting = children[-1][::-1]
-    while waiting:
-        node = waiting.pop()
-        waiting.extend(reversed(children[node]))
-        past, done = last_piece[parents[node]], 0
-        if cached is not None and cached[node] > 0:
-            pieces.append(Piece(node, 0, cached[node], -1))
-            past, done = len(pieces) - 1, cached[node]
-        while done < lengths[node]:
-            if room == 0:
-                packs.append([])
-                room = tokens_per_batch
-            length = min(room, lengths[node] - done)
-            pieces.append(Piece(node, done, length, past))
-            past, done, room = len(pieces) - 1, done + length, room - length
-            packs[-1].append(past)
-        last_piece[node] = past
-    return PackPlan(pieces, packs)
-
-
-def plan_branches(tree: PrefixTree, tokens_per_batch: int) -> PackPlan:
-    """Plan packs so that the graphs of few of them are held at a time: about the tokens of the longest sequence.
-
-    Below each node its longest branch comes first, up to its end. Then come the others, from the end back to the start. A pack
-    holds consecutive tokens of one path, or whole branches. Its graph is held until no later pack attends to it. At most 1.2
-    times the tokens of the longest sequence are held, and two packs more.
-
-    Example:
-        >>> from torchrl_llm_kl.ragged import Ragged
-        >>> answers = [[1, 2, 3, 4, 5], [1, 2, 3, 6], [7, 8]]
-        >>> tokens = Ragged.from_list([torch.tensor(answer) for answer in answers])
-        >>> plan = plan_branches(PrefixTree.build(tokens, tokens.lengths, min_shared=3), 6)
-        >>> [[(p.node, p.first, p.length, p.past) for p in map(plan.pieces.__getitem__, pack)] for pack in plan.packs]
-        [[(0, 0, 3, -1), (1, 0, 2, 0), (2, 0, 1, 0)], [(3, 0, 2, -1)]]
-    """
-    check_range(1, tokens_per_batch=tokens_per_batch)
-    lengths = tree.length.tolist()
-    children: dict[int, list[int]] = {node: [] for node in range(-1, len(lengths))}
-    for node, parent in enumerate(tree.parent.tolist()):
-        children[parent].append(node)
-    depth = [0] * len(lengths)  # tokens up to the end of the longest branch
-    for node in reversed(range(len(lengths))):
-        depth[node] = lengths[node] + max((depth[child] for child in children[node]), default=0)
-    most = _HELD * max(depth, default=0)
-    plan, last_piece = PackPlan([], []), {-1: -1}
-    pending = [len(each) for each in children.values()]  # children that did not come yet, by node + 1
-    sizes = [0]  # tokens of the packs that are held, the last one included
-    held = [list[int]()]  # their pieces
-    first = {-1}  # nodes of the longest branch
-    waiting = sorted(children[-1], key=depth.__getitem__)
-    while waiting:
-        node = waiting.pop()
-        parent = int(tree.parent[node])
-        past, done = last_piece[parent], 0
-        # The first child goes on where the pack ends. Another one joins a pack of whole branches, if there is room. Beside the
-        # longest branch a pack ends at a fork: otherwise each fork on a path would hold the rest of a finished branch.
-        goes_on = bool(plan.packs) and plan.packs[-1][-1] == past
-        if parent in first and (goes_on or parent < 0):
-            first.add(node)
-        goes_on = goes_on and (parent in first or len(children[parent]) == 1)
-        pending[parent + 1] -= 1
-        while not goes_on and len(held) > 1 and not any(pending[plan.pieces[i].node + 1] for i in held[-2]):
-            del held[-2], sizes[-2]
-        whole = not any(pending[plan.pieces[i].node + 1] for i in held[-1])
-        room = min(tokens_per_batch - sizes[-1], most - sum(sizes))
-        joins = bool(plan.packs) and (goes_on or (whole and not children[node] and lengths[node] <= room))
-        if whole and not joins:
-            del held[-1], sizes[-1]
-        waiting += sorted(children[node], key=depth.__getitem__)
-        while done < lengths[node]:
-            if not joins or sizes[-1] == tokens_per_batch:
-                plan.packs.append([])
-                held.append(plan.packs[-1])
-                sizes.append(0)
-                joins = True
-            length = min(tokens_per_batch - sizes[-1], lengths[node] - done)
-            plan.pieces.append(Piece(node, done, length, past))
-            past, done, sizes[-1] = len(plan.pieces) - 1, done + length, sizes[-1] + length
-            plan.packs[-1].append(past)
-        last_piece[node] = past
-    return plan
-
-
-def _row_of_tokens(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay all tokens to forward in a row, pack after pack.
-
-    Returns the flat element and the position of each token in the row, and the index in the row of each token of the tree,
-    node after node. Tokens that are not in the row have the index -1.
-    """
-    pieces = [plan.pieces[i] for pack in plan.packs for i in pack]
-    # numpy takes a fraction of torch's time for so few numbers.
-    node, first, length = np.array([(p.node, p.first, p.length) for p in pieces], "i8").reshape(-1, 3).T
-    order = np.arange(length.sum())
-    inside, node = order - (length.cumsum() - length - first).repeat(length), node.repeat(length)
-    place = np.full(tree.num_tokens, -1)
-    place[tree.first.numpy()[node] + inside] = order
-    element, position = tree.element.numpy()[node] + inside, tree.start.numpy()[node] + inside
-    return torch.from_numpy(element), torch.from_numpy(position), torch.from_numpy(place)
-
 
 # ---------------------------------------------------------------------- padded micro-batches
 
@@ -504,46 +123,6 @@ class PaddedPass:
             with text if images is None or self.images is None else self.images.forward() as body:
                 output = call(body, ids, use_cache=False, **options)
             return head_states(setup, read_output(output, "last_hidden_state").flatten(0, 1)[slots])
-
-
-def plan_micro_batches(lengths: Tensor, tokens_per_batch: int) -> list[Tensor]:
-    """Split sequences into micro-batches of similar length under a token budget.
-
-    A micro-batch costs ``rows * longest`` tokens, padding included. The longest sequences come first, so a run that does
-    not fit into memory fails at once.
-
-    Args:
-        lengths: tokens to forward per sequence, int64 ``[S]``. A sequence of 0 tokens is in no micro-batch.
-        tokens_per_batch: the budget. A longer sequence gets a micro-batch of its own.
-
-    Returns:
-        Sequence indices, int64 on the CPU, one tensor per micro-batch.
-
-    Raises:
-        ValueError: if the budget is below 1.
-
-    Example:
-        >>> import torch
-        >>> [batch.tolist() for batch in plan_micro_batches(torch.tensor([2, 9, 0, 3, 4]), 10)]
-        [[1], [4, 3], [0]]
-    """
-    check_range(1, tokens_per_batch=tokens_per_batch)
-    sizes = lengths.tolist()
-    order = sorted((row for row, size in enumerate(sizes) if size > 0), key=lambda row: -sizes[row])
-    batches, start = list[Tensor](), 0
-    while start < len(order):
-        rows = max(1, tokens_per_batch // sizes[order[start]])
-        batches.append(torch.tensor(order[start : start + rows]))
-        start += rows
-    return batches
-
-
-def padded_batches(lengths: Tensor, tokens_per_batch: int, *models: nn.Module) -> list[Tensor]:
-    """Plan micro-batches that stay on one side of each model's switch of rotary frequencies (longrope)."""
-    sides = [lengths]
-    for switch in set().union(*map(frequency_switches, models)):
-        sides = [torch.where(within, side, 0) for side in sides for within in (side <= switch, side > switch)]
-    return [rows for side in sides for rows in plan_micro_batches(side, tokens_per_batch)]
 
 
 # ---------------------------------------------------------------------- a call
@@ -682,11 +261,8 @@ class ScoringRun:
         guard = ErrorGuard([body for _, body, _ in models], self.ranks)
         scores = inside(models, partial(self._forward_all, guard, passes, lookups))
         guard.check()
-        if self.ranks.context is not None:
-            shares = cast(PackedPass, passes[0]).shares
-            counts = [len(share) for share in shares]
-            gathered = {name: gather_rows(self.ranks.context, counts, own) for name, own in scores[1].items()}
-            scores = torch.cat(shares), gathered
+        if isinstance(passes[0], SharedPass):
+            scores = passes[0].gather(scores[1])
         if self.routings[0] is not None and self.routings[0].records:
             tokens = self.request.tokens
             chosen = self.routings[0].result(len(tokens.values))
@@ -730,8 +306,9 @@ class ScoringRun:
         if self.forks:
             return [ForkedPass(setup, *args, part, routing) for setup, routing, _, part in each]
         branches = self.options.grad and self.options.recompute
-        last = branches, self.ranks.context
-        return [PackedPass(setup, *args, part, routing, some, *last) for setup, routing, some, part in each]
+        if (group := self.ranks.context) is not None:
+            return [SharedPass(setup, *args, routing, group) for setup, routing, _, _ in each]
+        return [PackedPass(setup, *args, part, routing, some, branches) for setup, routing, some, part in each]
 
     def _forward_all(
         self, guard: ErrorGuard, passes: Sequence[Pass], lookups: list[CacheLookup]

@@ -32,7 +32,8 @@ from torchrl_llm_kl.scoring._model import (
     whole_logits,
 )
 from torchrl_llm_kl.scoring._options import ScoreOptions
-from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass
+from torchrl_llm_kl.scoring._packs import PackedPass
+from torchrl_llm_kl.scoring._passes import PaddedPass
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._scores import HeadReading, log_prob_at
 from torchrl_llm_kl.scoring._tree import PrefixTree

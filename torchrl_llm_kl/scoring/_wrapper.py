@@ -18,7 +18,7 @@ from torchrl_llm_kl._typing import asked, call_of, has
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import evaluating, output_size
 from torchrl_llm_kl.scoring._options import NEUTRAL, OTHERS, TRANSFORMERS, Sampling
-from torchrl_llm_kl.scoring._passes import plan_micro_batches
+from torchrl_llm_kl.scoring._plans import plan_micro_batches
 from torchrl_llm_kl.scoring._protocol import Scorer
 from torchrl_llm_kl.scoring._request import ScoreRequest
 

@@ -17,7 +17,7 @@ from closeness import assert_near
 from torchrl_llm_kl import LogProbScorer, PolicyLoss
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest
-from torchrl_llm_kl.scoring._passes import plan_branches
+from torchrl_llm_kl.scoring._plans import plan_branches
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from toy_models import stateful_model, tiny_model
 

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import plan_micro_batches
-from torchrl_llm_kl.scoring._passes import plan_packs
+from torchrl_llm_kl.scoring._plans import plan_packs
 from torchrl_llm_kl.scoring._tree import PrefixTree
 
 # Few distinct tokens, so that sequences often share prefixes; ids whose bytes and values sort differently.

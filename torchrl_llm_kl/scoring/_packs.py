@@ -1,0 +1,173 @@
+"""The forwards of a prefix tree in packs: each distinct prefix once, without padding."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Final, cast
+
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import send
+from torchrl_llm_kl._private import compiled_call
+from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout, PackPiece, hooked, link, pack_attention
+from torchrl_llm_kl.scoring._branches import Cut
+from torchrl_llm_kl.scoring._cache import CacheLookup
+from torchrl_llm_kl.scoring._images import ImageInputs
+from torchrl_llm_kl.scoring._invariant import attend, pad_pack
+from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, read_output
+from torchrl_llm_kl.scoring._plans import plan_branches, plan_packs, row_of_tokens
+from torchrl_llm_kl.scoring._request import ScoreRequest
+from torchrl_llm_kl.scoring._routing import Routing
+from torchrl_llm_kl.scoring._scores import States, head_states
+from torchrl_llm_kl.scoring._tree import PrefixTree
+
+
+class PackedPass:
+    """Runs one model over the prefix tree of a request, one pack at a time. A ``lookup`` skips the cached part."""
+
+    kind: Final = "pack"
+
+    def __init__(
+        self,
+        setup: Setup,
+        request: ScoreRequest,
+        tree: PrefixTree,
+        tokens_per_batch: int,
+        lookup: CacheLookup | None = None,
+        routing: Routing | None = None,
+        images: ImageInputs | None = None,
+        branches: bool = False,
+    ) -> None:
+        self.setup, self.size, self.lookup, self.routing, self.images = setup, tokens_per_batch, lookup, routing, images
+        self._request, self._tree = request, tree
+        if branches:
+            self.plan = plan_branches(tree, tokens_per_batch)
+            self._bounds = self.plan.bounds()
+        else:
+            self.plan = plan_packs(tree, tokens_per_batch, None if lookup is None else lookup.cached)
+            self._bounds = [*range(0, (len(self.plan.packs) + 1) * tokens_per_batch, tokens_per_batch)]
+        element, position, place = row_of_tokens(self.plan, tree)
+        scored = (request.mask if lookup is None else lookup.scored).nonzero().squeeze(-1)
+        slots, order = place[tree.place(*request.before(scored))].sort(stable=True)
+        bounds = torch.tensor(self._bounds)
+        counts = torch.searchsorted(slots, bounds).diff().tolist()
+        self.elements = list(scored[order].split(counts))  # flat indices of the tokens that each pack predicts
+        # One transfer before the first forward: a copy between forwards would make the device wait.
+        row = request.tokens.values[element], position
+        if setup.options.deterministic:
+            row = pad_pack(row[0], tokens_per_batch), pad_pack(row[1], tokens_per_batch)
+        self._ids, self._positions = send(row[0], setup.device), send(row[1], setup.device)
+        starts = bounds[:-1].repeat_interleave(torch.tensor(counts, dtype=torch.long))
+        self._slots = send(slots - starts, setup.device).split(counts)
+        self._element = element
+        self._last_use = self.plan.last_use()
+        # For each piece that later packs attend to: the keys and values of all pieces up to it, in order.
+        self._pasts: dict[int, list[KeysValues]] = {-1: []}
+        # Only for compiled parts: the gradients that later packs add to those keys, and the hidden states of the last pack.
+        self._gradients: Gradients = {}
+        self._last: Tensor | None = None
+        self.has_window = False  # whether a forwarded layer had a sliding window
+
+    def run(self, index: int) -> States:
+        """Run a pack, and return the states that predict ``elements[index]``. Packs must run in order."""
+        return self._run(index, index, self._layout(index))
+
+    def _run(self, number: int, stage: int, layout: PackLayout) -> States:
+        """Run pack ``number`` in a stage, which is one pack here."""
+        here = slice(self._bounds[number], self._bounds[number + 1])
+        inputs = None if self.images is None else self.images.of_pack(self._element[here])
+        with self.setup.active():
+            with self.routing.forward(self._element[here], self.setup.device) if self.routing else nullcontext():
+                hidden = self._forward(layout, self._ids[here], self._positions[here], inputs)
+            self.has_window |= layout.has_window
+            for i, forwarded in zip(self.plan.packs[number], layout.pieces, strict=True):
+                if self.lookup is not None and forwarded.kept is not None:
+                    piece = self.plan.pieces[i]
+                    self.lookup.insert(piece.node, piece.first, piece.length, forwarded.kept)
+            # Free the keys and values that no later pack attends to.
+            self._pasts = {i: past for i, past in self._pasts.items() if i < 0 or self._last_use[i] > stage}
+            return head_states(self.setup, hidden[0][self._slots[number]])
+
+    def run_last_twice(self, others: Tensor) -> list[Tensor]:
+        """The hidden states of all packs, and of the last one again with other token ids ``[N]``."""
+        last = len(self.elements) - 1
+        states = [self.run(i).source for i in range(last)]
+        pasts = dict(self._pasts)
+        states.append(self.run(last).source)
+        self._pasts, self._ids = pasts, send(others[self._element], self.setup.device)
+        return [*states, self.run(last).source]
+
+    def run_dummy(self, layout: PackLayout | None = None) -> States:
+        """Forward a dummy token, since layers that ranks share must be called on all of them. Returns no positions."""
+        ids = torch.zeros(1, dtype=torch.long, device=self.setup.device)
+        layout = layout or PackLayout([PackPiece(0, 1, -1, [])])
+        with self.setup.active():
+            return head_states(self.setup, self._forward(layout, ids, ids)[0][:0])
+
+    def cut(self, index: int) -> list[Cut]:
+        """Detach the keys and values that later packs attend to."""
+        cuts: list[Cut] = []
+        for kept in (self._pasts[piece][-1] for piece in self.plan.packs[index] if piece in self._pasts):
+            for i, pair in enumerate(kept):
+                leaves = tuple(own.detach().requires_grad_(own.requires_grad) for own in pair)
+                cuts += zip(pair, leaves, strict=True)
+                kept[i] = leaves[0], leaves[1]
+        return cuts
+
+    def readers(self, index: int) -> set[int]:
+        """The later packs that attend to a pack."""
+        return self.plan.readers[index]
+
+    def elsewhere(self, element: Tensor) -> int:
+        """How many of the positions that ``element [1]`` attends to are in packs before its own."""
+        pieces, packs = self.plan.pieces, {i: n for n, pack in enumerate(self.plan.packs) for i in pack}
+        node, place = self._tree.locate(*self._request.at(element))
+        at = next(i for i in packs if pieces[i].node == node and 0 <= place - pieces[i].first < pieces[i].length)
+        pack, earlier = packs[at], 0
+        while at >= 0:
+            earlier += pieces[at].length if packs[at] < pack else 0
+            at = pieces[at].past
+        return earlier
+
+    def _forward(
+        self, layout: PackLayout, ids: Tensor, positions: Tensor, inputs: dict[str, object] | None = None
+    ) -> Tensor:
+        """The hidden states of a pack, ``[1, N, H]``. ``inputs`` replace the ids and positions."""
+        facts = self.setup.inspection
+        body = facts.of(body_and_head)[0]
+        options: dict[str, object] = {"position_ids": positions[None], "use_cache": False, **(inputs or {})}
+        if any(map(compiled_call, facts.of(hooked))):
+            layout.gradients = self._gradients
+            # A compiled body takes the pack as an argument, since its graph reads no Python state.
+            options["attention_mask"] = link(layout, self._last, ids.device)
+        with pack_attention(facts, layout):
+            out = call(body, ids[None], **options) if inputs is None else body(**options)
+            hidden = read_output(out, "last_hidden_state")
+        if layout.gradients is not None and self.setup.options.grad:
+            self._last = hidden
+        return hidden
+
+    def _layout(self, stage: int) -> PackLayout:
+        pieces = self._pieces(self.plan.packs[stage], stage)
+        return PackLayout(pieces, attend=attend if self.setup.options.deterministic else None)
+
+    def _pieces(self, pack: list[int], stage: int) -> list[PackPiece]:
+        inside = {piece: i for i, piece in enumerate(pack)}
+        pieces = []
+        first = 0
+        for i in inside:
+            piece = self.plan.pieces[i]
+            later = self._last_use[i] > stage
+            if piece.past not in self._pasts and piece.past not in inside:
+                lookup = cast(CacheLookup, self.lookup)  # a piece that no pack forwards is cached
+                self._pasts[piece.past] = lookup.past(self.plan.pieces[piece.past].node)
+            kept: KeysValues = []
+            if later:
+                self._pasts[i] = [*self._pasts[piece.past], kept]
+            keep = later or self.lookup is not None
+            outside = [] if piece.past in inside else self._pasts[piece.past]
+            past = inside.get(piece.past, -1)
+            pieces.append(PackPiece(first, first + piece.length, past, outside, kept if keep else None))
+            first += piece.length
+        return pieces
