@@ -15,18 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from torchrl_llm_kl._numerics import widen
-from torchrl_llm_kl.scoring._attention import KeysValues, PackLayout, PackPiece
-from torchrl_llm_kl.scoring._model import Setup
-from torchrl_llm_kl.scoring._packs import PackedPass
 from torchrl_llm_kl.scoring._request import ScoreRequest
-from torchrl_llm_kl.scoring._routing import Routing
-from torchrl_llm_kl.scoring._scores import Columns, States
-from torchrl_llm_kl.scoring._tree import PrefixTree
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+Pair = tuple[Tensor, Tensor]
 
 
 def group_of(ranks: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
@@ -54,21 +51,22 @@ class Exchange:
 
     group: dist.ProcessGroup
     given: Sequence[int]
-    own: Sequence[slice | KeysValues]
+    own: Sequence[slice | list[Pair]]
     taken: Mapping[int, slice]
 
     def __call__(
-        self, call: int, key: Tensor, value: Tensor, outside: Sequence[KeysValues]
-    ) -> tuple[Tensor, Tensor, KeysValues]:
+        self, call: int, key: Tensor, value: Tensor, outside: Sequence[list[Pair]]
+    ) -> tuple[Tensor, Tensor, list[Pair]]:
         """The keys and values of this pack ``[1, heads, N, size]``, and those of ``outside``, in one attention call."""
         pairs = [(key[:, :, x], value[:, :, x]) if isinstance(x, slice) else x[call] for x in self.own]
         rows = [torch.cat([part[0].transpose(0, 1).flatten(1) for part in pair], 1) for pair in pairs]
         width = key.shape[1] * key.shape[3]
-        own = torch.cat(rows) if rows else key.new_empty(0, width + value.shape[1] * value.shape[3])
+        dtype = torch.promote_types(key.dtype, value.dtype)
+        own = torch.cat([*rows, key.new_empty(0, width + value.shape[1] * value.shape[3], dtype=dtype)])
         # The pack's own keys and values pass through, so that the backward has a gather on every rank.
         gathered, key, value = _Gather.apply(self.group, max(self.given), own, key, value)
 
-        def taken(kept: KeysValues) -> tuple[Tensor, Tensor]:
+        def taken(kept: list[Pair]) -> tuple[Tensor, Tensor]:
             if id(kept) not in self.taken:
                 return kept[call]
             some = gathered.flatten(0, 1)[self.taken[id(kept)]]
@@ -79,85 +77,10 @@ class Exchange:
         return key, value, [taken(kept) for kept in outside]
 
 
-class SharedPass(PackedPass):
-    """Runs one model over the prefix tree of a request, a stage at a time. Attributes of packs are those of this rank."""
-
-    def __init__(
-        self,
-        setup: Setup,
-        request: ScoreRequest,
-        tree: PrefixTree,
-        tokens_per_batch: int,
-        routing: Routing | None,
-        group: dist.ProcessGroup,
-    ) -> None:
-        self._group, self._rank, self._count = group, group.rank(), group.size()
-        stages = max(1, -(-tree.num_tokens // (self._count * tokens_per_batch)))
-        size = max(1, -(-tree.num_tokens // (self._count * stages)))  # as many tokens on each rank
-        super().__init__(setup, request, tree, size, None, routing)
-        none, count = torch.zeros(0, dtype=torch.long), self._count
-        self._shares = [torch.cat([none, *self.elements[rank::count]]) for rank in range(count)]
-        stages = -(-len(self.elements) // count)
-        own = self.elements[self._rank :: count]
-        self.elements = own + [none] * (stages - len(own))
-        self._rank_of = {piece: number % count for number, pack in enumerate(self.plan.packs) for piece in pack}
-        self._last_use = [use // count for use in self._last_use]  # the stage, -1 as before
-
-    def run(self, index: int) -> States:
-        """Run this rank's pack of a stage, and return the states that predict ``elements[index]``."""
-        number, layout = index * self._count + self._rank, self._layout(index)
-        if number >= len(self.plan.packs):  # the last stage has fewer packs than ranks
-            return self.run_dummy(layout)
-        return self._run(number, index, layout)
-
-    def gather(self, columns: Columns) -> tuple[Tensor, Columns]:
-        """The flat elements of all ranks, and their scores."""
-        counts = [len(share) for share in self._shares]
-
-        def rows(own: Tensor) -> Tensor:
-            (gathered,) = _Gather.apply(self._group, max(counts), own)
-            return torch.cat([some[:count] for some, count in zip(gathered, counts, strict=True)])
-
-        return torch.cat(self._shares), {name: rows(own) for name, own in columns.items()}
-
-    def _layout(self, stage: int) -> PackLayout:
-        numbers = range(stage * self._count, (stage + 1) * self._count)
-        packs = [self.plan.packs[number] if number < len(self.plan.packs) else [] for number in numbers]
-        needed = [self.plan.outside(pack) for pack in packs]
-        pieces = [PackPiece(0, 1, -1, [])]  # a dummy token, if there is no pack for this rank
-        for rank, pack in enumerate(packs):
-            if rank == self._rank and pack:
-                pieces = self._pieces(pack, stage)
-            for i in pack if rank != self._rank else []:
-                if self._last_use[i] > stage or i in needed[self._rank]:
-                    # Stands for the keys and values on the other rank.
-                    length, past = self.plan.pieces[i].length, self.plan.pieces[i].past
-                    self._pasts[i] = [
-                        *self._pasts[past],
-                        [(torch.empty(1, 1, length, 0), torch.empty(1, 1, length, 0))],
-                    ]
-        here = dict(zip(packs[self._rank], pieces, strict=False))
-        return PackLayout(pieces, exchange=self._exchange(needed, here))
-
-    def _exchange(self, needed: list[set[int]], here: dict[int, PackPiece]) -> Exchange | None:
-        """The keys and values that ranks give each other. None if no pack attends to another rank's."""
-        parts, given = self.plan.pieces, [list[int]() for _ in needed]
-        for i in sorted(set[int]().union(*needed)):
-            owner = self._rank_of[i]
-            if any(i in some for rank, some in enumerate(needed) if rank != owner):
-                given[owner].append(i)
-        counts = [sum(parts[i].length for i in some) for some in given]
-        if not any(counts):
-            return None
-        taken: dict[int, slice] = {}
-        for rank, some in enumerate(given):
-            first = rank * max(counts)
-            for i in some:
-                if rank != self._rank and i in needed[self._rank]:
-                    taken[id(self._pasts[i][-1])] = slice(first, first + parts[i].length)
-                first += parts[i].length
-        own = [slice(here[i].first, here[i].last) if i in here else self._pasts[i][-1] for i in given[self._rank]]
-        return Exchange(self._group, counts, own, taken)
+def gather(group: dist.ProcessGroup, counts: Sequence[int], own: Tensor) -> Tensor:
+    """The rows of all ranks, one rank after the other. ``own [counts[rank], ...]`` are those of this rank."""
+    (gathered,) = _Gather.apply(group, max(counts), own)
+    return torch.cat([rows[:count] for rows, count in zip(gathered, counts, strict=True)])
 
 
 class _Gather(torch.autograd.Function):
@@ -173,6 +96,7 @@ class _Gather(torch.autograd.Function):
         return gathered, *(each.view_as(each) for each in through)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *through: Tensor) -> tuple[Tensor | None, ...]:
         (wide,) = widen(gradient)
         total = wide.new_empty(wide.shape[1:])

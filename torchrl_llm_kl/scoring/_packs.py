@@ -1,4 +1,4 @@
-"""The forwards of a prefix tree in packs: each distinct prefix once, without padding."""
+"""The forwards of a prefix tree in packs: each distinct prefix once, without padding, on one rank or on several."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Final, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import send
@@ -13,13 +14,14 @@ from torchrl_llm_kl._private import compiled_call
 from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout, PackPiece, hooked, link, pack_attention
 from torchrl_llm_kl.scoring._branches import Cut
 from torchrl_llm_kl.scoring._cache import CacheLookup
+from torchrl_llm_kl.scoring._context import Exchange, gather
 from torchrl_llm_kl.scoring._images import ImageInputs
 from torchrl_llm_kl.scoring._invariant import attend, pad_pack
 from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, read_output
 from torchrl_llm_kl.scoring._plans import plan_branches, plan_packs, row_of_tokens
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._routing import Routing
-from torchrl_llm_kl.scoring._scores import States, head_states
+from torchrl_llm_kl.scoring._scores import Columns, States, head_states
 from torchrl_llm_kl.scoring._tree import PrefixTree
 
 
@@ -171,3 +173,82 @@ class PackedPass:
             pieces.append(PackPiece(first, first + piece.length, past, outside, kept if keep else None))
             first += piece.length
         return pieces
+
+
+# ---------------------------------------------------------------------- packs of several ranks
+
+
+class SharedPass(PackedPass):
+    """Runs one model over the prefix tree of a request, a stage at a time. Attributes of packs are those of this rank."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        request: ScoreRequest,
+        tree: PrefixTree,
+        tokens_per_batch: int,
+        routing: Routing | None,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._group, self._rank, self._count = group, group.rank(), group.size()
+        stages = max(1, -(-tree.num_tokens // (self._count * tokens_per_batch)))
+        size = max(1, -(-tree.num_tokens // (self._count * stages)))  # as many tokens on each rank
+        super().__init__(setup, request, tree, size, None, routing)
+        none, count = torch.zeros(0, dtype=torch.long), self._count
+        self._shares = [torch.cat([none, *self.elements[rank::count]]) for rank in range(count)]
+        stages = -(-len(self.elements) // count)
+        own = self.elements[self._rank :: count]
+        self.elements = own + [none] * (stages - len(own))
+        self._rank_of = {piece: number % count for number, pack in enumerate(self.plan.packs) for piece in pack}
+        self._last_use = [use // count for use in self._last_use]  # the stage, -1 as before
+
+    def run(self, index: int) -> States:
+        """Run this rank's pack of a stage, and return the states that predict ``elements[index]``."""
+        number, layout = index * self._count + self._rank, self._layout(index)
+        if number >= len(self.plan.packs):  # the last stage has fewer packs than ranks
+            return self.run_dummy(layout)
+        return self._run(number, index, layout)
+
+    def gather(self, columns: Columns) -> tuple[Tensor, Columns]:
+        """The flat elements of all ranks, and their scores."""
+        counts = [len(share) for share in self._shares]
+        return torch.cat(self._shares), {name: gather(self._group, counts, own) for name, own in columns.items()}
+
+    def _layout(self, stage: int) -> PackLayout:
+        numbers = range(stage * self._count, (stage + 1) * self._count)
+        packs = [self.plan.packs[number] if number < len(self.plan.packs) else [] for number in numbers]
+        needed = [self.plan.outside(pack) for pack in packs]
+        pieces = [PackPiece(0, 1, -1, [])]  # a dummy token, if there is no pack for this rank
+        for rank, pack in enumerate(packs):
+            if rank == self._rank and pack:
+                pieces = self._pieces(pack, stage)
+            for i in pack if rank != self._rank else []:
+                if self._last_use[i] > stage or i in needed[self._rank]:
+                    # Stands for the keys and values on the other rank.
+                    length, past = self.plan.pieces[i].length, self.plan.pieces[i].past
+                    self._pasts[i] = [
+                        *self._pasts[past],
+                        [(torch.empty(1, 1, length, 0), torch.empty(1, 1, length, 0))],
+                    ]
+        here = dict(zip(packs[self._rank], pieces, strict=False))
+        return PackLayout(pieces, exchange=self._exchange(needed, here))
+
+    def _exchange(self, needed: list[set[int]], here: dict[int, PackPiece]) -> Exchange | None:
+        """The keys and values that ranks give each other. None if no pack attends to another rank's."""
+        parts, given = self.plan.pieces, [list[int]() for _ in needed]
+        for i in sorted(set[int]().union(*needed)):
+            owner = self._rank_of[i]
+            if any(i in some for rank, some in enumerate(needed) if rank != owner):
+                given[owner].append(i)
+        counts = [sum(parts[i].length for i in some) for some in given]
+        if not any(counts):
+            return None
+        taken: dict[int, slice] = {}
+        for rank, some in enumerate(given):
+            first = rank * max(counts)
+            for i in some:
+                if rank != self._rank and i in needed[self._rank]:
+                    taken[id(self._pasts[i][-1])] = slice(first, first + parts[i].length)
+                first += parts[i].length
+        own = [slice(here[i].first, here[i].last) if i in here else self._pasts[i][-1] for i in given[self._rank]]
+        return Exchange(self._group, counts, own, taken)

@@ -21,7 +21,7 @@ from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring._branches import Cut, recomputed
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError
-from torchrl_llm_kl.scoring._context import SharedPass, checksum
+from torchrl_llm_kl.scoring._context import checksum
 from torchrl_llm_kl.scoring._forks import MIN_LENGTH, MIN_SHARED, ForkedPass, checkpoints_layers
 from torchrl_llm_kl.scoring._images import ImageInputs
 from torchrl_llm_kl.scoring._invariant import BLOCK, PACK
@@ -35,7 +35,7 @@ from torchrl_llm_kl.scoring._model import (
     shards_logits,
 )
 from torchrl_llm_kl.scoring._options import ScoreOptions
-from torchrl_llm_kl.scoring._packs import PackedPass
+from torchrl_llm_kl.scoring._packs import PackedPass, SharedPass
 from torchrl_llm_kl.scoring._plans import padded_batches
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._routing import Routing, tell_apart
