@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -374,21 +373,19 @@ def _batches(layout: PackLayout, device: torch.device, *, together: bool = True)
         alike = (lengths[i], piece.past, *map(id, piece.outside)) if together else i
         groups.setdefault(alike, []).append(i)
     followed = {piece.past for piece in pieces}
-    batches, order = list[Batch](), list[np.ndarray]()
+    batches, order = list[Batch](), list[int]()
     for group in groups.values():
-        length = lengths[group[0]]
-        count = max(1, _TOGETHER // (past[group[0]] + length))
+        count = max(1, _TOGETHER // (past[group[0]] + lengths[group[0]]))
         for chosen in (group[i : i + count] for i in range(0, len(group), count)):
-            rows = (np.array([pieces[i].first for i in chosen])[:, None] + np.arange(length)).ravel()
-            order.append(rows)
-            index: slice | Tensor = slice(int(rows[0]), int(rows[-1]) + 1)
-            if rows[-1] - rows[0] >= len(rows):  # not neighbours
-                index = send(torch.from_numpy(rows), device)
+            order += chosen
+            index: slice | Tensor = slice(pieces[chosen[0]].first, pieces[chosen[-1]].last)
+            if chosen[-1] - chosen[0] >= len(chosen):  # not neighbours
+                index = send(torch.cat([torch.arange(pieces[i].first, pieces[i].last) for i in chosen]), device)
             batches.append(Batch(chosen, index, [(row, i) for row, i in enumerate(chosen) if i in followed]))
-    joined = np.concatenate(order)
-    if np.array_equal(joined, np.arange(len(joined))):
+    if order == [*range(len(pieces))]:
         return batches, None
-    return batches, send(torch.from_numpy(joined.argsort()), device)
+    joined = torch.cat([torch.arange(pieces[i].first, pieces[i].last) for i in order])
+    return batches, send(joined.argsort(), device)
 
 
 def _attend_at_once(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs) -> Tensor:

@@ -86,17 +86,18 @@ class PackedPass:
             self._bounds = [*range(0, (len(self.plan.packs) + 1) * tokens_per_batch, tokens_per_batch)]
         element, position, place = _row_of_tokens(self.plan, tree)
         scored = (request.mask if lookup is None else lookup.scored).nonzero().squeeze(-1)
-        slots, order = place[tree.place(*request.before(scored))].sort(stable=True)
-        bounds = torch.tensor(self._bounds)
-        counts = torch.searchsorted(slots, bounds).diff().tolist()
-        self.elements = list(scored[order].split(counts))  # flat indices of the tokens that each pack predicts
+        slots = place[tree.place(scored - 1).numpy()]
+        order = slots.argsort(kind="stable")
+        counts = np.diff(slots[order].searchsorted(self._bounds))
+        starts = np.repeat(self._bounds[:-1], counts)
+        sizes = counts.tolist()
+        self.elements = list(scored[order].split(sizes))  # flat indices of the tokens that each pack predicts
         # One transfer before the first forward: a copy between forwards would make the device wait.
         row = request.tokens.values[element], position
         if setup.options.deterministic:
             row = pad_pack(row[0], tokens_per_batch), pad_pack(row[1], tokens_per_batch)
         self._ids, self._positions = send(row[0], setup.device), send(row[1], setup.device)
-        starts = bounds[:-1].repeat_interleave(torch.tensor(counts, dtype=torch.long))
-        self._slots = send(slots - starts, setup.device).split(counts)
+        self._slots = send(torch.from_numpy(slots[order] - starts), setup.device).split(sizes)
         self._element = element
         self._last_use = self.plan.last_use()
         # For each piece that later packs attend to: the keys and values of all pieces up to it, in order.
@@ -155,7 +156,7 @@ class PackedPass:
     def elsewhere(self, element: Tensor) -> int:
         """How many of the positions that ``element [1]`` attends to are in packs before its own."""
         pieces, packs = self.plan.pieces, {i: n for n, pack in enumerate(self.plan.packs) for i in pack}
-        node, place = self._tree.locate(*self._request.at(element))
+        node, place = self._tree.locate(element)
         at = next(i for i in packs if pieces[i].node == node and 0 <= place - pieces[i].first < pieces[i].length)
         pack, earlier = packs[at], 0
         while at >= 0:
@@ -355,7 +356,7 @@ def plan_branches(tree: PrefixTree, tokens_per_batch: int) -> PackPlan:
     return plan
 
 
-def _row_of_tokens(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, Tensor]:
+def _row_of_tokens(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, np.ndarray]:
     """Lay all tokens to forward in a row, pack after pack.
 
     Returns the flat element and the position of each token in the row, and the index in the row of each token of the tree,
@@ -364,12 +365,13 @@ def _row_of_tokens(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, Te
     pieces = [plan.pieces[i] for pack in plan.packs for i in pack]
     # numpy takes a fraction of torch's time for so few numbers.
     node, first, length = np.array([(p.node, p.first, p.length) for p in pieces], "i8").reshape(-1, 3).T
+    before = length.cumsum() - length
+    starts = np.stack([tree.element.numpy(), tree.start.numpy(), tree.first.numpy()])[:, node] + first - before
     order = np.arange(length.sum())
-    inside, node = order - (length.cumsum() - length - first).repeat(length), node.repeat(length)
+    element, position, index = starts.repeat(length, 1) + order
     place = np.full(tree.num_tokens, -1)
-    place[tree.first.numpy()[node] + inside] = order
-    element, position = tree.element.numpy()[node] + inside, tree.start.numpy()[node] + inside
-    return torch.from_numpy(element), torch.from_numpy(position), torch.from_numpy(place)
+    place[index] = order
+    return torch.from_numpy(element), torch.from_numpy(position), place
 
 
 # ---------------------------------------------------------------------- padded micro-batches
@@ -657,7 +659,7 @@ class ScoringRun:
         request, ranks, grad, device = self.request, self.ranks, self.options.grad, self.setups[0].device
         # Layers that ranks share must be called, and have a backward, equally often on each rank.
         number = ranks.most(max(1, len(passes[0].elements))) if ranks.groups else len(passes[0].elements)
-        elements: list[Tensor] = [torch.zeros(0, dtype=torch.long)]
+        nothing, elements = torch.zeros(0, dtype=torch.long), list[Tensor]()
         parts: list[Columns] = []
         held: list[tuple[Tensor, Tensor, list[States]]] = []
         recomputes = grad and self.options.recompute
@@ -665,7 +667,7 @@ class ScoringRun:
             for scorer in self.scorers:
                 scorer.forwards += 1
             missing = index >= len(passes[0].elements)
-            some = elements[0] if missing else passes[0].elements[index]
+            some = nothing if missing else passes[0].elements[index]
             with torch.no_grad() if recomputes else nullcontext():
                 states_of_models = [
                     guard.forward(each.setup.model, each.run_dummy if missing else partial(each.run, index))
@@ -693,8 +695,8 @@ class ScoringRun:
         reference = len(self.setups) > 1
         columns = join_columns(parts) if parts else columns_of_nothing(request, self.options, reference, device)
         if guard.error is not None:
-            return elements[0], columns
-        element = torch.cat(elements)
+            return nothing, columns
+        element = join_tensors(elements or [nothing])
         for lookup, name in zip(lookups if request.kept is None else [], ("log_prob", "ref_log_prob"), strict=False):
             lookup.finish(element, columns[name].cpu())
         if lookups and lookups[0].element.numel():  # cached scores, only if a call requests nothing but log-probs
