@@ -72,13 +72,12 @@ _ACTIVE = threading.local()
 
 @dataclass(frozen=True, eq=False)
 class PackPiece:
-    """Consecutive tokens of a pack that belong to one node of the prefix tree."""
+    """Consecutive tokens of a pack, each of which follows the one before it in some sequence."""
 
     first: int  # place of its first token in the pack
     last: int  # place after its last token
     past: int  # index of the piece that it continues, -1 if that is not in this pack
     outside: list[KeysValues]  # keys and values of its prefix from earlier packs, in order
-    kept: KeysValues | None = None  # the forward appends to it; None if no later pack needs it
 
 
 #: Gradients of keys and values from the backwards of later packs. A key is the id of the list and the attention call. A
@@ -117,6 +116,8 @@ class PackLayout(Followed):
     """The pieces of a pack and the state of its forward."""
 
     pieces: list[PackPiece]  # in order, without gaps
+    # The first token, the place after the last one, and the list to which the forward appends their keys and values.
+    kept: list[tuple[int, int, KeysValues]] = field(default_factory=list)
     gradients: Gradients | None = None  # shared by all packs of a call, or None unless the body is compiled
     recorded: dict[int, Recorded] = field(default_factory=dict)  # by attention call, until its backward
     recomputes: bool = False  # True while a checkpoint recomputes the forward
@@ -130,8 +131,7 @@ class PackLayout(Followed):
     @contextmanager
     def again(self, model: Inspection, call: int) -> Iterator[None]:
         """Context for a recomputation that starts at attention call ``call`` of the forward."""
-        pieces = [replace(piece, kept=None) for piece in self.pieces]
-        with locked(model.model), pack_attention(model, replace(self, pieces=pieces, calls=call, recomputes=True)):
+        with locked(model.model), pack_attention(model, replace(self, kept=[], calls=call, recomputes=True)):
             yield
 
     def past(self, call: int) -> list[tuple[Tensor, Tensor]]:
@@ -163,11 +163,10 @@ class PackLayout(Followed):
         """Start an attention call: keep the keys and values that later packs need, and return the number of the call."""
         call, self.calls = self.calls, self.calls + 1
         self.has_window |= window is not None
-        for piece in self.pieces:
-            if piece.kept is not None:
-                k, v = key[:, :, piece.first : piece.last], value[:, :, piece.first : piece.last]
-                # A copy lets the rest of the pack be freed. With gradient the graph holds all of it anyway.
-                piece.kept.append((k, v) if k.requires_grad else (k.clone(), v.clone()))
+        for first, last, kept in self.kept:
+            k, v = key[:, :, first:last], value[:, :, first:last]
+            # A copy lets the rest of the pack be freed. With gradient the graph holds all of it anyway.
+            kept.append((k, v) if k.requires_grad else (k.clone(), v.clone()))
         return call
 
 
@@ -551,10 +550,10 @@ def _operator_backward(gradient: Tensor, where: Tensor, sizes: list[int]) -> lis
             k, v = before[1].add_(k), before[2].add_(v)
         gradients[id(kept), call] = task, k, v
     mine = [t.contiguous() for t in all_gradients[: len(own)]]
-    for piece in layout.pieces:
-        if piece.kept is not None and (later := gradients.pop((id(piece.kept), call), None)) and later[0] == task:
-            mine[1][:, :, piece.first : piece.last] += later[1]
-            mine[2][:, :, piece.first : piece.last] += later[2]
+    for first, last, kept in layout.kept:
+        if (later := gradients.pop((id(kept), call), None)) and later[0] == task:
+            mine[1][:, :, first:last] += later[1]
+            mine[2][:, :, first:last] += later[2]
     return mine
 
 

@@ -7,6 +7,7 @@ it after a shared prefix. All other models run in padded micro-batches.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -54,7 +55,7 @@ from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import ErrorGuard, Ranks, inside, is_out_of_memory, is_sharded
 
 _SMALLEST_PACK = 16  # tokens
-# The tokens of the path and of the branches of one pack, as a multiple of the longest path's.
+# The most tokens of the packs whose graphs are held at once, as a multiple of the longest sequence's.
 _HELD = 1.2
 
 # ---------------------------------------------------------------------- packs
@@ -77,7 +78,7 @@ class PackedPass:
         branches: bool = False,
     ) -> None:
         self.setup, self.size, self.lookup, self.routing, self.images = setup, tokens_per_batch, lookup, routing, images
-        self._request, self._tree = request, tree
+        self._request, self._tree, self._joins = request, tree, branches
         if branches:
             self.plan = plan_branches(tree, tokens_per_batch)
             self._bounds = self.plan.bounds()
@@ -116,10 +117,10 @@ class PackedPass:
             with self.routing.forward(self._element[here], self.setup.device) if self.routing else nullcontext():
                 hidden = self._forward(layout, self._ids[here], self._positions[here], inputs)
             self.has_window |= layout.has_window
-            for i, forwarded in zip(self.plan.packs[index], layout.pieces, strict=True):
-                if self.lookup is not None and forwarded.kept is not None:
+            if self.lookup is not None:
+                for i, (_, _, kept) in zip(self.plan.packs[index], layout.kept, strict=True):
                     piece = self.plan.pieces[i]
-                    self.lookup.insert(piece.node, piece.first, piece.length, forwarded.kept)
+                    self.lookup.insert(piece.node, piece.first, piece.length, kept)
             # Free the keys and values that no later pack attends to.
             self._pasts = {i: past for i, past in self._pasts.items() if i < 0 or self._last_use[i] > index}
             return head_states(self.setup, hidden[0][self._slots[index]])
@@ -183,11 +184,13 @@ class PackedPass:
         return hidden
 
     def _layout(self, number: int) -> PackLayout:
-        inside = {piece: i for i, piece in enumerate(self.plan.packs[number])}
-        pieces = []
-        first = 0
-        for i in inside:
+        continued = Counter(self.plan.pieces[i].past for i in self.plan.packs[number])
+        inside: dict[int, int] = {}  # the piece of the layout that ends with a piece of the plan, or holds it
+        pieces, keeps = list[PackPiece](), list[tuple[int, int, KeysValues]]()
+        first = last = 0
+        for i in self.plan.packs[number]:
             piece = self.plan.pieces[i]
+            first, last = last, last + piece.length
             later = self._last_use[i] > number
             if piece.past not in self._pasts and piece.past not in inside:
                 lookup = cast(CacheLookup, self.lookup)  # a piece that no pack forwards is cached
@@ -195,12 +198,16 @@ class PackedPass:
             kept: KeysValues = []
             if later:
                 self._pasts[i] = [*self._pasts[piece.past], kept]
-            keep = later or self.lookup is not None
-            outside = [] if piece.past in inside else self._pasts[piece.past]
-            past = inside.get(piece.past, -1)
-            pieces.append(PackPiece(first, first + piece.length, past, outside, kept if keep else None))
-            first += piece.length
-        return PackLayout(pieces, attend=attend if self.setup.options.deterministic else None)
+            if later or self.lookup is not None:
+                keeps.append((first, last, kept))
+            # A graph holds the prefix of each piece once more. So the nodes of a branch are one piece, up to a fork in the pack.
+            if self._joins and continued[piece.past] == 1 and inside.get(piece.past) == len(pieces) - 1 >= 0:
+                pieces[-1] = replace(pieces[-1], last=last)
+            else:
+                outside = [] if piece.past in inside else self._pasts[piece.past]
+                pieces.append(PackPiece(first, last, inside.get(piece.past, -1), outside))
+            inside[i] = len(pieces) - 1
+        return PackLayout(pieces, keeps, attend=attend if self.setup.options.deterministic else None)
 
 
 @dataclass(frozen=True)
@@ -296,9 +303,9 @@ def plan_packs(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | 
 def plan_branches(tree: PrefixTree, tokens_per_batch: int) -> PackPlan:
     """Plan packs so that the graphs of few of them are held at a time: about the tokens of the longest sequence.
 
-    Below each node its longest branch comes first, up to its end. Then come the others, from the end back to the start. A pack
-    holds consecutive tokens of one path, or whole branches. Its graph is held until no later pack attends to it. At most 1.2
-    times the tokens of the longest sequence are held, and two packs more.
+    Below each node its longest branch comes first, up to its end. Then come the others, from the end back to the start. The
+    graph of a pack is held until no later pack attends to it. So a pack ends at a fork if the graphs of the other branches, and
+    the packs before them, would have too many tokens. At most 1.2 times the tokens of the longest sequence are held.
 
     Example:
         >>> from torchrl_llm_kl.ragged import Ragged
@@ -317,31 +324,28 @@ def plan_branches(tree: PrefixTree, tokens_per_batch: int) -> PackPlan:
     for node in reversed(range(len(lengths))):
         depth[node] = lengths[node] + max((depth[child] for child in children[node]), default=0)
     most = _HELD * max(depth, default=0)
+    for each in children.values():
+        each.sort(key=depth.__getitem__)
     plan, last_piece = PackPlan([], []), {-1: -1}
-    pending = [len(each) for each in children.values()]  # children that did not come yet, by node + 1
-    sizes = [0]  # tokens of the packs that are held, the last one included
-    held = [list[int]()]  # their pieces
-    first = {-1}  # nodes of the longest branch
-    waiting = sorted(children[-1], key=depth.__getitem__)
+    sizes, held = [0], [list[int]()]  # the tokens and pieces of the packs that are held, the last one included
+    waiting = list(children[-1])
     while waiting:
         node = waiting.pop()
         parent = int(tree.parent[node])
         past, done = last_piece[parent], 0
-        # The first child goes on where the pack ends. Another one joins a pack of whole branches, if there is room. Beside the
-        # longest branch a pack ends at a fork: otherwise each fork on a path would hold the rest of a finished branch.
-        goes_on = bool(plan.packs) and plan.packs[-1][-1] == past
-        if parent in first and (goes_on or parent < 0):
-            first.add(node)
-        goes_on = goes_on and (parent in first or len(children[parent]) == 1)
-        pending[parent + 1] -= 1
-        while not goes_on and len(held) > 1 and not any(pending[plan.pieces[i].node + 1] for i in held[-2]):
-            del held[-2], sizes[-2]
-        whole = not any(pending[plan.pieces[i].node + 1] for i in held[-1])
-        room = min(tokens_per_batch - sizes[-1], most - sum(sizes))
-        joins = bool(plan.packs) and (goes_on or (whole and not children[node] and lengths[node] <= room))
-        if whole and not joins:
+        children[parent].pop()  # from now on it holds the children that did not come yet
+        # The longest of the other branches that will read the last pack, and hold all of it.
+        forks = (children[plan.pieces[i].node] for i in held[-1])
+        rest = max((depth[others[-1]] for others in forks if others), default=0)
+        room = tokens_per_batch - sizes[-1]
+        if plan.packs and plan.packs[-1][-1] == past:  # the path goes on
+            joins = rest == 0 or sum(sizes) + min(room, lengths[node]) + rest <= most
+        else:
+            joins = bool(plan.packs) and rest == 0 and lengths[node] <= room and sum(sizes) + depth[node] <= most
+        # A pack is held until all that read it are done.
+        while not joins and held and past not in held[-1]:
             del held[-1], sizes[-1]
-        waiting += sorted(children[node], key=depth.__getitem__)
+        waiting += children[node]
         while done < lengths[node]:
             if not joins or sizes[-1] == tokens_per_batch:
                 plan.packs.append([])

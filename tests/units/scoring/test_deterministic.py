@@ -219,11 +219,11 @@ def test_changed_settings_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> 
 
 def _in_pieces(layout: PackLayout, past: Any, inputs: Any) -> Tensor:
     """The normal attention, piece by piece. The padding is a separate piece."""
-    pieces, end = [replace(piece, kept=None) for piece in layout.pieces], layout.pieces[-1].last
+    pieces, end = [*layout.pieces], layout.pieces[-1].last
     length = inputs.query.shape[2]
     if end < length:
         pieces.append(PackPiece(end, length, -1, []))
-    return _attention._attend(replace(layout, pieces=pieces, shared={}, attend=None), past, inputs)
+    return _attention._attend(replace(layout, pieces=pieces, kept=[], shared={}, attend=None), past, inputs)
 
 
 def _read_anyhow(*args: Any, tile: Any = None) -> HeadReading:
