@@ -201,10 +201,11 @@ def to_host(*tensors: Tensor) -> tuple[Tensor, ...]:
         (tensor([1, 2]), tensor([True]))
     """
     out = [tensor.detach() for tensor in tensors]
-    # Widest elements first, so that each tensor begins at a multiple of its element size, as `view` requires.
-    away = sorted((i for i, x in enumerate(out) if x.device.type != "cpu"), key=lambda i: -out[i].element_size())
+    away = [i for i, x in enumerate(out) if x.device.type != "cpu"]
     if len(away) < 2 or len({out[i].device for i in away}) > 1:
         return tuple(x.cpu() for x in out)
+    # Widest elements first, so that each tensor begins at a multiple of its element size, as `view` requires.
+    away.sort(key=lambda i: -out[i].element_size())
     raw = torch.cat([out[i].reshape(-1).view(torch.uint8) for i in away]).cpu()
     for i, some in zip(away, raw.split([out[i].nbytes for i in away]), strict=True):
         out[i] = some.view(out[i].dtype).view(out[i].shape)

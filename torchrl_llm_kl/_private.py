@@ -113,7 +113,8 @@ def dispatch_mode() -> type:
 
 def compiled_inside(model: object) -> object:
     """The module inside ``torch.compile(module)``. None for any other object."""
-    return getattr(model, "_orig_mod", None)
+    # A module takes long to say that it lacks an attribute.
+    return getattr(model, "_modules", {}).get("_orig_mod")
 
 
 def compiled_call(module: nn.Module) -> tuple[str, Any] | None:

@@ -106,7 +106,7 @@ def test_a_backward_that_failed_leaves_nothing_in_the_next(shared: list[Any], wa
     with weight.register_hook(fail), pytest.raises(OSError, match="interrupted"):
         total.backward(retain_graph=True)
     for layout in _attention._LAYOUTS.values():  # as if interrupted between two packs
-        for kept, call in [(piece.kept, i) for piece in layout.pieces if piece.kept for i in range(2)]:
+        for kept, call in [(kept, i) for _, _, kept in layout.kept for i in range(2)]:
             k, v = kept[call]
             layout.gradients[id(kept), call] = (-2, torch.ones_like(k), torch.ones_like(v))
     compiled.zero_grad()

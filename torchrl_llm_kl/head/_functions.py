@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -145,7 +146,7 @@ def _log_prob_of_tile(head: Head, targets: Tensor) -> Tensor | None:
     logits = head.logits(every, every, head.columns(every), out)
     top, best, (first, last) = logits.amax(-1), logits.softmax(-1).amax(-1), targets.aminmax()
     # The sweep sums all but the largest probability where that is near 1. It also takes ids outside the vocabulary.
-    if not (best.max() <= 0.9 and top.min() > -torch.inf and first >= 0 and last < head.vocab):
+    if not (float(best.max()) <= 0.9 and float(top.min()) > -math.inf and int(first) >= 0 and int(last) < head.vocab):
         return None
     chosen = logits.gather(1, targets.unsqueeze(1)).squeeze(1)
     return chosen - top - best.reciprocal().sub_(1.0).log1p()

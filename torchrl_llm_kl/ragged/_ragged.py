@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast, get_args
@@ -361,8 +360,8 @@ class Ragged:
         """These sequences with new values ``[N, *G]``. torch can combine the jagged tensors of the old and the new values."""
         if values.shape[0] != self.values.shape[0]:
             raise ValueError(f"expected {self.values.shape[0]} values, one for each element, got {values.shape[0]}.")
-        other = copy(self)  # it shares the cached indices
-        other.values, other._host = values, None
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), values=values, _host=None)  # it shares the cached indices
         return other
 
     def sum(self) -> Tensor:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -76,13 +75,12 @@ _ACTIVE = threading.local()
 
 @dataclass(frozen=True, eq=False)
 class PackPiece:
-    """Consecutive tokens of a pack that belong to one node of the prefix tree."""
+    """Consecutive tokens of a pack, each of which follows the one before it in some sequence."""
 
     first: int  # place of its first token in the pack
     last: int  # place after its last token
     past: int  # index of the piece that it continues, -1 if that is not in this pack
     outside: list[KeysValues]  # keys and values of its prefix from earlier packs, in order
-    kept: KeysValues | None = None  # the forward appends to it; None if no later pack needs it
 
 
 #: Gradients of keys and values from the backwards of later packs. A key is the id of the list and the attention call. A
@@ -121,6 +119,8 @@ class PackLayout(Followed):
     """The pieces of a pack and the state of its forward."""
 
     pieces: list[PackPiece]  # in order, without gaps
+    # The first token, the place after the last one, and the list to which the forward appends their keys and values.
+    kept: list[tuple[int, int, KeysValues]] = field(default_factory=list)
     gradients: Gradients | None = None  # shared by all packs of a call, or None unless the body is compiled
     recorded: dict[int, Recorded] = field(default_factory=dict)  # by attention call, until its backward
     recomputes: bool = False  # True while a checkpoint recomputes the forward
@@ -135,8 +135,7 @@ class PackLayout(Followed):
     @contextmanager
     def again(self, model: Inspection, call: int) -> Iterator[None]:
         """Context for a recomputation that starts at attention call ``call`` of the forward."""
-        pieces = [replace(piece, kept=None) for piece in self.pieces]
-        with locked(model.model), pack_attention(model, replace(self, pieces=pieces, calls=call, recomputes=True)):
+        with locked(model.model), pack_attention(model, replace(self, kept=[], calls=call, recomputes=True)):
             yield
 
     def past(self, call: int) -> list[tuple[Tensor, Tensor]]:
@@ -168,11 +167,10 @@ class PackLayout(Followed):
         """Start an attention call: keep the keys and values that later packs need, and return the number of the call."""
         call, self.calls = self.calls, self.calls + 1
         self.has_window |= window is not None
-        for piece in self.pieces:
-            if piece.kept is not None:
-                k, v = key[:, :, piece.first : piece.last], value[:, :, piece.first : piece.last]
-                # A copy lets the rest of the pack be freed. With gradient the graph holds all of it anyway.
-                piece.kept.append((k, v) if k.requires_grad else (k.clone(), v.clone()))
+        for first, last, kept in self.kept:
+            k, v = key[:, :, first:last], value[:, :, first:last]
+            # A copy lets the rest of the pack be freed. With gradient the graph holds all of it anyway.
+            kept.append((k, v) if k.requires_grad else (k.clone(), v.clone()))
         return call
 
 
@@ -381,21 +379,19 @@ def _batches(layout: PackLayout, device: torch.device, *, together: bool = True)
         alike = (lengths[i], piece.past, *map(id, piece.outside)) if together else i
         groups.setdefault(alike, []).append(i)
     followed = {piece.past for piece in pieces}
-    batches, order = list[Batch](), list[np.ndarray]()
+    batches, order = list[Batch](), list[int]()
     for group in groups.values():
-        length = lengths[group[0]]
-        count = max(1, _TOGETHER // (past[group[0]] + length))
+        count = max(1, _TOGETHER // (past[group[0]] + lengths[group[0]]))
         for chosen in (group[i : i + count] for i in range(0, len(group), count)):
-            rows = (np.array([pieces[i].first for i in chosen])[:, None] + np.arange(length)).ravel()
-            order.append(rows)
-            index: slice | Tensor = slice(int(rows[0]), int(rows[-1]) + 1)
-            if rows[-1] - rows[0] >= len(rows):  # not neighbours
-                index = send(torch.from_numpy(rows), device)
+            order += chosen
+            index: slice | Tensor = slice(pieces[chosen[0]].first, pieces[chosen[-1]].last)
+            if chosen[-1] - chosen[0] >= len(chosen):  # not neighbours
+                index = send(torch.cat([torch.arange(pieces[i].first, pieces[i].last) for i in chosen]), device)
             batches.append(Batch(chosen, index, [(row, i) for row, i in enumerate(chosen) if i in followed]))
-    joined = np.concatenate(order)
-    if np.array_equal(joined, np.arange(len(joined))):
+    if order == [*range(len(pieces))]:
         return batches, None
-    return batches, send(torch.from_numpy(joined.argsort()), device)
+    joined = torch.cat([torch.arange(pieces[i].first, pieces[i].last) for i in order])
+    return batches, send(joined.argsort(), device)
 
 
 def _attend_at_once(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs) -> Tensor:
@@ -561,10 +557,10 @@ def _operator_backward(gradient: Tensor, where: Tensor, sizes: list[int]) -> lis
             k, v = before[1].add_(k), before[2].add_(v)
         gradients[id(kept), call] = task, k, v
     mine = [t.contiguous() for t in all_gradients[: len(own)]]
-    for piece in layout.pieces:
-        if piece.kept is not None and (later := gradients.pop((id(piece.kept), call), None)) and later[0] == task:
-            mine[1][:, :, piece.first : piece.last] += later[1]
-            mine[2][:, :, piece.first : piece.last] += later[2]
+    for first, last, kept in layout.kept:
+        if (later := gradients.pop((id(kept), call), None)) and later[0] == task:
+            mine[1][:, :, first:last] += later[1]
+            mine[2][:, :, first:last] += later[2]
     return mine
 
 

@@ -127,7 +127,7 @@ def _backward(
     results = torch.autograd.grad(outputs, [*parameters, *read], given, allow_unused=True)
     for i, result in enumerate(results[: len(parameters)]):
         before = totals[i]
-        # Not in place: autograd may return one tensor for two parameters.
-        totals[i] = before if result is None else result if before is None else before + result
+        if result is not None:  # a copy, since autograd may return one tensor for two parameters
+            totals[i] = result.clone() if before is None else before.add_(result)
     for leaf, result in zip(read, results[len(parameters) :], strict=True):
         leaf.grad = leaf.grad if result is None else result if leaf.grad is None else leaf.grad + result

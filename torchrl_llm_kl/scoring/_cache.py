@@ -193,7 +193,7 @@ class CacheLookup:
         self.element, self.values = element[~known.isnan()], known[~known.isnan()]
         self.scored = request.mask.clone()
         self.scored[self.element] = False
-        node, offset = tree.locate(*request.before(self.scored.nonzero().squeeze(-1)))
+        node, offset = tree.locate(self.scored.nonzero().squeeze(-1) - 1)
         self.cached = torch.tensor(held).long().scatter_reduce(0, node, offset, "amin").tolist()
         cache.tokens_seen += tree.num_tokens
         cache.tokens_recalled += sum(self.cached)
@@ -290,14 +290,14 @@ class CacheLookup:
         ends = {place + last - first - 1: x for x, first, last, place in self._hits if last == x.tokens.numel()}
         at_end = torch.zeros(self.tree.num_tokens, dtype=torch.bool)
         at_end[list(ends)] = True
-        before = self.tree.place(*self.request.before(element))
+        before = self.tree.place(element - 1)
         return [(i, ends[int(before[i])]) for i in at_end[before].nonzero().flatten().tolist()]
 
     def _inside(self, element: Tensor) -> tuple[Tensor, Tensor]:
         """Which elements are in the tree, and their places. The last token of a sequence is not forwarded, so not in it."""
         sequence, position = self.request.at(element)
         inside = position < self.tree.forward_lengths[sequence]
-        return inside, self.tree.place(sequence[inside], position[inside])
+        return inside, self.tree.place(element[inside])
 
     def state(self, node: int, first: int) -> DynamicCache | None:
         """The state after the first ``first`` tokens of a node; None at the start of a sequence."""

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torchrl_llm_kl._private import saving_hook
@@ -99,18 +98,11 @@ def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
     """Context in which attributes are replaced. They are restored at the end, also after an error."""
     try:
         for owner, name, _, value in swaps:
-            _put(owner, name, value)
+            vars(owner)[name] = value  # setattr on a compiled module would set the inner module's attribute
         yield
     finally:
         for owner, name, value, _ in swaps:
             if value is ABSENT:
                 vars(owner).pop(name, None)
             else:
-                _put(owner, name, value)
-
-
-def _put(owner: object, name: str, value: object) -> None:
-    if isinstance(owner, nn.Module):
-        owner.__dict__[name] = value  # setattr on a compiled module would set the inner module's attribute
-    else:
-        setattr(owner, name, value)
+                vars(owner)[name] = value

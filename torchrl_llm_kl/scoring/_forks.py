@@ -140,7 +140,7 @@ class ForkedPass:
             nodes = torch.tensor(step.nodes)
             number[nodes], first[nodes] = i, torch.arange(len(nodes)) * step.width - step.first
         scored = (request.mask if lookup is None else lookup.scored).nonzero().squeeze(-1)
-        node, offset = tree.locate(*request.before(scored))
+        node, offset = tree.locate(scored - 1)
         number, order = number[node].sort(stable=True)
         counts = torch.bincount(number, minlength=len(self.steps)).tolist()
         self.elements = list(scored[order].split(counts))  # flat indices of the tokens that each step predicts
@@ -202,7 +202,7 @@ class ForkedPass:
 
     def elsewhere(self, element: Tensor) -> int:
         """How many of the positions on which ``element [1]`` depends are in earlier steps."""
-        return int(self._tree.start[self._tree.locate(*self._request.at(element))[0]])
+        return int(self._tree.start[self._tree.locate(element)[0]])
 
     def _forward(
         self, ids: Tensor, positions: Tensor, past: DynamicCache | None, keep: bool, source: Tensor

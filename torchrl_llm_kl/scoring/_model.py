@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -175,12 +175,20 @@ def _shared(model: object) -> object:
 
 def call(module: nn.Module, input_ids: Tensor, **options: object) -> Any:
     """Call ``module`` with the options that its ``forward`` accepts, by keyword."""
-    parameters = inspect.signature(module.forward).parameters
+    forward = module.forward
+    own = inspect.ismethod(forward) and forward.__func__
+    # Reading the signature of a class's method in each call would take as long as a small layer.
+    parameters = _parameters_of(own) if own else inspect.signature(forward).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         options = {name: value for name, value in options.items() if name in parameters}
         if "input_ids" not in parameters:
             return module(input_ids, **options)
     return module(input_ids=input_ids, **options)
+
+
+@cache
+def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
 
 
 def read_output(output: object, name: Literal["logits", "last_hidden_state"]) -> Tensor:
@@ -509,16 +517,16 @@ def _weight_of(embedding: Any) -> Tensor | None:
     return embedding._parameters.get("weight") if is_zero3(embedding) else asked(embedding, "weight", Tensor)
 
 
-def model_device(model: nn.Module, default: torch.device) -> torch.device:
+def model_device(facts: Inspection, default: torch.device) -> torch.device:
     """The device on which the model expects token ids."""
-    embedding = _embedding(model)
+    embedding = facts.of(_embedding)
     offloaded_from = asked(embedding, OFFLOADED, torch.device)
     if offloaded_from is not None:
         return offloaded_from
     weight = _weight_of(embedding)
     if weight is not None:
         return weight.device
-    return next((parameter.device for parameter in model.parameters()), default)
+    return next((parameter.device for parameter in facts.model.parameters()), default)
 
 
 def is_offloaded(model: nn.Module) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Final, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -42,7 +45,7 @@ class PackedPass:
         branches: bool = False,
     ) -> None:
         self.setup, self.size, self.lookup, self.routing, self.images = setup, tokens_per_batch, lookup, routing, images
-        self._request, self._tree = request, tree
+        self._request, self._tree, self._joins = request, tree, branches
         if branches:
             self.plan = plan_branches(tree, tokens_per_batch)
             self._bounds = self.plan.bounds()
@@ -51,17 +54,18 @@ class PackedPass:
             self._bounds = [*range(0, (len(self.plan.packs) + 1) * tokens_per_batch, tokens_per_batch)]
         element, position, place = row_of_tokens(self.plan, tree)
         scored = (request.mask if lookup is None else lookup.scored).nonzero().squeeze(-1)
-        slots, order = place[tree.place(*request.before(scored))].sort(stable=True)
-        bounds = torch.tensor(self._bounds)
-        counts = torch.searchsorted(slots, bounds).diff().tolist()
-        self.elements = list(scored[order].split(counts))  # flat indices of the tokens that each pack predicts
+        slots = place[tree.place(scored - 1).numpy()]
+        order = slots.argsort(kind="stable")
+        counts = np.diff(slots[order].searchsorted(self._bounds))
+        starts = np.repeat(self._bounds[:-1], counts)
+        sizes = counts.tolist()
+        self.elements = list(scored[order].split(sizes))  # flat indices of the tokens that each pack predicts
         # One transfer before the first forward: a copy between forwards would make the device wait.
         row = request.tokens.values[element], position
         if setup.options.deterministic:
             row = pad_pack(row[0], tokens_per_batch), pad_pack(row[1], tokens_per_batch)
         self._ids, self._positions = send(row[0], setup.device), send(row[1], setup.device)
-        starts = bounds[:-1].repeat_interleave(torch.tensor(counts, dtype=torch.long))
-        self._slots = send(slots - starts, setup.device).split(counts)
+        self._slots = send(torch.from_numpy(slots[order] - starts), setup.device).split(sizes)
         self._element = element
         self._last_use = self.plan.last_use()
         # For each piece that later packs attend to: the keys and values of all pieces up to it, in order.
@@ -73,7 +77,7 @@ class PackedPass:
 
     def run(self, index: int) -> States:
         """Run a pack, and return the states that predict ``elements[index]``. Packs must run in order."""
-        return self._run(index, index, self._layout(index))
+        return self._run(index, index, self._layout(self.plan.packs[index], index))
 
     def _run(self, number: int, stage: int, layout: PackLayout) -> States:
         """Run pack ``number`` in a stage, which is one pack here."""
@@ -83,10 +87,10 @@ class PackedPass:
             with self.routing.forward(self._element[here], self.setup.device) if self.routing else nullcontext():
                 hidden = self._forward(layout, self._ids[here], self._positions[here], inputs)
             self.has_window |= layout.has_window
-            for i, forwarded in zip(self.plan.packs[number], layout.pieces, strict=True):
-                if self.lookup is not None and forwarded.kept is not None:
+            if self.lookup is not None:
+                for i, (_, _, kept) in zip(self.plan.packs[number], layout.kept, strict=True):
                     piece = self.plan.pieces[i]
-                    self.lookup.insert(piece.node, piece.first, piece.length, forwarded.kept)
+                    self.lookup.insert(piece.node, piece.first, piece.length, kept)
             # Free the keys and values that no later pack attends to.
             self._pasts = {i: past for i, past in self._pasts.items() if i < 0 or self._last_use[i] > stage}
             return head_states(self.setup, hidden[0][self._slots[number]])
@@ -124,7 +128,7 @@ class PackedPass:
     def elsewhere(self, element: Tensor) -> int:
         """How many of the positions that ``element [1]`` attends to are in packs before its own."""
         pieces, packs = self.plan.pieces, {i: n for n, pack in enumerate(self.plan.packs) for i in pack}
-        node, place = self._tree.locate(*self._request.at(element))
+        node, place = self._tree.locate(element)
         at = next(i for i in packs if pieces[i].node == node and 0 <= place - pieces[i].first < pieces[i].length)
         pack, earlier = packs[at], 0
         while at >= 0:
@@ -150,16 +154,14 @@ class PackedPass:
             self._last = hidden
         return hidden
 
-    def _layout(self, stage: int) -> PackLayout:
-        pieces = self._pieces(self.plan.packs[stage], stage)
-        return PackLayout(pieces, attend=attend if self.setup.options.deterministic else None)
-
-    def _pieces(self, pack: list[int], stage: int) -> list[PackPiece]:
-        inside = {piece: i for i, piece in enumerate(pack)}
-        pieces = []
-        first = 0
-        for i in inside:
+    def _layout(self, pack: list[int], stage: int) -> PackLayout:
+        continued = Counter(self.plan.pieces[i].past for i in pack)
+        inside: dict[int, int] = {}  # the piece of the layout that ends with a piece of the plan, or holds it
+        pieces, keeps = list[PackPiece](), list[tuple[int, int, KeysValues]]()
+        first = last = 0
+        for i in pack:
             piece = self.plan.pieces[i]
+            first, last = last, last + piece.length
             later = self._last_use[i] > stage
             if piece.past not in self._pasts and piece.past not in inside:
                 lookup = cast(CacheLookup, self.lookup)  # a piece that no pack forwards is cached
@@ -167,12 +169,16 @@ class PackedPass:
             kept: KeysValues = []
             if later:
                 self._pasts[i] = [*self._pasts[piece.past], kept]
-            keep = later or self.lookup is not None
-            outside = [] if piece.past in inside else self._pasts[piece.past]
-            past = inside.get(piece.past, -1)
-            pieces.append(PackPiece(first, first + piece.length, past, outside, kept if keep else None))
-            first += piece.length
-        return pieces
+            if later or self.lookup is not None:
+                keeps.append((first, last, kept))
+            # A graph holds the prefix of each piece once more. So nodes of a branch are one piece, up to a fork in the pack.
+            if self._joins and continued[piece.past] == 1 and inside.get(piece.past) == len(pieces) - 1 >= 0:
+                pieces[-1] = replace(pieces[-1], last=last)
+            else:
+                outside = [] if piece.past in inside else self._pasts[piece.past]
+                pieces.append(PackPiece(first, last, inside.get(piece.past, -1), outside))
+            inside[i] = len(pieces) - 1
+        return PackLayout(pieces, keeps, attend=attend if self.setup.options.deterministic else None)
 
 
 # ---------------------------------------------------------------------- packs of several ranks
@@ -204,34 +210,27 @@ class SharedPass(PackedPass):
 
     def run(self, index: int) -> States:
         """Run this rank's pack of a stage, and return the states that predict ``elements[index]``."""
-        number, layout = index * self._count + self._rank, self._layout(index)
-        if number >= len(self.plan.packs):  # the last stage has fewer packs than ranks
-            return self.run_dummy(layout)
-        return self._run(number, index, layout)
+        numbers = range(index * self._count, (index + 1) * self._count)
+        # The last stage may have fewer packs than ranks.
+        packs = [self.plan.packs[number] if number < len(self.plan.packs) else [] for number in numbers]
+        needed = [self.plan.outside(pack) for pack in packs]
+        layout, own = PackLayout([PackPiece(0, 1, -1, [])]), packs[self._rank]  # a dummy token, if there is no pack
+        for pack in packs:  # in order, since a piece continues one of an earlier pack
+            if pack is own and pack:
+                layout = self._layout(pack, index)
+                continue
+            for i in pack:
+                if self._last_use[i] > index or i in needed[self._rank]:
+                    # Stands for the keys and values on the other rank.
+                    none = torch.empty(1, 1, self.plan.pieces[i].length, 0)
+                    self._pasts[i] = [*self._pasts[self.plan.pieces[i].past], [(none, none)]]
+        layout.exchange = self._exchange(needed, dict(zip(own, layout.pieces, strict=False)))
+        return self._run(numbers[self._rank], index, layout) if own else self.run_dummy(layout)
 
     def gather(self, columns: Columns) -> tuple[Tensor, Columns]:
         """The flat elements of all ranks, and their scores."""
         counts = [len(share) for share in self._shares]
         return torch.cat(self._shares), {name: gather(self._group, counts, own) for name, own in columns.items()}
-
-    def _layout(self, stage: int) -> PackLayout:
-        numbers = range(stage * self._count, (stage + 1) * self._count)
-        packs = [self.plan.packs[number] if number < len(self.plan.packs) else [] for number in numbers]
-        needed = [self.plan.outside(pack) for pack in packs]
-        pieces = [PackPiece(0, 1, -1, [])]  # a dummy token, if there is no pack for this rank
-        for rank, pack in enumerate(packs):
-            if rank == self._rank and pack:
-                pieces = self._pieces(pack, stage)
-            for i in pack if rank != self._rank else []:
-                if self._last_use[i] > stage or i in needed[self._rank]:
-                    # Stands for the keys and values on the other rank.
-                    length, past = self.plan.pieces[i].length, self.plan.pieces[i].past
-                    self._pasts[i] = [
-                        *self._pasts[past],
-                        [(torch.empty(1, 1, length, 0), torch.empty(1, 1, length, 0))],
-                    ]
-        here = dict(zip(packs[self._rank], pieces, strict=False))
-        return PackLayout(pieces, exchange=self._exchange(needed, here))
 
     def _exchange(self, needed: list[set[int]], here: dict[int, PackPiece]) -> Exchange | None:
         """The keys and values that ranks give each other. None if no pack attends to another rank's."""

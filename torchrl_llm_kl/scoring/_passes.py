@@ -317,7 +317,7 @@ class ScoringRun:
         request, ranks, grad, device = self.request, self.ranks, self.options.grad, self.setups[0].device
         # Layers that ranks share must be called, and have a backward, equally often on each rank.
         number = ranks.most(max(1, len(passes[0].elements))) if ranks.groups else len(passes[0].elements)
-        elements: list[Tensor] = [torch.zeros(0, dtype=torch.long)]
+        nothing, elements = torch.zeros(0, dtype=torch.long), list[Tensor]()
         parts: list[Columns] = []
         held: list[tuple[Tensor, Tensor, list[States]]] = []
         recomputes = grad and self.options.recompute
@@ -325,7 +325,7 @@ class ScoringRun:
             for scorer in self.scorers:
                 scorer.forwards += 1
             missing = index >= len(passes[0].elements)
-            some = elements[0] if missing else passes[0].elements[index]
+            some = nothing if missing else passes[0].elements[index]
             with torch.no_grad() if recomputes else nullcontext():
                 states_of_models = [
                     guard.forward(each.setup.model, each.run_dummy if missing else partial(each.run, index))
@@ -353,8 +353,8 @@ class ScoringRun:
         reference = len(self.setups) > 1
         columns = join_columns(parts) if parts else columns_of_nothing(request, self.options, reference, device)
         if guard.error is not None:
-            return elements[0], columns
-        element = torch.cat(elements)
+            return nothing, columns
+        element = join_tensors(elements or [nothing])
         for lookup, name in zip(lookups if request.kept is None else [], ("log_prob", "ref_log_prob"), strict=False):
             lookup.finish(element, columns[name].cpu())
         if lookups and lookups[0].element.numel():  # cached scores, only if a call requests nothing but log-probs

@@ -15,7 +15,7 @@ from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.scoring._model import frequency_switches
 from torchrl_llm_kl.scoring._tree import PrefixTree
 
-# The tokens of the path and of the branches of one pack, as a multiple of the longest path's.
+# The most tokens of the packs whose graphs are held at once, as a multiple of the longest sequence's.
 _HELD = 1.2
 
 # ---------------------------------------------------------------------- packs
@@ -118,9 +118,9 @@ def plan_packs(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | 
 def plan_branches(tree: PrefixTree, tokens_per_batch: int) -> PackPlan:
     """Plan packs so that the graphs of few of them are held at a time: about the tokens of the longest sequence.
 
-    Below each node its longest branch comes first, up to its end. Then come the others, from the end back to the start. A pack
-    holds consecutive tokens of one path, or whole branches. Its graph is held until no later pack attends to it. At most 1.2
-    times the tokens of the longest sequence are held, and two packs more.
+    Below each node its longest branch comes first, up to its end. Then come the others, from the end back to the start. The
+    graph of a pack is held until no later pack attends to it. So a pack ends at a fork if the graphs of the other branches, and
+    the packs before them, would have too many tokens. At most 1.2 times the tokens of the longest sequence are held.
 
     Example:
         >>> from torchrl_llm_kl.ragged import Ragged
@@ -139,31 +139,28 @@ def plan_branches(tree: PrefixTree, tokens_per_batch: int) -> PackPlan:
     for node in reversed(range(len(lengths))):
         depth[node] = lengths[node] + max((depth[child] for child in children[node]), default=0)
     most = _HELD * max(depth, default=0)
+    for each in children.values():
+        each.sort(key=depth.__getitem__)
     plan, last_piece = PackPlan([], []), {-1: -1}
-    pending = [len(each) for each in children.values()]  # children that did not come yet, by node + 1
-    sizes = [0]  # tokens of the packs that are held, the last one included
-    held = [list[int]()]  # their pieces
-    first = {-1}  # nodes of the longest branch
-    waiting = sorted(children[-1], key=depth.__getitem__)
+    sizes, held = [0], [list[int]()]  # the tokens and pieces of the packs that are held, the last one included
+    waiting = list(children[-1])
     while waiting:
         node = waiting.pop()
         parent = int(tree.parent[node])
         past, done = last_piece[parent], 0
-        # The first child goes on where the pack ends. Another one joins a pack of whole branches, if there is room. Beside the
-        # longest branch a pack ends at a fork: otherwise each fork on a path would hold the rest of a finished branch.
-        goes_on = bool(plan.packs) and plan.packs[-1][-1] == past
-        if parent in first and (goes_on or parent < 0):
-            first.add(node)
-        goes_on = goes_on and (parent in first or len(children[parent]) == 1)
-        pending[parent + 1] -= 1
-        while not goes_on and len(held) > 1 and not any(pending[plan.pieces[i].node + 1] for i in held[-2]):
-            del held[-2], sizes[-2]
-        whole = not any(pending[plan.pieces[i].node + 1] for i in held[-1])
-        room = min(tokens_per_batch - sizes[-1], most - sum(sizes))
-        joins = bool(plan.packs) and (goes_on or (whole and not children[node] and lengths[node] <= room))
-        if whole and not joins:
+        children[parent].pop()  # from now on it holds the children that did not come yet
+        # The longest of the other branches that will read the last pack, and hold all of it.
+        forks = (children[plan.pieces[i].node] for i in held[-1])
+        rest = max((depth[others[-1]] for others in forks if others), default=0)
+        room = tokens_per_batch - sizes[-1]
+        if plan.packs and plan.packs[-1][-1] == past:  # the path goes on
+            joins = rest == 0 or sum(sizes) + min(room, lengths[node]) + rest <= most
+        else:
+            joins = bool(plan.packs) and rest == 0 and lengths[node] <= room and sum(sizes) + depth[node] <= most
+        # A pack is held until all that read it are done.
+        while not joins and held and past not in held[-1]:
             del held[-1], sizes[-1]
-        waiting += sorted(children[node], key=depth.__getitem__)
+        waiting += children[node]
         while done < lengths[node]:
             if not joins or sizes[-1] == tokens_per_batch:
                 plan.packs.append([])
@@ -178,7 +175,7 @@ def plan_branches(tree: PrefixTree, tokens_per_batch: int) -> PackPlan:
     return plan
 
 
-def row_of_tokens(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, Tensor]:
+def row_of_tokens(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, np.ndarray]:
     """Lay all tokens to forward in a row, pack after pack.
 
     Returns the flat element and the position of each token in the row, and the index in the row of each token of the tree,
@@ -187,12 +184,13 @@ def row_of_tokens(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, Ten
     pieces = [plan.pieces[i] for pack in plan.packs for i in pack]
     # numpy takes a fraction of torch's time for so few numbers.
     node, first, length = np.array([(p.node, p.first, p.length) for p in pieces], "i8").reshape(-1, 3).T
+    before = length.cumsum() - length
+    starts = np.stack([tree.element.numpy(), tree.start.numpy(), tree.first.numpy()])[:, node] + first - before
     order = np.arange(length.sum())
-    inside, node = order - (length.cumsum() - length - first).repeat(length), node.repeat(length)
+    element, position, index = starts.repeat(length, 1) + order
     place = np.full(tree.num_tokens, -1)
-    place[tree.first.numpy()[node] + inside] = order
-    element, position = tree.element.numpy()[node] + inside, tree.start.numpy()[node] + inside
-    return torch.from_numpy(element), torch.from_numpy(position), torch.from_numpy(place)
+    place[index] = order
+    return torch.from_numpy(element), torch.from_numpy(position), place
 
 
 # ---------------------------------------------------------------------- padded micro-batches

@@ -73,7 +73,8 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
     if vocab is None or not probe:
         return (head_routes if has_parts else full_routes)[0], complaint or None
 
-    setup = Setup(Inspection(model), Route("full"), model_device(model, torch.device("cpu")), ScoreOptions(dtype=dtype))
+    facts = Inspection(model)
+    setup = Setup(facts, Route("full"), model_device(facts, torch.device("cpu")), ScoreOptions(dtype=dtype))
     ranks = Ranks([model])
     # Compiled graphs for such short sequences would never be used again.
     with torch.compiler.set_stance("force_eager"), setup.active():
@@ -127,7 +128,7 @@ def _first_equal(
 
 def _plain_log_probs(model: nn.Module, row: Tensor, request: ScoreRequest) -> tuple[Tensor, Tensor, float]:
     """The model's own log-probs for the beginnings of ``row [T]`` in the request, the spread of its logits, their precision."""
-    ids = send(row, model_device(model, row.device))
+    ids = send(row, model_device(Inspection(model), row.device))
     logits = whole_logits(model, read_output(call(model, ids[:-1].unsqueeze(0)), "logits")).squeeze(0)[1 - len(row) :]
     spread = (logits - logits.mean(-1, keepdim=True)).abs().max()
     log_probs = log_prob_at(logits, ids[1:].to(logits.device))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
@@ -225,7 +226,7 @@ class ScoreRequest:
         # Packs are planned and ids are checked on the CPU, where reading a value does not wait for an accelerator.
         host, *masks = layout.to_host(*([] if flat is None else [flat]))
         tokens = Ragged(host.values.detach().long(), host.lengths, layout.container, host.keep)
-        scored = _checked_mask(tokens, masks[0]) if masks else tokens.positions > 0
+        scored = _checked_mask(tokens, masks[0]) if masks else _all_but_first(tokens)
         every = {"kept": kept, "top_ids": top_ids, "routing": routing, "ref_routing": ref_routing, "images": images}
         every["versions"] = versions
         given = {name: value for name, value in every.items() if value is not None}
@@ -322,19 +323,15 @@ class ScoreRequest:
 
         Position t - 1 predicts token t, and a causal model needs no later position.
         """
-        tokens = self.tokens
-        last_scored = torch.where(self.mask, tokens.positions, 0)
-        needed = torch.zeros_like(tokens.lengths).scatter_reduce(0, tokens.sequence_ids, last_scored, "amax")
-        return torch.where(needed > 0, tokens.lengths, 0) if self.whole else needed
+        lengths, scored = self.tokens.lengths.numpy(), np.flatnonzero(self.mask.numpy())
+        ends = lengths.cumsum()
+        # The last scored token before the end of a sequence may belong to an earlier one.
+        needed = (np.append(0, scored)[scored.searchsorted(ends)] - ends + lengths).clip(0)
+        return torch.from_numpy(np.where(needed > 0, lengths, 0) if self.whole else needed)
 
     def at(self, element: Tensor) -> tuple[Tensor, Tensor]:
         """The sequence and the position of each flat element, ``[K]`` each."""
         return self.tokens.sequence_ids[element], self.tokens.positions[element]
-
-    def before(self, element: Tensor) -> tuple[Tensor, Tensor]:
-        """The sequence and the position that predict each flat element, ``[K]`` each."""
-        sequence, position = self.at(element)
-        return sequence, position - 1
 
     def padded(self, rows: Tensor) -> PaddedBatch:
         """The tokens to forward of the sequences ``rows``. Each sequence must have at least one token to forward."""
@@ -351,9 +348,9 @@ class ScoreRequest:
 
     def check_ids(self, vocab_size: int | None) -> None:
         """Raise a ValueError for an id outside the vocabulary. None checks only for negative ids."""
-        values = self.tokens.values
+        values = self.tokens.values.numpy()
         size = math.inf if vocab_size is None else vocab_size
-        bad = ((values < 0) | (values >= size)).nonzero()
+        bad = np.flatnonzero((values < 0) | (values >= size))
         if len(bad):
             element, token = int(bad[0]), int(values[bad[0]])
             raise ValueError(f"token id {token} at {self.locate(element)} is outside the vocabulary of {size} tokens.")
@@ -362,11 +359,9 @@ class ScoreRequest:
 
     def check_lengths(self, limit: int | None) -> None:
         """Raise a ValueError if a sequence to score exceeds the model's positions."""
-        lengths = self.tokens.lengths
-        too_long = ((lengths > (limit or math.inf)) & (self.forward_lengths > 0)).nonzero()
-        if len(too_long):
-            row = int(too_long[0])
-            raise ValueError(f"sequence {row} has {int(lengths[row])} tokens, the model allows {limit}: truncate it.")
+        for row, size in enumerate(self.tokens.sizes):
+            if size > (limit or math.inf) and self.forward_lengths[row] > 0:
+                raise ValueError(f"sequence {row} has {size} tokens, the model allows {limit}: truncate it.")
 
     def check_finite(self, elements: Tensor, log_probs: Tensor) -> None:
         """Raise a ValueError for the first log-prob that is not finite. It would turn a log-ratio into NaN."""
@@ -405,6 +400,13 @@ FIELDS: Mapping[str, FieldKind[object]] = {
 
 def _laid_out(values: Tensor, lengths: Tensor) -> Ragged:
     return Ragged(values, None, Rows(lengths.tolist(), torch.Size([len(lengths)]), values.device))
+
+
+def _all_but_first(tokens: Ragged) -> Tensor:
+    """A mask of all tokens but the first of each sequence."""
+    sizes, mask = tokens.sizes, np.ones(tokens.values.shape[0], dtype=bool)
+    mask[[end - size for end, size in zip(accumulate(sizes), sizes, strict=True) if size]] = False
+    return torch.from_numpy(mask)
 
 
 def _checked_mask(tokens: Ragged, mask: Tensor) -> Tensor:

@@ -447,10 +447,10 @@ class LogProbScorer(Scorer):
 
     def _setup(self, default: torch.device, options: ScoreOptions) -> Setup:
         """The settings of a call. A model without parameters runs on the device ``default``."""
-        model = self.model
         if self._route is None:
             self._route = self._choose_route()
-        device, facts = model_device(model, default), self._inspect()
+        facts = self._inspect()
+        device = model_device(facts, default)
         shared = self.shares_prefixes and not facts.of(frequency_switches)
         if self._route.sharing == "forks" and facts.of(is_compiled):
             shared = False  # torch.compile would compile again for each length of a state

@@ -40,6 +40,7 @@ class PrefixTree:
     length: Tensor  # number of its tokens, at least 1
     element: Tensor  # its tokens are values[element : element + length] of the flat sequences
     # Of each sequence, int64 [S]:
+    offset: Tensor  # its first token in the flat sequences
     leaf: Tensor  # the node with its last forwarded token, -1 if there is nothing to forward
     forward_lengths: Tensor  # number of leading tokens that are in the tree
 
@@ -72,8 +73,10 @@ class PrefixTree:
                 node = nodes[node][3]
             leaf[row] = node
         columns = [(parent, start, end - start, offsets[source] + start) for source, start, end, parent in nodes]
-        parent, start, length, element = torch.tensor(columns, dtype=torch.long).reshape(-1, 4).unbind(-1)
-        return cls(parent, start, length, element, torch.tensor(leaf, dtype=torch.long), forward_lengths)
+        # numpy takes a fraction of torch's time for so few numbers.
+        parent, start, length, element = map(torch.from_numpy, np.array(columns, "i8").reshape(-1, 4).T)
+        offset, leaves = (torch.from_numpy(np.array(numbers, "i8")) for numbers in (offsets, leaf))
+        return cls(parent, start, length, element, offset, leaves, forward_lengths)
 
     @property
     def num_nodes(self) -> int:
@@ -83,29 +86,24 @@ class PrefixTree:
     @cached_property
     def num_tokens(self) -> int:
         """Number of tokens that a model forwards. Without sharing it would be ``forward_lengths.sum()``."""
-        return int(self.length.sum())
+        return int(self.length.numpy().sum())
 
     @cached_property
     def first(self) -> Tensor:
         """The start of each node when all nodes are concatenated, ``[M]``."""
         return self.length.cumsum(0) - self.length
 
-    def place(self, sequence: Tensor, position: Tensor) -> Tensor:
-        """The places of tokens when all nodes are concatenated, ``[K]``. For the arguments see :meth:`locate`."""
-        node, offset = self.locate(sequence, position)
+    def place(self, element: Tensor) -> Tensor:
+        """The places of flat elements when all nodes are concatenated, ``[K]``. See :meth:`locate`."""
+        node, offset = self.locate(element)
         return self.first[node] + offset
 
-    def locate(self, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """The node of each token and the token's place in it, ``[K]`` each.
-
-        ``sequence`` and ``position``, int64 ``[K]``, identify the tokens. Positions must be below the forward length, which
-        is not checked.
-        """
-        sequences, nodes = self._paths
-        stride = int(self.forward_lengths.max())  # exceeds any position, so sequence and position give one sorted key
-        step = torch.searchsorted(sequences * stride + self.start[nodes], sequence * stride + position, right=True) - 1
-        node = nodes[step]
-        return node, position - self.start[node]
+    def locate(self, element: Tensor) -> tuple[Tensor, Tensor]:
+        """The node of each flat element and the place in it, ``[K]`` each. All must be forwarded, which is not checked."""
+        firsts, nodes = self._paths
+        flat = element.numpy()
+        step = firsts.searchsorted(flat, "right") - 1
+        return torch.from_numpy(nodes[step]), torch.from_numpy(flat - firsts[step])
 
     def forwarded(self, count: int) -> Tensor:
         """A mask of the elements that are forwarded, among ``count`` flat elements; bool ``[N]``."""
@@ -117,24 +115,23 @@ class PrefixTree:
     def spread(self, values: Tensor, tokens: Ragged) -> Tensor:
         """Copy the value of each forwarded token to all tokens that share it, in place; ``values [N, ...]``."""
         element = (tokens.positions < self.forward_lengths[tokens.sequence_ids]).nonzero().squeeze(-1)
-        node, offset = self.locate(tokens.sequence_ids[element], tokens.positions[element])
+        node, offset = self.locate(element)
         values[element] = values[self.element[node] + offset]
         return values
 
     @cached_property
-    def _paths(self) -> tuple[Tensor, Tensor]:
-        """The path of each sequence through the tree, from the root: sequences ``[P]`` and nodes ``[P]``."""
-        sequence = (self.leaf >= 0).nonzero().squeeze(-1)
-        node = self.leaf[sequence]
-        steps = []
-        while sequence.numel():
-            steps.append((sequence, node))
-            node = self.parent[node]
-            sequence, node = sequence[node >= 0], node[node >= 0]
-        if not steps:
-            return sequence, node
-        sequences, order = torch.cat([sequence for sequence, _ in reversed(steps)]).sort(stable=True)
-        return sequences, torch.cat([node for _, node in reversed(steps)])[order]
+    def _paths(self) -> tuple[np.ndarray, np.ndarray]:
+        """The path of each sequence through the tree: the first flat element in each node, ascending ``[P]``, and the node."""
+        parent, start, offset, node = (x.numpy() for x in (self.parent, self.start, self.offset, self.leaf))
+        firsts, nodes = [offset[:0]], [node[:0]]
+        while len(node):
+            offset, node = offset[node >= 0], node[node >= 0]
+            firsts.append(offset + start[node])
+            nodes.append(node)
+            node = parent[node]
+        every = np.concatenate(firsts)
+        order = every.argsort()
+        return every[order], np.concatenate(nodes)[order]
 
 
 # ---------------------------------------------------------------------- the order of the sequences

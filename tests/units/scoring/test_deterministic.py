@@ -16,7 +16,7 @@ from closeness import assert_near, needs_equal_rows
 from layouts import tokens
 from scoring_reference import plain_log_probs, random_sequences
 from torchrl_llm_kl import LogProbScorer, PolicyLoss, Ragged, RetrieveKL, ScoreOptions, make_algorithm
-from torchrl_llm_kl.scoring import _attention, _invariant, _passes, _probe, _scorer
+from torchrl_llm_kl.scoring import _attention, _invariant, _packs, _passes, _probe, _scorer
 from torchrl_llm_kl.scoring._attention import PackLayout, PackPiece
 from torchrl_llm_kl.scoring._scores import HeadReading, Scores
 from toy_models import FORWARD, VOCAB_SIZE, altered, tiny_model, with_lora
@@ -219,11 +219,11 @@ def test_changed_settings_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> 
 
 def _in_pieces(layout: PackLayout, past: Any, inputs: Any) -> Tensor:
     """The normal attention, piece by piece. The padding is a separate piece."""
-    pieces, end = [replace(piece, kept=None) for piece in layout.pieces], layout.pieces[-1].last
+    pieces, end = [*layout.pieces], layout.pieces[-1].last
     length = inputs.query.shape[2]
     if end < length:
         pieces.append(PackPiece(end, length, -1, []))
-    return _attention._attend(replace(layout, pieces=pieces, shared={}, attend=None), past, inputs)
+    return _attention._attend(replace(layout, pieces=pieces, kept=[], shared={}, attend=None), past, inputs)
 
 
 def _read_anyhow(*args: Any, tile: Any = None) -> HeadReading:
@@ -232,7 +232,7 @@ def _read_anyhow(*args: Any, tile: Any = None) -> HeadReading:
 
 @pytest.mark.parametrize(
     ("module", "name", "broken"),
-    [(_passes, "pad_pack", lambda row, _: row), (_passes, "attend", _in_pieces), (_probe, "HeadReading", _read_anyhow)],
+    [(_packs, "pad_pack", lambda row, _: row), (_packs, "attend", _in_pieces), (_probe, "HeadReading", _read_anyhow)],
     ids=["packs", "attention", "head"],
 )
 def test_the_check_finds_different_bits(module, name, broken, model, monkeypatch):

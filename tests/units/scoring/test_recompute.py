@@ -241,7 +241,8 @@ def peak(scorer: LogProbScorer, rows: list[Tensor], *, recompute: bool) -> int:
     return Saved.peak
 
 
-def test_the_activations_of_one_path_are_held() -> None:
+@pytest.mark.parametrize("size", [64, 100, 128, 256, 512])
+def test_the_activations_of_one_path_are_held(size: int) -> None:
     """A history with a branch at each of its 16 turns. One graph would hold twice the longest path."""
     generator = torch.Generator().manual_seed(0)
     path, rows = torch.randint(VOCAB, (32,), generator=generator), []
@@ -250,7 +251,7 @@ def test_the_activations_of_one_path_are_held() -> None:
         rows.append(torch.cat([path, turns[0]]))
         path = torch.cat([path, turns[1]])
     rows.append(path)
-    scorer = LogProbScorer(tiny_model(vocab_size=VOCAB, max_position_embeddings=512), tokens_per_batch=64)
+    scorer = LogProbScorer(tiny_model(vocab_size=VOCAB, max_position_embeddings=512), tokens_per_batch=size)
     longest, whole = (peak(scorer, some, recompute=False) for some in (rows[-1:], rows))
     assert whole > 1.8 * longest
     assert peak(scorer, rows, recompute=True) < 1.3 * longest
@@ -261,7 +262,7 @@ def tree_of(rows: list[list[int]]) -> PrefixTree:
     return PrefixTree.build(tokens, tokens.lengths, min_shared=1)
 
 
-# Forks below forks: a finished branch must not share a pack with the path to the next one.
+# Forks below forks: a finished branch must not share a pack with a long path to the next one.
 @example([[0] * 5, [1] + [0] * 11, [1, 0, 1] + [0] * 9, [1, 1] + [0] * 10], 8)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12), st.integers(1, 9))
 def test_each_token_is_in_one_pack_after_its_prefix(rows: list[list[int]], size: int) -> None:
@@ -283,11 +284,11 @@ def test_each_token_is_in_one_pack_after_its_prefix(rows: list[list[int]], size:
         before.append(range(piece.first, piece.first + piece.length))
     assert {node: sum(map(len, ranges)) for node, ranges in covered.items()} == dict(enumerate(tree.length.tolist()))
     assert all(0 < sum(plan.pieces[i].length for i in pack) <= size for pack in plan.packs)
-    # Tokens of the packs that are held at once: one path, the rest of its packs, and one more pack.
+    # Tokens of the packs that are held at once: one path, and branches beside it.
     longest, done, held = max(map(len, rows)), set[int](), set[int]()
     for pack in range(len(plan.packs)):
         held.add(pack)
-        assert sum(plan.pieces[i].length for j in held for i in plan.packs[j]) <= 1.2 * longest + 2 * size
+        assert sum(plan.pieces[i].length for j in held for i in plan.packs[j]) <= 1.2 * longest
         for last in sorted(held, reverse=True):
             if plan.readers[last] <= done:
                 done.add(last)

@@ -83,6 +83,7 @@ def test_three_answers_to_each_of_two_prompts():
         "start": [0, 4, 5, 0, 2, 4, 2, 5, 2],
         "length": [4, 1, 1, 2, 1, 1, 3, 2, 1],
         "element": [0, 4, 5, 6, 8, 13, 16, 24, 28],
+        "offset": [0, 6, 9, 14, 19, 26],
         "leaf": [2, 4, 5, 6, 7, 8],
         "forward_lengths": [6, 3, 5, 5, 7, 3],
     }
@@ -115,7 +116,7 @@ def test_nodes_are_well_formed_and_every_token_is_found_with_its_whole_prefix(ba
     for s, length in enumerate(lengths):
         assert (int(tree.leaf[s]) == -1) == (length == 0)
         for t in range(length):
-            node, offset = (int(x) for x in tree.locate(torch.tensor([s]), torch.tensor([t])))
+            node, offset = (int(x) for x in tree.locate(flat.offsets[s : s + 1] + t))
             assert int(tree.start[node]) + offset == t
             assert 0 <= offset < int(tree.length[node])
             assert spelled(tree, sequences, node)[: t + 1] == tuple(sequences[s][: t + 1])
