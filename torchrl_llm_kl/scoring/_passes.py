@@ -105,6 +105,7 @@ class PackedPass:
         self._gradients: Gradients = {}
         self._last: Tensor | None = None
         self.has_window = False  # whether a forwarded layer had a sliding window
+        self.attention = ""  # how the last pack attended
 
     def run(self, index: int) -> States:
         """Run a pack, and return the states that predict ``elements[index]``. Packs must run in order."""
@@ -115,6 +116,7 @@ class PackedPass:
             with self.routing.forward(self._element[here], self.setup.device) if self.routing else nullcontext():
                 hidden = self._forward(layout, self._ids[here], self._positions[here], inputs)
             self.has_window |= layout.has_window
+            self.attention = layout.attention
             for i, forwarded in zip(self.plan.packs[index], layout.pieces, strict=True):
                 if self.lookup is not None and forwarded.kept is not None:
                     piece = self.plan.pieces[i]
