@@ -14,7 +14,7 @@ from closeness import assert_near
 from fused_head import CASES, in_torch, results, take_real
 from parity import CPU
 from torchrl_llm_kl import LogProbScorer
-from torchrl_llm_kl.head import fused_failure, linear_log_prob
+from torchrl_llm_kl.head import _fused, fused_failure, linear_log_prob
 from torchrl_llm_kl.head._fused import fused_log_prob
 from toy_models import tiny_model
 
@@ -36,10 +36,13 @@ def test_values_and_gradients_against_float64(device, case):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_scorer_in_half_precision_uses_it(device, dtype):
+def test_a_scorer_in_half_precision_uses_it(device, dtype, monkeypatch):
     model: Any = tiny_model("llama").to(device, dtype)
     other = copy.deepcopy(model)
-    scorer, tiles = LogProbScorer(model), LogProbScorer(other, probe=False)
+    with monkeypatch.context() as without:
+        without.setattr(_fused, "_DEVICES", ())
+        tiles = LogProbScorer(other)
+    scorer = LogProbScorer(model)
     assert scorer.explain(ROWS, 1, 23).head == "liger-kernel's fused kernel"
     found, want = scorer.score(ROWS, grad=True).values, tiles.score(ROWS, grad=True).values
     eps = torch.finfo(dtype).eps

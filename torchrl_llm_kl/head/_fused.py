@@ -1,8 +1,8 @@
 """Log-probs from one fused kernel on a GPU, where liger-kernel is installed and supports the head.
 
 The kernel is liger-kernel's linear cross entropy without reduction. Like the tiles it takes blocks of positions, rounds each
-logit as the head's product does, and recomputes the logits in the backward. But it reads each logit once, where the tiles
-read it several times.
+logit as the head's product does, and recomputes the logits in the backward. But it reads each logit once in a forward
+and twice in a backward, and the tiles read it more often.
 
 Source: P.-L. Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", arXiv 2410.10989.
 """
