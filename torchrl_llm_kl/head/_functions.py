@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -151,10 +151,7 @@ def fused_obstacle(hidden: Tensor, weight: Tensor, **options: Unpack[HeadOptions
 
 def fused_failure(hidden: Tensor, weight: Tensor, **options: Unpack[HeadOptions]) -> str | None:
     """How ``fused=True`` differs from the tiles in values or gradients for a head, or None if it does not."""
-    head, tile = _prepare(hidden.detach(), weight.detach(), **options)
-    return _fused.failure(
-        head, lambda part, targets: cast(Tensor, sweep(Plan(tile), part, None, Tokens(targets)).log_prob)
-    )
+    return _fused.failure(*_prepare(hidden.detach(), weight.detach(), **options))
 
 
 def _log_prob_of_tile(head: Head, targets: Tensor) -> Tensor | None:

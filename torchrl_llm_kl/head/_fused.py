@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from torchrl_llm_kl._registry import install_hint
-from torchrl_llm_kl.head._tiles import Head
+from torchrl_llm_kl.head._operators import sweep
+from torchrl_llm_kl.head._tiles import Head, Plan, Tokens
 
 _DEVICES = ("cuda",)  # ROCm's devices have this type too
 # In float32 most of the time goes into the product, and only the tiles keep the digits of nearly certain tokens.
@@ -33,7 +33,7 @@ def obstacle(head: Head) -> str | None:
     if head.part is not None or head.positions == 0 or torch.compiler.is_compiling():
         return "the head is sharded, compiled or without positions"
     if hidden.device.type not in _DEVICES:
-        return f"the kernel does not run on {hidden.device.type}"
+        return f"the fused kernel does not run on {hidden.device.type}"
     if importlib.util.find_spec("liger_kernel") is None:
         return f"liger-kernel is not installed ({install_hint('gpu')})"
     if not {hidden.dtype, weight.dtype} <= {head.dtype} & {*_DTYPES}:
@@ -57,19 +57,14 @@ def fused_log_prob(head: Head, targets: Tensor) -> Tensor:
     inside = (targets >= 0) & (targets < head.vocab)
     # Triton launches a kernel on the current device. In a backward that is the device of the tensors.
     with torch.autocast(hidden.device.type, enabled=False), torch.accelerator.device_index(hidden.device.index):
+        known, cap = targets.where(inside, 0), head.soft_cap and head.gain
         loss: Tensor = liger_fused_linear_cross_entropy(
-            hidden,
-            head.weight,
-            targets.where(inside, 0),
-            bias,
-            reduction="none",
-            softcap=None if head.soft_cap is None else head.gain,
-            accum_dtype=head.wide,
+            hidden, head.weight, known, bias, reduction="none", softcap=cap, accum_dtype=head.wide
         )
     return -loss.where(inside, torch.nan)
 
 
-def failure(head: Head, tiles: Callable[[Head, Tensor], Tensor]) -> str | None:
+def failure(head: Head, tile: tuple[int, int]) -> str | None:
     """How the kernel differs from the tiles in values or gradients, or None if rounding explains the differences.
 
     Each log-prob has another weight in the gradients, since liger-kernel before 0.8.2 gives all tokens the same weight.
@@ -77,12 +72,15 @@ def failure(head: Head, tiles: Callable[[Head, Tensor], Tensor]) -> str | None:
     assert head.weight is not None
     few = [head.hidden, head.weight[:_FEW_TOKENS], *([] if head.bias is None else [head.bias[:_FEW_TOKENS]])]
     place, results = torch.arange(head.positions, device=head.hidden.device), list[list[Tensor]]()
-    for function in (tiles, fused_log_prob):
-        leaves = [each.detach().requires_grad_() for each in few]
+    for fused in (False, True):
+        values, leaves = list[Tensor](), [each.detach().requires_grad_() for each in few]
         heads = head._replace(hidden=leaves[0]), Head._make([*leaves, *head[len(leaves) :]])
         try:
             with torch.enable_grad():
-                values = [function(each, place * 7919 % each.vocab) for each in heads]
+                for each in heads:
+                    targets = place * 7919 % each.vocab
+                    tiled = None if fused else sweep(Plan(tile), each, None, Tokens(targets)).log_prob
+                    values.append(fused_log_prob(each, targets) if tiled is None else tiled)
                 gradients = torch.autograd.grad(values, leaves, [place + 1.0] * 2)
         except Exception as error:  # of a compiler or a driver
             return f"{type(error).__name__}: {error}"

@@ -602,10 +602,8 @@ _backward.register_fake(_operator_backward_fake)
 
 def _varlen_obstacle(inputs: Inputs) -> str | None:
     """The reason why the flash-attention kernel cannot attend, or None if it can."""
-    if inputs.has_own_scores:
-        return "since soft-capped scores and sinks have no variable-length kernel"
-    if inputs.dropout:
-        return "since the variable-length kernel has no dropout"
+    if inputs.has_own_scores or inputs.dropout:
+        return "since the variable-length kernel has no soft-cap, sinks or dropout"
     if not takes_varlen(inputs.query):
         return "since the variable-length kernel needs half precision on CUDA, from Ampere on, and head sizes up to 256"
     return None

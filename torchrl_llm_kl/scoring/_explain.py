@@ -16,7 +16,7 @@ from torchrl_llm_kl.scoring._options import Sampling, ScoreOptions
 from torchrl_llm_kl.scoring._passes import PackedPass, RunScorer, ScoringRun
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._routing import Routing
-from torchrl_llm_kl.scoring._scores import HeadReading, Scores, States
+from torchrl_llm_kl.scoring._scores import HeadReading, Scores
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
 
@@ -147,6 +147,8 @@ def explain(scorer: ExplainedScorer, request: ScoreRequest, row: int, token: int
         )
         states = [forwards.run(i) for i in range(batch + 1)][-1]  # packs must run in order
         unfused = HeadReading(replace(states, kept=request.kept), states.source, options).unfused
+        kind = "tiles" if states.head is not None else "whole logits"
+        head = f"{kind}, since {unfused}" if unfused else "liger-kernel's fused kernel"
         logits = states.tempered(torch.tensor([at])).cpu()
         out, added = _left_out(run, logits, element)
         plain = _plain_logits(run, row, token)
@@ -161,7 +163,7 @@ def explain(scorer: ExplainedScorer, request: ScoreRequest, row: int, token: int
         path=setup.route.path,
         kind=forwards.kind,
         why=_why(scorer, setup, run),
-        head=_head(setup, states, unfused),
+        head="the model's own" if setup.route.path == "full" else head,
         attention=forwards.attention if isinstance(forwards, PackedPass) else "the model's own",
         batch=batch,
         batches=len(forwards.elements),
@@ -203,14 +205,6 @@ def _plain_logits(run: ScoringRun, row: int, token: int) -> Tensor:
     # Counted from the end, since prompt tuning puts virtual tokens before the sequence.
     (logits,) = widen(logits[:, logits.shape[1] - len(here) + token - 1].cpu())
     return logits / run.options.temperature
-
-
-def _head(setup: Setup, states: States, unfused: str | None) -> str:
-    if setup.route.path == "full":
-        return "the model's own"
-    if unfused is None:
-        return "liger-kernel's fused kernel"
-    return f"{'whole logits' if states.head is None else 'tiles'}, since {unfused}"
 
 
 def _why(scorer: ExplainedScorer, setup: Setup, run: ScoringRun) -> str:

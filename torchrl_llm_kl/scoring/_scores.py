@@ -170,7 +170,8 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
         with setup.active(), torch.autocast(some.device.type, enabled=False):
             return mapped(widen(head(some if narrow is None else some.to(own)))[0])
 
-    linear, sampling, unfused = cast(nn.Linear, head) if plain else None, setup.options.sampling, setup.route.unfused
+    linear, sampling = cast(nn.Linear, head) if plain else None, setup.options.sampling
+    unfused = setup.route.unfused if plain else "the head is more than a linear layer"
     return States(hidden, logits, sampling.temperature, linear, mapped, narrow, sampling.truncation, unfused=unfused)
 
 
@@ -265,9 +266,7 @@ class HeadReading:
     def unfused(self) -> str | None:
         """The reason why the log-probs do not come from the fused kernel. None if they do."""
         states, head = self.states, self.states.head
-        if head is None:
-            return "the head is more than a linear layer"
-        if states.unfused is not None:
+        if head is None or states.unfused:
             return states.unfused
         whole = self.ref is None and self.ids is None and states.kept is None and not states.truncation.active
         if not whole or self.options.beside:

@@ -92,7 +92,7 @@ def test_a_scorer_uses_the_kernel(kernel: None, monkeypatch: pytest.MonkeyPatch)
         warnings.simplefilter("error")
         scorer = LogProbScorer(model)
     assert scorer.explain(ROWS, 1, 23).head == "liger-kernel's fused kernel"
-    assert tiles.explain(ROWS, 1, 23).head == "tiles, since the kernel does not run on cpu"
+    assert tiles.explain(ROWS, 1, 23).head == "tiles, since the fused kernel does not run on cpu"
     found, want = scorer.score(ROWS, grad=True), tiles.score(ROWS, grad=True)
     # Both have the same hidden states. Another order of summation may round a logit to the neighbour in bfloat16.
     eps = torch.finfo(torch.bfloat16).eps
@@ -163,7 +163,7 @@ def test_heads_that_the_kernel_does_not_support(monkeypatch: pytest.MonkeyPatch)
             linear_log_prob(hidden, weight, targets, fused=True, **options)
     assert not calls
     monkeypatch.setattr(_fused, "_DEVICES", ("cuda",))
-    assert fused_obstacle(hidden, weight) == "the kernel does not run on cpu"
+    assert fused_obstacle(hidden, weight) == "the fused kernel does not run on cpu"
 
 
 def test_a_float32_model_keeps_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
