@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo demo-ray demo-fsdp demo-text demo-image demo-tools demo-real study study-target study-staleness study-tokenizers test test-all test-rest test-device test-numeric test-slow test-peers engines real durations mutants matrix nightly bench bench-gpu bench-ray lint types stubs docs site clean
+.PHONY: help setup demo demo-ray demo-fsdp demo-text demo-image demo-tools demo-real study study-target study-staleness study-tokenizers test test-all test-rest test-device test-numeric test-slow test-peers engines real durations mutants matrix nightly bench bench-gpu gpu bench-ray lint types stubs docs site clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -115,6 +115,9 @@ bench: $(READY)  ## Compare speed and memory with torchrl on the CPU; writes ben
 
 bench-gpu: $(READY)  ## Compare speed and memory with torchrl on a CUDA device; writes benchmarks/cuda/RESULTS.md
 	$(BIN)/python -m benchmarks run --device cuda $(ARGS)
+
+gpu: $(READY)  ## Run tests/device and the benchmarks on a CUDA device, ten minutes at most; writes runs/gpu (ARGS="--device sim --quick": a try without)
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 bench-ray: $(READY)  ## Compare the Ray service with torchrl's; writes benchmarks/RAY.md
 	$(BIN)/python -m benchmarks.ray run $(ARGS)

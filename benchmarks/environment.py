@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -27,8 +27,16 @@ def machine(device: torch.device) -> dict[str, str]:
 def versions() -> dict[str, str]:
     """Versions of Python and the packages."""
     packages = ("torch", "tensordict", "torchrl", "transformers", "trl", "torchrl-llm-kl")
-    found = {name.replace("-", "_"): version(name) for name in packages}
+    found = {name.replace("-", "_"): version_of(name) for name in packages}
     return {"python": platform.python_version(), **found}
+
+
+def version_of(package: str) -> str:
+    """The version of a package."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def described(settings: Settings) -> dict[str, str]:

@@ -16,7 +16,13 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from torchrl_llm_kl.head import linear_log_prob, linear_pair, linear_top_k
+from torchrl_llm_kl.head import fused_failure, fused_obstacle, linear_log_prob, linear_pair, linear_top_k
+
+
+def wait() -> None:
+    """Wait until an accelerator has done all work."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def fastest(candidates: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -25,6 +31,7 @@ def fastest(candidates: dict[str, Callable[[], object]], repeats: int) -> dict[s
         for name, run in candidates.items():
             start = time.perf_counter()
             run()
+            wait()
             best[name] = min(best[name], time.perf_counter() - start)
     return best
 
@@ -44,17 +51,20 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--positions", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--chunks", action="store_true", help="compare tile sizes only")
     parser.add_argument("--forward-only", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    dtype = getattr(torch, args.dtype)
-    hidden = torch.randn(args.positions, args.hidden, dtype=dtype)
-    weight = (torch.randn(args.vocab, args.hidden) * args.hidden**-0.5 * 2).to(dtype)
-    targets = torch.randint(args.vocab, (args.positions,))
+    dtype, device = getattr(torch, args.dtype), torch.device(args.device)
+    hidden = torch.randn(args.positions, args.hidden, dtype=dtype, device=device)
+    weight = (torch.randn(args.vocab, args.hidden, device=device) * args.hidden**-0.5 * 2).to(dtype)
+    targets = torch.randint(args.vocab, (args.positions,), device=device)
+    unfused = fused_obstacle(hidden, weight)
     ref_hidden, ref_weight = hidden + 0.1 * torch.randn_like(hidden), weight.clone()
-    print(f"N={args.positions} H={args.hidden} V={args.vocab} {args.dtype}, {args.threads} thread(s)")
+    print(f"N={args.positions} H={args.hidden} V={args.vocab} {args.dtype} on {device}, {args.threads} thread(s)")
+    print(f"fused kernel: {unfused or fused_failure(hidden[:64], weight) or 'equal to the tiles'}")
 
     def product() -> torch.Tensor:
         return hidden @ weight.T
@@ -85,6 +95,8 @@ def main() -> None:
             hidden, weight, ref_hidden, ref_weight, targets, entropy=True
         ),
     }
+    if unfused is None:
+        candidates["linear_log_prob, fused"] = lambda: linear_log_prob(hidden, weight, targets, fused=True)
     if hasattr(F, "linear_cross_entropy"):
         candidates["F.linear_cross_entropy"] = lambda: torch_fused(None)
         candidates["F.linear_cross_entropy, chunked"] = lambda: torch_fused(torch.nn.LinearCrossEntropyOptions())
@@ -110,6 +122,8 @@ def main() -> None:
             sum(linear_pair(h, w, ref_hidden, ref_weight, targets, entropy=True)[:2])
         ),
     }
+    if unfused is None:
+        candidates["linear_log_prob, fused"] = lambda: step(linear_log_prob(h, w, targets, fused=True).log_prob)
     if hasattr(F, "linear_cross_entropy"):
         options = torch.nn.LinearCrossEntropyOptions()
         candidates["F.linear_cross_entropy"] = lambda: step(torch_fused(None, h, w))

@@ -216,3 +216,9 @@ def test_a_reference_on_the_second_device(model_at, at):
         pytest.skip("needs two accelerators")
     reference = tiny_model(seed=1).to(CPU if model_at == CPU else torch.device(model_at.type, 1))
     return [everything(LogProbScorer(each), at) for each in (tiny_model().to(model_at), reference)]
+
+
+def test_an_explanation_names_the_attention(device):
+    """A small pack of pieces in float32 attends in one call, on any accelerator."""
+    found = LogProbScorer(tiny_model().to(device)).explain(conversation(), row=2, token=30)
+    assert found.attention.startswith("all pieces in one call with a mask, since the variable-length kernel needs half")

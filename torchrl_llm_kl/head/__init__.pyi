@@ -22,6 +22,7 @@ from torchrl_llm_kl.head._tiles import (
 
 # isort: split
 # For the layers above, not public:
+from torchrl_llm_kl.head._functions import fused_failure as fused_failure, fused_obstacle as fused_obstacle
 from torchrl_llm_kl.head._tiles import (
     WHOLE as WHOLE,
     dropped as dropped,

@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import TypedDict, Unpack
 
 from torchrl_llm_kl._numerics import check_choice, check_temperature, wide_dtype
+from torchrl_llm_kl.head import _fused
 from torchrl_llm_kl.head._kept import find_kept, kept_scores, most_kept
 from torchrl_llm_kl.head._operators import local_part, sweep, top_k
 from torchrl_llm_kl.head._tiles import (
@@ -67,6 +68,7 @@ def linear_log_prob(
     kept: Kept | None = None,
     keep_targets: bool = False,
     added: list[Tensor] | None = None,
+    fused: bool = False,
     **options: Unpack[HeadOptions],
 ) -> HeadOutput:
     """Log-probs of given tokens, and the entropy, under ``softcap(scale * (hidden @ weight.T + bias)) / temperature``.
@@ -104,6 +106,9 @@ def linear_log_prob(
             other row of the weight is read.
         keep_targets: whether to keep a target that the truncation excludes, beside the other tokens.
         added: a list that receives a mask ``[N]``, True where such a target was kept.
+        fused: whether one kernel of liger-kernel computes the log-probs, in place of the sweep. It has no entropy and no
+            truncation, and ``docs/device.md`` lists its other limits. A log-prob near 0 has an absolute error of float32's
+            epsilon times the largest logit, and the host waits for the device.
         product_dtype: dtype of the matrix products, see above.
         chunk: positions and tokens of a tile, or only positions. It changes only memory and speed. Default: by device.
 
@@ -111,8 +116,8 @@ def linear_log_prob(
         :class:`HeadOutput`: nats, ``[N]``; not masked, not reduced. A target that the truncation excludes has ``-inf``.
 
     Raises:
-        ValueError: if shapes or shards disagree or an option is out of range. The log-prob of a target outside the vocabulary
-            is NaN: a check would be a host sync.
+        ValueError: if shapes or shards disagree, an option is out of range, or ``fused`` is not possible. The log-prob of a
+            target outside the vocabulary is NaN: a check would be a host sync.
         TypeError: if dtypes disagree or are not of the right kind.
 
     Example:
@@ -126,6 +131,11 @@ def linear_log_prob(
     head, tile = _prepare(hidden, weight, **options)
     plan = Plan(tile, entropy, truncation=_check_truncation(truncation, kept, head), keep_targets=keep_targets)
     targets = _check_targets(targets, head)
+    if fused:
+        reason = _fused.obstacle(head)
+        if reason or entropy or plan.truncation.active or kept:
+            raise ValueError(f"fused=True: {reason or 'the kernel has no entropy and takes all tokens'}.")
+        return HeadOutput(_fused.fused_log_prob(head, targets), None)
     if not (entropy or plan.truncation.active or kept or options.get("chunk")):
         log_prob = _log_prob_of_tile(head, targets)
         if log_prob is not None:
@@ -133,6 +143,16 @@ def linear_log_prob(
     out = _sweep_or_kept(plan, head, None, Tokens(targets, kept), added)
     assert out.log_prob is not None
     return HeadOutput(out.log_prob, out.entropy)
+
+
+def fused_obstacle(hidden: Tensor, weight: Tensor, **options: Unpack[HeadOptions]) -> str | None:
+    """The reason why ``fused=True`` of :func:`linear_log_prob` is not possible for a head, or None if it is."""
+    return _fused.obstacle(_prepare(hidden, weight, **options)[0])
+
+
+def fused_failure(hidden: Tensor, weight: Tensor, **options: Unpack[HeadOptions]) -> str | None:
+    """How ``fused=True`` differs from the tiles in values or gradients for a head, or None if it does not."""
+    return _fused.failure(*_prepare(hidden.detach(), weight.detach(), **options))
 
 
 def _log_prob_of_tile(head: Head, targets: Tensor) -> Tensor | None:

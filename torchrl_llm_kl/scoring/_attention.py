@@ -130,6 +130,7 @@ class PackLayout(Followed):
     shared: dict[object, Any] = field(default_factory=dict)  # masks and indices for all attention calls
     attend: Callable[..., Tensor] | None = None  # replaces :func:`_attend`
     exchange: Exchange | None = None  # with the ranks that forward other packs at the same time
+    attention: str = "blocks of a fixed size, for deterministic=True"  # how the last call attended, for an explanation
     saving: tuple[bool, object] = (False, None)
 
     @contextmanager
@@ -322,10 +323,14 @@ def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Input
     """
     if layout.attend is not None:
         return layout.attend(layout, past, inputs)
-    if not inputs.has_own_scores and inputs.dropout == 0.0 and takes_varlen(inputs.query):
+    obstacle = _varlen_obstacle(inputs)
+    if obstacle is None:
+        layout.attention = "all pieces in one variable-length kernel"
         return _attend_varlen(layout, past, inputs)
     if inputs.query.device.type != "cpu" and layout.fits_one_call:
+        layout.attention = "all pieces in one call with a mask, " + obstacle
         return _attend_at_once(layout, past, inputs)
+    layout.attention = "piece by piece, " + obstacle
     if "batches" not in layout.shared:
         # Dropout draws its numbers piece by piece, as in compiled layers.
         layout.shared["batches"] = _batches(layout, inputs.query.device, together=not inputs.dropout)
@@ -596,6 +601,15 @@ _backward.register_fake(_operator_backward_fake)
 
 
 # ---------------------------------------------------------------------- one flash-attention call for all pieces
+
+
+def _varlen_obstacle(inputs: Inputs) -> str | None:
+    """The reason why the flash-attention kernel cannot attend, or None if it can."""
+    if inputs.has_own_scores or inputs.dropout:
+        return "since the variable-length kernel has no soft-cap, sinks or dropout"
+    if not takes_varlen(inputs.query):
+        return "since the variable-length kernel needs half precision on CUDA, from Ampere on, and head sizes up to 256"
+    return None
 
 
 def takes_varlen(query: Tensor) -> bool:

@@ -13,10 +13,11 @@ from torchrl_llm_kl._numerics import send, widen
 from torchrl_llm_kl.head import dropped, log_softmax
 from torchrl_llm_kl.scoring._model import Setup, call, frequency_switches, has_window, locked, read_output, whole_logits
 from torchrl_llm_kl.scoring._options import Sampling, ScoreOptions
+from torchrl_llm_kl.scoring._packs import PackedPass
 from torchrl_llm_kl.scoring._passes import RunScorer, ScoringRun
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._routing import Routing
-from torchrl_llm_kl.scoring._scores import Scores
+from torchrl_llm_kl.scoring._scores import HeadReading, Scores
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
 
@@ -50,6 +51,8 @@ class Explanation:
         path: ``"head"`` runs the body, then the head at scored positions. ``"full"`` is the model's own forward.
         kind: ``"pack"`` or ``"step"``, which forward a shared prefix once, or ``"micro-batch"``, which is padded.
         why: the reason for ``path`` and ``kind``.
+        head: how the head ran for this token.
+        attention: how the last layer attended. The reason follows if a faster kernel was not used.
         batch: the index of the pack or micro-batch, from 0.
         batches: the number of packs or micro-batches.
         attended: the number of earlier positions that the token's distribution depends on.
@@ -79,6 +82,8 @@ class Explanation:
     path: str
     kind: Literal["pack", "step", "micro-batch"]
     why: str
+    head: str
+    attention: str
     batch: int
     batches: int
     attended: int
@@ -103,6 +108,8 @@ class Explanation:
         rows = {
             "token": f"{self.token_id}, token {self.token} of sequence {self.row}",
             "route": f"{self.path}, {'shared prefixes' if shared else 'padded'}: {self.why}",
+            "head": self.head,
+            "attention": self.attention,
             self.kind: f"{self.batch + 1} of {self.batches}",
             "positions attended": f"{self.attended}{apart}",
             "in the mask": "yes" if self.in_mask else "no: its score is 0, the log-prob is what it would be",
@@ -140,6 +147,9 @@ def explain(scorer: ExplainedScorer, request: ScoreRequest, row: int, token: int
             (i, int(hit[0])) for i, x in enumerate(forwards.elements) if len(hit := (x == element).nonzero())
         )
         states = [forwards.run(i) for i in range(batch + 1)][-1]  # packs must run in order
+        unfused = HeadReading(replace(states, kept=request.kept), states.source, options).unfused
+        kind = "tiles" if states.head is not None else "whole logits"
+        head = f"{kind}, since {unfused}" if unfused else "liger-kernel's fused kernel"
         logits = states.tempered(torch.tensor([at])).cpu()
         out, added = _left_out(run, logits, element)
         plain = _plain_logits(run, row, token)
@@ -154,6 +164,8 @@ def explain(scorer: ExplainedScorer, request: ScoreRequest, row: int, token: int
         path=setup.route.path,
         kind=forwards.kind,
         why=_why(scorer, setup, run),
+        head="the model's own" if setup.route.path == "full" else head,
+        attention=forwards.attention if isinstance(forwards, PackedPass) else "the model's own",
         batch=batch,
         batches=len(forwards.elements),
         attended=token,  # a causal model sees all earlier positions

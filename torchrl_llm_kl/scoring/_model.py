@@ -54,6 +54,8 @@ class Route:
     positions: bool = True  # whether to pass position_ids
     # How a shared prefix is forwarded once: in a pack with the sequences that continue it, or by forking its state.
     sharing: Literal["packs", "forks"] | None = None
+    # Why the head does not use the fused kernel. None if the probe has proven the kernel.
+    unfused: str | None = "the scorer has probe=False"
 
 
 class Inspection:

@@ -74,6 +74,7 @@ class PackedPass:
         self._gradients: Gradients = {}
         self._last: Tensor | None = None
         self.has_window = False  # whether a forwarded layer had a sliding window
+        self.attention = ""  # how the last pack attended
 
     def run(self, index: int) -> States:
         """Run a pack, and return the states that predict ``elements[index]``. Packs must run in order."""
@@ -87,6 +88,7 @@ class PackedPass:
             with self.routing.forward(self._element[here], self.setup.device) if self.routing else nullcontext():
                 hidden = self._forward(layout, self._ids[here], self._positions[here], inputs)
             self.has_window |= layout.has_window
+            self.attention = layout.attention
             if self.lookup is not None:
                 for i, (_, _, kept) in zip(self.plan.packs[number], layout.kept, strict=True):
                     piece = self.plan.pieces[i]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import send, to_host
 from torchrl_llm_kl._private import dispatch_mode, tensor_leaves
+from torchrl_llm_kl.head import fused_failure, fused_obstacle
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._forks import ForkedPass, has_state, is_recurrent
 from torchrl_llm_kl.scoring._invariant import BLOCK
@@ -35,7 +37,7 @@ from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._packs import PackedPass
 from torchrl_llm_kl.scoring._passes import PaddedPass
 from torchrl_llm_kl.scoring._request import ScoreRequest
-from torchrl_llm_kl.scoring._scores import HeadReading, log_prob_at
+from torchrl_llm_kl.scoring._scores import HeadReading, States, log_prob_at
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import Ranks, inside
 
@@ -120,8 +122,10 @@ def _first_equal(
             outcome = f"{type(error).__name__}: {error}"
         if ranks.all(equal):
             forks = has_state(setup.model)
-            shared = route.path == "head" and route.positions and ranks.all(_can_share(setup, vocab, states, forks))
-            return replace(route, sharing=("forks" if forks else "packs") if shared else None), ""
+            source, on_head = states.source, route.path == "head"
+            shared = on_head and route.positions and ranks.all(_can_share(setup, vocab, source, forks))
+            unfused = _why_unfused(states, type(setup.model).__name__) if on_head else route.unfused
+            return replace(route, sharing=("forks" if forks else "packs") if shared else None, unfused=unfused), ""
         complaint = complaint or outcome
     return None, complaint
 
@@ -143,15 +147,28 @@ def _of_first(tokens: Ragged) -> Tensor:
 
 def _rounding_difference(
     setup: Setup, request: ScoreRequest, plain: Tensor, spread: Tensor, precision: float
-) -> tuple[float, float, Tensor]:
-    """The largest difference from the plain forward, the largest that rounding can explain, and the hidden states."""
+) -> tuple[float, float, States]:
+    """The largest difference from the plain forward, the largest that rounding can explain, and the states."""
     padded = PaddedPass(setup, request, [torch.arange(request.tokens.num_sequences)])
     elements = padded.elements[0]
     states, targets = padded.run(0), send(request.tokens.values[elements], setup.device)
     log_probs = HeadReading(states, targets, ScoreOptions()).columns()["log_prob"]
     log_probs = log_probs[send(_of_first(request.tokens)[elements], log_probs.device)].to(plain.device)
     difference, largest = to_host((log_probs - plain).abs().max(), spread)
-    return float(difference), precision * float(largest) + 1e-6, states.source
+    return float(difference), precision * float(largest) + 1e-6, states
+
+
+def _why_unfused(states: States, name: str) -> str | None:
+    """The reason why the head does not use the fused kernel. None if it has the tiles' values and gradients."""
+    head, options = states.head, states.head_options
+    if head is None:
+        return None
+    reason = fused_obstacle(states.source, head.weight, **options)
+    failure = None if reason else fused_failure(states.source, head.weight, **options)
+    if failure is not None:
+        reason = f"liger-kernel's fused kernel does not reproduce their values and gradients: {failure}"
+        warnings.warn(f"LogProbScorer computes the head of {name} in tiles, since {reason}.", stacklevel=7)
+    return reason
 
 
 def _relative_precision(dtype: torch.dtype, device: torch.device) -> float:

@@ -21,6 +21,7 @@ from torchrl_llm_kl.head import (
     PairOptions,
     Truncation,
     dropped,
+    fused_obstacle,
     linear_kept,
     linear_log_prob,
     linear_outcomes,
@@ -113,6 +114,14 @@ class States:
     dtype: torch.dtype | None = None  # dtype of the head's products; None for the head's own
     truncation: Truncation = WHOLE
     kept: Kept | None = None  # a record, which replaces the truncation
+    unfused: str | None = None  # why the fused kernel is not used, None if it is proven
+
+    @property
+    def head_options(self) -> HeadOptions:
+        """The options of the linear head."""
+        bias = None if self.head is None else self.head.bias
+        own: HeadOptions = {"bias": bias, "scale": self.map.scale, "soft_cap": self.map.soft_cap}
+        return own | {"temperature": self.temperature, "product_dtype": self.dtype}
 
     def tempered(self, rows: Tensor) -> Tensor:
         """Logits of the rows ``[k]``, in float32 or wider, divided by the temperature: ``[k, V]``."""
@@ -161,8 +170,9 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
         with setup.active(), torch.autocast(some.device.type, enabled=False):
             return mapped(widen(head(some if narrow is None else some.to(own)))[0])
 
-    linear = cast(nn.Linear, head) if plain else None
-    return States(hidden, logits, setup.options.temperature, linear, mapped, narrow, setup.options.sampling.truncation)
+    linear, sampling = cast(nn.Linear, head) if plain else None, setup.options.sampling
+    unfused = setup.route.unfused if plain else "the head is more than a linear layer"
+    return States(hidden, logits, sampling.temperature, linear, mapped, narrow, sampling.truncation, unfused=unfused)
 
 
 def _is_plain(head: nn.Module) -> bool:
@@ -252,15 +262,25 @@ class HeadReading:
 
     # ------------------------------------------------------------------ a linear head, in tiles
 
+    @property
+    def unfused(self) -> str | None:
+        """The reason why the log-probs do not come from the fused kernel. None if they do."""
+        states, head = self.states, self.states.head
+        if head is None or states.unfused:
+            return states.unfused
+        whole = self.ref is None and self.ids is None and states.kept is None and not states.truncation.active
+        if not whole or self.options.beside or self.tile is not None:
+            return "the kernel computes only log-probs over all tokens, and not in tiles of one size"
+        return fused_obstacle(states.source, head.weight, **states.head_options)
+
     def _of_linear(self, head: nn.Linear, ref_head: nn.Linear | None) -> Columns:
         states, ref, options, tile = self.states, self.ref, self.options, self.tile
         hidden, device = states.source, states.source.device
         targets = self.targets.to(device)
         ids = None if self.ids is None else self.ids.to(device)
-        own: HeadOptions = {"bias": head.bias, "scale": states.map.scale, "soft_cap": states.map.soft_cap}
-        own |= {"temperature": states.temperature, "chunk": tile}
-        # Products of the two heads in different dtypes would appear as a KL.
-        own["product_dtype"] = states.dtype if ref is None or ref.dtype == states.dtype else torch.float32
+        own: HeadOptions = {**states.head_options, "chunk": tile}
+        if ref is not None and ref.dtype != states.dtype:
+            own["product_dtype"] = torch.float32  # products of the two heads in different dtypes would appear as a KL
         kept, truncation = states.kept, states.truncation
         sampled = kept is not None or truncation.active
         # A search for the kept tokens saves work, but an accelerator would wait for the host to read their number.
@@ -290,7 +310,8 @@ class HeadReading:
         elif ids is not None:
             scores = linear_outcomes(hidden, head.weight, targets, ids, entropy=options.entropy, **own)._asdict()
         else:
-            scores = linear_log_prob(hidden, head.weight, targets, entropy=options.entropy, **own, **limits)._asdict()
+            limits |= {"entropy": options.entropy, "fused": self.unfused is None}
+            scores = linear_log_prob(hidden, head.weight, targets, **own, **limits)._asdict()
         columns = {name: values for name, values in scores.items() if values is not None}
         if options.top_k:
             columns |= _top_columns(*linear_top_k(hidden, head.weight, options.top_k, **own)[:3])

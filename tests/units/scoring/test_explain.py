@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from closeness import assert_near
+from closeness import assert_near, rows_keep_their_bits
 from scoring_reference import FakeBackend, FullLogits, engine
 from torchrl_llm_kl import LogProbScorer, Sampling
 from torchrl_llm_kl.head import Kept
-from torchrl_llm_kl.scoring import ScoreRequest
+from torchrl_llm_kl.scoring import ScoreRequest, _attention
 from toy_models import FORWARD, VOCAB_SIZE, tiny_model
 
 #: Two answers to one prompt of 22 tokens, and another sequence.
@@ -139,3 +139,46 @@ def test_frequencies_that_depend_on_the_length_are_those_of_the_whole_sequence(l
             assert_near(torch.tensor(got), log_probs[token - 1, row[token]], **FORWARD)
         if length == 9:  # a forward without the last token has the others
             assert (log_probs[token - 1] - cut[token - 1])[row[token]].abs() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "head", "attention"),
+    [
+        (
+            "qwen2",
+            {},
+            "tiles, since the fused kernel does not run on cpu",
+            "piece by piece, since the variable-length kernel",
+        ),
+        ("gemma2", {}, "tiles, since the fused kernel", "piece by piece, since the variable-length kernel has no"),
+        ("qwen2", {"deterministic": True}, "tiles, since the fused kernel", "blocks of a fixed size"),
+        ("qwen2", {"share_prefixes": False}, "tiles, since the fused kernel", "the model's own"),
+        ("qwen2", {"probe": False}, "tiles, since the scorer has probe=False", "the model's own"),
+    ],
+    ids=["piece by piece", "soft-cap", "deterministic", "padded", "without a probe"],
+)
+def test_the_kernels_of_head_and_attention(family: str, settings: Any, head: str, attention: str) -> None:
+    model: Any = tiny_model(family, **({"attn_logit_softcapping": 2.0} if family == "gemma2" else {}))
+    model.set_attn_implementation("eager")
+    if "deterministic" in settings and not rows_keep_their_bits():
+        pytest.skip("deterministic=True is refused on this machine")
+    found = LogProbScorer(model, **settings).explain(ROWS, 1, 23)
+    assert found.head.startswith(head)
+    assert found.attention.startswith(attention)
+    assert found.head in str(found)
+    assert found.attention in str(found)
+
+
+def test_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapted: Any = tiny_model()
+    adapted.lm_head.register_forward_hook(lambda module, args, out: out + 0.0)
+    assert (
+        LogProbScorer(adapted).explain(ROWS, 1, 23).head == "whole logits, since the head is more than a linear layer"
+    )
+    with pytest.warns(UserWarning, match="full forward"):
+        whole = LogProbScorer(FullLogits(tiny_model()))
+    assert whole.explain(ROWS, 1, 23).head == "the model's own"
+    packed = LogProbScorer(tiny_model())
+    monkeypatch.setattr(_attention, "takes_varlen", lambda query: True)
+    monkeypatch.setattr(_attention, "varlen_attn", lambda query, *_, **__: torch.zeros_like(query))
+    assert packed.explain(ROWS, 1, 23).attention == "all pieces in one variable-length kernel"
