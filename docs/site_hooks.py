@@ -43,6 +43,8 @@ PAGES = {
     "benchmarks/PRECISION.md": "benchmarks/PRECISION.md",
     "benchmarks/KL_STUDY.md": "benchmarks/KL_STUDY.md",
     "benchmarks/GSM8K.md": "benchmarks/GSM8K.md",
+    "benchmarks/STALENESS.md": "benchmarks/STALENESS.md",
+    "benchmarks/TOKENIZERS.md": "benchmarks/TOKENIZERS.md",
 }
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash", ".md": "markdown"}
 #: Code, which is not changed, or the target of a link or a picture.
