@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.data import Batch
+from benchmarks.results import Counts
+from torchrl_llm_kl.scoring import ScoreRequest
 from torchrl_llm_kl.scoring._tree import PrefixTree
 
 PACK = 1024  # tokens of one product of the body, as in a pack on a CPU
@@ -65,3 +67,31 @@ def products_of(model: Any, batch: Batch, *, train: bool = False, forwards: int 
                 product(min(rows, scored - start), head, 2 if train else 1)
 
     return run
+
+
+def counts_of(model: Any, batch: Batch) -> dict[str, Counts]:
+    """The work of padded rows, of the packing of TRL's asynchronous trainer, and of this library, counted from the batch.
+
+    TRL's packing needs a kernel for CUDA, so only its plan is made here, of the whole batch in one pack.
+    """
+    from trl.experimental.async_grpo.packing import TreeRow
+
+    sequences, response = batch.ragged()
+    row, rows, masks = TreeRow(), sequences.to_list(), sequences.like(response).to_list()
+    for ids, mask in zip(rows, masks, strict=True):
+        sample = {"input_ids": ids, "completion_mask": mask, "old_log_probs": mask.float(), "advantage": 0.0}
+        row.add({**sample, "group_id": 0})
+    labelled = int((row.pack()["shift_labels"] != -100).sum())
+    request = ScoreRequest.of(sequences, response)
+    tree = PrefixTree.build(request.tokens, request.forward_lengths)
+    pairs = (tree.length * tree.start + tree.length * (tree.length + 1) // 2).sum()
+    width, scored = sum(max(map(len, each)) for each in (batch.prompts, batch.responses)), int(response.sum())
+    every = {
+        "padded rows": (len(rows) * width, len(rows) * width**2, scored),
+        "TRL's packing": (len(row.tokens), row.load, labelled),
+        "here": (tree.num_tokens, int(pairs), scored),
+    }
+    config, head = model.config, model.get_output_embeddings().weight.numel()
+    body = sum(module.weight.numel() for module in model.get_decoder().modules() if isinstance(module, nn.Linear))
+    each_pair = 2 * config.num_hidden_layers * config.hidden_size
+    return {name: Counts(*each, each[0] * body + each[1] * each_pair + each[2] * head) for name, each in every.items()}

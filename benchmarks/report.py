@@ -29,6 +29,14 @@ columns on the right compare with that column. In its loss TRL also computes the
 """
 
 
+_COUNTS = """### Work of a forward
+
+TRL's asynchronous trainer packs shared prefixes, too. Its attention needs a kernel for CUDA, so its work is counted from its
+own plan of the same batch, in one pack. It forwards the last token of each sequence, and one more token for each branch. Padded
+rows attend to all pairs of a query and a key. Products are multiplications, of the linear layers, the attention and the head.
+"""
+
+
 def terminal_table(run: Run) -> Table:
     """The figures and targets as a table for the terminal."""
     table = Table(title=f"torchrl {run.versions['torchrl']} beside torchrl_llm_kl {run.versions['torchrl_llm_kl']}")
@@ -57,6 +65,7 @@ def markdown(run: Run) -> str:
             [f"**{r.name}**", r.title, *map(_measured, r.outcome.others.values()), *_figures(r)] for r in beside_trl
         ]
         parts.append(markdown_table(["", "work", *others, "TRL", *header], rows))
+        parts += _counts(beside_trl)
     alone = [r for r in run.results if r.peer not in ("torchrl", "TRL")]
     if alone:
         parts.append("## Compared with a plain forward, or with another setting\n")
@@ -87,6 +96,17 @@ def _pretrained() -> list[str]:
         if tables
         else []
     )
+
+
+def _counts(results: list[Result]) -> list[str]:
+    rows = []
+    for result in results:
+        least = min((each.products for each in result.outcome.counts.values()), default=0)
+        for name, each in result.outcome.counts.items():
+            counts = (f"{number:,}" for number in (each.tokens, each.pairs, each.positions))
+            rows.append([f"**{result.name}**", name, *counts, f"{each.products:.3g}", f"{each.products / least:.2f}"])
+    header = ["", "way", "tokens", "attention pairs", "positions of the head", "products", "of the least"]
+    return [_COUNTS, markdown_table(header, rows)] if rows else []
 
 
 def _turns(result: Result) -> str:

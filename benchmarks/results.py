@@ -60,6 +60,16 @@ class Goal:
 
 
 @dataclass(frozen=True)
+class Counts:
+    """The work of one forward of a batch. The pairs are of a query and a key. The products are multiplications."""
+
+    tokens: int
+    pairs: int
+    positions: int  # of the head
+    products: int
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The measurements of a workload.
 
@@ -73,6 +83,7 @@ class Outcome:
         others: measured for further contenders that do the same work.
         products: measured for the matrix products and the attention of the distinct tokens. None if they were not measured.
         further: more figures of this library, with their targets on a CPU.
+        counts: the work of each way to compute it, also of one that did not run.
     """
 
     work: str
@@ -84,6 +95,7 @@ class Outcome:
     others: dict[str, Measured] = field(default_factory=dict)
     products: Measured | None = None
     further: tuple[Goal, ...] = ()
+    counts: dict[str, Counts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -189,6 +201,7 @@ def _result(data: dict[str, Any]) -> Result:
             others={name: Measured(**other) for name, other in outcome.get("others", {}).items()},
             products=Measured(**outcome["products"]) if outcome.get("products") else None,
             further=tuple(Goal(**goal) for goal in outcome.get("further", ())),
+            counts={name: Counts(**each) for name, each in outcome.get("counts", {}).items()},
         ),
         data.get("peer", "torchrl"),
     )

@@ -18,7 +18,7 @@ from benchmarks.agreement import largest_difference, tolerance_of
 from benchmarks.data import Batch, grouped, independent, one_prompt
 from benchmarks.measure import Contender, Measured
 from benchmarks.models import ModelSize, checkpoint_layers, qwen2, tokenizer
-from benchmarks.products import products_of
+from benchmarks.products import counts_of, products_of
 from benchmarks.results import Outcome, Targets
 from benchmarks.workloads.base import OURS, PRODUCTS, Settings, Workload
 from benchmarks.workloads.loss import check_gradients, mib_of
@@ -63,6 +63,7 @@ def score(make: Make, full: ModelSize, settings: Settings) -> Outcome:
         difference,
         products=took.pop(PRODUCTS),
         others=took,
+        counts=counts_of(model, batch),
     )
 
 
