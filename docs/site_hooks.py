@@ -215,7 +215,7 @@ def with_references(markdown: str) -> str:
     for line in markdown.splitlines():
         if heading := re.match(r"## `(\w+)`", line):
             layer = heading[1]
-        if listed := re.match(r"((?:Defined|Objectives|Advantages) .*?: )(.*)", line):
+        if listed := re.match(r"((?:Defined|Objectives|Advantages)\b.*?: )(.*)", line):
             line = listed[1] + re.sub(r"`(\w+)`", rf"[`\1`][torchrl_llm_kl.{layer}.\1]", listed[2])
         lines.append(re.sub(r"^\| (\*\*)?`(\w+)`(\*\*)? \|", rf"| \1[`\2`][torchrl_llm_kl.{layer}.\2]\3 |", line))
     return "\n".join(lines)
