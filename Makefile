@@ -116,7 +116,7 @@ bench: $(READY)  ## Compare speed and memory with torchrl on the CPU; writes ben
 bench-gpu: $(READY)  ## Compare speed and memory with torchrl on a CUDA device; writes benchmarks/cuda/RESULTS.md
 	$(BIN)/python -m benchmarks run --device cuda $(ARGS)
 
-gpu: $(READY)  ## Run tests/device and the benchmarks on a CUDA device, ten minutes at most; writes runs/gpu (ARGS="--device sim --quick": a try without)
+gpu: $(READY)  ## Run tests/device and four benchmarks on a CUDA device, ten minutes at most; writes runs/gpu (ARGS="--device sim --quick": a try without)
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 bench-ray: $(READY)  ## Compare the Ray service with torchrl's; writes benchmarks/RAY.md

@@ -98,17 +98,22 @@ def run(part: Part, folder: Path, seconds: float) -> Done:
         process = subprocess.Popen(
             part.command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
+        code: int | None = None
         try:
-            code: int | None = process.wait(seconds)
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            code = None
-            os.killpg(process.pid, signal.SIGKILL)  # the part and the processes that it started
-            process.wait()
+            pass
+        finally:
+            if code is None:  # out of time, or this script is stopped
+                os.killpg(process.pid, signal.SIGKILL)  # the part and the processes that it started
     text = log.read_bytes()[before:].decode(errors="replace")
     results = _RESULT.findall(text)
     failed = [name for name, result in results if result in ("FAILED", "ERROR")]
     took, tests, path = round(time.monotonic() - start, 1), Counter(result for _, result in results), folder / FIGURES
-    figures = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        figures = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError:  # the part was stopped while it wrote
+        figures = {}
     path.unlink(missing_ok=True)
     return Done(part.name, code, took, dict(tests), failed, figures, text[-_TAIL:])
 
@@ -120,8 +125,11 @@ def surroundings(device: str) -> dict[str, str]:
     ask = (
         "import torch; p = torch.cuda.get_device_properties(0); print(p.name, torch.version.cuda, p.total_memory >> 30)"
     )
-    asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=120, check=False)
-    found["device, CUDA, GiB"] = asked.stdout.strip() or asked.stderr.strip().rsplit("\n", 1)[-1]
+    try:
+        asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, check=False)
+        found["device, CUDA, GiB"] = asked.stdout.strip() or asked.stderr.strip().rsplit("\n", 1)[-1]
+    except subprocess.TimeoutExpired:
+        found["device, CUDA, GiB"] = "torch did not answer for a minute"
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return {**found, "commit": commit.stdout.strip()}
 
@@ -134,6 +142,7 @@ def write(folder: Path, about: dict[str, str], done: list[Done], left: list[Part
     lines += ["| part | outcome | seconds | tests |", "|---|---|---|---|"]
     for each in done:
         outcome = "stopped: out of time" if each.code is None else "passed" if each.code == 0 else f"code {each.code}"
+        outcome = "nothing ran" if set(each.tests) == {"SKIPPED"} else outcome
         tests = ", ".join(f"{number} {result.lower()}" for result, number in each.tests.items())
         lines.append(f"| {each.name} | {outcome} | {each.seconds} | {tests} |")
     lines += [f"| {part.name} | not run: no time left | | |" for part in left]
@@ -162,9 +171,14 @@ def main() -> int:
     args = parser.parse_args()
     end, folder = time.monotonic() + 60 * args.minutes, args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "output.txt").unlink(missing_ok=True)
+    for name in ("output.txt", FIGURES):  # of an earlier run
+        (folder / name).unlink(missing_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     about, done = surroundings(args.device), list[Done]()
-    parts = [part for part in parts_of(folder, args.device, args.quick) if not args.only or part.name in args.only]
+    parts = parts_of(folder, args.device, args.quick)
+    if unknown := {*(args.only or ())} - {part.name for part in parts}:
+        parser.error(f"no part {sorted(unknown)}: expected some of {[part.name for part in parts]}.")
+    parts = [part for part in parts if not args.only or part.name in args.only]
     write(folder, about, done, parts)
     for i, part in enumerate(parts):
         seconds = min(part.seconds, end - time.monotonic())
@@ -174,7 +188,8 @@ def main() -> int:
         write(folder, about, done, parts[i + 1 :])
         print(f"{part.name}: code {done[-1].code}, {done[-1].seconds} s, {done[-1].tests}", flush=True)
     print((folder / "report.md").read_text(encoding="utf-8")[:_TAIL])
-    return 0 if len(done) == len(parts) and all(each.code == 0 for each in done) else 1
+    passed = [each.code == 0 and set(each.tests) != {"SKIPPED"} for each in done]
+    return 0 if len(done) == len(parts) and all(passed) else 1
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ def products_of(model: Any, batch: Batch, *, train: bool = False, forwards: int 
     body, as checkpoints do.
     """
     sequences, response = batch.ragged()
-    tree = PrefixTree.build(sequences, sequences.lengths, min_shared=3)
+    request = ScoreRequest.of(sequences, response)  # the last token of a sequence predicts nothing
+    tree = PrefixTree.build(request.tokens, request.forward_lengths)
     config, body = model.config, model.get_decoder()
     layers = [module.weight.detach() for module in body.modules() if isinstance(module, nn.Linear)]
     head, scored = model.get_output_embeddings().weight.detach(), int(response.sum())

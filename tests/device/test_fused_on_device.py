@@ -30,13 +30,12 @@ def kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_values_and_gradients_against_float64(device, case):
     truth, found = results(in_torch, torch.float64, CPU, case), results(fused_log_prob, torch.float32, device, case)
     # Logits are sums of 24 products of up to 4 * 4. The weight's gradient adds 37 positions, the hidden one's 301 tokens.
-    for name, terms in (("log_prob", 24), ("hidden", 301), ("weight", 37), ("bias", 37)):
-        if name in truth:
-            assert_near(found[name], truth[name], terms=terms, size=60.0, dtype=torch.float32, msg=name)
+    for name, terms in (("log_prob", 24), ("hidden", 301), ("weight", 37)):
+        assert_near(found[name], truth[name], terms=terms, size=60.0, dtype=torch.float32, msg=name)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_scorer_in_half_precision_uses_it(device, dtype, monkeypatch):
+def test_a_scorer_in_bfloat16_uses_it(device, monkeypatch):
+    dtype = torch.bfloat16
     model: Any = tiny_model("llama").to(device, dtype)
     other = copy.deepcopy(model)
     with monkeypatch.context() as without:

@@ -21,10 +21,9 @@ from torchrl_llm_kl.head._tiles import Head
 #: Options of a head. Each differs from its default, so that an omission shows.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "bias": {"bias": True},
     "soft-cap": {"soft_cap": 2.0},
     "temperature": {"temperature": 0.7},
-    "all": {"bias": True, "soft_cap": 3.0, "temperature": 1.7, "scale": 0.6},
+    "all": {"soft_cap": 3.0, "temperature": 1.7, "scale": 0.6},
 }
 SIZES = {"n": 37, "h": 24, "v": 301}
 
@@ -38,13 +37,13 @@ def take_fake(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]) ->
         module.liger_fused_linear_cross_entropy = kernel
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(_fused, "_DEVICES", ("cpu",))
+    monkeypatch.setattr(_fused, "_is_installed", lambda: True)
 
 
 def honest(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    bias: Tensor | None,
     *,
     reduction: str,
     softcap: float | None,
@@ -52,7 +51,7 @@ def honest(
 ) -> Tensor:
     """The contract of liger-kernel's function, in plain torch."""
     assert (reduction, accum_dtype) == ("none", torch.float32)
-    logits = F.linear(hidden, weight, bias).float()
+    logits = F.linear(hidden, weight).float()
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     return F.cross_entropy(logits, targets, reduction="none")
 
@@ -92,17 +91,13 @@ def results(
     function: Callable[[Head, Tensor], Tensor], dtype: torch.dtype, device: torch.device, case: str
 ) -> dict[str, Tensor]:
     """Log-probs, and the gradients of their weighted sum, on the CPU. The weights differ in size and sign."""
-    options = CASES[case] | {"bias": None}
-    leaves = [x.to(device) for x in make_head(**SIZES, dtype=dtype)]
-    leaves = [x.requires_grad_() for x in leaves[: 2 + ("bias" in CASES[case])]]
-    if len(leaves) > 2:
-        options["bias"] = leaves[2]
-    head = Head(*leaves[:2], options.pop("bias"), dtype, **options)
+    leaves = [x.to(device).requires_grad_() for x in make_head(**SIZES, dtype=dtype)[:2]]
+    head = Head(*leaves, None, dtype, **CASES[case])
     targets = make_targets(SIZES["n"], SIZES["v"]).to(device)
     weights = torch.linspace(-2.0, 3.0, SIZES["n"], device=device)
     log_prob = function(head, targets)
     gradients = torch.autograd.grad(log_prob, leaves, weights.to(log_prob.dtype))
-    named = dict(zip(("hidden", "weight", "bias"), gradients, strict=False))
+    named = dict(zip(("hidden", "weight"), gradients, strict=True))
     return {name: each.detach().cpu() for name, each in ({"log_prob": log_prob} | named).items()}
 
 

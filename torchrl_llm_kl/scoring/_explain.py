@@ -51,7 +51,7 @@ class Explanation:
         path: ``"head"`` runs the body, then the head at scored positions. ``"full"`` is the model's own forward.
         kind: ``"pack"`` or ``"step"``, which forward a shared prefix once, or ``"micro-batch"``, which is padded.
         why: the reason for ``path`` and ``kind``.
-        head: how the head ran for this token.
+        head: how the head computed this log-prob. Other scores, such as the entropy, may take another way.
         attention: how the last layer attended. The reason follows if a faster kernel was not used.
         batch: the index of the pack or micro-batch, from 0.
         batches: the number of packs or micro-batches.

@@ -20,7 +20,6 @@ from torchrl_llm_kl.head._fused import fused_log_prob
 from toy_models import tiny_model
 
 CPU = torch.device("cpu")
-HALF = torch.bfloat16, torch.float16
 ROWS = [[*range(3, 25), 30, 31, 32], [*range(3, 25), 40, 41], [5, 6, 7]]
 
 
@@ -45,13 +44,12 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def test_values_and_gradients_against_float64(kernel: None, case: str) -> None:
     truth, found = results(in_torch, torch.float64, CPU, case), results(fused_log_prob, torch.float32, CPU, case)
     # Logits are sums of 24 products of up to 4 * 4. The weight's gradient adds 37 positions, the hidden one's 301 tokens.
-    for name, terms, size in (("log_prob", 24, 60.0), ("hidden", 301, 60.0), ("weight", 37, 60.0), ("bias", 37, 60.0)):
-        if name in truth:
-            assert_near(found[name], truth[name], terms=terms, size=size, dtype=torch.float32, msg=name)
+    for name, terms, size in (("log_prob", 24, 60.0), ("hidden", 301, 60.0), ("weight", 37, 60.0)):
+        assert_near(found[name], truth[name], terms=terms, size=size, dtype=torch.float32, msg=name)
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_no_more_error_than_plain_torch_in_half_precision(kernel: None, dtype: torch.dtype) -> None:
+def test_no_more_error_than_plain_torch_in_half_precision(kernel: None) -> None:
+    dtype = torch.bfloat16
     truth, found, other = (
         results(function, each, CPU, "plain")
         for function, each in ((in_torch, torch.float64), (fused_log_prob, dtype), (in_torch, dtype))
@@ -75,10 +73,20 @@ def test_targets_outside_the_vocabulary_have_nan(kernel: None) -> None:
 
 def test_the_check_passes(kernel: None) -> None:
     hidden, weight = half_head()
-    bias = make_head(n=20, h=24, v=600, dtype=torch.bfloat16)[2]
-    for options in ({}, {"bias": bias, "soft_cap": 5.0}, {"temperature": 2.0}):
+    for options in ({}, {"soft_cap": 5.0}, {"temperature": 2.0}):
         assert fused_obstacle(hidden, weight, **options) is None
         assert fused_failure(hidden, weight, **options) is None
+    with torch.inference_mode():
+        assert fused_failure(hidden.clone(), weight) is None
+
+
+def test_a_second_derivative_is_an_error(kernel: None) -> None:
+    """liger-kernel's backward has no graph, so the second derivative would lack terms."""
+    hidden, weight = (x.requires_grad_() for x in half_head())
+    log_prob = linear_log_prob(hidden, weight, make_targets(20, 600), fused=True).log_prob
+    (gradient,) = torch.autograd.grad(log_prob.exp().sum(), [hidden], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.float().square().sum().backward()
 
 
 def test_a_scorer_uses_the_kernel(kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,11 +154,13 @@ def test_heads_that_the_kernel_does_not_support(monkeypatch: pytest.MonkeyPatch)
     calls = count(monkeypatch)
     hidden, weight = half_head()
     for given, message in (
-        ((hidden.float(), weight.float()), "not half precision"),
+        ((hidden.float(), weight.float()), "not bfloat16"),
+        ((hidden.half(), weight.half()), "not bfloat16"),
         ((hidden[:0], weight), "without positions"),
     ):
         assert message in (fused_obstacle(*given) or "")
-    assert "not half precision" in (fused_obstacle(hidden, weight, product_dtype=torch.float32) or "")
+    assert "not bfloat16" in (fused_obstacle(hidden, weight, product_dtype=torch.float32) or "")
+    assert "rounds a logit twice" in (fused_obstacle(hidden, weight, bias=weight[:, 0]) or "")
     assert "0.7" in (fused_obstacle(hidden, weight, scale=0.7) or "")
     assert fused_obstacle(hidden, weight, scale=0.5, temperature=4.0) is None
     targets = make_targets(20, 600)
@@ -170,7 +180,7 @@ def test_a_float32_model_keeps_the_tiles(monkeypatch: pytest.MonkeyPatch) -> Non
     calls = count(monkeypatch)
     scorer = LogProbScorer(tiny_model())
     scorer.score(ROWS)
-    assert "not half precision" in scorer.explain(ROWS, 0, 3).head
+    assert "not bfloat16" in scorer.explain(ROWS, 0, 3).head
     assert not calls
 
 
@@ -201,15 +211,21 @@ def frozen_weight(hidden: Tensor, weight: Tensor, *args: Any, **options: Any) ->
     return honest(hidden, weight.detach() + 0 * weight, *args, **options)
 
 
-def frozen_bias(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor, **options: Any) -> Tensor:
-    return honest(hidden, weight, targets, bias.detach() + 0 * bias, **options)
+def first_without_gradient(*args: Any, **options: Any) -> Tensor:
+    loss = honest(*args, **options)
+    return torch.cat([loss[:1].detach(), loss[1:]])
 
 
-def test_the_check_reads_the_gradient_of_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, weight = half_head()
-    take_fake(monkeypatch, frozen_bias)
-    bias = make_head(n=20, h=24, v=600, dtype=torch.bfloat16)[2]
-    assert "differences in values and gradients" in (fused_failure(hidden, weight, bias=bias) or "")
+def first_off(*args: Any, **options: Any) -> Tensor:
+    loss = honest(*args, **options)
+    return loss + 2.0 * (torch.arange(len(loss)) == 0)
+
+
+@pytest.mark.parametrize("wrong", [first_without_gradient, first_off])
+def test_the_check_reads_every_token(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
+    hidden, weight = half_head(40)
+    take_fake(monkeypatch, wrong)
+    assert "differences in values and gradients" in (fused_failure(hidden, weight) or "")
 
 
 def does_not_compile(*args: Any, **options: Any) -> Tensor:
