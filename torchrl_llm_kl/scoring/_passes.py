@@ -86,13 +86,14 @@ class PackedPass:
             self.plan = plan_packs(tree, tokens_per_batch, None if lookup is None else lookup.cached)
             self._bounds = [*range(0, (len(self.plan.packs) + 1) * tokens_per_batch, tokens_per_batch)]
         element, position, place = _row_of_tokens(self.plan, tree)
-        scored = (request.mask if lookup is None else lookup.scored).nonzero().squeeze(-1)
-        slots = place[tree.place(scored - 1).numpy()]
+        scored = np.flatnonzero((request.mask if lookup is None else lookup.scored).numpy())
+        slots = place[tree.place(torch.from_numpy(scored - 1)).numpy()]
         order = slots.argsort(kind="stable")
         counts = np.diff(slots[order].searchsorted(self._bounds))
         starts = np.repeat(self._bounds[:-1], counts)
         sizes = counts.tolist()
-        self.elements = list(scored[order].split(sizes))  # flat indices of the tokens that each pack predicts
+        # Flat indices of the tokens that each pack predicts.
+        self.elements = list(torch.from_numpy(scored[order]).split(sizes))
         # One transfer before the first forward: a copy between forwards would make the device wait.
         row = request.tokens.values[element], position
         if setup.options.deterministic:
@@ -200,7 +201,7 @@ class PackedPass:
                 self._pasts[i] = [*self._pasts[piece.past], kept]
             if later or self.lookup is not None:
                 keeps.append((first, last, kept))
-            # A graph holds the prefix of each piece once more. So the nodes of a branch are one piece, up to a fork in the pack.
+            # A graph holds the prefix of each piece once more. So the nodes of a branch are one piece, up to a fork in it.
             if self._joins and continued[piece.past] == 1 and inside.get(piece.past) == len(pieces) - 1 >= 0:
                 pieces[-1] = replace(pieces[-1], last=last)
             else:
@@ -370,7 +371,7 @@ def _row_of_tokens(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, np
     # numpy takes a fraction of torch's time for so few numbers.
     node, first, length = np.array([(p.node, p.first, p.length) for p in pieces], "i8").reshape(-1, 3).T
     before = length.cumsum() - length
-    starts = np.stack([tree.element.numpy(), tree.start.numpy(), tree.first.numpy()])[:, node] + first - before
+    starts = np.array([tree.element.numpy(), tree.start.numpy(), tree.first.numpy()])[:, node] + first - before
     order = np.arange(length.sum())
     element, position, index = starts.repeat(length, 1) + order
     place = np.full(tree.num_tokens, -1)

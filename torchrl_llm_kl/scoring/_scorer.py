@@ -229,7 +229,8 @@ class LogProbScorer(Scorer):
                 scored = request.mask & (request.tokens.values != ImageModel.of(self.model).token)
                 request = replace(request, mask=scored)
         finds_kept = options.return_kept and kept is None
-        with locked(*(scorer.model for scorer in scorers)), nullcontext() if options.grad else torch.no_grad():
+        owners = [scorer._inspection or scorer.model for scorer in scorers]
+        with locked(*owners), nullcontext() if options.grad else torch.no_grad():
             if self._wrapper is None:
                 changed = options.but(return_kept=finds_kept)
                 elements, columns = ScoringRun(scorers, ranks, request, routings, changed, states)()
