@@ -113,7 +113,7 @@ def dispatch_mode() -> type:
 
 def compiled_inside(model: object) -> object:
     """The module inside ``torch.compile(module)``. None for any other object."""
-    # A module takes long to say that it lacks an attribute.
+    # The search for a missing attribute of a module takes long.
     return getattr(model, "_modules", {}).get("_orig_mod")
 
 

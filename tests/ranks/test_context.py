@@ -1,5 +1,6 @@
 """Ranks that forward each sequence together give the scores, losses and gradients of one process."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from distributed.cases import RATE, STEPS, batch, build, difference, expected, shard, share, total
 from refused import refusal
 from torchrl_llm_kl import LogProbScorer, PolicyLoss, Sampling
+from torchrl_llm_kl.scoring import ScoreRequest
 from toy_models import stateful_model, tiny_model
 
 PACK = 8  # tokens of a rank in a stage
@@ -67,10 +69,14 @@ def numbers(scorer, rows, reference=None, **changes):
 
 def compare(family, *, grad=False, exact=False, pack=PACK, rows=None, **config):
     """The largest difference of any score or gradient from one process."""
-    lengths, changes = config.pop("lengths", None), config.pop("changes", {})
+    lengths, changes, dtype = config.pop("lengths", None), config.pop("changes", {}), config.pop("dtype", torch.float64)
     rows = rows_of() if lengths is None else [torch.arange(3, 3 + n) for n in lengths]
-    model = model_of(family, **config).train(grad)
-    ref = model_of(family, seed=7, **config) if exact else None
+    # With ``last``, only the last tokens of each row are scored, so a rank may have none.
+    last = config.pop("last", None)
+    mask = None if last is None else [torch.arange(len(row)) >= len(row) - last for row in rows]
+    rows = rows if mask is None else ScoreRequest.of(rows, mask)
+    model = model_of(family, **config).train(grad).to(dtype)
+    ref = model_of(family, seed=7, **config).to(dtype) if exact else None
     changes = {"entropy": True, **({"grad": True} if grad else {"top_k": 4}), **changes}
 
     def of(**ranks):
@@ -147,6 +153,21 @@ def make_loss_of(scorer, reference):
     return PolicyLoss(scorer, "ppo", terms=terms, masking_strategy="rlhf", **options)
 
 
+def refuse_one_group():
+    """Data of different ranks in one of two groups: all four ranks must raise an error."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    model, rank = shard(build()), dist.get_rank()
+    scorer = LogProbScorer(model, tokens_per_batch=PACK, context_parallel=mesh["context"])
+    copied = copy.deepcopy(LogProbScorer(build(), context_parallel=mesh["context"]))
+    rows = [row.clamp(max=VOCAB - 2) + (rank == 3) for row in rows_of()]
+    error = refusal(scorer.score, rows, error=Exception)
+    loss = make_loss_of(LogProbScorer(build(), context_parallel=mesh["context"]), None)
+    run, bad = DDP(loss), share("uneven", mesh.get_local_rank("data"), 2)
+    if rank > 1:
+        bad["tokens", "full"] = bad["tokens", "full"] + 1000
+    return error, refusal(lambda: run(loss.count(bad)), error=Exception), copied.context == scorer.context
+
+
 def train_plain(**settings):
     return train(lambda model: model, **settings)
 
@@ -170,6 +191,9 @@ def refusals():
     return {
         "data": refusal(scorer.score, other),
         "masks": refusal(scorer.score, rows, masks),
+        "temperature": refusal(scorer.score, rows, temperature=1.0 + dist.get_rank()),
+        "pack": refusal(LogProbScorer(model, tokens_per_batch=8 + dist.get_rank(), context_parallel=group).score, rows),
+        "group": refusal(partial(LogProbScorer, model), context_parallel=True),
         "deterministic": refusal(scorer.score, rows, deterministic=True),
         "kept": refusal(scorer.score, rows, sampling=cut, return_kept=True),
         "recompute": refusal(scorer.score, rows, grad=True, recompute=True),
@@ -195,6 +219,16 @@ CASES = __name__
         {"family": "qwen2", "grad": True, "pack": 3},
         {"family": "qwen2", "grad": True, "lengths": [2]},  # fewer tokens than ranks
         {"family": "qwen2", "changes": {"remember": True, "sampling": Sampling(0.7, top_p=0.9), "top_k": 0}},
+        # The first ranks have no scored token.
+        {"family": "qwen2", "exact": True, "lengths": [40], "last": 3, "pack": 5},
+        {"family": "qwen2", "exact": True, "lengths": [40], "last": 3, "pack": 5, "grad": True},
+        {
+            "family": "qwen2",
+            "lengths": [40],
+            "last": 3,
+            "pack": 5,
+            "changes": {"sampling": Sampling(0.7, top_k=5, top_p=0.9), "top_k": 0},
+        },
         {"family": "mistral", "grad": True},  # a sliding window
         {"family": "gemma2", "grad": True},  # soft-capped scores
         {"family": "gpt2", "grad": True},
@@ -227,6 +261,13 @@ def test_three_steps_equal_one_process(pool, function, ranks, settings):
     assert max(pool.run(f"{CASES}:{function}", ranks=ranks, **settings)) < 1e-12
 
 
+def test_an_error_in_one_group_is_raised_in_all(pool):
+    for rank, (sharded, wrapped, shares) in enumerate(pool.run(f"{CASES}:refuse_one_group", ranks=4)):
+        assert ("ValueError: context_parallel" if rank > 1 else "RankError") in sharded
+        assert ("ValueError: token id" if rank > 1 else "RankError") in wrapped
+        assert shares
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_stores_only_its_own_keys(pool, ranks):
     """After the last but one stage of 64 tokens, packs of 4: 60 in one process."""
@@ -237,11 +278,14 @@ def test_a_rank_stores_only_its_own_keys(pool, ranks):
 
 def test_calls_that_ranks_cannot_share_are_refused_on_all(pool):
     texts = {
-        "data": "different sequences or masks: give all ranks the same",
-        "masks": "different sequences or masks: give all ranks the same",
+        "data": "different sequences, masks, records, options or tokens_per_batch",
+        "masks": "different sequences, masks, records, options or tokens_per_batch",
+        "temperature": "different sequences, masks, records, options or tokens_per_batch",
+        "pack": "different sequences, masks, records, options or tokens_per_batch",
+        "group": "a process group of this rank or a mesh of one dimension, got True",
         "deterministic": "deterministic=True needs whole sequences",
         "kept": "return_kept=True needs whole sequences",
-        "recompute": "sharded or wrapped for ranks",
+        "recompute": "with context_parallel",
         "reference": "pass one group to both",
         "state": "needs packs, which Qwen3_5ForCausalLM cannot run",
         "padded": "needs packs, which Qwen2ForCausalLM cannot run",

@@ -185,7 +185,7 @@ def floor_of(logits: Tensor, truncation: Truncation) -> Tensor:
 
 def _nucleus_floor(logits: Tensor, top_p: float) -> Tensor:
     """The floor of top-p for each row, ``[n]``."""
-    if logits.device.type != "cpu":
+    if logits.device.type != "cpu" or not len(logits):
         return _floor_of_sorted(logits, top_p)
     probs = logits.softmax(-1)
     # All tokens less probable than this have less than 1 - p together, so top-p excludes them.

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchrl_llm_kl._numerics import widen
+from torchrl_llm_kl._typing import call_of
 from torchrl_llm_kl.scoring._request import ScoreRequest
 
 if TYPE_CHECKING:
@@ -26,15 +27,34 @@ if TYPE_CHECKING:
 Pair = tuple[Tensor, Tensor]
 
 
-def group_of(ranks: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The process group of a mesh with one dimension."""
-    return ranks if ranks is None or isinstance(ranks, dist.ProcessGroup) else ranks.get_group()
+@dataclass(frozen=True)
+class Context:
+    """The ranks that forward each sequence together."""
+
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, ranks: Context | dist.ProcessGroup | DeviceMesh | None) -> Context | None:
+        """The context of a group, or of a mesh with one dimension."""
+        if ranks is None or isinstance(ranks, Context):
+            return ranks
+        group = ranks if isinstance(ranks, dist.ProcessGroup) else call_of(ranks, "get_group")
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"context_parallel is a process group of this rank or a mesh of one dimension, got {ranks!r}."
+            )
+        return cls(group)
+
+    def __deepcopy__(self, memo: object) -> Context:
+        return self
 
 
-def checksum(request: ScoreRequest) -> int:
-    """A number that differs, almost surely, between requests with other tokens, sequences or masks."""
+def checksum(request: ScoreRequest, *settings: object) -> int:
+    """A number that differs, almost surely, between ranks with other tokens, sequences, masks, records or settings."""
     parts = (request.tokens.values, request.tokens.lengths, request.mask)
-    return zlib.crc32(b"".join(part.cpu().contiguous().numpy().tobytes() for part in parts))
+    records = [each.cpu() for each in (request.routing, request.ref_routing, request.top_ids) if each is not None]
+    text = repr((settings, sorted(request.recorded))).encode()
+    return zlib.crc32(text + b"".join(x.cpu().contiguous().numpy().tobytes() for x in (*parts, *records)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -159,7 +159,10 @@ _LOCKS_GUARD = threading.Lock()
 
 @contextmanager
 def locked(*models: object) -> Iterator[None]:
-    """Hold the lock of each model's body. Scoring may temporarily change a model's mode, adapters and attention."""
+    """Hold the lock of each model's body. Scoring may temporarily change a model's mode, adapters and attention.
+
+    An inspection of a model holds the same lock, which takes less time.
+    """
     with ExitStack() as stack:
         # Models with the same body share its lock. All callers lock in the same order, which prevents deadlocks.
         for model in sorted(map(_shared, models), key=id):
@@ -171,6 +174,8 @@ def locked(*models: object) -> Iterator[None]:
 
 def _shared(model: object) -> object:
     """The object whose lock a model uses: its body without wrappers, or the model itself if it has no body."""
+    if isinstance(model, Inspection):
+        return model.of(_shared)
     body = find_body(model) if isinstance(model, nn.Module) else None
     return model if body is None else unwrapped(body)
 

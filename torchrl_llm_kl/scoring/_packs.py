@@ -53,13 +53,14 @@ class PackedPass:
             self.plan = plan_packs(tree, tokens_per_batch, None if lookup is None else lookup.cached)
             self._bounds = [*range(0, (len(self.plan.packs) + 1) * tokens_per_batch, tokens_per_batch)]
         element, position, place = row_of_tokens(self.plan, tree)
-        scored = (request.mask if lookup is None else lookup.scored).nonzero().squeeze(-1)
-        slots = place[tree.place(scored - 1).numpy()]
+        scored = np.flatnonzero((request.mask if lookup is None else lookup.scored).numpy())
+        slots = place[tree.place(torch.from_numpy(scored - 1)).numpy()]
         order = slots.argsort(kind="stable")
         counts = np.diff(slots[order].searchsorted(self._bounds))
         starts = np.repeat(self._bounds[:-1], counts)
         sizes = counts.tolist()
-        self.elements = list(scored[order].split(sizes))  # flat indices of the tokens that each pack predicts
+        # Flat indices of the tokens that each pack predicts.
+        self.elements = list(torch.from_numpy(scored[order]).split(sizes))
         # One transfer before the first forward: a copy between forwards would make the device wait.
         row = request.tokens.values[element], position
         if setup.options.deterministic:
@@ -232,7 +233,7 @@ class SharedPass(PackedPass):
     def gather(self, columns: Columns) -> tuple[Tensor, Columns]:
         """The flat elements of all ranks, and their scores."""
         counts = [len(share) for share in self._shares]
-        return torch.cat(self._shares), {name: gather(self._group, counts, own) for name, own in columns.items()}
+        return torch.cat(self._shares), {name: gather(self._group, counts, columns[name]) for name in sorted(columns)}
 
     def _exchange(self, needed: list[set[int]], here: dict[int, PackPiece]) -> Exchange | None:
         """The keys and values that ranks give each other. None if no pack attends to another rank's."""

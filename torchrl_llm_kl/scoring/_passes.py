@@ -169,10 +169,6 @@ class ScoringRun:
         self.forks = False
         images, tokens = self.request.images, self.request.tokens
         self.images = [ImageInputs(setup, images, tokens) for setup in self.setups if images is not None]
-        if not self.ranks.same_context(checksum(self.request) if self.ranks.context is not None else 0):
-            raise ValueError(
-                "context_parallel, but the ranks hold different sequences or masks: give all ranks the same."
-            )
         # Both models forward the same packs, so they must share prefixes in the same way.
         sharing = {setup.route.sharing for setup in self.setups}
         if len(sharing) == 1 and None not in sharing:
@@ -187,8 +183,23 @@ class ScoringRun:
             self.tree = PrefixTree.build(tokens, lengths, **least)
         if self.images:
             self._place_images()
+        if self.ranks.context is not None:
+            with self.ranks.together():
+                self._check_context()
+
+    def _check_context(self) -> None:
+        """Raise a ValueError if the ranks of a context cannot share this call."""
+        settings = self.budget, self.options, *(setup.options for setup in self.setups)
+        if not self.ranks.same_context(checksum(self.request, *settings)):
+            raise ValueError(
+                "context_parallel, but the ranks have different sequences, masks, records, options or tokens_per_batch: give "
+                "all ranks the same."
+            )
         if self.tree is None or self.forks:
-            self._check_packs("its layers have a state, its rotary frequencies depend on the length, or packs are off")
+            self._check_packs(
+                "it has a recurrent state, other frequencies for long sequences or an attention of its own, or "
+                "share_prefixes is False"
+            )
 
     def _check_packs(self, reason: str) -> None:
         """Raise a ValueError if this call needs packs."""
@@ -331,7 +342,9 @@ class ScoringRun:
                     guard.forward(each.setup.model, each.run_dummy if missing else partial(each.run, index))
                     for each in passes
                 ]
-            if guard.error is not None or (some.numel() == 0 and not (ranks.groups and grad)):
+            unread = some.numel() == 0 and not (ranks.groups and grad)
+            # Each rank of a context needs all columns, so one without scored tokens reads no rows.
+            if guard.error is not None or (unread and (ranks.context is None or parts or index < number - 1)):
                 continue
             states = cast(list[States], states_of_models)
             elements.append(some)

@@ -185,7 +185,7 @@ def row_of_tokens(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, np.
     # numpy takes a fraction of torch's time for so few numbers.
     node, first, length = np.array([(p.node, p.first, p.length) for p in pieces], "i8").reshape(-1, 3).T
     before = length.cumsum() - length
-    starts = np.stack([tree.element.numpy(), tree.start.numpy(), tree.first.numpy()])[:, node] + first - before
+    starts = np.array([tree.element.numpy(), tree.start.numpy(), tree.first.numpy()])[:, node] + first - before
     order = np.arange(length.sum())
     element, position, index = starts.repeat(length, 1) + order
     place = np.full(tree.num_tokens, -1)

@@ -226,8 +226,9 @@ def check_offers(
     wanted |= {"reference": "..."} if reference is not None else {}
     if options.sampling.truncates:
         wanted["truncation"] = options.sampling
-    given, neutral = ({**vars(each), "temperature": each.temperature} for each in (options, _NEUTRAL))
-    wanted |= {name: given[name] for name in FEATURES & given.keys() if given[name] != neutral[name]}
+    if options != _NEUTRAL:
+        given, neutral = ({**vars(each), "temperature": each.temperature} for each in (options, _NEUTRAL))
+        wanted |= {name: given[name] for name in FEATURES & given.keys() if given[name] != neutral[name]}
     lacking = sorted(wanted.keys() - scorer.offers)
     if lacking:
         shown = ", ".join(f"{'sampling' if name == 'truncation' else name}={wanted[name]!s}" for name in lacking)

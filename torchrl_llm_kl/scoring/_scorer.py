@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchrl_llm_kl._numerics import check_not_a_name, check_range, finite_total, to_host
 from torchrl_llm_kl._typing import asked, has
 from torchrl_llm_kl.scoring._cache import PrefixKVCache
-from torchrl_llm_kl.scoring._context import group_of
+from torchrl_llm_kl.scoring._context import Context
 from torchrl_llm_kl.scoring._explain import Explanation, explain
 from torchrl_llm_kl.scoring._forks import has_state
 from torchrl_llm_kl.scoring._images import ImageModel
@@ -146,7 +146,7 @@ class LogProbScorer(Scorer):
         head_chunk: int = 1024,
         probe: bool = True,
         share_prefixes: bool = True,
-        context_parallel: ProcessGroup | DeviceMesh | None = None,
+        context_parallel: Context | ProcessGroup | DeviceMesh | None = None,
         **changes: Unpack[Changes],
     ) -> None:
         check_not_a_name(model=model)
@@ -167,7 +167,7 @@ class LogProbScorer(Scorer):
         self.options = options
         self.tokens_per_batch, self.head_chunk = tokens_per_batch, head_chunk
         self.probe, self.share_prefixes = probe, share_prefixes
-        self.context = group_of(context_parallel)
+        self.context = Context.of(context_parallel)
         self.forwards = 0
         self._proof: tuple[object, ...] = ()  # the settings for which `deterministic` was checked
         self._route: Route | None = None
@@ -245,11 +245,12 @@ class LogProbScorer(Scorer):
                 routings.append(scorers[1]._routing(request, request.ref_routing))
             if request.images is not None:
                 if ranks.groups:
-                    raise ValueError("images with a model that is wrapped or sharded for ranks: score them unwrapped.")
+                    raise ValueError("images with ranks (a wrapped or sharded model, context_parallel): leave one out.")
                 scored = request.mask & (request.tokens.values != ImageModel.of(self.model).token)
                 request = replace(request, mask=scored)
         finds_kept = options.return_kept and kept is None
-        with locked(*(scorer.model for scorer in scorers)), nullcontext() if options.grad else torch.no_grad():
+        owners = [scorer._inspection or scorer.model for scorer in scorers]
+        with locked(*owners), nullcontext() if options.grad else torch.no_grad():
             if self._wrapper is None:
                 changed = options.but(return_kept=finds_kept)
                 elements, columns = ScoringRun(scorers, ranks, request, routings, changed, states)()
@@ -328,9 +329,10 @@ class LogProbScorer(Scorer):
         self.memory.clear()
 
     def _ranks(self, reference: Scorer | None) -> Ranks:
-        if reference is not None and asked(reference, "context", object) is not self.context:
+        if isinstance(reference, LogProbScorer) and reference.context != self.context:
             raise ValueError("the scorer and its reference have different context_parallel=: pass one group to both.")
-        return Ranks([self.model] if reference is None else [self.model, reference.model], self.context)
+        context = None if self.context is None else self.context.group
+        return Ranks([self.model] if reference is None else [self.model, reference.model], context)
 
     def together(self, reference: Scorer | None = None) -> AbstractContextManager[None]:
         """See :meth:`Scorer.together`."""
@@ -369,6 +371,7 @@ class LogProbScorer(Scorer):
         """Raise a ValueError if a forward in the backward would not repeat the first one."""
         reasons = {
             "of deterministic=True": options.deterministic,
+            "of context_parallel": self.context is not None,
             "of images": request.images is not None,
             "the scorer takes the model's full forward": self.path != "head",
             "the model drops activations at random: call its eval()": drops(self.model),
@@ -387,7 +390,7 @@ class LogProbScorer(Scorer):
         if self.path != "head":
             reasons.append(f"{type(self.model).__name__} is scored by its own forward")
         elif self._inspect().of(is_compiled):
-            reasons.append(f"{type(self.model).__name__} is compiled")
+            reasons.append(f"{type(self.model).__name__} has compiled parts")
         if reasons:
             raise ValueError(f"context_parallel, but {reasons[0]}: leave one out.")
 

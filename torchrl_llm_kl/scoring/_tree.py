@@ -91,7 +91,7 @@ class PrefixTree:
     @cached_property
     def first(self) -> Tensor:
         """The start of each node when all nodes are concatenated, ``[M]``."""
-        return self.length.cumsum(0) - self.length
+        return torch.from_numpy(self.length.numpy().cumsum()) - self.length
 
     def place(self, element: Tensor) -> Tensor:
         """The places of flat elements when all nodes are concatenated, ``[K]``. See :meth:`locate`."""

@@ -112,7 +112,8 @@ class Ranks:
                     if own_groups:  # not cached if empty: the model may be sharded later
                         _GROUPS[model] = own_groups
                     groups |= {id(group): group for group in own_groups}
-            self.witnesses = list((groups or _groups_of_ddp(models)).values())
+            inside = {} if groups and context is None else _groups_of_ddp(models)
+            self.witnesses = list((groups | inside).values())
         self.groups = list(groups.values())
 
     def most(self, number: int) -> int:
