@@ -210,7 +210,7 @@ def inspect(
     from torchrl_llm_kl.training import load_model, load_tokenizer
 
     if html is not None and not html.parent.is_dir():
-        raise CommandError(f"there is no folder {html.parent} for {html.name}. Please create it first.")
+        raise CommandError(f"the folder {html.parent} for {html.name} does not exist. Please create it first.")
     words, columns = load_tokenizer(tokenizer), column_names(column)
     td = load_batch(batch, words, columns=columns, trust=trust)
     beside = None if other is None else load_batch(other, words, columns=columns, trust=trust)
@@ -306,7 +306,7 @@ def show_runs(
     from torchrl_llm_kl.training import compare_runs
 
     if html is not None and not html.parent.is_dir():
-        raise CommandError(f"there is no folder {html.parent} for {html.name}. Please create it first.")
+        raise CommandError(f"the folder {html.parent} for {html.name} does not exist. Please create it first.")
     figures, settings = compare_runs(folders, html)
     print_table(figures[0], figures[1:], right=1)
     if len(settings) > 1:

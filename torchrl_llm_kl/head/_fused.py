@@ -92,7 +92,7 @@ def failure(head: Head, tile: tuple[int, int]) -> str | None:
     """How the kernel differs from the tiles in values or gradients, or None if rounding explains the differences.
 
     Each log-prob has another weight in the gradients, since liger-kernel before 0.8.2 gives all tokens the same weight. Each
-    row is compared: log-probs, the gradients of hidden states, and those of the weight.
+    row is compared: log-probs, and the gradients of hidden states and weight.
     """
     assert head.weight is not None
     place, results = torch.arange(head.positions, device=head.hidden.device), list[list[Tensor]]()

@@ -75,7 +75,7 @@ _ACTIVE = threading.local()
 
 @dataclass(frozen=True, eq=False)
 class PackPiece:
-    """Consecutive tokens of a pack, each of which follows the one before it in some sequence."""
+    """Consecutive tokens of a pack, where each follows the one before it in some sequence."""
 
     first: int  # place of its first token in the pack
     last: int  # place after its last token

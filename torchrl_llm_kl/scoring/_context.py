@@ -77,7 +77,7 @@ class Exchange:
     def __call__(
         self, call: int, key: Tensor, value: Tensor, outside: Sequence[list[Pair]]
     ) -> tuple[Tensor, Tensor, list[Pair]]:
-        """The keys and values of this pack ``[1, heads, N, size]``, and those of ``outside``, in one attention call."""
+        """The keys and values of this pack ``[1, heads, N, size]`` and of ``outside``, in one attention call."""
         pairs = [(key[:, :, x], value[:, :, x]) if isinstance(x, slice) else x[call] for x in self.own]
         rows = [torch.cat([part[0].transpose(0, 1).flatten(1) for part in pair], 1) for pair in pairs]
         width = key.shape[1] * key.shape[3]
@@ -98,7 +98,7 @@ class Exchange:
 
 
 def gather(group: dist.ProcessGroup, counts: Sequence[int], own: Tensor) -> Tensor:
-    """The rows of all ranks, one rank after the other. ``own [counts[rank], ...]`` are those of this rank."""
+    """The rows of all ranks, one rank after the other. This rank has ``own [counts[rank], ...]``."""
     (gathered,) = _Gather.apply(group, max(counts), own)
     return torch.cat([rows[:count] for rows, count in zip(gathered, counts, strict=True)])
 

@@ -188,7 +188,7 @@ class PackedPass:
 
 
 class SharedPass(PackedPass):
-    """Runs one model over the prefix tree of a request, a stage at a time. Attributes of packs are those of this rank."""
+    """Runs one model over the prefix tree of a request, a stage at a time. ``elements`` are this rank's."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class SharedPass(PackedPass):
         # The last stage may have fewer packs than ranks.
         packs = [self.plan.packs[number] if number < len(self.plan.packs) else [] for number in numbers]
         needed = [self.plan.outside(pack) for pack in packs]
-        layout, own = PackLayout([PackPiece(0, 1, -1, [])]), packs[self._rank]  # a dummy token, if there is no pack
+        layout, own = PackLayout([PackPiece(0, 1, -1, [])]), packs[self._rank]  # a dummy token, without a pack
         for pack in packs:  # in order, since a piece continues one of an earlier pack
             if pack is own and pack:
                 layout = self._layout(pack, index)

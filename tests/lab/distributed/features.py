@@ -204,11 +204,12 @@ def out_of_memory(wrap, where, room):
     plain_read = HeadReading.columns
 
     def read(reading):
-        if where == "head" and loss.scorer.tokens_per_batch > room:
+        if where == "head" and len(reading.targets) and loss.scorer.tokens_per_batch > room:
             check(room + 1)
         return plain_read(reading)
 
     run, loss = wrapped(wrap, model)
+    assert loss.scorer.shares_prefixes  # its probe is done
     HeadReading.columns = read
     try:
         cases.steps(run, loss)
