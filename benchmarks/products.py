@@ -32,6 +32,9 @@ def products_of(model: Any, batch: Batch, *, train: bool = False, forwards: int 
     layers = [module.weight.detach() for module in body.modules() if isinstance(module, nn.Linear)]
     head, scored = model.get_output_embeddings().weight.detach(), int(response.sum())
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # A recurrent layer has no attention. The work on its state is left out.
+    kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
+    attentions = sum("linear" not in kind for kind in kinds)
     segments = list(zip(tree.start.tolist(), tree.length.tolist(), strict=True))
     distinct = sum(length for _, length in segments)
     like = head.new_empty(0)
@@ -60,7 +63,7 @@ def products_of(model: Any, batch: Batch, *, train: bool = False, forwards: int 
                 for weight in layers:
                     product(min(PACK, distinct - start), weight, forwards)
             for start, length in segments:
-                for _ in range(config.num_hidden_layers):
+                for _ in range(attentions):
                     attend(start, length)
             rows = max(1, TILE // head.shape[0])
             for start in range(0, scored, rows):

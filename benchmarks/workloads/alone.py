@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,9 @@ from benchmarks.agreement import largest_difference, tolerance_of
 from benchmarks.data import Batch, one_prompt
 from benchmarks.measure import Contender, Measured
 from benchmarks.models import ModelSize, qwen2
+from benchmarks.products import products_of
 from benchmarks.results import Goal, Outcome, Targets
-from benchmarks.workloads.base import OURS, Settings, Workload
+from benchmarks.workloads.base import OURS, PRODUCTS, Settings, Workload
 from torchrl_llm_kl import LogProbScorer
 
 PLAIN, ONE, FLOAT32 = "plain forward", "one answer", "float32"
@@ -27,13 +29,17 @@ def last_tokens(settings: Settings) -> Outcome:
     batch = one_prompt(1, 20, 8, size.vocab) if settings.quick else one_prompt(1, 1436, 64, size.vocab)
     model = qwen2(size, device=settings.device, dtype=settings.dtype)
     ours, theirs = _scores(model, batch, settings), partial(_plain, model, batch, settings)
-    difference = _same(ours(), theirs(), settings)
+    difference, products = _same(ours(), theirs(), settings), products_of(model, batch)
     found = settings.alternate(
-        {PLAIN: Contender(lambda _: theirs()), OURS: Contender(lambda _: ours())},
+        {
+            PLAIN: Contender(lambda _: theirs()),
+            OURS: Contender(lambda _: ours()),
+            PRODUCTS: Contender(lambda _: products()),
+        },
         repeats=settings.at_least(7),
         warm_up=1,
     )
-    return Outcome(_work(batch, size), found[PLAIN], found[OURS], difference)
+    return Outcome(_work(batch, size), found[PLAIN], found[OURS], difference, products=found[PRODUCTS])
 
 
 def many_answers(settings: Settings) -> Outcome:
@@ -45,11 +51,12 @@ def many_answers(settings: Settings) -> Outcome:
     ours, one = _scores(model, batch, settings), _scores(model, single, settings)
     theirs = partial(_plain, model, batch, settings)
     difference = _same(ours(), theirs(), settings)
-    steps = {PLAIN: theirs, OURS: ours, ONE: one}
+    steps: dict[str, Any] = {PLAIN: theirs, OURS: ours, ONE: one, PRODUCTS: products_of(model, batch)}
     found = settings.alternate({name: Contender(lambda _, step=step: step()) for name, step in steps.items()})
     times = found[OURS].seconds / found[ONE].seconds
     goal = Goal("time of 32 answers beside one", "beside one", times, 3, at_least=False)
-    return Outcome(_work(batch, size), found[PLAIN], found[OURS], difference, further=(goal,))
+    outcome = Outcome(_work(batch, size), found[PLAIN], found[OURS], difference, further=(goal,))
+    return replace(outcome, products=found[PRODUCTS])
 
 
 def half_products(settings: Settings) -> Outcome:
@@ -106,7 +113,7 @@ WORKLOADS = (
         "last64",
         "Log-probs, the last 64 of 1,500 tokens",
         last_tokens,
-        Targets(faster=1),
+        Targets(faster=1, share=0.9),
         cuda=True,
         peer=PLAIN,
     ),
@@ -114,7 +121,7 @@ WORKLOADS = (
         "answers32",
         "Log-probs, 32 answers of 64 tokens to a prompt of 1,500",
         many_answers,
-        Targets(),
+        Targets(share=0.9),
         cuda=True,
         peer=PLAIN,
     ),

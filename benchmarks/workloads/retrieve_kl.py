@@ -51,12 +51,11 @@ def measure(
     }
     if deterministic:
         contenders[NORMAL] = Contender(lambda _: normal(data.copy()))
-    elif not recurrent:
-        both = [products_of(model, batch) for model in (policy, reference)]
-        contenders[PRODUCTS] = Contender(lambda _: [products() for products in both])
+    both = [products_of(model, batch) for model in (policy, reference)]
+    contenders[PRODUCTS] = Contender(lambda _: [products() for products in both])
     found = settings.alternate(contenders)
     work = f"{batch.tokens:,} tokens ({batch.source}); {size}"
-    outcome = Outcome(work, found[THEIRS], found[OURS], difference, products=found.get(PRODUCTS))
+    outcome = Outcome(work, found[THEIRS], found[OURS], difference, products=found[PRODUCTS])
     if not deterministic:
         return outcome
     ratio = found[OURS].seconds / found[NORMAL].seconds
