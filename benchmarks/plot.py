@@ -34,7 +34,7 @@ def save_plot(run: Run, folder: Path) -> None:
 
 
 def _ratios(axis: Any, label: str, rows: list[tuple[str, float, float | None]]) -> None:
-    names = [f"{name}  {found:.2g}x" for name, found, _ in rows]
+    names = [f"{name}  {found:.{2 if found < 99.5 else 3}g}x" for name, found, _ in rows]
     axis.barh(names, [found - 1 for _, found, _ in rows], left=1, color=_OURS)
     axis.axvline(1, color=_THEIRS, linewidth=1)
     marked = [(i, target) for i, (_, _, target) in enumerate(rows) if target is not None]

@@ -65,7 +65,7 @@ def products_of(model: Any, batch: Batch, *, train: bool = False, forwards: int 
             for start, length in segments:
                 for _ in range(attentions):
                     attend(start, length)
-            rows = max(1, TILE // head.shape[0])
+            rows = max(128, TILE // head.shape[0])  # fewer would only wait for the weight
             for start in range(0, scored, rows):
                 # The backward computes the logits again instead of storing them.
                 product(min(rows, scored - start), head, 2 if train else 1)

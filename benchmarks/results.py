@@ -131,7 +131,7 @@ class Result:
 
     @property
     def share(self) -> float | None:
-        """The share of the time that the products of the distinct tokens take. It may exceed 1 by noise."""
+        """The share of the time that the products of the distinct tokens take. It may exceed 1: see the page."""
         products = self.outcome.products
         return None if products is None else products.seconds / self.outcome.ours.seconds
 
