@@ -95,12 +95,12 @@ def compare(family, *, grad=False, exact=False, pack=PACK, rows=None, **config):
     return max(float((got[name] - want[name]).abs().max()) for name in want)
 
 
-def stored():
+def stored(pack):
     """The keys and values that this rank stores for later stages, in tokens, beside those of one process."""
     from torchrl_llm_kl.scoring._packs import PackedPass
 
     rows, most = [torch.arange(3, 67)], []
-    make = partial(LogProbScorer, model_of("qwen2"), tokens_per_batch=4)
+    make = partial(LogProbScorer, model_of("qwen2"), tokens_per_batch=pack)
     spread, alone = make(context_parallel=dist.group.WORLD), make()
     run = PackedPass._run
 
@@ -268,12 +268,10 @@ def test_an_error_in_one_group_is_raised_in_all(pool):
         assert shares
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_stores_only_its_own_keys(pool, ranks):
-    """After the last but one stage of 64 tokens, packs of 4: 60 in one process."""
-    for here, alone in pool.run(f"{CASES}:stored", ranks=ranks):
-        assert alone == 60
-        assert here == 64 // ranks - 4
+@pytest.mark.parametrize(("ranks", "pack", "own", "whole"), [(2, 4, 28, 60), (4, 4, 12, 60), (2, 24, 16, 48)])
+def test_a_rank_stores_only_its_own_keys(pool, ranks, pack, own, whole):
+    """After the last but one stage of 63 tokens. Two ranks take them in stages of 16 each, though a pack has room for 24."""
+    assert pool.run(f"{CASES}:stored", ranks=ranks, pack=pack) == [(own, whole)] * ranks
 
 
 def test_calls_that_ranks_cannot_share_are_refused_on_all(pool):
