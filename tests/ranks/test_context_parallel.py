@@ -205,6 +205,15 @@ def refusals():
     }
 
 
+def broken():
+    """A layer fails on rank 1, inside of FSDP2."""
+    model = shard(build())
+    scorer = LogProbScorer(model, context_parallel=dist.group.WORLD)
+    if dist.get_rank() == 1:
+        model.get_decoder().layers[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    scorer.score(rows_of())
+
+
 # ---------------------------------------------------------------------- all ranks
 CASES = __name__
 
@@ -294,3 +303,9 @@ def test_calls_that_ranks_cannot_share_are_refused_on_all(pool):
         assert messages.keys() == texts.keys()
         for name, text in texts.items():
             assert text in messages[name], (name, messages[name])
+
+
+def test_an_error_inside_a_forward_is_raised_at_once(pool):
+    """The other rank waits until the launcher ends it."""
+    with pytest.raises(AssertionError, match=r"rank 1:(.|\n)*ZeroDivisionError"):
+        pool.run(f"{CASES}:broken")

@@ -219,7 +219,7 @@ class SharedPass(PackedPass):
         needed = [self.plan.outside(pack) for pack in packs]
         layout, own = PackLayout([PackPiece(0, 1, -1, [])]), packs[self._rank]  # a dummy token, without a pack
         for pack in packs:  # in order, since a piece continues one of an earlier pack
-            if pack is own and pack:
+            if own and pack is own:
                 layout = self._layout(pack, index)
                 continue
             for i in pack:

@@ -112,8 +112,8 @@ class Ranks:
                     if own_groups:  # not cached if empty: the model may be sharded later
                         _GROUPS[model] = own_groups
                     groups |= {id(group): group for group in own_groups}
-            inside = {} if groups and context is None else _groups_of_ddp(models)
-            self.witnesses = list((groups | inside).values())
+            around = {} if groups and context is None else _groups_of_ddp(models)
+            self.witnesses = list((groups | around).values())
         self.groups = list(groups.values())
 
     def most(self, number: int) -> int:
@@ -200,11 +200,12 @@ class ErrorGuard:
 
     def __init__(self, bodies: Sequence[nn.Module], ranks: Ranks) -> None:
         self._ranks = ranks
-        inner = [m for body in bodies if ranks.groups for m in body.modules() if m is not body]
+        # A rank that failed cannot take part in the exchanges of a context, so its error is raised at once.
+        in_step = bool(ranks.groups) and ranks.context is None
+        inner = [m for body in bodies if in_step for m in body.modules() if m is not body]
         self._layers = dict.fromkeys(m for m in inner if _has_hooks(m) and not is_zero3(m))
-        # ZeRO-3 prefetches weights in the order of earlier forwards, which a failed rank cannot reproduce. Nor can it take part
-        # in the exchanges of a context.
-        self._at_once = ranks.context is not None or any(is_zero3(body) for body in bodies)
+        # ZeRO-3 prefetches weights in the order of earlier forwards, which a failed rank cannot reproduce.
+        self._at_once = not in_step or any(is_zero3(body) for body in bodies)
         self._called: list[nn.Module] = []
         self.error: Exception | None = None
 
@@ -223,7 +224,7 @@ class ErrorGuard:
 
     def compute(self, work: Callable[[], Result]) -> Result | None:
         """Run ``work``. Returns None from the first error on."""
-        if not self._ranks.groups or self._at_once:
+        if self._at_once:
             return work()
         if self.error is None:
             try:
